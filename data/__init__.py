@@ -1,0 +1,1 @@
+"""Data preparation; imported as hostdev.data."""

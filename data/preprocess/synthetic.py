@@ -1,0 +1,135 @@
+"""A Criteo look-alike of any length: Zipf-distributed categoricals, skewed integers, labels from a planted model.
+
+Row i is a pure function of (seed, i), so a longer set begins with the shorter one.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import csv
+
+from hostdev.data.preprocess.criteo import COLUMNS
+from hostdev.data.preprocess.raw import EMPTY, RawRows
+from hostdev.kernels.counter import key64, mix64
+from hostdev.manifest import CATEGORICAL, CATEGORICAL_NAMES, DENSE, DENSE_NAMES
+from hostdev.progress import bar
+
+CHUNK_ROWS = 1 << 16
+
+# Distinct values per categorical field of Criteo's Kaggle set, and how often the field is empty there.
+CARDINALITIES = np.array([
+    1460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5_683, 8_351_593, 3_194,
+    27, 14_992, 5_461_306, 10, 5_652, 2_173, 4, 7_046_547, 18, 15, 286_181, 105, 142_572,
+])  # fmt: skip
+EMPTY_RATES = np.array([
+    0, 0, 0.03, 0.03, 0, 0.12, 0, 0, 0, 0, 0, 0.03, 0,
+    0, 0, 0.03, 0, 0, 0.44, 0.44, 0.03, 0.76, 0, 0.03, 0.44, 0.44,
+])  # fmt: skip
+ZIPF_EXPONENT = 1.1
+# The integer columns: log-normal with these medians, shifted down, and how often they are missing.
+MEDIANS = np.array([2, 8, 7, 5, 3000, 40, 4, 8, 40, 1, 2, 1, 5])
+SHIFTS = np.array([0, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
+MISSING_RATES = np.array([0.45, 0, 0.21, 0.22, 0.03, 0.22, 0.04, 0, 0.04, 0.45, 0.04, 0.77, 0.22])
+SPREAD = 1.3
+# The planted model, a logit: one effect per categorical value, one slope per standardised log integer.
+BIAS = -0.2
+VALUE_EFFECT = 0.28
+SLOPES = np.array([0.25, 0.05, 0.05, -0.1, -0.2, -0.15, 0.25, 0.05, 0.05, 0.15, 0.15, 0.05, -0.1])
+
+
+class Synthetic:
+    """The first `rows` rows of the look-alike with this seed."""
+
+    unit = "rows"
+
+    def __init__(self, rows: int, seed: int) -> None:
+        self.total = rows
+        self.seed = seed
+        self._value_keys = np.array([key64(0, "value", c) for c in range(CATEGORICAL)], np.uint64)
+        self._effect_keys = np.array([key64(0, "effect", c) for c in range(CATEGORICAL)], np.uint64)
+
+    def chunks(self) -> Iterator[tuple[RawRows, int]]:
+        """Iterate over the rows, 65,536 at a time."""
+        for number in range(-(-self.total // CHUNK_ROWS)):
+            rows = self._chunk(number, min(CHUNK_ROWS, self.total - number * CHUNK_ROWS))
+            yield rows, len(rows)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return the generator's arguments."""
+        return [{"synthetic": True, "rows": self.total, "seed": self.seed}]
+
+    def _chunk(self, number: int, n: int) -> RawRows:
+        rng = np.random.Generator(np.random.Philox(key64(self.seed, "synthetic", number)))
+        ranks = zipf_ranks(rng.random((CHUNK_ROWS, CATEGORICAL))[:n], CARDINALITIES, ZIPF_EXPONENT)
+        ranks = np.where(rng.random((CHUNK_ROWS, CATEGORICAL))[:n] < EMPTY_RATES, -1, ranks)  # -1: empty
+        hashed = ranks.astype(np.uint64)
+        values = (mix64(hashed ^ self._value_keys) >> np.uint64(32)).astype(np.int64)
+        logit = BIAS + VALUE_EFFECT * _standard(mix64(hashed ^ self._effect_keys)).sum(axis=1)
+
+        normal = rng.standard_normal((CHUNK_ROWS, DENSE))[:n]
+        missing = rng.random((CHUNK_ROWS, DENSE))[:n] < MISSING_RATES
+        integers = np.floor(MEDIANS * np.exp(SPREAD * normal)).astype(np.int64) - SHIFTS
+        logit += (np.where(missing, 0.0, normal) * SLOPES).sum(axis=1)
+        label = rng.random(CHUNK_ROWS)[:n] < 1 / (1 + np.exp(-logit))
+        return RawRows(
+            label.astype(np.float32),
+            np.where(missing, 0, integers),
+            missing,
+            np.where(ranks < 0, EMPTY, values),
+        )
+
+
+def zipf_ranks(
+    u: npt.NDArray[np.float64], cardinality: npt.NDArray[np.int64], exponent: float
+) -> npt.NDArray[np.int64]:
+    """Turn uniform numbers into ranks 0 .. cardinality - 1 whose frequency falls as (rank + 1)^-exponent.
+
+    The inverse of the continuous power law's distribution on [1, cardinality + 1), rounded down; exponent != 1.
+    """
+    power = 1.0 - exponent
+    x = (1.0 + u * ((cardinality + 1.0) ** power - 1.0)) ** (1.0 / power)
+    return np.minimum(x.astype(np.int64), cardinality) - 1
+
+
+def _standard(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """Random words to numbers with mean 0 and variance 1 (uniform)."""
+    return ((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53 - 0.5) * np.sqrt(12.0)
+
+
+def write_text(source: Synthetic, path: Path) -> None:
+    """Write rows as Criteo text; the file appears under its name when it is whole."""
+    partial = path.with_name(f".{path.name}.partial")
+    options = csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
+    columns = pa.schema([(name, pa.string()) for name in COLUMNS])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            partial.open("wb") as file,
+            csv.CSVWriter(file, columns, write_options=options) as writer,
+            bar(source.total, f"writing {path.name}", "rows") as progress,
+        ):
+            for rows, size in source.chunks():
+                writer.write(_text_table(rows))
+                progress.update(size)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _text_table(rows: RawRows) -> pa.Table:
+    columns = [pa.array(rows.label.astype(np.int8)).cast(pa.string())]
+    for i in range(len(DENSE_NAMES)):
+        columns.append(pc.fill_null(pa.array(rows.integers[:, i], mask=rows.missing[:, i]).cast(pa.string()), ""))
+    digits = np.frombuffer(b"0123456789abcdef", np.uint8)
+    for i in range(len(CATEGORICAL_NAMES)):
+        value = rows.categories[:, i]
+        nibbles = (value[:, None] >> np.arange(28, -1, -4)) & 15
+        text = pa.Array.from_buffers(pa.binary(8), len(value), [None, pa.py_buffer(digits[nibbles].tobytes())])
+        empty = pa.array(value == EMPTY)
+        columns.append(pc.if_else(empty, "", text.cast(pa.binary()).cast(pa.string())))
+    return pa.table(columns, names=COLUMNS)

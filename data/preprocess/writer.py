@@ -1,0 +1,68 @@
+"""Encoded rows into Arrow IPC shards of a bounded length."""
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from hostdev.manifest import Shard, checksum, schema
+
+
+class ShardWriter:
+    """Writes one split; `close` returns its shards. Rows are on disk in the order in which they came."""
+
+    def __init__(self, root: Path, split: str, rows_per_shard: int, id_type: str) -> None:
+        self._root = root
+        self._split = split
+        self._rows_per_shard = rows_per_shard
+        self._schema = schema(id_type)
+        self._id_dtype = np.dtype(id_type)
+        self._shards: list[Shard] = []
+        self._writer: pa.ipc.RecordBatchFileWriter | None = None
+        self._rows = 0
+        (root / split).mkdir()
+
+    def write(
+        self, label: npt.NDArray[np.float32], dense: npt.NDArray[np.float32], cat: npt.NDArray[np.int64]
+    ) -> None:
+        """Append rows: label [n], dense [n, 13], cat [n, 26]."""
+        start = 0
+        while start < len(label):
+            stop = min(len(label), start + self._rows_per_shard - self._rows)
+            ids = cat[start:stop].astype(self._id_dtype)
+            columns = [
+                pa.array(label[start:stop]),
+                pa.FixedSizeListArray.from_arrays(pa.array(dense[start:stop].ravel()), dense.shape[1]),
+                pa.FixedSizeListArray.from_arrays(pa.array(ids.ravel()), ids.shape[1]),
+            ]
+            if self._writer is None:
+                self._writer = pa.ipc.new_file(self._root / self._name(), self._schema)
+            self._writer.write(pa.record_batch(columns, schema=self._schema))
+            self._rows += stop - start
+            start = stop
+            if self._rows == self._rows_per_shard:
+                self._finish()
+
+    def close(self) -> list[Shard]:
+        """Finish the last shard and return them all."""
+        self._finish()
+        return self._shards
+
+    def abandon(self) -> None:
+        """Let go of an unfinished file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _name(self) -> str:
+        return f"{self._split}/part-{len(self._shards):05d}.arrow"
+
+    def _finish(self) -> None:
+        if self._writer is None:
+            return
+        self._writer.close()
+        self._writer = None
+        name = self._name()
+        self._shards.append(Shard(file=name, rows=self._rows, sha256=checksum(self._root / name)))
+        self._rows = 0

@@ -1,0 +1,60 @@
+"""Train recommender models whose embedding tables are too big for the accelerator."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_root = Path(__file__).resolve().parent.parent
+if (_root / "pyproject.toml").is_file():  # a checkout: hostdev.models and hostdev.data stand beside the package
+    __path__.append(str(_root))
+
+if TYPE_CHECKING:
+    from hostdev.errors import UserError
+    from hostdev.host.server import ParameterServer
+    from hostdev.host.table import HostTable
+    from hostdev.initializers import Constant, Normal
+    from hostdev.kernels.pool import set_host_threads
+    from hostdev.kernels.unique import unique
+    from hostdev.optimizers import FTRL, LazyAdam
+    from hostdev.primitive import EmbeddingLookup, FusedSparseFtrl, FusedSparseLazyAdam, Primitive
+
+# The public surface; what is not here is free to change. Loaded on first use, so that each command starts quickly.
+_PUBLIC = {
+    "FTRL": "hostdev.optimizers",
+    "Constant": "hostdev.initializers",
+    "EmbeddingLookup": "hostdev.primitive",
+    "FusedSparseFtrl": "hostdev.primitive",
+    "FusedSparseLazyAdam": "hostdev.primitive",
+    "HostTable": "hostdev.host.table",
+    "LazyAdam": "hostdev.optimizers",
+    "Normal": "hostdev.initializers",
+    "ParameterServer": "hostdev.host.server",
+    "Primitive": "hostdev.primitive",
+    "UserError": "hostdev.errors",
+    "set_host_threads": "hostdev.kernels.pool",
+    "unique": "hostdev.kernels.unique",
+}
+
+__all__ = [
+    "FTRL",
+    "Constant",
+    "EmbeddingLookup",
+    "FusedSparseFtrl",
+    "FusedSparseLazyAdam",
+    "HostTable",
+    "LazyAdam",
+    "Normal",
+    "ParameterServer",
+    "Primitive",
+    "UserError",
+    "set_host_threads",
+    "unique",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'hostdev' has no attribute {name!r}")

@@ -1,0 +1,58 @@
+"""What every command shares: one line for an error, exit codes, --debug."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from hostdev.errors import UserError
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that reports a wrong option in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage and leaving."""
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def parser(prog: str, description: str) -> Parser:
+    """Return a parser with the options that every command has."""
+    made = Parser(prog=prog, description=description, allow_abbrev=False)
+    add_debug(made)
+    return made
+
+
+def add_debug(to: argparse.ArgumentParser) -> None:
+    """Add --debug."""
+    to.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def run(prog: str, main: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code: 0, 2 after an error, 130 after Ctrl-C; other exceptions are bugs."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        main(arguments)
+    except KeyboardInterrupt as interrupt:
+        print(f"{prog}: interrupted{_detail(interrupt)}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except (UserError, OSError, MemoryError) as error:
+        if "--debug" in arguments:
+            raise
+        print(f"{prog}: error: {_one_line(error)}", file=sys.stderr)
+        return EXIT_ERROR
+    return 0
+
+
+def _detail(interrupt: BaseException) -> str:
+    return f"; {interrupt}" if str(interrupt) else ""
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__

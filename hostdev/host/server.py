@@ -1,0 +1,49 @@
+"""The parameter server of one host: tables by name."""
+
+from collections.abc import Iterator
+
+import numpy.typing as npt
+
+from hostdev.errors import UserError
+from hostdev.host.table import HostTable, Rows
+
+
+class ParameterServer:
+    """Named host tables, pulled from and pushed to."""
+
+    def __init__(self) -> None:
+        self._tables: dict[str, HostTable] = {}
+
+    def add(self, table: HostTable) -> HostTable:
+        """Take a table under its own name and return it; ValueError if the name is taken."""
+        if table.name in self._tables:
+            raise ValueError(f"there is a table {table.name!r} already")
+        self._tables[table.name] = table
+        return table
+
+    def __getitem__(self, name: str) -> HostTable:
+        """Return a table by name; UserError if there is none."""
+        try:
+            return self._tables[name]
+        except KeyError:
+            raise UserError(f"no table {name!r}; there are {sorted(self._tables)}") from None
+
+    def __contains__(self, name: object) -> bool:
+        """Tell whether there is a table of this name."""
+        return name in self._tables
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the tables' names, in alphabetical order."""
+        return iter(sorted(self._tables))
+
+    def __len__(self) -> int:
+        """Return the number of tables."""
+        return len(self._tables)
+
+    def pull(self, name: str, ids: npt.ArrayLike) -> Rows:
+        """Return rows float32 [N, D] of the table `name`, as `HostTable.lookup`."""
+        return self[name].lookup(ids)
+
+    def push(self, name: str, ids: npt.ArrayLike, grads: Rows) -> None:
+        """Apply gradients float32 [N, D], duplicates allowed, to the table `name`, as `HostTable.apply`."""
+        self[name].apply(ids, grads)

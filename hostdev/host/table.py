@@ -1,0 +1,149 @@
+"""An embedding table and its optimizer rows in host memory."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.errors import UserError
+from hostdev.initializers import Initializer, Normal
+from hostdev.kernels.apply import apply_rows
+from hostdev.kernels.lookup import first_outside, lookup
+from hostdev.kernels.segment import segment_sum
+from hostdev.kernels.unique import unique
+from hostdev.memory import available_bytes, require_table
+from hostdev.optimizers import SparseOptimizer
+
+Rows = npt.NDArray[np.float32]
+
+
+class HostTable:
+    """Weights float32 [rows, dim] and the optimizer's slots of the same shape.
+
+    Initial weights depend on (seed, name, row, column) only. Memory: rows x dim x (1 + slots) x 4 bytes; a row's
+    weights and slots lie in one stretch. Lookups may run in several threads at once; an update of rows that
+    another thread reads or updates must be kept apart by the caller.
+
+    rows, dim  at least 1
+    optimizer  LazyAdam or FTRL
+    name       of the table, in errors and in the key of its initial values
+    seed       of the initial values
+    init       Normal(std) or Constant(value)
+
+    Raises UserError, before it allocates, where the table cannot fit in the available memory.
+    """
+
+    primitive_target = "CPU"
+
+    def __init__(
+        self,
+        rows: int,
+        dim: int,
+        optimizer: SparseOptimizer,
+        *,
+        name: str,
+        seed: int = 0,
+        init: Initializer = Normal(0.01),  # noqa: B008 (frozen)
+    ) -> None:
+        if rows < 1 or dim < 1:
+            raise ValueError(f"table {name!r} needs at least one row and one column, not {rows} x {dim}")
+        require_table(name, rows, dim, len(optimizer.slots), available_bytes(), "host")
+        self.name = name
+        self.optimizer = optimizer
+        self.step = 0
+        self.block = np.empty((rows, 1 + len(optimizer.slots), dim), np.float32)
+        init.fill(self.block, seed, name, np.array(list(optimizer.slots.values()), np.float32))
+
+    @property
+    def rows(self) -> int:
+        """Number of rows, V."""
+        return self.block.shape[0]
+
+    @property
+    def dim(self) -> int:
+        """Number of columns, D."""
+        return self.block.shape[2]
+
+    @property
+    def weights(self) -> Rows:
+        """A writable view of the weights, float32 [V, D]."""
+        return self.block[:, 0]
+
+    @property
+    def slots(self) -> Mapping[str, Rows]:
+        """Writable views of the optimizer's slots by name, each float32 [V, D]."""
+        return MappingProxyType({name: self.block[:, 1 + i] for i, name in enumerate(self.optimizer.slots)})
+
+    def lookup(self, ids: npt.ArrayLike, out: Rows | None = None) -> Rows:
+        """Return the weights rows of `ids`.
+
+        ids      int32 or int64 [N], each in [0, V), duplicates allowed
+        out      float32 [N, D], C-contiguous, to write into; a new array if None
+        returns  float32 [N, D], a copy
+
+        Raises UserError for an id outside the table, TypeError or ValueError for a wrong dtype or shape.
+        """
+        ids = self._checked(ids)
+        if out is None:
+            out = np.empty((len(ids), self.dim), np.float32)
+        else:
+            _check_rows("out", out, (len(ids), self.dim), self.name)
+        lookup(self.block, ids, out)
+        return out
+
+    def apply(self, ids: npt.ArrayLike, grads: Rows) -> None:
+        """Sum the gradients of each id in order of occurrence, then take one optimizer step on its row.
+
+        ids    int32 or int64 [N], each in [0, V), duplicates allowed
+        grads  float32 [N, D]
+
+        Raises as `lookup` does; nothing is written then. A call counts as one step of the table even if N is 0.
+        """
+        ids = self._checked(ids)
+        grads = np.ascontiguousarray(grads)
+        _check_rows("grads", grads, (len(ids), self.dim), self.name)
+        rows, inverse = unique(ids)
+        summed = np.empty((len(rows), self.dim), np.float32)
+        segment_sum(grads, inverse, summed)
+        self._step(rows, summed)
+
+    def update(self, ids: npt.ArrayLike, grads: Rows) -> None:
+        """Take one optimizer step on unique rows whose gradients are summed already: `apply` without its first half.
+
+        ids    int32 or int64 [U], each in [0, V), **unique** (not checked)
+        grads  float32 [U, D]
+        """
+        ids = self._checked(ids)
+        grads = np.ascontiguousarray(grads)
+        _check_rows("grads", grads, (len(ids), self.dim), self.name)
+        self._step(ids, grads)
+
+    def _step(self, ids: npt.NDArray[Any], grads: Rows) -> None:
+        self.step += 1
+        apply_rows(self.optimizer.primitive, self.block, ids, grads, self.optimizer.scalars(self.step))
+
+    def _checked(self, ids: npt.ArrayLike) -> npt.NDArray[Any]:
+        ids = np.ascontiguousarray(ids)
+        if ids.size == 0:
+            ids = ids.astype(np.int64)  # an empty list is float64 to numpy
+        if ids.dtype not in (np.int32, np.int64):
+            raise TypeError(f"table {self.name!r}: ids must be int32 or int64, not {ids.dtype}")
+        if ids.ndim != 1:
+            raise ValueError(f"table {self.name!r}: ids must have one dimension, not {ids.ndim}")
+        position = first_outside(ids, self.rows)
+        if position >= 0:
+            raise UserError(
+                f"table {self.name!r}: id {ids[position]} at position {position} is outside 0..{self.rows - 1}"
+            )
+        return ids
+
+
+def _check_rows(what: str, array: Rows, shape: tuple[int, int], table: str) -> None:
+    if array.dtype != np.float32:
+        raise TypeError(f"table {table!r}: {what} must be float32, not {array.dtype}")
+    if array.shape != shape:
+        raise ValueError(f"table {table!r}: {what} must have shape {shape}, not {array.shape}")
+    if not array.flags.c_contiguous:
+        raise ValueError(f"table {table!r}: {what} must be C-contiguous")

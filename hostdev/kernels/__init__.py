@@ -1,0 +1,1 @@
+"""CPU kernels: numba and numpy only, pure functions on arrays."""

@@ -1,0 +1,124 @@
+"""Initial rows: a weight is a pure function of (key, row, column), in operations that every IEEE machine rounds alike.
+
+The normal numbers are Box & Muller's (1958), two per pair of columns, from 32-bit hashes; logarithm, sine and
+cosine are the polynomials of Cephes (Moshier: logf.c, sinf.c) written out, so no math library takes part.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import float32, int32, uint32, uint64
+
+from hostdev.kernels.jit import inline, kernel
+from hostdev.kernels.pool import parallel_for
+
+_f = np.float32
+_HALF, _ONE, _TWO = _f(0.5), _f(1), _f(2)
+_TO_UNIT = _f(2.0**-23)
+_HALF_PI = _f(np.pi / 2)
+_SQRT_HALF_BITS = np.int32(0x3F3504F3)
+_LN2_HIGH, _LN2_LOW = _f(0.693359375), _f(-2.12194440e-4)
+_LOG = tuple(map(_f, (
+    7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
+    -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
+)))  # fmt: skip
+_L0, _L1, _L2, _L3, _L4, _L5, _L6, _L7, _L8 = _LOG
+_S0, _S1, _S2 = _f(-1.9515295891e-4), _f(8.3321608736e-3), _f(-1.6666654611e-1)
+_C0, _C1, _C2 = _f(2.443315711809948e-5), _f(-1.388731625493765e-3), _f(4.166664568298827e-2)
+_ROWS = 256
+
+
+@inline
+def _mix32(x: Any) -> Any:
+    # "lowbias32", found by search (Wellons, Hash Prospector, 2018).
+    x = uint32(uint32(x ^ (x >> uint32(16))) * uint32(0x7FEB352D))
+    x = uint32(uint32(x ^ (x >> uint32(15))) * uint32(0x846CA68B))
+    return uint32(x ^ (x >> uint32(16)))
+
+
+@inline
+def _row_hash(key: Any, row: Any) -> Any:
+    """`counter.mix64` of one row's counter."""
+    x = uint64((uint64(key) ^ uint64(row)) + uint64(0x9E3779B97F4A7C15))
+    x = uint64((x ^ (x >> uint64(30))) * uint64(0xBF58476D1CE4E5B9))
+    x = uint64((x ^ (x >> uint64(27))) * uint64(0x94D049BB133111EB))
+    return uint64(x ^ (x >> uint64(31)))
+
+
+@inline
+def _normal_pair(a: Any, b: Any, std: Any) -> Any:
+    """Two independent normal numbers with standard deviation std from the random words a and b."""
+    u = np.float32((float32(int32(a >> uint32(9))) + _HALF) * _TO_UNIT)  # (0, 1): 23 bits, exact
+    bits = u.view(np.int32)
+    exponent = int32(int32(bits - _SQRT_HALF_BITS) >> int32(23))
+    x = np.int32(bits - int32(exponent << int32(23))).view(np.float32) - _ONE  # u = (1 + x) * 2^exponent
+    e = float32(exponent)
+    z = x * x
+    y = _L0 * x + _L1
+    y = y * x + _L2
+    y = y * x + _L3
+    y = y * x + _L4
+    y = y * x + _L5
+    y = y * x + _L6
+    y = y * x + _L7
+    y = y * x + _L8
+    y = y * x * z
+    y = y + e * _LN2_LOW
+    y = y - _HALF * z
+    log_u = (x + y) + e * _LN2_HIGH
+    radius = np.sqrt(-_TWO * log_u) * std
+    # The angle: 23 bits within the quarter turn around 0, one bit for its opposite, one for the quarter beside it.
+    t = ((float32(int32((b >> uint32(7)) & uint32(0x7FFFFF))) + _HALF) * _TO_UNIT - _HALF) * _HALF_PI
+    tt = t * t
+    sin = ((_S0 * tt + _S1) * tt + _S2) * tt * t + t
+    cos = ((_C0 * tt + _C1) * tt + _C2) * tt * tt - _HALF * tt + _ONE
+    radius = -radius if (b & uint32(0x40000000)) != 0 else radius
+    swap = (b & uint32(0x80000000)) != 0
+    return radius * (sin if swap else cos), radius * (cos if swap else sin)
+
+
+@kernel
+def _fill_normal(start: Any, stop: Any, first_row: Any, key: Any, std: Any, block: Any, slots: Any) -> None:
+    D = block.shape[2]
+    for i in range(start, stop):
+        hashed = _row_hash(key, first_row + i)
+        low, high = uint32(hashed), uint32(hashed >> uint64(32))
+        row = block[i, 0]
+        for p in range((D + 1) // 2):
+            a = _mix32(uint32(low ^ uint32(uint32(p) * uint32(0x9E3779B9))))
+            b = _mix32(uint32(high ^ uint32(uint32(p) * uint32(0x85EBCA6B))))
+            first, second = _normal_pair(a, b, std)
+            row[2 * p] = first
+            if 2 * p + 1 < D:
+                row[2 * p + 1] = second
+        for s in range(len(slots)):
+            for j in range(D):
+                block[i, 1 + s, j] = slots[s]
+
+
+@kernel
+def _fill_constant(start: Any, stop: Any, values: Any, block: Any) -> None:
+    for i in range(start, stop):
+        for s in range(len(values)):
+            for j in range(block.shape[2]):
+                block[i, s, j] = values[s]
+
+
+def fill_normal(
+    block: npt.NDArray[np.float32], key: int, std: float, slots: npt.NDArray[np.float32], *, first_row: int = 0
+) -> None:
+    """Fill rows with normal weights N(0, std^2) and constant slots.
+
+    block      float32 [V, 1 + S, D], overwritten: the rows first_row, first_row + 1, ...
+    key        64 bits, from `counter.key64(seed, table name)`
+    slots      float32 [S], the initial value of each slot
+    """
+    args = (np.int64(first_row), np.uint64(key), np.float32(std), block, slots)
+    parallel_for(_fill_normal, len(block), *args, grain=_ROWS)
+
+
+def fill_constant(block: npt.NDArray[np.float32], weight: float, slots: npt.NDArray[np.float32]) -> None:
+    """Fill rows with one weight and constant slots; arrays as in `fill_normal`."""
+    values = np.concatenate([np.float32([weight]), slots])
+    parallel_for(_fill_constant, len(block), values, block, grain=_ROWS)

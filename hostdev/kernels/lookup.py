@@ -1,0 +1,46 @@
+"""Rows of a table by id, and the check that the ids are the table's.
+
+V rows of the table, D its dimension, S its optimizer slots, N ids.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.kernels.jit import kernel
+from hostdev.kernels.pool import parallel_for
+
+_GRAIN = 512
+
+
+@kernel
+def _lookup(start: Any, stop: Any, ids: Any, block: Any, out: Any) -> None:
+    D = block.shape[2]
+    for i in range(start, stop):
+        row = np.int64(ids[i])
+        for j in range(D):
+            out[i, j] = block[row, 0, j]
+
+
+@kernel
+def _first_outside(ids: Any, rows: Any) -> Any:
+    for i in range(len(ids)):
+        if ids[i] < 0 or ids[i] >= rows:
+            return i
+    return -1
+
+
+def lookup(block: npt.NDArray[np.float32], ids: npt.NDArray[Any], out: npt.NDArray[np.float32]) -> None:
+    """Copy weights rows: out[i] = block[ids[i], 0].
+
+    block  float32 [V, 1 + S, D]: the weights row and its optimizer slots in one stretch
+    ids    int32 or int64 [N], each in [0, V) (see `first_outside`)
+    out    float32 [N, D]
+    """
+    parallel_for(_lookup, len(ids), ids, block, out, grain=_GRAIN)
+
+
+def first_outside(ids: npt.NDArray[Any], rows: int) -> int:
+    """Return the position of the first id outside [0, rows), or -1."""
+    return int(_first_outside(ids, rows))

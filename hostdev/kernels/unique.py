@@ -1,0 +1,141 @@
+"""Ids to dense positions in order of first occurrence: the dedupe of a batch and the vocabulary's counting.
+
+An open-addressing hash table with linear probing; its cost depends on the number of distinct ids and not on the
+size of the embedding table, and its order on the ids alone.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.kernels.jit import inline, kernel
+
+Ids = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+Positions = npt.NDArray[np.int32]
+
+_EMPTY = np.int32(-1)
+_MAX_DISTINCT = 2**30  # positions and slots are int32, and the table is kept at most half full
+
+
+@inline
+def _slot(key: Any, shift: Any) -> Any:
+    # Fibonacci hashing (Knuth, TAOCP vol. 3, section 6.4): the high bits of a product are well spread.
+    return np.int64((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(shift))
+
+
+@kernel
+def _add(ids: Any, start: Any, slots: Any, shift: Any, keys: Any, count: Any, positions: Any) -> Any:
+    """Insert ids[start:]; stop early where the table is half full. Returns (next id to insert, number of keys)."""
+    mask = len(slots) - 1
+    limit = len(slots) // 2
+    for i in range(start, len(ids)):
+        key = ids[i]
+        slot = _slot(key, shift)
+        while True:
+            position = slots[slot]
+            if position < 0:
+                if count == limit:
+                    return i, count
+                slots[slot] = count
+                keys[count] = key
+                positions[i] = count
+                count += 1
+                break
+            if keys[position] == key:
+                positions[i] = position
+                break
+            slot = (slot + 1) & mask
+    return len(ids), count
+
+
+@kernel
+def _rehash(slots: Any, shift: Any, keys: Any, count: Any) -> None:
+    mask = len(slots) - 1
+    for position in range(count):
+        slot = _slot(keys[position], shift)
+        while slots[slot] >= 0:
+            slot = (slot + 1) & mask
+        slots[slot] = position
+
+
+@kernel
+def _find(ids: Any, slots: Any, shift: Any, keys: Any, positions: Any) -> None:
+    mask = len(slots) - 1
+    for i in range(len(ids)):
+        slot = _slot(ids[i], shift)
+        while True:
+            position = slots[slot]
+            if position < 0 or keys[position] == ids[i]:
+                positions[i] = position
+                break
+            slot = (slot + 1) & mask
+
+
+class IdMap:
+    """Grows with the distinct ids that it has seen, numbered 0, 1, 2, ... in order of first occurrence."""
+
+    def __init__(self, dtype: npt.DTypeLike = np.int64, *, expected: int = 0) -> None:
+        bits = max(10, int(2 * expected).bit_length())
+        self._shift = 64 - bits
+        self._slots = np.full(1 << bits, _EMPTY, np.int32)
+        self._keys = np.empty(1 << (bits - 1), dtype)
+        self._count = 0
+
+    def __len__(self) -> int:
+        """Return the number of distinct ids seen."""
+        return self._count
+
+    @property
+    def ids(self) -> npt.NDArray[Any]:
+        """The distinct ids in order of first occurrence, [len(self)]; a view until the next `add`."""
+        return self._keys[: self._count]
+
+    def add(self, ids: npt.NDArray[Any]) -> Positions:
+        """Return each id's position, int32 [N]; an id not seen before gets the next one."""
+        positions = np.empty(len(ids), np.int32)
+        done = 0
+        while True:
+            done, self._count = _add(ids, done, self._slots, self._shift, self._keys, self._count, positions)
+            if done == len(ids):
+                return positions
+            self._grow()
+
+    def find(self, ids: npt.NDArray[Any]) -> Positions:
+        """Return each id's position, int32 [N]; -1 for an id that was never added."""
+        positions = np.empty(len(ids), np.int32)
+        _find(ids, self._slots, self._shift, self._keys, positions)
+        return positions
+
+    def _grow(self) -> None:
+        if self._count >= _MAX_DISTINCT // 2:
+            raise OverflowError(f"more than {self._count} distinct ids in one map")
+        self._shift -= 2
+        self._slots = np.full(len(self._slots) * 4, _EMPTY, np.int32)
+        keys = np.empty(len(self._slots) // 2, self._keys.dtype)
+        keys[: self._count] = self.ids
+        self._keys = keys
+        _rehash(self._slots, self._shift, self._keys, self._count)
+
+
+def unique(ids: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Positions]:
+    """Deduplicate the ids of a batch.
+
+    ids      int32 or int64 [N]
+    returns  unique ids [U] of the same dtype, in order of first occurrence, and inverse int32 [N] with
+             ids == unique[inverse]
+    """
+    seen = IdMap(ids.dtype, expected=min(len(ids), 1 << 14))
+    inverse = seen.add(ids)
+    return seen.ids, inverse
+
+
+@kernel
+def tally(positions: Any, counts: Any) -> None:
+    """Count uses in place: counts[p] += 1 for each position p.
+
+    positions  int32 [N]
+    counts     int64 [at least the largest position + 1]
+    """
+    for i in range(len(positions)):
+        counts[positions[i]] += 1

@@ -1,0 +1,108 @@
+"""A data set's manifest: what its shards hold and how they were made. Format version 1.
+
+Ids: 0..12 the dense columns, 13..38 one out-of-vocabulary id per categorical column, from 39 on the values.
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from hostdev.errors import UserError
+
+FORMAT = "hostdev-shards"
+VERSION = 1
+FILE_NAME = "manifest.json"
+
+DENSE = 13
+CATEGORICAL = 26
+FIELDS = DENSE + CATEGORICAL
+FIRST_OOV = DENSE
+FIRST_VALUE = FIELDS
+DENSE_NAMES = [f"I{i + 1}" for i in range(DENSE)]
+CATEGORICAL_NAMES = [f"C{i + 1}" for i in range(CATEGORICAL)]
+
+
+def schema(id_type: str) -> pa.Schema:
+    """Return the Arrow schema of a shard whose ids are "int32" or "int64"."""
+    return pa.schema([
+        ("label", pa.float32()),
+        ("dense", pa.list_(pa.float32(), DENSE)),
+        ("cat", pa.list_(pa.int32() if id_type == "int32" else pa.int64(), CATEGORICAL)),
+    ])  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One Arrow IPC file: its path below the data set's folder, its rows, and the SHA-256 of its bytes."""
+
+    file: str
+    rows: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What manifest.json says."""
+
+    vocabulary_size: int  # rows of the tables, the 39 fixed ids included
+    id_type: str  # "int32" or "int64"
+    train: list[Shard]
+    test: list[Shard]
+    vocabulary: str | None  # Arrow file: field, value and count by id; None where ids are hashed
+    options: dict[str, Any]
+    statistics: dict[str, Any]
+    sources: list[dict[str, Any]]
+    dense_names: list[str]
+    categorical_names: list[str]
+
+    def rows(self, split: str) -> int:
+        """Return the number of rows of "train" or "test"."""
+        return sum(shard.rows for shard in self.shards(split))
+
+    def shards(self, split: str) -> list[Shard]:
+        """Return the shards of "train" or "test"."""
+        return self.train if split == "train" else self.test
+
+    def write(self, folder: Path) -> None:
+        """Write manifest.json into `folder`."""
+        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        (folder / FILE_NAME).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def read(folder: Path) -> Manifest:
+    """Read a data set's manifest; UserError where there is none or it is not one of this version."""
+    path = folder / FILE_NAME
+    if not path.is_file():
+        raise UserError(f"{folder} is not a data set: it has no {FILE_NAME}; make one with python -m hostdev.data.preprocess")
+    try:
+        content = json.loads(path.read_text())
+        found = content.pop("format"), content.pop("version")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is broken ({error}); preprocess the data again") from None
+    if found != (FORMAT, VERSION):
+        raise UserError(
+            f"{path} is of format {found[0]!r} version {found[1]!r}, and this is hostdev for {FORMAT!r} version {VERSION}; "
+            "preprocess the data again"
+        )
+    known = {field.name for field in fields(Manifest)}
+    if set(content) != known:
+        raise UserError(f"{path} is broken (keys {sorted(set(content) ^ known)}); preprocess the data again")
+    try:
+        for split in ("train", "test"):
+            content[split] = [Shard(**shard) for shard in content[split]]
+    except TypeError as error:
+        raise UserError(f"{path} is broken ({error}); preprocess the data again") from None
+    return Manifest(**content)
+
+
+def checksum(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
+    digest = sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()

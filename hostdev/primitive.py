@@ -1,0 +1,247 @@
+"""Ops with a name, a target and a clock: what the log and the summary's table are made of.
+
+The table that an op works on decides where it runs; the op's `primitive_target` must say the same.
+"""
+
+import time
+from array import array
+from collections.abc import Callable
+from typing import IO, Any, ClassVar, Protocol
+
+import numpy as np
+
+TARGETS = ("CPU", "DEVICE")
+Report = Callable[[int], None]
+
+
+class Clock(Protocol):
+    """Measures one call: `begin` before it, `end` after it; `end` reports nanoseconds, at once or later."""
+
+    def begin(self) -> Any:
+        """Return a mark."""
+
+    def end(self, mark: Any, report: Report) -> None:
+        """Report the time since the mark."""
+
+
+class HostClock:
+    """For work that is done when the call returns."""
+
+    def begin(self) -> int:
+        """Return the time."""
+        return time.perf_counter_ns()
+
+    def end(self, mark: int, report: Report) -> None:
+        """Report the time since the mark."""
+        report(time.perf_counter_ns() - mark)
+
+
+class OpTimes:
+    """The durations of one op, and how many bytes it moved."""
+
+    def __init__(self, log: "OpLog", line: str, scope: str, name: str) -> None:
+        self._log = log
+        self._line = line
+        self.scope = scope
+        self.name = name
+        self.nanoseconds = array("q")
+        self.bytes = 0
+
+    def add(self, nanoseconds: int) -> None:
+        """Take in one call's duration."""
+        self.nanoseconds.append(nanoseconds)
+        self._log.append(self._line, nanoseconds)
+
+
+class OpLog:
+    """Collects the durations of all ops; writes ops.log.
+
+    file    to write lines to, in text mode; None keeps the durations only
+    clocks  by target; the host's clock for a target without one
+    """
+
+    def __init__(self, file: IO[str] | None = None, clocks: dict[str, Clock] | None = None) -> None:
+        self._file = file
+        self._clocks = clocks or {}
+        self._ops: list[OpTimes] = []
+        self._buffer: list[tuple[float, str, int]] = []
+
+    def clock(self, target: str) -> Clock:
+        """Return the clock for ops of this target."""
+        return self._clocks.get(target) or HostClock()
+
+    def register(self, target: str, scope: str, name: str) -> OpTimes:
+        """Return the place for one op's durations; ops are numbered from 1 in order of registration."""
+        where = "cpu" if target == "CPU" else "device"
+        full = "/".join(part for part in ("Default", scope, name) if part)
+        op = OpTimes(self, f"{where} kernel: {full}-op{len(self._ops) + 1} costs", scope, name)
+        self._ops.append(op)
+        return op
+
+    def append(self, line: str, nanoseconds: int) -> None:
+        """Take in a line; it is formatted and written by `flush`."""
+        if self._file is not None:
+            self._buffer.append((time.time(), line, nanoseconds))
+
+    def flush(self) -> None:
+        """Write what was collected since the last flush."""
+        if self._file is None:
+            return
+        lines, self._buffer = self._buffer, []
+        self._file.writelines(f"{_stamp(at)} INFO {line} {ns // 1000} us.\n" for at, line, ns in lines)
+        self._file.flush()
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """Return count, total, mean, median and 99th percentile by op name, in microseconds, and by scope within."""
+        by_name: dict[str, dict[str, list[OpTimes]]] = {}
+        for op in self._ops:
+            if len(op.nanoseconds):
+                by_name.setdefault(op.name, {}).setdefault(op.scope, []).append(op)
+        result = {}
+        for name, scopes in by_name.items():
+            result[name] = _statistics([op for ops in scopes.values() for op in ops])
+            if len(scopes) > 1:
+                result[name]["by_scope"] = {scope: _statistics(ops) for scope, ops in scopes.items()}
+        return result
+
+
+def _stamp(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) + f".{int(at % 1 * 1e3):03d}"
+
+
+def _statistics(ops: list[OpTimes]) -> dict[str, Any]:
+    us = np.concatenate([np.frombuffer(op.nanoseconds, np.int64) for op in ops]) / 1e3
+    p50, p99 = np.percentile(us, [50, 99])
+    return {
+        "count": len(us),
+        "total_us": round(float(us.sum()), 1),
+        "mean_us": round(float(us.mean()), 1),
+        "p50_us": round(float(p50), 1),
+        "p99_us": round(float(p99), 1),
+        "bytes": sum(op.bytes for op in ops),
+    }
+
+
+class Primitive:
+    """An op with a name, attributes and timing. Subclasses define `run`, or it is given as a function.
+
+    name    such as "EmbeddingLookup"
+    run     what a call does
+    scope   the part of the model it works for, such as "deep"
+    log     where its durations go; a log of its own if None
+
+    The attribute "primitive_target" is "CPU" (the host) or "DEVICE", the default.
+    """
+
+    name: ClassVar[str] = "Primitive"
+
+    def __init__(
+        self,
+        name: str | None = None,
+        run: Callable[..., Any] | None = None,
+        *,
+        scope: str = "",
+        log: OpLog | None = None,
+    ) -> None:
+        self.attrs: dict[str, Any] = {"primitive_target": "DEVICE"}
+        self._name = name or type(self).name
+        self._scope = scope
+        self._log = log or OpLog()
+        self._times: OpTimes | None = None
+        self._clock: Clock = HostClock()
+        if run is not None:
+            self.run = run  # type: ignore[method-assign]
+
+    def add_prim_attr(self, key: str, value: Any) -> "Primitive":
+        """Set an attribute and return self; ValueError for a target that is none."""
+        if key == "primitive_target" and value not in TARGETS:
+            raise ValueError(f"primitive_target must be one of {TARGETS}, not {value!r}")
+        self.attrs[key] = value
+        self._times = None  # registered anew, under its new target
+        return self
+
+    @property
+    def primitive_target(self) -> str:
+        """Where it runs: "CPU" or "DEVICE"."""
+        return str(self.attrs["primitive_target"])
+
+    @property
+    def times(self) -> OpTimes:
+        """The durations of its calls."""
+        if self._times is None:
+            self._times = self._log.register(self.primitive_target, self._scope, self._name)
+            self._clock = self._log.clock(self.primitive_target)
+        return self._times
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Do the work of one call."""
+        raise NotImplementedError(f"{self._name} has no implementation")
+
+    def nbytes(self, *args: Any, **kwargs: Any) -> int:
+        """Return the bytes that a call with these arguments reads and writes; 0 where nobody counts."""
+        return 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run, timed."""
+        times = self.times
+        mark = self._clock.begin()
+        result = self.run(*args, **kwargs)
+        self._clock.end(mark, times.add)
+        times.bytes += self.nbytes(*args, **kwargs)
+        return result
+
+
+class _TablePrimitive(Primitive):
+    """An op on a table, which must be where the op's target says."""
+
+    def _check(self, table: Any) -> None:
+        if table.primitive_target != self.primitive_target:
+            raise ValueError(
+                f"{self._name} has primitive_target {self.primitive_target!r}, "
+                f"but table {table.name!r} is of target {table.primitive_target!r}"
+            )
+
+
+class EmbeddingLookup(_TablePrimitive):
+    """Rows of a table: `(table, ids [U]) -> float32 [U, D]`; ids and rows are numpy or torch like the table."""
+
+    name = "EmbeddingLookup"
+
+    def run(self, table: Any, ids: Any) -> Any:
+        """Look rows up."""
+        self._check(table)
+        return table.lookup(ids)
+
+    def nbytes(self, table: Any, ids: Any) -> int:
+        """Every row is read and written once."""
+        return 2 * 4 * len(ids) * int(table.dim)
+
+
+class _Update(_TablePrimitive):
+    """An optimizer step on unique rows: `(table, ids [U], grads float32 [U, D])`."""
+
+    def run(self, table: Any, ids: Any, grads: Any) -> None:
+        """Take the step."""
+        self._check(table)
+        if table.optimizer.primitive != self._name:
+            raise ValueError(f"{self._name} cannot update table {table.name!r} of {type(table.optimizer).__name__}")
+        table.update(ids, grads)
+
+    def nbytes(self, table: Any, ids: Any, grads: Any) -> int:
+        """A row's gradient is read, its weights and slots are read and written."""
+        return 4 * len(ids) * int(table.dim) * (1 + 2 * (1 + len(table.optimizer.slots)))
+
+
+class FusedSparseFtrl(_Update):
+    """FTRL on unique rows: `(table, ids [U], grads float32 [U, D])`."""
+
+    name = "FusedSparseFtrl"
+
+
+class FusedSparseLazyAdam(_Update):
+    """Lazy Adam on unique rows: `(table, ids [U], grads float32 [U, D])`."""
+
+    name = "FusedSparseLazyAdam"
+
+
+UPDATES: dict[str, type[_Update]] = {op.name: op for op in (FusedSparseFtrl, FusedSparseLazyAdam)}
