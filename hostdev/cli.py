@@ -38,7 +38,7 @@ def run(prog: str, main: Callable[[Sequence[str]], None], argv: Sequence[str] | 
         main(arguments)
     except KeyboardInterrupt as interrupt:
         print(f"{prog}: interrupted{_detail(interrupt)}", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return int(getattr(interrupt, "exit_code", EXIT_INTERRUPTED))
     except (UserError, OSError, MemoryError) as error:
         if "--debug" in arguments:
             raise

@@ -8,6 +8,8 @@ import numpy.typing as npt
 from hostdev.kernels.counter import key64
 from hostdev.kernels.init import fill_constant, fill_normal
 
+Rows = npt.NDArray[np.float32]
+
 
 @dataclass(frozen=True)
 class Normal:
@@ -19,9 +21,9 @@ class Normal:
         if not self.std > 0:
             raise ValueError(f"std must be positive, not {self.std}")
 
-    def fill(self, block: npt.NDArray[np.float32], seed: int, name: str, slots: npt.NDArray[np.float32]) -> None:
-        """Fill a block float32 [V, 1 + S, D] with weights, and with the slots' constants float32 [S]."""
-        fill_normal(block, key64(seed, name), self.std, slots)
+    def fill(self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0) -> None:
+        """Fill a block float32 [V, 1 + S, D], rows first_row on, with weights and the slots' constants float32 [S]."""
+        fill_normal(block, key64(seed, name), self.std, slots, first_row=first_row)
 
 
 @dataclass(frozen=True)
@@ -30,15 +32,15 @@ class Constant:
 
     value: float = 0.0
 
-    def fill(self, block: npt.NDArray[np.float32], seed: int, name: str, slots: npt.NDArray[np.float32]) -> None:
-        """Fill a block float32 [V, 1 + S, D] with the weight, and with the slots' constants float32 [S]."""
+    def fill(self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0) -> None:
+        """Fill a block float32 [V, 1 + S, D] with the weight and the slots' constants float32 [S]."""
         fill_constant(block, self.value, slots)
 
 
 Initializer = Normal | Constant
 
 
-def initial_array(shape: tuple[int, ...], init: Initializer, seed: int, name: str) -> npt.NDArray[np.float32]:
+def initial_array(shape: tuple[int, ...], init: Initializer, seed: int, name: str) -> Rows:
     """Return one array of initial values, as if it were the first row of the table `name`; float32 [*shape]."""
     block = np.empty((1, 1, max(1, int(np.prod(shape)))), np.float32)
     init.fill(block, seed, name, np.empty(0, np.float32))

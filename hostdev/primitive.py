@@ -56,15 +56,19 @@ class OpTimes:
 class OpLog:
     """Collects the durations of all ops; writes ops.log.
 
-    file    to write lines to, in text mode; None keeps the durations only
     clocks  by target; the host's clock for a target without one
     """
 
-    def __init__(self, file: IO[str] | None = None, clocks: dict[str, Clock] | None = None) -> None:
-        self._file = file
+    def __init__(self, clocks: dict[str, Clock] | None = None) -> None:
+        self._file: IO[str] | None = None
+        self._flushed = 0.0
         self._clocks = clocks or {}
         self._ops: list[OpTimes] = []
         self._buffer: list[tuple[float, str, int]] = []
+
+    def write_to(self, file: IO[str]) -> None:
+        """Write a line per call to a text file from now on; before, the durations are kept only."""
+        self._file = file
 
     def clock(self, target: str) -> Clock:
         """Return the clock for ops of this target."""
@@ -83,8 +87,14 @@ class OpLog:
         if self._file is not None:
             self._buffer.append((time.time(), line, nanoseconds))
 
+    def flush_if_due(self) -> None:
+        """Flush once a second, so that the file can be followed."""
+        if time.monotonic() - self._flushed > 1:
+            self.flush()
+
     def flush(self) -> None:
         """Write what was collected since the last flush."""
+        self._flushed = time.monotonic()
         if self._file is None:
             return
         lines, self._buffer = self._buffer, []

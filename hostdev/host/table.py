@@ -11,6 +11,7 @@ from hostdev.errors import UserError
 from hostdev.initializers import Initializer, Normal
 from hostdev.kernels.apply import apply_rows
 from hostdev.kernels.lookup import first_outside, lookup
+from hostdev.kernels.norm import sum_of_squares
 from hostdev.kernels.segment import segment_sum
 from hostdev.kernels.unique import unique
 from hostdev.memory import available_bytes, require_table
@@ -119,6 +120,10 @@ class HostTable:
         grads = np.ascontiguousarray(grads)
         _check_rows("grads", grads, (len(ids), self.dim), self.name)
         self._step(ids, grads)
+
+    def sum_of_squares(self) -> float:
+        """Return the sum of squares of all weights, in float64."""
+        return sum_of_squares(self.block)
 
     def _step(self, ids: npt.NDArray[Any], grads: Rows) -> None:
         self.step += 1

@@ -1,0 +1,47 @@
+# The commands: make train, make test, make bench. Each sets up what it needs; only make and Python are required.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CRITEO ?=
+ARGS ?=
+
+.PHONY: train test test-slow bench lint types unit wheel venv clean
+
+train: $(VENV)/.ready
+	@$(BIN)/python -m hostdev.quickstart $(if $(CRITEO),--criteo "$(CRITEO)") $(ARGS)
+
+test: lint types unit wheel
+
+test-slow: $(VENV)/.ready
+	$(BIN)/python -m pytest -m slow
+
+bench: $(VENV)/.ready
+	$(BIN)/python bench/bench_timing.py
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# models/ and data/ are imported as hostdev.models and hostdev.data; the type checker needs that layout on disk.
+types: $(VENV)/.ready
+	@rm -rf .typecheck && mkdir -p .typecheck/hostdev
+	@ln -s ../../hostdev/* ../../models ../../data .typecheck/hostdev/
+	$(BIN)/mypy
+
+unit: $(VENV)/.ready
+	$(BIN)/python -m pytest -m "not slow"
+
+wheel: $(VENV)/.ready
+	$(BIN)/python tests/smoke_wheel.py
+
+venv: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hostdev needs Python 3.11 or newer, not %d.%d; run make PYTHON=/path/to/python3.11" % sys.version_info[:2])'
+	@echo "setting up $(VENV) (a few minutes the first time)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .typecheck build dist *.egg-info

@@ -1,0 +1,81 @@
+"""The options of a training run; this is the one place that turns them into flags."""
+
+import argparse
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from hostdev.errors import UserError
+
+
+def _flag(help: str, *, default: Any = None, kind: Any = None, **extra: Any) -> Any:
+    return field(default=default, metadata={"help": help, "type": kind, **extra})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What `python -m hostdev.train` can be told. Epochs and batch size are None until `resolved`."""
+
+    data: Path | None = _flag("data set made by hostdev.data.preprocess; without it, a small look-alike", kind=Path,
+                              metavar="DIR")
+    host_device_mix: bool = _flag("tables in host memory: lookup, FTRL and LazyAdam run on the CPU", default=False)
+    device: str = _flag("auto, cpu, cuda, ...: where the dense layers run", default="auto", kind=str, metavar="NAME")
+    epochs: int | None = _flag("passes over the training rows (15; without --data 2)", kind=int, metavar="N")
+    batch_size: int | None = _flag("rows in a step (16000; without --data 1000)", kind=int, metavar="N")
+    emb_dim: int = _flag("columns of the deep table", default=80, kind=int, metavar="N")
+    l2: str = _flag("L2 on the deep table: none, on the batch's rows, or on the whole table", default="none", kind=str,
+                    choices=("none", "batch", "table"))
+    host_threads: int | None = _flag("threads of the host's kernels (all CPUs of the process)", kind=int, metavar="N")
+    seed: int = _flag("of the initial values and of the rows' order", default=2020, kind=int, metavar="N")
+    max_steps: int | None = _flag("stop after so many steps", kind=int, metavar="N")
+    run_dir: Path | None = _flag("a new folder for the logs and the summary (runs/<time>)", kind=Path, metavar="DIR")  # fmt: skip
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "emb_dim", "host_threads", "max_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{_option(name)} must be at least 1, not {value}")
+        if self.seed < 0:
+            raise UserError(f"--seed must be at least 0, not {self.seed}")
+
+    def resolved(self) -> "TrainConfig":
+        """Fill in the defaults that depend on the data: the reference's, or for the look-alike what suits it."""
+        epochs, batch_size = (15, 16000) if self.data is not None else (2, 1000)
+        return replace(self, epochs=self.epochs or epochs, batch_size=self.batch_size or batch_size)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the options by name, for config.json."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def add_flags(to: argparse.ArgumentParser) -> None:
+    """Add a flag for every field of `TrainConfig`."""
+    for item in fields(TrainConfig):
+        options = {key: value for key, value in item.metadata.items() if value is not None}
+        if options.get("type") is None:
+            to.add_argument(_option(item.name), action="store_true", help=options["help"])
+            continue
+        if item.default is not None:
+            options["help"] += f" (default {item.default})"
+        to.add_argument(_option(item.name), default=item.default, **options)
+
+
+def from_flags(arguments: argparse.Namespace) -> TrainConfig:
+    """Make the configuration of parsed flags."""
+    return TrainConfig(**{item.name: getattr(arguments, item.name) for item in fields(TrainConfig)})
+
+
+def to_flags(settings: TrainConfig) -> list[str]:
+    """Return the flags that give these settings, defaults left out."""
+    flags: list[str] = []
+    for item in fields(TrainConfig):
+        value = getattr(settings, item.name)
+        if value == item.default:
+            continue
+        flags += [_option(item.name)] if item.metadata["type"] is None else [_option(item.name), str(value)]
+    return flags

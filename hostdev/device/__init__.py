@@ -1,0 +1,1 @@
+"""The device side, over torch: its clock, tables, rows and optimizers. May call kernels/, never host/."""

@@ -1,0 +1,57 @@
+"""The sparse optimizers' device twins: the same operations in the same order, each rounded once.
+
+On the CPU the host's kernels work on the tensor's memory (torch's own square root is not correctly rounded there).
+On an accelerator every operation is a torch op of its own, so no compiler fuses a multiplication with an addition,
+and divisors are tensors, as torch turns a division by a number into a multiplication by its reciprocal.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hostdev.kernels.apply import apply_rows
+
+
+def update_rows(primitive: str, block: Tensor, ids: Tensor, grads: Tensor, scalars: tuple[Any, ...]) -> None:
+    """Take one optimizer step on unique rows, in place; arguments as for `kernels.apply.apply_rows`, as tensors."""
+    if block.device.type == "cpu":
+        apply_rows(primitive, block.numpy(), ids.numpy(), grads.numpy(), scalars)
+        return
+    rows = block.index_select(0, ids)  # [U, 1 + S, D]
+    _TWINS[primitive](rows, grads, *scalars)
+    block.index_copy_(0, ids, rows)
+
+
+def _lazy_adam(
+    rows: Tensor, g: Tensor, lr_t: Any, beta1: Any, rest1: Any, beta2: Any, rest2: Any, eps: Any, nesterov: bool
+) -> None:
+    w, m, v = rows.unbind(1)
+    m.copy_(m * float(beta1) + g * float(rest1))
+    v.copy_(v * float(beta2) + (g * g) * float(rest2))
+    numerator = m * float(beta1) + g * float(rest1) if nesterov else m
+    w.sub_((numerator * float(lr_t)) / (v.sqrt() + float(eps)))
+
+
+def _ftrl(rows: Tensor, g: Tensor, lr: Any, l1: Any, two_l2: Any, exponent: float) -> None:
+    w, n, z = rows.unbind(1)
+    lr_tensor = torch.full((), float(lr), device=rows.device)
+    n1 = n + g * g
+    root, old_root = _power(n1, exponent), _power(n, exponent)
+    sigma = (root - old_root) / lr_tensor
+    z.add_(g - sigma * w)
+    n.copy_(n1)
+    sign_l1 = torch.where(z > 0, float(l1), -float(l1))
+    new_w = (sign_l1 - z) / (root / lr_tensor + float(two_l2))
+    w.copy_(torch.where(z.abs() > float(l1), new_w, 0.0))
+
+
+def _power(x: Tensor, exponent: float) -> Tensor:
+    return x.sqrt() if exponent == 0.5 else x.double().pow(exponent).float()
+
+
+_TWINS: dict[str, Callable[..., None]] = {
+    "FusedSparseFtrl": _ftrl,
+    "FusedSparseLazyAdam": _lazy_adam,
+}

@@ -1,0 +1,101 @@
+"""An embedding table and its optimizer rows in the device's memory: the host table's twin."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hostdev.device.backend import free_bytes
+from hostdev.device.optimizers import update_rows
+from hostdev.initializers import Initializer, Normal
+from hostdev.kernels.lookup import lookup
+from hostdev.kernels.norm import sum_of_squares
+from hostdev.memory import require_table
+from hostdev.optimizers import SparseOptimizer
+
+_FILL_BYTES = 1 << 26
+_SUM_ROWS = 1 << 20
+
+
+class DeviceTable:
+    """Weights float32 [rows, dim] and slots on `device`, with the initial values of a `HostTable` of the same name.
+
+    Ids must be in range and unique: the caller has checked and deduplicated them on the host.
+    """
+
+    primitive_target = "DEVICE"
+
+    def __init__(
+        self,
+        rows: int,
+        dim: int,
+        optimizer: SparseOptimizer,
+        device: torch.device,
+        *,
+        name: str,
+        seed: int = 0,
+        init: Initializer = Normal(0.01),  # noqa: B008 (frozen)
+    ) -> None:
+        free = free_bytes(device)
+        if free is not None:
+            require_table(name, rows, dim, len(optimizer.slots), free, "device")
+        self.name = name
+        self.optimizer = optimizer
+        self.step = 0
+        self.block = torch.empty((rows, 1 + len(optimizer.slots), dim), device=device)
+        self._fill(init, seed)
+
+    def _fill(self, init: Initializer, seed: int) -> None:
+        slots = np.array(list(self.optimizer.slots.values()), np.float32)
+        if self.block.device.type == "cpu":
+            init.fill(self.block.numpy(), seed, self.name, slots)
+            return
+        rows, width, dim = self.block.shape
+        step = min(rows, max(1, _FILL_BYTES // (width * dim * 4)))
+        staging = np.empty((step, width, dim), np.float32)
+        for first in range(0, rows, step):
+            part = staging[: min(step, rows - first)]
+            init.fill(part, seed, self.name, slots, first_row=first)
+            self.block[first : first + len(part)] = torch.from_numpy(part)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows, V."""
+        return self.block.shape[0]
+
+    @property
+    def dim(self) -> int:
+        """Number of columns, D."""
+        return self.block.shape[2]
+
+    @property
+    def weights(self) -> Tensor:
+        """A view of the weights, float32 [V, D]."""
+        return self.block[:, 0]
+
+    @property
+    def slots(self) -> Mapping[str, Tensor]:
+        """Views of the optimizer's slots by name, each float32 [V, D]."""
+        return MappingProxyType({name: self.block[:, 1 + i] for i, name in enumerate(self.optimizer.slots)})
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Return the weights rows of ids int32 or int64 [U], a copy float32 [U, D]."""
+        if self.block.device.type == "cpu":
+            out = torch.empty((len(ids), self.dim))
+            lookup(self.block.numpy(), ids.numpy(), out.numpy())
+            return out
+        return self.weights.index_select(0, ids)
+
+    def update(self, ids: Tensor, grads: Tensor) -> None:
+        """Take one optimizer step on unique rows: ids [U], their summed gradients float32 [U, D]."""
+        self.step += 1
+        scalars = self.optimizer.scalars(self.step)
+        update_rows(self.optimizer.primitive, self.block, ids, grads, scalars)
+
+    def sum_of_squares(self) -> float:
+        """Return the sum of squares of all weights, in float64; on an accelerator in the order that torch chooses."""
+        if self.block.device.type == "cpu":
+            return sum_of_squares(self.block.numpy())
+        return sum(float(part.double().square().sum()) for part in self.weights.split(_SUM_ROWS))

@@ -1,0 +1,18 @@
+"""Compile, or load from numba's cache, the kernels of a training run before its first step is timed."""
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.host.table import HostTable
+from hostdev.optimizers import FTRL, LazyAdam, SparseOptimizer
+
+
+def warm_up(id_dtype: npt.DTypeLike) -> None:
+    """Call every kernel once with ids of this dtype, on tables of a few bytes."""
+    ids = np.zeros(2, id_dtype)
+    optimizers: list[tuple[SparseOptimizer, int]] = [(FTRL(), 1), (LazyAdam(), 32)]
+    for optimizer, dim in optimizers:
+        table = HostTable(1, dim, optimizer, name="warm-up")
+        table.lookup(ids)
+        table.apply(ids, np.zeros((2, dim), np.float32))
+        table.sum_of_squares()

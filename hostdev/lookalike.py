@@ -1,0 +1,35 @@
+"""The data set for a run without --data: a small look-alike, made once in the user's cache folder."""
+
+import os
+import sys
+from pathlib import Path
+
+from hostdev.data.preprocess.build import Options, build
+from hostdev.data.preprocess.synthetic import Synthetic
+from hostdev.errors import UserError
+from hostdev.manifest import FILE_NAME, VERSION
+
+ROWS = 60_000
+SEED = 2020
+OPTIONS = Options(threshold=5, dense="log", seed=SEED)
+
+
+def cache_folder() -> Path:
+    """Return the user's cache folder for this program: $XDG_CACHE_HOME/hostdev, or the platform's usual place."""
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "hostdev"
+    home = Path.home()
+    return (home / "Library/Caches" if sys.platform == "darwin" else home / ".cache") / "hostdev"
+
+
+def ensure() -> tuple[Path, bool]:
+    """Return the look-alike's folder, and whether it had to be made; processes that start together share it."""
+    folder = cache_folder() / f"lookalike-{ROWS}-v{VERSION}"
+    if (folder / FILE_NAME).is_file():
+        return folder, False
+    try:
+        build(Synthetic(ROWS, SEED), folder, OPTIONS)
+    except (UserError, OSError):
+        if not (folder / FILE_NAME).is_file():  # else another process was quicker
+            raise
+    return folder, True

@@ -1,0 +1,86 @@
+"""python -m hostdev.quickstart: from raw Criteo text, or a look-alike, to a trained model in one command."""
+
+import json
+import shlex
+import time
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+
+from hostdev import cli, config, manifest
+from hostdev.data.preprocess.__main__ import add_options, options_from, summary
+from hostdev.data.preprocess.build import Options, build
+from hostdev.data.preprocess.criteo import CriteoText
+from hostdev.data.preprocess.synthetic import Synthetic, write_text
+from hostdev.errors import UserError
+from hostdev.train import train
+
+PROG = "hostdev.quickstart"
+ROWS = 200_000
+THRESHOLD = 10
+EPOCHS = 2
+SMALL_ROWS, SMALL_BATCH = 1_000_000, 1000
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse the command line; make the look-alike if no file is given, preprocess what is new, train."""
+    parser = cli.parser(
+        PROG,
+        "Preprocess Criteo text (or a look-alike made for it) and train on it with --host-device-mix. "
+        "Takes the options of hostdev.data.preprocess and of hostdev.train.",
+    )
+    parser.add_argument("--criteo", type=Path, metavar="FILE", help=f"Criteo text; without it, {ROWS:,} look-alike rows")
+    parser.add_argument("--datasets", type=Path, default=Path("datasets"), metavar="DIR",
+                        help="folder for the data sets, kept for the next time (default %(default)s)")  # fmt: skip
+    add_options(parser)
+    config.add_flags(parser)
+    arguments = parser.parse_args(argv)
+    if arguments.data is not None:
+        raise UserError("--data has no effect here; give --criteo FILE, or use python -m hostdev.train --data DIR")
+    arguments.host_device_mix = True
+    settings = config.from_flags(arguments)  # refuses what is wrong before the work begins
+    options = options_from(arguments, threshold=THRESHOLD)
+
+    text = arguments.criteo
+    if text is None:
+        text = arguments.datasets / f"lookalike-{ROWS}-{options.seed}.tsv"
+        if not text.exists():
+            _announce("hostdev.data.preprocess", "synthetic", "--rows", ROWS, "--tsv", text, "--seed", options.seed)
+            write_text(Synthetic(ROWS, options.seed), text)
+    data = prepare(text, arguments.datasets, options)
+
+    rows = manifest.read(data).rows("train")
+    if arguments.epochs is None:
+        arguments.epochs = EPOCHS
+    if arguments.batch_size is None and rows < SMALL_ROWS:
+        arguments.batch_size = min(SMALL_BATCH, rows)
+    arguments.data = data
+    settings = config.from_flags(arguments)
+    _announce("hostdev.train", *config.to_flags(settings))
+    train(settings)
+
+
+def prepare(text: Path, datasets: Path, options: Options) -> Path:
+    """Return the data set of a text with these options; an existing one is used while the text has not changed."""
+    source = CriteoText([text])
+    stamp = [*source.describe(), text.stat().st_mtime_ns, vars(options), manifest.VERSION]
+    mark = sha256(json.dumps(stamp, sort_keys=True).encode()).hexdigest()[:8]
+    out = datasets / f"{text.stem}-{mark}"
+    if (out / manifest.FILE_NAME).is_file():
+        print(f"using {out}, made from {text} before")
+        return out
+    flags = {name: value for name, value in vars(options).items() if value is not None}
+    _announce("hostdev.data.preprocess", "criteo", text, "--out", out,
+              *(part for name, value in flags.items() for part in ("--" + name.replace("_", "-"), value)))  # fmt: skip
+    start = time.monotonic()
+    print(summary(build(source, out, options), out, time.monotonic() - start))
+    return out
+
+
+def _announce(module: str, *arguments: object) -> None:
+    """Print the command that does the next step alone."""
+    print(f"$ python -m {module} {shlex.join(map(str, arguments))}", flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.run(PROG, main))

@@ -1,0 +1,55 @@
+"""What a run prints: the lines at its start and the summary at its end."""
+
+from pathlib import Path
+from typing import Any
+
+from hostdev.memory import gib
+
+
+def start_lines(config: dict[str, Any], data: Path, rows: dict[str, int], vocabulary: int, device: str) -> str:
+    """Return what is about to be trained, on what, and where its files go."""
+    place = "host memory" if config["host_device_mix"] else "device memory"
+    dim = config["emb_dim"]
+    size = gib(vocabulary * (dim * 3 + 3) * 4)
+    return "\n".join([
+        f"data     {data}: {rows['train']:,} training and {rows['test']:,} test rows",
+        f"tables   deep {vocabulary:,} x {dim} (LazyAdam), wide {vocabulary:,} x 1 (FTRL): {size} of {place}",
+        f"dense    on {device}; batch size {config['batch_size']:,}, {config['epochs']} epochs",
+    ])  # fmt: skip
+
+
+def summary_lines(summary: dict[str, Any], run_dir: Path) -> str:
+    """Return the summary as text: quality, speed, the time of every op, where the files are."""
+    lines = ["", _quality(summary), *_op_table(summary["ops"])]
+    lines += [
+        "",
+        f"peak memory    {gib(summary['peak_rss_bytes'])}",
+        f"state_sha256   {summary['state_sha256']}",
+        f"files          {run_dir}/: loss.log, eval.log, ops.log, config.json, summary.json",
+    ]
+    return "\n".join(lines)
+
+
+def _quality(summary: dict[str, Any]) -> str:
+    speed = f"{summary['samples_per_second']:,.0f} samples/s over {summary['steps']:,} steps on {summary['device']}"
+    if summary["auc"] is None:
+        return speed
+    return f"AUC {summary['auc']:.4f}   log loss {summary['logloss']:.4f}   {speed}"
+
+
+def _op_table(ops: dict[str, dict[str, Any]]) -> list[str]:
+    """Ops by total time; one that works for several tables has a line for each."""
+    rows = []
+    for name, times in ops.items():
+        for scope, part in times.get("by_scope", {"": times}).items():
+            rows.append((f"{name} ({scope})" if scope else name, part))
+    rows.sort(key=lambda row: -row[1]["total_us"])
+    total = sum(times["total_us"] for _, times in rows) or 1.0
+    lines = ["", f"{'op':<28}{'calls':>8}{'mean us':>12}{'p99 us':>12}{'total s':>10}{'share':>8}{'GB/s':>8}"]
+    for name, times in rows:
+        speed = f"{times['bytes'] / times['total_us'] / 1e3:8.1f}" if times["bytes"] and times["total_us"] else ""
+        lines.append(
+            f"{name:<28}{times['count']:>8}{times['mean_us']:>12,.0f}{times['p99_us']:>12,.0f}"
+            f"{times['total_us'] / 1e6:>10.2f}{times['total_us'] / total:>8.1%}{speed}"
+        )
+    return lines

@@ -1,0 +1,72 @@
+"""The run directory: the logs, config.json and summary.json."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from hostdev.errors import UserError
+
+LOSS_LOG, EVAL_LOG, OPS_LOG = "loss.log", "eval.log", "ops.log"
+CONFIG, SUMMARY = "config.json", "summary.json"
+
+
+class RunDir:
+    """A new folder with the open logs of one run."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+        if path is None:
+            self.path = _unused(self.path)
+        for name in (LOSS_LOG, CONFIG, SUMMARY):
+            if (self.path / name).exists():
+                raise UserError(f"{self.path} holds a run already ({name}); choose another --run-dir")
+        self._made = not self.path.exists()
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.loss = (self.path / LOSS_LOG).open("w", buffering=1)
+        self.eval = (self.path / EVAL_LOG).open("w", buffering=1)
+        self.ops = (self.path / OPS_LOG).open("w")
+
+    def write_config(self, content: dict[str, Any]) -> None:
+        """Write config.json."""
+        _write_json(self.path / CONFIG, content)
+
+    def write_losses(self, epoch: int, step: int, wide: float, deep: float) -> None:
+        """Append a line to loss.log; epoch and step, within the epoch, count from 1."""
+        self.loss.write(f"epoch: {epoch} step: {step}, wide_loss is {wide:.7f}, deep_loss is {deep:.7f}\n")
+
+    def write_evaluation(self, epoch: int, step: int, auc: float, logloss: float, rows: int, seconds: float) -> None:
+        """Append a line to eval.log; the step counts from the start of the training."""
+        self.eval.write(
+            f"epoch: {epoch} step: {step}, auc is {auc:.6f}, logloss is {logloss:.6f}, "
+            f"rows: {rows}, seconds: {seconds:.2f}\n"
+        )
+
+    def discard(self) -> None:
+        """Remove what the run wrote: it failed before its first step, and nobody wants to choose another folder."""
+        self.close()
+        for name in (LOSS_LOG, EVAL_LOG, OPS_LOG, CONFIG, SUMMARY):
+            (self.path / name).unlink(missing_ok=True)
+        if self._made:
+            self.path.rmdir()
+
+    def close(self, summary: dict[str, Any] | None = None) -> None:
+        """Close the logs, and write summary.json where there is one."""
+        for file in (self.loss, self.eval, self.ops):
+            file.close()
+        if summary is not None:
+            _write_json(self.path / SUMMARY, summary)
+
+
+def _unused(path: Path) -> Path:
+    number, candidate = 1, path
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    partial.replace(path)

@@ -1,0 +1,218 @@
+"""python -m hostdev.train: train Wide & Deep on shards, with the tables in host memory or on the device."""
+
+import platform
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+import hostdev
+from hostdev import cli, config, lookalike, manifest, report
+from hostdev.batch import Batch
+from hostdev.config import TrainConfig
+from hostdev.device import backend
+from hostdev.device.clock import EventClock, clock_for
+from hostdev.errors import UserError
+from hostdev.host.warm_up import warm_up
+from hostdev.interrupt import GracefulStop, Interrupted
+from hostdev.kernels.pool import host_threads, set_host_threads
+from hostdev.memory import peak_rss_bytes
+from hostdev.primitive import OpLog
+from hostdev.progress import bar
+from hostdev.rundir import RunDir
+from hostdev.shards import ShardReader
+from hostdev.trainer import Evaluation, Trainer
+
+PROG = "hostdev.train"
+
+
+class Run:
+    """One training run: what it trains, where it writes, how far it is."""
+
+    def __init__(self, settings: TrainConfig, data: Path, found: manifest.Manifest) -> None:
+        assert settings.epochs is not None
+        assert settings.batch_size is not None
+        self.settings = settings
+        self.epochs, self.batch_size = settings.epochs, settings.batch_size
+        self.train_rows = ShardReader(data, found, "train")
+        self.test_rows = ShardReader(data, found, "test")
+        if self.batch_size > self.train_rows.rows:
+            raise UserError(
+                f"--batch-size {self.batch_size} is larger than the {self.train_rows.rows} training rows of {data}"
+            )
+        self.device = backend.select(settings.device)
+        if settings.host_threads is not None:
+            if not settings.host_device_mix and backend.is_accelerator(self.device):
+                raise UserError("--host-threads has no effect on an accelerator without --host-device-mix; leave it out")
+            set_host_threads(settings.host_threads)
+        backend.make_deterministic(self.device)
+        warm_up(np.dtype(found.id_type))
+        self.clock = clock_for(self.device)
+        self.log = OpLog(clocks={"DEVICE": self.clock})
+        self.trainer = Trainer(
+            found.vocabulary_size,
+            settings.emb_dim,
+            host_device_mix=settings.host_device_mix,
+            device=self.device,
+            l2=settings.l2,
+            seed=settings.seed,
+            log=self.log,
+        )
+        self.files = RunDir(settings.run_dir)
+        self.log.write_to(self.files.ops)
+        self.steps = 0
+        self.epochs_done = 0
+        self.samples = 0
+        self.train_seconds = 0.0
+        self.last: Evaluation | None = None
+        self._finish = threading.Lock()
+        self._summary: dict[str, Any] | None = None
+
+    @property
+    def total_steps(self) -> int:
+        """Steps that the run takes unless it is stopped."""
+        steps = self.epochs * self.train_rows.steps(self.batch_size)
+        return min(steps, self.settings.max_steps or steps)
+
+    def train(self, stop: GracefulStop) -> None:
+        """Train and evaluate, epoch by epoch, until the end, the step limit or a signal."""
+        for epoch in range(1, self.epochs + 1):
+            self._train_epoch(epoch, stop)
+            self._evaluate(epoch, stop)
+            if stop.requested or self.steps == self.total_steps:
+                return
+
+    def _train_epoch(self, epoch: int, stop: GracefulStop) -> None:
+        whole = self.train_rows.steps(self.batch_size)
+        planned = min(whole, self.total_steps - self.steps)
+        batches = self.train_rows.batches(self.batch_size, seed=self.settings.seed, epoch=epoch)
+        with bar(planned, f"epoch {epoch}/{self.epochs}", "step") as progress:
+            for step in range(1, planned + 1):
+                if stop.requested:
+                    return
+                start = time.perf_counter()
+                batch = next(batches)
+                try:
+                    losses = self.trainer.step(batch)
+                except UserError as error:
+                    raise UserError(f"epoch {epoch} step {step}: {error}") from error
+                self.train_seconds += time.perf_counter() - start
+                self.steps += 1
+                self.samples += len(batch)
+                self.files.write_losses(epoch, step, losses.wide, losses.deep)
+                self.log.flush_if_due()
+                progress.set_postfix_str(f"loss {losses.wide:.4f}", refresh=False)
+                progress.update()
+        self.epochs_done += planned == whole
+
+    def _evaluate(self, epoch: int, stop: GracefulStop) -> None:
+        start = time.perf_counter()
+
+        def until_stopped() -> Iterator[Batch]:
+            with bar(self.test_rows.steps(self.batch_size), "evaluating", "step") as progress:
+                for batch in self.test_rows.batches(self.batch_size):
+                    if stop.requested:
+                        return
+                    yield batch
+                    progress.update()
+
+        found = self.trainer.evaluate(until_stopped())
+        if stop.requested or found is None:
+            return
+        self.last = found
+        self.files.write_evaluation(epoch, self.steps, *found, time.perf_counter() - start)
+        print(f"epoch {epoch}: AUC {found.auc:.4f}, log loss {found.logloss:.4f} on {found.rows:,} test rows", flush=True)
+
+    def finish(self, status: str, digest: str | None = None) -> dict[str, Any]:
+        """Complete the logs and summary.json, once; a second call, from any thread, returns what the first wrote."""
+        with self._finish:
+            if self._summary is None:
+                if isinstance(self.clock, EventClock):
+                    self.clock.drain(wait=status == "finished")
+                self.log.flush()
+                self._summary = self._summarise(status, digest)
+                self.files.close(self._summary)
+            return self._summary
+
+    def _summarise(self, status: str, digest: str | None) -> dict[str, Any]:
+        return {
+            "status": status,
+            "steps": self.steps,
+            "epochs": self.epochs_done,
+            "auc": _finite(self.last and self.last.auc),
+            "logloss": _finite(self.last and self.last.logloss),
+            "samples_per_second": round(self.samples / self.train_seconds, 1) if self.train_seconds else 0.0,
+            "state_sha256": digest,
+            "device": backend.describe(self.device),
+            "host_device_mix": self.settings.host_device_mix,
+            "host_threads": host_threads(),
+            "peak_rss_bytes": peak_rss_bytes(),
+            "ops": self.log.summary(),
+        }
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no NaN: the AUC of rows with one label only is null."""
+    return value if value is not None and np.isfinite(value) else None
+
+
+def train(settings: TrainConfig) -> dict[str, Any]:
+    """Train as the settings say, print what happens, and return summary.json's content.
+
+    Raises UserError for wrong input or options, and Interrupted after Ctrl-C or SIGTERM, with the logs complete.
+    """
+    data = settings.data
+    if data is None:
+        data, made = lookalike.ensure()
+        print(f"no --data: a look-alike of {lookalike.ROWS:,} rows, {'made in' if made else 'from'} {data}")
+    settings = settings.resolved()
+    found = manifest.read(data)
+    run = Run(settings, data, found)
+    run.files.write_config({**settings.as_json(), "data": str(data), "versions": _versions(), "preprocess": found.options})
+    rows = {split: found.rows(split) for split in ("train", "test")}
+    device = backend.describe(run.device)
+    print(report.start_lines(settings.as_json(), data, rows, found.vocabulary_size, device), flush=True)
+    digest = None
+    with GracefulStop(lambda: run.finish("interrupted")) as stop:
+        try:
+            run.train(stop)
+            if not stop.requested:
+                digest = run.trainer.state_sha256()
+        except BaseException:
+            run.finish("failed")
+            if run.steps == 0:
+                run.files.discard()
+            raise
+    if stop.requested:
+        run.finish("interrupted")
+        raise Interrupted(stop.requested, f"{run.steps} steps are in the logs in {run.files.path}")
+    summary = run.finish("finished", digest)
+    print(report.summary_lines(summary, run.files.path))
+    return summary
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "hostdev": hostdev.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "numba": numba.__version__,
+        "platform": platform.platform(),
+    }
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse the command line and train."""
+    parser = cli.parser(PROG, "Train Wide & Deep on Arrow shards made by hostdev.data.preprocess.")
+    config.add_flags(parser)
+    train(config.from_flags(parser.parse_args(argv)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.run(PROG, main))

@@ -1,0 +1,158 @@
+"""A training step and an evaluation of Wide & Deep: the model, its tables, and the ops between them.
+
+A batch's way: unique -> pull (lookup, to the device) -> forward, backward -> push (to the host, update).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hostdev import metrics
+from hostdev.batch import Batch
+from hostdev.device.rows import gather_rows
+from hostdev.digest import state_sha256
+from hostdev.embedding import Embedding
+from hostdev.errors import UserError
+from hostdev.host.server import ParameterServer
+from hostdev.kernels.unique import unique
+from hostdev.manifest import FIELDS
+from hostdev.models.wide_deep import L2_COEFFICIENT, WideDeep, deep_l2, wide_loss
+from hostdev.optimizers import FTRL, LazyAdam
+from hostdev.primitive import OpLog, Primitive
+
+DENSE_LR = 3.5e-4
+DENSE_EPS = 1e-8
+
+
+class Losses(NamedTuple):
+    """A step's losses."""
+
+    wide: float
+    deep: float
+
+
+class Evaluation(NamedTuple):
+    """How good the model is on a split."""
+
+    auc: float
+    logloss: float
+    rows: int
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A batch with its ids deduplicated; the tensors are on the device."""
+
+    ids: npt.NDArray[Any]  # unique ids [U]
+    inverse: Tensor  # int32 [B * F]
+    uses: Tensor | None  # float32 [U], for --l2 batch only
+    label: Tensor  # [B]
+    weights: Tensor  # [B, F]
+
+
+class Trainer:
+    """Wide & Deep with its tables.
+
+    rows             of both tables: the vocabulary's size
+    dim              columns of the deep table
+    host_device_mix  place the tables, and the ops on them, on the host
+    device           of the dense layers
+    l2               "none", "batch" or "table"
+    seed             of all initial values
+    log              where every op's durations go
+    """
+
+    def __init__(
+        self, rows: int, dim: int, *, host_device_mix: bool, device: torch.device, l2: str, seed: int, log: OpLog
+    ) -> None:
+        self._device = device
+        self._l2 = l2
+        self.server = ParameterServer()
+        placement: dict[str, Any] = {
+            "target": "CPU" if host_device_mix else "DEVICE",
+            "device": device,
+            "seed": seed,
+            "log": log,
+            "server": self.server,
+        }
+        self.deep = Embedding("deep", rows, dim, LazyAdam(), **placement)
+        self.wide = Embedding("wide", rows, 1, FTRL(), **placement)
+        self.network = WideDeep(FIELDS, dim, seed=seed).to(device)
+        self.adam = torch.optim.Adam(self.network.parameters(), lr=DENSE_LR, eps=DENSE_EPS, fused=True)
+        self._unique = Primitive("Unique", unique, log=log).add_prim_attr("primitive_target", "CPU")
+        self._forward = Primitive("DenseForward", self._run_forward, scope="network", log=log)
+        self._backward = Primitive("DenseBackward", lambda objective: objective.backward(), scope="network", log=log)
+        self._adam_step = Primitive("Adam", self.adam.step, scope="network", log=log)
+
+    def step(self, batch: Batch) -> Losses:
+        """Take one training step on a batch and return its losses from before the update.
+
+        Raises UserError where a loss is not finite; nothing is updated then.
+        """
+        prepared = self._prepare(batch)
+        deep_rows = self.deep.pull(prepared.ids).requires_grad_()
+        wide_rows = self.wide.pull(prepared.ids).requires_grad_()
+        wide, objective = self._forward(prepared, wide_rows, deep_rows)
+        losses = self._losses(wide, objective)
+
+        self.adam.zero_grad()
+        self._backward(objective)
+        self._adam_step()
+        assert deep_rows.grad is not None
+        assert wide_rows.grad is not None
+        self.wide.push(prepared.ids, wide_rows.grad)
+        self.deep.push(prepared.ids, deep_rows.grad)
+        return losses
+
+    def evaluate(self, batches: Iterable[Batch]) -> Evaluation | None:
+        """Return AUC and log loss over batches, None if there are none; the model does not change."""
+        logits, labels = [], []
+        with torch.no_grad():
+            for batch in batches:
+                prepared = self._prepare(batch)
+                deep_rows, wide_rows = self.deep.pull(prepared.ids), self.wide.pull(prepared.ids)
+                logits.append(self._logits(prepared, wide_rows, deep_rows).cpu().numpy())
+                labels.append(batch.label)
+        if not labels:
+            return None
+        scores, truth = np.concatenate(logits), np.concatenate(labels)
+        return Evaluation(metrics.auc(scores, truth), metrics.log_loss(scores, truth), len(scores))
+
+    def state_sha256(self) -> str:
+        """Return the digest of the tables and of the dense side."""
+        return state_sha256([self.deep.table, self.wide.table], self.network, self.adam)
+
+    def _prepare(self, batch: Batch) -> _Prepared:
+        ids, inverse = self._unique(batch.ids.ravel())
+        uses = None
+        if self._l2 == "batch":
+            uses = torch.from_numpy(np.bincount(inverse, minlength=len(ids)).astype(np.float32)).to(self._device)
+        label, weights = (torch.from_numpy(array).to(self._device) for array in (batch.label, batch.weights))
+        return _Prepared(ids, torch.from_numpy(inverse).to(self._device), uses, label, weights)
+
+    def _logits(self, prepared: _Prepared, wide_rows: Tensor, deep_rows: Tensor) -> Tensor:
+        shape = prepared.weights.shape
+        wide = gather_rows(wide_rows, prepared.inverse).view(shape)
+        deep = gather_rows(deep_rows, prepared.inverse).view(*shape, -1)
+        logits: Tensor = self.network(wide, deep, prepared.weights)
+        return logits
+
+    def _run_forward(self, prepared: _Prepared, wide_rows: Tensor, deep_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the wide loss, and what to differentiate: the deep loss, whose gradient is both losses'."""
+        wide = wide_loss(self._logits(prepared, wide_rows, deep_rows), prepared.label)
+        return wide, wide if self._l2 == "none" else wide + deep_l2(deep_rows, prepared.uses)
+
+    def _losses(self, wide: Tensor, objective: Tensor) -> Losses:
+        wide_value, deep_value = float(wide.detach()), float(objective.detach())
+        if self._l2 == "table":
+            deep_value = wide_value + L2_COEFFICIENT / 2 * self.deep.table.sum_of_squares()
+        if not (np.isfinite(wide_value) and np.isfinite(deep_value)):
+            raise UserError(
+                f"the loss is not finite (wide_loss {wide_value}, deep_loss {deep_value}); no row was updated"
+            )
+        return Losses(wide_value, deep_value)

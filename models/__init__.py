@@ -1,0 +1,1 @@
+"""Models; imported as hostdev.models."""

@@ -1,0 +1,23 @@
+"""The reference's two losses: the wide one, and the deep one with L2 on the embeddings."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+L2_COEFFICIENT = 8e-5
+L2_MODES = ("none", "batch", "table")
+
+
+def wide_loss(logits: Tensor, label: Tensor) -> Tensor:
+    """Return the mean sigmoid cross entropy of logits [B] and labels [B]."""
+    return F.binary_cross_entropy_with_logits(logits, label)
+
+
+def deep_l2(rows: Tensor, uses: Tensor | None) -> Tensor:
+    """Return the L2 term of the deep loss on the looked-up rows, 8e-5 / 2 * sum of squares.
+
+    rows  float32 [U, D], the batch's unique deep rows, unmasked
+    uses  float32 [U], how often each is used in the batch (`--l2 batch`); None counts each row once (`--l2 table`,
+          whose gradient reaches the batch's rows only, as lazy optimizers leave the others alone)
+    """
+    squares = rows.square().sum(1)
+    return (squares if uses is None else squares * uses).sum() * (L2_COEFFICIENT / 2)

@@ -1,0 +1,47 @@
+"""The dense network. It takes looked-up rows and knows nothing of the tables that they come from.
+
+B rows, F fields, D the deep dimension.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hostdev.initializers import Normal, initial_array
+
+LAYERS = (1024, 512, 256, 128)
+
+
+class WideDeep(nn.Module):
+    """logit = wide + deep: a linear model on the wide rows, and a ReLU network on the deep ones.
+
+    fields, dim  of the deep rows, so that the network's input is fields * dim wide
+    seed         of the initial weights and biases, all N(0, 0.01^2), each a function of the seed and its name
+    layers       widths of the hidden layers
+    """
+
+    def __init__(self, fields: int, dim: int, *, seed: int, layers: Sequence[int] = LAYERS) -> None:
+        super().__init__()
+        widths = [fields * dim, *layers, 1]
+        modules: list[nn.Module] = []
+        for inputs, outputs in zip(widths[:-1], widths[1:], strict=True):
+            modules += [nn.Linear(inputs, outputs), nn.ReLU()]
+        self.deep = nn.Sequential(*modules[:-1])
+        self.bias = nn.Parameter(torch.zeros(1))
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                values = initial_array(tuple(parameter.shape), Normal(0.01), seed, f"dense/{name}")
+                parameter.copy_(torch.from_numpy(values))
+
+    def forward(self, wide: Tensor, deep: Tensor, weights: Tensor) -> Tensor:
+        """Return logits float32 [B].
+
+        wide     float32 [B, F], the wide weight of each field's id
+        deep     float32 [B, F, D], the embedding of each field's id
+        weights  float32 [B, F], the mask that multiplies both
+        """
+        linear = (wide * weights).sum(1) + self.bias
+        hidden = (deep * weights.unsqueeze(2)).flatten(1)
+        logits: Tensor = linear + self.deep(hidden).squeeze(1)
+        return logits
