@@ -16,19 +16,24 @@ def _flag(help: str, *, default: Any = None, kind: Any = None, **extra: Any) -> 
 class TrainConfig:
     """What `python -m hostdev.train` can be told. Epochs and batch size are None until `resolved`."""
 
-    data: Path | None = _flag("data set made by hostdev.data.preprocess; without it, a small look-alike", kind=Path,
-                              metavar="DIR")
+    data: Path | None = _flag(
+        "data set made by hostdev.data.preprocess; without it, a small look-alike", kind=Path, metavar="DIR"
+    )
     host_device_mix: bool = _flag("tables in host memory: lookup, FTRL and LazyAdam run on the CPU", default=False)
     device: str = _flag("auto, cpu, cuda, ...: where the dense layers run", default="auto", kind=str, metavar="NAME")
     epochs: int | None = _flag("passes over the training rows (15; without --data 2)", kind=int, metavar="N")
     batch_size: int | None = _flag("rows in a step (16000; without --data 1000)", kind=int, metavar="N")
     emb_dim: int = _flag("columns of the deep table", default=80, kind=int, metavar="N")
-    l2: str = _flag("L2 on the deep table: none, on the batch's rows, or on the whole table", default="none", kind=str,
-                    choices=("none", "batch", "table"))
+    l2: str = _flag(
+        "L2 on the deep table: none, on the batch's rows, or on the whole table",
+        default="none",
+        kind=str,
+        choices=("none", "batch", "table"),
+    )
     host_threads: int | None = _flag("threads of the host's kernels (all CPUs of the process)", kind=int, metavar="N")
     seed: int = _flag("of the initial values and of the rows' order", default=2020, kind=int, metavar="N")
     max_steps: int | None = _flag("stop after so many steps", kind=int, metavar="N")
-    run_dir: Path | None = _flag("a new folder for the logs and the summary (runs/<time>)", kind=Path, metavar="DIR")  # fmt: skip
+    run_dir: Path | None = _flag("a new folder for logs and summary (runs/<time>)", kind=Path, metavar="DIR")
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "emb_dim", "host_threads", "max_steps"):

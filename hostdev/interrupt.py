@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
-
 DEADLINE_SECONDS = 1.2
 
 
@@ -29,7 +28,7 @@ class GracefulStop:
     on_deadline  completes what must not be lost; runs in the watching thread
     """
 
-    def __init__(self, on_deadline: Callable[[], None]) -> None:
+    def __init__(self, on_deadline: Callable[[], object]) -> None:
         self.requested: signal.Signals | None = None
         self._on_deadline = on_deadline
         self._left = threading.Event()

@@ -77,7 +77,9 @@ def read(folder: Path) -> Manifest:
     """Read a data set's manifest; UserError where there is none or it is not one of this version."""
     path = folder / FILE_NAME
     if not path.is_file():
-        raise UserError(f"{folder} is not a data set: it has no {FILE_NAME}; make one with python -m hostdev.data.preprocess")
+        raise UserError(
+            f"{folder} is not a data set: it has no {FILE_NAME}; make one with python -m hostdev.data.preprocess"
+        )
     try:
         content = json.loads(path.read_text())
         found = content.pop("format"), content.pop("version")
@@ -85,8 +87,8 @@ def read(folder: Path) -> Manifest:
         raise UserError(f"{path} is broken ({error}); preprocess the data again") from None
     if found != (FORMAT, VERSION):
         raise UserError(
-            f"{path} is of format {found[0]!r} version {found[1]!r}, and this is hostdev for {FORMAT!r} version {VERSION}; "
-            "preprocess the data again"
+            f"{path} is of format {found[0]!r} version {found[1]!r}, and this is hostdev for "
+            f"{FORMAT!r} version {VERSION}; preprocess the data again"
         )
     known = {field.name for field in fields(Manifest)}
     if set(content) != known:

@@ -29,7 +29,9 @@ def main(argv: Sequence[str]) -> None:
         "Preprocess Criteo text (or a look-alike made for it) and train on it with --host-device-mix. "
         "Takes the options of hostdev.data.preprocess and of hostdev.train.",
     )
-    parser.add_argument("--criteo", type=Path, metavar="FILE", help=f"Criteo text; without it, {ROWS:,} look-alike rows")
+    parser.add_argument(
+        "--criteo", type=Path, metavar="FILE", help=f"Criteo text; without it, {ROWS:,} look-alike rows"
+    )
     parser.add_argument("--datasets", type=Path, default=Path("datasets"), metavar="DIR",
                         help="folder for the data sets, kept for the next time (default %(default)s)")  # fmt: skip
     add_options(parser)

@@ -88,7 +88,9 @@ class ShardReader:
         except FileNotFoundError:
             raise UserError(f"shard {path} is missing; preprocess the data again") from None
         if shard.file not in self._intact and sha256(content).hexdigest() != shard.sha256:
-            raise UserError(f"shard {path} has a wrong checksum: it is damaged or was changed; preprocess the data again")
+            raise UserError(
+                f"shard {path} has a wrong checksum: it is damaged or was changed; preprocess the data again"
+            )
         try:
             table = pa.ipc.open_file(pa.BufferReader(content)).read_all()
         except pa.ArrowInvalid as error:

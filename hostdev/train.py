@@ -48,7 +48,9 @@ class Run:
         self.device = backend.select(settings.device)
         if settings.host_threads is not None:
             if not settings.host_device_mix and backend.is_accelerator(self.device):
-                raise UserError("--host-threads has no effect on an accelerator without --host-device-mix; leave it out")
+                raise UserError(
+                    "--host-threads has no effect on an accelerator without --host-device-mix; leave it out"
+                )
             set_host_threads(settings.host_threads)
         backend.make_deterministic(self.device)
         warm_up(np.dtype(found.id_type))
@@ -126,7 +128,9 @@ class Run:
             return
         self.last = found
         self.files.write_evaluation(epoch, self.steps, *found, time.perf_counter() - start)
-        print(f"epoch {epoch}: AUC {found.auc:.4f}, log loss {found.logloss:.4f} on {found.rows:,} test rows", flush=True)
+        print(
+            f"epoch {epoch}: AUC {found.auc:.4f}, log loss {found.logloss:.4f} on {found.rows:,} test rows", flush=True
+        )
 
     def finish(self, status: str, digest: str | None = None) -> dict[str, Any]:
         """Complete the logs and summary.json, once; a second call, from any thread, returns what the first wrote."""
@@ -173,7 +177,9 @@ def train(settings: TrainConfig) -> dict[str, Any]:
     settings = settings.resolved()
     found = manifest.read(data)
     run = Run(settings, data, found)
-    run.files.write_config({**settings.as_json(), "data": str(data), "versions": _versions(), "preprocess": found.options})
+    run.files.write_config(
+        {**settings.as_json(), "data": str(data), "versions": _versions(), "preprocess": found.options}
+    )
     rows = {split: found.rows(split) for split in ("train", "test")}
     device = backend.describe(run.device)
     print(report.start_lines(settings.as_json(), data, rows, found.vocabulary_size, device), flush=True)

@@ -5,11 +5,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hostdev import cli
 from hostdev.data.preprocess.build import REJECTED_FILE, Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.raw import Source
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
+
+from hostdev import cli
 from hostdev.errors import UserError
 from hostdev.manifest import Manifest
 
@@ -19,12 +20,20 @@ PROG = "hostdev.data.preprocess"
 def add_options(to: argparse.ArgumentParser) -> None:
     """Add the options of `Options` as flags; absent ones are None, so that their presence can be seen."""
     default = Options()
-    to.add_argument("--threshold", type=int, metavar="N",
-                    help=f"a value seen at most N times in training rows is out of vocabulary (default {default.threshold})")
+    to.add_argument(
+        "--threshold",
+        type=int,
+        metavar="N",
+        help=f"a value seen at most N times in training rows is out of vocabulary (default {default.threshold})",
+    )
     to.add_argument("--hash-buckets", type=int, metavar="N", help="hash values into N ids instead of a vocabulary")
     to.add_argument("--dense", choices=["max", "log"], help=f"scaling of the integer columns (default {default.dense})")
-    to.add_argument("--test-fraction", type=float, metavar="F",
-                    help=f"part of the rows that is for testing (default {default.test_fraction})")
+    to.add_argument(
+        "--test-fraction",
+        type=float,
+        metavar="F",
+        help=f"part of the rows that is for testing (default {default.test_fraction})",
+    )
     to.add_argument("--rows-per-shard", type=int, metavar="N",
                     help=f"most rows in one file (default {default.rows_per_shard})")  # fmt: skip
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-
 from hostdev.data.preprocess.dense import DenseScaling
 from hostdev.data.preprocess.raw import RawRows, Rejected, Source
 from hostdev.data.preprocess.vocabulary import Encoder, HashBuckets, Vocabulary
 from hostdev.data.preprocess.writer import ShardWriter
+
 from hostdev.errors import UserError
 from hostdev.kernels.counter import key64, uniform
 from hostdev.manifest import CATEGORICAL, CATEGORICAL_NAMES, DENSE_NAMES, FIRST_VALUE, Manifest
@@ -91,7 +91,9 @@ def _build_in(folder: Path, source: Source, options: Options) -> Manifest:
     rejects.check(total)
     for split, count in rows_of.items():
         if count == 0:
-            raise UserError(f"none of the {total} rows is in the {split} split; give more rows or another --test-fraction")
+            raise UserError(
+                f"none of the {total} rows is in the {split} split; give more rows or another --test-fraction"
+            )
     encoder.freeze()
 
     id_type = "int32" if encoder.size <= 2**31 else "int64"
@@ -178,6 +180,6 @@ class _RejectFile:
         if self._first is not None and self.count > MAX_REJECTED * lines:
             first = self._first
             raise UserError(
-                f"{self.count} of {lines} lines ({self.count / lines:.1%}) are malformed, more than {MAX_REJECTED:.0%}; "
-                f"the first is {first.file}:{first.line}: {first.reason}"
+                f"{self.count} of {lines} lines ({self.count / lines:.1%}) are malformed, more than "
+                f"{MAX_REJECTED:.0%}; the first is {first.file}:{first.line}: {first.reason}"
             )

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+from hostdev.data.preprocess.raw import EMPTY, RawRows, Rejected
 from pyarrow import csv
 
-from hostdev.data.preprocess.raw import EMPTY, RawRows, Rejected
 from hostdev.errors import UserError
 from hostdev.manifest import CATEGORICAL, CATEGORICAL_NAMES, DENSE, DENSE_NAMES
 

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyarrow import csv
-
 from hostdev.data.preprocess.criteo import COLUMNS
 from hostdev.data.preprocess.raw import EMPTY, RawRows
+from pyarrow import csv
+
 from hostdev.kernels.counter import key64, mix64
 from hostdev.manifest import CATEGORICAL, CATEGORICAL_NAMES, DENSE, DENSE_NAMES
 from hostdev.progress import bar
@@ -98,7 +98,8 @@ def zipf_ranks(
 
 def _standard(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     """Random words to numbers with mean 0 and variance 1 (uniform)."""
-    return ((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53 - 0.5) * np.sqrt(12.0)
+    uniform: npt.NDArray[np.float64] = (bits >> np.uint64(11)) * 2.0**-53
+    return (uniform - 0.5) * 12.0**0.5
 
 
 def write_text(source: Synthetic, path: Path) -> None:

@@ -23,9 +23,7 @@ class ShardWriter:
         self._rows = 0
         (root / split).mkdir()
 
-    def write(
-        self, label: npt.NDArray[np.float32], dense: npt.NDArray[np.float32], cat: npt.NDArray[np.int64]
-    ) -> None:
+    def write(self, label: npt.NDArray[np.float32], dense: npt.NDArray[np.float32], cat: npt.NDArray[np.int64]) -> None:
         """Append rows: label [n], dense [n, 13], cat [n, 26]."""
         start = 0
         while start < len(label):

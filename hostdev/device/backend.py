@@ -42,7 +42,8 @@ def make_deterministic(device: torch.device) -> None:
     if device.type == "cuda":  # cuBLAS reads it when it starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # every byte read was written before
+    # No filling of new memory with NaN: every byte that is read was written before.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def free_bytes(device: torch.device) -> int | None:

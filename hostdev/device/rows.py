@@ -28,7 +28,7 @@ def gather_rows(rows: Tensor, inverse: Tensor) -> Tensor:
     inverse  int32 or int64 [N], numbered in order of first occurrence
     returns  float32 [N, D]
     """
-    out: Tensor = _GatherRows.apply(rows, inverse)
+    out: Tensor = _GatherRows.apply(rows, inverse)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -1,5 +1,6 @@
 """An embedding table and its optimizer rows in the device's memory: the host table's twin."""
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -36,7 +37,7 @@ class DeviceTable:
         *,
         name: str,
         seed: int = 0,
-        init: Initializer = Normal(0.01),  # noqa: B008 (frozen)
+        init: Initializer = Normal(0.01),
     ) -> None:
         free = free_bytes(device)
         if free is not None:
@@ -98,4 +99,5 @@ class DeviceTable:
         """Return the sum of squares of all weights, in float64; on an accelerator in the order that torch chooses."""
         if self.block.device.type == "cpu":
             return sum_of_squares(self.block.numpy())
-        return sum(float(part.double().square().sum()) for part in self.weights.split(_SUM_ROWS))
+        parts = torch.split(self.weights, _SUM_ROWS)
+        return math.fsum(float(part.double().square().sum()) for part in parts)

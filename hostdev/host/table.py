@@ -46,7 +46,7 @@ class HostTable:
         *,
         name: str,
         seed: int = 0,
-        init: Initializer = Normal(0.01),  # noqa: B008 (frozen)
+        init: Initializer = Normal(0.01),
     ) -> None:
         if rows < 1 or dim < 1:
             raise ValueError(f"table {name!r} needs at least one row and one column, not {rows} x {dim}")

@@ -120,5 +120,5 @@ def fill_normal(
 
 def fill_constant(block: npt.NDArray[np.float32], weight: float, slots: npt.NDArray[np.float32]) -> None:
     """Fill rows with one weight and constant slots; arrays as in `fill_normal`."""
-    values = np.concatenate([np.float32([weight]), slots])
+    values = np.concatenate([np.array([weight], np.float32), slots])
     parallel_for(_fill_constant, len(block), values, block, grain=_ROWS)

@@ -4,6 +4,7 @@ Kernels release the GIL, so plain threads suffice: no OpenMP runtime is needed, 
 and a caller never waits for a busy pool (it works off its own ranges itself).
 """
 
+import itertools
 import os
 import threading
 from collections import deque
@@ -115,7 +116,7 @@ def parallel_for(kernel: Kernel, n: int, *args: Any, grain: int = 1) -> None:
         return
     pieces = min(grains, threads * _RANGES_PER_THREAD)
     edges = [min(n, grains * i // pieces * grain) for i in range(pieces + 1)]
-    job = _Job(kernel, args, list(zip(edges[:-1], edges[1:], strict=True)))
+    job = _Job(kernel, args, list(itertools.pairwise(edges)))
     _ensure_workers(threads - 1)
     for _ in range(threads - 1):
         _queue.put(job)

@@ -47,9 +47,7 @@ def _sum_rows(start: Any, stop: Any, grads: Any, inverse: Any, out: Any) -> None
                 out[u, j] += grads[i, j]
 
 
-def segment_sum(
-    grads: npt.NDArray[np.float32], inverse: npt.NDArray[np.int32], out: npt.NDArray[np.float32]
-) -> None:
+def segment_sum(grads: npt.NDArray[np.float32], inverse: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> None:
     """Sum the gradients of each unique row: out[u] = ((g_a + g_b) + g_c) + ... over its uses a < b < c < ...
 
     grads    float32 [N, D], one row per use

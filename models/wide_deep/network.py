@@ -3,6 +3,7 @@
 B rows, F fields, D the deep dimension.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -25,7 +26,7 @@ class WideDeep(nn.Module):
         super().__init__()
         widths = [fields * dim, *layers, 1]
         modules: list[nn.Module] = []
-        for inputs, outputs in zip(widths[:-1], widths[1:], strict=True):
+        for inputs, outputs in itertools.pairwise(widths):
             modules += [nn.Linear(inputs, outputs), nn.ReLU()]
         self.deep = nn.Sequential(*modules[:-1])
         self.bias = nn.Parameter(torch.zeros(1))
