@@ -3,6 +3,7 @@
 Row i is a pure function of (seed, i), so a longer set begins with the shorter one.
 """
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hostdev.manifest import CATEGORICAL, CATEGORICAL_NAMES, DENSE, DENSE_NAMES
 from hostdev.progress import bar
 
 CHUNK_ROWS = 1 << 16
+_SQRT_12 = math.sqrt(12.0)
 
 # Distinct values per categorical field of Criteo's Kaggle set, and how often the field is empty there.
 CARDINALITIES = np.array([
@@ -98,8 +100,8 @@ def zipf_ranks(
 
 def _standard(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     """Random words to numbers with mean 0 and variance 1 (uniform)."""
-    uniform: npt.NDArray[np.float64] = (bits >> np.uint64(11)) * 2.0**-53
-    return (uniform - 0.5) * 12.0**0.5
+    uniform = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (uniform - 0.5) * _SQRT_12
 
 
 def write_text(source: Synthetic, path: Path) -> None:

@@ -10,8 +10,8 @@ _GAMMA = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
-def mix64(x: npt.ArrayLike) -> npt.NDArray[np.uint64]:
-    """Scramble 64-bit counters, any shape (SplitMix64's finalizer: Steele, Lea & Flood, OOPSLA 2014)."""
+def mix64(x: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """Scramble an array of 64-bit counters, any shape (SplitMix64's finalizer: Steele, Lea & Flood, OOPSLA 2014)."""
     z = np.asarray(x, np.uint64) + np.uint64(_GAMMA)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

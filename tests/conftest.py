@@ -1,0 +1,64 @@
+"""What many tests need: threads, small data sets, the real sample, ways to run a command."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hostdev.data.preprocess.build import Options, build
+from hostdev.data.preprocess.synthetic import Synthetic
+from hostdev.kernels.pool import host_threads, set_host_threads
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _restore_threads():
+    threads = host_threads()
+    yield
+    set_host_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def criteo_sample():
+    """The real Criteo rows, which are not ours to ship."""
+    path = Path(os.environ.get("HOSTDEV_CRITEO_SAMPLE", ROOT.parent / "shared/data/criteo_100k.txt"))
+    if not path.is_file():
+        pytest.skip(f"no Criteo sample at {path}; set HOSTDEV_CRITEO_SAMPLE")
+    return path
+
+
+@pytest.fixture(scope="session")
+def small_data(tmp_path_factory):
+    """A look-alike of 4,000 rows in several shards; tests must not change it."""
+    folder = tmp_path_factory.mktemp("small") / "data"
+    build(Synthetic(4000, 1), folder, Options(threshold=2, rows_per_shard=1500))
+    return folder
+
+
+@pytest.fixture
+def own_data(tmp_path):
+    """A look-alike of 600 rows that a test may damage."""
+    folder = tmp_path / "data"
+    build(Synthetic(600, 2), folder, Options(threshold=1, rows_per_shard=200))
+    return folder
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Run `python -m MODULE ARGUMENTS` in a folder of its own, with a cache folder of its own."""
+
+    def run(module, *arguments, cwd=tmp_path, **options):
+        return subprocess.run(
+            [sys.executable, "-m", module, *map(str, arguments)],
+            cwd=cwd, env=environment(tmp_path), capture_output=True, text=True, timeout=300, check=False, **options,
+        )  # fmt: skip
+
+    return run
+
+
+def environment(tmp_path):
+    """The environment for a command: this checkout, and a cache folder that starts empty."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache"), "COLUMNS": "200"}

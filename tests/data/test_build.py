@@ -1,0 +1,313 @@
+"""Data sets from hand-computed rows: ids, scaling, splits, rejects, and what the folder holds."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from hostdev import UserError, manifest
+from hostdev.data.preprocess.build import Options, build
+from hostdev.data.preprocess.criteo import CriteoText
+from hostdev.data.preprocess.dense import DenseScaling
+from hostdev.data.preprocess.raw import RawRows
+from hostdev.data.preprocess.synthetic import CHUNK_ROWS, Synthetic, write_text
+from hostdev.kernels.counter import key64, uniform
+from tests.data.test_criteo import line
+
+A, B, C = "0000000a", "0000000b", "0000000c"
+
+
+def read(folder, split):
+    """All rows of a split, as plain arrays."""
+    tables = [pa.ipc.open_file(folder / shard.file).read_all() for shard in manifest.read(folder).shards(split)]
+    table = pa.concat_tables(tables).combine_chunks()
+    return (
+        np.array(table["label"]),
+        np.array(table["dense"].to_pylist(), np.float32),
+        np.array(table["cat"].to_pylist()),
+    )
+
+
+def write(path, lines):
+    path.write_text("".join(text + "\n" for text in lines))
+    return CriteoText([path])
+
+
+def split_of(n, options):
+    return uniform(key64(options.seed, "test split"), np.arange(n)) < options.test_fraction
+
+
+@pytest.fixture
+def ten_rows(tmp_path):
+    """Ten rows, and options whose split takes rows 3 and 7 for testing."""
+    first = [A, A, B, C, A, B, C, B, A, A]
+    second = ["", B, B, "", "", C, B, A, "", B]
+    lines = [line(str(i % 2), [i - 2, 10 * i, "", -i], [first[i], second[i]]) for i in range(10)]
+    seed = next(
+        s for s in range(10_000) if np.flatnonzero(split_of(10, Options(seed=s, test_fraction=0.2))).tolist() == [3, 7]
+    )
+    return write(tmp_path / "ten.txt", lines), Options(threshold=2, seed=seed, test_fraction=0.2)
+
+
+def test_hand_computed_rows(tmp_path, ten_rows):
+    source, options = ten_rows
+    found = build(source, tmp_path / "out", options)
+    # Training rows: 0 1 2 4 5 6 8 9. C1: A 5 times, B 2 (not more than 2), C once. C2: "" 3 times, B 4, C once.
+    # By column in order of first occurrence: 39 = (C1, A), 40 = (C2, ""), 41 = (C2, B); every other column is always
+    # empty, 8 times: 42 .. 65. Out of vocabulary: C1 13, C2 14.
+    assert found.vocabulary_size == 66
+    label, dense, cat = read(tmp_path / "out", "train")
+    np.testing.assert_array_equal(label, [0, 1, 0, 0, 1, 0, 0, 1])
+    np.testing.assert_array_equal(cat[:, 0], [39, 39, 13, 39, 13, 13, 39, 39])
+    np.testing.assert_array_equal(cat[:, 1], [40, 41, 41, 40, 14, 41, 40, 41])
+    np.testing.assert_array_equal(cat[:, 2:], np.broadcast_to(np.arange(42, 66), (8, 24)))
+    # Maxima over training rows: I1 7, I2 90, I3 none, I4 0 (which does not divide).
+    rows = np.array([0, 1, 2, 4, 5, 6, 8, 9])
+    np.testing.assert_array_equal(dense[:, 0], ((rows - 2) / 7).astype(np.float32))
+    np.testing.assert_array_equal(dense[:, 1], (10 * rows / 90).astype(np.float32))
+    np.testing.assert_array_equal(dense[:, 2], np.zeros(8))
+    np.testing.assert_array_equal(dense[:, 3], -rows.astype(np.float32))
+    assert found.statistics["dense_max"][:4] == [7, 90, 0, 0]
+
+    label, dense, cat = read(tmp_path / "out", "test")
+    np.testing.assert_array_equal(label, [1, 1])
+    np.testing.assert_array_equal(cat[:, :2], [[13, 40], [13, 14]])  # (C, ""), (B, A)
+    np.testing.assert_array_equal(dense[:, 1], (np.array([30, 70]) / 90).astype(np.float32))
+
+    vocabulary = pa.ipc.open_file(tmp_path / "out" / found.vocabulary).read_all()
+    assert len(vocabulary) == 66
+    assert vocabulary.slice(38, 4).to_pylist() == [
+        {"field": "C26", "value": None, "count": 0},
+        {"field": "C1", "value": A, "count": 5},
+        {"field": "C2", "value": "", "count": 3},
+        {"field": "C2", "value": B, "count": 4},
+    ]
+    assert vocabulary.slice(13, 2).to_pylist() == [
+        {"field": "C1", "value": None, "count": 3},
+        {"field": "C2", "value": None, "count": 1},
+    ]
+
+
+def test_log_scaling(tmp_path, ten_rows):
+    source, options = ten_rows
+    build(source, tmp_path / "out", Options(**{**vars(options), "dense": "log"}))
+    _, dense, _ = read(tmp_path / "out", "train")
+    rows = np.array([0, 1, 2, 4, 5, 6, 8, 9])
+    np.testing.assert_array_equal(dense[:, 0], (np.log1p(np.maximum(rows - 2, 0)) / np.log1p(7)).astype(np.float32))
+    np.testing.assert_array_equal(dense[:, 3], np.zeros(8))
+
+
+def test_test_rows_beyond_the_maximum_of_a_column_without_one():
+    scaling = DenseScaling("log")
+    values = np.full((1, 13), 3)
+    rows = RawRows(np.zeros(1, np.float32), values, np.zeros((1, 13), bool), np.zeros((1, 26), np.int64))
+    assert np.all(scaling.transform(rows) == np.float32(np.log1p(3)))
+    assert np.all(DenseScaling("max").transform(rows) == 3)
+
+
+def test_hash_buckets(tmp_path, ten_rows):
+    source, options = ten_rows
+    hashed = Options(**{**vars(options), "threshold": None, "hash_buckets": 100})
+    found = build(source, tmp_path / "out", hashed)
+    assert found.vocabulary_size == 139
+    assert found.vocabulary is None
+    assert not (tmp_path / "out" / "vocabulary.arrow").exists()
+    _, _, cat = read(tmp_path / "out", "train")
+    assert cat.min() >= 39
+    assert cat.max() < 139
+    first = np.array([0, 0, 1, 0, 1, 2, 0, 0])  # A A B A B C A A: equal values have equal ids
+    assert all(len(set(cat[first == value, 0].tolist())) == 1 for value in range(3))
+    again = build(source, tmp_path / "again", Options(**{**vars(hashed), "seed": options.seed + 1}))
+    assert again.vocabulary_size == 139
+    other = np.concatenate([read(tmp_path / "again", split)[2] for split in ("train", "test")])
+    ours = np.concatenate([cat, read(tmp_path / "out", "test")[2]])
+    assert sorted(map(tuple, ours)) == sorted(map(tuple, other))  # no state: the split does not matter
+
+
+@pytest.mark.parametrize(("buckets", "id_type"), [(2**31 - 39, "int32"), (2**31 - 38, "int64"), (2**40, "int64")])
+def test_ids_take_64_bits_where_they_must(tmp_path, ten_rows, buckets, id_type):
+    source, options = ten_rows
+    found = build(source, tmp_path / "out", Options(**{**vars(options), "threshold": None, "hash_buckets": buckets}))
+    assert found.id_type == id_type
+    assert read(tmp_path / "out", "train")[2].max() < found.vocabulary_size
+
+
+def test_shards_hold_every_row_in_order(tmp_path):
+    source = Synthetic(1000, 3)
+    whole = build(source, tmp_path / "whole", Options(threshold=3))
+    parts = build(source, tmp_path / "parts", Options(threshold=3, rows_per_shard=70))
+    for split in ("train", "test"):
+        assert len(whole.shards(split)) == 1
+        rows = whole.rows(split)
+        assert [shard.rows for shard in parts.shards(split)] == [70] * (rows // 70) + [rows % 70] * (rows % 70 > 0)
+        for a, b in zip(read(tmp_path / "whole", split), read(tmp_path / "parts", split), strict=True):
+            np.testing.assert_array_equal(a, b)
+        for shard in parts.shards(split):
+            assert manifest.checksum(tmp_path / "parts" / shard.file) == shard.sha256
+    assert whole.rows("train") + whole.rows("test") == 1000
+    assert 60 < whole.rows("test") < 140
+    assert manifest.read(tmp_path / "parts") == parts
+
+
+def test_rejects_are_kept_with_file_line_and_reason(tmp_path):
+    lines = [line(str(i % 2), [i]) for i in range(300)]
+    lines[4], lines[200], lines[299] = "1\t2", line("0", ["x"]), line("3")
+    source = write(tmp_path / "in.txt", lines)
+    found = build(source, tmp_path / "out", Options(threshold=0))
+    assert found.statistics["rejected"] == 3
+    assert found.rows("train") + found.rows("test") == 297
+    name = str(tmp_path / "in.txt")
+    rejected = (tmp_path / "out" / "rejected.tsv").read_text().splitlines()
+    assert [text.split("\t", 3) for text in rejected] == [
+        [name, "5", "2 columns, not 40", lines[4]],
+        [name, "201", "I1 is 'x', not an integer or empty", lines[200]],
+        [name, "300", "label is '3', not 0 or 1", lines[299]],
+    ]
+
+
+def test_too_many_rejects_leave_nothing(tmp_path):
+    lines = [line(str(i % 2), [i]) for i in range(300)]
+    lines[10:14] = ["x"] * 4
+    source = write(tmp_path / "in.txt", lines)
+    message = r"4 of 300 lines \(1.3%\) are malformed, more than 1%; the first is .*in.txt:11: 1 columns, not 40"
+    with pytest.raises(UserError, match=message):
+        build(source, tmp_path / "out", Options())
+    assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
+
+
+def test_an_interruption_leaves_nothing(tmp_path):
+    class Interrupted(Synthetic):
+        def chunks(self):
+            yield next(super().chunks())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(Interrupted(200_000, 1), tmp_path / "out", Options())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_folder_is_left_alone(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    with pytest.raises(UserError, match="exists already"):
+        build(Synthetic(100, 1), tmp_path / "out", Options())
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_a_split_must_have_rows(tmp_path):
+    with pytest.raises(UserError, match="none of the 2 rows is in the test split"):
+        build(Synthetic(2, 1), tmp_path / "out", Options(test_fraction=0.001))
+
+
+def test_the_manifest_of_another_version_is_refused(tmp_path):
+    build(Synthetic(100, 1), tmp_path / "out", Options())
+    path = tmp_path / "out" / "manifest.json"
+    content = json.loads(path.read_text())
+    for change, message in [
+        ({"version": 2}, "version 2, and this is"),
+        ({"format": "x"}, "'x'"),
+        ({"extra": 1}, "extra"),
+    ]:
+        path.write_text(json.dumps({**content, **change}))
+        with pytest.raises(UserError, match=message):
+            manifest.read(tmp_path / "out")
+    path.write_text("{")
+    with pytest.raises(UserError, match="broken"):
+        manifest.read(tmp_path / "out")
+    with pytest.raises(UserError, match="not a data set"):
+        manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [
+    {"threshold": -1}, {"threshold": None, "hash_buckets": 0}, {"test_fraction": 0.0}, {"test_fraction": 1.0}, {"rows_per_shard": 0},
+])  # fmt: skip
+def test_wrong_options(wrong):
+    with pytest.raises(UserError, match=f"--{list(wrong)[-1].replace('_', '-')} must be"):
+        Options(**wrong)
+
+
+class TestSynthetic:
+    def test_text_and_rows_agree(self, tmp_path):
+        write_text(Synthetic(3000, 5), tmp_path / "rows.tsv")
+        text = [rows for rows, _ in CriteoText([tmp_path / "rows.tsv"]).chunks()]
+        made, _ = next(Synthetic(3000, 5).chunks())
+        assert len(text) == 1
+        for name in ("label", "integers", "missing", "categories"):
+            np.testing.assert_array_equal(getattr(text[0], name), getattr(made, name), err_msg=name)
+        assert text[0].rejected == []
+
+    def test_a_longer_set_begins_with_the_shorter_one(self):
+        short = [rows for rows, _ in Synthetic(CHUNK_ROWS + 10, 5).chunks()]
+        long = [rows for rows, _ in Synthetic(CHUNK_ROWS + 500, 5).chunks()]
+        np.testing.assert_array_equal(short[0].categories, long[0].categories)
+        np.testing.assert_array_equal(short[1].integers, long[1].integers[:10])
+        assert not np.array_equal(next(Synthetic(10, 6).chunks())[0].categories, short[0].categories[:10])
+
+    def test_it_looks_like_criteo(self):
+        rows, _ = next(Synthetic(CHUNK_ROWS, 5).chunks())
+        assert 0.2 < rows.label.mean() < 0.3
+        counts = np.sort(np.unique(rows.categories[:, 2], return_counts=True)[1])[::-1]
+        assert len(counts) > 10_000  # of ten million values
+        assert counts[: len(counts) // 100].sum() > 0.5 * counts.sum()  # a hundredth of them takes half of the uses
+        assert len(np.unique(rows.categories[:, 8])) == 3
+        assert abs(rows.missing[:, 11].mean() - 0.77) < 0.02
+        assert rows.integers[:, 1].min() < 0
+
+
+def test_the_command(command, tmp_path):
+    module = "hostdev.data.preprocess"
+    assert command(module, "synthetic", "--rows", 500, "--tsv", "rows.tsv").returncode == 0
+    done = command(module, "criteo", "rows.tsv", "--out", "out", "--threshold", 1, "--dense", "log")
+    assert done.returncode == 0, done.stderr
+    assert "training and" in done.stdout
+    assert manifest.read(tmp_path / "out").options["threshold"] == 1
+    assert (
+        command(module, "synthetic", "--rows", 500, "--out", "direct", "--threshold", 1, "--dense", "log").returncode
+        == 0
+    )
+    for split in ("train", "test"):
+        for a, b in zip(read(tmp_path / "out", split), read(tmp_path / "direct", split), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["criteo", "nowhere", "--out", "out"], "nowhere: no such file"),
+    (["criteo", "empty", "--out", "out"], "empty: the file is empty"),
+    (["criteo", "columns", "--out", "out"], "columns:2: 3 columns, not 40"),
+    (["criteo", "label", "--out", "out"], "label:1: label is '2', not 0 or 1"),
+    (["criteo", "hex", "--out", "out"], "hex:1: C1 is 'xyz', not 8 hexadecimal digits or empty"),
+    (["criteo", "columns", "--out", "out", "--bogus"], "unrecognized arguments: --bogus"),
+    (["criteo", "columns", "--out", "out", "--threshold", "1", "--hash-buckets", "5"], "--threshold has no effect with --hash-buckets"),
+    (["criteo", "columns"], "required: --out"),
+    (["synthetic", "--rows", "5", "--tsv", "x", "--dense", "log"], "--dense has no effect with --tsv"),
+    (["synthetic", "--rows", "0", "--tsv", "x"], "--rows must be at least 1, not 0"),
+    (["synthetic", "--rows", "5", "--out", "empty"], "empty exists already"),
+    ([], "required: criteo|synthetic"),
+])  # fmt: skip
+def test_wrong_input_gets_one_line(command, tmp_path, arguments, message):
+    (tmp_path / "empty").touch()
+    (tmp_path / "columns").write_text(line() + "\n1\t2\t3\n")
+    (tmp_path / "label").write_text(line("2") + "\n")
+    (tmp_path / "hex").write_text(line("0", [], ["xyz"]) + "\n")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    done = command("hostdev.data.preprocess", *arguments)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("hostdev.data.preprocess: error: ")
+    assert message in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_debug_shows_the_traceback(command):
+    assert "Traceback" in command("hostdev.data.preprocess", "criteo", "nowhere", "--out", "out", "--debug").stderr
+
+
+def test_the_real_sample(criteo_sample, tmp_path):
+    found = build(CriteoText([criteo_sample]), tmp_path / "out", Options(threshold=10))
+    assert found.statistics["rejected"] == 0
+    assert found.rows("train") + found.rows("test") == 100_000
+    _, dense, cat = read(tmp_path / "out", "train")
+    assert dense.max() == 1
+    assert cat.min() >= 13
+    assert cat.max() == found.vocabulary_size - 1

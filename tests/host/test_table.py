@@ -1,0 +1,162 @@
+import numpy as np
+import pytest
+
+import hostdev
+from hostdev import FTRL, HostTable, LazyAdam, ParameterServer, UserError, memory
+from hostdev.host import table as table_module
+
+
+@pytest.fixture
+def table():
+    return HostTable(10, 4, LazyAdam(), name="deep")
+
+
+def test_views_are_writable_and_shared(table):
+    table.weights[3] = 7
+    table.slots["v"][3] = 2
+    np.testing.assert_array_equal(table.lookup([3]), [[7, 7, 7, 7]])
+    assert table.weights.shape == table.slots["m"].shape == (10, 4)
+    assert table.weights.dtype == table.slots["v"].dtype == np.float32
+    assert list(table.slots) == ["m", "v"]
+    with pytest.raises(TypeError):
+        table.slots["v"] = 0
+
+
+def test_lookup_returns_a_copy(table):
+    rows = table.lookup(np.array([1, 1, 2]))
+    rows[:] = 0
+    assert table.weights[1].any()
+
+
+def test_lookup_into_a_buffer(table):
+    out = np.empty((2, 4), np.float32)
+    assert table.lookup([5, 0], out=out) is out
+    np.testing.assert_array_equal(out, table.weights[[5, 0]])
+
+
+def test_empty_batches(table):
+    assert table.lookup([]).shape == (0, 4)
+    table.apply([], np.empty((0, 4), np.float32))
+    assert table.step == 1
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize(("ids", "wrong", "position"), [([0, 10], 10, 1), ([-1], -1, 0), ([2, 3, 11, -4], 11, 2)])
+def test_an_id_outside_names_table_id_and_position(table, ids, wrong, position, dtype):
+    before = table.block.copy()
+    message = f"table 'deep': id {wrong} at position {position} is outside 0..9"
+    for act in (
+        lambda: table.lookup(np.array(ids, dtype)),
+        lambda: table.apply(np.array(ids, dtype), np.ones((len(ids), 4), np.float32)),
+        lambda: table.update(np.array(ids, dtype), np.ones((len(ids), 4), np.float32)),
+    ):
+        with pytest.raises(UserError, match=message):
+            act()
+    np.testing.assert_array_equal(table.block, before)
+    assert table.step == 0
+
+
+@pytest.mark.parametrize(("ids", "error", "message"), [
+    ([1.5], TypeError, "int32 or int64, not float64"),
+    (np.array([1], np.uint8), TypeError, "not uint8"),
+    ([[1, 2]], ValueError, "one dimension, not 2"),
+])  # fmt: skip
+def test_wrong_ids(table, ids, error, message):
+    with pytest.raises(error, match=message):
+        table.lookup(ids)
+
+
+@pytest.mark.parametrize(("grads", "error", "message"), [
+    (np.ones((2, 4)), TypeError, "float32, not float64"),
+    (np.ones((1, 4), np.float32), ValueError, r"shape \(2, 4\), not \(1, 4\)"),
+    (np.ones((2, 3), np.float32), ValueError, r"shape \(2, 4\), not \(2, 3\)"),
+])  # fmt: skip
+def test_wrong_gradients(table, grads, error, message):
+    with pytest.raises(error, match=message):
+        table.apply([1, 2], grads)
+    assert table.step == 0
+
+
+def test_gradients_need_not_be_contiguous(table):
+    other = HostTable(10, 4, LazyAdam(), name="deep")
+    grads = np.random.default_rng(0).standard_normal((4, 3), dtype=np.float32).T
+    table.apply([1, 2, 1], grads)
+    other.apply([1, 2, 1], np.ascontiguousarray(grads))
+    np.testing.assert_array_equal(table.block, other.block)
+
+
+def test_a_buffer_of_the_wrong_kind(table):
+    with pytest.raises(ValueError, match="C-contiguous"):
+        table.lookup([1, 2], out=np.empty((2, 8), np.float32)[:, ::2])
+    with pytest.raises(TypeError, match="out must be float32"):
+        table.lookup([1, 2], out=np.empty((2, 4)))
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (-1, 4)])
+def test_a_table_has_rows_and_columns(shape):
+    with pytest.raises(ValueError, match="at least one row"):
+        HostTable(*shape, FTRL(), name="t")
+
+
+def test_a_table_too_large_is_refused_before_it_is_allocated(monkeypatch):
+    monkeypatch.setattr(table_module, "available_bytes", lambda: 11_999)
+    HostTable(100, 9, LazyAdam(), name="small")
+    with pytest.raises(UserError) as error:
+        HostTable(100, 10, LazyAdam(), name="deep")
+    assert "table 'deep' needs 100 rows x 10 x (1 + 2 slots) x 4 = 12000 bytes" in str(error.value)
+    assert "11999 bytes" in str(error.value)
+
+
+def test_a_table_larger_than_this_machine():
+    rows = memory.available_bytes() // 4
+    with pytest.raises(UserError, match="of host memory are free"):
+        HostTable(rows, 80, LazyAdam(), name="deep")
+
+
+def test_memory_is_what_the_formula_says(table):
+    assert table.block.nbytes == memory.table_bytes(10, 4, 2) == 10 * 4 * 3 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [LazyAdam(), FTRL()])
+def test_rows_beyond_2_to_the_31_elements(optimizer):
+    rows, dim = 11_000_000, 80  # 880 million weights, 2.64e9 elements with the slots: 10.6 GB
+    needed = memory.table_bytes(rows, dim, 2)
+    if memory.available_bytes() < needed * 1.1:
+        pytest.skip(f"needs {needed} bytes of memory")
+    table = HostTable(rows, dim, optimizer, name="deep", seed=1)
+    assert table.block.size > 2**31
+    ids = np.array([rows - 1, 0, rows - 2, rows - 1])
+    small = HostTable(2, dim, optimizer, name="small")
+    small.block[:] = table.block[[rows - 1, 0]]
+    grads = np.random.default_rng(0).standard_normal((4, dim), dtype=np.float32)
+    table.apply(ids, grads)
+    small.apply([0, 1, 0], grads[[0, 1, 3]])
+    np.testing.assert_array_equal(table.block[[rows - 1, 0]], small.block)
+    np.testing.assert_array_equal(table.lookup([rows - 1, 0]), small.weights)
+
+
+def test_the_server_names_tables():
+    server = ParameterServer()
+    deep = server.add(HostTable(10, 4, LazyAdam(), name="deep"))
+    server.add(HostTable(10, 1, FTRL(), name="wide"))
+    with pytest.raises(ValueError, match="already"):
+        server.add(HostTable(1, 1, FTRL(), name="deep"))
+    assert list(server) == ["deep", "wide"]
+    assert "deep" in server
+    assert len(server) == 2
+    before = server.pull("deep", [3])
+    server.push("deep", [3, 3], np.ones((2, 4), np.float32))
+    assert server["deep"] is deep
+    assert deep.step == 1
+    assert np.all(server.pull("deep", [3]) < before)
+    with pytest.raises(UserError, match=r"no table 'dep'; there are \['deep', 'wide'\]"):
+        server.pull("dep", [1])
+
+
+def test_the_public_surface():
+    for name in hostdev.__all__:
+        assert getattr(hostdev, name).__name__ == name
+    assert sorted(hostdev._PUBLIC) == sorted(hostdev.__all__)
+    with pytest.raises(AttributeError, match="nothing"):
+        hostdev.nothing  # noqa: B018

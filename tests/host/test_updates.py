@@ -1,0 +1,131 @@
+"""Every optimizer through HostTable.apply: the NumPy twin to the bit, golden vectors, threads, convergence."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hostdev.host.table import HostTable
+from hostdev.kernels.pool import set_host_threads
+from hostdev.kernels.unique import unique
+from hostdev.optimizers import FTRL, LazyAdam
+from tests import naive
+
+OPTIMIZERS = {
+    "adam": LazyAdam(),
+    "adam-nesterov": LazyAdam(lr=0.01, beta1=0.8, beta2=0.99, eps=1e-6, nesterov=True),
+    "ftrl": FTRL(),
+    "ftrl-regularized": FTRL(lr=0.1, l1=0.5, l2=0.01, initial_accum=0.1),
+    "ftrl-power": FTRL(lr_power=-0.3),
+    "ftrl-no-decay": FTRL(lr_power=0.0, l2=0.1),
+}
+GOLDEN = sorted((Path(__file__).parent.parent / "golden").glob("*.npz"))
+
+
+def apply_to_both(optimizer, rows, dim, batches, threads):
+    set_host_threads(threads)
+    table = HostTable(rows, dim, optimizer, name="t", seed=3)
+    twin = naive.Table(table.weights, optimizer)
+    for ids, grads in batches:
+        table.apply(ids, grads)
+        twin.apply(ids, grads)
+    return table, twin
+
+
+def assert_equal(table, twin):
+    np.testing.assert_array_equal(table.weights, twin.weights)
+    for name, values in twin.slots.items():
+        np.testing.assert_array_equal(table.slots[name], values, err_msg=name)
+    assert table.step == twin.step
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("dim", [1, 3, 80, 128])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_matches_the_naive_twin_to_the_bit(name, dim, threads):
+    rng = np.random.default_rng(dim)
+    batches = []
+    for n, ids in [(2000, 600), (0, 1), (1, 1), (700, 3), (1500, 600)]:
+        grads = (rng.standard_normal((n, dim)) * 10.0 ** rng.integers(-8, 3, (n, 1))).astype(np.float32)
+        batches.append((rng.integers(0, ids, n).astype(rng.choice([np.int32, np.int64])), grads))
+    assert_equal(*apply_to_both(OPTIMIZERS[name], 600, dim, batches, threads))
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data(), name=st.sampled_from(sorted(OPTIMIZERS)), dim=st.integers(1, 70), rows=st.integers(1, 40))
+def test_random_batches(data, name, dim, rows):
+    ids = data.draw(st.lists(st.integers(0, rows - 1), max_size=60))
+    seed = data.draw(st.integers(0, 2**32 - 1))
+    grads = np.random.default_rng(seed).standard_normal((len(ids), dim), dtype=np.float32)
+    batches = [(np.array(ids, np.int64), grads), (np.array(ids[::-1], np.int32), grads)]
+    assert_equal(*apply_to_both(OPTIMIZERS[name], rows, dim, batches, data.draw(st.integers(1, 4))))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_update_is_apply_without_the_sum(name):
+    rng = np.random.default_rng(0)
+    ids, grads = rng.integers(0, 50, 300), rng.standard_normal((300, 6), dtype=np.float32)
+    whole, halves = (HostTable(50, 6, OPTIMIZERS[name], name="t") for _ in range(2))
+    whole.apply(ids, grads)
+    rows, inverse = unique(ids)
+    halves.update(rows, naive.segment_sum(grads, inverse, len(rows)))
+    np.testing.assert_array_equal(whole.block, halves.block)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_rows_outside_the_batch_do_not_change(name):
+    table = HostTable(100, 8, OPTIMIZERS[name], name="t")
+    before = table.block.copy()
+    table.apply([3, 97, 3], np.ones((3, 8), np.float32))
+    changed = np.flatnonzero((table.block != before).any(axis=(1, 2)))
+    assert changed.tolist() == [3, 97]
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_golden_vectors(path):
+    golden = np.load(path)
+    names = (
+        ("lr", "l1", "l2", "lr_power", "initial_accum") if golden["kind"] == "ftrl" else ("lr", "beta1", "beta2", "eps")
+    )
+    kind = FTRL if golden["kind"] == "ftrl" else LazyAdam
+    hyper = {name: float(golden[name]) for name in names}
+    if kind is LazyAdam:
+        hyper["nesterov"] = bool(golden["nesterov"])
+    blocks = []
+    for threads in (1, 2):
+        set_host_threads(threads)
+        table = HostTable(*golden["w0"].shape, kind(**hyper), name="t")
+        table.weights[:] = golden["w0"]
+        for ids, grads, expected in zip(golden["ids"], golden["grads"], golden["w"], strict=True):
+            table.apply(ids, grads)
+            np.testing.assert_allclose(table.weights, expected, rtol=1e-5, atol=1e-6)
+        for name, values in table.slots.items():
+            np.testing.assert_allclose(values, golden[name], rtol=1e-5, atol=1e-6, err_msg=name)
+        blocks.append(table.block)
+    np.testing.assert_array_equal(*blocks)
+
+
+def test_there_are_golden_vectors():
+    assert len(GOLDEN) == 8
+
+
+@pytest.mark.parametrize(("optimizer", "steps"), [(LazyAdam(lr=0.05), 400), (FTRL(lr=0.5), 400)])
+def test_converges_on_a_quadratic(optimizer, steps):
+    target = np.random.default_rng(0).standard_normal((20, 4), dtype=np.float32)
+    table = HostTable(20, 4, optimizer, name="t")
+    for _ in range(steps):
+        table.apply(np.arange(20), table.weights - target)
+    assert np.abs(table.weights - target).max() < 0.02
+
+
+@pytest.mark.parametrize("make", [
+    lambda: LazyAdam(lr=0), lambda: LazyAdam(beta1=1), lambda: LazyAdam(beta2=-0.1), lambda: LazyAdam(eps=0),
+    lambda: FTRL(lr=-1), lambda: FTRL(l1=-1), lambda: FTRL(l2=-1), lambda: FTRL(lr_power=0.5), lambda: FTRL(initial_accum=-1),
+])  # fmt: skip
+def test_a_wrong_hyperparameter_is_named(make):
+    with pytest.raises(
+        ValueError, match=r"^(lr|beta1|beta2|eps|l1|l2|lr_power|initial_accum) must be .*, not -?[\d.]+"
+    ):
+        make()

@@ -1,0 +1,78 @@
+import multiprocessing
+import threading
+
+import numpy as np
+import pytest
+
+from hostdev.host.table import HostTable
+from hostdev.kernels.pool import host_threads, parallel_for, set_host_threads
+from hostdev.optimizers import LazyAdam
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+@pytest.mark.parametrize("grain", [1, 10, 1000])
+@pytest.mark.parametrize("n", [0, 1, 99, 1000, 1001])
+def test_every_item_is_done_once(n, grain, threads):
+    set_host_threads(threads)
+    done = np.zeros(n, np.int64)
+    starts = []
+
+    def work(start, stop):
+        starts.append(start)
+        done[start:stop] += 1
+
+    parallel_for(work, n, grain=grain)
+    assert done.tolist() == [1] * n
+    assert all(start % grain == 0 for start in starts)
+
+
+def test_an_error_reaches_the_caller_and_the_pool_lives_on():
+    set_host_threads(3)
+
+    def fail(start, stop):
+        raise RuntimeError(f"at {start}")
+
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match="at "):
+            parallel_for(fail, 100)
+    test_every_item_is_done_once(1000, 1, 3)
+
+
+def test_kernels_called_from_several_python_threads():
+    set_host_threads(3)
+    rng = np.random.default_rng(0)
+    ids, grads = rng.integers(0, 2000, 8000), rng.standard_normal((8000, 40), dtype=np.float32)
+    tables = [HostTable(2000, 40, LazyAdam(), name="t") for _ in range(6)]
+
+    def use(table):
+        for _ in range(10):
+            table.apply(ids, grads + table.lookup(ids))
+
+    workers = [threading.Thread(target=use, args=(table,)) for table in tables]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert all(np.array_equal(tables[0].block, table.block) for table in tables)
+
+
+def _use_the_pool_in_a_child():
+    table = HostTable(5000, 80, LazyAdam(), name="t")
+    table.lookup(np.arange(5000))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_has_a_pool_of_its_own():
+    set_host_threads(2)
+    _use_the_pool_in_a_child()
+    child = multiprocessing.get_context("fork").Process(target=_use_the_pool_in_a_child)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+
+
+def test_the_number_of_threads():
+    set_host_threads(4)
+    assert host_threads() == 4
+    with pytest.raises(ValueError, match="at least 1, not 0"):
+        set_host_threads(0)

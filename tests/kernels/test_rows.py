@@ -1,0 +1,60 @@
+"""Lookup and segment sum against their twins, on any number of threads."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hostdev.kernels.lookup import first_outside, lookup
+from hostdev.kernels.norm import sum_of_squares
+from hostdev.kernels.pool import set_host_threads
+from hostdev.kernels.segment import segment_sum
+from hostdev.kernels.unique import unique
+from tests import naive
+
+DIMS = [1, 3, 80, 128]
+THREADS = [1, 2, 5]
+
+
+@pytest.mark.parametrize("threads", THREADS)
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("n", [0, 1, 5000])
+def test_lookup(dim, n, threads):
+    set_host_threads(threads)
+    rng = np.random.default_rng(n + dim)
+    block = rng.standard_normal((777, 3, dim), dtype=np.float32)
+    for dtype in (np.int32, np.int64):
+        ids = rng.integers(0, 777, n).astype(dtype)
+        out = np.full((n, dim), np.nan, np.float32)
+        lookup(block, ids, out)
+        np.testing.assert_array_equal(out, block[ids, 0])
+
+
+@pytest.mark.parametrize("threads", THREADS)
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize(("n", "rows"), [(0, 5), (1, 1), (3000, 1), (3000, 40), (6000, 5900)])
+def test_segment_sum_in_order_of_occurrence(dim, n, rows, threads):
+    set_host_threads(threads)
+    rng = np.random.default_rng(n + rows)
+    grads = (rng.standard_normal((n, dim)) * 10.0 ** rng.integers(-6, 6, (n, 1))).astype(np.float32)
+    found, inverse = unique(rng.integers(0, rows, n))
+    out = np.full((len(found), dim), np.nan, np.float32)
+    segment_sum(grads, inverse, out)
+    np.testing.assert_array_equal(out, naive.segment_sum(grads, inverse, len(found)))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(-5, 15)), st.integers(1, 12))
+def test_first_outside(ids, rows):
+    expected = next((i for i, value in enumerate(ids) if not 0 <= value < rows), -1)
+    assert first_outside(np.array(ids, np.int32), rows) == expected
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_sum_of_squares(threads):
+    set_host_threads(threads)
+    block = np.random.default_rng(0).standard_normal((10_000, 2, 7), dtype=np.float32)
+    total = sum_of_squares(block)
+    assert total == pytest.approx(np.square(block[:, 0], dtype=np.float64).sum(), rel=1e-12)
+    set_host_threads(1)
+    assert sum_of_squares(block) == total

@@ -1,0 +1,118 @@
+"""Obvious NumPy twins of every kernel, in float32, in the stated order of operations: equal to the bit."""
+
+import numpy as np
+
+f32 = np.float32
+
+
+def unique(ids):
+    """Distinct ids in order of first occurrence, and each id's position among them."""
+    order = list(dict.fromkeys(ids.tolist()))
+    position = {value: i for i, value in enumerate(order)}
+    return np.array(order, ids.dtype), np.array([position[value] for value in ids.tolist()], np.int32)
+
+
+def segment_sum(grads, inverse, rows):
+    out = np.zeros((rows, grads.shape[1]), f32)
+    seen = set()
+    for i, u in enumerate(inverse.tolist()):
+        out[u] = out[u] + grads[i] if u in seen else grads[i]
+        seen.add(u)
+    return out
+
+
+def lazy_adam(w, slots, rows, g, optimizer, step):
+    """Update the rows in place."""
+    m, v = slots["m"], slots["v"]
+    lr_t = f32(optimizer.lr * np.sqrt(1 - optimizer.beta2**step) / (1 - optimizer.beta1**step))
+    b1, b2, eps = f32(optimizer.beta1), f32(optimizer.beta2), f32(optimizer.eps)
+    m[rows] = b1 * m[rows] + (f32(1) - b1) * g
+    v[rows] = b2 * v[rows] + (f32(1) - b2) * (g * g)
+    numerator = b1 * m[rows] + (f32(1) - b1) * g if optimizer.nesterov else m[rows]
+    w[rows] = w[rows] - lr_t * numerator / (np.sqrt(v[rows]) + eps)
+
+
+def ftrl(w, slots, rows, g, optimizer, step):
+    """Update the rows in place."""
+    accum, linear = slots["accum"], slots["linear"]
+    lr, l1, two_l2 = f32(optimizer.lr), f32(optimizer.l1), f32(2 * optimizer.l2)
+
+    def power(n):
+        return np.sqrt(n) if optimizer.lr_power == -0.5 else (n.astype(np.float64) ** -optimizer.lr_power).astype(f32)
+
+    n1 = accum[rows] + g * g
+    sigma = (power(n1) - power(accum[rows])) / lr
+    z = linear[rows] + (g - sigma * w[rows])
+    new_w = (np.sign(z) * l1 - z) / (power(n1) / lr + two_l2)
+    w[rows] = np.where(np.abs(z) > l1, new_w, f32(0))
+    accum[rows] = n1
+    linear[rows] = z
+
+
+UPDATES = {"FusedSparseLazyAdam": lazy_adam, "FusedSparseFtrl": ftrl}
+
+
+class Table:
+    """A table as three plain arrays."""
+
+    def __init__(self, weights, optimizer):
+        self.weights = weights.copy()
+        self.slots = {name: np.full(weights.shape, value, f32) for name, value in optimizer.slots.items()}
+        self.optimizer = optimizer
+        self.step = 0
+
+    def apply(self, ids, grads):
+        self.step += 1
+        rows, inverse = unique(ids)
+        if len(rows):
+            summed = segment_sum(grads, inverse, len(rows))
+            UPDATES[self.optimizer.primitive](self.weights, self.slots, rows, summed, self.optimizer, self.step)
+
+
+def mix32(x):
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
+
+
+def normal(rows, dim, key, std):
+    """Initial weights of the rows [n], float32 [n, dim]: hashes, then Box-Muller with Cephes' polynomials."""
+    z = (rows.astype(np.uint64) ^ np.uint64(key)) + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = z ^ (z >> np.uint64(31))
+    low, high = z.astype(np.uint32)[:, None], (z >> np.uint64(32)).astype(np.uint32)[:, None]
+    pair = np.arange((dim + 1) // 2, dtype=np.uint32)
+    a, b = mix32(low ^ (pair * np.uint32(0x9E3779B9))), mix32(high ^ (pair * np.uint32(0x85EBCA6B)))
+
+    half, one, scale = f32(0.5), f32(1), f32(2.0**-23)
+    u = ((a >> np.uint32(9)).astype(f32) + half) * scale
+    mantissa, exponent = np.frexp(u)
+    small = mantissa < np.sqrt(f32(0.5))
+    x = np.where(small, mantissa * f32(2), mantissa) - one
+    e = (exponent - small).astype(f32)
+    z = x * x
+    y = np.zeros_like(x)
+    for c in (7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
+              -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1):  # fmt: skip
+        y = y * x + f32(c)
+    y = y * x * z + e * f32(-2.12194440e-4) - half * z
+    log_u = (x + y) + e * f32(0.693359375)
+    radius = np.sqrt(f32(-2) * log_u) * f32(std)
+
+    t = ((((b >> np.uint32(7)) & np.uint32(0x7FFFFF)).astype(f32) + half) * scale - half) * f32(np.pi / 2)
+    tt = t * t
+    sin = ((f32(-1.9515295891e-4) * tt + f32(8.3321608736e-3)) * tt + f32(-1.6666654611e-1)) * tt * t + t
+    cos = (f32(2.443315711809948e-5) * tt + f32(-1.388731625493765e-3)) * tt + f32(4.166664568298827e-2)
+    cos = cos * tt * tt - half * tt + one
+    radius = np.where(b & np.uint32(0x40000000), -radius, radius)
+    swap = (b & np.uint32(0x80000000)) != 0
+    out = np.stack([radius * np.where(swap, sin, cos), radius * np.where(swap, cos, sin)], axis=2)
+    return out.reshape(len(rows), -1)[:, :dim]
+
+
+def auc(scores, labels):
+    """The fraction of (positive, negative) pairs in the right order; ties count half."""
+    positive, negative = scores[labels == 1], scores[labels == 0]
+    difference = positive[:, None] - negative[None, :]
+    return float((difference > 0).mean() + 0.5 * (difference == 0).mean())
