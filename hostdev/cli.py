@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -41,7 +42,7 @@ def run(prog: str, main: Callable[[Sequence[str]], None], argv: Sequence[str] | 
         return int(getattr(interrupt, "exit_code", EXIT_INTERRUPTED))
     except (UserError, OSError, MemoryError) as error:
         if "--debug" in arguments:
-            raise
+            traceback.print_exc()
         print(f"{prog}: error: {_one_line(error)}", file=sys.stderr)
         return EXIT_ERROR
     return 0

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
+
 from hostdev.kernels.pool import host_threads, set_host_threads
 
 ROOT = Path(__file__).resolve().parent.parent

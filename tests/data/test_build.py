@@ -5,13 +5,13 @@ import json
 import numpy as np
 import pyarrow as pa
 import pytest
-
-from hostdev import UserError, manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.dense import DenseScaling
 from hostdev.data.preprocess.raw import RawRows
 from hostdev.data.preprocess.synthetic import CHUNK_ROWS, Synthetic, write_text
+
+from hostdev import UserError, manifest
 from hostdev.kernels.counter import key64, uniform
 from tests.data.test_criteo import line
 
@@ -220,7 +220,8 @@ def test_the_manifest_of_another_version_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [
-    {"threshold": -1}, {"threshold": None, "hash_buckets": 0}, {"test_fraction": 0.0}, {"test_fraction": 1.0}, {"rows_per_shard": 0},
+    {"threshold": -1}, {"threshold": None, "hash_buckets": 0}, {"test_fraction": 0.0}, {"test_fraction": 1.0},
+    {"rows_per_shard": 0},
 ])  # fmt: skip
 def test_wrong_options(wrong):
     with pytest.raises(UserError, match=f"--{list(wrong)[-1].replace('_', '-')} must be"):
@@ -278,7 +279,8 @@ def test_the_command(command, tmp_path):
     (["criteo", "label", "--out", "out"], "label:1: label is '2', not 0 or 1"),
     (["criteo", "hex", "--out", "out"], "hex:1: C1 is 'xyz', not 8 hexadecimal digits or empty"),
     (["criteo", "columns", "--out", "out", "--bogus"], "unrecognized arguments: --bogus"),
-    (["criteo", "columns", "--out", "out", "--threshold", "1", "--hash-buckets", "5"], "--threshold has no effect with --hash-buckets"),
+    (["criteo", "columns", "--out", "out", "--threshold", "1", "--hash-buckets", "5"],
+     "--threshold has no effect with --hash-buckets"),
     (["criteo", "columns"], "required: --out"),
     (["synthetic", "--rows", "5", "--tsv", "x", "--dense", "log"], "--dense has no effect with --tsv"),
     (["synthetic", "--rows", "0", "--tsv", "x"], "--rows must be at least 1, not 0"),

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-
-from hostdev import UserError
 from hostdev.data.preprocess.criteo import CriteoText, parse
 from hostdev.data.preprocess.raw import EMPTY
+
+from hostdev import UserError
 
 
 def line(label="0", integers=(), categories=()):

@@ -122,7 +122,8 @@ def test_converges_on_a_quadratic(optimizer, steps):
 
 @pytest.mark.parametrize("make", [
     lambda: LazyAdam(lr=0), lambda: LazyAdam(beta1=1), lambda: LazyAdam(beta2=-0.1), lambda: LazyAdam(eps=0),
-    lambda: FTRL(lr=-1), lambda: FTRL(l1=-1), lambda: FTRL(l2=-1), lambda: FTRL(lr_power=0.5), lambda: FTRL(initial_accum=-1),
+    lambda: FTRL(lr=-1), lambda: FTRL(l1=-1), lambda: FTRL(l2=-1), lambda: FTRL(lr_power=0.5),
+    lambda: FTRL(initial_accum=-1),
 ])  # fmt: skip
 def test_a_wrong_hyperparameter_is_named(make):
     with pytest.raises(

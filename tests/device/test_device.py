@@ -1,0 +1,124 @@
+"""The device twins: tables, rows and optimizers, on the CPU always and on an accelerator where there is one."""
+
+import numpy as np
+import pytest
+import torch
+
+from hostdev import FTRL, HostTable, LazyAdam, UserError
+from hostdev.device import backend, optimizers
+from hostdev.device import table as table_module
+from hostdev.device.clock import EventClock, clock_for
+from hostdev.device.rows import gather_rows, sum_rows
+from hostdev.device.table import DeviceTable
+from hostdev.kernels.unique import unique
+from tests import naive
+
+OPTIMIZERS = [LazyAdam(), LazyAdam(nesterov=True, lr=0.01), FTRL(), FTRL(l1=0.5, l2=0.01), FTRL(lr_power=-0.3)]
+
+
+@pytest.fixture(params=["cpu", "accelerator"])
+def device(request):
+    if request.param == "cpu":
+        return torch.device("cpu")
+    if not torch.accelerator.is_available():
+        pytest.skip("torch sees no accelerator on this machine")
+    found = torch.accelerator.current_accelerator()
+    backend.make_deterministic(found)
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
+    return found
+
+
+def steps(dim, count=6):
+    rng = np.random.default_rng(dim)
+    for _ in range(count):
+        ids, _ = unique(rng.integers(0, 500, 300))
+        yield ids, rng.standard_normal((len(ids), dim), dtype=np.float32)
+
+
+@pytest.mark.parametrize("dim", [1, 3, 80])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+def test_a_device_table_equals_a_host_table_to_the_bit(device, optimizer, dim):
+    host = HostTable(500, dim, optimizer, name="t", seed=4)
+    other = DeviceTable(500, dim, optimizer, device, name="t", seed=4)
+    np.testing.assert_array_equal(other.weights.cpu(), host.weights)
+    for ids, grads in steps(dim):
+        host.update(ids, grads)
+        other.update(torch.from_numpy(ids).to(device), torch.from_numpy(grads).to(device))
+        np.testing.assert_array_equal(other.lookup(torch.from_numpy(ids).to(device)).cpu(), host.lookup(ids))
+    np.testing.assert_array_equal(other.block.cpu(), host.block)
+    assert other.step == host.step
+    assert other.sum_of_squares() == pytest.approx(host.sum_of_squares(), rel=1e-12)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+def test_the_accelerators_operations_on_the_cpu(optimizer, monkeypatch):
+    """Torch's square root is correctly rounded on CUDA but not on the CPU, so NumPy's stands in for it."""
+    monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: torch.from_numpy(np.sqrt(x.numpy())))
+    host = HostTable(500, 8, optimizer, name="t", seed=4)
+    block = torch.from_numpy(host.block.copy())
+    for step, (ids, grads) in enumerate(steps(8), 1):
+        host.update(ids, grads)
+        rows = block.index_select(0, torch.from_numpy(ids))
+        optimizers._TWINS[optimizer.primitive](rows, torch.from_numpy(grads), *optimizer.scalars(step))
+        block.index_copy_(0, torch.from_numpy(ids), rows)
+    np.testing.assert_array_equal(block, host.block)
+
+
+def test_a_large_table_is_filled_in_parts(device, monkeypatch):
+    monkeypatch.setattr(table_module, "_FILL_BYTES", 10_000)
+    table = DeviceTable(1003, 7, FTRL(), device, name="t", seed=1)
+    np.testing.assert_array_equal(table.block.cpu(), HostTable(1003, 7, FTRL(), name="t", seed=1).block)
+    assert table.slots["accum"].min() == 1
+
+
+def test_a_table_too_large_is_refused(device, monkeypatch):
+    monkeypatch.setattr(table_module, "free_bytes", lambda device: 100)
+    with pytest.raises(UserError, match=r"100 rows x 10 x .* = 12000 bytes .* of device memory are free"):
+        DeviceTable(100, 10, LazyAdam(), device, name="t")
+
+
+@pytest.mark.parametrize("dim", [1, 80])
+def test_gather_and_its_gradient(device, dim):
+    rng = np.random.default_rng(dim)
+    found, inverse = unique(rng.integers(0, 60, 2000))
+    rows = torch.randn(len(found), dim).to(device).requires_grad_()
+    uses = gather_rows(rows, torch.from_numpy(inverse).to(device))
+    np.testing.assert_array_equal(uses.detach().cpu(), rows.detach().cpu()[inverse])
+    grads = rng.standard_normal((2000, dim), dtype=np.float32)
+    uses.backward(torch.from_numpy(grads).to(device))
+    np.testing.assert_array_equal(rows.grad.cpu(), naive.segment_sum(grads, inverse, len(found)))
+
+
+def test_a_gradient_that_is_not_contiguous():
+    grads = torch.randn(4, 50).T
+    found, inverse = unique(np.random.default_rng(0).integers(0, 9, 50))
+    out = sum_rows(grads, torch.from_numpy(inverse), len(found))
+    np.testing.assert_array_equal(out, naive.segment_sum(grads.numpy(), inverse, len(found)))
+
+
+def test_selection():
+    assert backend.select("cpu") == torch.device("cpu")
+    assert backend.select("auto").type in ("cpu", "cuda", "mps", "xpu")
+    with pytest.raises(UserError, match="--device nonsense: there is no such kind"):
+        backend.select("nonsense")
+    assert backend.describe(torch.device("cpu")) == "cpu"
+    assert backend.free_bytes(torch.device("cpu")) > 0
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+@pytest.mark.parametrize("name", ["cuda", "cuda:1"])
+def test_no_accelerator(name):
+    with pytest.raises(UserError, match=f"--device {name}: torch .* sees no accelerator"):
+        backend.select(name)
+
+
+def test_the_device_clock(device):
+    clock = clock_for(device)
+    times = []
+    mark = clock.begin()
+    torch.ones(1000, 1000, device=device).sum()
+    clock.end(mark, times.append)
+    if isinstance(clock, EventClock):
+        clock.drain(wait=True)
+    assert len(times) == 1
+    assert times[0] > 0

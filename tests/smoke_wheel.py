@@ -1,0 +1,66 @@
+"""Build the wheel, install it in an empty environment, and train with it from another folder: `make wheel`."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*command, cwd, expect=0):
+    """Run a command; its output is shown only where its exit code is not the expected one."""
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    env["XDG_CACHE_HOME"] = str(cwd / "cache")
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    if done.returncode != expect:
+        sys.exit(f"{' '.join(map(str, command))}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def check_contents(wheel):
+    """Every source file is in the wheel, under its name, and nothing at top level but the package."""
+    inside = set(zipfile.ZipFile(wheel).namelist())
+    for top, place in {"hostdev": "hostdev", "models": "hostdev/models", "data": "hostdev/data"}.items():
+        for path in (ROOT / top).rglob("*.py"):
+            name = f"{place}/{path.relative_to(ROOT / top).as_posix()}"
+            assert name in inside, f"{name} is missing from the wheel"
+    assert "hostdev/py.typed" in inside
+    assert {name.split("/")[0].split("-")[0] for name in inside} == {"hostdev"}, "more than the package at top level"
+
+
+def main():
+    """Build, install, train."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="hostdev-wheel-") as name:
+        work = Path(name)
+        run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", work / "dist", ROOT, cwd=work)
+        [wheel] = (work / "dist").glob("*.whl")
+        check_contents(wheel)
+        run(sys.executable, "-m", "venv", work / "env", cwd=work)
+        python = work / "env/bin/python"
+        run(python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel, cwd=work)
+        elsewhere = work / "elsewhere"
+        elsewhere.mkdir()
+        for package in ("models", "data", "tests"):
+            run(python, "-c", f"import {package}", cwd=elsewhere, expect=1)
+        run(python, "-c", "import hostdev; hostdev.HostTable(3, 2, hostdev.FTRL(), name='t')", cwd=elsewhere)
+        assert "--host-device-mix" in run(python, "-m", "hostdev.train", "--help", cwd=elsewhere)
+        out = run(python, "-m", "hostdev.train", "--host-device-mix", "--max-steps", 5, cwd=elsewhere)
+        print(out)
+        here = run(sys.executable, "-m", "hostdev.train", "--host-device-mix", "--max-steps", 5, cwd=elsewhere)
+        assert digest(out) == digest(here), "the wheel and the checkout trained different models"
+    print(f"wheel: built, installed elsewhere, trained to the checkout's digest, {time.monotonic() - start:.0f} s")
+
+
+def digest(output):
+    """The state_sha256 that a run printed."""
+    [line] = [line for line in output.splitlines() if line.startswith("state_sha256")]
+    return line.split()[1]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The wheel's package list, and the layers: who may import whom."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from tests.conftest import ROOT, environment
+
+PLACES = {"hostdev": "hostdev", "models": "hostdev.models", "data": "hostdev.data"}
+
+
+def modules():
+    """Every source file of the package and the name under which it is imported."""
+    for top, name in PLACES.items():
+        for path in sorted((ROOT / top).rglob("*.py")):
+            parts = path.relative_to(ROOT / top).with_suffix("").parts
+            yield path, ".".join([name, *parts]).removesuffix(".__init__")
+
+
+def imports_of(path):
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: absolute imports only"
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_every_package_is_listed():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    present = {name for path, name in modules() if path.name == "__init__.py"}
+    assert set(listed) == present
+    folders = {path.parent for path, _ in modules()}
+    assert all((folder / "__init__.py").is_file() for folder in folders)
+
+
+@pytest.mark.parametrize(("layer", "forbidden"), [
+    ("hostdev.kernels", ("torch", "hostdev.host", "hostdev.device", "hostdev.data", "hostdev.models", "pyarrow")),
+    ("hostdev.host", ("torch", "hostdev.device", "hostdev.data", "hostdev.models", "pyarrow")),
+    ("hostdev.device", ("hostdev.host", "hostdev.data", "hostdev.models", "pyarrow")),
+    ("hostdev.data", ("torch", "hostdev.host", "hostdev.device", "hostdev.models")),
+    ("hostdev.models", ("hostdev.host", "hostdev.device", "hostdev.data")),
+])  # fmt: skip
+def test_arrows_point_one_way(layer, forbidden):
+    seen = 0
+    for path, name in modules():
+        if not (name == layer or name.startswith(layer + ".")):
+            continue
+        seen += 1
+        for imported in imports_of(path):
+            wrong = [other for other in forbidden if imported == other or imported.startswith(other + ".")]
+            assert not wrong, f"{path} imports {imported}"
+    assert seen > 1
+
+
+def test_tables_and_preprocessing_run_without_torch(tmp_path):
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import numpy as np, hostdev, hostdev.data.preprocess.__main__\n"
+        "table = hostdev.HostTable(5, 2, hostdev.LazyAdam(), name='t')\n"
+        "table.apply([1, 1], np.ones((2, 2), np.float32))\n"
+        "hostdev.EmbeddingLookup(); hostdev.ParameterServer()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment(tmp_path))
+
+
+def test_files_stay_readable():
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path, _ in modules()}
+    assert max(lengths.values()) <= 500, lengths
+
+
+def test_versions_agree():
+    import hostdev
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == hostdev.__version__
+    pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+    wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
+    assert {requirement.split(">=")[0] for requirement in wanted} <= pinned

@@ -1,0 +1,137 @@
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from hostdev import UserError, manifest
+from hostdev.shards import ShardReader
+
+
+def reader(folder, split="train"):
+    return ShardReader(folder, manifest.read(folder), split)
+
+
+def flat(batches):
+    """All rows of some batches as one array [n, 79]."""
+    return np.concatenate([np.column_stack([batch.label, batch.ids, batch.weights]) for batch in batches])
+
+
+def rewrite(folder, change, *, shard=1):
+    """Change a training shard's table, and the manifest so that its checksum is right."""
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    entry = content["train"][shard]
+    table = change(pa.ipc.open_file(folder / entry["file"]).read_all())
+    with pa.ipc.new_file(folder / entry["file"], table.schema) as file:
+        file.write_table(table)
+    entry["sha256"] = manifest.checksum(folder / entry["file"])
+    path.write_text(json.dumps(content))
+    return folder / entry["file"]
+
+
+@pytest.mark.parametrize("batch_size", [1, 64, 1000, 1500, 1501, 10_000])
+@pytest.mark.parametrize("seed", [None, 5])
+def test_every_row_once(small_data, batch_size, seed):
+    rows = reader(small_data)
+    batches = list(rows.batches(batch_size, seed=seed))
+    sizes = [len(batch) for batch in batches]
+    assert len(batches) == rows.steps(batch_size)
+    assert sizes[:-1] == [batch_size] * (len(sizes) - 1)
+    assert sum(sizes) == rows.rows
+    found, expected = flat(batches), flat(rows.batches(rows.rows))
+    if seed is None:
+        np.testing.assert_array_equal(found, expected)
+    else:
+        assert not np.array_equal(found, expected)
+        np.testing.assert_array_equal(found[np.lexsort(found.T)], expected[np.lexsort(expected.T)])
+
+
+def test_the_order_depends_on_seed_and_epoch_only(small_data):
+    first = flat(reader(small_data).batches(100, seed=5, epoch=1))
+    np.testing.assert_array_equal(first, flat(reader(small_data).batches(333, seed=5, epoch=1)))
+    for other in ({"seed": 5, "epoch": 2}, {"seed": 6, "epoch": 1}):
+        assert not np.array_equal(first, flat(reader(small_data).batches(100, **other)))
+
+
+def test_a_batch_has_39_fields(small_data):
+    batch = next(reader(small_data).batches(50))
+    assert batch.ids.shape == batch.weights.shape == (50, 39)
+    assert batch.ids.dtype == np.int32
+    np.testing.assert_array_equal(batch.ids[:, :13], np.broadcast_to(np.arange(13), (50, 13)))
+    assert np.all(batch.weights[:, 13:] == 1)
+    assert batch.label.dtype == batch.weights.dtype == np.float32
+
+
+def read_all(folder):
+    return list(reader(folder).batches(100))
+
+
+def test_a_damaged_shard_is_named(own_data):
+    path = own_data / "train/part-00001.arrow"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="part-00001.arrow has a wrong checksum"):
+        read_all(own_data)
+
+
+def test_a_missing_shard_is_named(own_data):
+    (own_data / "train/part-00001.arrow").unlink()
+    with pytest.raises(UserError, match="part-00001.arrow is missing"):
+        read_all(own_data)
+
+
+def test_a_wrong_schema_is_named(own_data):
+    rewrite(own_data, lambda table: table.set_column(0, "label", table["label"].cast(pa.float64())))
+    with pytest.raises(UserError, match="part-00001.arrow has a wrong schema: label double"):
+        read_all(own_data)
+
+
+def test_a_wrong_number_of_rows_is_named(own_data):
+    rewrite(own_data, lambda table: table.slice(1))
+    with pytest.raises(UserError, match="part-00001.arrow has 199 rows, not 200"):
+        read_all(own_data)
+
+
+def test_missing_values_are_refused(own_data):
+    def change(table):
+        label = table["label"].to_pylist()
+        return table.set_column(0, "label", pa.array([None, *label[1:]], pa.float32()))
+
+    rewrite(own_data, change)
+    with pytest.raises(UserError, match="part-00001.arrow has missing values"):
+        read_all(own_data)
+
+
+@pytest.mark.parametrize("wrong", [-1, 10**6])
+def test_an_id_beyond_the_table_names_shard_row_field_and_id(own_data, wrong):
+    size = manifest.read(own_data).vocabulary_size
+
+    def change(table):
+        cat = np.array(table["cat"].to_pylist(), np.int32)
+        cat[17, 4] = wrong
+        return table.set_column(2, "cat", pa.FixedSizeListArray.from_arrays(pa.array(cat.ravel()), 26))
+
+    rewrite(own_data, change)
+    with pytest.raises(UserError, match=rf"part-00001.arrow, row 17, field C5: id {wrong} is outside 0..{size - 1}"):
+        read_all(own_data)
+
+
+def test_a_label_that_is_none_is_named(own_data):
+    def change(table):
+        return table.set_column(0, "label", pa.array([0.0] * 9 + [0.5] + [1.0] * 190, pa.float32()))
+
+    rewrite(own_data, change)
+    with pytest.raises(UserError, match=r"part-00001.arrow, row 9: label 0.5 is not 0 or 1"):
+        read_all(own_data)
+
+
+def test_not_an_arrow_file(own_data):
+    path = own_data / "train/part-00001.arrow"
+    path.write_bytes(b"ARROW?")
+    content = json.loads((own_data / "manifest.json").read_text())
+    content["train"][1]["sha256"] = manifest.checksum(path)
+    (own_data / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="part-00001.arrow is not an Arrow file"):
+        read_all(own_data)

@@ -1,0 +1,302 @@
+"""The training command: its files, what it prints, what wrong input gets, how it ends."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from hostdev import cli, config, lookalike, manifest, train
+from hostdev.device import backend
+from hostdev.host import table as table_module
+from tests.conftest import environment
+from tests.test_shards import rewrite
+
+OPS_LINE = re.compile(
+    r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO (cpu|device) kernel: Default/(\w+/)?\w+-op\d+ costs \d+ us\.$"
+)
+LOSS_LINE = re.compile(r"^epoch: (\d+) step: (\d+), wide_loss is \d\.\d{7}, deep_loss is \d\.\d{7}$")
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch):
+    """Run the command in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        return cli.run(train.PROG, train.main, list(map(str, arguments)))
+
+    return run
+
+
+def small(data, *more):
+    return ["--data", data, "--batch-size", 500, "--emb-dim", 4, "--run-dir", "run", *more]
+
+
+def test_the_list_of_flags():
+    """A new option is a decision: it belongs here, in the README and in the changelog."""
+    parser = cli.parser("x", "")
+    config.add_flags(parser)
+    flags = {option for action in parser._actions for option in action.option_strings} - {"-h", "--help", "--debug"}
+    assert flags == {
+        "--data", "--host-device-mix", "--device", "--epochs", "--batch-size", "--emb-dim", "--l2", "--host-threads",
+        "--seed", "--max-steps", "--run-dir",
+    }  # fmt: skip
+
+
+def test_flags_and_settings_are_inverse():
+    parser = cli.parser("x", "")
+    config.add_flags(parser)
+    flags = ["--host-device-mix", "--epochs", "3", "--l2", "batch", "--run-dir", "a b"]
+    settings = config.from_flags(parser.parse_args(flags))
+    assert config.to_flags(settings) == flags
+    assert config.TrainConfig().resolved().epochs == 2
+    reference = config.TrainConfig(data="x").resolved()
+    assert (reference.epochs, reference.batch_size, reference.emb_dim, reference.l2) == (15, 16000, 80, "none")
+
+
+def test_the_run_directory(trained, small_data, tmp_path, capsys):
+    assert trained(*small(small_data, "--host-device-mix", "--epochs", 2)) == 0
+    run = tmp_path / "run"
+    assert sorted(path.name for path in run.iterdir()) == [
+        "config.json", "eval.log", "loss.log", "ops.log", "summary.json",
+    ]  # fmt: skip
+    steps = -(-manifest.read(small_data).rows("train") // 500)
+    losses = (run / "loss.log").read_text().splitlines()
+    assert [LOSS_LINE.match(line).groups() for line in losses] == [
+        (str(epoch), str(step)) for epoch in (1, 2) for step in range(1, steps + 1)
+    ]
+    evaluations = (run / "eval.log").read_text().splitlines()
+    assert len(evaluations) == 2
+    assert re.match(r"epoch: 2 step: \d+, auc is 0\.\d{6}, logloss is 0\.\d{6}, rows: \d+, seconds: ", evaluations[1])
+    operations = (run / "ops.log").read_text().splitlines()
+    assert all(OPS_LINE.match(line) for line in operations)
+    for name in ("deep/EmbeddingLookup", "wide/EmbeddingLookup", "wide/FusedSparseFtrl", "deep/FusedSparseLazyAdam"):
+        calls = sum(f"cpu kernel: Default/{name}-op" in line for line in operations)
+        evaluated = 2 if "Lookup" in name else 0  # one batch of test rows an epoch
+        assert calls == 2 * steps + evaluated, name
+    assert any("device kernel: Default/network/DenseBackward-op" in line for line in operations)
+
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert summary["steps"] == 2 * steps
+    assert summary["epochs"] == 2
+    assert summary["device"] == "cpu"
+    assert f"auc is {summary['auc']:.6f}" in evaluations[1]
+    assert summary["samples_per_second"] > 0
+    assert summary["peak_rss_bytes"] > 1 << 20
+    for name in ("EmbeddingLookup", "FusedSparseFtrl", "FusedSparseLazyAdam"):
+        assert set(summary["ops"][name]) >= {"count", "total_us", "mean_us", "p50_us", "p99_us", "bytes"}
+        assert summary["ops"][name]["bytes"] > 0
+    settings = json.loads((run / "config.json").read_text())
+    assert settings["epochs"] == 2
+    assert settings["host_device_mix"] is True
+    assert settings["versions"]["torch"]
+    out = capsys.readouterr().out
+    assert summary["state_sha256"] in out
+    assert f"AUC {summary['auc']:.4f}" in out
+    assert "FusedSparseLazyAdam" in out
+
+
+def test_equal_digests_in_every_mode(trained, small_data, tmp_path):
+    def digest(name, *options):
+        assert trained(*small(small_data, "--max-steps", 6, "--run-dir", name, *options)) == 0
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        return summary["state_sha256"], (tmp_path / name / "loss.log").read_text()
+
+    first = digest("a", "--host-device-mix")
+    assert digest("b", "--host-device-mix") == first
+    assert digest("c", "--host-device-mix", "--host-threads", 1) == first
+    assert digest("d", "--host-device-mix", "--host-threads", 2) == first
+    assert digest("e") == first
+    assert digest("f", "--host-device-mix", "--seed", 1)[0] != first[0]
+
+
+def test_without_the_mix_the_ops_are_the_devices(trained, small_data, tmp_path):
+    assert trained(*small(small_data, "--max-steps", 1)) == 0
+    operations = (tmp_path / "run" / "ops.log").read_text()
+    for name in ("deep/EmbeddingLookup", "wide/FusedSparseFtrl", "deep/FusedSparseLazyAdam"):
+        assert f"device kernel: Default/{name}-op" in operations
+
+
+def test_max_steps_ends_within_an_epoch(trained, small_data, tmp_path):
+    assert trained(*small(small_data, "--host-device-mix", "--epochs", 3, "--max-steps", 3)) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 3
+    assert summary["epochs"] == 0
+    assert summary["auc"] is not None
+
+
+def error_of(capsys):
+    """The one line of standard error."""
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+    assert error.startswith("hostdev.train: error: ")
+    return error
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (["--bogus"], "unrecognized arguments: --bogus (see hostdev.train --help)"),
+    (["--host-device"], "unrecognized arguments: --host-device"),
+    (["--l2", "all"], "invalid choice: 'all'"),
+    (["--epochs", "0"], "--epochs must be at least 1, not 0"),
+    (["--epochs", "x"], "argument --epochs: invalid int value: 'x'"),
+    (["--batch-size", "-5"], "--batch-size must be at least 1, not -5"),
+    (["--seed", "-1"], "--seed must be at least 0, not -1"),
+    (["--data", "nowhere"], "nowhere is not a data set"),
+    (["--batch-size", "4000"], "--batch-size 4000 is larger than the"),
+    (["--device", "abacus"], "--device abacus: there is no such kind of device"),
+    (["--emb-dim", "2000000000"], "table 'deep' needs"),
+])  # fmt: skip
+def test_a_wrong_option_gets_one_line(trained, small_data, tmp_path, capsys, options, message):
+    assert trained(*small(small_data, "--host-device-mix", *options)) == 2
+    assert message in error_of(capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_device_that_is_not_there(trained, small_data, tmp_path, capsys):
+    if backend.select("auto").type == "cuda":
+        pytest.skip("there is one")
+    assert trained(*small(small_data, "--device", "cuda")) == 2
+    assert "--device cuda: torch" in error_of(capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("mix", [True, False])
+def test_a_table_that_does_not_fit(trained, small_data, tmp_path, capsys, monkeypatch, mix):
+    rows = manifest.read(small_data).vocabulary_size
+    monkeypatch.setattr(table_module, "available_bytes", lambda: 10**6)
+    monkeypatch.setattr(backend, "available_bytes", lambda: 10**6)
+    assert trained(*small(small_data, *["--host-device-mix"][:mix], "--emb-dim", 1000)) == 2
+    needed = rows * 1000 * 3 * 4
+    assert f"needs {rows} rows x 1000 x (1 + 2 slots) x 4 = {needed} bytes" in (error := error_of(capsys))
+    assert "1000000 bytes" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_option_without_effect(trained, small_data, capsys, monkeypatch):
+    monkeypatch.setattr(backend, "is_accelerator", lambda device: True)
+    assert trained(*small(small_data, "--host-threads", 2)) == 2
+    assert "--host-threads has no effect on an accelerator without --host-device-mix" in error_of(capsys)
+
+
+def test_a_damaged_shard(trained, own_data, tmp_path, capsys):
+    path = own_data / "train/part-00001.arrow"
+    path.write_bytes(path.read_bytes()[:-10])
+    assert trained(*small(own_data, "--batch-size", 50, "--host-device-mix")) == 2
+    assert "part-00001.arrow has a wrong checksum" in error_of(capsys)
+
+
+def test_an_id_beyond_the_table(trained, own_data, capsys):
+    def change(table):
+        cat = np.array(table["cat"].to_pylist(), np.int32)
+        cat[3, 25] = 10**6
+        return table.set_column(2, "cat", pa.FixedSizeListArray.from_arrays(pa.array(cat.ravel()), 26))
+
+    rewrite(own_data, change)
+    assert trained(*small(own_data, "--batch-size", 50, "--host-device-mix")) == 2
+    assert "part-00001.arrow, row 3, field C26: id 1000000 is outside" in error_of(capsys)
+
+
+def test_a_loss_that_is_not_finite_names_the_step(trained, own_data, tmp_path, capsys):
+    def change(table):
+        dense = np.array(table["dense"].to_pylist(), np.float32)
+        dense[:] = np.inf
+        return table.set_column(1, "dense", pa.FixedSizeListArray.from_arrays(pa.array(dense.ravel()), 13))
+
+    rewrite(own_data, change)
+    assert trained(*small(own_data, "--batch-size", 100, "--host-device-mix")) == 2
+    step = re.search(r"epoch 1 step (\d+): the loss is not finite", error_of(capsys))[1]
+    done = (tmp_path / "run" / "loss.log").read_text().splitlines() if (tmp_path / "run").exists() else []
+    assert len(done) == int(step) - 1
+    if done:
+        summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+        assert summary["status"] == "failed"
+        assert summary["steps"] == len(done)
+
+
+def test_a_run_directory_is_used_once(trained, small_data, tmp_path, capsys):
+    options = small(small_data, "--host-device-mix", "--max-steps", 1)
+    assert trained(*options) == 0
+    before = (tmp_path / "run" / "summary.json").read_text()
+    capsys.readouterr()
+    assert trained(*options) == 2
+    assert "run holds a run already (loss.log); choose another --run-dir" in error_of(capsys)
+    assert (tmp_path / "run" / "summary.json").read_text() == before
+
+
+def test_a_failure_before_the_first_step_leaves_no_run_directory(trained, own_data, tmp_path, capsys):
+    for shard in manifest.read(own_data).train:
+        (own_data / shard.file).write_bytes(b"")
+    assert trained(*small(own_data, "--batch-size", 50)) == 2
+    assert "has a wrong checksum" in error_of(capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_nothing_but_the_flag(command, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    done = command("hostdev.train", "--host-device-mix", "--max-steps", 2, cwd=elsewhere)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    first = done.stdout.splitlines()[0]
+    assert re.match(rf"no --data: a look-alike of {lookalike.ROWS:,} rows, made in .*cache/hostdev/lookalike", first)
+    assert "batch size 1,000, 2 epochs" in done.stdout
+    assert [path.name for path in elsewhere.iterdir()] == ["runs"]
+    again = command("hostdev.train", "--host-device-mix", "--max-steps", 2, cwd=elsewhere)
+    assert ", from " in again.stdout.splitlines()[0]
+    assert len(list((elsewhere / "runs").iterdir())) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("batch_size", [100, 15_000])
+def test_a_signal_ends_the_run_with_complete_logs(tmp_path, command, number, batch_size):
+    """Between short steps, and in the middle of one that takes seconds."""
+    command("hostdev.data.preprocess", "synthetic", "--rows", 18_000, "--out", "data")
+    options = [
+        "--data",
+        "data",
+        "--host-device-mix",
+        "--epochs",
+        "1000",
+        "--batch-size",
+        str(batch_size),
+        "--run-dir",
+        "run",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hostdev.train", *options],
+        cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    log = tmp_path / "run" / "loss.log"
+    deadline = time.monotonic() + 120
+    while not (log.exists() and log.read_text().count("\n") >= 1):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in error
+    assert "interrupted" in error
+    lines = log.read_text()
+    assert lines.endswith("\n")
+    assert all(LOSS_LINE.match(line) for line in lines.splitlines())
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert summary["steps"] == len(lines.splitlines())
+    assert summary["state_sha256"] is None
+    operations = (tmp_path / "run" / "ops.log").read_text()
+    assert all(OPS_LINE.match(line) for line in operations.splitlines())
+    assert operations.count("FusedSparseLazyAdam") >= summary["steps"]
+
+
+def test_debug_shows_the_traceback(command):
+    done = command("hostdev.train", "--data", "nowhere", "--debug")
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr

@@ -1,0 +1,139 @@
+"""The training step: a plain torch twin, equal bits in every mode, what a non-finite loss leaves alone."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hostdev.data.preprocess.build import Options, build
+from hostdev.data.preprocess.criteo import CriteoText
+from hostdev.data.preprocess.synthetic import Synthetic
+
+from hostdev import UserError, manifest
+from hostdev.batch import Batch
+from hostdev.kernels.pool import set_host_threads
+from hostdev.primitive import OpLog
+from hostdev.shards import ShardReader
+from hostdev.trainer import Trainer
+from tests.torch_twin import Twin
+
+CPU = torch.device("cpu")
+
+
+def make(rows, dim=8, *, mix=True, l2="none", seed=3):
+    return Trainer(rows, dim, host_device_mix=mix, device=CPU, l2=l2, seed=seed, log=OpLog())
+
+
+def batches(folder, size, count):
+    found = manifest.read(folder)
+    reader = ShardReader(folder, found, "train")
+    epochs = itertools.chain.from_iterable(reader.batches(size, seed=1, epoch=epoch) for epoch in itertools.count(1))
+    return found.vocabulary_size, list(itertools.islice(epochs, count))
+
+
+def compare_with_twin(folder, size, count, dim, l2):
+    rows, steps = batches(folder, size, count)
+    trainer = make(rows, dim, l2=l2)
+    dense = {name: value.detach().numpy() for name, value in trainer.network.named_parameters()}
+    twin = Twin(trainer.wide.table.weights, trainer.deep.table.weights, dense, l2)
+    for number, batch in enumerate(steps, 1):
+        ours = trainer.step(batch)
+        theirs = twin.step(*(torch.from_numpy(array) for array in (batch.ids, batch.weights, batch.label)))
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, err_msg=f"step {number}")
+    assert twin.t == trainer.deep.table.step == count
+
+
+@pytest.mark.parametrize("l2", ["none", "batch", "table"])
+def test_losses_equal_a_plain_torch_twins(small_data, l2):
+    compare_with_twin(small_data, 256, 50, 16, l2)
+
+
+def test_losses_equal_a_plain_torch_twins_on_the_real_sample(criteo_sample, tmp_path):
+    build(CriteoText([criteo_sample]), tmp_path / "data", Options(threshold=10))
+    compare_with_twin(tmp_path / "data", 1000, 50, 80, "none")
+
+
+@pytest.mark.parametrize("l2", ["none", "batch", "table"])
+def test_the_same_bits_in_every_mode(small_data, l2):
+    rows, steps = batches(small_data, 300, 8)
+
+    def train(mix, threads, seed=3):
+        set_host_threads(threads)
+        trainer = make(rows, 40, mix=mix, l2=l2, seed=seed)
+        losses = [trainer.step(batch) for batch in steps]
+        evaluation = trainer.evaluate(steps[:2])
+        return losses, evaluation, trainer.state_sha256()
+
+    first = train(True, 1)
+    for mix, threads in [(True, 1), (True, 2), (True, 5), (False, 1), (False, 2)]:
+        assert train(mix, threads) == first, (mix, threads)
+    assert train(True, 1, seed=4)[2] != first[2]
+
+
+def test_the_gap_of_the_reference_log(tmp_path):
+    """--l2 batch, batch 16000: 8e-5 / 2 * 16000 * 39 * 80 * 0.01^2 = 0.1997."""
+    build(Synthetic(18_000, 1), tmp_path / "data", Options())
+    rows, [batch] = batches(tmp_path / "data", 16_000, 1)
+    losses = make(rows, 80, l2="batch").step(batch)
+    assert losses.deep - losses.wide == pytest.approx(0.1997, rel=0.01)
+
+
+@pytest.mark.parametrize("mix", [True, False])
+def test_a_loss_that_is_not_finite_changes_nothing(small_data, mix):
+    rows, steps = batches(small_data, 100, 2)
+    trainer = make(rows, mix=mix)
+    trainer.step(steps[0])
+    before = trainer.state_sha256()
+    weights = steps[1].weights.copy()
+    weights[5, 2] = np.nan
+    with pytest.raises(UserError, match="the loss is not finite .*no row was updated"):
+        trainer.step(Batch(steps[1].label, steps[1].ids, weights))
+    assert trainer.state_sha256() == before
+
+
+def test_evaluation_changes_nothing_and_counts_every_row(small_data):
+    rows, steps = batches(small_data, 100, 3)
+    trainer = make(rows)
+    before = trainer.state_sha256()
+    evaluation = trainer.evaluate(steps)
+    assert evaluation.rows == 300
+    assert trainer.state_sha256() == before
+    assert trainer.evaluate([]) is None
+
+
+def test_the_digest_sees_every_part(small_data):
+    rows, steps = batches(small_data, 100, 1)
+    trainer = make(rows)
+    trainer.step(steps[0])
+    digests = [trainer.state_sha256()]
+    adam_state = trainer.adam.state[trainer.network.bias]
+    for values in (
+        trainer.deep.table.weights[-1], trainer.wide.table.weights[-1], trainer.deep.table.slots["m"][0],
+        trainer.wide.table.slots["linear"][0], trainer.network.bias.data, adam_state["exp_avg_sq"],
+    ):  # fmt: skip
+        values += 1
+        digests.append(trainer.state_sha256())
+    trainer.deep.table.step += 1
+    digests.append(trainer.state_sha256())
+    assert len(set(digests)) == len(digests)
+
+
+def test_targets_follow_the_mode(small_data):
+    rows, _ = batches(small_data, 100, 1)
+    for mix, target in [(True, "CPU"), (False, "DEVICE")]:
+        trainer = make(rows, mix=mix)
+        for embedding in (trainer.deep, trainer.wide):
+            assert embedding.table.primitive_target == target
+            assert embedding.lookup.primitive_target == embedding.update.primitive_target == target
+        assert list(trainer.server) == (["deep", "wide"] if mix else [])
+
+
+def test_rows_that_no_batch_uses_do_not_change(small_data):
+    rows, steps = batches(small_data, 50, 2)
+    trainer = make(rows, l2="table")
+    before = trainer.deep.table.block.copy()
+    for batch in steps:
+        trainer.step(batch)
+    changed = np.flatnonzero((trainer.deep.table.block != before).any(axis=(1, 2)))
+    used = np.unique(np.concatenate([batch.ids for batch in steps]))
+    assert set(changed) == set(used)
