@@ -10,11 +10,12 @@ def start_lines(config: dict[str, Any], data: Path, rows: dict[str, int], vocabu
     """Return what is about to be trained, on what, and where its files go."""
     place = "host memory" if config["host_device_mix"] else "device memory"
     dim = config["emb_dim"]
+    epochs = f"{config['epochs']} epoch{'s' * (config['epochs'] > 1)}"
     size = gib(vocabulary * (dim * 3 + 3) * 4)
     return "\n".join([
         f"data     {data}: {rows['train']:,} training and {rows['test']:,} test rows",
         f"tables   deep {vocabulary:,} x {dim} (LazyAdam), wide {vocabulary:,} x 1 (FTRL): {size} of {place}",
-        f"dense    on {device}; batch size {config['batch_size']:,}, {config['epochs']} epochs",
+        f"dense    on {device}; batch size {config['batch_size']:,}, {epochs}",
     ])  # fmt: skip
 
 

@@ -1,0 +1,65 @@
+"""Claim: timing every op, log lines included, costs under 1% of a step.
+
+The cost of one timed call of an op that does nothing, times the ops of a step, against the same run's step.
+"""
+
+import itertools
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from hostdev import lookalike, manifest
+from hostdev.primitive import OpLog, Primitive
+from hostdev.shards import ShardReader
+from hostdev.trainer import Trainer
+
+CALLS = 20_000
+STEPS = 20
+
+
+def cost_of_a_call() -> float:
+    """Seconds that a timed call of an op adds to the op itself."""
+    with tempfile.NamedTemporaryFile("w") as file:
+        log = OpLog()
+        log.write_to(file)  # type: ignore[arg-type]
+        op = Primitive("Nothing", lambda: None, log=log)
+        plain = op.run
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            op()
+        log.flush()
+        timed = time.perf_counter() - start
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            plain()
+        return (timed - (time.perf_counter() - start)) / CALLS
+
+
+def main() -> None:
+    folder, _ = lookalike.ensure()
+    found = manifest.read(folder)
+    per_call = statistics.median(cost_of_a_call() for _ in range(5))
+    print(f"one timed call: {per_call * 1e6:.2f} us")
+    for batch_size, dim in [(1000, 80), (100, 8)]:
+        log = OpLog()
+        trainer = Trainer(
+            found.vocabulary_size, dim, host_device_mix=True, device=torch.device("cpu"), l2="none", seed=1, log=log
+        )
+        times = []
+        for batch in itertools.islice(ShardReader(Path(folder), found, "train").batches(batch_size), STEPS):
+            start = time.perf_counter()
+            trainer.step(batch)
+            times.append(time.perf_counter() - start)
+        ops = sum(op["count"] for op in log.summary().values()) / STEPS
+        step = statistics.median(times)
+        print(
+            f"batch {batch_size}, D = {dim}: step {step * 1e3:.2f} ms, {ops:.0f} ops, "
+            f"timing {ops * per_call / step:.3%} of the step"
+        )
+
+
+if __name__ == "__main__":
+    main()
