@@ -61,12 +61,14 @@ class GracefulStop:
         self.requested = signal.Signals(number)
 
     def _watch(self) -> None:
-        numbers = self._read.recv(1)  # the number of the signal; nothing when the context is left
+        number = self._read.recv(1)  # of the signal; nothing when the context is left
+        while number and number[0] not in (signal.SIGINT, signal.SIGTERM):  # somebody else's
+            number = self._read.recv(1)
         self._read.close()
-        if not numbers or self._left.wait(DEADLINE_SECONDS):
+        if not number or self._left.wait(DEADLINE_SECONDS):
             return
         try:
             self._on_deadline()
             os.write(2, b"\ninterrupted in the middle of a step; the logs are complete\n")
         finally:
-            os._exit(128 + numbers[0])
+            os._exit(128 + number[0])

@@ -1,11 +1,14 @@
 """The data set for a run without --data: a small look-alike, made once in the user's cache folder."""
 
+import json
 import os
 import sys
+from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 
 from hostdev.data.preprocess.build import Options, build
-from hostdev.data.preprocess.synthetic import Synthetic
+from hostdev.data.preprocess.synthetic import GENERATOR_VERSION, Synthetic
 from hostdev.errors import UserError
 from hostdev.manifest import FILE_NAME, VERSION
 
@@ -18,13 +21,17 @@ def cache_folder() -> Path:
     """Return the user's cache folder for this program: $XDG_CACHE_HOME/hostdev, or the platform's usual place."""
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base) / "hostdev"
-    home = Path.home()
+    try:
+        home = Path.home()
+    except RuntimeError:
+        raise UserError("no home folder to keep the look-alike in; set XDG_CACHE_HOME, or give --data") from None
     return (home / "Library/Caches" if sys.platform == "darwin" else home / ".cache") / "hostdev"
 
 
 def ensure() -> tuple[Path, bool]:
     """Return the look-alike's folder, and whether it had to be made; processes that start together share it."""
-    folder = cache_folder() / f"lookalike-{ROWS}-v{VERSION}"
+    recipe = json.dumps([ROWS, SEED, asdict(OPTIONS), GENERATOR_VERSION, VERSION])
+    folder = cache_folder() / f"lookalike-{sha256(recipe.encode()).hexdigest()[:8]}"
     if (folder / FILE_NAME).is_file():
         return folder, False
     try:

@@ -98,7 +98,24 @@ def read(folder: Path) -> Manifest:
             content[split] = [Shard(**shard) for shard in content[split]]
     except TypeError as error:
         raise UserError(f"{path} is broken ({error}); preprocess the data again") from None
-    return Manifest(**content)
+    found_manifest = Manifest(**content)
+    _check(found_manifest, path)
+    return found_manifest
+
+
+def _check(found: Manifest, path: Path) -> None:
+    """Raise UserError for values that no data set has."""
+    shards = [*found.train, *found.test]
+    for what, right in (
+        ("vocabulary_size", type(found.vocabulary_size) is int and found.vocabulary_size >= FIRST_VALUE),
+        ("id_type", found.id_type in ("int32", "int64")),
+        ("train or test", all(found.shards(split) for split in ("train", "test"))),
+        ("rows", all(type(shard.rows) is int and shard.rows >= 1 for shard in shards)),
+        ("file", all(type(shard.file) is str and type(shard.sha256) is str for shard in shards)),
+        ("options", isinstance(found.options, dict)),
+    ):
+        if not right:
+            raise UserError(f"{path} is broken (a wrong value of {what}); preprocess the data again")
 
 
 def checksum(path: Path) -> str:

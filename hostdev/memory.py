@@ -1,6 +1,5 @@
 """How much memory is free, and the refusal of a table that cannot fit, before it is allocated."""
 
-import resource
 import sys
 from pathlib import Path
 
@@ -22,21 +21,49 @@ def gib(n: int) -> str:
 def available_bytes() -> int:
     """Return the bytes that can be allocated without swapping, within the container's limit if there is one."""
     available = int(psutil.virtual_memory().available)
-    for limit_file, used_file in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit = int((_CGROUP / limit_file).read_text())
-            used = int((_CGROUP / used_file).read_text())
-        except (OSError, ValueError):  # no such control group, or the limit is "max"
-            continue
-        available = min(available, max(0, limit - used))
+    for folder in _control_groups():
+        for limit_name, used_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            try:
+                limit = int((folder / limit_name).read_text())
+                used = int((folder / used_name).read_text()) - _page_cache(folder)
+            except (OSError, ValueError, KeyError):  # no such control group, or the limit is "max"
+                continue
+            available = min(available, max(0, limit - used))
     return available
+
+
+def _control_groups() -> list[Path]:
+    """The folders of this process's memory control group and of those around it (cgroup v2, then v1)."""
+    found = [_CGROUP, _CGROUP / "memory"]
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        root = _CGROUP / controllers if controllers == "memory" else _CGROUP
+        if controllers in ("", "memory"):
+            inner = root / path.lstrip("/")
+            found += [folder for folder in (inner, *inner.parents) if folder.is_relative_to(root) and folder != root]
+    return found
+
+
+def _page_cache(folder: Path) -> int:
+    """Bytes of files that a control group's usage counts and that the kernel gives up when memory is asked for."""
+    values = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    prefix = "total_" if "total_inactive_file" in values else ""
+    return int(values[f"{prefix}inactive_file"]) + int(values[f"{prefix}active_file"])
 
 
 def peak_rss_bytes() -> int:
     """Return the largest resident set of this process so far."""
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource  # not on Windows
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -46,11 +73,12 @@ def table_bytes(rows: int, dim: int, slots: int) -> int:
     return rows * dim * (1 + slots) * 4
 
 
-def require_table(name: str, rows: int, dim: int, slots: int, free: int, where: str) -> None:
-    """Raise UserError unless a table of this shape fits into `free` bytes of the memory `where`."""
+def require_table(name: str, rows: int, dim: int, slots: int, free: int, where: str) -> int:
+    """Return the bytes of a table of this shape; UserError unless it fits into `free` bytes of the memory `where`."""
     needed = table_bytes(rows, dim, slots)
     if needed > free:
         raise UserError(
             f"table {name!r} needs {rows} rows x {dim} x (1 + {slots} slots) x 4 = {needed} bytes ({gib(needed)}), "
             f"but {free} bytes ({gib(free)}) of {where} memory are free; use fewer rows or a smaller dimension"
         )
+    return needed

@@ -1,4 +1,4 @@
-"""How good predictions are: AUC and log loss, exact, in float64."""
+"""How good predictions are: AUC and log loss over all rows, in float64."""
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ def auc(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> flo
 
     The Mann-Whitney statistic (Hanley & McNeil, Radiology 143, 1982): the mean rank of the positives.
     """
-    positives = int(labels.sum())
+    positives = int(np.count_nonzero(labels))
     negatives = len(labels) - positives
     if positives == 0 or negatives == 0:
         return float("nan")

@@ -66,8 +66,8 @@ class OpLog:
         self._ops: list[OpTimes] = []
         self._buffer: list[tuple[float, str, int]] = []
 
-    def write_to(self, file: IO[str]) -> None:
-        """Write a line per call to a text file from now on; before, the durations are kept only."""
+    def write_to(self, file: IO[str] | None) -> None:
+        """Write a line per call to a text file from now on; with None, keep the durations only, as at the start."""
         self._file = file
 
     def clock(self, target: str) -> Clock:
@@ -120,7 +120,7 @@ def _stamp(at: float) -> str:
 
 
 def _statistics(ops: list[OpTimes]) -> dict[str, Any]:
-    us = np.concatenate([np.frombuffer(op.nanoseconds, np.int64) for op in ops]) / 1e3
+    us = np.concatenate([np.array(op.nanoseconds, np.int64) for op in ops]) / 1e3
     p50, p99 = np.percentile(us, [50, 99])
     return {
         "count": len(us),

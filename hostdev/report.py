@@ -33,9 +33,8 @@ def summary_lines(summary: dict[str, Any], run_dir: Path) -> str:
 
 def _quality(summary: dict[str, Any]) -> str:
     speed = f"{summary['samples_per_second']:,.0f} samples/s over {summary['steps']:,} steps on {summary['device']}"
-    if summary["auc"] is None:
-        return speed
-    return f"AUC {summary['auc']:.4f}   log loss {summary['logloss']:.4f}   {speed}"
+    quality = {"AUC": summary["auc"], "log loss": summary["logloss"]}
+    return "   ".join([*(f"{name} {value:.4f}" for name, value in quality.items() if value is not None), speed])
 
 
 def _op_table(ops: dict[str, dict[str, Any]]) -> list[str]:

@@ -1,5 +1,6 @@
 """The run directory: the logs, config.json and summary.json."""
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -15,13 +16,13 @@ class RunDir:
     """A new folder with the open logs of one run."""
 
     def __init__(self, path: Path | None) -> None:
-        self.path = path or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
         if path is None:
-            self.path = _unused(self.path)
+            self.path, self._made = _new_folder(Path("runs"), time.strftime("%Y%m%d-%H%M%S")), True
+        else:
+            self.path, self._made = path, not path.exists()
         for name in (LOSS_LOG, CONFIG, SUMMARY):
             if (self.path / name).exists():
                 raise UserError(f"{self.path} holds a run already ({name}); choose another --run-dir")
-        self._made = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
         self.loss = (self.path / LOSS_LOG).open("w", buffering=1)
         self.eval = (self.path / EVAL_LOG).open("w", buffering=1)
@@ -58,12 +59,17 @@ class RunDir:
             _write_json(self.path / SUMMARY, summary)
 
 
-def _unused(path: Path) -> Path:
-    number, candidate = 1, path
-    while candidate.exists():
-        number += 1
-        candidate = path.with_name(f"{path.name}-{number}")
-    return candidate
+def _new_folder(parent: Path, name: str) -> Path:
+    """Make a folder of this name, or with a number behind it where another run has taken that."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from hostdev.batch import Batch
 from hostdev.errors import UserError
 from hostdev.kernels.counter import key64, permutation
 from hostdev.kernels.lookup import first_outside
-from hostdev.manifest import CATEGORICAL_NAMES, DENSE, FIELDS, Manifest, Shard, schema
+from hostdev.manifest import CATEGORICAL, CATEGORICAL_NAMES, DENSE, FIELDS, Manifest, Shard, schema
 
 _DENSE_IDS = np.arange(DENSE)
 
@@ -44,7 +44,7 @@ class ShardReader:
         self._root = root
         self._manifest = manifest
         self._shards = manifest.shards(split)
-        self._intact: set[str] = set()  # checksums need to be computed once only
+        self._intact: set[str] = set()  # a shard's checksum is computed when it is first read
         self.rows = manifest.rows(split)
 
     def steps(self, batch_size: int) -> int:
@@ -93,22 +93,19 @@ class ShardReader:
             )
         try:
             table = pa.ipc.open_file(pa.BufferReader(content)).read_all()
-        except pa.ArrowInvalid as error:
+        except (pa.ArrowException, OSError) as error:
             raise UserError(f"shard {path} is not an Arrow file ({error}); preprocess the data again") from None
         expected = schema(self._manifest.id_type)
         if not table.schema.equals(expected):
             raise UserError(f"shard {path} has a wrong schema: {_types(table.schema)}, not {_types(expected)}")
         if len(table) != shard.rows:
             raise UserError(f"shard {path} has {len(table)} rows, not {shard.rows}; preprocess the data again")
-        if any(column.null_count for column in table.columns):
+        label, dense, cat = (table[name].combine_chunks() for name in expected.names)
+        values = [label, dense.flatten(), cat.flatten()]
+        if any(array.null_count for array in (dense, cat, *values)):
             raise UserError(f"shard {path} has missing values; preprocess the data again")
-        table = table.combine_chunks()
-        flat = {name: table[name].combine_chunks() for name in ("dense", "cat")}
-        rows = _Rows(
-            table["label"].to_numpy(),
-            flat["dense"].flatten().to_numpy().reshape(len(table), -1),
-            flat["cat"].flatten().to_numpy().reshape(len(table), -1),
-        )
+        flat_label, flat_dense, flat_cat = (array.to_numpy() for array in values)
+        rows = _Rows(flat_label, flat_dense.reshape(-1, DENSE), flat_cat.reshape(-1, CATEGORICAL))
         self._check_values(path, rows)
         self._intact.add(shard.file)
         return rows

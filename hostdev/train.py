@@ -53,27 +53,30 @@ class Run:
                 )
             set_host_threads(settings.host_threads)
         backend.make_deterministic(self.device)
-        warm_up(np.dtype(found.id_type))
+        self.files = RunDir(settings.run_dir)
         self.clock = clock_for(self.device)
         self.log = OpLog(clocks={"DEVICE": self.clock})
-        self.trainer = Trainer(
-            found.vocabulary_size,
-            settings.emb_dim,
-            host_device_mix=settings.host_device_mix,
-            device=self.device,
-            l2=settings.l2,
-            seed=settings.seed,
-            log=self.log,
-        )
-        self.files = RunDir(settings.run_dir)
+        try:
+            warm_up(np.dtype(found.id_type))
+            self.trainer = Trainer(
+                found.vocabulary_size,
+                settings.emb_dim,
+                host_device_mix=settings.host_device_mix,
+                device=self.device,
+                l2=settings.l2,
+                seed=settings.seed,
+                log=self.log,
+            )
+        except BaseException:
+            self.files.discard()
+            raise
         self.log.write_to(self.files.ops)
         self.steps = 0
         self.epochs_done = 0
         self.samples = 0
         self.train_seconds = 0.0
         self.last: Evaluation | None = None
-        self._finish = threading.Lock()
-        self._summary: dict[str, Any] | None = None
+        self._books = threading.Lock()  # counters and logs: the watcher of a signal may finish them
 
     @property
     def total_steps(self) -> int:
@@ -103,11 +106,12 @@ class Run:
                     losses = self.trainer.step(batch)
                 except UserError as error:
                     raise UserError(f"epoch {epoch} step {step}: {error}") from error
-                self.train_seconds += time.perf_counter() - start
-                self.steps += 1
-                self.samples += len(batch)
-                self.files.write_losses(epoch, step, losses.wide, losses.deep)
-                self.log.flush_if_due()
+                with self._books:
+                    self.train_seconds += time.perf_counter() - start
+                    self.steps += 1
+                    self.samples += len(batch)
+                    self.files.write_losses(epoch, step, losses.wide, losses.deep)
+                    self.log.flush_if_due()
                 progress.set_postfix_str(f"loss {losses.wide:.4f}", refresh=False)
                 progress.update()
         self.epochs_done += planned == whole
@@ -133,15 +137,23 @@ class Run:
         )
 
     def finish(self, status: str, digest: str | None = None) -> dict[str, Any]:
-        """Complete the logs and summary.json, once; a second call, from any thread, returns what the first wrote."""
-        with self._finish:
-            if self._summary is None:
-                if isinstance(self.clock, EventClock):
-                    self.clock.drain(wait=status == "finished")
-                self.log.flush()
-                self._summary = self._summarise(status, digest)
-                self.files.close(self._summary)
-            return self._summary
+        """Complete the logs and summary.json, and return its content."""
+        with self._books:
+            if isinstance(self.clock, EventClock):
+                self.clock.drain(wait=True)
+            return self._write_summary(status, digest)
+
+    def abandon(self) -> None:
+        """Complete the logs while the step goes on in another thread, which gets no further: the process ends."""
+        self._books.acquire()  # for good
+        self._write_summary("interrupted", None)
+
+    def _write_summary(self, status: str, digest: str | None) -> dict[str, Any]:
+        self.log.flush()
+        self.log.write_to(None)
+        content = self._summarise(status, digest)
+        self.files.close(content)
+        return content
 
     def _summarise(self, status: str, digest: str | None) -> dict[str, Any]:
         return {
@@ -176,23 +188,31 @@ def train(settings: TrainConfig) -> dict[str, Any]:
         print(f"no --data: a look-alike of {lookalike.ROWS:,} rows, {'made in' if made else 'from'} {data}")
     settings = settings.resolved()
     found = manifest.read(data)
-    run = Run(settings, data, found)
-    run.files.write_config(
-        {**settings.as_json(), "data": str(data), "versions": _versions(), "preprocess": found.options}
-    )
-    rows = {split: found.rows(split) for split in ("train", "test")}
-    device = backend.describe(run.device)
-    print(report.start_lines(settings.as_json(), data, rows, found.vocabulary_size, device), flush=True)
+    run: Run | None = None
     digest = None
-    with GracefulStop(lambda: run.finish("interrupted")) as stop:
+
+    def on_deadline() -> None:
+        if run is not None:
+            run.abandon()
+
+    with GracefulStop(on_deadline) as stop:
+        run = Run(settings, data, found)
+        run.files.write_config(
+            {**settings.as_json(), "data": str(data), "versions": _versions(), "preprocess": found.options}
+        )
+        rows = {split: found.rows(split) for split in ("train", "test")}
+        device = backend.describe(run.device)
+        print(report.start_lines(settings.as_json(), data, rows, found.vocabulary_size, device), flush=True)
         try:
             run.train(stop)
             if not stop.requested:
                 digest = run.trainer.state_sha256()
-        except BaseException:
+        except BaseException as error:
             run.finish("failed")
             if run.steps == 0:
                 run.files.discard()
+            if isinstance(error, RuntimeError) and _out_of_memory(error):
+                raise UserError("out of memory; use a smaller --batch-size or --emb-dim") from error
             raise
     if stop.requested:
         run.finish("interrupted")
@@ -202,11 +222,17 @@ def train(settings: TrainConfig) -> dict[str, Any]:
     return summary
 
 
-def _versions() -> dict[str, str]:
+def _out_of_memory(error: RuntimeError) -> bool:
+    """Tell whether torch could not allocate; on the CPU it says so in words only."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _versions() -> dict[str, str | int]:
     return {
         "hostdev": hostdev.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
         "numpy": np.__version__,
         "numba": numba.__version__,
         "platform": platform.platform(),

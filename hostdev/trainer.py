@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hostdev import metrics
 from hostdev.batch import Batch
+from hostdev.device.backend import free_bytes, is_accelerator
 from hostdev.device.rows import gather_rows
 from hostdev.digest import state_sha256
 from hostdev.embedding import Embedding
@@ -21,8 +22,9 @@ from hostdev.errors import UserError
 from hostdev.host.server import ParameterServer
 from hostdev.kernels.unique import unique
 from hostdev.manifest import FIELDS
+from hostdev.memory import available_bytes, require_table
 from hostdev.models.wide_deep import L2_COEFFICIENT, WideDeep, deep_l2, wide_loss
-from hostdev.optimizers import FTRL, LazyAdam
+from hostdev.optimizers import FTRL, LazyAdam, SparseOptimizer
 from hostdev.primitive import OpLog, Primitive
 
 DENSE_LR = 3.5e-4
@@ -80,11 +82,16 @@ class Trainer:
             "log": log,
             "server": self.server,
         }
+        _require_tables({"deep": (rows, dim, LazyAdam()), "wide": (rows, 1, FTRL())}, host_device_mix, device)
         self.deep = Embedding("deep", rows, dim, LazyAdam(), **placement)
         self.wide = Embedding("wide", rows, 1, FTRL(), **placement)
         self.network = WideDeep(FIELDS, dim, seed=seed).to(device)
         self.adam = torch.optim.Adam(self.network.parameters(), lr=DENSE_LR, eps=DENSE_EPS, fused=True)
         self._unique = Primitive("Unique", unique, log=log).add_prim_attr("primitive_target", "CPU")
+        self._count_uses = Primitive("CountUses", np.bincount, log=log).add_prim_attr("primitive_target", "CPU")
+        self._to_device = Primitive("HostToDevice", self._copy_to_device, scope="batch", log=log)
+        self._table_l2 = Primitive("TableL2", self.deep.table.sum_of_squares, scope="deep", log=log)
+        self._table_l2.add_prim_attr("primitive_target", self.deep.target)
         self._forward = Primitive("DenseForward", self._run_forward, scope="network", log=log)
         self._backward = Primitive("DenseBackward", lambda objective: objective.backward(), scope="network", log=log)
         self._adam_step = Primitive("Adam", self.adam.step, scope="network", log=log)
@@ -121,6 +128,9 @@ class Trainer:
         if not labels:
             return None
         scores, truth = np.concatenate(logits), np.concatenate(labels)
+        wrong = len(scores) - np.count_nonzero(np.isfinite(scores))
+        if wrong:
+            raise UserError(f"the predictions of {wrong} of {len(scores)} rows are not finite; the model has diverged")
         return Evaluation(metrics.auc(scores, truth), metrics.log_loss(scores, truth), len(scores))
 
     def state_sha256(self) -> str:
@@ -129,11 +139,17 @@ class Trainer:
 
     def _prepare(self, batch: Batch) -> _Prepared:
         ids, inverse = self._unique(batch.ids.ravel())
-        uses = None
+        arrays = [inverse, batch.label, batch.weights]
         if self._l2 == "batch":
-            uses = torch.from_numpy(np.bincount(inverse, minlength=len(ids)).astype(np.float32)).to(self._device)
-        label, weights = (torch.from_numpy(array).to(self._device) for array in (batch.label, batch.weights))
-        return _Prepared(ids, torch.from_numpy(inverse).to(self._device), uses, label, weights)
+            arrays.append(self._count_uses(inverse, minlength=len(ids)).astype(np.float32))
+        tensors = [torch.from_numpy(array) for array in arrays]
+        if is_accelerator(self._device):
+            tensors = self._to_device(tensors)
+        inverse, label, weights, *uses = tensors
+        return _Prepared(ids, inverse, uses[0] if uses else None, label, weights)
+
+    def _copy_to_device(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [tensor.to(self._device) for tensor in tensors]
 
     def _logits(self, prepared: _Prepared, wide_rows: Tensor, deep_rows: Tensor) -> Tensor:
         shape = prepared.weights.shape
@@ -150,9 +166,21 @@ class Trainer:
     def _losses(self, wide: Tensor, objective: Tensor) -> Losses:
         wide_value, deep_value = float(wide.detach()), float(objective.detach())
         if self._l2 == "table":
-            deep_value = wide_value + L2_COEFFICIENT / 2 * self.deep.table.sum_of_squares()
+            deep_value = wide_value + L2_COEFFICIENT / 2 * self._table_l2()
         if not (np.isfinite(wide_value) and np.isfinite(deep_value)):
             raise UserError(
                 f"the loss is not finite (wide_loss {wide_value}, deep_loss {deep_value}); no row was updated"
             )
         return Losses(wide_value, deep_value)
+
+
+def _require_tables(
+    tables: dict[str, tuple[int, int, SparseOptimizer]], host_device_mix: bool, device: torch.device
+) -> None:
+    """Raise UserError unless all tables together fit, before the first is allocated."""
+    where = "host" if host_device_mix else "device"
+    free = available_bytes() if host_device_mix else free_bytes(device)
+    if free is None:
+        return
+    for name, (rows, dim, optimizer) in tables.items():
+        free -= require_table(name, rows, dim, len(optimizer.slots), free, where)

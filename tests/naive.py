@@ -44,7 +44,7 @@ def ftrl(w, slots, rows, g, optimizer, step):
     sigma = (power(n1) - power(accum[rows])) / lr
     z = linear[rows] + (g - sigma * w[rows])
     new_w = (np.sign(z) * l1 - z) / (power(n1) / lr + two_l2)
-    w[rows] = np.where(np.abs(z) > l1, new_w, f32(0))
+    w[rows] = np.where(np.abs(z) <= l1, f32(0), new_w)
     accum[rows] = n1
     linear[rows] = z
 

@@ -1,6 +1,7 @@
 """Build the wheel, install it in an empty environment, and train with it from another folder: `make wheel`."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,10 +25,12 @@ def run(*command, cwd, expect=0):
 def check_contents(wheel):
     """Every source file is in the wheel, under its name, and nothing at top level but the package."""
     inside = set(zipfile.ZipFile(wheel).namelist())
+    sources = set()
     for top, place in {"hostdev": "hostdev", "models": "hostdev/models", "data": "hostdev/data"}.items():
         for path in (ROOT / top).rglob("*.py"):
             name = f"{place}/{path.relative_to(ROOT / top).as_posix()}"
-            assert name in inside, f"{name} is missing from the wheel"
+            sources.add(name)
+    assert sources == {name for name in inside if name.endswith(".py")}, sources ^ inside
     assert "hostdev/py.typed" in inside
     assert {name.split("/")[0].split("-")[0] for name in inside} == {"hostdev"}, "more than the package at top level"
 
@@ -37,6 +40,7 @@ def main():
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hostdev-wheel-") as name:
         work = Path(name)
+        shutil.rmtree(ROOT / "build", ignore_errors=True)  # else modules that are gone would be in the wheel
         run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", work / "dist", ROOT, cwd=work)
         [wheel] = (work / "dist").glob("*.whl")
         check_contents(wheel)

@@ -11,9 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from hostdev import cli, config, lookalike, manifest, train
+from hostdev import cli, config, lookalike, manifest, train, trainer
 from hostdev.device import backend
-from hostdev.host import table as table_module
 from tests.conftest import environment
 from tests.test_shards import rewrite
 
@@ -35,7 +34,7 @@ def trained(tmp_path, monkeypatch):
 
 
 def small(data, *more):
-    return ["--data", data, "--batch-size", 500, "--emb-dim", 4, "--run-dir", "run", *more]
+    return ["--data", data, "--device", "cpu", "--batch-size", 500, "--emb-dim", 4, "--run-dir", "run", *more]
 
 
 def test_the_list_of_flags():
@@ -170,7 +169,7 @@ def test_a_device_that_is_not_there(trained, small_data, tmp_path, capsys):
 @pytest.mark.parametrize("mix", [True, False])
 def test_a_table_that_does_not_fit(trained, small_data, tmp_path, capsys, monkeypatch, mix):
     rows = manifest.read(small_data).vocabulary_size
-    monkeypatch.setattr(table_module, "available_bytes", lambda: 10**6)
+    monkeypatch.setattr(trainer, "available_bytes", lambda: 10**6)
     monkeypatch.setattr(backend, "available_bytes", lambda: 10**6)
     assert trained(*small(small_data, *["--host-device-mix"][:mix], "--emb-dim", 1000)) == 2
     needed = rows * 1000 * 3 * 4
@@ -245,7 +244,7 @@ def test_nothing_but_the_flag(command, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     first = done.stdout.splitlines()[0]
-    assert re.match(rf"no --data: a look-alike of {lookalike.ROWS:,} rows, made in .*cache/hostdev/lookalike", first)
+    assert re.match(rf"no --data: a look-alike of {lookalike.ROWS:,} rows, made in .*cache/hostdev/lookalike-", first)
     assert "batch size 1,000, 2 epochs" in done.stdout
     assert [path.name for path in elsewhere.iterdir()] == ["runs"]
     again = command("hostdev.train", "--host-device-mix", "--max-steps", 2, cwd=elsewhere)

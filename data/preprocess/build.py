@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,16 +62,23 @@ def build(source: Source, out: Path, options: Options) -> Manifest:
     Raises UserError where `out` is taken, where more than 1% of the lines are malformed, or where the training or
     the test split is empty.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if os.path.lexists(out):  # an empty folder too: it may be a mount point, which nothing can be renamed onto
         raise UserError(f"{out} exists already; remove it or choose another --out")
-    partial = out.parent / f".{out.name}.partial-{os.getpid()}"
-    partial.mkdir(parents=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
     try:
         manifest = _build_in(partial, source, options)
-        partial.replace(out)
+        partial.chmod(0o777 & ~_umask())  # mkdtemp's is for its owner alone
+        partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return manifest
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _build_in(folder: Path, source: Source, options: Options) -> Manifest:
@@ -81,6 +89,7 @@ def _build_in(folder: Path, source: Source, options: Options) -> Manifest:
     with rejects:
         for rows, test in _split_rows(source, options, "first pass"):
             rejects.write(rows.rejected)
+            rejects.check(source.most_rows)  # no need to read on
             training = _select(rows, ~test)
             encoder.observe(training)
             scaling.observe(training)
@@ -155,7 +164,7 @@ def _select(rows: RawRows, chosen: npt.NDArray[np.bool_]) -> RawRows:
 
 
 class _RejectFile:
-    """rejected.tsv: file, line number, reason, and then the line as it was."""
+    """rejected.tsv: file, line number, reason, and then the line; bytes that no valid line has are replaced."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", encoding="utf-8", errors="replace")
@@ -175,11 +184,10 @@ class _RejectFile:
         self.count += len(rejected)
 
     def check(self, accepted: int) -> None:
-        """Raise UserError where more than 1% of the lines are malformed."""
-        lines = accepted + self.count
-        if self._first is not None and self.count > MAX_REJECTED * lines:
+        """Raise UserError where more than 1% are malformed of the lines so far and so many well-formed ones."""
+        if self._first is not None and self.count > MAX_REJECTED * (accepted + self.count):
             first = self._first
             raise UserError(
-                f"{self.count} of {lines} lines ({self.count / lines:.1%}) are malformed, more than "
-                f"{MAX_REJECTED:.0%}; the first is {first.file}:{first.line}: {first.reason}"
+                f"{self.count} lines are malformed, more than {MAX_REJECTED:.0%} of all; "
+                f"the first is {first.file}:{first.line}: {first.reason}"
             )

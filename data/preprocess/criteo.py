@@ -19,6 +19,7 @@ COLUMNS = ["label", *DENSE_NAMES, *CATEGORICAL_NAMES]
 BLOCK_BYTES = 1 << 24
 
 _TO_ASCII = bytes(range(128)) + b"?" * 128
+_SHORTEST_LINE = len(COLUMNS) + 1  # in bytes: a label, a tab before each other column, a line end
 _INTEGER = r"^-?[0-9]{1,18}$"
 _HEX = np.full(256, 255, np.uint8)
 for _digits in (b"0123456789abcdef", b"0123456789ABCDEF"):
@@ -38,6 +39,7 @@ class CriteoText:
                 raise UserError(f"{file}: the file is empty")
         self.files = list(files)
         self.total = sum(file.stat().st_size for file in files)
+        self.most_rows = self.total // _SHORTEST_LINE + len(files)
         self._block_bytes = block_bytes
 
     def chunks(self) -> Iterator[tuple[RawRows, int]]:
@@ -119,8 +121,9 @@ def parse(block: bytes, *, file: str, first_line: int) -> tuple[RawRows, int]:
 
     if reasons:
         rows = np.setdiff1d(np.arange(lines), np.array(skipped, np.int64) - 1)  # the line of each row of the table
-        for row, reason in reasons.items():
-            text = b"\t".join(table[name][row].as_py() for name in COLUMNS).decode(errors="replace")
+        wrong_rows = table.take(pa.array(list(reasons))).to_pydict()
+        for i, (row, reason) in enumerate(reasons.items()):
+            text = b"\t".join(wrong_rows[name][i] for name in COLUMNS).decode(errors="replace")
             rejected.append(Rejected(file, first_line + int(rows[row]), reason, text))
     rejected.sort(key=lambda line: line.line)
     keep = np.ones(len(table), np.bool_)

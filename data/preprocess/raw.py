@@ -41,6 +41,8 @@ class Source(Protocol):
     total: int
     """The whole's size in `unit`s, for the progress bar."""
     unit: str
+    most_rows: int
+    """No more well-formed rows than this."""
 
     def chunks(self) -> Iterator[tuple[RawRows, int]]:
         """Iterate over all rows in chunks, each with its size in `unit`s."""

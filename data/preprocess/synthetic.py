@@ -4,6 +4,7 @@ Row i is a pure function of (seed, i), so a longer set begins with the shorter o
 """
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hostdev.kernels.counter import key64, mix64
 from hostdev.manifest import CATEGORICAL, CATEGORICAL_NAMES, DENSE, DENSE_NAMES
 from hostdev.progress import bar
 
+GENERATOR_VERSION = 1  # of the rows that a seed gives
 CHUNK_ROWS = 1 << 16
 _SQRT_12 = math.sqrt(12.0)
 
@@ -50,7 +52,7 @@ class Synthetic:
     unit = "rows"
 
     def __init__(self, rows: int, seed: int) -> None:
-        self.total = rows
+        self.total = self.most_rows = rows
         self.seed = seed
         self._value_keys = np.array([key64(0, "value", c) for c in range(CATEGORICAL)], np.uint64)
         self._effect_keys = np.array([key64(0, "effect", c) for c in range(CATEGORICAL)], np.uint64)
@@ -106,7 +108,7 @@ def _standard(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
 
 def write_text(source: Synthetic, path: Path) -> None:
     """Write rows as Criteo text; the file appears under its name when it is whole."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.partial-{os.urandom(4).hex()}")
     options = csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
     columns = pa.schema([(name, pa.string()) for name in COLUMNS])
     try:

@@ -14,8 +14,8 @@ def select(name: str) -> torch.device:
     Raises UserError where there is no such device.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if name == "auto":
-        return accelerator or torch.device("cpu")
+    if name == "auto":  # MPS has no float64, which FTRL's powers and --l2 table need; it can be asked for
+        return accelerator if accelerator is not None and accelerator.type != "mps" else torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError:

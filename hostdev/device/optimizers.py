@@ -2,7 +2,8 @@
 
 On the CPU the host's kernels work on the tensor's memory (torch's own square root is not correctly rounded there).
 On an accelerator every operation is a torch op of its own, so no compiler fuses a multiplication with an addition,
-and divisors are tensors, as torch turns a division by a number into a multiplication by its reciprocal.
+and divisors are tensors, as torch turns a division by a number into a multiplication by its reciprocal. FTRL with
+another power than -0.5 takes it in float64 and rounds: host and device then differ only where their pow does, near a tie.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,13 @@ def update_rows(primitive: str, block: Tensor, ids: Tensor, grads: Tensor, scala
     """Take one optimizer step on unique rows, in place; arguments as for `kernels.apply.apply_rows`, as tensors."""
     if block.device.type == "cpu":
         apply_rows(primitive, block.numpy(), ids.numpy(), grads.numpy(), scalars)
-        return
+    else:
+        update_with_torch(primitive, block, ids, grads, scalars)
+
+
+def update_with_torch(primitive: str, block: Tensor, ids: Tensor, grads: Tensor, scalars: tuple[Any, ...]) -> None:
+    """Do `update_rows` in torch operations, as on an accelerator."""
+    ids = ids.long()  # index_copy_ takes no int32
     rows = block.index_select(0, ids)  # [U, 1 + S, D]
     _TWINS[primitive](rows, grads, *scalars)
     block.index_copy_(0, ids, rows)
@@ -44,7 +51,7 @@ def _ftrl(rows: Tensor, g: Tensor, lr: Any, l1: Any, two_l2: Any, exponent: floa
     n.copy_(n1)
     sign_l1 = torch.where(z > 0, float(l1), -float(l1))
     new_w = (sign_l1 - z) / (root / lr_tensor + float(two_l2))
-    w.copy_(torch.where(z.abs() > float(l1), new_w, 0.0))
+    w.copy_(torch.where(z.abs() <= float(l1), 0.0, new_w))  # NaN stays visible
 
 
 def _power(x: Tensor, exponent: float) -> Tensor:

@@ -35,6 +35,9 @@ def gather_rows(rows: Tensor, inverse: Tensor) -> Tensor:
 def sum_rows(grads: Tensor, inverse: Tensor, rows: int) -> Tensor:
     """Return the sum of each row's gradients in order of occurrence.
 
+    On CUDA the order is fixed, without atomics; for D = 1 and 32 or more uses of a row it is torch's and not that of
+    occurrence. Host and device tables get the same sums, as both get them from here.
+
     grads    float32 [N, D]
     inverse  int32 or int64 [N], numbered in order of first occurrence
     returns  float32 [rows, D]
@@ -43,6 +46,6 @@ def sum_rows(grads: Tensor, inverse: Tensor, rows: int) -> Tensor:
         out = torch.empty((rows, grads.shape[1]))
         segment_sum(grads.contiguous().numpy(), inverse.numpy(), out.numpy())
         return out
-    # Deterministic algorithms are on: torch sorts the indices stably and adds in that order, without atomics.
+    # Deterministic algorithms are on: torch sorts the indices stably and adds by segment.
     zeros = torch.zeros((rows, grads.shape[1]), device=grads.device)
     return zeros.index_add_(0, inverse.long(), grads)

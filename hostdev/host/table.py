@@ -13,7 +13,7 @@ from hostdev.kernels.apply import apply_rows
 from hostdev.kernels.lookup import first_outside, lookup
 from hostdev.kernels.norm import sum_of_squares
 from hostdev.kernels.segment import segment_sum
-from hostdev.kernels.unique import unique
+from hostdev.kernels.unique import check_ids, unique
 from hostdev.memory import available_bytes, require_table
 from hostdev.optimizers import SparseOptimizer
 
@@ -130,13 +130,10 @@ class HostTable:
         apply_rows(self.optimizer.primitive, self.block, ids, grads, self.optimizer.scalars(self.step))
 
     def _checked(self, ids: npt.ArrayLike) -> npt.NDArray[Any]:
-        ids = np.ascontiguousarray(ids)
-        if ids.size == 0:
-            ids = ids.astype(np.int64)  # an empty list is float64 to numpy
-        if ids.dtype not in (np.int32, np.int64):
-            raise TypeError(f"table {self.name!r}: ids must be int32 or int64, not {ids.dtype}")
-        if ids.ndim != 1:
-            raise ValueError(f"table {self.name!r}: ids must have one dimension, not {ids.ndim}")
+        try:
+            ids = np.ascontiguousarray(check_ids(ids))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"table {self.name!r}: {error}") from None
         position = first_outside(ids, self.rows)
         if position >= 0:
             raise UserError(

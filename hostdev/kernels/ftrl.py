@@ -27,7 +27,7 @@ def _ftrl_sqrt(start: Any, stop: Any, ids: Any, grads: Any, block: Any, lr: Any,
             z = block[row, LINEAR, j] + (g - sigma * block[row, 0, j])
             sign_l1 = l1 if z > zero else -l1
             w = (sign_l1 - z) / (root / lr + two_l2)
-            block[row, 0, j] = w if abs(z) > l1 else zero
+            block[row, 0, j] = zero if abs(z) <= l1 else w  # NaN stays visible
             block[row, ACCUM, j] = n1
             block[row, LINEAR, j] = z
 
@@ -49,7 +49,7 @@ def _ftrl_power(
             z = block[row, LINEAR, j] + (g - sigma * block[row, 0, j])
             sign_l1 = l1 if z > zero else -l1
             w = (sign_l1 - z) / (root / lr + two_l2)
-            block[row, 0, j] = w if abs(z) > l1 else zero
+            block[row, 0, j] = zero if abs(z) <= l1 else w  # NaN stays visible
             block[row, ACCUM, j] = n1
             block[row, LINEAR, j] = z
 

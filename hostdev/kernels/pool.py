@@ -15,6 +15,7 @@ from typing import Any
 Kernel = Callable[..., Any]
 
 _RANGES_PER_THREAD = 4  # evens out threads that the operating system slows down
+_MAX_RANGE_BITS = 18  # so that Ctrl-C need not wait for long
 
 _queue: SimpleQueue["_Job"] = SimpleQueue()
 _workers: list[threading.Thread] = []
@@ -64,13 +65,23 @@ class _Job:
                 return
             try:
                 self.kernel(start, stop, *self.args)
-            except BaseException as error:  # reported to the caller, which raises it
+                self._finish(1)
+            except BaseException as error:  # the caller raises it, Ctrl-C included; what is not begun is dropped
                 self.error = error
-            finally:
-                with self.lock:
-                    self.unfinished -= 1
-                    if self.unfinished == 0:
-                        self.done.set()
+                dropped = 1
+                while self.ranges:
+                    try:
+                        self.ranges.popleft()
+                        dropped += 1
+                    except IndexError:
+                        break
+                self._finish(dropped)
+
+    def _finish(self, ranges: int) -> None:
+        with self.lock:
+            self.unfinished -= ranges
+            if self.unfinished == 0:
+                self.done.set()
 
 
 def _serve() -> None:
@@ -114,7 +125,7 @@ def parallel_for(kernel: Kernel, n: int, *args: Any, grain: int = 1) -> None:
     if threads == 1:
         kernel(0, n, *args)
         return
-    pieces = min(grains, threads * _RANGES_PER_THREAD)
+    pieces = min(grains, max(threads * _RANGES_PER_THREAD, n >> _MAX_RANGE_BITS))
     edges = [min(n, grains * i // pieces * grain) for i in range(pieces + 1)]
     job = _Job(kernel, args, list(itertools.pairwise(edges)))
     _ensure_workers(threads - 1)

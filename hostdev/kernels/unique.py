@@ -118,13 +118,28 @@ class IdMap:
         _rehash(self._slots, self._shift, self._keys, self._count)
 
 
-def unique(ids: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Positions]:
+def check_ids(ids: npt.ArrayLike) -> npt.NDArray[Any]:
+    """Return ids as an array; TypeError or ValueError unless it is int32 or int64 with one dimension."""
+    array = np.asarray(ids)
+    if array.size == 0 and array.dtype == np.float64:
+        array = array.astype(np.int64)  # numpy's dtype for an empty list
+    if array.dtype not in (np.int32, np.int64):
+        raise TypeError(f"ids must be int32 or int64, not {array.dtype}")
+    if array.ndim != 1:
+        raise ValueError(f"ids must have one dimension, not {array.ndim}")
+    return array
+
+
+def unique(ids: npt.ArrayLike) -> tuple[npt.NDArray[Any], Positions]:
     """Deduplicate the ids of a batch.
 
     ids      int32 or int64 [N]
     returns  unique ids [U] of the same dtype, in order of first occurrence, and inverse int32 [N] with
              ids == unique[inverse]
+
+    Raises TypeError or ValueError for a wrong dtype or shape.
     """
+    ids = np.ascontiguousarray(check_ids(ids))
     seen = IdMap(ids.dtype, expected=min(len(ids), 1 << 14))
     inverse = seen.add(ids)
     return seen.ids, inverse

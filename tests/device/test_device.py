@@ -50,17 +50,17 @@ def test_a_device_table_equals_a_host_table_to_the_bit(device, optimizer, dim):
     assert other.sum_of_squares() == pytest.approx(host.sum_of_squares(), rel=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
-def test_the_accelerators_operations_on_the_cpu(optimizer, monkeypatch):
+def test_the_accelerators_operations_on_the_cpu(optimizer, dtype, monkeypatch):
     """Torch's square root is correctly rounded on CUDA but not on the CPU, so NumPy's stands in for it."""
     monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: torch.from_numpy(np.sqrt(x.numpy())))
     host = HostTable(500, 8, optimizer, name="t", seed=4)
     block = torch.from_numpy(host.block.copy())
     for step, (ids, grads) in enumerate(steps(8), 1):
         host.update(ids, grads)
-        rows = block.index_select(0, torch.from_numpy(ids))
-        optimizers._TWINS[optimizer.primitive](rows, torch.from_numpy(grads), *optimizer.scalars(step))
-        block.index_copy_(0, torch.from_numpy(ids), rows)
+        arguments = block, torch.from_numpy(ids.astype(dtype)), torch.from_numpy(grads)
+        optimizers.update_with_torch(optimizer.primitive, *arguments, optimizer.scalars(step))
     np.testing.assert_array_equal(block, host.block)
 
 
@@ -86,7 +86,11 @@ def test_gather_and_its_gradient(device, dim):
     np.testing.assert_array_equal(uses.detach().cpu(), rows.detach().cpu()[inverse])
     grads = rng.standard_normal((2000, dim), dtype=np.float32)
     uses.backward(torch.from_numpy(grads).to(device))
-    np.testing.assert_array_equal(rows.grad.cpu(), naive.segment_sum(grads, inverse, len(found)))
+    expected = naive.segment_sum(grads, inverse, len(found))
+    if device.type == "cuda" and dim == 1:  # a fixed order, but torch's
+        np.testing.assert_allclose(rows.grad.cpu(), expected, rtol=1e-4, atol=1e-5)
+    else:
+        np.testing.assert_array_equal(rows.grad.cpu(), expected)
 
 
 def test_a_gradient_that_is_not_contiguous():
