@@ -135,3 +135,27 @@ def test_not_an_arrow_file(own_data):
     (own_data / "manifest.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="part-00001.arrow is not an Arrow file"):
         read_all(own_data)
+
+
+def test_missing_values_within_a_list(own_data):
+    def change(table):
+        cat = table["cat"].to_pylist()
+        cat[5][3] = None
+        return table.set_column(2, "cat", pa.array(cat, manifest.schema("int32").field("cat").type))
+
+    rewrite(own_data, change)
+    with pytest.raises(UserError, match="part-00001.arrow has missing values"):
+        read_all(own_data)
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("vocabulary_size", 0), ("vocabulary_size", "99"), ("vocabulary_size", 1e3), ("id_type", "foo"), ("train", []),
+    ("rows", "5"), ("rows", 0), ("file", None),
+])  # fmt: skip
+def test_a_broken_manifest(own_data, key, value):
+    path = own_data / "manifest.json"
+    content = json.loads(path.read_text())
+    (content["train"][0] if key in ("rows", "file") else content)[key] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="manifest.json is broken"):
+        manifest.read(own_data)

@@ -137,3 +137,12 @@ def test_rows_that_no_batch_uses_do_not_change(small_data):
     changed = np.flatnonzero((trainer.deep.table.block != before).any(axis=(1, 2)))
     used = np.unique(np.concatenate([batch.ids for batch in steps]))
     assert set(changed) == set(used)
+
+
+def test_predictions_that_are_not_finite_are_no_auc(small_data):
+    rows, steps = batches(small_data, 100, 1)
+    trainer = make(rows)
+    weights = steps[0].weights.copy()
+    weights[5, 2] = np.inf
+    with pytest.raises(UserError, match="the predictions of 1 of 100 rows are not finite"):
+        trainer.evaluate([Batch(steps[0].label, steps[0].ids, weights)])

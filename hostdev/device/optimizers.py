@@ -3,7 +3,7 @@
 On the CPU the host's kernels work on the tensor's memory (torch's own square root is not correctly rounded there).
 On an accelerator every operation is a torch op of its own, so no compiler fuses a multiplication with an addition,
 and divisors are tensors, as torch turns a division by a number into a multiplication by its reciprocal. FTRL with
-another power than -0.5 takes it in float64 and rounds: host and device then differ only where their pow does, near a tie.
+another power than -0.5 takes it in float64 and rounds: host and device differ only where their pow does, near a tie.
 """
 
 from collections.abc import Callable

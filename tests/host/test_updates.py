@@ -130,3 +130,10 @@ def test_a_wrong_hyperparameter_is_named(make):
         ValueError, match=r"^(lr|beta1|beta2|eps|l1|l2|lr_power|initial_accum) must be .*, not -?[\d.]+"
     ):
         make()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_nan_stays_visible(name):
+    table = HostTable(3, 2, OPTIMIZERS[name], name="t")
+    table.apply([1], np.full((1, 2), np.nan, np.float32))
+    assert np.isnan(table.weights[1]).all()

@@ -76,3 +76,21 @@ def test_the_number_of_threads():
     assert host_threads() == 4
     with pytest.raises(ValueError, match="at least 1, not 0"):
         set_host_threads(0)
+
+
+def test_an_interruption_drops_what_is_not_begun():
+    set_host_threads(1)
+    done = []
+
+    def work(start, stop):
+        done.append(start)
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+
+    set_host_threads(2)
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(100):  # the main thread gets a range sooner or later
+            parallel_for(work, 10_000_000)
+    before = len(done)
+    test_every_item_is_done_once(1000, 1, 2)
+    assert len(done) == before
