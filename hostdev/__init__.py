@@ -17,11 +17,25 @@ if TYPE_CHECKING:
     from hostdev.initializers import Constant, Normal
     from hostdev.kernels.pool import set_host_threads
     from hostdev.kernels.unique import unique
-    from hostdev.optimizers import FTRL, LazyAdam
-    from hostdev.primitive import EmbeddingLookup, FusedSparseFtrl, FusedSparseLazyAdam, Primitive
+    from hostdev.optimizers import FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad
+    from hostdev.primitive import (
+        EmbeddingLookup,
+        FusedSparseAdagrad,
+        FusedSparseFtrl,
+        FusedSparseLazyAdam,
+        FusedSparseRowWiseAdagrad,
+        FusedSparseSGD,
+        Primitive,
+    )
 
 # The public surface; what is not here is free to change. Loaded on first use, so that each command starts quickly.
 _PUBLIC = {
+    "SGD": "hostdev.optimizers",
+    "Adagrad": "hostdev.optimizers",
+    "RowWiseAdagrad": "hostdev.optimizers",
+    "FusedSparseAdagrad": "hostdev.primitive",
+    "FusedSparseRowWiseAdagrad": "hostdev.primitive",
+    "FusedSparseSGD": "hostdev.primitive",
     "FTRL": "hostdev.optimizers",
     "Constant": "hostdev.initializers",
     "EmbeddingLookup": "hostdev.primitive",
@@ -39,15 +53,21 @@ _PUBLIC = {
 
 __all__ = [
     "FTRL",
+    "SGD",
+    "Adagrad",
     "Constant",
     "EmbeddingLookup",
+    "FusedSparseAdagrad",
     "FusedSparseFtrl",
     "FusedSparseLazyAdam",
+    "FusedSparseRowWiseAdagrad",
+    "FusedSparseSGD",
     "HostTable",
     "LazyAdam",
     "Normal",
     "ParameterServer",
     "Primitive",
+    "RowWiseAdagrad",
     "UserError",
     "set_host_threads",
     "unique",

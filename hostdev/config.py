@@ -30,6 +30,12 @@ class TrainConfig:
         kind=str,
         choices=("none", "batch", "table"),
     )
+    precision: str = _flag(
+        "of the dense layers' arithmetic; their weights, the tables and the losses are float32",
+        default="fp32",
+        kind=str,
+        choices=("fp32", "bf16"),
+    )
     host_threads: int | None = _flag("threads of the host's kernels (all CPUs of the process)", kind=int, metavar="N")
     seed: int = _flag("of the initial values and of the rows' order", default=2020, kind=int, metavar="N")
     max_steps: int | None = _flag("stop after so many steps", kind=int, metavar="N")

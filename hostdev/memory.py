@@ -6,6 +6,7 @@ from pathlib import Path
 import psutil
 
 from hostdev.errors import UserError
+from hostdev.optimizers import SparseOptimizer
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -68,17 +69,20 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def table_bytes(rows: int, dim: int, slots: int) -> int:
-    """Return what a table holds: rows x dim x (1 + slots) x 4 bytes."""
-    return rows * dim * (1 + slots) * 4
+def table_bytes(rows: int, dim: int, slots: int, row_slots: int = 0) -> int:
+    """Return what a table holds: rows x dim x (1 + slots) x 4 bytes, and 4 more for each slot of one value a row."""
+    return rows * (dim * (1 + slots) + row_slots) * 4
 
 
-def require_table(name: str, rows: int, dim: int, slots: int, free: int, where: str) -> int:
+def require_table(name: str, rows: int, dim: int, optimizer: SparseOptimizer, free: int, where: str) -> int:
     """Return the bytes of a table of this shape; UserError unless it fits into `free` bytes of the memory `where`."""
-    needed = table_bytes(rows, dim, slots)
+    slots, row_slots = len(optimizer.slots), len(optimizer.row_slots)
+    needed = table_bytes(rows, dim, slots, row_slots)
     if needed > free:
+        of_rows = f" + {rows} rows x {row_slots} x 4" if row_slots else ""
         raise UserError(
-            f"table {name!r} needs {rows} rows x {dim} x (1 + {slots} slots) x 4 = {needed} bytes ({gib(needed)}), "
-            f"but {free} bytes ({gib(free)}) of {where} memory are free; use fewer rows or a smaller dimension"
+            f"table {name!r} needs {rows} rows x {dim} x (1 + {slots} slots) x 4{of_rows} = {needed} bytes "
+            f"({gib(needed)}), but {free} bytes ({gib(free)}) of {where} memory are free; use fewer rows or a smaller "
+            "dimension"
         )
     return needed

@@ -19,10 +19,21 @@ class SparseOptimizer(Protocol):
 
     @property
     def slots(self) -> Mapping[str, float]:
-        """Initial value of each slot by name, in the order in which a row stores them."""
+        """Initial value of each slot of D values a row, by name, in the order in which a row stores them."""
 
-    def scalars(self, step: int) -> tuple[Any, ...]:
-        """The kernel's scalar arguments at the table's step 1, 2, 3, ..."""
+    @property
+    def row_slots(self) -> Mapping[str, float]:
+        """Initial value of each slot of one value a row, by name."""
+
+    def scalars(self, step: int, dim: int) -> tuple[Any, ...]:
+        """The kernel's scalar arguments at the table's step 1, 2, 3, ... for rows of `dim` columns."""
+
+
+class _NoRowSlots:
+    @property
+    def row_slots(self) -> Mapping[str, float]:
+        """None."""
+        return {}
 
 
 def _check(ok: bool, name: str, value: object, needed: str) -> None:
@@ -31,7 +42,7 @@ def _check(ok: bool, name: str, value: object, needed: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LazyAdam:
+class LazyAdam(_NoRowSlots):
     """Adam on the rows of a batch only; the moments of the other rows do not decay.
 
     With g the summed gradient of a row and t the number of steps that the table has taken::
@@ -66,7 +77,7 @@ class LazyAdam:
         """First and second moments, from 0."""
         return {"m": 0.0, "v": 0.0}
 
-    def scalars(self, step: int) -> tuple[Any, ...]:
+    def scalars(self, step: int, dim: int) -> tuple[Any, ...]:
         """(lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, nesterov) of `kernels.lazy_adam`."""
         lr_t = np.float32(self.lr * math.sqrt(1 - self.beta2**step) / (1 - self.beta1**step))
         one, beta1, beta2 = map(np.float32, (1, self.beta1, self.beta2))
@@ -74,7 +85,7 @@ class LazyAdam:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FTRL:
+class FTRL(_NoRowSlots):
     """Follow the regularized leader, proximal, per coordinate.
 
     With g the summed gradient of a row, n = accum, z = linear and p = lr_power::
@@ -108,6 +119,100 @@ class FTRL:
         """The sum of squared gradients and the linear term."""
         return {"accum": self.initial_accum, "linear": 0.0}
 
-    def scalars(self, step: int) -> tuple[Any, ...]:
+    def scalars(self, step: int, dim: int) -> tuple[Any, ...]:
         """(lr, l1, 2 * l2, -lr_power) of `kernels.ftrl`; the same at every step."""
         return (*map(np.float32, (self.lr, self.l1, 2 * self.l2)), float(-self.lr_power))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(_NoRowSlots):
+    """Plain stochastic gradient descent: w <- w - lr * g, with g the summed gradient of a row. No slots."""
+
+    lr: float = 1e-2
+
+    primitive: ClassVar[str] = "FusedSparseSGD"
+
+    def __post_init__(self) -> None:
+        _check(self.lr > 0, "lr", self.lr, "positive")
+
+    @property
+    def slots(self) -> Mapping[str, float]:
+        """None."""
+        return {}
+
+    def scalars(self, step: int, dim: int) -> tuple[Any, ...]:
+        """(lr,) of `kernels.adagrad.sgd`."""
+        return (np.float32(self.lr),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adagrad(_NoRowSlots):
+    """Adagrad, per element: accum <- accum + g^2;  w <- w - lr * g / (sqrt(accum) + eps).
+
+    Source: Duchi, Hazan & Singer, "Adaptive Subgradient Methods", JMLR 2011, the diagonal case. Deviation: accum may
+    start above 0.
+    """
+
+    lr: float = 1e-2
+    eps: float = 1e-10
+    initial_accum: float = 0.0
+
+    primitive: ClassVar[str] = "FusedSparseAdagrad"
+
+    def __post_init__(self) -> None:
+        _check_adagrad(self.lr, self.eps, self.initial_accum)
+
+    @property
+    def slots(self) -> Mapping[str, float]:
+        """The sum of squared gradients."""
+        return {"accum": self.initial_accum}
+
+    def scalars(self, step: int, dim: int) -> tuple[Any, ...]:
+        """(lr, eps) of `kernels.adagrad.adagrad`."""
+        return np.float32(self.lr), np.float32(self.eps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowWiseAdagrad:
+    """Adagrad with one accumulator a row, as DLRM uses it: 4 bytes of state a row instead of 4 * D.
+
+    With D columns::
+
+        accum <- accum + (sum over the row of g^2) / D
+        w <- w - lr * g / (sqrt(accum) + eps)
+
+    The sum is taken in 16 lanes: lane k adds the squares of columns k, k + 16, k + 32, ... in that order, and then the
+    lanes are added from 0 to 15.
+
+    Source: Mudigere et al., "Software-Hardware Co-design for Fast and Scalable Training of Deep Learning Recommendation
+    Models", ISCA 2022, section 4.1.4; FBGEMM's EXACT_ROWWISE_ADAGRAD.
+    """
+
+    lr: float = 1e-2
+    eps: float = 1e-10
+    initial_accum: float = 0.0
+
+    primitive: ClassVar[str] = "FusedSparseRowWiseAdagrad"
+
+    def __post_init__(self) -> None:
+        _check_adagrad(self.lr, self.eps, self.initial_accum)
+
+    @property
+    def slots(self) -> Mapping[str, float]:
+        """None of D values a row."""
+        return {}
+
+    @property
+    def row_slots(self) -> Mapping[str, float]:
+        """The sum of mean squared gradients, one value a row."""
+        return {"accum": self.initial_accum}
+
+    def scalars(self, step: int, dim: int) -> tuple[Any, ...]:
+        """(lr, eps, D) of `kernels.adagrad.row_wise_adagrad`."""
+        return np.float32(self.lr), np.float32(self.eps), np.float32(dim)
+
+
+def _check_adagrad(lr: float, eps: float, initial_accum: float) -> None:
+    _check(lr > 0, "lr", lr, "positive")
+    _check(eps > 0, "eps", eps, "positive")
+    _check(initial_accum >= 0, "initial_accum", initial_accum, "at least 0")

@@ -254,4 +254,25 @@ class FusedSparseLazyAdam(_Update):
     name = "FusedSparseLazyAdam"
 
 
-UPDATES: dict[str, type[_Update]] = {op.name: op for op in (FusedSparseFtrl, FusedSparseLazyAdam)}
+class FusedSparseSGD(_Update):
+    """SGD on unique rows: `(table, ids [U], grads float32 [U, D])`."""
+
+    name = "FusedSparseSGD"
+
+
+class FusedSparseAdagrad(_Update):
+    """Adagrad on unique rows: `(table, ids [U], grads float32 [U, D])`."""
+
+    name = "FusedSparseAdagrad"
+
+
+class FusedSparseRowWiseAdagrad(_Update):
+    """Row-wise Adagrad on unique rows: `(table, ids [U], grads float32 [U, D])`."""
+
+    name = "FusedSparseRowWiseAdagrad"
+
+
+UPDATES: dict[str, type[_Update]] = {
+    op.name: op
+    for op in (FusedSparseAdagrad, FusedSparseFtrl, FusedSparseLazyAdam, FusedSparseRowWiseAdagrad, FusedSparseSGD)
+}

@@ -15,7 +15,7 @@ def start_lines(config: dict[str, Any], data: Path, rows: dict[str, int], vocabu
     return "\n".join([
         f"data     {data}: {rows['train']:,} training and {rows['test']:,} test rows",
         f"tables   deep {vocabulary:,} x {dim} (LazyAdam), wide {vocabulary:,} x 1 (FTRL): {size} of {place}",
-        f"dense    on {device}; batch size {config['batch_size']:,}, {epochs}",
+        f"dense    {config['precision']} on {device}; batch size {config['batch_size']:,}, {epochs}",
     ])  # fmt: skip
 
 

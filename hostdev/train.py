@@ -64,6 +64,7 @@ class Run:
                 host_device_mix=settings.host_device_mix,
                 device=self.device,
                 l2=settings.l2,
+                precision=settings.precision,
                 seed=settings.seed,
                 log=self.log,
             )

@@ -65,15 +65,26 @@ class Trainer:
     host_device_mix  place the tables, and the ops on them, on the host
     device           of the dense layers
     l2               "none", "batch" or "table"
+    precision        "fp32", or "bf16" for the dense layers' arithmetic over float32 weights
     seed             of all initial values
     log              where every op's durations go
     """
 
     def __init__(
-        self, rows: int, dim: int, *, host_device_mix: bool, device: torch.device, l2: str, seed: int, log: OpLog
+        self,
+        rows: int,
+        dim: int,
+        *,
+        host_device_mix: bool,
+        device: torch.device,
+        l2: str,
+        precision: str = "fp32",
+        seed: int,
+        log: OpLog,
     ) -> None:
         self._device = device
         self._l2 = l2
+        self._precision = precision
         self.server = ParameterServer()
         placement: dict[str, Any] = {
             "target": "CPU" if host_device_mix else "DEVICE",
@@ -155,7 +166,8 @@ class Trainer:
         shape = prepared.weights.shape
         wide = gather_rows(wide_rows, prepared.inverse).view(shape)
         deep = gather_rows(deep_rows, prepared.inverse).view(*shape, -1)
-        logits: Tensor = self.network(wide, deep, prepared.weights)
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._precision == "bf16"):
+            logits: Tensor = self.network(wide, deep, prepared.weights)
         return logits
 
     def _run_forward(self, prepared: _Prepared, wide_rows: Tensor, deep_rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,4 +195,4 @@ def _require_tables(
     if free is None:
         return
     for name, (rows, dim, optimizer) in tables.items():
-        free -= require_table(name, rows, dim, len(optimizer.slots), free, where)
+        free -= require_table(name, rows, dim, optimizer, free, where)

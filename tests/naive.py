@@ -49,7 +49,37 @@ def ftrl(w, slots, rows, g, optimizer, step):
     linear[rows] = z
 
 
-UPDATES = {"FusedSparseLazyAdam": lazy_adam, "FusedSparseFtrl": ftrl}
+def sgd(w, slots, rows, g, optimizer, step):
+    """Update the rows in place."""
+    w[rows] = w[rows] - f32(optimizer.lr) * g
+
+
+def adagrad(w, slots, rows, g, optimizer, step):
+    """Update the rows in place."""
+    slots["accum"][rows] = slots["accum"][rows] + g * g
+    w[rows] = w[rows] - f32(optimizer.lr) * g / (np.sqrt(slots["accum"][rows]) + f32(optimizer.eps))
+
+
+def row_wise_adagrad(w, slots, rows, g, optimizer, step):
+    """Update the rows in place; 16 lanes add every 16th square, then the lanes are added in order."""
+    for row, gradient in zip(rows, g, strict=True):
+        lanes = [f32(0)] * 16
+        for j, value in enumerate(gradient):
+            lanes[j % 16] = lanes[j % 16] + value * value
+        total = f32(0)
+        for lane in lanes:
+            total = total + lane
+        slots["accum"][row] = slots["accum"][row] + total / f32(len(gradient))
+        w[row] = w[row] - f32(optimizer.lr) * gradient / (np.sqrt(slots["accum"][row]) + f32(optimizer.eps))
+
+
+UPDATES = {
+    "FusedSparseAdagrad": adagrad,
+    "FusedSparseFtrl": ftrl,
+    "FusedSparseLazyAdam": lazy_adam,
+    "FusedSparseRowWiseAdagrad": row_wise_adagrad,
+    "FusedSparseSGD": sgd,
+}
 
 
 class Table:
@@ -58,6 +88,7 @@ class Table:
     def __init__(self, weights, optimizer):
         self.weights = weights.copy()
         self.slots = {name: np.full(weights.shape, value, f32) for name, value in optimizer.slots.items()}
+        self.slots |= {name: np.full((len(weights), 1), value, f32) for name, value in optimizer.row_slots.items()}
         self.optimizer = optimizer
         self.step = 0
 

@@ -1,6 +1,6 @@
 import pytest
 
-from hostdev import UserError, memory
+from hostdev import LazyAdam, RowWiseAdagrad, UserError, memory
 
 
 def group(folder, limit, used, cache, *, v1=False):
@@ -23,7 +23,9 @@ def test_a_containers_limit_counts_without_its_page_cache(tmp_path, monkeypatch,
 
 
 def test_the_refusal_gives_the_sum():
-    assert memory.require_table("t", 10, 4, 2, 480, "host") == 480
+    assert memory.require_table("t", 10, 4, LazyAdam(), 480, "host") == 480
     with pytest.raises(UserError, match=r"table 't' needs 10 rows x 4 x \(1 \+ 2 slots\) x 4 = 480 bytes .* 479 bytes"):
-        memory.require_table("t", 10, 4, 2, 479, "host")
+        memory.require_table("t", 10, 4, LazyAdam(), 479, "host")
     assert [memory.gib(n) for n in (12, 2048, 3 << 20, 5 << 30)] == ["12 bytes", "2.0 KiB", "3.0 MiB", "5.0 GiB"]
+    with pytest.raises(UserError, match=r"10 rows x 4 x \(1 \+ 0 slots\) x 4 \+ 10 rows x 1 x 4 = 200 bytes"):
+        memory.require_table("t", 10, 4, RowWiseAdagrad(), 199, "host")

@@ -41,12 +41,14 @@ class DeviceTable:
     ) -> None:
         free = free_bytes(device)
         if free is not None:
-            require_table(name, rows, dim, len(optimizer.slots), free, "device")
+            require_table(name, rows, dim, optimizer, free, "device")
         self.name = name
         self.optimizer = optimizer
         self.step = 0
         self.block = torch.empty((rows, 1 + len(optimizer.slots), dim), device=device)
         self._fill(init, seed)
+        row_slots = torch.tensor(list(optimizer.row_slots.values()), device=device)
+        self.row_slots = row_slots.repeat(rows, 1)
 
     def _fill(self, init: Initializer, seed: int) -> None:
         slots = np.array(list(self.optimizer.slots.values()), np.float32)
@@ -78,8 +80,10 @@ class DeviceTable:
 
     @property
     def slots(self) -> Mapping[str, Tensor]:
-        """Views of the optimizer's slots by name, each float32 [V, D]."""
-        return MappingProxyType({name: self.block[:, 1 + i] for i, name in enumerate(self.optimizer.slots)})
+        """Views of the optimizer's slots by name, each float32 [V, D], or [V, 1] for one value a row."""
+        slots = {name: self.block[:, 1 + i] for i, name in enumerate(self.optimizer.slots)}
+        row_slots = {name: self.row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
+        return MappingProxyType(slots | row_slots)
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Return the weights rows of ids int32 or int64 [U], a copy float32 [U, D]."""
@@ -92,8 +96,8 @@ class DeviceTable:
     def update(self, ids: Tensor, grads: Tensor) -> None:
         """Take one optimizer step on unique rows: ids [U], their summed gradients float32 [U, D]."""
         self.step += 1
-        scalars = self.optimizer.scalars(self.step)
-        update_rows(self.optimizer.primitive, self.block, ids, grads, scalars)
+        scalars = self.optimizer.scalars(self.step, self.dim)
+        update_rows(self.optimizer.primitive, self.block, self.row_slots, ids, grads, scalars)
 
     def sum_of_squares(self) -> float:
         """Return the sum of squares of all weights, in float64; on an accelerator in the order that torch chooses."""

@@ -9,11 +9,11 @@ import numpy.typing as npt
 
 from hostdev.errors import UserError
 from hostdev.initializers import Initializer, Normal
-from hostdev.kernels.apply import apply_rows
+from hostdev.kernels.apply import apply_rows, apply_uses
+from hostdev.kernels.buffers import aligned_empty, scratch
 from hostdev.kernels.lookup import first_outside, lookup
 from hostdev.kernels.norm import sum_of_squares
-from hostdev.kernels.segment import segment_sum
-from hostdev.kernels.unique import check_ids, unique
+from hostdev.kernels.unique import check_ids, unique_into
 from hostdev.memory import available_bytes, require_table
 from hostdev.optimizers import SparseOptimizer
 
@@ -28,7 +28,7 @@ class HostTable:
     another thread reads or updates must be kept apart by the caller.
 
     rows, dim  at least 1
-    optimizer  LazyAdam or FTRL
+    optimizer  LazyAdam, FTRL, SGD, Adagrad or RowWiseAdagrad
     name       of the table, in errors and in the key of its initial values
     seed       of the initial values
     init       Normal(std) or Constant(value)
@@ -50,22 +50,23 @@ class HostTable:
     ) -> None:
         if rows < 1 or dim < 1:
             raise ValueError(f"table {name!r} needs at least one row and one column, not {rows} x {dim}")
-        require_table(name, rows, dim, len(optimizer.slots), available_bytes(), "host")
+        require_table(name, rows, dim, optimizer, available_bytes(), "host")
         self.name = name
         self.optimizer = optimizer
         self.step = 0
-        self.block = np.empty((rows, 1 + len(optimizer.slots), dim), np.float32)
+        self.block: Rows = aligned_empty((rows, 1 + len(optimizer.slots), dim))
         init.fill(self.block, seed, name, np.array(list(optimizer.slots.values()), np.float32))
+        self.row_slots = np.tile(np.array(list(optimizer.row_slots.values()), np.float32), (rows, 1))
 
     @property
     def rows(self) -> int:
         """Number of rows, V."""
-        return self.block.shape[0]
+        return int(self.block.shape[0])
 
     @property
     def dim(self) -> int:
         """Number of columns, D."""
-        return self.block.shape[2]
+        return int(self.block.shape[2])
 
     @property
     def weights(self) -> Rows:
@@ -74,8 +75,10 @@ class HostTable:
 
     @property
     def slots(self) -> Mapping[str, Rows]:
-        """Writable views of the optimizer's slots by name, each float32 [V, D]."""
-        return MappingProxyType({name: self.block[:, 1 + i] for i, name in enumerate(self.optimizer.slots)})
+        """Writable views of the optimizer's slots by name, each float32 [V, D], or [V, 1] for one value a row."""
+        slots = {name: self.block[:, 1 + i] for i, name in enumerate(self.optimizer.slots)}
+        row_slots = {name: self.row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
+        return MappingProxyType(slots | row_slots)
 
     def lookup(self, ids: npt.ArrayLike, out: Rows | None = None) -> Rows:
         """Return the weights rows of `ids`.
@@ -105,10 +108,10 @@ class HostTable:
         ids = self._checked(ids)
         grads = np.ascontiguousarray(grads)
         _check_rows("grads", grads, (len(ids), self.dim), self.name)
-        rows, inverse = unique(ids)
-        summed = np.empty((len(rows), self.dim), np.float32)
-        segment_sum(grads, inverse, summed)
-        self._step(rows, summed)
+        inverse = scratch("inverse", (len(ids),), np.int32)
+        rows = unique_into(ids, inverse)
+        scalars = self._next_scalars()
+        apply_uses(self.optimizer.primitive, self.block, self.row_slots, rows, inverse, grads, scalars)
 
     def update(self, ids: npt.ArrayLike, grads: Rows) -> None:
         """Take one optimizer step on unique rows whose gradients are summed already: `apply` without its first half.
@@ -119,15 +122,15 @@ class HostTable:
         ids = self._checked(ids)
         grads = np.ascontiguousarray(grads)
         _check_rows("grads", grads, (len(ids), self.dim), self.name)
-        self._step(ids, grads)
+        apply_rows(self.optimizer.primitive, self.block, self.row_slots, ids, grads, self._next_scalars())
 
     def sum_of_squares(self) -> float:
         """Return the sum of squares of all weights, in float64."""
         return sum_of_squares(self.block)
 
-    def _step(self, ids: npt.NDArray[Any], grads: Rows) -> None:
+    def _next_scalars(self) -> tuple[Any, ...]:
         self.step += 1
-        apply_rows(self.optimizer.primitive, self.block, ids, grads, self.optimizer.scalars(self.step))
+        return self.optimizer.scalars(self.step, self.dim)
 
     def _checked(self, ids: npt.ArrayLike) -> npt.NDArray[Any]:
         try:

@@ -1,77 +1,65 @@
-"""Sparse FTRL-Proximal on the unique rows of a batch. The recurrence is in `hostdev.optimizers.FTRL`."""
+"""Sparse FTRL-Proximal on unique rows. The recurrence is in `hostdev.optimizers.FTRL`; arguments as in `apply`."""
 
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from hostdev.kernels.jit import kernel
-from hostdev.kernels.pool import parallel_for
+from hostdev.kernels.jit import kernel, prefetch_to_write
+from hostdev.kernels.pool import Kernel
 
-ACCUM, LINEAR = 1, 2  # slot rows in the block
-_GRAIN = 256
+_AHEAD = 4
 
 
 @kernel
-def _ftrl_sqrt(start: Any, stop: Any, ids: Any, grads: Any, block: Any, lr: Any, l1: Any, two_l2: Any) -> None:
+def _ftrl_sqrt(
+    start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, row_slots: Any, lr: Any, l1: Any, two_l2: Any
+) -> None:
     """The usual lr_power = -0.5: n^-p is a square root, correctly rounded."""
     zero = np.float32(0)
-    for i in range(start, stop):
-        row = np.int64(ids[i])
-        for j in range(block.shape[2]):
-            g = grads[i, j]
-            n = block[row, ACCUM, j]
+    for i in range(np.uint64(start), np.uint64(stop)):
+        ahead = i + np.uint64(_AHEAD)
+        if ahead < np.uint64(stop):
+            prefetch_to_write(block, ids[ahead], block.strides[0])
+        row, grad = block[np.uint64(ids[i])], grads[np.uint64(source[i])]
+        weights, accum, linear = row[0], row[1], row[2]
+        for j in range(len(grad)):
+            g, n = grad[j], accum[j]
             n1 = n + g * g
             root = np.sqrt(n1)
             sigma = (root - np.sqrt(n)) / lr
-            z = block[row, LINEAR, j] + (g - sigma * block[row, 0, j])
+            z = linear[j] + (g - sigma * weights[j])
             sign_l1 = l1 if z > zero else -l1
             w = (sign_l1 - z) / (root / lr + two_l2)
-            block[row, 0, j] = zero if abs(z) <= l1 else w  # NaN stays visible
-            block[row, ACCUM, j] = n1
-            block[row, LINEAR, j] = z
+            weights[j] = zero if abs(z) <= l1 else w  # NaN stays visible
+            accum[j] = n1
+            linear[j] = z
 
 
 @kernel
 def _ftrl_power(
-    start: Any, stop: Any, ids: Any, grads: Any, block: Any, lr: Any, l1: Any, two_l2: Any, exponent: Any
-) -> None:
+    start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, row_slots: Any,
+    lr: Any, l1: Any, two_l2: Any, exponent: Any,
+) -> None:  # fmt: skip
     """Any lr_power: the power is taken in float64 and rounded once, as math libraries differ in float32's last bit."""
     zero = np.float32(0)
-    for i in range(start, stop):
-        row = np.int64(ids[i])
-        for j in range(block.shape[2]):
-            g = grads[i, j]
-            n = block[row, ACCUM, j]
+    for i in range(np.uint64(start), np.uint64(stop)):
+        row, grad = block[np.uint64(ids[i])], grads[np.uint64(source[i])]
+        weights, accum, linear = row[0], row[1], row[2]
+        for j in range(len(grad)):
+            g, n = grad[j], accum[j]
             n1 = n + g * g
             root = np.float32(np.float64(n1) ** exponent)
             sigma = (root - np.float32(np.float64(n) ** exponent)) / lr
-            z = block[row, LINEAR, j] + (g - sigma * block[row, 0, j])
+            z = linear[j] + (g - sigma * weights[j])
             sign_l1 = l1 if z > zero else -l1
             w = (sign_l1 - z) / (root / lr + two_l2)
-            block[row, 0, j] = zero if abs(z) <= l1 else w  # NaN stays visible
-            block[row, ACCUM, j] = n1
-            block[row, LINEAR, j] = z
+            weights[j] = zero if abs(z) <= l1 else w
+            accum[j] = n1
+            linear[j] = z
 
 
-def ftrl(
-    block: npt.NDArray[np.float32],
-    ids: npt.NDArray[Any],
-    grads: npt.NDArray[np.float32],
-    lr: np.float32,
-    l1: np.float32,
-    two_l2: np.float32,
-    exponent: float,
-) -> None:
-    """Take one FTRL step on the rows `ids`, in place.
-
-    block     float32 [V, 3, D]: weights, accum, linear
-    ids       int32 or int64 [U], unique, each in [0, V)
-    grads     float32 [U, D], the summed gradient of each row
-    two_l2    2 * l2
-    exponent  -lr_power, so that accum^exponent is the inverse of the step size's shrinkage
-    """
+def ftrl(lr: np.float32, l1: np.float32, two_l2: np.float32, exponent: float) -> tuple[Kernel, tuple[Any, ...]]:
+    """Return the kernel for these scalars, and its scalars; two_l2 is 2 * l2, exponent is -lr_power."""
     if exponent == 0.5:
-        parallel_for(_ftrl_sqrt, len(ids), ids, grads, block, lr, l1, two_l2, grain=_GRAIN)
-    else:
-        parallel_for(_ftrl_power, len(ids), ids, grads, block, lr, l1, two_l2, exponent, grain=_GRAIN)
+        return _ftrl_sqrt, (lr, l1, two_l2)
+    return _ftrl_power, (lr, l1, two_l2, exponent)

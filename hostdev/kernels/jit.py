@@ -1,13 +1,20 @@
 """All numba policy: how a kernel is compiled, and what is promised of its arithmetic.
 
 Every kernel is a pure function on arrays whose first two arguments are the half-open range `start, stop` of
-items to work on; items of different ranges never touch the same memory, so a range may run on any thread.
+items to work on; items of different ranges never write the same memory, so a range may run on any thread.
+
+Indices are made unsigned (`np.uint64`) before they are used: for a signed one numba adds the wrap-around of negative
+indices, which keeps a loop from vectorising.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 _OPTIONS: dict[str, Any] = {
     "nogil": True,  # the pool runs ranges of one kernel on several Python threads
@@ -31,3 +38,42 @@ def kernel(function: Callable[..., Any]) -> Any:
 def inline(function: Callable[..., Any]) -> Any:
     """Compile a scalar helper into the kernels that call it."""
     return numba.njit(function, inline="always", **_OPTIONS)
+
+
+def _prefetch(to_write: int, locality: int) -> Any:
+    """An intrinsic that asks the cache for the line at an address; locality 3 is the nearest cache, 2 the next."""
+
+    @intrinsic
+    def ask(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            word, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+            function = builder.module.declare_intrinsic(
+                "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+            )
+            constants = [ir.Constant(word, value) for value in (to_write, locality, 1)]  # 1: data, not code
+            builder.call(function, [builder.inttoptr(arguments[0], byte), *constants])
+            return context.get_dummy_value()
+
+        return types.void(types.intp), generate
+
+    return ask
+
+
+_ask_to_write = _prefetch(1, 3)
+_ask_to_read = _prefetch(0, 2)
+
+
+@inline
+def prefetch_to_write(array: Any, row: Any, nbytes: Any) -> None:
+    """Ask the cache for the first `nbytes` of array[row], to be written; row need not be in range."""
+    address = array.ctypes.data + np.int64(row) * np.int64(array.strides[0])
+    for offset in range(0, nbytes, 64):
+        _ask_to_write(address + offset)
+
+
+@inline
+def prefetch_to_read(array: Any, row: Any, nbytes: Any) -> None:
+    """Ask the cache for the first `nbytes` of array[row], to be read only; row need not be in range."""
+    address = array.ctypes.data + np.int64(row) * np.int64(array.strides[0])
+    for offset in range(0, nbytes, 64):
+        _ask_to_read(address + offset)

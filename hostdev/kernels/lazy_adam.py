@@ -1,52 +1,36 @@
-"""Lazy Adam on the unique rows of a batch. The recurrence is in `hostdev.optimizers.LazyAdam`."""
+"""Lazy Adam on unique rows. The recurrence is in `hostdev.optimizers.LazyAdam`; arguments as in `apply`."""
 
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from hostdev.kernels.jit import kernel
-from hostdev.kernels.pool import parallel_for
+from hostdev.kernels.jit import kernel, prefetch_to_write
+from hostdev.kernels.pool import Kernel
 
-M, V = 1, 2  # slot rows in the block
-_GRAIN = 256
+_AHEAD = 4
 
 
 @kernel
 def _lazy_adam(
-    start: Any, stop: Any, ids: Any, grads: Any, block: Any,
+    start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, row_slots: Any,
     lr_t: Any, beta1: Any, one_minus_beta1: Any, beta2: Any, one_minus_beta2: Any, eps: Any, nesterov: Any,
 ) -> None:  # fmt: skip
-    for i in range(start, stop):
-        row = np.int64(ids[i])
-        for j in range(block.shape[2]):
-            g = grads[i, j]
-            m = beta1 * block[row, M, j] + one_minus_beta1 * g
-            v = beta2 * block[row, V, j] + one_minus_beta2 * (g * g)
+    for i in range(np.uint64(start), np.uint64(stop)):
+        ahead = i + np.uint64(_AHEAD)
+        if ahead < np.uint64(stop):
+            prefetch_to_write(block, ids[ahead], block.strides[0])
+        row, grad = block[np.uint64(ids[i])], grads[np.uint64(source[i])]
+        weights, first, second = row[0], row[1], row[2]
+        for j in range(len(grad)):
+            g = grad[j]
+            m = beta1 * first[j] + one_minus_beta1 * g
+            v = beta2 * second[j] + one_minus_beta2 * (g * g)
             numerator = beta1 * m + one_minus_beta1 * g if nesterov else m
-            block[row, M, j] = m
-            block[row, V, j] = v
-            block[row, 0, j] -= lr_t * numerator / (np.sqrt(v) + eps)
+            first[j] = m
+            second[j] = v
+            weights[j] -= lr_t * numerator / (np.sqrt(v) + eps)
 
 
-def lazy_adam(
-    block: npt.NDArray[np.float32],
-    ids: npt.NDArray[Any],
-    grads: npt.NDArray[np.float32],
-    lr_t: np.float32,
-    beta1: np.float32,
-    one_minus_beta1: np.float32,
-    beta2: np.float32,
-    one_minus_beta2: np.float32,
-    eps: np.float32,
-    nesterov: bool,
-) -> None:
-    """Take one Adam step on the rows `ids`, in place; the other rows, their moments included, stay as they are.
-
-    block  float32 [V, 3, D]: weights, m, v
-    ids    int32 or int64 [U], unique, each in [0, V)
-    grads  float32 [U, D], the summed gradient of each row
-    lr_t   the learning rate with the bias corrections of the table's step t
-    """
-    scalars = (lr_t, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, nesterov)
-    parallel_for(_lazy_adam, len(ids), ids, grads, block, *scalars, grain=_GRAIN)
+def lazy_adam(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:
+    """Return the kernel and its scalars: lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, nesterov."""
+    return _lazy_adam, scalars

@@ -8,19 +8,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.kernels.jit import kernel
+from hostdev.kernels.jit import kernel, prefetch_to_read
 from hostdev.kernels.pool import parallel_for
 
 _GRAIN = 512
+_AHEAD = 8  # rows; the latency of memory over the time of a row
 
 
 @kernel
 def _lookup(start: Any, stop: Any, ids: Any, block: Any, out: Any) -> None:
-    D = block.shape[2]
-    for i in range(start, stop):
-        row = np.int64(ids[i])
-        for j in range(D):
-            out[i, j] = block[row, 0, j]
+    for i in range(np.uint64(start), np.uint64(stop)):
+        ahead = i + np.uint64(_AHEAD)
+        if ahead < np.uint64(stop):
+            prefetch_to_read(block, ids[ahead], block.shape[2] * 4)
+        weights, row = block[np.uint64(ids[i]), 0], out[i]
+        for j in range(len(row)):
+            row[j] = weights[j]
 
 
 @kernel

@@ -8,11 +8,12 @@ import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
 Kernel = Callable[..., Any]
+Task = tuple[Kernel, int, int, tuple[Any, ...]]
 
 _RANGES_PER_THREAD = 4  # evens out threads that the operating system slows down
 _MAX_RANGE_BITS = 18  # so that Ctrl-C need not wait for long
@@ -45,41 +46,41 @@ def host_threads() -> int:
 
 
 class _Job:
-    """One call of `parallel_for`: the ranges still to do and how many are unfinished."""
+    """One call of `run_tasks`: the tasks still to do and how many are unfinished."""
 
-    def __init__(self, kernel: Kernel, args: tuple[Any, ...], ranges: list[tuple[int, int]]) -> None:
-        self.kernel = kernel
-        self.args = args
-        self.ranges = deque(ranges)
-        self.unfinished = len(ranges)
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.tasks = deque(tasks)
+        self.unfinished = len(tasks)
         self.lock = threading.Lock()
         self.done = threading.Event()
         self.error: BaseException | None = None
 
     def work(self) -> None:
-        """Take ranges until none is left."""
+        """Take tasks until none is left."""
         while True:
             try:
-                start, stop = self.ranges.popleft()
+                kernel, start, stop, args = self.tasks.popleft()
             except IndexError:
                 return
             try:
-                self.kernel(start, stop, *self.args)
+                kernel(start, stop, *args)
                 self._finish(1)
             except BaseException as error:  # the caller raises it, Ctrl-C included; what is not begun is dropped
                 self.error = error
-                dropped = 1
-                while self.ranges:
-                    try:
-                        self.ranges.popleft()
-                        dropped += 1
-                    except IndexError:
-                        break
-                self._finish(dropped)
+                self._finish(1 + self._drop())
 
-    def _finish(self, ranges: int) -> None:
+    def _drop(self) -> int:
+        dropped = 0
+        while True:
+            try:
+                self.tasks.popleft()
+            except IndexError:
+                return dropped
+            dropped += 1
+
+    def _finish(self, tasks: int) -> None:
         with self.lock:
-            self.unfinished -= ranges
+            self.unfinished -= tasks
             if self.unfinished == 0:
                 self.done.set()
 
@@ -111,27 +112,45 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def parallel_for(kernel: Kernel, n: int, *args: Any, grain: int = 1) -> None:
-    """Call `kernel(start, stop, *args)` over ranges that cover `range(n)`, in no particular order, and wait.
+def ranges(n: int, grain: int = 1) -> list[tuple[int, int]]:
+    """Return half-open ranges that cover range(n), as many as suit the threads.
 
-    kernel  writes only what its own range owns, so that ranges may run at once
-    n       number of items
-    grain   ranges start at multiples of it; work of less than two grains stays on the calling thread
+    grain  ranges start at multiples of it; work of less than two grains stays in one range
     """
     if n <= 0:
-        return
+        return []
     grains = -(-n // grain)
-    threads = min(_threads, grains)
-    if threads == 1:
-        kernel(0, n, *args)
-        return
-    pieces = min(grains, max(threads * _RANGES_PER_THREAD, n >> _MAX_RANGE_BITS))
+    pieces = 1 if _threads == 1 else min(grains, _threads * _RANGES_PER_THREAD)
+    pieces = max(pieces, n >> _MAX_RANGE_BITS)
     edges = [min(n, grains * i // pieces * grain) for i in range(pieces + 1)]
-    job = _Job(kernel, args, list(itertools.pairwise(edges)))
-    _ensure_workers(threads - 1)
-    for _ in range(threads - 1):
+    return list(itertools.pairwise(edges))
+
+
+def run_tasks(tasks: Sequence[Task]) -> None:
+    """Call `kernel(start, stop, *args)` for every task (kernel, start, stop, args), and wait.
+
+    Tasks begin in the order given; they write different memory, so that they may run at once. An exception of one is
+    raised here, after those that have begun.
+    """
+    helpers = min(_threads, len(tasks)) - 1
+    if helpers < 1:
+        for kernel, start, stop, args in tasks:
+            kernel(start, stop, *args)
+        return
+    job = _Job(tasks)
+    _ensure_workers(helpers)
+    for _ in range(helpers):
         _queue.put(job)
     job.work()
     job.done.wait()
     if job.error is not None:
         raise job.error
+
+
+def parallel_for(kernel: Kernel, n: int, *args: Any, grain: int = 1) -> None:
+    """Call `kernel(start, stop, *args)` over ranges that cover range(n), in no particular order, and wait.
+
+    kernel  writes only what its own range owns, so that ranges may run at once
+    grain   as in `ranges`
+    """
+    run_tasks([(kernel, start, stop, args) for start, stop in ranges(n, grain)])

@@ -4,6 +4,7 @@ An open-addressing hash table with linear probing; its cost depends on the numbe
 size of the embedding table, and its order on the ids alone.
 """
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -15,71 +16,76 @@ Ids = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Positions = npt.NDArray[np.int32]
 
 _EMPTY = np.int32(-1)
-_MAX_DISTINCT = 2**30  # positions and slots are int32, and the table is kept at most half full
+_SPARE_BITS = 2  # the table is at most a quarter full: long probes cost more than a larger table
+_MAX_DISTINCT = 2**31  # positions are int32
+_maps = threading.local()  # of `unique`: a batch has about as many distinct ids as the one before
 
 
 @inline
 def _slot(key: Any, shift: Any) -> Any:
     # Fibonacci hashing (Knuth, TAOCP vol. 3, section 6.4): the high bits of a product are well spread.
-    return np.int64((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(shift))
+    return (np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(shift)
 
 
 @kernel
 def _add(ids: Any, start: Any, slots: Any, shift: Any, keys: Any, count: Any, positions: Any) -> Any:
-    """Insert ids[start:]; stop early where the table is half full. Returns (next id to insert, number of keys)."""
-    mask = len(slots) - 1
-    limit = len(slots) // 2
-    for i in range(start, len(ids)):
+    """Insert ids[start:]; stop early where the keys are full. Returns (next id to insert, number of keys)."""
+    mask, one = np.uint64(len(slots) - 1), np.uint64(1)
+    for i in range(np.uint64(start), np.uint64(len(ids))):
         key = ids[i]
         slot = _slot(key, shift)
         while True:
             position = slots[slot]
             if position < 0:
-                if count == limit:
-                    return i, count
+                if count == len(keys):
+                    return np.int64(i), count
                 slots[slot] = count
-                keys[count] = key
+                keys[np.uint64(count)] = key
                 positions[i] = count
                 count += 1
                 break
-            if keys[position] == key:
+            if keys[np.uint64(position)] == key:
                 positions[i] = position
                 break
-            slot = (slot + 1) & mask
+            slot = (slot + one) & mask
     return len(ids), count
 
 
 @kernel
 def _rehash(slots: Any, shift: Any, keys: Any, count: Any) -> None:
-    mask = len(slots) - 1
+    mask, one = np.uint64(len(slots) - 1), np.uint64(1)
     for position in range(count):
         slot = _slot(keys[position], shift)
         while slots[slot] >= 0:
-            slot = (slot + 1) & mask
+            slot = (slot + one) & mask
         slots[slot] = position
 
 
 @kernel
 def _find(ids: Any, slots: Any, shift: Any, keys: Any, positions: Any) -> None:
-    mask = len(slots) - 1
+    mask, one = np.uint64(len(slots) - 1), np.uint64(1)
     for i in range(len(ids)):
         slot = _slot(ids[i], shift)
         while True:
             position = slots[slot]
-            if position < 0 or keys[position] == ids[i]:
+            if position < 0 or keys[np.uint64(position)] == ids[i]:
                 positions[i] = position
                 break
-            slot = (slot + 1) & mask
+            slot = (slot + one) & mask
 
 
 class IdMap:
-    """Grows with the distinct ids that it has seen, numbered 0, 1, 2, ... in order of first occurrence."""
+    """Grows with the distinct ids that it has seen, numbered 0, 1, 2, ... in order of first occurrence.
+
+    dtype     of the ids
+    expected  how many distinct ids are expected; more are welcome
+    """
 
     def __init__(self, dtype: npt.DTypeLike = np.int64, *, expected: int = 0) -> None:
-        bits = max(10, int(2 * expected).bit_length())
+        bits = max(10, int(expected).bit_length() + _SPARE_BITS)
         self._shift = 64 - bits
         self._slots = np.full(1 << bits, _EMPTY, np.int32)
-        self._keys = np.empty(1 << (bits - 1), dtype)
+        self._keys = np.empty(1 << (bits - _SPARE_BITS), dtype)
         self._count = 0
 
     def __len__(self) -> int:
@@ -91,9 +97,18 @@ class IdMap:
         """The distinct ids in order of first occurrence, [len(self)]; a view until the next `add`."""
         return self._keys[: self._count]
 
-    def add(self, ids: npt.NDArray[Any]) -> Positions:
-        """Return each id's position, int32 [N]; an id not seen before gets the next one."""
-        positions = np.empty(len(ids), np.int32)
+    def clear(self) -> None:
+        """Forget all ids; the memory stays."""
+        self._slots.fill(_EMPTY)
+        self._count = 0
+
+    def add(self, ids: npt.NDArray[Any], positions: Positions | None = None) -> Positions:
+        """Return each id's position, int32 [N]; an id not seen before gets the next one.
+
+        positions  int32 [N] to write into; a new array if None
+        """
+        if positions is None:
+            positions = np.empty(len(ids), np.int32)
         done = 0
         while True:
             done, self._count = _add(ids, done, self._slots, self._shift, self._keys, self._count, positions)
@@ -108,11 +123,11 @@ class IdMap:
         return positions
 
     def _grow(self) -> None:
-        if self._count >= _MAX_DISTINCT // 2:
+        if self._count > _MAX_DISTINCT // 4:
             raise OverflowError(f"more than {self._count} distinct ids in one map")
         self._shift -= 2
         self._slots = np.full(len(self._slots) * 4, _EMPTY, np.int32)
-        keys = np.empty(len(self._slots) // 2, self._keys.dtype)
+        keys = np.empty(len(self._slots) >> _SPARE_BITS, self._keys.dtype)
         keys[: self._count] = self.ids
         self._keys = keys
         _rehash(self._slots, self._shift, self._keys, self._count)
@@ -140,9 +155,22 @@ def unique(ids: npt.ArrayLike) -> tuple[npt.NDArray[Any], Positions]:
     Raises TypeError or ValueError for a wrong dtype or shape.
     """
     ids = np.ascontiguousarray(check_ids(ids))
-    seen = IdMap(ids.dtype, expected=min(len(ids), 1 << 14))
-    inverse = seen.add(ids)
-    return seen.ids, inverse
+    inverse = np.empty(len(ids), np.int32)
+    return unique_into(ids, inverse).copy(), inverse
+
+
+def unique_into(ids: npt.NDArray[Any], inverse: Positions) -> npt.NDArray[Any]:
+    """Deduplicate as `unique`, without new memory: write `inverse`, return a view until this thread's next call.
+
+    ids  int32 or int64 [N], C-contiguous
+    """
+    maps: dict[np.dtype[Any], IdMap] = _maps.__dict__.setdefault("by_dtype", {})
+    seen = maps.get(ids.dtype)
+    if seen is None:
+        seen = maps[ids.dtype] = IdMap(ids.dtype, expected=1 << 14)
+    seen.clear()
+    seen.add(ids, inverse)
+    return seen.ids
 
 
 @kernel

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hostdev import FTRL, HostTable, LazyAdam, UserError
+from hostdev import FTRL, SGD, Adagrad, HostTable, LazyAdam, RowWiseAdagrad, UserError
 from hostdev.device import backend, optimizers
 from hostdev.device import table as table_module
 from hostdev.device.clock import EventClock, clock_for
@@ -13,7 +13,10 @@ from hostdev.device.table import DeviceTable
 from hostdev.kernels.unique import unique
 from tests import naive
 
-OPTIMIZERS = [LazyAdam(), LazyAdam(nesterov=True, lr=0.01), FTRL(), FTRL(l1=0.5, l2=0.01), FTRL(lr_power=-0.3)]
+OPTIMIZERS = [
+    LazyAdam(), LazyAdam(nesterov=True, lr=0.01), FTRL(), FTRL(l1=0.5, l2=0.01), FTRL(lr_power=-0.3),
+    SGD(), Adagrad(), RowWiseAdagrad(),
+]  # fmt: skip
 
 
 @pytest.fixture(params=["cpu", "accelerator"])
@@ -46,6 +49,8 @@ def test_a_device_table_equals_a_host_table_to_the_bit(device, optimizer, dim):
         other.update(torch.from_numpy(ids).to(device), torch.from_numpy(grads).to(device))
         np.testing.assert_array_equal(other.lookup(torch.from_numpy(ids).to(device)).cpu(), host.lookup(ids))
     np.testing.assert_array_equal(other.block.cpu(), host.block)
+    for name, values in host.slots.items():
+        np.testing.assert_array_equal(other.slots[name].cpu(), values)
     assert other.step == host.step
     assert other.sum_of_squares() == pytest.approx(host.sum_of_squares(), rel=1e-12)
 
@@ -56,12 +61,13 @@ def test_the_accelerators_operations_on_the_cpu(optimizer, dtype, monkeypatch):
     """Torch's square root is correctly rounded on CUDA but not on the CPU, so NumPy's stands in for it."""
     monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: torch.from_numpy(np.sqrt(x.numpy())))
     host = HostTable(500, 8, optimizer, name="t", seed=4)
-    block = torch.from_numpy(host.block.copy())
+    block, row_slots = torch.from_numpy(host.block.copy()), torch.from_numpy(host.row_slots.copy())
     for step, (ids, grads) in enumerate(steps(8), 1):
         host.update(ids, grads)
-        arguments = block, torch.from_numpy(ids.astype(dtype)), torch.from_numpy(grads)
-        optimizers.update_with_torch(optimizer.primitive, *arguments, optimizer.scalars(step))
+        arguments = block, row_slots, torch.from_numpy(ids.astype(dtype)), torch.from_numpy(grads)
+        optimizers.update_with_torch(optimizer.primitive, *arguments, optimizer.scalars(step, 8))
     np.testing.assert_array_equal(block, host.block)
+    np.testing.assert_array_equal(row_slots, host.row_slots)
 
 
 def test_a_large_table_is_filled_in_parts(device, monkeypatch):

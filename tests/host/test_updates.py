@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hostdev.host.table import HostTable
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import unique
-from hostdev.optimizers import FTRL, LazyAdam
+from hostdev.optimizers import FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad
 from tests import naive
 
 OPTIMIZERS = {
@@ -20,6 +20,9 @@ OPTIMIZERS = {
     "ftrl-regularized": FTRL(lr=0.1, l1=0.5, l2=0.01, initial_accum=0.1),
     "ftrl-power": FTRL(lr_power=-0.3),
     "ftrl-no-decay": FTRL(lr_power=0.0, l2=0.1),
+    "sgd": SGD(),
+    "adagrad": Adagrad(initial_accum=0.1),
+    "row-wise-adagrad": RowWiseAdagrad(),
 }
 GOLDEN = sorted((Path(__file__).parent.parent / "golden").glob("*.npz"))
 
@@ -72,6 +75,7 @@ def test_update_is_apply_without_the_sum(name):
     rows, inverse = unique(ids)
     halves.update(rows, naive.segment_sum(grads, inverse, len(rows)))
     np.testing.assert_array_equal(whole.block, halves.block)
+    np.testing.assert_array_equal(whole.row_slots, halves.row_slots)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -111,7 +115,16 @@ def test_there_are_golden_vectors():
     assert len(GOLDEN) == 8
 
 
-@pytest.mark.parametrize(("optimizer", "steps"), [(LazyAdam(lr=0.05), 400), (FTRL(lr=0.5), 400)])
+@pytest.mark.parametrize(
+    ("optimizer", "steps"),
+    [
+        (LazyAdam(lr=0.05), 400),
+        (FTRL(lr=0.5), 400),
+        (SGD(lr=0.1), 100),
+        (Adagrad(lr=0.5), 400),
+        (RowWiseAdagrad(lr=0.5), 400),
+    ],
+)
 def test_converges_on_a_quadratic(optimizer, steps):
     target = np.random.default_rng(0).standard_normal((20, 4), dtype=np.float32)
     table = HostTable(20, 4, optimizer, name="t")
@@ -124,6 +137,7 @@ def test_converges_on_a_quadratic(optimizer, steps):
     lambda: LazyAdam(lr=0), lambda: LazyAdam(beta1=1), lambda: LazyAdam(beta2=-0.1), lambda: LazyAdam(eps=0),
     lambda: FTRL(lr=-1), lambda: FTRL(l1=-1), lambda: FTRL(l2=-1), lambda: FTRL(lr_power=0.5),
     lambda: FTRL(initial_accum=-1),
+    lambda: SGD(lr=0), lambda: Adagrad(eps=0), lambda: RowWiseAdagrad(initial_accum=-1),
 ])  # fmt: skip
 def test_a_wrong_hyperparameter_is_named(make):
     with pytest.raises(

@@ -1,0 +1,87 @@
+"""Plain descent and the Adagrad family on unique rows. Recurrences in `hostdev.optimizers`; arguments as in `apply`."""
+
+from typing import Any
+
+import numpy as np
+
+from hostdev.kernels.jit import kernel, prefetch_to_write
+from hostdev.kernels.pool import Kernel
+
+_AHEAD = 4
+LANES = 16  # of RowWiseAdagrad's sum over a row; part of its definition, as the order of additions depends on it
+
+
+@kernel
+def _sgd(start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, row_slots: Any, lr: Any) -> None:
+    for i in range(np.uint64(start), np.uint64(stop)):
+        ahead = i + np.uint64(_AHEAD)
+        if ahead < np.uint64(stop):
+            prefetch_to_write(block, ids[ahead], block.strides[0])
+        weights, grad = block[np.uint64(ids[i]), 0], grads[np.uint64(source[i])]
+        for j in range(len(grad)):
+            weights[j] -= lr * grad[j]
+
+
+@kernel
+def _adagrad(
+    start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, row_slots: Any, lr: Any, eps: Any
+) -> None:
+    for i in range(np.uint64(start), np.uint64(stop)):
+        ahead = i + np.uint64(_AHEAD)
+        if ahead < np.uint64(stop):
+            prefetch_to_write(block, ids[ahead], block.strides[0])
+        row, grad = block[np.uint64(ids[i])], grads[np.uint64(source[i])]
+        weights, accum = row[0], row[1]
+        for j in range(len(grad)):
+            g = grad[j]
+            a = accum[j] + g * g
+            accum[j] = a
+            weights[j] -= lr * g / (np.sqrt(a) + eps)
+
+
+@kernel
+def _row_wise_adagrad(
+    start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, row_slots: Any,
+    lr: Any, eps: Any, columns: Any,
+) -> None:  # fmt: skip
+    lanes = np.empty(LANES, np.float32)
+    D = grads.shape[1]
+    whole = np.uint64(D - D % LANES)
+    for i in range(np.uint64(start), np.uint64(stop)):
+        ahead = i + np.uint64(_AHEAD)
+        if ahead < np.uint64(stop):
+            prefetch_to_write(block, ids[ahead], block.strides[0])
+            prefetch_to_write(row_slots, ids[ahead], 4)
+        row = np.uint64(ids[i])
+        weights, grad = block[row, 0], grads[np.uint64(source[i])]
+        lanes[:] = np.float32(0)
+        for c in range(np.uint64(0), whole, np.uint64(LANES)):
+            part = grad[c : c + np.uint64(LANES)]
+            for k in range(LANES):
+                lanes[k] += part[k] * part[k]
+        rest = grad[whole:]
+        for k in range(len(rest)):
+            lanes[k] += rest[k] * rest[k]
+        total = np.float32(0)
+        for k in range(LANES):
+            total += lanes[k]
+        a = row_slots[row, 0] + total / columns
+        row_slots[row, 0] = a
+        divisor = np.sqrt(a) + eps
+        for j in range(len(grad)):
+            weights[j] -= lr * grad[j] / divisor
+
+
+def sgd(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:
+    """Return the kernel and its scalar: lr."""
+    return _sgd, scalars
+
+
+def adagrad(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:
+    """Return the kernel and its scalars: lr, eps."""
+    return _adagrad, scalars
+
+
+def row_wise_adagrad(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:
+    """Return the kernel and its scalars: lr, eps, and the number of columns D in float32."""
+    return _row_wise_adagrad, scalars

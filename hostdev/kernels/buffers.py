@@ -1,0 +1,38 @@
+"""Memory for the kernels: aligned to cache lines, on huge pages where it is large, and scratch that is used again."""
+
+import math
+import threading
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+LINE = 64  # bytes; a vector store that crosses a line costs two
+_HUGE_PAGE = 1 << 21
+_scratch = threading.local()
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Any:
+    """Return a C-contiguous array without initial values that begins on a cache line.
+
+    One of many MiB begins on a huge page, which numpy asks the kernel for (madvise) where it allocates. At most 2 MiB
+    more than the array are reserved, and less than a page of them is touched.
+    """
+    dtype = np.dtype(dtype)
+    size = math.prod(shape) * dtype.itemsize
+    alignment = _HUGE_PAGE if size >= 8 * _HUGE_PAGE else LINE
+    raw = np.empty(size + alignment, np.uint8)
+    start = -raw.ctypes.data % alignment
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def scratch(name: str, shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:
+    """Return an array without initial values from this thread's scratch memory, aligned to a cache line.
+
+    Its contents last until the thread asks for the same name again. Fresh memory would cost a page fault per 4 KiB.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    held: dict[str, npt.NDArray[np.uint8]] = _scratch.__dict__
+    if name not in held or len(held[name]) < size:
+        held[name] = aligned_empty((size + size // 4 + LINE,), np.uint8)
+    return held[name][:size].view(dtype).reshape(shape)
