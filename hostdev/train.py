@@ -1,5 +1,7 @@
 """python -m hostdev.train: train Wide & Deep on shards, with the tables in host memory or on the device."""
 
+import hostdev.environment  # isort: skip  (before torch)
+
 import platform
 import threading
 import time

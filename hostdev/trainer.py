@@ -15,7 +15,7 @@ from torch import Tensor
 from hostdev import metrics
 from hostdev.batch import Batch
 from hostdev.device.backend import free_bytes, is_accelerator
-from hostdev.device.rows import gather_rows
+from hostdev.device.rows import gather_rows, gather_scaled_rows
 from hostdev.digest import state_sha256
 from hostdev.embedding import Embedding
 from hostdev.errors import UserError
@@ -165,9 +165,10 @@ class Trainer:
     def _logits(self, prepared: _Prepared, wide_rows: Tensor, deep_rows: Tensor) -> Tensor:
         shape = prepared.weights.shape
         wide = gather_rows(wide_rows, prepared.inverse).view(shape)
-        deep = gather_rows(deep_rows, prepared.inverse).view(*shape, -1)
+        dtype = torch.bfloat16 if self._precision == "bf16" else torch.float32
+        deep = gather_scaled_rows(deep_rows, prepared.inverse, prepared.weights.view(-1), dtype).view(shape[0], -1)
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._precision == "bf16"):
-            logits: Tensor = self.network(wide, deep, prepared.weights)
+            logits: Tensor = self.network((wide * prepared.weights).sum(1), deep)
         return logits
 
     def _run_forward(self, prepared: _Prepared, wide_rows: Tensor, deep_rows: Tensor) -> tuple[Tensor, Tensor]:

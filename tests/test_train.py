@@ -43,7 +43,8 @@ def test_the_list_of_flags():
     config.add_flags(parser)
     flags = {option for action in parser._actions for option in action.option_strings} - {"-h", "--help", "--debug"}
     assert flags == {
-        "--data", "--host-device-mix", "--device", "--epochs", "--batch-size", "--emb-dim", "--l2", "--precision", "--host-threads",
+        "--data", "--host-device-mix", "--device", "--epochs", "--batch-size", "--emb-dim", "--l2", "--precision",
+        "--host-threads",
         "--seed", "--max-steps", "--run-dir",
     }  # fmt: skip
 

@@ -20,8 +20,8 @@ from tests.torch_twin import Twin
 CPU = torch.device("cpu")
 
 
-def make(rows, dim=8, *, mix=True, l2="none", seed=3):
-    return Trainer(rows, dim, host_device_mix=mix, device=CPU, l2=l2, seed=seed, log=OpLog())
+def make(rows, dim=8, *, mix=True, l2="none", precision="fp32", seed=3):
+    return Trainer(rows, dim, host_device_mix=mix, device=CPU, l2=l2, precision=precision, seed=seed, log=OpLog())
 
 
 def batches(folder, size, count):
@@ -53,13 +53,15 @@ def test_losses_equal_a_plain_torch_twins_on_the_real_sample(criteo_sample, tmp_
     compare_with_twin(tmp_path / "data", 1000, 50, 80, "none")
 
 
-@pytest.mark.parametrize("l2", ["none", "batch", "table"])
-def test_the_same_bits_in_every_mode(small_data, l2):
+@pytest.mark.parametrize(
+    ("l2", "precision"), [("none", "fp32"), ("batch", "fp32"), ("table", "fp32"), ("batch", "bf16")]
+)
+def test_the_same_bits_in_every_mode(small_data, l2, precision):
     rows, steps = batches(small_data, 300, 8)
 
     def train(mix, threads, seed=3):
         set_host_threads(threads)
-        trainer = make(rows, 40, mix=mix, l2=l2, seed=seed)
+        trainer = make(rows, 40, mix=mix, l2=l2, precision=precision, seed=seed)
         losses = [trainer.step(batch) for batch in steps]
         evaluation = trainer.evaluate(steps[:2])
         return losses, evaluation, trainer.state_sha256()
@@ -146,3 +148,12 @@ def test_predictions_that_are_not_finite_are_no_auc(small_data):
     weights[5, 2] = np.inf
     with pytest.raises(UserError, match="the predictions of 1 of 100 rows are not finite"):
         trainer.evaluate([Batch(steps[0].label, steps[0].ids, weights)])
+
+
+def test_bf16_stays_close_to_fp32(small_data):
+    rows, steps = batches(small_data, 300, 10)
+    trainers = [make(rows, 16, precision=precision) for precision in ("fp32", "bf16")]
+    losses = np.array([[trainer.step(batch).wide for batch in steps] for trainer in trainers])
+    assert not np.array_equal(*losses)
+    np.testing.assert_allclose(*losses, rtol=0.01)
+    assert all(parameter.dtype == torch.float32 for parameter in trainers[1].network.parameters())

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hostdev.kernels.gather import gather_scaled, segment_sum_scaled
 from hostdev.kernels.segment import segment_sum
 
 
@@ -49,3 +50,44 @@ def sum_rows(grads: Tensor, inverse: Tensor, rows: int) -> Tensor:
     # Deterministic algorithms are on: torch sorts the indices stably and adds by segment.
     zeros = torch.zeros((rows, grads.shape[1]), device=grads.device)
     return zeros.index_add_(0, inverse.long(), grads)
+
+
+class _GatherScaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, inverse: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(inverse, weights)
+        ctx.rows = len(rows)
+        if rows.device.type == "cpu":
+            out = torch.empty((len(inverse), rows.shape[1]), dtype=dtype)
+            gather_scaled(rows.detach().numpy(), inverse.numpy(), weights.numpy(), _bits(out))
+            return out
+        return (rows.index_select(0, inverse) * weights.unsqueeze(1)).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        inverse, weights = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        if grad.device.type == "cpu":
+            out = torch.empty((ctx.rows, grad.shape[1]))
+            segment_sum_scaled(_bits(grad), inverse.numpy(), weights.numpy(), out.numpy())
+        else:
+            out = sum_rows(grad.float() * weights.unsqueeze(1), inverse, ctx.rows)
+        return out, None, None, None
+
+
+def _bits(tensor: Tensor) -> Any:
+    """A tensor's memory for a kernel: float32, or bfloat16 as uint16, which numpy has."""
+    return tensor.numpy() if tensor.dtype == torch.float32 else tensor.view(torch.uint16).numpy()
+
+
+def gather_scaled_rows(rows: Tensor, inverse: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return each use's row times its weight, rounded to dtype; the gradient is summed per row in order of occurrence.
+
+    rows     float32 [U, D]
+    inverse  int32 [N], numbered in order of first occurrence
+    weights  float32 [N], to which no gradient goes
+    dtype    torch.float32 or torch.bfloat16
+    returns  dtype [N, D]
+    """
+    out: Tensor = _GatherScaled.apply(rows, inverse, weights, dtype)  # type: ignore[no-untyped-call]
+    return out

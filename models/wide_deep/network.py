@@ -1,4 +1,4 @@
-"""The dense network. It takes looked-up rows and knows nothing of the tables that they come from.
+"""The dense network. It takes looked-up, masked rows and knows nothing of the tables that they come from.
 
 B rows, F fields, D the deep dimension.
 """
@@ -35,14 +35,11 @@ class WideDeep(nn.Module):
                 values = initial_array(tuple(parameter.shape), Normal(0.01), seed, f"dense/{name}")
                 parameter.copy_(torch.from_numpy(values))
 
-    def forward(self, wide: Tensor, deep: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, linear: Tensor, deep: Tensor) -> Tensor:
         """Return logits float32 [B].
 
-        wide     float32 [B, F], the wide weight of each field's id
-        deep     float32 [B, F, D], the embedding of each field's id
-        weights  float32 [B, F], the mask that multiplies both
+        linear  float32 [B], the sum over the fields of wide weight x mask
+        deep    [B, F * D], the embeddings x mask of all fields side by side; under autocast in its dtype
         """
-        linear = (wide * weights).sum(1) + self.bias
-        hidden = (deep * weights.unsqueeze(2)).flatten(1)
-        logits: Tensor = linear + self.deep(hidden).squeeze(1)
+        logits: Tensor = linear + self.bias + self.deep(deep).squeeze(1)
         return logits

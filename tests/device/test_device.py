@@ -8,7 +8,7 @@ from hostdev import FTRL, SGD, Adagrad, HostTable, LazyAdam, RowWiseAdagrad, Use
 from hostdev.device import backend, optimizers
 from hostdev.device import table as table_module
 from hostdev.device.clock import EventClock, clock_for
-from hostdev.device.rows import gather_rows, sum_rows
+from hostdev.device.rows import gather_rows, gather_scaled_rows, sum_rows
 from hostdev.device.table import DeviceTable
 from hostdev.kernels.unique import unique
 from tests import naive
@@ -97,6 +97,28 @@ def test_gather_and_its_gradient(device, dim):
         np.testing.assert_allclose(rows.grad.cpu(), expected, rtol=1e-4, atol=1e-5)
     else:
         np.testing.assert_array_equal(rows.grad.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [1, 7, 80])
+def test_gather_scaled_equals_the_operations_one_by_one(device, dim, dtype):
+    rng = np.random.default_rng(dim)
+    found, inverse = unique(rng.integers(0, 60, 2000))
+    values = (rng.standard_normal((len(found), dim)) * 10.0 ** rng.integers(-42, 38, (len(found), dim))).astype(
+        np.float32
+    )
+    values.flat[:3] = [np.nan, np.inf, -np.inf]
+    weights = rng.choice([1.0, 0.37, 0.0], 2000).astype(np.float32)
+    rows = torch.from_numpy(values).to(device).requires_grad_()
+    out = gather_scaled_rows(rows, torch.from_numpy(inverse).to(device), torch.from_numpy(weights).to(device), dtype)
+    expected = (torch.from_numpy(values)[inverse] * torch.from_numpy(weights)[:, None]).to(dtype)
+    assert out.dtype == dtype
+    np.testing.assert_array_equal(out.detach().float().cpu(), expected.float())
+    grads = torch.from_numpy(rng.standard_normal((2000, dim), dtype=np.float32)).to(dtype)
+    out.backward(grads.to(device))
+    scaled = (grads.float() * torch.from_numpy(weights)[:, None]).numpy()
+    if device.type == "cpu" or dim > 1:
+        np.testing.assert_array_equal(rows.grad.cpu(), naive.segment_sum(scaled, inverse, len(found)))
 
 
 def test_a_gradient_that_is_not_contiguous():

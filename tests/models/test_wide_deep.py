@@ -18,7 +18,8 @@ def test_forward_is_what_the_formula_says():
         hidden = np.maximum(hidden @ parameters[f"deep.{layer}.weight"].T + parameters[f"deep.{layer}.bias"], 0)
     out = hidden @ parameters["deep.4.weight"].T + parameters["deep.4.bias"]
     expected = (wide * weights).sum(1) + parameters["bias"] + out[:, 0]
-    logits = network(*map(torch.from_numpy, (wide, deep, weights)))
+    linear, deep_input = (wide * weights).sum(1), (deep * weights[:, :, None]).reshape(6, 12)
+    logits = network(torch.from_numpy(linear), torch.from_numpy(deep_input))
     np.testing.assert_allclose(logits.detach(), expected, rtol=1e-5, atol=1e-6)
 
 

@@ -1,0 +1,122 @@
+"""The dense network's input from unique rows, and its gradient back, where the device's memory is the host's.
+
+Scaling, rounding to bfloat16 and the sum per row are done on the way: as operations of their own each would carry all
+uses through memory once more. bfloat16 is stored as its 16 bits, uint16.
+
+N uses, U unique rows, D columns; one float32 weight per use.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import uint16, uint32
+
+from hostdev.kernels.jit import inline, kernel, prefetch_to_read, prefetch_to_write
+from hostdev.kernels.pool import parallel_for
+
+_GRAIN = 512
+_SUMS_AHEAD, _GRADS_AHEAD = 12, 24  # uses
+
+
+@inline
+def _to_bfloat16(x: Any) -> Any:
+    """Round to the nearest, ties to even, as torch does; NaN becomes the quiet NaN."""
+    bits = np.float32(x).view(np.uint32)
+    rounded = uint32(uint32(bits + uint32(0x7FFF) + uint32((bits >> uint32(16)) & uint32(1))) >> uint32(16))
+    return uint16(0x7FC0) if x != x else uint16(rounded)
+
+
+@inline
+def _from_bfloat16(bits: Any) -> Any:
+    return np.uint32(uint32(bits) << uint32(16)).view(np.float32)
+
+
+@kernel
+def _scale(start: Any, stop: Any, rows: Any, inverse: Any, weights: Any, out: Any) -> None:
+    for i in range(np.uint64(start), np.uint64(stop)):
+        row, to, weight = rows[np.uint64(inverse[i])], out[i], weights[i]
+        for j in range(len(row)):
+            to[j] = row[j] * weight
+
+
+@kernel
+def _scale_to_bfloat16(start: Any, stop: Any, rows: Any, inverse: Any, weights: Any, out: Any) -> None:
+    for i in range(np.uint64(start), np.uint64(stop)):
+        row, to, weight = rows[np.uint64(inverse[i])], out[i], weights[i]
+        for j in range(len(row)):
+            to[j] = _to_bfloat16(np.float32(row[j] * weight))
+
+
+@kernel
+def _sum(grads: Any, inverse: Any, weights: Any, out: Any) -> None:
+    D = grads.shape[1]
+    uses, seen, one = np.uint64(len(inverse)), np.uint64(0), np.uint64(1)
+    for i in range(np.uint64(0), uses):
+        prefetch_to_read(grads, i + np.uint64(_GRADS_AHEAD), D * 4)
+        if i + np.uint64(_SUMS_AHEAD) < uses:
+            prefetch_to_write(out, inverse[i + np.uint64(_SUMS_AHEAD)], D * 4)
+        row, weight = np.uint64(inverse[i]), weights[i]
+        total, grad = out[row], grads[i]
+        if row == seen:
+            seen += one
+            for j in range(D):
+                total[j] = grad[j] * weight
+        else:
+            for j in range(D):
+                total[j] += grad[j] * weight
+
+
+@kernel
+def _sum_from_bfloat16(grads: Any, inverse: Any, weights: Any, out: Any) -> None:
+    D = grads.shape[1]
+    uses, seen, one = np.uint64(len(inverse)), np.uint64(0), np.uint64(1)
+    for i in range(np.uint64(0), uses):
+        prefetch_to_read(grads, i + np.uint64(_GRADS_AHEAD), D * 2)
+        if i + np.uint64(_SUMS_AHEAD) < uses:
+            prefetch_to_write(out, inverse[i + np.uint64(_SUMS_AHEAD)], D * 4)
+        row, weight = np.uint64(inverse[i]), weights[i]
+        total, grad = out[row], grads[i]
+        if row == seen:
+            seen += one
+            for j in range(D):
+                total[j] = _from_bfloat16(grad[j]) * weight
+        else:
+            for j in range(D):
+                total[j] += _from_bfloat16(grad[j]) * weight
+
+
+def gather_scaled(
+    rows: npt.NDArray[np.float32],
+    inverse: npt.NDArray[np.int32],
+    weights: npt.NDArray[np.float32],
+    out: npt.NDArray[Any],
+) -> None:
+    """Write each use's row times its weight: out[i] = rows[inverse[i]] * weights[i].
+
+    rows     float32 [U, D]
+    inverse  int32 [N], each in [0, U)
+    weights  float32 [N]
+    out      float32 [N, D], or uint16 [N, D] for bfloat16
+    """
+    scale = _scale if out.dtype == np.float32 else _scale_to_bfloat16
+    parallel_for(scale, len(inverse), rows, inverse, weights, out, grain=_GRAIN)
+
+
+def segment_sum_scaled(
+    grads: npt.NDArray[Any],
+    inverse: npt.NDArray[np.int32],
+    weights: npt.NDArray[np.float32],
+    out: npt.NDArray[np.float32],
+) -> None:
+    """Sum grads[i] * weights[i] over the uses of each row in order of occurrence, each operation in float32.
+
+    grads    float32 [N, D], or uint16 [N, D] for bfloat16
+    inverse  int32 [N], numbered in order of first occurrence
+    weights  float32 [N]
+    out      float32 [U, D], overwritten
+
+    One thread, as in `segment`; the network around it takes a hundred times as long.
+    """
+    add = _sum if grads.dtype == np.float32 else _sum_from_bfloat16
+    add(grads, inverse, weights, out)
