@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CRITEO ?=
 ARGS ?=
 
-.PHONY: train test test-slow bench lint types unit wheel venv clean
+.PHONY: train test test-slow bench bench-peers lint types unit wheel venv clean
 
 train: $(VENV)/.ready
 	@$(BIN)/python -m hostdev.quickstart $(if $(CRITEO),--criteo "$(CRITEO)") $(ARGS)
@@ -16,7 +16,11 @@ test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m slow
 
 bench: $(VENV)/.ready
+	$(BIN)/python bench/bench_ops.py
 	$(BIN)/python bench/bench_timing.py
+
+bench-peers: $(VENV)/.ready
+	$(BIN)/python bench/bench_peers.py
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

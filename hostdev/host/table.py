@@ -105,11 +105,13 @@ class HostTable:
 
         Raises as `lookup` does; nothing is written then. A call counts as one step of the table even if N is 0.
         """
-        ids = self._checked(ids)
+        ids = self._as_ids(ids)
         grads = np.ascontiguousarray(grads)
         _check_rows("grads", grads, (len(ids), self.dim), self.name)
         inverse = scratch("inverse", (len(ids),), np.int32)
         rows = unique_into(ids, inverse)
+        if first_outside(rows, self.rows) >= 0:
+            self._check_range(ids)
         scalars = self._next_scalars()
         apply_uses(self.optimizer.primitive, self.block, self.row_slots, rows, inverse, grads, scalars)
 
@@ -133,16 +135,22 @@ class HostTable:
         return self.optimizer.scalars(self.step, self.dim)
 
     def _checked(self, ids: npt.ArrayLike) -> npt.NDArray[Any]:
+        ids = self._as_ids(ids)
+        self._check_range(ids)
+        return ids
+
+    def _as_ids(self, ids: npt.ArrayLike) -> npt.NDArray[Any]:
         try:
-            ids = np.ascontiguousarray(check_ids(ids))
+            return np.ascontiguousarray(check_ids(ids))
         except (TypeError, ValueError) as error:
             raise type(error)(f"table {self.name!r}: {error}") from None
+
+    def _check_range(self, ids: npt.NDArray[Any]) -> None:
         position = first_outside(ids, self.rows)
         if position >= 0:
             raise UserError(
                 f"table {self.name!r}: id {ids[position]} at position {position} is outside 0..{self.rows - 1}"
             )
-        return ids
 
 
 def _check_rows(what: str, array: Rows, shape: tuple[int, int], table: str) -> None:

@@ -78,23 +78,32 @@ def _normal_pair(a: Any, b: Any, std: Any) -> Any:
     return radius * (sin if swap else cos), radius * (cos if swap else sin)
 
 
+@inline
+def _words(low: Any, high: Any, pair: Any) -> Any:
+    """The two random words of a pair of columns."""
+    a = _mix32(uint32(low ^ uint32(uint32(pair) * uint32(0x9E3779B9))))
+    b = _mix32(uint32(high ^ uint32(uint32(pair) * uint32(0x85EBCA6B))))
+    return a, b
+
+
 @kernel
 def _fill_normal(start: Any, stop: Any, first_row: Any, key: Any, std: Any, block: Any, slots: Any) -> None:
     D = block.shape[2]
     for i in range(start, stop):
         hashed = _row_hash(key, first_row + i)
         low, high = uint32(hashed), uint32(hashed >> uint64(32))
-        row = block[i, 0]
-        for p in range((D + 1) // 2):
-            a = _mix32(uint32(low ^ uint32(uint32(p) * uint32(0x9E3779B9))))
-            b = _mix32(uint32(high ^ uint32(uint32(p) * uint32(0x85EBCA6B))))
-            first, second = _normal_pair(a, b, std)
-            row[2 * p] = first
-            if 2 * p + 1 < D:
-                row[2 * p + 1] = second
+        row = block[np.uint64(i)]
+        weights = row[0]
+        for p in range(D // 2):
+            a, b = _words(low, high, p)
+            weights[2 * p], weights[2 * p + 1] = _normal_pair(a, b, std)
+        if D % 2:
+            a, b = _words(low, high, D // 2)
+            weights[D - 1], _ = _normal_pair(a, b, std)
         for s in range(len(slots)):
+            slot = row[1 + s]
             for j in range(D):
-                block[i, 1 + s, j] = slots[s]
+                slot[j] = slots[s]
 
 
 @kernel

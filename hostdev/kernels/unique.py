@@ -5,19 +5,24 @@ size of the embedding table, and its order on the ids alone.
 """
 
 import threading
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.kernels.jit import inline, kernel
+from hostdev.kernels.jit import inline, kernel, prefetch_to_write
+from hostdev.kernels.pool import host_threads, parallel_for, run_tasks
 
 Ids = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Positions = npt.NDArray[np.int32]
 
 _EMPTY = np.int32(-1)
+_AHEAD = 16  # ids
 _SPARE_BITS = 2  # the table is at most a quarter full: long probes cost more than a larger table
 _MAX_DISTINCT = 2**31  # positions are int32
+_MOST_PARTS = 4  # of a batch, deduplicated at once; the rest is serial, and more parts make more of it
+_SMALLEST_PART = 1 << 15
 _maps = threading.local()  # of `unique`: a batch has about as many distinct ids as the one before
 
 
@@ -32,6 +37,8 @@ def _add(ids: Any, start: Any, slots: Any, shift: Any, keys: Any, count: Any, po
     """Insert ids[start:]; stop early where the keys are full. Returns (next id to insert, number of keys)."""
     mask, one = np.uint64(len(slots) - 1), np.uint64(1)
     for i in range(np.uint64(start), np.uint64(len(ids))):
+        if i + np.uint64(_AHEAD) < np.uint64(len(ids)):
+            prefetch_to_write(slots, _slot(ids[i + np.uint64(_AHEAD)], shift), 4)
         key = ids[i]
         slot = _slot(key, shift)
         while True:
@@ -162,15 +169,34 @@ def unique(ids: npt.ArrayLike) -> tuple[npt.NDArray[Any], Positions]:
 def unique_into(ids: npt.NDArray[Any], inverse: Positions) -> npt.NDArray[Any]:
     """Deduplicate as `unique`, without new memory: write `inverse`, return a view until this thread's next call.
 
+    Parts of the batch are deduplicated at once, each by itself; then the ids of each part are added to those of the
+    parts before it, in order, which numbers them as one pass would.
+
     ids  int32 or int64 [N], C-contiguous
     """
-    maps: dict[np.dtype[Any], IdMap] = _maps.__dict__.setdefault("by_dtype", {})
-    seen = maps.get(ids.dtype)
-    if seen is None:
-        seen = maps[ids.dtype] = IdMap(ids.dtype, expected=1 << 14)
+    parts = max(1, min(host_threads(), _MOST_PARTS, len(ids) // _SMALLEST_PART))
+    by_dtype: dict[np.dtype[Any], list[IdMap]] = _maps.__dict__.setdefault("by_dtype", {})
+    maps = by_dtype.setdefault(ids.dtype, [])
+    while len(maps) < parts:
+        maps.append(IdMap(ids.dtype, expected=1 << 14))
+    edges = [len(ids) * i // parts for i in range(parts + 1)]
+    run_tasks([(_unique_part, a, b, (ids, inverse, seen)) for seen, (a, b) in zip(maps, pairwise(edges), strict=False)])
+    for part in range(1, parts):
+        start, stop = edges[part : part + 2]
+        number = maps[0].add(maps[part].ids)
+        parallel_for(_renumber, stop - start, inverse[start:stop], number, grain=_SMALLEST_PART)
+    return maps[0].ids
+
+
+def _unique_part(start: int, stop: int, ids: npt.NDArray[Any], inverse: Positions, seen: IdMap) -> None:
     seen.clear()
-    seen.add(ids, inverse)
-    return seen.ids
+    seen.add(ids[start:stop], inverse[start:stop])
+
+
+@kernel
+def _renumber(start: Any, stop: Any, inverse: Any, number: Any) -> None:
+    for i in range(np.uint64(start), np.uint64(stop)):
+        inverse[i] = number[np.uint64(inverse[i])]
 
 
 @kernel

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 import hostdev
-from hostdev import FTRL, HostTable, LazyAdam, ParameterServer, UserError, memory
+from hostdev import FTRL, SGD, HostTable, LazyAdam, ParameterServer, UserError, memory
 from hostdev.host import table as table_module
 
 
@@ -134,6 +134,21 @@ def test_rows_beyond_2_to_the_31_elements(optimizer):
     small.apply([0, 1, 0], grads[[0, 1, 3]])
     np.testing.assert_array_equal(table.block[[rows - 1, 0]], small.block)
     np.testing.assert_array_equal(table.lookup([rows - 1, 0]), small.weights)
+
+
+@pytest.mark.slow
+def test_more_than_2_to_the_31_weights():
+    rows, dim = 27_500_000, 80  # 2.2e9 weights without slots: 8.8 GB
+    needed = memory.table_bytes(rows, dim, 0)
+    if memory.available_bytes() < needed * 1.1:
+        pytest.skip(f"needs {needed} bytes of memory")
+    table = HostTable(rows, dim, SGD(lr=1.0), name="deep", seed=1)
+    assert table.weights.size > 2**31
+    ends = np.array([rows - 1, 0, rows - 1])
+    before = table.lookup(ends)
+    table.apply(ends, np.ones((3, dim), np.float32))
+    np.testing.assert_array_equal(table.lookup(ends), before - np.float32([2, 1, 2])[:, None])
+    np.testing.assert_array_equal(table.lookup([rows - 2]), table.weights[rows - 2 : rows - 1])
 
 
 def test_the_server_names_tables():

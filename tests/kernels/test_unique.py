@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import IdMap, tally, unique
 from tests import naive
 
@@ -35,6 +36,18 @@ def test_many_distinct_ids_grow_the_table(dtype):
     found, inverse = unique(np.concatenate([ids, ids[::-1]]))
     np.testing.assert_array_equal(found, ids)
     np.testing.assert_array_equal(inverse, np.concatenate([np.arange(200_000), np.arange(200_000)[::-1]]))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+@pytest.mark.parametrize("n", [0, 1, 32_767, 65_536, 200_001])
+@pytest.mark.parametrize("rows", [1, 50, 100_000])
+def test_parts_are_numbered_as_one_pass_would(n, rows, threads):
+    set_host_threads(threads)
+    ids = np.random.default_rng(n).integers(0, rows, n).astype(np.int32)
+    found, inverse = unique(ids)
+    expected, expected_inverse = naive.unique(ids)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(inverse, expected_inverse)
 
 
 def test_ids_that_share_their_low_bits():

@@ -1,0 +1,187 @@
+"""Claim: host kernels run near the memory's bandwidth, and their cost per row hardly depends on the table's size.
+
+Every op at several table sizes: milliseconds, ns per row, GB/s, and the share of the copy bandwidth measured in the
+same run. Ops are called in turn, round after round; medians. Writes JSON and two plots to bench/results/.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import hostdev.environment  # isort: skip  (as in a training process)
+import matplotlib as mpl
+import numba
+import numpy as np
+from record import record
+from workload import grads_of, ids_of
+
+import hostdev
+from hostdev.initializers import Normal
+from hostdev.kernels.buffers import aligned_empty
+from hostdev.kernels.pool import host_threads, parallel_for
+from hostdev.kernels.segment import segment_sum
+from hostdev.memory import available_bytes, table_bytes
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+SIZES = [(184_965, 80), (5_000_000, 80), (500_000, 16), (50_000_000, 16)]
+UPDATES = {
+    "LazyAdam": hostdev.LazyAdam(),
+    "FTRL": hostdev.FTRL(),
+    "Adagrad": hostdev.Adagrad(),
+    "RowWiseAdagrad": hostdev.RowWiseAdagrad(),
+    "SGD": hostdev.SGD(),
+}
+Op = tuple[Callable[[], object], int, int]  # what to call, items, bytes
+
+
+def ops_of(rows: int, dim: int) -> dict[str, Op]:
+    """Return the ops at one table size."""
+    ids = ids_of(rows).astype(np.int32)
+    found, inverse = hostdev.unique(ids)
+    n, u = len(ids), len(found)
+    grads = aligned_empty((n, dim))
+    grads[:] = grads_of(n, dim)
+    sums, out = aligned_empty((u, dim)), aligned_empty((n, dim))
+    segment_sum(grads, inverse, sums)
+    deep = hostdev.HostTable(rows, dim, hostdev.LazyAdam(), name="deep")
+    wide = hostdev.HostTable(rows, 1, hostdev.FTRL(), name="wide")
+    grads1, sums1 = grads[:, :1].copy(), sums[:, :1].copy()
+
+    def host_side() -> None:
+        rows_used, _ = hostdev.unique(ids)
+        deep.lookup(rows_used, out=out[: len(rows_used)])
+        wide.lookup(rows_used)
+        wide.update(rows_used, sums1)
+        deep.update(rows_used, sums)
+
+    row = dim * 4
+    return {
+        "unique": (lambda: hostdev.unique(ids), n, 0),
+        "lookup, unique rows": (lambda: deep.lookup(found, out=out[:u]), u, 2 * u * row),
+        "lookup, all": (lambda: deep.lookup(ids, out=out), n, n * row + u * row),
+        "gradient sum": (lambda: segment_sum(grads, inverse, sums), n, n * row + u * row),
+        "LazyAdam, unique rows": (lambda: deep.update(found, sums), u, 7 * u * row),
+        "LazyAdam, all": (lambda: deep.apply(ids, grads), n, n * row + 6 * u * row),
+        "FTRL D = 1, unique rows": (lambda: wide.update(found, sums1), u, 7 * u * 4),
+        "FTRL D = 1, all": (lambda: wide.apply(ids, grads1), n, n * 4 + 6 * u * 4),
+        "host side of a step": (host_side, u, 9 * u * (row + 4)),
+        "initial values": (lambda: Normal().fill(deep.block[:100_000], 0, "x", np.zeros(2, np.float32)), 100_000,
+                           min(rows, 100_000) * 3 * row),
+    }  # fmt: skip
+
+
+def other_updates(rows: int, dim: int) -> dict[str, Op]:
+    """Return the updates of unique rows by every optimizer, on a table each."""
+    found, _ = hostdev.unique(ids_of(rows).astype(np.int32))
+    sums = aligned_empty((len(found), dim))
+    sums[:] = grads_of(len(found), dim)
+    ops: dict[str, Op] = {}
+    for name, optimizer in UPDATES.items():
+        table = hostdev.HostTable(rows, dim, optimizer, name=name)
+        moved = (3 + 2 * len(optimizer.slots)) * dim * 4 + 8 * len(optimizer.row_slots)
+        ops[f"{name} update"] = (lambda table=table: table.update(found, sums), len(found), len(found) * moved)
+    return ops
+
+
+def copy_op() -> Op:
+    """Return the limit: a copy of 200 MB by all threads, read and written."""
+    source, target = aligned_empty((50_000_000,)), aligned_empty((50_000_000,))
+    source[:] = target[:] = 1
+
+    def copy_range(start: int, stop: int) -> None:
+        target[start:stop] = source[start:stop]
+
+    return (lambda: parallel_for(copy_range, len(source), grain=1 << 20), len(source), 2 * source.nbytes)
+
+
+def measure(ops: dict[str, Op], rounds: int) -> dict[str, float]:
+    """Return the median milliseconds of every op."""
+    times: dict[str, list[float]] = {name: [] for name in ops}
+    for turn in range(rounds + 2):
+        for name, (call, _, _) in ops.items():
+            start = time.perf_counter()
+            call()
+            if turn >= 2:
+                times[name].append((time.perf_counter() - start) * 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def table_of(ops: dict[str, Op], ms: dict[str, float]) -> list[dict]:
+    """Return a row per op, and print it."""
+    copy = ops["copy"][2] / ms["copy"] / 1e6
+    rows = []
+    print(f"{'op':<28}{'ms':>10}{'ns/row':>10}{'GB/s':>8}{'of copy':>9}")
+    for name, (_, items, moved) in ops.items():
+        speed = moved / ms[name] / 1e6
+        rows.append({"op": name, "ms": round(ms[name], 4), "ns_per_row": round(ms[name] * 1e6 / items, 2),
+                     "gb_per_s": round(speed, 2), "of_copy": round(speed / copy, 3)})  # fmt: skip
+        share = f"{speed:>8.1f}{speed / copy:>9.0%}" if moved else ""
+        print(f"{name:<28}{ms[name]:>10.3f}{ms[name] * 1e6 / items:>10.1f}{share}")
+    return rows
+
+
+def plot(results: dict[str, list[dict]], folder: Path, name: str) -> None:
+    """Draw each op's share of the copy bandwidth, and its cost per row against the table's size."""
+    figure, axes = plt.subplots(1, 2, figsize=(17, 6), width_ratios=[3, 2])
+    ops = [row["op"] for row in next(iter(results.values())) if row["gb_per_s"] and row["op"] != "copy"]
+    for number, (size, rows) in enumerate(results.items()):
+        shares = {row["op"]: row["of_copy"] * 100 for row in rows}
+        places = np.arange(len(ops)) + 0.8 / len(results) * (number - (len(results) - 1) / 2)
+        axes[0].barh(places, [shares.get(op, 0) for op in ops], 0.8 / len(results), label=size)
+    axes[0].axvline(100, color="black", linewidth=0.8)
+    axes[0].set_yticks(np.arange(len(ops)), ops)
+    axes[0].invert_yaxis()
+    axes[0].set_xlabel("bytes moved, % of the copy bandwidth in the same run (black: the limit of DRAM)")
+    axes[0].legend(loc="lower right")
+    for op in ("host side of a step", "LazyAdam, unique rows", "lookup, unique rows", "unique"):
+        points = [(int(size.split()[2].replace(",", "")), row["ns_per_row"], size.split()[-1])
+                  for size, rows in results.items() for row in rows if row["op"] == op]  # fmt: skip
+        for dim, style in (("80", "o-"), ("16", "s--")):
+            chosen = sorted(point[:2] for point in points if point[2] == dim)
+            if chosen:
+                axes[1].plot(*zip(*chosen, strict=True), style, label=f"{op}, D = {dim}")
+    axes[1].set_xscale("log")
+    axes[1].set_ylim(bottom=0)
+    axes[1].set_xlabel("rows of the table, V")
+    axes[1].set_ylabel("ns per row")
+    axes[1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
+    figure.suptitle(f"Host kernels, {host_threads()} threads, 624,000 Zipf({1.1}) ids")
+    figure.tight_layout()
+    figure.savefig(folder / name, dpi=110)
+
+
+def main() -> None:
+    """Measure, print, record and draw."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    results: dict[str, list[dict]] = {}
+    for rows, dim in SIZES:
+        needed = table_bytes(rows, dim, 2) + table_bytes(rows, 1, 2) + (2 << 30)
+        title = f"V = {rows:,} D = {dim}"
+        if needed > available_bytes():
+            print(f"\n{title}: skipped, it needs {needed / 1e9:.0f} GB")
+            continue
+        print(f"\n{title}\n")
+        ops = {"copy": copy_op(), **ops_of(rows, dim)}
+        results[title] = table_of(ops, measure(ops, arguments.rounds))
+    print("\nupdates of unique rows, V = 184,965 D = 80\n")
+    ops = {"copy": copy_op(), **other_updates(184_965, 80)}
+    updates = table_of(ops, measure(ops, arguments.rounds))
+    cost = {title: {row["op"]: row["ns_per_row"] for row in rows} for title, rows in results.items()}
+    small, large = "V = 500,000 D = 16", "V = 50,000,000 D = 16"
+    if large in cost:
+        growth = cost[large]["host side of a step"] / cost[small]["host side of a step"]
+        print(f"\nhost side of a step per unique row at V = 50,000,000 against V = 500,000, D = 16: {growth:.2f}x")
+    versions = {"hostdev": hostdev.__version__, "numba": numba.__version__, "numpy": np.__version__}
+    path = record("ops", {"threads": host_threads(), "versions": versions, "results": results, "updates": updates})
+    plot(results, path.parent, path.with_suffix(".png").name)
+    print(f"\nwritten to {path} and {path.with_suffix('.png').name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Claim: the host side of a step, and a whole step on the CPU, against MindSpore, torch and FBGEMM on the same work.
+
+Every system runs in a process of its own; the ops are called in turn, round after round, and medians are compared, as
+the machine's bandwidth drifts. Builds the peers' environments below build/peers the first time (4 GB).
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+from record import record
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENTS = ROOT / "build/peers"
+INSTALLS = {
+    "mindspore": [["mindspore==2.10.0"]],
+    "torch": [["torch==2.13.0"], ["--no-deps", "fbgemm-gpu-cpu==1.8.0", "numpy"]],
+}
+COMPUTE_ROWS = 184_965
+
+
+def python_of(name: str) -> str:
+    """Return the python of a peer's environment, which is made if it is not there."""
+    if name == "hostdev":
+        return sys.executable
+    folder = ENVIRONMENTS / name
+    ready = folder / ".ready"
+    if not ready.exists():
+        print(f"installing {name} into {folder}", flush=True)
+        venv.create(folder, with_pip=True, clear=True)
+        for arguments in INSTALLS[name]:
+            subprocess.run([folder / "bin/python", "-m", "pip", "install", "--quiet", *arguments], check=True)
+        ready.touch()
+    return str(folder / "bin/python")
+
+
+class Peer:
+    """A peer's process, asked for one call at a time."""
+
+    def __init__(self, environment: str, script: str, rows: int) -> None:
+        env = {**os.environ, "PYTHONPATH": str(ROOT)} if environment == "hostdev" else dict(os.environ)
+        self._process = subprocess.Popen(
+            [python_of(environment), str(ROOT / "bench/peers" / script), str(rows)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env,
+        )  # fmt: skip
+        hello = self._answer()
+        self.ops, self.versions = hello["ops"], hello["versions"]
+
+    def run(self, op: str) -> float:
+        """Return the milliseconds of one call."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(op + "\n")
+        self._process.stdin.flush()
+        return float(self._answer()["ms"])
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _answer(self) -> dict:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise SystemExit(f"{self._process.args} ended")
+
+
+def medians(scripts: dict[str, str], rows: int, rounds: int) -> tuple[dict[str, float], dict[str, str]]:
+    """Run all ops of some peers in turn; return the median milliseconds by "peer: op", and the versions."""
+    peers = {name: Peer(name, script, rows) for name, script in scripts.items()}
+    times: dict[str, list[float]] = {}
+    try:
+        for turn in range(rounds + 2):  # two to warm up
+            for name, peer in peers.items():
+                for op in peer.ops:
+                    ms = peer.run(op)
+                    if turn >= 2:
+                        times.setdefault(f"{name}: {op}", []).append(ms)
+    finally:
+        for peer in peers.values():
+            peer.close()
+    versions = {key: value for peer in peers.values() for key, value in peer.versions.items()}
+    return {op: statistics.median(values) for op, values in times.items()}, versions
+
+
+def kernel_ratios(ms: dict[str, float], unique: int) -> list[tuple[str, float, str]]:
+    """Name, figure and unit of every comparison of kernels."""
+    reference = sum(ms[f"mindspore: {op}"] for op in ("lookup deep", "lookup wide", "ftrl", "lazy adam"))
+    copy = 0.4 / ms["hostdev: copy 400 MB"]  # GB per ms, read and written
+    adam = unique * 80 * 4 * 7 / 1e9 / ms["hostdev: lazy adam unique"]
+    rows = [
+        ("host side of a step / MindSpore's", reference / ms["hostdev: host side"], "x"),
+        ("apply, LazyAdam, all / MindSpore's", ms["mindspore: lazy adam"] / ms["hostdev: lazy adam all"], "x"),
+        ("apply, LazyAdam, all / torch SparseAdam", ms["torch: sparse adam"] / ms["hostdev: lazy adam all"], "x"),
+        ("apply, FTRL D = 1, all / MindSpore's", ms["mindspore: ftrl"] / ms["hostdev: ftrl all"], "x"),
+        ("lookup, all / torch index_select", ms["torch: index_select"] / ms["hostdev: lookup all"], "x"),
+        ("LazyAdam, unique: bytes / copy bandwidth", 100 * adam / copy, "%"),
+    ]
+    for name in ("adagrad", "row-wise adagrad"):
+        forward, whole = f"torch: fbgemm forward {name}", f"torch: fbgemm forward, backward, {name}"
+        if whole in ms:
+            ours = ms["hostdev: lazy adam all"]
+            rows.append((f"apply, LazyAdam / FBGEMM {name} backward", (ms[whole] - ms[forward]) / ours, "x"))
+    return rows
+
+
+def step_ratios(ms: dict[str, float]) -> list[tuple[str, float, str]]:
+    """Name, figure and unit of every comparison of whole steps on the CPU."""
+    rows = []
+    for batch in (4000, 16000):
+        for precision in ("fp32", "bf16"):
+            ours = ms[f"hostdev: step {precision} {batch}"]
+            rows += [
+                (f"batch {batch} {precision}: samples/s", batch / ours * 1e3, ""),
+                (
+                    f"batch {batch} {precision}: step / dense part",
+                    ours / ms[f"hostdev: dense {precision} {batch}"],
+                    "x",
+                ),
+                (f"batch {batch} {precision}: MindSpore fp32 / ours", ms[f"mindspore: step {batch}"] / ours, "x"),
+                (f"batch {batch} {precision}: torch SparseAdam fp32 / ours", ms[f"torch: step {batch}"] / ours, "x"),
+            ]
+    return rows
+
+
+def show(title: str, ms: dict[str, float], ratios: list[tuple[str, float, str]]) -> None:
+    """Print a table of medians and one of ratios."""
+    print(f"\n{title}\n")
+    for op, value in ms.items():
+        print(f"  {op:<50}{value:>12.2f} ms")
+    print()
+    for name, value, unit in ratios:
+        print(f"  {name:<55}{value:>12,.2f} {unit}")
+
+
+def main() -> None:
+    """Measure, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="*", default=[184_965, 5_000_000], help="table sizes for the kernels")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", action=argparse.BooleanOptionalAction, default=True, help="whole steps as well")
+    arguments = parser.parse_args()
+    results = {}
+    kinds = {"kernels": arguments.rows, "steps": [COMPUTE_ROWS] if arguments.steps else []}
+    for kind, sizes in kinds.items():
+        part = "ops" if kind == "kernels" else "train"
+        for rows in sizes:
+            scripts = {name: f"{name}_{part}.py" for name in ("hostdev", "mindspore", "torch")}
+            rounds = arguments.rounds if kind == "kernels" else max(3, arguments.rounds // 2)
+            ms, versions = medians(scripts, rows, rounds)
+            ratios = kernel_ratios(ms, int(versions["unique"])) if kind == "kernels" else step_ratios(ms)
+            show(f"{kind}, V = {rows:,}, {rounds} rounds", ms, ratios)
+            results[f"{kind} {rows}"] = {
+                "versions": versions,
+                "median_ms": {op: round(value, 3) for op, value in ms.items()},
+                "ratios": {name: round(value, 3) for name, value, _ in ratios},
+            }
+    print(f"\nwritten to {record('peers', {'results': results})}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""A peer's process: says which ops it has, then runs one whenever it reads its name, and answers the milliseconds."""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # workload.py
+
+
+def serve(ops: dict[str, Callable[[], object]], versions: dict[str, str]) -> None:
+    """Answer on standard output, a line of JSON each; ends with standard input."""
+    print(json.dumps({"ops": sorted(ops), "versions": versions}), flush=True)
+    for line in sys.stdin:
+        run = ops[line.strip()]
+        start = time.perf_counter()
+        run()
+        print(json.dumps({"ms": (time.perf_counter() - start) * 1e3}), flush=True)

@@ -1,0 +1,25 @@
+"""The workload that all benchmarks share: a step's ids and gradients. Needs numpy only, as peers import it too."""
+
+import numpy as np
+
+IDS = 624_000  # a batch of 16,000 rows of 39 fields
+DIM = 80
+ZIPF = 1.1
+
+
+def ids_of(rows: int, n: int = IDS) -> np.ndarray:
+    """Zipf-distributed ids int64 [n], scattered over `rows` rows."""
+    drawn = np.random.default_rng(0).zipf(ZIPF, n * 3)
+    drawn = drawn[drawn < rows][:n]
+    return (drawn * 2654435761) % rows
+
+
+def grads_of(n: int, dim: int) -> np.ndarray:
+    """Gradients float32 [n, dim]."""
+    return np.random.default_rng(1).standard_normal((n, dim), dtype=np.float32) * np.float32(1e-3)
+
+
+def batch_of(rows: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids int32 [batch, 39] and labels float32 [batch]."""
+    label = (np.random.default_rng(2).random(batch) < 0.25).astype(np.float32)
+    return ids_of(rows, batch * 39).astype(np.int32).reshape(batch, 39), label
