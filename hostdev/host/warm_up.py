@@ -4,6 +4,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.host.table import HostTable
+from hostdev.kernels.gather import gather_scaled, segment_sum_scaled
+from hostdev.kernels.segment import segment_sum
 from hostdev.optimizers import FTRL, LazyAdam, SparseOptimizer
 
 
@@ -16,3 +18,9 @@ def warm_up(id_dtype: npt.DTypeLike) -> None:
         table.lookup(ids)
         table.apply(ids, np.zeros((2, dim), np.float32))
         table.sum_of_squares()
+    rows, weights, inverse = np.zeros((1, 32), np.float32), np.ones(2, np.float32), np.zeros(2, np.int32)
+    segment_sum(np.zeros((2, 1), np.float32), inverse, np.empty((1, 1), np.float32))
+    for dtype in (np.float32, np.uint16):  # uint16 is bfloat16
+        uses = np.empty((2, 32), dtype)
+        gather_scaled(rows, inverse, weights, uses)
+        segment_sum_scaled(uses, inverse, weights, rows)

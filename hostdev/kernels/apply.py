@@ -10,6 +10,7 @@ rows ids[start:stop] in place:
     row_slots  float32 [V, R]: slots of one value per row
 """
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -82,10 +83,24 @@ def apply_uses(
         run_tasks([(update, start, stop, every) for start, stop in ranges(U, _GRAIN)])
         return
     chosen, source = scratch("ids by uses", (U,), ids.dtype), scratch("rows by uses", (U,), np.int32)
-    once = _split(ids, inverse, scratch("only use", (U,), np.int32), chosen, source)
+    use, split, once = scratch("only use", (U,), np.int32), threading.Event(), 0
+
+    def split_rows(start: int, stop: int) -> None:
+        nonlocal once
+        try:
+            once = _split(ids, inverse, use, chosen, source)
+        finally:
+            split.set()
+
+    def update_once(piece: int, pieces: int) -> None:
+        split.wait()  # begun before this: tasks begin in order
+        update(once * piece // pieces, once * (piece + 1) // pieces, chosen, source, grads, *table)
+
+    pieces = len(ranges(U, _GRAIN))
     run_tasks([
-        *(sum_tasks(grads, inverse, sums) if once < U else []),
-        *((update, start, stop, (chosen, source, grads, *table)) for start, stop in ranges(once, _GRAIN)),
+        (split_rows, 0, 1, ()),
+        *sum_tasks(grads, inverse, sums),
+        *((update_once, piece, pieces, ()) for piece in range(pieces)),
     ])  # fmt: skip
     many = (chosen[once:], source[once:], sums, *table)
     run_tasks([(update, start, stop, many) for start, stop in ranges(U - once, _GRAIN)])

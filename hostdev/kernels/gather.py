@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import uint16, uint32
 
-from hostdev.kernels.jit import inline, kernel, prefetch_to_read, prefetch_to_write
+from hostdev.kernels.jit import inline, kernel, prefetch_to_read_once, prefetch_to_write
 from hostdev.kernels.pool import parallel_for
 
 _GRAIN = 512
@@ -53,7 +53,7 @@ def _sum(grads: Any, inverse: Any, weights: Any, out: Any) -> None:
     D = grads.shape[1]
     uses, seen, one = np.uint64(len(inverse)), np.uint64(0), np.uint64(1)
     for i in range(np.uint64(0), uses):
-        prefetch_to_read(grads, i + np.uint64(_GRADS_AHEAD), D * 4)
+        prefetch_to_read_once(grads, i + np.uint64(_GRADS_AHEAD), D * 4)
         if i + np.uint64(_SUMS_AHEAD) < uses:
             prefetch_to_write(out, inverse[i + np.uint64(_SUMS_AHEAD)], D * 4)
         row, weight = np.uint64(inverse[i]), weights[i]
@@ -72,7 +72,7 @@ def _sum_from_bfloat16(grads: Any, inverse: Any, weights: Any, out: Any) -> None
     D = grads.shape[1]
     uses, seen, one = np.uint64(len(inverse)), np.uint64(0), np.uint64(1)
     for i in range(np.uint64(0), uses):
-        prefetch_to_read(grads, i + np.uint64(_GRADS_AHEAD), D * 2)
+        prefetch_to_read_once(grads, i + np.uint64(_GRADS_AHEAD), D * 2)
         if i + np.uint64(_SUMS_AHEAD) < uses:
             prefetch_to_write(out, inverse[i + np.uint64(_SUMS_AHEAD)], D * 4)
         row, weight = np.uint64(inverse[i]), weights[i]

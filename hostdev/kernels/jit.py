@@ -41,7 +41,7 @@ def inline(function: Callable[..., Any]) -> Any:
 
 
 def _prefetch(to_write: int, locality: int) -> Any:
-    """An intrinsic that asks the cache for the line at an address; locality 3 is the nearest cache, 2 the next."""
+    """An intrinsic that asks for the line at an address; locality 3 is the nearest cache, 2 the next, 0 used once."""
 
     @intrinsic
     def ask(typing_context: Any, address: Any) -> Any:
@@ -61,6 +61,7 @@ def _prefetch(to_write: int, locality: int) -> Any:
 
 _ask_to_write = _prefetch(1, 3)
 _ask_to_read = _prefetch(0, 2)
+_ask_to_read_once = _prefetch(0, 0)
 
 
 @inline
@@ -77,3 +78,11 @@ def prefetch_to_read(array: Any, row: Any, nbytes: Any) -> None:
     address = array.ctypes.data + np.int64(row) * np.int64(array.strides[0])
     for offset in range(0, nbytes, 64):
         _ask_to_read(address + offset)
+
+
+@inline
+def prefetch_to_read_once(array: Any, row: Any, nbytes: Any) -> None:
+    """As `prefetch_to_read`, for a stream that must not drive out what is used again."""
+    address = array.ctypes.data + np.int64(row) * np.int64(array.strides[0])
+    for offset in range(0, nbytes, 64):
+        _ask_to_read_once(address + offset)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.kernels.buffers import scratch
-from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_write
+from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_read_once, prefetch_to_write
 from hostdev.kernels.pool import Task, host_threads, run_tasks
 
 _SORT_FROM_THREADS = 4
@@ -28,7 +28,7 @@ def _sum_stream(start: Any, stop: Any, grads: Any, inverse: Any, out: Any) -> No
     D = grads.shape[1]
     uses, seen, one = np.uint64(len(inverse)), np.uint64(0), np.uint64(1)
     for i in range(np.uint64(0), uses):
-        prefetch_to_read(grads, i + np.uint64(_GRADS_AHEAD), D * 4)
+        prefetch_to_read_once(grads, i + np.uint64(_GRADS_AHEAD), D * 4)
         if i + np.uint64(_SUMS_AHEAD) < uses:
             prefetch_to_write(out, inverse[i + np.uint64(_SUMS_AHEAD)], D * 4)
         row = np.uint64(inverse[i])
