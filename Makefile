@@ -48,4 +48,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .typecheck build dist *.egg-info
+	rm -rf $(VENV) .peers .typecheck build dist *.egg-info

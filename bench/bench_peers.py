@@ -1,7 +1,7 @@
 """Claim: the host side of a step, and a whole step on the CPU, against MindSpore, torch and FBGEMM on the same work.
 
 Every system runs in a process of its own; the ops are called in turn, round after round, and medians are compared, as
-the machine's bandwidth drifts. Builds the peers' environments below build/peers the first time (4 GB).
+the machine's bandwidth drifts. Builds the peers' environments in .peers/ the first time (4 GB).
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 from record import record
 
 ROOT = Path(__file__).resolve().parent.parent
-ENVIRONMENTS = ROOT / "build/peers"
+ENVIRONMENTS = ROOT / ".peers"
 INSTALLS = {
     "mindspore": [["mindspore==2.10.0"]],
     "torch": [["torch==2.13.0"], ["--no-deps", "fbgemm-gpu-cpu==1.8.0", "numpy"]],
