@@ -10,26 +10,57 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import uint16, uint32
+from numba import types, uint16, uint32
+from numba.extending import overload
 
-from hostdev.kernels.jit import inline, kernel, prefetch_to_read_once, prefetch_to_write
+from hostdev.kernels.jit import kernel, prefetch_to_read_once, prefetch_to_write
 from hostdev.kernels.pool import parallel_for
 
 _GRAIN = 512
 _SUMS_AHEAD, _GRADS_AHEAD = 12, 24  # uses
 
 
-@inline
-def _to_bfloat16(x: Any) -> Any:
-    """Round to the nearest, ties to even, as torch does; NaN becomes the quiet NaN."""
-    bits = np.float32(x).view(np.uint32)
-    rounded = uint32(uint32(bits + uint32(0x7FFF) + uint32((bits >> uint32(16)) & uint32(1))) >> uint32(16))
-    return uint16(0x7FC0) if x != x else uint16(rounded)
+def _to_float32(value: Any) -> Any:
+    """A stored number as float32; which kind it is, the kernel's argument types say."""
+    raise NotImplementedError("compiled only")
 
 
-@inline
-def _from_bfloat16(bits: Any) -> Any:
-    return np.uint32(uint32(bits) << uint32(16)).view(np.float32)
+@overload(_to_float32, inline="always")
+def _to_float32_of(value: Any) -> Any:
+    if isinstance(value, types.Float):
+
+        def keep(value: Any) -> Any:
+            return value
+
+        return keep
+
+    def widen_bfloat16(value: Any) -> Any:
+        return np.uint32(uint32(value) << uint32(16)).view(np.float32)
+
+    return widen_bfloat16
+
+
+def _as_stored(to: Any, x: Any) -> Any:
+    """x rounded to what the array `to` stores."""
+    raise NotImplementedError("compiled only")
+
+
+@overload(_as_stored, inline="always")
+def _as_stored_in(to: Any, x: Any) -> Any:
+    if isinstance(to.dtype, types.Float):
+
+        def keep(to: Any, x: Any) -> Any:
+            return x
+
+        return keep
+
+    def round_to_bfloat16(to: Any, x: Any) -> Any:
+        # To the nearest, ties to even, as torch rounds; NaN becomes the quiet NaN.
+        bits = np.float32(x).view(np.uint32)
+        rounded = uint32(uint32(bits + uint32(0x7FFF) + uint32((bits >> uint32(16)) & uint32(1))) >> uint32(16))
+        return uint16(0x7FC0) if x != x else uint16(rounded)
+
+    return round_to_bfloat16
 
 
 @kernel
@@ -37,15 +68,7 @@ def _scale(start: Any, stop: Any, rows: Any, inverse: Any, weights: Any, out: An
     for i in range(np.uint64(start), np.uint64(stop)):
         row, to, weight = rows[np.uint64(inverse[i])], out[i], weights[i]
         for j in range(len(row)):
-            to[j] = row[j] * weight
-
-
-@kernel
-def _scale_to_bfloat16(start: Any, stop: Any, rows: Any, inverse: Any, weights: Any, out: Any) -> None:
-    for i in range(np.uint64(start), np.uint64(stop)):
-        row, to, weight = rows[np.uint64(inverse[i])], out[i], weights[i]
-        for j in range(len(row)):
-            to[j] = _to_bfloat16(np.float32(row[j] * weight))
+            to[j] = _as_stored(to, np.float32(row[j] * weight))
 
 
 @kernel
@@ -53,7 +76,7 @@ def _sum(grads: Any, inverse: Any, weights: Any, out: Any) -> None:
     D = grads.shape[1]
     uses, seen, one = np.uint64(len(inverse)), np.uint64(0), np.uint64(1)
     for i in range(np.uint64(0), uses):
-        prefetch_to_read_once(grads, i + np.uint64(_GRADS_AHEAD), D * 4)
+        prefetch_to_read_once(grads, i + np.uint64(_GRADS_AHEAD), grads.strides[0])
         if i + np.uint64(_SUMS_AHEAD) < uses:
             prefetch_to_write(out, inverse[i + np.uint64(_SUMS_AHEAD)], D * 4)
         row, weight = np.uint64(inverse[i]), weights[i]
@@ -61,29 +84,10 @@ def _sum(grads: Any, inverse: Any, weights: Any, out: Any) -> None:
         if row == seen:
             seen += one
             for j in range(D):
-                total[j] = grad[j] * weight
+                total[j] = _to_float32(grad[j]) * weight
         else:
             for j in range(D):
-                total[j] += grad[j] * weight
-
-
-@kernel
-def _sum_from_bfloat16(grads: Any, inverse: Any, weights: Any, out: Any) -> None:
-    D = grads.shape[1]
-    uses, seen, one = np.uint64(len(inverse)), np.uint64(0), np.uint64(1)
-    for i in range(np.uint64(0), uses):
-        prefetch_to_read_once(grads, i + np.uint64(_GRADS_AHEAD), D * 2)
-        if i + np.uint64(_SUMS_AHEAD) < uses:
-            prefetch_to_write(out, inverse[i + np.uint64(_SUMS_AHEAD)], D * 4)
-        row, weight = np.uint64(inverse[i]), weights[i]
-        total, grad = out[row], grads[i]
-        if row == seen:
-            seen += one
-            for j in range(D):
-                total[j] = _from_bfloat16(grad[j]) * weight
-        else:
-            for j in range(D):
-                total[j] += _from_bfloat16(grad[j]) * weight
+                total[j] += _to_float32(grad[j]) * weight
 
 
 def gather_scaled(
@@ -99,8 +103,7 @@ def gather_scaled(
     weights  float32 [N]
     out      float32 [N, D], or uint16 [N, D] for bfloat16
     """
-    scale = _scale if out.dtype == np.float32 else _scale_to_bfloat16
-    parallel_for(scale, len(inverse), rows, inverse, weights, out, grain=_GRAIN)
+    parallel_for(_scale, len(inverse), rows, inverse, weights, out, grain=_GRAIN)
 
 
 def segment_sum_scaled(
@@ -118,5 +121,4 @@ def segment_sum_scaled(
 
     One thread, as in `segment`; the network around it takes a hundred times as long.
     """
-    add = _sum if grads.dtype == np.float32 else _sum_from_bfloat16
-    add(grads, inverse, weights, out)
+    _sum(grads, inverse, weights, out)
