@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hostdev.device.backend import is_accelerator
 from hostdev.device.table import DeviceTable
 from hostdev.host.server import ParameterServer
 from hostdev.host.table import HostTable
@@ -36,7 +36,6 @@ class Embedding:
     ) -> None:
         self.name = name
         self.target = target
-        self._device = device
         self.table: HostTable | DeviceTable
         if target == "CPU":
             self.table = server.add(HostTable(rows, dim, optimizer, name=name, seed=seed))
@@ -44,24 +43,23 @@ class Embedding:
             self.table = DeviceTable(rows, dim, optimizer, device, name=name, seed=seed)
         self.lookup = EmbeddingLookup(scope=name, log=log).add_prim_attr("primitive_target", target)
         self.update = UPDATES[optimizer.primitive](scope=name, log=log).add_prim_attr("primitive_target", target)
-        self._to_device = Primitive("HostToDevice", self._copy_to_device, scope=name, log=log)
+        self._staged = target == "CPU" and is_accelerator(device)
+        self._to_device = Primitive("HostToDevice", lambda rows: rows.to(device), scope=name, log=log)
         self._to_host = Primitive("DeviceToHost", lambda grads: grads.cpu(), scope=name, log=log)
 
-    def pull(self, ids: npt.NDArray[Any]) -> Tensor:
-        """Return the rows of unique ids [U], float32 [U, D] on the device."""
-        if self.target == "DEVICE":
-            rows: Tensor = self.lookup(self.table, torch.from_numpy(ids).to(self._device))
-            return rows
-        host_rows = torch.from_numpy(self.lookup(self.table, ids))
-        return host_rows if self._device.type == "cpu" else self._to_device(host_rows)
+    def pull(self, ids: Any) -> Tensor:
+        """Return the rows of unique ids, float32 [U, D] on the device.
 
-    def push(self, ids: npt.NDArray[Any], grads: Tensor) -> None:
-        """Update the rows of unique ids [U] with their summed gradients, float32 [U, D] on the device."""
-        if self.target == "DEVICE":
-            self.update(self.table, torch.from_numpy(ids).to(self._device), grads)
-            return
-        host_grads = grads if self._device.type == "cpu" else self._to_host(grads)
-        self.update(self.table, ids, host_grads.numpy())
+        ids  int32 or int64 [U], where the table is: numpy with target "CPU", else a tensor on the device
+        """
+        rows = self.lookup(self.table, ids)
+        if self.target == "CPU":
+            rows = torch.from_numpy(rows)
+        pulled: Tensor = self._to_device(rows) if self._staged else rows
+        return pulled
 
-    def _copy_to_device(self, rows: Tensor) -> Tensor:
-        return rows.to(self._device)
+    def push(self, ids: Any, grads: Tensor) -> None:
+        """Update the rows of unique ids, as in `pull`, with their summed gradients, float32 [U, D] on the device."""
+        if self._staged:
+            grads = self._to_host(grads)
+        self.update(self.table, ids, grads.numpy() if self.target == "CPU" else grads)

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> None:
     if arguments.data is not None:
         raise UserError("--data has no effect here; give --criteo FILE, or use python -m hostdev.train --data DIR")
     arguments.host_device_mix = True
-    settings = config.from_flags(arguments)  # refuses what is wrong before the work begins
+    config.from_flags(arguments)  # refuses what is wrong before the work begins
     options = options_from(arguments, threshold=THRESHOLD)
 
     text = arguments.criteo

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -50,7 +49,7 @@ class Evaluation(NamedTuple):
 class _Prepared:
     """A batch with its ids deduplicated; the tensors are on the device."""
 
-    ids: npt.NDArray[Any]  # unique ids [U]
+    ids: Any  # unique ids [U], where the tables are: numpy on the host, a tensor on the device
     inverse: Tensor  # int32 [B * F]
     uses: Tensor | None  # float32 [U], for --l2 batch only
     label: Tensor  # [B]
@@ -82,12 +81,13 @@ class Trainer:
         seed: int,
         log: OpLog,
     ) -> None:
+        self._target = "CPU" if host_device_mix else "DEVICE"
         self._device = device
         self._l2 = l2
         self._precision = precision
         self.server = ParameterServer()
         placement: dict[str, Any] = {
-            "target": "CPU" if host_device_mix else "DEVICE",
+            "target": self._target,
             "device": device,
             "seed": seed,
             "log": log,
@@ -100,9 +100,11 @@ class Trainer:
         self.adam = torch.optim.Adam(self.network.parameters(), lr=DENSE_LR, eps=DENSE_EPS, fused=True)
         self._unique = Primitive("Unique", unique, log=log).add_prim_attr("primitive_target", "CPU")
         self._count_uses = Primitive("CountUses", np.bincount, log=log).add_prim_attr("primitive_target", "CPU")
-        self._to_device = Primitive("HostToDevice", self._copy_to_device, scope="batch", log=log)
+        self._to_device = Primitive(
+            "HostToDevice", lambda tensors: [tensor.to(device) for tensor in tensors], scope="batch", log=log
+        )
         self._table_l2 = Primitive("TableL2", self.deep.table.sum_of_squares, scope="deep", log=log)
-        self._table_l2.add_prim_attr("primitive_target", self.deep.target)
+        self._table_l2.add_prim_attr("primitive_target", self._target)
         self._forward = Primitive("DenseForward", self._run_forward, scope="network", log=log)
         self._backward = Primitive("DenseBackward", lambda objective: objective.backward(), scope="network", log=log)
         self._adam_step = Primitive("Adam", self.adam.step, scope="network", log=log)
@@ -151,16 +153,17 @@ class Trainer:
     def _prepare(self, batch: Batch) -> _Prepared:
         ids, inverse = self._unique(batch.ids.ravel())
         arrays = [inverse, batch.label, batch.weights]
+        if self._target == "DEVICE":
+            arrays.append(ids)
         if self._l2 == "batch":
             arrays.append(self._count_uses(inverse, minlength=len(ids)).astype(np.float32))
         tensors = [torch.from_numpy(array) for array in arrays]
         if is_accelerator(self._device):
             tensors = self._to_device(tensors)
-        inverse, label, weights, *uses = tensors
-        return _Prepared(ids, inverse, uses[0] if uses else None, label, weights)
-
-    def _copy_to_device(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [tensor.to(self._device) for tensor in tensors]
+        inverse, label, weights, *rest = tensors
+        if self._target == "DEVICE":
+            ids = rest.pop(0)
+        return _Prepared(ids, inverse, rest[0] if rest else None, label, weights)
 
     def _logits(self, prepared: _Prepared, wide_rows: Tensor, deep_rows: Tensor) -> Tensor:
         shape = prepared.weights.shape

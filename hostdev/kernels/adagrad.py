@@ -4,19 +4,16 @@ from typing import Any
 
 import numpy as np
 
-from hostdev.kernels.jit import kernel, prefetch_to_write
+from hostdev.kernels.jit import kernel, prefetch_update
 from hostdev.kernels.pool import Kernel
 
-_AHEAD = 4
 LANES = 16  # of RowWiseAdagrad's sum over a row; part of its definition, as the order of additions depends on it
 
 
 @kernel
 def _sgd(start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, row_slots: Any, lr: Any) -> None:
     for i in range(np.uint64(start), np.uint64(stop)):
-        ahead = i + np.uint64(_AHEAD)
-        if ahead < np.uint64(stop):
-            prefetch_to_write(block, ids[ahead], block.strides[0])
+        prefetch_update(block, ids, i, stop)
         weights, grad = block[np.uint64(ids[i]), 0], grads[np.uint64(source[i])]
         for j in range(len(grad)):
             weights[j] -= lr * grad[j]
@@ -27,9 +24,7 @@ def _adagrad(
     start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, row_slots: Any, lr: Any, eps: Any
 ) -> None:
     for i in range(np.uint64(start), np.uint64(stop)):
-        ahead = i + np.uint64(_AHEAD)
-        if ahead < np.uint64(stop):
-            prefetch_to_write(block, ids[ahead], block.strides[0])
+        prefetch_update(block, ids, i, stop)
         row, grad = block[np.uint64(ids[i])], grads[np.uint64(source[i])]
         weights, accum = row[0], row[1]
         for j in range(len(grad)):
@@ -48,10 +43,8 @@ def _row_wise_adagrad(
     D = grads.shape[1]
     whole = np.uint64(D - D % LANES)
     for i in range(np.uint64(start), np.uint64(stop)):
-        ahead = i + np.uint64(_AHEAD)
-        if ahead < np.uint64(stop):
-            prefetch_to_write(block, ids[ahead], block.strides[0])
-            prefetch_to_write(row_slots, ids[ahead], 4)
+        prefetch_update(block, ids, i, stop)
+        prefetch_update(row_slots, ids, i, stop)
         row = np.uint64(ids[i])
         weights, grad = block[row, 0], grads[np.uint64(source[i])]
         lanes[:] = np.float32(0)

@@ -4,10 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from hostdev.kernels.jit import kernel, prefetch_to_write
+from hostdev.kernels.jit import kernel, prefetch_update
 from hostdev.kernels.pool import Kernel
-
-_AHEAD = 4
 
 
 @kernel
@@ -17,9 +15,7 @@ def _ftrl_sqrt(
     """The usual lr_power = -0.5: n^-p is a square root, correctly rounded."""
     zero = np.float32(0)
     for i in range(np.uint64(start), np.uint64(stop)):
-        ahead = i + np.uint64(_AHEAD)
-        if ahead < np.uint64(stop):
-            prefetch_to_write(block, ids[ahead], block.strides[0])
+        prefetch_update(block, ids, i, stop)
         row, grad = block[np.uint64(ids[i])], grads[np.uint64(source[i])]
         weights, accum, linear = row[0], row[1], row[2]
         for j in range(len(grad)):

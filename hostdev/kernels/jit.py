@@ -86,3 +86,11 @@ def prefetch_to_read_once(array: Any, row: Any, nbytes: Any) -> None:
     address = array.ctypes.data + np.int64(row) * np.int64(array.strides[0])
     for offset in range(0, nbytes, 64):
         _ask_to_read_once(address + offset)
+
+
+@inline
+def prefetch_update(block: Any, ids: Any, i: Any, stop: Any) -> None:
+    """Ask the cache for the row that the update of item i + 4 of [.., stop) will write."""
+    ahead = i + np.uint64(4)
+    if ahead < np.uint64(stop):
+        prefetch_to_write(block, ids[ahead], block.strides[0])

@@ -4,10 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from hostdev.kernels.jit import kernel, prefetch_to_write
+from hostdev.kernels.jit import kernel, prefetch_update
 from hostdev.kernels.pool import Kernel
-
-_AHEAD = 4
 
 
 @kernel
@@ -16,9 +14,7 @@ def _lazy_adam(
     lr_t: Any, beta1: Any, one_minus_beta1: Any, beta2: Any, one_minus_beta2: Any, eps: Any, nesterov: Any,
 ) -> None:  # fmt: skip
     for i in range(np.uint64(start), np.uint64(stop)):
-        ahead = i + np.uint64(_AHEAD)
-        if ahead < np.uint64(stop):
-            prefetch_to_write(block, ids[ahead], block.strides[0])
+        prefetch_update(block, ids, i, stop)
         row, grad = block[np.uint64(ids[i])], grads[np.uint64(source[i])]
         weights, first, second = row[0], row[1], row[2]
         for j in range(len(grad)):

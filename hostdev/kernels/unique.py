@@ -14,7 +14,6 @@ import numpy.typing as npt
 from hostdev.kernels.jit import inline, kernel, prefetch_to_write
 from hostdev.kernels.pool import host_threads, parallel_for, run_tasks
 
-Ids = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Positions = npt.NDArray[np.int32]
 
 _EMPTY = np.int32(-1)
