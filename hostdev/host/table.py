@@ -10,10 +10,10 @@ import numpy.typing as npt
 from hostdev.errors import UserError
 from hostdev.initializers import Initializer, Normal
 from hostdev.kernels.apply import apply_rows, apply_uses
-from hostdev.kernels.buffers import aligned_empty, scratch
+from hostdev.kernels.buffers import aligned_empty
 from hostdev.kernels.lookup import first_outside, lookup
 from hostdev.kernels.norm import sum_of_squares
-from hostdev.kernels.unique import check_ids, unique_into
+from hostdev.kernels.unique import check_ids
 from hostdev.memory import available_bytes, require_table
 from hostdev.optimizers import SparseOptimizer
 
@@ -105,15 +105,11 @@ class HostTable:
 
         Raises as `lookup` does; nothing is written then. A call counts as one step of the table even if N is 0.
         """
-        ids = self._as_ids(ids)
+        ids = self._checked(ids)
         grads = np.ascontiguousarray(grads)
         _check_rows("grads", grads, (len(ids), self.dim), self.name)
-        inverse = scratch("inverse", (len(ids),), np.int32)
-        rows = unique_into(ids, inverse)
-        if first_outside(rows, self.rows) >= 0:
-            self._check_range(ids)
         scalars = self._next_scalars()
-        apply_uses(self.optimizer.primitive, self.block, self.row_slots, rows, inverse, grads, scalars)
+        apply_uses(self.optimizer.primitive, self.block, self.row_slots, ids, grads, scalars)
 
     def update(self, ids: npt.ArrayLike, grads: Rows) -> None:
         """Take one optimizer step on unique rows whose gradients are summed already: `apply` without its first half.
@@ -135,22 +131,16 @@ class HostTable:
         return self.optimizer.scalars(self.step, self.dim)
 
     def _checked(self, ids: npt.ArrayLike) -> npt.NDArray[Any]:
-        ids = self._as_ids(ids)
-        self._check_range(ids)
-        return ids
-
-    def _as_ids(self, ids: npt.ArrayLike) -> npt.NDArray[Any]:
         try:
-            return np.ascontiguousarray(check_ids(ids))
+            ids = np.ascontiguousarray(check_ids(ids))
         except (TypeError, ValueError) as error:
             raise type(error)(f"table {self.name!r}: {error}") from None
-
-    def _check_range(self, ids: npt.NDArray[Any]) -> None:
         position = first_outside(ids, self.rows)
         if position >= 0:
             raise UserError(
                 f"table {self.name!r}: id {ids[position]} at position {position} is outside 0..{self.rows - 1}"
             )
+        return ids
 
 
 def _check_rows(what: str, array: Rows, shape: tuple[int, int], table: str) -> None:

@@ -6,6 +6,7 @@ import numpy.typing as npt
 from hostdev.host.table import HostTable
 from hostdev.kernels.gather import gather_scaled, segment_sum_scaled
 from hostdev.kernels.segment import segment_sum
+from hostdev.kernels.unique import unique
 from hostdev.optimizers import FTRL, LazyAdam, SparseOptimizer
 
 
@@ -18,6 +19,7 @@ def warm_up(id_dtype: npt.DTypeLike) -> None:
         table.lookup(ids)
         table.apply(ids, np.zeros((2, dim), np.float32))
         table.sum_of_squares()
+    unique(np.array([0, 1 << 20], id_dtype))  # ids far apart are hashed
     rows, weights, inverse = np.zeros((1, 32), np.float32), np.ones(2, np.float32), np.zeros(2, np.int32)
     segment_sum(np.zeros((2, 1), np.float32), inverse, np.empty((1, 1), np.float32))
     for dtype in (np.float32, np.uint16):  # uint16 is bfloat16

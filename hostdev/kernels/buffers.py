@@ -36,3 +36,17 @@ def scratch(name: str, shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32
     if name not in held or len(held[name]) < size:
         held[name] = aligned_empty((size + size // 4 + LINE,), np.uint8)
     return held[name][:size].view(dtype).reshape(shape)
+
+
+_identity = np.arange(1 << 16, dtype=np.int32)
+
+
+def identity(n: int) -> npt.NDArray[np.int32]:
+    """Return 0, 1, ..., n - 1, read-only."""
+    global _identity
+    held = _identity
+    if len(held) < n:
+        held = _identity = np.arange(2 * n, dtype=np.int32)
+    part = held[:n]
+    part.flags.writeable = False
+    return part

@@ -27,6 +27,7 @@ _L0, _L1, _L2, _L3, _L4, _L5, _L6, _L7, _L8 = _LOG
 _S0, _S1, _S2 = _f(-1.9515295891e-4), _f(8.3321608736e-3), _f(-1.6666654611e-1)
 _C0, _C1, _C2 = _f(2.443315711809948e-5), _f(-1.388731625493765e-3), _f(4.166664568298827e-2)
 _ROWS = 256
+_PAIRS = 640  # of columns at a time; their numbers stay in the nearest cache
 
 
 @inline
@@ -88,22 +89,31 @@ def _words(low: Any, high: Any, pair: Any) -> Any:
 
 @kernel
 def _fill_normal(start: Any, stop: Any, first_row: Any, key: Any, std: Any, block: Any, slots: Any) -> None:
-    D = block.shape[2]
-    for i in range(start, stop):
-        hashed = _row_hash(key, first_row + i)
-        low, high = uint32(hashed), uint32(hashed >> uint64(32))
-        row = block[np.uint64(i)]
-        weights = row[0]
-        for p in range(D // 2):
-            a, b = _words(low, high, p)
-            weights[2 * p], weights[2 * p + 1] = _normal_pair(a, b, std)
-        if D % 2:
-            a, b = _words(low, high, D // 2)
-            weights[D - 1], _ = _normal_pair(a, b, std)
-        for s in range(len(slots)):
-            slot = row[1 + s]
+    """Several rows at a time, so that the pairs of their columns fill vectors whatever the number of columns."""
+    D, one = np.uint64(block.shape[2]), np.uint64(1)
+    pairs = (D + one) // np.uint64(2)
+    rows = max(one, np.uint64(_PAIRS) // pairs)
+    a, b = np.empty(rows * pairs, np.uint32), np.empty(rows * pairs, np.uint32)
+    normal = np.empty(2 * len(a), np.float32)
+    for first in range(np.uint64(start), np.uint64(stop), rows):
+        n = min(rows, np.uint64(stop) - first)
+        for i in range(n):
+            hashed = _row_hash(key, np.uint64(first_row) + first + i)
+            low, high = uint32(hashed), uint32(hashed >> uint64(32))
+            row_a, row_b = a[i * pairs : (i + one) * pairs], b[i * pairs : (i + one) * pairs]
+            for p in range(pairs):
+                row_a[p], row_b[p] = _words(low, high, p)
+        for p in range(n * pairs):
+            normal[np.uint64(2) * p], normal[np.uint64(2) * p + one] = _normal_pair(a[p], b[p], std)
+        for i in range(n):
+            row, values = block[first + i], normal[np.uint64(2) * i * pairs :]
+            weights = row[0]
             for j in range(D):
-                slot[j] = slots[s]
+                weights[j] = values[j]
+            for s in range(len(slots)):
+                slot = row[1 + s]
+                for j in range(D):
+                    slot[j] = slots[s]
 
 
 @kernel

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from hostdev.kernels.jit import kernel, prefetch_to_read
 from hostdev.kernels.pool import parallel_for
+from hostdev.kernels.unique import id_range
 
 _GRAIN = 512
 _AHEAD = 8  # rows; the latency of memory over the time of a row
@@ -46,4 +47,5 @@ def lookup(block: npt.NDArray[np.float32], ids: npt.NDArray[Any], out: npt.NDArr
 
 def first_outside(ids: npt.NDArray[Any], rows: int) -> int:
     """Return the position of the first id outside [0, rows), or -1."""
-    return int(_first_outside(ids, rows))
+    low, high = id_range(ids)
+    return -1 if low >= 0 and high < rows else int(_first_outside(ids, rows))

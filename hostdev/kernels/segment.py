@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from hostdev.kernels.buffers import scratch
 from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_read_once, prefetch_to_write
-from hostdev.kernels.pool import Task, host_threads, run_tasks
+from hostdev.kernels.pool import host_threads, run_tasks
 
 _SORT_FROM_THREADS = 4
 _SUMS_AHEAD, _GRADS_AHEAD = 12, 24  # uses
@@ -23,36 +23,47 @@ _PIECES_PER_THREAD = 4
 
 
 @kernel
-def _sum_stream(start: Any, stop: Any, grads: Any, inverse: Any, out: Any) -> None:
-    """Add every use to its row; `start` and `stop` say nothing, as the stream is not split."""
+def sum_part(start: Any, stop: Any, seen: Any, grads: Any, inverse: Any, out: Any) -> Any:
+    """Add the uses [start, stop) to their rows' sums; the uses before have been added.
+
+    seen     how many rows the uses before have; rows are numbered in order of first occurrence
+    returns  how many rows there are up to `stop`
+    """
     D = grads.shape[1]
-    uses, seen, one = np.uint64(len(inverse)), np.uint64(0), np.uint64(1)
-    for i in range(np.uint64(0), uses):
+    uses, seen, one = np.uint64(stop), np.uint64(seen), np.uint64(1)
+    for i in range(np.uint64(start), uses):
         prefetch_to_read_once(grads, i + np.uint64(_GRADS_AHEAD), D * 4)
         if i + np.uint64(_SUMS_AHEAD) < uses:
             prefetch_to_write(out, inverse[i + np.uint64(_SUMS_AHEAD)], D * 4)
         row = np.uint64(inverse[i])
         total, grad = out[row], grads[i]
-        if row == seen:  # the first use: rows are numbered in order of first occurrence
+        if row == seen:  # its first use
             seen += one
             for j in range(D):
                 total[j] = grad[j]
         else:
             for j in range(D):
                 total[j] += grad[j]
+    return seen
 
 
 @kernel
-def _sum_scalars(start: Any, stop: Any, grads: Any, inverse: Any, out: Any) -> None:
-    """`_sum_stream` for D = 1."""
-    seen, one, column = np.uint64(0), np.uint64(1), np.uint64(0)
-    for i in range(np.uint64(0), np.uint64(len(inverse))):
+def sum_part_of_scalars(start: Any, stop: Any, seen: Any, grads: Any, inverse: Any, out: Any) -> Any:
+    """`sum_part` for D = 1."""
+    seen, one, column = np.uint64(seen), np.uint64(1), np.uint64(0)
+    for i in range(np.uint64(start), np.uint64(stop)):
         row = np.uint64(inverse[i])
         if row == seen:
             seen += one
             out[row, column] = grads[i, column]
         else:
             out[row, column] += grads[i, column]
+    return seen
+
+
+def streams() -> bool:
+    """Tell whether the threads are so few that one of them should add up all gradients."""
+    return host_threads() < _SORT_FROM_THREADS
 
 
 @kernel
@@ -70,7 +81,7 @@ def _sort_uses(inverse: Any, ends: Any, order: Any) -> None:
 
 
 @kernel
-def _sum_sorted(start: Any, stop: Any, grads: Any, order: Any, ends: Any, out: Any) -> None:
+def sum_sorted(start: Any, stop: Any, grads: Any, order: Any, ends: Any, out: Any) -> None:
     """Sum the unique rows [start, stop)."""
     D = grads.shape[1]
     last = np.uint64(ends[np.uint64(stop)])
@@ -89,19 +100,20 @@ def _sum_sorted(start: Any, stop: Any, grads: Any, order: Any, ends: Any, out: A
                     total[j] += grad[j]
 
 
-def sum_tasks(
-    grads: npt.NDArray[np.float32], inverse: npt.NDArray[np.int32], out: npt.NDArray[np.float32]
-) -> list[Task]:
-    """Return tasks for `pool.run_tasks` that together do `segment_sum`; they use the caller's scratch memory."""
-    if host_threads() < _SORT_FROM_THREADS:
-        return [(_sum_scalars if out.shape[1] == 1 else _sum_stream, 0, 1, (grads, inverse, out))]
+def sort_uses(inverse: npt.NDArray[np.int32], rows: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """Return the uses [N] sorted by row, stable, and where each row's begin [rows + 1]; in scratch memory."""
     order = scratch("uses by row", (len(inverse),), np.int32)
-    ends = scratch("ends of rows", (len(out) + 2,), np.int64)
+    ends = scratch("ends of rows", (rows + 2,), np.int64)
     _sort_uses(inverse, ends, order)
+    return order, ends[: rows + 1]
+
+
+def row_ranges(ends: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Return ranges of rows with about as many uses each, several per thread."""
     pieces = host_threads() * _PIECES_PER_THREAD
-    edges = np.searchsorted(ends[: len(out) + 1], np.arange(1, pieces) * (len(inverse) // pieces))
-    edges = np.concatenate([[0], edges, [len(out)]])
-    return [(_sum_sorted, int(a), int(b), (grads, order, ends, out)) for a, b in itertools.pairwise(edges) if a < b]
+    edges = np.searchsorted(ends, np.arange(1, pieces) * (ends[-1] // pieces))
+    edges = np.concatenate([[0], edges, [len(ends) - 1]])
+    return [(int(a), int(b)) for a, b in itertools.pairwise(edges) if a < b]
 
 
 def segment_sum(grads: npt.NDArray[np.float32], inverse: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> None:
@@ -111,5 +123,9 @@ def segment_sum(grads: npt.NDArray[np.float32], inverse: npt.NDArray[np.int32], 
     inverse  int32 [N], the unique row of each use, numbered in order of first occurrence (see `unique`)
     out      float32 [U, D], overwritten
     """
-    if len(out):
-        run_tasks(sum_tasks(grads, inverse, out))
+    if streams() or not len(out):
+        part = sum_part_of_scalars if out.shape[1] == 1 else sum_part
+        part(0, len(inverse), 0, grads, inverse, out)
+        return
+    order, ends = sort_uses(inverse, len(out))
+    run_tasks([(sum_sorted, start, stop, (grads, order, ends, out)) for start, stop in row_ranges(ends)])

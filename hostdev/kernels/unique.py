@@ -1,7 +1,8 @@
 """Ids to dense positions in order of first occurrence: the dedupe of a batch and the vocabulary's counting.
 
-An open-addressing hash table with linear probing; its cost depends on the number of distinct ids and not on the
-size of the embedding table, and its order on the ids alone.
+Where the largest id of a batch is not far above the number of its ids, a place per possible id; else an open-addressing
+hash table with linear probing, whose cost depends on the number of distinct ids and not on the size of the embedding
+table. Either way the order depends on the ids alone.
 """
 
 import threading
@@ -11,17 +12,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.buffers import aligned_empty
 from hostdev.kernels.jit import inline, kernel, prefetch_to_write
 from hostdev.kernels.pool import host_threads, parallel_for, run_tasks
 
 Positions = npt.NDArray[np.int32]
 
-_EMPTY = np.int32(-1)
-_AHEAD = 16  # ids
-_SPARE_BITS = 2  # the table is at most a quarter full: long probes cost more than a larger table
+_EMPTY = -1
+_AHEAD = 32  # ids
+_SPARE_BITS = 1  # the table is at most half full
 _MAX_DISTINCT = 2**31  # positions are int32
 _MOST_PARTS = 4  # of a batch, deduplicated at once; the rest is serial, and more parts make more of it
 _SMALLEST_PART = 1 << 15
+_DIRECT_UP_TO = 2  # ids below this many times their number get a place each; above, that memory outgrows the cache
 _maps = threading.local()  # of `unique`: a batch has about as many distinct ids as the one before
 
 
@@ -32,25 +35,25 @@ def _slot(key: Any, shift: Any) -> Any:
 
 
 @kernel
-def _add(ids: Any, start: Any, slots: Any, shift: Any, keys: Any, count: Any, positions: Any) -> Any:
+def _add(ids: Any, start: Any, entries: Any, shift: Any, keys: Any, count: Any, positions: Any) -> Any:
     """Insert ids[start:]; stop early where the keys are full. Returns (next id to insert, number of keys)."""
-    mask, one = np.uint64(len(slots) - 1), np.uint64(1)
-    for i in range(np.uint64(start), np.uint64(len(ids))):
-        if i + np.uint64(_AHEAD) < np.uint64(len(ids)):
-            prefetch_to_write(slots, _slot(ids[i + np.uint64(_AHEAD)], shift), 4)
+    mask, one, stop = np.uint64(len(entries) - 1), np.uint64(1), np.uint64(len(ids))
+    for i in range(np.uint64(start), stop):
+        if i + np.uint64(_AHEAD) < stop:
+            prefetch_to_write(entries, _slot(ids[i + np.uint64(_AHEAD)], shift), entries.strides[0])
         key = ids[i]
         slot = _slot(key, shift)
         while True:
-            position = slots[slot]
+            position = np.int32(entries[slot, 1])
             if position < 0:
                 if count == len(keys):
                     return np.int64(i), count
-                slots[slot] = count
+                entries[slot, 0], entries[slot, 1] = key, count
                 keys[np.uint64(count)] = key
                 positions[i] = count
                 count += 1
                 break
-            if keys[np.uint64(position)] == key:
+            if entries[slot, 0] == key:
                 positions[i] = position
                 break
             slot = (slot + one) & mask
@@ -58,26 +61,33 @@ def _add(ids: Any, start: Any, slots: Any, shift: Any, keys: Any, count: Any, po
 
 
 @kernel
-def _rehash(slots: Any, shift: Any, keys: Any, count: Any) -> None:
-    mask, one = np.uint64(len(slots) - 1), np.uint64(1)
+def _rehash(entries: Any, shift: Any, keys: Any, count: Any) -> None:
+    mask, one = np.uint64(len(entries) - 1), np.uint64(1)
     for position in range(count):
         slot = _slot(keys[position], shift)
-        while slots[slot] >= 0:
+        while entries[slot, 1] >= 0:
             slot = (slot + one) & mask
-        slots[slot] = position
+        entries[slot, 0], entries[slot, 1] = keys[position], position
 
 
 @kernel
-def _find(ids: Any, slots: Any, shift: Any, keys: Any, positions: Any) -> None:
-    mask, one = np.uint64(len(slots) - 1), np.uint64(1)
+def _find(ids: Any, entries: Any, shift: Any, positions: Any) -> None:
+    mask, one = np.uint64(len(entries) - 1), np.uint64(1)
     for i in range(len(ids)):
         slot = _slot(ids[i], shift)
         while True:
-            position = slots[slot]
-            if position < 0 or keys[np.uint64(position)] == ids[i]:
+            position = np.int32(entries[slot, 1])
+            if position < 0 or entries[slot, 0] == ids[i]:
                 positions[i] = position
                 break
             slot = (slot + one) & mask
+
+
+def _entries(n: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Empty slots [n, 2]: an id and its position, side by side in one cache line; -1 where there is none."""
+    entries: npt.NDArray[Any] = aligned_empty((n, 2), dtype)
+    entries.fill(_EMPTY)
+    return entries
 
 
 class IdMap:
@@ -90,7 +100,7 @@ class IdMap:
     def __init__(self, dtype: npt.DTypeLike = np.int64, *, expected: int = 0) -> None:
         bits = max(10, int(expected).bit_length() + _SPARE_BITS)
         self._shift = 64 - bits
-        self._slots = np.full(1 << bits, _EMPTY, np.int32)
+        self._entries = _entries(1 << bits, dtype)
         self._keys = np.empty(1 << (bits - _SPARE_BITS), dtype)
         self._count = 0
 
@@ -105,7 +115,7 @@ class IdMap:
 
     def clear(self) -> None:
         """Forget all ids; the memory stays."""
-        self._slots.fill(_EMPTY)
+        self._entries.fill(_EMPTY)
         self._count = 0
 
     def add(self, ids: npt.NDArray[Any], positions: Positions | None = None) -> Positions:
@@ -117,7 +127,7 @@ class IdMap:
             positions = np.empty(len(ids), np.int32)
         done = 0
         while True:
-            done, self._count = _add(ids, done, self._slots, self._shift, self._keys, self._count, positions)
+            done, self._count = _add(ids, done, self._entries, self._shift, self._keys, self._count, positions)
             if done == len(ids):
                 return positions
             self._grow()
@@ -125,18 +135,70 @@ class IdMap:
     def find(self, ids: npt.NDArray[Any]) -> Positions:
         """Return each id's position, int32 [N]; -1 for an id that was never added."""
         positions = np.empty(len(ids), np.int32)
-        _find(ids, self._slots, self._shift, self._keys, positions)
+        _find(ids, self._entries, self._shift, positions)
         return positions
 
     def _grow(self) -> None:
         if self._count > _MAX_DISTINCT // 4:
             raise OverflowError(f"more than {self._count} distinct ids in one map")
         self._shift -= 2
-        self._slots = np.full(len(self._slots) * 4, _EMPTY, np.int32)
-        keys = np.empty(len(self._slots) >> _SPARE_BITS, self._keys.dtype)
+        self._entries = _entries(len(self._entries) * 4, self._keys.dtype)
+        keys = np.empty(len(self._entries) >> _SPARE_BITS, self._keys.dtype)
         keys[: self._count] = self.ids
         self._keys = keys
-        _rehash(self._slots, self._shift, self._keys, self._count)
+        _rehash(self._entries, self._shift, self._keys, self._count)
+
+
+@kernel
+def id_range(ids: Any) -> Any:
+    """Return the smallest and the largest of ids [N] and 0."""
+    low = high = ids.dtype.type(0)
+    for i in range(np.uint64(0), np.uint64(len(ids))):
+        low, high = min(low, ids[i]), max(high, ids[i])
+    return low, high
+
+
+@kernel
+def _add_direct(ids: Any, places: Any, keys: Any, count: Any, positions: Any) -> Any:
+    """Insert ids without a branch per id, as whether one is new is hard to predict. Returns the number of keys."""
+    for i in range(np.uint64(0), np.uint64(len(ids))):
+        key, next_key = np.uint64(ids[i]), np.uint64(count)
+        place = places[key]
+        new = place < 0
+        place = np.int32(count) if new else place
+        places[key] = positions[i] = place
+        keys[next_key] = ids[i]  # where it is not new, the next one overwrites it
+        count += np.int64(new)
+    return count
+
+
+class DirectMap:
+    """`IdMap` for ids in a small range: a position for every possible id, so nothing is hashed or compared."""
+
+    def __init__(self, dtype: npt.DTypeLike) -> None:
+        self._places = np.empty(0, np.int32)
+        self._keys = np.empty(1, dtype)
+        self._count = 0
+
+    @property
+    def ids(self) -> npt.NDArray[Any]:
+        """The distinct ids in order of first occurrence; a view until the next `add`."""
+        return self._keys[: self._count]
+
+    def clear(self, limit: int) -> None:
+        """Forget all ids and expect ids below `limit`."""
+        if len(self._places) < limit:
+            self._places = np.empty(limit + limit // 4, np.int32)
+            self._keys = np.empty(len(self._places) + 1, self._keys.dtype)
+        self._places[:limit].fill(_EMPTY)
+        self._count = 0
+
+    def add(self, ids: npt.NDArray[Any], positions: Positions | None = None) -> Positions:
+        """Return each id's position, int32 [N], as `IdMap.add`."""
+        if positions is None:
+            positions = np.empty(len(ids), np.int32)
+        self._count = int(_add_direct(ids, self._places, self._keys, self._count, positions))
+        return positions
 
 
 def check_ids(ids: npt.ArrayLike) -> npt.NDArray[Any]:
@@ -174,17 +236,38 @@ def unique_into(ids: npt.NDArray[Any], inverse: Positions) -> npt.NDArray[Any]:
     ids  int32 or int64 [N], C-contiguous
     """
     parts = max(1, min(host_threads(), _MOST_PARTS, len(ids) // _SMALLEST_PART))
-    by_dtype: dict[np.dtype[Any], list[IdMap]] = _maps.__dict__.setdefault("by_dtype", {})
-    maps = by_dtype.setdefault(ids.dtype, [])
-    while len(maps) < parts:
-        maps.append(IdMap(ids.dtype, expected=1 << 14))
+    first = id_map(ids)
+    if parts == 1 or isinstance(first, DirectMap):  # which is faster in one part than hashing is in two
+        first.add(ids, inverse)
+        return first.ids
+    maps = [first, *_maps_of(IdMap, ids.dtype, parts)[1:]]
     edges = [len(ids) * i // parts for i in range(parts + 1)]
-    run_tasks([(_unique_part, a, b, (ids, inverse, seen)) for seen, (a, b) in zip(maps, pairwise(edges), strict=False)])
+    run_tasks([(_unique_part, a, b, (ids, inverse, seen)) for seen, (a, b) in zip(maps, pairwise(edges), strict=True)])
     for part in range(1, parts):
         start, stop = edges[part : part + 2]
-        number = maps[0].add(maps[part].ids)
+        number = first.add(maps[part].ids)
         parallel_for(_renumber, stop - start, inverse[start:stop], number, grain=_SMALLEST_PART)
-    return maps[0].ids
+    return first.ids
+
+
+def id_map(ids: npt.NDArray[Any]) -> "IdMap | DirectMap":
+    """Return an empty map for ids int32 or int64 [N], in memory that this thread's next call takes again."""
+    low, high = map(int, id_range(ids))
+    if low >= 0 and high < _DIRECT_UP_TO * len(ids):
+        direct: DirectMap = _maps_of(DirectMap, ids.dtype, 1)[0]
+        direct.clear(high + 1)
+        return direct
+    hashed: IdMap = _maps_of(IdMap, ids.dtype, 1)[0]
+    hashed.clear()
+    return hashed
+
+
+def _maps_of(kind: Any, dtype: np.dtype[Any], n: int) -> list[Any]:
+    """This thread's maps, at least n."""
+    maps: list[Any] = _maps.__dict__.setdefault(f"{kind.__name__} {dtype}", [])
+    while len(maps) < n:
+        maps.append(kind(dtype))
+    return maps
 
 
 def _unique_part(start: int, stop: int, ids: npt.NDArray[Any], inverse: Positions, seen: IdMap) -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from hostdev.host.table import HostTable
+from hostdev.kernels import stream
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.segment import segment_sum
 from hostdev.kernels.unique import unique
@@ -29,11 +30,12 @@ def ids_of(rng, rows, n):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_apply(name):
+def test_apply(name, monkeypatch):
     rng = np.random.default_rng(0)
     for _ in range(CASES):
         rows, dim, n = rng.integers(1, 60), rng.integers(1, 40), rng.integers(0, 80)
         set_host_threads(int(rng.integers(1, 9)))
+        monkeypatch.setattr(stream, "_PART", int(rng.integers(1, 100)))
         table = HostTable(int(rows), int(dim), OPTIMIZERS[name], name="t", seed=int(rng.integers(1000)))
         twin = naive.Table(table.weights, OPTIMIZERS[name])
         for _ in range(2):

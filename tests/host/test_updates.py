@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hostdev.host.table import HostTable
+from hostdev.kernels import stream
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import unique
 from hostdev.optimizers import FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad
@@ -47,13 +48,42 @@ def assert_equal(table, twin):
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("dim", [1, 3, 80, 128])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_matches_the_naive_twin_to_the_bit(name, dim, threads):
+def test_matches_the_naive_twin_to_the_bit(name, dim, threads, monkeypatch):
+    monkeypatch.setattr(stream, "_PART", 190)
     rng = np.random.default_rng(dim)
     batches = []
     for n, ids in [(2000, 600), (0, 1), (1, 1), (700, 3), (1500, 600)]:
         grads = (rng.standard_normal((n, dim)) * 10.0 ** rng.integers(-8, 3, (n, 1))).astype(np.float32)
         batches.append((rng.integers(0, ids, n).astype(rng.choice([np.int32, np.int64])), grads))
     assert_equal(*apply_to_both(OPTIMIZERS[name], 600, dim, batches, threads))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("dim", "rows", "n"), [(16, 30_000, 70_000), (20, 3, 65_537), (1, 500_000, 70_000)])
+def test_batches_of_several_parts(dim, rows, n, threads):
+    rng = np.random.default_rng(rows)
+    grads = rng.standard_normal((n, dim), dtype=np.float32)
+    for batch in (rng.integers(0, rows, n), (rng.zipf(1.2, n) - 1) % rows):
+        assert_equal(*apply_to_both(LazyAdam(), rows, dim, [(batch, grads)], threads))
+
+
+@pytest.mark.parametrize("at", ["sum_part", "_order", "_mark"])
+def test_a_failure_inside_ends_the_call_and_the_pool_lives_on(at, monkeypatch):
+    class FaultError(Exception):
+        pass
+
+    def fail(*args):
+        raise FaultError
+
+    set_host_threads(2)
+    table = HostTable(100, 32, LazyAdam(), name="t")
+    ids, grads = np.arange(1000) % 100, np.ones((1000, 32), np.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "_PART", 100)
+        patch.setattr(stream, at, fail)
+        with pytest.raises(FaultError):
+            table.apply(ids, grads)
+    table.apply(ids, grads)
 
 
 @settings(deadline=None, max_examples=200)

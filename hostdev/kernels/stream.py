@@ -1,0 +1,160 @@
+"""A batch's dedupe, gradient sums and updates at once, for a few threads: nobody waits for what need not be complete.
+
+One thread streams through the gradients, part by part, and adds them to their rows' sums, right behind the one that
+deduplicates the ids. That one then orders the rows by the part in which they are used last, and updates each as soon
+as its sum is complete; a row used once takes its gradient from where it is. When all is added up, both update what is
+left. The arithmetic is that of one pass after the other.
+
+N uses, U unique rows, D columns.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.kernels.buffers import identity, scratch
+from hostdev.kernels.jit import kernel
+from hostdev.kernels.pool import Kernel, Task, ranges, run_tasks
+from hostdev.kernels.segment import sum_part, sum_part_of_scalars
+from hostdev.kernels.unique import id_map
+
+Rows = npt.NDArray[np.float32]
+
+_PART = 32768  # uses
+_PIECES = 2  # of the rows that one part completes
+_ORDER_FROM_COLUMNS = 16  # below, an update is too cheap to wait for a certain sum
+_GRAIN = 256
+
+
+class Progress:
+    """How many parts of its work a task has done; later tasks wait for them."""
+
+    def __init__(self) -> None:
+        self._done = 0
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def wait(self, parts: int) -> None:
+        """Return when `parts` are done; if the task has failed, raise its exception here too."""
+        if self._done < parts:
+            with self._changed:
+                self._changed.wait_for(lambda: self._done >= parts or self._error)
+        if self._error is not None:
+            raise self._error
+
+    def _tell(self, done: int, error: BaseException | None = None) -> None:
+        with self._changed:
+            self._done, self._error = done, error
+            self._changed.notify_all()
+
+
+def _follow(start: int, stop: int, progress: Progress, work: Callable[[int], None]) -> None:
+    """Do `work(start)`, ..., `work(stop - 1)`, and tell after each."""
+    for part in range(start, stop):
+        try:
+            work(part)
+        except BaseException as error:
+            progress._tell(part, error)
+            raise
+        progress._tell(part + 1)
+
+
+def apply_stream(update: Kernel, table: tuple[Any, ...], ids: npt.NDArray[Any], grads: Rows) -> None:
+    """Sum the gradients of each id in order of occurrence and update its row.
+
+    update, table  an optimizer's kernel and its arguments from `block` on (see `apply`)
+    ids            int32 or int64 [N], in range, at least one
+    grads          float32 [N, D]
+    """
+    N, D = grads.shape
+    edges = [*range(0, N, _PART), N]
+    parts = len(edges) - 1
+    inverse, sums = scratch("inverse", (N,), np.int32), scratch("sums", (N, D))
+    uses, source = (scratch(name, (N,), np.int32) for name in ("uses", "source"))
+    chosen = scratch("ids by last use", (N,), ids.dtype)
+    ends = scratch("ends", (parts + 2,), np.int64)
+    add_part = sum_part_of_scalars if D == 1 else sum_part
+    in_order = D >= _ORDER_FROM_COLUMNS
+    seen, found, added = id_map(ids), Progress(), Progress()
+    rows_marked = rows_added = 0
+
+    def find(part: int) -> None:
+        nonlocal rows_marked
+        if part < parts:
+            start, stop = edges[part : part + 2]
+            seen.add(ids[start:stop], inverse[start:stop])
+            if in_order:
+                rows_marked = _mark(start, stop, rows_marked, part, inverse, uses)
+        elif in_order:
+            _order(seen.ids, uses, ends, chosen, source)
+
+    def add(part: int) -> None:
+        nonlocal rows_added
+        found.wait(part + 1)
+        start, stop = edges[part : part + 2]
+        rows_added = add_part(start, stop, rows_added, grads, inverse, sums)
+
+    def update_complete(part: int, piece: int) -> None:
+        """Update a share of the rows whose sums are complete after so many parts; 0: the rows used once."""
+        found.wait(parts + 1)
+        added.wait(part)
+        first, rows = ends[part], ends[part + 1] - ends[part]
+        start, stop = (first + rows * share // _PIECES for share in (piece, piece + 1))
+        update(start, stop, chosen, source, sums if part else grads, *table)
+
+    tasks: list[Task] = [(_follow, 0, parts + 1, (found, find)), (_follow, 0, parts, (added, add))]
+    if in_order:
+        tasks += [(update_complete, part, piece, ()) for part in range(parts + 1) for piece in range(_PIECES)]
+    run_tasks(tasks)
+    if not in_order:
+        every = (seen.ids, identity(len(seen.ids)), sums, *table)
+        run_tasks([(update, start, stop, every) for start, stop in ranges(len(seen.ids), _GRAIN)])
+
+
+@kernel
+def _mark(start: Any, stop: Any, seen: Any, part: Any, inverse: Any, uses: Any) -> Any:
+    """Note what is known of the rows after the uses [start, stop), which are of one part.
+
+    seen     how many rows the uses before have
+    uses     [N]; per row, its use if it has one, else -1 - the part of its last
+    returns  how many rows there are up to `stop`
+    """
+    seen, one = np.uint64(seen), np.uint64(1)
+    for i in range(np.uint64(start), np.uint64(stop)):
+        row = np.uint64(inverse[i])
+        if row == seen:
+            seen += one
+            uses[row] = i
+        else:
+            uses[row] = -1 - part
+    return seen
+
+
+@kernel
+def _order(ids: Any, uses: Any, ends: Any, chosen: Any, source: Any) -> None:
+    """Sort the rows, stable: those used once, then the others by the part of their last use.
+
+    ids     [U]
+    uses    [U or more], from `_mark`
+    ends    [parts + 2]; the rows used once become [ends[0], ends[1]), those of part p [ends[p + 1], ends[p + 2])
+    chosen  the ids in that order
+    source  where the gradient of each is: the use of a row used once, the row itself of another
+    """
+    ends[:] = 0
+    for row in range(np.uint64(0), np.uint64(len(ids))):
+        ends[np.uint64(max(0, -uses[row]) + 1)] += 1
+    first = np.int64(0)
+    for k in range(1, len(ends)):
+        rows = ends[k]
+        ends[k] = first
+        first += rows
+    for row in range(np.uint64(0), np.uint64(len(ids))):
+        use = uses[row]
+        k = np.uint64(max(0, -use) + 1)
+        at = np.uint64(ends[k])
+        chosen[at] = ids[row]
+        source[at] = use if use >= 0 else row
+        ends[k] += 1
