@@ -51,7 +51,8 @@ def main() -> None:
         times = []
         for batch in itertools.islice(ShardReader(Path(folder), found, "train").batches(batch_size), STEPS):
             start = time.perf_counter()
-            trainer.step(batch)
+            for _ in trainer.train([batch]):
+                pass
             times.append(time.perf_counter() - start)
         ops = sum(op["count"] for op in log.summary().values()) / STEPS
         step = statistics.median(times)

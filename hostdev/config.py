@@ -37,17 +37,36 @@ class TrainConfig:
         choices=("fp32", "bf16"),
     )
     host_threads: int | None = _flag("threads of the host's kernels (all CPUs of the process)", kind=int, metavar="N")
+    pipeline_depth: int = _flag(
+        "how many batches ahead are read and looked up while one is in its step; 0: one stage after the other",
+        default=2,
+        kind=int,
+        metavar="N",
+    )
+    staleness: int = _flag(
+        "NOT EXACT if above 0: a lookup may miss the updates of the last N batches", default=0, kind=int, metavar="N"
+    )
     seed: int = _flag("of the initial values and of the rows' order", default=2020, kind=int, metavar="N")
     max_steps: int | None = _flag("stop after so many steps", kind=int, metavar="N")
     run_dir: Path | None = _flag("a new folder for logs and summary (runs/<time>)", kind=Path, metavar="DIR")
+
+    trace: Path | None = _flag(
+        "a new file for the timeline of all stages, as Chrome-trace JSON (open it in Perfetto)",
+        kind=Path,
+        metavar="FILE",
+    )
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "emb_dim", "host_threads", "max_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{_option(name)} must be at least 1, not {value}")
-        if self.seed < 0:
-            raise UserError(f"--seed must be at least 0, not {self.seed}")
+        for name in ("seed", "pipeline_depth", "staleness"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{_option(name)} must be at least 0, not {getattr(self, name)}")
+        if self.staleness and not (self.host_device_mix and self.pipeline_depth):
+            missing = "a --pipeline-depth above 0" if self.host_device_mix else "--host-device-mix"
+            raise UserError(f"--staleness {self.staleness} has no effect without {missing}; leave it out")
 
     def resolved(self) -> "TrainConfig":
         """Fill in the defaults that depend on the data: the reference's, or for the look-alike what suits it."""

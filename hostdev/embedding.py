@@ -1,24 +1,27 @@
-"""A table and the ops that work on it, wherever it is placed; what crosses to the device and back."""
+"""A table and the ops that work on it, wherever it is placed, and one batch's rows on their way through them."""
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hostdev.device.backend import is_accelerator
+from hostdev.device.staging import Staging
 from hostdev.device.table import DeviceTable
 from hostdev.host.server import ParameterServer
 from hostdev.host.table import HostTable
 from hostdev.optimizers import SparseOptimizer
-from hostdev.primitive import UPDATES, EmbeddingLookup, OpLog, Primitive
+from hostdev.primitive import UPDATES, EmbeddingLookup, OpLog
+
+Positions = npt.NDArray[np.int32]
 
 
 class Embedding:
     """A named table with its lookup and its update.
 
-    With target "CPU" the table belongs to the parameter server and its ops run on the host: unique rows cross to
-    the device, and their gradients come back. With "DEVICE" all of it is on the device. On the CPU device nothing
-    is copied.
+    With target "CPU" the table belongs to the parameter server and its ops run on the host; with "DEVICE" all of it is
+    on the device.
     """
 
     def __init__(
@@ -43,23 +46,56 @@ class Embedding:
             self.table = DeviceTable(rows, dim, optimizer, device, name=name, seed=seed)
         self.lookup = EmbeddingLookup(scope=name, log=log).add_prim_attr("primitive_target", target)
         self.update = UPDATES[optimizer.primitive](scope=name, log=log).add_prim_attr("primitive_target", target)
-        self._staged = target == "CPU" and is_accelerator(device)
-        self._to_device = Primitive("HostToDevice", lambda rows: rows.to(device), scope=name, log=log)
-        self._to_host = Primitive("DeviceToHost", lambda grads: grads.cpu(), scope=name, log=log)
 
-    def pull(self, ids: Any) -> Tensor:
-        """Return the rows of unique ids, float32 [U, D] on the device.
 
-        ids  int32 or int64 [U], where the table is: numpy with target "CPU", else a tensor on the device
-        """
-        rows = self.lookup(self.table, ids)
-        if self.target == "CPU":
-            rows = torch.from_numpy(rows)
-        pulled: Tensor = self._to_device(rows) if self._staged else rows
-        return pulled
+class BatchRows:
+    """One batch's unique rows of a host table: fetched in parts, sent to the device, updated in parts.
 
-    def push(self, ids: Any, grads: Tensor) -> None:
-        """Update the rows of unique ids, as in `pull`, with their summed gradients, float32 [U, D] on the device."""
-        if self._staged:
-            grads = self._to_host(grads)
-        self.update(self.table, ids, grads.numpy() if self.target == "CPU" else grads)
+    ids  int32 or int64 [U], unique
+    """
+
+    def __init__(self, embedding: Embedding, ids: npt.NDArray[Any], staging: Staging) -> None:
+        assert isinstance(embedding.table, HostTable)
+        self._table = embedding.table
+        self._ids = ids
+        self._staging = staging
+        self._lookup, self._update = embedding.lookup.in_parts(), embedding.update.in_parts()
+        self._host = staging.buffer(len(ids), self._table.dim)
+        self._scalars: tuple[Any, ...] | None = None
+        self._rows = self._host  # float32 [U, D] on the device
+        self._sent: list[Any] = []  # marks in the staging's stream
+
+    def fetch(self, positions: Positions | None) -> None:
+        """Look rows up, all or those at `positions` [any], and send them; the others are to follow by `fetch_late`."""
+        self._lookup(self._table, self._ids, self._host.numpy(), positions)
+        [self._rows], mark = self._staging.send([self._host])
+        self._sent.append(mark)
+
+    def fetch_late(self, positions: Positions) -> None:
+        """Look up and send rows that had to wait; after `fetch`."""
+        if not self._staging.copies:
+            self._lookup(self._table, self._ids, self._host.numpy(), positions)
+            return
+        late = self._staging.buffer(len(positions), self._table.dim)
+        self._lookup(self._table, self._ids[positions], late.numpy(), None)
+        self._sent.append(self._staging.patch(self._rows, positions, late))
+
+    def fetched(self) -> None:
+        """Report the lookup's time: nothing is to follow."""
+        self._lookup.end()
+
+    def arrived(self) -> Tensor:
+        """Return the rows, float32 [U, D] on the device, whose current stream waits for them."""
+        for mark in self._sent:
+            self._staging.await_sent(mark, [self._rows])
+        return self._rows
+
+    def update(self, grads: Tensor, positions: Positions | None) -> None:
+        """Update rows with their gradients float32 [U, D] on the host: all, or those at `positions`, as one step."""
+        if self._scalars is None:
+            self._scalars = self._table.begin_step()
+        self._update(self._table, self._ids, grads.numpy(), self._scalars, positions)
+
+    def updated(self) -> None:
+        """Report the update's time."""
+        self._update.end()

@@ -5,6 +5,7 @@ The table that an op works on decides where it runs; the op's `primitive_target`
 
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable
 from typing import IO, Any, ClassVar, Protocol
 
@@ -64,7 +65,7 @@ class OpLog:
         self._flushed = 0.0
         self._clocks = clocks or {}
         self._ops: list[OpTimes] = []
-        self._buffer: list[tuple[float, str, int]] = []
+        self._buffer: deque[tuple[float, str, int]] = deque()
 
     def write_to(self, file: IO[str] | None) -> None:
         """Write a line per call to a text file from now on; with None, keep the durations only, as at the start."""
@@ -97,7 +98,7 @@ class OpLog:
         self._flushed = time.monotonic()
         if self._file is None:
             return
-        lines, self._buffer = self._buffer, []
+        lines = (self._buffer.popleft() for _ in range(len(self._buffer)))  # other threads append meanwhile
         self._file.writelines(f"{_stamp(at)} INFO {line} {ns // 1000} us.\n" for at, line, ns in lines)
         self._file.flush()
 
@@ -200,6 +201,30 @@ class Primitive:
         times.bytes += self.nbytes(*args, **kwargs)
         return result
 
+    def in_parts(self) -> "PartialCall":
+        """Return one call of this op that is made in parts, on the host, and timed as one."""
+        return PartialCall(self)
+
+
+class PartialCall:
+    """One call of an op, in parts; threads may take turns."""
+
+    def __init__(self, op: Primitive) -> None:
+        self._op = op
+        self._nanoseconds = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a part."""
+        start = time.perf_counter_ns()
+        result = self._op.run(*args, **kwargs)
+        self._nanoseconds += time.perf_counter_ns() - start
+        self._op.times.bytes += self._op.nbytes(*args, **kwargs)
+        return result
+
+    def end(self) -> None:
+        """Report the time of all parts."""
+        self._op.times.add(self._nanoseconds)
+
 
 class _TablePrimitive(Primitive):
     """An op on a table, which must be where the op's target says."""
@@ -212,34 +237,45 @@ class _TablePrimitive(Primitive):
             )
 
 
+def _count(ids: Any, some: tuple[Any, ...]) -> int:
+    """How many rows a call is about: the last of `some`, where given, are their positions."""
+    return len(ids if not some or some[-1] is None else some[-1])
+
+
 class EmbeddingLookup(_TablePrimitive):
-    """Rows of a table: `(table, ids [U]) -> float32 [U, D]`; ids and rows are numpy or torch like the table."""
+    """Rows of a table: `(table, ids [U]) -> float32 [U, D]`; ids and rows are numpy or torch like the table.
+
+    Host tables take `out` and `positions` as well, as `HostTable.lookup`.
+    """
 
     name = "EmbeddingLookup"
 
-    def run(self, table: Any, ids: Any) -> Any:
+    def run(self, table: Any, ids: Any, *some: Any) -> Any:
         """Look rows up."""
         self._check(table)
-        return table.lookup(ids)
+        return table.lookup(ids, *some)
 
-    def nbytes(self, table: Any, ids: Any) -> int:
+    def nbytes(self, table: Any, ids: Any, *some: Any) -> int:
         """Every row is read and written once."""
-        return 2 * 4 * len(ids) * int(table.dim)
+        return 2 * 4 * _count(ids, some) * int(table.dim)
 
 
 class _Update(_TablePrimitive):
-    """An optimizer step on unique rows: `(table, ids [U], grads float32 [U, D])`."""
+    """An optimizer step on unique rows: `(table, ids [U], grads float32 [U, D])`.
 
-    def run(self, table: Any, ids: Any, grads: Any) -> None:
+    Host tables take `scalars` and `positions` as well, as `HostTable.update`.
+    """
+
+    def run(self, table: Any, ids: Any, grads: Any, *some: Any) -> None:
         """Take the step."""
         self._check(table)
         if table.optimizer.primitive != self._name:
             raise ValueError(f"{self._name} cannot update table {table.name!r} of {type(table.optimizer).__name__}")
-        table.update(ids, grads)
+        table.update(ids, grads, *some)
 
-    def nbytes(self, table: Any, ids: Any, grads: Any) -> int:
+    def nbytes(self, table: Any, ids: Any, grads: Any, *some: Any) -> int:
         """A row's gradient is read, its weights and slots are read and written."""
-        return 4 * len(ids) * int(table.dim) * (1 + 2 * (1 + len(table.optimizer.slots)))
+        return 4 * _count(ids, some) * int(table.dim) * (1 + 2 * (1 + len(table.optimizer.slots)))
 
 
 class FusedSparseFtrl(_Update):

@@ -12,7 +12,9 @@ def start_lines(config: dict[str, Any], data: Path, rows: dict[str, int], vocabu
     dim = config["emb_dim"]
     epochs = f"{config['epochs']} epoch{'s' * (config['epochs'] > 1)}"
     size = gib(vocabulary * (dim * 3 + 3) * 4)
+    inexact = f"NOT EXACT: --staleness {config['staleness']} lets lookups miss updates; runs differ"
     return "\n".join([
+        *([inexact] if config["staleness"] else []),
         f"data     {data}: {rows['train']:,} training and {rows['test']:,} test rows",
         f"tables   deep {vocabulary:,} x {dim} (LazyAdam), wide {vocabulary:,} x 1 (FTRL): {size} of {place}",
         f"dense    {config['precision']} on {device}; batch size {config['batch_size']:,}, {epochs}",
@@ -24,6 +26,7 @@ def summary_lines(summary: dict[str, Any], run_dir: Path) -> str:
     lines = ["", _quality(summary), *_op_table(summary["ops"])]
     lines += [
         "",
+        f"pipeline       {_pipeline(summary['pipeline'])}",
         f"peak memory    {gib(summary['peak_rss_bytes'])}",
         f"state_sha256   {summary['state_sha256']}",
         f"files          {run_dir}/: loss.log, eval.log, ops.log, config.json, summary.json",
@@ -35,6 +38,21 @@ def _quality(summary: dict[str, Any]) -> str:
     speed = f"{summary['samples_per_second']:,.0f} samples/s over {summary['steps']:,} steps on {summary['device']}"
     quality = {"AUC": summary["auc"], "log loss": summary["logloss"]}
     return "   ".join([*(f"{name} {value:.4f}" for name, value in quality.items() if value is not None), speed])
+
+
+def _pipeline(pipeline: dict[str, Any]) -> str:
+    """How well the stages overlapped, and who waited most."""
+    wall = pipeline["wall_us"] / 1e6
+    parts = [f"depth {pipeline['depth']}"]
+    if not pipeline["exact"]:
+        parts.append(f"NOT EXACT: staleness {pipeline['staleness']}")
+    parts.append(
+        f"host busy {pipeline['host_busy_us'] / 1e6:.1f} s, device busy {pipeline['device_busy_us'] / 1e6:.1f} s "
+        f"of {wall:.1f} s: overlap efficiency {pipeline['overlap_efficiency'] or 0:.2f}"
+    )
+    if pipeline["depth"]:
+        parts.append(f"the step waited {pipeline['stall_us']['step'] / 1e6:.1f} s")
+    return "; ".join(parts)
 
 
 def _op_table(ops: dict[str, dict[str, Any]]) -> list[str]:

@@ -2,12 +2,14 @@
 
 import hostdev.environment  # isort: skip  (before torch)
 
+import itertools
 import platform
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numba
 import numpy as np
@@ -15,7 +17,6 @@ import torch
 
 import hostdev
 from hostdev import cli, config, lookalike, manifest, report
-from hostdev.batch import Batch
 from hostdev.config import TrainConfig
 from hostdev.device import backend
 from hostdev.device.clock import EventClock, clock_for
@@ -28,7 +29,8 @@ from hostdev.primitive import OpLog
 from hostdev.progress import bar
 from hostdev.rundir import RunDir
 from hostdev.shards import ShardReader
-from hostdev.trainer import Evaluation, Trainer
+from hostdev.timeline import Timeline
+from hostdev.trainer import Evaluation, NonFiniteLossError, Trainer
 
 PROG = "hostdev.train"
 
@@ -56,6 +58,7 @@ class Run:
             set_host_threads(settings.host_threads)
         backend.make_deterministic(self.device)
         self.files = RunDir(settings.run_dir)
+        self.timeline = Timeline(_new_file(settings.trace))
         self.clock = clock_for(self.device)
         self.log = OpLog(clocks={"DEVICE": self.clock})
         try:
@@ -69,9 +72,12 @@ class Run:
                 precision=settings.precision,
                 seed=settings.seed,
                 log=self.log,
+                depth=settings.pipeline_depth,
+                staleness=settings.staleness,
+                timeline=self.timeline,
             )
         except BaseException:
-            self.files.discard()
+            self.discard()
             raise
         self.log.write_to(self.files.ops)
         self.steps = 0
@@ -99,38 +105,33 @@ class Run:
         whole = self.train_rows.steps(self.batch_size)
         planned = min(whole, self.total_steps - self.steps)
         batches = self.train_rows.batches(self.batch_size, seed=self.settings.seed, epoch=epoch)
-        with bar(planned, f"epoch {epoch}/{self.epochs}", "step") as progress:
-            for step in range(1, planned + 1):
-                if stop.requested:
-                    return
-                start = time.perf_counter()
-                batch = next(batches)
-                try:
-                    losses = self.trainer.step(batch)
-                except UserError as error:
-                    raise UserError(f"epoch {epoch} step {step}: {error}") from error
-                with self._books:
-                    self.train_seconds += time.perf_counter() - start
-                    self.steps += 1
-                    self.samples += len(batch)
-                    self.files.write_losses(epoch, step, losses.wide, losses.deep)
-                    self.log.flush_if_due()
-                progress.set_postfix_str(f"loss {losses.wide:.4f}", refresh=False)
-                progress.update()
+        results = self.trainer.train(itertools.islice(batches, planned))
+        with bar(planned, f"epoch {epoch}/{self.epochs}", "step") as progress, closing(results):
+            step, start = 0, time.perf_counter()
+            try:
+                for step, (batch, losses) in enumerate(results, 1):
+                    with self._books:
+                        self.steps += 1
+                        self.samples += len(batch)
+                        self.files.write_losses(epoch, step, losses.wide, losses.deep)
+                        self.log.flush_if_due()
+                    progress.set_postfix_str(f"loss {losses.wide:.4f}", refresh=False)
+                    progress.update()
+                    if stop.requested:
+                        return
+            except NonFiniteLossError as error:
+                raise UserError(f"epoch {epoch} step {step + 1}: {error}") from error
+            finally:
+                results.close()  # what has been stepped is updated
+                self.train_seconds += time.perf_counter() - start
         self.epochs_done += planned == whole
 
     def _evaluate(self, epoch: int, stop: GracefulStop) -> None:
         start = time.perf_counter()
 
-        def until_stopped() -> Iterator[Batch]:
-            with bar(self.test_rows.steps(self.batch_size), "evaluating", "step") as progress:
-                for batch in self.test_rows.batches(self.batch_size):
-                    if stop.requested:
-                        return
-                    yield batch
-                    progress.update()
-
-        found = self.trainer.evaluate(until_stopped())
+        batches = itertools.takewhile(lambda _: not stop.requested, self.test_rows.batches(self.batch_size))
+        with bar(self.test_rows.steps(self.batch_size), "evaluating", "step") as progress:
+            found = self.trainer.evaluate(batches, progress.update)
         if stop.requested or found is None:
             return
         self.last = found
@@ -151,9 +152,17 @@ class Run:
         self._books.acquire()  # for good
         self._write_summary("interrupted", None)
 
+    def discard(self) -> None:
+        """Remove what the run wrote: nobody wants to choose other names after a failure before the first step."""
+        self.files.discard()
+        if self.settings.trace is not None:
+            self.timeline.close()
+            self.settings.trace.unlink(missing_ok=True)
+
     def _write_summary(self, status: str, digest: str | None) -> dict[str, Any]:
         self.log.flush()
         self.log.write_to(None)
+        self.timeline.close()
         content = self._summarise(status, digest)
         self.files.close(content)
         return content
@@ -171,6 +180,12 @@ class Run:
             "host_device_mix": self.settings.host_device_mix,
             "host_threads": host_threads(),
             "peak_rss_bytes": peak_rss_bytes(),
+            "pipeline": {
+                "depth": self.settings.pipeline_depth,
+                "staleness": self.settings.staleness,
+                "exact": not self.settings.staleness,
+                **self.timeline.summary(),
+            },
             "ops": self.log.summary(),
         }
 
@@ -178,6 +193,15 @@ class Run:
 def _finite(value: float | None) -> float | None:
     """JSON has no NaN: the AUC of rows with one label only is null."""
     return value if value is not None and np.isfinite(value) else None
+
+
+def _new_file(path: Path | None) -> IO[str] | None:
+    if path is None:
+        return None
+    try:
+        return path.open("x")
+    except FileExistsError:
+        raise UserError(f"--trace {path} exists; choose another file") from None
 
 
 def train(settings: TrainConfig) -> dict[str, Any]:
@@ -213,7 +237,7 @@ def train(settings: TrainConfig) -> dict[str, Any]:
         except BaseException as error:
             run.finish("failed")
             if run.steps == 0:
-                run.files.discard()
+                run.discard()
             if isinstance(error, RuntimeError) and _out_of_memory(error):
                 raise UserError("out of memory; use a smaller --batch-size or --emb-dim") from error
             raise

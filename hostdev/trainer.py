@@ -1,20 +1,22 @@
 """A training step and an evaluation of Wide & Deep: the model, its tables, and the ops between them.
 
-A batch's way: unique -> pull (lookup, to the device) -> forward, backward -> push (to the host, update).
+`Pipeline` takes a batch through them: unique -> lookup, to the device -> forward, backward -> to the host, update.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from hostdev import metrics
 from hostdev.batch import Batch
-from hostdev.device.backend import free_bytes, is_accelerator
+from hostdev.device.backend import free_bytes
 from hostdev.device.rows import gather_rows, gather_scaled_rows
+from hostdev.device.staging import Staging
 from hostdev.digest import state_sha256
 from hostdev.embedding import Embedding
 from hostdev.errors import UserError
@@ -24,6 +26,7 @@ from hostdev.manifest import FIELDS
 from hostdev.memory import available_bytes, require_table
 from hostdev.models.wide_deep import L2_COEFFICIENT, WideDeep, deep_l2, wide_loss
 from hostdev.optimizers import FTRL, LazyAdam, SparseOptimizer
+from hostdev.pipeline import Pipeline, Result
 from hostdev.primitive import OpLog, Primitive
 
 DENSE_LR = 3.5e-4
@@ -35,6 +38,10 @@ class Losses(NamedTuple):
 
     wide: float
     deep: float
+
+
+class NonFiniteLossError(UserError):
+    """A loss is not a number or infinite; the message says which, and that no row was updated."""
 
 
 class Evaluation(NamedTuple):
@@ -54,6 +61,8 @@ class _Prepared:
     uses: Tensor | None  # float32 [U], for --l2 batch only
     label: Tensor  # [B]
     weights: Tensor  # [B, F]
+    tensors: list[Tensor]  # all of them that were sent
+    sent: Any  # what `Staging.await_sent` takes
 
 
 class Trainer:
@@ -67,6 +76,7 @@ class Trainer:
     precision        "fp32", or "bf16" for the dense layers' arithmetic over float32 weights
     seed             of all initial values
     log              where every op's durations go
+    overlap          how the stages of neighbouring batches overlap: depth, staleness, ... of `Pipeline`
     """
 
     def __init__(
@@ -80,10 +90,12 @@ class Trainer:
         precision: str = "fp32",
         seed: int,
         log: OpLog,
+        **overlap: Any,
     ) -> None:
         self._target = "CPU" if host_device_mix else "DEVICE"
         self._device = device
         self._l2 = l2
+        self.reads_whole_tables = l2 == "table" and host_device_mix
         self._precision = precision
         self.server = ParameterServer()
         placement: dict[str, Any] = {
@@ -100,44 +112,32 @@ class Trainer:
         self.adam = torch.optim.Adam(self.network.parameters(), lr=DENSE_LR, eps=DENSE_EPS, fused=True)
         self._unique = Primitive("Unique", unique, log=log).add_prim_attr("primitive_target", "CPU")
         self._count_uses = Primitive("CountUses", np.bincount, log=log).add_prim_attr("primitive_target", "CPU")
-        self._to_device = Primitive(
-            "HostToDevice", lambda tensors: [tensor.to(device) for tensor in tensors], scope="batch", log=log
-        )
         self._table_l2 = Primitive("TableL2", self.deep.table.sum_of_squares, scope="deep", log=log)
         self._table_l2.add_prim_attr("primitive_target", self._target)
         self._forward = Primitive("DenseForward", self._run_forward, scope="network", log=log)
         self._backward = Primitive("DenseBackward", lambda objective: objective.backward(), scope="network", log=log)
         self._adam_step = Primitive("Adam", self.adam.step, scope="network", log=log)
+        self._staging = Staging(device, log)
+        overlap.setdefault("depth", 0)
+        self.pipeline = Pipeline(self, [self.wide, self.deep], self._staging, **overlap)
 
-    def step(self, batch: Batch) -> Losses:
-        """Take one training step on a batch and return its losses from before the update.
+    def train(self, batches: Iterable[Batch]) -> Generator[Result, None, None]:
+        """Take a step per batch, and yield each one's losses from before its update; see `Pipeline.train`.
 
-        Raises UserError where a loss is not finite; nothing is updated then.
+        Raises UserError where a loss is not finite; that step and later ones update nothing then.
         """
-        prepared = self._prepare(batch)
-        deep_rows = self.deep.pull(prepared.ids).requires_grad_()
-        wide_rows = self.wide.pull(prepared.ids).requires_grad_()
-        wide, objective = self._forward(prepared, wide_rows, deep_rows)
-        losses = self._losses(wide, objective)
+        return self.pipeline.train(batches)
 
-        self.adam.zero_grad()
-        self._backward(objective)
-        self._adam_step()
-        assert deep_rows.grad is not None
-        assert wide_rows.grad is not None
-        self.wide.push(prepared.ids, wide_rows.grad)
-        self.deep.push(prepared.ids, deep_rows.grad)
-        return losses
+    def evaluate(self, batches: Iterable[Batch], progress: Callable[[], object] = lambda: None) -> Evaluation | None:
+        """Return AUC and log loss over batches, None if there are none; the model does not change.
 
-    def evaluate(self, batches: Iterable[Batch]) -> Evaluation | None:
-        """Return AUC and log loss over batches, None if there are none; the model does not change."""
+        progress  called after each batch
+        """
         logits, labels = [], []
-        with torch.no_grad():
-            for batch in batches:
-                prepared = self._prepare(batch)
-                deep_rows, wide_rows = self.deep.pull(prepared.ids), self.wide.pull(prepared.ids)
-                logits.append(self._logits(prepared, wide_rows, deep_rows).cpu().numpy())
-                labels.append(batch.label)
+        for batch, scores in self.pipeline.predict(batches, self._predict):
+            logits.append(scores)
+            labels.append(batch.label)
+            progress()
         if not labels:
             return None
         scores, truth = np.concatenate(logits), np.concatenate(labels)
@@ -150,20 +150,43 @@ class Trainer:
         """Return the digest of the tables and of the dense side."""
         return state_sha256([self.deep.table, self.wide.table], self.network, self.adam)
 
-    def _prepare(self, batch: Batch) -> _Prepared:
+    def prepare(self, batch: Batch) -> _Prepared:
+        """Deduplicate a batch's ids and send it to the device."""
         ids, inverse = self._unique(batch.ids.ravel())
         arrays = [inverse, batch.label, batch.weights]
         if self._target == "DEVICE":
             arrays.append(ids)
         if self._l2 == "batch":
             arrays.append(self._count_uses(inverse, minlength=len(ids)).astype(np.float32))
-        tensors = [torch.from_numpy(array) for array in arrays]
-        if is_accelerator(self._device):
-            tensors = self._to_device(tensors)
+        tensors, sent = self._staging.send([torch.from_numpy(array) for array in arrays])
         inverse, label, weights, *rest = tensors
         if self._target == "DEVICE":
             ids = rest.pop(0)
-        return _Prepared(ids, inverse, rest[0] if rest else None, label, weights)
+        return _Prepared(ids, inverse, rest[0] if rest else None, label, weights, tensors, sent)
+
+    def await_prepared(self, prepared: _Prepared) -> None:
+        """Let the device wait for what `prepare` has sent."""
+        self._staging.await_sent(prepared.sent, prepared.tensors)
+
+    def step(self, prepared: _Prepared, rows: list[Tensor]) -> tuple[Losses, list[Tensor]]:
+        """Return the losses and the gradient of the wide and the deep rows, and update the dense side.
+
+        Raises UserError where a loss is not finite, before anything is updated.
+        """
+        wide_rows, deep_rows = (part.requires_grad_() for part in rows)
+        wide, objective = self._forward(prepared, wide_rows, deep_rows)
+        values = self._staging.receive([wide.detach(), objective.detach()])
+        self.adam.zero_grad()
+        self._backward(objective)  # an accelerator works on it while the losses are looked at
+        losses = self._losses(*values)
+        self._adam_step()
+        assert deep_rows.grad is not None
+        assert wide_rows.grad is not None
+        return losses, [wide_rows.grad, deep_rows.grad]
+
+    def _predict(self, prepared: _Prepared, rows: list[Tensor]) -> npt.NDArray[np.float32]:
+        with torch.no_grad():
+            return self._logits(prepared, *rows).cpu().numpy()
 
     def _logits(self, prepared: _Prepared, wide_rows: Tensor, deep_rows: Tensor) -> Tensor:
         shape = prepared.weights.shape
@@ -179,12 +202,13 @@ class Trainer:
         wide = wide_loss(self._logits(prepared, wide_rows, deep_rows), prepared.label)
         return wide, wide if self._l2 == "none" else wide + deep_l2(deep_rows, prepared.uses)
 
-    def _losses(self, wide: Tensor, objective: Tensor) -> Losses:
-        wide_value, deep_value = float(wide.detach()), float(objective.detach())
+    def _losses(self, values: list[Tensor], received: Any) -> Losses:
+        self._staging.await_received(received)
+        wide_value, deep_value = (float(value) for value in values)
         if self._l2 == "table":
             deep_value = wide_value + L2_COEFFICIENT / 2 * self._table_l2()
         if not (np.isfinite(wide_value) and np.isfinite(deep_value)):
-            raise UserError(
+            raise NonFiniteLossError(
                 f"the loss is not finite (wide_loss {wide_value}, deep_loss {deep_value}); no row was updated"
             )
         return Losses(wide_value, deep_value)

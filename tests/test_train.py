@@ -44,7 +44,7 @@ def test_the_list_of_flags():
     flags = {option for action in parser._actions for option in action.option_strings} - {"-h", "--help", "--debug"}
     assert flags == {
         "--data", "--host-device-mix", "--device", "--epochs", "--batch-size", "--emb-dim", "--l2", "--precision",
-        "--host-threads",
+        "--host-threads", "--pipeline-depth", "--staleness", "--trace",
         "--seed", "--max-steps", "--run-dir",
     }  # fmt: skip
 

@@ -1,5 +1,7 @@
 """Durations of work that the device does after the call has returned."""
 
+import threading
+from collections import deque
 from typing import Any
 
 import torch
@@ -13,7 +15,8 @@ class EventClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pending: list[tuple[Any, Any, Report]] = []
+        self._pending: deque[tuple[Any, Any, Report]] = deque()
+        self._draining = threading.Lock()  # any thread may report
 
     def begin(self) -> Any:
         """Mark the stream."""
@@ -29,13 +32,10 @@ class EventClock:
         """Report the durations of finished work, in order; with `wait`, of all work."""
         if wait:
             torch.accelerator.synchronize(self._device)
-        done = 0
-        for begin, end, report in self._pending:
-            if not end.query():
-                break
-            report(int(begin.elapsed_time(end) * 1e6))
-            done += 1
-        del self._pending[:done]
+        with self._draining:
+            while self._pending and self._pending[0][1].query():
+                begin, end, report = self._pending.popleft()
+                report(int(begin.elapsed_time(end) * 1e6))
 
     def _mark(self) -> Any:
         event = torch.Event(self._device, enable_timing=True)

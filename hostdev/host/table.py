@@ -18,6 +18,7 @@ from hostdev.memory import available_bytes, require_table
 from hostdev.optimizers import SparseOptimizer
 
 Rows = npt.NDArray[np.float32]
+Positions = npt.NDArray[np.int32]
 
 
 class HostTable:
@@ -80,12 +81,13 @@ class HostTable:
         row_slots = {name: self.row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
         return MappingProxyType(slots | row_slots)
 
-    def lookup(self, ids: npt.ArrayLike, out: Rows | None = None) -> Rows:
+    def lookup(self, ids: npt.ArrayLike, out: Rows | None = None, positions: Positions | None = None) -> Rows:
         """Return the weights rows of `ids`.
 
-        ids      int32 or int64 [N], each in [0, V), duplicates allowed
-        out      float32 [N, D], C-contiguous, to write into; a new array if None
-        returns  float32 [N, D], a copy
+        ids        int32 or int64 [N], each in [0, V), duplicates allowed
+        out        float32 [N, D], C-contiguous, to write into; a new array if None
+        positions  int32 [any], each in [0, N): look up these only, and leave the rest of `out` as it is
+        returns    float32 [N, D], a copy
 
         Raises UserError for an id outside the table, TypeError or ValueError for a wrong dtype or shape.
         """
@@ -94,7 +96,7 @@ class HostTable:
             out = np.empty((len(ids), self.dim), np.float32)
         else:
             _check_rows("out", out, (len(ids), self.dim), self.name)
-        lookup(self.block, ids, out)
+        lookup(self.block, ids, out, positions)
         return out
 
     def apply(self, ids: npt.ArrayLike, grads: Rows) -> None:
@@ -108,27 +110,37 @@ class HostTable:
         ids = self._checked(ids)
         grads = np.ascontiguousarray(grads)
         _check_rows("grads", grads, (len(ids), self.dim), self.name)
-        scalars = self._next_scalars()
+        scalars = self.begin_step()
         apply_uses(self.optimizer.primitive, self.block, self.row_slots, ids, grads, scalars)
 
-    def update(self, ids: npt.ArrayLike, grads: Rows) -> None:
+    def begin_step(self) -> tuple[Any, ...]:
+        """Count one step of the table, and return the optimizer's scalars at it, for `update`."""
+        self.step += 1
+        return self.optimizer.scalars(self.step, self.dim)
+
+    def update(
+        self,
+        ids: npt.ArrayLike,
+        grads: Rows,
+        scalars: tuple[Any, ...] | None = None,
+        positions: Positions | None = None,
+    ) -> None:
         """Take one optimizer step on unique rows whose gradients are summed already: `apply` without its first half.
 
-        ids    int32 or int64 [U], each in [0, V), **unique** (not checked)
-        grads  float32 [U, D]
+        ids        int32 or int64 [U], each in [0, V), **unique** (not checked)
+        grads      float32 [U, D]
+        scalars    from `begin_step`, where several calls make one step; None for a step of its own
+        positions  int32 [any], each in [0, U): update these rows only
         """
         ids = self._checked(ids)
         grads = np.ascontiguousarray(grads)
         _check_rows("grads", grads, (len(ids), self.dim), self.name)
-        apply_rows(self.optimizer.primitive, self.block, self.row_slots, ids, grads, self._next_scalars())
+        scalars = scalars or self.begin_step()
+        apply_rows(self.optimizer.primitive, self.block, self.row_slots, ids, grads, scalars, positions)
 
     def sum_of_squares(self) -> float:
         """Return the sum of squares of all weights, in float64."""
         return sum_of_squares(self.block)
-
-    def _next_scalars(self) -> tuple[Any, ...]:
-        self.step += 1
-        return self.optimizer.scalars(self.step, self.dim)
 
     def _checked(self, ids: npt.ArrayLike) -> npt.NDArray[Any]:
         try:

@@ -38,17 +38,28 @@ _KERNELS: dict[str, Callable[..., tuple[Kernel, tuple[Any, ...]]]] = {
 
 
 def apply_rows(
-    primitive: str, block: Rows, row_slots: Rows, ids: npt.NDArray[Any], grads: Rows, scalars: tuple[Any, ...]
+    primitive: str,
+    block: Rows,
+    row_slots: Rows,
+    ids: npt.NDArray[Any],
+    grads: Rows,
+    scalars: tuple[Any, ...],
+    positions: npt.NDArray[np.int32] | None = None,
 ) -> None:
-    """Take one optimizer step on unique rows, in place.
+    """Take one optimizer step on unique rows, in place: on all, or on those in `positions`.
 
     primitive  the optimizer's op, such as "FusedSparseFtrl"
     ids        int32 or int64 [U], unique, each in [0, V)
     grads      float32 [U, D], the summed gradient of each row
     scalars    the optimizer's scalars at this step
+    positions  int32 [any], each in [0, U)
     """
     update, scalars = _KERNELS[primitive](*scalars)
-    arguments = (ids, identity(len(ids)), grads, block, row_slots, *scalars)
+    if positions is None:
+        positions = identity(len(ids))
+    else:
+        ids = ids[positions]
+    arguments = (ids, positions, grads, block, row_slots, *scalars)
     run_tasks([(update, start, stop, arguments) for start, stop in ranges(len(ids), _GRAIN)])
 
 

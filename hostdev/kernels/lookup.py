@@ -28,6 +28,18 @@ def _lookup(start: Any, stop: Any, ids: Any, block: Any, out: Any) -> None:
 
 
 @kernel
+def _lookup_some(start: Any, stop: Any, positions: Any, ids: Any, block: Any, out: Any) -> None:
+    for k in range(np.uint64(start), np.uint64(stop)):
+        ahead = k + np.uint64(_AHEAD)
+        if ahead < np.uint64(stop):
+            prefetch_to_read(block, ids[np.uint64(positions[ahead])], block.shape[2] * 4)
+        i = np.uint64(positions[k])
+        weights, row = block[np.uint64(ids[i]), 0], out[i]
+        for j in range(len(row)):
+            row[j] = weights[j]
+
+
+@kernel
 def _first_outside(ids: Any, rows: Any) -> Any:
     for i in range(len(ids)):
         if ids[i] < 0 or ids[i] >= rows:
@@ -35,14 +47,23 @@ def _first_outside(ids: Any, rows: Any) -> Any:
     return -1
 
 
-def lookup(block: npt.NDArray[np.float32], ids: npt.NDArray[Any], out: npt.NDArray[np.float32]) -> None:
-    """Copy weights rows: out[i] = block[ids[i], 0].
+def lookup(
+    block: npt.NDArray[np.float32],
+    ids: npt.NDArray[Any],
+    out: npt.NDArray[np.float32],
+    positions: npt.NDArray[np.int32] | None = None,
+) -> None:
+    """Copy weights rows: out[i] = block[ids[i], 0], for every i or for those in `positions`.
 
-    block  float32 [V, 1 + S, D]: the weights row and its optimizer slots in one stretch
-    ids    int32 or int64 [N], each in [0, V) (see `first_outside`)
-    out    float32 [N, D]
+    block      float32 [V, 1 + S, D]: the weights row and its optimizer slots in one stretch
+    ids        int32 or int64 [N], each in [0, V) (see `first_outside`)
+    out        float32 [N, D]
+    positions  int32 [any], each in [0, N)
     """
-    parallel_for(_lookup, len(ids), ids, block, out, grain=_GRAIN)
+    if positions is None:
+        parallel_for(_lookup, len(ids), ids, block, out, grain=_GRAIN)
+    else:
+        parallel_for(_lookup_some, len(positions), positions, ids, block, out, grain=_GRAIN)
 
 
 def first_outside(ids: npt.NDArray[Any], rows: int) -> int:

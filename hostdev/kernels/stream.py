@@ -153,8 +153,8 @@ def _order(ids: Any, uses: Any, ends: Any, chosen: Any, source: Any) -> None:
         first += rows
     for row in range(np.uint64(0), np.uint64(len(ids))):
         use = uses[row]
-        k = np.uint64(max(0, -use) + 1)
-        at = np.uint64(ends[k])
+        group = np.uint64(max(0, -use) + 1)
+        at = np.uint64(ends[group])
         chosen[at] = ids[row]
         source[at] = use if use >= 0 else row
-        ends[k] += 1
+        ends[group] += 1

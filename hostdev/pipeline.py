@@ -1,0 +1,446 @@
+"""Batches through reading, unique, lookup, step and update: one after the other, or neighbours at once; the same bits.
+
+The in-flight rule. A batch sees a row only after every earlier batch's update of it. When a batch is planned, the rows
+that an unfinished batch will update are found: rows of the batch right before it are updated first when that one's
+gradients arrive, and delivered late; rows of an older one are delivered after that one's update; all others are fetched
+at once. Only the update stage writes the tables, in the order of the batches, so no row is locked.
+
+Threads: a reader, a fetcher (unique, plan, lookup), the caller's (the model's step) and an updater. What they share is
+under one condition; a batch carries its state, and an exception goes where its batch would have gone.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from hostdev.batch import Batch
+from hostdev.device.staging import Staging
+from hostdev.embedding import BatchRows, Embedding, Positions
+from hostdev.kernels.claims import Claimed, claim, others
+from hostdev.timeline import Timeline
+
+_LATEST_ERROR = 0.5  # seconds after which an exception is raised though earlier batches have not been stepped
+_LONGEST_JOIN = 0.8  # seconds; a reader may be inside somebody's code
+Hook = Callable[[str, int], None]
+
+
+class Prepared(Protocol):
+    """A batch as the model wants it."""
+
+    @property
+    def ids(self) -> Any:
+        """Unique ids [U] where the tables are: numpy on the host, a tensor on the device."""
+
+
+class Model(Protocol):
+    """What a pipeline runs."""
+
+    reads_whole_tables: bool  # in `step`, which must wait until every earlier batch has been updated
+
+    def prepare(self, batch: Batch) -> Prepared:
+        """Deduplicate the ids and send what the step needs to the device; runs in the fetcher's thread."""
+
+    def await_prepared(self, prepared: Any) -> None:
+        """Let the device wait for what `prepare` has sent."""
+
+    def step(self, prepared: Any, rows: list[Tensor]) -> tuple[Any, list[Tensor]]:
+        """Return a result and, unless it only predicts, the gradient float32 [U, D] of each table's rows."""
+
+
+class Result(NamedTuple):
+    """A batch's step."""
+
+    batch: Batch
+    value: Any
+
+
+class _Flight:
+    """A batch on its way."""
+
+    def __init__(self, number: int, batch: Batch) -> None:
+        self.number = number
+        self.batch = batch
+        self.prepared: Any = None
+        self.rows: list[BatchRows] = []
+        self.missing = 0  # groups of rows that have not been fetched, late ones and the others
+        self.shared: tuple[Positions, _Flight, Positions] | None = None  # what the next one waits for
+        self.after: list[tuple[_Flight, Positions]] = []  # what later batches wait for
+        self.closed = False  # its update has begun: too late to ask for rows to be updated first
+        self.grads: list[Tensor] = []
+        self.received: Any = None
+        self.clocks: tuple[Any, Any] = (None, None)
+
+
+class _End(NamedTuple):
+    """Goes where the next batch would go."""
+
+    error: BaseException | None
+
+
+class _Stopped(Exception):  # noqa: N818  (not an error: a thread is asked to end)
+    """Raised in a thread that waits, when the run is over."""
+
+
+class _Line:
+    """What the threads of one run share."""
+
+    def __init__(self, depth: int, *, update: bool) -> None:
+        self.update = update
+        self.changed = threading.Condition()
+        self.read: deque[_Flight | _End] = deque()
+        self.fetched: deque[_Flight | _End] = deque()
+        self.stepped: deque[_Flight | _End] = deque()
+        self.flights: dict[int, _Flight] = {}  # batches alive
+        self.most = depth + 2
+        self.stopping = False
+        self.error: BaseException | None = None  # the first exception of the stages before the step
+        self.failed_at = 0.0  # its time
+        self.update_error: BaseException | None = None
+
+    def put(self, queue: "deque[_Flight | _End]", item: _Flight | _End) -> None:
+        with self.changed:
+            queue.append(item)
+            if isinstance(item, _End) and item.error is not None and self.error is None:
+                self.error, self.failed_at = item.error, time.monotonic()
+            self.changed.notify_all()
+
+    def take(self, queue: "deque[_Flight | _End]") -> _Flight | _End:
+        self.wait(lambda: queue)
+        return queue.popleft()
+
+    def wait(self, ready: Callable[[], Any]) -> None:
+        """Wait until `ready`; _Stopped if the run ends before."""
+        with self.changed:
+            self.changed.wait_for(lambda: ready() or self.stopping)
+            if not ready():
+                raise _Stopped
+
+
+class Pipeline:
+    """Runs a model over batches.
+
+    model         what to run
+    embeddings    its tables, which share ids; all on the host or all on the device
+    staging       the way to the device and back
+    depth         how far reading and fetching run ahead: at most depth + 2 batches are alive, those being fetched, the
+                  one in the step, and those being updated. 0: the stages run one after the other in the caller's
+                  thread, which is the reference
+    staleness     **not exact**: a lookup may miss the updates of up to so many batches before it
+    timeline      where durations go
+    before_stage  called with a stage's name and a batch's number before its work, in its thread: for tests
+    after_update  called with a batch's number and what `prepare` returned when its rows have been updated and no later
+                  batch has changed them
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        embeddings: Sequence[Embedding],
+        staging: Staging,
+        *,
+        depth: int,
+        staleness: int = 0,
+        timeline: Timeline | None = None,
+        before_stage: Hook | None = None,
+        after_update: Callable[[int, Any], None] | None = None,
+    ) -> None:
+        self.depth = depth
+        self.timeline = timeline or Timeline()
+        self._model = model
+        self._embeddings = embeddings
+        self._staging = staging
+        self._staleness = staleness
+        self._before_stage = before_stage or (lambda stage, number: None)
+        self._after_update = after_update or (lambda number, prepared: None)
+        self._on_host = embeddings[0].target == "CPU"
+        # Who claimed a row last; not touched, so not resident, before it is needed.
+        self._owners = np.zeros((embeddings[0].table.rows if self._on_host and depth else 0, 2), np.int32)
+        self._number = 0  # of the last batch
+        self._updated = 0  # the last batch whose update is finished
+
+    def train(self, batches: Iterable[Batch]) -> Generator[Result, None, None]:
+        """Step over batches, yield each one's result, and update the tables, all of it before the iterator ends.
+
+        Closing the iterator finishes what has been stepped. Raises what a stage raised; what came before is finished.
+        """
+        return self._run(batches, self._model.step, update=True)
+
+    def predict(
+        self, batches: Iterable[Batch], step: Callable[[Any, list[Tensor]], Any]
+    ) -> Generator[Result, None, None]:
+        """Yield the results of another step of the model, which updates nothing."""
+        return self._run(batches, lambda prepared, rows: (step(prepared, rows), []), update=False)
+
+    def _run(
+        self, batches: Iterable[Batch], step: Callable[[Any, list[Tensor]], tuple[Any, list[Tensor]]], *, update: bool
+    ) -> Generator[Result, None, None]:
+        with self.timeline.run():
+            self._updated = self._number  # an earlier run may have ended in the middle
+            if self.depth:
+                yield from self._run_overlapped(batches, step, update)
+            else:
+                yield from self._run_serially(batches, step, update)
+
+    def _run_serially(self, batches: Iterable[Batch], step: Any, update: bool) -> Iterator[Result]:
+        source = iter(batches)
+        while (flight := self._read(source)) is not None:
+            self._fetch(flight, None)
+            value = self._step(flight, step, update)
+            if update:
+                self._update(flight, None)
+            yield Result(flight.batch, value)
+
+    def _run_overlapped(self, batches: Iterable[Batch], step: Any, update: bool) -> Iterator[Result]:
+        line = _Line(self.depth, update=update)
+        threads = [
+            threading.Thread(target=self._serve, args=(line, stage, *arguments), name=f"hostdev-{name}", daemon=True)
+            for name, stage, *arguments in (
+                ("reader", self._reader, line.read, iter(batches)),
+                ("fetcher", self._fetcher, line.fetched),
+                ("updater", self._updater, None),
+            )
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            while True:
+                with self.timeline.stall("step"):
+                    item = line.take(line.fetched)
+                    if isinstance(item, _Flight):
+                        line.wait(partial(self._may_step, line, item))
+                if line.update_error is not None:
+                    raise line.update_error
+                if isinstance(item, _End):
+                    break
+                if line.error is not None and time.monotonic() - line.failed_at > _LATEST_ERROR:
+                    raise line.error
+                value = self._step(item, step, update)
+                if update:
+                    line.put(line.stepped, item)
+                else:
+                    self._finish(line, item)
+                yield Result(item.batch, value)
+            line.put(line.stepped, _End(None))
+            with self.timeline.stall("step"):
+                threads[-1].join()
+            if line.update_error is not None:
+                raise line.update_error
+            if item.error is not None:
+                raise item.error
+        finally:
+            line.put(line.stepped, _End(None))  # what has been stepped is updated
+            with line.changed:
+                line.stopping = True
+                line.changed.notify_all()
+            threads[-1].join()
+            for thread in threads[:-1]:
+                thread.join(_LONGEST_JOIN)
+
+    def _may_step(self, line: _Line, flight: _Flight) -> bool:
+        whole = not (line.update and self._model.reads_whole_tables) or self._updated == flight.number - 1
+        return (whole and not flight.missing) or line.update_error is not None
+
+    def _serve(self, line: _Line, stage: Any, out: "deque[_Flight | _End] | None", *arguments: Any) -> None:
+        """A thread: run its stage until the batches end; an exception goes on as the last item."""
+        try:
+            stage(line, *arguments)
+        except _Stopped:
+            return
+        except BaseException as error:
+            if out is not None:
+                line.put(out, _End(error))
+                return
+            with line.changed:
+                line.update_error = error
+                line.changed.notify_all()
+
+    def _reader(self, line: _Line, source: Iterator[Batch]) -> None:
+        while True:
+            with self.timeline.stall("read"):
+                line.wait(lambda: len(line.flights) < line.most)
+            flight = self._read(source)
+            if flight is None:
+                line.put(line.read, _End(None))
+                return
+            with line.changed:
+                line.flights[flight.number] = flight
+            line.put(line.read, flight)
+
+    def _fetcher(self, line: _Line) -> None:
+        while True:
+            with self.timeline.stall("unique"):
+                item = line.take(line.read)
+            if isinstance(item, _End):
+                line.put(line.fetched, item)
+                return
+            self._fetch(item, line if line.update else None)
+            line.put(line.fetched, item)
+
+    def _updater(self, line: _Line) -> None:
+        while True:
+            with self.timeline.stall("update"):
+                item = line.take(line.stepped)
+                if isinstance(item, _End):
+                    return
+                self._staging.await_received(item.received)
+            self._update(item, line)
+            self._finish(line, item)
+
+    def _finish(self, line: _Line, flight: _Flight) -> None:
+        with line.changed:
+            del line.flights[flight.number]
+            line.changed.notify_all()
+
+    def _read(self, source: Iterator[Batch]) -> _Flight | None:
+        number = self._number + 1
+        self._before_stage("read", number)
+        with self.timeline.span("read", number, flow="s") as span:
+            batch = next(source, None)
+            span["rows"] = len(batch) if batch is not None else 0
+        if batch is None:
+            return None
+        self._number = number
+        return _Flight(number, batch)
+
+    def _fetch(self, flight: _Flight, line: _Line | None) -> None:
+        """Prepare a batch and look up the rows that need not wait; the others when they may."""
+        self._before_stage("unique", flight.number)
+        with self.timeline.span("unique", flight.number) as span:
+            flight.prepared = self._model.prepare(flight.batch)
+            span["rows"] = len(flight.prepared.ids)
+        if not self._on_host:
+            return
+        claimed = self._plan(flight) if line is not None else None
+        self._before_stage("lookup", flight.number)
+        flight.missing = 1  # what is fetched here
+        flight.rows = [BatchRows(embedding, flight.prepared.ids, self._staging) for embedding in self._embeddings]
+        with self.timeline.span("lookup", flight.number) as span:
+            free = claimed.free if claimed is not None and len(claimed.late) else None
+            for rows in flight.rows:
+                rows.fetch(free)
+            ready = self._ask_for(flight, claimed, line) if line is not None and claimed is not None else None
+            if ready is not None:
+                self._fetch_late(flight, ready)
+            span["rows"] = len(flight.prepared.ids if free is None else free) + (0 if ready is None else len(ready))
+            span["bytes"] = span["rows"] * self._row_bytes
+        self._arrived(flight, line)
+
+    def _plan(self, flight: _Flight) -> Claimed:
+        self._before_stage("plan", flight.number)
+        with self.timeline.span("plan", flight.number) as span:
+            oldest, newest = self._updated + 1, flight.number - 1 - self._staleness
+            claimed = claim(flight.prepared.ids, self._owners, flight.number, oldest, newest)
+            span["rows"], span["conflicts"] = len(flight.prepared.ids), len(claimed.late)
+        return claimed
+
+    def _ask_for(self, flight: _Flight, claimed: Claimed, line: _Line) -> Positions | None:
+        """Ask the batches in flight for the late rows; return those whose batch has been updated by now."""
+        ready = []
+        with line.changed:
+            for number in np.unique(claimed.owner).tolist():
+                chosen = claimed.owner == number
+                positions = claimed.late[chosen]
+                if number <= self._updated:
+                    ready.append(positions)
+                    continue
+                owner = line.flights[number]
+                flight.missing += 1
+                if number == flight.number - 1 and not owner.closed:
+                    owner.shared = (claimed.source[chosen], flight, positions)
+                else:
+                    owner.after.append((flight, positions))
+        return np.concatenate(ready) if ready else None
+
+    def _fetch_late(self, flight: _Flight, positions: Positions) -> None:
+        self._before_stage("lookup late", flight.number)
+        for rows in flight.rows:
+            rows.fetch_late(positions)
+
+    def _deliver(self, flight: _Flight, positions: Positions, line: _Line) -> None:
+        """Look up late rows of a batch, in the updater's thread."""
+        with self.timeline.span("lookup late", flight.number) as span:
+            span["rows"], span["bytes"] = len(positions), len(positions) * self._row_bytes
+            self._fetch_late(flight, positions)
+        self._arrived(flight, line)
+
+    @staticmethod
+    def _arrived(flight: _Flight, line: _Line | None) -> None:
+        """Count a group of a batch's rows as fetched."""
+        with line.changed if line is not None else nullcontext():
+            flight.missing -= 1
+            if not flight.missing:
+                for rows in flight.rows:
+                    rows.fetched()
+                if line is not None:
+                    line.changed.notify_all()
+
+    def _step(self, flight: _Flight, step: Any, update: bool) -> Any:
+        self._before_stage("step", flight.number)
+        with self.timeline.span("step", flight.number, flow="t" if update else "f") as span:
+            span["rows"] = len(flight.batch)
+            self._model.await_prepared(flight.prepared)
+            begin = self._staging.clock()
+            if self._on_host:
+                pulled = [rows.arrived() for rows in flight.rows]
+            else:
+                pulled = [part.lookup(part.table, flight.prepared.ids) for part in self._embeddings]
+            value, grads = step(flight.prepared, pulled)
+            if update and not self._on_host:
+                for part, grad in zip(self._embeddings, grads, strict=True):
+                    part.update(part.table, flight.prepared.ids, grad)
+                grads = []
+                self._after_update(flight.number, flight.prepared)
+            flight.clocks = begin, self._staging.clock()
+            flight.grads, flight.received = self._staging.receive(grads)
+        return value
+
+    def _update(self, flight: _Flight, line: _Line | None) -> None:
+        """Update a batch's rows: first those that the next batch waits for, then the others."""
+        self._before_stage("update", flight.number)
+        if line is None:
+            self._staging.await_received(flight.received)
+        shared = None
+        if line is not None:
+            with line.changed:
+                flight.closed, shared = True, flight.shared
+        rest = None
+        if shared is not None:
+            mine, successor, theirs = shared
+            with self.timeline.span("update first", flight.number) as span:
+                span["rows"] = len(mine)
+                self._update_rows(flight, mine)
+            assert line is not None
+            self._deliver(successor, theirs, line)
+            rest = others(len(flight.prepared.ids), mine)
+        with self.timeline.span("update", flight.number, flow="f") as span:
+            span["rows"] = len(flight.prepared.ids if rest is None else rest)
+            self._update_rows(flight, rest)
+            for rows in flight.rows:
+                rows.updated()
+        if self._on_host:
+            self._after_update(flight.number, flight.prepared)
+        self.timeline.device_was_busy(self._staging.nanoseconds(*flight.clocks))
+        if line is None:
+            self._updated = flight.number
+            return
+        with line.changed:
+            self._updated = flight.number  # from here on nobody waits for it
+            waiting = flight.after
+            line.changed.notify_all()
+        for later, positions in waiting:
+            self._deliver(later, positions, line)
+
+    def _update_rows(self, flight: _Flight, positions: Positions | None) -> None:
+        for rows, grad in zip(flight.rows, flight.grads, strict=True):
+            rows.update(grad, positions)
+
+    @property
+    def _row_bytes(self) -> int:
+        return 4 * sum(embedding.table.dim for embedding in self._embeddings)

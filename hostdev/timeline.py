@@ -1,0 +1,122 @@
+"""Where a run's time goes: busy and stalled time of every stage, and its spans as a Chrome trace for Perfetto."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+from torch.profiler import record_function
+
+HOST_STAGES = ("read", "unique", "plan", "lookup", "update first", "lookup late", "update")
+STAGES = ("read", "unique", "plan", "lookup", "step", "update first", "lookup late", "update")
+
+
+class Timeline:
+    """Collects the spans of a run's stages; any thread may report.
+
+    file  a text file for the trace; None to keep the sums only
+    """
+
+    def __init__(self, file: IO[str] | None = None) -> None:
+        self.busy_ns = dict.fromkeys(STAGES, 0)
+        self.stall_ns = dict.fromkeys(STAGES, 0)
+        self.host_busy_ns = 0  # at least one host stage at work
+        self.device_busy_ns = 0
+        self.wall_ns = 0
+        self._lock = threading.Lock()
+        self._at_work = 0
+        self._since = 0
+        self._file = file
+        self._zero = time.perf_counter_ns()
+        self._write_names()
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Count the time within as wall time."""
+        start = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self.wall_ns += time.perf_counter_ns() - start
+
+    @contextmanager
+    def span(self, stage: str, batch: int, *, flow: str = "t", **args: int) -> Iterator[dict[str, int]]:
+        """Time a stage's work on a batch; yields the span's arguments, to be added to.
+
+        flow  "s" for a batch's first span, "f" for its last, "t" between
+        """
+        start = time.perf_counter_ns()
+        on_host = stage in HOST_STAGES
+        if on_host:
+            self._change(start, 1)
+        try:
+            with record_function(stage):
+                yield args
+        finally:
+            end = time.perf_counter_ns()
+            if on_host:
+                self._change(end, -1)
+            self.busy_ns[stage] += end - start  # a stage's spans do not overlap
+            if self._file is not None:
+                self._write(stage, batch, flow, start, end, args)
+
+    @contextmanager
+    def stall(self, stage: str) -> Iterator[None]:
+        """Time a stage's waiting for others."""
+        start = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self.stall_ns[stage] += time.perf_counter_ns() - start
+
+    def device_was_busy(self, nanoseconds: int) -> None:
+        """Add to the time that the device has worked."""
+        self.device_busy_ns += nanoseconds
+
+    def summary(self) -> dict[str, Any]:
+        """Return microseconds by stage, and overlap_efficiency = max(host busy, device busy) / wall; None if empty."""
+        most = max(self.host_busy_ns, self.device_busy_ns)
+        return {
+            "stall_us": {stage: ns // 1000 for stage, ns in self.stall_ns.items()},
+            "busy_us": {stage: ns // 1000 for stage, ns in self.busy_ns.items()},
+            "host_busy_us": self.host_busy_ns // 1000,
+            "device_busy_us": self.device_busy_ns // 1000,
+            "wall_us": self.wall_ns // 1000,
+            "overlap_efficiency": round(min(1.0, most / self.wall_ns), 4) if self.wall_ns else None,
+        }
+
+    def close(self) -> None:
+        """Complete the trace."""
+        with self._lock:
+            file, self._file = self._file, None
+        if file is not None:
+            file.write("\n]\n")
+            file.close()
+
+    def _change(self, now: int, by: int) -> None:
+        with self._lock:
+            if self._at_work:
+                self.host_busy_ns += now - self._since
+            self._since = now
+            self._at_work += by
+
+    def _write_names(self) -> None:
+        events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "hostdev"}}]
+        for track, stage in enumerate(STAGES, 1):
+            where = {"pid": 1, "tid": track}
+            events.append({"name": "thread_name", "ph": "M", **where, "args": {"name": stage}})
+            events.append({"name": "thread_sort_index", "ph": "M", **where, "args": {"sort_index": track}})
+        if self._file is not None:
+            self._file.write("[\n" + ",\n".join(map(json.dumps, events)))
+
+    def _write(self, stage: str, batch: int, flow: str, start: int, end: int, args: dict[str, int]) -> None:
+        where = {"pid": 1, "tid": 1 + STAGES.index(stage)}
+        at, length = (start - self._zero) / 1e3, (end - start) / 1e3
+        span = {"name": stage, "cat": "stage", "ph": "X", "ts": at, "dur": length, **where,
+                "args": {"batch": batch, **args}}  # fmt: skip
+        arrow = {"name": "batch", "cat": "batch", "ph": flow, "id": batch, "ts": at, "bp": "e", **where}
+        with self._lock:
+            if self._file is not None:
+                self._file.write(f",\n{json.dumps(span)},\n{json.dumps(arrow)}")
