@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """B rows of F = 39 fields: the 13 dense columns, then the 26 categorical ones."""
 

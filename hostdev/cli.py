@@ -32,11 +32,14 @@ def add_debug(to: argparse.ArgumentParser) -> None:
     to.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
-def run(prog: str, main: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0, 2 after an error, 130 after Ctrl-C; other exceptions are bugs."""
+def run(prog: str, main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code: its own or 0, 2 after an error, 130 after Ctrl-C.
+
+    Other exceptions are bugs.
+    """
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        main(arguments)
+        return main(arguments) or 0
     except KeyboardInterrupt as interrupt:
         print(f"{prog}: interrupted{_detail(interrupt)}", file=sys.stderr)
         return int(getattr(interrupt, "exit_code", EXIT_INTERRUPTED))
@@ -45,7 +48,6 @@ def run(prog: str, main: Callable[[Sequence[str]], None], argv: Sequence[str] | 
             traceback.print_exc()
         print(f"{prog}: error: {_one_line(error)}", file=sys.stderr)
         return EXIT_ERROR
-    return 0
 
 
 def _detail(interrupt: BaseException) -> str:

@@ -1,11 +1,14 @@
 """The options of a training run; this is the one place that turns them into flags."""
 
 import argparse
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Collection
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from hostdev.errors import UserError
+
+REFERENCE_BATCH_SIZE = 16_000
 
 
 def _flag(help: str, *, default: Any = None, kind: Any = None, **extra: Any) -> Any:
@@ -70,7 +73,7 @@ class TrainConfig:
 
     def resolved(self) -> "TrainConfig":
         """Fill in the defaults that depend on the data: the reference's, or for the look-alike what suits it."""
-        epochs, batch_size = (15, 16000) if self.data is not None else (2, 1000)
+        epochs, batch_size = (15, REFERENCE_BATCH_SIZE) if self.data is not None else (2, 1000)
         return replace(self, epochs=self.epochs or epochs, batch_size=self.batch_size or batch_size)
 
     def as_json(self) -> dict[str, Any]:
@@ -83,9 +86,13 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def add_flags(to: argparse.ArgumentParser) -> None:
-    """Add a flag for every field of `TrainConfig`."""
-    for item in fields(TrainConfig):
+def _fields(names: Collection[str] | None) -> "list[Field[Any]]":
+    return [item for item in fields(TrainConfig) if names is None or item.name in names]
+
+
+def add_flags(to: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:
+    """Add a flag for every field of `TrainConfig`, or for those named."""
+    for item in _fields(names):
         options = {key: value for key, value in item.metadata.items() if value is not None}
         if options.get("type") is None:
             to.add_argument(_option(item.name), action="store_true", help=options["help"])
@@ -95,9 +102,9 @@ def add_flags(to: argparse.ArgumentParser) -> None:
         to.add_argument(_option(item.name), default=item.default, **options)
 
 
-def from_flags(arguments: argparse.Namespace) -> TrainConfig:
-    """Make the configuration of parsed flags."""
-    return TrainConfig(**{item.name: getattr(arguments, item.name) for item in fields(TrainConfig)})
+def from_flags(arguments: argparse.Namespace, names: Collection[str] | None = None) -> TrainConfig:
+    """Make the configuration of parsed flags, as `add_flags` added them."""
+    return TrainConfig(**{item.name: getattr(arguments, item.name) for item in _fields(names)})
 
 
 def to_flags(settings: TrainConfig) -> list[str]:

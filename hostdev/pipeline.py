@@ -73,6 +73,7 @@ class _Flight:
         self.shared: tuple[Positions, _Flight, Positions] | None = None  # what the next one waits for
         self.after: list[tuple[_Flight, Positions]] = []  # what later batches wait for
         self.closed = False  # its update has begun: too late to ask for rows to be updated first
+        self.held = True  # by the caller, to whom its result goes, or by the updater
         self.grads: list[Tensor] = []
         self.received: Any = None
         self.clocks: tuple[Any, Any] = (None, None)
@@ -99,6 +100,7 @@ class _Line:
         self.stepped: deque[_Flight | _End] = deque()
         self.flights: dict[int, _Flight] = {}  # batches alive
         self.most = depth + 2
+        self.yielded = 0  # the batch whose result the caller has
         self.stopping = False
         self.error: BaseException | None = None  # the first exception of the stages before the step
         self.failed_at = 0.0  # its time
@@ -210,30 +212,14 @@ class Pipeline:
         for thread in threads:
             thread.start()
         try:
-            while True:
-                with self.timeline.stall("step"):
-                    item = line.take(line.fetched)
-                    if isinstance(item, _Flight):
-                        line.wait(partial(self._may_step, line, item))
-                if line.update_error is not None:
-                    raise line.update_error
-                if isinstance(item, _End):
-                    break
-                if line.error is not None and time.monotonic() - line.failed_at > _LATEST_ERROR:
-                    raise line.error
-                value = self._step(item, step, update)
-                if update:
-                    line.put(line.stepped, item)
-                else:
-                    self._finish(line, item)
-                yield Result(item.batch, value)
+            yield from iter(partial(self._step_next, line, step, update), None)  # a loop's variable would keep a batch
             line.put(line.stepped, _End(None))
             with self.timeline.stall("step"):
                 threads[-1].join()
             if line.update_error is not None:
                 raise line.update_error
-            if item.error is not None:
-                raise item.error
+            if line.error is not None:
+                raise line.error
         finally:
             line.put(line.stepped, _End(None))  # what has been stepped is updated
             with line.changed:
@@ -243,14 +229,36 @@ class Pipeline:
             for thread in threads[:-1]:
                 thread.join(_LONGEST_JOIN)
 
+    def _step_next(self, line: _Line, step: Any, update: bool) -> Result | None:
+        """Wait for a batch and all its rows, and step; None after the last one."""
+        if line.yielded:  # the caller has come back, and is done with it
+            self._let_go(line, line.flights[line.yielded])
+        with self.timeline.stall("step"):
+            item = line.take(line.fetched)
+            if isinstance(item, _End):
+                return None
+            line.wait(partial(self._may_step, line, item))
+        if line.update_error is not None:
+            raise line.update_error
+        if line.error is not None and time.monotonic() - line.failed_at > _LATEST_ERROR:
+            raise line.error
+        result = Result(item.batch, self._step(item, step, update))
+        line.yielded = item.number
+        if update:
+            line.put(line.stepped, item)
+        else:
+            self._let_go(line, item)
+        return result
+
     def _may_step(self, line: _Line, flight: _Flight) -> bool:
         whole = not (line.update and self._model.reads_whole_tables) or self._updated == flight.number - 1
         return (whole and not flight.missing) or line.update_error is not None
 
     def _serve(self, line: _Line, stage: Any, out: "deque[_Flight | _End] | None", *arguments: Any) -> None:
-        """A thread: run its stage until the batches end; an exception goes on as the last item."""
+        """A thread: repeat its stage until the batches end; an exception goes on as the last item."""
         try:
-            stage(line, *arguments)
+            while stage(line, *arguments):
+                pass
         except _Stopped:
             return
         except BaseException as error:
@@ -261,42 +269,45 @@ class Pipeline:
                 line.update_error = error
                 line.changed.notify_all()
 
-    def _reader(self, line: _Line, source: Iterator[Batch]) -> None:
-        while True:
-            with self.timeline.stall("read"):
-                line.wait(lambda: len(line.flights) < line.most)
-            flight = self._read(source)
-            if flight is None:
-                line.put(line.read, _End(None))
-                return
-            with line.changed:
-                line.flights[flight.number] = flight
-            line.put(line.read, flight)
-
-    def _fetcher(self, line: _Line) -> None:
-        while True:
-            with self.timeline.stall("unique"):
-                item = line.take(line.read)
-            if isinstance(item, _End):
-                line.put(line.fetched, item)
-                return
-            self._fetch(item, line if line.update else None)
-            line.put(line.fetched, item)
-
-    def _updater(self, line: _Line) -> None:
-        while True:
-            with self.timeline.stall("update"):
-                item = line.take(line.stepped)
-                if isinstance(item, _End):
-                    return
-                self._staging.await_received(item.received)
-            self._update(item, line)
-            self._finish(line, item)
-
-    def _finish(self, line: _Line, flight: _Flight) -> None:
+    def _reader(self, line: _Line, source: Iterator[Batch]) -> bool:
+        with self.timeline.stall("read"):
+            line.wait(lambda: len(line.flights) < line.most)
+        flight = self._read(source)
+        if flight is None:
+            line.put(line.read, _End(None))
+            return False
         with line.changed:
-            del line.flights[flight.number]
-            line.changed.notify_all()
+            line.flights[flight.number] = flight
+        line.put(line.read, flight)
+        return True
+
+    def _fetcher(self, line: _Line) -> bool:
+        with self.timeline.stall("unique"):
+            item = line.take(line.read)
+        if isinstance(item, _Flight):
+            self._fetch(item, line if line.update else None)
+        line.put(line.fetched, item)
+        return isinstance(item, _Flight)
+
+    def _updater(self, line: _Line) -> bool:
+        with self.timeline.stall("update"):
+            item = line.take(line.stepped)
+            if isinstance(item, _End):
+                return False
+            self._staging.await_received(item.received)
+        self._update(item, line)
+        self._let_go(line, item)
+        return True
+
+    @staticmethod
+    def _let_go(line: _Line, flight: _Flight) -> None:
+        """The caller or the updater is done with a batch; after both, another may be read."""
+        with line.changed:
+            if flight.held:
+                flight.held = False
+            else:
+                del line.flights[flight.number]
+                line.changed.notify_all()
 
     def _read(self, source: Iterator[Batch]) -> _Flight | None:
         number = self._number + 1
@@ -430,9 +441,10 @@ class Pipeline:
         if line is None:
             self._updated = flight.number
             return
+        flight.rows, flight.grads, flight.shared = [], [], None
         with line.changed:
             self._updated = flight.number  # from here on nobody waits for it
-            waiting = flight.after
+            waiting, flight.after = flight.after, []
             line.changed.notify_all()
         for later, positions in waiting:
             self._deliver(later, positions, line)

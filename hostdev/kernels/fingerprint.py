@@ -1,0 +1,35 @@
+"""A 64-bit hash of every row of an array: to find the first that differs without keeping the rows."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.kernels.jit import kernel
+from hostdev.kernels.pool import parallel_for
+
+_GRAIN = 256
+
+
+@kernel
+def _hash_rows(start: Any, stop: Any, words: Any, ids: Any, out: Any) -> None:
+    for i in range(np.uint64(start), np.uint64(stop)):
+        row = words[np.uint64(ids[i])]
+        for s in range(row.shape[0]):
+            h = np.uint64(0xCBF29CE484222325)
+            for j in range(row.shape[1]):
+                h = (h ^ np.uint64(row[s, j])) * np.uint64(0x100000001B3)
+                h ^= h >> np.uint64(29)
+            out[i, s] = h
+
+
+def hash_rows(block: npt.NDArray[np.float32], ids: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """Return a hash of the bits of each row: FNV-1a over 32-bit words, with a shift that spreads the high bits.
+
+    block    float32 [V, S, D]
+    ids      int32 or int64 [U], each in [0, V)
+    returns  uint64 [U, S]
+    """
+    out = np.empty((len(ids), block.shape[1]), np.uint64)
+    parallel_for(_hash_rows, len(ids), block.view(np.uint32), ids, out, grain=_GRAIN)
+    return out

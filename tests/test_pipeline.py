@@ -1,0 +1,259 @@
+"""The pipeline: the serial run's bits at any depth and timing, errors in every stage, bounded memory."""
+
+import itertools
+import random
+import threading
+import time
+import weakref
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from hostdev import UserError
+from hostdev.batch import Batch
+from hostdev.primitive import OpLog
+from hostdev.timeline import STAGES
+from hostdev.trainer import NonFiniteLossError, Trainer
+
+ROWS, FIELDS = 400, 39
+
+
+def adversarial(seed, count, size=24, shared=0.9):
+    """Batches that share most of their ids with the one before, and some with the one before that."""
+    rng = np.random.default_rng(seed)
+    made, before = [], rng.integers(0, ROWS, (2, size, FIELDS))
+    for _ in range(count):
+        ids = rng.integers(0, ROWS, (size, FIELDS))
+        ids = np.where(rng.random(ids.shape) < shared, before[0][rng.permutation(size)], ids)
+        ids = np.where(rng.random(ids.shape) < 0.1, before[1], ids)
+        before = [ids, before[0]]
+        label = (rng.random(size) < 0.3).astype(np.float32)
+        made.append(Batch(label, ids.astype(np.int32), rng.random((size, FIELDS), dtype=np.float32)))
+    return made
+
+
+def trainer_of(*, mix=True, l2="none", dim=8, **overlap):
+    cpu = torch.device("cpu")
+    return Trainer(ROWS, dim, host_device_mix=mix, device=cpu, l2=l2, seed=1, log=OpLog(), **overlap)
+
+
+def outcome(batches, *, evaluate=3, **options):
+    """Train, and return everything that must not depend on the overlap."""
+    trainer = trainer_of(**options)
+    losses = [tuple(result.value) for result in trainer.train(batches)]
+    return losses, trainer.evaluate(batches[:evaluate]), trainer.state_sha256()
+
+
+def threads():
+    names = {thread.name for thread in threading.enumerate()}
+    return names & {"hostdev-reader", "hostdev-fetcher", "hostdev-updater"}
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    yield
+    assert threads() == set()
+
+
+@pytest.mark.parametrize("l2", ["none", "batch", "table"])
+def test_every_depth_gives_the_serial_bits(l2):
+    batches = adversarial(0, 25)
+    expected = outcome(batches, depth=0, l2=l2)
+    for mix, depth in itertools.product((True, False), (1, 2, 3, 7)):
+        assert outcome(batches, depth=depth, mix=mix, l2=l2) == expected, (mix, depth)
+
+
+def stress(seeds):
+    for seed in seeds:
+        batches = adversarial(seed, 12, shared=random.Random(seed).random())
+        expected = outcome(batches, depth=0, dim=4)
+        for depth in (1, 2, 4):
+            delays = random.Random(seed * 10 + depth)
+            # Most stages are not held up, one or two for longer than all the others take.
+            slow = {stage: delays.choice((0, 0, 0.0005, 0.004)) for stage in STAGES}
+
+            def hold_up(stage, number, slow=slow, delays=delays):
+                time.sleep(slow.get(stage, 0.0) * delays.random())
+
+            assert outcome(batches, depth=depth, dim=4, before_stage=hold_up) == expected, (seed, depth)
+
+
+def test_random_delays_in_every_stage():
+    stress(range(12))
+
+
+@pytest.mark.slow
+def test_random_delays_in_every_stage_200_seeds():
+    stress(range(1000, 1200))
+
+
+def test_without_the_rule_the_bits_differ():
+    """The tests above can fail: a lookup that does not wait for updates changes the model."""
+    batches = adversarial(0, 10)
+
+    def hold_up(stage, number):
+        time.sleep(0.01 * (stage == "update"))
+
+    assert outcome(batches, depth=2, staleness=5, before_stage=hold_up) != outcome(batches, depth=0)
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_staleness_is_bounded(staleness):
+    """A batch sees every update but those of the last K batches before it."""
+    updated, seen = [], []
+
+    def watch(stage, number):
+        if stage == "step":
+            seen.append(number - 1 - (updated[-1] if updated else 0))
+        time.sleep(0.003 * (stage == "update"))
+
+    batches = adversarial(0, 30)
+    trainer = trainer_of(
+        depth=4, staleness=staleness, before_stage=watch, after_update=lambda number, _: updated.append(number)
+    )
+    for _ in trainer.train(batches):
+        pass
+    assert max(seen) <= staleness + 1  # the one that `after_update` has not been told of yet
+    assert max(seen) >= 1
+
+
+@pytest.mark.parametrize("depth", [0, 1, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_error_in_any_stage_surfaces_and_ends_every_thread(stage, depth):
+    class FaultError(Exception):
+        pass
+
+    raised = []
+
+    def fail(at, number):
+        if at == stage and number >= 4:
+            raised.append(time.monotonic())
+            raise FaultError(f"in {stage}")
+
+    trainer = trainer_of(depth=depth, before_stage=fail)
+    happened = []
+    try:
+        for _ in trainer.train(adversarial(0, 30)):
+            happened.append(time.monotonic())
+    except FaultError as error:
+        assert str(error) == f"in {stage}"
+        assert time.monotonic() - raised[0] < 1
+        assert len(happened) >= 2
+    else:  # not every stage is used at every depth
+        assert not raised
+        assert stage in ("update first", "lookup late") or depth == 0
+
+
+def test_errors_do_not_wait_for_slow_steps():
+    """An exception goes where its batch would have gone, but no further than half a second behind."""
+
+    def source():
+        yield from adversarial(0, 5)
+        raise UserError("shard x is damaged")
+
+    start = []
+
+    def watch(stage, number):
+        if stage == "read" and number == 6:
+            start.append(time.monotonic())
+        if stage == "step":
+            time.sleep(0.3)
+
+    with pytest.raises(UserError, match="shard x is damaged"):
+        for _ in trainer_of(depth=8, before_stage=watch).train(source()):
+            pass
+    assert time.monotonic() - start[0] < 1
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_what_came_before_an_error_is_done_and_the_trainer_goes_on(depth):
+    batches = adversarial(3, 12)
+    expected = outcome(batches, depth=0)
+
+    def source():
+        yield from batches[:6]
+        raise UserError("damaged")
+
+    trainer = trainer_of(depth=depth)
+    losses = []
+    with pytest.raises(UserError, match="damaged"):
+        for result in trainer.train(source()):
+            losses.append(tuple(result.value))
+    losses += [tuple(result.value) for result in trainer.train(batches[6:])]
+    assert (losses, trainer.evaluate(batches[:3]), trainer.state_sha256()) == expected
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_closing_early_updates_what_was_stepped(depth):
+    batches = adversarial(4, 12)
+    trainer = trainer_of(depth=depth)
+    results = trainer.train(batches)
+    for _ in itertools.islice(results, 5):
+        pass
+    results.close()
+    assert trainer.state_sha256() == outcome(batches[:5], depth=0)[2]
+    assert trainer.deep.table.step == 5
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_an_id_beyond_the_table_and_a_loss_that_is_not_finite(depth):
+    batches = adversarial(5, 10)
+    wrong = Batch(batches[6].label, batches[6].ids.copy(), batches[6].weights)
+    wrong.ids[3, 20] = ROWS
+    with pytest.raises(UserError, match=f"id {ROWS} at position .* is outside"):
+        list(trainer_of(depth=depth).train([*batches[:6], wrong, *batches[7:]]))
+    wrong = Batch(batches[6].label, batches[6].ids, np.full_like(batches[6].weights, np.nan))
+    trainer = trainer_of(depth=depth)
+    with pytest.raises(NonFiniteLossError):
+        list(trainer.train([*batches[:6], wrong, *batches[7:]]))
+    assert trainer.state_sha256() == outcome(batches[:6], depth=0)[2]
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_memory_is_bounded(depth):
+    """At most depth + 2 batches are alive, whichever stage is slow, and 2,000 steps do not need more than 300."""
+    alive, most, resident = weakref.WeakSet(), [], []
+    batches = adversarial(6, 8)
+
+    def source():
+        for number in range(2000):
+            batch = batches[number % len(batches)]
+            batch = Batch(batch.label.copy(), batch.ids, batch.weights)
+            alive.add(batch)
+            most.append(len(alive))
+            yield batch
+            del batch
+
+    def hold_up(stage, number):
+        if number < 90:
+            time.sleep(0.002 * (stage == ("step", "update", "unique")[number // 30]))
+
+    results = trainer_of(depth=depth, before_stage=hold_up).train(source())
+    for number in range(2000):  # not enumerate, which keeps its last item
+        next(results)
+        if number >= 300 and number % 50 == 0:
+            resident.append(psutil.Process().memory_info().rss)
+    assert next(results, None) is None
+    assert max(most) <= depth + 2
+    assert max(resident) <= 1.05 * resident[0]
+
+
+def test_overlap_is_seen_and_summed_up():
+    """A stage that waits leaves the others at work."""
+
+    def hold_up(stage, number):
+        if stage in ("step", "read"):
+            time.sleep(0.005)
+
+    batches = adversarial(7, 40)
+    trainer = trainer_of(depth=2, before_stage=hold_up)
+    for _ in trainer.train(batches):
+        pass
+    summary = trainer.pipeline.timeline.summary()
+    assert set(summary["stall_us"]) == set(summary["busy_us"]) == set(STAGES)
+    assert all(summary["busy_us"][stage] > 0 for stage in STAGES)
+    assert summary["stall_us"]["update"] > 40 * 2000
+    assert 0 < summary["overlap_efficiency"] <= 1
+    assert max(summary["host_busy_us"], summary["device_busy_us"]) <= summary["wall_us"]

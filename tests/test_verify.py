@@ -1,0 +1,70 @@
+"""python -m hostdev.verify: equal in every mode, and a broken rule is caught."""
+
+import re
+
+import numpy as np
+import pytest
+
+from hostdev import cli, verify
+
+
+@pytest.fixture
+def verified(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        code = cli.run(verify.PROG, verify.main, list(map(str, arguments)))
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def small(data, *more):
+    return ["--data", data, "--device", "cpu", "--batch-size", 200, "--emb-dim", 4, "--steps", 8, *more]
+
+
+@pytest.mark.parametrize("l2", ["none", "table"])
+def test_all_modes_agree(verified, small_data, tmp_path, l2):
+    code, out, err = verified(*small(small_data, "--host-threads", 2, "--l2", l2))
+    assert (code, err) == (0, "")
+    digests = re.findall(r"^(host|device) tables +depth (\d) +(\d) host threads? +([0-9a-f]{16})  (.*)$", out, re.M)
+    modes = {mode[:3] for mode in digests}
+    assert {(where, depth) for where, depth, _ in modes} >= {
+        ("host", "0"), ("host", "1"), ("host", "2"), ("host", "4"), ("device", "0"), ("device", "2"),
+    }  # fmt: skip
+    assert {threads for _, _, threads in modes} == {"1", "2"}
+    assert len({mode[3] for mode in digests}) == 1
+    assert [mode[4] for mode in digests] == ["the reference"] + ["equal"] * (len(digests) - 1)
+    assert "all modes agree in every bit of every step" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_injected_fault_is_caught(verified, small_data):
+    code, out, _ = verified(*small(small_data, "--inject-fault"))
+    assert code == 1
+    assert len(re.findall(r"first difference: step 2, \w+/weights, row \d+", out)) >= 3
+    assert "the injected fault was caught" in out
+
+
+def test_wrong_options(verified, small_data):
+    for options, message in [
+        (["--steps", 1], "--steps must be at least 2, not 1"),
+        (["--batch-size", 10**6], "--batch-size 1000000 is larger than the"),
+        (["--pipeline-depth", 1], "unrecognized arguments"),
+    ]:
+        code, _, err = verified(*small(small_data, *options))
+        assert code == 2
+        assert message in err
+        assert err.count("\n") == 1
+
+
+def test_the_first_difference_is_named():
+    ids = np.array([5, 3, 9])
+    hashes = [np.array([1, 2, 3], np.uint64), np.array([1, 7, 8], np.uint64)]
+    same = {"a": (ids, hashes[0])}
+    one = verify.Record([same, {"deep/m": (ids, hashes[0])}], [(1.0,), (2.0,)], "x")
+    other = verify.Record([same, {"deep/m": (ids, hashes[1])}], [(1.0,), (2.0,)], "y")
+    assert verify.compare(one, one) is None
+    assert verify.compare(one, other) == (2, "deep/m", 3)
+    assert verify.compare(one, one._replace(losses=[(1.5,), (2.0,)])) == (1, "losses", None)
+    assert verify.compare(one, one._replace(digest="z")).tensor == "a row that no batch uses"
