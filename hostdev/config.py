@@ -9,6 +9,7 @@ from typing import Any
 from hostdev.errors import UserError
 
 REFERENCE_BATCH_SIZE = 16_000
+MOST_DEPTH = 64  # more ahead than that helps nobody
 
 
 def _flag(help: str, *, default: Any = None, kind: Any = None, **extra: Any) -> Any:
@@ -67,6 +68,8 @@ class TrainConfig:
         for name in ("seed", "pipeline_depth", "staleness"):
             if getattr(self, name) < 0:
                 raise UserError(f"{_option(name)} must be at least 0, not {getattr(self, name)}")
+        if self.pipeline_depth > MOST_DEPTH:
+            raise UserError(f"--pipeline-depth must be at most {MOST_DEPTH}, not {self.pipeline_depth}")
         if self.staleness and not (self.host_device_mix and self.pipeline_depth):
             missing = "a --pipeline-depth above 0" if self.host_device_mix else "--host-device-mix"
             raise UserError(f"--staleness {self.staleness} has no effect without {missing}; leave it out")

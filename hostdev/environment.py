@@ -12,7 +12,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # Tensors of many MiB on huge pages: torch's CPU allocator then asks the kernel for them.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 
 
 def keep_freed_memory() -> None:
@@ -25,6 +25,7 @@ def keep_freed_memory() -> None:
     mallopt = ctypes.CDLL(None).mallopt
     mallopt(_M_MMAP_THRESHOLD, 1 << 30)
     mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+    mallopt(_M_ARENA_MAX, 1)  # the heaps that other threads get hold 64 MiB; beyond, they map fresh pages
 
 
 keep_freed_memory()

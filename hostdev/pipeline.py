@@ -23,11 +23,12 @@ from torch import Tensor
 from hostdev.batch import Batch
 from hostdev.device.staging import Staging
 from hostdev.embedding import BatchRows, Embedding, Positions
-from hostdev.kernels.claims import Claimed, claim, others
+from hostdev.kernels.claims import MOST_UNFINISHED, Claimed, claim, claimed_by, others
 from hostdev.timeline import Timeline
 
 _LATEST_ERROR = 0.5  # seconds after which an exception is raised though earlier batches have not been stepped
 _LONGEST_JOIN = 0.8  # seconds; a reader may be inside somebody's code
+_MOST_DEPTH = MOST_UNFINISHED - 2
 Hook = Callable[[str, int], None]
 
 
@@ -153,6 +154,8 @@ class Pipeline:
         before_stage: Hook | None = None,
         after_update: Callable[[int, Any], None] | None = None,
     ) -> None:
+        if not 0 <= depth <= _MOST_DEPTH:
+            raise ValueError(f"the depth must be in 0..{_MOST_DEPTH}, not {depth}")
         self.depth = depth
         self.timeline = timeline or Timeline()
         self._model = model
@@ -162,8 +165,7 @@ class Pipeline:
         self._before_stage = before_stage or (lambda stage, number: None)
         self._after_update = after_update or (lambda number, prepared: None)
         self._on_host = embeddings[0].target == "CPU"
-        # Who claimed a row last; not touched, so not resident, before it is needed.
-        self._owners = np.zeros((embeddings[0].table.rows if self._on_host and depth else 0, 2), np.int32)
+        self._claims = np.zeros(embeddings[0].table.rows if self._on_host and depth else 0, np.uint8)
         self._number = 0  # of the last batch
         self._updated = 0  # the last batch whose update is finished
 
@@ -347,24 +349,27 @@ class Pipeline:
         self._before_stage("plan", flight.number)
         with self.timeline.span("plan", flight.number) as span:
             oldest, newest = self._updated + 1, flight.number - 1 - self._staleness
-            claimed = claim(flight.prepared.ids, self._owners, flight.number, oldest, newest)
+            claimed = claim(flight.prepared.ids, self._claims, flight.number, oldest, newest)
             span["rows"], span["conflicts"] = len(flight.prepared.ids), len(claimed.late)
         return claimed
 
     def _ask_for(self, flight: _Flight, claimed: Claimed, line: _Line) -> Positions | None:
         """Ask the batches in flight for the late rows; return those whose batch has been updated by now."""
+        before = line.flights.get(flight.number - 1)
+        shared = None
+        if before is not None and not before.closed and (claimed.owner == before.number).any():
+            shared = claimed_by(before.prepared.ids, self._claims, flight.number)
         ready = []
         with line.changed:
             for number in np.unique(claimed.owner).tolist():
-                chosen = claimed.owner == number
-                positions = claimed.late[chosen]
+                positions = claimed.late[claimed.owner == number]
                 if number <= self._updated:
                     ready.append(positions)
                     continue
                 owner = line.flights[number]
                 flight.missing += 1
-                if number == flight.number - 1 and not owner.closed:
-                    owner.shared = (claimed.source[chosen], flight, positions)
+                if owner is before and shared is not None and not owner.closed:
+                    owner.shared = (shared, flight, positions)
                 else:
                     owner.after.append((flight, positions))
         return np.concatenate(ready) if ready else None

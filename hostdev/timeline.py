@@ -14,12 +14,9 @@ STAGES = ("read", "unique", "plan", "lookup", "step", "update first", "lookup la
 
 
 class Timeline:
-    """Collects the spans of a run's stages; any thread may report.
+    """Collects the spans of a run's stages; any thread may report."""
 
-    file  a text file for the trace; None to keep the sums only
-    """
-
-    def __init__(self, file: IO[str] | None = None) -> None:
+    def __init__(self) -> None:
         self.busy_ns = dict.fromkeys(STAGES, 0)
         self.stall_ns = dict.fromkeys(STAGES, 0)
         self.host_busy_ns = 0  # at least one host stage at work
@@ -28,9 +25,18 @@ class Timeline:
         self._lock = threading.Lock()
         self._at_work = 0
         self._since = 0
-        self._file = file
+        self._file: IO[str] | None = None
         self._zero = time.perf_counter_ns()
-        self._write_names()
+
+    def write_to(self, file: IO[str]) -> None:
+        """Write a trace to a text file from now on; `close` completes it."""
+        events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "hostdev"}}]
+        for track, stage in enumerate(STAGES, 1):
+            where = {"pid": 1, "tid": track}
+            events.append({"name": "thread_name", "ph": "M", **where, "args": {"name": stage}})
+            events.append({"name": "thread_sort_index", "ph": "M", **where, "args": {"sort_index": track}})
+        file.write("[\n" + ",\n".join(map(json.dumps, events)))
+        self._file = file
 
     @contextmanager
     def run(self) -> Iterator[None]:
@@ -101,15 +107,6 @@ class Timeline:
                 self.host_busy_ns += now - self._since
             self._since = now
             self._at_work += by
-
-    def _write_names(self) -> None:
-        events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "hostdev"}}]
-        for track, stage in enumerate(STAGES, 1):
-            where = {"pid": 1, "tid": track}
-            events.append({"name": "thread_name", "ph": "M", **where, "args": {"name": stage}})
-            events.append({"name": "thread_sort_index", "ph": "M", **where, "args": {"sort_index": track}})
-        if self._file is not None:
-            self._file.write("[\n" + ",\n".join(map(json.dumps, events)))
 
     def _write(self, stage: str, batch: int, flow: str, start: int, end: int, args: dict[str, int]) -> None:
         where = {"pid": 1, "tid": 1 + STAGES.index(stage)}

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numba
 import numpy as np
@@ -57,11 +57,15 @@ class Run:
                 )
             set_host_threads(settings.host_threads)
         backend.make_deterministic(self.device)
+        if settings.trace is not None and settings.trace.exists():
+            raise UserError(f"--trace {settings.trace} exists; choose another file")
         self.files = RunDir(settings.run_dir)
-        self.timeline = Timeline(_new_file(settings.trace))
+        self.timeline = Timeline()
         self.clock = clock_for(self.device)
         self.log = OpLog(clocks={"DEVICE": self.clock})
         try:
+            if settings.trace is not None:
+                self.timeline.write_to(settings.trace.open("w"))
             warm_up(np.dtype(found.id_type))
             self.trainer = Trainer(
                 found.vocabulary_size,
@@ -193,15 +197,6 @@ class Run:
 def _finite(value: float | None) -> float | None:
     """JSON has no NaN: the AUC of rows with one label only is null."""
     return value if value is not None and np.isfinite(value) else None
-
-
-def _new_file(path: Path | None) -> IO[str] | None:
-    if path is None:
-        return None
-    try:
-        return path.open("x")
-    except FileExistsError:
-        raise UserError(f"--trace {path} exists; choose another file") from None
 
 
 def train(settings: TrainConfig) -> dict[str, Any]:

@@ -3,27 +3,51 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostdev.kernels.claims import claim, others
+from hostdev.kernels.claims import MOST_UNFINISHED, claim, claimed_by, others
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.sets(st.integers(0, 15), max_size=12), min_size=1, max_size=8), st.integers(1, 8), st.integers(0, 3))
 def test_claims_are_intersections(batches, oldest, staleness):
     """Against sets: a row is late if a batch from `oldest` on has it; its owner is the last such batch."""
-    owners = np.zeros((16, 2), np.int32)
+    claims = np.zeros(16, np.uint8)
     sent = [np.array(sorted(batch, key=lambda row: (row * 7) % 16), np.int32) for batch in batches]
     for number, ids in enumerate(sent, 1):
         newest = number - 1 - staleness
-        found = claim(ids, owners, number, oldest, newest)
+        found = claim(ids, claims, number, oldest, newest)
         expected = {}
         for position, row in enumerate(ids):
             having = [earlier for earlier in range(1, number) if row in sent[earlier - 1]]
             owner = min(having[-1], newest) if having else 0
-            if owner >= oldest:
-                expected[position] = (owner, list(sent[having[-1] - 1]).index(row))
+            if having and having[-1] >= oldest and owner >= oldest:
+                expected[position] = owner
         assert found.late.tolist() == sorted(expected)
         assert found.free.tolist() == [u for u in range(len(ids)) if u not in expected]
-        assert list(zip(found.owner, found.source, strict=True)) == [expected[u] for u in found.late]
+        assert found.owner.tolist() == [expected[u] for u in found.late]
+        if number > 1:
+            shared = [u for u, row in enumerate(sent[number - 2]) if row in ids]
+            assert claimed_by(sent[number - 2], claims, number).tolist() == shared
+
+
+@pytest.mark.parametrize("window", [1, 3, MOST_UNFINISHED])
+def test_old_claims_are_forgotten_before_their_tags_repeat(window):
+    rng = np.random.default_rng(window)
+    rows = 2000
+    claims, last = np.zeros(rows, np.uint8), np.zeros(rows, int)
+    for number in range(1, 1200):
+        # Few rows a batch, so that most claims grow old.
+        ids = rng.choice(rows, rng.integers(0, 9), replace=False)
+        oldest = max(1, number - window)
+        found = claim(ids, claims, number, oldest, number - 1)
+        late = [u for u, row in enumerate(ids) if last[row] >= oldest]
+        assert found.late.tolist() == late, number
+        assert found.owner.tolist() == [last[ids[u]] for u in late]
+        last[ids] = number
+
+
+def test_too_many_unfinished():
+    with pytest.raises(ValueError, match="batch 200 cannot be claimed while 99 is unfinished"):
+        claim(np.array([1]), np.zeros(4, np.uint8), 200, 99, 199)
 
 
 @pytest.mark.parametrize("n", [0, 1, 7])

@@ -1,0 +1,58 @@
+"""The timeline: sums, and a trace that Perfetto can open."""
+
+import itertools
+import json
+
+from hostdev.timeline import STAGES, Timeline
+from tests.test_train import small, trained  # noqa: F401  (a fixture)
+
+
+def read(path):
+    events = json.loads(path.read_text())
+    spans = [event for event in events if event["ph"] == "X"]
+    arrows = [event for event in events if event["ph"] in "stf"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    return spans, arrows, names
+
+
+def test_the_trace_of_a_run(trained, small_data, tmp_path):  # noqa: F811
+    options = small(small_data, "--host-device-mix", "--max-steps", 6, "--trace", "trace.json", "--pipeline-depth", 2)
+    assert trained(*options) == 0
+    spans, arrows, names = read(tmp_path / "trace.json")
+    assert set(names.values()) == set(STAGES)
+    by_stage = {stage: [span for span in spans if span["name"] == stage] for stage in STAGES}
+    assert all(names[span["tid"]] == span["name"] for span in spans)
+    for stage in ("unique", "plan", "lookup", "step", "update"):
+        assert [span["args"]["batch"] for span in by_stage[stage]][:6] == [1, 2, 3, 4, 5, 6], stage
+        assert all(span["args"]["rows"] > 0 for span in by_stage[stage])
+    assert by_stage["lookup"][0]["args"]["bytes"] > 0
+    assert any(span["args"]["conflicts"] for span in by_stage["plan"])  # the dense columns' rows are in every batch
+    for stage, of_stage in by_stage.items():  # a track is one thing at a time
+        for first, second in itertools.pairwise(sorted(of_stage, key=lambda span: span["ts"])):
+            assert first["ts"] + first["dur"] <= second["ts"] + 0.01, stage
+    batch = [arrow for arrow in arrows if arrow["id"] == 3]
+    assert min(batch, key=lambda arrow: arrow["ts"])["ph"] == "s"
+    assert sum(arrow["ph"] == "s" for arrow in batch) == 1
+    assert sum(arrow["ph"] == "f" for arrow in batch) == 1
+    at = {(span["tid"], span["ts"]) for span in spans}
+    assert all((arrow["tid"], arrow["ts"]) in at for arrow in arrows)
+
+
+def test_a_trace_is_not_overwritten(trained, small_data, tmp_path, capsys):  # noqa: F811
+    (tmp_path / "trace.json").write_text("mine")
+    assert trained(*small(small_data, "--host-device-mix", "--trace", "trace.json")) == 2
+    assert "--trace trace.json exists; choose another file" in capsys.readouterr().err
+    assert (tmp_path / "trace.json").read_text() == "mine"
+    assert not (tmp_path / "run").exists()
+
+
+def test_sums():
+    timeline = Timeline()
+    assert timeline.summary()["overlap_efficiency"] is None
+    with timeline.run(), timeline.span("lookup", 1), timeline.span("update", 1), timeline.stall("step"):
+        sum(range(100_000))
+    summary = timeline.summary()
+    assert summary["busy_us"]["lookup"] >= summary["busy_us"]["update"] > 0
+    assert summary["host_busy_us"] <= summary["wall_us"]  # work at the same time counts once
+    assert summary["stall_us"]["step"] > 0
+    assert summary["overlap_efficiency"] > 0.5
