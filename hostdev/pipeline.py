@@ -236,12 +236,14 @@ class Pipeline:
         if line.yielded:  # the caller has come back, and is done with it
             self._let_go(line, line.flights[line.yielded])
         with self.timeline.stall("step"):
-            item = line.take(line.fetched)
-            if isinstance(item, _End):
-                return None
-            line.wait(partial(self._may_step, line, item))
+            line.wait(lambda: line.fetched or line.update_error)
+            item = line.fetched.popleft() if line.update_error is None else _End(None)
+            if isinstance(item, _Flight):
+                line.wait(partial(self._may_step, line, item))
         if line.update_error is not None:
             raise line.update_error
+        if isinstance(item, _End):
+            return None
         if line.error is not None and time.monotonic() - line.failed_at > _LATEST_ERROR:
             raise line.error
         result = Result(item.batch, self._step(item, step, update))
@@ -296,7 +298,7 @@ class Pipeline:
             item = line.take(line.stepped)
             if isinstance(item, _End):
                 return False
-            self._staging.await_received(item.received)
+            self._end_step(item)
         self._update(item, line)
         self._let_go(line, item)
         return True
@@ -415,13 +417,20 @@ class Pipeline:
                 self._after_update(flight.number, flight.prepared)
             flight.clocks = begin, self._staging.clock()
             flight.grads, flight.received = self._staging.receive(grads)
+        if not update:
+            self._end_step(flight)
         return value
+
+    def _end_step(self, flight: _Flight) -> None:
+        """Wait until the device is done with a step, and take down its time."""
+        self._staging.await_received(flight.received)
+        self.timeline.device_was_busy(self._staging.nanoseconds(*flight.clocks))
 
     def _update(self, flight: _Flight, line: _Line | None) -> None:
         """Update a batch's rows: first those that the next batch waits for, then the others."""
         self._before_stage("update", flight.number)
         if line is None:
-            self._staging.await_received(flight.received)
+            self._end_step(flight)
         shared = None
         if line is not None:
             with line.changed:
@@ -442,7 +451,6 @@ class Pipeline:
                 rows.updated()
         if self._on_host:
             self._after_update(flight.number, flight.prepared)
-        self.timeline.device_was_busy(self._staging.nanoseconds(*flight.clocks))
         if line is None:
             self._updated = flight.number
             return

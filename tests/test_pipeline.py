@@ -146,6 +146,27 @@ def test_an_error_in_any_stage_surfaces_and_ends_every_thread(stage, depth):
         assert stage in ("update first", "lookup late") or depth == 0
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_late_error_of_an_update(depth):
+    """The caller has stepped all batches that may be alive, and nobody reads another."""
+    rng = np.random.default_rng(0)
+    batches = [  # no two share a row, so nothing waits for an update
+        Batch(np.zeros(1, np.float32), rng.permutation(10)[None] + 10 * number, np.ones((1, 10), np.float32))
+        for number in range(20)
+    ]
+    batches = [Batch(b.label, np.tile(b.ids, 4)[:, :FIELDS], np.ones((1, FIELDS), np.float32)) for b in batches]
+
+    def fail(stage, number):
+        if stage == "update" and number == 3:
+            time.sleep(0.3)
+            raise OSError("late")
+
+    start = time.monotonic()
+    with pytest.raises(OSError, match="late"):
+        list(trainer_of(depth=depth, before_stage=fail).train(batches))
+    assert time.monotonic() - start < 5
+
+
 def test_errors_do_not_wait_for_slow_steps():
     """An exception goes where its batch would have gone, but no further than half a second behind."""
 
