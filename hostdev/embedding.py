@@ -1,6 +1,6 @@
 """A table and the ops that work on it, wherever it is placed, and one batch's rows on their way through them."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,37 +48,46 @@ class Embedding:
         self.update = UPDATES[optimizer.primitive](scope=name, log=log).add_prim_attr("primitive_target", target)
 
 
+class Part(NamedTuple):
+    """Rows of a batch."""
+
+    ids: npt.NDArray[Any]  # int32 or int64 [any], unique
+    positions: Positions | None  # [any], of the ids in the batch's unique ids; None: all of these
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
 class BatchRows:
     """One batch's unique rows of a host table: fetched in parts, sent to the device, updated in parts.
 
-    ids  int32 or int64 [U], unique
+    rows  U, the number of its unique ids
     """
 
-    def __init__(self, embedding: Embedding, ids: npt.NDArray[Any], staging: Staging) -> None:
+    def __init__(self, embedding: Embedding, rows: int, staging: Staging) -> None:
         assert isinstance(embedding.table, HostTable)
         self._table = embedding.table
-        self._ids = ids
         self._staging = staging
         self._lookup, self._update = embedding.lookup.in_parts(), embedding.update.in_parts()
-        self._host = staging.buffer(len(ids), self._table.dim)
+        self._host = staging.buffer(rows, self._table.dim)
         self._scalars: tuple[Any, ...] | None = None
         self._rows = self._host  # float32 [U, D] on the device
         self._sent: list[Any] = []  # marks in the staging's stream
 
-    def fetch(self, positions: Positions | None) -> None:
-        """Look rows up, all or those at `positions` [any], and send them; the others are to follow by `fetch_late`."""
-        self._lookup(self._table, self._ids, self._host.numpy(), positions)
+    def fetch(self, part: Part) -> None:
+        """Look rows up and send them; others, and those that may have changed since, are to follow by `fetch_late`."""
+        self._lookup(self._table, part.ids, self._host.numpy(), part.positions)
         [self._rows], mark = self._staging.send([self._host])
         self._sent.append(mark)
 
-    def fetch_late(self, positions: Positions) -> None:
+    def fetch_late(self, part: Part) -> None:
         """Look up and send rows that had to wait; after `fetch`."""
         if not self._staging.copies:
-            self._lookup(self._table, self._ids, self._host.numpy(), positions)
+            self._lookup(self._table, part.ids, self._host.numpy(), part.positions)
             return
-        late = self._staging.buffer(len(positions), self._table.dim)
-        self._lookup(self._table, self._ids[positions], late.numpy(), None)
-        self._sent.append(self._staging.patch(self._rows, positions, late))
+        late = self._staging.buffer(len(part), self._table.dim)
+        self._lookup(self._table, part.ids, late.numpy(), None)
+        self._sent.append(self._staging.patch(self._rows, part.positions, late))
 
     def fetched(self) -> None:
         """Report the lookup's time: nothing is to follow."""
@@ -90,11 +99,11 @@ class BatchRows:
             self._staging.await_sent(mark, [self._rows])
         return self._rows
 
-    def update(self, grads: Tensor, positions: Positions | None) -> None:
-        """Update rows with their gradients float32 [U, D] on the host: all, or those at `positions`, as one step."""
+    def update(self, grads: Tensor, part: Part) -> None:
+        """Update a part of the rows with the batch's gradients, float32 [U, D] on the host; all parts are one step."""
         if self._scalars is None:
             self._scalars = self._table.begin_step()
-        self._update(self._table, self._ids, grads.numpy(), self._scalars, positions)
+        self._update(self._table, part.ids, grads.numpy(), self._scalars, part.positions)
 
     def updated(self) -> None:
         """Report the update's time."""

@@ -18,16 +18,19 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from hostdev.batch import Batch
 from hostdev.device.staging import Staging
-from hostdev.embedding import BatchRows, Embedding, Positions
-from hostdev.kernels.claims import MOST_UNFINISHED, Claimed, claim, claimed_by, others
+from hostdev.embedding import BatchRows, Embedding, Part, Positions
+from hostdev.kernels.claims import MOST_UNFINISHED, Late, claim, intersect, others
+from hostdev.kernels.pool import urgent
 from hostdev.timeline import Timeline
 
 _LATEST_ERROR = 0.5  # seconds after which an exception is raised though earlier batches have not been stepped
 _LONGEST_JOIN = 0.8  # seconds; a reader may be inside somebody's code
+_MANY_LATE = 4  # of so many rows one; then those that come late are not looked up before
 _MOST_DEPTH = MOST_UNFINISHED - 2
 Hook = Callable[[str, int], None]
 
@@ -71,13 +74,18 @@ class _Flight:
         self.prepared: Any = None
         self.rows: list[BatchRows] = []
         self.missing = 0  # groups of rows that have not been fetched, late ones and the others
-        self.shared: tuple[Positions, _Flight, Positions] | None = None  # what the next one waits for
-        self.after: list[tuple[_Flight, Positions]] = []  # what later batches wait for
+        self.shared_before: Positions | None = None  # the rows that it shares with the batch before, in that one
+        self.shared: tuple[Part, _Flight, Part] | None = None  # what the next one waits for, here and there
+        self.after: list[tuple[_Flight, Part]] = []  # what later batches wait for
         self.closed = False  # its update has begun: too late to ask for rows to be updated first
         self.held = True  # by the caller, to whom its result goes, or by the updater
         self.grads: list[Tensor] = []
         self.received: Any = None
         self.clocks: tuple[Any, Any] = (None, None)
+
+
+def _part(ids: npt.NDArray[Any], positions: Positions) -> Part:
+    return Part(ids[positions], positions)
 
 
 class _End(NamedTuple):
@@ -332,60 +340,71 @@ class Pipeline:
             span["rows"] = len(flight.prepared.ids)
         if not self._on_host:
             return
-        claimed = self._plan(flight) if line is not None else None
+        late = self._plan(flight, line) if line is not None else None
         self._before_stage("lookup", flight.number)
         flight.missing = 1  # what is fetched here
-        flight.rows = [BatchRows(embedding, flight.prepared.ids, self._staging) for embedding in self._embeddings]
+        ids = flight.prepared.ids
+        flight.rows = [BatchRows(embedding, len(ids), self._staging) for embedding in self._embeddings]
         with self.timeline.span("lookup", flight.number) as span:
-            free = claimed.free if claimed is not None and len(claimed.late) else None
+            part = Part(ids, None)  # a few late rows may be looked up twice, many not
+            if late is not None and len(late.rows) * _MANY_LATE > len(ids):
+                part = _part(ids, others(len(ids), late.rows))
             for rows in flight.rows:
-                rows.fetch(free)
-            ready = self._ask_for(flight, claimed, line) if line is not None and claimed is not None else None
+                rows.fetch(part)
+            ready = self._ask_for(flight, late, line) if line is not None and late is not None else None
             if ready is not None:
                 self._fetch_late(flight, ready)
-            span["rows"] = len(flight.prepared.ids if free is None else free) + (0 if ready is None else len(ready))
+            span["rows"] = len(part) + (0 if ready is None else len(ready))
             span["bytes"] = span["rows"] * self._row_bytes
         self._arrived(flight, line)
 
-    def _plan(self, flight: _Flight) -> Claimed:
+    def _plan(self, flight: _Flight, line: _Line) -> Late:
+        """Claim a batch's rows, and find those that the batch before has too, in both."""
         self._before_stage("plan", flight.number)
         with self.timeline.span("plan", flight.number) as span:
             oldest, newest = self._updated + 1, flight.number - 1 - self._staleness
-            claimed = claim(flight.prepared.ids, self._claims, flight.number, oldest, newest)
-            span["rows"], span["conflicts"] = len(flight.prepared.ids), len(claimed.late)
-        return claimed
+            late = claim(flight.prepared.ids, self._claims, flight.number, oldest, newest)
+            before = line.flights.get(flight.number - 1)
+            if before is not None and not before.closed:
+                both = flight.prepared.ids[late.rows[late.owner == before.number]]
+                if len(both):
+                    flight.shared_before = intersect(before.prepared.ids, both, self._claims, flight.number)
+            span["rows"], span["conflicts"] = len(flight.prepared.ids), len(late.rows)
+        return late
 
-    def _ask_for(self, flight: _Flight, claimed: Claimed, line: _Line) -> Positions | None:
-        """Ask the batches in flight for the late rows; return those whose batch has been updated by now."""
-        before = line.flights.get(flight.number - 1)
-        shared = None
-        if before is not None and not before.closed and (claimed.owner == before.number).any():
-            shared = claimed_by(before.prepared.ids, self._claims, flight.number)
+    def _ask_for(self, flight: _Flight, late: Late, line: _Line) -> Part | None:
+        """Ask the batches in flight for the late rows; return those whose batch has been updated by now.
+
+        Rows of the batch right before are one group, those of all older ones, which are updated earlier, the other.
+        """
         ready = []
+        of_before = late.owner == flight.number - 1
         with line.changed:
-            for number in np.unique(claimed.owner).tolist():
-                positions = claimed.late[claimed.owner == number]
-                if number <= self._updated:
-                    ready.append(positions)
+            for group in (of_before, ~of_before):
+                if not group.any():
                     continue
-                owner = line.flights[number]
+                part, number = _part(flight.prepared.ids, late.rows[group]), int(late.owner[group].max())
+                if number <= self._updated:
+                    ready.append(part.positions)
+                    continue
+                owner, mine = line.flights[number], flight.shared_before
                 flight.missing += 1
-                if owner is before and shared is not None and not owner.closed:
-                    owner.shared = (shared, flight, positions)
+                if group is of_before and mine is not None and not owner.closed:
+                    owner.shared = (_part(owner.prepared.ids, mine), flight, part)
                 else:
-                    owner.after.append((flight, positions))
-        return np.concatenate(ready) if ready else None
+                    owner.after.append((flight, part))
+        return _part(flight.prepared.ids, np.concatenate(ready)) if ready else None
 
-    def _fetch_late(self, flight: _Flight, positions: Positions) -> None:
+    def _fetch_late(self, flight: _Flight, part: Part) -> None:
         self._before_stage("lookup late", flight.number)
         for rows in flight.rows:
-            rows.fetch_late(positions)
+            rows.fetch_late(part)
 
-    def _deliver(self, flight: _Flight, positions: Positions, line: _Line) -> None:
+    def _deliver(self, flight: _Flight, part: Part, line: _Line) -> None:
         """Look up late rows of a batch, in the updater's thread."""
         with self.timeline.span("lookup late", flight.number) as span:
-            span["rows"], span["bytes"] = len(positions), len(positions) * self._row_bytes
-            self._fetch_late(flight, positions)
+            span["rows"], span["bytes"] = len(part), len(part) * self._row_bytes
+            self._fetch_late(flight, part)
         self._arrived(flight, line)
 
     @staticmethod
@@ -435,17 +454,20 @@ class Pipeline:
         if line is not None:
             with line.changed:
                 flight.closed, shared = True, flight.shared
-        rest = None
+        ids = flight.prepared.ids
+        rest = Part(ids, None)
         if shared is not None:
             mine, successor, theirs = shared
-            with self.timeline.span("update first", flight.number) as span:
-                span["rows"] = len(mine)
-                self._update_rows(flight, mine)
             assert line is not None
-            self._deliver(successor, theirs, line)
-            rest = others(len(flight.prepared.ids), mine)
+            with urgent():  # the device may be waiting
+                with self.timeline.span("update first", flight.number) as span:
+                    span["rows"] = len(mine)
+                    self._update_rows(flight, mine)
+                self._deliver(successor, theirs, line)
+            assert mine.positions is not None
+            rest = _part(ids, others(len(ids), mine.positions))
         with self.timeline.span("update", flight.number, flow="f") as span:
-            span["rows"] = len(flight.prepared.ids if rest is None else rest)
+            span["rows"] = len(rest)
             self._update_rows(flight, rest)
             for rows in flight.rows:
                 rows.updated()
@@ -459,12 +481,12 @@ class Pipeline:
             self._updated = flight.number  # from here on nobody waits for it
             waiting, flight.after = flight.after, []
             line.changed.notify_all()
-        for later, positions in waiting:
-            self._deliver(later, positions, line)
+        for later, part in waiting:
+            self._deliver(later, part, line)
 
-    def _update_rows(self, flight: _Flight, positions: Positions | None) -> None:
+    def _update_rows(self, flight: _Flight, part: Part) -> None:
         for rows, grad in zip(flight.rows, flight.grads, strict=True):
-            rows.update(grad, positions)
+            rows.update(grad, part)
 
     @property
     def _row_bytes(self) -> int:

@@ -237,11 +237,6 @@ class _TablePrimitive(Primitive):
             )
 
 
-def _count(ids: Any, some: tuple[Any, ...]) -> int:
-    """How many rows a call is about: the last of `some`, where given, are their positions."""
-    return len(ids if not some or some[-1] is None else some[-1])
-
-
 class EmbeddingLookup(_TablePrimitive):
     """Rows of a table: `(table, ids [U]) -> float32 [U, D]`; ids and rows are numpy or torch like the table.
 
@@ -257,7 +252,7 @@ class EmbeddingLookup(_TablePrimitive):
 
     def nbytes(self, table: Any, ids: Any, *some: Any) -> int:
         """Every row is read and written once."""
-        return 2 * 4 * _count(ids, some) * int(table.dim)
+        return 2 * 4 * len(ids) * int(table.dim)
 
 
 class _Update(_TablePrimitive):
@@ -275,7 +270,7 @@ class _Update(_TablePrimitive):
 
     def nbytes(self, table: Any, ids: Any, grads: Any, *some: Any) -> int:
         """A row's gradient is read, its weights and slots are read and written."""
-        return 4 * _count(ids, some) * int(table.dim) * (1 + 2 * (1 + len(table.optimizer.slots)))
+        return 4 * len(ids) * int(table.dim) * (1 + 2 * (1 + len(table.optimizer.slots)))
 
 
 class FusedSparseFtrl(_Update):

@@ -86,8 +86,8 @@ class HostTable:
 
         ids        int32 or int64 [N], each in [0, V), duplicates allowed
         out        float32 [N, D], C-contiguous, to write into; a new array if None
-        positions  int32 [any], each in [0, N): look up these only, and leave the rest of `out` as it is
-        returns    float32 [N, D], a copy
+        positions  int32 [N], different rows of `out`, which may then have more of them (not checked): where each row goes
+        returns    float32 [N, D], a copy, or `out`
 
         Raises UserError for an id outside the table, TypeError or ValueError for a wrong dtype or shape.
         """
@@ -95,7 +95,7 @@ class HostTable:
         if out is None:
             out = np.empty((len(ids), self.dim), np.float32)
         else:
-            _check_rows("out", out, (len(ids), self.dim), self.name)
+            _check_rows("out", out, (len(ids if positions is None else out), self.dim), self.name)
         lookup(self.block, ids, out, positions)
         return out
 
@@ -130,11 +130,11 @@ class HostTable:
         ids        int32 or int64 [U], each in [0, V), **unique** (not checked)
         grads      float32 [U, D]
         scalars    from `begin_step`, where several calls make one step; None for a step of its own
-        positions  int32 [any], each in [0, U): update these rows only
+        positions  int32 [U], rows of `grads`, which may then have more of them (not checked): where each gradient is
         """
         ids = self._checked(ids)
         grads = np.ascontiguousarray(grads)
-        _check_rows("grads", grads, (len(ids), self.dim), self.name)
+        _check_rows("grads", grads, (len(ids if positions is None else grads), self.dim), self.name)
         scalars = scalars or self.begin_step()
         apply_rows(self.optimizer.primitive, self.block, self.row_slots, ids, grads, scalars, positions)
 

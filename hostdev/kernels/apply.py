@@ -20,14 +20,13 @@ from hostdev.kernels.adagrad import adagrad, row_wise_adagrad, sgd
 from hostdev.kernels.buffers import identity, scratch
 from hostdev.kernels.ftrl import ftrl
 from hostdev.kernels.lazy_adam import lazy_adam
-from hostdev.kernels.pool import Kernel, ranges, run_tasks
+from hostdev.kernels.pool import Kernel, grain_of, ranges, run_tasks
 from hostdev.kernels.segment import row_ranges, sort_uses, streams, sum_sorted
 from hostdev.kernels.stream import apply_stream
 from hostdev.kernels.unique import unique_into
 
 Rows = npt.NDArray[np.float32]
 
-_GRAIN = 256
 _KERNELS: dict[str, Callable[..., tuple[Kernel, tuple[Any, ...]]]] = {
     "FusedSparseAdagrad": adagrad,
     "FusedSparseFtrl": ftrl,
@@ -46,21 +45,19 @@ def apply_rows(
     scalars: tuple[Any, ...],
     positions: npt.NDArray[np.int32] | None = None,
 ) -> None:
-    """Take one optimizer step on unique rows, in place: on all, or on those in `positions`.
+    """Take one optimizer step on unique rows, in place.
 
     primitive  the optimizer's op, such as "FusedSparseFtrl"
     ids        int32 or int64 [U], unique, each in [0, V)
-    grads      float32 [U, D], the summed gradient of each row
+    grads      float32 [U, D], the summed gradient of each row; or [any, D], where `positions` says which is whose
     scalars    the optimizer's scalars at this step
-    positions  int32 [any], each in [0, U)
+    positions  int32 [U], rows of `grads`
     """
     update, scalars = _KERNELS[primitive](*scalars)
     if positions is None:
         positions = identity(len(ids))
-    else:
-        ids = ids[positions]
     arguments = (ids, positions, grads, block, row_slots, *scalars)
-    run_tasks([(update, start, stop, arguments) for start, stop in ranges(len(ids), _GRAIN)])
+    run_tasks([(update, start, stop, arguments) for start, stop in ranges(len(ids), grain_of(block.strides[0]))])
 
 
 def apply_uses(

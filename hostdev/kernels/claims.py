@@ -11,22 +11,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.kernels.jit import kernel, prefetch_to_write
-from hostdev.kernels.pool import parallel_for
+from hostdev.kernels.jit import inline, kernel, prefetch_to_write
+from hostdev.kernels.pool import parallel_for, ranges, run_tasks
 
 Positions = npt.NDArray[np.int32]
 
 MOST_UNFINISHED = 100  # batches; a tag is forgotten when it is older, and looked for every so many batches
 _TAGS = 255
-_AHEAD = 16  # rows
+_AHEAD = 32  # rows
+_GRAIN = 8192
+_FILTER_BITS = 16
 
 
-class Claimed(NamedTuple):
-    """Positions in a batch's unique ids: the rows that are free, and those that come late."""
+class Late(NamedTuple):
+    """The rows of a batch that come late: an unfinished batch is going to update them."""
 
-    free: Positions  # no unfinished batch updates them
-    late: Positions
-    owner: npt.NDArray[np.int32]  # per late row: the batch after whose update it may be read
+    rows: Positions  # in the batch's unique ids, ascending
+    owner: npt.NDArray[np.int32]  # of each: the batch after whose update it may be read
 
 
 def _tag(number: int) -> int:
@@ -34,19 +35,20 @@ def _tag(number: int) -> int:
 
 
 @kernel
-def _claim(ids: Any, claims: Any, tag: Any, owner_of: Any, free: Any, late: Any, owner: Any) -> Any:
-    frees, lates = np.uint64(0), np.uint64(0)
-    for u in range(np.uint64(0), np.uint64(len(ids))):
-        if u + np.uint64(_AHEAD) < np.uint64(len(ids)):
+def _claim(
+    start: Any, stop: Any, ids: Any, claims: Any, tag: Any, owner_of: Any, late: Any, owner: Any, counts: Any, piece: Any
+) -> None:
+    """Write what is late from `start` on, and how much it is."""
+    count = np.uint64(start)
+    for u in range(np.uint64(start), np.uint64(stop)):
+        if u + np.uint64(_AHEAD) < np.uint64(stop):
             prefetch_to_write(claims, ids[u + np.uint64(_AHEAD)], 1)
         row = np.uint64(ids[u])
         before = owner_of[np.uint64(claims[row])]
         claims[row] = tag
-        free[frees] = late[lates] = u
-        owner[lates] = before
-        frees += np.uint64(before == 0)
-        lates += np.uint64(before != 0)
-    return np.int64(frees)
+        late[count], owner[count] = u, before
+        count += np.uint64(before != 0)
+    counts[piece] = count - np.uint64(start)
 
 
 @kernel
@@ -55,7 +57,7 @@ def _forget(start: Any, stop: Any, claims: Any, keep: Any) -> None:
         claims[row] = keep[np.uint64(claims[row])]
 
 
-def claim(ids: npt.NDArray[Any], claims: npt.NDArray[np.uint8], number: int, oldest: int, newest: int) -> Claimed:
+def claim(ids: npt.NDArray[Any], claims: npt.NDArray[np.uint8], number: int, oldest: int, newest: int) -> Late:
     """Claim the rows of batch `number` and return which of them an earlier batch has yet to update.
 
     ids     int32 or int64 [U], unique, each in [0, V)
@@ -75,25 +77,44 @@ def claim(ids: npt.NDArray[Any], claims: npt.NDArray[np.uint8], number: int, old
     owner_of = np.zeros(_TAGS + 1, np.int32)
     for earlier in range(oldest, number if newest >= oldest else oldest):
         owner_of[_tag(earlier)] = min(earlier, newest)
-    U = len(ids)
-    free, late, owner = np.empty((3, U + 1), np.int32)  # one more, as a place is written before it is known to count
-    frees = _claim(ids, claims, np.uint8(_tag(number)), owner_of, free, late, owner)
-    return Claimed(free[:frees], late[: U - frees], owner[: U - frees])
+    late, owner = np.empty((2, len(ids)), np.int32)
+    pieces = ranges(len(ids), _GRAIN)
+    counts = np.zeros(len(pieces), np.int64)
+    shared = (ids, claims, np.uint8(_tag(number)), owner_of, late, owner, counts)
+    run_tasks([(_claim, start, stop, (*shared, piece)) for piece, (start, stop) in enumerate(pieces)])
+    found = [slice(start, start + count) for (start, _), count in zip(pieces, counts.tolist(), strict=True)]
+    empty = np.empty(0, np.int32)
+    return Late(*(np.concatenate([empty, *(of[part] for part in found)]) for of in (late, owner)))
+
+
+@inline
+def _place(row: Any) -> Any:
+    return (np.uint64(row) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - _FILTER_BITS)
 
 
 @kernel
-def _claimed_by(ids: Any, claims: Any, tag: Any, out: Any) -> Any:
+def _intersect(ids: Any, others: Any, maybe: Any, claims: Any, tag: Any, out: Any) -> Any:
+    for i in range(np.uint64(0), np.uint64(len(others))):
+        maybe[_place(others[i])] = True
     count = np.uint64(0)
     for u in range(np.uint64(0), np.uint64(len(ids))):
-        out[count] = u
-        count += np.uint64(claims[np.uint64(ids[u])] == tag)
+        if maybe[_place(ids[u])] and claims[np.uint64(ids[u])] == tag:
+            out[count] = u
+            count += np.uint64(1)
     return np.int64(count)
 
 
-def claimed_by(ids: npt.NDArray[Any], claims: npt.NDArray[np.uint8], number: int) -> Positions:
-    """Return the positions in ids [U] of the rows that batch `number`, a recent one, claimed last; ascending."""
-    out = np.empty(len(ids) + 1, np.int32)
-    return out[: _claimed_by(ids, claims, np.uint8(_tag(number)), out)]
+def intersect(
+    ids: npt.NDArray[Any], others: npt.NDArray[Any], claims: npt.NDArray[np.uint8], number: int
+) -> Positions:
+    """Return the positions in ids [U] of the rows that are also in `others`, which batch `number` has claimed; ascending.
+
+    ids     int32 or int64 [U], unique, of the batch before
+    others  those of batch `number` whose owner is the batch before
+    """
+    maybe = np.zeros(1 << _FILTER_BITS, np.bool_)  # in the cache, unlike the claims, of which it spares most
+    out = np.empty(len(ids), np.int32)
+    return out[: _intersect(ids, others, maybe, claims, np.uint8(_tag(number)), out)]
 
 
 @kernel

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.kernels.jit import kernel, prefetch_to_read
-from hostdev.kernels.pool import parallel_for
+from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_write
+from hostdev.kernels.pool import grain_of, parallel_for
 from hostdev.kernels.unique import id_range
 
-_GRAIN = 512
 _AHEAD = 8  # rows; the latency of memory over the time of a row
 
 
@@ -28,13 +27,13 @@ def _lookup(start: Any, stop: Any, ids: Any, block: Any, out: Any) -> None:
 
 
 @kernel
-def _lookup_some(start: Any, stop: Any, positions: Any, ids: Any, block: Any, out: Any) -> None:
-    for k in range(np.uint64(start), np.uint64(stop)):
-        ahead = k + np.uint64(_AHEAD)
+def _lookup_into(start: Any, stop: Any, ids: Any, positions: Any, block: Any, out: Any) -> None:
+    for i in range(np.uint64(start), np.uint64(stop)):
+        ahead = i + np.uint64(_AHEAD)
         if ahead < np.uint64(stop):
-            prefetch_to_read(block, ids[np.uint64(positions[ahead])], block.shape[2] * 4)
-        i = np.uint64(positions[k])
-        weights, row = block[np.uint64(ids[i]), 0], out[i]
+            prefetch_to_read(block, ids[ahead], block.shape[2] * 4)
+            prefetch_to_write(out, positions[ahead], out.strides[0])  # the hardware foresees only what is in order
+        weights, row = block[np.uint64(ids[i]), 0], out[np.uint64(positions[i])]
         for j in range(len(row)):
             row[j] = weights[j]
 
@@ -53,17 +52,18 @@ def lookup(
     out: npt.NDArray[np.float32],
     positions: npt.NDArray[np.int32] | None = None,
 ) -> None:
-    """Copy weights rows: out[i] = block[ids[i], 0], for every i or for those in `positions`.
+    """Copy weights rows: out[i] = block[ids[i], 0], or out[positions[i]].
 
     block      float32 [V, 1 + S, D]: the weights row and its optimizer slots in one stretch
     ids        int32 or int64 [N], each in [0, V) (see `first_outside`)
-    out        float32 [N, D]
-    positions  int32 [any], each in [0, N)
+    out        float32 [N, D], or [any, D]
+    positions  int32 [N], different rows of `out`
     """
+    grain = grain_of(4 * block.shape[2])
     if positions is None:
-        parallel_for(_lookup, len(ids), ids, block, out, grain=_GRAIN)
+        parallel_for(_lookup, len(ids), ids, block, out, grain=grain)
     else:
-        parallel_for(_lookup_some, len(positions), positions, ids, block, out, grain=_GRAIN)
+        parallel_for(_lookup_into, len(ids), ids, positions, block, out, grain=grain)
 
 
 def first_outside(ids: npt.NDArray[Any], rows: int) -> int:

@@ -8,7 +8,8 @@ import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
@@ -16,6 +17,7 @@ Kernel = Callable[..., Any]
 Task = tuple[Kernel, int, int, tuple[Any, ...]]
 
 _RANGES_PER_THREAD = 4  # evens out threads that the operating system slows down
+_RANGE_BYTES, _LINE = 1 << 18, 64  # scattered rows cost a line at least; 20 to 30 microseconds
 _MAX_RANGE_BITS = 18  # so that Ctrl-C need not wait for long
 
 _queue: SimpleQueue["_Job"] = SimpleQueue()
@@ -48,8 +50,9 @@ def host_threads() -> int:
 class _Job:
     """One call of `run_tasks`: the tasks still to do and how many are unfinished."""
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
+    def __init__(self, tasks: Sequence[Task], *, urgent: bool) -> None:
         self.tasks = deque(tasks)
+        self.urgent = urgent
         self.unfinished = len(tasks)
         self.lock = threading.Lock()
         self.done = threading.Event()
@@ -58,6 +61,8 @@ class _Job:
     def work(self) -> None:
         """Take tasks until none is left."""
         while True:
+            if _urgent.callers and not self.urgent:
+                _urgent.give_way()
             try:
                 kernel, start, stop, args = self.tasks.popleft()
             except IndexError:
@@ -85,6 +90,50 @@ class _Job:
                 self.done.set()
 
 
+class _Urgent:
+    """Who is in an urgent section, and the job of theirs that others are to help with."""
+
+    def __init__(self) -> None:
+        self.callers = 0
+        self.job: _Job | None = None
+        self.changed = threading.Condition()
+
+    def give_way(self) -> None:
+        """Work for urgent callers until there is none."""
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: not self.callers or (self.job is not None and self.job.tasks))
+                job = self.job
+                if not self.callers or job is None:
+                    return
+            job.work()
+
+    def offer(self, job: _Job) -> None:
+        with self.changed:
+            self.job = job
+            self.changed.notify_all()
+
+
+_urgent = _Urgent()
+_this = threading.local()
+
+
+@contextmanager
+def urgent() -> Iterator[None]:
+    """Put this thread's kernels before those of other threads, which begin no task until the section ends."""
+    with _urgent.changed:
+        _urgent.callers += 1
+    _this.urgent = True
+    try:
+        yield
+    finally:
+        _this.urgent = False
+        with _urgent.changed:
+            _urgent.callers -= 1
+            _urgent.job = None
+            _urgent.changed.notify_all()
+
+
 def _serve() -> None:
     while True:
         _queue.get().work()
@@ -102,14 +151,19 @@ def _ensure_workers(n: int) -> None:
 
 def _after_fork() -> None:
     """Threads do not survive a fork: the child starts a pool of its own."""
-    global _queue, _grow
-    _queue = SimpleQueue()
+    global _queue, _grow, _urgent
+    _queue, _urgent = SimpleQueue(), _Urgent()
     _workers.clear()
     _grow = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+
+
+def grain_of(nbytes: int) -> int:
+    """Return how many rows of `nbytes` are worth a range of their own: less work than handing it over takes is none."""
+    return max(1, _RANGE_BYTES // max(nbytes, _LINE))
 
 
 def ranges(n: int, grain: int = 1) -> list[tuple[int, int]]:
@@ -137,7 +191,9 @@ def run_tasks(tasks: Sequence[Task]) -> None:
         for kernel, start, stop, args in tasks:
             kernel(start, stop, *args)
         return
-    job = _Job(tasks)
+    job = _Job(tasks, urgent=getattr(_this, "urgent", False))
+    if job.urgent:
+        _urgent.offer(job)
     _ensure_workers(helpers)
     for _ in range(helpers):
         _queue.put(job)

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostdev.kernels.claims import MOST_UNFINISHED, claim, claimed_by, others
+from hostdev.kernels.claims import MOST_UNFINISHED, claim, intersect, others
 
 
 @settings(deadline=None, max_examples=200)
@@ -21,12 +21,11 @@ def test_claims_are_intersections(batches, oldest, staleness):
             owner = min(having[-1], newest) if having else 0
             if having and having[-1] >= oldest and owner >= oldest:
                 expected[position] = owner
-        assert found.late.tolist() == sorted(expected)
-        assert found.free.tolist() == [u for u in range(len(ids)) if u not in expected]
-        assert found.owner.tolist() == [expected[u] for u in found.late]
+        assert found.rows.tolist() == sorted(expected)
+        assert found.owner.tolist() == [expected[u] for u in found.rows]
         if number > 1:
             shared = [u for u, row in enumerate(sent[number - 2]) if row in ids]
-            assert claimed_by(sent[number - 2], claims, number).tolist() == shared
+            assert intersect(sent[number - 2], ids, claims, number).tolist() == shared
 
 
 @pytest.mark.parametrize("window", [1, 3, MOST_UNFINISHED])
@@ -40,7 +39,7 @@ def test_old_claims_are_forgotten_before_their_tags_repeat(window):
         oldest = max(1, number - window)
         found = claim(ids, claims, number, oldest, number - 1)
         late = [u for u, row in enumerate(ids) if last[row] >= oldest]
-        assert found.late.tolist() == late, number
+        assert found.rows.tolist() == late, number
         assert found.owner.tolist() == [last[ids[u]] for u in late]
         last[ids] = number
 
