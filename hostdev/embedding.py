@@ -54,6 +54,11 @@ class Part(NamedTuple):
     ids: npt.NDArray[Any]  # int32 or int64 [any], unique
     positions: Positions | None  # [any], of the ids in the batch's unique ids; None: all of these
 
+    @classmethod
+    def of(cls, ids: npt.NDArray[Any], positions: Positions | None) -> "Part":
+        """Rows of the batch with these unique ids."""
+        return cls(ids if positions is None else ids[positions], positions)
+
     def __len__(self) -> int:
         return len(self.ids)
 
@@ -85,16 +90,14 @@ class BatchRows:
         if not self._staging.copies:
             self._lookup(self._table, part.ids, self._host.numpy(), part.positions)
             return
+        assert part.positions is not None
         late = self._staging.buffer(len(part), self._table.dim)
         self._lookup(self._table, part.ids, late.numpy(), None)
         self._sent.append(self._staging.patch(self._rows, part.positions, late))
 
-    def fetched(self) -> None:
-        """Report the lookup's time: nothing is to follow."""
-        self._lookup.end()
-
     def arrived(self) -> Tensor:
-        """Return the rows, float32 [U, D] on the device, whose current stream waits for them."""
+        """Return the rows, float32 [U, D] on the device, whose current stream waits for them; nothing is to follow."""
+        self._lookup.end()
         for mark in self._sent:
             self._staging.await_sent(mark, [self._rows])
         return self._rows

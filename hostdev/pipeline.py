@@ -11,20 +11,18 @@ under one condition; a batch carries its state, and an exception goes where its 
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from hostdev.batch import Batch
 from hostdev.device.staging import Staging
 from hostdev.embedding import BatchRows, Embedding, Part, Positions
-from hostdev.kernels.claims import MOST_UNFINISHED, Late, claim, intersect, others
+from hostdev.flight import End, Flight, Line, Queue, Shared, Stopped
+from hostdev.kernels.claims import MOST_UNFINISHED, claim, intersect, others
 from hostdev.kernels.pool import urgent
 from hostdev.timeline import Timeline
 
@@ -65,73 +63,12 @@ class Result(NamedTuple):
     value: Any
 
 
-class _Flight:
-    """A batch on its way."""
+class _Plan(NamedTuple):
+    """Which rows of a batch come late."""
 
-    def __init__(self, number: int, batch: Batch) -> None:
-        self.number = number
-        self.batch = batch
-        self.prepared: Any = None
-        self.rows: list[BatchRows] = []
-        self.missing = 0  # groups of rows that have not been fetched, late ones and the others
-        self.shared_before: Positions | None = None  # the rows that it shares with the batch before, in that one
-        self.shared: tuple[Part, _Flight, Part] | None = None  # what the next one waits for, here and there
-        self.after: list[tuple[_Flight, Part]] = []  # what later batches wait for
-        self.closed = False  # its update has begun: too late to ask for rows to be updated first
-        self.held = True  # by the caller, to whom its result goes, or by the updater
-        self.grads: list[Tensor] = []
-        self.received: Any = None
-        self.clocks: tuple[Any, Any] = (None, None)
-
-
-def _part(ids: npt.NDArray[Any], positions: Positions) -> Part:
-    return Part(ids[positions], positions)
-
-
-class _End(NamedTuple):
-    """Goes where the next batch would go."""
-
-    error: BaseException | None
-
-
-class _Stopped(Exception):  # noqa: N818  (not an error: a thread is asked to end)
-    """Raised in a thread that waits, when the run is over."""
-
-
-class _Line:
-    """What the threads of one run share."""
-
-    def __init__(self, depth: int, *, update: bool) -> None:
-        self.update = update
-        self.changed = threading.Condition()
-        self.read: deque[_Flight | _End] = deque()
-        self.fetched: deque[_Flight | _End] = deque()
-        self.stepped: deque[_Flight | _End] = deque()
-        self.flights: dict[int, _Flight] = {}  # batches alive
-        self.most = depth + 2
-        self.yielded = 0  # the batch whose result the caller has
-        self.stopping = False
-        self.error: BaseException | None = None  # the first exception of the stages before the step
-        self.failed_at = 0.0  # its time
-        self.update_error: BaseException | None = None
-
-    def put(self, queue: "deque[_Flight | _End]", item: _Flight | _End) -> None:
-        with self.changed:
-            queue.append(item)
-            if isinstance(item, _End) and item.error is not None and self.error is None:
-                self.error, self.failed_at = item.error, time.monotonic()
-            self.changed.notify_all()
-
-    def take(self, queue: "deque[_Flight | _End]") -> _Flight | _End:
-        self.wait(lambda: queue)
-        return queue.popleft()
-
-    def wait(self, ready: Callable[[], Any]) -> None:
-        """Wait until `ready`; _Stopped if the run ends before."""
-        with self.changed:
-            self.changed.wait_for(lambda: ready() or self.stopping)
-            if not ready():
-                raise _Stopped
+    late: Positions
+    parts: list[tuple[Part, int]]  # each with the batch after whose update it may be read
+    shared: Shared | None  # with the batch before
 
 
 class Pipeline:
@@ -210,7 +147,7 @@ class Pipeline:
             yield Result(flight.batch, value)
 
     def _run_overlapped(self, batches: Iterable[Batch], step: Any, update: bool) -> Iterator[Result]:
-        line = _Line(self.depth, update=update)
+        line = Line(self.depth, update=update)
         threads = [
             threading.Thread(target=self._serve, args=(line, stage, *arguments), name=f"hostdev-{name}", daemon=True)
             for name, stage, *arguments in (
@@ -223,7 +160,7 @@ class Pipeline:
             thread.start()
         try:
             yield from iter(partial(self._step_next, line, step, update), None)  # a loop's variable would keep a batch
-            line.put(line.stepped, _End(None))
+            line.put(line.stepped, End(None))
             with self.timeline.stall("step"):
                 threads[-1].join()
             if line.update_error is not None:
@@ -231,7 +168,7 @@ class Pipeline:
             if line.error is not None:
                 raise line.error
         finally:
-            line.put(line.stepped, _End(None))  # what has been stepped is updated
+            line.put(line.stepped, End(None))  # what has been stepped is updated
             with line.changed:
                 line.stopping = True
                 line.changed.notify_all()
@@ -239,18 +176,23 @@ class Pipeline:
             for thread in threads[:-1]:
                 thread.join(_LONGEST_JOIN)
 
-    def _step_next(self, line: _Line, step: Any, update: bool) -> Result | None:
+    def _step_next(self, line: Line, step: Any, update: bool) -> Result | None:
         """Wait for a batch and all its rows, and step; None after the last one."""
         if line.yielded:  # the caller has come back, and is done with it
-            self._let_go(line, line.flights[line.yielded])
+            line.let_go(line.flights[line.yielded])
         with self.timeline.stall("step"):
             line.wait(lambda: line.fetched or line.update_error)
-            item = line.fetched.popleft() if line.update_error is None else _End(None)
-            if isinstance(item, _Flight):
-                line.wait(partial(self._may_step, line, item))
+        item = line.fetched.popleft() if line.update_error is None else End(None)
+        while isinstance(item, Flight):
+            with self.timeline.stall("step"):
+                line.wait(lambda: self._may_step(line, item) or (line.deliverable() is item))
+            if self._may_step(line, item):
+                break
+            with urgent():  # the device has nothing to do
+                self._deliver(item, line)
         if line.update_error is not None:
             raise line.update_error
-        if isinstance(item, _End):
+        if isinstance(item, End):
             return None
         if line.error is not None and time.monotonic() - line.failed_at > _LATEST_ERROR:
             raise line.error
@@ -259,69 +201,62 @@ class Pipeline:
         if update:
             line.put(line.stepped, item)
         else:
-            self._let_go(line, item)
+            line.let_go(item)
         return result
 
-    def _may_step(self, line: _Line, flight: _Flight) -> bool:
+    def _may_step(self, line: Line, flight: Flight) -> bool:
         whole = not (line.update and self._model.reads_whole_tables) or self._updated == flight.number - 1
         return (whole and not flight.missing) or line.update_error is not None
 
-    def _serve(self, line: _Line, stage: Any, out: "deque[_Flight | _End] | None", *arguments: Any) -> None:
+    def _serve(self, line: Line, stage: Any, out: Queue | None, *arguments: Any) -> None:
         """A thread: repeat its stage until the batches end; an exception goes on as the last item."""
         try:
             while stage(line, *arguments):
                 pass
-        except _Stopped:
+        except Stopped:
             return
         except BaseException as error:
             if out is not None:
-                line.put(out, _End(error))
+                line.put(out, End(error))
                 return
-            with line.changed:
-                line.update_error = error
-                line.changed.notify_all()
+            line.fail_update(error)
 
-    def _reader(self, line: _Line, source: Iterator[Batch]) -> bool:
+    def _reader(self, line: Line, source: Iterator[Batch]) -> bool:
         with self.timeline.stall("read"):
             line.wait(lambda: len(line.flights) < line.most)
         flight = self._read(source)
         if flight is None:
-            line.put(line.read, _End(None))
+            line.put(line.read, End(None))
             return False
         with line.changed:
             line.flights[flight.number] = flight
         line.put(line.read, flight)
         return True
 
-    def _fetcher(self, line: _Line) -> bool:
+    def _fetcher(self, line: Line) -> bool:
         with self.timeline.stall("unique"):
             item = line.take(line.read)
-        if isinstance(item, _Flight):
+        if isinstance(item, Flight):
             self._fetch(item, line if line.update else None)
         line.put(line.fetched, item)
-        return isinstance(item, _Flight)
+        return isinstance(item, Flight)
 
-    def _updater(self, line: _Line) -> bool:
+    def _updater(self, line: Line) -> bool:
         with self.timeline.stall("update"):
-            item = line.take(line.stepped)
-            if isinstance(item, _End):
+            line.wait(lambda: line.stepped or line.deliverable())
+            item = line.stepped.popleft() if line.stepped else None
+            if isinstance(item, End):
                 return False
-            self._end_step(item)
-        self._update(item, line)
-        self._let_go(line, item)
+            if item is not None:
+                self._end_step(item)
+        if item is not None:
+            self._update(item, line)
+            line.let_go(item)
+        elif (flight := line.deliverable()) is not None:
+            self._deliver(flight, line)
         return True
 
-    @staticmethod
-    def _let_go(line: _Line, flight: _Flight) -> None:
-        """The caller or the updater is done with a batch; after both, another may be read."""
-        with line.changed:
-            if flight.held:
-                flight.held = False
-            else:
-                del line.flights[flight.number]
-                line.changed.notify_all()
-
-    def _read(self, source: Iterator[Batch]) -> _Flight | None:
+    def _read(self, source: Iterator[Batch]) -> Flight | None:
         number = self._number + 1
         self._before_stage("read", number)
         with self.timeline.span("read", number, flow="s") as span:
@@ -330,9 +265,9 @@ class Pipeline:
         if batch is None:
             return None
         self._number = number
-        return _Flight(number, batch)
+        return Flight(number, batch)
 
-    def _fetch(self, flight: _Flight, line: _Line | None) -> None:
+    def _fetch(self, flight: Flight, line: Line | None) -> None:
         """Prepare a batch and look up the rows that need not wait; the others when they may."""
         self._before_stage("unique", flight.number)
         with self.timeline.span("unique", flight.number) as span:
@@ -340,85 +275,84 @@ class Pipeline:
             span["rows"] = len(flight.prepared.ids)
         if not self._on_host:
             return
-        late = self._plan(flight, line) if line is not None else None
+        plan = self._plan(flight, line) if line is not None else None
         self._before_stage("lookup", flight.number)
-        flight.missing = 1  # what is fetched here
+        flight.missing = 0 if line is None else 1  # what is fetched here
         ids = flight.prepared.ids
         flight.rows = [BatchRows(embedding, len(ids), self._staging) for embedding in self._embeddings]
         with self.timeline.span("lookup", flight.number) as span:
-            part = Part(ids, None)  # a few late rows may be looked up twice, many not
-            if late is not None and len(late.rows) * _MANY_LATE > len(ids):
-                part = _part(ids, others(len(ids), late.rows))
+            part = Part.of(ids, None)  # a few late rows may be looked up twice, many not
+            if plan is not None and len(plan.late) * _MANY_LATE > len(ids):
+                part = Part.of(ids, others(len(ids), plan.late))
             for rows in flight.rows:
                 rows.fetch(part)
-            ready = self._ask_for(flight, late, line) if line is not None and late is not None else None
-            if ready is not None:
-                self._fetch_late(flight, ready)
-            span["rows"] = len(part) + (0 if ready is None else len(ready))
+            span["rows"] = len(part)
+            for part in self._ask_for(flight, plan, line) if line is not None and plan is not None else ():
+                self._fetch_late(flight, part)
+                span["rows"] += len(part)
             span["bytes"] = span["rows"] * self._row_bytes
-        self._arrived(flight, line)
+        if line is not None:
+            line.arrived(flight)
 
-    def _plan(self, flight: _Flight, line: _Line) -> Late:
-        """Claim a batch's rows, and find those that the batch before has too, in both."""
+    def _plan(self, flight: Flight, line: Line) -> _Plan:
+        """Claim a batch's rows, and find those that an unfinished batch is going to update.
+
+        Rows of the batch right before are one part, those of all older ones, which are updated earlier, the other.
+        """
         self._before_stage("plan", flight.number)
+        ids = flight.prepared.ids
         with self.timeline.span("plan", flight.number) as span:
             oldest, newest = self._updated + 1, flight.number - 1 - self._staleness
-            late = claim(flight.prepared.ids, self._claims, flight.number, oldest, newest)
-            before = line.flights.get(flight.number - 1)
-            if before is not None and not before.closed:
-                both = flight.prepared.ids[late.rows[late.owner == before.number]]
-                if len(both):
-                    flight.shared_before = intersect(before.prepared.ids, both, self._claims, flight.number)
-            span["rows"], span["conflicts"] = len(flight.prepared.ids), len(late.rows)
-        return late
+            late = claim(ids, self._claims, flight.number, oldest, newest)
+            of_before = late.owner == flight.number - 1
+            parts = [
+                (Part.of(ids, late.rows[group]), int(late.owner[group].max()))
+                for group in (of_before, ~of_before)
+                if group.any()
+            ]
+            before, shared = line.flights.get(flight.number - 1), None
+            if before is not None and not before.closed and of_before.any():
+                theirs, part = before.prepared.ids, parts[0][0]
+                both = intersect(theirs, part.ids, self._claims, flight.number)
+                shared = Shared(Part.of(theirs, both), Part.of(theirs, others(len(theirs), both)), flight, part)
+            span["rows"], span["conflicts"] = len(ids), len(late.rows)
+        return _Plan(late.rows, parts, shared)
 
-    def _ask_for(self, flight: _Flight, late: Late, line: _Line) -> Part | None:
-        """Ask the batches in flight for the late rows; return those whose batch has been updated by now.
-
-        Rows of the batch right before are one group, those of all older ones, which are updated earlier, the other.
-        """
+    def _ask_for(self, flight: Flight, plan: _Plan, line: Line) -> list[Part]:
+        """Ask the batches in flight for the late rows; return those whose batch has been updated by now."""
         ready = []
-        of_before = late.owner == flight.number - 1
         with line.changed:
-            for group in (of_before, ~of_before):
-                if not group.any():
-                    continue
-                part, number = _part(flight.prepared.ids, late.rows[group]), int(late.owner[group].max())
+            for part, number in plan.parts:
                 if number <= self._updated:
-                    ready.append(part.positions)
+                    ready.append(part)
                     continue
-                owner, mine = line.flights[number], flight.shared_before
+                owner = line.flights[number]
                 flight.missing += 1
-                if group is of_before and mine is not None and not owner.closed:
-                    owner.shared = (_part(owner.prepared.ids, mine), flight, part)
+                if plan.shared is not None and part is plan.shared.late and not owner.closed:
+                    owner.shared = plan.shared
                 else:
                     owner.after.append((flight, part))
-        return _part(flight.prepared.ids, np.concatenate(ready)) if ready else None
+        return ready
 
-    def _fetch_late(self, flight: _Flight, part: Part) -> None:
+    def _fetch_late(self, flight: Flight, part: Part) -> None:
         self._before_stage("lookup late", flight.number)
         for rows in flight.rows:
             rows.fetch_late(part)
 
-    def _deliver(self, flight: _Flight, part: Part, line: _Line) -> None:
-        """Look up late rows of a batch, in the updater's thread."""
-        with self.timeline.span("lookup late", flight.number) as span:
-            span["rows"], span["bytes"] = len(part), len(part) * self._row_bytes
-            self._fetch_late(flight, part)
-        self._arrived(flight, line)
+    def _deliver(self, flight: Flight, line: Line) -> None:
+        """Look up late rows of a batch, in the updater's thread or the caller's: whichever has nothing else to do."""
+        part = line.begin_delivery(flight)
+        if part is None:
+            return
+        try:
+            with self.timeline.span("lookup late", flight.number) as span:
+                span["rows"], span["bytes"] = len(part), len(part) * self._row_bytes
+                self._fetch_late(flight, part)
+            line.arrived(flight)
+        finally:
+            line.end_delivery()
 
-    @staticmethod
-    def _arrived(flight: _Flight, line: _Line | None) -> None:
-        """Count a group of a batch's rows as fetched."""
-        with line.changed if line is not None else nullcontext():
-            flight.missing -= 1
-            if not flight.missing:
-                for rows in flight.rows:
-                    rows.fetched()
-                if line is not None:
-                    line.changed.notify_all()
-
-    def _step(self, flight: _Flight, step: Any, update: bool) -> Any:
+    def _step(self, flight: Flight, step: Any, update: bool) -> Any:
         self._before_stage("step", flight.number)
         with self.timeline.span("step", flight.number, flow="t" if update else "f") as span:
             span["rows"] = len(flight.batch)
@@ -440,12 +374,12 @@ class Pipeline:
             self._end_step(flight)
         return value
 
-    def _end_step(self, flight: _Flight) -> None:
+    def _end_step(self, flight: Flight) -> None:
         """Wait until the device is done with a step, and take down its time."""
         self._staging.await_received(flight.received)
         self.timeline.device_was_busy(self._staging.nanoseconds(*flight.clocks))
 
-    def _update(self, flight: _Flight, line: _Line | None) -> None:
+    def _update(self, flight: Flight, line: Line | None) -> None:
         """Update a batch's rows: first those that the next batch waits for, then the others."""
         self._before_stage("update", flight.number)
         if line is None:
@@ -454,18 +388,16 @@ class Pipeline:
         if line is not None:
             with line.changed:
                 flight.closed, shared = True, flight.shared
-        ids = flight.prepared.ids
-        rest = Part(ids, None)
+        rest = Part.of(flight.prepared.ids, None)
         if shared is not None:
-            mine, successor, theirs = shared
             assert line is not None
-            with urgent():  # the device may be waiting
-                with self.timeline.span("update first", flight.number) as span:
-                    span["rows"] = len(mine)
-                    self._update_rows(flight, mine)
-                self._deliver(successor, theirs, line)
-            assert mine.positions is not None
-            rest = _part(ids, others(len(ids), mine.positions))
+            rest = shared.rest
+            with urgent(), self.timeline.span("update first", flight.number) as span:  # the device may be waiting
+                span["rows"] = len(shared.first)
+                self._update_rows(flight, shared.first)
+            with line.changed:
+                shared.next.late.append(shared.late)
+                line.changed.notify_all()
         with self.timeline.span("update", flight.number, flow="f") as span:
             span["rows"] = len(rest)
             self._update_rows(flight, rest)
@@ -479,12 +411,12 @@ class Pipeline:
         flight.rows, flight.grads, flight.shared = [], [], None
         with line.changed:
             self._updated = flight.number  # from here on nobody waits for it
-            waiting, flight.after = flight.after, []
+            for later, part in flight.after:
+                later.late.append(part)
+            flight.after = []
             line.changed.notify_all()
-        for later, part in waiting:
-            self._deliver(later, part, line)
 
-    def _update_rows(self, flight: _Flight, part: Part) -> None:
+    def _update_rows(self, flight: Flight, part: Part) -> None:
         for rows, grad in zip(flight.rows, flight.grads, strict=True):
             rows.update(grad, part)
 

@@ -86,7 +86,7 @@ class HostTable:
 
         ids        int32 or int64 [N], each in [0, V), duplicates allowed
         out        float32 [N, D], C-contiguous, to write into; a new array if None
-        positions  int32 [N], different rows of `out`, which may then have more of them (not checked): where each row goes
+        positions  int32 [N], rows of `out`, which may have more: where each row goes; all different (not checked)
         returns    float32 [N, D], a copy, or `out`
 
         Raises UserError for an id outside the table, TypeError or ValueError for a wrong dtype or shape.
@@ -130,7 +130,7 @@ class HostTable:
         ids        int32 or int64 [U], each in [0, V), **unique** (not checked)
         grads      float32 [U, D]
         scalars    from `begin_step`, where several calls make one step; None for a step of its own
-        positions  int32 [U], rows of `grads`, which may then have more of them (not checked): where each gradient is
+        positions  int32 [U], rows of `grads`, which may have more of them: where each gradient is (not checked)
         """
         ids = self._checked(ids)
         grads = np.ascontiguousarray(grads)

@@ -36,8 +36,9 @@ def _tag(number: int) -> int:
 
 @kernel
 def _claim(
-    start: Any, stop: Any, ids: Any, claims: Any, tag: Any, owner_of: Any, late: Any, owner: Any, counts: Any, piece: Any
-) -> None:
+    start: Any, stop: Any, ids: Any, claims: Any, tag: Any, owner_of: Any,
+    late: Any, owner: Any, counts: Any, piece: Any,
+) -> None:  # fmt: skip
     """Write what is late from `start` on, and how much it is."""
     count = np.uint64(start)
     for u in range(np.uint64(start), np.uint64(stop)):
@@ -104,10 +105,8 @@ def _intersect(ids: Any, others: Any, maybe: Any, claims: Any, tag: Any, out: An
     return np.int64(count)
 
 
-def intersect(
-    ids: npt.NDArray[Any], others: npt.NDArray[Any], claims: npt.NDArray[np.uint8], number: int
-) -> Positions:
-    """Return the positions in ids [U] of the rows that are also in `others`, which batch `number` has claimed; ascending.
+def intersect(ids: npt.NDArray[Any], others: npt.NDArray[Any], claims: npt.NDArray[np.uint8], number: int) -> Positions:
+    """Return the positions in ids [U] of those that are in `others` too, which batch `number` has claimed; ascending.
 
     ids     int32 or int64 [U], unique, of the batch before
     others  those of batch `number` whose owner is the batch before

@@ -1,0 +1,134 @@
+"""What the threads of a pipeline share: the batches on their way, and who waits for which of their rows."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from hostdev.batch import Batch
+from hostdev.embedding import BatchRows, Part
+
+
+class Flight:
+    """A batch on its way."""
+
+    def __init__(self, number: int, batch: Batch) -> None:
+        self.number = number
+        self.batch = batch
+        self.prepared: Any = None
+        self.rows: list[BatchRows] = []
+        self.missing = 0  # parts of the rows that have not been fetched, late ones and the others
+        self.late: list[Part] = []  # those that may be fetched now
+        self.shared: Shared | None = None  # what the next one waits for
+        self.after: list[tuple[Flight, Part]] = []  # what later ones wait for
+        self.closed = False  # its update has begun: too late to ask for rows to be updated first
+        self.held = True  # by the caller, to whom its result goes, or by the updater
+        self.grads: list[Tensor] = []
+        self.received: Any = None
+        self.clocks: tuple[Any, Any] = (None, None)
+
+
+class Shared(NamedTuple):
+    """The rows of a batch that the next one has too."""
+
+    first: Part
+    rest: Part  # the others
+    next: Flight
+    late: Part  # the same rows as `first`, in the next one
+
+
+class End(NamedTuple):
+    """Goes where the next batch would go."""
+
+    error: BaseException | None
+
+
+class Stopped(Exception):  # noqa: N818  (not an error: a thread is asked to end)
+    """Raised in a thread that waits, when the run is over."""
+
+
+Queue = deque[Flight | End]
+
+
+class Line:
+    """The queues between the stages and the batches alive, under one condition."""
+
+    def __init__(self, depth: int, *, update: bool) -> None:
+        self.update = update
+        self.changed = threading.Condition()
+        self.read: Queue = deque()
+        self.fetched: Queue = deque()
+        self.stepped: Queue = deque()
+        self.flights: dict[int, Flight] = {}  # batches alive, in order
+        self.most = depth + 2
+        self.yielded = 0  # the batch whose result the caller has
+        self.delivering = False  # somebody fetches a part that was late
+        self.stopping = False
+        self.error: BaseException | None = None  # the first exception of the stages before the step
+        self.failed_at = 0.0  # its time
+        self.update_error: BaseException | None = None
+
+    def put(self, queue: Queue, item: Flight | End) -> None:
+        """Hand a batch on."""
+        with self.changed:
+            queue.append(item)
+            if isinstance(item, End) and item.error is not None and self.error is None:
+                self.error, self.failed_at = item.error, time.monotonic()
+            self.changed.notify_all()
+
+    def take(self, queue: Queue) -> Flight | End:
+        """Wait for a batch."""
+        self.wait(lambda: queue)
+        return queue.popleft()
+
+    def wait(self, ready: Callable[[], Any]) -> None:
+        """Wait until `ready`; Stopped if the run ends before."""
+        with self.changed:
+            self.changed.wait_for(lambda: ready() or self.stopping)
+            if not ready():
+                raise Stopped
+
+    def deliverable(self) -> Flight | None:
+        """Return the first batch with late rows that may be fetched now; one thread at a time fetches such."""
+        if self.delivering:
+            return None
+        return next((flight for flight in self.flights.values() if flight.late), None)
+
+    def begin_delivery(self, flight: Flight) -> Part | None:
+        """Take a part of its late rows to fetch, if there is still one."""
+        with self.changed:
+            if self.delivering or not flight.late:
+                return None
+            self.delivering = True
+            return flight.late.pop(0)
+
+    def end_delivery(self) -> None:
+        """Let others fetch late rows."""
+        with self.changed:
+            self.delivering = False
+            self.changed.notify_all()
+
+    def fail_update(self, error: BaseException) -> None:
+        """Report that no further batch is going to be updated."""
+        with self.changed:
+            self.update_error = error
+            self.changed.notify_all()
+
+    def let_go(self, flight: Flight) -> None:
+        """The caller or the updater is done with a batch; after both, another may be read."""
+        with self.changed:
+            if flight.held:
+                flight.held = False
+            else:
+                del self.flights[flight.number]
+                self.changed.notify_all()
+
+    def arrived(self, flight: Flight) -> None:
+        """Count a part of a batch's rows as fetched."""
+        with self.changed:
+            flight.missing -= 1
+            if not flight.missing:
+                self.changed.notify_all()
