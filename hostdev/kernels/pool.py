@@ -18,6 +18,7 @@ Task = tuple[Kernel, int, int, tuple[Any, ...]]
 
 _RANGES_PER_THREAD = 4  # evens out threads that the operating system slows down
 _RANGE_BYTES, _LINE = 1 << 18, 64  # scattered rows cost a line at least; 20 to 30 microseconds
+_MOST_GRAINS = 16  # in a range, so that who is urgent need not wait for long: about half a millisecond
 _MAX_RANGE_BITS = 18  # so that Ctrl-C need not wait for long
 
 _queue: SimpleQueue["_Job"] = SimpleQueue()
@@ -174,7 +175,7 @@ def ranges(n: int, grain: int = 1) -> list[tuple[int, int]]:
     if n <= 0:
         return []
     grains = -(-n // grain)
-    pieces = 1 if _threads == 1 else min(grains, _threads * _RANGES_PER_THREAD)
+    pieces = 1 if _threads == 1 else min(grains, max(_threads * _RANGES_PER_THREAD, grains // _MOST_GRAINS))
     pieces = max(pieces, n >> _MAX_RANGE_BITS)
     edges = [min(n, grains * i // pieces * grain) for i in range(pieces + 1)]
     return list(itertools.pairwise(edges))

@@ -175,3 +175,24 @@ def test_the_public_surface():
     assert sorted(hostdev._PUBLIC) == sorted(hostdev.__all__)
     with pytest.raises(AttributeError, match="nothing"):
         hostdev.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("dim", [1, 80])
+def test_rows_at_positions(dtype, dim):
+    """Rows go to, and gradients come from, the rows of a larger array; nothing else is touched."""
+    rng = np.random.default_rng(dim)
+    split, whole = (HostTable(3000, dim, LazyAdam(), name="t") for _ in range(2))
+    ids = rng.permutation(3000)[:2000].astype(dtype)
+    grads = rng.standard_normal((2000, dim), dtype=np.float32)
+    order = rng.permutation(2000).astype(np.int32)
+    first, rest = np.sort(order[:700]), np.sort(order[700:])
+    scalars = split.begin_step()
+    for part in (first, rest):
+        split.update(ids[part], grads, scalars, part)
+    whole.update(ids, grads)
+    assert np.array_equal(split.block, whole.block)
+    out = np.full((2000, dim), np.nan, np.float32)
+    split.lookup(ids[first], out, first)
+    assert np.array_equal(out[first], whole.weights[ids[first]])
+    assert np.isnan(out[rest]).all()

@@ -1,11 +1,12 @@
 import multiprocessing
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from hostdev.host.table import HostTable
-from hostdev.kernels.pool import host_threads, parallel_for, set_host_threads
+from hostdev.kernels.pool import host_threads, parallel_for, set_host_threads, urgent
 from hostdev.optimizers import LazyAdam
 
 
@@ -54,6 +55,62 @@ def test_kernels_called_from_several_python_threads():
     for worker in workers:
         worker.join()
     assert all(np.array_equal(tables[0].block, table.block) for table in tables)
+
+
+@pytest.mark.parametrize("callers", [1, 2])
+def test_urgent_kernels_go_before_others(callers):
+    """While a thread is in an urgent section, others begin nothing, but help with what is urgent."""
+    set_host_threads(3)
+    begun, helpers, stop = [], set(), threading.Event()
+
+    def usual(start, stop):
+        begun.append(time.perf_counter())
+        time.sleep(0.001)
+
+    def hurry(start, stop):
+        helpers.add(threading.get_ident())
+        time.sleep(0.002)
+
+    def work():
+        while not stop.is_set():
+            parallel_for(usual, 30)
+
+    others = [threading.Thread(target=work) for _ in range(2)]
+    for thread in others:
+        thread.start()
+    sections = []
+
+    def section():
+        with urgent():
+            time.sleep(0.01)  # what has begun ends
+            start = time.perf_counter()
+            for _ in range(5):
+                parallel_for(hurry, 12)
+                time.sleep(0.002)
+            sections.append((start, time.perf_counter()))
+
+    for _ in range(4):
+        hurried = [threading.Thread(target=section) for _ in range(callers)]
+        for thread in hurried:
+            thread.start()
+        for thread in hurried:
+            thread.join()
+        count = len(begun)
+        while len(begun) < count + 10:  # they go on
+            time.sleep(0.001)
+    stop.set()
+    for thread in others:
+        thread.join()
+    assert len(sections) == 4 * callers
+    assert not [moment for moment in begun for start, end in sections if start < moment < end]
+    assert len(helpers) > 1 + callers
+
+
+def test_an_error_ends_an_urgent_section():
+    set_host_threads(2)
+    with pytest.raises(RuntimeError, match="inside"), urgent():
+        raise RuntimeError("inside")
+    test_every_item_is_done_once(1000, 1, 2)
 
 
 def _use_the_pool_in_a_child():
