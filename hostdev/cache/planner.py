@@ -1,0 +1,249 @@
+"""Which rows a cache admits, evicts and lets pass: a function of the batches' ids alone, whatever the timing.
+
+A row enters when a batch uses it and leaves when a better one needs its slot; any row may take any slot. Both happen
+after the batch's step, so rows that the batch uses may leave too. What is not worth its transfers passes by.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.cache import planning
+from hostdev.cache.planning import KEYS, LOOKAHEAD, NEVER, OPTIMAL, POLICIES, STATIC, STEPS_PER_OCTAVE
+from hostdev.kernels.buffers import aligned_empty, scratch
+from hostdev.kernels.pool import host_threads, parallel_for, ranges, run_tasks
+
+Ids = npt.NDArray[Any]
+Positions = npt.NDArray[np.int32]
+
+WINDOW = 16
+_GRAIN = 4096
+_SLOTS_GRAIN = 1 << 15
+_TALLY_PART = 1 << 17
+_MOST_PARTS = 4
+
+
+class Plan(NamedTuple):
+    """What becomes of a batch's unique ids [U]; positions are in them, ascending, and each is in one of three groups."""
+
+    ids: Ids  # [U]
+    hits: Positions  # [H], cached before the batch
+    hit_slots: Positions  # [H]
+    admitted: Positions  # [A], cached from the end of the batch's step on
+    admitted_slots: Positions  # [A]
+    passed: Positions  # [M], looked up and updated on the host
+    evicted: Ids  # [E], rows that leave at the end of the batch's step, before others are admitted
+    evicted_slots: Positions  # [E]
+
+
+@dataclass
+class Statistics:
+    """Sums over batches. A use is a hit if its row was cached before the batch came."""
+
+    batches: int = 0
+    uses: int = 0
+    hits: int = 0
+    unique: int = 0
+    unique_hits: int = 0
+    admitted: int = 0
+    evicted: int = 0
+
+    @property
+    def passed(self) -> int:
+        """Unique rows that passed by, summed over batches."""
+        return self.unique - self.unique_hits - self.admitted
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits by uses."""
+        return self.hits / self.uses if self.uses else 0.0
+
+    @property
+    def unique_hit_rate(self) -> float:
+        """Hits by the batches' unique rows."""
+        return self.unique_hits / self.unique if self.unique else 0.0
+
+
+def count_uses(inverse: Positions, unique: int) -> Positions:
+    """Return how often each unique id of a batch is used, int32 [U], from the inverse int32 [N] of `unique`."""
+    parts = max(1, min(host_threads(), _MOST_PARTS, len(inverse) // _TALLY_PART))
+    counts = scratch("tally", (parts, unique), np.int32)
+    run_tasks([(planning.tally, part, part + 1, (inverse, np.uint64(parts), counts)) for part in range(parts)])
+    total: Positions = counts.sum(0, dtype=np.int32) if parts > 1 else counts[0].copy()
+    return total
+
+
+class Planner:
+    """Plans a cache of `capacity` of `rows` rows.
+
+    rows      V, at most 2^31 - 1
+    capacity  slots, in 0..V
+    policy    "lookahead": the density of the next use within the window, the frequency beyond it; "lru"; "lfu", by the
+              uses so far, of rows that are not cached too; "static": those with the largest `counts`
+    window    how many batches the caller announces ahead of the one that is planned; lookahead only
+    counts    [V], how often each row is used: "static" needs it, others ignore it
+    moves     rows that go each way when one is exchanged, 1 + slots of the optimizer: lookahead exchanges rows only for
+              a gain of a factor 1 + moves / 6 in density
+
+    Memory: 16 bytes a row, 24 a slot, 8 for each unique id of the batches announced.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        capacity: int,
+        policy: str = "lookahead",
+        *,
+        window: int = WINDOW,
+        counts: npt.NDArray[Any] | None = None,
+        moves: float = 3.0,
+    ) -> None:
+        kind = OPTIMAL if policy == "optimal" else _kind(policy)
+        if not 0 <= capacity <= rows < NEVER:
+            raise ValueError(f"a cache needs 0 <= capacity <= rows < {NEVER}, not {capacity} of {rows}")
+        if window < 0:
+            raise ValueError(f"the window must be at least 0 batches, not {window}")
+        self.rows, self.capacity, self.policy = rows, capacity, policy
+        self.window = window if kind in (LOOKAHEAD, OPTIMAL) else 0
+        self.statistics = Statistics()
+        self.filled = 0  # slots taken; one that was never becomes free again
+        self.slot_ids = np.full(capacity, -1, np.int64)  # the row in each slot
+        self._kind = kind
+        self._margin = round(math.log2(1 + moves / 6) * STEPS_PER_OCTAVE) if kind == LOOKAHEAD else 0
+        self._rows = aligned_empty((rows, 4), np.int32)
+        self._rows[:] = (-1, -1, 0, 0)
+        if kind == STATIC:
+            self._rows[:, planning.COUNT] = _most_used(counts, rows, capacity)
+        self._slots = aligned_empty((max(capacity, 1), 4), np.int32)
+        self._most = 1 << 10  # unique ids of a batch, so far
+        self._ahead = aligned_empty(((self.window + 1) * self._most, 2), np.int32)
+        self._announced: deque[tuple[Ids, Positions]] = deque()
+        self._planned = 0  # batches
+
+    def __len__(self) -> int:
+        """Return the number of batches announced and not yet planned."""
+        return len(self._announced)
+
+    def announce(self, ids: Ids, uses: Positions) -> None:
+        """Take in the next batch of the future: at most `window` + 1 may wait to be planned.
+
+        ids   int32 or int64 [U], unique, each in [0, V) (not checked)
+        uses  int32 [U], how often the batch has each
+        """
+        if len(self._announced) > self.window:
+            raise ValueError(f"{len(self._announced)} batches are announced; plan one before the next")
+        number = self._planned + len(self._announced)
+        self._announced.append((ids, uses))
+        if len(ids) > self._most:
+            self._grow(len(ids))
+        if self.capacity:
+            base_of = np.arange(self._planned, number + 1) % (self.window + 1) * self._most
+            args = (ids, uses, number, self._planned, self._kind, self._rows, self._slots, self._ahead, base_of)
+            parallel_for(planning.announce, len(ids), *args, grain=_GRAIN)
+
+    def plan(self) -> Plan:
+        """Plan the earliest announced batch."""
+        ids, uses = self._announced.popleft()
+        number, U = self._planned, len(ids)
+        self._planned += 1
+        if not self.capacity:
+            none = np.empty(0, np.int32)
+            self._count(U, int(uses.sum()), 0, 0, 0, 0)
+            return Plan(ids, none, none, none, none, np.arange(U, dtype=np.int32), ids[:0], none)
+        terms = (np.float32(1 / (self._planned + len(self._announced))), np.float32(1 / (self.window + 1)))
+        slot_of, keys = scratch("slot_of", (U,), np.int32), scratch("keys", (U,), np.uint16)
+        pieces = ranges(U, _GRAIN)
+        histograms, totals = np.zeros((len(pieces), KEYS), np.int32), np.zeros((len(pieces), 2), np.int64)
+        mine = self._ahead[number % (self.window + 1) * self._most :][:U]
+        shared = (ids, uses, number, self._kind, *terms, self._rows, self._slots, mine)
+        shared += (slot_of, keys, histograms, totals)
+        run_tasks([(planning.classify, start, stop, (*shared, i)) for i, (start, stop) in enumerate(pieces)])
+        hits, used = (int(total) for total in totals.sum(0))
+        admitted, slots, evicted_slots = self._exchange(number, terms, keys, histograms.sum(0))
+        evicted = self.slot_ids[evicted_slots].astype(ids.dtype)
+        parallel_for(planning.evict, len(evicted), evicted, self._rows, grain=_GRAIN)
+        args = (number, ids, admitted, slots, self._rows, self._slots, self.slot_ids, mine)
+        parallel_for(planning.install, len(admitted), *args, grain=_GRAIN)
+        hit, hit_slots = np.empty((2, hits + 1), np.int32)
+        passed = np.empty(U - hits - len(admitted) + 1, np.int32)
+        planning.split(slot_of, admitted, hit, hit_slots, passed)
+        self._count(U, int(uses.sum()), hits, used, len(admitted), len(evicted))
+        return Plan(ids, hit[:-1], hit_slots[:-1], admitted, slots, passed[:-1], evicted, evicted_slots)
+
+    def _exchange(
+        self, number: int, terms: tuple[Any, ...], keys: npt.NDArray[np.uint16], newcomers: npt.NDArray[Any]
+    ) -> tuple[Positions, Positions, Positions]:
+        """Return who is admitted, the slots that they get, and those of them that were taken."""
+        willing = int(newcomers[1:].sum())
+        free = min(self.capacity - self.filled, willing)
+        swaps, victims = 0, np.empty(0, np.int32)
+        if willing > free and self._kind != STATIC:
+            left = newcomers.astype(np.int64)
+            _take_best(left, free)
+            resident_keys = scratch("resident_keys", (self.filled,), np.uint16)
+            pieces = ranges(self.filled, _SLOTS_GRAIN)
+            histograms = np.zeros((len(pieces), KEYS), np.int32)
+            shared = (number, self._kind, *terms, self._slots, resident_keys, histograms)
+            run_tasks([(planning.score, start, stop, (*shared, i)) for i, (start, stop) in enumerate(pieces)])
+            residents = histograms.sum(0, dtype=np.int64)
+            swaps = int(planning.exchanges(left, residents, self._margin))
+            if swaps:
+                victims = np.empty(swaps + 1, np.int32)
+                before = np.cumsum(residents)
+                last = int(np.searchsorted(before, swaps))
+                planning.worst(resident_keys, last, swaps - (before[last] - residents[last]), victims)
+                victims = victims[:-1]
+        count = free + swaps
+        admitted = np.empty(count + 1, np.int32)
+        if count:
+            before = np.cumsum(newcomers[::-1])
+            last = int(np.searchsorted(before, count))
+            planning.best(keys, KEYS - 1 - last, count - (before[last] - newcomers[KEYS - 1 - last]), admitted)
+        fresh = np.arange(self.filled, self.filled + free, dtype=np.int32)
+        self.filled += free
+        return admitted[:count], np.concatenate([fresh, victims]), victims
+
+    def _count(self, unique: int, uses: int, hits: int, used: int, admitted: int, evicted: int) -> None:
+        total = self.statistics
+        total.batches += 1
+        total.uses += uses
+        total.hits += used
+        total.unique += unique
+        total.unique_hits += hits
+        total.admitted += admitted
+        total.evicted += evicted
+
+    def _grow(self, unique: int) -> None:
+        most = unique + unique // 4
+        ahead = aligned_empty((self.window + 1, most, 2), np.int32)
+        ahead[:, : self._most] = self._ahead.reshape(self.window + 1, self._most, 2)
+        self._most, self._ahead = most, ahead.reshape(-1, 2)
+
+
+def _kind(policy: str) -> int:
+    if policy not in POLICIES:
+        raise ValueError(f"the policy must be one of {', '.join(POLICIES)}, not {policy!r}")
+    return POLICIES.index(policy)
+
+
+def _most_used(counts: npt.NDArray[Any] | None, rows: int, capacity: int) -> npt.NDArray[np.int32]:
+    """Mark the most frequent rows, int32 [V]: the first of equally frequent ones."""
+    if counts is None or np.shape(counts) != (rows,):
+        raise ValueError(f"the policy static needs counts of shape ({rows},), not {np.shape(counts)}")
+    chosen = np.zeros(rows, np.int32)
+    chosen[np.argsort(-np.asarray(counts, np.float64), kind="stable")[:capacity]] = 1
+    return chosen
+
+
+def _take_best(histogram: npt.NDArray[np.int64], count: int) -> None:
+    """Take the `count` largest keys out of a histogram; key 0 stays."""
+    for key in range(KEYS - 1, 0, -1):
+        if not count:
+            return
+        taken = min(count, int(histogram[key]))
+        histogram[key] -= taken
+        count -= taken
