@@ -7,12 +7,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hostdev.cache.slots import DeviceSlots, Places, select_rows
 from hostdev.device.staging import Staging
 from hostdev.device.table import DeviceTable
 from hostdev.host.server import ParameterServer
 from hostdev.host.table import HostTable
 from hostdev.optimizers import SparseOptimizer
-from hostdev.primitive import UPDATES, EmbeddingLookup, OpLog
+from hostdev.primitive import UPDATES, EmbeddingLookup, OpLog, Primitive
 
 Positions = npt.NDArray[np.int32]
 
@@ -46,18 +47,34 @@ class Embedding:
             self.table = DeviceTable(rows, dim, optimizer, device, name=name, seed=seed)
         self.lookup = EmbeddingLookup(scope=name, log=log).add_prim_attr("primitive_target", target)
         self.update = UPDATES[optimizer.primitive](scope=name, log=log).add_prim_attr("primitive_target", target)
+        self.slots: DeviceSlots | None = None
+
+    def use_cache(self, slots: DeviceSlots, log: OpLog) -> None:
+        """Take hot rows from the device, where these slots hold them."""
+        self.slots = slots
+        self.cache_lookup = Primitive("CacheLookup", slots.rows, scope=self.name, log=log)
+        self.cache_update = Primitive("CacheUpdate", slots.update, scope=self.name, log=log)
+        self.cache_exchange = Primitive("CacheExchange", slots.exchange, scope=self.name, log=log)
 
 
 class Part(NamedTuple):
-    """Rows of a batch."""
+    """Some of a batch's ids."""
 
     ids: npt.NDArray[Any]  # int32 or int64 [any], unique
-    positions: Positions | None  # [any], of the ids in the batch's unique ids; None: all of these
+    positions: Positions | None  # [any], of the ids among all of the batch's, ascending; None: all of these
 
     @classmethod
     def of(cls, ids: npt.NDArray[Any], positions: Positions | None) -> "Part":
-        """Rows of the batch with these unique ids."""
+        """Some of all these ids."""
         return cls(ids if positions is None else ids[positions], positions)
+
+    def split(self, at: int) -> tuple["Part", "Part"]:
+        """Return those whose positions are below `at`, and the others with positions from there on."""
+        if self.positions is None:
+            return Part(self.ids[:at], None), Part(self.ids[at:], None)
+        edge = int(np.searchsorted(self.positions, at))
+        low, high = self.positions[:edge], self.positions[edge:] - np.int32(at)
+        return Part(self.ids[:edge], low), Part(self.ids[edge:], high)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -66,47 +83,117 @@ class Part(NamedTuple):
 class BatchRows:
     """One batch's unique rows of a host table: fetched in parts, sent to the device, updated in parts.
 
-    rows  U, the number of its unique ids
+    Those that pass the cache by, all of them without one, are looked up and updated on the host. Those that it admits
+    come with their slots; those that it evicts go back with theirs.
+
+    passed    M, the number of unique ids that pass by
+    admitted  A, the number of ids that the cache admits
+    places    where the cache has what, on the device; None without a cache
+    mark      of their sending
     """
 
-    def __init__(self, embedding: Embedding, rows: int, staging: Staging) -> None:
+    def __init__(
+        self,
+        embedding: Embedding,
+        passed: int,
+        staging: Staging,
+        admitted: int = 0,
+        places: Places | None = None,
+        mark: Any = None,
+    ) -> None:
         assert isinstance(embedding.table, HostTable)
-        self._table = embedding.table
+        self._embedding = embedding
+        self._table = table = embedding.table
         self._staging = staging
+        self._places = places
+        self._passed = passed
         self._lookup, self._update = embedding.lookup.in_parts(), embedding.update.in_parts()
-        self._host = staging.buffer(rows, self._table.dim)
-        self._scalars: tuple[Any, ...] | None = None
-        self._rows = self._host  # float32 [U, D] on the device
-        self._sent: list[Any] = []  # marks in the staging's stream
+        optimizer = table.optimizer
+        self._host = [staging.buffer(passed, table.dim)]  # weights, then the admitted rows' block and row slots
+        if places is not None:
+            self._host.append(staging.buffer(admitted, 1 + len(optimizer.slots), table.dim))
+            self._host.append(staging.buffer(admitted, len(optimizer.row_slots)))
+        self._sent = self._host  # the same on the device
+        self._marks: list[Any] = []  # in the staging's stream
+        self._places_mark = mark
+        self._scalars: tuple[Any, ...] = ()
+        self._received: list[Tensor] = []  # gradients of what passed, then the evicted rows' block and row slots
 
     def fetch(self, part: Part) -> None:
-        """Look rows up and send them; others, and those that may have changed since, are to follow by `fetch_late`."""
-        self._lookup(self._table, part.ids, self._host.numpy(), part.positions)
-        [self._rows], mark = self._staging.send([self._host])
-        self._sent.append(mark)
+        """Look rows up and send them; others, and those that may have changed since, are to follow by `fetch_late`.
+
+        part  of the ids that pass by and then those that are admitted, in one row
+        """
+        self._look_up(part, self._host)
+        self._sent, mark = self._staging.send(self._host)
+        self._marks.append(mark)
 
     def fetch_late(self, part: Part) -> None:
         """Look up and send rows that had to wait; after `fetch`."""
         if not self._staging.copies:
-            self._lookup(self._table, part.ids, self._host.numpy(), part.positions)
+            self._look_up(part, self._host)
             return
-        assert part.positions is not None
-        late = self._staging.buffer(len(part), self._table.dim)
-        self._lookup(self._table, part.ids, late.numpy(), None)
-        self._sent.append(self._staging.patch(self._rows, part.positions, late))
+        late, whole = part.split(self._passed)
+        sizes = [len(late), len(whole), len(whole)]
+        values = [self._staging.buffer(n, *host.shape[1:]) for n, host in zip(sizes, self._host, strict=False)]
+        self._look_up(Part(late.ids, None), values)
+        if len(whole):
+            self._table.read_rows(whole.ids, values[1].numpy(), values[2].numpy())
+        for positions, rows, new in zip((late, whole, whole), self._sent, values, strict=False):
+            assert positions.positions is not None
+            if new.numel():
+                self._marks.append(self._staging.patch(rows, positions.positions, new))
+
+    def _look_up(self, part: Part, out: list[Tensor]) -> None:
+        passed, admitted = part.split(self._passed)
+        self._lookup(self._table, passed.ids, out[0].numpy(), passed.positions)
+        if len(admitted):
+            self._table.read_rows(admitted.ids, out[1].numpy(), out[2].numpy(), admitted.positions)
 
     def arrived(self) -> Tensor:
         """Return the rows, float32 [U, D] on the device, whose current stream waits for them; nothing is to follow."""
         self._lookup.end()
-        for mark in self._sent:
-            self._staging.await_sent(mark, [self._rows])
-        return self._rows
+        for mark in self._marks:
+            self._staging.await_sent(mark, self._sent)
+        if self._places is None:
+            return self._sent[0]
+        self._staging.await_sent(self._places_mark, self._places)
+        rows: Tensor = self._embedding.cache_lookup(self._places, *self._sent[:2])
+        return rows
 
-    def update(self, grads: Tensor, part: Part) -> None:
-        """Update a part of the rows with the batch's gradients, float32 [U, D] on the host; all parts are one step."""
-        if self._scalars is None:
-            self._scalars = self._table.begin_step()
-        self._update(self._table, part.ids, grads.numpy(), self._scalars, part.positions)
+    def update_cached(self, grads: Tensor) -> None:
+        """Count the step, and update the rows that are on the device; grads float32 [U, D]."""
+        self._scalars = self._table.begin_step()
+        if self._places is not None:
+            self._embedding.cache_update(self._places, grads, *self._sent[1:], self._scalars)
+
+    @property
+    def admitted(self) -> Tensor:
+        """The rows that the cache admits, with their slots, float32 [A, 1 + S, D], until `leave`."""
+        return self._sent[1]
+
+    def leave(self, grads: Tensor) -> list[Tensor]:
+        """Exchange rows on the device; return what the host is to receive, for `update`."""
+        if self._places is None:
+            return [grads]
+        evicted = self._embedding.cache_exchange(self._places, *self._sent[1:])
+        return [select_rows(grads, self._places.passed), *evicted]
+
+    def receive(self, tensors: list[Tensor]) -> None:
+        """Take in what `leave` returned, in host memory."""
+        self._received = tensors
+        self._sent = []
+
+    def update(self, part: Part) -> None:
+        """Update rows with their gradients, or write evicted ones back; all parts are one step.
+
+        part  of the ids that passed by and then those that are evicted, in one row
+        """
+        passed, evicted = part.split(self._passed)
+        self._update(self._table, passed.ids, self._received[0].numpy(), self._scalars, passed.positions)
+        if len(evicted):
+            block, row_slots = self._received[1:]
+            self._table.write_rows(evicted.ids, block.numpy(), row_slots.numpy(), evicted.positions)
 
     def updated(self) -> None:
         """Report the update's time."""

@@ -6,9 +6,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from hostdev.batch import Batch
+from hostdev.cache.planner import Plan
 from hostdev.embedding import BatchRows, Part
 
 
@@ -18,6 +20,11 @@ class Flight:
     def __init__(self, number: int, batch: Batch) -> None:
         self.number = number
         self.batch = batch
+        self.ids: npt.NDArray[Any] = np.empty(0, np.int32)  # unique [U]
+        self.inverse: Any = None
+        self.plan: Plan | None = None  # the cache's
+        self.reads = self.ids  # rows that it takes from the host: those that pass the cache by, those that it admits
+        self.writes = self.ids  # rows of the host that its update writes: those that pass by, those that are evicted
         self.prepared: Any = None
         self.rows: list[BatchRows] = []
         self.missing = 0  # parts of the rows that have not been fetched, late ones and the others
@@ -26,7 +33,6 @@ class Flight:
         self.after: list[tuple[Flight, Part]] = []  # what later ones wait for
         self.closed = False  # its update has begun: too late to ask for rows to be updated first
         self.held = True  # by the caller, to whom its result goes, or by the updater
-        self.grads: list[Tensor] = []
         self.received: Any = None
         self.clocks: tuple[Any, Any] = (None, None)
 
@@ -56,14 +62,15 @@ Queue = deque[Flight | End]
 class Line:
     """The queues between the stages and the batches alive, under one condition."""
 
-    def __init__(self, depth: int, *, update: bool) -> None:
+    def __init__(self, depth: int, window: int, *, update: bool) -> None:
         self.update = update
         self.changed = threading.Condition()
         self.read: Queue = deque()
         self.fetched: Queue = deque()
         self.stepped: Queue = deque()
         self.flights: dict[int, Flight] = {}  # batches alive, in order
-        self.most = depth + 2
+        self.most = depth + 2  # that are more than ids
+        self.most_read = depth + 2 + window
         self.yielded = 0  # the batch whose result the caller has
         self.delivering = False  # somebody fetches a part that was late
         self.stopping = False
@@ -75,9 +82,14 @@ class Line:
         """Hand a batch on."""
         with self.changed:
             queue.append(item)
+            self.fail(item)
+            self.changed.notify_all()
+
+    def fail(self, item: Flight | End) -> None:
+        """Note the first exception; it will be raised in its turn, or soon."""
+        with self.changed:
             if isinstance(item, End) and item.error is not None and self.error is None:
                 self.error, self.failed_at = item.error, time.monotonic()
-            self.changed.notify_all()
 
     def take(self, queue: Queue) -> Flight | End:
         """Wait for a batch."""

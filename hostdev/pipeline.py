@@ -11,14 +11,20 @@ under one condition; a batch carries its state, and an exception goes where its 
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from hostdev.batch import Batch
+from hostdev.cache.cache import EmbeddingCache
+from hostdev.cache.planner import count_uses
+from hostdev.cache.slots import Places
 from hostdev.device.staging import Staging
 from hostdev.embedding import BatchRows, Embedding, Part, Positions
 from hostdev.flight import End, Flight, Line, Queue, Shared, Stopped
@@ -31,14 +37,8 @@ _LONGEST_JOIN = 0.8  # seconds; a reader may be inside somebody's code
 _MANY_LATE = 4  # of so many rows one; then those that come late are not looked up before
 _MOST_DEPTH = MOST_UNFINISHED - 2
 Hook = Callable[[str, int], None]
-
-
-class Prepared(Protocol):
-    """A batch as the model wants it."""
-
-    @property
-    def ids(self) -> Any:
-        """Unique ids [U] where the tables are: numpy on the host, a tensor on the device."""
+Ids = npt.NDArray[Any]
+AfterUpdate = Callable[[int, Any, list[tuple[Any, Any]]], None]
 
 
 class Model(Protocol):
@@ -46,8 +46,14 @@ class Model(Protocol):
 
     reads_whole_tables: bool  # in `step`, which must wait until every earlier batch has been updated
 
-    def prepare(self, batch: Batch) -> Prepared:
-        """Deduplicate the ids and send what the step needs to the device; runs in the fetcher's thread."""
+    def unique(self, batch: Batch) -> tuple[Ids, Positions]:
+        """Deduplicate the ids: return unique ids [U] and the inverse, as `hostdev.unique`; in the fetcher's thread."""
+
+    def prepare(self, batch: Batch, ids: Ids, inverse: Positions) -> Any:
+        """Send what the step needs to the device; in the fetcher's thread, not long before the step.
+
+        The result's `ids` are the unique ids [U] on the device, if the tables are there.
+        """
 
     def await_prepared(self, prepared: Any) -> None:
         """Let the device wait for what `prepare` has sent."""
@@ -81,10 +87,11 @@ class Pipeline:
                   one in the step, and those being updated. 0: the stages run one after the other in the caller's
                   thread, which is the reference
     staleness     **not exact**: a lookup may miss the updates of up to so many batches before it
+    cache         of the embeddings on the device; its plan needs batches to be read `cache.window` further ahead
     timeline      where durations go
     before_stage  called with a stage's name and a batch's number before its work, in its thread: for tests
-    after_update  called with a batch's number and what `prepare` returned when its rows have been updated and no later
-                  batch has changed them
+    after_update  called when rows of a batch have been updated and no later batch has changed them, with its number,
+                  the rows' ids, and for each embedding the memory they are in, [any, 1 + S, D], and where
     """
 
     def __init__(
@@ -95,9 +102,10 @@ class Pipeline:
         *,
         depth: int,
         staleness: int = 0,
+        cache: EmbeddingCache | None = None,
         timeline: Timeline | None = None,
         before_stage: Hook | None = None,
-        after_update: Callable[[int, Any], None] | None = None,
+        after_update: AfterUpdate | None = None,
     ) -> None:
         if not 0 <= depth <= _MOST_DEPTH:
             raise ValueError(f"the depth must be in 0..{_MOST_DEPTH}, not {depth}")
@@ -108,7 +116,8 @@ class Pipeline:
         self._staging = staging
         self._staleness = staleness
         self._before_stage = before_stage or (lambda stage, number: None)
-        self._after_update = after_update or (lambda number, prepared: None)
+        self._after_update = after_update or (lambda number, ids, places: None)
+        self._cache = cache
         self._on_host = embeddings[0].target == "CPU"
         self._claims = np.zeros(embeddings[0].table.rows if self._on_host and depth else 0, np.uint8)
         self._number = 0  # of the last batch
@@ -132,27 +141,36 @@ class Pipeline:
     ) -> Generator[Result, None, None]:
         with self.timeline.run():
             self._updated = self._number  # an earlier run may have ended in the middle
-            if self.depth:
-                yield from self._run_overlapped(batches, step, update)
-            else:
-                yield from self._run_serially(batches, step, update)
+            try:
+                if self.depth:
+                    yield from self._run_overlapped(batches, step, update)
+                else:
+                    yield from self._run_serially(batches, step, update)
+            finally:
+                if update and self._cache is not None:
+                    self._cache.write_back()
 
     def _run_serially(self, batches: Iterable[Batch], step: Any, update: bool) -> Iterator[Result]:
         source = iter(batches)
-        while (flight := self._read(source)) is not None:
-            self._fetch(flight, None)
+        for flight in self._ahead(lambda: self._read(source), None, update):
+            if isinstance(flight, End):
+                if flight.error is not None:
+                    raise flight.error
+                return
+            self._fetch(flight, None, update)
             value = self._step(flight, step, update)
             if update:
                 self._update(flight, None)
             yield Result(flight.batch, value)
 
     def _run_overlapped(self, batches: Iterable[Batch], step: Any, update: bool) -> Iterator[Result]:
-        line = Line(self.depth, update=update)
+        window = self._cache.window if update and self._cache is not None else 0
+        line = Line(self.depth, window, update=update)
         threads = [
             threading.Thread(target=self._serve, args=(line, stage, *arguments), name=f"hostdev-{name}", daemon=True)
             for name, stage, *arguments in (
                 ("reader", self._reader, line.read, iter(batches)),
-                ("fetcher", self._fetcher, line.fetched),
+                ("fetcher", self._fetcher, line.fetched, self._ahead(partial(self._take_read, line), line, update)),
                 ("updater", self._updater, None),
             )
         ]
@@ -223,21 +241,60 @@ class Pipeline:
 
     def _reader(self, line: Line, source: Iterator[Batch]) -> bool:
         with self.timeline.stall("read"):
-            line.wait(lambda: len(line.flights) < line.most)
-        flight = self._read(source)
-        if flight is None:
-            line.put(line.read, End(None))
-            return False
-        with line.changed:
-            line.flights[flight.number] = flight
-        line.put(line.read, flight)
-        return True
-
-    def _fetcher(self, line: Line) -> bool:
-        with self.timeline.stall("unique"):
-            item = line.take(line.read)
+            line.wait(lambda: len(line.flights) < line.most_read)
+        item = self._read(source)
         if isinstance(item, Flight):
-            self._fetch(item, line if line.update else None)
+            with line.changed:
+                line.flights[item.number] = item
+        line.put(line.read, item)
+        return isinstance(item, Flight)
+
+    def _take_read(self, line: Line) -> Flight | End:
+        with self.timeline.stall("unique"):
+            return line.take(line.read)
+
+    def _ahead(self, take: Callable[[], Flight | End], line: Line | None, update: bool) -> Iterator[Flight | End]:
+        """Yield batches with their unique ids, which the cache has been told of its window ahead; then the end."""
+        cache = self._cache if update else None
+        waiting: deque[Flight] = deque()
+        end: End | None = None
+        while True:
+            while end is None and len(waiting) <= (cache.window if cache is not None else 0):
+                try:
+                    item = take()
+                    if isinstance(item, Flight):
+                        self._deduplicate(item, cache)
+                        waiting.append(item)
+                    else:
+                        end = item
+                except Stopped:
+                    raise
+                except Exception as error:  # what was read before comes first
+                    end = End(error)
+                    if line is not None:
+                        line.fail(end)
+            if waiting:
+                yield waiting.popleft()
+            else:
+                assert end is not None
+                yield end
+
+    def _deduplicate(self, flight: Flight, cache: EmbeddingCache | None) -> None:
+        self._before_stage("unique", flight.number)
+        with self.timeline.span("unique", flight.number) as span:
+            flight.ids, flight.inverse = self._model.unique(flight.batch)
+            flight.reads = flight.writes = flight.ids
+            if cache is not None:
+                cache.announce(flight.ids, count_uses(flight.inverse, len(flight.ids)))
+            span["rows"] = len(flight.ids)
+
+    def _fetcher(self, line: Line, ahead: Iterator[Flight | End]) -> bool:
+        item = next(ahead)
+        if isinstance(item, Flight):
+            number = item.number
+            with self.timeline.stall("lookup"):
+                line.wait(lambda: number - next(iter(line.flights)) < line.most)
+            self._fetch(item, line, line.update)
         line.put(line.fetched, item)
         return isinstance(item, Flight)
 
@@ -256,34 +313,33 @@ class Pipeline:
             self._deliver(flight, line)
         return True
 
-    def _read(self, source: Iterator[Batch]) -> Flight | None:
+    def _read(self, source: Iterator[Batch]) -> Flight | End:
         number = self._number + 1
         self._before_stage("read", number)
         with self.timeline.span("read", number, flow="s") as span:
             batch = next(source, None)
             span["rows"] = len(batch) if batch is not None else 0
         if batch is None:
-            return None
+            return End(None)
         self._number = number
         return Flight(number, batch)
 
-    def _fetch(self, flight: Flight, line: Line | None) -> None:
-        """Prepare a batch and look up the rows that need not wait; the others when they may."""
-        self._before_stage("unique", flight.number)
-        with self.timeline.span("unique", flight.number) as span:
-            flight.prepared = self._model.prepare(flight.batch)
-            span["rows"] = len(flight.prepared.ids)
-        if not self._on_host:
-            return
-        plan = self._plan(flight, line) if line is not None else None
+    def _fetch(self, flight: Flight, line: Line | None, update: bool) -> None:
+        """Plan a batch and look up the rows that need not wait; the others when they may."""
+        plan = None
+        if self._on_host and update and (line is not None or self._cache is not None):
+            plan = self._plan(flight, line)
         self._before_stage("lookup", flight.number)
-        flight.missing = 0 if line is None else 1  # what is fetched here
-        ids = flight.prepared.ids
-        flight.rows = [BatchRows(embedding, len(ids), self._staging) for embedding in self._embeddings]
         with self.timeline.span("lookup", flight.number) as span:
-            part = Part.of(ids, None)  # a few late rows may be looked up twice, many not
-            if plan is not None and len(plan.late) * _MANY_LATE > len(ids):
-                part = Part.of(ids, others(len(ids), plan.late))
+            flight.prepared = self._model.prepare(flight.batch, flight.ids, flight.inverse)
+            flight.inverse = None
+            if not self._on_host:
+                return
+            flight.missing = 0 if line is None else 1  # what is fetched here
+            flight.rows = self._rows_of(flight)
+            part = Part.of(flight.reads, None)  # a few late rows may be looked up twice, many not
+            if plan is not None and len(plan.late) * _MANY_LATE > len(flight.reads):
+                part = Part.of(flight.reads, others(len(flight.reads), plan.late))
             for rows in flight.rows:
                 rows.fetch(part)
             span["rows"] = len(part)
@@ -294,28 +350,46 @@ class Pipeline:
         if line is not None:
             line.arrived(flight)
 
-    def _plan(self, flight: Flight, line: Line) -> _Plan:
-        """Claim a batch's rows, and find those that an unfinished batch is going to update.
+    def _rows_of(self, flight: Flight) -> list[BatchRows]:
+        if flight.plan is None:
+            return [BatchRows(embedding, len(flight.ids), self._staging) for embedding in self._embeddings]
+        passed, admitted = len(flight.plan.passed), len(flight.plan.admitted)
+        places, mark = self._staging.send(Places.of(flight.plan))
+        sent = Places(*places)
+        return [BatchRows(embedding, passed, self._staging, admitted, sent, mark) for embedding in self._embeddings]
+
+    def _plan(self, flight: Flight, line: Line | None) -> _Plan | None:
+        """Ask the cache what it keeps, claim the other rows, find those that an unfinished batch is going to write.
 
         Rows of the batch right before are one part, those of all older ones, which are updated earlier, the other.
         """
         self._before_stage("plan", flight.number)
-        ids = flight.prepared.ids
         with self.timeline.span("plan", flight.number) as span:
+            claimed = flight.ids
+            if self._cache is not None:
+                flight.plan = plan = self._cache.plan()
+                passed = plan.ids[plan.passed]
+                flight.reads = np.concatenate([passed, plan.ids[plan.admitted]])
+                flight.writes = np.concatenate([passed, plan.evicted])
+                claimed = np.concatenate([flight.reads, plan.evicted])
+            span["rows"] = len(flight.ids)
+            if line is None:
+                return None
             oldest, newest = self._updated + 1, flight.number - 1 - self._staleness
-            late = claim(ids, self._claims, flight.number, oldest, newest)
+            late = claim(claimed, self._claims, flight.number, oldest, newest)
+            late = late.first(len(flight.reads))  # evicted rows are not read
             of_before = late.owner == flight.number - 1
             parts = [
-                (Part.of(ids, late.rows[group]), int(late.owner[group].max()))
+                (Part.of(flight.reads, late.rows[group]), int(late.owner[group].max()))
                 for group in (of_before, ~of_before)
                 if group.any()
             ]
             before, shared = line.flights.get(flight.number - 1), None
             if before is not None and not before.closed and of_before.any():
-                theirs, part = before.prepared.ids, parts[0][0]
+                theirs, part = before.writes, parts[0][0]
                 both = intersect(theirs, part.ids, self._claims, flight.number)
                 shared = Shared(Part.of(theirs, both), Part.of(theirs, others(len(theirs), both)), flight, part)
-            span["rows"], span["conflicts"] = len(ids), len(late.rows)
+            span["conflicts"] = len(late.rows)
         return _Plan(late.rows, parts, shared)
 
     def _ask_for(self, flight: Flight, plan: _Plan, line: Line) -> list[Part]:
@@ -357,22 +431,44 @@ class Pipeline:
         with self.timeline.span("step", flight.number, flow="t" if update else "f") as span:
             span["rows"] = len(flight.batch)
             self._model.await_prepared(flight.prepared)
+            if self._cache is not None and update and self._model.reads_whole_tables:
+                self._cache.write_back_rows()
             begin = self._staging.clock()
             if self._on_host:
                 pulled = [rows.arrived() for rows in flight.rows]
             else:
                 pulled = [part.lookup(part.table, flight.prepared.ids) for part in self._embeddings]
             value, grads = step(flight.prepared, pulled)
-            if update and not self._on_host:
-                for part, grad in zip(self._embeddings, grads, strict=True):
-                    part.update(part.table, flight.prepared.ids, grad)
-                grads = []
-                self._after_update(flight.number, flight.prepared)
+            leaving = self._update_on_device(flight, grads) if update else []
             flight.clocks = begin, self._staging.clock()
-            flight.grads, flight.received = self._staging.receive(grads)
+            received, flight.received = self._staging.receive([tensor for part in leaving for tensor in part])
+            for rows, part in zip(flight.rows, leaving, strict=False):
+                rows.receive([received.pop(0) for _ in part])
         if not update:
             self._end_step(flight)
         return value
+
+    def _update_on_device(self, flight: Flight, grads: list[Tensor]) -> list[list[Tensor]]:
+        """Update the rows that are there; return for each embedding what the host is to receive."""
+        if not self._on_host:
+            ids = flight.prepared.ids
+            for embedding, grad in zip(self._embeddings, grads, strict=True):
+                embedding.update(embedding.table, ids, grad)
+            self._after_update(flight.number, ids, [(part.table.block, ids) for part in self._embeddings])
+            return []
+        for rows, grad in zip(flight.rows, grads, strict=True):
+            rows.update_cached(grad)
+        plan = flight.plan
+        if plan is not None:
+            assert self._cache is not None
+            held, slots = plan.ids[plan.hits], torch.from_numpy(plan.hit_slots)
+            self._after_update(flight.number, held, [(cached.block, slots) for cached in self._cache.slots])
+            new, at = plan.ids[plan.admitted], torch.arange(len(plan.admitted))
+            self._after_update(flight.number, new, [(rows.admitted, at) for rows in flight.rows])
+        leaving = [rows.leave(grad) for rows, grad in zip(flight.rows, grads, strict=True)]
+        if plan is not None and self._cache is not None:
+            self._cache.stepped(plan)
+        return leaving
 
     def _end_step(self, flight: Flight) -> None:
         """Wait until the device is done with a step, and take down its time."""
@@ -388,7 +484,7 @@ class Pipeline:
         if line is not None:
             with line.changed:
                 flight.closed, shared = True, flight.shared
-        rest = Part.of(flight.prepared.ids, None)
+        rest = Part.of(flight.writes, None)
         if shared is not None:
             assert line is not None
             rest = shared.rest
@@ -404,11 +500,12 @@ class Pipeline:
             for rows in flight.rows:
                 rows.updated()
         if self._on_host:
-            self._after_update(flight.number, flight.prepared)
+            ids = flight.ids if flight.plan is None else flight.plan.ids[flight.plan.passed]
+            self._after_update(flight.number, ids, [(part.table.block, ids) for part in self._embeddings])
         if line is None:
             self._updated = flight.number
             return
-        flight.rows, flight.grads, flight.shared = [], [], None
+        flight.rows, flight.shared = [], None
         with line.changed:
             self._updated = flight.number  # from here on nobody waits for it
             for later, part in flight.after:
@@ -417,8 +514,8 @@ class Pipeline:
             line.changed.notify_all()
 
     def _update_rows(self, flight: Flight, part: Part) -> None:
-        for rows, grad in zip(flight.rows, flight.grads, strict=True):
-            rows.update(grad, part)
+        for rows in flight.rows:
+            rows.update(part)
 
     @property
     def _row_bytes(self) -> int:

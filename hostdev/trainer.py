@@ -14,6 +14,8 @@ from torch import Tensor
 
 from hostdev import metrics
 from hostdev.batch import Batch
+from hostdev.cache.cache import EmbeddingCache
+from hostdev.cache.planner import count_uses
 from hostdev.device.backend import free_bytes
 from hostdev.device.rows import gather_rows, gather_scaled_rows
 from hostdev.device.staging import Staging
@@ -21,6 +23,7 @@ from hostdev.digest import state_sha256
 from hostdev.embedding import Embedding
 from hostdev.errors import UserError
 from hostdev.host.server import ParameterServer
+from hostdev.host.table import HostTable
 from hostdev.kernels.unique import unique
 from hostdev.manifest import FIELDS
 from hostdev.memory import available_bytes, require_table
@@ -56,7 +59,7 @@ class Evaluation(NamedTuple):
 class _Prepared:
     """A batch with its ids deduplicated; the tensors are on the device."""
 
-    ids: Any  # unique ids [U], where the tables are: numpy on the host, a tensor on the device
+    ids: Tensor | None  # unique ids [U], where the tables are on the device
     inverse: Tensor  # int32 [B * F]
     uses: Tensor | None  # float32 [U], for --l2 batch only
     label: Tensor  # [B]
@@ -76,6 +79,7 @@ class Trainer:
     precision        "fp32", or "bf16" for the dense layers' arithmetic over float32 weights
     seed             of all initial values
     log              where every op's durations go
+    cache            capacity_rows, policy, ... of `EmbeddingCache`; None for no cache
     overlap          how the stages of neighbouring batches overlap: depth, staleness, ... of `Pipeline`
     """
 
@@ -90,6 +94,7 @@ class Trainer:
         precision: str = "fp32",
         seed: int,
         log: OpLog,
+        cache: dict[str, Any] | None = None,
         **overlap: Any,
     ) -> None:
         self._target = "CPU" if host_device_mix else "DEVICE"
@@ -111,7 +116,7 @@ class Trainer:
         self.network = WideDeep(FIELDS, dim, seed=seed).to(device)
         self.adam = torch.optim.Adam(self.network.parameters(), lr=DENSE_LR, eps=DENSE_EPS, fused=True)
         self._unique = Primitive("Unique", unique, log=log).add_prim_attr("primitive_target", "CPU")
-        self._count_uses = Primitive("CountUses", np.bincount, log=log).add_prim_attr("primitive_target", "CPU")
+        self._count_uses = Primitive("CountUses", count_uses, log=log).add_prim_attr("primitive_target", "CPU")
         self._table_l2 = Primitive("TableL2", self.deep.table.sum_of_squares, scope="deep", log=log)
         self._table_l2.add_prim_attr("primitive_target", self._target)
         self._forward = Primitive("DenseForward", self._run_forward, scope="network", log=log)
@@ -119,7 +124,14 @@ class Trainer:
         self._adam_step = Primitive("Adam", self.adam.step, scope="network", log=log)
         self._staging = Staging(device, log)
         overlap.setdefault("depth", 0)
-        self.pipeline = Pipeline(self, [self.wide, self.deep], self._staging, **overlap)
+        embeddings = [self.wide, self.deep]
+        self.cache: EmbeddingCache | None = None
+        if cache is not None:
+            tables = [part.table for part in embeddings if isinstance(part.table, HostTable)]
+            self.cache = EmbeddingCache(tables, device=device, log=log, **cache)
+            for part, slots in zip(embeddings, self.cache.slots, strict=True):
+                part.use_cache(slots, log)
+        self.pipeline = Pipeline(self, embeddings, self._staging, cache=self.cache, **overlap)
 
     def train(self, batches: Iterable[Batch]) -> Generator[Result, None, None]:
         """Take a step per batch, and yield each one's losses from before its update; see `Pipeline.train`.
@@ -150,19 +162,22 @@ class Trainer:
         """Return the digest of the tables and of the dense side."""
         return state_sha256([self.deep.table, self.wide.table], self.network, self.adam)
 
-    def prepare(self, batch: Batch) -> _Prepared:
-        """Deduplicate a batch's ids and send it to the device."""
+    def unique(self, batch: Batch) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
+        """Deduplicate a batch's ids."""
         ids, inverse = self._unique(batch.ids.ravel())
+        return ids, inverse
+
+    def prepare(self, batch: Batch, ids: npt.NDArray[Any], inverse: npt.NDArray[np.int32]) -> _Prepared:
+        """Send a batch to the device."""
         arrays = [inverse, batch.label, batch.weights]
         if self._target == "DEVICE":
             arrays.append(ids)
         if self._l2 == "batch":
-            arrays.append(self._count_uses(inverse, minlength=len(ids)).astype(np.float32))
+            arrays.append(self._count_uses(inverse, len(ids)).astype(np.float32))
         tensors, sent = self._staging.send([torch.from_numpy(array) for array in arrays])
-        inverse, label, weights, *rest = tensors
-        if self._target == "DEVICE":
-            ids = rest.pop(0)
-        return _Prepared(ids, inverse, rest[0] if rest else None, label, weights, tensors, sent)
+        there, label, weights, *rest = tensors
+        on_device = rest.pop(0) if self._target == "DEVICE" else None
+        return _Prepared(on_device, there, rest[0] if rest else None, label, weights, tensors, sent)
 
     def await_prepared(self, prepared: _Prepared) -> None:
         """Let the device wait for what `prepare` has sent."""

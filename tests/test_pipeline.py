@@ -111,7 +111,7 @@ def test_staleness_is_bounded(staleness):
 
     batches = adversarial(0, 30)
     trainer = trainer_of(
-        depth=4, staleness=staleness, before_stage=watch, after_update=lambda number, _: updated.append(number)
+        depth=4, staleness=staleness, before_stage=watch, after_update=lambda number, *_: updated.append(number)
     )
     for _ in trainer.train(batches):
         pass

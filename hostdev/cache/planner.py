@@ -159,8 +159,8 @@ class Planner:
         pieces = ranges(U, _GRAIN)
         histograms, totals = np.zeros((len(pieces), KEYS), np.int32), np.zeros((len(pieces), 2), np.int64)
         mine = self._ahead[number % (self.window + 1) * self._most :][:U]
-        shared = (ids, uses, number, self._kind, *terms, self._rows, self._slots, mine)
-        shared += (slot_of, keys, histograms, totals)
+        given = (ids, uses, number, self._kind, *terms, self._rows, self._slots, mine)
+        shared = (*given, slot_of, keys, histograms, totals)
         run_tasks([(planning.classify, start, stop, (*shared, i)) for i, (start, stop) in enumerate(pieces)])
         hits, used = (int(total) for total in totals.sum(0))
         admitted, slots, evicted_slots = self._exchange(number, terms, keys, histograms.sum(0))
@@ -173,6 +173,16 @@ class Planner:
         planning.split(slot_of, admitted, hit, hit_slots, passed)
         self._count(U, int(uses.sum()), hits, used, len(admitted), len(evicted))
         return Plan(ids, hit[:-1], hit_slots[:-1], admitted, slots, passed[:-1], evicted, evicted_slots)
+
+    def restore(self, slot_ids: npt.NDArray[np.int64]) -> None:
+        """Forget what is announced, and take over these rows [C] as cached, -1 for none; the frequencies stay."""
+        self._announced.clear()
+        self.slot_ids[:] = slot_ids
+        self._rows[:, planning.SLOT] = self._rows[:, planning.BATCH] = -1
+        taken = np.flatnonzero(slot_ids >= 0)
+        self.filled = len(taken)
+        self._rows[slot_ids[taken], planning.SLOT] = taken
+        self._slots[: len(slot_ids), planning.NEXT] = NEVER
 
     def _exchange(
         self, number: int, terms: tuple[Any, ...], keys: npt.NDArray[np.uint16], newcomers: npt.NDArray[Any]
@@ -232,8 +242,9 @@ def _kind(policy: str) -> int:
 
 def _most_used(counts: npt.NDArray[Any] | None, rows: int, capacity: int) -> npt.NDArray[np.int32]:
     """Mark the most frequent rows, int32 [V]: the first of equally frequent ones."""
-    if counts is None or np.shape(counts) != (rows,):
-        raise ValueError(f"the policy static needs counts of shape ({rows},), not {np.shape(counts)}")
+    shape = None if counts is None else np.shape(counts)
+    if counts is None or shape != (rows,):
+        raise ValueError(f"the policy static needs counts of shape ({rows},), not {shape}")
     chosen = np.zeros(rows, np.int32)
     chosen[np.argsort(-np.asarray(counts, np.float64), kind="stable")[:capacity]] = 1
     return chosen

@@ -41,8 +41,8 @@ _MOST_USES = 2**30
 @inline
 def key_of(value: Any) -> Any:
     """Return the key of a float32 of at least 0; 0 for 0."""
-    bits = np.int64(np.float32(value).view(np.uint32)) >> _DROPPED_BITS
-    return np.uint16(min(max(bits - _LOWEST, 0), KEYS - 1))
+    steps: Any = np.int64(np.float32(value).view(np.uint32)) >> _DROPPED_BITS
+    return np.uint16(min(max(steps - _LOWEST, 0), KEYS - 1))
 
 
 @inline
@@ -51,7 +51,9 @@ def _density(next_batch: Any, next_uses: Any, now: Any) -> Any:
 
 
 @inline
-def newcomer_key(kind: Any, next_batch: Any, next_uses: Any, count: Any, past: Any, now: Any, rate: Any, far: Any) -> Any:
+def newcomer_key(
+    kind: Any, next_batch: Any, next_uses: Any, count: Any, past: Any, now: Any, rate: Any, far: Any
+) -> Any:
     """Return the key of a row that is used now and is not cached; 0: let it pass.
 
     next_batch  the next batch that is known to use it, or NEVER
@@ -76,7 +78,9 @@ def newcomer_key(kind: Any, next_batch: Any, next_uses: Any, count: Any, past: A
 
 
 @inline
-def resident_key(kind: Any, next_batch: Any, next_uses: Any, count: Any, last: Any, now: Any, rate: Any, far: Any) -> Any:
+def resident_key(
+    kind: Any, next_batch: Any, next_uses: Any, count: Any, last: Any, now: Any, rate: Any, far: Any
+) -> Any:
     """Return the key of a cached row; it goes if a newcomer's is larger, by the margin.
 
     last  the last batch that used it; the others as in `newcomer_key`

@@ -17,12 +17,21 @@ from hostdev.kernels.apply import apply_rows
 
 
 def update_rows(
-    primitive: str, block: Tensor, row_slots: Tensor, ids: Tensor, grads: Tensor, scalars: tuple[Any, ...]
+    primitive: str,
+    block: Tensor,
+    row_slots: Tensor,
+    ids: Tensor,
+    grads: Tensor,
+    scalars: tuple[Any, ...],
+    positions: Tensor | None = None,
 ) -> None:
     """Take one optimizer step on unique rows, in place; arguments as for `kernels.apply.apply_rows`, as tensors."""
     if block.device.type == "cpu":
-        apply_rows(primitive, block.numpy(), row_slots.numpy(), ids.numpy(), grads.numpy(), scalars)
+        where = None if positions is None else positions.numpy()
+        apply_rows(primitive, block.numpy(), row_slots.numpy(), ids.numpy(), grads.numpy(), scalars, where)
     else:
+        if positions is not None:
+            grads = grads.index_select(0, positions)
         update_with_torch(primitive, block, row_slots, ids, grads, scalars)
 
 

@@ -35,9 +35,9 @@ class Staging:
             self._down, self._up = self._streams.Stream(device), self._streams.Stream(device)
             self._pin = is_accelerator(device)
 
-    def buffer(self, rows: int, columns: int) -> Tensor:
-        """Return host memory float32 [rows, columns] without initial values, from which a copy need not wait."""
-        return torch.empty((rows, columns), pin_memory=self.copies and self._pin)
+    def buffer(self, *shape: int) -> Tensor:
+        """Return host memory, float32 without initial values, from which a copy need not wait."""
+        return torch.empty(shape, pin_memory=self.copies and self._pin)
 
     def send(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         """Copy tensors to the device; return the copies and what `await_sent` takes. On the CPU, the tensors."""

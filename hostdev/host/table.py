@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.errors import UserError
+from hostdev.ids import checked_ids
 from hostdev.initializers import Initializer, Normal
 from hostdev.kernels.apply import apply_rows, apply_uses
 from hostdev.kernels.buffers import aligned_empty
-from hostdev.kernels.lookup import first_outside, lookup
+from hostdev.kernels.lookup import lookup, store
 from hostdev.kernels.norm import sum_of_squares
-from hostdev.kernels.unique import check_ids
 from hostdev.memory import available_bytes, require_table
 from hostdev.optimizers import SparseOptimizer
 
@@ -138,21 +137,36 @@ class HostTable:
         scalars = scalars or self.begin_step()
         apply_rows(self.optimizer.primitive, self.block, self.row_slots, ids, grads, scalars, positions)
 
+    def read_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
+        """Copy rows with their slots.
+
+        ids        int32 or int64 [N], each in [0, V)
+        block      float32 [N, 1 + S, D], C-contiguous, written: weights and slots of D values
+        row_slots  float32 [N, R], C-contiguous, written: slots of one value a row
+        positions  int32 [N], rows of both, which may have more, as in `lookup`
+        """
+        ids = self._checked(ids)
+        for values, out in zip(_flat(self.block, self.row_slots), _flat(block, row_slots), strict=True):
+            if values.shape[1]:
+                lookup(values[:, None], ids, out, positions)
+
+    def write_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
+        """Overwrite rows with their slots: the way back from `read_rows`; ids must be unique (not checked)."""
+        ids = self._checked(ids)
+        for rows, values in zip(_flat(self.block, self.row_slots), _flat(block, row_slots), strict=True):
+            if rows.shape[1]:
+                store(rows, ids, values, positions)
+
     def sum_of_squares(self) -> float:
         """Return the sum of squares of all weights, in float64."""
         return sum_of_squares(self.block)
 
     def _checked(self, ids: npt.ArrayLike) -> npt.NDArray[Any]:
-        try:
-            ids = np.ascontiguousarray(check_ids(ids))
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"table {self.name!r}: {error}") from None
-        position = first_outside(ids, self.rows)
-        if position >= 0:
-            raise UserError(
-                f"table {self.name!r}: id {ids[position]} at position {position} is outside 0..{self.rows - 1}"
-            )
-        return ids
+        return checked_ids(ids, self.rows, self.name)
+
+
+def _flat(block: Rows, row_slots: Rows) -> tuple[Rows, Rows]:
+    return block.reshape(len(block), -1), row_slots
 
 
 def _check_rows(what: str, array: Rows, shape: tuple[int, int], table: str) -> None:

@@ -29,6 +29,11 @@ class Late(NamedTuple):
     rows: Positions  # in the batch's unique ids, ascending
     owner: npt.NDArray[np.int32]  # of each: the batch after whose update it may be read
 
+    def first(self, n: int) -> "Late":
+        """Return those among the first n ids."""
+        count = int(np.searchsorted(self.rows, n))
+        return Late(self.rows[:count], self.owner[:count])
+
 
 def _tag(number: int) -> int:
     return 1 + (number - 1) % _TAGS

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.buffers import identity
 from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_write
 from hostdev.kernels.pool import grain_of, parallel_for
 from hostdev.kernels.unique import id_range
@@ -39,6 +40,17 @@ def _lookup_into(start: Any, stop: Any, ids: Any, positions: Any, block: Any, ou
 
 
 @kernel
+def _store(start: Any, stop: Any, ids: Any, positions: Any, values: Any, rows: Any) -> None:
+    for i in range(np.uint64(start), np.uint64(stop)):
+        ahead = i + np.uint64(_AHEAD)
+        if ahead < np.uint64(stop):
+            prefetch_to_write(rows, ids[ahead], rows.strides[0])
+        value, row = values[np.uint64(positions[i])], rows[np.uint64(ids[i])]
+        for j in range(len(row)):
+            row[j] = value[j]
+
+
+@kernel
 def _first_outside(ids: Any, rows: Any) -> Any:
     for i in range(len(ids)):
         if ids[i] < 0 or ids[i] >= rows:
@@ -64,6 +76,24 @@ def lookup(
         parallel_for(_lookup, len(ids), ids, block, out, grain=grain)
     else:
         parallel_for(_lookup_into, len(ids), ids, positions, block, out, grain=grain)
+
+
+def store(
+    rows: npt.NDArray[np.float32],
+    ids: npt.NDArray[Any],
+    values: npt.NDArray[np.float32],
+    positions: npt.NDArray[np.int32] | None = None,
+) -> None:
+    """Overwrite rows: rows[ids[i]] = values[i], or values[positions[i]].
+
+    rows       float32 [V, width]
+    ids        int32 or int64 [N], unique, each in [0, V)
+    values     float32 [N, width], or [any, width]
+    positions  int32 [N]
+    """
+    if positions is None:
+        positions = identity(len(ids))
+    parallel_for(_store, len(ids), ids, positions, values, rows, grain=grain_of(rows.strides[0]))
 
 
 def first_outside(ids: npt.NDArray[Any], rows: int) -> int:

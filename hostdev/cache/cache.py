@@ -1,0 +1,222 @@
+"""`EmbeddingCache`: the hot rows of host tables on the device, with a plan that knows the coming batches."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hostdev.cache.optimum import optimal
+from hostdev.cache.planner import WINDOW, Ids, Plan, Planner, Positions, Statistics, count_uses
+from hostdev.cache.slots import CachedTable, DeviceSlots
+from hostdev.device.backend import free_bytes
+from hostdev.errors import UserError
+from hostdev.ids import checked_ids
+from hostdev.kernels.unique import unique
+from hostdev.memory import gib, table_bytes
+from hostdev.primitive import OpLog, Primitive
+
+Item = TypeVar("Item")
+
+_MOST_RECORDED = 1 << 24  # unique ids, for the comparison with the optimum
+_WRITE_BACK_BYTES = 1 << 26  # at once
+
+
+def rows_of(size: int | str, rows: int) -> int:
+    """Return a number of rows from a number, or from a share of `rows` such as "5%" (rounded up); at most `rows`.
+
+    Raises UserError for anything else.
+    """
+    text = str(size).strip()
+    try:
+        wanted = float(text[:-1]) / 100 * rows if text.endswith("%") else int(text)
+    except ValueError:
+        wanted = -1
+    if not 0 <= wanted < float("inf") or (text.endswith("%") and wanted > rows):
+        raise UserError(f"a cache's size is a number of rows or a share from 0% to 100%, not {size!r}")
+    return min(int(np.ceil(wanted)), rows)
+
+
+class EmbeddingCache:
+    """Keeps hot rows of host tables, weights and optimizer slots, on the device.
+
+    A row has one owner: the host, or a slot of the device from the end of the step that admits it to the end of the
+    step that evicts it; then it is written back. `write_back` brings the host up to date, and the slots stay. Results
+    are those without a cache, to the bit. Device memory: capacity x (D x (1 + slots)) x 4 bytes a table, and the rows
+    of the batches on their way.
+
+    tables         one host table, or several that share ids and so one plan
+    capacity_rows  slots, a number or a share of the table such as "5%"; 0 to all, and smaller than a batch is fine
+    policy         "lookahead", "lru", "lfu" or "static"; see `hostdev.cache.planner.Planner`
+    device         of the slots
+    window         batches to look ahead
+    counts         [V], how often each row is used: for "static"
+    log            where the planning's durations go
+
+    One thread at a time may call. Raises UserError where the slots do not fit into the device's free memory.
+    """
+
+    def __init__(
+        self,
+        tables: CachedTable | Sequence[CachedTable],
+        capacity_rows: int | str,
+        policy: str = "lookahead",
+        device: torch.device | str = "cpu",
+        window: int = WINDOW,
+        *,
+        counts: npt.NDArray[Any] | None = None,
+        log: OpLog | None = None,
+    ) -> None:
+        self.tables = list(tables) if isinstance(tables, Sequence) else [tables]
+        rows = {table.rows for table in self.tables}
+        if len(rows) != 1:
+            raise ValueError(f"tables that share a cache share their ids; these have {sorted(rows)} rows")
+        self.rows = rows.pop()
+        capacity = rows_of(capacity_rows, self.rows)
+        self.device = torch.device(device)
+        _require(capacity, self.tables, self.device)
+        moves = max(1 + len(table.optimizer.slots) for table in self.tables)
+        self.planner = Planner(self.rows, capacity, policy, window=window, counts=counts, moves=moves)
+        self.slots = [DeviceSlots(capacity, table, self.device) for table in self.tables]
+        self.resident = np.full(capacity, -1, np.int64)  # the row in each slot, as of the last step
+        self._announce = _on_host("CacheAnnounce", self.planner.announce, log)
+        self._plan = _on_host("CachePlan", self.planner.plan, log)
+        self.current: tuple[Any, Plan, Positions] | None = None  # of `ahead`: ids as given, plan, inverse
+        self._recorded: list[tuple[Ids, Positions]] = []
+        self._recording = True
+        self._recorded_ids = 0
+        self._at_first = Statistics()  # over the recorded batches
+
+    @property
+    def capacity(self) -> int:
+        """Number of slots."""
+        return self.planner.capacity
+
+    @property
+    def window(self) -> int:
+        """Batches that are announced ahead of the one planned; 0 for a policy that does not look ahead."""
+        return self.planner.window
+
+    def announce(self, ids: Ids, uses: Positions) -> None:
+        """Take in the next batch of the future: unique ids [U] and their uses int32 [U]; UserError for an id outside."""
+        ids = checked_ids(ids, self.rows, self.tables[-1].name)
+        self._announce(ids, uses)
+        if self._recording:
+            self._recorded_ids += len(ids)
+            self._recording = self._recorded_ids <= _MOST_RECORDED
+        if self._recording:
+            self._recorded.append((ids, uses))
+
+    def plan(self) -> Plan:
+        """Plan the earliest announced batch."""
+        plan: Plan = self._plan()
+        if self.planner.statistics.batches <= len(self._recorded):
+            self._at_first = replace(self.planner.statistics)
+        return plan
+
+    def stepped(self, plan: Plan) -> None:
+        """Note that a plan's exchange has happened on the device."""
+        self.resident[plan.evicted_slots] = -1
+        self.resident[plan.admitted_slots] = plan.ids[plan.admitted]
+
+    def ahead(self, batches: Iterable[Item], ids: Callable[[Item], Any]) -> Iterator[Item]:
+        """Yield batches while their ids are announced `window` batches ahead; write back at the end, or when closed.
+
+        ids  returns a batch's ids: integers, a tensor or an array of any shape
+
+        Read `batches` from the start: what an iterator has given away is not seen. Between two batches the caller's
+        loop takes its step with `HostEmbedding`.
+        """
+        source, waiting = iter(batches), deque[tuple[Item, Any, Positions]]()
+        done = object()
+        try:
+            while True:
+                while len(waiting) <= self.window and (batch := next(source, done)) is not done:
+                    given = ids(batch)  # type: ignore[arg-type]
+                    found, inverse = unique(flat_ids(given))
+                    self.announce(found, count_uses(inverse, len(found)))
+                    waiting.append((batch, given, inverse))  # type: ignore[arg-type]
+                if not waiting:
+                    return
+                batch, given, inverse = waiting.popleft()
+                self.current = (given, self.plan(), inverse)
+                yield batch
+        finally:
+            self.current = None
+            self.write_back()
+
+    def write_back(self) -> None:
+        """Write the cached rows to the host tables, whose rows are then up to date; the slots go on.
+
+        Batches that were announced or planned and not stepped are forgotten.
+        """
+        self.write_back_rows()
+        if len(self.planner) or not np.array_equal(self.planner.slot_ids, self.resident):
+            self.planner.restore(self.resident)
+            del self._recorded[self.planner.statistics.batches :]
+
+    def write_back_rows(self) -> None:
+        """Write the cached rows to the host tables; what is announced stays announced."""
+        taken = np.flatnonzero(self.resident >= 0).astype(np.int32)
+        for table, slots in zip(self.tables, self.slots, strict=True):
+            step = max(1, _WRITE_BACK_BYTES // (4 * max(1, slots.block[:1].numel())))
+            for start in range(0, len(taken), step):
+                part = taken[start : start + step]
+                block, row_slots = slots.read(torch.from_numpy(part).to(self.device))
+                table.write_rows(self.resident[part], block.cpu().numpy(), row_slots.cpu().numpy())
+
+    def bytes_moved(self) -> tuple[int, int]:
+        """Return the bytes of rows that went to the device and to the host so far, by the plans."""
+        total = self.planner.statistics
+        passed = whole = 0
+        for table in self.tables:
+            passed += 4 * table.dim
+            whole += table_bytes(1, table.dim, len(table.optimizer.slots), len(table.optimizer.row_slots))
+        return total.passed * passed + total.admitted * whole, total.passed * passed + total.evicted * whole
+
+    def summary(self) -> dict[str, Any]:
+        """Return the statistics, and beside them what the offline optimum reaches on the first batches."""
+        total = self.planner.statistics
+        down, up = self.bytes_moved()
+        best = optimal(self._recorded, self.rows, self.capacity)
+        return {
+            "rows": self.capacity,
+            "policy": self.planner.policy,
+            "window": self.window,
+            "batches": total.batches,
+            "hit_rate": round(total.hit_rate, 6),
+            "unique_hit_rate": round(total.unique_hit_rate, 6),
+            "optimal_hit_rate": round(best.hit_rate, 6),
+            "optimal_batches": best.batches,
+            "hit_rate_of_these": round(self._at_first.hit_rate, 6),
+            "admitted": total.admitted,
+            "evicted": total.evicted,
+            "bypassed": total.passed,
+            "bytes_to_device": down,
+            "bytes_to_host": up,
+        }
+
+
+def flat_ids(ids: Any) -> npt.NDArray[Any]:
+    """Return ids, a tensor or an array of any shape, as int32 or int64 [N]."""
+    array = ids.cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
+    return array.reshape(-1)
+
+
+def _on_host(name: str, run: Callable[..., Any], log: OpLog | None) -> Primitive:
+    return Primitive(name, run, scope="cache", log=log).add_prim_attr("primitive_target", "CPU")
+
+
+def _require(capacity: int, tables: Sequence[CachedTable], device: torch.device) -> None:
+    needed = sum(
+        table_bytes(capacity, table.dim, len(table.optimizer.slots), len(table.optimizer.row_slots)) for table in tables
+    )
+    free = free_bytes(device)
+    if free is not None and needed > free:
+        raise UserError(
+            f"a cache of {capacity} rows needs {needed} bytes ({gib(needed)}), but {free} bytes ({gib(free)}) of "
+            f"{device} memory are free; use fewer rows"
+        )

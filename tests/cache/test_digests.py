@@ -1,0 +1,64 @@
+"""Training with a cache gives the bits of the serial run without one, for any policy, size, depth and future."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from hostdev.errors import UserError
+from tests.test_pipeline import ROWS, adversarial, outcome, trainer_of
+
+SIZES = (0, 1, 7, "10%", 150, "100%")
+POLICIES = ("lookahead", "lru", "lfu", "static")
+COUNTS = np.random.default_rng(0).permutation(ROWS)
+
+
+def cached(size, policy="lookahead", window=3):
+    return {"cache": {"capacity_rows": size, "policy": policy, "window": window, "counts": COUNTS}}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("size", SIZES)
+def test_every_policy_and_size_gives_the_bits_without_a_cache(policy, size):
+    for seed, shared in ((0, 0.9), (1, 0.3)):
+        batches = adversarial(seed, 12, shared=shared)
+        expected = outcome(batches, depth=0)
+        for depth in (0, 2):
+            assert outcome(batches, depth=depth, **cached(size, policy)) == expected, (depth, seed)
+
+
+@pytest.mark.parametrize("l2", ["batch", "table"])
+def test_with_l2(l2):
+    batches = adversarial(2, 12)
+    expected = outcome(batches, depth=0, l2=l2)
+    for depth, size in itertools.product((0, 1, 4), (20, "50%")):
+        assert outcome(batches, depth=depth, l2=l2, **cached(size)) == expected
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 40])
+def test_every_window(window):
+    batches = adversarial(3, 15)
+    expected = outcome(batches, depth=0)
+    for depth in (0, 3):
+        assert outcome(batches, depth=depth, **cached("20%", window=window)) == expected
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_after_an_error_the_trainer_goes_on(depth):
+    batches = adversarial(4, 14)
+    expected = outcome(batches, depth=0)
+
+    def source():
+        yield from batches[:6]
+        raise UserError("damaged")
+
+    trainer = trainer_of(depth=depth, **cached("20%"))
+    losses = []
+    with pytest.raises(UserError, match="damaged"):
+        for result in trainer.train(source()):
+            losses.append(tuple(result.value))
+    results = trainer.train(batches[6:])
+    losses += [tuple(next(results).value) for _ in range(3)]
+    results.close()  # with batches announced, planned and fetched
+    losses += [tuple(result.value) for result in trainer.train(batches[9:])]
+    assert (losses, trainer.evaluate(batches[:3]), trainer.state_sha256()) == expected
