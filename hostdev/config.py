@@ -6,10 +6,12 @@ from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from hostdev.cache.size import rows_of
 from hostdev.errors import UserError
 
 REFERENCE_BATCH_SIZE = 16_000
 MOST_DEPTH = 64  # more ahead than that helps nobody
+MOST_WINDOW = 1024  # the ids of so many batches are in memory
 
 
 def _flag(help: str, *, default: Any = None, kind: Any = None, **extra: Any) -> Any:
@@ -50,6 +52,15 @@ class TrainConfig:
     staleness: int = _flag(
         "NOT EXACT if above 0: a lookup may miss the updates of the last N batches", default=0, kind=int, metavar="N"
     )
+    cache_rows: str | None = _flag(
+        "rows of each table that the device holds, a number or a share such as 5%% (0: no cache)",
+        kind=str,
+        metavar="N",
+    )
+    cache_policy: str | None = _flag(
+        "which rows those are (lookahead)", kind=str, choices=("lookahead", "lru", "lfu", "static")
+    )
+    cache_window: int | None = _flag("batches that lookahead knows in advance (16)", kind=int, metavar="N")
     seed: int = _flag("of the initial values and of the rows' order", default=2020, kind=int, metavar="N")
     max_steps: int | None = _flag("stop after so many steps", kind=int, metavar="N")
     run_dir: Path | None = _flag("a new folder for logs and summary (runs/<time>)", kind=Path, metavar="DIR")
@@ -74,10 +85,35 @@ class TrainConfig:
             missing = "a --pipeline-depth above 0" if self.host_device_mix else "--host-device-mix"
             raise UserError(f"--staleness {self.staleness} has no effect without {missing}; leave it out")
 
+        self._check_cache()
+
+    def _check_cache(self) -> None:
+        if self.cache_rows is None:
+            for name in ("cache_policy", "cache_window"):
+                if getattr(self, name) is not None:
+                    raise UserError(f"{_option(name)} has no effect without --cache-rows; leave it out")
+            return
+        if not rows_of(self.cache_rows, 1 << 30):
+            return
+        if not self.host_device_mix:
+            raise UserError(f"--cache-rows {self.cache_rows} has no effect without --host-device-mix; leave it out")
+        if self.staleness:
+            raise UserError("--staleness does not go with --cache-rows: a stale row would be cached for good")
+        if self.cache_window is not None:
+            if self.cache_policy not in (None, "lookahead"):
+                raise UserError(f"--cache-window has no effect with --cache-policy {self.cache_policy}; leave it out")
+            if not 0 <= self.cache_window <= MOST_WINDOW:
+                raise UserError(f"--cache-window must be in 0..{MOST_WINDOW}, not {self.cache_window}")
+
     def resolved(self) -> "TrainConfig":
-        """Fill in the defaults that depend on the data: the reference's, or for the look-alike what suits it."""
+        """Fill in the defaults that depend on others: the reference's, or for the look-alike what suits it."""
         epochs, batch_size = (15, REFERENCE_BATCH_SIZE) if self.data is not None else (2, 1000)
-        return replace(self, epochs=self.epochs or epochs, batch_size=self.batch_size or batch_size)
+        filled = replace(self, epochs=self.epochs or epochs, batch_size=self.batch_size or batch_size)
+        if self.cache_rows is None or not rows_of(self.cache_rows, 1 << 30):
+            return replace(filled, cache_rows="0", cache_policy=None, cache_window=None)
+        policy = self.cache_policy or "lookahead"
+        window = 16 if self.cache_window is None else self.cache_window
+        return replace(filled, cache_policy=policy, cache_window=window if policy == "lookahead" else None)
 
     def as_json(self) -> dict[str, Any]:
         """Return the options by name, for config.json."""

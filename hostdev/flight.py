@@ -62,7 +62,7 @@ Queue = deque[Flight | End]
 class Line:
     """The queues between the stages and the batches alive, under one condition."""
 
-    def __init__(self, depth: int, window: int, *, update: bool) -> None:
+    def __init__(self, depth: int, window: int, updated: int, *, update: bool) -> None:
         self.update = update
         self.changed = threading.Condition()
         self.read: Queue = deque()
@@ -71,6 +71,7 @@ class Line:
         self.flights: dict[int, Flight] = {}  # batches alive, in order
         self.most = depth + 2  # that are more than ids
         self.most_read = depth + 2 + window
+        self.updated = updated  # the last batch whose update is finished
         self.yielded = 0  # the batch whose result the caller has
         self.delivering = False  # somebody fetches a part that was late
         self.stopping = False

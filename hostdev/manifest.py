@@ -9,6 +9,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from hostdev.errors import UserError
@@ -101,6 +103,23 @@ def read(folder: Path) -> Manifest:
     found_manifest = Manifest(**content)
     _check(found_manifest, path)
     return found_manifest
+
+
+def read_counts(folder: Path, found: Manifest) -> npt.NDArray[np.int64]:
+    """Return how often the training rows use each id, int64 [vocabulary_size], from the vocabulary.
+
+    Raises UserError where there is none, or not one of this data set.
+    """
+    if found.vocabulary is None:
+        raise UserError(f"{folder} has no vocabulary with counts, as its ids are hashed; use another --cache-policy")
+    path = folder / found.vocabulary
+    try:
+        counts = pa.ipc.open_file(pa.OSFile(str(path))).read_all()["count"].to_numpy()
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise UserError(f"{path} is broken ({error}); preprocess the data again") from None
+    if len(counts) != found.vocabulary_size:
+        raise UserError(f"{path} has {len(counts)} ids, not {found.vocabulary_size}; preprocess the data again")
+    return np.asarray(counts, np.int64)
 
 
 def _check(found: Manifest, path: Path) -> None:

@@ -27,9 +27,10 @@ from hostdev.cache.planner import count_uses
 from hostdev.cache.slots import Places
 from hostdev.device.staging import Staging
 from hostdev.embedding import BatchRows, Embedding, Part, Positions
-from hostdev.flight import End, Flight, Line, Queue, Shared, Stopped
-from hostdev.kernels.claims import MOST_UNFINISHED, claim, intersect, others
+from hostdev.flight import End, Flight, Line, Queue, Stopped
+from hostdev.kernels.claims import MOST_UNFINISHED, others
 from hostdev.kernels.pool import urgent
+from hostdev.late import LateRows, ask_for, find_late
 from hostdev.timeline import Timeline
 
 _LATEST_ERROR = 0.5  # seconds after which an exception is raised though earlier batches have not been stepped
@@ -67,14 +68,6 @@ class Result(NamedTuple):
 
     batch: Batch
     value: Any
-
-
-class _Plan(NamedTuple):
-    """Which rows of a batch come late."""
-
-    late: Positions
-    parts: list[tuple[Part, int]]  # each with the batch after whose update it may be read
-    shared: Shared | None  # with the batch before
 
 
 class Pipeline:
@@ -121,7 +114,6 @@ class Pipeline:
         self._on_host = embeddings[0].target == "CPU"
         self._claims = np.zeros(embeddings[0].table.rows if self._on_host and depth else 0, np.uint8)
         self._number = 0  # of the last batch
-        self._updated = 0  # the last batch whose update is finished
 
     def train(self, batches: Iterable[Batch]) -> Generator[Result, None, None]:
         """Step over batches, yield each one's result, and update the tables, all of it before the iterator ends.
@@ -140,7 +132,6 @@ class Pipeline:
         self, batches: Iterable[Batch], step: Callable[[Any, list[Tensor]], tuple[Any, list[Tensor]]], *, update: bool
     ) -> Generator[Result, None, None]:
         with self.timeline.run():
-            self._updated = self._number  # an earlier run may have ended in the middle
             try:
                 if self.depth:
                     yield from self._run_overlapped(batches, step, update)
@@ -165,7 +156,7 @@ class Pipeline:
 
     def _run_overlapped(self, batches: Iterable[Batch], step: Any, update: bool) -> Iterator[Result]:
         window = self._cache.window if update and self._cache is not None else 0
-        line = Line(self.depth, window, update=update)
+        line = Line(self.depth, window, self._number, update=update)
         threads = [
             threading.Thread(target=self._serve, args=(line, stage, *arguments), name=f"hostdev-{name}", daemon=True)
             for name, stage, *arguments in (
@@ -223,7 +214,7 @@ class Pipeline:
         return result
 
     def _may_step(self, line: Line, flight: Flight) -> bool:
-        whole = not (line.update and self._model.reads_whole_tables) or self._updated == flight.number - 1
+        whole = not (line.update and self._model.reads_whole_tables) or line.updated == flight.number - 1
         return (whole and not flight.missing) or line.update_error is not None
 
     def _serve(self, line: Line, stage: Any, out: Queue | None, *arguments: Any) -> None:
@@ -326,9 +317,9 @@ class Pipeline:
 
     def _fetch(self, flight: Flight, line: Line | None, update: bool) -> None:
         """Plan a batch and look up the rows that need not wait; the others when they may."""
-        plan = None
+        late = None
         if self._on_host and update and (line is not None or self._cache is not None):
-            plan = self._plan(flight, line)
+            late = self._plan(flight, line)
         self._before_stage("lookup", flight.number)
         with self.timeline.span("lookup", flight.number) as span:
             flight.prepared = self._model.prepare(flight.batch, flight.ids, flight.inverse)
@@ -338,12 +329,12 @@ class Pipeline:
             flight.missing = 0 if line is None else 1  # what is fetched here
             flight.rows = self._rows_of(flight)
             part = Part.of(flight.reads, None)  # a few late rows may be looked up twice, many not
-            if plan is not None and len(plan.late) * _MANY_LATE > len(flight.reads):
-                part = Part.of(flight.reads, others(len(flight.reads), plan.late))
+            if late is not None and len(late.rows) * _MANY_LATE > len(flight.reads):
+                part = Part.of(flight.reads, others(len(flight.reads), late.rows))
             for rows in flight.rows:
                 rows.fetch(part)
             span["rows"] = len(part)
-            for part in self._ask_for(flight, plan, line) if line is not None and plan is not None else ():
+            for part in ask_for(flight, late, line) if line is not None and late is not None else ():
                 self._fetch_late(flight, part)
                 span["rows"] += len(part)
             span["bytes"] = span["rows"] * self._row_bytes
@@ -358,11 +349,8 @@ class Pipeline:
         sent = Places(*places)
         return [BatchRows(embedding, passed, self._staging, admitted, sent, mark) for embedding in self._embeddings]
 
-    def _plan(self, flight: Flight, line: Line | None) -> _Plan | None:
-        """Ask the cache what it keeps, claim the other rows, find those that an unfinished batch is going to write.
-
-        Rows of the batch right before are one part, those of all older ones, which are updated earlier, the other.
-        """
+    def _plan(self, flight: Flight, line: Line | None) -> LateRows | None:
+        """Ask the cache which rows it keeps; find those of the others that an unfinished batch is going to write."""
         self._before_stage("plan", flight.number)
         with self.timeline.span("plan", flight.number) as span:
             claimed = flight.ids
@@ -375,38 +363,10 @@ class Pipeline:
             span["rows"] = len(flight.ids)
             if line is None:
                 return None
-            oldest, newest = self._updated + 1, flight.number - 1 - self._staleness
-            late = claim(claimed, self._claims, flight.number, oldest, newest)
-            late = late.first(len(flight.reads))  # evicted rows are not read
-            of_before = late.owner == flight.number - 1
-            parts = [
-                (Part.of(flight.reads, late.rows[group]), int(late.owner[group].max()))
-                for group in (of_before, ~of_before)
-                if group.any()
-            ]
-            before, shared = line.flights.get(flight.number - 1), None
-            if before is not None and not before.closed and of_before.any():
-                theirs, part = before.writes, parts[0][0]
-                both = intersect(theirs, part.ids, self._claims, flight.number)
-                shared = Shared(Part.of(theirs, both), Part.of(theirs, others(len(theirs), both)), flight, part)
+            oldest, newest = line.updated + 1, flight.number - 1 - self._staleness
+            late = find_late(flight, line.flights.get(flight.number - 1), claimed, self._claims, oldest, newest)
             span["conflicts"] = len(late.rows)
-        return _Plan(late.rows, parts, shared)
-
-    def _ask_for(self, flight: Flight, plan: _Plan, line: Line) -> list[Part]:
-        """Ask the batches in flight for the late rows; return those whose batch has been updated by now."""
-        ready = []
-        with line.changed:
-            for part, number in plan.parts:
-                if number <= self._updated:
-                    ready.append(part)
-                    continue
-                owner = line.flights[number]
-                flight.missing += 1
-                if plan.shared is not None and part is plan.shared.late and not owner.closed:
-                    owner.shared = plan.shared
-                else:
-                    owner.after.append((flight, part))
-        return ready
+        return late
 
     def _fetch_late(self, flight: Flight, part: Part) -> None:
         self._before_stage("lookup late", flight.number)
@@ -503,11 +463,10 @@ class Pipeline:
             ids = flight.ids if flight.plan is None else flight.plan.ids[flight.plan.passed]
             self._after_update(flight.number, ids, [(part.table.block, ids) for part in self._embeddings])
         if line is None:
-            self._updated = flight.number
             return
         flight.rows, flight.shared = [], None
         with line.changed:
-            self._updated = flight.number  # from here on nobody waits for it
+            line.updated = flight.number  # from here on nobody waits for it
             for later, part in flight.after:
                 later.late.append(part)
             flight.after = []

@@ -3,10 +3,18 @@
 from pathlib import Path
 from typing import Any
 
+from hostdev.cache.cache import EmbeddingCache
 from hostdev.memory import gib
 
 
-def start_lines(config: dict[str, Any], data: Path, rows: dict[str, int], vocabulary: int, device: str) -> str:
+def start_lines(
+    config: dict[str, Any],
+    data: Path,
+    rows: dict[str, int],
+    vocabulary: int,
+    device: str,
+    cache: EmbeddingCache | None,
+) -> str:
     """Return what is about to be trained, on what, and where its files go."""
     place = "host memory" if config["host_device_mix"] else "device memory"
     dim = config["emb_dim"]
@@ -17,8 +25,15 @@ def start_lines(config: dict[str, Any], data: Path, rows: dict[str, int], vocabu
         *([inexact] if config["staleness"] else []),
         f"data     {data}: {rows['train']:,} training and {rows['test']:,} test rows",
         f"tables   deep {vocabulary:,} x {dim} (LazyAdam), wide {vocabulary:,} x 1 (FTRL): {size} of {place}",
+        *([_cache_line(cache)] if cache is not None else []),
         f"dense    {config['precision']} on {device}; batch size {config['batch_size']:,}, {epochs}",
     ])  # fmt: skip
+
+
+def _cache_line(cache: EmbeddingCache) -> str:
+    ahead = f", {cache.window} batches ahead" if cache.window else ""
+    policy = cache.planner.policy
+    return f"cache    {cache.capacity:,} rows of each table, {gib(cache.nbytes)} on {cache.device}: {policy}{ahead}"
 
 
 def summary_lines(summary: dict[str, Any], run_dir: Path) -> str:
@@ -27,6 +42,7 @@ def summary_lines(summary: dict[str, Any], run_dir: Path) -> str:
     lines += [
         "",
         f"pipeline       {_pipeline(summary['pipeline'])}",
+        *([f"cache          {_cache(summary['cache'])}"] if "cache" in summary else []),
         f"peak memory    {gib(summary['peak_rss_bytes'])}",
         f"state_sha256   {summary['state_sha256']}",
         f"files          {run_dir}/: loss.log, eval.log, ops.log, config.json, summary.json",
@@ -53,6 +69,21 @@ def _pipeline(pipeline: dict[str, Any]) -> str:
     if pipeline["depth"]:
         parts.append(f"the step waited {pipeline['stall_us']['step'] / 1e6:.1f} s")
     return "; ".join(parts)
+
+
+def _cache(cache: dict[str, Any]) -> str:
+    """How often it had the row, and how often it could have had it."""
+    steps = max(1, cache["batches"])
+    moved = (cache["bytes_to_device"] + cache["bytes_to_host"]) // steps
+    first = ""
+    if cache["optimal_batches"] != cache["batches"]:
+        first = f" over the first {cache['optimal_batches']:,} batches, where it hit {cache['hit_rate_of_these']:.2%}"
+    return (
+        f"{cache['rows']:,} rows, {cache['policy']}: {cache['hit_rate']:.2%} of uses hit, "
+        f"the offline optimum {cache['optimal_hit_rate']:.2%}{first}; "
+        f"a step admits {cache['admitted'] // steps:,} rows, evicts {cache['evicted'] // steps:,}, passes "
+        f"{cache['bypassed'] // steps:,} and moves {gib(moved)}"
+    )
 
 
 def _op_table(ops: dict[str, dict[str, Any]]) -> list[str]:

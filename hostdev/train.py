@@ -17,6 +17,7 @@ import torch
 
 import hostdev
 from hostdev import cli, config, lookalike, manifest, report
+from hostdev.cache.planner import warm_up as warm_up_planner
 from hostdev.config import TrainConfig
 from hostdev.device import backend
 from hostdev.device.clock import EventClock, clock_for
@@ -67,6 +68,9 @@ class Run:
             if settings.trace is not None:
                 self.timeline.write_to(settings.trace.open("w"))
             warm_up(np.dtype(found.id_type))
+            cache = cache_options(settings, data, found)
+            if cache is not None:
+                warm_up_planner(np.dtype(found.id_type))
             self.trainer = Trainer(
                 found.vocabulary_size,
                 settings.emb_dim,
@@ -76,6 +80,7 @@ class Run:
                 precision=settings.precision,
                 seed=settings.seed,
                 log=self.log,
+                cache=cache,
                 depth=settings.pipeline_depth,
                 staleness=settings.staleness,
                 timeline=self.timeline,
@@ -190,8 +195,25 @@ class Run:
                 "exact": not self.settings.staleness,
                 **self.timeline.summary(),
             },
+            **self._cache_summary(status),
             "ops": self.log.summary(),
         }
+
+    def _cache_summary(self, status: str) -> dict[str, Any]:
+        cache = self.trainer.cache
+        return {} if cache is None else {"cache": cache.summary(optimum=status == "finished")}
+
+
+def cache_options(settings: TrainConfig, data: Path, found: manifest.Manifest) -> dict[str, Any] | None:
+    """Return what resolved settings say of the cache, as `Trainer` takes it; None for no cache."""
+    if settings.cache_policy is None:
+        return None
+    return {
+        "capacity_rows": settings.cache_rows,
+        "policy": settings.cache_policy,
+        "window": settings.cache_window or 0,
+        "counts": manifest.read_counts(data, found) if settings.cache_policy == "static" else None,
+    }
 
 
 def _finite(value: float | None) -> float | None:
@@ -224,7 +246,8 @@ def train(settings: TrainConfig) -> dict[str, Any]:
         )
         rows = {split: found.rows(split) for split in ("train", "test")}
         device = backend.describe(run.device)
-        print(report.start_lines(settings.as_json(), data, rows, found.vocabulary_size, device), flush=True)
+        lines = report.start_lines(settings.as_json(), data, rows, found.vocabulary_size, device, run.trainer.cache)
+        print(lines, flush=True)
         try:
             run.train(stop)
             if not stop.requested:

@@ -31,6 +31,7 @@ EXIT_DIFFERENT = 1
 _FAULT_SECONDS = 0.03  # by which an update is held up, so that a lookup that does not wait for it comes before it
 
 Hashes = npt.NDArray[np.uint64]
+Step = dict[str, tuple[npt.NDArray[Any], Hashes]]  # by tensor: ids of rows, in no order, and a hash of each row
 
 
 class Mode(NamedTuple):
@@ -39,16 +40,20 @@ class Mode(NamedTuple):
     host_device_mix: bool
     depth: int
     threads: int
+    cache: str | None = None  # the share of rows
+    policy: str = "lookahead"
 
     def __str__(self) -> str:
         tables = "host tables" if self.host_device_mix else "device tables"
-        return f"{tables:<14}{f'depth {self.depth}':<10}{self.threads} host thread{'s' * (self.threads > 1)}"
+        cache = f"cache {self.cache} {self.policy}" if self.cache is not None else ""
+        threads = f"{self.threads} host thread{'s' * (self.threads > 1)}"
+        return f"{tables:<14}{f'depth {self.depth}':<10}{threads:<16}{cache:<21}"
 
 
 class Record(NamedTuple):
     """What a run left behind: per step, each tensor's ids of rows, and a hash of each row; the losses; the digest."""
 
-    steps: list[dict[str, tuple[npt.NDArray[Any], Hashes]]]
+    steps: list[Step]
     losses: list[tuple[float, ...]]
     digest: str
 
@@ -74,6 +79,18 @@ def modes(threads: int) -> Iterator[Mode]:
         yield Mode(True, depth, threads)
     if threads > 1:
         yield Mode(True, DEPTHS[1], 1)
+    for depth in (0, DEPTHS[1]):
+        yield Mode(True, depth, threads, "10%")
+    for cache, policy in (
+        ("1%", "lookahead"),
+        ("100%", "lookahead"),
+        ("10%", "lru"),
+        ("10%", "lfu"),
+        ("10%", "static"),
+    ):
+        yield Mode(True, DEPTHS[1], threads, cache, policy)
+    if threads > 1:
+        yield Mode(True, DEPTHS[1], 1, "10%")
     yield Mode(False, 0, threads)
     yield Mode(False, DEPTHS[1], threads)
 
@@ -86,18 +103,22 @@ def train(settings: TrainConfig, mode: Mode, batches: Sequence[Batch], rows: int
     set_host_threads(mode.threads)
     record = Record([{} for _ in batches], [], "")
 
-    def after_update(number: int, prepared: Any) -> None:
-        for embedding in (trainer.deep, trainer.wide):
-            record.steps[number - 1] |= _hash_table(embedding, prepared.ids)
+    def after_update(number: int, ids: Any, places: list[tuple[Any, Any]]) -> None:
+        for embedding, (block, at) in zip((trainer.wide, trainer.deep), places, strict=True):
+            _add_rows(record.steps[number - 1], embedding, ids, block, at)
 
     def hold_up(stage: str, number: int) -> None:
         if stage == "update":
             time.sleep(_FAULT_SECONDS)
 
     broken: dict[str, Any] = {"staleness": mode.depth + 2, "before_stage": hold_up}
+    cache: dict[str, Any] | None = None
+    if mode.cache is not None:
+        counts = _count(batches, rows) if mode.policy == "static" else None
+        cache = {"capacity_rows": mode.cache, "policy": mode.policy, "counts": counts}
     trainer = Trainer(
         rows, settings.emb_dim, host_device_mix=mode.host_device_mix, device=backend.select(settings.device),
-        l2=settings.l2, precision=settings.precision, seed=settings.seed, log=OpLog(), depth=mode.depth,
+        l2=settings.l2, precision=settings.precision, seed=settings.seed, log=OpLog(), depth=mode.depth, cache=cache,
         after_update=after_update, **(broken if fault else {}),
     )  # fmt: skip
     with bar(len(batches), str(mode), "step") as progress:
@@ -108,19 +129,27 @@ def train(settings: TrainConfig, mode: Mode, batches: Sequence[Batch], rows: int
     return record._replace(digest=trainer.state_sha256())
 
 
-def _hash_table(embedding: Embedding, ids: Any) -> dict[str, tuple[npt.NDArray[Any], Hashes]]:
-    table, block = embedding.table, embedding.table.block
+def _count(batches: Sequence[Batch], rows: int) -> npt.NDArray[np.int64]:
+    """How often each row is used."""
+    return sum((np.bincount(batch.ids.ravel(), minlength=rows) for batch in batches), np.zeros(rows, np.int64))
+
+
+def _add_rows(step: Step, embedding: Embedding, ids: Any, block: Any, at: Any) -> None:
+    """Add rows' hashes to a step's: some are on the host, others in a cache."""
     if isinstance(block, torch.Tensor):
-        block = block.index_select(0, ids).cpu().numpy()
+        block = block.index_select(0, at.to(block.device)).cpu().numpy()
+        at = identity(len(block))
+    if isinstance(ids, torch.Tensor):
         ids = ids.cpu().numpy()
-        hashes = hash_rows(block, identity(len(block)))
-    else:
-        hashes = hash_rows(block, ids)
-    return {f"{table.name}/{name}": (ids, hashes[:, i]) for i, name in enumerate(["weights", *table.slots])}
+    hashes = hash_rows(block, at)
+    for i, name in enumerate(["weights", *embedding.table.slots]):
+        key = f"{embedding.name}/{name}"
+        before = step.get(key, (ids[:0], hashes[:0, i]))
+        step[key] = (np.concatenate([before[0], ids]), np.concatenate([before[1], hashes[:, i]]))
 
 
-def _hash_dense(trainer: Trainer) -> dict[str, tuple[npt.NDArray[Any], Hashes]]:
-    tensors = {}
+def _hash_dense(trainer: Trainer) -> Step:
+    tensors: Step = {}
     for name, parameter in trainer.network.named_parameters():
         parts = {"": parameter.detach(), **{f"/{key}": value for key, value in trainer.adam.state[parameter].items()}}
         for key, value in parts.items():
@@ -134,8 +163,8 @@ def compare(reference: Record, other: Record) -> Difference | None:
     """Return the first step, tensor and row in which another run differs; None if there is none."""
     for step, (ours, theirs) in enumerate(zip(reference.steps, other.steps, strict=True), 1):
         for tensor in ours:
-            ids, hashes = ours[tensor]
-            wrong = np.flatnonzero(hashes != theirs[tensor][1])
+            (ids, hashes), (their_ids, their_hashes) = _in_order(ours[tensor]), _in_order(theirs[tensor])
+            wrong = np.flatnonzero(hashes != their_hashes) if np.array_equal(ids, their_ids) else identity(1)
             if len(wrong):
                 return Difference(step, tensor, int(ids[wrong[0]]))
         if reference.losses[step - 1] != other.losses[step - 1]:
@@ -143,6 +172,11 @@ def compare(reference: Record, other: Record) -> Difference | None:
     if reference.digest != other.digest:
         return Difference(len(reference.steps), "a row that no batch uses", None)
     return None
+
+
+def _in_order(rows: tuple[npt.NDArray[Any], Hashes]) -> tuple[npt.NDArray[Any], Hashes]:
+    order = np.argsort(rows[0], kind="stable")
+    return rows[0][order], rows[1][order]
 
 
 def verify(settings: TrainConfig, steps: int, *, fault: bool, report: Callable[[str], None] = print) -> int:
@@ -160,10 +194,10 @@ def verify(settings: TrainConfig, steps: int, *, fault: bool, report: Callable[[
     batches = list(itertools.islice(itertools.chain.from_iterable(epochs), steps))
     report(f"data     {data}: {steps} steps of {size:,} rows, {found.vocabulary_size:,} ids")
     report(f"dense    {settings.precision} on {backend.describe(device)}; D = {settings.emb_dim}, l2 {settings.l2}\n")
-    report(f"{'tables':<14}{'pipeline':<10}{'':<16}{'state_sha256':<18}")
+    report(f"{'tables':<14}{'pipeline':<10}{'':<37}{'state_sha256':<18}")
     reference, *others = modes(threads)
     expected = train(settings, reference, batches, found.vocabulary_size, fault=False)
-    report(f"{reference!s:<40}{expected.digest[:16]}  the reference")
+    report(f"{reference!s}{expected.digest[:16]}  the reference")
     different = 0
     for mode in others:
         if fault and not (mode.host_device_mix and mode.depth):
@@ -171,7 +205,7 @@ def verify(settings: TrainConfig, steps: int, *, fault: bool, report: Callable[[
         record = train(settings, mode, batches, found.vocabulary_size, fault=fault)
         difference = compare(expected, record)
         different += difference is not None
-        report(f"{mode!s:<40}{record.digest[:16]}  {difference or 'equal'}")
+        report(f"{mode!s}{record.digest[:16]}  {difference or 'equal'}")
     return different
 
 

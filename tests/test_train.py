@@ -45,6 +45,7 @@ def test_the_list_of_flags():
     assert flags == {
         "--data", "--host-device-mix", "--device", "--epochs", "--batch-size", "--emb-dim", "--l2", "--precision",
         "--host-threads", "--pipeline-depth", "--staleness", "--trace",
+        "--cache-rows", "--cache-policy", "--cache-window",
         "--seed", "--max-steps", "--run-dir",
     }  # fmt: skip
 

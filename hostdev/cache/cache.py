@@ -11,6 +11,7 @@ import torch
 
 from hostdev.cache.optimum import optimal
 from hostdev.cache.planner import WINDOW, Ids, Plan, Planner, Positions, Statistics, count_uses
+from hostdev.cache.size import rows_of
 from hostdev.cache.slots import CachedTable, DeviceSlots
 from hostdev.device.backend import free_bytes
 from hostdev.errors import UserError
@@ -23,21 +24,6 @@ Item = TypeVar("Item")
 
 _MOST_RECORDED = 1 << 24  # unique ids, for the comparison with the optimum
 _WRITE_BACK_BYTES = 1 << 26  # at once
-
-
-def rows_of(size: int | str, rows: int) -> int:
-    """Return a number of rows from a number, or from a share of `rows` such as "5%" (rounded up); at most `rows`.
-
-    Raises UserError for anything else.
-    """
-    text = str(size).strip()
-    try:
-        wanted = float(text[:-1]) / 100 * rows if text.endswith("%") else int(text)
-    except ValueError:
-        wanted = -1
-    if not 0 <= wanted < float("inf") or (text.endswith("%") and wanted > rows):
-        raise UserError(f"a cache's size is a number of rows or a share from 0% to 100%, not {size!r}")
-    return min(int(np.ceil(wanted)), rows)
 
 
 class EmbeddingCache:
@@ -96,12 +82,17 @@ class EmbeddingCache:
         return self.planner.capacity
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the slots on the device."""
+        return sum(4 * (slots.block.numel() + slots.row_slots.numel()) for slots in self.slots)
+
+    @property
     def window(self) -> int:
         """Batches that are announced ahead of the one planned; 0 for a policy that does not look ahead."""
         return self.planner.window
 
     def announce(self, ids: Ids, uses: Positions) -> None:
-        """Take in the next batch of the future: unique ids [U] and their uses int32 [U]; UserError for an id outside."""
+        """Take in the next batch of the future: unique ids [U], their uses int32 [U]; UserError for an id outside."""
         ids = checked_ids(ids, self.rows, self.tables[-1].name)
         self._announce(ids, uses)
         if self._recording:
@@ -177,11 +168,15 @@ class EmbeddingCache:
             whole += table_bytes(1, table.dim, len(table.optimizer.slots), len(table.optimizer.row_slots))
         return total.passed * passed + total.admitted * whole, total.passed * passed + total.evicted * whole
 
-    def summary(self) -> dict[str, Any]:
-        """Return the statistics, and beside them what the offline optimum reaches on the first batches."""
+    def summary(self, *, optimum: bool = True) -> dict[str, Any]:
+        """Return the statistics, and beside them the hit rate of the offline optimum over the first batches.
+
+        optimum  simulate it, which takes up to seconds; over `optimal_batches` batches, of at most 16 million unique
+                 ids, on which the cache itself had `hit_rate_of_these`
+        """
         total = self.planner.statistics
         down, up = self.bytes_moved()
-        best = optimal(self._recorded, self.rows, self.capacity)
+        best = optimal(self._recorded, self.rows, self.capacity) if optimum else None
         return {
             "rows": self.capacity,
             "policy": self.planner.policy,
@@ -189,8 +184,8 @@ class EmbeddingCache:
             "batches": total.batches,
             "hit_rate": round(total.hit_rate, 6),
             "unique_hit_rate": round(total.unique_hit_rate, 6),
-            "optimal_hit_rate": round(best.hit_rate, 6),
-            "optimal_batches": best.batches,
+            "optimal_hit_rate": round(best.hit_rate, 6) if best is not None else None,
+            "optimal_batches": best.batches if best is not None else None,
             "hit_rate_of_these": round(self._at_first.hit_rate, 6),
             "admitted": total.admitted,
             "evicted": total.evicted,

@@ -8,8 +8,8 @@ from hostdev.cache.planner import Ids, Planner, Positions, Statistics
 def optimal(batches: Sequence[tuple[Ids, Positions]], rows: int, capacity: int) -> Statistics:
     """Return the offline optimum's statistics: Belady with bypass over all batches, weighted by uses.
 
-    Every interval between two uses of a row competes with its density (see `planning`); over 90 batches of Criteo and of
-    Zipf ids its hit rate is within 0.001 of the exact optimum, which is the dual bound of the linear program.
+    Every interval between two uses of a row competes with its density (see `planning`). Over 90 batches of Criteo and
+    of Zipf ids its hit rate was within 0.001 of the exact optimum, the dual bound of the linear program.
 
     batches   unique ids [U] and their uses int32 [U], in order
     rows      V

@@ -28,7 +28,7 @@ _MOST_PARTS = 4
 
 
 class Plan(NamedTuple):
-    """What becomes of a batch's unique ids [U]; positions are in them, ascending, and each is in one of three groups."""
+    """What becomes of a batch's unique ids [U]. Each of their positions is in one of three groups, ascending."""
 
     ids: Ids  # [U]
     hits: Positions  # [H], cached before the batch
@@ -258,3 +258,12 @@ def _take_best(histogram: npt.NDArray[np.int64], count: int) -> None:
         taken = min(count, int(histogram[key]))
         histogram[key] -= taken
         count -= taken
+
+
+def warm_up(id_dtype: npt.DTypeLike) -> None:
+    """Compile, or load from numba's cache, all kernels of a planner for ids of this dtype."""
+    planner = Planner(8, 1, window=1)
+    for row, uses in ((0, 1), (1, 8), (1, 8), (2, 1)):
+        planner.announce(np.array([row], id_dtype), count_uses(np.zeros(uses, np.int32), 1))
+        if len(planner) > 1:
+            planner.plan()

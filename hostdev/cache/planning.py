@@ -1,15 +1,15 @@
-"""The kernels of `planner`: what is known of rows, slots and coming batches, what a row is worth, who enters and leaves.
+"""The kernels of `planner`: what is known of rows and coming batches, what a row is worth, who enters and leaves.
 
-V rows, C slots, U unique ids of a batch, W batches ahead. A row's or a slot's fields lie side by side, in one cache line:
+V rows, C slots, U unique ids of a batch, W batches ahead. The fields of a row or a slot lie in one cache line:
 
-    rows   int32 [V, 4]: its slot or -1; the last announced batch that has it and the position there; its uses so far
-    slots  int32 [C, 4]: the next announced batch that uses its row, or NEVER; how often; the row's uses so far; the last
-           batch that used it
-    ahead  int32 [(W + 1) * most, 2], a ring of announced batches: of each unique id the next batch that has it, how often
+    rows   int32 [V, 4]: its slot or -1; the last announced batch that has it, and the position there; its uses so far
+    slots  int32 [C, 4]: the next announced batch that uses its row, or NEVER; how often; the row's uses so far; the
+           last batch that used it
+    ahead  int32 [(W + 1) * most, 2], a ring of announced batches: of each unique id the next one that has it, how often
 
 A row is worth a key of 12 bits, 64 steps an octave, so that ranks come from a histogram. The lookahead key is the
-density of a row's next use: its uses in the next batch that has it, over the number of batches until then. To keep a row
-from one use to the next takes a slot for that long and spares that many misses, so by the linear program of offline
+density of a row's next use: its uses in the next batch that has it, over the number of batches until then. To keep a
+row from one use to the next takes a slot for that long and spares that many misses, so by the linear program of offline
 caching an interval is worth keeping if its density is above the price of a slot. Belady's rule, the nearest next use
 first, is the same with every batch counting one use.
 
@@ -181,7 +181,8 @@ def classify(
 
 @kernel
 def score(
-    start: Any, stop: Any, number: Any, kind: Any, rate: Any, far: Any, slots: Any, keys: Any, histograms: Any, piece: Any,
+    start: Any, stop: Any, number: Any, kind: Any, rate: Any, far: Any,
+    slots: Any, keys: Any, histograms: Any, piece: Any,
 ) -> None:  # fmt: skip
     """Write the keys uint16 [C] of slots[start:stop] and count them."""
     histogram = histograms[piece]
@@ -194,7 +195,7 @@ def score(
 
 @kernel
 def exchanges(newcomers: Any, residents: Any, margin: Any) -> Any:
-    """Return how many newcomers take a resident's place: the k-th best of them is worth more than the k-th worst of these.
+    """Return how many newcomers take a resident's place: the k-th best one is worth more than the k-th worst resident.
 
     newcomers  int64 [KEYS], how many have each key; those of key 0 do not enter
     residents  int64 [KEYS]
@@ -217,7 +218,7 @@ def exchanges(newcomers: Any, residents: Any, margin: Any) -> Any:
 
 @kernel
 def best(keys: Any, threshold: Any, ties: Any, out: Any) -> None:
-    """Write the positions of keys above the threshold, and of the first `ties` at it, ascending, to out [one more]."""
+    """Write the positions of keys above the threshold and of the first `ties` at it, ascending, to out [one more]."""
     count, left = np.uint64(0), np.int64(ties)
     for p in range(np.uint64(0), np.uint64(len(keys))):
         out[count] = p
@@ -228,7 +229,7 @@ def best(keys: Any, threshold: Any, ties: Any, out: Any) -> None:
 
 @kernel
 def worst(keys: Any, threshold: Any, ties: Any, out: Any) -> None:
-    """Write the positions of keys below the threshold, and of the first `ties` at it, ascending, to out [one more]."""
+    """Write the positions of keys below the threshold and of the first `ties` at it, ascending, to out [one more]."""
     count, left = np.uint64(0), np.int64(ties)
     for p in range(np.uint64(0), np.uint64(len(keys))):
         out[count] = p

@@ -1,0 +1,20 @@
+"""The size of a cache as users give it."""
+
+import math
+
+from hostdev.errors import UserError
+
+
+def rows_of(size: int | str, rows: int) -> int:
+    """Return a number of rows from a number, or from a share of `rows` such as "5%" (rounded up); at most `rows`.
+
+    Raises UserError for anything else.
+    """
+    text = str(size).strip()
+    try:
+        wanted = float(text[:-1]) / 100 if text.endswith("%") else int(text)
+    except ValueError:
+        wanted = -1
+    if not 0 <= wanted < math.inf or (text.endswith("%") and wanted > 1):
+        raise UserError(f"a cache's size is a number of rows or a share from 0% to 100%, not {str(size)!r}")
+    return min(math.ceil(round(wanted * rows, 6)) if text.endswith("%") else int(wanted), rows)

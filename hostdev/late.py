@@ -1,0 +1,64 @@
+"""Which rows of a batch come late, as an unfinished batch is going to write them, and after which batch's update.
+
+Rows of the batch right before are one part: they are written first when its gradients arrive. Those of all older
+batches, which are updated earlier, are the other.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.embedding import Part, Positions
+from hostdev.flight import Flight, Line, Shared
+from hostdev.kernels.claims import claim, intersect, others
+
+
+class LateRows(NamedTuple):
+    """The rows of a batch that come late."""
+
+    rows: Positions  # among those that the batch reads
+    parts: list[tuple[Part, int]]  # each with the batch after whose update it may be read
+    shared: Shared | None  # with the batch before
+
+
+def find_late(
+    flight: Flight, before: Flight | None, claimed: npt.NDArray[Any], claims: npt.NDArray[np.uint8],
+    oldest: int, newest: int,
+) -> LateRows:  # fmt: skip
+    """Claim a batch's rows, and find those that an unfinished batch is going to write.
+
+    before   the batch right before, if it is unfinished
+    claimed  the rows that the batch reads, and then others that it writes
+    claims, oldest, newest  as in `claim`
+    """
+    late = claim(claimed, claims, flight.number, oldest, newest).first(len(flight.reads))
+    of_before = late.owner == flight.number - 1
+    parts = [
+        (Part.of(flight.reads, late.rows[group]), int(late.owner[group].max()))
+        for group in (of_before, ~of_before)
+        if group.any()
+    ]
+    shared = None
+    if before is not None and not before.closed and of_before.any():
+        theirs, part = before.writes, parts[0][0]
+        both = intersect(theirs, part.ids, claims, flight.number)
+        shared = Shared(Part.of(theirs, both), Part.of(theirs, others(len(theirs), both)), flight, part)
+    return LateRows(late.rows, parts, shared)
+
+
+def ask_for(flight: Flight, late: LateRows, line: Line) -> list[Part]:
+    """Ask the batches in flight for the late rows; return those whose batch has been updated by now."""
+    ready = []
+    with line.changed:
+        for part, number in late.parts:
+            if number <= line.updated:
+                ready.append(part)
+                continue
+            owner = line.flights[number]
+            flight.missing += 1
+            if late.shared is not None and part is late.shared.late and not owner.closed:
+                owner.shared = late.shared
+            else:
+                owner.after.append((flight, part))
+    return ready
