@@ -1,15 +1,16 @@
 """Claim: with the pipeline a step costs at most 1.1 x max(host, device), and at depth 0 the pipeline itself under 3%.
 
 The accelerator is simulated: a dense step that only waits a set time, so that the host is as free as it would be. Its
-time is 0.5, 1 and 2 times the host's, which is measured serially in the same round. With a real one, whole training
-steps as well. Runs are in turn, round after round; medians, of the ratios too.
+time is 0.5, 1 and 2 times the host's, which is measured serially in the same round. Ids: uniform, and Zipf without and
+with a cache of 10% of the rows, whose work on the device counts as the device's. With a real accelerator, whole
+training steps as well: host tables with and without a cache against device tables. Every run is in its steady state, in
+turn, round after round; medians, of the ratios too.
 """
 
 import argparse
 import itertools
 import statistics
 import time
-from types import SimpleNamespace
 
 import hostdev.environment  # isort: skip  (before torch)
 import numba
@@ -20,6 +21,8 @@ from workload import DIM, ids_of
 
 import hostdev
 from hostdev.batch import Batch
+from hostdev.cache.cache import EmbeddingCache
+from hostdev.cache.slots import DeviceSlots, Places
 from hostdev.device import backend
 from hostdev.device.staging import Staging
 from hostdev.embedding import Embedding
@@ -33,6 +36,8 @@ from hostdev.trainer import Trainer
 
 FIELDS = 39
 FACTORS = (0.5, 1.0, 2.0)
+BATCHES = 150  # then they come again
+SETTLE = 6  # steps
 
 
 class Simulated:
@@ -44,27 +49,53 @@ class Simulated:
         self.seconds = 0.0
         self._grads = [torch.full((unique, columns), 1e-3) for columns in (1, DIM)]
 
-    def prepare(self, batch: Batch) -> SimpleNamespace:
-        ids, inverse = hostdev.unique(batch.ids.ravel())
-        return SimpleNamespace(ids=ids, inverse=inverse)
+    def unique(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        return hostdev.unique(batch.ids.ravel())
 
-    def await_prepared(self, prepared: SimpleNamespace) -> None:
+    def prepare(self, batch: Batch, ids: np.ndarray, inverse: np.ndarray) -> int:
+        return len(ids)
+
+    def await_prepared(self, prepared: int) -> None:
         pass
 
-    def step(self, prepared: SimpleNamespace, rows: list[torch.Tensor]) -> tuple[None, list[torch.Tensor]]:
+    def step(self, prepared: int, rows: list[torch.Tensor]) -> tuple[None, list[torch.Tensor]]:
         if self.seconds:
             time.sleep(self.seconds)
-        return None, [grads[: len(prepared.ids)] for grads in self._grads]
+        return None, [grads[:prepared] for grads in self._grads]
+
+
+class FreeSlots:
+    """A cache's slots on the simulated device, whose work is in the step's time: nothing is computed here."""
+
+    def __init__(self, like: DeviceSlots, unique: int) -> None:
+        self.block, self.row_slots = like.block[:1], like.row_slots[:1]
+        self._rows = torch.zeros((unique, like.block.shape[2]))
+        self._left = torch.zeros((unique, *like.block.shape[1:])), torch.zeros((unique, like.row_slots.shape[1]))
+
+    def rows(self, at: Places, passed: torch.Tensor, admitted: torch.Tensor) -> torch.Tensor:
+        return self._rows
+
+    def update(self, *args: object) -> None:
+        pass
+
+    def passed(self, at: Places, grads: torch.Tensor) -> torch.Tensor:
+        return grads[: len(at.passed)]
+
+    def exchange(self, at: Places, *args: object) -> list[torch.Tensor]:
+        return [values[: len(at.evicted_slots)] for values in self._left]
+
+    def read(self, slots: torch.Tensor) -> list[torch.Tensor]:
+        return [values.expand(len(slots), *values.shape[1:]) for values in (self.block, self.row_slots)]
 
 
 def batches_of(kind: str, rows: int, size: int, count: int) -> list[Batch]:
     """Return batches with uniform or Zipf ids."""
     rng = np.random.default_rng(0)
-    drawn = ids_of(rows, size * FIELDS * 4)
     zeros = np.zeros((size, FIELDS), np.float32)
     made = []
-    for _ in range(count):
-        ids = rng.integers(0, rows, size * FIELDS) if kind == "uniform" else rng.choice(drawn, size * FIELDS)
+    for seed in range(count):
+        n = size * FIELDS
+        ids = rng.integers(0, rows, n) if kind == "uniform" else ids_of(rows, n, seed)
         made.append(Batch(zeros[:, 0], ids.astype(np.int32).reshape(size, FIELDS), zeros))
     return made
 
@@ -76,86 +107,151 @@ def tables_of(rows: int) -> list[Embedding]:
     return [Embedding("wide", rows, 1, FTRL(), **place), Embedding("deep", rows, DIM, LazyAdam(), **place)]
 
 
-def plain_loop(tables: list[Embedding], model: Simulated, batches: list[Batch]) -> None:
-    """The same work without a pipeline."""
+def plain_loop(tables: list[Embedding], model: Simulated, batches: list[Batch]) -> float:
+    """The same work without a pipeline; return the seconds of a step."""
+    start = time.perf_counter()
     for batch in batches:
-        prepared = model.prepare(batch)
-        rows = [torch.empty((len(prepared.ids), part.table.dim)) for part in tables]
+        ids, inverse = model.unique(batch)
+        prepared = model.prepare(batch, ids, inverse)
+        rows = [torch.empty((len(ids), part.table.dim)) for part in tables]
         for part, out in zip(tables, rows, strict=True):
-            part.lookup(part.table, prepared.ids, out.numpy(), None)
+            part.lookup(part.table, ids, out.numpy(), None)
         _, grads = model.step(prepared, rows)
         for part, grad in zip(tables, grads, strict=True):
-            part.update(part.table, prepared.ids, grad.numpy())
-
-
-def per_step(pipeline: Pipeline, batches: list[Batch]) -> float:
-    """Return the seconds of a step."""
-    start = time.perf_counter()
-    for _ in pipeline.train(batches):
-        pass
+            part.update(part.table, ids, grad.numpy())
     return (time.perf_counter() - start) / len(batches)
 
 
-def simulated(kind: str, rows: int, size: int, depths: list[int], steps: int, rounds: int) -> list[dict]:
+class Running:
+    """A pipeline that goes through the batches again and again."""
+
+    def __init__(self, pipeline: Pipeline, batches: list[Batch], cache: EmbeddingCache | None) -> None:
+        self.pipeline = pipeline
+        self.cache = cache
+        self._results = pipeline.train(itertools.cycle(batches))
+
+    def per_step(self, steps: int) -> float:
+        """Return the seconds of a step, when the ones before have settled."""
+        for _ in range(SETTLE):
+            next(self._results)
+        self.pipeline.timeline = Timeline()
+        start = time.perf_counter()
+        for _ in range(steps):
+            next(self._results)
+        return (time.perf_counter() - start) / steps
+
+    def close(self) -> None:
+        self._results.close()
+
+
+def simulated(
+    kind: str, cache_rows: str, rows: int, size: int, depths: list[int], steps: int, rounds: int
+) -> list[dict]:
     """Measure one kind of ids; print and return a row per setting."""
-    batches = batches_of(kind, rows, size, steps)
+    batches = batches_of(kind, rows, size, BATCHES)
     unique = [len(hostdev.unique(batch.ids.ravel())[0]) for batch in batches]
     tables, model = tables_of(rows), Simulated(max(unique))
-    staging = Staging(torch.device("cpu"))
-    pipelines = {depth: Pipeline(model, tables, staging, depth=depth) for depth in (0, *depths)}
+
+    def run(depth: int, *, cached: bool = True) -> Running:
+        cache = None
+        if cache_rows != "0" and cached:
+            cache = EmbeddingCache([part.table for part in tables], cache_rows)
+            cache.slots = [FreeSlots(slots, max(unique)) for slots in cache.slots]
+            for part, slots in zip(tables, cache.slots, strict=True):
+                part.use_cache(slots, OpLog())
+        return Running(Pipeline(model, tables, Staging(torch.device("cpu")), depth=depth, cache=cache), batches, cache)
+
+    runs = {depth: run(depth) for depth in (0, *depths)}
     conflicts = statistics.mean(
         len(np.intersect1d(first.ids, second.ids)) for first, second in itertools.pairwise(batches[:5])
     )
-    model.seconds = 0.0
-    serial, plain = [], []
-    for _ in range(rounds + 1):
-        start = time.perf_counter()
-        plain_loop(tables, model, batches)
-        plain.append((time.perf_counter() - start) / steps)
-        serial.append(per_step(pipelines[0], batches))
-    host = statistics.median(serial[1:])
-    overhead = statistics.median(ours / theirs for ours, theirs in zip(serial[1:], plain[1:], strict=True)) - 1
-    print(f"\n{kind} ids, V = {rows:,}, batch {size:,}: {statistics.mean(unique):,.0f} rows a step, of which "
-          f"{conflicts / statistics.mean(unique):.1%} are the next one's too")  # fmt: skip
-    print(f"host {host * 1e3:.2f} ms a step; depth 0 against a plain loop {overhead:+.1%}\n")
+    for made in runs.values():  # caches fill
+        made.per_step(BATCHES)
+    mean = statistics.mean(unique)
+    print(f"\n{kind} ids, V = {rows:,}, batch {size:,}, cache {cache_rows}: {mean:,.0f} rows a step, of which "
+          f"{conflicts / mean:.1%} are the next one's too")  # fmt: skip
+    results: list[dict] = []
+    if cache_rows == "0":
+        pairs = [(runs[0].per_step(steps), plain_loop(tables, model, batches)) for _ in range(rounds)]
+        host = statistics.median(ours for ours, _ in pairs)
+        overhead = statistics.median(ours / theirs for ours, theirs in pairs) - 1
+        print(f"host {host * 1e3:.2f} ms a step; depth 0 against a plain loop {overhead:+.1%}\n")
+        results.append({"ids": kind, "host_ms": round(host * 1e3, 3), "depth_0_overhead": round(overhead, 4)})
+    else:
+        results.append(
+            {"ids": kind, "cache": cache_rows, **planning_cost(runs[0], run(0, cached=False), steps, rounds)}
+        )
     print(f"{'device/host':>14}{'depth':>7}{'step ms':>10}{'serial ms':>11}{'over the larger':>17}{'stall':>9}")
-    results = [{"ids": kind, "host_ms": round(host * 1e3, 3), "depth_0_overhead": round(overhead, 4)}]
     for factor in FACTORS:
         times: dict[int, list[tuple[float, float, float, float]]] = {depth: [] for depth in depths}
         for _ in range(rounds):
             model.seconds = 0.0
-            host = per_step(pipelines[0], batches)
+            host = runs[0].per_step(steps)
             model.seconds = host * factor
             for depth in depths:
-                pipelines[depth].timeline = Timeline()
-                step = per_step(pipelines[depth], batches)
-                stall = pipelines[depth].timeline.summary()["stall_us"]["step"] / 1e6 / steps
+                step = runs[depth].per_step(steps)
+                stall = runs[depth].pipeline.timeline.summary()["stall_us"]["step"] / 1e6 / steps
                 times[depth].append((step, host + model.seconds, step / max(host, model.seconds), stall / step))
         for depth in depths:
             step, alone, ratio, stall = (statistics.median(column) for column in zip(*times[depth], strict=True))
             print(f"{factor:>14}{depth:>7}{step * 1e3:>10.2f}{alone * 1e3:>11.2f}{ratio:>17.2f}{stall:>9.0%}")
-            results.append({"ids": kind, "device_over_host": factor, "depth": depth, "step_ms": round(step * 1e3, 3),
-                            "over_max": round(ratio, 3)})  # fmt: skip
+            results.append({"ids": kind, "cache": cache_rows, "device_over_host": factor, "depth": depth,
+                            "step_ms": round(step * 1e3, 3), "over_max": round(ratio, 3)})  # fmt: skip
+    for made in runs.values():
+        made.close()
     return results
 
 
+def planning_cost(cached: Running, uncached: Running, steps: int, rounds: int) -> dict:
+    """What the cache saves the host, in a serial run, and what its planning costs of that."""
+    rates = []
+    for _ in range(rounds):
+        ours, planning = cached.per_step(steps), planning_seconds(cached, steps)
+        rates.append((ours, uncached.per_step(steps), planning))
+    uncached.close()
+    ours, theirs, planning = (statistics.median(column) for column in zip(*rates, strict=True))
+    share = statistics.median(plan / (without - (with_cache - plan)) for with_cache, without, plan in rates)
+    hits = cached.cache.planner.statistics
+    print(f"host {ours * 1e3:.2f} ms a step with the cache, {theirs * 1e3:.2f} without; {hits.hit_rate:.1%} of uses and "
+          f"{hits.unique_hit_rate:.1%} of rows hit")  # fmt: skip
+    print(f"planning {planning * 1e3:.2f} ms, {share:.0%} of what it saves\n")
+    return {"host_ms": round(ours * 1e3, 3), "host_without_ms": round(theirs * 1e3, 3),
+            "planning_ms": round(planning * 1e3, 3), "planning_over_saved": round(share, 3)}  # fmt: skip
+
+
+def planning_seconds(run: Running, steps: int) -> float:
+    """Return the seconds of a step's planning in the last steps: counting uses, announcing, planning."""
+    times = [
+        op.nanoseconds[-steps:]
+        for op in (run.cache.counting.times, run.cache.announcing.times, run.cache.planning.times)
+    ]
+    return sum(map(sum, times)) / 1e9 / steps
+
+
 def on_accelerator(device: torch.device, depths: list[int], steps: int) -> list[dict]:
-    """Whole training steps at the default sizes: host tables at every depth against device tables."""
+    """Whole training steps at the default sizes: host tables with and without a cache against device tables."""
     rows, size = 184_965, 16_000
     backend.make_deterministic(device)
-    batches = batches_of("Zipf", rows, size, steps)
+    batches = batches_of("Zipf", rows, size, BATCHES)
     batches = [Batch(batch.label, batch.ids, np.ones_like(batch.weights)) for batch in batches]
     results = []
     print(f"\n{backend.describe(device)}, V = {rows:,}, batch {size:,}, D = {DIM}\n")
     for precision in ("fp32", "bf16"):
-        for mix, depth in [(False, 0), (False, 2), (True, 0), *((True, depth) for depth in depths)]:
+        modes = [(False, 0, None), (False, 2, None), (True, 0, None), *((True, depth, None) for depth in depths)]
+        on_device = 0.0
+        for mix, depth, cache in [*modes, *((True, depth, "10%") for depth in depths)]:
             trainer = Trainer(rows, DIM, host_device_mix=mix, device=device, l2="none", precision=precision, seed=1,
-                              log=OpLog(), depth=depth)  # fmt: skip
-            times = [per_step(trainer.pipeline, batches) for _ in range(3)]
-            name = f"{precision} {'host' if mix else 'device'} tables, depth {depth}"
-            print(f"{name:<40}{min(times) * 1e3:>10.2f} ms{size / min(times):>14,.0f} samples/s")
-            step = min(times)
-            results.append({"run": name, "step_ms": round(step * 1e3, 3), "samples_per_s": round(size / step)})
+                              log=OpLog(), depth=depth, cache={"capacity_rows": cache} if cache else None)  # fmt: skip
+            run = Running(trainer.pipeline, batches, trainer.cache)
+            step = min(run.per_step(steps) for _ in range(3))
+            run.close()
+            on_device = step if not mix and (not on_device or step < on_device) else on_device
+            name = (
+                f"{precision} {'host' if mix else 'device'} tables, depth {depth}{f', cache {cache}' if cache else ''}"
+            )
+            print(f"{name:<44}{step * 1e3:>9.2f} ms{size / step:>13,.0f} samples/s{on_device / step:>7.2f}")
+            results.append({"run": name, "step_ms": round(step * 1e3, 3), "samples_per_s": round(size / step),
+                            "of_device_tables": round(on_device / step, 3)})  # fmt: skip
     return results
 
 
@@ -163,13 +259,13 @@ def main() -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=5_000_000, help="of the tables (D = 80)")
-    parser.add_argument("--batch-size", type=int, default=4000)
+    parser.add_argument("--batch-size", type=int, default=16_000)
     parser.add_argument("--depths", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     sizes = (arguments.rows, arguments.batch_size, arguments.depths, arguments.steps, arguments.rounds)
-    results = [*simulated("uniform", *sizes), *simulated("Zipf", *sizes)]
+    results = [*simulated("uniform", "0", *sizes), *simulated("Zipf", "0", *sizes), *simulated("Zipf", "10%", *sizes)]
     device = backend.select("auto")
     real: list[dict] = []
     if backend.is_accelerator(device):

@@ -7,9 +7,9 @@ DIM = 80
 ZIPF = 1.1
 
 
-def ids_of(rows: int, n: int = IDS) -> np.ndarray:
+def ids_of(rows: int, n: int = IDS, seed: int = 0) -> np.ndarray:
     """Zipf-distributed ids int64 [n], scattered over `rows` rows."""
-    drawn = np.random.default_rng(0).zipf(ZIPF, n * 3)
+    drawn = np.random.default_rng(seed).zipf(ZIPF, n * 3)
     drawn = drawn[drawn < rows][:n]
     return (drawn * 2654435761) % rows
 

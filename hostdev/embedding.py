@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hostdev.cache.slots import DeviceSlots, Places, select_rows
+from hostdev.cache.slots import DeviceSlots, Places
 from hostdev.device.staging import Staging
 from hostdev.device.table import DeviceTable
 from hostdev.host.server import ParameterServer
@@ -54,6 +54,7 @@ class Embedding:
         self.slots = slots
         self.cache_lookup = Primitive("CacheLookup", slots.rows, scope=self.name, log=log)
         self.cache_update = Primitive("CacheUpdate", slots.update, scope=self.name, log=log)
+        self.cache_passed = Primitive("CachePassed", slots.passed, scope=self.name, log=log)
         self.cache_exchange = Primitive("CacheExchange", slots.exchange, scope=self.name, log=log)
 
 
@@ -177,7 +178,7 @@ class BatchRows:
         if self._places is None:
             return [grads]
         evicted = self._embedding.cache_exchange(self._places, *self._sent[1:])
-        return [select_rows(grads, self._places.passed), *evicted]
+        return [self._embedding.cache_passed(self._places, grads), *evicted]
 
     def receive(self, tensors: list[Tensor]) -> None:
         """Take in what `leave` returned, in host memory."""

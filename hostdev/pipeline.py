@@ -23,7 +23,6 @@ from torch import Tensor
 
 from hostdev.batch import Batch
 from hostdev.cache.cache import EmbeddingCache
-from hostdev.cache.planner import count_uses
 from hostdev.cache.slots import Places
 from hostdev.device.staging import Staging
 from hostdev.embedding import BatchRows, Embedding, Part, Positions
@@ -276,7 +275,7 @@ class Pipeline:
             flight.ids, flight.inverse = self._model.unique(flight.batch)
             flight.reads = flight.writes = flight.ids
             if cache is not None:
-                cache.announce(flight.ids, count_uses(flight.inverse, len(flight.ids)))
+                cache.announce(flight.ids, flight.inverse)
             span["rows"] = len(flight.ids)
 
     def _fetcher(self, line: Line, ahead: Iterator[Flight | End]) -> bool:

@@ -68,8 +68,9 @@ class EmbeddingCache:
         self.planner = Planner(self.rows, capacity, policy, window=window, counts=counts, moves=moves)
         self.slots = [DeviceSlots(capacity, table, self.device) for table in self.tables]
         self.resident = np.full(capacity, -1, np.int64)  # the row in each slot, as of the last step
-        self._announce = _on_host("CacheAnnounce", self.planner.announce, log)
-        self._plan = _on_host("CachePlan", self.planner.plan, log)
+        self.counting = _on_host("CacheCount", count_uses, log)
+        self.announcing = _on_host("CacheAnnounce", self.planner.announce, log)
+        self.planning = _on_host("CachePlan", self.planner.plan, log)
         self.current: tuple[Any, Plan, Positions] | None = None  # of `ahead`: ids as given, plan, inverse
         self._recorded: list[tuple[Ids, Positions]] = []
         self._recording = True
@@ -91,10 +92,11 @@ class EmbeddingCache:
         """Batches that are announced ahead of the one planned; 0 for a policy that does not look ahead."""
         return self.planner.window
 
-    def announce(self, ids: Ids, uses: Positions) -> None:
-        """Take in the next batch of the future: unique ids [U], their uses int32 [U]; UserError for an id outside."""
+    def announce(self, ids: Ids, inverse: Positions) -> None:
+        """Take in the next batch of the future, as `unique` returns it; UserError for an id outside the tables."""
         ids = checked_ids(ids, self.rows, self.tables[-1].name)
-        self._announce(ids, uses)
+        uses = self.counting(inverse, len(ids))
+        self.announcing(ids, uses)
         if self._recording:
             self._recorded_ids += len(ids)
             self._recording = self._recorded_ids <= _MOST_RECORDED
@@ -103,7 +105,7 @@ class EmbeddingCache:
 
     def plan(self) -> Plan:
         """Plan the earliest announced batch."""
-        plan: Plan = self._plan()
+        plan: Plan = self.planning()
         if self.planner.statistics.batches <= len(self._recorded):
             self._at_first = replace(self.planner.statistics)
         return plan
@@ -128,7 +130,7 @@ class EmbeddingCache:
                 while len(waiting) <= self.window and (batch := next(source, done)) is not done:
                     given = ids(batch)  # type: ignore[arg-type]
                     found, inverse = unique(flat_ids(given))
-                    self.announce(found, count_uses(inverse, len(found)))
+                    self.announce(found, inverse)
                     waiting.append((batch, given, inverse))  # type: ignore[arg-type]
                 if not waiting:
                     return

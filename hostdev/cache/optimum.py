@@ -1,23 +1,55 @@
-"""The hit rate that a cache with the whole future known would reach."""
+"""The hit rate that a cache with the whole future known would reach: offline, and in NumPy only."""
 
 from collections.abc import Sequence
 
-from hostdev.cache.planner import Ids, Planner, Positions, Statistics
+import numpy as np
+
+from hostdev.cache.planner import Ids, Positions, Statistics
+
+_NEVER = np.float32(np.inf)
 
 
 def optimal(batches: Sequence[tuple[Ids, Positions]], rows: int, capacity: int) -> Statistics:
     """Return the offline optimum's statistics: Belady with bypass over all batches, weighted by uses.
 
-    Every interval between two uses of a row competes with its density (see `planning`). Over 90 batches of Criteo and
-    of Zipf ids its hit rate was within 0.001 of the exact optimum, the dual bound of the linear program.
+    After each batch it keeps those rows, of the cached ones and the batch's, whose next use is the densest: its uses
+    over the batches until then. Over 90 batches of Criteo and of Zipf ids its hit rate was within 0.001 of the exact
+    optimum, the dual bound of the linear program (sources in `planning`).
 
     batches   unique ids [U] and their uses int32 [U], in order
     rows      V
     capacity  slots
     """
-    planner = Planner(rows, capacity, "optimal", window=len(batches))
-    for ids, uses in batches:
-        planner.announce(ids, uses)
-    for _ in batches:
-        planner.plan()
-    return planner.statistics
+    total = Statistics(batches=len(batches))
+    following = _next_uses(batches, rows)
+    cached, next_batch, next_uses = np.zeros(rows, bool), np.empty(rows, np.float32), np.empty(rows, np.float32)
+    held = np.empty(0, np.int64)
+    for now, (ids, uses) in enumerate(batches):
+        hit = cached[ids]
+        total.uses += int(uses.sum())
+        total.hits += int(uses[hit].sum())
+        total.unique += len(ids)
+        total.unique_hits += int(hit.sum())
+        next_batch[ids], next_uses[ids] = following.pop()
+        candidates = np.concatenate([held, ids[~hit]])
+        candidates = candidates[next_batch[candidates] != _NEVER]
+        if len(candidates) > capacity:
+            density = next_uses[candidates] / (next_batch[candidates] - now)
+            candidates = candidates[np.argpartition(-density, capacity)[:capacity]]
+        cached[held] = False
+        total.admitted += int((~np.isin(candidates, held, assume_unique=True)).sum())
+        total.evicted = total.admitted - len(candidates)
+        held = candidates
+        cached[held] = True
+    return total
+
+
+def _next_uses(batches: Sequence[tuple[Ids, Positions]], rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """For each batch, the last one first: of each id the next batch that has it, and how often."""
+    next_batch, next_uses = np.full(rows, _NEVER), np.zeros(rows, np.float32)
+    found = []
+    for number in range(len(batches) - 1, -1, -1):
+        ids, uses = batches[number]
+        found.append((next_batch[ids], next_uses[ids]))
+        next_batch[ids], next_uses[ids] = number, uses
+    return found

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.cache import planning
-from hostdev.cache.planning import KEYS, LOOKAHEAD, NEVER, OPTIMAL, POLICIES, STATIC, STEPS_PER_OCTAVE
+from hostdev.cache.planning import KEYS, LOOKAHEAD, MOST_WINDOW, NEVER, POLICIES, STATIC, STEPS_PER_OCTAVE
 from hostdev.kernels.buffers import aligned_empty, scratch
 from hostdev.kernels.pool import host_threads, parallel_for, ranges, run_tasks
 
@@ -23,6 +23,8 @@ Positions = npt.NDArray[np.int32]
 WINDOW = 16
 _GRAIN = 4096
 _SLOTS_GRAIN = 1 << 15
+_NEAR_IDS = 1 << 20  # announced, whose part of the ring is in the processor's cache
+_SCANNED, _SCANNED_PER_NEWCOMER = 1 << 16, 4  # slots
 _TALLY_PART = 1 << 17
 _MOST_PARTS = 4
 
@@ -84,12 +86,12 @@ class Planner:
     capacity  slots, in 0..V
     policy    "lookahead": the density of the next use within the window, the frequency beyond it; "lru"; "lfu", by the
               uses so far, of rows that are not cached too; "static": those with the largest `counts`
-    window    how many batches the caller announces ahead of the one that is planned; lookahead only
+    window    how many batches the caller announces ahead of the one that is planned, at most 62; lookahead only
     counts    [V], how often each row is used: "static" needs it, others ignore it
     moves     rows that go each way when one is exchanged, 1 + slots of the optimizer: lookahead exchanges rows only for
               a gain of a factor 1 + moves / 6 in density
 
-    Memory: 16 bytes a row, 24 a slot, 8 for each unique id of the batches announced.
+    Memory: 32 bytes a row, 24 a slot; the ids of the announced batches are kept.
     """
 
     def __init__(
@@ -102,25 +104,27 @@ class Planner:
         counts: npt.NDArray[Any] | None = None,
         moves: float = 3.0,
     ) -> None:
-        kind = OPTIMAL if policy == "optimal" else _kind(policy)
+        kind = _kind(policy)
         if not 0 <= capacity <= rows < NEVER:
             raise ValueError(f"a cache needs 0 <= capacity <= rows < {NEVER}, not {capacity} of {rows}")
-        if window < 0:
-            raise ValueError(f"the window must be at least 0 batches, not {window}")
+        if not 0 <= window <= MOST_WINDOW:
+            raise ValueError(f"the window must be in 0..{MOST_WINDOW} batches, not {window}")
         self.rows, self.capacity, self.policy = rows, capacity, policy
-        self.window = window if kind in (LOOKAHEAD, OPTIMAL) else 0
+        self.window = window if kind == LOOKAHEAD else 0
         self.statistics = Statistics()
         self.filled = 0  # slots taken; one that was never becomes free again
         self.slot_ids = np.full(capacity, -1, np.int64)  # the row in each slot
         self._kind = kind
         self._margin = round(math.log2(1 + moves / 6) * STEPS_PER_OCTAVE) if kind == LOOKAHEAD else 0
-        self._rows = aligned_empty((rows, 4), np.int32)
-        self._rows[:] = (-1, -1, 0, 0)
+        self._rows = aligned_empty((rows, 8), np.int32)
+        self._rows[:] = (0, 0, -1, 0, -1, 0, 0, 0)
+        self._masks = self._rows.view(np.uint64)
         if kind == STATIC:
             self._rows[:, planning.COUNT] = _most_used(counts, rows, capacity)
         self._slots = aligned_empty((max(capacity, 1), 4), np.int32)
         self._most = 1 << 10  # unique ids of a batch, so far
-        self._ahead = aligned_empty(((self.window + 1) * self._most, 2), np.int32)
+        self._ahead = aligned_empty(((self.window + 1) * self._most,), np.int32)
+        self._scanned = 0  # slots, so far, for those to leave
         self._announced: deque[tuple[Ids, Positions]] = deque()
         self._planned = 0  # batches
 
@@ -138,11 +142,12 @@ class Planner:
             raise ValueError(f"{len(self._announced)} batches are announced; plan one before the next")
         number = self._planned + len(self._announced)
         self._announced.append((ids, uses))
-        if len(ids) > self._most:
-            self._grow(len(ids))
         if self.capacity:
-            base_of = np.arange(self._planned, number + 1) % (self.window + 1) * self._most
-            args = (ids, uses, number, self._planned, self._kind, self._rows, self._slots, self._ahead, base_of)
+            if len(ids) > self._most:
+                self._grow(len(ids))
+            oldest = max(self._planned, number - _NEAR_IDS // max(1, len(ids)))
+            bases = np.arange(oldest, number + 1) % (self.window + 1) * self._most
+            args = (ids, uses, number, oldest, self._kind, self._rows, self._masks, self._slots, self._ahead, bases)
             parallel_for(planning.announce, len(ids), *args, grain=_GRAIN)
 
     def plan(self) -> Plan:
@@ -159,15 +164,15 @@ class Planner:
         pieces = ranges(U, _GRAIN)
         histograms, totals = np.zeros((len(pieces), KEYS), np.int32), np.zeros((len(pieces), 2), np.int64)
         mine = self._ahead[number % (self.window + 1) * self._most :][:U]
-        given = (ids, uses, number, self._kind, *terms, self._rows, self._slots, mine)
+        given = (ids, uses, number, self._kind, *terms, self._rows, self._masks, self._slots, mine)
         shared = (*given, slot_of, keys, histograms, totals)
         run_tasks([(planning.classify, start, stop, (*shared, i)) for i, (start, stop) in enumerate(pieces)])
         hits, used = (int(total) for total in totals.sum(0))
         admitted, slots, evicted_slots = self._exchange(number, terms, keys, histograms.sum(0))
         evicted = self.slot_ids[evicted_slots].astype(ids.dtype)
         parallel_for(planning.evict, len(evicted), evicted, self._rows, grain=_GRAIN)
-        args = (number, ids, admitted, slots, self._rows, self._slots, self.slot_ids, mine)
-        parallel_for(planning.install, len(admitted), *args, grain=_GRAIN)
+        entering = (number, ids, admitted, slots, self._rows, self._masks, self._slots, mine, self.slot_ids)
+        parallel_for(planning.install, len(admitted), *entering, grain=_GRAIN)
         hit, hit_slots = np.empty((2, hits + 1), np.int32)
         passed = np.empty(U - hits - len(admitted) + 1, np.int32)
         planning.split(slot_of, admitted, hit, hit_slots, passed)
@@ -178,7 +183,9 @@ class Planner:
         """Forget what is announced, and take over these rows [C] as cached, -1 for none; the frequencies stay."""
         self._announced.clear()
         self.slot_ids[:] = slot_ids
-        self._rows[:, planning.SLOT] = self._rows[:, planning.BATCH] = -1
+        self._rows[:, planning.SLOT] = -1
+        self._rows[:, planning.BATCH] = -1
+        self._masks[:, 0] = 0
         taken = np.flatnonzero(slot_ids >= 0)
         self.filled = len(taken)
         self._rows[slot_ids[taken], planning.SLOT] = taken
@@ -194,28 +201,38 @@ class Planner:
         if willing > free and self._kind != STATIC:
             left = newcomers.astype(np.int64)
             _take_best(left, free)
-            resident_keys = scratch("resident_keys", (self.filled,), np.uint16)
-            pieces = ranges(self.filled, _SLOTS_GRAIN)
+            first, last = self._to_scan(willing - free)
+            resident_keys = scratch("resident_keys", (last - first,), np.uint16)
+            pieces = [(first + start, first + stop) for start, stop in ranges(last - first, _SLOTS_GRAIN)]
             histograms = np.zeros((len(pieces), KEYS), np.int32)
-            shared = (number, self._kind, *terms, self._slots, resident_keys, histograms)
+            shared = (number, self._kind, *terms, self._slots, first, resident_keys, histograms)
             run_tasks([(planning.score, start, stop, (*shared, i)) for i, (start, stop) in enumerate(pieces)])
             residents = histograms.sum(0, dtype=np.int64)
             swaps = int(planning.exchanges(left, residents, self._margin))
             if swaps:
                 victims = np.empty(swaps + 1, np.int32)
                 before = np.cumsum(residents)
-                last = int(np.searchsorted(before, swaps))
-                planning.worst(resident_keys, last, swaps - (before[last] - residents[last]), victims)
-                victims = victims[:-1]
+                key = int(np.searchsorted(before, swaps))
+                planning.worst(resident_keys, key, swaps - (before[key] - residents[key]), victims)
+                victims = victims[:-1] + np.int32(first)
         count = free + swaps
         admitted = np.empty(count + 1, np.int32)
         if count:
             before = np.cumsum(newcomers[::-1])
-            last = int(np.searchsorted(before, count))
-            planning.best(keys, KEYS - 1 - last, count - (before[last] - newcomers[KEYS - 1 - last]), admitted)
+            key = int(np.searchsorted(before, count))
+            planning.best(keys, KEYS - 1 - key, count - (before[key] - newcomers[KEYS - 1 - key]), admitted)
         fresh = np.arange(self.filled, self.filled + free, dtype=np.int32)
         self.filled += free
         return admitted[:count], np.concatenate([fresh, victims]), victims
+
+    def _to_scan(self, newcomers: int) -> tuple[int, int]:
+        """The slots among which those that leave are looked for: all, or of very many a part in turn."""
+        most = max(_SCANNED, _SCANNED_PER_NEWCOMER * newcomers)
+        if self.filled <= most:
+            return 0, self.filled
+        first = self._scanned if self._scanned + most <= self.filled else 0
+        self._scanned = first + most
+        return first, first + most
 
     def _count(self, unique: int, uses: int, hits: int, used: int, admitted: int, evicted: int) -> None:
         total = self.statistics
@@ -228,10 +245,10 @@ class Planner:
         total.evicted += evicted
 
     def _grow(self, unique: int) -> None:
-        most = unique + unique // 4
-        ahead = aligned_empty((self.window + 1, most, 2), np.int32)
-        ahead[:, : self._most] = self._ahead.reshape(self.window + 1, self._most, 2)
-        self._most, self._ahead = most, ahead.reshape(-1, 2)
+        before, self._most = self._ahead.reshape(self.window + 1, self._most), unique + unique // 4
+        grown = aligned_empty((self.window + 1, self._most), np.int32)
+        grown[:, : before.shape[1]] = before
+        self._ahead = grown.reshape(-1)
 
 
 def _kind(policy: str) -> int:

@@ -1,11 +1,14 @@
 """The kernels of `planner`: what is known of rows and coming batches, what a row is worth, who enters and leaves.
 
-V rows, C slots, U unique ids of a batch, W batches ahead. The fields of a row or a slot lie in one cache line:
+V rows, C slots, U unique ids of a batch. The fields of a row or a slot lie in one cache line:
 
-    rows   int32 [V, 4]: its slot or -1; the last announced batch that has it, and the position there; its uses so far
-    slots  int32 [C, 4]: the next announced batch that uses its row, or NEVER; how often; the row's uses so far; the
-           last batch that used it
-    ahead  int32 [(W + 1) * most, 2], a ring of announced batches: of each unique id the next one that has it, how often
+    rows   int32 [V, 8]: two words for `masks`; its slot or -1; its uses so far; the last announced batch that uses it
+           and the position there
+    masks  uint64 [V, 4], a view of `rows`: first, a bit for each announced batch that uses the row, number modulo 64
+    slots  int32 [C, 4]: the next announced batch that uses its row, or NEVER; how often; the row's uses until the
+           last batch that used it; that batch
+    ahead  int32 [(W + 1) * most], a ring of announced batches: how often the next batch uses each id; as long as that
+           is not known, or too far behind to be in the processor's cache, how often this one does
 
 A row is worth a key of 12 bits, 64 steps an octave, so that ranks come from a histogram. The lookahead key is the
 density of a row's next use: its uses in the next batch that has it, over the number of batches until then. To keep a
@@ -25,77 +28,80 @@ import numpy as np
 from hostdev.kernels.jit import inline, kernel, prefetch_to_write
 
 POLICIES = ("lookahead", "lru", "lfu", "static")
-LOOKAHEAD, LRU, LFU, STATIC, OPTIMAL = range(5)  # OPTIMAL: lookahead over the whole run, for comparison
+LOOKAHEAD, LRU, LFU, STATIC = range(4)
 
 KEYS = 1 << 12
 STEPS_PER_OCTAVE = 64
 NEVER = 2**31 - 1  # the batch of a next use that is not known
 _DROPPED_BITS = 17  # of float32's 23 bits behind the point; 6 are kept
 _LOWEST = (127 - 32) << 6  # the key of 2 ** -32
-SLOT, BATCH, POSITION, COUNT = range(4)  # of a row
+SLOT, COUNT, BATCH, POSITION = range(2, 6)  # of a row
 NEXT, USES, TOTAL, LAST = range(4)  # of a slot
+MOST_WINDOW = 62  # batches; a bit each, and one for the batch itself
 _AHEAD, _SOON = 32, 12  # ids: for a row, and for what it leads to
 _MOST_USES = 2**30
 
 
 @inline
-def key_of(value: Any) -> Any:
+def _key_of(value: Any) -> Any:
     """Return the key of a float32 of at least 0; 0 for 0."""
     steps: Any = np.int64(np.float32(value).view(np.uint32)) >> _DROPPED_BITS
     return np.uint16(min(max(steps - _LOWEST, 0), KEYS - 1))
 
 
 @inline
-def _density(next_batch: Any, next_uses: Any, now: Any) -> Any:
-    return np.float32(next_uses) / np.float32(next_batch - now)
+def _density(next_batch: Any, uses: Any, now: Any) -> Any:
+    return np.float32(uses) / np.float32(next_batch - now)
 
 
 @inline
-def newcomer_key(
-    kind: Any, next_batch: Any, next_uses: Any, count: Any, past: Any, now: Any, rate: Any, far: Any
-) -> Any:
-    """Return the key of a row that is used now and is not cached; 0: let it pass.
+def _newcomer_key(kind: Any, next_batch: Any, uses: Any, count: Any, past: Any, now: Any, rate: Any, far: Any) -> Any:
+    """Return the key of a row that batch `now` uses and that is not cached; 0: let it pass.
 
     next_batch  the next batch that is known to use it, or NEVER
-    next_uses   how often that one does
+    uses        how often that one does
     count       its uses in all batches known so far (static: more than 0 if it is to be cached)
-    past        those before the batch of now
-    now         the number of the batch
+    past        those that are not in this batch
     rate        1 / number of batches known so far
     far         1 / batches until a use that is not known, at least
     """
     if kind == LRU:
-        return key_of(1.0)
+        return _key_of(1.0)
     if kind == LFU or kind == STATIC:
-        return key_of(count)
+        return _key_of(count)
     if next_batch != NEVER:
-        return key_of(_density(next_batch, next_uses, now))
-    if kind == OPTIMAL:
-        return np.uint16(0)
+        return _key_of(_density(next_batch, uses, now))
     if past <= 0:
         return np.uint16(1)  # nothing speaks for it: into a slot that is free it may go
-    return key_of(min(np.float32(count) * rate, far))
+    return _key_of(min(np.float32(count) * rate, far))
 
 
 @inline
-def resident_key(
-    kind: Any, next_batch: Any, next_uses: Any, count: Any, last: Any, now: Any, rate: Any, far: Any
-) -> Any:
+def _resident_key(kind: Any, next_batch: Any, uses: Any, count: Any, last: Any, now: Any, rate: Any, far: Any) -> Any:
     """Return the key of a cached row; it goes if a newcomer's is larger, by the margin.
 
-    last  the last batch that used it; the others as in `newcomer_key`
+    last  the last batch that used it; the others as in `_newcomer_key`
     """
     if kind == LRU:
-        return key_of(np.float32(1) / np.float32(now - last + 1))
+        return _key_of(np.float32(1) / np.float32(now - last + 1))
     if kind == LFU:
-        return key_of(count)
+        return _key_of(count)
     if kind == STATIC:
         return np.uint16(KEYS - 1)
     if next_batch != NEVER:
-        return key_of(_density(next_batch, next_uses, now))
-    if kind == OPTIMAL:
-        return np.uint16(0)
-    return key_of(min(np.float32(count) * rate, far))
+        return _key_of(_density(next_batch, uses, now))
+    return _key_of(min(np.float32(count) * rate, far))
+
+
+@inline
+def _next_batch(mask: Any, number: Any) -> Any:
+    """Return the first batch after `number` whose bit is set."""
+    if mask == 0:
+        return np.int32(NEVER)
+    by = np.uint64(number + 1) & np.uint64(63)
+    turned = (mask >> by) | (mask << ((np.uint64(64) - by) & np.uint64(63)))
+    lowest = np.float64(turned & (~turned + np.uint64(1)))  # a power of two, whose exponent is its place
+    return np.int32(number + 1 + (lowest.view(np.int64) >> 52) - 1023)
 
 
 @kernel
@@ -112,68 +118,71 @@ def tally(start: Any, stop: Any, inverse: Any, parts: Any, counts: Any) -> None:
 @kernel
 def announce(
     start: Any, stop: Any, ids: Any, uses: Any, number: Any, oldest: Any, kind: Any,
-    rows: Any, slots: Any, ahead: Any, base_of: Any,
+    rows: Any, masks: Any, slots: Any, ahead: Any, base_of: Any,
 ) -> None:  # fmt: skip
     """Take in ids[start:stop] of batch `number`.
 
-    oldest   the first batch that is announced and not planned
+    oldest   the oldest batch announced whose part of `ahead` is written
     base_of  int64 [any], where in `ahead` that batch begins, the one after it, ... up to this one
     """
-    mine, end = np.uint64(base_of[number - oldest]), np.uint64(stop)
+    bit, end = np.uint64(1) << (np.uint64(number) & np.uint64(63)), np.uint64(stop)
+    mine = np.uint64(base_of[number - oldest])
     for p in range(np.uint64(start), end):
         if p + np.uint64(_AHEAD) < end:
-            prefetch_to_write(rows, ids[p + np.uint64(_AHEAD)], 16)
+            prefetch_to_write(rows, ids[p + np.uint64(_AHEAD)], 32)
         if p + np.uint64(_SOON) < end:
             coming = rows[np.uint64(ids[p + np.uint64(_SOON)])]
             if coming[BATCH] >= oldest:
-                prefetch_to_write(ahead, base_of[np.uint64(coming[BATCH] - oldest)] + coming[POSITION], 8)
+                prefetch_to_write(ahead, base_of[np.uint64(coming[BATCH] - oldest)] + coming[POSITION], 4)
             elif coming[SLOT] >= 0:
                 prefetch_to_write(slots, coming[SLOT], 16)
-        row = rows[np.uint64(ids[p])]
+        id = np.uint64(ids[p])
+        row, mask = rows[id], masks[id, 0]
         if row[BATCH] >= oldest:
-            earlier = ahead[np.uint64(base_of[np.uint64(row[BATCH] - oldest)] + row[POSITION])]
-            earlier[0], earlier[1] = number, uses[p]
-        elif row[SLOT] >= 0:
+            ahead[np.uint64(base_of[np.uint64(row[BATCH] - oldest)] + row[POSITION])] = uses[p]
+        if mask == 0 and row[SLOT] >= 0:
             slot = slots[np.uint64(row[SLOT])]
             slot[NEXT], slot[USES] = number, uses[p]
-        row[BATCH], row[POSITION] = number, p
+        masks[id, 0] = mask | bit
         if kind != STATIC and row[COUNT] < _MOST_USES:
             row[COUNT] += uses[p]
-        here = ahead[mine + p]
-        here[0], here[1] = NEVER, 0
+        row[BATCH], row[POSITION] = number, p
+        ahead[mine + p] = uses[p]
 
 
 @kernel
 def classify(
     start: Any, stop: Any, ids: Any, uses: Any, number: Any, kind: Any, rate: Any, far: Any,
-    rows: Any, slots: Any, mine: Any, slot_of: Any, keys: Any, histograms: Any, totals: Any, piece: Any,
+    rows: Any, masks: Any, slots: Any, mine: Any, slot_of: Any, keys: Any, histograms: Any, totals: Any, piece: Any,
 ) -> None:  # fmt: skip
     """Find the slots of ids[start:stop] of batch `number`, and the keys of those that have none.
 
-    mine        int32 [U, 2], the batch's part of `ahead`
+    mine        int32 [U], the batch's part of `ahead`
     slot_of     int32 [U], written: the slot, or -1
     keys        uint16 [U], written: 0 for an id that has a slot
     histograms  int32 [pieces, KEYS], histograms[piece] added to: how many ids without a slot have each key
     totals      int64 [pieces, 2], written: unique ids with a slot, their uses
     """
-    histogram, end = histograms[piece], np.uint64(stop)
+    bit, histogram, end = np.uint64(1) << (np.uint64(number) & np.uint64(63)), histograms[piece], np.uint64(stop)
     hits = used = np.int64(0)
     for p in range(np.uint64(start), end):
         if p + np.uint64(_AHEAD) < end:
-            prefetch_to_write(rows, ids[p + np.uint64(_AHEAD)], 16)
+            prefetch_to_write(rows, ids[p + np.uint64(_AHEAD)], 32)
         if p + np.uint64(_SOON) < end:
             prefetch_to_write(slots, max(rows[np.uint64(ids[p + np.uint64(_SOON)]), SLOT], 0), 16)
-        row = rows[np.uint64(ids[p])]
-        slot_of[p] = row[SLOT]
-        if row[SLOT] >= 0:
-            slot = slots[np.uint64(row[SLOT])]
-            slot[NEXT], slot[USES], slot[TOTAL], slot[LAST] = mine[p, 0], mine[p, 1], row[COUNT], number
+        row = np.uint64(ids[p])
+        mask = masks[row, 0] & ~bit
+        masks[row, 0] = mask
+        s, count, following = rows[row, SLOT], rows[row, COUNT], _next_batch(mask, number)
+        slot_of[p] = s
+        if s >= 0:
+            slot = slots[np.uint64(s)]
+            slot[NEXT], slot[USES], slot[TOTAL], slot[LAST] = following, mine[p], count, number
             hits += 1
             used += uses[p]
             keys[p] = 0
         else:
-            past = row[COUNT] - uses[p]
-            key = newcomer_key(kind, mine[p, 0], mine[p, 1], row[COUNT], past, number, rate, far)
+            key = _newcomer_key(kind, following, mine[p], count, count - uses[p], number, rate, far)
             keys[p] = key
             histogram[np.uint64(key)] += 1
     totals[piece, 0], totals[piece, 1] = hits, used
@@ -182,14 +191,14 @@ def classify(
 @kernel
 def score(
     start: Any, stop: Any, number: Any, kind: Any, rate: Any, far: Any,
-    slots: Any, keys: Any, histograms: Any, piece: Any,
+    slots: Any, first: Any, keys: Any, histograms: Any, piece: Any,
 ) -> None:  # fmt: skip
-    """Write the keys uint16 [C] of slots[start:stop] and count them."""
+    """Write the keys of slots[start:stop] to keys uint16 from `start` - `first` on, and count them."""
     histogram = histograms[piece]
     for s in range(np.uint64(start), np.uint64(stop)):
         slot = slots[s]
-        key = resident_key(kind, slot[NEXT], slot[USES], slot[TOTAL], slot[LAST], number, rate, far)
-        keys[s] = key
+        key = _resident_key(kind, slot[NEXT], slot[USES], slot[TOTAL], slot[LAST], number, rate, far)
+        keys[s - np.uint64(first)] = key
         histogram[np.uint64(key)] += 1
 
 
@@ -250,17 +259,18 @@ def evict(start: Any, stop: Any, evicted: Any, rows: Any) -> None:
 @kernel
 def install(
     start: Any, stop: Any, number: Any, ids: Any, admitted: Any, into: Any,
-    rows: Any, slots: Any, slot_ids: Any, mine: Any,
+    rows: Any, masks: Any, slots: Any, mine: Any, slot_ids: Any,
 ) -> None:  # fmt: skip
     """Give the slots into[start:stop] to the ids at the positions `admitted`."""
     for i in range(np.uint64(start), np.uint64(stop)):
         if i + np.uint64(_AHEAD) < np.uint64(stop):
-            prefetch_to_write(rows, ids[np.uint64(admitted[i + np.uint64(_AHEAD)])], 16)
+            prefetch_to_write(rows, ids[np.uint64(admitted[i + np.uint64(_AHEAD)])], 32)
             prefetch_to_write(slots, into[i + np.uint64(_AHEAD)], 16)
         p, s = np.uint64(admitted[i]), np.uint64(into[i])
-        row, slot = rows[np.uint64(ids[p])], slots[s]
-        row[SLOT] = into[i]
-        slot[NEXT], slot[USES], slot[TOTAL], slot[LAST] = mine[p, 0], mine[p, 1], row[COUNT], number
+        row, slot = np.uint64(ids[p]), slots[s]
+        rows[row, SLOT] = into[i]
+        slot[NEXT], slot[USES] = _next_batch(masks[row, 0], number), mine[p]
+        slot[TOTAL], slot[LAST] = rows[row, COUNT], number
         slot_ids[s] = ids[p]
 
 

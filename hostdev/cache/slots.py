@@ -89,6 +89,10 @@ class DeviceSlots:
         here = torch.arange(len(admitted), dtype=torch.int32, device=admitted.device)
         update_rows(name, admitted, admitted_row_slots, here, grads, scalars, at.admitted)
 
+    def passed(self, at: Places, grads: Tensor) -> Tensor:
+        """Return the gradients of the rows that pass by, float32 [M, D], of all grads float32 [U, D]."""
+        return _select(grads, at.passed)
+
     def exchange(self, at: Places, admitted: Tensor, admitted_row_slots: Tensor) -> tuple[Tensor, Tensor]:
         """Take out the rows that leave and put in the admitted ones; return the former, [E, 1 + S, D] and [E, R]."""
         out = self.read(at.evicted_slots)
@@ -103,11 +107,6 @@ class DeviceSlots:
 
     def _flat(self) -> tuple[Tensor, Tensor]:
         return self.block.flatten(1), self.row_slots
-
-
-def select_rows(grads: Tensor, positions: Tensor) -> Tensor:
-    """Return rows [N, D] of grads float32 [U, D] at positions int32 [N], a copy."""
-    return _select(grads, positions)
 
 
 def _select(values: Tensor, at: Tensor) -> Tensor:
