@@ -8,6 +8,7 @@ turn, round after round; medians, of the ratios too.
 """
 
 import argparse
+import functools
 import itertools
 import statistics
 import time
@@ -26,7 +27,7 @@ from hostdev.cache.slots import DeviceSlots, Places
 from hostdev.device import backend
 from hostdev.device.staging import Staging
 from hostdev.embedding import Embedding
-from hostdev.host.server import ParameterServer
+from hostdev.host.table import HostTable
 from hostdev.kernels.pool import host_threads
 from hostdev.optimizers import FTRL, LazyAdam
 from hostdev.pipeline import Pipeline
@@ -36,7 +37,7 @@ from hostdev.trainer import Trainer
 
 FIELDS = 39
 FACTORS = (0.5, 1.0, 2.0)
-BATCHES = 150  # then they come again
+BATCHES = 120  # then they come again
 SETTLE = 6  # steps
 
 
@@ -88,6 +89,7 @@ class FreeSlots:
         return [values.expand(len(slots), *values.shape[1:]) for values in (self.block, self.row_slots)]
 
 
+@functools.cache
 def batches_of(kind: str, rows: int, size: int, count: int) -> list[Batch]:
     """Return batches with uniform or Zipf ids."""
     rng = np.random.default_rng(0)
@@ -102,9 +104,8 @@ def batches_of(kind: str, rows: int, size: int, count: int) -> list[Batch]:
 
 def tables_of(rows: int) -> list[Embedding]:
     """Return the wide and the deep table."""
-    cpu = torch.device("cpu")
-    place = {"target": "CPU", "device": cpu, "seed": 1, "log": OpLog(), "server": ParameterServer()}
-    return [Embedding("wide", rows, 1, FTRL(), **place), Embedding("deep", rows, DIM, LazyAdam(), **place)]
+    tables = (HostTable(rows, 1, FTRL(), name="wide"), HostTable(rows, DIM, LazyAdam(), name="deep"))
+    return [Embedding(table) for table in tables]
 
 
 def plain_loop(tables: list[Embedding], model: Simulated, batches: list[Batch]) -> float:
@@ -158,7 +159,7 @@ def simulated(
             cache = EmbeddingCache([part.table for part in tables], cache_rows)
             cache.slots = [FreeSlots(slots, max(unique)) for slots in cache.slots]
             for part, slots in zip(tables, cache.slots, strict=True):
-                part.use_cache(slots, OpLog())
+                part.use_cache(slots)
         return Running(Pipeline(model, tables, Staging(torch.device("cpu")), depth=depth, cache=cache), batches, cache)
 
     runs = {depth: run(depth) for depth in (0, *depths)}
@@ -210,7 +211,7 @@ def planning_cost(cached: Running, uncached: Running, steps: int, rounds: int) -
         rates.append((ours, uncached.per_step(steps), planning))
     uncached.close()
     ours, theirs, planning = (statistics.median(column) for column in zip(*rates, strict=True))
-    share = statistics.median(plan / (without - (with_cache - plan)) for with_cache, without, plan in rates)
+    share = statistics.median(plan / (without - (all_of_it - plan)) for all_of_it, without, plan in rates)
     hits = cached.cache.planner.statistics
     print(f"host {ours * 1e3:.2f} ms a step with the cache, {theirs * 1e3:.2f} without; {hits.hit_rate:.1%} of uses and "
           f"{hits.unique_hit_rate:.1%} of rows hit")  # fmt: skip
@@ -261,8 +262,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=5_000_000, help="of the tables (D = 80)")
     parser.add_argument("--batch-size", type=int, default=16_000)
     parser.add_argument("--depths", type=int, nargs="*", default=[1, 2, 4])
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     sizes = (arguments.rows, arguments.batch_size, arguments.depths, arguments.steps, arguments.rounds)
     results = [*simulated("uniform", "0", *sizes), *simulated("Zipf", "0", *sizes), *simulated("Zipf", "10%", *sizes)]

@@ -11,9 +11,11 @@ if (_root / "pyproject.toml").is_file():  # a checkout: hostdev.models and hostd
     __path__.append(str(_root))
 
 if TYPE_CHECKING:
+    from hostdev.cache.cache import EmbeddingCache
     from hostdev.errors import UserError
     from hostdev.host.server import ParameterServer
     from hostdev.host.table import HostTable
+    from hostdev.host_embedding import HostEmbedding
     from hostdev.initializers import Constant, Normal
     from hostdev.kernels.pool import set_host_threads
     from hostdev.kernels.unique import unique
@@ -38,9 +40,11 @@ _PUBLIC = {
     "FusedSparseSGD": "hostdev.primitive",
     "FTRL": "hostdev.optimizers",
     "Constant": "hostdev.initializers",
+    "EmbeddingCache": "hostdev.cache.cache",
     "EmbeddingLookup": "hostdev.primitive",
     "FusedSparseFtrl": "hostdev.primitive",
     "FusedSparseLazyAdam": "hostdev.primitive",
+    "HostEmbedding": "hostdev.host_embedding",
     "HostTable": "hostdev.host.table",
     "LazyAdam": "hostdev.optimizers",
     "Normal": "hostdev.initializers",
@@ -56,12 +60,14 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Constant",
+    "EmbeddingCache",
     "EmbeddingLookup",
     "FusedSparseAdagrad",
     "FusedSparseFtrl",
     "FusedSparseLazyAdam",
     "FusedSparseRowWiseAdagrad",
     "FusedSparseSGD",
+    "HostEmbedding",
     "HostTable",
     "LazyAdam",
     "Normal",

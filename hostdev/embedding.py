@@ -4,52 +4,30 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from hostdev.cache.slots import DeviceSlots, Places
 from hostdev.device.staging import Staging
 from hostdev.device.table import DeviceTable
-from hostdev.host.server import ParameterServer
 from hostdev.host.table import HostTable
-from hostdev.optimizers import SparseOptimizer
 from hostdev.primitive import UPDATES, EmbeddingLookup, OpLog, Primitive
 
 Positions = npt.NDArray[np.int32]
 
 
 class Embedding:
-    """A named table with its lookup and its update.
+    """A table with its lookup and its update, which run where it lies: on the host, or all on the device."""
 
-    With target "CPU" the table belongs to the parameter server and its ops run on the host; with "DEVICE" all of it is
-    on the device.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        rows: int,
-        dim: int,
-        optimizer: SparseOptimizer,
-        *,
-        target: str,
-        device: torch.device,
-        seed: int,
-        log: OpLog,
-        server: ParameterServer,
-    ) -> None:
-        self.name = name
-        self.target = target
-        self.table: HostTable | DeviceTable
-        if target == "CPU":
-            self.table = server.add(HostTable(rows, dim, optimizer, name=name, seed=seed))
-        else:
-            self.table = DeviceTable(rows, dim, optimizer, device, name=name, seed=seed)
-        self.lookup = EmbeddingLookup(scope=name, log=log).add_prim_attr("primitive_target", target)
-        self.update = UPDATES[optimizer.primitive](scope=name, log=log).add_prim_attr("primitive_target", target)
+    def __init__(self, table: HostTable | DeviceTable, log: OpLog | None = None) -> None:
+        self.table = table
+        self.name = table.name
+        self.target = table.primitive_target
         self.slots: DeviceSlots | None = None
+        update = UPDATES[table.optimizer.primitive]
+        self.lookup = EmbeddingLookup(scope=self.name, log=log).add_prim_attr("primitive_target", self.target)
+        self.update = update(scope=self.name, log=log).add_prim_attr("primitive_target", self.target)
 
-    def use_cache(self, slots: DeviceSlots, log: OpLog) -> None:
+    def use_cache(self, slots: DeviceSlots, log: OpLog | None = None) -> None:
         """Take hot rows from the device, where these slots hold them."""
         self.slots = slots
         self.cache_lookup = Primitive("CacheLookup", slots.rows, scope=self.name, log=log)

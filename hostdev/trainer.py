@@ -19,6 +19,7 @@ from hostdev.cache.planner import count_uses
 from hostdev.device.backend import free_bytes
 from hostdev.device.rows import gather_rows, gather_scaled_rows
 from hostdev.device.staging import Staging
+from hostdev.device.table import DeviceTable
 from hostdev.digest import state_sha256
 from hostdev.embedding import Embedding
 from hostdev.errors import UserError
@@ -103,16 +104,17 @@ class Trainer:
         self.reads_whole_tables = l2 == "table" and host_device_mix
         self._precision = precision
         self.server = ParameterServer()
-        placement: dict[str, Any] = {
-            "target": self._target,
-            "device": device,
-            "seed": seed,
-            "log": log,
-            "server": self.server,
-        }
-        _require_tables({"deep": (rows, dim, LazyAdam()), "wide": (rows, 1, FTRL())}, host_device_mix, device)
-        self.deep = Embedding("deep", rows, dim, LazyAdam(), **placement)
-        self.wide = Embedding("wide", rows, 1, FTRL(), **placement)
+        optimizers: dict[str, tuple[int, SparseOptimizer]] = {"wide": (1, FTRL()), "deep": (dim, LazyAdam())}
+        _require_tables(rows, optimizers, host_device_mix, device)
+        self.wide, self.deep = embeddings = [
+            Embedding(
+                self.server.add(HostTable(rows, columns, optimizer, name=name, seed=seed))
+                if host_device_mix
+                else DeviceTable(rows, columns, optimizer, device, name=name, seed=seed),
+                log,
+            )
+            for name, (columns, optimizer) in optimizers.items()
+        ]
         self.network = WideDeep(FIELDS, dim, seed=seed).to(device)
         self.adam = torch.optim.Adam(self.network.parameters(), lr=DENSE_LR, eps=DENSE_EPS, fused=True)
         self._unique = Primitive("Unique", unique, log=log).add_prim_attr("primitive_target", "CPU")
@@ -124,7 +126,6 @@ class Trainer:
         self._adam_step = Primitive("Adam", self.adam.step, scope="network", log=log)
         self._staging = Staging(device, log)
         overlap.setdefault("depth", 0)
-        embeddings = [self.wide, self.deep]
         self.cache: EmbeddingCache | None = None
         if cache is not None:
             tables = [part.table for part in embeddings if isinstance(part.table, HostTable)]
@@ -230,12 +231,12 @@ class Trainer:
 
 
 def _require_tables(
-    tables: dict[str, tuple[int, int, SparseOptimizer]], host_device_mix: bool, device: torch.device
+    rows: int, tables: dict[str, tuple[int, SparseOptimizer]], host_device_mix: bool, device: torch.device
 ) -> None:
     """Raise UserError unless all tables together fit, before the first is allocated."""
     where = "host" if host_device_mix else "device"
     free = available_bytes() if host_device_mix else free_bytes(device)
     if free is None:
         return
-    for name, (rows, dim, optimizer) in tables.items():
+    for name, (dim, optimizer) in tables.items():
         free -= require_table(name, rows, dim, optimizer, free, where)

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,6 +24,16 @@ Item = TypeVar("Item")
 
 _MOST_RECORDED = 1 << 24  # unique ids, for the comparison with the optimum
 _WRITE_BACK_BYTES = 1 << 26  # at once
+
+
+@dataclass
+class _Current:
+    """The batch that is being stepped."""
+
+    ids: Ids  # [N], as the caller gave them, flat
+    plan: Plan
+    inverse: Positions  # [N]
+    stepped: bool = False
 
 
 class EmbeddingCache:
@@ -71,7 +81,9 @@ class EmbeddingCache:
         self.counting = _on_host("CacheCount", count_uses, log)
         self.announcing = _on_host("CacheAnnounce", self.planner.announce, log)
         self.planning = _on_host("CachePlan", self.planner.plan, log)
-        self.current: tuple[Any, Plan, Positions] | None = None  # of `ahead`: ids as given, plan, inverse
+        self._current: _Current | None = None
+        self._ahead = False  # the batches come from `ahead`
+        self._changed = False  # on the device, since the last writing back
         self._recorded: list[tuple[Ids, Positions]] = []
         self._recording = True
         self._recorded_ids = 0
@@ -114,6 +126,9 @@ class EmbeddingCache:
         """Note that a plan's exchange has happened on the device."""
         self.resident[plan.evicted_slots] = -1
         self.resident[plan.admitted_slots] = plan.ids[plan.admitted]
+        self._changed = True
+        if self._current is not None and self._current.plan is plan:
+            self._current.stepped = True
 
     def ahead(self, batches: Iterable[Item], ids: Callable[[Item], Any]) -> Iterator[Item]:
         """Yield batches while their ids are announced `window` batches ahead; write back at the end, or when closed.
@@ -121,25 +136,48 @@ class EmbeddingCache:
         ids  returns a batch's ids: integers, a tensor or an array of any shape
 
         Read `batches` from the start: what an iterator has given away is not seen. Between two batches the caller's
-        loop takes its step with `HostEmbedding`.
+        loop takes its step with `HostEmbedding`; ValueError if it does not.
         """
-        source, waiting = iter(batches), deque[tuple[Item, Any, Positions]]()
-        done = object()
+        source, waiting = iter(batches), deque[tuple[Item, Ids, Positions]]()
+        more = self._ahead = True
         try:
             while True:
-                while len(waiting) <= self.window and (batch := next(source, done)) is not done:
-                    given = ids(batch)  # type: ignore[arg-type]
-                    found, inverse = unique(flat_ids(given))
+                while more and len(waiting) <= self.window:
+                    try:
+                        batch = next(source)
+                    except StopIteration:
+                        more = False
+                        break
+                    flat = flat_ids(ids(batch))
+                    found, inverse = unique(flat)
                     self.announce(found, inverse)
-                    waiting.append((batch, given, inverse))  # type: ignore[arg-type]
+                    waiting.append((batch, flat, inverse))
                 if not waiting:
                     return
-                batch, given, inverse = waiting.popleft()
-                self.current = (given, self.plan(), inverse)
+                batch, flat, inverse = waiting.popleft()
+                if self._current is not None and not self._current.stepped:
+                    raise ValueError("the batch before was not stepped; step every batch that `ahead` gives")
+                self._current = _Current(flat, self.plan(), inverse)
                 yield batch
         finally:
-            self.current = None
+            self._current, self._ahead = None, False
             self.write_back()
+
+    def planned(self, ids: Any) -> tuple[Plan, Positions]:
+        """Return the plan of the batch with these ids and their inverse int32 [N]: the one that `ahead` gave last.
+
+        Outside of `ahead` they are planned here, once for all tables, with no other batch known. Raises ValueError for
+        other ids than that batch's.
+        """
+        flat = flat_ids(ids)
+        if self._current is None or (self._current.stepped and not self._ahead):
+            found, inverse = unique(flat)
+            self.announce(found, inverse)
+            self._current = _Current(flat, self.plan(), inverse)
+        current = self._current
+        if current.ids is not flat and not np.array_equal(current.ids, flat):
+            raise ValueError("these are not the ids of the batch being stepped, which `ahead` gave last")
+        return current.plan, current.inverse
 
     def write_back(self) -> None:
         """Write the cached rows to the host tables, whose rows are then up to date; the slots go on.
@@ -153,6 +191,9 @@ class EmbeddingCache:
 
     def write_back_rows(self) -> None:
         """Write the cached rows to the host tables; what is announced stays announced."""
+        if not self._changed:
+            return
+        self._changed = False
         taken = np.flatnonzero(self.resident >= 0).astype(np.int32)
         for table, slots in zip(self.tables, self.slots, strict=True):
             step = max(1, _WRITE_BACK_BYTES // (4 * max(1, slots.block[:1].numel())))

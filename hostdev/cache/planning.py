@@ -131,23 +131,21 @@ def announce(
         if p + np.uint64(_AHEAD) < end:
             prefetch_to_write(rows, ids[p + np.uint64(_AHEAD)], 32)
         if p + np.uint64(_SOON) < end:
-            coming = rows[np.uint64(ids[p + np.uint64(_SOON)])]
-            if coming[BATCH] >= oldest:
-                prefetch_to_write(ahead, base_of[np.uint64(coming[BATCH] - oldest)] + coming[POSITION], 4)
-            elif coming[SLOT] >= 0:
-                prefetch_to_write(slots, coming[SLOT], 16)
-        id = np.uint64(ids[p])
+            coming = rows[np.uint64(ids[p + np.uint64(_SOON)])]  # no branches: what is pending is hard to predict
+            prefetch_to_write(ahead, base_of[np.uint64(max(coming[BATCH] - oldest, 0))] + coming[POSITION], 4)
+            prefetch_to_write(slots, max(coming[SLOT], 0), 16)
+        id, here = np.uint64(ids[p]), mine + p
         row, mask = rows[id], masks[id, 0]
-        if row[BATCH] >= oldest:
-            ahead[np.uint64(base_of[np.uint64(row[BATCH] - oldest)] + row[POSITION])] = uses[p]
+        before = np.uint64(base_of[np.uint64(max(row[BATCH] - oldest, 0))] + row[POSITION])
+        ahead[before if row[BATCH] >= oldest else here] = uses[p]
         if mask == 0 and row[SLOT] >= 0:
             slot = slots[np.uint64(row[SLOT])]
             slot[NEXT], slot[USES] = number, uses[p]
         masks[id, 0] = mask | bit
-        if kind != STATIC and row[COUNT] < _MOST_USES:
-            row[COUNT] += uses[p]
+        if kind != STATIC:
+            row[COUNT] = min(row[COUNT], _MOST_USES) + uses[p]
         row[BATCH], row[POSITION] = number, p
-        ahead[mine + p] = uses[p]
+        ahead[here] = uses[p]
 
 
 @kernel

@@ -1,0 +1,161 @@
+"""A user's own model and loop over host tables: torch's own gradients, a cache that changes no bit, clear errors."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import hostdev
+from hostdev import EmbeddingCache, HostEmbedding, HostTable, UserError
+
+ROWS, DIM = 60, 5
+
+
+def example(name):
+    path = Path(__file__).resolve().parent.parent / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def table_of(optimizer=None, name="t"):
+    return HostTable(ROWS, DIM, optimizer or hostdev.LazyAdam(lr=1e-2), name=name)
+
+
+def batches(count, seed=0):
+    rng = np.random.default_rng(seed)
+    return [torch.from_numpy(rng.zipf(1.3, (4, 6)) % ROWS) for _ in range(count)]
+
+
+def loop(module, given, step=True):
+    for ids in given:
+        module(ids).square().sum().backward()
+        module.step()
+
+
+def contents(table):
+    return [table.weights.tobytes(), *(values.tobytes() for values in table.slots.values()), table.step]
+
+
+def test_the_gradient_is_torchs():
+    table = HostTable(ROWS, DIM, hostdev.SGD(lr=0.5), name="t")
+    weights = torch.from_numpy(table.weights.copy()).requires_grad_()
+    module = HostEmbedding(table)
+    ids = torch.tensor([[3, 3, 7], [7, 3, 0]])
+    for rows in (module(ids), torch.nn.functional.embedding(ids, weights)):
+        (rows * torch.arange(1.0, 7.0).view(2, 3, 1)).square().sum().backward()
+    assert module(ids).shape == (2, 3, DIM)
+    module.eval()
+    module = HostEmbedding(table)
+    (module(ids) * torch.arange(1.0, 7.0).view(2, 3, 1)).square().sum().backward()
+    module.step()
+    torch.testing.assert_close(torch.from_numpy(table.weights.copy()), weights.detach() - 0.5 * weights.grad)
+
+
+def test_several_passes_are_one_step():
+    one, two = table_of(), table_of()
+    ids = batches(2)
+    modules = [HostEmbedding(one), HostEmbedding(two)]
+    sum(modules[0](part).square().sum() for part in ids).backward()
+    modules[1](torch.cat(ids)).square().sum().backward()
+    for module in modules:
+        module.step()
+    np.testing.assert_allclose(one.weights, two.weights, rtol=1e-6)
+    assert one.step == two.step == 1
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [hostdev.LazyAdam(), hostdev.FTRL(), hostdev.SGD(), hostdev.Adagrad(), hostdev.RowWiseAdagrad()],
+    ids=lambda optimizer: type(optimizer).__name__,
+)
+@pytest.mark.parametrize("policy", ["lookahead", "lru", "lfu", "static"])
+def test_a_cache_changes_no_bit(optimizer, policy):
+    plain = table_of(optimizer)
+    loop(HostEmbedding(plain), batches(20))
+    for size in (0, 1, "20%", "100%"):
+        table = table_of(optimizer)
+        cache = EmbeddingCache(table, size, policy, window=3, counts=np.arange(ROWS)[::-1])
+        module = HostEmbedding(cache)
+        loop(module, cache.ahead(batches(20)[:12], ids=lambda ids: ids))
+        loop(module, batches(20)[12:])  # nothing ahead
+        cache.write_back()
+        assert contents(table) == contents(plain), size
+
+
+def test_evaluation_sees_cached_rows_and_changes_nothing():
+    table = table_of()
+    cache = EmbeddingCache(table, "50%", window=2)
+    module = HostEmbedding(cache)
+    plain = HostEmbedding(table_of())
+    for number, ids in enumerate(cache.ahead(batches(8), ids=lambda ids: ids)):
+        loop(module, [ids])
+        loop(plain, [ids])
+        with torch.no_grad():
+            assert torch.equal(module(batches(1, 9)[0]), plain(batches(1, 9)[0])), number
+    assert contents(table) == contents(plain.table)
+
+
+def test_breaking_off_writes_back_and_goes_on():
+    table, plain = table_of(), table_of()
+    cache = EmbeddingCache(table, "20%", window=3)
+    module = HostEmbedding(cache)
+    given = batches(14)
+    for number, ids in enumerate(cache.ahead(given[:10], ids=lambda ids: ids)):
+        loop(module, [ids])
+        if number == 5:
+            break
+    loop(HostEmbedding(plain), given[:6])
+    assert contents(table) == contents(plain)
+    loop(module, cache.ahead(given[6:], ids=lambda ids: ids))
+    plain_module = HostEmbedding(plain)
+    loop(plain_module, given[6:])
+    assert contents(table) == contents(plain)
+
+
+def test_errors_say_what_to_do():
+    cache = EmbeddingCache(table_of(), 5)
+    module = HostEmbedding(cache)
+    ids = batches(3)
+    with pytest.raises(ValueError, match=r"step\(\) needs a forward pass"):
+        module.step()
+    with pytest.raises(UserError, match=f"id {ROWS} at position 1 is outside"):
+        module(torch.tensor([0, ROWS]))
+    given = cache.ahead(ids, ids=lambda ids: ids)
+    next(given)
+    with pytest.raises(ValueError, match="not the ids of the batch being stepped"):
+        module(ids[1])
+    module(ids[0])
+    with pytest.raises(ValueError, match=r"call step\(\) before the next forward"):
+        module(ids[0])
+    with pytest.raises(ValueError, match="was not stepped"):
+        next(given)
+    with pytest.raises(ValueError, match=r"the cache has the tables \['t'\]"):
+        HostEmbedding(cache, "u")
+    with pytest.raises(ValueError, match="share their ids"):
+        EmbeddingCache([table_of(), HostTable(3, 1, hostdev.SGD(), name="x")], 1)
+    for size in ("-1", "101%", "many", "nan%"):
+        with pytest.raises(UserError, match="a cache's size is"):
+            EmbeddingCache(table_of(), size)
+    with pytest.raises(ValueError, match="policy must be one of"):
+        EmbeddingCache(table_of(), 1, "random")
+    with pytest.raises(ValueError, match="static needs counts"):
+        EmbeddingCache(table_of(), 1, "static")
+    loop(module := HostEmbedding(cache2 := EmbeddingCache(table_of(), 5)), cache2.ahead(ids, ids=lambda ids: ids))
+    for batch in cache2.ahead(ids, ids=lambda ids: ids):
+        loop(module, [batch])
+        with pytest.raises(ValueError, match="this batch was stepped"):
+            module(batch)
+
+
+def test_the_deepfm_example(capsys):
+    deepfm = example("deepfm")
+    losses, tables = deepfm.train(2000, "10%", 30)
+    plain_losses, plain_tables = deepfm.train(2000, "0", 30)
+    assert losses == plain_losses
+    assert [contents(table) for table in tables] == [contents(table) for table in plain_tables]
+    assert np.mean(losses[-5:]) < np.mean(losses[:5])
+    assert "the cache of 200 rows had" in capsys.readouterr().out
