@@ -213,8 +213,8 @@ def planning_cost(cached: Running, uncached: Running, steps: int, rounds: int) -
     ours, theirs, planning = (statistics.median(column) for column in zip(*rates, strict=True))
     share = statistics.median(plan / (without - (all_of_it - plan)) for all_of_it, without, plan in rates)
     hits = cached.cache.planner.statistics
-    print(f"host {ours * 1e3:.2f} ms a step with the cache, {theirs * 1e3:.2f} without; {hits.hit_rate:.1%} of uses and "
-          f"{hits.unique_hit_rate:.1%} of rows hit")  # fmt: skip
+    print(f"host {ours * 1e3:.2f} ms a step with the cache, {theirs * 1e3:.2f} without; {hits.hit_rate:.1%} of uses "
+          f"and {hits.unique_hit_rate:.1%} of rows hit")  # fmt: skip
     print(f"planning {planning * 1e3:.2f} ms, {share:.0%} of what it saves\n")
     return {"host_ms": round(ours * 1e3, 3), "host_without_ms": round(theirs * 1e3, 3),
             "planning_ms": round(planning * 1e3, 3), "planning_over_saved": round(share, 3)}  # fmt: skip

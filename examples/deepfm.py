@@ -64,8 +64,8 @@ def train(rows: int, cache_rows: str, steps: int, device: str = "cpu") -> tuple[
             module.step()
         losses.append(loss.item())
     statistics = cache.summary()
-    print(f"loss {np.mean(losses[:20]):.4f} -> {np.mean(losses[-20:]):.4f} over {steps} steps on {device}; the cache of "
-          f"{cache.capacity:,} rows had {statistics['hit_rate']:.1%} of uses, the optimum "
+    print(f"loss {np.mean(losses[:20]):.4f} -> {np.mean(losses[-20:]):.4f} over {steps} steps on {device}; the cache "
+          f"of {cache.capacity:,} rows had {statistics['hit_rate']:.1%} of uses, the optimum "
           f"{statistics['optimal_hit_rate']:.1%}")  # fmt: skip
     return losses, tables
 

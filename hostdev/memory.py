@@ -19,6 +19,22 @@ def gib(n: int) -> str:
     return f"{n} bytes"
 
 
+def parse_bytes(text: str) -> int:
+    """Return the bytes that a text such as "16GiB", "500 MB" or "1e9" says; UserError if it says none."""
+    number, unit = text.strip(), 1
+    for power, letter in enumerate("KMGT", 1):
+        for suffix, base in ((f"{letter}iB", 1024), (f"{letter}B", 1000), (letter, 1024)):
+            if number.lower().endswith(suffix.lower()):
+                number, unit = number[: -len(suffix)], base**power
+    try:
+        size = float(number.strip()) * unit
+    except ValueError:
+        size = -1.0
+    if not 0 <= size < float("inf"):
+        raise UserError(f"a size is a number and KiB, MiB, GiB or TiB, not {text!r}")
+    return int(size)
+
+
 def available_bytes() -> int:
     """Return the bytes that can be allocated without swapping, within the container's limit if there is one."""
     available = int(psutil.virtual_memory().available)

@@ -9,7 +9,7 @@ from hostdev.cache.planner import Ids, Positions, Statistics
 _NEVER = np.float32(np.inf)
 
 
-def optimal(batches: Sequence[tuple[Ids, Positions]], rows: int, capacity: int) -> Statistics:
+def optimal(batches: Sequence[tuple[Ids, Positions]], rows: int, capacity: int, *, since: int = 0) -> Statistics:
     """Return the offline optimum's statistics: Belady with bypass over all batches, weighted by uses.
 
     After each batch it keeps those rows, of the cached ones and the batch's, whose next use is the densest: its uses
@@ -19,26 +19,28 @@ def optimal(batches: Sequence[tuple[Ids, Positions]], rows: int, capacity: int) 
     batches   unique ids [U] and their uses int32 [U], in order
     rows      V
     capacity  slots
+    since     the first batch that counts
     """
-    total = Statistics(batches=len(batches))
+    total = Statistics(batches=len(batches) - since)
     following = _next_uses(batches, rows)
     cached, next_batch, next_uses = np.zeros(rows, bool), np.empty(rows, np.float32), np.empty(rows, np.float32)
     held = np.empty(0, np.int64)
     for now, (ids, uses) in enumerate(batches):
-        hit = cached[ids]
-        total.uses += int(uses.sum())
-        total.hits += int(uses[hit].sum())
-        total.unique += len(ids)
-        total.unique_hits += int(hit.sum())
+        hit, counts = cached[ids], now >= since
+        total.uses += counts * int(uses.sum())
+        total.hits += counts * int(uses[hit].sum())
+        total.unique += counts * len(ids)
+        total.unique_hits += counts * int(hit.sum())
         next_batch[ids], next_uses[ids] = following.pop()
         candidates = np.concatenate([held, ids[~hit]])
         candidates = candidates[next_batch[candidates] != _NEVER]
         if len(candidates) > capacity:
             density = next_uses[candidates] / (next_batch[candidates] - now)
             candidates = candidates[np.argpartition(-density, capacity)[:capacity]]
+        admitted = int(np.count_nonzero(~cached[candidates]))
+        total.admitted += counts * admitted
+        total.evicted += counts * (len(held) + admitted - len(candidates))
         cached[held] = False
-        total.admitted += int((~np.isin(candidates, held, assume_unique=True)).sum())
-        total.evicted = total.admitted - len(candidates)
         held = candidates
         cached[held] = True
     return total

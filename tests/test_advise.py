@@ -1,0 +1,82 @@
+"""python -m hostdev.advise: the table, the picture, the advice, wrong options."""
+
+import re
+
+import pytest
+
+from hostdev import UserError, advise, cli, manifest
+from hostdev.cache.planner import Statistics
+from hostdev.memory import parse_bytes
+
+
+@pytest.fixture
+def advised(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        code = cli.run(advise.PROG, advise.main, list(map(str, arguments)))
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_the_table_the_picture_and_the_advice(advised, small_data, tmp_path):
+    code, out, err = advised("--data", small_data, "--batch-size", 200, "--emb-dim", 16)
+    assert (code, err) == (0, "")
+    rows = manifest.read(small_data).vocabulary_size
+    lines = re.findall(
+        r"^ +([\d,]+) +[\d.]+ \w+ +((?:[\d.]+% +){5})([\d.]+) +([\d.]+)(?:  <- recommended)?$", out, re.M
+    )
+    sizes = [int(line[0].replace(",", "")) for line in lines]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == rows
+    rates = [[float(rate[:-1]) for rate in line[1].split()] for line in lines]
+    for lookahead, *_, optimum in rates:
+        assert lookahead <= optimum + 0.01
+    for before, after in zip(rates, rates[1:], strict=False):
+        assert after[-1] >= before[-1]
+    assert out.count("<- recommended") == 1
+    assert re.search(r"^advice   --cache-rows \d+", out, re.M)
+    assert (tmp_path / "advise.png").read_bytes().startswith(b"\x89PNG")
+    assert len((tmp_path / "advise.png").read_bytes()) > 20_000
+
+
+def test_what_does_not_fit_is_not_recommended(advised, small_data):
+    code, out, _ = advised("--data", small_data, "--batch-size", 200, "--memory", "20KiB", "--out", "x.png")
+    assert code == 0
+    assert "does not fit" in out
+    recommended = re.search(r"--cache-rows (\d+)", out)
+    assert int(recommended[1]) * advise.Tables(1, 80).whole <= 20 * 1024
+    code, out, _ = advised("--data", small_data, "--batch-size", 200, "--memory", "1", "--out", "y.png")
+    assert "no cache: none of those that fit moves fewer bytes" in out
+
+
+def test_bytes_of_a_step():
+    tables = advise.Tables(100, 80)
+    assert (tables.passing, tables.whole) == (4 * 81, 4 * (3 * 80 + 3))
+    part = Statistics(batches=2, unique=100, unique_hits=60, admitted=10, evicted=4)
+    assert tables.bytes_per_step(part) == (2 * 30 * 4 * 81 + 14 * 4 * 243) / 2
+
+
+def test_wrong_options(advised, small_data, tmp_path):
+    (tmp_path / "old.png").write_text("mine")
+    for options, message in [
+        (["--out", "old.png"], "--out old.png exists"),
+        (["--memory", "lots"], "a size is a number and KiB, MiB, GiB or TiB, not 'lots'"),
+        (["--cache-window", 63], "--cache-window must be in 0..62, not 63"),
+        (["--batch-size", 10**6], "--batch-size 1000000 is larger than the"),
+        (["--cache-rows", 5], "unrecognized arguments"),
+    ]:
+        code, _, err = advised("--data", small_data, *options)
+        assert code == 2
+        assert message in err
+        assert err.count("\n") == 1
+    assert (tmp_path / "old.png").read_text() == "mine"
+
+
+def test_sizes_of_memory():
+    sizes = {"16GiB": 16 << 30, "1.5 MiB": 3 << 19, "2KB": 2000, "3g": 3 << 30, "77": 77, "1e3": 1000}
+    assert {text: parse_bytes(text) for text in sizes} == sizes
+    for text in ("", "GiB", "-1", "nan", "1 XB", "infGiB"):
+        with pytest.raises(UserError, match="a size is"):
+            parse_bytes(text)
