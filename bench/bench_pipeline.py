@@ -8,7 +8,6 @@ turn, round after round; medians, of the ratios too.
 """
 
 import argparse
-import functools
 import itertools
 import statistics
 import time
@@ -37,7 +36,7 @@ from hostdev.trainer import Trainer
 
 FIELDS = 39
 FACTORS = (0.5, 1.0, 2.0)
-BATCHES = 120  # then they come again
+BATCHES = 100  # then they come again
 SETTLE = 6  # steps
 
 
@@ -89,7 +88,6 @@ class FreeSlots:
         return [values.expand(len(slots), *values.shape[1:]) for values in (self.block, self.row_slots)]
 
 
-@functools.cache
 def batches_of(kind: str, rows: int, size: int, count: int) -> list[Batch]:
     """Return batches with uniform or Zipf ids."""
     rng = np.random.default_rng(0)
@@ -141,6 +139,12 @@ class Running:
             next(self._results)
         return (time.perf_counter() - start) / steps
 
+    def one_step(self) -> float:
+        """Return the seconds of the next step."""
+        start = time.perf_counter()
+        next(self._results)
+        return time.perf_counter() - start
+
     def close(self) -> None:
         self._results.close()
 
@@ -173,9 +177,12 @@ def simulated(
           f"{conflicts / mean:.1%} are the next one's too")  # fmt: skip
     results: list[dict] = []
     if cache_rows == "0":
-        pairs = [(runs[0].per_step(steps), plain_loop(tables, model, batches)) for _ in range(rounds)]
-        host = statistics.median(ours for ours, _ in pairs)
-        overhead = statistics.median(ours / theirs for ours, theirs in pairs) - 1
+        turns = itertools.islice(
+            itertools.cycle(batches), steps * rounds
+        )  # step by step, as the machine's speed varies
+        pairs = [(runs[0].one_step(), plain_loop(tables, model, [batch])) for batch in turns]
+        host, plain = (statistics.median(column) for column in zip(*pairs, strict=True))
+        overhead = host / plain - 1
         print(f"host {host * 1e3:.2f} ms a step; depth 0 against a plain loop {overhead:+.1%}\n")
         results.append({"ids": kind, "host_ms": round(host * 1e3, 3), "depth_0_overhead": round(overhead, 4)})
     else:
@@ -260,13 +267,18 @@ def main() -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=5_000_000, help="of the tables (D = 80)")
-    parser.add_argument("--batch-size", type=int, default=16_000)
+    parser.add_argument("--batch-sizes", type=int, nargs=2, default=[4000, 16_000], help="without and with a cache")
     parser.add_argument("--depths", type=int, nargs="*", default=[1, 2, 4])
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    sizes = (arguments.rows, arguments.batch_size, arguments.depths, arguments.steps, arguments.rounds)
-    results = [*simulated("uniform", "0", *sizes), *simulated("Zipf", "0", *sizes), *simulated("Zipf", "10%", *sizes)]
+    small, large = arguments.batch_sizes
+    how = (arguments.depths, arguments.steps, arguments.rounds)
+    results = [
+        *simulated("uniform", "0", arguments.rows, small, *how),
+        *simulated("Zipf", "0", arguments.rows, small, *how),
+        *simulated("Zipf", "10%", arguments.rows, large, *how),
+    ]
     device = backend.select("auto")
     real: list[dict] = []
     if backend.is_accelerator(device):

@@ -1,5 +1,6 @@
 """python -m hostdev.advise: the table, the picture, the advice, wrong options."""
 
+import itertools
 import re
 
 import pytest
@@ -33,7 +34,7 @@ def test_the_table_the_picture_and_the_advice(advised, small_data, tmp_path):
     rates = [[float(rate[:-1]) for rate in line[1].split()] for line in lines]
     for lookahead, *_, optimum in rates:
         assert lookahead <= optimum + 0.01
-    for before, after in zip(rates, rates[1:], strict=False):
+    for before, after in itertools.pairwise(rates):
         assert after[-1] >= before[-1]
     assert out.count("<- recommended") == 1
     assert re.search(r"^advice   --cache-rows \d+", out, re.M)

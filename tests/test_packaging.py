@@ -43,6 +43,7 @@ def test_every_package_is_listed():
     ("hostdev.kernels", ("torch", "hostdev.host", "hostdev.device", "hostdev.data", "hostdev.models", "pyarrow")),
     ("hostdev.host", ("torch", "hostdev.device", "hostdev.data", "hostdev.models", "pyarrow")),
     ("hostdev.device", ("hostdev.host", "hostdev.data", "hostdev.models", "pyarrow")),
+    ("hostdev.cache", ("hostdev.host", "hostdev.data", "hostdev.models", "hostdev.pipeline", "pyarrow")),
     ("hostdev.data", ("torch", "hostdev.host", "hostdev.device", "hostdev.models")),
     ("hostdev.models", ("hostdev.host", "hostdev.device", "hostdev.data")),
 ])  # fmt: skip
@@ -65,6 +66,7 @@ def test_tables_and_preprocessing_run_without_torch(tmp_path):
         "table = hostdev.HostTable(5, 2, hostdev.LazyAdam(), name='t')\n"
         "table.apply([1, 1], np.ones((2, 2), np.float32))\n"
         "hostdev.EmbeddingLookup(); hostdev.ParameterServer()\n"
+        "from hostdev.cache.planner import warm_up; warm_up(np.int64)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment(tmp_path))
 

@@ -65,11 +65,16 @@ def test_every_depth_gives_the_serial_bits(l2):
         assert outcome(batches, depth=depth, mix=mix, l2=l2) == expected, (mix, depth)
 
 
+def cache_of(seed):
+    policy = ("lookahead", "lru", "lfu")[seed % 3]
+    return {"capacity_rows": ("1%", "10%", "40%")[seed // 3 % 3], "policy": policy, "window": seed % 7}
+
+
 def stress(seeds):
     for seed in seeds:
         batches = adversarial(seed, 12, shared=random.Random(seed).random())
         expected = outcome(batches, depth=0, dim=4)
-        for depth in (1, 2, 4):
+        for depth, cache in ((1, None), (2, None), (4, None), (1 + seed % 4, cache_of(seed))):
             delays = random.Random(seed * 10 + depth)
             # Most stages are not held up, one or two for longer than all the others take.
             slow = {stage: delays.choice((0, 0, 0.0005, 0.004)) for stage in STAGES}
@@ -77,7 +82,7 @@ def stress(seeds):
             def hold_up(stage, number, slow=slow, delays=delays):
                 time.sleep(slow.get(stage, 0.0) * delays.random())
 
-            assert outcome(batches, depth=depth, dim=4, before_stage=hold_up) == expected, (seed, depth)
+            assert outcome(batches, depth=depth, dim=4, cache=cache, before_stage=hold_up) == expected, (seed, depth)
 
 
 def test_random_delays_in_every_stage():
@@ -119,9 +124,10 @@ def test_staleness_is_bounded(staleness):
     assert max(seen) >= 1
 
 
+@pytest.mark.parametrize("cache", [None, {"capacity_rows": "20%", "window": 5}], ids=["", "cache"])
 @pytest.mark.parametrize("depth", [0, 1, 4])
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_error_in_any_stage_surfaces_and_ends_every_thread(stage, depth):
+def test_an_error_in_any_stage_surfaces_and_ends_every_thread(stage, depth, cache):
     class FaultError(Exception):
         pass
 
@@ -132,7 +138,7 @@ def test_an_error_in_any_stage_surfaces_and_ends_every_thread(stage, depth):
             raised.append(time.monotonic())
             raise FaultError(f"in {stage}")
 
-    trainer = trainer_of(depth=depth, before_stage=fail)
+    trainer = trainer_of(depth=depth, cache=cache, before_stage=fail)
     happened = []
     try:
         for _ in trainer.train(adversarial(0, 30)):
@@ -140,7 +146,7 @@ def test_an_error_in_any_stage_surfaces_and_ends_every_thread(stage, depth):
     except FaultError as error:
         assert str(error) == f"in {stage}"
         assert time.monotonic() - raised[0] < 1
-        assert len(happened) >= 2
+        assert len(happened) >= 2 or cache is not None  # the batches before are not far behind
     else:  # not every stage is used at every depth
         assert not raised
         assert stage in ("update first", "lookup late") or depth == 0
@@ -218,23 +224,27 @@ def test_closing_early_updates_what_was_stepped(depth):
     assert trainer.deep.table.step == 5
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_an_id_beyond_the_table_and_a_loss_that_is_not_finite(depth):
+@pytest.mark.parametrize("cache", [None, {"capacity_rows": "20%", "window": 3}], ids=["", "cache"])
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_an_id_beyond_the_table_and_a_loss_that_is_not_finite(depth, cache):
     batches = adversarial(5, 10)
     wrong = Batch(batches[6].label, batches[6].ids.copy(), batches[6].weights)
     wrong.ids[3, 20] = ROWS
     with pytest.raises(UserError, match=f"id {ROWS} at position .* is outside"):
-        list(trainer_of(depth=depth).train([*batches[:6], wrong, *batches[7:]]))
+        list(trainer_of(depth=depth, cache=cache).train([*batches[:6], wrong, *batches[7:]]))
     wrong = Batch(batches[6].label, batches[6].ids, np.full_like(batches[6].weights, np.nan))
-    trainer = trainer_of(depth=depth)
+    trainer = trainer_of(depth=depth, cache=cache)
     with pytest.raises(NonFiniteLossError):
         list(trainer.train([*batches[:6], wrong, *batches[7:]]))
     assert trainer.state_sha256() == outcome(batches[:6], depth=0)[2]
 
 
-@pytest.mark.parametrize("depth", [1, 4])
-def test_memory_is_bounded(depth):
-    """At most depth + 2 batches are alive, whichever stage is slow, and 2,000 steps do not need more than 300."""
+@pytest.mark.parametrize(("depth", "window"), [(1, None), (4, None), (2, 3)])
+def test_memory_is_bounded(depth, window):
+    """At most depth + 2 batches are alive, whichever stage is slow, and 2,000 steps do not need more than 300.
+
+    With a cache its window comes on top.
+    """
     alive, most, resident = weakref.WeakSet(), [], []
     batches = adversarial(6, 8)
 
@@ -251,13 +261,14 @@ def test_memory_is_bounded(depth):
         if number < 90:
             time.sleep(0.002 * (stage == ("step", "update", "unique")[number // 30]))
 
-    results = trainer_of(depth=depth, before_stage=hold_up).train(source())
+    cache = None if window is None else {"capacity_rows": "20%", "window": window}
+    results = trainer_of(depth=depth, cache=cache, before_stage=hold_up).train(source())
     for number in range(2000):  # not enumerate, which keeps its last item
         next(results)
         if number >= 300 and number % 50 == 0:
             resident.append(psutil.Process().memory_info().rss)
     assert next(results, None) is None
-    assert max(most) <= depth + 2
+    assert max(most) <= depth + 2 + (window or 0)
     assert max(resident) <= 1.05 * resident[0]
 
 

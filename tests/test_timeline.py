@@ -3,6 +3,8 @@
 import itertools
 import json
 
+import torch
+
 from hostdev.timeline import STAGES, Timeline
 from tests.test_train import small, trained  # noqa: F401  (a fixture)
 
@@ -56,3 +58,10 @@ def test_sums():
     assert summary["host_busy_us"] <= summary["wall_us"]  # work at the same time counts once
     assert summary["stall_us"]["step"] > 0
     assert summary["overlap_efficiency"] > 0.5
+
+
+def test_the_profiler_has_the_stages_names():
+    timeline = Timeline()
+    with torch.profiler.profile() as profiled, timeline.span("lookup", 1):
+        pass
+    assert "lookup" in {event.key for event in profiled.key_averages()}

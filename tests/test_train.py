@@ -10,6 +10,8 @@ import time
 import numpy as np
 import pyarrow as pa
 import pytest
+from hostdev.data.preprocess.build import Options, build
+from hostdev.data.preprocess.synthetic import Synthetic
 
 from hostdev import cli, config, lookalike, manifest, train, trainer
 from hostdev.device import backend
@@ -116,6 +118,31 @@ def test_equal_digests_in_every_mode(trained, small_data, tmp_path):
     assert digest("d", "--host-device-mix", "--host-threads", 2) == first
     assert digest("e") == first
     assert digest("f", "--host-device-mix", "--seed", 1)[0] != first[0]
+    for number, options in enumerate((["5%"], ["0"], ["7", "--cache-policy", "lru"], ["90%", "--cache-window", 2])):
+        assert digest(f"cache{number}", "--host-device-mix", "--cache-rows", *options) == first
+
+
+def test_a_run_with_a_cache(trained, small_data, tmp_path, capsys):
+    options = small(small_data, "--host-device-mix", "--cache-rows", "10%", "--cache-policy", "static")
+    assert trained(*options, "--epochs", 2) == 0
+    run = tmp_path / "run"
+    summary = json.loads((run / "summary.json").read_text())
+    cache = summary["cache"]
+    rows = manifest.read(small_data).vocabulary_size
+    assert cache["rows"] == -(-rows // 10)
+    assert (cache["policy"], cache["window"], cache["batches"]) == ("static", 0, summary["steps"])
+    assert 0 < cache["hit_rate"] <= cache["optimal_hit_rate"] < 1
+    assert cache["optimal_batches"] == summary["steps"]
+    assert cache["hit_rate_of_these"] == cache["hit_rate"]
+    assert cache["bytes_to_device"] == 4 * (cache["bypassed"] * (4 + 1) + cache["admitted"] * (3 * 4 + 3))
+    assert json.loads((run / "config.json").read_text())["cache_window"] is None
+    operations = (run / "ops.log").read_text()
+    for name in ("device kernel: Default/deep/CacheLookup", "device kernel: Default/wide/CacheUpdate",
+                 "device kernel: Default/deep/CacheExchange", "cpu kernel: Default/cache/CachePlan"):  # fmt: skip
+        assert f"{name}-op" in operations
+    out = capsys.readouterr().out
+    assert f"cache    {cache['rows']:,} rows of each table, " in out
+    assert f"{cache['hit_rate']:.2%} of uses hit, the offline optimum {cache['optimal_hit_rate']:.2%}; a step" in out
 
 
 def test_without_the_mix_the_ops_are_the_devices(trained, small_data, tmp_path):
@@ -153,6 +180,12 @@ def error_of(capsys):
     (["--batch-size", "4000"], "--batch-size 4000 is larger than the"),
     (["--device", "abacus"], "--device abacus: there is no such kind of device"),
     (["--emb-dim", "2000000000"], "table 'deep' needs"),
+    (["--cache-rows", "some"], "a cache's size is a number of rows or a share from 0% to 100%, not 'some'"),
+    (["--cache-rows", "5", "--cache-policy", "mru"], "invalid choice: 'mru'"),
+    (["--cache-policy", "lru"], "--cache-policy has no effect without --cache-rows; leave it out"),
+    (["--cache-rows", "5", "--cache-policy", "lru", "--cache-window", "3"], "--cache-window has no effect with"),
+    (["--cache-rows", "5", "--cache-window", "63"], "--cache-window must be in 0..62, not 63"),
+    (["--cache-rows", "5", "--staleness", "1"], "--staleness does not go with --cache-rows"),
 ])  # fmt: skip
 def test_a_wrong_option_gets_one_line(trained, small_data, tmp_path, capsys, options, message):
     assert trained(*small(small_data, "--host-device-mix", *options)) == 2
@@ -184,6 +217,16 @@ def test_an_option_without_effect(trained, small_data, capsys, monkeypatch):
     monkeypatch.setattr(backend, "is_accelerator", lambda device: True)
     assert trained(*small(small_data, "--host-threads", 2)) == 2
     assert "--host-threads has no effect on an accelerator without --host-device-mix" in error_of(capsys)
+    assert trained(*small(small_data, "--cache-rows", "5%")) == 2
+    assert "--cache-rows 5% has no effect without --host-device-mix; leave it out" in error_of(capsys)
+
+
+def test_a_cache_that_needs_counts_that_are_not_there(trained, tmp_path, capsys):
+    build(Synthetic(2000, 3), tmp_path / "hashed", Options(hash_buckets=500))
+    options = ["--host-device-mix", "--cache-rows", "5%", "--cache-policy", "static"]
+    assert trained(*small(tmp_path / "hashed", *options)) == 2
+    assert "has no vocabulary with counts, as its ids are hashed; use another --cache-policy" in error_of(capsys)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_damaged_shard(trained, own_data, tmp_path, capsys):
@@ -269,6 +312,7 @@ def test_a_signal_ends_the_run_with_complete_logs(tmp_path, command, number, bat
         str(batch_size),
         "--run-dir",
         "run",
+        *(["--cache-rows", "10%"] if batch_size == 100 else []),
     ]
     process = subprocess.Popen(
         [sys.executable, "-m", "hostdev.train", *options],

@@ -67,7 +67,7 @@ def _newcomer_key(kind: Any, next_batch: Any, uses: Any, count: Any, past: Any, 
     """
     if kind == LRU:
         return _key_of(1.0)
-    if kind == LFU or kind == STATIC:
+    if kind in (LFU, STATIC):
         return _key_of(count)
     if next_batch != NEVER:
         return _key_of(_density(next_batch, uses, now))

@@ -109,8 +109,12 @@ class DeviceSlots:
         return self.block.flatten(1), self.row_slots
 
 
+def _on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
 def _select(values: Tensor, at: Tensor) -> Tensor:
-    if values.device.type != "cpu" or not values.shape[1]:
+    if not (_on_host(values) and values.shape[1]):
         return values.index_select(0, at)
     out = torch.empty((len(at), values.shape[1]))
     lookup(values.detach().numpy()[:, None], at.numpy(), out.numpy())
@@ -119,7 +123,7 @@ def _select(values: Tensor, at: Tensor) -> Tensor:
 
 def _place(block: Tensor, source: Tensor | None, out: Tensor, at: Tensor) -> None:
     """out[at[i]] = block[source[i], 0], or block[i, 0]."""
-    if out.device.type != "cpu":
+    if not _on_host(out):
         weights = block[:, 0]
         out.index_copy_(0, at.long(), weights if source is None else weights.index_select(0, source))
         return
@@ -129,7 +133,7 @@ def _place(block: Tensor, source: Tensor | None, out: Tensor, at: Tensor) -> Non
 
 def _overwrite(rows: Tensor, at: Tensor, values: Tensor) -> None:
     """rows[at] = values, in place."""
-    if rows.device.type != "cpu":
+    if not _on_host(rows):
         rows.index_copy_(0, at.long(), values)
     elif rows.shape[1]:
         store(rows.numpy(), at.numpy(), values.numpy())

@@ -166,7 +166,7 @@ class HostTable:
 
 
 def _flat(block: Rows, row_slots: Rows) -> tuple[Rows, Rows]:
-    return block.reshape(len(block), -1), row_slots
+    return block.reshape(len(block), block.shape[1] * block.shape[2]), row_slots
 
 
 def _check_rows(what: str, array: Rows, shape: tuple[int, int], table: str) -> None:

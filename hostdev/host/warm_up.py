@@ -19,6 +19,9 @@ def warm_up(id_dtype: npt.DTypeLike) -> None:
         table.lookup(ids)
         table.apply(ids, np.zeros((2, dim), np.float32))
         table.sum_of_squares()
+        row = np.empty((1, *table.block.shape[1:]), np.float32), np.empty((1, 0), np.float32)
+        table.read_rows(ids[:1], *row)
+        table.write_rows(ids[:1], *row)
     unique(np.array([0, 1 << 20], id_dtype))  # ids far apart are hashed
     rows, weights, inverse = np.zeros((1, 32), np.float32), np.ones(2, np.float32), np.zeros(2, np.int32)
     segment_sum(np.zeros((2, 1), np.float32), inverse, np.empty((1, 1), np.float32))

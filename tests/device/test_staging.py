@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hostdev import trainer
+from hostdev.cache import slots
 from hostdev.device.staging import Staging
 from tests.test_pipeline import adversarial, outcome
 
@@ -96,13 +97,20 @@ def test_on_the_cpu_nothing_is_copied():
     assert sent.data_ptr() == back.data_ptr() == host.data_ptr()
 
 
-@pytest.mark.parametrize(("mix", "depth"), [(True, 0), (True, 2), (False, 2)])
-def test_training_with_copies_gives_the_same_bits(monkeypatch, mix, depth):
+@pytest.mark.parametrize(
+    ("mix", "depth", "cache"),
+    [(True, 0, None), (True, 2, None), (False, 2, None), (True, 0, "20%"), (True, 2, "20%"), (True, 4, 1)],
+)
+def test_training_with_copies_gives_the_same_bits(monkeypatch, mix, depth, cache):
     batches = adversarial(0, 15)
     expected = outcome(batches, depth=0)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    monkeypatch.setattr(trainer, "Staging", functools.partial(Staging, streams=_PerThread()))
-    assert outcome(batches, depth=depth, mix=mix) == expected
+    options = {"cache": {"capacity_rows": cache, "window": 3}} if cache is not None else {}
+    for accelerators in (False, True):  # operations
+        if accelerators:
+            monkeypatch.setattr(slots, "_on_host", lambda tensor: False)
+        monkeypatch.setattr(trainer, "Staging", functools.partial(Staging, streams=_PerThread()))
+        assert outcome(batches, depth=depth, mix=mix, **options) == expected
 
 
 class _PerThread(Streams):

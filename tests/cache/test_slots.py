@@ -1,0 +1,90 @@
+"""The slots of a table on the device: a row is the host's or a slot's, and every optimizer updates both alike."""
+
+import numpy as np
+import pytest
+import torch
+
+from hostdev import FTRL, SGD, Adagrad, EmbeddingCache, HostTable, LazyAdam, RowWiseAdagrad, UserError, unique
+from hostdev.cache import cache as cache_module
+from hostdev.cache import slots
+from hostdev.cache.slots import DeviceSlots, Places
+from hostdev.device import backend
+
+ROWS = 300
+
+
+@pytest.fixture(params=["cpu", "accelerator"])
+def device(request):
+    if request.param == "cpu":
+        return torch.device("cpu")
+    found = backend.select("auto")
+    if not backend.is_accelerator(found):
+        pytest.skip("torch sees no accelerator on this machine")
+    backend.make_deterministic(found)
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
+    return found
+
+
+@pytest.mark.parametrize("operations", ["kernels", "torch"])
+@pytest.mark.parametrize("dim", [1, 5, 80])
+@pytest.mark.parametrize(
+    "optimizer",
+    [LazyAdam(), FTRL(), SGD(), Adagrad(), RowWiseAdagrad()],
+    ids=lambda optimizer: type(optimizer).__name__,
+)
+def test_rows_go_in_and_out_and_lose_no_update(device, optimizer, dim, operations, monkeypatch):
+    if operations == "torch":
+        monkeypatch.setattr(slots, "_on_host", lambda tensor: False)
+    plain = HostTable(ROWS, dim, optimizer, name="t")
+    table = HostTable(ROWS, dim, optimizer, name="t")
+    cache = EmbeddingCache(table, 40, device=device, window=0)
+    on_device = cache.slots[0]
+    rng = np.random.default_rng(dim)
+    for _ in range(12):
+        ids, inverse = unique(rng.zipf(1.3, 200) % ROWS)
+        grads = rng.standard_normal((len(ids), dim), dtype=np.float32)
+        cache.announce(ids, inverse)
+        plan = cache.plan()
+        at = Places(*(part.to(device) for part in Places.of(plan)))
+        width = 1 + len(optimizer.slots)
+        admitted = np.empty((len(plan.admitted), width, dim), np.float32)
+        row_slots = np.empty((len(plan.admitted), len(optimizer.row_slots)), np.float32)
+        table.read_rows(ids[plan.admitted], admitted, row_slots)
+        sent = torch.from_numpy(admitted).to(device), torch.from_numpy(row_slots).to(device)
+        passed = torch.from_numpy(table.lookup(ids[plan.passed])).to(device)
+        rows = on_device.rows(at, passed, sent[0])
+        np.testing.assert_array_equal(rows.cpu(), plain.lookup(ids))
+        scalars = table.begin_step()
+        on_device.update(at, torch.from_numpy(grads).to(device), *sent, scalars)
+        passing = on_device.passed(at, torch.from_numpy(grads).to(device))
+        left = on_device.exchange(at, *sent)
+        cache.stepped(plan)
+        table.update(ids[plan.passed], passing.cpu().numpy(), scalars)
+        table.write_rows(plan.evicted, *(part.cpu().numpy() for part in left))
+        plain.update(ids, grads)
+    assert cache.planner.statistics.evicted > 0
+    cache.write_back()
+    np.testing.assert_array_equal(table.block, plain.block)
+    np.testing.assert_array_equal(table.row_slots, plain.row_slots)
+
+
+def test_writing_back_in_parts(monkeypatch):
+    monkeypatch.setattr(cache_module, "_WRITE_BACK_BYTES", 100)
+    test_rows_go_in_and_out_and_lose_no_update(torch.device("cpu"), LazyAdam(), 5, "kernels", monkeypatch)
+
+
+@pytest.mark.parametrize(("optimizer", "width"), [(LazyAdam(), 3), (SGD(), 1), (RowWiseAdagrad(), 1)])
+def test_memory_of_the_slots(optimizer, width):
+    table = HostTable(ROWS, 16, optimizer, name="t")
+    made = DeviceSlots(50, table, torch.device("cpu"))
+    assert made.block.shape == (50, width, 16)
+    assert made.row_slots.shape == (50, len(optimizer.row_slots))
+    assert EmbeddingCache(table, 50).nbytes == 50 * (16 * width + len(optimizer.row_slots)) * 4
+
+
+def test_slots_that_do_not_fit_are_refused(monkeypatch):
+    monkeypatch.setattr(cache_module, "free_bytes", lambda device: 1000)
+    with pytest.raises(
+        UserError, match="a cache of 50 rows needs 9600 bytes .* of cpu memory are free; use fewer rows"
+    ):
+        EmbeddingCache(HostTable(ROWS, 16, LazyAdam(), name="t"), 50)
