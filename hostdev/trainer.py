@@ -238,5 +238,5 @@ def _require_tables(
     free = available_bytes() if host_device_mix else free_bytes(device)
     if free is None:
         return
-    for name, (dim, optimizer) in tables.items():
+    for name, (dim, optimizer) in sorted(tables.items()):
         free -= require_table(name, rows, dim, optimizer, free, where)
