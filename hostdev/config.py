@@ -11,7 +11,7 @@ from hostdev.errors import UserError
 
 REFERENCE_BATCH_SIZE = 16_000
 MOST_DEPTH = 64  # more ahead than that helps nobody
-MOST_WINDOW = 62  # the planner has a bit for each
+MOST_WINDOW = 32  # the planner has a byte for each
 
 
 def _flag(help: str, *, default: Any = None, kind: Any = None, **extra: Any) -> Any:

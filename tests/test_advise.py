@@ -64,7 +64,7 @@ def test_wrong_options(advised, small_data, tmp_path):
     for options, message in [
         (["--out", "old.png"], "--out old.png exists"),
         (["--memory", "lots"], "a size is a number and KiB, MiB, GiB or TiB, not 'lots'"),
-        (["--cache-window", 63], "--cache-window must be in 0..62, not 63"),
+        (["--cache-window", 33], "--cache-window must be in 0..32, not 33"),
         (["--batch-size", 10**6], "--batch-size 1000000 is larger than the"),
         (["--cache-rows", 5], "unrecognized arguments"),
     ]:

@@ -23,7 +23,6 @@ Positions = npt.NDArray[np.int32]
 WINDOW = 16
 _GRAIN = 4096
 _SLOTS_GRAIN = 1 << 15
-_NEAR_IDS = 1 << 20  # announced, whose part of the ring is in the processor's cache
 _SCANNED, _SCANNED_PER_NEWCOMER = 1 << 16, 4  # slots
 _TALLY_PART = 1 << 17
 _MOST_PARTS = 4
@@ -86,12 +85,12 @@ class Planner:
     capacity  slots, in 0..V
     policy    "lookahead": the density of the next use within the window, the frequency beyond it; "lru"; "lfu", by the
               uses so far, of rows that are not cached too; "static": those with the largest `counts`
-    window    how many batches the caller announces ahead of the one that is planned, at most 62; lookahead only
+    window    how many batches the caller announces ahead of the one that is planned, at most 32; lookahead only
     counts    [V], how often each row is used: "static" needs it, others ignore it
     moves     rows that go each way when one is exchanged, 1 + slots of the optimizer: lookahead exchanges rows only for
               a gain of a factor 1 + moves / 6 in density
 
-    Memory: 32 bytes a row, 24 a slot; the ids of the announced batches are kept.
+    Memory: 32 bytes a row, 64 for a window above 16, and 24 a slot; the ids of the announced batches are kept.
     """
 
     def __init__(
@@ -116,14 +115,14 @@ class Planner:
         self.slot_ids = np.full(capacity, -1, np.int64)  # the row in each slot
         self._kind = kind
         self._margin = round(math.log2(1 + moves / 6) * STEPS_PER_OCTAVE) if kind == LOOKAHEAD else 0
-        self._rows = aligned_empty((rows, 8), np.int32)
-        self._rows[:] = (0, 0, -1, 0, -1, 0, 0, 0)
-        self._masks = self._rows.view(np.uint64)
+        self._ring = 16 if self.window <= 16 else 32
+        self._coming = aligned_empty((rows, 2 * self._ring), np.uint8)  # 32 or 64 bytes a row: within a cache line
+        self._coming.fill(0)
+        self._rows, self._masks = self._coming.view(np.int32), self._coming.view(np.uint64)
+        self._rows[:, planning.SLOT] = -1
         if kind == STATIC:
             self._rows[:, planning.COUNT] = _most_used(counts, rows, capacity)
         self._slots = aligned_empty((max(capacity, 1), 4), np.int32)
-        self._most = 1 << 10  # unique ids of a batch, so far
-        self._ahead = aligned_empty(((self.window + 1) * self._most,), np.int32)
         self._scanned = 0  # slots, so far, for those to leave
         self._announced: deque[tuple[Ids, Positions]] = deque()
         self._planned = 0  # batches
@@ -143,11 +142,7 @@ class Planner:
         number = self._planned + len(self._announced)
         self._announced.append((ids, uses))
         if self.capacity:
-            if len(ids) > self._most:
-                self._grow(len(ids))
-            oldest = max(self._planned, number - _NEAR_IDS // max(1, len(ids)))
-            bases = np.arange(oldest, number + 1) % (self.window + 1) * self._most
-            args = (ids, uses, number, oldest, self._kind, self._rows, self._masks, self._slots, self._ahead, bases)
+            args = (ids, uses, number, self._ring, self._kind, self._rows, self._masks, self._coming, self._slots)
             parallel_for(planning.announce, len(ids), *args, grain=_GRAIN)
 
     def plan(self) -> Plan:
@@ -163,15 +158,14 @@ class Planner:
         slot_of, keys = scratch("slot_of", (U,), np.int32), scratch("keys", (U,), np.uint16)
         pieces = ranges(U, _GRAIN)
         histograms, totals = np.zeros((len(pieces), KEYS), np.int32), np.zeros((len(pieces), 2), np.int64)
-        mine = self._ahead[number % (self.window + 1) * self._most :][:U]
-        given = (ids, uses, number, self._kind, *terms, self._rows, self._masks, self._slots, mine)
-        shared = (*given, slot_of, keys, histograms, totals)
+        known = (self._rows, self._masks, self._coming, self._slots)
+        shared = (ids, uses, number, self._ring, self._kind, *terms, *known, slot_of, keys, histograms, totals)
         run_tasks([(planning.classify, start, stop, (*shared, i)) for i, (start, stop) in enumerate(pieces)])
         hits, used = (int(total) for total in totals.sum(0))
         admitted, slots, evicted_slots = self._exchange(number, terms, keys, histograms.sum(0))
         evicted = self.slot_ids[evicted_slots].astype(ids.dtype)
         parallel_for(planning.evict, len(evicted), evicted, self._rows, grain=_GRAIN)
-        entering = (number, ids, admitted, slots, self._rows, self._masks, self._slots, mine, self.slot_ids)
+        entering = (number, self._ring, ids, admitted, slots, *known, self.slot_ids)
         parallel_for(planning.install, len(admitted), *entering, grain=_GRAIN)
         hit, hit_slots = np.empty((2, hits + 1), np.int32)
         passed = np.empty(U - hits - len(admitted) + 1, np.int32)
@@ -184,7 +178,6 @@ class Planner:
         self._announced.clear()
         self.slot_ids[:] = slot_ids
         self._rows[:, planning.SLOT] = -1
-        self._rows[:, planning.BATCH] = -1
         self._masks[:, 0] = 0
         taken = np.flatnonzero(slot_ids >= 0)
         self.filled = len(taken)
@@ -197,10 +190,9 @@ class Planner:
         """Return who is admitted, the slots that they get, and those of them that were taken."""
         willing = int(newcomers[1:].sum())
         free = min(self.capacity - self.filled, willing)
-        swaps, victims = 0, np.empty(0, np.int32)
+        swaps, victims, tasks = 0, np.empty(1, np.int32), []
+        first = last = 0
         if willing > free and self._kind != STATIC:
-            left = newcomers.astype(np.int64)
-            _take_best(left, free)
             first, last = self._to_scan(willing - free)
             resident_keys = scratch("resident_keys", (last - first,), np.uint16)
             pieces = [(first + start, first + stop) for start, stop in ranges(last - first, _SLOTS_GRAIN)]
@@ -208,30 +200,28 @@ class Planner:
             shared = (number, self._kind, *terms, self._slots, first, resident_keys, histograms)
             run_tasks([(planning.score, start, stop, (*shared, i)) for i, (start, stop) in enumerate(pieces)])
             residents = histograms.sum(0, dtype=np.int64)
-            swaps = int(planning.exchanges(left, residents, self._margin))
+            swaps = int(planning.exchanges(_without_best(newcomers, free), residents, self._margin))
             if swaps:
                 victims = np.empty(swaps + 1, np.int32)
-                before = np.cumsum(residents)
-                key = int(np.searchsorted(before, swaps))
-                planning.worst(resident_keys, key, swaps - (before[key] - residents[key]), victims)
-                victims = victims[:-1] + np.int32(first)
+                tasks.append((planning.worst, *_threshold(residents, swaps), (resident_keys, victims)))
         count = free + swaps
         admitted = np.empty(count + 1, np.int32)
         if count:
-            before = np.cumsum(newcomers[::-1])
-            key = int(np.searchsorted(before, count))
-            planning.best(keys, KEYS - 1 - key, count - (before[key] - newcomers[KEYS - 1 - key]), admitted)
+            key, ties = _threshold(newcomers[::-1], count)
+            tasks.append((planning.best, KEYS - 1 - key, ties, (keys, admitted)))
+        run_tasks(tasks)
         fresh = np.arange(self.filled, self.filled + free, dtype=np.int32)
         self.filled += free
-        return admitted[:count], np.concatenate([fresh, victims]), victims
+        leaving = victims[:-1] + np.int32(first)
+        return admitted[:count], np.concatenate([fresh, leaving]), leaving
 
     def _to_scan(self, newcomers: int) -> tuple[int, int]:
         """The slots among which those that leave are looked for: all, or of very many a part in turn."""
         most = max(_SCANNED, _SCANNED_PER_NEWCOMER * newcomers)
         if self.filled <= most:
             return 0, self.filled
-        first = self._scanned if self._scanned + most <= self.filled else 0
-        self._scanned = first + most
+        first = min(self._scanned, self.filled - most)
+        self._scanned = first + most if first + most < self.filled else 0
         return first, first + most
 
     def _count(self, unique: int, uses: int, hits: int, used: int, admitted: int, evicted: int) -> None:
@@ -243,12 +233,6 @@ class Planner:
         total.unique_hits += hits
         total.admitted += admitted
         total.evicted += evicted
-
-    def _grow(self, unique: int) -> None:
-        before, self._most = self._ahead.reshape(self.window + 1, self._most), unique + unique // 4
-        grown = aligned_empty((self.window + 1, self._most), np.int32)
-        grown[:, : before.shape[1]] = before
-        self._ahead = grown.reshape(-1)
 
 
 def _kind(policy: str) -> int:
@@ -267,14 +251,21 @@ def _most_used(counts: npt.NDArray[Any] | None, rows: int, capacity: int) -> npt
     return chosen
 
 
-def _take_best(histogram: npt.NDArray[np.int64], count: int) -> None:
-    """Take the `count` largest keys out of a histogram; key 0 stays."""
-    for key in range(KEYS - 1, 0, -1):
-        if not count:
-            return
-        taken = min(count, int(histogram[key]))
-        histogram[key] -= taken
-        count -= taken
+def _threshold(histogram: npt.NDArray[Any], count: int) -> tuple[int, int]:
+    """Return the key up to which there are at least `count`, and how many of those at that key belong to the first."""
+    before = np.cumsum(histogram)
+    key = int(np.searchsorted(before, count))
+    return key, int(count - (before[key] - histogram[key]))
+
+
+def _without_best(histogram: npt.NDArray[Any], count: int) -> npt.NDArray[np.int64]:
+    """Return a histogram without the `count` largest keys."""
+    left = histogram.astype(np.int64)
+    if count:
+        key, ties = _threshold(left[::-1], count)
+        left[KEYS - key :] = 0
+        left[KEYS - 1 - key] -= ties
+    return left
 
 
 def warm_up(id_dtype: npt.DTypeLike) -> None:

@@ -2,13 +2,13 @@
 
 V rows, C slots, U unique ids of a batch. The fields of a row or a slot lie in one cache line:
 
-    rows   int32 [V, 8]: two words for `masks`; its slot or -1; its uses so far; the last announced batch that uses it
-           and the position there
-    masks  uint64 [V, 4], a view of `rows`: first, a bit for each announced batch that uses the row, number modulo 64
-    slots  int32 [C, 4]: the next announced batch that uses its row, or NEVER; how often; the row's uses until the
-           last batch that used it; that batch
-    ahead  int32 [(W + 1) * most], a ring of announced batches: how often the next batch uses each id; as long as that
-           is not known, or too far behind to be in the processor's cache, how often this one does
+    rows    int32 [V, width / 4]: two words for `masks`; its slot or -1; its uses so far; the others for `coming`
+    masks   uint64 [V, width / 8], a view of `rows`: first, a bit for each announced batch that uses the row, number
+            modulo 64
+    coming  uint8 [V, width], a view of `rows`: from byte 16 on a ring of R batches, how often each uses the row, as a
+            number of 8 bits: exact below 16, above in steps of 1/8 to 1/16
+    slots   int32 [C, 4]: the next announced batch that uses its row, or NEVER; how often; the row's uses until the
+            last batch that used it; that batch
 
 A row is worth a key of 12 bits, 64 steps an octave, so that ranks come from a histogram. The lookahead key is the
 density of a row's next use: its uses in the next batch that has it, over the number of batches until then. To keep a
@@ -35,9 +35,10 @@ STEPS_PER_OCTAVE = 64
 NEVER = 2**31 - 1  # the batch of a next use that is not known
 _DROPPED_BITS = 17  # of float32's 23 bits behind the point; 6 are kept
 _LOWEST = (127 - 32) << 6  # the key of 2 ** -32
-SLOT, COUNT, BATCH, POSITION = range(2, 6)  # of a row
+SLOT, COUNT = 2, 3  # of a row
 NEXT, USES, TOTAL, LAST = range(4)  # of a slot
-MOST_WINDOW = 62  # batches; a bit each, and one for the batch itself
+MOST_WINDOW = 32  # batches
+RING = 16  # the byte of a row where its ring begins
 _AHEAD, _SOON = 32, 12  # ids: for a row, and for what it leads to
 _MOST_USES = 2**30
 
@@ -104,6 +105,19 @@ def _next_batch(mask: Any, number: Any) -> Any:
     return np.int32(number + 1 + (lowest.view(np.int64) >> 52) - 1023)
 
 
+@inline
+def _encode(uses: Any) -> Any:
+    """Uses in 8 bits: below 16 as they are, above as a float32's exponent and first 3 bits."""
+    steps: Any = np.int64(np.float32(uses).view(np.uint32)) >> 20
+    return np.uint8(uses if uses < 16 else steps - 1032)
+
+
+@inline
+def _decode(code: Any) -> Any:
+    step = max(np.int64(code) - 16, 0)
+    return np.int32(code if code < 16 else (8 + (step & 7)) << ((step >> 3) + 1))
+
+
 @kernel
 def tally(start: Any, stop: Any, inverse: Any, parts: Any, counts: Any) -> None:
     """Count the uses of each unique id in inverse[edges] for the parts [start, stop) of `counts` int32 [parts, U]."""
@@ -117,45 +131,36 @@ def tally(start: Any, stop: Any, inverse: Any, parts: Any, counts: Any) -> None:
 
 @kernel
 def announce(
-    start: Any, stop: Any, ids: Any, uses: Any, number: Any, oldest: Any, kind: Any,
-    rows: Any, masks: Any, slots: Any, ahead: Any, base_of: Any,
+    start: Any, stop: Any, ids: Any, uses: Any, number: Any, ring: Any, kind: Any,
+    rows: Any, masks: Any, coming: Any, slots: Any,
 ) -> None:  # fmt: skip
-    """Take in ids[start:stop] of batch `number`.
-
-    oldest   the oldest batch announced whose part of `ahead` is written
-    base_of  int64 [any], where in `ahead` that batch begins, the one after it, ... up to this one
-    """
+    """Take in ids[start:stop] of batch `number`; `ring` is the length of that, a power of two."""
     bit, end = np.uint64(1) << (np.uint64(number) & np.uint64(63)), np.uint64(stop)
-    mine = np.uint64(base_of[number - oldest])
+    place = np.uint64(RING) + (np.uint64(number) & np.uint64(ring - 1))
     for p in range(np.uint64(start), end):
         if p + np.uint64(_AHEAD) < end:
-            prefetch_to_write(rows, ids[p + np.uint64(_AHEAD)], 32)
+            prefetch_to_write(rows, ids[p + np.uint64(_AHEAD)], 1)
         if p + np.uint64(_SOON) < end:
-            coming = rows[np.uint64(ids[p + np.uint64(_SOON)])]  # no branches: what is pending is hard to predict
-            prefetch_to_write(ahead, base_of[np.uint64(max(coming[BATCH] - oldest, 0))] + coming[POSITION], 4)
-            prefetch_to_write(slots, max(coming[SLOT], 0), 16)
-        id, here = np.uint64(ids[p]), mine + p
-        row, mask = rows[id], masks[id, 0]
-        before = np.uint64(base_of[np.uint64(max(row[BATCH] - oldest, 0))] + row[POSITION])
-        ahead[before if row[BATCH] >= oldest else here] = uses[p]
-        if mask == 0 and row[SLOT] >= 0:
-            slot = slots[np.uint64(row[SLOT])]
-            slot[NEXT], slot[USES] = number, uses[p]
-        masks[id, 0] = mask | bit
+            prefetch_to_write(slots, max(rows[np.uint64(ids[p + np.uint64(_SOON)]), SLOT], 0), 1)
+        row = np.uint64(ids[p])
+        mask, s, code = masks[row, 0], rows[row, SLOT], _encode(uses[p])
+        if mask == 0 and s >= 0:
+            slot = slots[np.uint64(s)]
+            slot[NEXT], slot[USES] = number, _decode(code)
+        masks[row, 0] = mask | bit
+        coming[row, place] = code
         if kind != STATIC:
-            row[COUNT] = min(row[COUNT], _MOST_USES) + uses[p]
-        row[BATCH], row[POSITION] = number, p
-        ahead[here] = uses[p]
+            rows[row, COUNT] = min(rows[row, COUNT], _MOST_USES) + uses[p]
 
 
 @kernel
 def classify(
-    start: Any, stop: Any, ids: Any, uses: Any, number: Any, kind: Any, rate: Any, far: Any,
-    rows: Any, masks: Any, slots: Any, mine: Any, slot_of: Any, keys: Any, histograms: Any, totals: Any, piece: Any,
+    start: Any, stop: Any, ids: Any, uses: Any, number: Any, ring: Any, kind: Any, rate: Any, far: Any,
+    rows: Any, masks: Any, coming: Any, slots: Any,
+    slot_of: Any, keys: Any, histograms: Any, totals: Any, piece: Any,
 ) -> None:  # fmt: skip
     """Find the slots of ids[start:stop] of batch `number`, and the keys of those that have none.
 
-    mine        int32 [U], the batch's part of `ahead`
     slot_of     int32 [U], written: the slot, or -1
     keys        uint16 [U], written: 0 for an id that has a slot
     histograms  int32 [pieces, KEYS], histograms[piece] added to: how many ids without a slot have each key
@@ -165,22 +170,23 @@ def classify(
     hits = used = np.int64(0)
     for p in range(np.uint64(start), end):
         if p + np.uint64(_AHEAD) < end:
-            prefetch_to_write(rows, ids[p + np.uint64(_AHEAD)], 32)
+            prefetch_to_write(rows, ids[p + np.uint64(_AHEAD)], 1)
         if p + np.uint64(_SOON) < end:
-            prefetch_to_write(slots, max(rows[np.uint64(ids[p + np.uint64(_SOON)]), SLOT], 0), 16)
+            prefetch_to_write(slots, max(rows[np.uint64(ids[p + np.uint64(_SOON)]), SLOT], 0), 1)
         row = np.uint64(ids[p])
         mask = masks[row, 0] & ~bit
         masks[row, 0] = mask
         s, count, following = rows[row, SLOT], rows[row, COUNT], _next_batch(mask, number)
+        uses_then = _decode(coming[row, np.uint64(RING) + (np.uint64(following) & np.uint64(ring - 1))])
         slot_of[p] = s
         if s >= 0:
             slot = slots[np.uint64(s)]
-            slot[NEXT], slot[USES], slot[TOTAL], slot[LAST] = following, mine[p], count, number
+            slot[NEXT], slot[USES], slot[TOTAL], slot[LAST] = following, uses_then, count, number
             hits += 1
             used += uses[p]
             keys[p] = 0
         else:
-            key = _newcomer_key(kind, following, mine[p], count, count - uses[p], number, rate, far)
+            key = _newcomer_key(kind, following, uses_then, count, count - uses[p], number, rate, far)
             keys[p] = key
             histogram[np.uint64(key)] += 1
     totals[piece, 0], totals[piece, 1] = hits, used
@@ -224,7 +230,7 @@ def exchanges(newcomers: Any, residents: Any, margin: Any) -> Any:
 
 
 @kernel
-def best(keys: Any, threshold: Any, ties: Any, out: Any) -> None:
+def best(threshold: Any, ties: Any, keys: Any, out: Any) -> None:
     """Write the positions of keys above the threshold and of the first `ties` at it, ascending, to out [one more]."""
     count, left = np.uint64(0), np.int64(ties)
     for p in range(np.uint64(0), np.uint64(len(keys))):
@@ -235,7 +241,7 @@ def best(keys: Any, threshold: Any, ties: Any, out: Any) -> None:
 
 
 @kernel
-def worst(keys: Any, threshold: Any, ties: Any, out: Any) -> None:
+def worst(threshold: Any, ties: Any, keys: Any, out: Any) -> None:
     """Write the positions of keys below the threshold and of the first `ties` at it, ascending, to out [one more]."""
     count, left = np.uint64(0), np.int64(ties)
     for p in range(np.uint64(0), np.uint64(len(keys))):
@@ -256,18 +262,20 @@ def evict(start: Any, stop: Any, evicted: Any, rows: Any) -> None:
 
 @kernel
 def install(
-    start: Any, stop: Any, number: Any, ids: Any, admitted: Any, into: Any,
-    rows: Any, masks: Any, slots: Any, mine: Any, slot_ids: Any,
+    start: Any, stop: Any, number: Any, ring: Any, ids: Any, admitted: Any, into: Any,
+    rows: Any, masks: Any, coming: Any, slots: Any, slot_ids: Any,
 ) -> None:  # fmt: skip
     """Give the slots into[start:stop] to the ids at the positions `admitted`."""
     for i in range(np.uint64(start), np.uint64(stop)):
         if i + np.uint64(_AHEAD) < np.uint64(stop):
-            prefetch_to_write(rows, ids[np.uint64(admitted[i + np.uint64(_AHEAD)])], 32)
+            prefetch_to_write(rows, ids[np.uint64(admitted[i + np.uint64(_AHEAD)])], 1)
             prefetch_to_write(slots, into[i + np.uint64(_AHEAD)], 16)
         p, s = np.uint64(admitted[i]), np.uint64(into[i])
         row, slot = np.uint64(ids[p]), slots[s]
         rows[row, SLOT] = into[i]
-        slot[NEXT], slot[USES] = _next_batch(masks[row, 0], number), mine[p]
+        following = _next_batch(masks[row, 0], number)
+        slot[NEXT] = following
+        slot[USES] = _decode(coming[row, np.uint64(RING) + (np.uint64(following) & np.uint64(ring - 1))])
         slot[TOTAL], slot[LAST] = rows[row, COUNT], number
         slot_ids[s] = ids[p]
 
