@@ -138,6 +138,8 @@ class BatchRows:
             return self._sent[0]
         self._staging.await_sent(self._places_mark, self._places)
         rows: Tensor = self._embedding.cache_lookup(self._places, *self._sent[:2])
+        self._sent = [rows[:0], *self._sent[1:]]  # what was sent of the others is in `rows` now
+        self._host = []
         return rows
 
     def update_cached(self, grads: Tensor) -> None:

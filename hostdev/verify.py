@@ -194,7 +194,7 @@ def verify(settings: TrainConfig, steps: int, *, fault: bool, report: Callable[[
     batches = list(itertools.islice(itertools.chain.from_iterable(epochs), steps))
     report(f"data     {data}: {steps} steps of {size:,} rows, {found.vocabulary_size:,} ids")
     report(f"dense    {settings.precision} on {backend.describe(device)}; D = {settings.emb_dim}, l2 {settings.l2}\n")
-    report(f"{'tables':<14}{'pipeline':<10}{'':<37}{'state_sha256':<18}")
+    report(f"{'tables':<14}{'pipeline':<10}{'':<37}state_sha256")
     reference, *others = modes(threads)
     expected = train(settings, reference, batches, found.vocabulary_size, fault=False)
     report(f"{reference!s}{expected.digest[:16]}  the reference")
