@@ -114,7 +114,7 @@ def _encode(uses: Any) -> Any:
 
 @inline
 def _decode(code: Any) -> Any:
-    step = max(np.int64(code) - 16, 0)
+    step: Any = max(np.int64(code) - 16, 0)
     return np.int32(code if code < 16 else (8 + (step & 7)) << ((step >> 3) + 1))
 
 
