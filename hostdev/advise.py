@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from hostdev import cli, config, lookalike, manifest
 from hostdev.cache.optimum import optimal
-from hostdev.cache.planner import WINDOW, Planner, Statistics, count_uses
+from hostdev.cache.planner import WINDOW, Planner, Statistics, count_uses, planner_bytes
 from hostdev.cache.planning import POLICIES
 from hostdev.cache.size import rows_of
 from hostdev.config import TrainConfig
@@ -28,7 +28,6 @@ PROG = "hostdev.advise"
 OPTIONS = ("data", "device", "batch_size", "emb_dim", "host_threads", "seed")
 SHARES = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "20%", "50%", "100%")
 OPTIMUM = "optimum"
-_PLANNER_ROW_BYTES = 32
 _MOST_RECORDED = 1 << 25  # unique ids, for the optimum
 _WORTH = 1.05  # more bytes than this factor of the fewest are not taken for a smaller cache
 
@@ -203,6 +202,8 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
     """Simulate one pass over the training rows, print and draw what caches would do; return policy and size."""
     if out.exists():
         raise UserError(f"--out {out} exists; choose another file")
+    if out.suffix.lower() not in (".png", ".pdf", ".svg") or not out.parent.is_dir():
+        raise UserError(f"--out {out} must be a .png, .pdf or .svg file in a folder that exists")
     data = settings.data or lookalike.ensure()[0]
     found = manifest.read(data)
     reader = ShardReader(data, found, "train")
@@ -216,7 +217,7 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
         memory = backend.free_bytes(device) or available_bytes()
     tables = Tables(found.vocabulary_size, settings.emb_dim)
     sizes = sorted({max(1, rows_of(share, tables.rows)) for share in SHARES})
-    needed = len(sizes) * len(POLICIES) * tables.rows * _PLANNER_ROW_BYTES
+    needed = len(POLICIES) * sum(planner_bytes(tables.rows, capacity, window) for capacity in sizes)
     if needed > available_bytes():
         raise UserError(f"the simulation needs {gib(needed)}, but {gib(available_bytes())} of host memory are free")
     steps = reader.steps(size)

@@ -97,11 +97,11 @@ class Line:
         self.wait(lambda: queue)
         return queue.popleft()
 
-    def wait(self, ready: Callable[[], Any]) -> None:
-        """Wait until `ready`; Stopped if the run ends before."""
+    def wait(self, ready: Callable[[], Any], *, finish: bool = False) -> None:
+        """Wait until `ready`; Stopped if the run ends before, or at once, unless what is there is to be finished."""
         with self.changed:
             self.changed.wait_for(lambda: ready() or self.stopping)
-            if not ready():
+            if (self.stopping and not finish) or not ready():
                 raise Stopped
 
     def deliverable(self) -> Flight | None:

@@ -59,19 +59,18 @@ class HostEmbedding(nn.Module):
             self.table = source
             self.device = torch.device(device or "cpu")
         else:
-            index = _index(self._cache, table)
-            held = self._cache.tables[index]
+            self._index = _index(self._cache, table)
+            held = self._cache.tables[self._index]
             assert isinstance(held, HostTable)
             self.table = held
             self.device = self._cache.device
-            if device is not None and torch.device(device) != self.device:
+            if device is not None and torch.empty(0, device=device).device != torch.empty(0, device=self.device).device:
                 raise ValueError(f"the cache is on {self.device}, so the rows cannot go to {device}")
         self._embedding = Embedding(self.table)
         if self._cache is not None:
-            self._embedding.use_cache(self._cache.slots[index])
+            self._embedding.use_cache(self._cache.slots[self._index])
         self._staging = Staging(self.device)
         self._pending: list[_Step] = []
-        self._stepped: Plan | None = None  # the last one
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the rows of ids.
@@ -88,11 +87,10 @@ class HostEmbedding(nn.Module):
             found, inverse = unique(flat_ids(ids))
             step = self._fetch(found, None)
         else:
-            if self._pending:
+            plan, inverse = self._cache.planned(ids, self._index)
+            if any(step.plan is plan for step in self._pending):
                 raise ValueError(f"table {self.table.name!r}: call step() before the next forward pass in training")
-            plan, inverse = self._cache.planned(ids)
-            if plan is self._stepped:
-                raise ValueError(f"table {self.table.name!r}: this batch was stepped; take the next one from `ahead`")
+            self._pending.clear()  # of a batch that was skipped
             step = self._fetch(plan.ids, plan)
         self._pending.append(step)
         at = torch.from_numpy(inverse).to(self.device)
@@ -112,15 +110,20 @@ class HostEmbedding(nn.Module):
             return
         rows, leaf, writes, plan = steps[0]
         assert leaf.grad is not None
+        if self._cache is not None and plan is not None and not self._cache.is_planned(plan, self._index):
+            raise ValueError(f"table {self.table.name!r}: the batch of this pass is over; step() comes before the next")
         rows.update_cached(leaf.grad)
         received, mark = self._staging.receive(rows.leave(leaf.grad))
         if plan is not None and self._cache is not None:
-            self._cache.stepped(plan)
-            self._stepped = plan
+            self._cache.stepped(plan, self._index)
         self._staging.await_received(mark)
         rows.receive(received)
         rows.update(Part.of(writes, None))
         rows.updated()
+
+    def discard(self) -> None:
+        """Forget the passes since the last step, where a batch is skipped."""
+        self._pending.clear()
 
     def _fetch(self, ids: npt.NDArray[Any], plan: Plan | None) -> _Step:
         reads, writes, rows = ids, ids, BatchRows(self._embedding, len(ids), self._staging)

@@ -113,6 +113,7 @@ class Pipeline:
         self._on_host = embeddings[0].target == "CPU"
         self._claims = np.zeros(embeddings[0].table.rows if self._on_host and depth else 0, np.uint8)
         self._number = 0  # of the last batch
+        self._training = False
 
     def train(self, batches: Iterable[Batch]) -> Generator[Result, None, None]:
         """Step over batches, yield each one's result, and update the tables, all of it before the iterator ends.
@@ -127,16 +128,27 @@ class Pipeline:
         """Yield the results of another step of the model, which updates nothing."""
         return self._run(batches, lambda prepared, rows: (step(prepared, rows), []), update=False)
 
+    def write_back(self) -> None:
+        """Bring the host tables up to date with the cache; RuntimeError while other threads are changing them."""
+        if self._training and self.depth:
+            raise RuntimeError("the tables are being trained; end or close the iterator of `train` before")
+        if self._cache is not None:
+            self._cache.write_back_rows()
+
     def _run(
         self, batches: Iterable[Batch], step: Callable[[Any, list[Tensor]], tuple[Any, list[Tensor]]], *, update: bool
     ) -> Generator[Result, None, None]:
+        if not update:
+            self.write_back()
         with self.timeline.run():
+            self._training = update
             try:
                 if self.depth:
                     yield from self._run_overlapped(batches, step, update)
                 else:
                     yield from self._run_serially(batches, step, update)
             finally:
+                self._training = False
                 if update and self._cache is not None:
                     self._cache.write_back()
 
@@ -180,9 +192,9 @@ class Pipeline:
             with line.changed:
                 line.stopping = True
                 line.changed.notify_all()
-            threads[-1].join()
-            for thread in threads[:-1]:
-                thread.join(_LONGEST_JOIN)
+            for thread in threads[1:]:
+                thread.join()
+            threads[0].join(_LONGEST_JOIN)
 
     def _step_next(self, line: Line, step: Any, update: bool) -> Result | None:
         """Wait for a batch and all its rows, and step; None after the last one."""
@@ -290,7 +302,7 @@ class Pipeline:
 
     def _updater(self, line: Line) -> bool:
         with self.timeline.stall("update"):
-            line.wait(lambda: line.stepped or line.deliverable())
+            line.wait(lambda: line.stepped or line.deliverable(), finish=True)
             item = line.stepped.popleft() if line.stepped else None
             if isinstance(item, End):
                 return False
@@ -355,6 +367,7 @@ class Pipeline:
             claimed = flight.ids
             if self._cache is not None:
                 flight.plan = plan = self._cache.plan()
+                assert plan.ids is flight.ids
                 passed = plan.ids[plan.passed]
                 flight.reads = np.concatenate([passed, plan.ids[plan.admitted]])
                 flight.writes = np.concatenate([passed, plan.evicted])
@@ -424,9 +437,11 @@ class Pipeline:
             self._after_update(flight.number, held, [(cached.block, slots) for cached in self._cache.slots])
             new, at = plan.ids[plan.admitted], torch.arange(len(plan.admitted))
             self._after_update(flight.number, new, [(rows.admitted, at) for rows in flight.rows])
-        leaving = [rows.leave(grad) for rows, grad in zip(flight.rows, grads, strict=True)]
-        if plan is not None and self._cache is not None:
-            self._cache.stepped(plan)
+        leaving = []
+        for table, (rows, grad) in enumerate(zip(flight.rows, grads, strict=True)):
+            leaving.append(rows.leave(grad))
+            if plan is not None and self._cache is not None:
+                self._cache.stepped(plan, table)
         return leaving
 
     def _end_step(self, flight: Flight) -> None:

@@ -161,6 +161,7 @@ class Trainer:
 
     def state_sha256(self) -> str:
         """Return the digest of the tables and of the dense side."""
+        self.pipeline.write_back()
         return state_sha256([self.deep.table, self.wide.table], self.network, self.adam)
 
     def unique(self, batch: Batch) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:

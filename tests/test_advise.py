@@ -63,6 +63,8 @@ def test_wrong_options(advised, small_data, tmp_path):
     (tmp_path / "old.png").write_text("mine")
     for options, message in [
         (["--out", "old.png"], "--out old.png exists"),
+        (["--out", "x.foo"], "--out x.foo must be a .png, .pdf or .svg file in a folder that exists"),
+        (["--out", "no/x.png"], "--out no/x.png must be"),
         (["--memory", "lots"], "a size is a number and KiB, MiB, GiB or TiB, not 'lots'"),
         (["--cache-window", 33], "--cache-window must be in 0..32, not 33"),
         (["--batch-size", 10**6], "--batch-size 1000000 is larger than the"),

@@ -10,14 +10,14 @@ import numpy.typing as npt
 import torch
 
 from hostdev.cache.optimum import optimal
-from hostdev.cache.planner import WINDOW, Ids, Plan, Planner, Positions, Statistics, count_uses
+from hostdev.cache.planner import WINDOW, Ids, Plan, Planner, Positions, Statistics, count_uses, planner_bytes
 from hostdev.cache.size import rows_of
 from hostdev.cache.slots import CachedTable, DeviceSlots
 from hostdev.device.backend import free_bytes
 from hostdev.errors import UserError
 from hostdev.ids import checked_ids
 from hostdev.kernels.unique import unique
-from hostdev.memory import gib, table_bytes
+from hostdev.memory import available_bytes, gib, table_bytes
 from hostdev.primitive import OpLog, Primitive
 
 Item = TypeVar("Item")
@@ -33,7 +33,7 @@ class _Current:
     ids: Ids  # [N], as the caller gave them, flat
     plan: Plan
     inverse: Positions  # [N]
-    stepped: bool = False
+    stepped: set[int]  # the tables that have taken their steps
 
 
 class EmbeddingCache:
@@ -52,7 +52,9 @@ class EmbeddingCache:
     counts         [V], how often each row is used: for "static"
     log            where the planning's durations go
 
-    One thread at a time may call. Raises UserError where the slots do not fit into the device's free memory.
+    One thread at a time may call. While a row is cached its host copy is stale: call `write_back` before reading the
+    tables, and `clear` before changing them by other means. Raises UserError where the slots do not fit into the
+    device's free memory.
     """
 
     def __init__(
@@ -74,10 +76,13 @@ class EmbeddingCache:
         capacity = rows_of(capacity_rows, self.rows)
         self.device = torch.device(device)
         _require(capacity, self.tables, self.device)
+        needed, free = planner_bytes(self.rows, capacity, window), available_bytes()
+        if needed > free:
+            raise UserError(f"the cache's plan needs {gib(needed)}, but {gib(free)} of host memory are free")
         moves = max(1 + len(table.optimizer.slots) for table in self.tables)
         self.planner = Planner(self.rows, capacity, policy, window=window, counts=counts, moves=moves)
         self.slots = [DeviceSlots(capacity, table, self.device) for table in self.tables]
-        self.resident = np.full(capacity, -1, np.int64)  # the row in each slot, as of the last step
+        self._resident = [np.full(capacity, -1, np.int64) for _ in self.tables]  # the row in each slot, after steps
         self.counting = _on_host("CacheCount", count_uses, log)
         self.announcing = _on_host("CacheAnnounce", self.planner.announce, log)
         self.planning = _on_host("CachePlan", self.planner.plan, log)
@@ -122,23 +127,30 @@ class EmbeddingCache:
             self._at_first = replace(self.planner.statistics)
         return plan
 
-    def stepped(self, plan: Plan) -> None:
-        """Note that a plan's exchange has happened on the device."""
-        self.resident[plan.evicted_slots] = -1
-        self.resident[plan.admitted_slots] = plan.ids[plan.admitted]
+    def stepped(self, plan: Plan, table: int) -> None:
+        """Note that a plan's exchange has happened in the slots of the table of this number."""
+        self._resident[table][plan.evicted_slots] = -1
+        self._resident[table][plan.admitted_slots] = plan.ids[plan.admitted]
         self._changed = True
         if self._current is not None and self._current.plan is plan:
-            self._current.stepped = True
+            self._current.stepped.add(table)
+
+    def is_planned(self, plan: Plan, table: int) -> bool:
+        """Tell whether the table of this number may take a step with this plan."""
+        return self._current is not None and self._current.plan is plan and table not in self._current.stepped
 
     def ahead(self, batches: Iterable[Item], ids: Callable[[Item], Any]) -> Iterator[Item]:
         """Yield batches while their ids are announced `window` batches ahead; write back at the end, or when closed.
 
         ids  returns a batch's ids: integers, a tensor or an array of any shape
 
-        Read `batches` from the start: what an iterator has given away is not seen. Between two batches the caller's
-        loop takes its step with `HostEmbedding`; ValueError if it does not.
+        Between two batches all of the cache's tables take their step with `HostEmbedding`, or none, if the batch is to
+        be skipped; ValueError if only some did, and while another `ahead` is open.
         """
-        source, waiting = iter(batches), deque[tuple[Item, Ids, Positions]]()
+        if self._ahead:
+            raise ValueError("this cache gives batches from another `ahead`; close that before")
+        source, waiting = iter(batches), deque[tuple[Item, Ids, Ids, Positions]]()
+        self._end_batch()
         more = self._ahead = True
         try:
             while True:
@@ -148,59 +160,94 @@ class EmbeddingCache:
                     except StopIteration:
                         more = False
                         break
-                    flat = flat_ids(ids(batch))
+                    flat = flat_ids(ids(batch)).copy()  # the caller may use the memory again
                     found, inverse = unique(flat)
                     self.announce(found, inverse)
-                    waiting.append((batch, flat, inverse))
+                    waiting.append((batch, flat, found, inverse))
                 if not waiting:
                     return
-                batch, flat, inverse = waiting.popleft()
-                if self._current is not None and not self._current.stepped:
-                    raise ValueError("the batch before was not stepped; step every batch that `ahead` gives")
-                self._current = _Current(flat, self.plan(), inverse)
+                batch, flat, found, inverse = waiting.popleft()
+                plan = self.plan()
+                assert plan.ids is found
+                self._current = _Current(flat, plan, inverse, set())
                 yield batch
+                if (
+                    self._end_batch()
+                ):  # it was skipped, and what was planned for it is forgotten, with what was announced
+                    for _, _, found, inverse in waiting:
+                        self.announcing(found, count_uses(inverse, len(found)))
         finally:
             self._current, self._ahead = None, False
             self.write_back()
 
-    def planned(self, ids: Any) -> tuple[Plan, Positions]:
+    def _end_batch(self) -> bool:
+        """Leave the current batch; return whether it was skipped. ValueError if only some tables have stepped."""
+        current, self._current = self._current, None
+        if current is None or len(current.stepped) == len(self.tables):
+            return False
+        if current.stepped:
+            names = [table.name for number, table in enumerate(self.tables) if number not in current.stepped]
+            raise ValueError(f"the tables {names} have not taken the step that others of their cache have")
+        self._forget()
+        return True
+
+    def planned(self, ids: Any, table: int) -> tuple[Plan, Positions]:
         """Return the plan of the batch with these ids and their inverse int32 [N]: the one that `ahead` gave last.
 
         Outside of `ahead` they are planned here, once for all tables, with no other batch known. Raises ValueError for
-        other ids than that batch's.
+        other ids than that batch's, and where the table of this number has stepped it.
         """
         flat = flat_ids(ids)
-        if self._current is None or (self._current.stepped and not self._ahead):
+        if not self._ahead and (self._current is None or table in self._current.stepped):
+            self._end_batch()
             found, inverse = unique(flat)
             self.announce(found, inverse)
-            self._current = _Current(flat, self.plan(), inverse)
-        current = self._current
-        if current.ids is not flat and not np.array_equal(current.ids, flat):
+            self._current = _Current(flat.copy(), self.plan(), inverse, set())
+        if self._current is None or table in self._current.stepped:
+            raise ValueError(f"table {self.tables[table].name!r} has stepped this batch; take the next from `ahead`")
+        if not np.array_equal(self._current.ids, flat):
             raise ValueError("these are not the ids of the batch being stepped, which `ahead` gave last")
-        return current.plan, current.inverse
+        return self._current.plan, self._current.inverse
 
     def write_back(self) -> None:
         """Write the cached rows to the host tables, whose rows are then up to date; the slots go on.
 
-        Batches that were announced or planned and not stepped are forgotten.
+        Outside of `ahead` a batch that was planned and not stepped is forgotten.
         """
         self.write_back_rows()
-        if len(self.planner) or not np.array_equal(self.planner.slot_ids, self.resident):
-            self.planner.restore(self.resident)
+        if not self._ahead:
+            self._current = None
+            self._forget()
+
+    def clear(self) -> None:
+        """Write back and give all slots up: before the tables' rows are changed by other means, such as loading."""
+        self.write_back()
+        for resident in self._resident:
+            resident[:] = -1
+        self._forget()
+
+    def _forget(self) -> None:
+        """Set the planner back to what the slots hold; batches announced or planned, and not stepped, are forgotten."""
+        if any(not np.array_equal(other, self._resident[0]) for other in self._resident[1:]):
+            self.write_back_rows()  # an error came between the tables' steps
+            for resident in self._resident:
+                resident[:] = -1
+        if len(self.planner) or not np.array_equal(self.planner.slot_ids, self._resident[0]):
+            self.planner.restore(self._resident[0])
             del self._recorded[self.planner.statistics.batches :]
 
     def write_back_rows(self) -> None:
-        """Write the cached rows to the host tables; what is announced stays announced."""
+        """Write the cached rows to the host tables; what is announced or planned stays so."""
         if not self._changed:
             return
         self._changed = False
-        taken = np.flatnonzero(self.resident >= 0).astype(np.int32)
-        for table, slots in zip(self.tables, self.slots, strict=True):
+        for table, slots, resident in zip(self.tables, self.slots, self._resident, strict=True):
+            taken = np.flatnonzero(resident >= 0).astype(np.int32)
             step = max(1, _WRITE_BACK_BYTES // (4 * max(1, slots.block[:1].numel())))
             for start in range(0, len(taken), step):
                 part = taken[start : start + step]
                 block, row_slots = slots.read(torch.from_numpy(part).to(self.device))
-                table.write_rows(self.resident[part], block.cpu().numpy(), row_slots.cpu().numpy())
+                table.write_rows(resident[part], block.cpu().numpy(), row_slots.cpu().numpy())
 
     def bytes_moved(self) -> tuple[int, int]:
         """Return the bytes of rows that went to the device and to the host so far, by the plans."""

@@ -78,6 +78,11 @@ def count_uses(inverse: Positions, unique: int) -> Positions:
     return total
 
 
+def planner_bytes(rows: int, capacity: int, window: int) -> int:
+    """Return the bytes of a planner."""
+    return rows * (32 if window <= 16 else 64) + capacity * 24
+
+
 class Planner:
     """Plans a cache of `capacity` of `rows` rows.
 

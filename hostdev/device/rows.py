@@ -47,9 +47,9 @@ def sum_rows(grads: Tensor, inverse: Tensor, rows: int) -> Tensor:
         out = torch.empty((rows, grads.shape[1]))
         segment_sum(grads.contiguous().numpy(), inverse.numpy(), out.numpy())
         return out
-    # Deterministic algorithms are on: torch sorts the indices stably and adds by segment.
+    # Unlike index_add_ it needs no deterministic mode: torch sorts the indices stably and adds by segment.
     zeros = torch.zeros((rows, grads.shape[1]), device=grads.device)
-    return zeros.index_add_(0, inverse.long(), grads)
+    return zeros.index_put_((inverse.long(),), grads, accumulate=True)
 
 
 class _GatherScaled(torch.autograd.Function):

@@ -1,6 +1,7 @@
 """Training with a cache gives the bits of the serial run without one, for any policy, size, depth and future."""
 
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -62,3 +63,36 @@ def test_after_an_error_the_trainer_goes_on(depth):
     results.close()  # with batches announced, planned and fetched
     losses += [tuple(result.value) for result in trainer.train(batches[9:])]
     assert (losses, trainer.evaluate(batches[:3]), trainer.state_sha256()) == expected
+
+
+@pytest.mark.parametrize("stage", ["unique", "plan", "lookup"])
+def test_closing_while_the_fetcher_is_slow(stage):
+    """What it still announces or plans must not reach the next run."""
+    batches = adversarial(5, 14)
+    expected = outcome(batches, depth=0)
+
+    def hold_up(at, number):
+        time.sleep(0.3 * (at == stage and 5 <= number <= 9))
+
+    trainer = trainer_of(depth=2, before_stage=hold_up, **cached("20%", window=4))
+    results = trainer.train(batches)
+    losses = [tuple(next(results).value) for _ in range(2)]
+    results.close()
+    losses += [tuple(result.value) for result in trainer.train(batches[2:])]
+    assert (losses, trainer.evaluate(batches[:3]), trainer.state_sha256()) == expected
+
+
+def test_looking_in_the_middle_of_training():
+    batches = adversarial(6, 8)
+    trainer, plain = trainer_of(depth=0, **cached("30%")), trainer_of(depth=0)
+    for _ in zip(trainer.train(batches), plain.train(batches), strict=True):
+        assert trainer.evaluate(batches[:2]) == plain.evaluate(batches[:2])
+        assert trainer.state_sha256() == plain.state_sha256()
+    trainer = trainer_of(depth=2, **cached("30%"))
+    results = trainer.train(batches)
+    next(results)
+    for look in (trainer.state_sha256, lambda: trainer.evaluate(batches[:2])):
+        with pytest.raises(RuntimeError, match="end or close the iterator"):
+            look()
+    results.close()
+    assert trainer.state_sha256() == outcome(batches[:1], depth=0)[2]

@@ -58,7 +58,7 @@ def test_rows_go_in_and_out_and_lose_no_update(device, optimizer, dim, operation
         on_device.update(at, torch.from_numpy(grads).to(device), *sent, scalars)
         passing = on_device.passed(at, torch.from_numpy(grads).to(device))
         left = on_device.exchange(at, *sent)
-        cache.stepped(plan)
+        cache.stepped(plan, 0)
         table.update(ids[plan.passed], passing.cpu().numpy(), scalars)
         table.write_rows(plan.evicted, *(part.cpu().numpy() for part in left))
         plain.update(ids, grads)
