@@ -171,9 +171,7 @@ class EmbeddingCache:
                 assert plan.ids is found
                 self._current = _Current(flat, plan, inverse, set())
                 yield batch
-                if (
-                    self._end_batch()
-                ):  # it was skipped, and what was planned for it is forgotten, with what was announced
+                if self._end_batch():  # it was skipped: its plan is forgotten, and with it what was announced
                     for _, _, found, inverse in waiting:
                         self.announcing(found, count_uses(inverse, len(found)))
         finally:
