@@ -5,11 +5,18 @@ import time
 
 import numpy as np
 import pytest
+import torch
+from hostdev.data.preprocess.build import Options, build
+from hostdev.data.preprocess.criteo import CriteoText
 
+from hostdev import manifest
 from hostdev.errors import UserError
+from hostdev.primitive import OpLog
+from hostdev.shards import ShardReader
+from hostdev.trainer import Trainer
 from tests.test_pipeline import ROWS, adversarial, outcome, trainer_of
 
-SIZES = (0, 1, 7, "10%", 150, "100%")
+SIZES = (0, 1, "1%", "10%", 100, "100%")
 POLICIES = ("lookahead", "lru", "lfu", "static")
 COUNTS = np.random.default_rng(0).permutation(ROWS)
 
@@ -96,3 +103,26 @@ def test_looking_in_the_middle_of_training():
             look()
     results.close()
     assert trainer.state_sha256() == outcome(batches[:1], depth=0)[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_every_policy_and_size_on_the_real_sample(criteo_sample, tmp_path, seed):
+    build(CriteoText([criteo_sample]), tmp_path / "data", Options(threshold=2))
+    found = manifest.read(tmp_path / "data")
+    counts = manifest.read_counts(tmp_path / "data", found)
+    reader = ShardReader(tmp_path / "data", found, "train")
+    batches = list(itertools.islice(reader.batches(1000, seed=seed, epoch=1), 30))
+
+    def result(depth, **cache):
+        options = {"depth": depth, "cache": {"counts": counts, **cache} if cache else None}
+        cpu = torch.device("cpu")
+        trainer = Trainer(
+            found.vocabulary_size, 8, host_device_mix=True, device=cpu, l2="none", seed=seed, log=OpLog(), **options
+        )
+        losses = [tuple(step.value) for step in trainer.train(batches)]
+        return losses, trainer.state_sha256()
+
+    expected = result(0)
+    for policy, size, depth in itertools.product(POLICIES, SIZES, (0, 2)):
+        assert result(depth, policy=policy, capacity_rows=size) == expected, (policy, size, depth)
