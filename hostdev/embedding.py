@@ -158,6 +158,7 @@ class BatchRows:
         if self._places is None:
             return [grads]
         evicted = self._embedding.cache_exchange(self._places, *self._sent[1:])
+        self._sent = []  # before more is allocated
         return [self._embedding.cache_passed(self._places, grads), *evicted]
 
     def receive(self, tensors: list[Tensor]) -> None:

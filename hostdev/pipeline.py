@@ -269,6 +269,7 @@ class Pipeline:
                         waiting.append(item)
                     else:
                         end = item
+                    del item  # or a batch that is done would live until the next one comes
                 except Stopped:
                     raise
                 except Exception as error:  # what was read before comes first
