@@ -130,13 +130,13 @@ class Line:
             self.update_error = error
             self.changed.notify_all()
 
-    def let_go(self, flight: Flight) -> None:
-        """The caller or the updater is done with a batch; after both, another may be read."""
+    def let_go(self, number: int) -> None:
+        """The caller or the updater is done with a batch, and has no reference to it; after both another is read."""
         with self.changed:
-            if flight.held:
-                flight.held = False
+            if self.flights[number].held:
+                self.flights[number].held = False
             else:
-                del self.flights[flight.number]
+                del self.flights[number]
                 self.changed.notify_all()
 
     def arrived(self, flight: Flight) -> None:

@@ -199,7 +199,7 @@ class Pipeline:
     def _step_next(self, line: Line, step: Any, update: bool) -> Result | None:
         """Wait for a batch and all its rows, and step; None after the last one."""
         if line.yielded:  # the caller has come back, and is done with it
-            line.let_go(line.flights[line.yielded])
+            line.let_go(line.yielded)
         with self.timeline.stall("step"):
             line.wait(lambda: line.fetched or line.update_error)
         item = line.fetched.popleft() if line.update_error is None else End(None)
@@ -221,7 +221,7 @@ class Pipeline:
         if update:
             line.put(line.stepped, item)
         else:
-            line.let_go(item)
+            line.let_go(item.number)
         return result
 
     def _may_step(self, line: Line, flight: Flight) -> bool:
@@ -311,7 +311,9 @@ class Pipeline:
                 self._end_step(item)
         if item is not None:
             self._update(item, line)
-            line.let_go(item)
+            number = item.number
+            del item
+            line.let_go(number)
         elif (flight := line.deliverable()) is not None:
             self._deliver(flight, line)
         return True
