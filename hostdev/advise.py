@@ -11,14 +11,14 @@ import numpy.typing as npt
 
 from hostdev import cli, config, lookalike, manifest
 from hostdev.cache.optimum import optimal
-from hostdev.cache.planner import WINDOW, Planner, Statistics, count_uses, planner_bytes
+from hostdev.cache.planner import WINDOW, Planner, Statistics, planner_bytes
 from hostdev.cache.planning import POLICIES
 from hostdev.cache.size import rows_of
 from hostdev.config import TrainConfig
 from hostdev.device import backend
 from hostdev.errors import UserError
 from hostdev.kernels.pool import set_host_threads
-from hostdev.kernels.unique import unique
+from hostdev.kernels.unique import count_uses, unique
 from hostdev.memory import available_bytes, gib, parse_bytes, table_bytes
 from hostdev.optimizers import FTRL, LazyAdam
 from hostdev.progress import bar

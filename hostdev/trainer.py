@@ -15,7 +15,6 @@ from torch import Tensor
 from hostdev import metrics
 from hostdev.batch import Batch
 from hostdev.cache.cache import EmbeddingCache
-from hostdev.cache.planner import count_uses
 from hostdev.device.backend import free_bytes
 from hostdev.device.rows import gather_rows, gather_scaled_rows
 from hostdev.device.staging import Staging
@@ -25,7 +24,7 @@ from hostdev.embedding import Embedding
 from hostdev.errors import UserError
 from hostdev.host.server import ParameterServer
 from hostdev.host.table import HostTable
-from hostdev.kernels.unique import unique
+from hostdev.kernels.unique import count_uses, unique
 from hostdev.manifest import FIELDS
 from hostdev.memory import available_bytes, require_table
 from hostdev.models.wide_deep import L2_COEFFICIENT, WideDeep, deep_l2, wide_loss

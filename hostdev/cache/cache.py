@@ -10,13 +10,13 @@ import numpy.typing as npt
 import torch
 
 from hostdev.cache.optimum import optimal
-from hostdev.cache.planner import WINDOW, Ids, Plan, Planner, Positions, Statistics, count_uses, planner_bytes
+from hostdev.cache.planner import WINDOW, Ids, Plan, Planner, Positions, Statistics, planner_bytes
 from hostdev.cache.size import rows_of
 from hostdev.cache.slots import CachedTable, DeviceSlots
 from hostdev.device.backend import free_bytes
 from hostdev.errors import UserError
 from hostdev.ids import checked_ids
-from hostdev.kernels.unique import unique
+from hostdev.kernels.unique import count_uses, unique
 from hostdev.memory import available_bytes, gib, table_bytes
 from hostdev.primitive import OpLog, Primitive
 

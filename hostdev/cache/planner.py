@@ -15,7 +15,8 @@ import numpy.typing as npt
 from hostdev.cache import planning
 from hostdev.cache.planning import KEYS, LOOKAHEAD, MOST_WINDOW, NEVER, POLICIES, STATIC, STEPS_PER_OCTAVE
 from hostdev.kernels.buffers import aligned_empty, scratch
-from hostdev.kernels.pool import host_threads, parallel_for, ranges, run_tasks
+from hostdev.kernels.pool import parallel_for, ranges, run_tasks
+from hostdev.kernels.unique import count_uses
 
 Ids = npt.NDArray[Any]
 Positions = npt.NDArray[np.int32]
@@ -24,8 +25,6 @@ WINDOW = 16
 _GRAIN = 4096
 _SLOTS_GRAIN = 1 << 15
 _SCANNED, _SCANNED_PER_NEWCOMER = 1 << 16, 4  # slots
-_TALLY_PART = 1 << 17
-_MOST_PARTS = 4
 
 
 class Plan(NamedTuple):
@@ -39,6 +38,16 @@ class Plan(NamedTuple):
     passed: Positions  # [M], looked up and updated on the host
     evicted: Ids  # [E], rows that leave at the end of the batch's step, before others are admitted
     evicted_slots: Positions  # [E]
+
+    @property
+    def reads(self) -> Ids:
+        """The rows that the batch takes from the host: those that pass by, then those that are admitted, [M + A]."""
+        return np.concatenate([self.ids[self.passed], self.ids[self.admitted]])
+
+    @property
+    def writes(self) -> Ids:
+        """The rows of the host that the batch writes: those that pass by, then those that are evicted, [M + E]."""
+        return np.concatenate([self.ids[self.passed], self.evicted])
 
 
 @dataclass
@@ -58,6 +67,14 @@ class Statistics:
         """Unique rows that passed by, summed over batches."""
         return self.unique - self.unique_hits - self.admitted
 
+    def bytes_moved(self, passing: int, whole: int) -> tuple[int, int]:
+        """Return the bytes of rows that went to the device and to the host.
+
+        passing  of a row that passes by
+        whole    of a row with its slots, which is admitted or evicted
+        """
+        return self.passed * passing + self.admitted * whole, self.passed * passing + self.evicted * whole
+
     @property
     def hit_rate(self) -> float:
         """Hits by uses."""
@@ -67,15 +84,6 @@ class Statistics:
     def unique_hit_rate(self) -> float:
         """Hits by the batches' unique rows."""
         return self.unique_hits / self.unique if self.unique else 0.0
-
-
-def count_uses(inverse: Positions, unique: int) -> Positions:
-    """Return how often each unique id of a batch is used, int32 [U], from the inverse int32 [N] of `unique`."""
-    parts = max(1, min(host_threads(), _MOST_PARTS, len(inverse) // _TALLY_PART))
-    counts = scratch("tally", (parts, unique), np.int32)
-    run_tasks([(planning.tally, part, part + 1, (inverse, np.uint64(parts), counts)) for part in range(parts)])
-    total: Positions = counts.sum(0, dtype=np.int32) if parts > 1 else counts[0].copy()
-    return total
 
 
 def planner_bytes(rows: int, capacity: int, window: int) -> int:
@@ -146,19 +154,14 @@ class Planner:
             raise ValueError(f"{len(self._announced)} batches are announced; plan one before the next")
         number = self._planned + len(self._announced)
         self._announced.append((ids, uses))
-        if self.capacity:
-            args = (ids, uses, number, self._ring, self._kind, self._rows, self._masks, self._coming, self._slots)
-            parallel_for(planning.announce, len(ids), *args, grain=_GRAIN)
+        args = (ids, uses, number, self._ring, self._kind, self._rows, self._masks, self._coming, self._slots)
+        parallel_for(planning.announce, len(ids), *args, grain=_GRAIN)
 
     def plan(self) -> Plan:
         """Plan the earliest announced batch."""
         ids, uses = self._announced.popleft()
         number, U = self._planned, len(ids)
         self._planned += 1
-        if not self.capacity:
-            none = np.empty(0, np.int32)
-            self._count(U, int(uses.sum()), 0, 0, 0, 0)
-            return Plan(ids, none, none, none, none, np.arange(U, dtype=np.int32), ids[:0], none)
         terms = (np.float32(1 / (self._planned + len(self._announced))), np.float32(1 / (self.window + 1)))
         slot_of, keys = scratch("slot_of", (U,), np.int32), scratch("keys", (U,), np.uint16)
         pieces = ranges(U, _GRAIN)
@@ -195,7 +198,7 @@ class Planner:
         """Return who is admitted, the slots that they get, and those of them that were taken."""
         willing = int(newcomers[1:].sum())
         free = min(self.capacity - self.filled, willing)
-        swaps, victims, tasks = 0, np.empty(1, np.int32), []
+        swaps, victims, tasks, turned = 0, np.empty(1, np.int32), [], np.uint16(KEYS - 1)
         first = last = 0
         if willing > free and self._kind != STATIC:
             first, last = self._to_scan(willing - free)
@@ -208,12 +211,11 @@ class Planner:
             swaps = int(planning.exchanges(_without_best(newcomers, free), residents, self._margin))
             if swaps:
                 victims = np.empty(swaps + 1, np.int32)
-                tasks.append((planning.worst, *_threshold(residents, swaps), (resident_keys, victims)))
+                tasks.append((planning.pick, *_threshold(residents, swaps), (resident_keys, turned, victims)))
         count = free + swaps
         admitted = np.empty(count + 1, np.int32)
         if count:
-            key, ties = _threshold(newcomers[::-1], count)
-            tasks.append((planning.best, KEYS - 1 - key, ties, (keys, admitted)))
+            tasks.append((planning.pick, *_threshold(newcomers[::-1], count), (keys, np.uint16(0), admitted)))
         run_tasks(tasks)
         fresh = np.arange(self.filled, self.filled + free, dtype=np.int32)
         self.filled += free
@@ -257,10 +259,13 @@ def _most_used(counts: npt.NDArray[Any] | None, rows: int, capacity: int) -> npt
 
 
 def _threshold(histogram: npt.NDArray[Any], count: int) -> tuple[int, int]:
-    """Return the key up to which there are at least `count`, and how many of those at that key belong to the first."""
+    """Return the key down to which there are at least `count`, and how many of those at that key are among the first.
+
+    histogram  [KEYS], the largest key first
+    """
     before = np.cumsum(histogram)
-    key = int(np.searchsorted(before, count))
-    return key, int(count - (before[key] - histogram[key]))
+    place = int(np.searchsorted(before, count))
+    return KEYS - 1 - place, int(count - (before[place] - histogram[place]))
 
 
 def _without_best(histogram: npt.NDArray[Any], count: int) -> npt.NDArray[np.int64]:
@@ -268,8 +273,8 @@ def _without_best(histogram: npt.NDArray[Any], count: int) -> npt.NDArray[np.int
     left = histogram.astype(np.int64)
     if count:
         key, ties = _threshold(left[::-1], count)
-        left[KEYS - key :] = 0
-        left[KEYS - 1 - key] -= ties
+        left[key + 1 :] = 0
+        left[key] -= ties
     return left
 
 

@@ -119,17 +119,6 @@ def _decode(code: Any) -> Any:
 
 
 @kernel
-def tally(start: Any, stop: Any, inverse: Any, parts: Any, counts: Any) -> None:
-    """Count the uses of each unique id in inverse[edges] for the parts [start, stop) of `counts` int32 [parts, U]."""
-    for part in range(np.uint64(start), np.uint64(stop)):
-        row = counts[part]
-        row[:] = 0
-        first, last = len(inverse) * part // parts, len(inverse) * (part + np.uint64(1)) // parts
-        for i in range(np.uint64(first), np.uint64(last)):
-            row[np.uint64(inverse[i])] += np.int32(1)
-
-
-@kernel
 def announce(
     start: Any, stop: Any, ids: Any, uses: Any, number: Any, ring: Any, kind: Any,
     rows: Any, masks: Any, coming: Any, slots: Any,
@@ -230,25 +219,18 @@ def exchanges(newcomers: Any, residents: Any, margin: Any) -> Any:
 
 
 @kernel
-def best(threshold: Any, ties: Any, keys: Any, out: Any) -> None:
-    """Write the positions of keys above the threshold and of the first `ties` at it, ascending, to out [one more]."""
+def pick(threshold: Any, ties: Any, keys: Any, turned: Any, out: Any) -> None:
+    """Write the positions of keys above the threshold and of the first `ties` at it, ascending, to out [one more].
+
+    turned  KEYS - 1 for small keys to count as large ones, else 0
+    """
     count, left = np.uint64(0), np.int64(ties)
     for p in range(np.uint64(0), np.uint64(len(keys))):
+        key = keys[p] ^ turned
         out[count] = p
-        tie = (keys[p] == threshold) & (left > 0)
+        tie = (key == threshold) & (left > 0)
         left -= np.int64(tie)
-        count += np.uint64((keys[p] > threshold) | tie)
-
-
-@kernel
-def worst(threshold: Any, ties: Any, keys: Any, out: Any) -> None:
-    """Write the positions of keys below the threshold and of the first `ties` at it, ascending, to out [one more]."""
-    count, left = np.uint64(0), np.int64(ties)
-    for p in range(np.uint64(0), np.uint64(len(keys))):
-        out[count] = p
-        tie = (keys[p] == threshold) & (left > 0)
-        left -= np.int64(tie)
-        count += np.uint64((keys[p] < threshold) | tie)
+        count += np.uint64((key > threshold) | tie)
 
 
 @kernel

@@ -40,17 +40,6 @@ def _lookup_into(start: Any, stop: Any, ids: Any, positions: Any, block: Any, ou
 
 
 @kernel
-def _store(start: Any, stop: Any, ids: Any, positions: Any, values: Any, rows: Any) -> None:
-    for i in range(np.uint64(start), np.uint64(stop)):
-        ahead = i + np.uint64(_AHEAD)
-        if ahead < np.uint64(stop):
-            prefetch_to_write(rows, ids[ahead], rows.strides[0])
-        value, row = values[np.uint64(positions[i])], rows[np.uint64(ids[i])]
-        for j in range(len(row)):
-            row[j] = value[j]
-
-
-@kernel
 def _first_outside(ids: Any, rows: Any) -> Any:
     for i in range(len(ids)):
         if ids[i] < 0 or ids[i] >= rows:
@@ -84,7 +73,7 @@ def store(
     values: npt.NDArray[np.float32],
     positions: npt.NDArray[np.int32] | None = None,
 ) -> None:
-    """Overwrite rows: rows[ids[i]] = values[i], or values[positions[i]].
+    """Overwrite rows: rows[ids[i]] = values[i], or values[positions[i]]: a lookup in `values`, with `rows` as `out`.
 
     rows       float32 [V, width]
     ids        int32 or int64 [N], unique, each in [0, V)
@@ -93,7 +82,7 @@ def store(
     """
     if positions is None:
         positions = identity(len(ids))
-    parallel_for(_store, len(ids), ids, positions, values, rows, grain=grain_of(rows.strides[0]))
+    parallel_for(_lookup_into, len(ids), positions, ids, values[:, None], rows, grain=grain_of(rows.strides[0]))
 
 
 def first_outside(ids: npt.NDArray[Any], rows: int) -> int:

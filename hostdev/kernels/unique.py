@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.kernels.buffers import aligned_empty
+from hostdev.kernels.buffers import aligned_empty, scratch
 from hostdev.kernels.jit import inline, kernel, prefetch_to_write
 from hostdev.kernels.pool import host_threads, parallel_for, run_tasks
 
@@ -24,6 +24,7 @@ _SPARE_BITS = 1  # the table is at most half full
 _MAX_DISTINCT = 2**31  # positions are int32
 _MOST_PARTS = 4  # of a batch, deduplicated at once; the rest is serial, and more parts make more of it
 _SMALLEST_PART = 1 << 15
+_COUNTED_PART = 1 << 17  # at least
 _DIRECT_UP_TO = 2  # ids below this many times their number get a place each; above, that memory outgrows the cache
 _maps = threading.local()  # of `unique`: a batch has about as many distinct ids as the one before
 
@@ -286,7 +287,22 @@ def tally(positions: Any, counts: Any) -> None:
     """Count uses in place: counts[p] += 1 for each position p.
 
     positions  int32 [N]
-    counts     int64 [at least the largest position + 1]
+    counts     int32 or int64 [at least the largest position + 1]
     """
-    for i in range(len(positions)):
-        counts[positions[i]] += 1
+    for i in range(np.uint64(0), np.uint64(len(positions))):
+        counts[np.uint64(positions[i])] += 1
+
+
+def count_uses(inverse: Positions, unique: int) -> Positions:
+    """Return how often each unique id of a batch is used, int32 [U], from the inverse int32 [N] of `unique`."""
+    parts = max(1, min(host_threads(), _MOST_PARTS, len(inverse) // _COUNTED_PART))
+    counts = scratch("counts", (parts, unique), np.int32)
+    edges = [len(inverse) * i // parts for i in range(parts + 1)]
+    run_tasks([(_count_part, a, b, (inverse, part)) for part, (a, b) in zip(counts, pairwise(edges), strict=True)])
+    total: Positions = counts.sum(0, dtype=np.int32)
+    return total
+
+
+def _count_part(start: int, stop: int, inverse: Positions, counts: Positions) -> None:
+    counts.fill(0)
+    tally(inverse[start:stop], counts)

@@ -9,10 +9,10 @@ from hostdev.data.preprocess.criteo import CriteoText
 
 from hostdev import manifest
 from hostdev.cache.optimum import optimal
-from hostdev.cache.planner import Planner, count_uses
+from hostdev.cache.planner import Planner
 from hostdev.cache.size import rows_of
 from hostdev.kernels.pool import set_host_threads
-from hostdev.kernels.unique import unique
+from hostdev.kernels.unique import count_uses, unique
 from hostdev.shards import ShardReader
 
 POLICIES = ("lookahead", "lru", "lfu", "static")
