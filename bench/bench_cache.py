@@ -18,9 +18,8 @@ from workload import IDS, ids_of
 import hostdev
 from hostdev import manifest
 from hostdev.cache.optimum import optimal
-from hostdev.cache.planner import WINDOW, Planner
-from hostdev.cache.planning import POLICIES
-from hostdev.cache.size import rows_of
+from hostdev.cache.options import POLICIES, WINDOW, rows_of
+from hostdev.cache.planner import Planner
 from hostdev.kernels.pool import host_threads
 from hostdev.kernels.unique import count_uses
 from hostdev.shards import ShardReader

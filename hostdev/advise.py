@@ -11,18 +11,17 @@ import numpy.typing as npt
 
 from hostdev import cli, config, lookalike, manifest
 from hostdev.cache.optimum import optimal
-from hostdev.cache.planner import WINDOW, Planner, Statistics, planner_bytes
-from hostdev.cache.planning import POLICIES
-from hostdev.cache.size import rows_of
+from hostdev.cache.options import MOST_WINDOW, POLICIES, WINDOW, rows_of
+from hostdev.cache.planner import Planner, Statistics, planner_bytes
 from hostdev.config import TrainConfig
 from hostdev.device import backend
 from hostdev.errors import UserError
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import count_uses, unique
-from hostdev.memory import available_bytes, gib, parse_bytes, table_bytes
-from hostdev.optimizers import FTRL, LazyAdam
+from hostdev.memory import available_bytes, gib, parse_bytes, row_bytes
 from hostdev.progress import bar
 from hostdev.shards import ShardReader
+from hostdev.trainer import tables_of
 
 PROG = "hostdev.advise"
 OPTIONS = ("data", "device", "batch_size", "emb_dim", "host_threads", "seed")
@@ -54,16 +53,16 @@ class Tables:
     @property
     def passing(self) -> int:
         """Bytes of a row that passes by, each way."""
-        return 4 * (self.dim + 1)
+        return row_bytes(tables_of(self.dim).values())[0]
 
     @property
     def whole(self) -> int:
         """Bytes of a row with its slots."""
-        return table_bytes(1, self.dim, len(LazyAdam().slots)) + table_bytes(1, 1, len(FTRL().slots))
+        return row_bytes(tables_of(self.dim).values())[1]
 
     def bytes_per_step(self, part: Statistics) -> float:
         """What goes to the device and back in a step."""
-        return (2 * part.passed * self.passing + (part.admitted + part.evicted) * self.whole) / max(1, part.batches)
+        return sum(part.bytes_moved(self.passing, self.whole)) / max(1, part.batches)
 
 
 def simulate(
@@ -208,8 +207,7 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
     found = manifest.read(data)
     reader = ShardReader(data, found, "train")
     size = settings.batch_size or min(config.REFERENCE_BATCH_SIZE, max(1, reader.rows // 20))
-    if size > reader.rows:
-        raise UserError(f"--batch-size {size} is larger than the {reader.rows} training rows of {data}")
+    reader.require(size)
     if settings.host_threads is not None:
         set_host_threads(settings.host_threads)
     device = backend.select(settings.device)
@@ -268,8 +266,8 @@ def main(argv: Sequence[str]) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Advise as the parsed flags say."""
     settings = config.from_flags(arguments, OPTIONS)
-    if not 0 <= arguments.cache_window <= config.MOST_WINDOW:
-        raise UserError(f"--cache-window must be in 0..{config.MOST_WINDOW}, not {arguments.cache_window}")
+    if not 0 <= arguments.cache_window <= MOST_WINDOW:
+        raise UserError(f"--cache-window must be in 0..{MOST_WINDOW}, not {arguments.cache_window}")
     memory = parse_bytes(arguments.memory) if arguments.memory is not None else None
     advise(settings, memory, arguments.cache_window, arguments.out)
 

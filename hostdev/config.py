@@ -6,12 +6,11 @@ from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from hostdev.cache.size import rows_of
+from hostdev.cache.options import MOST_WINDOW, POLICIES, WINDOW, rows_of
 from hostdev.errors import UserError
 
 REFERENCE_BATCH_SIZE = 16_000
 MOST_DEPTH = 64  # more ahead than that helps nobody
-MOST_WINDOW = 32  # the planner has a byte for each
 
 
 def _flag(help: str, *, default: Any = None, kind: Any = None, **extra: Any) -> Any:
@@ -57,10 +56,8 @@ class TrainConfig:
         kind=str,
         metavar="N",
     )
-    cache_policy: str | None = _flag(
-        "which rows those are (lookahead)", kind=str, choices=("lookahead", "lru", "lfu", "static")
-    )
-    cache_window: int | None = _flag("batches that lookahead knows in advance (16)", kind=int, metavar="N")
+    cache_policy: str | None = _flag(f"which rows those are ({POLICIES[0]})", kind=str, choices=POLICIES)
+    cache_window: int | None = _flag(f"batches that lookahead knows in advance ({WINDOW})", kind=int, metavar="N")
     seed: int = _flag("of the initial values and of the rows' order", default=2020, kind=int, metavar="N")
     max_steps: int | None = _flag("stop after so many steps", kind=int, metavar="N")
     run_dir: Path | None = _flag("a new folder for logs and summary (runs/<time>)", kind=Path, metavar="DIR")
@@ -111,8 +108,8 @@ class TrainConfig:
         filled = replace(self, epochs=self.epochs or epochs, batch_size=self.batch_size or batch_size)
         if self.cache_rows is None or not rows_of(self.cache_rows, 1 << 30):
             return replace(filled, cache_rows="0", cache_policy=None, cache_window=None)
-        policy = self.cache_policy or "lookahead"
-        window = 16 if self.cache_window is None else self.cache_window
+        policy = self.cache_policy or POLICIES[0]
+        window = WINDOW if self.cache_window is None else self.cache_window
         return replace(filled, cache_policy=policy, cache_window=window if policy == "lookahead" else None)
 
     def as_json(self) -> dict[str, Any]:

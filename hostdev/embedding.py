@@ -1,11 +1,13 @@
 """A table and the ops that work on it, wherever it is placed, and one batch's rows on their way through them."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from hostdev.cache.planner import Plan
 from hostdev.cache.slots import DeviceSlots, Places
 from hostdev.device.staging import Staging
 from hostdev.device.table import DeviceTable
@@ -22,14 +24,12 @@ class Embedding:
         self.table = table
         self.name = table.name
         self.target = table.primitive_target
-        self.slots: DeviceSlots | None = None
         update = UPDATES[table.optimizer.primitive]
         self.lookup = EmbeddingLookup(scope=self.name, log=log).add_prim_attr("primitive_target", self.target)
         self.update = update(scope=self.name, log=log).add_prim_attr("primitive_target", self.target)
 
     def use_cache(self, slots: DeviceSlots, log: OpLog | None = None) -> None:
         """Take hot rows from the device, where these slots hold them."""
-        self.slots = slots
         self.cache_lookup = Primitive("CacheLookup", slots.rows, scope=self.name, log=log)
         self.cache_update = Primitive("CacheUpdate", slots.update, scope=self.name, log=log)
         self.cache_passed = Primitive("CachePassed", slots.passed, scope=self.name, log=log)
@@ -180,3 +180,12 @@ class BatchRows:
     def updated(self) -> None:
         """Report the update's time."""
         self._update.end()
+
+
+def rows_of(embeddings: Sequence[Embedding], unique: int, plan: Plan | None, staging: Staging) -> list[BatchRows]:
+    """Return a batch's rows in each table: of so many unique ids, by the plan of the tables' cache if there is one."""
+    if plan is None:
+        return [BatchRows(embedding, unique, staging) for embedding in embeddings]
+    places, mark = staging.send(Places.of(plan))
+    cached = (len(plan.passed), staging, len(plan.admitted), Places(*places), mark)
+    return [BatchRows(embedding, *cached) for embedding in embeddings]

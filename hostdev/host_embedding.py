@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from hostdev.cache.cache import EmbeddingCache, flat_ids
 from hostdev.cache.planner import Plan
-from hostdev.cache.slots import Places
 from hostdev.device.rows import gather_rows
 from hostdev.device.staging import Staging
-from hostdev.embedding import BatchRows, Embedding, Part
+from hostdev.embedding import BatchRows, Embedding, Part, rows_of
 from hostdev.host.table import HostTable
 from hostdev.kernels.unique import unique
 
@@ -126,12 +125,8 @@ class HostEmbedding(nn.Module):
         self._pending.clear()
 
     def _fetch(self, ids: npt.NDArray[Any], plan: Plan | None) -> _Step:
-        reads, writes, rows = ids, ids, BatchRows(self._embedding, len(ids), self._staging)
-        if plan is not None:
-            places, mark = self._staging.send(Places.of(plan))
-            passed = ids[plan.passed]
-            reads, writes = np.concatenate([passed, ids[plan.admitted]]), np.concatenate([passed, plan.evicted])
-            rows = BatchRows(self._embedding, len(passed), self._staging, len(plan.admitted), Places(*places), mark)
+        reads, writes = (ids, ids) if plan is None else (plan.reads, plan.writes)
+        [rows] = rows_of([self._embedding], len(ids), plan, self._staging)
         rows.fetch(Part.of(reads, None))
         return _Step(rows, rows.arrived().requires_grad_(), writes, plan)
 

@@ -1,6 +1,7 @@
 """How much memory is free, and the refusal of a table that cannot fit, before it is allocated."""
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -88,6 +89,15 @@ def peak_rss_bytes() -> int:
 def table_bytes(rows: int, dim: int, slots: int, row_slots: int = 0) -> int:
     """Return what a table holds: rows x dim x (1 + slots) x 4 bytes, and 4 more for each slot of one value a row."""
     return rows * (dim * (1 + slots) + row_slots) * 4
+
+
+def row_bytes(tables: Iterable[tuple[int, SparseOptimizer]]) -> tuple[int, int]:
+    """Return the bytes of one row of all these tables, (dim, optimizer) each: its weights, and with its slots."""
+    passing = whole = 0
+    for dim, optimizer in tables:
+        passing += table_bytes(1, dim, 0)
+        whole += table_bytes(1, dim, len(optimizer.slots), len(optimizer.row_slots))
+    return passing, whole
 
 
 def require_table(name: str, rows: int, dim: int, optimizer: SparseOptimizer, free: int, where: str) -> int:

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from hostdev.batch import Batch
 from hostdev.cache.cache import EmbeddingCache
-from hostdev.cache.slots import Places
 from hostdev.device.staging import Staging
-from hostdev.embedding import BatchRows, Embedding, Part, Positions
+from hostdev.embedding import Embedding, Part, Positions, rows_of
 from hostdev.flight import End, Flight, Line, Queue, Stopped
 from hostdev.kernels.claims import MOST_UNFINISHED, others
 from hostdev.kernels.pool import urgent
@@ -341,7 +340,7 @@ class Pipeline:
             if not self._on_host:
                 return
             flight.missing = 0 if line is None else 1  # what is fetched here
-            flight.rows = self._rows_of(flight)
+            flight.rows = rows_of(self._embeddings, len(flight.ids), flight.plan, self._staging)
             part = Part.of(flight.reads, None)  # a few late rows may be looked up twice, many not
             if late is not None and len(late.rows) * _MANY_LATE > len(flight.reads):
                 part = Part.of(flight.reads, others(len(flight.reads), late.rows))
@@ -355,14 +354,6 @@ class Pipeline:
         if line is not None:
             line.arrived(flight)
 
-    def _rows_of(self, flight: Flight) -> list[BatchRows]:
-        if flight.plan is None:
-            return [BatchRows(embedding, len(flight.ids), self._staging) for embedding in self._embeddings]
-        passed, admitted = len(flight.plan.passed), len(flight.plan.admitted)
-        places, mark = self._staging.send(Places.of(flight.plan))
-        sent = Places(*places)
-        return [BatchRows(embedding, passed, self._staging, admitted, sent, mark) for embedding in self._embeddings]
-
     def _plan(self, flight: Flight, line: Line | None) -> LateRows | None:
         """Ask the cache which rows it keeps; find those of the others that an unfinished batch is going to write."""
         self._before_stage("plan", flight.number)
@@ -371,9 +362,7 @@ class Pipeline:
             if self._cache is not None:
                 flight.plan = plan = self._cache.plan()
                 assert plan.ids is flight.ids
-                passed = plan.ids[plan.passed]
-                flight.reads = np.concatenate([passed, plan.ids[plan.admitted]])
-                flight.writes = np.concatenate([passed, plan.evicted])
+                flight.reads, flight.writes = plan.reads, plan.writes
                 claimed = np.concatenate([flight.reads, plan.evicted])
             span["rows"] = len(flight.ids)
             if line is None:

@@ -47,6 +47,11 @@ class ShardReader:
         self._intact: set[str] = set()  # a shard's checksum is computed when it is first read
         self.rows = manifest.rows(split)
 
+    def require(self, batch_size: int) -> None:
+        """Raise UserError unless a batch of this size can be filled."""
+        if batch_size > self.rows:
+            raise UserError(f"--batch-size {batch_size} is larger than the {self.rows} training rows of {self._root}")
+
     def steps(self, batch_size: int) -> int:
         """Return the number of batches in one pass; the last may be smaller."""
         return -(-self.rows // batch_size)

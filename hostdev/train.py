@@ -46,10 +46,7 @@ class Run:
         self.epochs, self.batch_size = settings.epochs, settings.batch_size
         self.train_rows = ShardReader(data, found, "train")
         self.test_rows = ShardReader(data, found, "test")
-        if self.batch_size > self.train_rows.rows:
-            raise UserError(
-                f"--batch-size {self.batch_size} is larger than the {self.train_rows.rows} training rows of {data}"
-            )
+        self.train_rows.require(self.batch_size)
         self.device = backend.select(settings.device)
         if settings.host_threads is not None:
             if not settings.host_device_mix and backend.is_accelerator(self.device):

@@ -103,7 +103,7 @@ class Trainer:
         self.reads_whole_tables = l2 == "table" and host_device_mix
         self._precision = precision
         self.server = ParameterServer()
-        optimizers: dict[str, tuple[int, SparseOptimizer]] = {"wide": (1, FTRL()), "deep": (dim, LazyAdam())}
+        optimizers = tables_of(dim)
         _require_tables(rows, optimizers, host_device_mix, device)
         self.wide, self.deep = embeddings = [
             Embedding(
@@ -228,6 +228,11 @@ class Trainer:
                 f"the loss is not finite (wide_loss {wide_value}, deep_loss {deep_value}); no row was updated"
             )
         return Losses(wide_value, deep_value)
+
+
+def tables_of(dim: int) -> dict[str, tuple[int, SparseOptimizer]]:
+    """Return the columns and the optimizer of each table, by name."""
+    return {"wide": (1, FTRL()), "deep": (dim, LazyAdam())}
 
 
 def _require_tables(

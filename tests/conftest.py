@@ -9,6 +9,7 @@ import pytest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 
+from hostdev import cli
 from hostdev.kernels.pool import host_threads, set_host_threads
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,6 +56,18 @@ def command(tmp_path):
             [sys.executable, "-m", module, *map(str, arguments)],
             cwd=cwd, env=environment(tmp_path), capture_output=True, text=True, timeout=300, check=False, **options,
         )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture
+def in_process(capsys, tmp_path, monkeypatch):
+    """Run a command's module in this process, in an empty folder; return its code and what it printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(module, *arguments):
+        code = cli.run(module.PROG, module.main, list(map(str, arguments)))
+        return code, *capsys.readouterr()
 
     return run
 

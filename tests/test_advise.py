@@ -1,24 +1,19 @@
 """python -m hostdev.advise: the table, the picture, the advice, wrong options."""
 
+import functools
 import itertools
 import re
 
 import pytest
 
-from hostdev import UserError, advise, cli, manifest
+from hostdev import UserError, advise, manifest
 from hostdev.cache.planner import Statistics
 from hostdev.memory import parse_bytes
 
 
 @pytest.fixture
-def advised(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        code = cli.run(advise.PROG, advise.main, list(map(str, arguments)))
-        return code, *capsys.readouterr()
-
-    return run
+def advised(in_process):
+    return functools.partial(in_process, advise)
 
 
 def test_the_table_the_picture_and_the_advice(advised, small_data, tmp_path):

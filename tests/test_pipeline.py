@@ -194,8 +194,9 @@ def test_errors_do_not_wait_for_slow_steps():
     assert time.monotonic() - start[0] < 1
 
 
+@pytest.mark.parametrize("cache", [None, {"capacity_rows": "20%", "window": 3}], ids=["", "cache"])
 @pytest.mark.parametrize("depth", [0, 2])
-def test_what_came_before_an_error_is_done_and_the_trainer_goes_on(depth):
+def test_what_came_before_an_error_is_done_and_the_trainer_goes_on(depth, cache):
     batches = adversarial(3, 12)
     expected = outcome(batches, depth=0)
 
@@ -203,7 +204,7 @@ def test_what_came_before_an_error_is_done_and_the_trainer_goes_on(depth):
         yield from batches[:6]
         raise UserError("damaged")
 
-    trainer = trainer_of(depth=depth)
+    trainer = trainer_of(depth=depth, cache=cache)
     losses = []
     with pytest.raises(UserError, match="damaged"):
         for result in trainer.train(source()):

@@ -1,22 +1,17 @@
 """python -m hostdev.verify: equal in every mode, and a broken rule is caught."""
 
+import functools
 import re
 
 import numpy as np
 import pytest
 
-from hostdev import cli, verify
+from hostdev import verify
 
 
 @pytest.fixture
-def verified(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        code = cli.run(verify.PROG, verify.main, list(map(str, arguments)))
-        return code, *capsys.readouterr()
-
-    return run
+def verified(in_process):
+    return functools.partial(in_process, verify)
 
 
 def small(data, *more):

@@ -10,14 +10,14 @@ import numpy.typing as npt
 import torch
 
 from hostdev.cache.optimum import optimal
-from hostdev.cache.planner import WINDOW, Ids, Plan, Planner, Positions, Statistics, planner_bytes
-from hostdev.cache.size import rows_of
+from hostdev.cache.options import WINDOW, rows_of
+from hostdev.cache.planner import Ids, Plan, Planner, Positions, Statistics, planner_bytes
 from hostdev.cache.slots import CachedTable, DeviceSlots
 from hostdev.device.backend import free_bytes
 from hostdev.errors import UserError
 from hostdev.ids import checked_ids
 from hostdev.kernels.unique import count_uses, unique
-from hostdev.memory import available_bytes, gib, table_bytes
+from hostdev.memory import available_bytes, gib, row_bytes
 from hostdev.primitive import OpLog, Primitive
 
 Item = TypeVar("Item")
@@ -34,6 +34,10 @@ class _Current:
     plan: Plan
     inverse: Positions  # [N]
     stepped: set[int]  # the tables that have taken their steps
+
+
+class CacheTooLargeError(UserError):
+    """The device has no room for the slots."""
 
 
 class EmbeddingCache:
@@ -53,8 +57,8 @@ class EmbeddingCache:
     log            where the planning's durations go
 
     One thread at a time may call. While a row is cached its host copy is stale: call `write_back` before reading the
-    tables, and `clear` before changing them by other means. Raises UserError where the slots do not fit into the
-    device's free memory.
+    tables, and `clear` before changing them by other means. Raises CacheTooLargeError where the slots do not fit into
+    the device's free memory.
     """
 
     def __init__(
@@ -247,15 +251,6 @@ class EmbeddingCache:
                 block, row_slots = slots.read(torch.from_numpy(part).to(self.device))
                 table.write_rows(resident[part], block.cpu().numpy(), row_slots.cpu().numpy())
 
-    def bytes_moved(self) -> tuple[int, int]:
-        """Return the bytes of rows that went to the device and to the host so far, by the plans."""
-        total = self.planner.statistics
-        passed = whole = 0
-        for table in self.tables:
-            passed += 4 * table.dim
-            whole += table_bytes(1, table.dim, len(table.optimizer.slots), len(table.optimizer.row_slots))
-        return total.passed * passed + total.admitted * whole, total.passed * passed + total.evicted * whole
-
     def summary(self, *, optimum: bool = True) -> dict[str, Any]:
         """Return the statistics, and beside them the hit rate of the offline optimum over the first batches.
 
@@ -263,7 +258,7 @@ class EmbeddingCache:
                  ids, on which the cache itself had `hit_rate_of_these`
         """
         total = self.planner.statistics
-        down, up = self.bytes_moved()
+        down, up = total.bytes_moved(*row_bytes((table.dim, table.optimizer) for table in self.tables))
         best = optimal(self._recorded, self.rows, self.capacity) if optimum else None
         return {
             "rows": self.capacity,
@@ -294,12 +289,10 @@ def _on_host(name: str, run: Callable[..., Any], log: OpLog | None) -> Primitive
 
 
 def _require(capacity: int, tables: Sequence[CachedTable], device: torch.device) -> None:
-    needed = sum(
-        table_bytes(capacity, table.dim, len(table.optimizer.slots), len(table.optimizer.row_slots)) for table in tables
-    )
+    needed = capacity * row_bytes((table.dim, table.optimizer) for table in tables)[1]
     free = free_bytes(device)
     if free is not None and needed > free:
-        raise UserError(
+        raise CacheTooLargeError(
             f"a cache of {capacity} rows needs {needed} bytes ({gib(needed)}), but {free} bytes ({gib(free)}) of "
             f"{device} memory are free; use fewer rows"
         )

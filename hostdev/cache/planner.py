@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.cache import planning
-from hostdev.cache.planning import KEYS, LOOKAHEAD, MOST_WINDOW, NEVER, POLICIES, STATIC, STEPS_PER_OCTAVE
+from hostdev.cache.options import MOST_WINDOW, POLICIES, WINDOW
+from hostdev.cache.planning import KEYS, LOOKAHEAD, NEVER, STATIC, STEPS_PER_OCTAVE
 from hostdev.kernels.buffers import aligned_empty, scratch
 from hostdev.kernels.pool import parallel_for, ranges, run_tasks
 from hostdev.kernels.unique import count_uses
@@ -21,7 +22,6 @@ from hostdev.kernels.unique import count_uses
 Ids = npt.NDArray[Any]
 Positions = npt.NDArray[np.int32]
 
-WINDOW = 16
 _GRAIN = 4096
 _SLOTS_GRAIN = 1 << 15
 _SCANNED, _SCANNED_PER_NEWCOMER = 1 << 16, 4  # slots

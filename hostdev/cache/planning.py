@@ -27,8 +27,7 @@ import numpy as np
 
 from hostdev.kernels.jit import inline, kernel, prefetch_to_write
 
-POLICIES = ("lookahead", "lru", "lfu", "static")
-LOOKAHEAD, LRU, LFU, STATIC = range(4)
+LOOKAHEAD, LRU, LFU, STATIC = range(4)  # as in `options.POLICIES`
 
 KEYS = 1 << 12
 STEPS_PER_OCTAVE = 64
@@ -37,7 +36,6 @@ _DROPPED_BITS = 17  # of float32's 23 bits behind the point; 6 are kept
 _LOWEST = (127 - 32) << 6  # the key of 2 ** -32
 SLOT, COUNT = 2, 3  # of a row
 NEXT, USES, TOTAL, LAST = range(4)  # of a slot
-MOST_WINDOW = 32  # batches
 RING = 16  # the byte of a row where its ring begins
 _AHEAD, _SOON = 32, 12  # ids: for a row, and for what it leads to
 _MOST_USES = 2**30

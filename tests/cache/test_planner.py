@@ -9,13 +9,11 @@ from hostdev.data.preprocess.criteo import CriteoText
 
 from hostdev import manifest
 from hostdev.cache.optimum import optimal
+from hostdev.cache.options import POLICIES, rows_of
 from hostdev.cache.planner import Planner
-from hostdev.cache.size import rows_of
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import count_uses, unique
 from hostdev.shards import ShardReader
-
-POLICIES = ("lookahead", "lru", "lfu", "static")
 
 
 def zipf(rows, count, size=400, exponent=1.05, seed=0, dtype=np.int32):

@@ -1,8 +1,12 @@
-"""The size of a cache as users give it."""
+"""What users say of a cache: its size, its policy, how far it looks ahead. Imports little, as every command does it."""
 
 import math
 
 from hostdev.errors import UserError
+
+POLICIES = ("lookahead", "lru", "lfu", "static")
+WINDOW = 16  # batches, unless said otherwise
+MOST_WINDOW = 32  # batches: so many bytes of a row's cache line are free for them
 
 
 def rows_of(size: int | str, rows: int) -> int:
