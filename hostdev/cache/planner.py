@@ -6,6 +6,7 @@ after the batch's step, so rows that the batch uses may leave too. What is not w
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from hostdev.cache import planning
 from hostdev.cache.options import MOST_WINDOW, POLICIES, WINDOW
-from hostdev.cache.planning import KEYS, LOOKAHEAD, NEVER, STATIC, STEPS_PER_OCTAVE
+from hostdev.cache.planning import KEYS, LOOKAHEAD, STATIC, STEPS_PER_OCTAVE
 from hostdev.kernels.buffers import aligned_empty, scratch
 from hostdev.kernels.pool import parallel_for, ranges, run_tasks
 from hostdev.kernels.unique import count_uses
@@ -22,9 +23,9 @@ from hostdev.kernels.unique import count_uses
 Ids = npt.NDArray[Any]
 Positions = npt.NDArray[np.int32]
 
-_GRAIN = 4096
-_SLOTS_GRAIN = 1 << 15
-_SCANNED, _SCANNED_PER_NEWCOMER = 1 << 16, 4  # slots
+_MOST_ROWS = 2**31 - 1  # a slot is an int32
+_GRAIN = 1 << 14
+_SCANNED, _SCANNED_PER_NEWCOMER = 1 << 15, 2  # slots
 
 
 class Plan(NamedTuple):
@@ -88,7 +89,7 @@ class Statistics:
 
 def planner_bytes(rows: int, capacity: int, window: int) -> int:
     """Return the bytes of a planner."""
-    return rows * (32 if window <= 16 else 64) + capacity * 24
+    return rows * (32 if window <= 16 else 64) + capacity * 8
 
 
 class Planner:
@@ -103,7 +104,7 @@ class Planner:
     moves     rows that go each way when one is exchanged, 1 + slots of the optimizer: lookahead exchanges rows only for
               a gain of a factor 1 + moves / 6 in density
 
-    Memory: 32 bytes a row, 64 for a window above 16, and 24 a slot; the ids of the announced batches are kept.
+    Memory: 32 bytes a row, 64 for a window above 16, and 8 a slot; the ids of the announced batches are kept.
     """
 
     def __init__(
@@ -117,8 +118,8 @@ class Planner:
         moves: float = 3.0,
     ) -> None:
         kind = _kind(policy)
-        if not 0 <= capacity <= rows < NEVER:
-            raise ValueError(f"a cache needs 0 <= capacity <= rows < {NEVER}, not {capacity} of {rows}")
+        if not 0 <= capacity <= rows <= _MOST_ROWS:
+            raise ValueError(f"a cache needs 0 <= capacity <= rows <= {_MOST_ROWS}, not {capacity} of {rows}")
         if not 0 <= window <= MOST_WINDOW:
             raise ValueError(f"the window must be in 0..{MOST_WINDOW} batches, not {window}")
         self.rows, self.capacity, self.policy = rows, capacity, policy
@@ -131,11 +132,12 @@ class Planner:
         self._ring = 16 if self.window <= 16 else 32
         self._coming = aligned_empty((rows, 2 * self._ring), np.uint8)  # 32 or 64 bytes a row: within a cache line
         self._coming.fill(0)
-        self._rows, self._masks = self._coming.view(np.int32), self._coming.view(np.uint64)
-        self._rows[:, planning.SLOT] = -1
+        self._rows = self._coming.view(np.int32)
+        self._rows[:, planning.LAST] = self._rows[:, planning.SLOT] = -1
         if kind == STATIC:
             self._rows[:, planning.COUNT] = _most_used(counts, rows, capacity)
-        self._slots = aligned_empty((max(capacity, 1), 4), np.int32)
+        self._prices = np.zeros((33, 256), np.uint16)
+        planning.densities(self._prices)
         self._scanned = 0  # slots, so far, for those to leave
         self._announced: deque[tuple[Ids, Positions]] = deque()
         self._planned = 0  # batches
@@ -154,7 +156,7 @@ class Planner:
             raise ValueError(f"{len(self._announced)} batches are announced; plan one before the next")
         number = self._planned + len(self._announced)
         self._announced.append((ids, uses))
-        args = (ids, uses, number, self._ring, self._kind, self._rows, self._masks, self._coming, self._slots)
+        args = (ids, uses, number, self._ring, self._kind, self._rows, self._coming)
         parallel_for(planning.announce, len(ids), *args, grain=_GRAIN)
 
     def plan(self) -> Plan:
@@ -162,65 +164,71 @@ class Planner:
         ids, uses = self._announced.popleft()
         number, U = self._planned, len(ids)
         self._planned += 1
-        terms = (np.float32(1 / (self._planned + len(self._announced))), np.float32(1 / (self.window + 1)))
-        slot_of, keys = scratch("slot_of", (U,), np.int32), scratch("keys", (U,), np.uint16)
+        rate, far = np.float32(1 / (self._planned + len(self._announced))), np.float32(1 / (self.window + 1))
+        known = (number, self._ring, self._kind, rate, far, self._rows, self._coming, self._prices)
+        hits, hit_slots, missed = (scratch(name, (U,), np.int32) for name in ("hits", "hit_slots", "missed"))
+        keys = scratch("keys", (U,), np.uint16)
         pieces = ranges(U, _GRAIN)
-        histograms, totals = np.zeros((len(pieces), KEYS), np.int32), np.zeros((len(pieces), 2), np.int64)
-        known = (self._rows, self._masks, self._coming, self._slots)
-        shared = (ids, uses, number, self._ring, self._kind, *terms, *known, slot_of, keys, histograms, totals)
+        histograms, totals = np.zeros((len(pieces), KEYS), np.int32), np.zeros((len(pieces), 3), np.int64)
+        shared = (ids, uses, *known, hits, hit_slots, missed, keys, histograms, totals)
         run_tasks([(planning.classify, start, stop, (*shared, i)) for i, (start, stop) in enumerate(pieces)])
-        hits, used = (int(total) for total in totals.sum(0))
-        admitted, slots, evicted_slots = self._exchange(number, terms, keys, histograms.sum(0))
-        evicted = self.slot_ids[evicted_slots].astype(ids.dtype)
-        parallel_for(planning.evict, len(evicted), evicted, self._rows, grain=_GRAIN)
-        entering = (number, self._ring, ids, admitted, slots, *known, self.slot_ids)
-        parallel_for(planning.install, len(admitted), *entering, grain=_GRAIN)
-        hit, hit_slots = np.empty((2, hits + 1), np.int32)
-        passed = np.empty(U - hits - len(admitted) + 1, np.int32)
-        planning.split(slot_of, admitted, hit, hit_slots, passed)
-        self._count(U, int(uses.sum()), hits, used, len(admitted), len(evicted))
-        return Plan(ids, hit[:-1], hit_slots[:-1], admitted, slots, passed[:-1], evicted, evicted_slots)
+
+        slots, leaving, first_in = self._choose(known, histograms.sum(0, dtype=np.int64))
+        starts, stops = np.array(pieces, np.int64).reshape(-1, 2).T
+        found, hit_uses, all_uses = totals.T
+        admitted = np.empty(len(slots) + 1, np.int32)
+        passed = np.empty(U - int(found.sum()) - len(slots) + 1, np.int32)
+        planning.divide(*first_in, missed, keys, starts, stops - found, admitted, passed)
+        plan = Plan(
+            ids=ids,
+            hits=_joined(hits, starts, starts + found),
+            hit_slots=_joined(hit_slots, starts, starts + found),
+            admitted=admitted[:-1],
+            admitted_slots=slots,
+            passed=passed[:-1],
+            evicted=np.empty(len(leaving), ids.dtype),
+            evicted_slots=leaving,
+        )
+        moved = (ids, plan.admitted, slots, plan.evicted, self._rows, self.slot_ids)
+        parallel_for(planning.exchange, len(slots), *moved, grain=_GRAIN)
+        self._count(plan, int(hit_uses.sum()), int(all_uses.sum()))
+        return plan
 
     def restore(self, slot_ids: npt.NDArray[np.int64]) -> None:
         """Forget what is announced, and take over these rows [C] as cached, -1 for none; the frequencies stay."""
         self._announced.clear()
         self.slot_ids[:] = slot_ids
         self._rows[:, planning.SLOT] = -1
-        self._masks[:, 0] = 0
+        last = self._rows[:, planning.LAST]
+        np.minimum(last, self._planned - 1, out=last)
         taken = np.flatnonzero(slot_ids >= 0)
         self.filled = len(taken)
         self._rows[slot_ids[taken], planning.SLOT] = taken
-        self._slots[: len(slot_ids), planning.NEXT] = NEVER
 
-    def _exchange(
-        self, number: int, terms: tuple[Any, ...], keys: npt.NDArray[np.uint16], newcomers: npt.NDArray[Any]
-    ) -> tuple[Positions, Positions, Positions]:
-        """Return who is admitted, the slots that they get, and those of them that were taken."""
+    def _choose(
+        self, known: tuple[Any, ...], newcomers: npt.NDArray[np.int64]
+    ) -> tuple[Positions, Positions, tuple[int, int]]:
+        """Return the slots for those who enter, those of them that are taken, and from which key on one enters."""
         willing = int(newcomers[1:].sum())
         free = min(self.capacity - self.filled, willing)
-        swaps, victims, tasks, turned = 0, np.empty(1, np.int32), [], np.uint16(KEYS - 1)
-        first = last = 0
+        leaving = np.empty(0, np.int32)
         if willing > free and self._kind != STATIC:
             first, last = self._to_scan(willing - free)
-            resident_keys = scratch("resident_keys", (last - first,), np.uint16)
-            pieces = [(first + start, first + stop) for start, stop in ranges(last - first, _SLOTS_GRAIN)]
+            keys = scratch("resident_keys", (last - first,), np.uint16)
+            pieces = [(first + start, first + stop) for start, stop in ranges(last - first, _GRAIN)]
             histograms = np.zeros((len(pieces), KEYS), np.int32)
-            shared = (number, self._kind, *terms, self._slots, first, resident_keys, histograms)
+            shared = (self.slot_ids, *known, first, keys, histograms)
             run_tasks([(planning.score, start, stop, (*shared, i)) for i, (start, stop) in enumerate(pieces)])
             residents = histograms.sum(0, dtype=np.int64)
             swaps = int(planning.exchanges(_without_best(newcomers, free), residents, self._margin))
             if swaps:
-                victims = np.empty(swaps + 1, np.int32)
-                tasks.append((planning.pick, *_threshold(residents, swaps), (resident_keys, turned, victims)))
-        count = free + swaps
-        admitted = np.empty(count + 1, np.int32)
-        if count:
-            tasks.append((planning.pick, *_threshold(newcomers[::-1], count), (keys, np.uint16(0), admitted)))
-        run_tasks(tasks)
+                leaving = np.empty(swaps + 1, np.int32)
+                planning.worst(*_until(residents, swaps), keys, leaving)
+                leaving = leaving[:-1] + np.int32(first)
         fresh = np.arange(self.filled, self.filled + free, dtype=np.int32)
         self.filled += free
-        leaving = victims[:-1] + np.int32(first)
-        return admitted[:count], np.concatenate([fresh, leaving]), leaving
+        slots = np.concatenate([fresh, leaving])
+        return slots, leaving, _from(newcomers, len(slots))
 
     def _to_scan(self, newcomers: int) -> tuple[int, int]:
         """The slots among which those that leave are looked for: all, or of very many a part in turn."""
@@ -231,15 +239,15 @@ class Planner:
         self._scanned = first + most if first + most < self.filled else 0
         return first, first + most
 
-    def _count(self, unique: int, uses: int, hits: int, used: int, admitted: int, evicted: int) -> None:
+    def _count(self, plan: Plan, hits: int, uses: int) -> None:
         total = self.statistics
         total.batches += 1
         total.uses += uses
-        total.hits += used
-        total.unique += unique
-        total.unique_hits += hits
-        total.admitted += admitted
-        total.evicted += evicted
+        total.hits += hits
+        total.unique += len(plan.ids)
+        total.unique_hits += len(plan.hits)
+        total.admitted += len(plan.admitted)
+        total.evicted += len(plan.evicted)
 
 
 def _kind(policy: str) -> int:
@@ -258,24 +266,31 @@ def _most_used(counts: npt.NDArray[Any] | None, rows: int, capacity: int) -> npt
     return chosen
 
 
-def _threshold(histogram: npt.NDArray[Any], count: int) -> tuple[int, int]:
-    """Return the key down to which there are at least `count`, and how many of those at that key are among the first.
-
-    histogram  [KEYS], the largest key first
-    """
-    before = np.cumsum(histogram)
-    place = int(np.searchsorted(before, count))
-    return KEYS - 1 - place, int(count - (before[place] - histogram[place]))
+def _until(histogram: npt.NDArray[np.int64], count: int) -> tuple[int, int]:
+    """Return the key up to which there are at least `count` > 0, and how many at that key are among those."""
+    up_to = np.cumsum(histogram)
+    key = int(np.searchsorted(up_to, count))
+    return key, int(count - (up_to[key] - histogram[key]))
 
 
-def _without_best(histogram: npt.NDArray[Any], count: int) -> npt.NDArray[np.int64]:
+def _from(histogram: npt.NDArray[np.int64], count: int) -> tuple[int, int]:
+    """Return the key down to which there are at least `count`, and how many at that key are among those."""
+    key, ties = _until(histogram[::-1], count) if count else (0, 0)
+    return KEYS - 1 - key, ties
+
+
+def _without_best(histogram: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
     """Return a histogram without the `count` largest keys."""
-    left = histogram.astype(np.int64)
-    if count:
-        key, ties = _threshold(left[::-1], count)
-        left[key + 1 :] = 0
-        left[key] -= ties
+    key, ties = _from(histogram, count)
+    left = histogram.copy()
+    left[key + 1 :] = 0
+    left[key] -= ties
     return left
+
+
+def _joined(values: Positions, starts: Iterable[int], stops: Iterable[int]) -> Positions:
+    parts = [values[start:stop] for start, stop in zip(starts, stops, strict=True)]
+    return np.concatenate(parts) if parts else values[:0].copy()
 
 
 def warm_up(id_dtype: npt.DTypeLike) -> None:

@@ -1,14 +1,12 @@
 """The kernels of `planner`: what is known of rows and coming batches, what a row is worth, who enters and leaves.
 
-V rows, C slots, U unique ids of a batch. The fields of a row or a slot lie in one cache line:
+V rows, C slots, U unique ids of a batch. All that is known of a row lies in one cache line:
 
-    rows    int32 [V, width / 4]: two words for `masks`; its slot or -1; its uses so far; the others for `coming`
-    masks   uint64 [V, width / 8], a view of `rows`: first, a bit for each announced batch that uses the row, number
-            modulo 64
+    rows    int32 [V, width / 4]: the last announced batch that uses the row; a bit for each of the 32 batches up to
+            that one, bit k for the one k before it; the row's slot or -1; its uses in all batches announced so far;
+            the others for `coming`
     coming  uint8 [V, width], a view of `rows`: from byte 16 on a ring of R batches, how often each uses the row, as a
-            number of 8 bits: exact below 16, above in steps of 1/8 to 1/16
-    slots   int32 [C, 4]: the next announced batch that uses its row, or NEVER; how often; the row's uses until the
-            last batch that used it; that batch
+            code of 8 bits: exact below 16, above in steps of 1/8 to 1/16
 
 A row is worth a key of 12 bits, 64 steps an octave, so that ranks come from a histogram. The lookahead key is the
 density of a row's next use: its uses in the next batch that has it, over the number of batches until then. To keep a
@@ -25,20 +23,20 @@ from typing import Any
 
 import numpy as np
 
-from hostdev.kernels.jit import inline, kernel, prefetch_to_write
+from hostdev.kernels.jit import inline, kernel, prefetch_to_read
 
 LOOKAHEAD, LRU, LFU, STATIC = range(4)  # as in `options.POLICIES`
 
 KEYS = 1 << 12
 STEPS_PER_OCTAVE = 64
-NEVER = 2**31 - 1  # the batch of a next use that is not known
 _DROPPED_BITS = 17  # of float32's 23 bits behind the point; 6 are kept
 _LOWEST = (127 - 32) << 6  # the key of 2 ** -32
-SLOT, COUNT = 2, 3  # of a row
-NEXT, USES, TOTAL, LAST = range(4)  # of a slot
+LAST, BEFORE, SLOT, COUNT = range(4)  # of a row
 RING = 16  # the byte of a row where its ring begins
-_AHEAD, _SOON = 32, 12  # ids: for a row, and for what it leads to
+_AHEAD = 64  # rows; asked for to be read, a line comes to the second cache, of which more may be on their way
+_BLOCK = 256  # rows, which stay in the nearest caches
 _MOST_USES = 2**30
+_BITS = 32  # of batches in a row
 
 
 @inline
@@ -46,61 +44,6 @@ def _key_of(value: Any) -> Any:
     """Return the key of a float32 of at least 0; 0 for 0."""
     steps: Any = np.int64(np.float32(value).view(np.uint32)) >> _DROPPED_BITS
     return np.uint16(min(max(steps - _LOWEST, 0), KEYS - 1))
-
-
-@inline
-def _density(next_batch: Any, uses: Any, now: Any) -> Any:
-    return np.float32(uses) / np.float32(next_batch - now)
-
-
-@inline
-def _newcomer_key(kind: Any, next_batch: Any, uses: Any, count: Any, past: Any, now: Any, rate: Any, far: Any) -> Any:
-    """Return the key of a row that batch `now` uses and that is not cached; 0: let it pass.
-
-    next_batch  the next batch that is known to use it, or NEVER
-    uses        how often that one does
-    count       its uses in all batches known so far (static: more than 0 if it is to be cached)
-    past        those that are not in this batch
-    rate        1 / number of batches known so far
-    far         1 / batches until a use that is not known, at least
-    """
-    if kind == LRU:
-        return _key_of(1.0)
-    if kind in (LFU, STATIC):
-        return _key_of(count)
-    if next_batch != NEVER:
-        return _key_of(_density(next_batch, uses, now))
-    if past <= 0:
-        return np.uint16(1)  # nothing speaks for it: into a slot that is free it may go
-    return _key_of(min(np.float32(count) * rate, far))
-
-
-@inline
-def _resident_key(kind: Any, next_batch: Any, uses: Any, count: Any, last: Any, now: Any, rate: Any, far: Any) -> Any:
-    """Return the key of a cached row; it goes if a newcomer's is larger, by the margin.
-
-    last  the last batch that used it; the others as in `_newcomer_key`
-    """
-    if kind == LRU:
-        return _key_of(np.float32(1) / np.float32(now - last + 1))
-    if kind == LFU:
-        return _key_of(count)
-    if kind == STATIC:
-        return np.uint16(KEYS - 1)
-    if next_batch != NEVER:
-        return _key_of(_density(next_batch, uses, now))
-    return _key_of(min(np.float32(count) * rate, far))
-
-
-@inline
-def _next_batch(mask: Any, number: Any) -> Any:
-    """Return the first batch after `number` whose bit is set."""
-    if mask == 0:
-        return np.int32(NEVER)
-    by = np.uint64(number + 1) & np.uint64(63)
-    turned = (mask >> by) | (mask << ((np.uint64(64) - by) & np.uint64(63)))
-    lowest = np.float64(turned & (~turned + np.uint64(1)))  # a power of two, whose exponent is its place
-    return np.int32(number + 1 + (lowest.view(np.int64) >> 52) - 1023)
 
 
 @inline
@@ -117,25 +60,57 @@ def _decode(code: Any) -> Any:
 
 
 @kernel
+def densities(keys: Any) -> None:
+    """Write the key of each next use, uint16 [33, 256]: so many batches ahead, with uses of that code."""
+    keys[0] = 0
+    for ahead in range(1, _BITS + 1):
+        for code in range(256):
+            keys[ahead, code] = _key_of(np.float32(_decode(code)) / np.float32(ahead))
+
+
+@inline
+def _next_use(rows: Any, row: Any, number: Any) -> Any:
+    """Return how many batches after `number` the next announced one comes that uses the row; 0: none does."""
+    later: Any = np.int64(rows[row, LAST]) - np.int64(number)  # batches
+    used = np.int64(np.uint32(rows[row, BEFORE])) & ((np.int64(1) << np.int64(max(later, 0))) - 1)
+    highest = (np.float64(used).view(np.int64) >> 52) - 1023  # the exponent of a number is the place of its first bit
+    return later - highest if used else np.int64(0)
+
+
+@inline
+def _density(ahead: Any, number: Any, ring: Any, coming: Any, row: Any, prices: Any) -> Any:
+    """Return the key of the row's next use, `ahead` batches after `number`; 0 for none."""
+    place = np.uint64(RING) + (np.uint64(number + ahead) & np.uint64(ring - 1))
+    return prices[np.uint64(ahead), np.uint64(coming[row, place])]
+
+
+@inline
+def _frequency(count: Any, rate: Any, far: Any) -> Any:
+    """Return the key of a row whose next use is not known.
+
+    count  its uses so far
+    rate   1 / number of batches known so far
+    far    1 / batches until a use that is not known, at least
+    """
+    value = np.float32(min(np.float32(max(count, 1)) * rate, far))
+    steps: Any = np.int64(value.view(np.uint32)) >> _DROPPED_BITS
+    return np.uint16(steps - _LOWEST)  # of 2 ** -31 to 1: no need to look for the ends
+
+
+@kernel
 def announce(
-    start: Any, stop: Any, ids: Any, uses: Any, number: Any, ring: Any, kind: Any,
-    rows: Any, masks: Any, coming: Any, slots: Any,
+    start: Any, stop: Any, ids: Any, uses: Any, number: Any, ring: Any, kind: Any, rows: Any, coming: Any,
 ) -> None:  # fmt: skip
     """Take in ids[start:stop] of batch `number`; `ring` is the length of that, a power of two."""
-    bit, end = np.uint64(1) << (np.uint64(number) & np.uint64(63)), np.uint64(stop)
-    place = np.uint64(RING) + (np.uint64(number) & np.uint64(ring - 1))
+    end, place = np.uint64(stop), np.uint64(RING) + (np.uint64(number) & np.uint64(ring - 1))
     for p in range(np.uint64(start), end):
         if p + np.uint64(_AHEAD) < end:
-            prefetch_to_write(rows, ids[p + np.uint64(_AHEAD)], 1)
-        if p + np.uint64(_SOON) < end:
-            prefetch_to_write(slots, max(rows[np.uint64(ids[p + np.uint64(_SOON)]), SLOT], 0), 1)
+            prefetch_to_read(rows, ids[p + np.uint64(_AHEAD)], 1)
         row = np.uint64(ids[p])
-        mask, s, code = masks[row, 0], rows[row, SLOT], _encode(uses[p])
-        if mask == 0 and s >= 0:
-            slot = slots[np.uint64(s)]
-            slot[NEXT], slot[USES] = number, _decode(code)
-        masks[row, 0] = mask | bit
-        coming[row, place] = code
+        gone: Any = min(np.int64(number) - np.int64(rows[row, LAST]), 63)
+        before = np.uint64(np.uint32(rows[row, BEFORE])) << np.uint64(gone)
+        rows[row, LAST], rows[row, BEFORE] = number, np.uint32(before | np.uint64(1))
+        coming[row, place] = _encode(uses[p])
         if kind != STATIC:
             rows[row, COUNT] = min(rows[row, COUNT], _MOST_USES) + uses[p]
 
@@ -143,52 +118,71 @@ def announce(
 @kernel
 def classify(
     start: Any, stop: Any, ids: Any, uses: Any, number: Any, ring: Any, kind: Any, rate: Any, far: Any,
-    rows: Any, masks: Any, coming: Any, slots: Any,
-    slot_of: Any, keys: Any, histograms: Any, totals: Any, piece: Any,
+    rows: Any, coming: Any, prices: Any,
+    hits: Any, hit_slots: Any, missed: Any, keys: Any, histograms: Any, totals: Any, piece: Any,
 ) -> None:  # fmt: skip
-    """Find the slots of ids[start:stop] of batch `number`, and the keys of those that have none.
+    """Find the slots of ids[start:stop] of batch `number`, and what those are worth that have none.
 
-    slot_of     int32 [U], written: the slot, or -1
-    keys        uint16 [U], written: 0 for an id that has a slot
-    histograms  int32 [pieces, KEYS], histograms[piece] added to: how many ids without a slot have each key
-    totals      int64 [pieces, 2], written: unique ids with a slot, their uses
+    rate, far        as `_frequency` takes them
+    prices           uint16 [33, 256], by `densities`
+    hits, hit_slots  int32 [U], written from `start` on: the positions of ids with a slot, and these; ascending
+    missed, keys     int32 and uint16 [U], the same for those without one, and their keys; 0 for one that is to pass by
+    histograms       int32 [pieces, KEYS], histograms[piece] added to: how many ids without a slot have each key
+    totals           int64 [pieces, 3], written: ids with a slot, their uses, all uses
     """
-    bit, histogram, end = np.uint64(1) << (np.uint64(number) & np.uint64(63)), histograms[piece], np.uint64(stop)
-    hits = used = np.int64(0)
-    for p in range(np.uint64(start), end):
-        if p + np.uint64(_AHEAD) < end:
-            prefetch_to_write(rows, ids[p + np.uint64(_AHEAD)], 1)
-        if p + np.uint64(_SOON) < end:
-            prefetch_to_write(slots, max(rows[np.uint64(ids[p + np.uint64(_SOON)]), SLOT], 0), 1)
-        row = np.uint64(ids[p])
-        mask = masks[row, 0] & ~bit
-        masks[row, 0] = mask
-        s, count, following = rows[row, SLOT], rows[row, COUNT], _next_batch(mask, number)
-        uses_then = _decode(coming[row, np.uint64(RING) + (np.uint64(following) & np.uint64(ring - 1))])
-        slot_of[p] = s
-        if s >= 0:
-            slot = slots[np.uint64(s)]
-            slot[NEXT], slot[USES], slot[TOTAL], slot[LAST] = following, uses_then, count, number
-            hits += 1
-            used += uses[p]
-            keys[p] = 0
-        else:
-            key = _newcomer_key(kind, following, uses_then, count, count - uses[p], number, rate, far)
-            keys[p] = key
+    histogram, end, block = histograms[piece], np.uint64(stop), np.uint64(_BLOCK)
+    choice = np.ones(4, np.uint16)  # 0: nothing speaks for the row, which may go where a slot is free
+    h = m = valued = np.uint64(start)
+    hit_uses = all_uses = np.int64(0)
+    for begin in range(np.uint64(start), end, block):
+        for p in range(begin, min(begin + block, end)):
+            if p + np.uint64(_AHEAD) < end:
+                prefetch_to_read(rows, ids[p + np.uint64(_AHEAD)], 1)
+            slot, used = rows[np.uint64(ids[p]), SLOT], np.int64(uses[p])
+            hits[h], hit_slots[h], missed[m] = p, slot, p  # what is not so is overwritten by the next
+            hit = slot >= 0
+            h, m = h + np.uint64(hit), m + np.uint64(not hit)
+            hit_uses, all_uses = hit_uses + used * np.int64(hit), all_uses + used
+        for i in range(valued, m):
+            at = np.uint64(missed[i])
+            row = np.uint64(ids[at])
+            count = rows[row, COUNT]
+            if kind == LOOKAHEAD:
+                ahead = _next_use(rows, row, number)
+                choice[1], choice[2] = _frequency(count, rate, far), _density(ahead, number, ring, coming, row, prices)
+                choice[3] = choice[2]
+                key = choice[np.uint64(ahead > 0) << np.uint64(1) | np.uint64(count > uses[at])]
+            else:
+                key = _key_of(1.0) if kind == LRU else _key_of(count)  # static: more than 0 if it is to be cached
+            keys[i] = key
             histogram[np.uint64(key)] += 1
-    totals[piece, 0], totals[piece, 1] = hits, used
+        valued = m
+    totals[piece, 0], totals[piece, 1], totals[piece, 2] = np.int64(h) - start, hit_uses, all_uses
 
 
 @kernel
 def score(
-    start: Any, stop: Any, number: Any, kind: Any, rate: Any, far: Any,
-    slots: Any, first: Any, keys: Any, histograms: Any, piece: Any,
+    start: Any, stop: Any, slot_ids: Any, number: Any, ring: Any, kind: Any, rate: Any, far: Any,
+    rows: Any, coming: Any, prices: Any, first: Any, keys: Any, histograms: Any, piece: Any,
 ) -> None:  # fmt: skip
-    """Write the keys of slots[start:stop] to keys uint16 from `start` - `first` on, and count them."""
-    histogram = histograms[piece]
-    for s in range(np.uint64(start), np.uint64(stop)):
-        slot = slots[s]
-        key = _resident_key(kind, slot[NEXT], slot[USES], slot[TOTAL], slot[LAST], number, rate, far)
+    """Write the keys of the rows in slots [start, stop) to keys uint16 from `start` - `first` on, and count them.
+
+    A row goes if a newcomer's key is larger, by the margin.
+    """
+    histogram, end, choice = histograms[piece], np.uint64(stop), np.empty(2, np.uint16)
+    for s in range(np.uint64(start), end):
+        if s + np.uint64(_AHEAD) < end:
+            prefetch_to_read(rows, slot_ids[s + np.uint64(_AHEAD)], 1)
+        row = np.uint64(slot_ids[s])
+        if kind == LOOKAHEAD:
+            ahead = _next_use(rows, row, number)
+            choice[0] = _frequency(rows[row, COUNT], rate, far)
+            choice[1] = _density(ahead, number, ring, coming, row, prices)
+            key = choice[np.uint64(ahead > 0)]
+        elif kind == LRU:
+            key = _key_of(np.float32(1) / np.float32(number - rows[row, LAST] + 1))
+        else:
+            key = _key_of(rows[row, COUNT])
         keys[s - np.uint64(first)] = key
         histogram[np.uint64(key)] += 1
 
@@ -217,60 +211,50 @@ def exchanges(newcomers: Any, residents: Any, margin: Any) -> Any:
 
 
 @kernel
-def pick(threshold: Any, ties: Any, keys: Any, turned: Any, out: Any) -> None:
-    """Write the positions of keys above the threshold and of the first `ties` at it, ascending, to out [one more].
-
-    turned  KEYS - 1 for small keys to count as large ones, else 0
-    """
+def worst(threshold: Any, ties: Any, keys: Any, out: Any) -> None:
+    """Write the positions of keys below the threshold and of the first `ties` at it, ascending, to out [one more]."""
     count, left = np.uint64(0), np.int64(ties)
     for p in range(np.uint64(0), np.uint64(len(keys))):
-        key = keys[p] ^ turned
         out[count] = p
-        tie = (key == threshold) & (left > 0)
+        tie = (keys[p] == threshold) & (left > 0)
         left -= np.int64(tie)
-        count += np.uint64((key > threshold) | tie)
+        count += np.uint64((keys[p] < threshold) | tie)
 
 
 @kernel
-def evict(start: Any, stop: Any, evicted: Any, rows: Any) -> None:
-    """Take their slots from the rows evicted[start:stop]."""
-    for i in range(np.uint64(start), np.uint64(stop)):
-        if i + np.uint64(_AHEAD) < np.uint64(stop):
-            prefetch_to_write(rows, evicted[i + np.uint64(_AHEAD)], 16)
-        rows[np.uint64(evicted[i]), SLOT] = -1
+def divide(
+    threshold: Any, ties: Any, missed: Any, keys: Any, starts: Any, ends: Any, admitted: Any, passed: Any
+) -> None:
+    """Write the positions `missed` whose key is above the threshold, with the first `ties` at it, and the others.
 
-
-@kernel
-def install(
-    start: Any, stop: Any, number: Any, ring: Any, ids: Any, admitted: Any, into: Any,
-    rows: Any, masks: Any, coming: Any, slots: Any, slot_ids: Any,
-) -> None:  # fmt: skip
-    """Give the slots into[start:stop] to the ids at the positions `admitted`."""
-    for i in range(np.uint64(start), np.uint64(stop)):
-        if i + np.uint64(_AHEAD) < np.uint64(stop):
-            prefetch_to_write(rows, ids[np.uint64(admitted[i + np.uint64(_AHEAD)])], 1)
-            prefetch_to_write(slots, into[i + np.uint64(_AHEAD)], 16)
-        p, s = np.uint64(admitted[i]), np.uint64(into[i])
-        row, slot = np.uint64(ids[p]), slots[s]
-        rows[row, SLOT] = into[i]
-        following = _next_batch(masks[row, 0], number)
-        slot[NEXT] = following
-        slot[USES] = _decode(coming[row, np.uint64(RING) + (np.uint64(following) & np.uint64(ring - 1))])
-        slot[TOTAL], slot[LAST] = rows[row, COUNT], number
-        slot_ids[s] = ids[p]
-
-
-@kernel
-def split(slot_of: Any, admitted: Any, hits: Any, hit_slots: Any, passed: Any) -> None:
-    """Write the positions of ids with a slot, and these, and the positions of those without, but for `admitted`.
-
-    hits, hit_slots, passed  one longer than what is written; ascending
+    starts, ends      int64 [pieces], of the parts of `missed` and `keys` that count
+    admitted, passed  one longer than what is written
     """
-    for i in range(np.uint64(0), np.uint64(len(admitted))):
-        slot_of[np.uint64(admitted[i])] = -2
-    h = m = np.uint64(0)
-    for p in range(np.uint64(0), np.uint64(len(slot_of))):
-        slot = slot_of[p]
-        hits[h], hit_slots[h], passed[m] = p, slot, p
-        h += np.uint64(slot >= 0)
-        m += np.uint64(slot == -1)
+    a, m, left = np.uint64(0), np.uint64(0), np.int64(ties)
+    for piece in range(len(starts)):
+        for i in range(np.uint64(starts[piece]), np.uint64(ends[piece])):
+            tie = (keys[i] == threshold) & (left > 0)
+            left -= np.int64(tie)
+            better = (keys[i] > threshold) | tie
+            admitted[a], passed[m] = missed[i], missed[i]
+            a, m = a + np.uint64(better), m + np.uint64(not better)
+
+
+@kernel
+def exchange(start: Any, stop: Any, ids: Any, admitted: Any, into: Any, evicted: Any, rows: Any, slot_ids: Any) -> None:
+    """Give the slots into[start:stop] to the ids at the positions `admitted`.
+
+    evicted  [E], written: the rows that lose the last E of these slots
+    """
+    end, free = np.uint64(stop), np.uint64(len(into) - len(evicted))
+    for i in range(np.uint64(start), end):
+        if i + np.uint64(_AHEAD) < end:
+            prefetch_to_read(rows, ids[np.uint64(admitted[i + np.uint64(_AHEAD)])], 1)
+            prefetch_to_read(rows, slot_ids[np.uint64(into[i + np.uint64(_AHEAD)])], 1)
+        new, slot = ids[np.uint64(admitted[i])], np.uint64(into[i])
+        if i >= free:
+            old = slot_ids[slot]
+            evicted[i - free] = old
+            rows[np.uint64(old), SLOT] = -1
+        rows[np.uint64(new), SLOT] = into[i]
+        slot_ids[slot] = new

@@ -161,6 +161,30 @@ def test_plans_do_not_depend_on_threads(policy):
     assert planner.statistics.evicted > 0 or policy == "static"
 
 
+@pytest.mark.parametrize("policy", ["lookahead", "lru", "lfu"])
+@pytest.mark.parametrize("seen", [0, 12])
+def test_restore(policy, seen):
+    """Rows that are said to be cached are, in a planner that has seen other batches or none; what waited is gone."""
+    rows, capacity, batches = 500, 60, zipf(500, 30, size=300)
+    planner = Planner(rows, capacity, policy, window=4)
+    for number, (ids, uses) in enumerate(batches[:seen]):
+        planner.announce(ids, uses)
+        if number >= planner.window:
+            planner.plan()
+    slots = np.full(capacity, -1)
+    slots[:50] = np.random.default_rng(1).permutation(rows)[:50]
+    planner.restore(slots)
+    assert len(planner) == 0
+    for (ids, _), plan in zip(batches[seen:], plans(batches[seen:], planner), strict=True):
+        assert plan.ids is ids
+        assert set(plan.hits.tolist()) == set(np.flatnonzero(np.isin(ids, slots[slots >= 0])).tolist())
+        assert np.array_equal(slots[plan.hit_slots], ids[plan.hits])
+        assert np.array_equal(slots[plan.evicted_slots], plan.evicted)
+        slots[plan.admitted_slots] = ids[plan.admitted]
+        assert np.array_equal(planner.slot_ids, slots)
+    assert (slots >= 0).all()
+
+
 def test_count_uses():
     inverse = np.random.default_rng(0).integers(0, 1000, 700_000).astype(np.int32)
     for n in (0, 1, 1000, len(inverse)):
