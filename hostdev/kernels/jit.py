@@ -74,7 +74,7 @@ def prefetch_to_write(array: Any, row: Any, nbytes: Any) -> None:
 
 @inline
 def prefetch_to_read(array: Any, row: Any, nbytes: Any) -> None:
-    """Ask the cache for the first `nbytes` of array[row], to be read only; row need not be in range."""
+    """Ask the second cache for the first `nbytes` of array[row]; row need not be in range."""
     address = array.ctypes.data + np.int64(row) * np.int64(array.strides[0])
     for offset in range(0, nbytes, 64):
         _ask_to_read(address + offset)
@@ -90,7 +90,10 @@ def prefetch_to_read_once(array: Any, row: Any, nbytes: Any) -> None:
 
 @inline
 def prefetch_update(block: Any, ids: Any, i: Any, stop: Any) -> None:
-    """Ask the cache for the row that the update of item i + 4 of [.., stop) will write."""
-    ahead = i + np.uint64(4)
+    """Ask the cache for the row that the update of item i + 8 of [.., stop) will write.
+
+    To be read, for the second cache: more such rows may be on their way than rows asked for to be written.
+    """
+    ahead = i + np.uint64(8)
     if ahead < np.uint64(stop):
-        prefetch_to_write(block, ids[ahead], block.strides[0])
+        prefetch_to_read(block, ids[ahead], block.strides[0])
