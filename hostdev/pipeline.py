@@ -107,7 +107,7 @@ class Pipeline:
         self._staging = staging
         self._staleness = staleness
         self._before_stage = before_stage or (lambda stage, number: None)
-        self._after_update = after_update or (lambda number, ids, places: None)
+        self._after_update = after_update
         self._cache = cache
         self._on_host = embeddings[0].target == "CPU"
         self._claims = np.zeros(embeddings[0].table.rows if self._on_host and depth else 0, np.uint8)
@@ -418,12 +418,13 @@ class Pipeline:
             ids = flight.prepared.ids
             for embedding, grad in zip(self._embeddings, grads, strict=True):
                 embedding.update(embedding.table, ids, grad)
-            self._after_update(flight.number, ids, [(part.table.block, ids) for part in self._embeddings])
+            if self._after_update is not None:
+                self._after_update(flight.number, ids, [(part.table.block, ids) for part in self._embeddings])
             return []
         for rows, grad in zip(flight.rows, grads, strict=True):
             rows.update_cached(grad)
         plan = flight.plan
-        if plan is not None:
+        if plan is not None and self._after_update is not None:
             assert self._cache is not None
             held, slots = plan.ids[plan.hits], torch.from_numpy(plan.hit_slots)
             self._after_update(flight.number, held, [(cached.block, slots) for cached in self._cache.slots])
@@ -465,7 +466,7 @@ class Pipeline:
             self._update_rows(flight, rest)
             for rows in flight.rows:
                 rows.updated()
-        if self._on_host:
+        if self._on_host and self._after_update is not None:
             ids = flight.ids if flight.plan is None else flight.plan.ids[flight.plan.passed]
             self._after_update(flight.number, ids, [(part.table.block, ids) for part in self._embeddings])
         if line is None:

@@ -1,5 +1,6 @@
 """`EmbeddingCache`: the hot rows of host tables on the device, with a plan that knows the coming batches."""
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -87,6 +88,8 @@ class EmbeddingCache:
         self.planner = Planner(self.rows, capacity, policy, window=window, counts=counts, moves=moves)
         self.slots = [DeviceSlots(capacity, table, self.device) for table in self.tables]
         self._resident = [np.full(capacity, -1, np.int64) for _ in self.tables]  # the row in each slot, after steps
+        self._exchanged: deque[tuple[Plan, int]] = deque()  # by steps, and not yet in `_resident`
+        self._settling = threading.Lock()
         self.counting = _on_host("CacheCount", count_uses, log)
         self.announcing = _on_host("CacheAnnounce", self.planner.announce, log)
         self.planning = _on_host("CachePlan", self.planner.plan, log)
@@ -126,6 +129,7 @@ class EmbeddingCache:
 
     def plan(self) -> Plan:
         """Plan the earliest announced batch."""
+        self._settle()
         plan: Plan = self.planning()
         if self.planner.statistics.batches <= len(self._recorded):
             self._at_first = replace(self.planner.statistics)
@@ -133,11 +137,18 @@ class EmbeddingCache:
 
     def stepped(self, plan: Plan, table: int) -> None:
         """Note that a plan's exchange has happened in the slots of the table of this number."""
-        self._resident[table][plan.evicted_slots] = -1
-        self._resident[table][plan.admitted_slots] = plan.ids[plan.admitted]
+        self._exchanged.append((plan, table))  # a step must not wait for more
         self._changed = True
         if self._current is not None and self._current.plan is plan:
             self._current.stepped.add(table)
+
+    def _settle(self) -> None:
+        """Take down which rows the exchanges of the steps so far have moved."""
+        with self._settling:
+            while self._exchanged:
+                plan, table = self._exchanged.popleft()
+                self._resident[table][plan.evicted_slots] = -1
+                self._resident[table][plan.admitted_slots] = plan.ids[plan.admitted]
 
     def is_planned(self, plan: Plan, table: int) -> bool:
         """Tell whether the table of this number may take a step with this plan."""
@@ -230,6 +241,7 @@ class EmbeddingCache:
 
     def _forget(self) -> None:
         """Set the planner back to what the slots hold; batches announced or planned, and not stepped, are forgotten."""
+        self._settle()
         if any(not np.array_equal(other, self._resident[0]) for other in self._resident[1:]):
             self.write_back_rows()  # an error came between the tables' steps
             for resident in self._resident:
@@ -243,6 +255,7 @@ class EmbeddingCache:
         if not self._changed:
             return
         self._changed = False
+        self._settle()
         for table, slots, resident in zip(self.tables, self.slots, self._resident, strict=True):
             taken = np.flatnonzero(resident >= 0).astype(np.int32)
             step = max(1, _WRITE_BACK_BYTES // (4 * max(1, slots.block[:1].numel())))

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.kernels.jit import inline, kernel, prefetch_to_write
+from hostdev.kernels.jit import inline, kernel, prefetch_to_read
 from hostdev.kernels.pool import parallel_for, ranges, run_tasks
 
 Positions = npt.NDArray[np.int32]
 
 MOST_UNFINISHED = 100  # batches; a tag is forgotten when it is older, and looked for every so many batches
 _TAGS = 255
-_AHEAD = 32  # rows
-_GRAIN = 8192
+_AHEAD = 64  # rows
+_GRAIN = 1 << 14
 _FILTER_BITS = 16
 
 
@@ -48,7 +48,7 @@ def _claim(
     count = np.uint64(start)
     for u in range(np.uint64(start), np.uint64(stop)):
         if u + np.uint64(_AHEAD) < np.uint64(stop):
-            prefetch_to_write(claims, ids[u + np.uint64(_AHEAD)], 1)
+            prefetch_to_read(claims, ids[u + np.uint64(_AHEAD)], 1)
         row = np.uint64(ids[u])
         before = owner_of[np.uint64(claims[row])]
         claims[row] = tag
