@@ -99,16 +99,19 @@ class BatchRows:
         self._received: list[Tensor] = []  # gradients of what passed, then the evicted rows' block and row slots
 
     def fetch(self, part: Part) -> None:
-        """Look rows up and send them; others, and those that may have changed since, are to follow by `fetch_late`.
+        """Look rows up, for `send`.
 
         part  of the ids that pass by and then those that are admitted, in one row
         """
         self._look_up(part, self._host)
+
+    def send(self) -> None:
+        """Send the rows; others, and those that may have changed since, are to follow by `fetch_late`."""
         self._sent, mark = self._staging.send(self._host)
         self._marks.append(mark)
 
     def fetch_late(self, part: Part) -> None:
-        """Look up and send rows that had to wait; after `fetch`."""
+        """Look up and send rows that had to wait; after `send`."""
         if not self._staging.copies:
             self._look_up(part, self._host)
             return
@@ -138,7 +141,7 @@ class BatchRows:
             return self._sent[0]
         self._staging.await_sent(self._places_mark, self._places)
         rows: Tensor = self._embedding.cache_lookup(self._places, *self._sent[:2])
-        self._sent = [rows[:0], *self._sent[1:]]  # what was sent of the others is in `rows` now
+        self._sent = [rows.new_empty(0), *self._sent[1:]]  # what was sent of the others is in `rows` now
         self._host = []
         return rows
 

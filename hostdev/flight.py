@@ -72,6 +72,7 @@ class Line:
         self.most = depth + 2  # that are more than ids
         self.most_read = depth + 2 + window
         self.updated = updated  # the last batch whose update is finished
+        self.gathered: tuple[int, Any] = (updated, None)  # the last one whose rows the step has taken, and a mark there
         self.yielded = 0  # the batch whose result the caller has
         self.delivering = False  # somebody fetches a part that was late
         self.stopping = False
@@ -138,6 +139,12 @@ class Line:
             else:
                 del self.flights[number]
                 self.changed.notify_all()
+
+    def gather(self, number: int, mark: Any) -> None:
+        """Note that a batch's step has taken its rows, before this mark in the device's stream."""
+        with self.changed:
+            self.gathered = number, mark
+            self.changed.notify_all()
 
     def arrived(self, flight: Flight) -> None:
         """Count a part of a batch's rows as fetched."""

@@ -115,7 +115,7 @@ class HostEmbedding(nn.Module):
         received, mark = self._staging.receive(rows.leave(leaf.grad))
         if plan is not None and self._cache is not None:
             self._cache.stepped(plan, self._index)
-        self._staging.await_received(mark)
+        self._staging.await_mark(mark)
         rows.receive(received)
         rows.update(Part.of(writes, None))
         rows.updated()
@@ -128,6 +128,7 @@ class HostEmbedding(nn.Module):
         reads, writes = (ids, ids) if plan is None else (plan.reads, plan.writes)
         [rows] = rows_of([self._embedding], len(ids), plan, self._staging)
         rows.fetch(Part.of(reads, None))
+        rows.send()
         return _Step(rows, rows.arrived().requires_grad_(), writes, plan)
 
     def _look(self, ids: Tensor) -> Tensor:

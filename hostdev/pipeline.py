@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +24,12 @@ from torch import Tensor
 from hostdev.batch import Batch
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.device.staging import Staging
-from hostdev.embedding import Embedding, Part, Positions, rows_of
+from hostdev.embedding import Embedding, Part, rows_of
 from hostdev.flight import End, Flight, Line, Queue, Stopped
 from hostdev.kernels.claims import MOST_UNFINISHED, others
 from hostdev.kernels.pool import urgent
 from hostdev.late import LateRows, ask_for, find_late
+from hostdev.model import Model
 from hostdev.timeline import Timeline
 
 _LATEST_ERROR = 0.5  # seconds after which an exception is raised though earlier batches have not been stepped
@@ -38,27 +39,6 @@ _MOST_DEPTH = MOST_UNFINISHED - 2
 Hook = Callable[[str, int], None]
 Ids = npt.NDArray[Any]
 AfterUpdate = Callable[[int, Any, list[tuple[Any, Any]]], None]
-
-
-class Model(Protocol):
-    """What a pipeline runs."""
-
-    reads_whole_tables: bool  # in `step`, which must wait until every earlier batch has been updated
-
-    def unique(self, batch: Batch) -> tuple[Ids, Positions]:
-        """Deduplicate the ids: return unique ids [U] and the inverse, as `hostdev.unique`; in the fetcher's thread."""
-
-    def prepare(self, batch: Batch, ids: Ids, inverse: Positions) -> Any:
-        """Send what the step needs to the device; in the fetcher's thread, not long before the step.
-
-        The result's `ids` are the unique ids [U] on the device, if the tables are there.
-        """
-
-    def await_prepared(self, prepared: Any) -> None:
-        """Let the device wait for what `prepare` has sent."""
-
-    def step(self, prepared: Any, rows: list[Tensor]) -> tuple[Any, list[Tensor]]:
-        """Return a result and, unless it only predicts, the gradient float32 [U, D] of each table's rows."""
 
 
 class Result(NamedTuple):
@@ -159,7 +139,7 @@ class Pipeline:
                     raise flight.error
                 return
             self._fetch(flight, None, update)
-            value = self._step(flight, step, update)
+            value = self._step(flight, None, step, update)
             if update:
                 self._update(flight, None)
             yield Result(flight.batch, value)
@@ -215,7 +195,7 @@ class Pipeline:
             return None
         if line.error is not None and time.monotonic() - line.failed_at > _LATEST_ERROR:
             raise line.error
-        result = Result(item.batch, self._step(item, step, update))
+        result = Result(item.batch, self._step(item, line, step, update))
         line.yielded = item.number
         if update:
             line.put(line.stepped, item)
@@ -329,30 +309,47 @@ class Pipeline:
         return Flight(number, batch)
 
     def _fetch(self, flight: Flight, line: Line | None, update: bool) -> None:
-        """Plan a batch and look up the rows that need not wait; the others when they may."""
+        """Plan a batch, look up and send the rows that need not wait; the others when they may."""
         late = None
-        if self._on_host and update and (line is not None or self._cache is not None):
-            late = self._plan(flight, line)
-        self._before_stage("lookup", flight.number)
-        with self.timeline.span("lookup", flight.number) as span:
+        if self._on_host:
+            if update and (line is not None or self._cache is not None):
+                late = self._plan(flight, line)
+            self._look_up(flight, late)
+            flight.missing = 0 if line is None else 1  # what is sent here
+            if line is not None:
+                self._await_room(flight, line)
+        self._before_stage("send", flight.number)
+        with self.timeline.span("send", flight.number):
             flight.prepared = self._model.prepare(flight.batch, flight.ids, flight.inverse)
             flight.inverse = None
-            if not self._on_host:
-                return
-            flight.missing = 0 if line is None else 1  # what is fetched here
+            for rows in flight.rows:
+                rows.send()
+        if line is None:
+            return
+        for part in ask_for(flight, late, line) if late is not None else ():
+            with self.timeline.span("lookup", flight.number, rows=len(part), bytes=len(part) * self._row_bytes):
+                self._fetch_late(flight, part)
+        if self._on_host:
+            line.arrived(flight)
+
+    def _look_up(self, flight: Flight, late: LateRows | None) -> None:
+        self._before_stage("lookup", flight.number)
+        with self.timeline.span("lookup", flight.number) as span:
             flight.rows = rows_of(self._embeddings, len(flight.ids), flight.plan, self._staging)
             part = Part.of(flight.reads, None)  # a few late rows may be looked up twice, many not
             if late is not None and len(late.rows) * _MANY_LATE > len(flight.reads):
                 part = Part.of(flight.reads, others(len(flight.reads), late.rows))
             for rows in flight.rows:
                 rows.fetch(part)
-            span["rows"] = len(part)
-            for part in ask_for(flight, late, line) if line is not None and late is not None else ():
-                self._fetch_late(flight, part)
-                span["rows"] += len(part)
-            span["bytes"] = span["rows"] * self._row_bytes
-        if line is not None:
-            line.arrived(flight)
+            span["rows"], span["bytes"] = len(part), len(part) * self._row_bytes
+
+    def _await_room(self, flight: Flight, line: Line) -> None:
+        """Wait until the device has taken in the rows of the batch before: only the next one's wait there."""
+        if not self._staging.copies:
+            return
+        with self.timeline.stall("send"):
+            line.wait(lambda: line.gathered[0] >= flight.number - 1)
+            self._staging.await_mark(line.gathered[1])
 
     def _plan(self, flight: Flight, line: Line | None) -> LateRows | None:
         """Ask the cache which rows it keeps; find those of the others that an unfinished batch is going to write."""
@@ -390,7 +387,7 @@ class Pipeline:
         finally:
             line.end_delivery()
 
-    def _step(self, flight: Flight, step: Any, update: bool) -> Any:
+    def _step(self, flight: Flight, line: Line | None, step: Any, update: bool) -> Any:
         self._before_stage("step", flight.number)
         with self.timeline.span("step", flight.number, flow="t" if update else "f") as span:
             span["rows"] = len(flight.batch)
@@ -400,9 +397,12 @@ class Pipeline:
             begin = self._staging.clock()
             if self._on_host:
                 pulled = [rows.arrived() for rows in flight.rows]
+                if line is not None and self._staging.copies:
+                    line.gather(flight.number, self._staging.mark())
             else:
                 pulled = [part.lookup(part.table, flight.prepared.ids) for part in self._embeddings]
             value, grads = step(flight.prepared, pulled)
+            del pulled  # before more is allocated
             leaving = self._update_on_device(flight, grads) if update else []
             flight.clocks = begin, self._staging.clock()
             received, flight.received = self._staging.receive([tensor for part in leaving for tensor in part])
@@ -439,7 +439,7 @@ class Pipeline:
 
     def _end_step(self, flight: Flight) -> None:
         """Wait until the device is done with a step, and take down its time."""
-        self._staging.await_received(flight.received)
+        self._staging.await_mark(flight.received)
         self.timeline.device_was_busy(self._staging.nanoseconds(*flight.clocks))
 
     def _update(self, flight: Flight, line: Line | None) -> None:

@@ -10,8 +10,8 @@ from typing import IO, Any
 import torch
 from torch.profiler import record_function
 
-HOST_STAGES = ("read", "unique", "plan", "lookup", "update first", "lookup late", "update")
-STAGES = ("read", "unique", "plan", "lookup", "step", "update first", "lookup late", "update")
+HOST_STAGES = ("read", "unique", "plan", "lookup", "send", "update first", "lookup late", "update")
+STAGES = ("read", "unique", "plan", "lookup", "send", "step", "update first", "lookup late", "update")
 
 
 class Timeline:

@@ -219,7 +219,7 @@ class Trainer:
         return wide, wide if self._l2 == "none" else wide + deep_l2(deep_rows, prepared.uses)
 
     def _losses(self, values: list[Tensor], received: Any) -> Losses:
-        self._staging.await_received(received)
+        self._staging.await_mark(received)
         wide_value, deep_value = (float(value) for value in values)
         if self._l2 == "table":
             deep_value = wide_value + L2_COEFFICIENT / 2 * self._table_l2()

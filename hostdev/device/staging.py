@@ -63,7 +63,7 @@ class Staging:
             tensor.record_stream(stream)
 
     def receive(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-        """Copy tensors of the current stream to host memory; return the copies, and what `await_received` takes."""
+        """Copy tensors of the current stream to host memory; return the copies, and what `await_mark` takes."""
         if not self.copies:
             return list(tensors), None
         current = self._streams.current_stream(self.device)
@@ -71,10 +71,14 @@ class Staging:
         with self._streams.stream(self._up):
             return self._copy_up(tensors), self._mark()
 
-    def await_received(self, mark: Any) -> None:
-        """Wait until what was received is in host memory."""
+    def await_mark(self, mark: Any) -> None:
+        """Wait, in this thread, until the device has passed a mark."""
         if mark is not None:
             mark.synchronize()
+
+    def mark(self) -> Any:
+        """Return a mark in the device's current stream, for `await_mark`; None on the CPU."""
+        return self._mark() if self.copies else None
 
     def clock(self) -> Any:
         """Return a mark in the current stream, or on the CPU the time, for `nanoseconds`."""

@@ -2,16 +2,23 @@
 
 import contextlib
 import functools
+import random
 import threading
+import time
+import weakref
 
 import numpy as np
 import pytest
 import torch
 
 from hostdev import trainer
+from hostdev.batch import Batch
 from hostdev.cache import slots
 from hostdev.device.staging import Staging
-from tests.test_pipeline import adversarial, outcome
+from hostdev.primitive import OpLog
+from hostdev.timeline import STAGES
+from hostdev.trainer import Trainer
+from tests.test_pipeline import adversarial, outcome, trainer_of
 
 
 class Streams:
@@ -82,7 +89,7 @@ def test_rows_cross_in_parts(streams):
     assert streams.waits == [("compute", "down")] * 2
     [back], mark = staging.receive([rows])
     assert streams.waits[2:] == [("up", "compute")]
-    staging.await_received(mark)
+    staging.await_mark(mark)
     assert streams.waits[3:] == [("host", "up")]
     assert torch.equal(back, rows)
 
@@ -93,7 +100,7 @@ def test_on_the_cpu_nothing_is_copied():
     [sent], mark = staging.send([host])
     staging.await_sent(mark, [sent])
     [back], mark = staging.receive([sent])
-    staging.await_received(mark)
+    staging.await_mark(mark)
     assert sent.data_ptr() == back.data_ptr() == host.data_ptr()
 
 
@@ -127,3 +134,76 @@ class _PerThread(Streams):
     @current.setter
     def current(self, name):
         self._local.current = name
+
+
+@pytest.fixture
+def copying(monkeypatch):
+    """Trainers stage as on an accelerator."""
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(trainer, "Staging", lambda device, log: Staging(device, log, streams=_PerThread()))
+
+
+@pytest.mark.parametrize("cache", [None, {"capacity_rows": "20%", "window": 3}], ids=["", "cache"])
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_only_the_next_batch_waits_on_the_device(copying, depth, cache):
+    happened = []
+
+    def note(stage, number):
+        happened.append((stage, number))
+        if stage == "step":
+            time.sleep(0.01)  # a device that is slower than the host: everything else is far ahead
+
+    for _ in trainer_of(depth=depth, cache=cache, before_stage=note).train(adversarial(0, 12)):
+        pass
+    for number in range(2, 13):
+        assert happened.index(("step", number - 1)) < happened.index(("send", number))
+    assert any(happened.index(("lookup", number + 1)) < happened.index(("step", number)) for number in range(2, 12))
+
+
+@pytest.mark.parametrize("cache", [None, {"capacity_rows": "20%", "window": 3}], ids=["", "cache"])
+def test_random_delays_with_copies(copying, cache):
+    for seed in range(4):
+        batches = adversarial(seed, 12)
+        expected = outcome(batches, depth=0, dim=4)
+        for depth in (1, 2, 4):
+            delays = random.Random(seed * 10 + depth)
+            slow = {stage: delays.choice((0, 0, 0.0005, 0.004)) for stage in STAGES}
+
+            def hold_up(stage, number, slow=slow, delays=delays):
+                time.sleep(slow[stage] * delays.random())
+
+            assert outcome(batches, depth=depth, dim=4, cache=cache, before_stage=hold_up) == expected, (seed, depth)
+
+
+def test_rows_on_their_way_take_the_memory_of_two_batches(copying, monkeypatch):
+    """The rows of the batch in its step and of the next one, whatever the depth; what is admitted comes with slots."""
+    alive, most = {}, []
+
+    def counted(make):
+        def made(*arguments):
+            out = make(*arguments)
+            for tensor in out if isinstance(out, (list, tuple)) else [out]:
+                if tensor.dtype == torch.float32 and tensor.dim() > 1 and tensor.shape[-1] in (1, 16):
+                    alive[id(tensor)] = tensor.nbytes
+                    weakref.finalize(tensor, alive.pop, id(tensor))
+            most.append(sum(alive.values()))
+            return out
+
+        return made
+
+    monkeypatch.setattr(Staging, "_to_device", counted(lambda _, tensors: [tensor.clone() for tensor in tensors]))
+    for name in ("rows", "passed", "exchange"):
+        monkeypatch.setattr(slots.DeviceSlots, name, counted(getattr(slots.DeviceSlots, name)))
+    rng, rows = np.random.default_rng(0), 20_000
+    batches = []
+    for _ in range(16):
+        ids = (rows * rng.random((200, 39)) ** 4).astype(np.int32)
+        batches.append(Batch(np.zeros(200, np.float32), ids, np.ones((200, 39), np.float32)))
+    unique = max(len(np.unique(batch.ids)) for batch in batches)
+    for depth in (0, 1, 2, 4):
+        made = Trainer(rows, 16, host_device_mix=True, device=torch.device("cpu"), l2="none", seed=1, log=OpLog(),
+                       depth=depth, cache={"capacity_rows": "10%"})  # fmt: skip
+        for number, _ in enumerate(made.train(batches)):
+            if number == 8:
+                most.clear()  # the cache is warm
+        assert max(most) < (2 if depth == 0 else 2.6) * unique * 4 * 17, depth
