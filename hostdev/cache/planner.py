@@ -25,7 +25,7 @@ Positions = npt.NDArray[np.int32]
 
 _MOST_ROWS = 2**31 - 1  # a slot is an int32
 _GRAIN = 1 << 14
-_SCANNED, _SCANNED_PER_NEWCOMER = 1 << 15, 2  # slots
+_SCANNED, _SCANNED_PER_NEWCOMER = 1 << 14, 1.5  # slots, at least
 
 
 class Plan(NamedTuple):
@@ -232,7 +232,7 @@ class Planner:
 
     def _to_scan(self, newcomers: int) -> tuple[int, int]:
         """The slots among which those that leave are looked for: all, or of very many a part in turn."""
-        most = max(_SCANNED, _SCANNED_PER_NEWCOMER * newcomers)
+        most = max(_SCANNED, int(_SCANNED_PER_NEWCOMER * newcomers))
         if self.filled <= most:
             return 0, self.filled
         first = min(self._scanned, self.filled - most)
