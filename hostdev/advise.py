@@ -215,7 +215,7 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
         memory = backend.free_bytes(device) or available_bytes()
     tables = Tables(found.vocabulary_size, settings.emb_dim)
     sizes = sorted({max(1, rows_of(share, tables.rows)) for share in SHARES})
-    needed = len(POLICIES) * sum(planner_bytes(tables.rows, capacity, window) for capacity in sizes)
+    needed = sum(planner_bytes(tables.rows, capacity, policy, window) for capacity in sizes for policy in POLICIES)
     if needed > available_bytes():
         raise UserError(f"the simulation needs {gib(needed)}, but {gib(available_bytes())} of host memory are free")
     steps = reader.steps(size)

@@ -97,6 +97,7 @@ class BatchRows:
         self._places_mark = mark
         self._scalars: tuple[Any, ...] = ()
         self._received: list[Tensor] = []  # gradients of what passed, then the evicted rows' block and row slots
+        self._evicted: tuple[list[Tensor], Any] = ([], None)  # the latter two, where they are, and a mark to wait for
 
     def fetch(self, part: Part) -> None:
         """Look rows up, for `send`.
@@ -160,14 +161,27 @@ class BatchRows:
         """Exchange rows on the device; return what the host is to receive, for `update`."""
         if self._places is None:
             return [grads]
-        evicted = self._embedding.cache_exchange(self._places, *self._sent[1:])
-        self._sent = []  # before more is allocated
-        return [self._embedding.cache_passed(self._places, grads), *evicted]
-
-    def receive(self, tensors: list[Tensor]) -> None:
-        """Take in what `leave` returned, in host memory."""
-        self._received = tensors
+        passed = self._embedding.cache_passed(self._places, grads)
+        evicted = self._embedding.cache_exchange(self._places, *self._sent[1:])  # last: from here on it has happened
+        self._evicted = list(evicted), None
         self._sent = []
+        return [passed, *evicted]
+
+    def receive(self, tensors: list[Tensor], mark: Any) -> None:
+        """Take in what `leave` returned, in host memory when the device has passed the mark."""
+        self._received = tensors
+        self._evicted = tensors[1:], mark
+        self._sent = []
+
+    def bring_back(self, evicted: npt.NDArray[Any]) -> None:
+        """Write the rows that left the cache to the host, where an error keeps the update from coming to it.
+
+        evicted  [E], their ids
+        """
+        values, mark = self._evicted
+        self._staging.await_mark(mark)
+        block, row_slots = (tensor.cpu().numpy() for tensor in values)
+        self._table.write_rows(evicted, block, row_slots)
 
     def update(self, part: Part) -> None:
         """Update rows with their gradients, or write evicted ones back; all parts are one step.

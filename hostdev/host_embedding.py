@@ -1,5 +1,6 @@
 """`HostEmbedding`: rows of a host table as a torch module, for a user's own model and loop."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,13 +113,16 @@ class HostEmbedding(nn.Module):
         if self._cache is not None and plan is not None and not self._cache.is_planned(plan, self._index):
             raise ValueError(f"table {self.table.name!r}: the batch of this pass is over; step() comes before the next")
         rows.update_cached(leaf.grad)
-        received, mark = self._staging.receive(rows.leave(leaf.grad))
+        leaving = rows.leave(leaf.grad)
         if plan is not None and self._cache is not None:
-            self._cache.stepped(plan, self._index)
+            self._cache.stepped(plan, self._index, partial(rows.bring_back, plan.evicted))
+        received, mark = self._staging.receive(leaving)
+        rows.receive(received, mark)
         self._staging.await_mark(mark)
-        rows.receive(received)
         rows.update(Part.of(writes, None))
         rows.updated()
+        if plan is not None and self._cache is not None:
+            self._cache.left(plan, self._index)
 
     def discard(self) -> None:
         """Forget the passes since the last step, where a batch is skipped."""

@@ -5,8 +5,8 @@ that an unfinished batch will update are found: rows of the batch right before i
 gradients arrive, and delivered late; rows of an older one are delivered after that one's update; all others are fetched
 at once. Only the update stage writes the tables, in the order of the batches, so no row is locked.
 
-Threads: a reader, a fetcher (unique, plan, lookup), the caller's (the model's step) and an updater. What they share is
-under one condition; a batch carries its state, and an exception goes where its batch would have gone.
+Threads: a reader, a fetcher (unique, plan, lookup, send), the caller's (the model's step) and an updater. What they
+share is under one condition; a batch carries its state, and an exception goes where its batch would have gone.
 """
 
 import threading
@@ -133,7 +133,7 @@ class Pipeline:
 
     def _run_serially(self, batches: Iterable[Batch], step: Any, update: bool) -> Iterator[Result]:
         source = iter(batches)
-        for flight in self._ahead(lambda: self._read(source), None, update):
+        for flight in self._ahead(lambda: self._read(source, None), None, update):
             if isinstance(flight, End):
                 if flight.error is not None:
                     raise flight.error
@@ -223,10 +223,7 @@ class Pipeline:
     def _reader(self, line: Line, source: Iterator[Batch]) -> bool:
         with self.timeline.stall("read"):
             line.wait(lambda: len(line.flights) < line.most_read)
-        item = self._read(source)
-        if isinstance(item, Flight):
-            with line.changed:
-                line.flights[item.number] = item
+        item = self._read(source, line)
         line.put(line.read, item)
         return isinstance(item, Flight)
 
@@ -297,7 +294,7 @@ class Pipeline:
             self._deliver(flight, line)
         return True
 
-    def _read(self, source: Iterator[Batch]) -> Flight | End:
+    def _read(self, source: Iterator[Batch], line: Line | None) -> Flight | End:
         number = self._number + 1
         self._before_stage("read", number)
         with self.timeline.span("read", number, flow="s") as span:
@@ -305,8 +302,16 @@ class Pipeline:
             span["rows"] = len(batch) if batch is not None else 0
         if batch is None:
             return End(None)
-        self._number = number
-        return Flight(number, batch)
+        flight = Flight(number, batch)
+        if line is None:
+            self._number = number
+            return flight
+        with line.changed:
+            if line.stopping:  # it was in somebody's code for so long that the next run may have begun
+                raise Stopped
+            self._number = number
+            line.flights[number] = flight
+        return flight
 
     def _fetch(self, flight: Flight, line: Line | None, update: bool) -> None:
         """Plan a batch, look up and send the rows that need not wait; the others when they may."""
@@ -407,7 +412,7 @@ class Pipeline:
             flight.clocks = begin, self._staging.clock()
             received, flight.received = self._staging.receive([tensor for part in leaving for tensor in part])
             for rows, part in zip(flight.rows, leaving, strict=False):
-                rows.receive([received.pop(0) for _ in part])
+                rows.receive([received.pop(0) for _ in part], flight.received)
         if not update:
             self._end_step(flight)
         return value
@@ -434,7 +439,7 @@ class Pipeline:
         for table, (rows, grad) in enumerate(zip(flight.rows, grads, strict=True)):
             leaving.append(rows.leave(grad))
             if plan is not None and self._cache is not None:
-                self._cache.stepped(plan, table)
+                self._cache.stepped(plan, table, partial(rows.bring_back, plan.evicted))
         return leaving
 
     def _end_step(self, flight: Flight) -> None:
@@ -464,8 +469,10 @@ class Pipeline:
         with self.timeline.span("update", flight.number, flow="f") as span:
             span["rows"] = len(rest)
             self._update_rows(flight, rest)
-            for rows in flight.rows:
+            for table, rows in enumerate(flight.rows):
                 rows.updated()
+                if self._cache is not None and flight.plan is not None:
+                    self._cache.left(flight.plan, table)
         if self._on_host and self._after_update is not None:
             ids = flight.ids if flight.plan is None else flight.plan.ids[flight.plan.passed]
             self._after_update(flight.number, ids, [(part.table.block, ids) for part in self._embeddings])

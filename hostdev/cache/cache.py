@@ -81,7 +81,7 @@ class EmbeddingCache:
         capacity = rows_of(capacity_rows, self.rows)
         self.device = torch.device(device)
         _require(capacity, self.tables, self.device)
-        needed, free = planner_bytes(self.rows, capacity, window), available_bytes()
+        needed, free = planner_bytes(self.rows, capacity, policy, window), available_bytes()
         if needed > free:
             raise UserError(f"the cache's plan needs {gib(needed)}, but {gib(free)} of host memory are free")
         moves = max(1 + len(table.optimizer.slots) for table in self.tables)
@@ -89,6 +89,7 @@ class EmbeddingCache:
         self.slots = [DeviceSlots(capacity, table, self.device) for table in self.tables]
         self._resident = [np.full(capacity, -1, np.int64) for _ in self.tables]  # the row in each slot, after steps
         self._exchanged: deque[tuple[Plan, int]] = deque()  # by steps, and not yet in `_resident`
+        self._leaving: list[tuple[Plan, int, Callable[[], None]]] = []  # exchanged, and on their way to the host
         self._settling = threading.Lock()
         self.counting = _on_host("CacheCount", count_uses, log)
         self.announcing = _on_host("CacheAnnounce", self.planner.announce, log)
@@ -118,7 +119,9 @@ class EmbeddingCache:
 
     def announce(self, ids: Ids, inverse: Positions) -> None:
         """Take in the next batch of the future, as `unique` returns it; UserError for an id outside the tables."""
-        ids = checked_ids(ids, self.rows, self.tables[-1].name)
+        self._take_in(checked_ids(ids, self.rows, self.tables[-1].name), inverse)
+
+    def _take_in(self, ids: Ids, inverse: Positions) -> None:
         uses = self.counting(inverse, len(ids))
         self.announcing(ids, uses)
         if self._recording:
@@ -135,20 +138,36 @@ class EmbeddingCache:
             self._at_first = replace(self.planner.statistics)
         return plan
 
-    def stepped(self, plan: Plan, table: int) -> None:
-        """Note that a plan's exchange has happened in the slots of the table of this number."""
+    def stepped(self, plan: Plan, table: int, bring_back: Callable[[], None]) -> None:
+        """Note that a plan's exchange has happened in the slots of the table of this number.
+
+        bring_back  writes the rows that left the slots to the host; called if an error comes before `left` does
+        """
+        self._leaving.append((plan, table, bring_back))
         self._exchanged.append((plan, table))  # a step must not wait for more
         self._changed = True
         if self._current is not None and self._current.plan is plan:
             self._current.stepped.add(table)
 
+    def left(self, plan: Plan, table: int) -> None:
+        """Note that the rows that a plan evicted have been written to the host table of this number."""
+        with self._settling:
+            self._leaving = [entry for entry in self._leaving if entry[0] is not plan or entry[1] != table]
+
+    def _bring_back(self) -> None:
+        with self._settling:
+            while self._leaving:
+                self._leaving[0][2]()
+                del self._leaving[0]
+
     def _settle(self) -> None:
         """Take down which rows the exchanges of the steps so far have moved."""
         with self._settling:
             while self._exchanged:
-                plan, table = self._exchanged.popleft()
+                plan, table = self._exchanged[0]
                 self._resident[table][plan.evicted_slots] = -1
                 self._resident[table][plan.admitted_slots] = plan.ids[plan.admitted]
+                self._exchanged.popleft()
 
     def is_planned(self, plan: Plan, table: int) -> bool:
         """Tell whether the table of this number may take a step with this plan."""
@@ -188,13 +207,14 @@ class EmbeddingCache:
                 yield batch
                 if self._end_batch():  # it was skipped: its plan is forgotten, and with it what was announced
                     for _, _, found, inverse in waiting:
-                        self.announcing(found, count_uses(inverse, len(found)))
+                        self._take_in(found, inverse)
         finally:
             self._current, self._ahead = None, False
             self.write_back()
 
     def _end_batch(self) -> bool:
         """Leave the current batch; return whether it was skipped. ValueError if only some tables have stepped."""
+        self._bring_back()
         current, self._current = self._current, None
         if current is None or len(current.stepped) == len(self.tables):
             return False
@@ -246,15 +266,15 @@ class EmbeddingCache:
             self.write_back_rows()  # an error came between the tables' steps
             for resident in self._resident:
                 resident[:] = -1
-        if len(self.planner) or not np.array_equal(self.planner.slot_ids, self._resident[0]):
+        if len(self.planner) or not self.planner.holds(self._resident[0]):
             self.planner.restore(self._resident[0])
-            del self._recorded[self.planner.statistics.batches :]
+        del self._recorded[self.planner.statistics.batches :]
 
     def write_back_rows(self) -> None:
         """Write the cached rows to the host tables; what is announced or planned stays so."""
         if not self._changed:
             return
-        self._changed = False
+        self._bring_back()
         self._settle()
         for table, slots, resident in zip(self.tables, self.slots, self._resident, strict=True):
             taken = np.flatnonzero(resident >= 0).astype(np.int32)
@@ -263,6 +283,7 @@ class EmbeddingCache:
                 part = taken[start : start + step]
                 block, row_slots = slots.read(torch.from_numpy(part).to(self.device))
                 table.write_rows(resident[part], block.cpu().numpy(), row_slots.cpu().numpy())
+        self._changed = False
 
     def summary(self, *, optimum: bool = True) -> dict[str, Any]:
         """Return the statistics, and beside them the hit rate of the offline optimum over the first batches.

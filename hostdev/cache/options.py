@@ -6,7 +6,7 @@ from hostdev.errors import UserError
 
 POLICIES = ("lookahead", "lru", "lfu", "static")
 WINDOW = 16  # batches, unless said otherwise
-MOST_WINDOW = 32  # batches: so many bytes of a row's cache line are free for them
+MOST_WINDOW = 32  # batches: the bits that a row has for them
 
 
 def rows_of(size: int | str, rows: int) -> int:

@@ -1,4 +1,4 @@
-"""Which rows a cache admits, evicts and lets pass: a function of the batches' ids alone, whatever the timing.
+"""Which rows a cache admits, evicts and lets pass: a function of the batches' ids alone, in the order of the calls.
 
 A row enters when a batch uses it and leaves when a better one needs its slot; any row may take any slot. Both happen
 after the batch's step, so rows that the batch uses may leave too. What is not worth its transfers passes by.
@@ -87,9 +87,9 @@ class Statistics:
         return self.unique_hits / self.unique if self.unique else 0.0
 
 
-def planner_bytes(rows: int, capacity: int, window: int) -> int:
+def planner_bytes(rows: int, capacity: int, policy: str, window: int) -> int:
     """Return the bytes of a planner."""
-    return rows * (32 if window <= 16 else 64) + capacity * 8
+    return rows * 2 * _ring_of(policy, window) + capacity * 8
 
 
 class Planner:
@@ -98,7 +98,8 @@ class Planner:
     rows      V, at most 2^31 - 1
     capacity  slots, in 0..V
     policy    "lookahead": the density of the next use within the window, the frequency beyond it; "lru"; "lfu", by the
-              uses so far, of rows that are not cached too; "static": those with the largest `counts`
+              uses so far, of rows that are not cached too; "static": those with the largest `counts`. Of more than
+              16,384 slots a part in turn is searched for the rows that leave, with each batch another
     window    how many batches the caller announces ahead of the one that is planned, at most 32; lookahead only
     counts    [V], how often each row is used: "static" needs it, others ignore it
     moves     rows that go each way when one is exchanged, 1 + slots of the optimizer: lookahead exchanges rows only for
@@ -129,7 +130,7 @@ class Planner:
         self.slot_ids = np.full(capacity, -1, np.int64)  # the row in each slot
         self._kind = kind
         self._margin = round(math.log2(1 + moves / 6) * STEPS_PER_OCTAVE) if kind == LOOKAHEAD else 0
-        self._ring = 16 if self.window <= 16 else 32
+        self._ring = _ring_of(policy, window)
         self._coming = aligned_empty((rows, 2 * self._ring), np.uint8)  # 32 or 64 bytes a row: within a cache line
         self._coming.fill(0)
         self._rows = self._coming.view(np.int32)
@@ -174,7 +175,7 @@ class Planner:
         run_tasks([(planning.classify, start, stop, (*shared, i)) for i, (start, stop) in enumerate(pieces)])
 
         slots, leaving, first_in = self._choose(known, histograms.sum(0, dtype=np.int64))
-        starts, stops = np.array(pieces, np.int64).reshape(-1, 2).T
+        starts, stops = (np.array([edges[end] for edges in pieces], np.int64) for end in (0, 1))
         found, hit_uses, all_uses = totals.T
         admitted = np.empty(len(slots) + 1, np.int32)
         passed = np.empty(U - int(found.sum()) - len(slots) + 1, np.int32)
@@ -191,19 +192,31 @@ class Planner:
         )
         moved = (ids, plan.admitted, slots, plan.evicted, self._rows, self.slot_ids)
         parallel_for(planning.exchange, len(slots), *moved, grain=_GRAIN)
+        self.filled += len(slots) - len(leaving)
         self._count(plan, int(hit_uses.sum()), int(all_uses.sum()))
         return plan
 
     def restore(self, slot_ids: npt.NDArray[np.int64]) -> None:
-        """Forget what is announced, and take over these rows [C] as cached, -1 for none; the frequencies stay."""
+        """Forget what is announced, and take over these rows [C] as cached, -1 for none, behind all others.
+
+        How often rows were used in the batches planned so far is still known.
+        """
+        taken = np.flatnonzero(slot_ids >= 0)
+        if len(taken) and taken[-1] >= len(taken):
+            raise ValueError("slots are taken from the first on, and here some before the last row's are free")
+        for ids, uses in self._announced if self._kind != STATIC else ():
+            self._rows[ids, planning.COUNT] -= uses
         self._announced.clear()
         self.slot_ids[:] = slot_ids
         self._rows[:, planning.SLOT] = -1
         last = self._rows[:, planning.LAST]
         np.minimum(last, self._planned - 1, out=last)
-        taken = np.flatnonzero(slot_ids >= 0)
         self.filled = len(taken)
         self._rows[slot_ids[taken], planning.SLOT] = taken
+
+    def holds(self, slot_ids: npt.NDArray[np.int64]) -> bool:
+        """Tell whether these rows [C] are those that are cached."""
+        return self.filled == np.count_nonzero(slot_ids >= 0) and np.array_equal(self.slot_ids, slot_ids)
 
     def _choose(
         self, known: tuple[Any, ...], newcomers: npt.NDArray[np.int64]
@@ -226,7 +239,6 @@ class Planner:
                 planning.worst(*_until(residents, swaps), keys, leaving)
                 leaving = leaving[:-1] + np.int32(first)
         fresh = np.arange(self.filled, self.filled + free, dtype=np.int32)
-        self.filled += free
         slots = np.concatenate([fresh, leaving])
         return slots, leaving, _from(newcomers, len(slots))
 
@@ -248,6 +260,11 @@ class Planner:
         total.unique_hits += len(plan.hits)
         total.admitted += len(plan.admitted)
         total.evicted += len(plan.evicted)
+
+
+def _ring_of(policy: str, window: int) -> int:
+    """How many batches a row remembers; 16 fit into 32 bytes, 32 into 64."""
+    return 32 if window > 16 and _kind(policy) == LOOKAHEAD else 16
 
 
 def _kind(policy: str) -> int:

@@ -112,7 +112,7 @@ def announce(
         rows[row, LAST], rows[row, BEFORE] = number, np.uint32(before | np.uint64(1))
         coming[row, place] = _encode(uses[p])
         if kind != STATIC:
-            rows[row, COUNT] = min(rows[row, COUNT], _MOST_USES) + uses[p]
+            rows[row, COUNT] = min(np.int64(rows[row, COUNT]) + uses[p], _MOST_USES)
 
 
 @kernel

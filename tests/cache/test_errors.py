@@ -1,0 +1,187 @@
+"""What was updated in the cache is not lost, wherever an error or an interrupt comes; and training goes on."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import hostdev
+from hostdev import EmbeddingCache, HostEmbedding, HostTable
+from hostdev.cache import planning
+from hostdev.cache.slots import DeviceSlots
+from hostdev.device.staging import Staging
+from tests.test_pipeline import adversarial, outcome, trainer_of
+
+CACHE = {"capacity_rows": "20%", "policy": "lru"}  # which exchanges many rows
+ROWS = 100
+
+
+class FaultError(Exception):
+    pass
+
+
+def failing(function, call):
+    """The function, but the call of this number raises."""
+    calls = 0
+
+    def wrapped(*arguments, **options):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise FaultError
+        return function(*arguments, **options)
+
+    return wrapped
+
+
+def rows_that_differ(trainer, other):
+    """The ids of rows that are not the same in both trainers' tables, with their slots."""
+    differ = set()
+    for name in ("wide", "deep"):
+        ours, theirs = (getattr(one, name).table for one in (trainer, other))
+        pairs = [(ours.weights, theirs.weights), *zip(ours.slots.values(), theirs.slots.values(), strict=True)]
+        differ |= {row for left, right in pairs for row in np.flatnonzero((left != right).any(1)).tolist()}
+    return differ
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("owner", "name", "call"),
+    [
+        (DeviceSlots, "exchange", 15),  # two tables: of the 8th batch, the first one's, and the second's
+        (DeviceSlots, "exchange", 16),
+        (Staging, "receive", 16),  # once for the loss, once for what leaves
+        (HostTable, "update", 15),
+        (HostTable, "write_rows", 9),
+    ],
+)
+def test_rows_of_other_batches_keep_their_updates(monkeypatch, owner, name, call, depth):
+    batches, begun = adversarial(3, 14, shared=0.3), []
+
+    def note(stage, number):
+        if stage == "update":
+            begun.append(number)
+
+    trainer = trainer_of(depth=depth, cache=CACHE, before_stage=note)
+    monkeypatch.setattr(owner, name, failing(getattr(owner, name), call))
+    for part, slots in zip((trainer.wide, trainer.deep), trainer.cache.slots, strict=True):
+        part.use_cache(slots)
+    with pytest.raises(FaultError):
+        list(trainer.train(batches))
+    monkeypatch.undo()
+    first = begun[-1] - 1 if owner is HostTable else 7  # the batch that failed; some after it may have been stepped
+    touched = {row for batch in batches[first : first + depth + 2] for row in batch.ids.ravel().tolist()}
+    plain = trainer_of(depth=0)
+    for _ in plain.train(batches[:first]):
+        pass
+    assert rows_that_differ(trainer, plain) <= touched
+
+
+@pytest.fixture
+def table():
+    return HostTable(ROWS, 4, hostdev.LazyAdam(lr=0.1), name="t")
+
+
+def given(count):
+    rng = np.random.default_rng(0)
+    return [torch.from_numpy(rng.integers(0, ROWS, 20)) for _ in range(count)]
+
+
+def loop(module, batches):
+    for ids in batches:
+        module(ids).square().sum().backward()
+        module.step()
+
+
+def plain(batches):
+    table = HostTable(ROWS, 4, hostdev.LazyAdam(lr=0.1), name="t")
+    loop(HostEmbedding(table), batches)
+    return table
+
+
+def test_an_interrupt_in_a_tables_update(table, monkeypatch):
+    batches, cache = given(9), EmbeddingCache(table, 10, "lru")
+    loop(HostEmbedding(cache), batches[:8])
+    monkeypatch.setattr(table, "update", failing(table.update, 1))
+    with pytest.raises(FaultError):
+        loop(HostEmbedding(cache), batches[8:])
+    cache.write_back()
+    other = np.setdiff1d(np.arange(ROWS), batches[8])
+    np.testing.assert_array_equal(table.weights[other], plain(batches[:8]).weights[other])
+
+
+def test_after_an_interrupted_update_the_next_batch_sees_every_row(table, monkeypatch):
+    """Without writing back: rows that were evicted by the batch that failed."""
+    batches, cache = given(9), EmbeddingCache(table, 10, "lru")
+    loop(HostEmbedding(cache), batches[:8])
+    monkeypatch.setattr(table, "update", failing(table.update, 1))
+    with pytest.raises(FaultError):
+        loop(HostEmbedding(cache), batches[8:])
+    other = torch.from_numpy(np.setdiff1d(np.arange(ROWS), batches[8]))
+    seen = HostEmbedding(cache)(other).detach().numpy()
+    np.testing.assert_array_equal(seen, plain(batches[:8]).weights[other])
+
+
+def test_writing_back_may_be_repeated_after_an_interrupt(table, monkeypatch):
+    batches, cache = given(8), EmbeddingCache(table, 10, "lru")
+    loop(HostEmbedding(cache), batches)
+    with monkeypatch.context() as patch:
+        patch.setattr(table, "write_rows", failing(table.write_rows, 1))
+        with pytest.raises(FaultError):
+            cache.write_back()
+    cache.write_back()
+    np.testing.assert_array_equal(table.weights, plain(batches).weights)
+
+
+@pytest.mark.parametrize("kernel", ["classify", "score", "divide", "exchange"])
+def test_an_interrupt_while_planning(table, monkeypatch, kernel):
+    batches, cache = given(12), EmbeddingCache(table, 30, "lru")
+    loop(HostEmbedding(cache), batches[:3])
+    with monkeypatch.context() as patch:
+        patch.setattr(planning, kernel, failing(getattr(planning, kernel), 1))
+        with pytest.raises(FaultError):
+            loop(HostEmbedding(cache), batches[3:])
+    cache.write_back()
+    left = batches[table.step :]
+    loop(HostEmbedding(cache), left)
+    cache.write_back()
+    np.testing.assert_array_equal(table.weights, plain(batches).weights)
+    slots = cache.planner.slot_ids
+    assert len(np.unique(slots[: cache.planner.filled])) == cache.planner.filled == (slots >= 0).sum()
+
+
+def test_the_optimum_is_that_of_the_batches_that_were_planned(table):
+    batches, cache = given(12), EmbeddingCache(table, 10, window=3)
+    module = HostEmbedding(cache)
+    for number, ids in enumerate(cache.ahead(batches, lambda ids: ids)):
+        if number not in (4, 5):
+            loop(module, [ids])
+    summary = cache.summary()
+    assert summary["batches"] == summary["optimal_batches"] == 12
+    everything = EmbeddingCache(HostTable(ROWS, 4, hostdev.SGD(), name="t"), 10, window=3)
+    for ids in everything.ahead(batches, lambda ids: ids):
+        loop(HostEmbedding(everything), [ids])
+    assert everything.summary()["optimal_hit_rate"] == summary["optimal_hit_rate"]
+
+
+def test_a_reader_that_comes_back_late_has_no_part_in_the_next_run():
+    """Closing does not wait for longer than a second for a source that hangs."""
+    batches, late = adversarial(0, 24), threading.Event()
+
+    def hanging():
+        yield from batches[:4]
+        late.wait(20)
+        yield batches[20]
+
+    trainer = trainer_of(depth=2)
+    results = trainer.train(hanging())
+    losses = [tuple(next(results).value) for _ in range(3)]
+    results.close()
+    [reader] = (thread for thread in threading.enumerate() if thread.name == "hostdev-reader")
+    for number, result in enumerate(trainer.train(batches[3:])):
+        losses.append(tuple(result.value))
+        if number == 5:
+            late.set()
+            reader.join()
+    assert (losses, trainer.evaluate(batches[:3]), trainer.state_sha256()) == outcome(batches, depth=0)
