@@ -43,7 +43,7 @@ class Shared(NamedTuple):
     first: Part
     rest: Part  # the others
     next: Flight
-    late: Part  # the same rows as `first`, in the next one
+    late: Part  # where the next one has them
 
 
 class End(NamedTuple):

@@ -68,6 +68,7 @@ class Run:
             cache = cache_options(settings, data, found)
             if cache is not None:
                 warm_up_planner(np.dtype(found.id_type))
+                warm_up(np.dtype(np.int32))  # the numbers of slots
             self.trainer = Trainer(
                 found.vocabulary_size,
                 settings.emb_dim,

@@ -87,7 +87,7 @@ class EmbeddingCache:
         moves = max(1 + len(table.optimizer.slots) for table in self.tables)
         self.planner = Planner(self.rows, capacity, policy, window=window, counts=counts, moves=moves)
         self.slots = [DeviceSlots(capacity, table, self.device) for table in self.tables]
-        self._resident = [np.full(capacity, -1, np.int64) for _ in self.tables]  # the row in each slot, after steps
+        self._resident = [np.full(capacity, -1, np.int32) for _ in self.tables]  # the row in each slot, after steps
         self._exchanged: deque[tuple[Plan, int]] = deque()  # by steps, and not yet in `_resident`
         self._leaving: list[tuple[Plan, int, Callable[[], None]]] = []  # exchanged, and on their way to the host
         self._settling = threading.Lock()

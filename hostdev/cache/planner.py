@@ -89,7 +89,7 @@ class Statistics:
 
 def planner_bytes(rows: int, capacity: int, policy: str, window: int) -> int:
     """Return the bytes of a planner."""
-    return rows * 2 * _ring_of(policy, window) + capacity * 8
+    return rows * 2 * _ring_of(policy, window) + capacity * 4
 
 
 class Planner:
@@ -105,7 +105,7 @@ class Planner:
     moves     rows that go each way when one is exchanged, 1 + slots of the optimizer: lookahead exchanges rows only for
               a gain of a factor 1 + moves / 6 in density
 
-    Memory: 32 bytes a row, 64 for a window above 16, and 8 a slot; the ids of the announced batches are kept.
+    Memory: 32 bytes a row, 64 for a window above 16, and 4 a slot; the ids of the announced batches are kept.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Planner:
         self.window = window if kind == LOOKAHEAD else 0
         self.statistics = Statistics()
         self.filled = 0  # slots taken; one that was never becomes free again
-        self.slot_ids = np.full(capacity, -1, np.int64)  # the row in each slot
+        self.slot_ids = np.full(capacity, -1, np.int32)  # the row in each slot
         self._kind = kind
         self._margin = round(math.log2(1 + moves / 6) * STEPS_PER_OCTAVE) if kind == LOOKAHEAD else 0
         self._ring = _ring_of(policy, window)
@@ -196,7 +196,7 @@ class Planner:
         self._count(plan, int(hit_uses.sum()), int(all_uses.sum()))
         return plan
 
-    def restore(self, slot_ids: npt.NDArray[np.int64]) -> None:
+    def restore(self, slot_ids: Positions) -> None:
         """Forget what is announced, and take over these rows [C] as cached, -1 for none, behind all others.
 
         How often rows were used in the batches planned so far is still known.
@@ -214,7 +214,7 @@ class Planner:
         self.filled = len(taken)
         self._rows[slot_ids[taken], planning.SLOT] = taken
 
-    def holds(self, slot_ids: npt.NDArray[np.int64]) -> bool:
+    def holds(self, slot_ids: Positions) -> bool:
         """Tell whether these rows [C] are those that are cached."""
         return self.filled == np.count_nonzero(slot_ids >= 0) and np.array_equal(self.slot_ids, slot_ids)
 

@@ -4,6 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.host.table import HostTable
+from hostdev.kernels.claims import claim, intersect, others
 from hostdev.kernels.gather import gather_scaled, segment_sum_scaled
 from hostdev.kernels.segment import segment_sum
 from hostdev.kernels.unique import unique
@@ -12,17 +13,25 @@ from hostdev.optimizers import FTRL, LazyAdam, SparseOptimizer
 
 def warm_up(id_dtype: npt.DTypeLike) -> None:
     """Call every kernel once with ids of this dtype, on tables of a few bytes."""
-    ids = np.zeros(2, id_dtype)
+    ids, position = np.zeros(2, id_dtype), np.zeros(1, np.int32)
     optimizers: list[tuple[SparseOptimizer, int]] = [(FTRL(), 1), (LazyAdam(), 32)]
     for optimizer, dim in optimizers:
         table = HostTable(1, dim, optimizer, name="warm-up")
+        grads = np.zeros((2, dim), np.float32)
         table.lookup(ids)
-        table.apply(ids, np.zeros((2, dim), np.float32))
-        table.sum_of_squares()
+        table.apply(ids, grads)
         row = np.empty((1, *table.block.shape[1:]), np.float32), np.empty((1, 0), np.float32)
-        table.read_rows(ids[:1], *row)
-        table.write_rows(ids[:1], *row)
-    unique(np.array([0, 1 << 20], id_dtype))  # ids far apart are hashed
+        for positions in (None, position):
+            table.lookup(ids[:1], grads[:1], positions)
+            table.update(ids[:1], grads[:1], None, positions)
+            table.read_rows(ids[:1], *row, positions)
+            table.write_rows(ids[:1], *row, positions)
+        table.sum_of_squares()
+    unique(np.arange(1 << 16, dtype=id_dtype) << 8)  # ids far apart are hashed, and many in parts
+    claims = np.zeros(1, np.uint8)
+    for number in (1, 2):
+        claim(ids[:1], claims, number, 1, number - 1)
+    others(1, intersect(ids[:1], ids[:1], claims, 2))
     rows, weights, inverse = np.zeros((1, 32), np.float32), np.ones(2, np.float32), np.zeros(2, np.int32)
     segment_sum(np.zeros((2, 1), np.float32), inverse, np.empty((1, 1), np.float32))
     for dtype in (np.float32, np.uint16):  # uint16 is bfloat16

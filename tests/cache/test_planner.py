@@ -126,7 +126,7 @@ def test_plans_are_those_of_the_obvious_twin(policy, capacity, window):
 def test_the_contract_of_every_policy(policy, capacity):
     rows, batches = 3000, zipf(3000, 40, size=6000)
     planner = Planner(rows, capacity, policy, window=5, counts=counts_of(batches, rows))
-    slots = np.full(capacity, -1)
+    slots = np.full(capacity, -1, np.int32)
     uses = hits = 0
     for (ids, used), plan in zip(batches, plans(batches, planner), strict=True):
         assert plan.ids is ids
@@ -171,7 +171,7 @@ def test_restore(policy, seen):
         planner.announce(ids, uses)
         if number >= planner.window:
             planner.plan()
-    slots = np.full(capacity, -1)
+    slots = np.full(capacity, -1, np.int32)
     slots[:50] = np.random.default_rng(1).permutation(rows)[:50]
     planner.restore(slots)
     assert len(planner) == 0

@@ -175,7 +175,7 @@ def test_random_delays_with_copies(copying, cache):
             assert outcome(batches, depth=depth, dim=4, cache=cache, before_stage=hold_up) == expected, (seed, depth)
 
 
-def test_rows_on_their_way_take_the_memory_of_two_batches(copying, monkeypatch):
+def test_rows_on_their_way_take_no_more_memory_with_depth(copying, monkeypatch):
     """The rows of the batch in its step and of the next one, whatever the depth; what is admitted comes with slots."""
     alive, most = {}, []
 
