@@ -25,7 +25,7 @@ Positions = npt.NDArray[np.int32]
 
 _MOST_ROWS = 2**31 - 1  # a slot is an int32
 _GRAIN = 1 << 14
-_SCANNED, _SCANNED_PER_NEWCOMER = 1 << 14, 1.5  # slots, at least
+_SCANNED, _SCANNED_PER_SWAP = 1 << 14, 8  # slots, at least
 
 
 class Plan(NamedTuple):
@@ -140,6 +140,7 @@ class Planner:
         self._prices = np.zeros((33, 256), np.uint16)
         planning.densities(self._prices)
         self._scanned = 0  # slots, so far, for those to leave
+        self._swapped = 0  # rows that left with the batch before
         self._announced: deque[tuple[Ids, Positions]] = deque()
         self._planned = 0  # batches
 
@@ -193,6 +194,7 @@ class Planner:
         moved = (ids, plan.admitted, slots, plan.evicted, self._rows, self.slot_ids)
         parallel_for(planning.exchange, len(slots), *moved, grain=_GRAIN)
         self.filled += len(slots) - len(leaving)
+        self._swapped = len(leaving)
         self._count(plan, int(hit_uses.sum()), int(all_uses.sum()))
         return plan
 
@@ -226,7 +228,7 @@ class Planner:
         free = min(self.capacity - self.filled, willing)
         leaving = np.empty(0, np.int32)
         if willing > free and self._kind != STATIC:
-            first, last = self._to_scan(willing - free)
+            first, last = self._to_scan()
             keys = scratch("resident_keys", (last - first,), np.uint16)
             pieces = [(first + start, first + stop) for start, stop in ranges(last - first, _GRAIN)]
             histograms = np.zeros((len(pieces), KEYS), np.int32)
@@ -242,9 +244,9 @@ class Planner:
         slots = np.concatenate([fresh, leaving])
         return slots, leaving, _from(newcomers, len(slots))
 
-    def _to_scan(self, newcomers: int) -> tuple[int, int]:
+    def _to_scan(self) -> tuple[int, int]:
         """The slots among which those that leave are looked for: all, or of very many a part in turn."""
-        most = max(_SCANNED, int(_SCANNED_PER_NEWCOMER * newcomers))
+        most = max(_SCANNED, _SCANNED_PER_SWAP * self._swapped)
         if self.filled <= most:
             return 0, self.filled
         first = min(self._scanned, self.filled - most)
