@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import IO, Any
 
 import torch
@@ -48,26 +48,12 @@ class Timeline:
         finally:
             self.wall_ns += time.perf_counter_ns() - start
 
-    @contextmanager
-    def span(self, stage: str, batch: int, *, flow: str = "t", **args: int) -> Iterator[dict[str, int]]:
-        """Time a stage's work on a batch; yields the span's arguments, to be added to.
+    def span(self, stage: str, batch: int, *, flow: str = "t", **args: int) -> "Span":
+        """Time a stage's work on a batch; a context that gives the span's arguments, to be added to.
 
         flow  "s" for a batch's first span, "f" for its last, "t" between
         """
-        start = time.perf_counter_ns()
-        on_host = stage in HOST_STAGES
-        if on_host:
-            self._change(start, 1)
-        try:
-            with _profiler_range(stage):
-                yield args
-        finally:
-            end = time.perf_counter_ns()
-            if on_host:
-                self._change(end, -1)
-            self.busy_ns[stage] += end - start  # a stage's spans do not overlap
-            if self._file is not None:
-                self._write(stage, batch, flow, start, end, args)
+        return Span(self, stage, batch, flow, args)
 
     @contextmanager
     def stall(self, stage: str) -> Iterator[None]:
@@ -102,6 +88,22 @@ class Timeline:
             file.write("\n]\n")
             file.close()
 
+    def begin(self, stage: str) -> int:
+        """Note that a stage is at work from now on; return the time."""
+        now = time.perf_counter_ns()
+        if stage in HOST_STAGES:
+            self._change(now, 1)
+        return now
+
+    def end(self, stage: str, batch: int, flow: str, start: int, args: dict[str, int]) -> None:
+        """Note that a stage is done with a batch."""
+        now = time.perf_counter_ns()
+        if stage in HOST_STAGES:
+            self._change(now, -1)
+        self.busy_ns[stage] += now - start  # a stage's spans do not overlap
+        if self._file is not None:
+            self._write(stage, batch, flow, start, now, args)
+
     def _change(self, now: int, by: int) -> None:
         with self._lock:
             if self._at_work:
@@ -120,7 +122,27 @@ class Timeline:
                 self._file.write(f",\n{json.dumps(span)},\n{json.dumps(arrow)}")
 
 
-def _profiler_range(name: str) -> AbstractContextManager[Any]:
-    """A range for torch.profiler, if it is on: an idle one costs up to 0.1 ms where the caches are cold."""
-    on = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
-    return record_function(name) if on else nullcontext()
+class Span:
+    """A stage's work on a batch. A class, as a generator as context takes three times as long."""
+
+    __slots__ = ("_args", "_batch", "_flow", "_range", "_stage", "_start", "_timeline")
+
+    def __init__(self, timeline: Timeline, stage: str, batch: int, flow: str, args: dict[str, int]) -> None:
+        self._timeline, self._stage, self._batch, self._flow, self._args = timeline, stage, batch, flow, args
+
+    def __enter__(self) -> dict[str, int]:
+        self._start = self._timeline.begin(self._stage)
+        self._range: Any = record_function(self._stage) if _profiling() else None
+        if self._range is not None:
+            self._range.__enter__()
+        return self._args
+
+    def __exit__(self, *error: Any) -> None:
+        if self._range is not None:
+            self._range.__exit__(*error)
+        self._timeline.end(self._stage, self._batch, self._flow, self._start, self._args)
+
+
+def _profiling() -> bool:
+    """Whether torch.profiler is on: an idle range of its costs up to 0.1 ms where the caches are cold."""
+    return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
