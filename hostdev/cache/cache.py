@@ -89,7 +89,7 @@ class EmbeddingCache:
         self.slots = [DeviceSlots(capacity, table, self.device) for table in self.tables]
         self._resident = [np.full(capacity, -1, np.int32) for _ in self.tables]  # the row in each slot, after steps
         self._exchanged: deque[tuple[Plan, int]] = deque()  # by steps, and not yet in `_resident`
-        self._leaving: list[tuple[Plan, int, Callable[[], None]]] = []  # exchanged, and on their way to the host
+        self._leaving: dict[tuple[int, int], tuple[Plan, Callable[[], None]]] = {}  # on their way to the host
         self._settling = threading.Lock()
         self.counting = _on_host("CacheCount", count_uses, log)
         self.announcing = _on_host("CacheAnnounce", self.planner.announce, log)
@@ -143,7 +143,7 @@ class EmbeddingCache:
 
         bring_back  writes the rows that left the slots to the host; called if an error comes before `left` does
         """
-        self._leaving.append((plan, table, bring_back))
+        self._leaving[id(plan), table] = plan, bring_back
         self._exchanged.append((plan, table))  # a step must not wait for more
         self._changed = True
         if self._current is not None and self._current.plan is plan:
@@ -151,14 +151,13 @@ class EmbeddingCache:
 
     def left(self, plan: Plan, table: int) -> None:
         """Note that the rows that a plan evicted have been written to the host table of this number."""
-        with self._settling:
-            self._leaving = [entry for entry in self._leaving if entry[0] is not plan or entry[1] != table]
+        self._leaving.pop((id(plan), table), None)
 
     def _bring_back(self) -> None:
-        with self._settling:
-            while self._leaving:
-                self._leaving[0][2]()
-                del self._leaving[0]
+        """Write what has left the slots to the host, in the order in which it did, where nobody else is going to."""
+        for key, (_, bring_back) in list(self._leaving.items()):
+            bring_back()
+            self._leaving.pop(key, None)
 
     def _settle(self) -> None:
         """Take down which rows the exchanges of the steps so far have moved."""
