@@ -64,11 +64,13 @@ class Run:
         try:
             if settings.trace is not None:
                 self.timeline.write_to(settings.trace.open("w"))
-            warm_up(np.dtype(found.id_type))
+            id_dtypes = {np.dtype(found.id_type)}
             cache = cache_options(settings, data, found)
             if cache is not None:
                 warm_up_planner(np.dtype(found.id_type))
-                warm_up(np.dtype(np.int32))  # the numbers of slots
+                id_dtypes.add(np.dtype(np.int32))  # of the numbers of slots
+            for dtype in id_dtypes:
+                warm_up(dtype)
             self.trainer = Trainer(
                 found.vocabulary_size,
                 settings.emb_dim,

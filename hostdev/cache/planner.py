@@ -137,7 +137,7 @@ class Planner:
         self._rows[:, planning.LAST] = self._rows[:, planning.SLOT] = -1
         if kind == STATIC:
             self._rows[:, planning.COUNT] = _most_used(counts, rows, capacity)
-        self._prices = np.zeros((33, 256), np.uint16)
+        self._prices = np.empty((MOST_WINDOW + 1, 256), np.uint16)
         planning.densities(self._prices)
         self._scanned = 0  # slots, so far, for those to leave
         self._swapped = 0  # rows that left with the batch before

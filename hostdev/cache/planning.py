@@ -36,7 +36,6 @@ RING = 16  # the byte of a row where its ring begins
 _AHEAD = 64  # rows; asked for to be read, a line comes to the second cache, of which more may be on their way
 _BLOCK = 256  # rows, which stay in the nearest caches
 _MOST_USES = 2**30
-_BITS = 32  # of batches in a row
 
 
 @inline
@@ -61,9 +60,9 @@ def _decode(code: Any) -> Any:
 
 @kernel
 def densities(keys: Any) -> None:
-    """Write the key of each next use, uint16 [33, 256]: so many batches ahead, with uses of that code."""
+    """Write the key of each next use, uint16 [1 + most batches ahead, 256]: so many ahead, with uses of that code."""
     keys[0] = 0
-    for ahead in range(1, _BITS + 1):
+    for ahead in range(1, len(keys)):
         for code in range(256):
             keys[ahead, code] = _key_of(np.float32(_decode(code)) / np.float32(ahead))
 
@@ -124,7 +123,7 @@ def classify(
     """Find the slots of ids[start:stop] of batch `number`, and what those are worth that have none.
 
     rate, far        as `_frequency` takes them
-    prices           uint16 [33, 256], by `densities`
+    prices           uint16 [any, 256], by `densities`
     hits, hit_slots  int32 [U], written from `start` on: the positions of ids with a slot, and these; ascending
     missed, keys     int32 and uint16 [U], the same for those without one, and their keys; 0 for one that is to pass by
     histograms       int32 [pieces, KEYS], histograms[piece] added to: how many ids without a slot have each key

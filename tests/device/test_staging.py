@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import random
 import threading
 import time
 import weakref
@@ -16,9 +15,8 @@ from hostdev.batch import Batch
 from hostdev.cache import slots
 from hostdev.device.staging import Staging
 from hostdev.primitive import OpLog
-from hostdev.timeline import STAGES
 from hostdev.trainer import Trainer
-from tests.test_pipeline import adversarial, outcome, trainer_of
+from tests.test_pipeline import adversarial, outcome, stress, trainer_of
 
 
 class Streams:
@@ -160,19 +158,8 @@ def test_only_the_next_batch_waits_on_the_device(copying, depth, cache):
     assert any(happened.index(("lookup", number + 1)) < happened.index(("step", number)) for number in range(2, 12))
 
 
-@pytest.mark.parametrize("cache", [None, {"capacity_rows": "20%", "window": 3}], ids=["", "cache"])
-def test_random_delays_with_copies(copying, cache):
-    for seed in range(4):
-        batches = adversarial(seed, 12)
-        expected = outcome(batches, depth=0, dim=4)
-        for depth in (1, 2, 4):
-            delays = random.Random(seed * 10 + depth)
-            slow = {stage: delays.choice((0, 0, 0.0005, 0.004)) for stage in STAGES}
-
-            def hold_up(stage, number, slow=slow, delays=delays):
-                time.sleep(slow[stage] * delays.random())
-
-            assert outcome(batches, depth=depth, dim=4, cache=cache, before_stage=hold_up) == expected, (seed, depth)
+def test_random_delays_with_copies(copying):
+    stress(range(8))
 
 
 def test_rows_on_their_way_take_no_more_memory_with_depth(copying, monkeypatch):
