@@ -107,9 +107,10 @@ class Line:
 
     def deliverable(self) -> Flight | None:
         """Return the first batch with late rows that may be fetched now; one thread at a time fetches such."""
-        if self.delivering:
-            return None
-        return next((flight for flight in self.flights.values() if flight.late), None)
+        with self.changed:  # others add and remove batches
+            if self.delivering:
+                return None
+            return next((flight for flight in self.flights.values() if flight.late), None)
 
     def begin_delivery(self, flight: Flight) -> Part | None:
         """Take a part of its late rows to fetch, if there is still one."""

@@ -6,12 +6,11 @@ batches, which are updated earlier, are the other.
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 
 from hostdev.embedding import Part, Positions
 from hostdev.flight import Flight, Line, Shared
-from hostdev.kernels.claims import claim, intersect, others
+from hostdev.kernels.claims import Claims, claim, intersect, others
 
 
 class LateRows(NamedTuple):
@@ -23,9 +22,8 @@ class LateRows(NamedTuple):
 
 
 def find_late(
-    flight: Flight, before: Flight | None, claimed: npt.NDArray[Any], claims: npt.NDArray[np.uint8],
-    oldest: int, newest: int,
-) -> LateRows:  # fmt: skip
+    flight: Flight, before: Flight | None, claimed: npt.NDArray[Any], claims: Claims, oldest: int, newest: int
+) -> LateRows:
     """Claim a batch's rows, and find those that an unfinished batch is going to write.
 
     before   the batch right before, if it is unfinished

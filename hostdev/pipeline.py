@@ -26,7 +26,7 @@ from hostdev.cache.cache import EmbeddingCache
 from hostdev.device.staging import Staging
 from hostdev.embedding import Embedding, Part, rows_of
 from hostdev.flight import End, Flight, Line, Queue, Stopped
-from hostdev.kernels.claims import MOST_UNFINISHED, others
+from hostdev.kernels.claims import MOST_UNFINISHED, Claims, others
 from hostdev.kernels.pool import urgent
 from hostdev.late import LateRows, ask_for, find_late
 from hostdev.model import Model
@@ -90,7 +90,7 @@ class Pipeline:
         self._after_update = after_update
         self._cache = cache
         self._on_host = embeddings[0].target == "CPU"
-        self._claims = np.zeros(embeddings[0].table.rows if self._on_host and depth else 0, np.uint8)
+        self._claims = Claims(embeddings[0].table.rows if self._on_host and depth else 0)
         self._number = 0  # of the last batch
         self._training = False
 

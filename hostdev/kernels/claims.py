@@ -6,6 +6,7 @@ the cache. Batches are numbered 1, 2, 3, ...; their tags repeat after 255, and a
 U unique ids, V rows.
 """
 
+from collections import deque
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from hostdev.kernels.pool import parallel_for, ranges, run_tasks
 
 Positions = npt.NDArray[np.int32]
 
-MOST_UNFINISHED = 100  # batches; a tag is forgotten when it is older, and looked for every so many batches
+MOST_UNFINISHED = 100  # batches; tags of older ones are forgotten, once in so many
 _TAGS = 255
 _AHEAD = 64  # rows
 _GRAIN = 1 << 14
@@ -33,6 +34,33 @@ class Late(NamedTuple):
         """Return those among the first n ids."""
         count = int(np.searchsorted(self.rows, n))
         return Late(self.rows[:count], self.owner[:count])
+
+
+class Claims:
+    """The last claim of each row.
+
+    tags  uint8 [V], 0 for a row that nobody has claimed
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.tags = np.zeros(rows, np.uint8)
+        self._forgotten = 0  # the batch at which old ones were forgotten last
+        self._made: deque[int] = deque()  # by these batches since then, and by the most recent before
+
+    def begin(self, number: int) -> None:
+        """Forget, where it is time to, all claims but those of the last `MOST_UNFINISHED` batches before this one.
+
+        Batches in between may have claimed nothing, as those of an evaluation do not.
+        """
+        if number - self._forgotten >= MOST_UNFINISHED:
+            while self._made and self._made[0] < number - MOST_UNFINISHED:
+                self._made.popleft()
+            keep = np.zeros(_TAGS + 1, np.uint8)
+            recent = [_tag(earlier) for earlier in self._made]
+            keep[recent] = recent
+            parallel_for(_forget, len(self.tags), self.tags, keep, grain=1 << 16)
+            self._forgotten = number
+        self._made.append(number)
 
 
 def _tag(number: int) -> int:
@@ -63,30 +91,26 @@ def _forget(start: Any, stop: Any, claims: Any, keep: Any) -> None:
         claims[row] = keep[np.uint64(claims[row])]
 
 
-def claim(ids: npt.NDArray[Any], claims: npt.NDArray[np.uint8], number: int, oldest: int, newest: int) -> Late:
+def claim(ids: npt.NDArray[Any], claims: Claims, number: int, oldest: int, newest: int) -> Late:
     """Claim the rows of batch `number` and return which of them an earlier batch has yet to update.
 
     ids     int32 or int64 [U], unique, each in [0, V)
-    claims  uint8 [V], zeros before the first batch, overwritten
-    number  one more than at the call before
+    claims  of the table's rows, overwritten
+    number  larger than at the call before
     oldest  the oldest batch whose update is not finished; at most MOST_UNFINISHED before `number`
     newest  the newest batch that is waited for; a row of a later one waits for this one instead
     """
     oldest = max(oldest, 1)
     if number - oldest > MOST_UNFINISHED:
         raise ValueError(f"batch {number} cannot be claimed while {oldest} is unfinished")
-    if number % MOST_UNFINISHED == 0:
-        keep = np.zeros(_TAGS + 1, np.uint8)
-        recent = [_tag(earlier) for earlier in range(max(1, number - MOST_UNFINISHED), number)]
-        keep[recent] = recent
-        parallel_for(_forget, len(claims), claims, keep, grain=1 << 16)
+    claims.begin(number)
     owner_of = np.zeros(_TAGS + 1, np.int32)
     for earlier in range(oldest, number if newest >= oldest else oldest):
         owner_of[_tag(earlier)] = min(earlier, newest)
     late, owner = np.empty((2, len(ids)), np.int32)
     pieces = ranges(len(ids), _GRAIN)
     counts = np.zeros(len(pieces), np.int64)
-    shared = (ids, claims, np.uint8(_tag(number)), owner_of, late, owner, counts)
+    shared = (ids, claims.tags, np.uint8(_tag(number)), owner_of, late, owner, counts)
     run_tasks([(_claim, start, stop, (*shared, piece)) for piece, (start, stop) in enumerate(pieces)])
     found = [slice(start, start + count) for (start, _), count in zip(pieces, counts.tolist(), strict=True)]
     empty = np.empty(0, np.int32)
@@ -110,7 +134,7 @@ def _intersect(ids: Any, others: Any, maybe: Any, claims: Any, tag: Any, out: An
     return np.int64(count)
 
 
-def intersect(ids: npt.NDArray[Any], others: npt.NDArray[Any], claims: npt.NDArray[np.uint8], number: int) -> Positions:
+def intersect(ids: npt.NDArray[Any], others: npt.NDArray[Any], claims: Claims, number: int) -> Positions:
     """Return the positions in ids [U] of those that are in `others` too, which batch `number` has claimed; ascending.
 
     ids     int32 or int64 [U], unique, of the batch before
@@ -118,7 +142,7 @@ def intersect(ids: npt.NDArray[Any], others: npt.NDArray[Any], claims: npt.NDArr
     """
     maybe = np.zeros(1 << _FILTER_BITS, np.bool_)  # in the cache, unlike the claims, of which it spares most
     out = np.empty(len(ids), np.int32)
-    return out[: _intersect(ids, others, maybe, claims, np.uint8(_tag(number)), out)]
+    return out[: _intersect(ids, others, maybe, claims.tags, np.uint8(_tag(number)), out)]
 
 
 @kernel

@@ -49,20 +49,33 @@ def host_threads() -> int:
 
 
 class _Job:
-    """One call of `run_tasks`: the tasks still to do and how many are unfinished."""
+    """One call of `run_tasks`: the tasks still to begin, and how many helpers are at work on some."""
 
     def __init__(self, tasks: Sequence[Task], *, urgent: bool) -> None:
         self.tasks = deque(tasks)
         self.urgent = urgent
-        self.unfinished = len(tasks)
-        self.lock = threading.Lock()
-        self.done = threading.Event()
         self.error: BaseException | None = None
+        self._helpers = 0
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def help(self) -> None:
+        """Work in a thread that is not the caller's, unless the job has ended."""
+        with self._changed:
+            if self._closed:
+                return
+            self._helpers += 1
+        try:
+            self.work()
+        finally:
+            with self._changed:
+                self._helpers -= 1
+                self._changed.notify_all()
 
     def work(self) -> None:
         """Take tasks until none is left."""
         while True:
-            if _urgent.callers and not self.urgent:
+            if _urgent.callers and not self.urgent and self.tasks:
                 _urgent.give_way()
             try:
                 kernel, start, stop, args = self.tasks.popleft()
@@ -70,25 +83,25 @@ class _Job:
                 return
             try:
                 kernel(start, stop, *args)
-                self._finish(1)
-            except BaseException as error:  # the caller raises it, Ctrl-C included; what is not begun is dropped
+            except BaseException as error:  # the caller raises it; what is not begun is dropped
                 self.error = error
-                self._finish(1 + self._drop())
+                self.tasks.clear()
+                return
 
-    def _drop(self) -> int:
-        dropped = 0
+    def end(self) -> None:
+        """Drop what is not begun, and wait for the helpers, whatever interrupts this thread: they write its memory."""
+        interrupted: BaseException | None = None
         while True:
             try:
-                self.tasks.popleft()
-            except IndexError:
-                return dropped
-            dropped += 1
-
-    def _finish(self, tasks: int) -> None:
-        with self.lock:
-            self.unfinished -= tasks
-            if self.unfinished == 0:
-                self.done.set()
+                with self._changed:
+                    self._closed = True
+                    self.tasks.clear()
+                    self._changed.wait_for(lambda: not self._helpers)
+                break
+            except BaseException as error:  # Ctrl-C
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted
 
 
 class _Urgent:
@@ -107,7 +120,7 @@ class _Urgent:
                 job = self.job
                 if not self.callers or job is None:
                     return
-            job.work()
+            job.help()
 
     def offer(self, job: _Job) -> None:
         with self.changed:
@@ -137,7 +150,7 @@ def urgent() -> Iterator[None]:
 
 def _serve() -> None:
     while True:
-        _queue.get().work()
+        _queue.get().help()
 
 
 def _ensure_workers(n: int) -> None:
@@ -185,7 +198,7 @@ def run_tasks(tasks: Sequence[Task]) -> None:
     """Call `kernel(start, stop, *args)` for every task (kernel, start, stop, args), and wait.
 
     Tasks begin in the order given; they write different memory, so that they may run at once. An exception of one is
-    raised here, after those that have begun.
+    raised here, after those that have begun, and so is one that interrupts the caller: nobody writes afterwards.
     """
     helpers = min(_threads, len(tasks)) - 1
     if helpers < 1:
@@ -198,8 +211,10 @@ def run_tasks(tasks: Sequence[Task]) -> None:
     _ensure_workers(helpers)
     for _ in range(helpers):
         _queue.put(job)
-    job.work()
-    job.done.wait()
+    try:
+        job.work()
+    finally:
+        job.end()
     if job.error is not None:
         raise job.error
 

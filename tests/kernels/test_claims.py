@@ -3,14 +3,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostdev.kernels.claims import MOST_UNFINISHED, claim, intersect, others
+from hostdev.kernels.claims import MOST_UNFINISHED, Claims, claim, intersect, others
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.sets(st.integers(0, 15), max_size=12), min_size=1, max_size=8), st.integers(1, 8), st.integers(0, 3))
 def test_claims_are_intersections(batches, oldest, staleness):
     """Against sets: a row is late if a batch from `oldest` on has it; its owner is the last such batch."""
-    claims = np.zeros(16, np.uint8)
+    claims = Claims(16)
     sent = [np.array(sorted(batch, key=lambda row: (row * 7) % 16), np.int32) for batch in batches]
     for number, ids in enumerate(sent, 1):
         newest = number - 1 - staleness
@@ -28,12 +28,16 @@ def test_claims_are_intersections(batches, oldest, staleness):
             assert intersect(sent[number - 2], ids, claims, number).tolist() == shared
 
 
+@pytest.mark.parametrize("gap", [0, 60, 150, 255, 256])
 @pytest.mark.parametrize("window", [1, 3, MOST_UNFINISHED])
-def test_old_claims_are_forgotten_before_their_tags_repeat(window):
+def test_old_claims_are_forgotten_before_their_tags_repeat(window, gap):
+    """Also where batches that claim nothing, as in an evaluation, come between, and at whatever number."""
     rng = np.random.default_rng(window)
     rows = 2000
-    claims, last = np.zeros(rows, np.uint8), np.zeros(rows, int)
-    for number in range(1, 1200):
+    claims, last = Claims(rows), np.zeros(rows, int)
+    number = 0
+    for step in range(1, 1200):
+        number += 1 + gap * (step % 95 == 0)
         # Few rows a batch, so that most claims grow old.
         ids = rng.choice(rows, rng.integers(0, 9), replace=False)
         oldest = max(1, number - window)
@@ -46,7 +50,7 @@ def test_old_claims_are_forgotten_before_their_tags_repeat(window):
 
 def test_too_many_unfinished():
     with pytest.raises(ValueError, match="batch 200 cannot be claimed while 99 is unfinished"):
-        claim(np.array([1]), np.zeros(4, np.uint8), 200, 99, 199)
+        claim(np.array([1]), Claims(4), 200, 99, 199)
 
 
 @pytest.mark.parametrize("n", [0, 1, 7])

@@ -1,4 +1,5 @@
 import multiprocessing
+import signal
 import threading
 import time
 
@@ -6,7 +7,7 @@ import numpy as np
 import pytest
 
 from hostdev.host.table import HostTable
-from hostdev.kernels.pool import host_threads, parallel_for, set_host_threads, urgent
+from hostdev.kernels.pool import host_threads, parallel_for, run_tasks, set_host_threads, urgent
 from hostdev.optimizers import LazyAdam
 
 
@@ -151,3 +152,34 @@ def test_an_interruption_drops_what_is_not_begun():
     before = len(done)
     test_every_item_is_done_once(1000, 1, 2)
     assert len(done) == before
+
+
+def test_after_an_interruption_nobody_writes():
+    """Ctrl-C while the caller waits for its helpers, which are in the middle of a range, once and again."""
+    set_host_threads(3)
+    written, begun = np.zeros(3), threading.Barrier(4)
+
+    def work(start, stop):
+        if not begun.broken and threading.current_thread() is not threading.main_thread():
+            begun.wait(10)
+            time.sleep(0.3)
+            written[start:stop] += 1
+        elif threading.current_thread() is threading.main_thread():
+            begun.wait(10)
+
+    def interrupt():
+        begun.wait(10)
+        for _ in range(3):
+            time.sleep(0.05)
+            signal.raise_signal(signal.SIGINT)
+
+    other = threading.Thread(target=interrupt)
+    other.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_tasks([(work, at, at + 1, ()) for at in range(3)])
+    seen = written.copy()
+    assert seen.sum() == 2
+    time.sleep(0.5)
+    np.testing.assert_array_equal(written, seen)
+    other.join()
+    test_every_item_is_done_once(1000, 1, 3)
