@@ -24,10 +24,12 @@ from hostdev.batch import Batch
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.cache.slots import DeviceSlots, Places
 from hostdev.device import backend
+from hostdev.device.pinned import Slab
 from hostdev.device.staging import Staging
 from hostdev.embedding import Embedding
 from hostdev.host.table import HostTable
 from hostdev.kernels.pool import host_threads
+from hostdev.model import Step
 from hostdev.optimizers import FTRL, LazyAdam
 from hostdev.pipeline import Pipeline
 from hostdev.primitive import OpLog
@@ -52,16 +54,16 @@ class Simulated:
     def unique(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         return hostdev.unique(batch.ids.ravel())
 
-    def prepare(self, batch: Batch, ids: np.ndarray, inverse: np.ndarray) -> int:
+    def prepare(self, batch: Batch, ids: np.ndarray, inverse: np.ndarray, memory: Slab | None, **how: bool) -> int:
         return len(ids)
 
     def await_prepared(self, prepared: int) -> None:
         pass
 
-    def step(self, prepared: int, rows: list[torch.Tensor]) -> tuple[None, list[torch.Tensor]]:
+    def step(self, prepared: int, rows: list[torch.Tensor]) -> Step:
         if self.seconds:
             time.sleep(self.seconds)
-        return None, [grads[:prepared] for grads in self._grads]
+        return Step([], lambda results, number: None, [grads[:prepared] for grads in self._grads])
 
 
 class FreeSlots:
@@ -79,10 +81,10 @@ class FreeSlots:
         pass
 
     def passed(self, at: Places, grads: torch.Tensor) -> torch.Tensor:
-        return grads[: len(at.passed)]
+        return grads[len(at.hit_slots) + len(at.admitted_slots) :]
 
-    def exchange(self, at: Places, *args: object) -> list[torch.Tensor]:
-        return [values[: len(at.evicted_slots)] for values in self._left]
+    def exchange(self, at: Places, leaving: int, *args: object) -> list[torch.Tensor]:
+        return [values[:leaving] for values in self._left]
 
     def read(self, slots: torch.Tensor) -> list[torch.Tensor]:
         return [values.expand(len(slots), *values.shape[1:]) for values in (self.block, self.row_slots)]
@@ -111,11 +113,11 @@ def plain_loop(tables: list[Embedding], model: Simulated, batches: list[Batch]) 
     start = time.perf_counter()
     for batch in batches:
         ids, inverse = model.unique(batch)
-        prepared = model.prepare(batch, ids, inverse)
+        prepared = model.prepare(batch, ids, inverse, None)
         rows = [torch.empty((len(ids), part.table.dim)) for part in tables]
         for part, out in zip(tables, rows, strict=True):
             part.lookup(part.table, ids, out.numpy(), None)
-        _, grads = model.step(prepared, rows)
+        grads = model.step(prepared, rows).grads
         for part, grad in zip(tables, grads, strict=True):
             part.update(part.table, ids, grad.numpy())
     return (time.perf_counter() - start) / len(batches)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hostdev.cache.planner import Plan
 from hostdev.cache.slots import DeviceSlots, Places
+from hostdev.device.pinned import Slab
 from hostdev.device.staging import Staging
 from hostdev.device.table import DeviceTable
 from hostdev.host.table import HostTable
@@ -65,36 +66,38 @@ class BatchRows:
     Those that pass the cache by, all of them without one, are looked up and updated on the host. Those that it admits
     come with their slots; those that it evicts go back with theirs.
 
-    passed    M, the number of unique ids that pass by
-    admitted  A, the number of ids that the cache admits
-    places    where the cache has what, on the device; None without a cache
-    mark      of their sending
+    unique  U, the number of unique ids
+    memory  of the batch, from which and to which copies go
+    plan    the cache's, if there is one
+    places  its slots on the device
+    mark    of their sending
     """
 
     def __init__(
         self,
         embedding: Embedding,
-        passed: int,
+        unique: int,
         staging: Staging,
-        admitted: int = 0,
+        memory: Slab,
+        plan: Plan | None = None,
         places: Places | None = None,
         mark: Any = None,
     ) -> None:
         assert isinstance(embedding.table, HostTable)
         self._embedding = embedding
         self._table = table = embedding.table
-        self._staging = staging
+        self._staging, self._memory = staging, memory
         self._places = places
-        self._passed = passed
+        self._passed = unique if plan is None else len(plan.passed)
+        self._leaving = 0 if plan is None else len(plan.evicted)
         self._lookup, self._update = embedding.lookup.in_parts(), embedding.update.in_parts()
         optimizer = table.optimizer
-        self._host = [staging.buffer(passed, table.dim)]  # weights, then the admitted rows' block and row slots
-        if places is not None:
-            self._host.append(staging.buffer(admitted, 1 + len(optimizer.slots), table.dim))
-            self._host.append(staging.buffer(admitted, len(optimizer.row_slots)))
+        self._host = [memory.buffer(self._passed, table.dim)]  # weights, then the admitted rows' block and row slots
+        if plan is not None:
+            self._host.append(memory.buffer(len(plan.admitted), 1 + len(optimizer.slots), table.dim))
+            self._host.append(memory.buffer(len(plan.admitted), len(optimizer.row_slots)))
         self._sent = self._host  # the same on the device
-        self._marks: list[Any] = []  # in the staging's stream
-        self._places_mark = mark
+        self._marks: list[Any] = [mark] if mark is not None else []  # in the staging's stream
         self._scalars: tuple[Any, ...] = ()
         self._received: list[Tensor] = []  # gradients of what passed, then the evicted rows' block and row slots
         self._evicted: tuple[list[Tensor], Any] = ([], None)  # the latter two, where they are, and a mark to wait for
@@ -108,7 +111,7 @@ class BatchRows:
 
     def send(self) -> None:
         """Send the rows; others, and those that may have changed since, are to follow by `fetch_late`."""
-        self._sent, mark = self._staging.send(self._host)
+        self._sent, mark = self._staging.send(self._host, self._memory)
         self._marks.append(mark)
 
     def fetch_late(self, part: Part) -> None:
@@ -118,14 +121,14 @@ class BatchRows:
             return
         late, whole = part.split(self._passed)
         sizes = [len(late), len(whole), len(whole)]
-        values = [self._staging.buffer(n, *host.shape[1:]) for n, host in zip(sizes, self._host, strict=False)]
+        values = [self._memory.buffer(n, *host.shape[1:]) for n, host in zip(sizes, self._host, strict=False)]
         self._look_up(Part(late.ids, None), values)
         if len(whole):
             self._table.read_rows(whole.ids, values[1].numpy(), values[2].numpy())
         for positions, rows, new in zip((late, whole, whole), self._sent, values, strict=False):
             assert positions.positions is not None
             if new.numel():
-                self._marks.append(self._staging.patch(rows, positions.positions, new))
+                self._marks.append(self._staging.patch(rows, positions.positions, new, self._memory))
 
     def _look_up(self, part: Part, out: list[Tensor]) -> None:
         passed, admitted = part.split(self._passed)
@@ -134,23 +137,24 @@ class BatchRows:
             self._table.read_rows(admitted.ids, out[1].numpy(), out[2].numpy(), admitted.positions)
 
     def arrived(self) -> Tensor:
-        """Return the rows, float32 [U, D] on the device, whose current stream waits for them; nothing is to follow."""
+        """Return the rows, float32 [U, D] on the device, whose current stream waits for them; nothing is to follow.
+
+        They lie in the order of the ids, or with a cache in that of its plan.
+        """
         self._lookup.end()
-        for mark in self._marks:
-            self._staging.await_sent(mark, self._sent)
+        self._staging.await_sent(self._marks, [*self._sent, *(self._places or ())])
+        self._host = []
         if self._places is None:
             return self._sent[0]
-        self._staging.await_sent(self._places_mark, self._places)
         rows: Tensor = self._embedding.cache_lookup(self._places, *self._sent[:2])
         self._sent = [rows.new_empty(0), *self._sent[1:]]  # what was sent of the others is in `rows` now
-        self._host = []
         return rows
 
-    def update_cached(self, grads: Tensor) -> None:
-        """Count the step, and update the rows that are on the device; grads float32 [U, D]."""
+    def update_cached(self, grads: Tensor, skip: Tensor | None) -> None:
+        """Count the step, and update the rows that are on the device; grads float32 [U, D], skip as in `Ops.update`."""
         self._scalars = self._table.begin_step()
         if self._places is not None:
-            self._embedding.cache_update(self._places, grads, *self._sent[1:], self._scalars)
+            self._embedding.cache_update(self._places, grads, *self._sent[1:], self._scalars, skip)
 
     @property
     def admitted(self) -> Tensor:
@@ -162,10 +166,10 @@ class BatchRows:
         if self._places is None:
             return [grads]
         passed = self._embedding.cache_passed(self._places, grads)
-        evicted = self._embedding.cache_exchange(self._places, *self._sent[1:])  # last: from here on it has happened
-        self._evicted = list(evicted), None
+        exchange = self._embedding.cache_exchange  # last: from here on it has happened
+        self._evicted = list(exchange(self._places, self._leaving, *self._sent[1:])), None
         self._sent = []
-        return [passed, *evicted]
+        return [passed, *self._evicted[0]]
 
     def receive(self, tensors: list[Tensor], mark: Any) -> None:
         """Take in what `leave` returned, in host memory when the device has passed the mark."""
@@ -199,10 +203,11 @@ class BatchRows:
         self._update.end()
 
 
-def rows_of(embeddings: Sequence[Embedding], unique: int, plan: Plan | None, staging: Staging) -> list[BatchRows]:
+def rows_of(
+    embeddings: Sequence[Embedding], unique: int, plan: Plan | None, staging: Staging, memory: Slab
+) -> list[BatchRows]:
     """Return a batch's rows in each table: of so many unique ids, by the plan of the tables' cache if there is one."""
     if plan is None:
-        return [BatchRows(embedding, unique, staging) for embedding in embeddings]
-    places, mark = staging.send(Places.of(plan))
-    cached = (len(plan.passed), staging, len(plan.admitted), Places(*places), mark)
-    return [BatchRows(embedding, *cached) for embedding in embeddings]
+        return [BatchRows(embedding, unique, staging, memory) for embedding in embeddings]
+    places, mark = staging.send(Places.of(plan), memory)
+    return [BatchRows(embedding, unique, staging, memory, plan, Places(*places), mark) for embedding in embeddings]

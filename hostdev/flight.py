@@ -1,7 +1,6 @@
 """What the threads of a pipeline share: the batches on their way, and who waits for which of their rows."""
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,7 +10,9 @@ import numpy.typing as npt
 
 from hostdev.batch import Batch
 from hostdev.cache.planner import Plan
+from hostdev.device.pinned import Slab
 from hostdev.embedding import BatchRows, Part
+from hostdev.model import Outcome
 
 
 class Flight:
@@ -19,6 +20,7 @@ class Flight:
 
     def __init__(self, number: int, batch: Batch) -> None:
         self.number = number
+        self.position = 0  # in its run over batches, from 1
         self.batch = batch
         self.ids: npt.NDArray[Any] = np.empty(0, np.int32)  # unique [U]
         self.inverse: Any = None
@@ -33,6 +35,8 @@ class Flight:
         self.after: list[tuple[Flight, Part]] = []  # what later ones wait for
         self.closed = False  # its update has begun: too late to ask for rows to be updated first
         self.held = True  # by the caller, to whom its result goes, or by the updater
+        self.memory: Slab | None = None  # on the host, for its copies
+        self.outcome: Outcome | None = None
         self.received: Any = None
         self.clocks: tuple[Any, Any] = (None, None)
 
@@ -77,7 +81,6 @@ class Line:
         self.delivering = False  # somebody fetches a part that was late
         self.stopping = False
         self.error: BaseException | None = None  # the first exception of the stages before the step
-        self.failed_at = 0.0  # its time
         self.update_error: BaseException | None = None
 
     def put(self, queue: Queue, item: Flight | End) -> None:
@@ -88,10 +91,10 @@ class Line:
             self.changed.notify_all()
 
     def fail(self, item: Flight | End) -> None:
-        """Note the first exception; it will be raised in its turn, or soon."""
+        """Note the first exception; it is raised when the batches before it have been stepped."""
         with self.changed:
             if isinstance(item, End) and item.error is not None and self.error is None:
-                self.error, self.failed_at = item.error, time.monotonic()
+                self.error = item.error
 
     def take(self, queue: Queue) -> Flight | End:
         """Wait for a batch."""

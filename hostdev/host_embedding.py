@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from hostdev.cache.cache import EmbeddingCache, flat_ids
 from hostdev.cache.planner import Plan
-from hostdev.device.rows import gather_rows
+from hostdev.device.pinned import Slab
+from hostdev.device.rows import Uses, gather_rows
 from hostdev.device.staging import Staging
 from hostdev.embedding import BatchRows, Embedding, Part, rows_of
 from hostdev.host.table import HostTable
@@ -24,6 +25,7 @@ class _Step(NamedTuple):
     leaf: Tensor  # float32 [U, D] on the device
     writes: npt.NDArray[Any]  # ids that the host updates, and then those that are evicted
     plan: Plan | None
+    memory: Slab
 
 
 class HostEmbedding(nn.Module):
@@ -88,13 +90,15 @@ class HostEmbedding(nn.Module):
             step = self._fetch(found, None)
         else:
             plan, inverse = self._cache.planned(ids, self._index)
+            inverse = plan.renumber(inverse)
             if any(step.plan is plan for step in self._pending):
                 raise ValueError(f"table {self.table.name!r}: call step() before the next forward pass in training")
             self._pending.clear()  # of a batch that was skipped
             step = self._fetch(plan.ids, plan)
         self._pending.append(step)
         at = torch.from_numpy(inverse).to(self.device)
-        return gather_rows(step.leaf, at).view(*ids.shape, self.table.dim)
+        uses = Uses(at, len(step.leaf), in_order=step.plan is None)
+        return gather_rows(step.leaf, uses).view(*ids.shape, self.table.dim)
 
     def step(self) -> None:
         """Take one optimizer step of the table with the gradients of the passes since the last one.
@@ -108,19 +112,20 @@ class HostEmbedding(nn.Module):
             grads = torch.cat([step.leaf.grad for step in steps if step.leaf.grad is not None]).cpu().numpy()
             self.table.apply(np.concatenate([step.writes for step in steps]), grads)
             return
-        rows, leaf, writes, plan = steps[0]
+        rows, leaf, writes, plan, memory = steps[0]
         assert leaf.grad is not None
         if self._cache is not None and plan is not None and not self._cache.is_planned(plan, self._index):
             raise ValueError(f"table {self.table.name!r}: the batch of this pass is over; step() comes before the next")
-        rows.update_cached(leaf.grad)
+        rows.update_cached(leaf.grad, None)
         leaving = rows.leave(leaf.grad)
         if plan is not None and self._cache is not None:
             self._cache.stepped(plan, self._index, partial(rows.bring_back, plan.evicted))
-        received, mark = self._staging.receive(leaving)
+        received, mark = self._staging.receive(leaving, memory)
         rows.receive(received, mark)
         self._staging.await_mark(mark)
         rows.update(Part.of(writes, None))
         rows.updated()
+        memory.release()
         if plan is not None and self._cache is not None:
             self._cache.left(plan, self._index)
 
@@ -130,10 +135,11 @@ class HostEmbedding(nn.Module):
 
     def _fetch(self, ids: npt.NDArray[Any], plan: Plan | None) -> _Step:
         reads, writes = (ids, ids) if plan is None else (plan.reads, plan.writes)
-        [rows] = rows_of([self._embedding], len(ids), plan, self._staging)
+        memory = self._staging.slabs.take()
+        [rows] = rows_of([self._embedding], len(ids), plan, self._staging, memory)
         rows.fetch(Part.of(reads, None))
         rows.send()
-        return _Step(rows, rows.arrived().requires_grad_(), writes, plan)
+        return _Step(rows, rows.arrived().requires_grad_(), writes, plan, memory)
 
     def _look(self, ids: Tensor) -> Tensor:
         if self._cache is not None:

@@ -10,11 +10,10 @@ share is under one condition; a batch carries its state, and an exception goes w
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,23 +28,15 @@ from hostdev.flight import End, Flight, Line, Queue, Stopped
 from hostdev.kernels.claims import MOST_UNFINISHED, Claims, others
 from hostdev.kernels.pool import urgent
 from hostdev.late import LateRows, ask_for, find_late
-from hostdev.model import Model
+from hostdev.model import Model, Outcome, Result, Step
 from hostdev.timeline import Timeline
 
-_LATEST_ERROR = 0.5  # seconds after which an exception is raised though earlier batches have not been stepped
 _LONGEST_JOIN = 0.8  # seconds; a reader may be inside somebody's code
 _MANY_LATE = 4  # of so many rows one; then those that come late are not looked up before
 _MOST_DEPTH = MOST_UNFINISHED - 2
 Hook = Callable[[str, int], None]
 Ids = npt.NDArray[Any]
 AfterUpdate = Callable[[int, Any, list[tuple[Any, Any]]], None]
-
-
-class Result(NamedTuple):
-    """A batch's step."""
-
-    batch: Batch
-    value: Any
 
 
 class Pipeline:
@@ -92,6 +83,7 @@ class Pipeline:
         self._on_host = embeddings[0].target == "CPU"
         self._claims = Claims(embeddings[0].table.rows if self._on_host and depth else 0)
         self._number = 0  # of the last batch
+        self.steps = 0  # whose updates are finished
         self._training = False
 
     def train(self, batches: Iterable[Batch]) -> Generator[Result, None, None]:
@@ -102,10 +94,10 @@ class Pipeline:
         return self._run(batches, self._model.step, update=True)
 
     def predict(
-        self, batches: Iterable[Batch], step: Callable[[Any, list[Tensor]], Any]
+        self, batches: Iterable[Batch], step: Callable[[Any, list[Tensor]], Step]
     ) -> Generator[Result, None, None]:
         """Yield the results of another step of the model, which updates nothing."""
-        return self._run(batches, lambda prepared, rows: (step(prepared, rows), []), update=False)
+        return self._run(batches, step, update=False)
 
     def write_back(self) -> None:
         """Bring the host tables up to date with the cache; RuntimeError while other threads are changing them."""
@@ -115,10 +107,11 @@ class Pipeline:
             self._cache.write_back_rows()
 
     def _run(
-        self, batches: Iterable[Batch], step: Callable[[Any, list[Tensor]], tuple[Any, list[Tensor]]], *, update: bool
+        self, batches: Iterable[Batch], step: Callable[[Any, list[Tensor]], Step], *, update: bool
     ) -> Generator[Result, None, None]:
         if not update:
             self.write_back()
+        steps = [embedding.table.step - self.steps for embedding in self._embeddings]
         with self.timeline.run():
             self._training = update
             try:
@@ -128,6 +121,8 @@ class Pipeline:
                     yield from self._run_serially(batches, step, update)
             finally:
                 self._training = False
+                for embedding, before in zip(self._embeddings, steps, strict=True):
+                    embedding.table.step = before + self.steps  # one that came to nothing was no step
                 if update and self._cache is not None:
                     self._cache.write_back()
 
@@ -139,10 +134,10 @@ class Pipeline:
                     raise flight.error
                 return
             self._fetch(flight, None, update)
-            value = self._step(flight, None, step, update)
+            result = self._step(flight, None, step, update)
             if update:
                 self._update(flight, None)
-            yield Result(flight.batch, value)
+            yield result
 
     def _run_overlapped(self, batches: Iterable[Batch], step: Any, update: bool) -> Iterator[Result]:
         window = self._cache.window if update and self._cache is not None else 0
@@ -193,9 +188,7 @@ class Pipeline:
             raise line.update_error
         if isinstance(item, End):
             return None
-        if line.error is not None and time.monotonic() - line.failed_at > _LATEST_ERROR:
-            raise line.error
-        result = Result(item.batch, self._step(item, line, step, update))
+        result = self._step(item, line, step, update)
         line.yielded = item.number
         if update:
             line.put(line.stepped, item)
@@ -235,12 +228,15 @@ class Pipeline:
         """Yield batches with their unique ids, which the cache has been told of its window ahead; then the end."""
         cache = self._cache if update else None
         waiting: deque[Flight] = deque()
+        position = 0
         end: End | None = None
         while True:
             while end is None and len(waiting) <= (cache.window if cache is not None else 0):
                 try:
                     item = take()
                     if isinstance(item, Flight):
+                        position += 1
+                        item.position = position
                         self._deduplicate(item, cache)
                         waiting.append(item)
                     else:
@@ -316,6 +312,7 @@ class Pipeline:
     def _fetch(self, flight: Flight, line: Line | None, update: bool) -> None:
         """Plan a batch, look up and send the rows that need not wait; the others when they may."""
         late = None
+        flight.memory = self._staging.slabs.take()
         if self._on_host:
             if update and (line is not None or self._cache is not None):
                 late = self._plan(flight, line)
@@ -325,7 +322,10 @@ class Pipeline:
                 self._await_room(flight, line)
         self._before_stage("send", flight.number)
         with self.timeline.span("send", flight.number):
-            flight.prepared = self._model.prepare(flight.batch, flight.ids, flight.inverse)
+            in_order = flight.plan is None
+            flight.prepared = self._model.prepare(
+                flight.batch, flight.ids, flight.inverse, flight.memory, in_order=in_order
+            )
             flight.inverse = None
             for rows in flight.rows:
                 rows.send()
@@ -340,7 +340,8 @@ class Pipeline:
     def _look_up(self, flight: Flight, late: LateRows | None) -> None:
         self._before_stage("lookup", flight.number)
         with self.timeline.span("lookup", flight.number) as span:
-            flight.rows = rows_of(self._embeddings, len(flight.ids), flight.plan, self._staging)
+            assert flight.memory is not None
+            flight.rows = rows_of(self._embeddings, len(flight.ids), flight.plan, self._staging, flight.memory)
             part = Part.of(flight.reads, None)  # a few late rows may be looked up twice, many not
             if late is not None and len(late.rows) * _MANY_LATE > len(flight.reads):
                 part = Part.of(flight.reads, others(len(flight.reads), late.rows))
@@ -365,6 +366,7 @@ class Pipeline:
                 flight.plan = plan = self._cache.plan()
                 assert plan.ids is flight.ids
                 flight.reads, flight.writes = plan.reads, plan.writes
+                flight.inverse = plan.renumber(flight.inverse)
                 claimed = np.concatenate([flight.reads, plan.evicted])
             span["rows"] = len(flight.ids)
             if line is None:
@@ -392,7 +394,7 @@ class Pipeline:
         finally:
             line.end_delivery()
 
-    def _step(self, flight: Flight, line: Line | None, step: Any, update: bool) -> Any:
+    def _step(self, flight: Flight, line: Line | None, step: Any, update: bool) -> Result:
         self._before_stage("step", flight.number)
         with self.timeline.span("step", flight.number, flow="t" if update else "f") as span:
             span["rows"] = len(flight.batch)
@@ -406,28 +408,34 @@ class Pipeline:
                     line.gather(flight.number, self._staging.mark())
             else:
                 pulled = [part.lookup(part.table, flight.prepared.ids) for part in self._embeddings]
-            value, grads = step(flight.prepared, pulled)
+            made = step(flight.prepared, pulled)
             del pulled  # before more is allocated
-            leaving = self._update_on_device(flight, grads) if update else []
+            assert flight.memory is not None
+            flight.outcome = Outcome(made, flight.position, self._staging, flight.memory)
+            if not self._staging.copies:
+                flight.outcome.get()  # raises before anything is updated
+            leaving = self._update_on_device(flight, made) if update else []
             flight.clocks = begin, self._staging.clock()
-            received, flight.received = self._staging.receive([tensor for part in leaving for tensor in part])
+            gone = [tensor for part in leaving for tensor in part]
+            received, flight.received = self._staging.receive(gone, flight.memory)
             for rows, part in zip(flight.rows, leaving, strict=False):
                 rows.receive([received.pop(0) for _ in part], flight.received)
         if not update:
             self._end_step(flight)
-        return value
+            self._release(flight)
+        return Result(flight.batch, flight.outcome)
 
-    def _update_on_device(self, flight: Flight, grads: list[Tensor]) -> list[list[Tensor]]:
+    def _update_on_device(self, flight: Flight, step: Step) -> list[list[Tensor]]:
         """Update the rows that are there; return for each embedding what the host is to receive."""
         if not self._on_host:
             ids = flight.prepared.ids
-            for embedding, grad in zip(self._embeddings, grads, strict=True):
-                embedding.update(embedding.table, ids, grad)
+            for embedding, grad in zip(self._embeddings, step.grads, strict=True):
+                embedding.update(embedding.table, ids, grad, step.skip)
             if self._after_update is not None:
                 self._after_update(flight.number, ids, [(part.table.block, ids) for part in self._embeddings])
             return []
-        for rows, grad in zip(flight.rows, grads, strict=True):
-            rows.update_cached(grad)
+        for rows, grad in zip(flight.rows, step.grads, strict=True):
+            rows.update_cached(grad, step.skip)
         plan = flight.plan
         if plan is not None and self._after_update is not None:
             assert self._cache is not None
@@ -436,14 +444,16 @@ class Pipeline:
             new, at = plan.ids[plan.admitted], torch.arange(len(plan.admitted))
             self._after_update(flight.number, new, [(rows.admitted, at) for rows in flight.rows])
         leaving = []
-        for table, (rows, grad) in enumerate(zip(flight.rows, grads, strict=True)):
+        for table, (rows, grad) in enumerate(zip(flight.rows, step.grads, strict=True)):
             leaving.append(rows.leave(grad))
             if plan is not None and self._cache is not None:
                 self._cache.stepped(plan, table, partial(rows.bring_back, plan.evicted))
         return leaving
 
     def _end_step(self, flight: Flight) -> None:
-        """Wait until the device is done with a step, and take down its time."""
+        """Wait until the device is done with a step, and take down its time; raises where it came to nothing."""
+        assert flight.outcome is not None
+        flight.outcome.get()
         self._staging.await_mark(flight.received)
         self.timeline.device_was_busy(self._staging.nanoseconds(*flight.clocks))
 
@@ -476,15 +486,23 @@ class Pipeline:
         if self._on_host and self._after_update is not None:
             ids = flight.ids if flight.plan is None else flight.plan.ids[flight.plan.passed]
             self._after_update(flight.number, ids, [(part.table.block, ids) for part in self._embeddings])
+        self.steps += 1
+        flight.rows, flight.shared = [], None
+        self._release(flight)
         if line is None:
             return
-        flight.rows, flight.shared = [], None
         with line.changed:
             line.updated = flight.number  # from here on nobody waits for it
             for later, part in flight.after:
                 later.late.append(part)
             flight.after = []
             line.changed.notify_all()
+
+    def _release(self, flight: Flight) -> None:
+        """Give up the memory of a batch that the device is done with."""
+        assert flight.memory is not None
+        flight.memory.release()
+        flight.memory = None
 
     def _update_rows(self, flight: Flight, part: Part) -> None:
         for rows in flight.rows:

@@ -3,6 +3,7 @@
 The table that an op works on decides where it runs; the op's `primitive_target` must say the same.
 """
 
+import threading
 import time
 from array import array
 from collections import deque
@@ -47,6 +48,12 @@ class OpTimes:
         self.name = name
         self.nanoseconds = array("q")
         self.bytes = 0
+        self._adding = threading.Lock()
+
+    def count(self, nbytes: int) -> None:
+        """Add to the bytes that it moved."""
+        with self._adding:
+            self.bytes += nbytes
 
     def add(self, nanoseconds: int) -> None:
         """Take in one call's duration."""
@@ -66,6 +73,7 @@ class OpLog:
         self._clocks = clocks or {}
         self._ops: list[OpTimes] = []
         self._buffer: deque[tuple[float, str, int]] = deque()
+        self._registering = threading.Lock()
 
     def write_to(self, file: IO[str] | None) -> None:
         """Write a line per call to a text file from now on; with None, keep the durations only, as at the start."""
@@ -79,8 +87,9 @@ class OpLog:
         """Return the place for one op's durations; ops are numbered from 1 in order of registration."""
         where = "cpu" if target == "CPU" else "device"
         full = "/".join(part for part in ("Default", scope, name) if part)
-        op = OpTimes(self, f"{where} kernel: {full}-op{len(self._ops) + 1} costs", scope, name)
-        self._ops.append(op)
+        with self._registering:
+            op = OpTimes(self, f"{where} kernel: {full}-op{len(self._ops) + 1} costs", scope, name)
+            self._ops.append(op)
         return op
 
     def append(self, line: str, nanoseconds: int) -> None:
@@ -160,6 +169,7 @@ class Primitive:
         self._log = log or OpLog()
         self._times: OpTimes | None = None
         self._clock: Clock = HostClock()
+        self._registering = threading.Lock()
         if run is not None:
             self.run = run  # type: ignore[method-assign]
 
@@ -180,8 +190,10 @@ class Primitive:
     def times(self) -> OpTimes:
         """The durations of its calls."""
         if self._times is None:
-            self._times = self._log.register(self.primitive_target, self._scope, self._name)
-            self._clock = self._log.clock(self.primitive_target)
+            with self._registering:
+                if self._times is None:
+                    self._clock = self._log.clock(self.primitive_target)
+                    self._times = self._log.register(self.primitive_target, self._scope, self._name)
         return self._times
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -198,7 +210,7 @@ class Primitive:
         mark = self._clock.begin()
         result = self.run(*args, **kwargs)
         self._clock.end(mark, times.add)
-        times.bytes += self.nbytes(*args, **kwargs)
+        times.count(self.nbytes(*args, **kwargs))
         return result
 
     def in_parts(self) -> "PartialCall":
@@ -207,23 +219,23 @@ class Primitive:
 
 
 class PartialCall:
-    """One call of an op, in parts; threads may take turns."""
+    """One call of an op, in parts, by any threads."""
 
     def __init__(self, op: Primitive) -> None:
         self._op = op
-        self._nanoseconds = 0
+        self._parts: list[int] = []  # nanoseconds
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a part."""
         start = time.perf_counter_ns()
         result = self._op.run(*args, **kwargs)
-        self._nanoseconds += time.perf_counter_ns() - start
-        self._op.times.bytes += self._op.nbytes(*args, **kwargs)
+        self._parts.append(time.perf_counter_ns() - start)
+        self._op.times.count(self._op.nbytes(*args, **kwargs))
         return result
 
     def end(self) -> None:
         """Report the time of all parts."""
-        self._op.times.add(self._nanoseconds)
+        self._op.times.add(sum(self._parts))
 
 
 class _TablePrimitive(Primitive):

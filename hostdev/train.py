@@ -26,6 +26,7 @@ from hostdev.host.warm_up import warm_up
 from hostdev.interrupt import GracefulStop, Interrupted
 from hostdev.kernels.pool import host_threads, set_host_threads
 from hostdev.memory import peak_rss_bytes
+from hostdev.model import Result
 from hostdev.primitive import OpLog
 from hostdev.progress import bar
 from hostdev.rundir import RunDir
@@ -116,24 +117,35 @@ class Run:
         batches = self.train_rows.batches(self.batch_size, seed=self.settings.seed, epoch=epoch)
         results = self.trainer.train(itertools.islice(batches, planned))
         with bar(planned, f"epoch {epoch}/{self.epochs}", "step") as progress, closing(results):
-            step, start = 0, time.perf_counter()
+            start, last = time.perf_counter(), None
             try:
-                for step, (batch, losses) in enumerate(results, 1):
-                    with self._books:
-                        self.steps += 1
-                        self.samples += len(batch)
-                        self.files.write_losses(epoch, step, losses.wide, losses.deep)
-                        self.log.flush_if_due()
-                    progress.set_postfix_str(f"loss {losses.wide:.4f}", refresh=False)
-                    progress.update()
+                for step, result in enumerate(results, 1):
+                    if last is not None:  # its losses are there by now, and nobody waits for the device
+                        self._note(epoch, *last, progress)
+                    last = step, result
                     if stop.requested:
-                        return
+                        break
+                if last is not None:
+                    self._note(epoch, *last, progress)
             except NonFiniteLossError as error:
-                raise UserError(f"epoch {epoch} step {step + 1}: {error}") from error
+                raise UserError(f"epoch {epoch} step {error.step}: {error}") from error
             finally:
                 results.close()  # what has been stepped is updated
                 self.train_seconds += time.perf_counter() - start
+        if stop.requested:
+            return
         self.epochs_done += planned == whole
+
+    def _note(self, epoch: int, step: int, result: Result, progress: Any) -> None:
+        """Write a step's losses, and show how far the epoch is."""
+        losses = result.value
+        with self._books:
+            self.steps += 1
+            self.samples += len(result.batch)
+            self.files.write_losses(epoch, step, losses.wide, losses.deep)
+            self.log.flush_if_due()
+        progress.set_postfix_str(f"loss {losses.wide:.4f}", refresh=False)
+        progress.update()
 
     def _evaluate(self, epoch: int, stop: GracefulStop) -> None:
         start = time.perf_counter()
@@ -179,7 +191,7 @@ class Run:
     def _summarise(self, status: str, digest: str | None) -> dict[str, Any]:
         return {
             "status": status,
-            "steps": self.steps,
+            "steps": min(self.steps, self.trainer.pipeline.steps),  # an abandoned step may have no update yet
             "epochs": self.epochs_done,
             "auc": _finite(self.last and self.last.auc),
             "logloss": _finite(self.last and self.last.logloss),

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from hostdev.cache import planning
 from hostdev.cache.options import MOST_WINDOW, POLICIES, WINDOW
 from hostdev.cache.planning import KEYS, LOOKAHEAD, STATIC, STEPS_PER_OCTAVE
-from hostdev.kernels.buffers import aligned_empty, scratch
+from hostdev.kernels.buffers import aligned_empty, identity, scratch
 from hostdev.kernels.pool import parallel_for, ranges, run_tasks
 from hostdev.kernels.unique import count_uses
 
@@ -29,13 +29,16 @@ _SCANNED, _SCANNED_PER_SWAP = 1 << 14, 8  # slots, at least
 
 
 class Plan(NamedTuple):
-    """What becomes of a batch's unique ids [U]. Each of their positions is in one of three groups, ascending."""
+    """What becomes of a batch's unique ids [U]. Each of their positions is in one of three groups, ascending.
+
+    On the device the batch's rows lie in the order of these groups: hits, admitted, passed.
+    """
 
     ids: Ids  # [U]
     hits: Positions  # [H], cached before the batch
     hit_slots: Positions  # [H]
     admitted: Positions  # [A], cached from the end of the batch's step on
-    admitted_slots: Positions  # [A]
+    admitted_slots: Positions  # [A]: first free ones, then those of the rows that leave, in the order of `evicted`
     passed: Positions  # [M], looked up and updated on the host
     evicted: Ids  # [E], rows that leave at the end of the batch's step, before others are admitted
     evicted_slots: Positions  # [E]
@@ -49,6 +52,14 @@ class Plan(NamedTuple):
     def writes(self) -> Ids:
         """The rows of the host that the batch writes: those that pass by, then those that are evicted, [M + E]."""
         return np.concatenate([self.ids[self.passed], self.evicted])
+
+    def renumber(self, inverse: Positions) -> Positions:
+        """Return the inverse int32 [N] of the rows as they lie on the device, from that of the ids."""
+        place = np.empty(len(self.ids), np.int32)
+        place[np.concatenate([self.hits, self.admitted, self.passed])] = identity(len(place))
+        out = np.empty_like(inverse)
+        parallel_for(planning.take, len(inverse), inverse, place, out, grain=_GRAIN)
+        return out
 
 
 @dataclass
@@ -318,4 +329,4 @@ def warm_up(id_dtype: npt.DTypeLike) -> None:
     for row, uses in ((0, 1), (1, 8), (1, 8), (2, 1)):
         planner.announce(np.array([row], id_dtype), count_uses(np.zeros(uses, np.int32), 1))
         if len(planner) > 1:
-            planner.plan()
+            planner.plan().renumber(np.zeros(1, np.int32))

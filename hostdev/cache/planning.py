@@ -257,3 +257,10 @@ def exchange(start: Any, stop: Any, ids: Any, admitted: Any, into: Any, evicted:
             rows[np.uint64(old), SLOT] = -1
         rows[np.uint64(new), SLOT] = into[i]
         slot_ids[slot] = new
+
+
+@kernel
+def take(start: Any, stop: Any, indices: Any, values: Any, out: Any) -> None:
+    """out[i] = values[indices[i]]."""
+    for i in range(np.uint64(start), np.uint64(stop)):
+        out[i] = values[np.uint64(indices[i])]

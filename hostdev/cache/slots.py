@@ -1,7 +1,7 @@
 """The device's side of a cache: a table's hot rows with their optimizer slots, gathered and updated in place.
 
 C slots, S optimizer slots of D values a row, R of one value; U unique ids of a batch, of which H are cached, A are
-admitted and M pass by; E rows leave. On the CPU the host's kernels work on the tensors' memory.
+admitted and M pass by: its rows lie in this order. E rows leave.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from hostdev.cache.planner import Plan
-from hostdev.device.optimizers import update_rows
-from hostdev.kernels.buffers import identity
-from hostdev.kernels.lookup import lookup, store
+from hostdev.device.ops import ops_for
 from hostdev.optimizers import SparseOptimizer
 
 
@@ -38,14 +36,10 @@ class CachedTable(Protocol):
 
 
 class Places(NamedTuple):
-    """A plan's positions and slots on the device, int32; all tables of a cache share them."""
+    """A plan's slots on the device, int32; all tables of a cache share them."""
 
-    hits: Tensor  # [H]
     hit_slots: Tensor  # [H]
-    admitted: Tensor  # [A]
-    admitted_slots: Tensor  # [A]
-    passed: Tensor  # [M]
-    evicted_slots: Tensor  # [E]
+    admitted_slots: Tensor  # [A], the last E of them taken by rows that leave
 
     @classmethod
     def of(cls, plan: Plan) -> "Places":
@@ -63,6 +57,7 @@ class DeviceSlots:
         self.optimizer = table.optimizer
         self.block = torch.empty((capacity, 1 + len(table.optimizer.slots), table.dim), device=device)
         self.row_slots = torch.empty((capacity, len(table.optimizer.row_slots)), device=device)
+        self._ops = ops_for(self.block.device)
 
     def rows(self, at: Places, passed: Tensor, admitted: Tensor) -> Tensor:
         """Return the weights of a batch's unique rows, float32 [U, D], a new tensor.
@@ -70,70 +65,37 @@ class DeviceSlots:
         passed    float32 [M, D], from the host
         admitted  float32 [A, 1 + S, D], from the host
         """
-        out = passed.new_empty((len(at.hits) + len(at.admitted) + len(at.passed), self.block.shape[2]))
-        _place(self.block, at.hit_slots, out, at.hits)
-        _place(admitted, None, out, at.admitted)
-        _place(passed.unsqueeze(1), None, out, at.passed)
-        return out
+        return self._ops.assemble(self.block, at.hit_slots, admitted, passed)
 
     def update(
-        self, at: Places, grads: Tensor, admitted: Tensor, admitted_row_slots: Tensor, scalars: tuple[Any, ...]
+        self,
+        at: Places,
+        grads: Tensor,
+        admitted: Tensor,
+        admitted_row_slots: Tensor,
+        scalars: tuple[Any, ...],
+        skip: Tensor | None = None,
     ) -> None:
         """Take one optimizer step on the rows that are cached, and on the admitted ones where they still lie.
 
         grads     float32 [U, D], the summed gradients of the batch's rows
         admitted  float32 [A, 1 + S, D], admitted_row_slots float32 [A, R]: updated in place
+        skip      float32 []: nothing changes unless it is 0; None for 0
         """
-        name = self.optimizer.primitive
-        update_rows(name, self.block, self.row_slots, at.hit_slots, grads, scalars, at.hits)
-        here = torch.arange(len(admitted), dtype=torch.int32, device=admitted.device)
-        update_rows(name, admitted, admitted_row_slots, here, grads, scalars, at.admitted)
+        where = (self.optimizer.primitive, self.block, self.row_slots, at.hit_slots)
+        self._ops.update(*where, grads, scalars, skip, admitted, admitted_row_slots)
 
     def passed(self, at: Places, grads: Tensor) -> Tensor:
-        """Return the gradients of the rows that pass by, float32 [M, D], of all grads float32 [U, D]."""
-        return _select(grads, at.passed)
+        """Return the gradients of the rows that pass by, float32 [M, D], of all grads float32 [U, D]: a view."""
+        return grads[len(at.hit_slots) + len(at.admitted_slots) :]
 
-    def exchange(self, at: Places, admitted: Tensor, admitted_row_slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Take out the rows that leave and put in the admitted ones; return the former, [E, 1 + S, D] and [E, R]."""
-        out = self.read(at.evicted_slots)
-        for slots, values in zip(self._flat(), (admitted.flatten(1), admitted_row_slots), strict=True):
-            _overwrite(slots, at.admitted_slots, values)
-        return out
+    def exchange(self, at: Places, leaving: int, admitted: Tensor, admitted_row_slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Put the admitted rows in; return the E = `leaving` rows that they replace, [E, 1 + S, D] and [E, R].
+
+        The memory of the admitted ones is used up.
+        """
+        return self._ops.exchange(self.block, self.row_slots, at.admitted_slots, leaving, admitted, admitted_row_slots)
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return copies of slots int32 [N]: float32 [N, 1 + S, D] and [N, R]."""
-        block, row_slots = (_select(values, slots) for values in self._flat())
-        return block.view(-1, *self.block.shape[1:]), row_slots
-
-    def _flat(self) -> tuple[Tensor, Tensor]:
-        return self.block.flatten(1), self.row_slots
-
-
-def _on_host(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
-
-
-def _select(values: Tensor, at: Tensor) -> Tensor:
-    if not (_on_host(values) and values.shape[1]):
-        return values.index_select(0, at)
-    out = torch.empty((len(at), values.shape[1]))
-    lookup(values.detach().numpy()[:, None], at.numpy(), out.numpy())
-    return out
-
-
-def _place(block: Tensor, source: Tensor | None, out: Tensor, at: Tensor) -> None:
-    """out[at[i]] = block[source[i], 0], or block[i, 0]."""
-    if not _on_host(out):
-        weights = block[:, 0]
-        out.index_copy_(0, at.long(), weights if source is None else weights.index_select(0, source))
-        return
-    ids = identity(len(at)) if source is None else source.numpy()
-    lookup(block.numpy(), ids, out.numpy(), at.numpy())
-
-
-def _overwrite(rows: Tensor, at: Tensor, values: Tensor) -> None:
-    """rows[at] = values, in place."""
-    if not _on_host(rows):
-        rows.index_copy_(0, at.long(), values)
-    elif rows.shape[1]:
-        store(rows.numpy(), at.numpy(), values.numpy())
+        return self.block.index_select(0, slots), self.row_slots.index_select(0, slots)

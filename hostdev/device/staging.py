@@ -1,7 +1,7 @@
 """What crosses between host memory and the device's, without anybody waiting who need not.
 
-On an accelerator: pinned memory, a copy stream each way, events. On the CPU device nothing is copied: a tensor and its
-host memory are the same.
+On an accelerator: pinned memory, a copy stream each way and one for results, events. On the CPU device nothing is
+copied: a tensor and its host memory are the same.
 """
 
 import time
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from hostdev.device.backend import is_accelerator
+from hostdev.device.ops import ops_for
+from hostdev.device.pinned import Slab, Slabs
 from hostdev.primitive import OpLog, Primitive
 
 
@@ -22,54 +24,66 @@ class Staging:
 
     device   where the dense layers run
     log      where the copies' durations go
+    batches  that have host memory of their own at a time, at most
     streams  the module with Stream, Event, stream and current_stream: torch's for the device if None
     """
 
-    def __init__(self, device: torch.device, log: OpLog | None = None, streams: Any = None) -> None:
+    def __init__(
+        self, device: torch.device, log: OpLog | None = None, *, batches: int = 1, streams: Any = None
+    ) -> None:
         self.device = device
-        self._copy_down = Primitive("HostToDevice", self._to_device, log=log)
-        self._copy_up = Primitive("DeviceToHost", self._to_host, log=log)
+        self._copy_down = Primitive("HostToDevice", _to_device, log=log)
+        self._copy_up = Primitive("DeviceToHost", _to_host, log=log)
         self.copies = is_accelerator(device) or streams is not None
+        self.slabs = Slabs(pin=is_accelerator(device), batches=batches if self.copies else 0)
         if self.copies:
             self._streams = streams or torch.get_device_module(device)
-            self._down, self._up = self._streams.Stream(device), self._streams.Stream(device)
-            self._pin = is_accelerator(device)
+            self._down, self._up, self._results = (self._streams.Stream(device) for _ in range(3))
 
-    def buffer(self, *shape: int) -> Tensor:
-        """Return host memory, float32 without initial values, from which a copy need not wait."""
-        return torch.empty(shape, pin_memory=self.copies and self._pin)
+    def send(self, tensors: Sequence[Tensor], memory: Slab) -> tuple[list[Tensor], Any]:
+        """Copy tensors to the device; return the copies and what `await_sent` takes. On the CPU, the tensors.
 
-    def send(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-        """Copy tensors to the device; return the copies and what `await_sent` takes. On the CPU, the tensors."""
+        memory  the batch's, through which tensors go that are not in it
+        """
         if not self.copies:
             return list(tensors), None
         with self._streams.stream(self._down):
-            return self._copy_down(tensors), self._mark()
+            return self._copy_down([self._staged(tensor, memory) for tensor in tensors], self.device), self._mark()
 
-    def patch(self, rows: Tensor, positions: npt.NDArray[np.int32], late: Tensor) -> Any:
-        """Put late rows [L, D] at their positions [L] into rows [U, D], sent before; return what `await_sent` takes."""
+    def patch(self, rows: Tensor, positions: npt.NDArray[np.int32], late: Tensor, memory: Slab) -> Any:
+        """Put late rows [L, ...] at their positions [L] into rows [U, ...], sent before; return a mark, as `send`."""
         with self._streams.stream(self._down):
-            at, values = self._copy_down([torch.from_numpy(positions), late])
-            rows.index_copy_(0, at.long(), values)
+            host = [self._staged(torch.from_numpy(positions), memory), self._staged(late, memory)]
+            at, values = self._copy_down(host, self.device)
+            ops_for(self.device).place(rows, at, values)
             return self._mark()
 
-    def await_sent(self, mark: Any, tensors: Sequence[Tensor]) -> None:
+    def await_sent(self, marks: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         """Let the device's current stream wait for what was sent; the calling thread does not."""
-        if mark is None:
+        if not self.copies:
             return
         stream = self._streams.current_stream(self.device)
-        stream.wait_event(mark)
+        for mark in marks:
+            stream.wait_event(mark)
         for tensor in tensors:  # the allocator must not give it away before this stream has used it
             tensor.record_stream(stream)
 
-    def receive(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+    def receive(self, tensors: Sequence[Tensor], memory: Slab) -> tuple[list[Tensor], Any]:
         """Copy tensors of the current stream to host memory; return the copies, and what `await_mark` takes."""
-        if not self.copies:
-            return list(tensors), None
-        current = self._streams.current_stream(self.device)
-        self._up.wait_stream(current)
-        with self._streams.stream(self._up):
-            return self._copy_up(tensors), self._mark()
+        return self._receive(tensors, memory, self._up) if self.copies else (list(tensors), None)
+
+    def receive_results(self, tensors: Sequence[Tensor], memory: Slab) -> tuple[list[Tensor], Any]:
+        """Do `receive` for what is small and asked for soon, not behind larger copies."""
+        return self._receive(tensors, memory, self._results) if self.copies else (list(tensors), None)
+
+    def _receive(self, tensors: Sequence[Tensor], memory: Slab, stream: Any) -> tuple[list[Tensor], Any]:
+        stream.wait_stream(self._streams.current_stream(self.device))
+        with self._streams.stream(stream):
+            host = [memory.buffer(*tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+            self._copy_up(host, tensors)
+            for tensor in tensors:  # the allocator must not give it away before it is copied
+                tensor.record_stream(stream)
+            return host, self._mark()
 
     def await_mark(self, mark: Any) -> None:
         """Wait, in this thread, until the device has passed a mark."""
@@ -92,22 +106,22 @@ class Staging:
         """Return the time between two marks that the device has passed."""
         return int(begin.elapsed_time(end) * 1e6) if self.copies else int(end - begin)
 
-    def _to_device(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [self._pinned(tensor).to(self.device, non_blocking=True) for tensor in tensors]
-
-    def _to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        received = []
-        for tensor in tensors:
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pin)
-            host.copy_(tensor, non_blocking=True)
-            tensor.record_stream(self._up)  # the allocator must not give it away before it is copied
-            received.append(host)
-        return received
-
-    def _pinned(self, tensor: Tensor) -> Tensor:
-        return tensor.pin_memory() if self._pin and not tensor.is_pinned() else tensor
+    def _staged(self, tensor: Tensor, memory: Slab) -> Tensor:
+        """A tensor in memory from which a copy need not wait."""
+        if not self.slabs.pin or tensor.is_pinned():
+            return tensor
+        return memory.buffer(*tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
     def _mark(self) -> Any:
-        event = self._streams.Event()
+        event = self._streams.Event(blocking=True)  # who waits for it sleeps: the host has other work
         event.record(self._streams.current_stream(self.device))
         return event
+
+
+def _to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    return [tensor.to(device, non_blocking=True) for tensor in tensors]
+
+
+def _to_host(host: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    for to, tensor in zip(host, tensors, strict=True):
+        to.copy_(tensor, non_blocking=True)

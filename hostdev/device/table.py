@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from hostdev.device.backend import free_bytes
-from hostdev.device.optimizers import update_rows
+from hostdev.device.ops import ops_for
 from hostdev.initializers import Initializer, Normal
-from hostdev.kernels.lookup import lookup
 from hostdev.kernels.norm import sum_of_squares
 from hostdev.memory import require_table
 from hostdev.optimizers import SparseOptimizer
@@ -49,6 +48,7 @@ class DeviceTable:
         self._fill(init, seed)
         row_slots = torch.tensor(list(optimizer.row_slots.values()), device=device)
         self.row_slots = row_slots.repeat(rows, 1)
+        self._ops = ops_for(self.block.device)
 
     def _fill(self, init: Initializer, seed: int) -> None:
         slots = np.array(list(self.optimizer.slots.values()), np.float32)
@@ -87,17 +87,16 @@ class DeviceTable:
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Return the weights rows of ids int32 or int64 [U], a copy float32 [U, D]."""
-        if self.block.device.type == "cpu":
-            out = torch.empty((len(ids), self.dim))
-            lookup(self.block.numpy(), ids.numpy(), out.numpy())
-            return out
-        return self.weights.index_select(0, ids)
+        return self._ops.lookup(self.block, ids)
 
-    def update(self, ids: Tensor, grads: Tensor) -> None:
-        """Take one optimizer step on unique rows: ids [U], their summed gradients float32 [U, D]."""
+    def update(self, ids: Tensor, grads: Tensor, skip: Tensor | None = None) -> None:
+        """Take one optimizer step on unique rows: ids [U], their summed gradients float32 [U, D].
+
+        skip  float32 []: nothing changes unless it is 0; None for 0
+        """
         self.step += 1
         scalars = self.optimizer.scalars(self.step, self.dim)
-        update_rows(self.optimizer.primitive, self.block, self.row_slots, ids, grads, scalars)
+        self._ops.update(self.optimizer.primitive, self.block, self.row_slots, ids, grads, scalars, skip)
 
     def sum_of_squares(self) -> float:
         """Return the sum of squares of all weights, in float64; on an accelerator in the order that torch chooses."""

@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.host.table import HostTable
-from hostdev.kernels.claims import claim, intersect, others
+from hostdev.kernels.claims import Claims, claim, intersect, others
 from hostdev.kernels.gather import gather_scaled, segment_sum_scaled
 from hostdev.kernels.segment import segment_sum
 from hostdev.kernels.unique import unique
@@ -28,7 +28,7 @@ def warm_up(id_dtype: npt.DTypeLike) -> None:
             table.write_rows(ids[:1], *row, positions)
         table.sum_of_squares()
     unique(np.arange(1 << 16, dtype=id_dtype) << 8)  # ids far apart are hashed, and many in parts
-    claims = np.zeros(1, np.uint8)
+    claims = Claims(1)
     for number in (1, 2):
         claim(ids[:1], claims, number, 1, number - 1)
     others(1, intersect(ids[:1], ids[:1], claims, 2))

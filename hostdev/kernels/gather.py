@@ -15,6 +15,7 @@ from numba.extending import overload
 
 from hostdev.kernels.jit import kernel, prefetch_to_read_once, prefetch_to_write
 from hostdev.kernels.pool import parallel_for
+from hostdev.kernels.segment import first_seen
 
 _GRAIN = 512
 _SUMS_AHEAD, _GRADS_AHEAD = 12, 24  # uses
@@ -72,9 +73,9 @@ def _scale(start: Any, stop: Any, rows: Any, inverse: Any, weights: Any, out: An
 
 
 @kernel
-def _sum(grads: Any, inverse: Any, weights: Any, out: Any) -> None:
+def _sum(seen: Any, grads: Any, inverse: Any, weights: Any, out: Any) -> None:
     D = grads.shape[1]
-    uses, seen, one = np.uint64(len(inverse)), np.uint64(0), np.uint64(1)
+    uses, seen, one = np.uint64(len(inverse)), np.uint64(seen), np.uint64(1)
     for i in range(np.uint64(0), uses):
         prefetch_to_read_once(grads, i + np.uint64(_GRADS_AHEAD), grads.strides[0])
         if i + np.uint64(_SUMS_AHEAD) < uses:
@@ -111,14 +112,17 @@ def segment_sum_scaled(
     inverse: npt.NDArray[np.int32],
     weights: npt.NDArray[np.float32],
     out: npt.NDArray[np.float32],
+    *,
+    in_order: bool = True,
 ) -> None:
     """Sum grads[i] * weights[i] over the uses of each row in order of occurrence, each operation in float32.
 
-    grads    float32 [N, D], or uint16 [N, D] for bfloat16
-    inverse  int32 [N], numbered in order of first occurrence
-    weights  float32 [N]
-    out      float32 [U, D], overwritten
+    grads     float32 [N, D], or uint16 [N, D] for bfloat16
+    inverse   int32 [N], the unique row of each use; every row has one
+    weights   float32 [N]
+    out       float32 [U, D], overwritten
+    in_order  as in `segment.segment_sum`
 
     One thread, as in `segment`; the network around it takes a hundred times as long.
     """
-    _sum(grads, inverse, weights, out)
+    _sum(first_seen(out, in_order), grads, inverse, weights, out)

@@ -20,6 +20,7 @@ from hostdev.kernels.pool import host_threads, run_tasks
 _SORT_FROM_THREADS = 4
 _SUMS_AHEAD, _GRADS_AHEAD = 12, 24  # uses
 _PIECES_PER_THREAD = 4
+NEVER = np.uint64(1 << 63)  # for `seen`: no row is at its first use
 
 
 @kernel
@@ -116,16 +117,31 @@ def row_ranges(ends: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
     return [(int(a), int(b)) for a, b in itertools.pairwise(edges) if a < b]
 
 
-def segment_sum(grads: npt.NDArray[np.float32], inverse: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> None:
+def first_seen(out: npt.NDArray[np.float32], in_order: bool) -> np.uint64:
+    """Prepare sums [U, D] of rows in any order, or in order of first occurrence; return `seen` for the first use."""
+    if in_order:
+        return np.uint64(0)
+    out.fill(-0.0)  # what -0 is added to stays as it is, 0 too
+    return NEVER
+
+
+def segment_sum(
+    grads: npt.NDArray[np.float32],
+    inverse: npt.NDArray[np.int32],
+    out: npt.NDArray[np.float32],
+    *,
+    in_order: bool = True,
+) -> None:
     """Sum the gradients of each unique row: out[u] = ((g_a + g_b) + g_c) + ... over its uses a < b < c < ...
 
-    grads    float32 [N, D], one row per use
-    inverse  int32 [N], the unique row of each use, numbered in order of first occurrence (see `unique`)
-    out      float32 [U, D], overwritten
+    grads     float32 [N, D], one row per use
+    inverse   int32 [N], the unique row of each use; every row has one
+    out       float32 [U, D], overwritten
+    in_order  the rows are numbered in order of first occurrence (see `unique`), which saves a touch of `out`
     """
     if streams() or not len(out):
         part = sum_part_of_scalars if out.shape[1] == 1 else sum_part
-        part(0, len(inverse), 0, grads, inverse, out)
+        part(0, len(inverse), first_seen(out, in_order), grads, inverse, out)
         return
     order, ends = sort_uses(inverse, len(out))
     run_tasks([(sum_sorted, start, stop, (grads, order, ends, out)) for start, stop in row_ranges(ends)])

@@ -6,9 +6,9 @@ import torch
 
 from hostdev import FTRL, SGD, Adagrad, EmbeddingCache, HostTable, LazyAdam, RowWiseAdagrad, UserError, unique
 from hostdev.cache import cache as cache_module
-from hostdev.cache import slots
 from hostdev.cache.slots import DeviceSlots, Places
-from hostdev.device import backend
+from hostdev.device import backend, ops
+from hostdev.device.ops import torch_operations
 
 ROWS = 300
 
@@ -34,7 +34,8 @@ def device(request):
 )
 def test_rows_go_in_and_out_and_lose_no_update(device, optimizer, dim, operations, monkeypatch):
     if operations == "torch":
-        monkeypatch.setattr(slots, "_on_host", lambda tensor: False)
+        monkeypatch.setattr(ops, "host_kernels", torch_operations)
+        monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: torch.from_numpy(np.sqrt(x.numpy())))  # correctly rounded
     plain = HostTable(ROWS, dim, optimizer, name="t")
     table = HostTable(ROWS, dim, optimizer, name="t")
     cache = EmbeddingCache(table, 40, device=device, window=0)
@@ -53,11 +54,17 @@ def test_rows_go_in_and_out_and_lose_no_update(device, optimizer, dim, operation
         sent = torch.from_numpy(admitted).to(device), torch.from_numpy(row_slots).to(device)
         passed = torch.from_numpy(table.lookup(ids[plan.passed])).to(device)
         rows = on_device.rows(at, passed, sent[0])
-        np.testing.assert_array_equal(rows.cpu(), plain.lookup(ids))
+        order = np.concatenate([plan.hits, plan.admitted, plan.passed])
+        np.testing.assert_array_equal(rows.cpu(), plain.lookup(ids[order]))
+        np.testing.assert_array_equal(ids[order][plan.renumber(inverse)], ids[inverse])
         scalars = table.begin_step()
-        on_device.update(at, torch.from_numpy(grads).to(device), *sent, scalars)
-        passing = on_device.passed(at, torch.from_numpy(grads).to(device))
-        left = on_device.exchange(at, *sent)
+        there = torch.from_numpy(grads[order]).to(device)
+        skip = torch.ones((), device=device)
+        on_device.update(at, torch.full_like(there, torch.nan), *sent, scalars, skip)
+        on_device.update(at, there, *sent, scalars, skip.zero_())
+        passing = on_device.passed(at, there)
+        np.testing.assert_array_equal(plan.admitted_slots[len(plan.admitted) - len(plan.evicted) :], plan.evicted_slots)
+        left = on_device.exchange(at, len(plan.evicted), *sent)
         cache.stepped(plan, 0, lambda: None)
         cache.left(plan, 0)
         table.update(ids[plan.passed], passing.cpu().numpy(), scalars)

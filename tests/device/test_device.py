@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from hostdev import FTRL, SGD, Adagrad, HostTable, LazyAdam, RowWiseAdagrad, UserError
-from hostdev.device import backend, optimizers
+from hostdev.device import backend
 from hostdev.device import table as table_module
 from hostdev.device.clock import EventClock, clock_for
-from hostdev.device.rows import gather_rows, gather_scaled_rows, sum_rows
+from hostdev.device.ops import torch_operations
+from hostdev.device.rows import Uses, gather_rows
 from hostdev.device.table import DeviceTable
 from hostdev.kernels.unique import unique
 from tests import naive
@@ -65,7 +66,7 @@ def test_the_accelerators_operations_on_the_cpu(optimizer, dtype, monkeypatch):
     for step, (ids, grads) in enumerate(steps(8), 1):
         host.update(ids, grads)
         arguments = block, row_slots, torch.from_numpy(ids.astype(dtype)), torch.from_numpy(grads)
-        optimizers.update_with_torch(optimizer.primitive, *arguments, optimizer.scalars(step, 8))
+        torch_operations.update(optimizer.primitive, *arguments, optimizer.scalars(step, 8))
     np.testing.assert_array_equal(block, host.block)
     np.testing.assert_array_equal(row_slots, host.row_slots)
 
@@ -88,7 +89,7 @@ def test_gather_and_its_gradient(device, dim):
     rng = np.random.default_rng(dim)
     found, inverse = unique(rng.integers(0, 60, 2000))
     rows = torch.randn(len(found), dim).to(device).requires_grad_()
-    uses = gather_rows(rows, torch.from_numpy(inverse).to(device))
+    uses = gather_rows(rows, Uses(torch.from_numpy(inverse).to(device), len(found)))
     np.testing.assert_array_equal(uses.detach().cpu(), rows.detach().cpu()[inverse])
     grads = rng.standard_normal((2000, dim), dtype=np.float32)
     uses.backward(torch.from_numpy(grads).to(device))
@@ -110,7 +111,8 @@ def test_gather_scaled_equals_the_operations_one_by_one(device, dim, dtype):
     values.flat[:3] = [np.nan, np.inf, -np.inf]
     weights = rng.choice([1.0, 0.37, 0.0], 2000).astype(np.float32)
     rows = torch.from_numpy(values).to(device).requires_grad_()
-    out = gather_scaled_rows(rows, torch.from_numpy(inverse).to(device), torch.from_numpy(weights).to(device), dtype)
+    uses = Uses(torch.from_numpy(inverse).to(device), len(found))
+    out = gather_rows(rows, uses, torch.from_numpy(weights).to(device), dtype)
     expected = (torch.from_numpy(values)[inverse] * torch.from_numpy(weights)[:, None]).to(dtype)
     assert out.dtype == dtype
     np.testing.assert_array_equal(out.detach().float().cpu(), expected.float())
@@ -124,7 +126,7 @@ def test_gather_scaled_equals_the_operations_one_by_one(device, dim, dtype):
 def test_a_gradient_that_is_not_contiguous():
     grads = torch.randn(4, 50).T
     found, inverse = unique(np.random.default_rng(0).integers(0, 9, 50))
-    out = sum_rows(grads, torch.from_numpy(inverse), len(found))
+    out = Uses(torch.from_numpy(inverse), len(found)).sum(grads)
     np.testing.assert_array_equal(out, naive.segment_sum(grads.numpy(), inverse, len(found)))
 
 

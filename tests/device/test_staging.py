@@ -13,6 +13,8 @@ import torch
 from hostdev import trainer
 from hostdev.batch import Batch
 from hostdev.cache import slots
+from hostdev.device import ops, staging
+from hostdev.device.ops import torch_operations
 from hostdev.device.staging import Staging
 from hostdev.primitive import OpLog
 from hostdev.trainer import Trainer
@@ -37,9 +39,9 @@ class Streams:
 
     def Stream(self, device):  # noqa: N802
         self.made = getattr(self, "made", 0) + 1
-        return _Stream(self, ["down", "up"][self.made - 1])
+        return _Stream(self, ["down", "up", "results"][self.made - 1])
 
-    def Event(self, enable_timing=False):  # noqa: N802
+    def Event(self, enable_timing=False, blocking=False):  # noqa: N802
         return _Event(self)
 
 
@@ -76,28 +78,31 @@ def streams(monkeypatch):
 
 def test_rows_cross_in_parts(streams):
     staging = Staging(torch.device("cpu"), streams=streams)
-    host = staging.buffer(4, 2)
+    memory = staging.slabs.take()
+    host = memory.buffer(4, 2)
     host[:] = 1
-    [rows], mark = staging.send([host])
-    patched = staging.patch(rows, np.array([2, 0], np.int32), torch.tensor([[5.0, 6.0], [7.0, 8.0]]))
+    [rows], mark = staging.send([host], memory)
+    patched = staging.patch(rows, np.array([2, 0], np.int32), torch.tensor([[5.0, 6.0], [7.0, 8.0]]), memory)
     assert rows.tolist() == [[7, 8], [1, 1], [5, 6], [1, 1]]
     assert streams.waits == []
-    for each in (mark, patched):
-        staging.await_sent(each, [rows])
+    staging.await_sent([mark, patched], [rows])
     assert streams.waits == [("compute", "down")] * 2
-    [back], mark = staging.receive([rows])
-    assert streams.waits[2:] == [("up", "compute")]
-    staging.await_mark(mark)
-    assert streams.waits[3:] == [("host", "up")]
-    assert torch.equal(back, rows)
+    for receive, stream in ((staging.receive, "up"), (staging.receive_results, "results")):
+        streams.waits.clear()
+        [back], mark = receive([rows], memory)
+        assert streams.waits == [(stream, "compute")]
+        staging.await_mark(mark)
+        assert streams.waits[1:] == [("host", stream)]
+        assert torch.equal(back, rows)
 
 
 def test_on_the_cpu_nothing_is_copied():
     staging = Staging(torch.device("cpu"))
-    host = staging.buffer(3, 2)
-    [sent], mark = staging.send([host])
-    staging.await_sent(mark, [sent])
-    [back], mark = staging.receive([sent])
+    memory = staging.slabs.take()
+    host = memory.buffer(3, 2)
+    [sent], mark = staging.send([host], memory)
+    staging.await_sent([mark], [sent])
+    [back], mark = staging.receive([sent], memory)
     staging.await_mark(mark)
     assert sent.data_ptr() == back.data_ptr() == host.data_ptr()
 
@@ -113,7 +118,8 @@ def test_training_with_copies_gives_the_same_bits(monkeypatch, mix, depth, cache
     options = {"cache": {"capacity_rows": cache, "window": 3}} if cache is not None else {}
     for accelerators in (False, True):  # operations
         if accelerators:
-            monkeypatch.setattr(slots, "_on_host", lambda tensor: False)
+            monkeypatch.setattr(ops, "host_kernels", torch_operations)
+            monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: torch.from_numpy(np.sqrt(x.numpy())))
         monkeypatch.setattr(trainer, "Staging", functools.partial(Staging, streams=_PerThread()))
         assert outcome(batches, depth=depth, mix=mix, **options) == expected
 
@@ -138,7 +144,7 @@ class _PerThread(Streams):
 def copying(monkeypatch):
     """Trainers stage as on an accelerator."""
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    monkeypatch.setattr(trainer, "Staging", lambda device, log: Staging(device, log, streams=_PerThread()))
+    monkeypatch.setattr(trainer, "Staging", lambda *args, **how: Staging(*args, **how, streams=_PerThread()))
 
 
 @pytest.mark.parametrize("cache", [None, {"capacity_rows": "20%", "window": 3}], ids=["", "cache"])
@@ -178,8 +184,8 @@ def test_rows_on_their_way_take_no_more_memory_with_depth(copying, monkeypatch):
 
         return made
 
-    monkeypatch.setattr(Staging, "_to_device", counted(lambda _, tensors: [tensor.clone() for tensor in tensors]))
-    for name in ("rows", "passed", "exchange"):
+    monkeypatch.setattr(staging, "_to_device", counted(lambda tensors, _: [tensor.clone() for tensor in tensors]))
+    for name in ("rows", "exchange"):
         monkeypatch.setattr(slots.DeviceSlots, name, counted(getattr(slots.DeviceSlots, name)))
     rng, rows = np.random.default_rng(0), 20_000
     batches = []

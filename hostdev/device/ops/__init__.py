@@ -1,0 +1,103 @@
+"""What is done to rows on the device. A module a way of doing it, all with the same functions, to the same bits.
+
+N uses, U unique rows, D columns; a block [any, 1 + S, D] holds rows with their S optimizer slots of D values, row_slots
+[any, R] those of one value. The rows of a batch lie in the order H hits, A admitted, M that pass by.
+"""
+
+from types import ModuleType
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from hostdev.device.ops import host_kernels, torch_operations
+
+
+class Ops(Protocol):
+    """The functions of such a module."""
+
+    def lookup(self, block: Tensor, ids: Tensor) -> Tensor:
+        """Return the weights of rows, a copy: ids int32 or int64 [U] -> float32 [U, D]."""
+
+    def assemble(self, block: Tensor, hit_slots: Tensor, admitted: Tensor, passed: Tensor) -> Tensor:
+        """Return the weights of a batch's rows, float32 [H + A + M, D], a new tensor.
+
+        block      float32 [C, 1 + S, D], the cache's
+        hit_slots  int32 [H]
+        admitted   float32 [A, 1 + S, D]
+        passed     float32 [M, D]
+        """
+
+    def gather(self, rows: Tensor, inverse: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return each use's row times its weight, rounded to dtype.
+
+        rows     float32 [U, D]
+        inverse  int32 or int64 [N]
+        weights  float32 [N]; None for 1
+        dtype    torch.float32 or torch.bfloat16
+        returns  dtype [N, D]
+        """
+
+    def uses_of(self, inverse: Tensor, rows: int, *, in_order: bool) -> Any:
+        """Return what `sum_uses` needs to know of a batch, for all of its tables.
+
+        inverse   int32 or int64 [N], of `rows` rows, each with a use
+        in_order  the rows are numbered in order of first occurrence
+        """
+
+    def sum_uses(self, grads: Tensor, uses: Any, weights: Tensor | None, rows: int) -> Tensor:
+        """Return the sum of each row's gradients times their weights, float32 [U, D], each operation rounded.
+
+        grads    float32 or bfloat16 [N, D]
+        uses     from `uses_of`
+        weights  float32 [N]; None for 1
+
+        In order of occurrence: ((g_a + g_b) + g_c) + ... Triton's kernels: in segments of 64, see there.
+        """
+
+    def update(
+        self,
+        primitive: str,
+        block: Tensor,
+        row_slots: Tensor,
+        ids: Tensor,
+        grads: Tensor,
+        scalars: tuple[Any, ...],
+        skip: Tensor | None = None,
+        admitted: Tensor | None = None,
+        admitted_row_slots: Tensor | None = None,
+    ) -> None:
+        """Take one optimizer step on unique rows, in place: on those of a block, and on some that lie elsewhere.
+
+        primitive  the optimizer's op, such as "FusedSparseFtrl"
+        ids        int32 or int64 [H], rows of the block
+        grads      float32 [any, D]: first those of the ids, then those of the admitted rows
+        scalars    the optimizer's at this step
+        skip       float32 []: nothing changes unless it is 0; None for 0
+        admitted   float32 [A, 1 + S, D], admitted_row_slots float32 [A, R]; None for none
+        """
+
+    def exchange(
+        self,
+        block: Tensor,
+        row_slots: Tensor,
+        slots: Tensor,
+        leaving: int,
+        admitted: Tensor,
+        admitted_row_slots: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Put rows in, and return those that leave for the last of them, [E, 1 + S, D] and [E, R].
+
+        slots     int32 [A], where the admitted rows go
+        leaving   E: the last so many slots are taken, by rows that leave
+        admitted  float32 [A, 1 + S, D], admitted_row_slots float32 [A, R]; may be overwritten
+        """
+
+    def place(self, rows: Tensor, positions: Tensor, values: Tensor) -> None:
+        """Do rows[positions] = values: rows float32 [U, ...], positions int32 [L], all different, values [L, ...]."""
+
+
+def ops_for(device: torch.device) -> Ops:
+    """Return the way for a device: the host's own kernels where its memory is the host's."""
+    found: ModuleType = host_kernels if device.type == "cpu" else torch_operations
+    return cast(Ops, found)

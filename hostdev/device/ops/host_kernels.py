@@ -1,0 +1,109 @@
+"""On the CPU the device's memory is the host's, and the host's kernels work on it."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hostdev.kernels.apply import apply_rows
+from hostdev.kernels.buffers import identity
+from hostdev.kernels.gather import gather_scaled, segment_sum_scaled
+from hostdev.kernels.lookup import lookup as look_up
+from hostdev.kernels.lookup import store
+from hostdev.kernels.segment import segment_sum
+
+
+class Uses(NamedTuple):
+    """A batch's uses."""
+
+    inverse: npt.NDArray[np.int32]
+    in_order: bool
+
+
+def lookup(block: Tensor, ids: Tensor) -> Tensor:
+    """See `Ops`."""
+    out = torch.empty((len(ids), block.shape[2]))
+    look_up(block.numpy(), ids.numpy(), out.numpy())
+    return out
+
+
+def assemble(block: Tensor, hit_slots: Tensor, admitted: Tensor, passed: Tensor) -> Tensor:
+    """See `Ops`."""
+    H, A, M = len(hit_slots), len(admitted), len(passed)
+    out = torch.empty((H + A + M, block.shape[2]))
+    look_up(block.numpy(), hit_slots.numpy(), out[:H].numpy())
+    look_up(admitted.numpy(), identity(A), out[H : H + A].numpy())
+    look_up(passed.unsqueeze(1).numpy(), identity(M), out[H + A :].numpy())
+    return out
+
+
+def gather(rows: Tensor, inverse: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """See `Ops`."""
+    if weights is None:
+        return rows.detach().index_select(0, inverse).to(dtype)
+    out = torch.empty((len(inverse), rows.shape[1]), dtype=dtype)
+    gather_scaled(rows.detach().numpy(), inverse.numpy(), weights.numpy(), _bits(out))
+    return out
+
+
+def uses_of(inverse: Tensor, rows: int, *, in_order: bool) -> Uses:
+    """See `Ops`."""
+    return Uses(inverse.numpy(), in_order)
+
+
+def sum_uses(grads: Tensor, uses: Uses, weights: Tensor | None, rows: int) -> Tensor:
+    """See `Ops`."""
+    out = torch.empty((rows, grads.shape[1]))
+    grads = grads.contiguous()
+    if weights is None:
+        segment_sum(grads.float().numpy(), uses.inverse, out.numpy(), in_order=uses.in_order)
+    else:
+        segment_sum_scaled(_bits(grads), uses.inverse, weights.numpy(), out.numpy(), in_order=uses.in_order)
+    return out
+
+
+def _bits(tensor: Tensor) -> Any:
+    """A tensor's memory for a kernel: float32, or bfloat16 as uint16, which numpy has."""
+    return tensor.numpy() if tensor.dtype == torch.float32 else tensor.view(torch.uint16).numpy()
+
+
+def update(
+    primitive: str,
+    block: Tensor,
+    row_slots: Tensor,
+    ids: Tensor,
+    grads: Tensor,
+    scalars: tuple[Any, ...],
+    skip: Tensor | None = None,
+    admitted: Tensor | None = None,
+    admitted_row_slots: Tensor | None = None,
+) -> None:
+    """See `Ops`."""
+    if skip is not None and skip.item():
+        return
+    apply_rows(primitive, block.numpy(), row_slots.numpy(), ids.numpy(), grads.numpy(), scalars)
+    if admitted is not None and admitted_row_slots is not None:
+        here, theirs = identity(len(admitted)), grads[len(ids) :].numpy()
+        apply_rows(primitive, admitted.numpy(), admitted_row_slots.numpy(), here, theirs, scalars)
+
+
+def exchange(
+    block: Tensor, row_slots: Tensor, slots: Tensor, leaving: int, admitted: Tensor, admitted_row_slots: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `Ops`."""
+    at = slots.numpy()
+    out = []
+    for held, values in ((block.flatten(1), admitted.flatten(1)), (row_slots, admitted_row_slots)):
+        left = torch.empty((leaving, held.shape[1]))
+        if held.shape[1]:
+            look_up(held.numpy()[:, None], at[len(at) - leaving :], left.numpy())
+            store(held.numpy(), at, values.numpy())
+        out.append(left)
+    return out[0].view(-1, *block.shape[1:]), out[1]
+
+
+def place(rows: Tensor, positions: Tensor, values: Tensor) -> None:
+    """See `Ops`."""
+    rows.index_copy_(0, positions.long(), values)

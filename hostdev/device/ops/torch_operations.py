@@ -1,0 +1,181 @@
+"""In torch operations, for any accelerator: the host kernels' operations in the same order, each rounded once.
+
+Every operation is a torch op of its own, so no compiler fuses a multiplication with an addition, and divisors are
+tensors, as torch turns a division by a number into a multiplication by its reciprocal. FTRL with another power than
+-0.5 takes it in float64 and rounds: host and device differ only where their pow does, near a tie. Nothing is launched
+for what is empty.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hostdev.kernels.adagrad import LANES
+
+
+def lookup(block: Tensor, ids: Tensor) -> Tensor:
+    """See `Ops`."""
+    return block[:, 0].index_select(0, ids)
+
+
+def assemble(block: Tensor, hit_slots: Tensor, admitted: Tensor, passed: Tensor) -> Tensor:
+    """See `Ops`."""
+    parts = [lookup(block, hit_slots)] if len(hit_slots) else []
+    parts += [part for part in (admitted[:, 0], passed) if len(part)]
+    return torch.cat(parts) if len(parts) > 1 else parts[0].clone() if parts else passed.new_empty(passed.shape)
+
+
+def gather(rows: Tensor, inverse: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """See `Ops`."""
+    uses = rows.index_select(0, inverse)
+    return (uses if weights is None else uses * weights.unsqueeze(1)).to(dtype)
+
+
+def uses_of(inverse: Tensor, rows: int, *, in_order: bool) -> tuple[Tensor, ...]:
+    """See `Ops`."""
+    return (inverse.long(),)
+
+
+def sum_uses(grads: Tensor, uses: tuple[Tensor, ...], weights: Tensor | None, rows: int) -> Tensor:
+    """See `Ops`.
+
+    On CUDA the order is fixed, without atomics; for D = 1 and 32 or more uses of a row it is torch's and not that of
+    occurrence. Host and device tables get the same sums, as both get them from here.
+    """
+    grads = grads.float()
+    if weights is not None:
+        grads = grads * weights.unsqueeze(1)
+    # Unlike index_add_ it needs no deterministic mode: torch sorts the indices stably and adds by segment.
+    zeros = torch.zeros((rows, grads.shape[1]), device=grads.device)
+    return zeros.index_put_(uses, grads, accumulate=True)
+
+
+def update(
+    primitive: str,
+    block: Tensor,
+    row_slots: Tensor,
+    ids: Tensor,
+    grads: Tensor,
+    scalars: tuple[Any, ...],
+    skip: Tensor | None = None,
+    admitted: Tensor | None = None,
+    admitted_row_slots: Tensor | None = None,
+) -> None:
+    """See `Ops`."""
+    parts = [(block, row_slots, ids)] if len(ids) else []
+    H, A = len(ids), 0 if admitted is None else len(admitted)
+    if not H + A:
+        return
+    old = [_joined(held, ids, new) for held, new in ((block, admitted), (row_slots, admitted_row_slots))]
+    new = old if skip is None else [values.clone() for values in old]
+    _TWINS[primitive](new[0], new[1], grads[: H + A], *scalars)
+    if skip is not None:
+        new = [torch.where(skip.bool(), before, after) for before, after in zip(old, new, strict=True)]
+    for held, values, at in ((block, new[0], admitted), (row_slots, new[1], admitted_row_slots)):
+        if not values.shape[1]:
+            continue
+        if parts:
+            held.index_copy_(0, ids.long(), values[:H])
+        if A and at is not None:
+            at.copy_(values[H:])
+
+
+def _joined(held: Tensor, ids: Tensor, admitted: Tensor | None) -> Tensor:
+    """Copies of the rows of these ids, and of the admitted ones after them."""
+    if not held.shape[1]:
+        return held.new_empty((len(ids) + (0 if admitted is None else len(admitted)), 0))
+    if admitted is None or not len(admitted):
+        return held.index_select(0, ids)
+    return torch.cat([held.index_select(0, ids), admitted]) if len(ids) else admitted.clone()
+
+
+def _lazy_adam(
+    rows: Tensor,
+    per_row: Tensor,
+    g: Tensor,
+    lr_t: Any,
+    beta1: Any,
+    rest1: Any,
+    beta2: Any,
+    rest2: Any,
+    eps: Any,
+    nesterov: bool,
+) -> None:
+    w, m, v = rows.unbind(1)
+    g1 = g * float(rest1)
+    m.mul_(float(beta1)).add_(g1)
+    v.mul_(float(beta2)).add_((g * g).mul_(float(rest2)))
+    numerator = (m * float(beta1)).add_(g1) if nesterov else m
+    w.sub_((numerator * float(lr_t)).div_(v.sqrt().add_(float(eps))))
+
+
+def _ftrl(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, l1: Any, two_l2: Any, exponent: float) -> None:
+    w, n, z = rows.unbind(1)
+    lr_tensor = torch.full((), float(lr), device=rows.device)
+    n1 = (g * g).add_(n)
+    root, old_root = _power(n1, exponent), _power(n, exponent)
+    sigma = (root - old_root).div_(lr_tensor)
+    z.add_(g - sigma.mul_(w))
+    n.copy_(n1)
+    sign_l1 = torch.where(z > 0, float(l1), -float(l1))
+    new_w = (sign_l1 - z).div_((root / lr_tensor).add_(float(two_l2)))
+    w.copy_(new_w.masked_fill_(z.abs() <= float(l1), 0.0))  # NaN stays visible
+
+
+def _power(x: Tensor, exponent: float) -> Tensor:
+    return x.sqrt() if exponent == 0.5 else x.double().pow(exponent).float()
+
+
+def _sgd(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any) -> None:
+    rows[:, 0].sub_(g * float(lr))
+
+
+def _adagrad(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, eps: Any) -> None:
+    w, accum = rows.unbind(1)
+    accum.add_(g * g)
+    w.sub_((g * float(lr)).div_(accum.sqrt().add_(float(eps))))
+
+
+def _row_wise_adagrad(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, eps: Any, columns: Any) -> None:
+    parts = -(-g.shape[1] // LANES)
+    squares = torch.nn.functional.pad(g * g, (0, parts * LANES - g.shape[1])).view(len(g), parts, LANES)
+    lanes = squares[:, 0] + 0.0
+    for part in range(1, parts):
+        lanes.add_(squares[:, part])
+    total = lanes[:, 0] + 0.0
+    for lane in range(1, LANES):
+        total.add_(lanes[:, lane])
+    accum = per_row[:, 0]
+    accum.add_(total / torch.full((), float(columns), device=g.device))
+    rows[:, 0].sub_((g * float(lr)) / (accum.sqrt() + float(eps)).unsqueeze(1))
+
+
+_TWINS: dict[str, Callable[..., None]] = {
+    "FusedSparseAdagrad": _adagrad,
+    "FusedSparseFtrl": _ftrl,
+    "FusedSparseLazyAdam": _lazy_adam,
+    "FusedSparseRowWiseAdagrad": _row_wise_adagrad,
+    "FusedSparseSGD": _sgd,
+}
+
+
+def exchange(
+    block: Tensor, row_slots: Tensor, slots: Tensor, leaving: int, admitted: Tensor, admitted_row_slots: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `Ops`."""
+    out = []
+    for held, values in ((block, admitted), (row_slots, admitted_row_slots)):
+        if leaving and held.shape[1]:
+            out.append(held.index_select(0, slots[len(slots) - leaving :]))
+        else:
+            out.append(held.new_empty((leaving, *held.shape[1:])))
+        if len(slots) and held.shape[1]:
+            place(held, slots, values)
+    return out[0], out[1]
+
+
+def place(rows: Tensor, positions: Tensor, values: Tensor) -> None:
+    """See `Ops`."""
+    rows.index_copy_(0, positions.long(), values)

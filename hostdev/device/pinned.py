@@ -1,0 +1,79 @@
+"""Host memory for the copies of a batch, pinned where the device asks for it, and used again by later batches.
+
+Pinning is slow and stops the device, so it is done before the work or in its first steps: a slab is as large as the
+largest batch so far needed, and a quarter more.
+"""
+
+import math
+import threading
+
+import torch
+from torch import Tensor
+
+_ALIGNED = 64  # bytes: a cache line
+_HEADROOM = 1.25
+
+
+class Slabs:
+    """The slabs of one device.
+
+    pin      pin their memory
+    batches  that have one at a time, at most; 0: every batch gets new memory
+    """
+
+    def __init__(self, *, pin: bool, batches: int) -> None:
+        self.pin, self.batches = pin, batches
+        self._free: list[Tensor] = []
+        self._made = 0  # slabs with memory
+        self._bytes = 0  # of each
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slabs."""
+        return self._made * self._bytes
+
+    def take(self) -> "Slab":
+        """Return memory for a batch; `release` gives it back."""
+        with self._lock:
+            return Slab(self, self._free.pop() if self._free else None)
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Return bytes of memory."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.pin)
+
+    def give_back(self, memory: Tensor | None, used: int) -> None:
+        """Take in a slab's memory; the device is done with it."""
+        with self._lock:
+            if used > self._bytes:  # all slabs are made anew
+                self._bytes = math.ceil(used * _HEADROOM / _ALIGNED) * _ALIGNED
+                self._free, self._made = [], 0
+            elif memory is not None and memory.numel() == self._bytes:
+                self._free.append(memory)
+            while self._bytes and self._made < self.batches:
+                self._free.append(self.allocate(self._bytes))
+                self._made += 1
+
+
+class Slab:
+    """The host memory of one batch; any thread may ask for a part of it."""
+
+    def __init__(self, slabs: Slabs, memory: Tensor | None) -> None:
+        self._slabs, self._memory = slabs, memory
+        self._used = 0
+        self._lock = threading.Lock()
+
+    def buffer(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return memory without initial values, from which a copy need not wait."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        with self._lock:
+            start = self._used
+            self._used += -(-nbytes // _ALIGNED) * _ALIGNED
+        if self._memory is None or start + nbytes > self._memory.numel():  # the largest batch so far
+            return self._slabs.allocate(nbytes).view(dtype).view(shape)
+        return self._memory[start : start + nbytes].view(dtype).view(shape)
+
+    def release(self) -> None:
+        """Give the memory back; nobody reads what is there from now on."""
+        memory, self._memory = self._memory, None
+        self._slabs.give_back(memory, self._used)
