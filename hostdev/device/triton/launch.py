@@ -1,4 +1,8 @@
-"""How the kernels are launched: tiles of whole rows, and the options that keep each operation rounded once."""
+"""How the kernels are launched: tiles of whole rows, and the options that keep each operation rounded once.
+
+A kernel that updates in place has a barrier between its loads and its stores: a value that several warps load could
+otherwise be loaded by one after another has stored the new one (https://github.com/triton-lang/triton/issues/1615).
+"""
 
 from typing import Any
 
@@ -38,5 +42,5 @@ def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> Non
         if isinstance(tensor, Tensor) and not tensor.is_contiguous():
             raise ValueError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous")
     first = next(tensor for tensor in arguments if isinstance(tensor, Tensor))
-    with torch.cuda.device_of(first):  # does nothing for a tensor that is not on CUDA
+    with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]  # nothing, for the interpreter on a CPU
         kernel[(programs,)](*arguments, **constants, **OPTIONS)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 SEGMENT = 64  # uses; part of the definition of `sum_uses`, as the order of additions depends on it
 
-_SCHEMAS = {
+SCHEMAS = {
     "assemble": ("rows", "(Tensor block, Tensor hit_slots, Tensor admitted, Tensor passed) -> Tensor"),
     "lookup": ("rows", "(Tensor block, Tensor ids) -> Tensor"),
     "gather_scaled": ("rows", "(Tensor rows, Tensor inverse, Tensor? weights, ScalarType dtype) -> Tensor"),
@@ -50,9 +50,11 @@ _SHAPES: dict[str, Callable[..., Tensor | None]] = {
 }
 
 
-def _launching(module: str, name: str) -> Callable[..., Any]:
+def launching(name: str) -> Callable[..., Any]:
+    """Return what launches an operation; Triton is imported when it is called first."""
+
     def launch(*arguments: Any) -> Any:
-        return getattr(importlib.import_module(f"hostdev.device.triton.{module}"), name)(*arguments)
+        return getattr(importlib.import_module(f"hostdev.device.triton.{SCHEMAS[name][0]}"), name)(*arguments)
 
     return launch
 
@@ -60,10 +62,10 @@ def _launching(module: str, name: str) -> Callable[..., Any]:
 @functools.cache
 def define() -> Any:
     """Define the operations in torch's dispatcher, once a process; return `torch.ops.hostdev`."""
-    library = torch.library.Library("hostdev", "FRAGMENT")  # noqa: TOR901
-    for name, (module, schema) in _SCHEMAS.items():
+    library: Any = torch.library.Library("hostdev", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for name, (_, schema) in SCHEMAS.items():
         library.define(name + schema)
-        library.impl(name, _launching(module, name), "CUDA")
+        library.impl(name, launching(name), "CUDA")
         library.impl(name, _SHAPES[name], "Meta")
     _keep.append(library)  # what it registered goes when it goes
     return torch.ops.hostdev

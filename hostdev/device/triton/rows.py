@@ -39,7 +39,20 @@ def _gather(
     value = tl.load(rows + row * D + column, mask=inside, other=0.0)
     if weights is not None:
         value = value * tl.load(weights + use, mask=inside, other=0.0)
-    tl.store(out + use.to(tl.int64) * D + column, value.to(out.dtype.element_ty), mask=inside)
+    if out.dtype.element_ty == tl.bfloat16:
+        value = _to_bfloat16(value)
+    tl.store(out + use.to(tl.int64) * D + column, value, mask=inside)
+
+
+@triton.jit
+def _to_bfloat16(x):
+    """Round to the nearest, ties to even, as the host's kernels; NaN becomes the quiet NaN.
+
+    By its bits, as Triton's interpreter truncates, and CUDA's conversion has another NaN.
+    """
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(x == x, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["A", "STAY"])
@@ -60,6 +73,7 @@ def _swap(there, slots, here, row, column, inside, STAY, D: tl.constexpr):
     at = there + tl.load(slots + row, mask=inside, other=0).to(tl.int64) * D + column
     own = here + row.to(tl.int64) * D + column
     comes, goes = tl.load(own, mask=inside), tl.load(at, mask=inside & (row >= STAY))
+    tl.debug_barrier()  # see `launch`
     tl.store(at, comes, mask=inside)
     tl.store(own, goes, mask=inside & (row >= STAY))
 
@@ -67,6 +81,8 @@ def _swap(there, slots, here, row, column, inside, STAY, D: tl.constexpr):
 def assemble(block: Tensor, hit_slots: Tensor, admitted: Tensor, passed: Tensor) -> Tensor:
     """Launch `ops.assemble`."""
     H, A, M, (_, planes, D) = len(hit_slots), len(admitted), len(passed), block.shape
+    assert admitted.shape[1:] == block.shape[1:]
+    assert passed.shape[1] == D
     out = block.new_empty((H + A + M, D))
     constants = shape(D)
     arguments = block, hit_slots, admitted, passed, out, H, A, M
@@ -82,6 +98,7 @@ def lookup(block: Tensor, ids: Tensor) -> Tensor:
 def gather_scaled(rows: Tensor, inverse: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Launch `ops.gather_scaled`."""
     N, D = len(inverse), rows.shape[1]
+    assert weights is None or len(weights) == N
     out = rows.new_empty((N, D), dtype=dtype)
     constants = shape(D)
     launch(_gather, tiles(N, constants), rows, inverse, weights, out, N, **constants)
@@ -98,6 +115,8 @@ def exchange(
 ) -> None:
     """Launch `ops.exchange`."""
     A, R = len(admitted), row_slots.shape[1]
+    assert len(admitted_slots) == len(admitted_row_slots) == A >= leaving
+    assert (block.shape[1:], R) == (admitted.shape[1:], admitted_row_slots.shape[1])
     constants = shape(block.shape[1] * block.shape[2])
     per_row = triton.next_power_of_2(max(1, constants["ROWS"] * R))
     arguments = block, row_slots, admitted_slots, admitted, admitted_row_slots, A, A - leaving

@@ -89,12 +89,15 @@ def _add_segments(
     at = out + row.to(tl.int64) * D + column
     total = tl.load(at, mask=inside, other=0.0)
     total = _add_in_order(total, partial, None, None, begin // SEGMENT + 1, count, column, D)
+    tl.debug_barrier()  # see `launch`
     tl.store(at, total, mask=inside)
 
 
 def sum_uses(grads: Tensor, order: Tensor, keys: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor:
     """Launch `ops.sum_uses`."""
     (N, D), U = grads.shape, len(starts) - 1
+    assert len(order) == len(keys) == N
+    assert weights is None or len(weights) == N
     out = grads.new_empty((U, D), dtype=torch.float32)
     windows = -(-N // SEGMENT) if N > SEGMENT else 0  # up to one segment's uses there is no second one
     partial = out.new_empty((windows, D))

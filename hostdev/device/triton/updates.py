@@ -45,62 +45,76 @@ def _adagrad(w, accum, g, lr, eps):
 
 
 @triton.jit
-def _weights_of(block, admitted, ids, row, inside, H, W: tl.constexpr):
-    """Return where each row's weights lie, in the table for the first H rows and among the admitted for the others."""
-    hit = row < H
-    slot = tl.load(ids + row, mask=inside & hit, other=0).to(tl.int64)
-    return tl.where(hit, block + slot * W, admitted + (row - H).to(tl.int64) * W)
-
-
-@triton.jit
-def _rows(skip, H, A):
-    """Return how many rows to update: none where `skip` is not 0, NaN included."""
-    rows = H + A
+def _rows(program, FIRST, H, A, skip):
+    """Return which tile of its kind a program has, and the number of rows of that kind: none unless `skip` is 0."""
+    rows = H
+    if program >= FIRST:
+        program -= FIRST
+        rows = A
     if skip is not None:
         rows = tl.where(tl.load(skip) == 0.0, rows, 0)
-    return rows
+    return program, rows
 
 
-@triton.jit(do_not_specialize=["H", "A"])
+@triton.jit(do_not_specialize=["H", "A", "FIRST"])
 def _update(
-    block, ids, grads, skip, admitted, H, A, s0, s1, s2, s3, s4, s5,
+    block, ids, grads, skip, admitted, H, A, FIRST, s0, s1, s2, s3, s4, s5,
     PRIMITIVE: tl.constexpr, NESTEROV: tl.constexpr,
     W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, column, inside = tile(D, ROWS, BLOCK, tl.program_id(0))
-    inside = inside & (row < _rows(skip, H, A))
-    at = _weights_of(block, admitted, ids, row, inside, H, W) + column
-    g = tl.load(grads + row.to(tl.int64) * D + column, mask=inside, other=0.0)
+    """Programs below FIRST update rows of `block`, the others rows of `admitted`."""
+    program, rows = _rows(tl.program_id(0), FIRST, H, A, skip)
+    row, column, inside = tile(D, ROWS, BLOCK, program)
+    inside = inside & (row < rows)
+    if tl.program_id(0) < FIRST:
+        table, use = block, row
+        slot = tl.load(ids + row, mask=inside, other=0).to(tl.int64)
+    else:
+        table, use = admitted, H + row
+        slot = row.to(tl.int64)
+    at = table + slot * W + column
+    g = tl.load(grads + use.to(tl.int64) * D + column, mask=inside, other=0.0)
     w = tl.load(at, mask=inside, other=0.0)
+    a, b = w, w
+    if W > D:
+        a = tl.load(at + D, mask=inside, other=0.0)
+    if W > 2 * D:
+        b = tl.load(at + 2 * D, mask=inside, other=0.0)
+    tl.debug_barrier()  # see `launch`
     if PRIMITIVE == "FusedSparseSGD":
         w = w - s0 * g
     elif PRIMITIVE == "FusedSparseAdagrad":
-        accum = tl.load(at + D, mask=inside, other=0.0)
-        w, accum = _adagrad(w, accum, g, s0, s1)
-        tl.store(at + D, accum, mask=inside)
+        w, a = _adagrad(w, a, g, s0, s1)
+    elif PRIMITIVE == "FusedSparseLazyAdam":
+        w, a, b = _lazy_adam(w, a, b, g, s0, s1, s2, s3, s4, s5, NESTEROV)
     else:
-        a = tl.load(at + D, mask=inside, other=0.0)
-        b = tl.load(at + 2 * D, mask=inside, other=0.0)
-        if PRIMITIVE == "FusedSparseLazyAdam":
-            w, a, b = _lazy_adam(w, a, b, g, s0, s1, s2, s3, s4, s5, NESTEROV)
-        else:
-            tl.static_assert(PRIMITIVE == "FusedSparseFtrl")
-            w, a, b = _ftrl(w, a, b, g, s0, s1, s2)
-        tl.store(at + D, a, mask=inside)
-        tl.store(at + 2 * D, b, mask=inside)
+        tl.static_assert(PRIMITIVE == "FusedSparseFtrl")
+        w, a, b = _ftrl(w, a, b, g, s0, s1, s2)
     tl.store(at, w, mask=inside)
+    if W > D:
+        tl.store(at + D, a, mask=inside)
+    if W > 2 * D:
+        tl.store(at + 2 * D, b, mask=inside)
 
 
-@triton.jit(do_not_specialize=["H", "A"])
+@triton.jit(do_not_specialize=["H", "A", "FIRST"])
 def _update_row_wise(
-    block, row_slots, ids, grads, skip, admitted, admitted_row_slots, H, A, lr, eps, columns,
+    block, row_slots, ids, grads, skip, admitted, admitted_row_slots, H, A, FIRST, lr, eps, columns,
     D: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < _rows(skip, H, A)
-    weights = _weights_of(block, admitted, ids, row, inside, H, D)[:, None]
-    accum = _weights_of(row_slots, admitted_row_slots, ids, row, inside, H, 1)
-    grad = (grads + row.to(tl.int64) * D)[:, None]
+    """As `_update`; a row's columns are taken LANES at a time."""
+    program, rows = _rows(tl.program_id(0), FIRST, H, A, skip)
+    row = program * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    if tl.program_id(0) < FIRST:
+        table, accum, use = block, row_slots, row
+        slot = tl.load(ids + row, mask=inside, other=0).to(tl.int64)
+    else:
+        table, accum, use = admitted, admitted_row_slots, H + row
+        slot = row.to(tl.int64)
+    weights = table + (slot * D)[:, None]
+    accum += slot
+    grad = grads + (use.to(tl.int64) * D)[:, None]
     lane = tl.arange(0, LANES)[None, :]
 
     lanes = tl.zeros((ROWS, LANES), tl.float32)
@@ -111,12 +125,14 @@ def _update_row_wise(
     for k in tl.static_range(LANES):
         total += tl.sum(tl.where(lane == k, lanes, 0.0), axis=1)  # one lane and zeros: exact in any order
     a = tl.load(accum, mask=inside, other=0.0) + tl.div_rn(total, columns)
+    tl.debug_barrier()  # see `launch`
     tl.store(accum, a, mask=inside)
     divisor = (tl.sqrt_rn(a) + eps)[:, None]
     for c in range(0, D, LANES):
         here = inside[:, None] & (c + lane < D)
         g = tl.load(grad + c + lane, mask=here, other=0.0)
         w = tl.load(weights + c + lane, mask=here, other=0.0)
+        tl.debug_barrier()
         tl.store(weights + c + lane, w - tl.div_rn(lr * g, divisor), mask=here)
 
 
@@ -135,14 +151,19 @@ def update(
     if admitted is None or admitted_row_slots is None:
         admitted, admitted_row_slots = block[:0], row_slots[:0]
     H, A, (_, planes, D) = len(ids), len(admitted), block.shape
+    assert len(grads) >= H + A
+    assert grads.shape[1] == D
+    assert (admitted.shape[1:], len(admitted_row_slots)) == (block.shape[1:], A)
     if primitive == "FusedSparseRowWiseAdagrad":
         lanes = min(ROW_WISE_LANES, triton.next_power_of_2(D))
         rows: dict[str, Any] = {"ROWS": _ROW_WISE_ELEMENTS // lanes, "num_warps": 4}
-        arguments = block, row_slots, ids, grads, skip, admitted, admitted_row_slots, H, A, *scalars
-        launch(_update_row_wise, tiles(H + A, rows), *arguments, D=D, LANES=lanes, **rows)
+        first = tiles(H, rows)
+        arguments = block, row_slots, ids, grads, skip, admitted, admitted_row_slots, H, A, first, *scalars
+        launch(_update_row_wise, first + tiles(A, rows), *arguments, D=D, LANES=lanes, **rows)
         return
     constants = shape(D)
     kind = {"PRIMITIVE": primitive, "NESTEROV": primitive == "FusedSparseLazyAdam" and bool(scalars[-1])}
     numbers = (*scalars[:_SCALARS], *[0.0] * (_SCALARS - len(scalars)))
-    arguments = block, ids, grads, skip, admitted, H, A, *numbers
-    launch(_update, tiles(H + A, constants), *arguments, W=planes * D, **kind, **constants)
+    first = tiles(H, constants)
+    arguments = block, ids, grads, skip, admitted, H, A, first, *numbers
+    launch(_update, first + tiles(A, constants), *arguments, W=planes * D, **kind, **constants)
