@@ -100,7 +100,6 @@ def register():
 
 def register_on_cpu(functions):
     """Register functions for the operations' key CPU."""
-    ops.define()
     library = torch.library.Library("hostdev", "IMPL")
     for name, function in functions.items():
         library.impl(name, function, "CPU")

@@ -2,14 +2,13 @@
 
 Each has the host kernels' bits: float32, every operation rounded once, in the stated order, no FMA. Only the key CUDA
 is registered; on the CPU the host's kernels are called instead of these operations. Everything is launched on the
-current stream; nothing waits for it.
+current stream; nothing waits for it. Importing this module defines them, without importing Triton.
 
 C slots or rows of a table, S optimizer slots of D values a row, R of one value; U unique rows of a batch, of which H
 are hits in the cache, A are admitted, M pass by; N uses of them. Tensors are contiguous and float32, unless said;
 ids, slots and positions are int32 or int64.
 """
 
-import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -59,19 +58,17 @@ def launching(name: str) -> Callable[..., Any]:
     return launch
 
 
-@functools.cache
-def define() -> Any:
-    """Define the operations in torch's dispatcher, once a process; return `torch.ops.hostdev`."""
+def _define() -> Any:
     library: Any = torch.library.Library("hostdev", "FRAGMENT")  # type: ignore[no-untyped-call]
     for name, (_, schema) in SCHEMAS.items():
         library.define(name + schema)
         library.impl(name, launching(name), "CUDA")
         library.impl(name, _SHAPES[name], "Meta")
-    _keep.append(library)  # what it registered goes when it goes
-    return torch.ops.hostdev
+    return library
 
 
-_keep: list[torch.library.Library] = []
+_library = _define()  # what it registered would go with it
+_OPS: Any = torch.ops.hostdev
 
 
 class Uses(NamedTuple):
@@ -91,7 +88,7 @@ def assemble(block: Tensor, hit_slots: Tensor, admitted: Tensor, passed: Tensor)
     passed     [M, D]
     returns    [H + A + M, D]
     """
-    out: Tensor = define().assemble(block, hit_slots, admitted, passed)
+    out: Tensor = _OPS.assemble(block, hit_slots, admitted, passed)
     return out
 
 
@@ -102,7 +99,7 @@ def lookup(block: Tensor, ids: Tensor) -> Tensor:
     ids      [U]
     returns  [U, D]
     """
-    out: Tensor = define().lookup(block, ids)
+    out: Tensor = _OPS.lookup(block, ids)
     return out
 
 
@@ -115,7 +112,7 @@ def gather_scaled(rows: Tensor, inverse: Tensor, weights: Tensor | None, dtype: 
     dtype    torch.float32 or torch.bfloat16
     returns  dtype [N, D]
     """
-    out: Tensor = define().gather_scaled(rows, inverse, weights, dtype)
+    out: Tensor = _OPS.gather_scaled(rows, inverse, weights, dtype)
     return out
 
 
@@ -136,7 +133,7 @@ def exchange(
     admitted            [A, 1 + S, D]; afterwards admitted[A - E:] are the rows that left, with their slots
     admitted_row_slots  [A, R]; the same
     """
-    define().exchange(block, row_slots, admitted_slots, leaving, admitted, admitted_row_slots)
+    _OPS.exchange(block, row_slots, admitted_slots, leaving, admitted, admitted_row_slots)
 
 
 def sort_uses(inverse: Tensor, rows: int) -> Uses:
@@ -161,7 +158,7 @@ def sum_uses(grads: Tensor, uses: Uses, weights: Tensor | None) -> Tensor:
     weights  [N], or None for 1
     returns  [U, D]; 0 for a row without uses
     """
-    out: Tensor = define().sum_uses(grads, *uses, weights)
+    out: Tensor = _OPS.sum_uses(grads, *uses, weights)
     return out
 
 
@@ -195,4 +192,4 @@ def update(
     admitted_row_slots  [A, R]
     """
     numbers = [float(scalar) for scalar in scalars]  # exact: they are float32 values, and go back to float32
-    define().update(primitive, block, row_slots, ids, grads, numbers, skip, admitted, admitted_row_slots)
+    _OPS.update(primitive, block, row_slots, ids, grads, numbers, skip, admitted, admitted_row_slots)
