@@ -21,6 +21,24 @@ def segment_sum(grads, inverse, rows):
     return out
 
 
+def sum_uses(terms, inverse, rows, segment=64):
+    """The sum of each row's terms: in order within segments of its uses, then the segments' sums in order."""
+    out = np.zeros((rows, terms.shape[1]), f32)
+    for u in range(rows):
+        uses = np.flatnonzero(inverse == u)
+        parts = [in_order(terms[uses[k : k + segment]]) for k in range(0, len(uses), segment)]
+        if parts:
+            out[u] = in_order(parts)
+    return out
+
+
+def in_order(terms):
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
 def lazy_adam(w, slots, rows, g, optimizer, step):
     """Update the rows in place."""
     m, v = slots["m"], slots["v"]

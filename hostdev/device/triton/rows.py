@@ -1,0 +1,123 @@
+"""Kernels that move rows: a batch's rows from a cache, rows to their uses, rows into and out of a cache.
+
+The operations are described in `ops`. W = (1 + S) * D values lie between a row's weights and the next row's.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hostdev.device.triton.launch import launch, shape, tile, tiles
+
+
+@triton.jit(do_not_specialize=["H", "A", "M"])
+def _assemble(
+    block, slots, admitted, passed, out, H, A, M,
+    W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, column, inside = tile(D, ROWS, BLOCK, tl.program_id(0))
+    inside = inside & (row < H + A + M)
+    hit = inside & (row < H)
+    new = inside & (row >= H) & (row < H + A)
+    rest = inside & (row >= H + A)
+    slot = tl.load(slots + row, mask=hit, other=0).to(tl.int64)
+    value = tl.load(block + slot * W + column, mask=hit, other=0.0)
+    value = tl.load(admitted + (row - H).to(tl.int64) * W + column, mask=new, other=value)
+    value = tl.load(passed + (row - H - A).to(tl.int64) * D + column, mask=rest, other=value)
+    tl.store(out + row.to(tl.int64) * D + column, value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _gather(
+    rows, inverse, weights, out, N,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    use, column, inside = tile(D, ROWS, BLOCK, tl.program_id(0))
+    inside = inside & (use < N)
+    row = tl.load(inverse + use, mask=inside, other=0).to(tl.int64)
+    value = tl.load(rows + row * D + column, mask=inside, other=0.0)
+    if weights is not None:
+        value = value * tl.load(weights + use, mask=inside, other=0.0)
+    if out.dtype.element_ty == tl.bfloat16:
+        value = _to_bfloat16(value)
+    tl.store(out + use.to(tl.int64) * D + column, value, mask=inside)
+
+
+@triton.jit
+def _to_bfloat16(x):
+    """Round to the nearest, ties to even, as the host's kernels; NaN becomes the quiet NaN.
+
+    By its bits, as Triton's interpreter truncates, and CUDA's conversion has another NaN.
+    """
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(x == x, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["A", "STAY"])
+def _exchange(
+    block, row_slots, slots, admitted, admitted_row_slots, A, STAY,
+    R: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PER_ROW: tl.constexpr,
+):  # fmt: skip
+    row, column, inside = tile(D, ROWS, BLOCK, tl.program_id(0))
+    _swap(block, slots, admitted, row, column, inside & (row < A), STAY, D)
+    if R > 0:
+        row, column, inside = tile(R, ROWS, PER_ROW, tl.program_id(0))
+        _swap(row_slots, slots, admitted_row_slots, row, column, inside & (row < A), STAY, R)
+
+
+@triton.jit
+def _swap(there, slots, here, row, column, inside, STAY, D: tl.constexpr):
+    """Move rows of `here` to their slots; from row STAY on, what was there comes back."""
+    at = there + tl.load(slots + row, mask=inside, other=0).to(tl.int64) * D + column
+    own = here + row.to(tl.int64) * D + column
+    comes, goes = tl.load(own, mask=inside), tl.load(at, mask=inside & (row >= STAY))
+    tl.debug_barrier()  # see `launch`
+    tl.store(at, comes, mask=inside)
+    tl.store(own, goes, mask=inside & (row >= STAY))
+
+
+def assemble(block: Tensor, hit_slots: Tensor, admitted: Tensor, passed: Tensor) -> Tensor:
+    """Launch `ops.assemble`."""
+    H, A, M, (_, planes, D) = len(hit_slots), len(admitted), len(passed), block.shape
+    assert admitted.shape[1:] == block.shape[1:]
+    assert passed.shape[1] == D
+    out = block.new_empty((H + A + M, D))
+    constants = shape(D)
+    arguments = block, hit_slots, admitted, passed, out, H, A, M
+    launch(_assemble, tiles(len(out), constants), *arguments, W=planes * D, **constants)
+    return out
+
+
+def lookup(block: Tensor, ids: Tensor) -> Tensor:
+    """Launch `ops.lookup`: all rows are hits."""
+    return assemble(block, ids, block[:0], block[:0, 0])
+
+
+def gather_scaled(rows: Tensor, inverse: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Launch `ops.gather_scaled`."""
+    N, D = len(inverse), rows.shape[1]
+    assert weights is None or len(weights) == N
+    out = rows.new_empty((N, D), dtype=dtype)
+    constants = shape(D)
+    launch(_gather, tiles(N, constants), rows, inverse, weights, out, N, **constants)
+    return out
+
+
+def exchange(
+    block: Tensor,
+    row_slots: Tensor,
+    admitted_slots: Tensor,
+    leaving: int,
+    admitted: Tensor,
+    admitted_row_slots: Tensor,
+) -> None:
+    """Launch `ops.exchange`."""
+    A, R = len(admitted), row_slots.shape[1]
+    assert len(admitted_slots) == len(admitted_row_slots) == A >= leaving
+    assert (block.shape[1:], R) == (admitted.shape[1:], admitted_row_slots.shape[1])
+    constants = shape(block.shape[1] * block.shape[2])
+    per_row = triton.next_power_of_2(max(1, constants["ROWS"] * R))
+    arguments = block, row_slots, admitted_slots, admitted, admitted_row_slots, A, A - leaving
+    launch(_exchange, tiles(A, constants), *arguments, R=R, PER_ROW=per_row, **constants)
