@@ -1,7 +1,9 @@
 """The pipeline: the serial run's bits at any depth and timing, errors in every stage, bounded memory."""
 
+import gc
 import itertools
 import random
+import sys
 import threading
 import time
 import weakref
@@ -173,25 +175,80 @@ def test_a_late_error_of_an_update(depth):
     assert time.monotonic() - start < 5
 
 
-def test_errors_do_not_wait_for_slow_steps():
-    """An exception goes where its batch would have gone, but no further than half a second behind."""
+def test_an_error_comes_in_its_turn_however_slow_the_steps():
+    """What was read before it is stepped, so that the state it leaves does not depend on the time."""
+    batches = adversarial(0, 5)
 
     def source():
-        yield from adversarial(0, 5)
+        yield from batches
         raise UserError("shard x is damaged")
 
-    start = []
-
-    def watch(stage, number):
-        if stage == "read" and number == 6:
-            start.append(time.monotonic())
-        if stage == "step":
-            time.sleep(0.3)
-
+    trainer = trainer_of(depth=8, before_stage=lambda stage, number: time.sleep(0.25 * (stage == "step")))
     with pytest.raises(UserError, match="shard x is damaged"):
-        for _ in trainer_of(depth=8, before_stage=watch).train(source()):
+        for _ in trainer.train(source()):
             pass
-    assert time.monotonic() - start[0] < 1
+    assert trainer.deep.table.step == 5
+    assert trainer.state_sha256() == outcome(batches, depth=0)[2]
+
+
+@pytest.fixture
+def _many_switches():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("_many_switches")
+def test_threads_that_take_turns_at_every_instruction():
+    """What the threads share is changed and walked under its lock."""
+    batches = adversarial(8, 8, size=4)
+    expected = None
+    for depth in (0, 4):
+        made = trainer_of(depth=depth, dim=1, cache={"capacity_rows": "20%", "window": 3})
+        for _ in made.train(itertools.islice(itertools.cycle(batches), 300)):
+            pass
+        digest = made.state_sha256()
+        expected = expected or digest
+        assert digest == expected
+
+
+@pytest.mark.parametrize("cache", [None, {"capacity_rows": "20%"}], ids=["", "cache"])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_tables_go_with_the_trainer(depth, cache):
+    """Nobody has to wait for the garbage collector to get many GiB back."""
+    trainer = trainer_of(depth=depth, cache=cache)
+    for _ in trainer.train(adversarial(0, 4)):
+        pass
+    trainer.evaluate(adversarial(0, 1))
+    held = [weakref.ref(part.table) for part in (trainer.wide, trainer.deep)]
+    gc.disable()
+    try:
+        del trainer
+        assert [table() for table in held] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("mix", [True, False])
+def test_a_finite_loss_with_gradients_that_are_not(depth, mix, monkeypatch):
+    """Found before a row or a dense weight is written; the step says which it is."""
+    batches = adversarial(9, 8)
+    trainer = trainer_of(depth=depth, mix=mix)
+    steps = itertools.count(1)
+
+    def spoil(grad):
+        return grad * np.inf if next(steps) == 4 else grad
+
+    trainer.network.deep[0].weight.register_hook(spoil)
+    with pytest.raises(NonFiniteLossError, match="a gradient is not finite .*; no row was updated") as caught:
+        for _ in trainer.train(batches):
+            pass
+    assert caught.value.step == 4
+    assert trainer.deep.table.step == 3
+    rest = [tuple(result.value) for result in trainer.train(batches[3:])]  # from 5 on the hook does nothing
+    assert (rest, trainer.state_sha256()) == (outcome(batches, depth=0)[0][3:], outcome(batches, depth=0)[2])
 
 
 @pytest.mark.parametrize("cache", [None, {"capacity_rows": "20%", "window": 3}], ids=["", "cache"])

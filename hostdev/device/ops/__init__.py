@@ -10,7 +10,11 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from hostdev.device.ops import host_kernels, torch_operations
+from hostdev.device import triton
+from hostdev.device.ops import host_kernels, torch_operations, triton_kernels
+
+
+FUSED = {"cuda"}  # kinds of devices with Triton's kernels
 
 
 class Ops(Protocol):
@@ -52,7 +56,8 @@ class Ops(Protocol):
         uses     from `uses_of`
         weights  float32 [N]; None for 1
 
-        In order of occurrence: ((g_a + g_b) + g_c) + ... Triton's kernels: in segments of 64, see there.
+        In order of occurrence: ((g_a + g_b) + g_c) + ... On CUDA rows of more than 64 uses in segments of 64, and then the
+        segments' sums in order.
         """
 
     def update(
@@ -98,6 +103,10 @@ class Ops(Protocol):
 
 
 def ops_for(device: torch.device) -> Ops:
-    """Return the way for a device: the host's own kernels where its memory is the host's."""
-    found: ModuleType = host_kernels if device.type == "cpu" else torch_operations
+    """Return the way for a device: the host's own kernels where its memory is the host's, Triton's on CUDA."""
+    found: ModuleType = torch_operations
+    if device.type == "cpu":
+        found = host_kernels
+    elif device.type in FUSED and triton.available():
+        found = triton_kernels
     return cast(Ops, found)
