@@ -100,6 +100,7 @@ class BatchRows:
         self._marks: list[Any] = [mark] if mark is not None else []  # in the staging's stream
         self._scalars: tuple[Any, ...] = ()
         self._received: list[Tensor] = []  # gradients of what passed, then the evicted rows' block and row slots
+        self._first: Tensor | None = None  # gradients of the part that is updated first, where they came before
         self._evicted: tuple[list[Tensor], Any] = ([], None)  # the latter two, where they are, and a mark to wait for
 
     def fetch(self, part: Part) -> None:
@@ -171,9 +172,13 @@ class BatchRows:
         self._sent = []
         return [passed, *self._evicted[0]]
 
-    def receive(self, tensors: list[Tensor], mark: Any) -> None:
-        """Take in what `leave` returned, in host memory when the device has passed the mark."""
-        self._received = tensors
+    def receive(self, tensors: list[Tensor], mark: Any, first: Tensor | None = None) -> None:
+        """Take in what `leave` returned, in host memory when the device has passed a mark.
+
+        mark   of the evicted rows
+        first  gradients of the part that is updated first, those that passed by
+        """
+        self._received, self._first = tensors, first
         self._evicted = tensors[1:], mark
         self._sent = []
 
@@ -187,13 +192,17 @@ class BatchRows:
         block, row_slots = (tensor.cpu().numpy() for tensor in values)
         self._table.write_rows(evicted, block, row_slots)
 
-    def update(self, part: Part) -> None:
+    def update(self, part: Part, *, first: bool = False) -> None:
         """Update rows with their gradients, or write evicted ones back; all parts are one step.
 
-        part  of the ids that passed by and then those that are evicted, in one row
+        part   of the ids that passed by and then those that are evicted, in one row
+        first  it is the one whose gradients came before
         """
         passed, evicted = part.split(self._passed)
-        self._update(self._table, passed.ids, self._received[0].numpy(), self._scalars, passed.positions)
+        grads, positions = self._received[0], passed.positions
+        if first and self._first is not None:
+            grads, positions = self._first, None
+        self._update(self._table, passed.ids, grads.numpy(), self._scalars, positions)
         if len(evicted):
             block, row_slots = self._received[1:]
             self._table.write_rows(evicted.ids, block.numpy(), row_slots.numpy(), evicted.positions)
@@ -211,3 +220,26 @@ def rows_of(
         return [BatchRows(embedding, unique, staging, memory) for embedding in embeddings]
     places, mark = staging.send(Places.of(plan), memory)
     return [BatchRows(embedding, unique, staging, memory, plan, Places(*places), mark) for embedding in embeddings]
+
+
+def receive_rows(
+    rows: Sequence[BatchRows], leaving: Sequence[list[Tensor]], first: Part | None, staging: Staging, memory: Slab
+) -> tuple[Any, Any]:
+    """Let what leaves the device come to the host, of each table what `BatchRows.leave` returned.
+
+    first    the part that is updated first, as another batch waits for it: it comes before the rest
+    returns  a mark for that part, and one for all
+    """
+    grads, others = [part[0] for part in leaving], [tensor for part in leaving for tensor in part[1:]]
+    picked: list[Tensor] = []
+    if first is not None and staging.copies:
+        passed, _ = first.split(len(grads[0]))
+        assert passed.positions is not None
+        picked = staging.pick(grads, passed.positions, memory)
+    early, mark = staging.receive([*picked, *others], memory)
+    received, last = staging.receive(grads, memory)
+    firsts, evicted = early[: len(picked)], early[len(picked) :]
+    for number, (table, part) in enumerate(zip(rows, leaving, strict=False)):
+        mine = [received[number], *(evicted.pop(0) for _ in part[1:])]
+        table.receive(mine, mark, firsts[number] if picked else None)
+    return mark, last

@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from hostdev.batch import Batch
 from hostdev.cache.planner import Plan
-from hostdev.device.pinned import Slab
 from hostdev.embedding import BatchRows, Part
 from hostdev.model import Outcome
 
@@ -35,10 +34,16 @@ class Flight:
         self.after: list[tuple[Flight, Part]] = []  # what later ones wait for
         self.closed = False  # its update has begun: too late to ask for rows to be updated first
         self.held = True  # by the caller, to whom its result goes, or by the updater
-        self.memory: Slab | None = None  # on the host, for its copies
+        self.memory: Any = None  # a `Slab` of the host's, for its copies
         self.outcome: Outcome | None = None
-        self.received: Any = None
+        self.received: Any = None  # a mark: all that the host takes is there
+        self.received_first: tuple[Shared | None, Any] = None, None  # what of it came before the rest, and its mark
         self.clocks: tuple[Any, Any] = (None, None)
+
+    def release(self) -> None:
+        """Give up the host's memory; the device is done with it."""
+        self.memory.release()
+        self.memory = None
 
 
 class Shared(NamedTuple):
@@ -80,21 +85,14 @@ class Line:
         self.yielded = 0  # the batch whose result the caller has
         self.delivering = False  # somebody fetches a part that was late
         self.stopping = False
-        self.error: BaseException | None = None  # the first exception of the stages before the step
+        self.error: BaseException | None = None  # of the stages before the step, when its turn has come
         self.update_error: BaseException | None = None
 
     def put(self, queue: Queue, item: Flight | End) -> None:
         """Hand a batch on."""
         with self.changed:
             queue.append(item)
-            self.fail(item)
             self.changed.notify_all()
-
-    def fail(self, item: Flight | End) -> None:
-        """Note the first exception; it is raised when the batches before it have been stepped."""
-        with self.changed:
-            if isinstance(item, End) and item.error is not None and self.error is None:
-                self.error = item.error
 
     def take(self, queue: Queue) -> Flight | End:
         """Wait for a batch."""

@@ -16,14 +16,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from hostdev.batch import Batch
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.device.staging import Staging
-from hostdev.embedding import Embedding, Part, rows_of
+from hostdev.embedding import Embedding, Part, receive_rows, rows_of
 from hostdev.flight import End, Flight, Line, Queue, Stopped
 from hostdev.kernels.claims import MOST_UNFINISHED, Claims, others
 from hostdev.kernels.pool import urgent
@@ -35,7 +34,6 @@ _LONGEST_JOIN = 0.8  # seconds; a reader may be inside somebody's code
 _MANY_LATE = 4  # of so many rows one; then those that come late are not looked up before
 _MOST_DEPTH = MOST_UNFINISHED - 2
 Hook = Callable[[str, int], None]
-Ids = npt.NDArray[Any]
 AfterUpdate = Callable[[int, Any, list[tuple[Any, Any]]], None]
 
 
@@ -82,8 +80,8 @@ class Pipeline:
         self._cache = cache
         self._on_host = embeddings[0].target == "CPU"
         self._claims = Claims(embeddings[0].table.rows if self._on_host and depth else 0)
-        self._number = 0  # of the last batch
         self.steps = 0  # whose updates are finished
+        self._number = 0  # of the last batch
         self._training = False
 
     def train(self, batches: Iterable[Batch]) -> Generator[Result, None, None]:
@@ -128,7 +126,7 @@ class Pipeline:
 
     def _run_serially(self, batches: Iterable[Batch], step: Any, update: bool) -> Iterator[Result]:
         source = iter(batches)
-        for flight in self._ahead(lambda: self._read(source, None), None, update):
+        for flight in self._ahead(lambda: self._read(source, None), update):
             if isinstance(flight, End):
                 if flight.error is not None:
                     raise flight.error
@@ -146,7 +144,7 @@ class Pipeline:
             threading.Thread(target=self._serve, args=(line, stage, *arguments), name=f"hostdev-{name}", daemon=True)
             for name, stage, *arguments in (
                 ("reader", self._reader, line.read, iter(batches)),
-                ("fetcher", self._fetcher, line.fetched, self._ahead(partial(self._take_read, line), line, update)),
+                ("fetcher", self._fetcher, line.fetched, self._ahead(partial(self._take_read, line), update)),
                 ("updater", self._updater, None),
             )
         ]
@@ -157,10 +155,9 @@ class Pipeline:
             line.put(line.stepped, End(None))
             with self.timeline.stall("step"):
                 threads[-1].join()
-            if line.update_error is not None:
-                raise line.update_error
-            if line.error is not None:
-                raise line.error
+            error = line.update_error or line.error
+            if error is not None:
+                raise error
         finally:
             line.put(line.stepped, End(None))  # what has been stepped is updated
             with line.changed:
@@ -187,6 +184,7 @@ class Pipeline:
         if line.update_error is not None:
             raise line.update_error
         if isinstance(item, End):
+            line.error = item.error
             return None
         result = self._step(item, line, step, update)
         line.yielded = item.number
@@ -224,7 +222,7 @@ class Pipeline:
         with self.timeline.stall("unique"):
             return line.take(line.read)
 
-    def _ahead(self, take: Callable[[], Flight | End], line: Line | None, update: bool) -> Iterator[Flight | End]:
+    def _ahead(self, take: Callable[[], Flight | End], update: bool) -> Iterator[Flight | End]:
         """Yield batches with their unique ids, which the cache has been told of its window ahead; then the end."""
         cache = self._cache if update else None
         waiting: deque[Flight] = deque()
@@ -246,8 +244,6 @@ class Pipeline:
                     raise
                 except Exception as error:  # what was read before comes first
                     end = End(error)
-                    if line is not None:
-                        line.fail(end)
             if waiting:
                 yield waiting.popleft()
             else:
@@ -322,10 +318,8 @@ class Pipeline:
                 self._await_room(flight, line)
         self._before_stage("send", flight.number)
         with self.timeline.span("send", flight.number):
-            in_order = flight.plan is None
-            flight.prepared = self._model.prepare(
-                flight.batch, flight.ids, flight.inverse, flight.memory, in_order=in_order
-            )
+            batch = (flight.batch, flight.ids, flight.inverse, flight.memory)
+            flight.prepared = self._model.prepare(*batch, in_order=flight.plan is None)
             flight.inverse = None
             for rows in flight.rows:
                 rows.send()
@@ -340,7 +334,6 @@ class Pipeline:
     def _look_up(self, flight: Flight, late: LateRows | None) -> None:
         self._before_stage("lookup", flight.number)
         with self.timeline.span("lookup", flight.number) as span:
-            assert flight.memory is not None
             flight.rows = rows_of(self._embeddings, len(flight.ids), flight.plan, self._staging, flight.memory)
             part = Part.of(flight.reads, None)  # a few late rows may be looked up twice, many not
             if late is not None and len(late.rows) * _MANY_LATE > len(flight.reads):
@@ -410,19 +403,18 @@ class Pipeline:
                 pulled = [part.lookup(part.table, flight.prepared.ids) for part in self._embeddings]
             made = step(flight.prepared, pulled)
             del pulled  # before more is allocated
-            assert flight.memory is not None
             flight.outcome = Outcome(made, flight.position, self._staging, flight.memory)
             if not self._staging.copies:
                 flight.outcome.get()  # raises before anything is updated
             leaving = self._update_on_device(flight, made) if update else []
             flight.clocks = begin, self._staging.clock()
-            gone = [tensor for part in leaving for tensor in part]
-            received, flight.received = self._staging.receive(gone, flight.memory)
-            for rows, part in zip(flight.rows, leaving, strict=False):
-                rows.receive([received.pop(0) for _ in part], flight.received)
+            shared = flight.shared  # if the next batch is planned by now
+            marks = receive_rows(flight.rows, leaving, shared and shared.first, self._staging, flight.memory)
+            flight.received_first, flight.received = (shared, marks[0]), marks[1]
         if not update:
             self._end_step(flight)
-            self._release(flight)
+            self._staging.await_mark(flight.received)
+            flight.release()
         return Result(flight.batch, flight.outcome)
 
     def _update_on_device(self, flight: Flight, step: Step) -> list[list[Tensor]]:
@@ -454,7 +446,7 @@ class Pipeline:
         """Wait until the device is done with a step, and take down its time; raises where it came to nothing."""
         assert flight.outcome is not None
         flight.outcome.get()
-        self._staging.await_mark(flight.received)
+        self._staging.await_mark(flight.clocks[1] if self._staging.copies else None)
         self.timeline.device_was_busy(self._staging.nanoseconds(*flight.clocks))
 
     def _update(self, flight: Flight, line: Line | None) -> None:
@@ -470,15 +462,20 @@ class Pipeline:
         if shared is not None:
             assert line is not None
             rest = shared.rest
+            known, mark = flight.received_first
+            self._staging.await_mark(mark if known is shared else flight.received)
             with urgent(), self.timeline.span("update first", flight.number) as span:  # the device may be waiting
                 span["rows"] = len(shared.first)
-                self._update_rows(flight, shared.first)
+                for rows in flight.rows:
+                    rows.update(shared.first, first=known is shared)
             with line.changed:
                 shared.next.late.append(shared.late)
                 line.changed.notify_all()
+        self._staging.await_mark(flight.received)
         with self.timeline.span("update", flight.number, flow="f") as span:
             span["rows"] = len(rest)
-            self._update_rows(flight, rest)
+            for rows in flight.rows:
+                rows.update(rest)
             for table, rows in enumerate(flight.rows):
                 rows.updated()
                 if self._cache is not None and flight.plan is not None:
@@ -488,7 +485,7 @@ class Pipeline:
             self._after_update(flight.number, ids, [(part.table.block, ids) for part in self._embeddings])
         self.steps += 1
         flight.rows, flight.shared = [], None
-        self._release(flight)
+        flight.release()
         if line is None:
             return
         with line.changed:
@@ -497,16 +494,6 @@ class Pipeline:
                 later.late.append(part)
             flight.after = []
             line.changed.notify_all()
-
-    def _release(self, flight: Flight) -> None:
-        """Give up the memory of a batch that the device is done with."""
-        assert flight.memory is not None
-        flight.memory.release()
-        flight.memory = None
-
-    def _update_rows(self, flight: Flight, part: Part) -> None:
-        for rows in flight.rows:
-            rows.update(part)
 
     @property
     def _row_bytes(self) -> int:

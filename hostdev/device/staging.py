@@ -72,6 +72,19 @@ class Staging:
         """Copy tensors of the current stream to host memory; return the copies, and what `await_mark` takes."""
         return self._receive(tensors, memory, self._up) if self.copies else (list(tensors), None)
 
+    def pick(self, tensors: Sequence[Tensor], positions: npt.NDArray[np.int32], memory: Slab) -> list[Tensor]:
+        """Return the rows of tensors of the current stream at these positions [L], for `receive`; only where it copies.
+
+        The step does not wait for it: it is done in the stream of `receive`.
+        """
+        self._up.wait_stream(self._streams.current_stream(self.device))
+        with self._streams.stream(self._up):
+            [at] = self._copy_down([self._staged(torch.from_numpy(positions), memory)], self.device)
+            picked = [tensor.index_select(0, at) for tensor in tensors]
+            for tensor in tensors:
+                tensor.record_stream(self._up)
+            return picked
+
     def receive_results(self, tensors: Sequence[Tensor], memory: Slab) -> tuple[list[Tensor], Any]:
         """Do `receive` for what is small and asked for soon, not behind larger copies."""
         return self._receive(tensors, memory, self._results) if self.copies else (list(tensors), None)
@@ -98,7 +111,7 @@ class Staging:
         """Return a mark in the current stream, or on the CPU the time, for `nanoseconds`."""
         if not self.copies:
             return time.perf_counter_ns()
-        event = self._streams.Event(enable_timing=True)
+        event = self._streams.Event(enable_timing=True, blocking=True)
         event.record(self._streams.current_stream(self.device))
         return event
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from hostdev.device import triton
 from hostdev.device.ops import host_kernels, torch_operations, triton_kernels
 
-
 FUSED = {"cuda"}  # kinds of devices with Triton's kernels
 
 
@@ -50,14 +49,14 @@ class Ops(Protocol):
         """
 
     def sum_uses(self, grads: Tensor, uses: Any, weights: Tensor | None, rows: int) -> Tensor:
-        """Return the sum of each row's gradients times their weights, float32 [U, D], each operation rounded.
+        """Return the sum of each row's gradients times their weights, float32 [U, D], each operation rounded once.
 
         grads    float32 or bfloat16 [N, D]
         uses     from `uses_of`
         weights  float32 [N]; None for 1
 
-        In order of occurrence: ((g_a + g_b) + g_c) + ... On CUDA rows of more than 64 uses in segments of 64, and then the
-        segments' sums in order.
+        In order of occurrence: ((g_a + g_b) + g_c) + ... On CUDA the uses are summed in segments of 64, and then the
+        segments' sums, in order: `hostdev.device.triton.ops.sum_uses`.
         """
 
     def update(
