@@ -100,6 +100,15 @@ def row_bytes(tables: Iterable[tuple[int, SparseOptimizer]]) -> tuple[int, int]:
     return passing, whole
 
 
+def staging_bytes(unique: int, uses: int, passing: int, batches: int) -> int:
+    """Return at most what the copies of so many batches take of the host's memory, on an accelerator.
+
+    unique   rows of a batch, at most; passing, bytes of one in all tables, which go down and come back
+    uses     of a batch: an id's position and a weight each
+    """
+    return batches * (2 * unique * passing + 8 * uses) * 5 // 4  # a quarter more, as `hostdev.device.pinned`
+
+
 def require_table(name: str, rows: int, dim: int, optimizer: SparseOptimizer, free: int, where: str) -> int:
     """Return the bytes of a table of this shape; UserError unless it fits into `free` bytes of the memory `where`."""
     slots, row_slots = len(optimizer.slots), len(optimizer.row_slots)

@@ -81,6 +81,7 @@ class Run:
                 precision=settings.precision,
                 seed=settings.seed,
                 log=self.log,
+                most_uses=self.batch_size * manifest.FIELDS,
                 cache=cache,
                 depth=settings.pipeline_depth,
                 staleness=settings.staleness,

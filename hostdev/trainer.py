@@ -13,7 +13,7 @@ from hostdev import metrics
 from hostdev.batch import Batch
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.dense import DenseSide, Losses, NonFiniteLossError
-from hostdev.device.backend import free_bytes
+from hostdev.device.backend import free_bytes, is_accelerator
 from hostdev.device.staging import Staging
 from hostdev.device.table import DeviceTable
 from hostdev.digest import state_sha256
@@ -21,7 +21,7 @@ from hostdev.embedding import Embedding
 from hostdev.errors import UserError
 from hostdev.host.server import ParameterServer
 from hostdev.host.table import HostTable
-from hostdev.memory import available_bytes, require_table
+from hostdev.memory import available_bytes, gib, require_table, row_bytes, staging_bytes
 from hostdev.model import Result
 from hostdev.optimizers import FTRL, LazyAdam, SparseOptimizer
 from hostdev.pipeline import Pipeline
@@ -49,6 +49,7 @@ class Trainer:
     precision        "fp32", or "bf16" for the dense layers' arithmetic over float32 weights
     seed             of all initial values
     log              where every op's durations go
+    most_uses        ids in a batch, at most: so that the memory of the copies is found to be too large before it is
     cache            capacity_rows, policy, ... of `EmbeddingCache`; None for no cache
     overlap          how the stages of neighbouring batches overlap: depth, staleness, ... of `Pipeline`
     """
@@ -64,6 +65,7 @@ class Trainer:
         precision: str = "fp32",
         seed: int,
         log: OpLog,
+        most_uses: int = 0,
         cache: dict[str, Any] | None = None,
         **overlap: Any,
     ) -> None:
@@ -72,7 +74,10 @@ class Trainer:
                             "write back each time; use --l2 batch, or no --cache-rows")  # fmt: skip
         self.server = ParameterServer()
         optimizers = tables_of(dim)
-        _require_tables(rows, optimizers, host_device_mix, device)
+        free = _require_tables(rows, optimizers, host_device_mix, device)
+        overlap.setdefault("depth", 0)
+        if host_device_mix and is_accelerator(device):
+            _require_staging(rows, dim, most_uses, overlap["depth"] + 2, free)
         self.wide, self.deep = embeddings = [
             Embedding(
                 self.server.add(HostTable(rows, columns, optimizer, name=name, seed=seed))
@@ -82,7 +87,6 @@ class Trainer:
             )
             for name, (columns, optimizer) in optimizers.items()
         ]
-        overlap.setdefault("depth", 0)
         staging = Staging(device, log, batches=overlap["depth"] + 2)
         self._dense = DenseSide(dim, self.deep, staging, l2=l2, precision=precision, seed=seed, log=log)
         self.network, self.adam = self._dense.network, self._dense.adam
@@ -133,11 +137,22 @@ def tables_of(dim: int) -> dict[str, tuple[int, SparseOptimizer]]:
 
 def _require_tables(
     rows: int, tables: dict[str, tuple[int, SparseOptimizer]], host_device_mix: bool, device: torch.device
-) -> None:
-    """Raise UserError unless all tables together fit, before the first is allocated."""
+) -> int:
+    """Raise UserError unless all tables together fit, before the first is allocated; return what is free beside them."""
     where = "host" if host_device_mix else "device"
     free = available_bytes() if host_device_mix else free_bytes(device)
     if free is None:
-        return
+        return 0
     for name, (dim, optimizer) in sorted(tables.items()):
         free -= require_table(name, rows, dim, optimizer, free, where)
+    return free
+
+
+def _require_staging(rows: int, dim: int, uses: int, batches: int, free: int) -> None:
+    """Raise UserError unless the pinned memory of the copies fits beside the tables."""
+    needed = staging_bytes(min(rows, uses), uses, row_bytes(tables_of(dim).values())[0], batches)
+    if needed > free:
+        raise UserError(
+            f"the copies of {batches} batches need up to {gib(needed)} of pinned host memory, but beside the tables "
+            f"{gib(free)} are free; use a smaller --batch-size or --pipeline-depth"
+        )
