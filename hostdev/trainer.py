@@ -138,7 +138,7 @@ def tables_of(dim: int) -> dict[str, tuple[int, SparseOptimizer]]:
 def _require_tables(
     rows: int, tables: dict[str, tuple[int, SparseOptimizer]], host_device_mix: bool, device: torch.device
 ) -> int:
-    """Raise UserError unless all tables together fit, before the first is allocated; return what is free beside them."""
+    """Raise UserError unless all tables together fit, before the first is allocated; return what is free beside."""
     where = "host" if host_device_mix else "device"
     free = available_bytes() if host_device_mix else free_bytes(device)
     if free is None:
