@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -94,6 +95,7 @@ class EmbeddingCache:
         self.counting = _on_host("CacheCount", count_uses, log)
         self.announcing = _on_host("CacheAnnounce", self.planner.announce, log)
         self.planning = _on_host("CachePlan", self.planner.plan, log)
+        self.modules: WeakSet[Any] = WeakSet()  # the `HostEmbedding`s over this cache
         self._current: _Current | None = None
         self._ahead = False  # the batches come from `ahead`
         self._changed = False  # on the device, since the last writing back
@@ -178,7 +180,8 @@ class EmbeddingCache:
         ids  returns a batch's ids: integers, a tensor or an array of any shape
 
         Between two batches all of the cache's tables take their step with `HostEmbedding`, or none, if the batch is to
-        be skipped; ValueError if only some did, and while another `ahead` is open.
+        be skipped, after `HostEmbedding.discard` where gradients have come. ValueError if only some did, if gradients
+        are left, and while another `ahead` is open.
         """
         if self._ahead:
             raise ValueError("this cache gives batches from another `ahead`; close that before")
@@ -212,16 +215,39 @@ class EmbeddingCache:
             self.write_back()
 
     def _end_batch(self) -> bool:
-        """Leave the current batch; return whether it was skipped. ValueError if only some tables have stepped."""
+        """Leave the current batch; return whether it was skipped.
+
+        Raises ValueError if only some tables have stepped, or none and there are gradients.
+        """
         self._bring_back()
         current, self._current = self._current, None
         if current is None or len(current.stepped) == len(self.tables):
             return False
+        left = [module for module in self.modules if module.awaits_step(current.plan)]
+        for module in left:
+            module.discard()
         if current.stepped:
             names = [table.name for number, table in enumerate(self.tables) if number not in current.stepped]
             raise ValueError(f"the tables {names} have not taken the step that others of their cache have")
+        if left:
+            names = sorted({module.table.name for module in left})
+            raise ValueError(
+                f"the gradients of the tables {names} were not stepped, and with a cache those of several batches do "
+                "not add up: call step() after each backward(), or discard() to skip the batch"
+            )
         self._forget()
         return True
+
+    def others_stepped(self, plan: Plan) -> bool:
+        """Tell whether some of the tables have taken a step with this plan, the one of the batch being stepped."""
+        return self._current is not None and self._current.plan is plan and bool(self._current.stepped)
+
+    def skip(self, plan: Plan) -> None:
+        """Forget a batch that was planned outside of `ahead`, which does so itself; unless a table has stepped it."""
+        if not self._ahead and self._current is not None and self._current.plan is plan and not self._current.stepped:
+            self._current = None
+            self._bring_back()
+            self._forget()
 
     def planned(self, ids: Any, table: int) -> tuple[Plan, Positions]:
         """Return the plan of the batch with these ids and their inverse int32 [N]: the one that `ahead` gave last.
