@@ -2,8 +2,8 @@
 
 A scaler multiplies the loss, and divides the gradients of the parameters that its optimizers have; rows of a host table
 are in none. So `watch` wraps `torch.amp.GradScaler.scale`, which the scalers of torch.cuda.amp and torch.cpu.amp
-inherit, to note what it multiplied by: the scale may have changed when a table takes its step. A scaler with a `scale` of
-its own is not seen.
+inherit, to note what it multiplied by: the scale may have changed when a table takes its step. A scaler with a `scale`
+of its own is not seen.
 """
 
 import functools
