@@ -96,6 +96,11 @@ class TrainConfig:
             raise UserError(f"--cache-rows {self.cache_rows} has no effect without --host-device-mix; leave it out")
         if self.staleness:
             raise UserError("--staleness does not go with --cache-rows: a stale row would be cached for good")
+        if self.l2 == "table":
+            raise UserError(
+                "--l2 table does not go with --cache-rows: it reads the whole table on the host, so every step would "
+                "write all cached rows back; leave one of them out"
+            )
         if self.cache_window is not None:
             if self.cache_policy not in (None, "lookahead"):
                 raise UserError(f"--cache-window has no effect with --cache-policy {self.cache_policy}; leave it out")

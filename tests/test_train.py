@@ -185,6 +185,7 @@ def error_of(capsys):
     (["--cache-policy", "lru"], "--cache-policy has no effect without --cache-rows; leave it out"),
     (["--cache-rows", "5", "--cache-policy", "lru", "--cache-window", "3"], "--cache-window has no effect with"),
     (["--cache-rows", "5", "--cache-window", "33"], "--cache-window must be in 0..32, not 33"),
+    (["--cache-rows", "5", "--l2", "table"], "--l2 table does not go with --cache-rows: "),
     (["--cache-rows", "5", "--staleness", "1"], "--staleness does not go with --cache-rows"),
 ])  # fmt: skip
 def test_a_wrong_option_gets_one_line(trained, small_data, tmp_path, capsys, options, message):
