@@ -18,6 +18,7 @@ def start_lines(
     """Return what is about to be trained, on what, and where its files go."""
     place = "host memory" if config["host_device_mix"] else "device memory"
     dim = config["emb_dim"]
+    arithmetic = config["precision"] + " with TF32" * config["tf32"]
     epochs = f"{config['epochs']} epoch{'s' * (config['epochs'] > 1)}"
     size = gib(vocabulary * (dim * 3 + 3) * 4)
     inexact = f"NOT EXACT: --staleness {config['staleness']} lets lookups miss updates; runs differ"
@@ -26,7 +27,7 @@ def start_lines(
         f"data     {data}: {rows['train']:,} training and {rows['test']:,} test rows",
         f"tables   deep {vocabulary:,} x {dim} (LazyAdam), wide {vocabulary:,} x 1 (FTRL): {size} of {place}",
         *([_cache_line(cache)] if cache is not None else []),
-        f"dense    {config['precision']} on {device}; batch size {config['batch_size']:,}, {epochs}",
+        f"dense    {arithmetic} on {device}; batch size {config['batch_size']:,}, {epochs}",
     ])  # fmt: skip
 
 

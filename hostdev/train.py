@@ -48,6 +48,7 @@ class Run:
         self.test_rows = ShardReader(data, found, "test")
         self.train_rows.require(self.batch_size)
         self.device = backend.select(settings.device)
+        backend.set_tf32(self.device, settings.tf32)
         if settings.host_threads is not None:
             if not settings.host_device_mix and backend.is_accelerator(self.device):
                 raise UserError(

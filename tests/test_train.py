@@ -46,7 +46,7 @@ def test_the_list_of_flags():
     flags = {option for action in parser._actions for option in action.option_strings} - {"-h", "--help", "--debug"}
     assert flags == {
         "--data", "--host-device-mix", "--device", "--epochs", "--batch-size", "--emb-dim", "--l2", "--precision",
-        "--host-threads", "--pipeline-depth", "--staleness", "--trace",
+        "--tf32", "--host-threads", "--pipeline-depth", "--staleness", "--trace",
         "--cache-rows", "--cache-policy", "--cache-window",
         "--seed", "--max-steps", "--run-dir",
     }  # fmt: skip
@@ -99,6 +99,7 @@ def test_the_run_directory(trained, small_data, tmp_path, capsys):
     settings = json.loads((run / "config.json").read_text())
     assert settings["epochs"] == 2
     assert settings["host_device_mix"] is True
+    assert settings["tf32"] is False
     assert settings["versions"]["torch"]
     out = capsys.readouterr().out
     assert summary["state_sha256"] in out
@@ -185,6 +186,8 @@ def error_of(capsys):
     (["--cache-policy", "lru"], "--cache-policy has no effect without --cache-rows; leave it out"),
     (["--cache-rows", "5", "--cache-policy", "lru", "--cache-window", "3"], "--cache-window has no effect with"),
     (["--cache-rows", "5", "--cache-window", "33"], "--cache-window must be in 0..32, not 33"),
+    (["--tf32"], "--tf32 has no effect on cpu; leave it out"),
+    (["--tf32", "--precision", "bf16"], "--tf32 has no effect with --precision bf16; leave it out"),
     (["--cache-rows", "5", "--l2", "table"], "--l2 table does not go with --cache-rows: "),
     (["--cache-rows", "5", "--staleness", "1"], "--staleness does not go with --cache-rows"),
 ])  # fmt: skip

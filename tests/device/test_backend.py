@@ -1,11 +1,13 @@
 """Which device is chosen, on machines that this one is not."""
 
+import json
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
-from hostdev import UserError
+from hostdev import UserError, train, verify
 from hostdev.device import backend
 
 
@@ -79,3 +81,18 @@ def test_tf32_that_is_not_there(monkeypatch, precision):
     ):
         backend.set_tf32(torch.device("cuda", 0), True)
     assert precision.fp32_precision == before
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_the_commands_set_tf32(monkeypatch, small_data, in_process, on):
+    asked = []
+    monkeypatch.setattr(backend, "set_tf32", lambda device, on: asked.append((device.type, on)))
+    options = ["--data", small_data, "--device", "cpu", "--batch-size", 200, "--emb-dim", 4, *["--tf32"][:on]]
+    code, out, _ = in_process(train, *options, "--max-steps", 1, "--epochs", 1, "--host-device-mix", "--run-dir", "run")
+    assert code == 0
+    assert ("fp32 with TF32 on cpu" in out) == on
+    assert json.loads(Path("run/config.json").read_text())["tf32"] == on
+    code, out, _ = in_process(verify, *options, "--steps", 2, "--host-threads", 1)
+    assert code == 0
+    assert ("fp32 with TF32 on cpu" in out) == on
+    assert asked == [("cpu", on)] * 2
