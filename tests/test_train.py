@@ -14,6 +14,8 @@ from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 
 from hostdev import cli, config, lookalike, manifest, train, trainer
+from hostdev.cache import cache as cache_module
+from hostdev.cache import optimum
 from hostdev.device import backend
 from tests.conftest import environment
 from tests.test_shards import rewrite
@@ -144,6 +146,34 @@ def test_a_run_with_a_cache(trained, small_data, tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"cache    {cache['rows']:,} rows of each table, " in out
     assert f"{cache['hit_rate']:.2%} of uses hit, the offline optimum {cache['optimal_hit_rate']:.2%}; a step" in out
+
+
+def test_the_summary_is_there_before_the_optimum(trained, small_data, tmp_path, capsys, monkeypatch):
+    """It may take long, or more memory than there is: what an hour has given is written first."""
+
+    def fail(*arguments, **options):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_module, "optimal", fail)
+        assert trained(*small(small_data, "--host-device-mix", "--cache-rows", "10%", "--max-steps", 3)) != 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["cache"]["optimal_hit_rate"]) == ("finished", None)
+    assert len(summary["state_sha256"]) == 64
+    capsys.readouterr()
+
+    monkeypatch.setattr(optimum, "available_bytes", lambda: 1000)
+    options = ["--host-device-mix", "--cache-rows", "10%", "--max-steps", 3, "--run-dir", "other"]
+    assert trained(*small(small_data, *options)) == 0
+    summary = json.loads((tmp_path / "other" / "summary.json").read_text())
+    assert (summary["cache"]["optimal_hit_rate"], summary["cache"]["optimal_batches"]) == (None, None)
+    assert (
+        f"{summary['cache']['hit_rate']:.2%} of uses hit (no offline optimum: too little free memory); a step admits"
+        in (capsys.readouterr().out)
+    )
+    assert sorted(path.name for path in (tmp_path / "other").iterdir()) == [
+        "config.json", "eval.log", "loss.log", "ops.log", "summary.json",
+    ]  # fmt: skip
 
 
 def test_without_the_mix_the_ops_are_the_devices(trained, small_data, tmp_path):

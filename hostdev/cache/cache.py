@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hostdev.cache.optimum import optimal
+from hostdev.cache.optimum import fits, optimal
 from hostdev.cache.options import WINDOW, rows_of
 from hostdev.cache.planner import Ids, Plan, Planner, Positions, Statistics, planner_bytes
 from hostdev.cache.slots import CachedTable, DeviceSlots
@@ -313,12 +313,13 @@ class EmbeddingCache:
     def summary(self, *, optimum: bool = True) -> dict[str, Any]:
         """Return the statistics, and beside them the hit rate of the offline optimum over the first batches.
 
-        optimum  simulate it, which takes up to seconds; over `optimal_batches` batches, of at most 16 million unique
-                 ids, on which the cache itself had `hit_rate_of_these`
+        optimum  simulate it, which takes up to seconds, unless memory is short; over `optimal_batches` batches, of at
+                 most 16 million unique ids, on which the cache itself had `hit_rate_of_these`
         """
         total = self.planner.statistics
         down, up = total.bytes_moved(*row_bytes((table.dim, table.optimizer) for table in self.tables))
-        best = optimal(self._recorded, self.rows, self.capacity) if optimum else None
+        possible = optimum and fits(self._recorded, self.rows, self.capacity)
+        best = optimal(self._recorded, self.rows, self.capacity) if possible else None
         return {
             "rows": self.capacity,
             "policy": self.planner.policy,
