@@ -15,7 +15,7 @@ from hostdev.cache.optimum import fits, optimal
 from hostdev.cache.options import WINDOW, rows_of
 from hostdev.cache.planner import Ids, Plan, Planner, Positions, Statistics, planner_bytes
 from hostdev.cache.slots import CachedTable, DeviceSlots
-from hostdev.device.backend import free_bytes
+from hostdev.device.backend import is_accelerator, room_for_cache
 from hostdev.errors import UserError
 from hostdev.ids import checked_ids
 from hostdev.kernels.unique import count_uses, unique
@@ -60,7 +60,7 @@ class EmbeddingCache:
 
     One thread at a time may call. While a row is cached its host copy is stale: call `write_back` before reading the
     tables, and `clear` before changing them by other means. Raises CacheTooLargeError where the slots do not fit into
-    the device's free memory.
+    the device's free memory, of which an accelerator keeps a tenth, and at least 256 MiB, for the rest of the training.
     """
 
     def __init__(
@@ -350,9 +350,10 @@ def _on_host(name: str, run: Callable[..., Any], log: OpLog | None) -> Primitive
 
 def _require(capacity: int, tables: Sequence[CachedTable], device: torch.device) -> None:
     needed = capacity * row_bytes((table.dim, table.optimizer) for table in tables)[1]
-    free = free_bytes(device)
-    if free is not None and needed > free:
+    room = room_for_cache(device)
+    if room is not None and needed > room:
+        kept = " for one, beside a tenth and at least 256 MiB for the rest" if is_accelerator(device) else ""
         raise CacheTooLargeError(
-            f"a cache of {capacity} rows needs {needed} bytes ({gib(needed)}), but {free} bytes ({gib(free)}) of "
-            f"{device} memory are free; use fewer rows"
+            f"a cache of {capacity} rows needs {needed} bytes ({gib(needed)}), but {room} bytes ({gib(room)}) of "
+            f"{device} memory are free{kept}; use fewer rows"
         )

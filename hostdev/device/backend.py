@@ -5,7 +5,7 @@ import os
 import torch
 
 from hostdev.errors import UserError
-from hostdev.memory import available_bytes
+from hostdev.memory import available_bytes, cache_room
 
 _TF32_CAPABILITY = (8, 0)  # Ampere
 
@@ -94,6 +94,15 @@ def free_bytes(device: torch.device) -> int | None:
     if hasattr(module, "mem_get_info"):
         return int(module.mem_get_info(device)[0])
     return None
+
+
+def room_for_cache(device: torch.device, beside: int = 0) -> int | None:
+    """Return the bytes that an embedding cache may take; None where torch cannot tell what is free.
+
+    On the CPU that is all that is free, and on an accelerator what `memory.cache_room` leaves of it.
+    """
+    free = free_bytes(device)
+    return cache_room(free, beside) if free is not None and is_accelerator(device) else free
 
 
 def describe(device: torch.device) -> str:
