@@ -36,7 +36,7 @@ class TrainConfig:
         choices=("none", "batch", "table"),
     )
     precision: str = _flag(
-        "of the dense layers' arithmetic; their weights, the tables and the losses are float32",
+        "of the dense layers' arithmetic; their weights, the last layer, the tables and the losses are float32",
         default="fp32",
         kind=str,
         choices=("fp32", "bf16"),
