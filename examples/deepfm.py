@@ -66,7 +66,7 @@ def train(rows: int, cache_rows: str, steps: int, device: str = "cpu") -> tuple[
     statistics = cache.summary()
     print(f"loss {np.mean(losses[:20]):.4f} -> {np.mean(losses[-20:]):.4f} over {steps} steps on {device}; the cache "
           f"of {cache.capacity:,} rows had {statistics['hit_rate']:.1%} of uses, the optimum "
-          f"{statistics['optimal_hit_rate']:.1%}")  # fmt: skip
+          f"{statistics['optimal_hit_rate'] or float('nan'):.1%}")  # fmt: skip
     return losses, tables
 
 

@@ -18,7 +18,9 @@ from hostdev.device import backend
 from hostdev.errors import UserError
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import count_uses, unique
-from hostdev.memory import available_bytes, gib, parse_bytes, row_bytes
+from hostdev.manifest import FIELDS
+from hostdev.memory import available_bytes, dense_bytes, gib, parse_bytes, row_bytes
+from hostdev.models.wide_deep.network import LAYERS
 from hostdev.progress import bar
 from hostdev.shards import ShardReader
 from hostdev.trainer import tables_of
@@ -211,8 +213,6 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
     if settings.host_threads is not None:
         set_host_threads(settings.host_threads)
     device = backend.select(settings.device)
-    if memory is None:
-        memory = backend.free_bytes(device) or available_bytes()
     tables = Tables(found.vocabulary_size, settings.emb_dim)
     sizes = sorted({max(1, rows_of(share, tables.rows)) for share in SHARES})
     needed = sum(planner_bytes(tables.rows, capacity, policy, window) for capacity in sizes for policy in POLICIES)
@@ -222,14 +222,21 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
     counts = manifest.read_counts(data, found) if found.vocabulary is not None else None
     batches = (batch.ids for batch in reader.batches(size, seed=settings.seed, epoch=1))
     curves = simulate(batches, steps, tables.rows, sizes, counts, window)
+    beside = int(2 * _unique(curves) * tables.passing)
+    if on_accelerator := backend.is_accelerator(device):
+        beside += dense_bytes(size, FIELDS * tables.dim, LAYERS)
+    if memory is None:
+        room = backend.room_for_cache(device, beside)
+        memory = available_bytes() if room is None else room
     chosen = recommend(curves, tables, memory)
     host = tables.rows * tables.whole
     fits = "" if host <= available_bytes() else f", but only {gib(available_bytes())} are free"
     print(f"data     {data}: {reader.rows:,} training rows in {steps:,} batches of {size:,}, {tables.rows:,} ids")
     print(f"tables   deep {tables.rows:,} x {tables.dim} (LazyAdam), wide {tables.rows:,} x 1 (FTRL)")
     print(f"host     {gib(host)} with slots{fits}")
-    print(f"device   {gib(memory)} for the cache on {backend.describe(device)}; beside it the rows of the batches on "
-          f"their way, about {gib(int(2 * _unique(curves) * tables.passing))}")  # fmt: skip
+    print(f"device   {gib(memory)} for the cache on {backend.describe(device)}; beside it "
+          f"{'the dense layers, their activations and ' * on_accelerator}the rows of the batches on their way, about "
+          f"{gib(beside)}")  # fmt: skip
     print(f"step     {_unique(curves):,.0f} unique rows; without a cache "
           f"{2 * tables.passing * _unique(curves) / 2**20:.2f} MiB a step, both ways\n")  # fmt: skip
     print("\n".join(table_lines(curves, tables, memory, chosen)))
@@ -257,7 +264,8 @@ def main(argv: Sequence[str]) -> None:
     config.add_flags(parser, OPTIONS)
     parser.add_argument("--cache-window", type=int, default=WINDOW, metavar="N", help=
         f"batches that lookahead knows in advance (default {WINDOW})")  # fmt: skip
-    parser.add_argument("--memory", metavar="SIZE", help="device memory for the cache, such as 16GiB (what is free)")
+    parser.add_argument("--memory", metavar="SIZE", help=
+        "device memory for the cache, such as 16GiB (what is free and the training leaves)")  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("advise.png"), metavar="FILE", help=
         "a new file for the picture (default advise.png)")  # fmt: skip
     run(parser.parse_args(argv))

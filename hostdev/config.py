@@ -36,11 +36,12 @@ class TrainConfig:
         choices=("none", "batch", "table"),
     )
     precision: str = _flag(
-        "of the dense layers' arithmetic; their weights, the tables and the losses are float32",
+        "of the dense layers' arithmetic; their weights, the last layer, the tables and the losses are float32",
         default="fp32",
         kind=str,
         choices=("fp32", "bf16"),
     )
+    tf32: bool = _flag("round the inputs of the dense layers' float32 products to TF32, on CUDA", default=False)
     host_threads: int | None = _flag("threads of the host's kernels (all CPUs of the process)", kind=int, metavar="N")
     pipeline_depth: int = _flag(
         "how many batches ahead are read and looked up while one is in its step; 0: one stage after the other",
@@ -78,6 +79,8 @@ class TrainConfig:
                 raise UserError(f"{_option(name)} must be at least 0, not {getattr(self, name)}")
         if self.pipeline_depth > MOST_DEPTH:
             raise UserError(f"--pipeline-depth must be at most {MOST_DEPTH}, not {self.pipeline_depth}")
+        if self.tf32 and self.precision != "fp32":
+            raise UserError(f"--tf32 has no effect with --precision {self.precision}; leave it out")
         if self.staleness and not (self.host_device_mix and self.pipeline_depth):
             missing = "a --pipeline-depth above 0" if self.host_device_mix else "--host-device-mix"
             raise UserError(f"--staleness {self.staleness} has no effect without {missing}; leave it out")
@@ -96,6 +99,11 @@ class TrainConfig:
             raise UserError(f"--cache-rows {self.cache_rows} has no effect without --host-device-mix; leave it out")
         if self.staleness:
             raise UserError("--staleness does not go with --cache-rows: a stale row would be cached for good")
+        if self.l2 == "table":
+            raise UserError(
+                "--l2 table does not go with --cache-rows: it reads the whole table on the host, so every step would "
+                "write all cached rows back; leave one of them out"
+            )
         if self.cache_window is not None:
             if self.cache_policy not in (None, "lookahead"):
                 raise UserError(f"--cache-window has no effect with --cache-policy {self.cache_policy}; leave it out")
@@ -111,6 +119,11 @@ class TrainConfig:
         policy = self.cache_policy or POLICIES[0]
         window = WINDOW if self.cache_window is None else self.cache_window
         return replace(filled, cache_policy=policy, cache_window=window if policy == "lookahead" else None)
+
+    @property
+    def arithmetic(self) -> str:
+        """The dense layers', as text."""
+        return self.precision + " with TF32" * self.tf32
 
     def as_json(self) -> dict[str, Any]:
         """Return the options by name, for config.json."""

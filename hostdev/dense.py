@@ -15,6 +15,7 @@ from hostdev.device.rows import Uses, gather_rows
 from hostdev.device.staging import Staging
 from hostdev.embedding import Embedding
 from hostdev.errors import UserError
+from hostdev.kernels.norm import total
 from hostdev.kernels.unique import count_uses, unique
 from hostdev.manifest import FIELDS
 from hostdev.model import Step
@@ -83,7 +84,7 @@ class DenseSide:
         self._start_adam()
         self._unique = Primitive("Unique", unique, log=log).add_prim_attr("primitive_target", "CPU")
         self._count_uses = Primitive("CountUses", count_uses, log=log).add_prim_attr("primitive_target", "CPU")
-        self._table_l2 = Primitive("TableL2", deep.table.sum_of_squares, scope="deep", log=log)
+        self._table_l2 = Primitive("TableL2", deep.table.partial_squares, scope="deep", log=log)
         self._table_l2.add_prim_attr("primitive_target", deep.target)
         self._forward = Primitive("DenseForward", _forward, scope="network", log=log)
         self._backward = Primitive("DenseBackward", Tensor.backward, scope="network", log=log)
@@ -144,9 +145,12 @@ class DenseSide:
         # As GradScaler does, with a scale of 1: one pass, nobody waits.
         torch._amp_foreach_non_finite_check_and_unscale_([losses, *grads, *dense], self._skip, self._one)
         self._adam_step()
-        table_l2 = self._table_l2() if self._l2 == "table" else None
-        results = [torch.cat([losses, self._skip.view(1)])]
-        return Step(results, partial(_read_losses, table_l2), grads, self._skip)
+        results, squares = [torch.cat([losses, self._skip.view(1)])], None
+        if self._l2 == "table":
+            squares = self._table_l2()
+            if isinstance(squares, Tensor):  # on the device, so not here yet
+                results.append(squares)
+        return Step(results, partial(_read_losses, squares), grads, self._skip)
 
     def predict(self, prepared: _Prepared, rows: list[Tensor]) -> Step:
         """Queue the scores float32 [B] of a batch; nothing changes."""
@@ -172,10 +176,11 @@ def _forward(side: DenseSide, *arguments: Any) -> tuple[Tensor, Tensor]:
     return side.losses(*arguments)
 
 
-def _read_losses(table_l2: float | None, results: list[npt.NDArray[Any]], number: int) -> Losses:
+def _read_losses(squares: Any, results: list[npt.NDArray[Any]], number: int) -> Losses:
+    """Make losses of a step's results; `squares` are the table's, where its L2 is added."""
     wide, deep, skipped = results[0].tolist()
-    if table_l2 is not None:
-        deep = wide + L2_COEFFICIENT / 2 * table_l2
+    if squares is not None:
+        deep = wide + L2_COEFFICIENT / 2 * total(results[1] if len(results) > 1 else squares)
     if skipped or not np.isfinite([wide, deep]).all():
         what = f"wide_loss {wide}, deep_loss {deep}"
         which = "the loss" if not np.isfinite([wide, deep]).all() else "a gradient"

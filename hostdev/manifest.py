@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from hostdev.errors import UserError
 
@@ -60,6 +61,7 @@ class Manifest:
     sources: list[dict[str, Any]]
     dense_names: list[str]
     categorical_names: list[str]
+    vocabulary_sha256: str | None = None  # of that file; data sets of before it was recorded have none
 
     def rows(self, split: str) -> int:
         """Return the number of rows of "train" or "test"."""
@@ -93,6 +95,7 @@ def read(folder: Path) -> Manifest:
             f"{FORMAT!r} version {VERSION}; preprocess the data again"
         )
     known = {field.name for field in fields(Manifest)}
+    content.setdefault("vocabulary_sha256", None)
     if set(content) != known:
         raise UserError(f"{path} is broken (keys {sorted(set(content) ^ known)}); preprocess the data again")
     try:
@@ -108,18 +111,36 @@ def read(folder: Path) -> Manifest:
 def read_counts(folder: Path, found: Manifest) -> npt.NDArray[np.int64]:
     """Return how often the training rows use each id, int64 [vocabulary_size], from the vocabulary.
 
-    Raises UserError where there is none, or not one of this data set.
+    Raises UserError where there is none, or not one of this data set, or a damaged one.
     """
     if found.vocabulary is None:
         raise UserError(f"{folder} has no vocabulary with counts, as its ids are hashed; use another --cache-policy")
     path = folder / found.vocabulary
     try:
-        counts = pa.ipc.open_file(pa.OSFile(str(path))).read_all()["count"].to_numpy()
+        if found.vocabulary_sha256 is not None and checksum(path) != found.vocabulary_sha256:
+            raise UserError(f"{path} has a wrong checksum: it is damaged or was changed; preprocess the data again")
+        column = pa.ipc.open_file(pa.OSFile(str(path))).read_all()["count"]
     except (pa.ArrowException, OSError, KeyError) as error:
         raise UserError(f"{path} is broken ({error}); preprocess the data again") from None
-    if len(counts) != found.vocabulary_size:
-        raise UserError(f"{path} has {len(counts)} ids, not {found.vocabulary_size}; preprocess the data again")
-    return np.asarray(counts, np.int64)
+    if len(column) != found.vocabulary_size:
+        raise UserError(f"{path} has {len(column)} ids, not {found.vocabulary_size}; preprocess the data again")
+    wrong = _wrong_counts(column, found.rows("train") * FIELDS)
+    if wrong is not None:
+        raise UserError(f"{path} is broken ({wrong}); preprocess the data again")
+    return np.asarray(column.to_numpy(), np.int64)
+
+
+def _wrong_counts(column: Any, uses: int) -> str | None:
+    """Return what is wrong with a vocabulary's column of counts, which add up to so many uses."""
+    if column.type != pa.int64():
+        return f"counts of uses that are {column.type}, not int64"
+    if column.null_count:
+        return "counts of uses that are missing"
+    if pc.min(column).as_py() < 0:
+        return "counts of uses below 0"
+    if pc.sum(column).as_py() != uses:
+        return f"counts other uses than the {uses} of the training rows"
+    return None
 
 
 def _check(found: Manifest, path: Path) -> None:
@@ -132,6 +153,7 @@ def _check(found: Manifest, path: Path) -> None:
         ("rows", all(type(shard.rows) is int and shard.rows >= 1 for shard in shards)),
         ("file", all(type(shard.file) is str and type(shard.sha256) is str for shard in shards)),
         ("options", isinstance(found.options, dict)),
+        ("vocabulary_sha256", found.vocabulary_sha256 is None or isinstance(found.vocabulary_sha256, str)),
     ):
         if not right:
             raise UserError(f"{path} is broken (a wrong value of {what}); preprocess the data again")

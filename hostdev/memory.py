@@ -1,7 +1,8 @@
 """How much memory is free, and the refusal of a table that cannot fit, before it is allocated."""
 
+import itertools
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import psutil
@@ -10,6 +11,7 @@ from hostdev.errors import UserError
 from hostdev.optimizers import SparseOptimizer
 
 _CGROUP = Path("/sys/fs/cgroup")
+_LEAST_RESERVE = 256 << 20
 
 
 def gib(n: int) -> str:
@@ -121,3 +123,24 @@ def require_table(name: str, rows: int, dim: int, optimizer: SparseOptimizer, fr
             "dimension"
         )
     return needed
+
+
+def cache_room(free: int, beside: int = 0) -> int:
+    """Return how many of an accelerator's `free` bytes an embedding cache may take.
+
+    A tenth, and at least 256 MiB, stays for what nobody can tell in advance: the libraries' workspaces, fragments, a
+    model that is not known.
+
+    beside  what is known to be needed, such as `dense_bytes`, and not yet allocated
+    """
+    return max(0, free - beside - max(free // 10, _LEAST_RESERVE))
+
+
+def dense_bytes(batch_size: int, inputs: int, layers: Sequence[int]) -> int:
+    """Return about what dense layers need in a step with Adam.
+
+    Float32: each parameter with its gradient and two moments; of a row of the batch the input, before and after its
+    scaling, and its gradient, and of each hidden layer the output and the activation with their gradients.
+    """
+    parameters = sum(a * b + b for a, b in itertools.pairwise([inputs, *layers, 1]))
+    return 16 * parameters + 4 * batch_size * (3 * inputs + 4 * sum(layers))

@@ -5,7 +5,7 @@ add up to 1 in float32, or a moment of constant gradients drifts (1e-5 for beta2
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -36,9 +36,23 @@ class _NoRowSlots:
         return {}
 
 
-def _check(ok: bool, name: str, value: object, needed: str) -> None:
-    if not ok:
+_NEEDED: dict[str, Callable[[float], bool]] = {
+    "positive": lambda value: value > 0,
+    "at least 0": lambda value: value >= 0,
+    "at most 0": lambda value: value <= 0,
+    "in [0, 1)": lambda value: 0 <= value < 1,
+}
+
+
+def _check(name: str, value: float, needed: str) -> None:
+    """Raise ValueError unless a value is finite and what is needed, and still is when rounded to float32."""
+    holds = _NEEDED[needed]
+    if not (math.isfinite(value) and holds(value)):
         raise ValueError(f"{name} must be {needed}, not {value}")
+    with np.errstate(over="ignore"):
+        rounded = float(np.float32(value))
+    if not (math.isfinite(rounded) and holds(rounded)):
+        raise ValueError(f"{name} must be {needed} in float32, with which rows are updated; {value} is {rounded} there")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +81,11 @@ class LazyAdam(_NoRowSlots):
     primitive: ClassVar[str] = "FusedSparseLazyAdam"
 
     def __post_init__(self) -> None:
-        _check(self.lr > 0, "lr", self.lr, "positive")
-        _check(0 <= self.beta1 < 1, "beta1", self.beta1, "in [0, 1)")
-        _check(0 <= self.beta2 < 1, "beta2", self.beta2, "in [0, 1)")
-        _check(self.eps > 0, "eps", self.eps, "positive")
+        _check("lr", self.lr, "positive")
+        _check("beta1", self.beta1, "in [0, 1)")
+        _check("beta2", self.beta2, "in [0, 1)")
+        _check("eps", self.eps, "positive")
+        _check("lr * sqrt(1 - beta2) / (1 - beta1)", self.lr * math.sqrt(1 - self.beta2) / (1 - self.beta1), "positive")
 
     @property
     def slots(self) -> Mapping[str, float]:
@@ -108,11 +123,12 @@ class FTRL(_NoRowSlots):
     primitive: ClassVar[str] = "FusedSparseFtrl"
 
     def __post_init__(self) -> None:
-        _check(self.lr > 0, "lr", self.lr, "positive")
-        _check(self.l1 >= 0, "l1", self.l1, "at least 0")
-        _check(self.l2 >= 0, "l2", self.l2, "at least 0")
-        _check(self.lr_power <= 0, "lr_power", self.lr_power, "at most 0")
-        _check(self.initial_accum >= 0, "initial_accum", self.initial_accum, "at least 0")
+        _check("lr", self.lr, "positive")
+        _check("l1", self.l1, "at least 0")
+        _check("l2", self.l2, "at least 0")
+        _check("lr_power", self.lr_power, "at most 0")
+        _check("2 * l2", 2 * self.l2, "at least 0")
+        _check("initial_accum", self.initial_accum, "at least 0")
 
     @property
     def slots(self) -> Mapping[str, float]:
@@ -133,7 +149,7 @@ class SGD(_NoRowSlots):
     primitive: ClassVar[str] = "FusedSparseSGD"
 
     def __post_init__(self) -> None:
-        _check(self.lr > 0, "lr", self.lr, "positive")
+        _check("lr", self.lr, "positive")
 
     @property
     def slots(self) -> Mapping[str, float]:
@@ -213,6 +229,6 @@ class RowWiseAdagrad:
 
 
 def _check_adagrad(lr: float, eps: float, initial_accum: float) -> None:
-    _check(lr > 0, "lr", lr, "positive")
-    _check(eps > 0, "eps", eps, "positive")
-    _check(initial_accum >= 0, "initial_accum", initial_accum, "at least 0")
+    _check("lr", lr, "positive")
+    _check("eps", eps, "positive")
+    _check("initial_accum", initial_accum, "at least 0")

@@ -18,6 +18,7 @@ def start_lines(
     """Return what is about to be trained, on what, and where its files go."""
     place = "host memory" if config["host_device_mix"] else "device memory"
     dim = config["emb_dim"]
+    arithmetic = config["precision"] + " with TF32" * config["tf32"]
     epochs = f"{config['epochs']} epoch{'s' * (config['epochs'] > 1)}"
     size = gib(vocabulary * (dim * 3 + 3) * 4)
     inexact = f"NOT EXACT: --staleness {config['staleness']} lets lookups miss updates; runs differ"
@@ -26,7 +27,7 @@ def start_lines(
         f"data     {data}: {rows['train']:,} training and {rows['test']:,} test rows",
         f"tables   deep {vocabulary:,} x {dim} (LazyAdam), wide {vocabulary:,} x 1 (FTRL): {size} of {place}",
         *([_cache_line(cache)] if cache is not None else []),
-        f"dense    {config['precision']} on {device}; batch size {config['batch_size']:,}, {epochs}",
+        f"dense    {arithmetic} on {device}; batch size {config['batch_size']:,}, {epochs}",
     ])  # fmt: skip
 
 
@@ -75,12 +76,15 @@ def _cache(cache: dict[str, Any]) -> str:
     """How often it had the row, and how often it could have had it."""
     steps = max(1, cache["batches"])
     moved = (cache["bytes_to_device"] + cache["bytes_to_host"]) // steps
-    first = ""
-    if cache["optimal_batches"] != cache["batches"]:
-        first = f" over the first {cache['optimal_batches']:,} batches, where it hit {cache['hit_rate_of_these']:.2%}"
+    if cache["optimal_hit_rate"] is None:
+        optimum = " (no offline optimum: too little free memory)"
+    else:
+        optimum = f", the offline optimum {cache['optimal_hit_rate']:.2%}"
+        if cache["optimal_batches"] != cache["batches"]:
+            batches, rate = cache["optimal_batches"], cache["hit_rate_of_these"]
+            optimum += f" over the first {batches:,} batches, where it hit {rate:.2%}"
     return (
-        f"{cache['rows']:,} rows, {cache['policy']}: {cache['hit_rate']:.2%} of uses hit, "
-        f"the offline optimum {cache['optimal_hit_rate']:.2%}{first}; "
+        f"{cache['rows']:,} rows, {cache['policy']}: {cache['hit_rate']:.2%} of uses hit{optimum}; "
         f"a step admits {cache['admitted'] // steps:,} rows, evicts {cache['evicted'] // steps:,}, passes "
         f"{cache['bypassed'] // steps:,} and moves {gib(moved)}"
     )

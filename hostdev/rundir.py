@@ -56,7 +56,11 @@ class RunDir:
         for file in (self.loss, self.eval, self.ops):
             file.close()
         if summary is not None:
-            _write_json(self.path / SUMMARY, summary)
+            self.write_summary(summary)
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write summary.json, or another in its place."""
+        _write_json(self.path / SUMMARY, summary)
 
 
 def _new_folder(parent: Path, name: str) -> Path:

@@ -49,6 +49,7 @@ class Run:
         self.test_rows = ShardReader(data, found, "test")
         self.train_rows.require(self.batch_size)
         self.device = backend.select(settings.device)
+        backend.set_tf32(self.device, settings.tf32)
         if settings.host_threads is not None:
             if not settings.host_device_mix and backend.is_accelerator(self.device):
                 raise UserError(
@@ -167,7 +168,11 @@ class Run:
         with self._books:
             if isinstance(self.clock, EventClock):
                 self.clock.drain(wait=True)
-            return self._write_summary(status, digest)
+            content = self._write_summary(status, digest)
+        if status == "finished" and self.trainer.cache is not None:  # last, as it takes time and memory
+            content["cache"] = self.trainer.cache.summary()
+            self.files.write_summary(content)
+        return content
 
     def abandon(self) -> None:
         """Complete the logs while the step goes on in another thread, which gets no further: the process ends."""
@@ -208,13 +213,13 @@ class Run:
                 "exact": not self.settings.staleness,
                 **self.timeline.summary(),
             },
-            **self._cache_summary(status),
+            **self._cache_summary(),
             "ops": self.log.summary(),
         }
 
-    def _cache_summary(self, status: str) -> dict[str, Any]:
+    def _cache_summary(self) -> dict[str, Any]:
         cache = self.trainer.cache
-        return {} if cache is None else {"cache": cache.summary(optimum=status == "finished")}
+        return {} if cache is None else {"cache": cache.summary(optimum=False)}
 
 
 def cache_options(settings: TrainConfig, data: Path, found: manifest.Manifest) -> dict[str, Any] | None:

@@ -160,6 +160,19 @@ def normal(rows, dim, key, std):
     return out.reshape(len(rows), -1)[:, :dim]
 
 
+def partial_squares(weights):
+    """Sums of squares by parts of 4096 rows, each column folded in halves."""
+    parts = []
+    for first in range(0, len(weights), 4096):
+        x = np.zeros((4096, weights.shape[1]))
+        part = weights[first : first + 4096].astype(np.float64)
+        x[: len(part)] = part * part
+        while len(x) > 1:
+            x = x[: len(x) // 2] + x[len(x) // 2 :]
+        parts.append(x[0])
+    return np.stack(parts)
+
+
 def auc(scores, labels):
     """The fraction of (positive, negative) pairs in the right order; ties count half."""
     positive, negative = scores[labels == 1], scores[labels == 0]

@@ -8,6 +8,7 @@ import pytest
 
 from hostdev import UserError, advise, manifest
 from hostdev.cache.planner import Statistics
+from hostdev.device import backend
 from hostdev.memory import parse_bytes
 
 
@@ -45,6 +46,21 @@ def test_what_does_not_fit_is_not_recommended(advised, small_data):
     assert int(recommended[1]) * advise.Tables(1, 80).whole <= 20 * 1024
     code, out, _ = advised("--data", small_data, "--batch-size", 200, "--memory", "1", "--out", "y.png")
     assert "no cache: none of those that fit moves fewer bytes" in out
+
+
+def test_an_accelerators_memory_is_not_all_for_the_cache(advised, small_data, monkeypatch):
+    """What the dense layers and the batches need comes off what is free; on the CPU it is as it was."""
+    free = 2 << 30
+    monkeypatch.setattr(backend, "free_bytes", lambda device: free)
+    options = "--data", small_data, "--batch-size", 200, "--emb-dim", 16
+    _, out, _ = advised(*options)
+    assert "device   2.0 GiB for the cache on cpu; beside it the rows of the batches on their way, about" in out
+    monkeypatch.setattr(backend, "is_accelerator", lambda device: True)
+    _, out, _ = advised(*options, "--out", "other.png")
+    beside = "the dense layers, their activations and the rows of the batches on their way"
+    found = re.search(rf"device   ([\d.]+) GiB for the cache on cpu; beside it {beside}, about ([\d.]+) MiB", out)
+    assert float(found[1]) == pytest.approx(2 * 0.875 - float(found[2]) / 1024, abs=0.06)
+    assert float(found[2]) > 20
 
 
 def test_bytes_of_a_step():

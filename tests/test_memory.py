@@ -22,6 +22,19 @@ def test_a_containers_limit_counts_without_its_page_cache(tmp_path, monkeypatch,
     assert memory.available_bytes() > 10_000
 
 
+def test_what_a_cache_may_take():
+    assert memory.cache_room(10 << 30) == 9 << 30
+    assert memory.cache_room(1 << 30) == (1 << 30) - (256 << 20)
+    assert memory.cache_room(10 << 30, beside=2 << 30) == 7 << 30
+    assert memory.cache_room(100) == 0
+
+
+def test_what_the_dense_layers_need():
+    """Weights, gradients and Adam's moments; the input thrice, and each layer's output, activation and gradients."""
+    parameters = (6 * 5 + 5) + (5 * 2 + 2) + (2 * 1 + 1)
+    assert memory.dense_bytes(10, 6, (5, 2)) == 16 * parameters + 4 * 10 * (3 * 6 + 4 * (5 + 2))
+
+
 def test_the_refusal_gives_the_sum():
     assert memory.require_table("t", 10, 4, LazyAdam(), 480, "host") == 480
     with pytest.raises(UserError, match=r"table 't' needs 10 rows x 4 x \(1 \+ 2 slots\) x 4 = 480 bytes .* 479 bytes"):

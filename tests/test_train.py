@@ -14,6 +14,8 @@ from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 
 from hostdev import cli, config, lookalike, manifest, train, trainer
+from hostdev.cache import cache as cache_module
+from hostdev.cache import optimum
 from hostdev.device import backend
 from tests.conftest import environment
 from tests.test_shards import rewrite
@@ -46,7 +48,7 @@ def test_the_list_of_flags():
     flags = {option for action in parser._actions for option in action.option_strings} - {"-h", "--help", "--debug"}
     assert flags == {
         "--data", "--host-device-mix", "--device", "--epochs", "--batch-size", "--emb-dim", "--l2", "--precision",
-        "--host-threads", "--pipeline-depth", "--staleness", "--trace",
+        "--tf32", "--host-threads", "--pipeline-depth", "--staleness", "--trace",
         "--cache-rows", "--cache-policy", "--cache-window",
         "--seed", "--max-steps", "--run-dir",
     }  # fmt: skip
@@ -99,6 +101,7 @@ def test_the_run_directory(trained, small_data, tmp_path, capsys):
     settings = json.loads((run / "config.json").read_text())
     assert settings["epochs"] == 2
     assert settings["host_device_mix"] is True
+    assert settings["tf32"] is False
     assert settings["versions"]["torch"]
     out = capsys.readouterr().out
     assert summary["state_sha256"] in out
@@ -145,6 +148,34 @@ def test_a_run_with_a_cache(trained, small_data, tmp_path, capsys):
     assert f"{cache['hit_rate']:.2%} of uses hit, the offline optimum {cache['optimal_hit_rate']:.2%}; a step" in out
 
 
+def test_the_summary_is_there_before_the_optimum(trained, small_data, tmp_path, capsys, monkeypatch):
+    """It may take long, or more memory than there is: what an hour has given is written first."""
+
+    def fail(*arguments, **options):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_module, "optimal", fail)
+        assert trained(*small(small_data, "--host-device-mix", "--cache-rows", "10%", "--max-steps", 3)) != 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["cache"]["optimal_hit_rate"]) == ("finished", None)
+    assert len(summary["state_sha256"]) == 64
+    capsys.readouterr()
+
+    monkeypatch.setattr(optimum, "available_bytes", lambda: 1000)
+    options = ["--host-device-mix", "--cache-rows", "10%", "--max-steps", 3, "--run-dir", "other"]
+    assert trained(*small(small_data, *options)) == 0
+    summary = json.loads((tmp_path / "other" / "summary.json").read_text())
+    assert (summary["cache"]["optimal_hit_rate"], summary["cache"]["optimal_batches"]) == (None, None)
+    assert (
+        f"{summary['cache']['hit_rate']:.2%} of uses hit (no offline optimum: too little free memory); a step admits"
+        in (capsys.readouterr().out)
+    )
+    assert sorted(path.name for path in (tmp_path / "other").iterdir()) == [
+        "config.json", "eval.log", "loss.log", "ops.log", "summary.json",
+    ]  # fmt: skip
+
+
 def test_without_the_mix_the_ops_are_the_devices(trained, small_data, tmp_path):
     assert trained(*small(small_data, "--max-steps", 1)) == 0
     operations = (tmp_path / "run" / "ops.log").read_text()
@@ -185,6 +216,9 @@ def error_of(capsys):
     (["--cache-policy", "lru"], "--cache-policy has no effect without --cache-rows; leave it out"),
     (["--cache-rows", "5", "--cache-policy", "lru", "--cache-window", "3"], "--cache-window has no effect with"),
     (["--cache-rows", "5", "--cache-window", "33"], "--cache-window must be in 0..32, not 33"),
+    (["--tf32"], "--tf32 has no effect on cpu; leave it out"),
+    (["--tf32", "--precision", "bf16"], "--tf32 has no effect with --precision bf16; leave it out"),
+    (["--cache-rows", "5", "--l2", "table"], "--l2 table does not go with --cache-rows: "),
     (["--cache-rows", "5", "--staleness", "1"], "--staleness does not go with --cache-rows"),
 ])  # fmt: skip
 def test_a_wrong_option_gets_one_line(trained, small_data, tmp_path, capsys, options, message):

@@ -24,6 +24,9 @@ def test_all_modes_agree(verified, small_data, tmp_path, l2):
     assert (code, err) == (0, "")
     digests = re.findall(r"^(host|device) tables +depth (\d) +(\d) host threads? +([0-9a-f]{16})  (.*)$", out, re.M)
     modes = {mode[:3] for mode in digests}
+    without_cache = "--l2 table does not go with a cache: no mode with one is run"
+    assert out.splitlines().count(without_cache) == (l2 == "table")
+    assert ("cache 10%" in out) == (l2 == "none")
     assert {(where, depth) for where, depth, _ in modes} >= {
         ("host", "0"), ("host", "1"), ("host", "2"), ("host", "4"), ("device", "0"), ("device", "2"),
     }  # fmt: skip
@@ -46,6 +49,7 @@ def test_wrong_options(verified, small_data):
         (["--steps", 1], "--steps must be at least 2, not 1"),
         (["--batch-size", 10**6], "--batch-size 1000000 is larger than the"),
         (["--pipeline-depth", 1], "unrecognized arguments"),
+        (["--tf32"], "--tf32 has no effect on cpu; leave it out"),
     ]:
         code, _, err = verified(*small(small_data, *options))
         assert code == 2

@@ -17,7 +17,7 @@ from hostdev.data.preprocess.writer import ShardWriter
 
 from hostdev.errors import UserError
 from hostdev.kernels.counter import key64, uniform
-from hostdev.manifest import CATEGORICAL, CATEGORICAL_NAMES, DENSE_NAMES, FIRST_VALUE, Manifest
+from hostdev.manifest import CATEGORICAL, CATEGORICAL_NAMES, DENSE_NAMES, FIRST_VALUE, Manifest, checksum
 from hostdev.progress import bar
 
 MAX_REJECTED = 0.01
@@ -142,6 +142,7 @@ def _build_in(folder: Path, source: Source, options: Options) -> Manifest:
         sources=source.describe(),
         dense_names=DENSE_NAMES,
         categorical_names=CATEGORICAL_NAMES,
+        vocabulary_sha256=None if vocabulary is None else checksum(folder / VOCABULARY_FILE),
     )
     manifest.write(folder)
     return manifest

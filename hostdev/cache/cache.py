@@ -5,16 +5,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from hostdev.cache.optimum import optimal
+from hostdev.cache.optimum import fits, optimal
 from hostdev.cache.options import WINDOW, rows_of
 from hostdev.cache.planner import Ids, Plan, Planner, Positions, Statistics, planner_bytes
 from hostdev.cache.slots import CachedTable, DeviceSlots
-from hostdev.device.backend import free_bytes
+from hostdev.device.backend import is_accelerator, room_for_cache
 from hostdev.errors import UserError
 from hostdev.ids import checked_ids
 from hostdev.kernels.unique import count_uses, unique
@@ -59,7 +60,7 @@ class EmbeddingCache:
 
     One thread at a time may call. While a row is cached its host copy is stale: call `write_back` before reading the
     tables, and `clear` before changing them by other means. Raises CacheTooLargeError where the slots do not fit into
-    the device's free memory.
+    the device's free memory, of which an accelerator keeps a tenth, and at least 256 MiB, for the rest of the training.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class EmbeddingCache:
         self.counting = _on_host("CacheCount", count_uses, log)
         self.announcing = _on_host("CacheAnnounce", self.planner.announce, log)
         self.planning = _on_host("CachePlan", self.planner.plan, log)
+        self.modules: WeakSet[Any] = WeakSet()  # the `HostEmbedding`s over this cache
         self._current: _Current | None = None
         self._ahead = False  # the batches come from `ahead`
         self._changed = False  # on the device, since the last writing back
@@ -178,7 +180,8 @@ class EmbeddingCache:
         ids  returns a batch's ids: integers, a tensor or an array of any shape
 
         Between two batches all of the cache's tables take their step with `HostEmbedding`, or none, if the batch is to
-        be skipped; ValueError if only some did, and while another `ahead` is open.
+        be skipped, after `HostEmbedding.discard` where gradients have come. ValueError if only some did, if gradients
+        are left, and while another `ahead` is open.
         """
         if self._ahead:
             raise ValueError("this cache gives batches from another `ahead`; close that before")
@@ -212,16 +215,39 @@ class EmbeddingCache:
             self.write_back()
 
     def _end_batch(self) -> bool:
-        """Leave the current batch; return whether it was skipped. ValueError if only some tables have stepped."""
+        """Leave the current batch; return whether it was skipped.
+
+        Raises ValueError if only some tables have stepped, or none and there are gradients.
+        """
         self._bring_back()
         current, self._current = self._current, None
         if current is None or len(current.stepped) == len(self.tables):
             return False
+        left = [module for module in self.modules if module.awaits_step(current.plan)]
+        for module in left:
+            module.discard()
         if current.stepped:
             names = [table.name for number, table in enumerate(self.tables) if number not in current.stepped]
             raise ValueError(f"the tables {names} have not taken the step that others of their cache have")
+        if left:
+            names = sorted({module.table.name for module in left})
+            raise ValueError(
+                f"the gradients of the tables {names} were not stepped, and with a cache those of several batches do "
+                "not add up: call step() after each backward(), or discard() to skip the batch"
+            )
         self._forget()
         return True
+
+    def others_stepped(self, plan: Plan) -> bool:
+        """Tell whether some of the tables have taken a step with this plan, the one of the batch being stepped."""
+        return self._current is not None and self._current.plan is plan and bool(self._current.stepped)
+
+    def skip(self, plan: Plan) -> None:
+        """Forget a batch that was planned outside of `ahead`, which does so itself; unless a table has stepped it."""
+        if not self._ahead and self._current is not None and self._current.plan is plan and not self._current.stepped:
+            self._current = None
+            self._bring_back()
+            self._forget()
 
     def planned(self, ids: Any, table: int) -> tuple[Plan, Positions]:
         """Return the plan of the batch with these ids and their inverse int32 [N]: the one that `ahead` gave last.
@@ -287,12 +313,13 @@ class EmbeddingCache:
     def summary(self, *, optimum: bool = True) -> dict[str, Any]:
         """Return the statistics, and beside them the hit rate of the offline optimum over the first batches.
 
-        optimum  simulate it, which takes up to seconds; over `optimal_batches` batches, of at most 16 million unique
-                 ids, on which the cache itself had `hit_rate_of_these`
+        optimum  simulate it, which takes up to seconds, unless memory is short; over `optimal_batches` batches, of at
+                 most 16 million unique ids, on which the cache itself had `hit_rate_of_these`
         """
         total = self.planner.statistics
         down, up = total.bytes_moved(*row_bytes((table.dim, table.optimizer) for table in self.tables))
-        best = optimal(self._recorded, self.rows, self.capacity) if optimum else None
+        possible = optimum and fits(self._recorded, self.rows, self.capacity)
+        best = optimal(self._recorded, self.rows, self.capacity) if possible else None
         return {
             "rows": self.capacity,
             "policy": self.planner.policy,
@@ -323,9 +350,10 @@ def _on_host(name: str, run: Callable[..., Any], log: OpLog | None) -> Primitive
 
 def _require(capacity: int, tables: Sequence[CachedTable], device: torch.device) -> None:
     needed = capacity * row_bytes((table.dim, table.optimizer) for table in tables)[1]
-    free = free_bytes(device)
-    if free is not None and needed > free:
+    room = room_for_cache(device)
+    if room is not None and needed > room:
+        kept = " for one, beside a tenth and at least 256 MiB for the rest" if is_accelerator(device) else ""
         raise CacheTooLargeError(
-            f"a cache of {capacity} rows needs {needed} bytes ({gib(needed)}), but {free} bytes ({gib(free)}) of "
-            f"{device} memory are free; use fewer rows"
+            f"a cache of {capacity} rows needs {needed} bytes ({gib(needed)}), but {room} bytes ({gib(room)}) of "
+            f"{device} memory are free{kept}; use fewer rows"
         )

@@ -5,8 +5,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from hostdev.cache.planner import Ids, Positions, Statistics
+from hostdev.memory import available_bytes
 
 _NEVER = np.float32(np.inf)
+
+
+def fits(batches: Sequence[tuple[Ids, Positions]], rows: int, capacity: int) -> bool:
+    """Tell whether there is host memory for `optimal`: 9 bytes a row, 8 for each id of a batch, and candidates."""
+    sizes = [len(ids) for ids, _ in batches]
+    needed = 9 * rows + 8 * sum(sizes) + 48 * (min(capacity, rows) + max(sizes, default=0))
+    return needed <= available_bytes()
 
 
 def optimal(batches: Sequence[tuple[Ids, Positions]], rows: int, capacity: int, *, since: int = 0) -> Statistics:

@@ -5,17 +5,23 @@ import os
 import torch
 
 from hostdev.errors import UserError
-from hostdev.memory import available_bytes
+from hostdev.memory import available_bytes, cache_room
+
+_TF32_CAPABILITY = (8, 0)  # Ampere
 
 
 def select(name: str) -> torch.device:
     """Return the device of this name; "auto" is the accelerator if there is one, else the CPU.
 
-    Raises UserError where there is no such device.
+    An accelerator comes with its index, the current one's unless the name has it, and becomes the current one.
+
+    Raises UserError where there is no such device, or none with which rows can be copied beside a step.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if name == "auto":  # MPS has no float64, which FTRL's powers and --l2 table need; it can be asked for
-        return accelerator if accelerator is not None and accelerator.type != "mps" else torch.device("cpu")
+    if name == "auto":
+        if accelerator is None or _missing(accelerator):
+            return torch.device("cpu")
+        return _current(accelerator)
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -28,8 +34,25 @@ def select(name: str) -> torch.device:
     count = torch.accelerator.device_count()
     if device.index is not None and device.index >= count:
         raise UserError(f"--device {name}: this machine has {count} of them, numbered from 0")
-    torch.accelerator.set_device_index(device.index or 0)
+    if missing := _missing(device):
+        raise UserError(
+            f"--device {name}: torch has no streams there, with which rows are copied beside a step "
+            f"(torch.{device.type} lacks {', '.join(missing)}); use --device cpu"
+        )
+    if ":" not in name:
+        return _current(device)
+    torch.accelerator.set_device_index(device.index)
     return device
+
+
+def _current(accelerator: torch.device) -> torch.device:
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _missing(device: torch.device) -> list[str]:
+    """What `Staging` needs of torch's module for the device and does not find; MPS has no streams."""
+    module = torch.get_device_module(device)
+    return [name for name in ("Stream", "Event", "stream", "current_stream") if not hasattr(module, name)]
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -46,6 +69,23 @@ def make_deterministic(device: torch.device) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
+def set_tf32(device: torch.device, on: bool) -> None:
+    """Let float32 matrix products on the device round their inputs to TF32, or keep to IEEE float32.
+
+    Raises UserError where it is to be on and the device has no TF32.
+    """
+    if on and (device.type != "cuda" or torch.version.hip is not None):
+        raise UserError(f"--tf32 has no effect on {describe(device)}; leave it out")
+    if device.type != "cuda":
+        return
+    if on and (found := torch.cuda.get_device_capability(device)) < _TF32_CAPABILITY:
+        raise UserError(
+            f"--tf32 has no effect on {describe(device)}, whose compute capability is {found[0]}.{found[1]}, below "
+            "8.0; leave it out"
+        )
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if on else "ieee"
+
+
 def free_bytes(device: torch.device) -> int | None:
     """Return the device's free memory in bytes; None where torch cannot tell."""
     if not is_accelerator(device):
@@ -54,6 +94,15 @@ def free_bytes(device: torch.device) -> int | None:
     if hasattr(module, "mem_get_info"):
         return int(module.mem_get_info(device)[0])
     return None
+
+
+def room_for_cache(device: torch.device, beside: int = 0) -> int | None:
+    """Return the bytes that an embedding cache may take; None where torch cannot tell what is free.
+
+    On the CPU that is all that is free, and on an accelerator what `memory.cache_room` leaves of it.
+    """
+    free = free_bytes(device)
+    return cache_room(free, beside) if free is not None and is_accelerator(device) else free
 
 
 def describe(device: torch.device) -> str:

@@ -38,6 +38,10 @@ class Slabs:
         with self._lock:
             return Slab(self, self._free.pop() if self._free else None)
 
+    def loose(self) -> "Slab":
+        """Return memory that nobody gives back: torch keeps pinned memory until the copies from it are done."""
+        return Slab(self, None)
+
     def allocate(self, nbytes: int) -> Tensor:
         """Return bytes of memory."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.pin)

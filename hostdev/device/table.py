@@ -1,6 +1,5 @@
 """An embedding table and its optimizer rows in the device's memory: the host table's twin."""
 
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -11,12 +10,12 @@ from torch import Tensor
 from hostdev.device.backend import free_bytes
 from hostdev.device.ops import ops_for
 from hostdev.initializers import Initializer, Normal
-from hostdev.kernels.norm import sum_of_squares
+from hostdev.kernels.norm import PART, partial_squares, total
 from hostdev.memory import require_table
 from hostdev.optimizers import SparseOptimizer
 
 _FILL_BYTES = 1 << 26
-_SUM_ROWS = 1 << 20
+_FOLD_BYTES = 1 << 28  # of squares at once
 
 
 class DeviceTable:
@@ -98,9 +97,32 @@ class DeviceTable:
         scalars = self.optimizer.scalars(self.step, self.dim)
         self._ops.update(self.optimizer.primitive, self.block, self.row_slots, ids, grads, scalars, skip)
 
-    def sum_of_squares(self) -> float:
-        """Return the sum of squares of all weights, in float64; on an accelerator in the order that torch chooses."""
+    def partial_squares(self) -> Tensor:
+        """Return the sums of squares of the weights by part and column, float64 [P, D] on the device.
+
+        The order is in `kernels.norm`; the bits are the host table's.
+        """
         if self.block.device.type == "cpu":
-            return sum_of_squares(self.block.numpy())
-        parts = torch.split(self.weights, _SUM_ROWS)
-        return math.fsum(float(part.double().square().sum()) for part in parts)
+            return torch.from_numpy(partial_squares(self.block.numpy()))
+        return partial_squares_with_torch(self.weights)
+
+    def sum_of_squares(self) -> float:
+        """Return the sum of squares of all weights, in float64, in the order of `kernels.norm`."""
+        return total(self.partial_squares().cpu().numpy())
+
+
+def partial_squares_with_torch(weights: Tensor) -> Tensor:
+    """Do `kernels.norm.partial_squares` of weights float32 [V, D] in torch's elementwise operations, in chunks."""
+    rows, dim = weights.shape
+    out = torch.empty((-(-rows // PART), dim), dtype=torch.float64, device=weights.device)
+    step = max(1, _FOLD_BYTES // (PART * dim * 8))
+    for first in range(0, len(out), step):
+        x = weights[first * PART : (first + step) * PART].double().square_()
+        if len(x) % PART:
+            x = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % PART))
+        x = x.view(-1, PART, dim)
+        while x.shape[1] > 1:
+            low, high = x.chunk(2, 1)
+            x = low + high
+        out[first : first + step] = x[:, 0]
+    return out

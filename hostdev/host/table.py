@@ -12,7 +12,7 @@ from hostdev.initializers import Initializer, Normal
 from hostdev.kernels.apply import apply_rows, apply_uses
 from hostdev.kernels.buffers import aligned_empty
 from hostdev.kernels.lookup import lookup, store
-from hostdev.kernels.norm import sum_of_squares
+from hostdev.kernels.norm import partial_squares, total
 from hostdev.memory import available_bytes, require_table
 from hostdev.optimizers import SparseOptimizer
 
@@ -157,9 +157,13 @@ class HostTable:
             if rows.shape[1]:
                 store(rows, ids, values, positions)
 
+    def partial_squares(self) -> npt.NDArray[np.float64]:
+        """Return the sums of squares of the weights by part and column, [P, D]; the order is in `kernels.norm`."""
+        return partial_squares(self.block)
+
     def sum_of_squares(self) -> float:
-        """Return the sum of squares of all weights, in float64."""
-        return sum_of_squares(self.block)
+        """Return the sum of squares of all weights, in float64, in the order of `kernels.norm`."""
+        return total(self.partial_squares())
 
     def _checked(self, ids: npt.ArrayLike) -> npt.NDArray[Any]:
         return checked_ids(ids, self.rows, self.name)

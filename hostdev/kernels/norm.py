@@ -1,29 +1,78 @@
-"""The sum of squares of a table's weights, the same bits for any number of threads."""
+"""The sum of squares of a table's weights, in an order that any number of threads and an accelerator can keep.
+
+All in float64, where the square of a float32 is exact. The rows are taken in parts of 4096, the last one filled up with
+zeros; within a part each column is folded in halves, x[i] + x[i + half] for half = 2048, 1024, ..., 1, which leaves a
+sum per part and column, [P, D]; the total is numpy's sum over these in C order.
+"""
 
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.kernels.jit import kernel
+from hostdev.kernels.jit import inline, kernel
 from hostdev.kernels.pool import parallel_for
 
-_ROWS = 4096  # of a partial sum; fixed, as the order of additions depends on it
+PART = 4096  # rows; a power of two, fixed, as the order of additions depends on it
+_EIGHTH = PART // 8
+
+
+@inline
+def _square(block: Any, row: Any, j: Any) -> Any:
+    w = np.float64(block[row, 0, j])
+    return w * w
 
 
 @kernel
-def _partial_sums(start: Any, stop: Any, block: Any, sums: Any) -> None:
-    rows, _, D = block.shape
+def _fold(block: Any, first: Any, x: Any, out: Any) -> None:
+    """Fold the rows first .. first + 4095 into out [D]; x [512, D] is scratch."""
+    D = block.shape[2]
+    first, eighth = np.uint64(first), np.uint64(_EIGHTH)
+    for i in range(eighth):  # three folds at once, whose eight rows are read one after the other
+        r = first + np.uint64(i)
+        for j in range(D):
+            even = (_square(block, r, j) + _square(block, r + np.uint64(4) * eighth, j)) + (
+                _square(block, r + np.uint64(2) * eighth, j) + _square(block, r + np.uint64(6) * eighth, j)
+            )
+            odd = (_square(block, r + eighth, j) + _square(block, r + np.uint64(5) * eighth, j)) + (
+                _square(block, r + np.uint64(3) * eighth, j) + _square(block, r + np.uint64(7) * eighth, j)
+            )
+            x[i, j] = even + odd
+    half = _EIGHTH // 2
+    while half > 0:
+        for i in range(half):
+            low, high = x[i], x[i + half]
+            for j in range(D):
+                low[j] += high[j]
+        half //= 2
+    out[:] = x[0]
+
+
+@kernel
+def _partial_squares(start: Any, stop: Any, block: Any, sums: Any) -> None:
+    x = np.empty((_EIGHTH, block.shape[2]))
     for part in range(start, stop):
-        for row in range(part * _ROWS, min(rows, (part + 1) * _ROWS)):
-            for j in range(D):  # a sum per column: independent additions, which vectorise
-                w = np.float64(block[row, 0, j])
-                sums[part, j] += w * w
+        _fold(block, part * PART, x, sums[part])
+
+
+def partial_squares(block: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    """Return the sums of squares of a block's weights, float32 [V, 1 + S, D], by part and column: float64 [P, D]."""
+    rows, _, D = block.shape
+    sums = np.empty((-(-rows // PART), D))
+    whole = rows // PART
+    parallel_for(_partial_squares, whole, block, sums)
+    if whole < len(sums):
+        last = np.zeros((PART, 1, D), np.float32)
+        last[: rows - whole * PART] = block[whole * PART :, :1]
+        _partial_squares(0, 1, last, sums[whole:])
+    return sums
+
+
+def total(sums: npt.NDArray[np.float64]) -> float:
+    """Return the sum of all parts' sums [P, D], on the host: numpy's over the array in C order."""
+    return float(np.ascontiguousarray(sums).sum())
 
 
 def sum_of_squares(block: npt.NDArray[np.float32]) -> float:
-    """Return the sum of squares of the weights of a block float32 [V, 1 + S, D], added in float64."""
-    rows, _, D = block.shape
-    sums = np.zeros((-(-rows // _ROWS), D))
-    parallel_for(_partial_sums, len(sums), block, sums)
-    return float(sums.sum())
+    """Return the sum of squares of the weights of a block float32 [V, 1 + S, D]."""
+    return total(partial_squares(block))

@@ -36,10 +36,14 @@ class WideDeep(nn.Module):
                 parameter.copy_(torch.from_numpy(values))
 
     def forward(self, linear: Tensor, deep: Tensor) -> Tensor:
-        """Return logits float32 [B].
+        """Return logits float32 [B]; the last layer is calculated in float32 under autocast, too.
 
         linear  float32 [B], the sum over the fields of wide weight x mask
         deep    [B, F * D], the embeddings x mask of all fields side by side; under autocast in its dtype
         """
-        logits: Tensor = linear + self.bias + self.deep(deep).squeeze(1)
+        *hidden, last = self.deep
+        for layer in hidden:
+            deep = layer(deep)
+        with torch.autocast(deep.device.type, enabled=False):  # a single logit a row in bfloat16 would have 8 bits
+            logits: Tensor = linear + self.bias + last(deep.float()).squeeze(1)
         return logits

@@ -91,8 +91,20 @@ def test_memory_of_the_slots(optimizer, width):
 
 
 def test_slots_that_do_not_fit_are_refused(monkeypatch):
-    monkeypatch.setattr(cache_module, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(backend, "free_bytes", lambda device: 1000)
     with pytest.raises(
         UserError, match="a cache of 50 rows needs 9600 bytes .* of cpu memory are free; use fewer rows"
     ):
         EmbeddingCache(HostTable(ROWS, 16, LazyAdam(), name="t"), 50)
+
+
+def test_an_accelerator_keeps_memory_for_the_rest(monkeypatch):
+    """A tenth of what is free, at least 256 MiB; before anything is allocated."""
+    table = HostTable(1000, 4, SGD(), name="t")
+    monkeypatch.setattr(backend, "free_bytes", lambda device: (256 << 20) + 16 * 500)
+    EmbeddingCache(table, 600)  # on the CPU all that is free
+    message = (
+        r"needs 8016 bytes .*, but 8000 bytes .* of cuda:0 memory are free for one, beside a tenth and at least 256"
+    )
+    with pytest.raises(UserError, match=message):
+        EmbeddingCache(table, 501, device="cuda:0")

@@ -112,6 +112,7 @@ def test_hash_buckets(tmp_path, ten_rows):
     found = build(source, tmp_path / "out", hashed)
     assert found.vocabulary_size == 139
     assert found.vocabulary is None
+    assert found.vocabulary_sha256 is None
     assert not (tmp_path / "out" / "vocabulary.arrow").exists()
     _, _, cat = read(tmp_path / "out", "train")
     assert cat.min() >= 39
@@ -208,6 +209,7 @@ def test_the_manifest_of_another_version_is_refused(tmp_path):
         ({"version": 2}, "version 2, and this is"),
         ({"format": "x"}, "'x'"),
         ({"extra": 1}, "extra"),
+        ({"vocabulary_sha256": 3}, "a wrong value of vocabulary_sha256"),
     ]:
         path.write_text(json.dumps({**content, **change}))
         with pytest.raises(UserError, match=message):
@@ -217,6 +219,67 @@ def test_the_manifest_of_another_version_is_refused(tmp_path):
         manifest.read(tmp_path / "out")
     with pytest.raises(UserError, match="not a data set"):
         manifest.read(tmp_path)
+
+
+def rewrite_vocabulary(folder, change):
+    """Replace the counts of a data set's vocabulary."""
+    path = folder / "vocabulary.arrow"
+    vocabulary = pa.ipc.open_file(pa.OSFile(str(path))).read_all()
+    counts = pa.array(change(vocabulary["count"].to_numpy().copy()))
+    vocabulary = vocabulary.slice(0, len(counts)).set_column(2, "count", counts)
+    with pa.ipc.new_file(path, vocabulary.schema) as file:
+        file.write_table(vocabulary)
+
+
+def forget_checksum(folder):
+    """Make the manifest one of before the vocabulary had a checksum."""
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["vocabulary_sha256"]
+    path.write_text(json.dumps(content))
+
+
+def plus(index, by):
+    def change(counts):
+        counts[index] += by
+        return counts
+
+    return change
+
+
+def test_the_vocabulary_has_a_checksum(own_data):
+    found = manifest.read(own_data)
+    assert found.vocabulary_sha256 == manifest.checksum(own_data / "vocabulary.arrow")
+    assert manifest.read_counts(own_data, found).sum() == found.rows("train") * manifest.FIELDS
+    rewrite_vocabulary(own_data, plus(40, 3))
+    with pytest.raises(
+        UserError, match="vocabulary.arrow has a wrong checksum: it is damaged or was changed; preprocess"
+    ):
+        manifest.read_counts(own_data, found)
+    (own_data / "vocabulary.arrow").unlink()
+    with pytest.raises(UserError, match="vocabulary.arrow is broken .*; preprocess the data again"):
+        manifest.read_counts(own_data, found)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda counts: counts, None),
+    (lambda counts: counts[:-1], r"has \d+ ids, not \d+"),
+    (plus(40, 3), r"counts other uses than the \d+ of the training rows"),
+    (plus(slice(40, 42), np.array([-10**6, 10**6])), "counts of uses below 0"),
+    (lambda counts: counts.astype(np.float64), "counts of uses that are double, not int64"),
+    (lambda counts: [None, *counts[1:]], "counts of uses that are missing"),
+])  # fmt: skip
+def test_a_damaged_vocabulary_of_a_data_set_without_a_checksum(own_data, change, message):
+    """Data sets made before there was one are read, and looked at."""
+    rewrite_vocabulary(own_data, change)
+    forget_checksum(own_data)
+    found = manifest.read(own_data)
+    assert found.vocabulary_sha256 is None
+    if message is None:
+        assert len(manifest.read_counts(own_data, found)) == found.vocabulary_size
+        return
+    with pytest.raises(UserError, match=rf"vocabulary.arrow (is broken \()?{message}.*preprocess the data again"):
+        manifest.read_counts(own_data, found)
 
 
 @pytest.mark.parametrize("wrong", [

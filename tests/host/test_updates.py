@@ -181,3 +181,21 @@ def test_nan_stays_visible(name):
     table = HostTable(3, 2, OPTIMIZERS[name], name="t")
     table.apply([1], np.full((1, 2), np.nan, np.float32))
     assert np.isnan(table.weights[1]).all()
+
+
+@pytest.mark.parametrize(("optimizer", "wrong", "there"), [
+    (LazyAdam, {"beta2": 1 - 1e-8}, "1.0"), (LazyAdam, {"beta1": 1 - 1e-9}, "1.0"), (LazyAdam, {"eps": 1e-46}, "0.0"),
+    (LazyAdam, {"lr": 1e-46}, "0.0"), (LazyAdam, {"lr": 3e38, "beta1": 0.999}, "inf"), (FTRL, {"lr": 1e39}, "inf"),
+    (FTRL, {"l2": 3e38}, "inf"), (FTRL, {"initial_accum": 1e39}, "inf"), (SGD, {"lr": 1e-50}, "0.0"),
+    (Adagrad, {"eps": 1e-46}, "0.0"), (RowWiseAdagrad, {"lr": 1e40}, "inf"),
+])  # fmt: skip
+def test_hyperparameters_that_float32_changes(optimizer, wrong, there):
+    """The kernels get float32 values: what is right in float64 may be 1, 0 or infinite there."""
+    with pytest.raises(ValueError, match=rf"must be .* in float32, with which rows are updated; .* is {there} there"):
+        optimizer(**wrong)
+
+
+@pytest.mark.parametrize("optimizer", [LazyAdam, FTRL, SGD, Adagrad, RowWiseAdagrad])
+def test_an_infinite_learning_rate(optimizer):
+    with pytest.raises(ValueError, match="lr must be positive, not inf"):
+        optimizer(lr=float("inf"))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hostdev.kernels.lookup import first_outside, lookup
-from hostdev.kernels.norm import sum_of_squares
+from hostdev.kernels.norm import partial_squares, sum_of_squares, total
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.segment import segment_sum
 from hostdev.kernels.unique import unique
@@ -50,11 +50,15 @@ def test_first_outside(ids, rows):
     assert first_outside(np.array(ids, np.int32), rows) == expected
 
 
-@pytest.mark.parametrize("threads", THREADS)
-def test_sum_of_squares(threads):
-    set_host_threads(threads)
-    block = np.random.default_rng(0).standard_normal((10_000, 2, 7), dtype=np.float32)
-    total = sum_of_squares(block)
-    assert total == pytest.approx(np.square(block[:, 0], dtype=np.float64).sum(), rel=1e-12)
-    set_host_threads(1)
-    assert sum_of_squares(block) == total
+@pytest.mark.parametrize("rows", [1, 4095, 4096, 4097, 10_000])
+@pytest.mark.parametrize("dim", [1, 3, 80])
+def test_sum_of_squares(dim, rows):
+    rng = np.random.default_rng(rows)
+    block = (rng.standard_normal((rows, 2, dim)) * 10.0 ** rng.integers(-6, 6, (rows, 1, 1))).astype(np.float32)
+    expected = naive.partial_squares(block[:, 0])
+    for threads in THREADS:
+        set_host_threads(threads)
+        np.testing.assert_array_equal(partial_squares(block), expected)
+    found = sum_of_squares(block)
+    assert found == expected.sum() == total(expected)
+    assert found == pytest.approx(np.square(block[:, 0], dtype=np.float64).sum(), rel=1e-12)

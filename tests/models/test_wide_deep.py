@@ -23,6 +23,19 @@ def test_forward_is_what_the_formula_says():
     np.testing.assert_allclose(logits.detach(), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_the_last_layer_is_float32_under_autocast():
+    """One logit a row in bfloat16 would have 8 bits."""
+    network = WideDeep(4, 3, seed=1)
+    deep = torch.randn(64, 12, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = network(torch.zeros(64), deep)
+        hidden = network.deep[:-1](deep)
+    assert logits.dtype == torch.float32
+    assert not torch.equal(logits, logits.bfloat16().float())
+    expected = torch.nn.functional.linear(hidden.float(), network.deep[-1].weight, network.deep[-1].bias).squeeze(1)
+    assert torch.equal(logits, network.bias + expected)
+
+
 def test_initial_values_depend_on_seed_and_name():
     first, again, other = (WideDeep(4, 3, seed=seed).state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(first[name], again[name]) for name in first)

@@ -1,0 +1,98 @@
+"""Which device is chosen, on machines that this one is not."""
+
+import json
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from hostdev import UserError, train, verify
+from hostdev.device import backend
+
+
+class Machine:
+    """A machine with so many accelerators of a kind; of torch's functions, it has those named."""
+
+    def __init__(self, kind, count, names=("Stream", "Event", "stream", "current_stream"), current=0):
+        self.kind, self.count, self.current = kind, count, current
+        self.asked = []
+        self.module = types.SimpleNamespace(**dict.fromkeys(names, lambda *args: None))
+        self.module.mem_get_info = lambda device: (self.asked.append(device), (5, 9))[1]
+        self.module.get_device_name = lambda device: f"Product {device.index}"
+
+    def patch(self, patcher):
+        accelerator = torch.accelerator
+        patcher.setattr(accelerator, "is_available", lambda: True)
+        patcher.setattr(accelerator, "current_accelerator", lambda: torch.device(self.kind))
+        patcher.setattr(accelerator, "device_count", lambda: self.count)
+        patcher.setattr(accelerator, "current_device_index", lambda: self.current)
+        patcher.setattr(accelerator, "set_device_index", lambda index: setattr(self, "current", index))
+        patcher.setattr(torch, "get_device_module", lambda device: self.module)
+        return self
+
+
+@pytest.mark.parametrize(("name", "index"), [("auto", 1), ("cuda", 1), ("cuda:0", 0), ("cuda:2", 2)])
+def test_an_accelerator_has_an_index(monkeypatch, name, index):
+    """The current one unless another is named; it is that of which everything is asked."""
+    machine = Machine("cuda", 3, current=1).patch(monkeypatch)
+    device = backend.select(name)
+    assert device == torch.device("cuda", index)
+    assert machine.current == index
+    assert backend.free_bytes(device) == 5
+    assert machine.asked == [device]
+    assert backend.describe(device) == f"cuda:{index} (Product {index})"
+    with pytest.raises(UserError, match="--device cuda:3: this machine has 3 of them, numbered from 0"):
+        backend.select("cuda:3")
+
+
+def test_a_device_without_streams_is_refused(monkeypatch):
+    Machine("mps", 1, names=("Event",)).patch(monkeypatch)
+    with pytest.raises(UserError, match="--device mps: torch has no streams there, .*; use --device cpu"):
+        backend.select("mps")
+    assert backend.select("auto") == torch.device("cpu")
+
+
+@pytest.fixture
+def precision():
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    yield matmul
+    matmul.fp32_precision = before
+
+
+def test_tf32_is_on_or_ieee(monkeypatch, precision):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    device = torch.device("cuda", 0)
+    for on, expected in ((True, "tf32"), (False, "ieee")):
+        backend.set_tf32(device, on)
+        assert precision.fp32_precision == expected
+
+
+def test_tf32_that_is_not_there(monkeypatch, precision):
+    before = precision.fp32_precision
+    with pytest.raises(UserError, match="--tf32 has no effect on cpu; leave it out"):
+        backend.set_tf32(torch.device("cpu"), True)
+    backend.set_tf32(torch.device("cpu"), False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "T4")
+    with pytest.raises(
+        UserError, match=r"--tf32 has no effect on cuda:0 \(T4\), whose compute capability is 7.5, below"
+    ):
+        backend.set_tf32(torch.device("cuda", 0), True)
+    assert precision.fp32_precision == before
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_the_commands_set_tf32(monkeypatch, small_data, in_process, on):
+    asked = []
+    monkeypatch.setattr(backend, "set_tf32", lambda device, on: asked.append((device.type, on)))
+    options = ["--data", small_data, "--device", "cpu", "--batch-size", 200, "--emb-dim", 4, *["--tf32"][:on]]
+    code, out, _ = in_process(train, *options, "--max-steps", 1, "--epochs", 1, "--host-device-mix", "--run-dir", "run")
+    assert code == 0
+    assert ("fp32 with TF32 on cpu" in out) == on
+    assert json.loads(Path("run/config.json").read_text())["tf32"] == on
+    code, out, _ = in_process(verify, *options, "--steps", 2, "--host-threads", 1)
+    assert code == 0
+    assert ("fp32 with TF32 on cpu" in out) == on
+    assert asked == [("cpu", on)] * 2
