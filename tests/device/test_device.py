@@ -19,18 +19,6 @@ OPTIMIZERS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(params=["cpu", "accelerator"])
-def device(request):
-    if request.param == "cpu":
-        return torch.device("cpu")
-    if not torch.accelerator.is_available():
-        pytest.skip("torch sees no accelerator on this machine")
-    found = torch.accelerator.current_accelerator()
-    backend.make_deterministic(found)
-    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
-    return found
-
-
 def steps(dim, count=6):
     rng = np.random.default_rng(dim)
     for _ in range(count):
