@@ -147,12 +147,22 @@ class _Call:
         with torch.no_grad():
             return self.op(*args, **kwargs)
 
-    def run(self) -> Any:
-        """Do it, as a task."""
-        for tensor, version in self.scalars:
-            if tensor._version != version:
-                raise RuntimeError("a scalar in host memory was changed before the device had read it")
-        return _kernels.get(self.op, self.op)(*self.hidden_args, **self.hidden_kwargs)
+    def work(self) -> Callable[[], Any]:
+        """Return what the task does; it must not keep the tensors themselves, which may be given up before it runs."""
+        kernel, args, kwargs, scalars = (
+            _kernels.get(self.op, self.op),
+            self.hidden_args,
+            self.hidden_kwargs,
+            self.scalars,
+        )
+
+        def run() -> Any:
+            for tensor, version in scalars:
+                if tensor._version != version:
+                    raise RuntimeError("a scalar in host memory was changed before the device had read it")
+            return kernel(*args, **kwargs)
+
+        return run
 
     def launch(self, run: Callable[[], object], outs: list[Buffer]) -> None:
         """Queue it."""
@@ -168,12 +178,12 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
         return op.redispatch(CPU, *args, **kwargs)  # sizes and strides only
     call = _Call(op, schema, args, kwargs)
     if schema.written and not schema.fresh:
-        call.launch(call.run, [])
+        call.launch(call.work(), [])
         if schema.returns > 1:
             return tuple(call.targets)
         return call.targets[0] if schema.returns else None
     if not schema.returns:
-        call.launch(call.run, [])
+        call.launch(call.work(), [])
         return None
     try:
         specs = call.shapes()
@@ -187,10 +197,10 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
         lambda t: allocate(tuple(t.shape), t.stride(), t.dtype, call.device) if t.device.type == "meta" else t,
     )
     flat = _tensors(outs)
-    targets = [hidden(tensor) for tensor in flat]
+    work, targets = call.work(), [hidden(tensor) for tensor in flat]
 
     def run() -> None:
-        for target, value in zip(targets, _tensors(call.run()), strict=True):
+        for target, value in zip(targets, _tensors(work()), strict=True):
             target.copy_(value)
 
     call.launch(run, [buffer_of(tensor) for tensor in flat])
@@ -199,8 +209,8 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _synchronous(call: _Call) -> Any:
     """Do an operation whose shape depends on values, or that nobody has told the shape of: the host waits for it."""
-    found: list[Any] = []
-    call.launch(lambda: found.append(call.run()), [])
+    work, found = call.work(), []
+    call.launch(lambda: found.append(work()), [])
     finish(current_queue(call.device), f"shape of {call.op}")
 
     def moved(value: Tensor) -> Tensor:

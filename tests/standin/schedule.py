@@ -202,7 +202,8 @@ def enqueue(
             memory.note(use, writes=False)
         for memory in writes:
             memory.note(use, writes=True)
-        if source is not None and config.check:
+        written = reads[0].writer if reads else None
+        if source is not None and config.check and (written is None or written.number <= written.queue.known):
             queue.sources.append(Source(use, reads[0], source, source.clone()))
         before = [] if queue.tail is None or queue.tail.done else [queue.tail]
         task = Task(name, run, queue, before + [wait for wait in queue.waits if not wait.done])

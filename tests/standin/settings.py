@@ -36,7 +36,7 @@ class Counters:
     launches            tasks with work, by the operation's name: no views, allocations and events
     waits               times that a host thread waited, or on a real device might have, by what for and its name
     pinned_allocations  number of pinned buffers that were made, and pinned_bytes, their bytes
-    device_bytes        allocated now, on all devices; device_peak_bytes, at most
+    device_bytes        allocated now, on all devices, as `standin.collect()` leaves it; device_peak_bytes, at most
     """
 
     launches: Counter[str] = field(default_factory=Counter)
