@@ -1,5 +1,6 @@
 """What many tests need: threads, devices, small data sets, the real sample, ways to run a command."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -9,8 +10,9 @@ import pytest
 import torch
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
+from hostdev.models.wide_deep import WideDeep
 
-from hostdev import cli
+from hostdev import cli, trainer
 from hostdev.device import backend
 from hostdev.kernels.pool import host_threads, set_host_threads
 
@@ -36,10 +38,13 @@ def devices():
 def device(request):
     """The device, as `--device NAME` selects it; `make test-device` runs the tests that have it as an argument."""
     found = backend.select(request.param)
-    if backend.is_accelerator(found):
-        backend.make_deterministic(found)
-        request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
-    return found
+    with pytest.MonkeyPatch.context() as patch:
+        if backend.is_accelerator(found):
+            backend.make_deterministic(found)
+        if found.type == "standin":  # which is slow, and sees no more in a large network
+            patch.setattr(trainer, "WideDeep", functools.partial(WideDeep, layers=(32, 16)))
+        yield found
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.hookimpl(tryfirst=True)
