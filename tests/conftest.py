@@ -34,6 +34,11 @@ def devices():
     return ["cpu"] if found is None else ["cpu", found.type]
 
 
+def stand_in():
+    """The package of the simulated accelerator, in a run with its plugin; to import it elsewhere would register it."""
+    return sys.modules["tests.standin"]
+
+
 @pytest.fixture(params=devices())
 def device(request):
     """The device, as `--device NAME` selects it; `make test-device` runs the tests that have it as an argument."""

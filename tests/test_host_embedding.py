@@ -32,12 +32,22 @@ def batches(count, seed=0):
 
 def loop(module, given, step=True):
     for ids in given:
-        module(ids).square().sum().backward()
+        rows = module(ids)
+        assert rows.device.type == module.device.type
+        rows.square().sum().backward()
         module.step()
 
 
 def contents(table):
     return [table.weights.tobytes(), *(values.tobytes() for values in table.slots.values()), table.step]
+
+
+def test_rows_and_slots_lie_on_the_device(device):
+    cache = EmbeddingCache(table_of(), "50%", device=device)
+    assert {values.device.type for values in (cache.slots[0].block, cache.slots[0].row_slots)} == {device.type}
+    for module in (HostEmbedding(cache), HostEmbedding(table_of(), device=device)):
+        assert module(batches(1)[0]).device.type == device.type
+        assert module.eval()(batches(1)[0]).device.type == device.type
 
 
 def test_the_gradient_is_torchs(device):

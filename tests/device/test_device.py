@@ -125,6 +125,22 @@ def test_selection():
     assert backend.free_bytes(torch.device("cpu")) > 0
 
 
+def test_an_accelerator_by_its_number(device):
+    if device.type == "cpu":
+        assert backend.select("cpu:0") == device
+        return
+    count = torch.accelerator.device_count()
+    assert backend.select("auto").type == device.type
+    for number in range(count):
+        one = backend.select(f"{device.type}:{number}")
+        assert DeviceTable(3, 2, SGD(), one, name="t").block.device.index == number
+        assert torch.accelerator.current_device_index() == number
+    with pytest.raises(UserError, match=f"this machine has {count} of them, numbered from 0"):
+        backend.select(f"{device.type}:{count}")
+    assert backend.free_bytes(device) > 0
+    assert backend.describe(device).startswith(f"{device.type} (")
+
+
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 @pytest.mark.parametrize("name", ["cuda", "cuda:1"])
 def test_no_accelerator(name):

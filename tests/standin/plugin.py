@@ -49,4 +49,5 @@ def pytest_runtest_call(item):
 
 def _configure(config):
     if standin.unavailable is None:
+        torch.accelerator.set_device_index(0)
         standin.configure(schedule=config.option.standin_schedule, seed=config.option.standin_seed, check=True)
