@@ -66,6 +66,7 @@ def test_two_devices():
     assert network.weight.grad.device == one.device
     with torch.accelerator.device_index(1):
         assert torch.zeros(1, device="standin").device.index == 1
+        assert torch.zeros(1).to("standin").device.index == 1
         assert torch.accelerator.current_stream().device_index == 1
     assert torch.accelerator.current_stream().device_index == 0
     with pytest.raises(RuntimeError, match="there is no device 2"):

@@ -213,6 +213,17 @@ def _storage(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
     return _new_storage(cls, *args, **kwargs) if device is None else _new_storage(cls, *args, device=device, **kwargs)
 
 
+_tensor_to = torch.Tensor.to
+
+
+def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`Tensor.to`, to this thread's device where none is said; torch knows no other than 0."""
+    named = args and isinstance(args[0], (str, torch.device)) and torch.device(args[0]) == torch.device(NAME)
+    if current_device() and named:
+        args = (torch.device(NAME, current_device()), *args[1:])
+    return _tensor_to(tensor, *args, **kwargs)
+
+
 _run_backward = torch.autograd._engine_run_backward
 
 
@@ -232,6 +243,7 @@ operations.register()
 for _name in ("empty", "zeros", "ones", "full", "empty_like", "zeros_like", "empty_strided", "tensor"):
     setattr(torch, _name, _pinning(getattr(torch, _name)))
 torch.UntypedStorage.__new__ = staticmethod(_storage)
+torch.Tensor.to = _to
 torch.Event = Event
 torch.autograd._engine_run_backward = _backward
 torch._C._accelerator_synchronizeDevice = lambda index: Module.synchronize(index)
