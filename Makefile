@@ -5,15 +5,25 @@ BIN := $(VENV)/bin
 CRITEO ?=
 ARGS ?=
 
-.PHONY: train test test-slow bench bench-peers lint types unit wheel venv clean
+.PHONY: train test test-device test-slow bench bench-peers lint types unit wheel venv clean
 
 train: $(VENV)/.ready
 	@$(BIN)/python -m hostdev.quickstart $(if $(CRITEO),--criteo "$(CRITEO)") $(ARGS)
 
-test: lint types unit wheel
+test: lint types unit test-device wheel
+
+# On a simulated accelerator, in a process of its own: it is registered with torch for the whole process.
+ON_DEVICE := $(BIN)/python -m pytest -p tests.standin.plugin
+
+test-device: $(VENV)/.ready
+	$(ON_DEVICE) -m "device and not slow"
 
 test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m slow
+	$(ON_DEVICE) -m "device and slow"
+	$(ON_DEVICE) -m "device and not slow" --standin-schedule eager
+	$(ON_DEVICE) -m "device and not slow" --standin-schedule random
+	$(ON_DEVICE) -m "device and not slow" --standin-schedule delayed
 
 bench: $(VENV)/.ready
 	$(BIN)/python bench/bench_ops.py

@@ -6,7 +6,7 @@ import itertools
 import platform
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -119,16 +119,10 @@ class Run:
         batches = self.train_rows.batches(self.batch_size, seed=self.settings.seed, epoch=epoch)
         results = self.trainer.train(itertools.islice(batches, planned))
         with bar(planned, f"epoch {epoch}/{self.epochs}", "step") as progress, closing(results):
-            start, last = time.perf_counter(), None
+            start = time.perf_counter()
             try:
-                for step, result in enumerate(results, 1):
-                    if last is not None:  # its losses are there by now, and nobody waits for the device
-                        self._note(epoch, *last, progress)
-                    last = step, result
-                    if stop.requested:
-                        break
-                if last is not None:
-                    self._note(epoch, *last, progress)
+                for step, result in enumerate(_one_behind(results, stop), 1):
+                    self._note(epoch, step, result, progress)
             except NonFiniteLossError as error:
                 raise UserError(f"epoch {epoch} step {error.step}: {error}") from error
             finally:
@@ -220,6 +214,27 @@ class Run:
     def _cache_summary(self) -> dict[str, Any]:
         cache = self.trainer.cache
         return {} if cache is None else {"cache": cache.summary(optimum=False)}
+
+
+def _one_behind(results: Iterator[Result], stop: GracefulStop) -> Iterator[Result]:
+    """Yield each step when the next one has been queued, by when its losses are there and nobody waits for the device.
+
+    After a signal, and before an error is raised, what has been stepped comes still.
+    """
+    held: list[Result] = []
+    error: Exception | None = None
+    try:
+        for result in results:
+            held.append(result)
+            if stop.requested:
+                break
+            if len(held) > 1:
+                yield held.pop(0)
+    except Exception as caught:
+        error = caught
+    yield from held
+    if error is not None:
+        raise error
 
 
 def cache_options(settings: TrainConfig, data: Path, found: manifest.Manifest) -> dict[str, Any] | None:

@@ -1,15 +1,19 @@
-"""What many tests need: threads, small data sets, the real sample, ways to run a command."""
+"""What many tests need: threads, devices, small data sets, the real sample, ways to run a command."""
 
+import functools
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
+from hostdev.models.wide_deep import WideDeep
 
-from hostdev import cli
+from hostdev import cli, dense
+from hostdev.device import backend
 from hostdev.kernels.pool import host_threads, set_host_threads
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,6 +24,39 @@ def _restore_threads():
     threads = host_threads()
     yield
     set_host_threads(threads)
+
+
+def devices():
+    """The simulated accelerator alone where it is loaded; else the CPU, and an accelerator if there is one."""
+    if "tests.standin.plugin" in sys.modules:
+        return ["standin"]
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ["cpu"] if found is None else ["cpu", found.type]
+
+
+def stand_in():
+    """The package of the simulated accelerator, in a run with its plugin; to import it elsewhere would register it."""
+    return sys.modules["tests.standin"]
+
+
+@pytest.fixture(params=devices())
+def device(request):
+    """The device, as `--device NAME` selects it; `make test-device` runs the tests that have it as an argument."""
+    found = backend.select(request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        if backend.is_accelerator(found):
+            backend.make_deterministic(found)
+        if found.type == "standin":  # which is slow, and sees no more in a large network
+            patch.setattr(dense, "WideDeep", functools.partial(WideDeep, layers=(32, 16)))
+        yield found
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "device" in getattr(item, "fixturenames", ()):
+            item.add_marker("device")
 
 
 @pytest.fixture(scope="session")

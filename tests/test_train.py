@@ -37,8 +37,9 @@ def trained(tmp_path, monkeypatch):
     return run
 
 
-def small(data, *more):
-    return ["--data", data, "--device", "cpu", "--batch-size", 500, "--emb-dim", 4, "--run-dir", "run", *more]
+def small(data, *more, device=None):
+    name = "cpu" if device is None else device.type
+    return ["--data", data, "--device", name, "--batch-size", 500, "--emb-dim", 4, "--run-dir", "run", *more]
 
 
 def test_the_list_of_flags():
@@ -65,8 +66,8 @@ def test_flags_and_settings_are_inverse():
     assert (reference.epochs, reference.batch_size, reference.emb_dim, reference.l2) == (15, 16000, 80, "none")
 
 
-def test_the_run_directory(trained, small_data, tmp_path, capsys):
-    assert trained(*small(small_data, "--host-device-mix", "--epochs", 2)) == 0
+def test_the_run_directory(device, trained, small_data, tmp_path, capsys):
+    assert trained(*small(small_data, "--host-device-mix", "--epochs", 2, device=device)) == 0
     run = tmp_path / "run"
     assert sorted(path.name for path in run.iterdir()) == [
         "config.json", "eval.log", "loss.log", "ops.log", "summary.json",
@@ -91,7 +92,7 @@ def test_the_run_directory(trained, small_data, tmp_path, capsys):
     assert summary["status"] == "finished"
     assert summary["steps"] == 2 * steps
     assert summary["epochs"] == 2
-    assert summary["device"] == "cpu"
+    assert summary["device"].split(" ")[0].split(":")[0] == device.type
     assert f"auc is {summary['auc']:.6f}" in evaluations[1]
     assert summary["samples_per_second"] > 0
     assert summary["peak_rss_bytes"] > 1 << 20
@@ -109,9 +110,9 @@ def test_the_run_directory(trained, small_data, tmp_path, capsys):
     assert "FusedSparseLazyAdam" in out
 
 
-def test_equal_digests_in_every_mode(trained, small_data, tmp_path):
+def test_equal_digests_in_every_mode(device, trained, small_data, tmp_path):
     def digest(name, *options):
-        assert trained(*small(small_data, "--max-steps", 6, "--run-dir", name, *options)) == 0
+        assert trained(*small(small_data, "--max-steps", 6, "--run-dir", name, *options, device=device)) == 0
         summary = json.loads((tmp_path / name / "summary.json").read_text())
         return summary["state_sha256"], (tmp_path / name / "loss.log").read_text()
 
@@ -125,8 +126,8 @@ def test_equal_digests_in_every_mode(trained, small_data, tmp_path):
         assert digest(f"cache{number}", "--host-device-mix", "--cache-rows", *options) == first
 
 
-def test_a_run_with_a_cache(trained, small_data, tmp_path, capsys):
-    options = small(small_data, "--host-device-mix", "--cache-rows", "10%", "--cache-policy", "static")
+def test_a_run_with_a_cache(device, trained, small_data, tmp_path, capsys):
+    options = small(small_data, "--host-device-mix", "--cache-rows", "10%", "--cache-policy", "static", device=device)
     assert trained(*options, "--epochs", 2) == 0
     run = tmp_path / "run"
     summary = json.loads((run / "summary.json").read_text())
@@ -176,15 +177,15 @@ def test_the_summary_is_there_before_the_optimum(trained, small_data, tmp_path, 
     ]  # fmt: skip
 
 
-def test_without_the_mix_the_ops_are_the_devices(trained, small_data, tmp_path):
-    assert trained(*small(small_data, "--max-steps", 1)) == 0
+def test_without_the_mix_the_ops_are_the_devices(device, trained, small_data, tmp_path):
+    assert trained(*small(small_data, "--max-steps", 1, device=device)) == 0
     operations = (tmp_path / "run" / "ops.log").read_text()
     for name in ("deep/EmbeddingLookup", "wide/FusedSparseFtrl", "deep/FusedSparseLazyAdam"):
         assert f"device kernel: Default/{name}-op" in operations
 
 
-def test_max_steps_ends_within_an_epoch(trained, small_data, tmp_path):
-    assert trained(*small(small_data, "--host-device-mix", "--epochs", 3, "--max-steps", 3)) == 0
+def test_max_steps_ends_within_an_epoch(device, trained, small_data, tmp_path):
+    assert trained(*small(small_data, "--host-device-mix", "--epochs", 3, "--max-steps", 3, device=device)) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == 3
     assert summary["epochs"] == 0
@@ -236,11 +237,11 @@ def test_a_device_that_is_not_there(trained, small_data, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("mix", [True, False])
-def test_a_table_that_does_not_fit(trained, small_data, tmp_path, capsys, monkeypatch, mix):
+def test_a_table_that_does_not_fit(device, trained, small_data, tmp_path, capsys, monkeypatch, mix):
     rows = manifest.read(small_data).vocabulary_size
     monkeypatch.setattr(trainer, "available_bytes", lambda: 10**6)
-    monkeypatch.setattr(backend, "available_bytes", lambda: 10**6)
-    assert trained(*small(small_data, *["--host-device-mix"][:mix], "--emb-dim", 1000)) == 2
+    monkeypatch.setattr(trainer, "free_bytes", lambda device: 10**6)
+    assert trained(*small(small_data, *["--host-device-mix"][:mix], "--emb-dim", 1000, device=device)) == 2
     needed = rows * 1000 * 3 * 4
     assert f"needs {rows} rows x 1000 x (1 + 2 slots) x 4 = {needed} bytes" in (error := error_of(capsys))
     assert "1000000 bytes" in error
@@ -281,14 +282,14 @@ def test_an_id_beyond_the_table(trained, own_data, capsys):
     assert "part-00001.arrow, row 3, field C26: id 1000000 is outside" in error_of(capsys)
 
 
-def test_a_loss_that_is_not_finite_names_the_step(trained, own_data, tmp_path, capsys):
+def test_a_loss_that_is_not_finite_names_the_step(device, trained, own_data, tmp_path, capsys):
     def change(table):
         dense = np.array(table["dense"].to_pylist(), np.float32)
         dense[:] = np.inf
         return table.set_column(1, "dense", pa.FixedSizeListArray.from_arrays(pa.array(dense.ravel()), 13))
 
     rewrite(own_data, change)
-    assert trained(*small(own_data, "--batch-size", 100, "--host-device-mix")) == 2
+    assert trained(*small(own_data, "--batch-size", 100, "--host-device-mix", device=device)) == 2
     step = re.search(r"epoch 1 step (\d+): the loss is not finite", error_of(capsys))[1]
     done = (tmp_path / "run" / "loss.log").read_text().splitlines() if (tmp_path / "run").exists() else []
     assert len(done) == int(step) - 1

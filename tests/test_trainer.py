@@ -15,13 +15,14 @@ from hostdev.kernels.pool import set_host_threads
 from hostdev.primitive import OpLog
 from hostdev.shards import ShardReader
 from hostdev.trainer import Trainer
+from tests.test_pipeline import placements
 from tests.torch_twin import Twin
 
 CPU = torch.device("cpu")
 
 
-def make(rows, dim=8, *, mix=True, l2="none", precision="fp32", seed=3):
-    return Trainer(rows, dim, host_device_mix=mix, device=CPU, l2=l2, precision=precision, seed=seed, log=OpLog())
+def make(rows, dim=8, *, mix=True, l2="none", precision="fp32", seed=3, device=CPU):
+    return Trainer(rows, dim, host_device_mix=mix, device=device, l2=l2, precision=precision, seed=seed, log=OpLog())
 
 
 def step(trainer, batch):
@@ -37,10 +38,10 @@ def batches(folder, size, count):
     return found.vocabulary_size, list(itertools.islice(epochs, count))
 
 
-def compare_with_twin(folder, size, count, dim, l2):
+def compare_with_twin(folder, size, count, dim, l2, device=CPU):
     rows, steps = batches(folder, size, count)
-    trainer = make(rows, dim, l2=l2)
-    dense = {name: value.detach().numpy() for name, value in trainer.network.named_parameters()}
+    trainer = make(rows, dim, l2=l2, device=device)
+    dense = {name: value.detach().cpu().numpy() for name, value in trainer.network.named_parameters()}
     twin = Twin(trainer.wide.table.weights, trainer.deep.table.weights, dense, l2)
     for number, batch in enumerate(steps, 1):
         ours = step(trainer, batch)
@@ -50,8 +51,8 @@ def compare_with_twin(folder, size, count, dim, l2):
 
 
 @pytest.mark.parametrize("l2", ["none", "batch", "table"])
-def test_losses_equal_a_plain_torch_twins(small_data, l2):
-    compare_with_twin(small_data, 256, 50, 16, l2)
+def test_losses_equal_a_plain_torch_twins(device, small_data, l2):
+    compare_with_twin(small_data, 256, 50, 16, l2, device=device)
 
 
 def test_losses_equal_a_plain_torch_twins_on_the_real_sample(criteo_sample, tmp_path):
@@ -62,18 +63,18 @@ def test_losses_equal_a_plain_torch_twins_on_the_real_sample(criteo_sample, tmp_
 @pytest.mark.parametrize(
     ("l2", "precision"), [("none", "fp32"), ("batch", "fp32"), ("table", "fp32"), ("batch", "bf16")]
 )
-def test_the_same_bits_in_every_mode(small_data, l2, precision):
+def test_the_same_bits_in_every_mode(device, small_data, l2, precision):
     rows, steps = batches(small_data, 300, 8)
 
     def train(mix, threads, seed=3):
         set_host_threads(threads)
-        trainer = make(rows, 40, mix=mix, l2=l2, precision=precision, seed=seed)
+        trainer = make(rows, 40, mix=mix, l2=l2, precision=precision, seed=seed, device=device)
         losses = [step(trainer, batch) for batch in steps]
         evaluation = trainer.evaluate(steps[:2])
         return losses, evaluation, trainer.state_sha256()
 
     first = train(True, 1)
-    for mix, threads in [(True, 1), (True, 2), (True, 5), (False, 1), (False, 2)]:
+    for mix, threads in itertools.product(placements(device, l2), (1, 2, 5)):
         assert train(mix, threads) == first, (mix, threads)
     assert train(True, 1, seed=4)[2] != first[2]
 
@@ -87,9 +88,9 @@ def test_the_gap_of_the_reference_log(tmp_path):
 
 
 @pytest.mark.parametrize("mix", [True, False])
-def test_a_loss_that_is_not_finite_changes_nothing(small_data, mix):
+def test_a_loss_that_is_not_finite_changes_nothing(device, small_data, mix):
     rows, steps = batches(small_data, 100, 2)
-    trainer = make(rows, mix=mix)
+    trainer = make(rows, mix=mix, device=device)
     step(trainer, steps[0])
     before = trainer.state_sha256()
     weights = steps[1].weights.copy()
@@ -99,9 +100,9 @@ def test_a_loss_that_is_not_finite_changes_nothing(small_data, mix):
     assert trainer.state_sha256() == before
 
 
-def test_evaluation_changes_nothing_and_counts_every_row(small_data):
+def test_evaluation_changes_nothing_and_counts_every_row(device, small_data):
     rows, steps = batches(small_data, 100, 3)
-    trainer = make(rows)
+    trainer = make(rows, device=device)
     before = trainer.state_sha256()
     evaluation = trainer.evaluate(steps)
     assert evaluation.rows == 300
@@ -109,9 +110,9 @@ def test_evaluation_changes_nothing_and_counts_every_row(small_data):
     assert trainer.evaluate([]) is None
 
 
-def test_the_digest_sees_every_part(small_data):
+def test_the_digest_sees_every_part(device, small_data):
     rows, steps = batches(small_data, 100, 1)
-    trainer = make(rows)
+    trainer = make(rows, device=device)
     step(trainer, steps[0])
     digests = [trainer.state_sha256()]
     adam_state = trainer.adam.state[trainer.network.bias]
@@ -126,19 +127,19 @@ def test_the_digest_sees_every_part(small_data):
     assert len(set(digests)) == len(digests)
 
 
-def test_targets_follow_the_mode(small_data):
+def test_targets_follow_the_mode(device, small_data):
     rows, _ = batches(small_data, 100, 1)
     for mix, target in [(True, "CPU"), (False, "DEVICE")]:
-        trainer = make(rows, mix=mix)
+        trainer = make(rows, mix=mix, device=device)
         for embedding in (trainer.deep, trainer.wide):
             assert embedding.table.primitive_target == target
             assert embedding.lookup.primitive_target == embedding.update.primitive_target == target
         assert list(trainer.server) == (["deep", "wide"] if mix else [])
 
 
-def test_rows_that_no_batch_uses_do_not_change(small_data):
+def test_rows_that_no_batch_uses_do_not_change(device, small_data):
     rows, steps = batches(small_data, 50, 2)
-    trainer = make(rows, l2="table")
+    trainer = make(rows, l2="table", device=device)
     before = trainer.deep.table.block.copy()
     for batch in steps:
         step(trainer, batch)
@@ -147,18 +148,18 @@ def test_rows_that_no_batch_uses_do_not_change(small_data):
     assert set(changed) == set(used)
 
 
-def test_predictions_that_are_not_finite_are_no_auc(small_data):
+def test_predictions_that_are_not_finite_are_no_auc(device, small_data):
     rows, steps = batches(small_data, 100, 1)
-    trainer = make(rows)
+    trainer = make(rows, device=device)
     weights = steps[0].weights.copy()
     weights[5, 2] = np.inf
     with pytest.raises(UserError, match="the predictions of 1 of 100 rows are not finite"):
         trainer.evaluate([Batch(steps[0].label, steps[0].ids, weights)])
 
 
-def test_bf16_stays_close_to_fp32(small_data):
+def test_bf16_stays_close_to_fp32(device, small_data):
     rows, steps = batches(small_data, 300, 10)
-    trainers = [make(rows, 16, precision=precision) for precision in ("fp32", "bf16")]
+    trainers = [make(rows, 16, precision=precision, device=device) for precision in ("fp32", "bf16")]
     losses = np.array([[step(trainer, batch).wide for batch in steps] for trainer in trainers])
     assert not np.array_equal(*losses)
     np.testing.assert_allclose(*losses, rtol=0.01)

@@ -26,35 +26,35 @@ def cached(size, policy="lookahead", window=3):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("size", SIZES)
-def test_every_policy_and_size_gives_the_bits_without_a_cache(policy, size):
-    for seed, shared in ((0, 0.9), (1, 0.3)):
+def test_every_policy_and_size_gives_the_bits_without_a_cache(device, policy, size):
+    for seed, shared in ((0, 0.9), (1, 0.3))[: 2 if device.type == "cpu" else 1]:
         batches = adversarial(seed, 12, shared=shared)
-        expected = outcome(batches, depth=0)
+        expected = outcome(batches, depth=0, device=device)
         for depth in (0, 2):
-            assert outcome(batches, depth=depth, **cached(size, policy)) == expected, (depth, seed)
+            assert outcome(batches, depth=depth, **cached(size, policy), device=device) == expected, (depth, seed)
 
 
-def test_with_l2(l2="batch"):
+def test_with_l2(device, l2="batch"):
     batches = adversarial(2, 12)
-    expected = outcome(batches, depth=0, l2=l2)
+    expected = outcome(batches, depth=0, l2=l2, device=device)
     for depth, size in itertools.product((0, 1, 4), (20, "50%")):
-        assert outcome(batches, depth=depth, l2=l2, **cached(size)) == expected
+        assert outcome(batches, depth=depth, l2=l2, **cached(size), device=device) == expected
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, 32])
-def test_every_window(window):
+def test_every_window(device, window):
     batches = adversarial(3, 15)
-    expected = outcome(batches, depth=0)
+    expected = outcome(batches, depth=0, device=device)
     for depth in (0, 3):
-        assert outcome(batches, depth=depth, **cached("20%", window=window)) == expected
+        assert outcome(batches, depth=depth, **cached("20%", window=window), device=device) == expected
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_after_an_early_end_the_trainer_goes_on(depth):
+def test_after_an_early_end_the_trainer_goes_on(device, depth):
     """With batches announced, planned and fetched that are not stepped."""
     batches = adversarial(4, 14)
-    expected = outcome(batches, depth=0)
-    trainer = trainer_of(depth=depth, **cached("20%"))
+    expected = outcome(batches, depth=0, device=device)
+    trainer = trainer_of(depth=depth, **cached("20%"), device=device)
     results = trainer.train(batches)
     losses = [tuple(next(results).value) for _ in range(5)]
     results.close()
@@ -63,15 +63,15 @@ def test_after_an_early_end_the_trainer_goes_on(depth):
 
 
 @pytest.mark.parametrize("stage", ["unique", "plan", "lookup"])
-def test_closing_while_the_fetcher_is_slow(stage):
+def test_closing_while_the_fetcher_is_slow(device, stage):
     """What it still announces or plans must not reach the next run."""
     batches = adversarial(5, 14)
-    expected = outcome(batches, depth=0)
+    expected = outcome(batches, depth=0, device=device)
 
     def hold_up(at, number):
         time.sleep(0.3 * (at == stage and 5 <= number <= 9))
 
-    trainer = trainer_of(depth=2, before_stage=hold_up, **cached("20%", window=4))
+    trainer = trainer_of(depth=2, before_stage=hold_up, **cached("20%", window=4), device=device)
     results = trainer.train(batches)
     losses = [tuple(next(results).value) for _ in range(2)]
     results.close()
@@ -79,20 +79,20 @@ def test_closing_while_the_fetcher_is_slow(stage):
     assert (losses, trainer.evaluate(batches[:3]), trainer.state_sha256()) == expected
 
 
-def test_looking_in_the_middle_of_training():
+def test_looking_in_the_middle_of_training(device):
     batches = adversarial(6, 8)
-    trainer, plain = trainer_of(depth=0, **cached("30%")), trainer_of(depth=0)
+    trainer, plain = trainer_of(depth=0, **cached("30%"), device=device), trainer_of(depth=0, device=device)
     for _ in zip(trainer.train(batches), plain.train(batches), strict=True):
         assert trainer.evaluate(batches[:2]) == plain.evaluate(batches[:2])
         assert trainer.state_sha256() == plain.state_sha256()
-    trainer = trainer_of(depth=2, **cached("30%"))
+    trainer = trainer_of(depth=2, **cached("30%"), device=device)
     results = trainer.train(batches)
     next(results)
     for look in (trainer.state_sha256, lambda: trainer.evaluate(batches[:2])):
         with pytest.raises(RuntimeError, match="end or close the iterator"):
             look()
     results.close()
-    assert trainer.state_sha256() == outcome(batches[:1], depth=0)[2]
+    assert trainer.state_sha256() == outcome(batches[:1], depth=0, device=device)[2]
 
 
 @pytest.mark.slow

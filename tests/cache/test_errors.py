@@ -57,14 +57,14 @@ def rows_that_differ(trainer, other):
         (HostTable, "write_rows", 9),
     ],
 )
-def test_rows_of_other_batches_keep_their_updates(monkeypatch, owner, name, call, depth):
+def test_rows_of_other_batches_keep_their_updates(device, monkeypatch, owner, name, call, depth):
     batches, begun = adversarial(3, 14, shared=0.3), []
 
     def note(stage, number):
         if stage == "update":
             begun.append(number)
 
-    trainer = trainer_of(depth=depth, cache=CACHE, before_stage=note)
+    trainer = trainer_of(depth=depth, cache=CACHE, before_stage=note, device=device)
     monkeypatch.setattr(owner, name, failing(getattr(owner, name), call))
     for part, slots in zip((trainer.wide, trainer.deep), trainer.cache.slots, strict=True):
         part.use_cache(slots)
@@ -73,7 +73,7 @@ def test_rows_of_other_batches_keep_their_updates(monkeypatch, owner, name, call
     monkeypatch.undo()
     first = begun[-1] - 1 if owner is HostTable else 7  # the batch that failed; some after it may have been stepped
     touched = {row for batch in batches[first : first + depth + 2] for row in batch.ids.ravel().tolist()}
-    plain = trainer_of(depth=0)
+    plain = trainer_of(depth=0, device=device)
     for _ in plain.train(batches[:first]):
         pass
     assert rows_that_differ(trainer, plain) <= touched
@@ -102,9 +102,9 @@ def plain(batches):
 
 
 @pytest.mark.parametrize("written_back", [False, True])
-def test_an_interrupt_in_a_tables_update(table, monkeypatch, written_back):
+def test_an_interrupt_in_a_tables_update(device, table, monkeypatch, written_back):
     """Rows that the batch evicted are on the host after writing back, and for the next batch without that."""
-    batches, cache = given(9), EmbeddingCache(table, 10, "lru")
+    batches, cache = given(9), EmbeddingCache(table, 10, "lru", device=device)
     loop(HostEmbedding(cache), batches[:8])
     monkeypatch.setattr(table, "update", failing(table.update, 1))
     with pytest.raises(FaultError):
@@ -114,12 +114,12 @@ def test_an_interrupt_in_a_tables_update(table, monkeypatch, written_back):
         cache.write_back()
         seen = table.weights[other]
     else:
-        seen = HostEmbedding(cache)(torch.from_numpy(other)).detach().numpy()
+        seen = HostEmbedding(cache)(torch.from_numpy(other)).detach().cpu().numpy()
     np.testing.assert_array_equal(seen, plain(batches[:8]).weights[other])
 
 
-def test_writing_back_may_be_repeated_after_an_interrupt(table, monkeypatch):
-    batches, cache = given(8), EmbeddingCache(table, 10, "lru")
+def test_writing_back_may_be_repeated_after_an_interrupt(device, table, monkeypatch):
+    batches, cache = given(8), EmbeddingCache(table, 10, "lru", device=device)
     loop(HostEmbedding(cache), batches)
     with monkeypatch.context() as patch:
         patch.setattr(table, "write_rows", failing(table.write_rows, 1))
@@ -130,8 +130,8 @@ def test_writing_back_may_be_repeated_after_an_interrupt(table, monkeypatch):
 
 
 @pytest.mark.parametrize("kernel", ["classify", "score", "divide", "exchange"])
-def test_an_interrupt_while_planning(table, monkeypatch, kernel):
-    batches, cache = given(12), EmbeddingCache(table, 30, "lru")
+def test_an_interrupt_while_planning(device, table, monkeypatch, kernel):
+    batches, cache = given(12), EmbeddingCache(table, 30, "lru", device=device)
     loop(HostEmbedding(cache), batches[:3])
     with monkeypatch.context() as patch:
         patch.setattr(planning, kernel, failing(getattr(planning, kernel), 1))
@@ -146,21 +146,21 @@ def test_an_interrupt_while_planning(table, monkeypatch, kernel):
     assert len(np.unique(slots[: cache.planner.filled])) == cache.planner.filled == (slots >= 0).sum()
 
 
-def test_the_optimum_is_that_of_the_batches_that_were_planned(table):
-    batches, cache = given(12), EmbeddingCache(table, 10, window=3)
+def test_the_optimum_is_that_of_the_batches_that_were_planned(device, table):
+    batches, cache = given(12), EmbeddingCache(table, 10, window=3, device=device)
     module = HostEmbedding(cache)
     for number, ids in enumerate(cache.ahead(batches, lambda ids: ids)):
         if number not in (4, 5):
             loop(module, [ids])
     summary = cache.summary()
     assert summary["batches"] == summary["optimal_batches"] == 12
-    everything = EmbeddingCache(HostTable(ROWS, 4, hostdev.SGD(), name="t"), 10, window=3)
+    everything = EmbeddingCache(HostTable(ROWS, 4, hostdev.SGD(), name="t"), 10, window=3, device=device)
     for ids in everything.ahead(batches, lambda ids: ids):
         loop(HostEmbedding(everything), [ids])
     assert everything.summary()["optimal_hit_rate"] == summary["optimal_hit_rate"]
 
 
-def test_a_reader_that_comes_back_late_has_no_part_in_the_next_run():
+def test_a_reader_that_comes_back_late_has_no_part_in_the_next_run(device):
     """Closing does not wait for longer than a second for a source that hangs."""
     batches, late = adversarial(0, 24), threading.Event()
 
@@ -169,7 +169,7 @@ def test_a_reader_that_comes_back_late_has_no_part_in_the_next_run():
         late.wait(20)
         yield batches[20]
 
-    trainer = trainer_of(depth=2)
+    trainer = trainer_of(depth=2, device=device)
     results = trainer.train(hanging())
     losses = [tuple(next(results).value) for _ in range(3)]
     results.close()
@@ -179,4 +179,4 @@ def test_a_reader_that_comes_back_late_has_no_part_in_the_next_run():
         if number == 5:
             late.set()
             reader.join()
-    assert (losses, trainer.evaluate(batches[:3]), trainer.state_sha256()) == outcome(batches, depth=0)
+    assert (losses, trainer.evaluate(batches[:3]), trainer.state_sha256()) == outcome(batches, depth=0, device=device)

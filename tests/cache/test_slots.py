@@ -7,22 +7,10 @@ import torch
 from hostdev import FTRL, SGD, Adagrad, EmbeddingCache, HostTable, LazyAdam, RowWiseAdagrad, UserError, unique
 from hostdev.cache import cache as cache_module
 from hostdev.cache.slots import DeviceSlots, Places
-from hostdev.device import backend, ops
+from hostdev.device import ops
 from hostdev.device.ops import torch_operations
 
 ROWS = 300
-
-
-@pytest.fixture(params=["cpu", "accelerator"])
-def device(request):
-    if request.param == "cpu":
-        return torch.device("cpu")
-    found = backend.select("auto")
-    if not backend.is_accelerator(found):
-        pytest.skip("torch sees no accelerator on this machine")
-    backend.make_deterministic(found)
-    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
-    return found
 
 
 @pytest.mark.parametrize("operations", ["kernels", "torch"])

@@ -20,18 +20,6 @@ OPTIMIZERS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(params=["cpu", "accelerator"])
-def device(request):
-    if request.param == "cpu":
-        return torch.device("cpu")
-    if not torch.accelerator.is_available():
-        pytest.skip("torch sees no accelerator on this machine")
-    found = torch.accelerator.current_accelerator()
-    backend.make_deterministic(found)
-    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
-    return found
-
-
 def steps(dim, count=6):
     rng = np.random.default_rng(dim)
     for _ in range(count):
@@ -153,6 +141,22 @@ def test_selection():
         backend.select("nonsense")
     assert backend.describe(torch.device("cpu")) == "cpu"
     assert backend.free_bytes(torch.device("cpu")) > 0
+
+
+def test_an_accelerator_by_its_number(device):
+    if device.type == "cpu":
+        assert backend.select("cpu:0") == device
+        return
+    count = torch.accelerator.device_count()
+    assert backend.select("auto").type == device.type
+    for number in range(count):
+        one = backend.select(f"{device.type}:{number}")
+        assert DeviceTable(3, 2, SGD(), one, name="t").block.device.index == number
+        assert torch.accelerator.current_device_index() == number
+    with pytest.raises(UserError, match=f"this machine has {count} of them, numbered from 0"):
+        backend.select(f"{device.type}:{count}")
+    assert backend.free_bytes(device) > 0
+    assert backend.describe(device).startswith(f"{device.type} (")
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")

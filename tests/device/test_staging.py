@@ -96,6 +96,32 @@ def test_rows_cross_in_parts(streams):
         assert torch.equal(back, rows)
 
 
+def test_rows_cross_and_come_back(device):
+    staging = Staging(device)
+    for number in range(5):
+        host = staging.buffer(400, 20)
+        host[:] = number
+        [rows], mark = staging.send([host])
+        assert rows.device.type == device.type
+        late = staging.buffer(2, 20)
+        late[:] = torch.tensor([[-1.0], [-2.0]])
+        marks = [mark]
+        if staging.copies:
+            marks.append(staging.patch(rows, np.array([7, 3], np.int32), late))
+        else:
+            rows[[7, 3]] = late
+        for each in marks:
+            staging.await_sent(each, [rows])
+        doubled = rows * 2
+        del rows
+        [back], mark = staging.receive([doubled])
+        del doubled
+        staging.await_mark(mark)
+        expected = torch.full((400, 20), 2.0 * number)
+        expected[7], expected[3] = -2, -4
+        assert torch.equal(back, expected)
+
+
 def test_on_the_cpu_nothing_is_copied():
     staging = Staging(torch.device("cpu"))
     memory = staging.slabs.take()

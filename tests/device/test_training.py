@@ -1,0 +1,112 @@
+"""Whole trainings on any device: one digest, wherever tables lie and however stages and streams are timed."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hostdev.models.wide_deep import WideDeep
+
+from hostdev import trainer
+from hostdev.device import backend
+from hostdev.kernels.pool import set_host_threads
+from tests.conftest import devices, stand_in
+from tests.test_pipeline import ROWS, adversarial, cache_of, outcome, trainer_of
+
+CACHES = [None, {"capacity_rows": "20%", "window": 3}]
+SIMULATED = devices() == ["standin"]
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=["", "cache"])
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("l2", ["none", "batch"])
+def test_one_digest_wherever_tables_and_layers_lie(device, l2, depth, cache):
+    """Host tables on the device, device tables there; and on the simulated one, as on the CPU."""
+    batches = adversarial(11, 8)
+    found = outcome(batches, depth=depth, l2=l2, cache=cache, device=device)
+    assert outcome(batches, depth=depth, l2=l2, mix=False, device=device) == found
+    if SIMULATED:
+        torch.use_deterministic_algorithms(True)
+        assert outcome(batches, depth=0, l2=l2, device=torch.device("cpu")) == found
+
+
+def test_another_device_of_several(device):
+    batches = adversarial(15, 5)
+    expected = outcome(batches, depth=0, device=device)
+    for number in range(torch.accelerator.device_count() if device.type != "cpu" else 1):
+        one = backend.select(device.type if device.type == "cpu" else f"{device.type}:{number}")
+        for options in ({"depth": 0}, {"depth": 2, "cache": CACHES[1]}, {"depth": 2, "mix": False}):
+            made = trainer_of(device=one, **options)
+            assert {parameter.device.index for parameter in made.network.parameters()} == {one.index}
+            assert outcome(batches, device=one, **options) == expected
+    assert outcome(batches, depth=2, device=device) == expected  # on the last one, which is the current one
+    assert number == 1 or not SIMULATED
+
+
+@pytest.mark.parametrize("policy", ["lookahead", "lru", "lfu", "static"])
+def test_bf16_with_every_policy(device, policy):
+    batches = adversarial(12, 6)
+    cache = {"capacity_rows": "30%", "policy": policy, "counts": np.arange(ROWS)}
+    results = []
+    for options in ({"depth": 0}, {"depth": 2, "cache": cache}, {"depth": 2, "mix": False}):
+        made = trainer_of(device=device, precision="bf16", **options)
+        losses = [tuple(result.value) for result in made.train(batches)]
+        results.append((losses, made.evaluate(batches[:2]), made.state_sha256()))
+    assert results[0] == results[1] == results[2]
+    assert results[0][0] != outcome(batches, depth=0, device=device)[0]
+
+
+def test_the_whole_network(device, monkeypatch):
+    """With the layers of the published model, which other tests on a simulated device leave out."""
+    monkeypatch.setattr(trainer, "WideDeep", WideDeep)
+    set_host_threads(2)
+    batches = adversarial(13, 3)
+    found = outcome(batches, depth=2, dim=16, device=device)
+    assert outcome(batches, depth=0, dim=16, mix=False, device=device) == found
+
+
+def test_rows_and_gradients_are_on_the_device(device, monkeypatch):
+    """What the network is given, and what it gives back: nothing is computed on the CPU on an accelerator's behalf."""
+    seen = set()
+    made = trainer_of(device=device, depth=2, cache=CACHES[1])
+    step = made.step
+
+    def watched(prepared, rows):
+        seen.update(part.device.type for part in [*rows, prepared.label, prepared.weights, prepared.inverse])
+        losses, grads = step(prepared, rows)
+        seen.update(grad.device.type for grad in grads)
+        return losses, grads
+
+    monkeypatch.setattr(made, "step", watched)
+    for _ in made.train(adversarial(14, 6)):
+        pass
+    assert seen == {device.type}
+    states = [values for state in made.adam.state.values() for values in state.values()]
+    assert {values.device.type for values in states} == {device.type}
+    if SIMULATED:
+        launched = stand_in().counters.launches
+        assert launched["host to device"] >= 6
+        assert launched["device to host"] >= 6
+
+
+def delayed(seeds, device):
+    """Trainings with random delays in the device's streams."""
+    for seed in seeds:
+        if SIMULATED:
+            stand_in().configure(schedule="delayed", seed=seed)
+        chosen = random.Random(seed)
+        batches = adversarial(seed, 6, shared=chosen.random())
+        expected = outcome(batches, depth=0, dim=4, evaluate=1, device=torch.device("cpu") if SIMULATED else device)
+        for depth, cache in ((0, cache_of(seed)), (1 + seed % 4, None), (1 + seed % 4, cache_of(seed + 1))):
+            options = {"depth": depth, "cache": cache, "mix": True}
+            assert outcome(batches, dim=4, evaluate=1, device=device, **options) == expected, (seed, options)
+        assert outcome(batches, dim=4, evaluate=1, depth=2, mix=False, device=device) == expected, seed
+
+
+def test_random_delays_in_the_devices_streams(device):
+    delayed(range(12), device)
+
+
+@pytest.mark.slow
+def test_random_delays_in_the_devices_streams_200_seeds(device):
+    delayed(range(3000, 3200), device)

@@ -1,0 +1,175 @@
+"""python -m tests.standin.faults: leave out one wait at a time, and see which test notices.
+
+Finds every statement of a package that makes a stream or the host wait, or that keeps memory for a stream; replaces one
+after the other by `pass` in a copy of the repository; and runs tests there on the simulated accelerator, first in the
+lazy schedule, then with random delays. Prints a Markdown table. What is not caught is not needed, or not tested.
+"""
+
+import argparse
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+CALLS = ("wait_event", "wait_stream", "record_stream", "await_mark", "await_sent", "synchronize")
+TESTS = (  # what finds most comes first
+    "tests/device/test_staging.py",
+    "tests/device/test_training.py",
+    "tests/device/test_device.py",
+    "tests/test_host_embedding.py",
+    "tests/cache",
+    "tests/test_pipeline.py",
+    "tests/test_trainer.py",
+)
+SCHEDULES = ("lazy", "delayed")
+
+
+class Fault(NamedTuple):
+    """A statement to leave out; `reason` says why it cannot be."""
+
+    file: Path
+    node: ast.stmt
+    statement: str
+    reason: str | None
+
+    def patched(self, source: str) -> str:
+        """Return the file without it."""
+        lines = source.encode().splitlines(keepends=True)  # offsets are in bytes
+        begin, end = self.node.lineno - 1, self.node.end_lineno - 1
+        head, tail = lines[begin][: self.node.col_offset], lines[end][self.node.end_col_offset :]
+        return b"".join([*lines[:begin], head + b"pass" + tail, *lines[end + 1 :]]).decode()
+
+
+def find(root: Path, package: str, calls: tuple[str, ...] = CALLS) -> Iterator[Fault]:
+    """Yield all faults of a package."""
+    for file in sorted((root / package).rglob("*.py")):
+        source = file.read_text()
+        statements = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
+        for node in sorted(statements, key=lambda node: node.lineno):
+            if any(_name(call) in calls for call in _own_calls(node)):
+                statement = " ".join((ast.get_source_segment(source, node) or "").split())
+                used = None if isinstance(node, ast.Expr) else "its value is used"
+                yield Fault(file.relative_to(root), node, statement, used)
+
+
+def _own_calls(statement: ast.stmt) -> Iterator[ast.Call]:
+    """Yield the calls of a statement, without those of the statements in it."""
+    waiting: list[ast.AST] = [statement]
+    while waiting:
+        for child in ast.iter_child_nodes(waiting.pop()):
+            if isinstance(child, ast.stmt):
+                continue
+            if isinstance(child, ast.Call):
+                yield child
+            waiting.append(child)
+
+
+def _name(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+class Tests:
+    """Runs tests in a copy of the repository, one process at a time."""
+
+    def __init__(self, copy: Path, selected: list[str], timeout: float) -> None:
+        self._copy, self._selected, self._timeout = copy, selected, timeout
+        self.known: list[str] = []  # they fail without a fault
+
+    def run(self, schedule: str, *options: str) -> tuple[list[tuple[str, str]], float]:
+        """Return the tests that failed, each with its error, and the seconds that it took."""
+        command = [
+            sys.executable, "-m", "pytest", "-p", "tests.standin.plugin", "-p", "no:cacheprovider", "-q", "--tb=no",
+            "-m", "device and not slow", "--standin-schedule", schedule, *options,
+            *(f"--deselect={test}" for test in self.known), *self._selected,
+        ]  # fmt: skip
+        settings = {"PYTHONPATH": str(self._copy), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "400"}
+        start = time.monotonic()
+        process = subprocess.Popen(
+            command, cwd=self._copy, env={**os.environ, **settings}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            out, _ = process.communicate(timeout=self._timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            return [("all of them", f"no end after {self._timeout:.0f} s")], time.monotonic() - start
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - (.*))?$", out, re.MULTILINE)
+        if process.returncode not in (0, 1) or (process.returncode and not failed):
+            failed.append(("the run itself", f"exit code {process.returncode}: {out.strip().splitlines()[-1]}"))
+        return failed, time.monotonic() - start
+
+
+def copy_of(root: Path, folder: Path) -> Path:
+    """Return a copy of the repository; compiled kernels come with it."""
+    unneeded = shutil.ignore_patterns(
+        ".git", ".venv", ".peers", ".typecheck", ".*_cache", "datasets", "runs", "*.egg-info"
+    )
+    return Path(shutil.copytree(root, folder / "copy", ignore=unneeded))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="tests.standin.faults", description="Leave out one wait at a time.")
+    parser.add_argument("--package", default="hostdev")
+    parser.add_argument("--only", default="", metavar="TEXT", help="faults whose file:line or statement has this in it")
+    parser.add_argument("--schedules", nargs="+", default=SCHEDULES, metavar="NAME")
+    parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="of one run of the tests")
+    parser.add_argument("--list", action="store_true", help="only list the faults")
+    parser.add_argument("tests", nargs="*", default=list(TESTS), help="what to run, in this order")
+    arguments = parser.parse_args()
+    root = Path.cwd()
+    faults = [
+        fault
+        for fault in find(root, arguments.package)
+        if arguments.only in f"{fault.file}:{fault.node.lineno} {fault.statement}"
+    ]
+    if arguments.list:
+        for fault in faults:
+            print(f"{fault.file}:{fault.node.lineno}: {fault.statement}{f' ({fault.reason})' if fault.reason else ''}")
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = copy_of(root, Path(folder))
+        tests = Tests(copy, arguments.tests, arguments.timeout)
+        for schedule in arguments.schedules:
+            failed, seconds = tests.run(schedule)
+            print(f"without a fault, {schedule}: {len(failed)} tests fail in {seconds:.0f} s", flush=True)
+            tests.known += [test for test, _ in failed]
+        for test in tests.known:
+            print(f"left out, as it fails without a fault: {test}")
+        print("\n| where | statement | caught by | error |\n|---|---|---|---|", flush=True)
+        missed = 0
+        for fault in faults:
+            caught, error = _try(fault, copy, tests, arguments.schedules)
+            missed += caught.startswith("NOT")
+            cells = f"{fault.file}:{fault.node.lineno}", f"`{fault.statement}`", caught, error
+            print("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |", flush=True)
+    return 1 if missed else 0
+
+
+def _try(fault: Fault, copy: Path, tests: Tests, schedules: list[str]) -> tuple[str, str]:
+    """Return which test catches a fault, and its error."""
+    if fault.reason is not None:
+        return "skipped", fault.reason
+    path = copy / fault.file
+    source = path.read_text()
+    path.write_text(fault.patched(source))
+    try:
+        for schedule in schedules:
+            failed, seconds = tests.run(schedule, "-x")
+            if failed:
+                test, error = failed[0]
+                return f"{schedule}, {seconds:.0f} s: {test}", error[:200]
+    finally:
+        path.write_text(source)
+    return f"NOT CAUGHT ({', '.join(schedules)})", ""
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
