@@ -194,7 +194,7 @@ def test_a_late_error_of_an_update(device, depth):
     assert time.monotonic() - start < 5
 
 
-def test_an_error_comes_in_its_turn_however_slow_the_steps():
+def test_an_error_comes_in_its_turn_however_slow_the_steps(device):
     """What was read before it is stepped, so that the state it leaves does not depend on the time."""
     batches = adversarial(0, 5)
 
