@@ -1,6 +1,7 @@
 """What was updated in the cache is not lost, wherever an error or an interrupt comes; and training goes on."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -8,10 +9,11 @@ import torch
 
 import hostdev
 from hostdev import EmbeddingCache, HostEmbedding, HostTable
+from hostdev.batch import Batch
 from hostdev.cache import planning
 from hostdev.cache.slots import DeviceSlots
 from hostdev.device.staging import Staging
-from tests.test_pipeline import adversarial, outcome, trainer_of
+from tests.test_pipeline import FIELDS, adversarial, outcome, trainer_of
 
 CACHE = {"capacity_rows": "20%", "policy": "lru"}  # which exchanges many rows
 ROWS = 100
@@ -77,6 +79,32 @@ def test_rows_of_other_batches_keep_their_updates(device, monkeypatch, owner, na
     for _ in plain.train(batches[:first]):
         pass
     assert rows_that_differ(trainer, plain) <= touched
+
+
+def test_rows_on_their_way_to_the_host_arrive(device, monkeypatch):
+    """Batches that share no row with the one whose update fails are stepped meanwhile, and not yet waited for."""
+    ids = np.arange(10 * FIELDS, dtype=np.int32).reshape(10, 1, FIELDS)
+    batches = [Batch(np.zeros(1, np.float32), part, np.ones((1, FIELDS), np.float32)) for part in ids]
+    stepped, calls, write_rows = [], [], HostTable.write_rows
+
+    def fail_late(*arguments):
+        calls.append(arguments)
+        if len(calls) == 1:
+            time.sleep(0.3)
+            raise FaultError
+        write_rows(*arguments)
+
+    trainer = trainer_of(depth=2, cache=CACHE, device=device)
+    plain = trainer_of(depth=0, device=device)
+    with monkeypatch.context() as patch:
+        patch.setattr(HostTable, "write_rows", fail_late)
+        with pytest.raises(FaultError):
+            for result in trainer.train(batches):
+                stepped.append(result)
+    for _ in plain.train(batches[: len(stepped)]):
+        pass
+    assert len(stepped) > 3
+    assert rows_that_differ(trainer, plain) <= set(range(3 * FIELDS))
 
 
 @pytest.fixture

@@ -14,6 +14,9 @@ if "tests.standin.plugin" not in sys.modules:
 
 from tests import standin
 
+if standin.unavailable is not None:
+    pytest.skip(standin.unavailable, allow_module_level=True)
+
 pytestmark = pytest.mark.device
 ON = torch.device("standin", 0)
 
@@ -365,3 +368,16 @@ def test_lazy_work_waits_for_a_wait():
     assert not event.query()
     event.synchronize()
     assert event.query()
+
+
+def test_who_asks_often_is_told(schedule):
+    """A loop over `query` ends, and what it has seen is ordered before what follows."""
+    [stream] = streams(1)
+    host = torch.ones(3, pin_memory=True)
+    with on(stream):
+        rows = host.to(ON, non_blocking=True)
+    event = stream.record_event()
+    while not event.query():
+        time.sleep(0.0005)
+    host.zero_()
+    assert (rows + 1).sum().item() == 6

@@ -19,6 +19,7 @@ from .schedule import (
     finish_all,
     make_wait,
     new_queue,
+    poll,
     queue_of,
     set_current_device,
     set_current_queue,
@@ -60,7 +61,7 @@ class Stream(torch.Stream):
         finish(self.queue, "stream.synchronize")
 
     def query(self) -> bool:
-        return self.queue.tail is None or self.queue.tail.done
+        return poll(self.queue.tail)
 
     def __enter__(self) -> "Stream":
         self._context = _on(self)
@@ -114,10 +115,11 @@ class Event(torch.Event):
         wait(self._task, "event.synchronize")
 
     def query(self) -> bool:
-        return self._task is None or self._task.done
+        return poll(self._task)
 
     def elapsed_time(self, other: "Event") -> float:
-        if not (self._timing and other._timing and self._task and other._task and self.query() and other.query()):
+        passed = [event._timing and event._task is not None and event._task.done for event in (self, other)]
+        if not all(passed):
             raise RuntimeError("both events need enable_timing, and to have been recorded and passed")
         return max((other._task.end - self._task.end) * 1e3, 1e-6)
 

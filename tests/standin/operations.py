@@ -40,7 +40,7 @@ from .settings import counters
 def launch(name: str, run: Callable[[], object], queue: Queue, *arguments: Any) -> Task:
     """Queue a task that has work; arguments as for `enqueue`."""
     task = enqueue(name, run, queue, *arguments)
-    counters.launches[name] += 1
+    counters.count_launch(name)
     return task
 
 
@@ -106,7 +106,7 @@ class _Call:
         devices = {tensor.device.index for tensor in self.here}
         if len(devices) > 1:
             raise RuntimeError(f"{op}: expected all tensors on the same device, but they are on {sorted(devices)}")
-        self.device = devices.pop() if devices else current_device()
+        self.device = devices.pop() if devices else _index(kwargs.get("device"))
         for i, name in schema.outs:
             self._resize(i, name)
         self.targets = _tensors([self._argument(i, name) for i, name in schema.written])
@@ -278,6 +278,8 @@ def resize(tensor: Tensor, size: Any, memory_format: Any = None) -> Tensor:
 
 def copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     """Copy between any two devices."""
+    if not target.numel():
+        return target
     if is_here(source) and is_here(target):
         _copy_on_device(source, target)
     elif is_here(target):

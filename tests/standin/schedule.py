@@ -51,13 +51,13 @@ class Queue:
 class Task:
     """Work in a stream's queue; an event has no work."""
 
-    __slots__ = ("clock", "done", "end", "name", "needs", "number", "queue", "run")
+    __slots__ = ("asked", "clock", "done", "end", "name", "needs", "number", "queue", "run")
 
     def __init__(self, name: str, run: Callable[[], object] | None, queue: Queue, needs: "list[Task]") -> None:
         self.name, self.run, self.queue, self.needs = name, run, queue, needs
         self.number = queue.count
         self.clock = {other: number for other, number in queue.clock.items() if number > other.known}
-        self.done, self.end = False, 0.0
+        self.done, self.end, self.asked = False, 0.0, 0
 
 
 class Use(NamedTuple):
@@ -126,6 +126,8 @@ class Source(NamedTuple):
         if not same:
             raise RaceError(f"the host has changed pinned memory that {self.use} reads, and had not waited for that")
 
+
+_PATIENCE = 50  # times that an event is asked for until a lazy device gets to work
 
 lock = threading.RLock()  # over all that is queued
 _running = threading.RLock()  # one host thread at a time runs tasks
@@ -317,8 +319,14 @@ def _work(queue: Queue) -> None:
 
 def _block(task: Task) -> None:
     with task.queue.changed:
-        while not task.done:
-            task.queue.changed.wait(1)  # a task may have been queued under another schedule
+        while not task.done and task.queue.worker is not None:
+            task.queue.changed.wait()
+    if not task.done:  # it was queued under another schedule, and no thread knows of it
+        for need in task.needs:
+            _block(need)
+        with _running:
+            if not task.done:
+                _execute(task)
 
 
 # -- the host --------------------------------------------------------------------------------------------------------
@@ -330,10 +338,20 @@ def wait(task: Task | None, kind: str) -> None:
             _block(task)
         else:
             _run_until(task)
-        with lock:
-            for queue, number in (*task.clock.items(), (task.queue, task.number)):
-                _learn(queue, number)
+        _learn(task)
     raise_errors()
+
+
+def poll(task: Task | None) -> bool:
+    """Tell whether a task is done, which the host knows then; a lazy one is when it has been asked for often."""
+    if task is None:
+        return True
+    task.asked += 1
+    if config.schedule in ("lazy", "random") and task.asked >= _PATIENCE:
+        _run_until(task)
+    if task.done:
+        _learn(task)
+    return task.done
 
 
 def finish(queue: Queue, kind: str) -> None:
@@ -349,17 +367,19 @@ def finish_all(kind: str = "device.synchronize", device: int | None = None) -> N
         finish(queue, kind)
 
 
-def _learn(queue: Queue, number: int) -> None:
-    """The host has seen the end of a stream's task of this number."""
-    queue.known = max(queue.known, number)
-    while queue.sources and queue.sources[0].use.number <= queue.known:
-        try:
-            queue.sources.popleft().check()
-        except RaceError as error:
-            _errors.append(error)
-    queue.clock = {other: seen for other, seen in queue.clock.items() if seen > other.known}
-    if queue.known == queue.count:
-        _unfinished.discard(queue)
+def _learn(task: Task) -> None:
+    """The host has seen a task's end, and so that of all that comes before it."""
+    with lock:
+        for queue, number in (*task.clock.items(), (task.queue, task.number)):
+            queue.known = max(queue.known, number)
+            while queue.sources and queue.sources[0].use.number <= queue.known:
+                try:
+                    queue.sources.popleft().check()
+                except RaceError as error:
+                    _errors.append(error)
+            queue.clock = {other: seen for other, seen in queue.clock.items() if seen > other.known}
+            if queue.known == queue.count:
+                _unfinished.discard(queue)
 
 
 def report(error: BaseException) -> None:

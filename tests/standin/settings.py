@@ -4,6 +4,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
+_counting = threading.Lock()
 SCHEDULES = ("lazy", "eager", "random", "delayed")
 
 
@@ -34,7 +35,9 @@ class Counters:
     """What has happened since `reset`; for tests and benchmarks.
 
     launches            tasks with work, by the operation's name: no views, allocations and events
-    waits               times that a host thread waited, or on a real device might have, by what for and its name
+    waits               times that a host thread waited, by what for and the thread's name: event.synchronize,
+                        stream.synchronize, device.synchronize, item, copy to device, copy to host, copy of pageable
+                        memory (non-blocking; a real device may wait), shape of OPERATION (it depends on values)
     pinned_allocations  number of pinned buffers that were made, and pinned_bytes, their bytes
     device_bytes        allocated now, on all devices, as `standin.collect()` leaves it; device_peak_bytes, at most
     """
@@ -46,8 +49,13 @@ class Counters:
     device_bytes: int = 0
     device_peak_bytes: int = 0
 
+    def count_launch(self, name: str) -> None:
+        with _counting:
+            self.launches[name] += 1
+
     def count_wait(self, kind: str) -> None:
-        self.waits[kind, threading.current_thread().name] += 1
+        with _counting:
+            self.waits[kind, threading.current_thread().name] += 1
 
     def waits_of(self, thread: str) -> Counter[str]:
         """How often the thread of this name waited, by what for."""
