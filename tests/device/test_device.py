@@ -156,7 +156,7 @@ def test_an_accelerator_by_its_number(device):
     with pytest.raises(UserError, match=f"this machine has {count} of them, numbered from 0"):
         backend.select(f"{device.type}:{count}")
     assert backend.free_bytes(device) > 0
-    assert backend.describe(device).startswith(f"{device.type} (")
+    assert backend.describe(device).startswith(f"{device} (")
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")

@@ -97,29 +97,37 @@ def test_rows_cross_in_parts(streams):
 
 
 def test_rows_cross_and_come_back(device):
-    staging = Staging(device)
+    staging = Staging(device, batches=2)
     for number in range(5):
-        host = staging.buffer(400, 20)
+        memory = staging.slabs.take()
+        host = memory.buffer(400, 20)
         host[:] = number
-        [rows], mark = staging.send([host])
+        [rows], mark = staging.send([host], memory)
         assert rows.device.type == device.type
-        late = staging.buffer(2, 20)
+        late = memory.buffer(2, 20)
         late[:] = torch.tensor([[-1.0], [-2.0]])
         marks = [mark]
         if staging.copies:
-            marks.append(staging.patch(rows, np.array([7, 3], np.int32), late))
+            marks.append(staging.patch(rows, np.array([7, 3], np.int32), late, memory))
         else:
             rows[[7, 3]] = late
-        for each in marks:
-            staging.await_sent(each, [rows])
+        staging.await_sent(marks, [rows])
         doubled = rows * 2
         del rows
-        [back], mark = staging.receive([doubled])
-        del doubled
+        picked = staging.pick([doubled], np.array([9, 7], np.int32), memory) if staging.copies else [doubled[[9, 7]]]
+        [some], first = staging.receive(picked, memory)
+        [small], small_mark = staging.receive_results([doubled.sum()], memory)
+        [back], mark = staging.receive([doubled], memory)
+        del doubled, picked
+        staging.await_mark(small_mark)
+        assert small == 400 * 20 * 2 * number - 4 * 20 * number - 6 * 20
+        staging.await_mark(first)
+        assert some[:, 0].tolist() == [2 * number, -2]
         staging.await_mark(mark)
         expected = torch.full((400, 20), 2.0 * number)
         expected[7], expected[3] = -2, -4
         assert torch.equal(back, expected)
+        memory.release()  # the next one's memory
 
 
 def test_on_the_cpu_nothing_is_copied():

@@ -294,7 +294,7 @@ def test_pinned_memory_between_streams(schedule):
     with on(up):
         host.copy_(other, non_blocking=True)
         other.record_stream(up)
-    with on(down), pytest.raises(standin.RaceError, match="reads pinned memory of 16 bytes"):
+    with on(down), pytest.raises(standin.RaceError, match="reads 16 bytes of pinned memory of 16"):
         host.to(ON, non_blocking=True)
     down.wait_stream(up)
     with on(down):

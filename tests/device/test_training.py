@@ -7,7 +7,7 @@ import pytest
 import torch
 from hostdev.models.wide_deep import WideDeep
 
-from hostdev import trainer
+from hostdev import dense
 from hostdev.device import backend
 from hostdev.kernels.pool import set_host_threads
 from tests.conftest import devices, stand_in
@@ -58,7 +58,7 @@ def test_bf16_with_every_policy(device, policy):
 
 def test_the_whole_network(device, monkeypatch):
     """With the layers of the published model, which other tests on a simulated device leave out."""
-    monkeypatch.setattr(trainer, "WideDeep", WideDeep)
+    monkeypatch.setattr(dense, "WideDeep", WideDeep)
     set_host_threads(2)
     batches = adversarial(13, 3)
     found = outcome(batches, depth=2, dim=16, device=device)
@@ -69,15 +69,15 @@ def test_rows_and_gradients_are_on_the_device(device, monkeypatch):
     """What the network is given, and what it gives back: nothing is computed on the CPU on an accelerator's behalf."""
     seen = set()
     made = trainer_of(device=device, depth=2, cache=CACHES[1])
-    step = made.step
+    step = dense.DenseSide.step
 
-    def watched(prepared, rows):
-        seen.update(part.device.type for part in [*rows, prepared.label, prepared.weights, prepared.inverse])
-        losses, grads = step(prepared, rows)
-        seen.update(grad.device.type for grad in grads)
-        return losses, grads
+    def watched(side, prepared, rows):
+        seen.update(part.device.type for part in [*rows, prepared.label, prepared.weights, prepared.uses.inverse])
+        found = step(side, prepared, rows)
+        seen.update(tensor.device.type for tensor in [*found.grads, *found.results, found.skip])
+        return found
 
-    monkeypatch.setattr(made, "step", watched)
+    monkeypatch.setattr(dense.DenseSide, "step", watched)
     for _ in made.train(adversarial(14, 6)):
         pass
     assert seen == {device.type}
