@@ -57,6 +57,7 @@ class _Schema:
     written  the arguments that it changes, by position and name
     outs     of these, those of `out=`
     fresh    it returns new tensors
+    tensors  the positions of tensors
     """
 
     def __init__(self, op: Any) -> None:
@@ -66,6 +67,7 @@ class _Schema:
         self.written = [(i, a.name) for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
         self.outs = [(i, name) for i, name in self.written if arguments[i].is_out]
         self.fresh = any(alias is None for alias in aliases)
+        self.tensors = {i for i, a in enumerate(arguments) if a.type.kind() == "TensorType"}
         self.returns = len(returns)
         if self.fresh and not all(alias is None for alias in aliases):
             raise NotImplementedError(f"{op} returns both new tensors and its arguments")
@@ -100,6 +102,10 @@ class _Call:
     """One call of an operation: its arguments, and the same as tensors that tasks may use."""
 
     def __init__(self, op: Any, schema: _Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        args = tuple(  # a number in a tensor's place has lost its wrapping on the way here
+            torch.tensor(value) if i in schema.tensors and isinstance(value, (int, float)) else value
+            for i, value in enumerate(args)
+        )
         self.op, self.schema, self.args, self.kwargs = op, schema, args, kwargs
         self.scalars: list[tuple[Tensor, int]] = []  # on the CPU, and their versions
         self.here = [tensor for tensor in _tensors([*args, *kwargs.values()]) if is_here(tensor)]
