@@ -408,12 +408,12 @@ class Pipeline:
                 flight.outcome.get()  # raises before anything is updated
             leaving = self._update_on_device(flight, made) if update else []
             flight.clocks = begin, self._staging.clock()
-            shared = flight.shared  # if the next batch is planned by now
-            marks = receive_rows(flight.rows, leaving, shared and shared.first, self._staging, flight.memory)
-            flight.received_first, flight.received = (shared, marks[0]), marks[1]
+            if leaving:
+                shared = flight.shared  # if the next batch is planned by now
+                marks = receive_rows(flight.rows, leaving, shared and shared.first, self._staging, flight.memory)
+                flight.received_first, flight.received = (shared, marks[0]), marks[1]
         if not update:
             self._end_step(flight)
-            self._staging.await_mark(flight.received)
             flight.release()
         return Result(flight.batch, flight.outcome)
 
