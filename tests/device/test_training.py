@@ -1,6 +1,7 @@
 """Whole trainings on any device: one digest, wherever tables lie and however stages and streams are timed."""
 
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -8,9 +9,11 @@ import torch
 from hostdev.models.wide_deep import WideDeep
 
 from hostdev import dense
-from hostdev.device import backend
+from hostdev.batch import Batch
+from hostdev.device import backend, ops
 from hostdev.kernels.pool import set_host_threads
 from tests.conftest import devices, stand_in
+from tests.device import twins
 from tests.test_pipeline import ROWS, adversarial, cache_of, outcome, trainer_of
 
 CACHES = [None, {"capacity_rows": "20%", "window": 3}]
@@ -54,6 +57,45 @@ def test_bf16_with_every_policy(device, policy):
         results.append((losses, made.evaluate(batches[:2]), made.state_sha256()))
     assert results[0] == results[1] == results[2]
     assert results[0][0] != outcome(batches, depth=0, device=device)[0]
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=["", "cache"])
+def test_tritons_kernels_in_training(device, cache, monkeypatch):
+    """A CUDA device's way: its own sums of rows with many uses, and one digest wherever tables lie."""
+    batches = []
+    for batch in adversarial(16, 6, size=100):
+        ids = batch.ids.copy()
+        ids[:, :2] = [3, 5]  # a use in every sample, as of the dense columns
+        batches.append(Batch(batch.label, ids, batch.weights))
+    plain = outcome(batches, depth=0, device=device)
+    if SIMULATED:
+        twins.register()
+    monkeypatch.setattr(ops, "FUSED", {device.type})
+    expected = outcome(batches, depth=0, device=device)
+    for options in ({"depth": 2, "cache": cache}, {"depth": 0, "cache": cache}, {"depth": 2, "mix": False}):
+        assert outcome(batches, device=device, **options) == expected, options
+    assert (expected[2] == plain[2]) == (device.type == "cpu")  # another order of sums
+
+
+@pytest.mark.skipif(not SIMULATED, reason="the simulated accelerator counts; make test-device")
+@pytest.mark.parametrize("cache", CACHES, ids=["", "cache"])
+def test_nobody_waits_and_nothing_is_pinned_once_it_runs(device, cache):
+    """The step's thread queues, and that is all; losses are there when the next step has been queued."""
+    batches = adversarial(17, 24)
+    counters, me = stand_in().counters, threading.current_thread().name
+    results = trainer_of(device=device, depth=2, cache=cache).train(batches)
+    last = None
+    for number in range(1, len(batches) + 1):
+        before = counters.waits_of(me)
+        result = next(results)
+        assert number <= 2 or counters.waits_of(me) == before, number
+        if last is not None:
+            assert np.isfinite(last.value.wide)
+        last = result
+        if number == 10:
+            counters.reset()
+    assert counters.pinned_allocations == 0
+    results.close()
 
 
 def test_the_whole_network(device, monkeypatch):
