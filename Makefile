@@ -20,6 +20,7 @@ bench: $(VENV)/.ready
 	$(BIN)/python bench/bench_timing.py
 	$(BIN)/python bench/bench_cache.py
 	$(BIN)/python bench/bench_pipeline.py
+	$(BIN)/python bench/bench_device.py
 
 bench-peers: $(VENV)/.ready
 	$(BIN)/python bench/bench_peers.py
