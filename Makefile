@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CRITEO ?=
 ARGS ?=
 
-.PHONY: train test test-slow bench bench-peers lint types unit wheel venv clean
+.PHONY: train test test-slow bench bench-peers device-report lint types unit wheel venv clean
 
 train: $(VENV)/.ready
 	@$(BIN)/python -m hostdev.quickstart $(if $(CRITEO),--criteo "$(CRITEO)") $(ARGS)
@@ -24,6 +24,9 @@ bench: $(VENV)/.ready
 
 bench-peers: $(VENV)/.ready
 	$(BIN)/python bench/bench_peers.py
+
+device-report: $(VENV)/.ready
+	$(BIN)/python bench/device_report.py $(ARGS)
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
