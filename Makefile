@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CRITEO ?=
 ARGS ?=
 
-.PHONY: train test test-device test-slow bench bench-peers lint types unit wheel venv clean
+.PHONY: train test test-device test-slow bench bench-peers device-report lint types unit wheel venv clean
 
 train: $(VENV)/.ready
 	@$(BIN)/python -m hostdev.quickstart $(if $(CRITEO),--criteo "$(CRITEO)") $(ARGS)
@@ -30,9 +30,13 @@ bench: $(VENV)/.ready
 	$(BIN)/python bench/bench_timing.py
 	$(BIN)/python bench/bench_cache.py
 	$(BIN)/python bench/bench_pipeline.py
+	$(BIN)/python bench/bench_device.py
 
 bench-peers: $(VENV)/.ready
 	$(BIN)/python bench/bench_peers.py
+
+device-report: $(VENV)/.ready
+	$(BIN)/python bench/device_report.py $(ARGS)
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -1,9 +1,9 @@
 """Claim: rows cost a step few launches, nobody waits for the device, and no memory is pinned once it runs.
 
-On the simulated accelerator of the tests, whose clock says nothing, but whose counts are those of any device. Counted in
-the thread of the step, per step, for both tables and a cache of 10% of the rows: the operations that gather, assemble,
-update and exchange rows (no views, no allocations), with torch's operations and with Triton's kernels; what the thread
-waited for; and how often memory was pinned after the tenth step.
+On the simulated accelerator of the tests, whose clock says nothing, but whose counts are those of any device. Counted
+in the thread of the step, per step, for both tables and a cache of 10% of the rows: the operations that gather,
+assemble, update and exchange rows (no views, no allocations), with torch's operations and with Triton's kernels; what
+the thread waited for; and how often memory was pinned after the tenth step.
 """
 
 import functools
@@ -29,8 +29,8 @@ from hostdev.primitive import OpLog
 from hostdev.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tests' simulated accelerator
-from tests import standin  # noqa: E402
-from tests.device import twins  # noqa: E402
+from tests import standin
+from tests.device import twins
 
 ROWS, SIZE, DIM, FIELDS = 20_000, 200, 16, 39
 SETTLED, STEPS = 10, 30

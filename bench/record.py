@@ -23,13 +23,15 @@ def processor() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def record(name: str, content: dict[str, Any]) -> Path:
-    """Write a result as JSON and return its path."""
-    RESULTS.mkdir(exist_ok=True)
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False, cwd=RESULTS
-    ).stdout.strip()
-    header = {
+def header_of() -> dict[str, Any]:
+    """Return what a result must say of its run: the command, the commit, the versions and the hardware."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=RESULTS.parent)
+        commit = found.stdout.strip()
+    except OSError:  # no git here
+        commit = ""
+    return {
         "command": " ".join(["python", *sys.argv]),
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit,
@@ -38,6 +40,13 @@ def record(name: str, content: dict[str, Any]) -> Path:
         "cpus": len(os.sched_getaffinity(0)),
         "memory_bytes": psutil.virtual_memory().total,
     }
-    path = RESULTS / f"{header['date']}-{name}.json"
+
+
+def record(name: str, content: dict[str, Any], path: Path | None = None) -> Path:
+    """Write a result as JSON and return its path, which has the date and the name in it unless it is given."""
+    header = header_of()
+    if path is None:
+        RESULTS.mkdir(exist_ok=True)
+        path = RESULTS / f"{header['date']}-{name}.json"
     path.write_text(json.dumps({**header, **content}, indent=2) + "\n")
     return path

@@ -14,6 +14,12 @@ def ids_of(rows: int, n: int = IDS, seed: int = 0) -> np.ndarray:
     return (drawn * 2654435761) % rows
 
 
+def training_ids(rows: int, batch: int) -> np.ndarray:
+    """Ids int32 [batch, 39] as of Criteo's rows: 13 that every sample uses, those of the dense columns, and 26 Zipf."""
+    dense = np.broadcast_to(np.arange(rows - 13, rows, dtype=np.int32), (batch, 13))
+    return np.hstack([dense, ids_of(rows - 13, batch * 26).astype(np.int32).reshape(batch, 26)])
+
+
 def grads_of(n: int, dim: int) -> np.ndarray:
     """Gradients float32 [n, dim]."""
     return np.random.default_rng(1).standard_normal((n, dim), dtype=np.float32) * np.float32(1e-3)

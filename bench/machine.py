@@ -1,0 +1,125 @@
+"""What the machine of a device report is: the device, its driver and memory, the way to it, versions, the processor.
+
+Prints one JSON object. Bandwidths are medians of copies of 256 MiB of pinned memory, as events time them.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import psutil
+import torch
+from record import processor
+
+import hostdev
+from hostdev.device import backend, triton
+
+COPIED, ROUNDS = 1 << 28, 10
+
+
+def query(field: str, device: torch.device) -> str | None:
+    """Return what nvidia-smi says of a device; None where there is none."""
+    number = device.index or 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    name = visible[number].strip() if number < len(visible) and visible[number].strip() else str(number)
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader", f"--id={name}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Return the median seconds of a call on the device."""
+    module: Any = torch.get_device_module(device) if backend.is_accelerator(device) else None
+    times = []
+    for _ in range(ROUNDS + 2):
+        if module is None:
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+            continue
+        begin, end = (module.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times[2:])
+
+
+def bandwidths(device: torch.device) -> dict[str, Any]:
+    """Return the GB/s of copies to the device and back, through pinned memory where there is an accelerator."""
+    pin = backend.is_accelerator(device)
+    host = torch.zeros(COPIED, dtype=torch.uint8, pin_memory=pin)
+    there = torch.zeros(COPIED, dtype=torch.uint8, device=device)
+    down = seconds_of(lambda: there.copy_(host, non_blocking=True), device)
+    up = seconds_of(lambda: host.copy_(there, non_blocking=True), device)
+    return {"pinned": pin, "to_device_gb_per_s": round(COPIED / down / 1e9, 2),
+            "to_host_gb_per_s": round(COPIED / up / 1e9, 2)}  # fmt: skip
+
+
+def device_facts(device: torch.device) -> dict[str, Any]:
+    """Return what torch and the driver say of the device."""
+    facts: dict[str, Any] = {"device": str(device), "name": backend.describe(device)}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "memory_bytes": properties.total_memory,
+            "driver": query("driver_version", device),
+            "link": query("pcie.link.gen.current,pcie.link.width.current", device),
+            "power_limit": query("power.limit", device),
+        }
+    return {**facts, "free_bytes": backend.free_bytes(device), "devices": torch.accelerator.device_count()}
+
+
+def triton_version() -> str | None:
+    """Return Triton's version; None where it is not installed."""
+    if not triton.available():
+        return None
+    import triton as installed
+
+    return str(installed.__version__)
+
+
+def main() -> None:
+    """Print the facts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path, help="write them to a file as well")
+    arguments = parser.parse_args()
+    device = backend.select(arguments.device)
+    facts = {
+        **device_facts(device),
+        **bandwidths(device),
+        "processor": processor(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "host_memory_bytes": psutil.virtual_memory().total,
+        "platform": platform.platform(),
+        "versions": {
+            "python": platform.python_version(), "hostdev": hostdev.__version__, "torch": torch.__version__,
+            "cuda": torch.version.cuda, "hip": torch.version.hip, "triton": triton_version(),
+            "numpy": np.__version__, "numba": numba.__version__,
+        },
+    }  # fmt: skip
+    text = json.dumps(facts, indent=2)
+    print(text)
+    if arguments.out is not None:
+        arguments.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

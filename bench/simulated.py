@@ -1,0 +1,112 @@
+"""Devices that are only simulated: a step that waits, and on demand takes from the host what a real one's takes."""
+
+import time
+
+import numpy as np
+import torch
+from workload import DIM
+
+import hostdev
+from hostdev.batch import Batch
+from hostdev.cache.slots import DeviceSlots, Places
+from hostdev.device.pinned import Slab
+from hostdev.model import Step
+
+# A step of Wide & Deep launches about 100 kernels of the dense layers, their gradients and Adam, and up to 20 for rows
+# (bench_launches.py). PyTorch takes 4 to 10 us of the host for each.
+LAUNCHES = 120
+LAUNCH_US = 5
+
+
+class Load:
+    """What a device takes from the host in a step: launches, and copies of the batch's rows.
+
+    A launch is Python that holds the interpreter's lock; an operation on one element ends it, which lets go of the lock
+    for a moment, as every launch does. A copy goes through memory in one thread without the lock. That is more than
+    a real one takes, which reads or writes the host's memory once, and needs no core.
+    """
+
+    def __init__(self, values: int) -> None:
+        self.sent: list[torch.Tensor] = []  # to the device, for this step
+        self.seconds = 0.0  # of all steps so far
+        self._there, self._back = np.zeros(values, np.float32), np.zeros(values, np.float32)
+        self._one = torch.zeros(1)
+
+    def take(self) -> float:
+        """Launch and copy, and return how long it took.
+
+        As many rows come back as were sent: gradients for the rows that passed by, and in the steady state of a cache
+        an evicted row for each that was admitted.
+        """
+        start = time.perf_counter()
+        for _ in range(LAUNCHES):
+            end = time.perf_counter() + LAUNCH_US * 1e-6
+            self._one.zero_()
+            while time.perf_counter() < end:
+                pass
+        for tensor in self.sent:
+            np.copyto(self._there[: tensor.numel()], tensor.numpy().reshape(-1))
+        for tensor in self.sent:
+            np.copyto(self._back[: tensor.numel()], self._there[: tensor.numel()])
+        self.sent = []
+        taken = time.perf_counter() - start
+        self.seconds += taken
+        return taken
+
+
+class Simulated:
+    """A model whose step waits `seconds` and whose gradients are there already; with a load these seconds have it in
+    them, and are at least what it takes.
+    """
+
+    reads_whole_tables = False
+
+    def __init__(self, unique: int) -> None:
+        self.seconds = 0.0
+        self.load: Load | None = None
+        self._grads = [torch.full((unique, columns), 1e-3) for columns in (1, DIM)]
+
+    def unique(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        return hostdev.unique(batch.ids.ravel())
+
+    def prepare(self, batch: Batch, ids: np.ndarray, inverse: np.ndarray, memory: Slab | None, **how: bool) -> int:
+        return len(ids)
+
+    def await_prepared(self, prepared: int) -> None:
+        pass
+
+    def step(self, prepared: int, rows: list[torch.Tensor]) -> Step:
+        rest = self.seconds
+        if self.load is not None:
+            self.load.sent = self.load.sent or rows  # without a cache all of them
+            rest -= self.load.take()
+        if rest > 0:
+            time.sleep(rest)
+        return Step([], lambda results, number: None, [grads[:prepared] for grads in self._grads])
+
+
+class FreeSlots:
+    """A cache's slots on the simulated device, whose work is in the step's time: nothing is computed here."""
+
+    def __init__(self, like: DeviceSlots, unique: int, model: Simulated) -> None:
+        self.block, self.row_slots = like.block[:1], like.row_slots[:1]
+        self._model = model
+        self._rows = torch.zeros((unique, like.block.shape[2]))
+        self._left = torch.zeros((unique, *like.block.shape[1:])), torch.zeros((unique, like.row_slots.shape[1]))
+
+    def rows(self, at: Places, passed: torch.Tensor, admitted: torch.Tensor) -> torch.Tensor:
+        if self._model.load is not None:
+            self._model.load.sent += [passed, admitted]
+        return self._rows
+
+    def update(self, *args: object) -> None:
+        pass
+
+    def passed(self, at: Places, grads: torch.Tensor) -> torch.Tensor:
+        return grads[len(at.hit_slots) + len(at.admitted_slots) :]
+
+    def exchange(self, at: Places, leaving: int, *args: object) -> list[torch.Tensor]:
+        return [values[:leaving] for values in self._left]
+
+    def read(self, slots: torch.Tensor) -> list[torch.Tensor]:
+        return [values.expand(len(slots), *values.shape[1:]) for values in (self.block, self.row_slots)]
