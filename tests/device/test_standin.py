@@ -21,8 +21,13 @@ pytestmark = pytest.mark.device
 ON = torch.device("standin", 0)
 
 
+@pytest.fixture(autouse=True)
+def _lazy():
+    standin.configure(schedule="lazy")
+
+
 @pytest.fixture(params=standin.SCHEDULES)
-def schedule(request):
+def schedule(request, _lazy):
     standin.configure(schedule=request.param)
     return request.param
 
@@ -262,6 +267,24 @@ def test_record_stream_keeps_memory(schedule):
         del rows
         assert out.cpu().tolist() == [2, 2, 2, 2]
         out.record_stream(stream)
+
+
+def test_recorded_memory_is_not_free_until_it_is_not_used():
+    [stream] = streams(1)
+    rows = torch.ones(1000, device=ON)
+    stream.wait_stream(torch.accelerator.current_stream())
+    with on(stream):
+        total = rows.sum()
+    rows.record_stream(stream)
+    standin.collect()
+    before = standin.counters.device_bytes
+    del rows
+    standin.collect()
+    assert standin.counters.device_bytes == before
+    stream.synchronize()
+    standin.collect()
+    assert standin.counters.device_bytes == before - 4000
+    total.record_stream(stream)
 
 
 def test_the_host_reads_before_it_has_waited():

@@ -38,11 +38,16 @@ class Buffer(Memory):
         self.home = home
         self.recorded: set[Queue] = set()
 
+    def is_used(self) -> bool:
+        """Tell whether a stream that was recorded has still to do with it."""
+        return any(use.queue in self.recorded and use.number > use.queue.done for use in self.uses.values())
+
     def __str__(self) -> str:
         return f"memory of {self.raw.numel()} bytes, allocated on {self.home},"
 
 
 _freed: deque[Buffer] = deque()  # a finalizer may run anywhere, so it does no more than append
+_held: list[Buffer] = []  # given up, and recorded for a stream that is not done with it
 _allocated = [0] * config.devices
 
 
@@ -129,22 +134,26 @@ def contiguous(size: tuple[int, ...], memory_format: torch.memory_format | None 
 
 
 def collect() -> None:
-    """Let go of what was given up since the last call."""
+    """Let go of what was given up since the last call, and of what was recorded and is not used any more."""
     while True:
         try:
             buffer = _freed.popleft()
         except IndexError:
-            return
+            break
         with lock:
-            _allocated[buffer.home.device] -= buffer.raw.numel()
-            counters.device_bytes -= buffer.raw.numel()
             loose = [use for use in buffer.uses.values() if not use.comes_before(buffer.home)]
             loose = [use for use in loose if use.queue not in buffer.recorded]
+            _held.append(buffer)
         if config.check:
             for use in loose:
                 report(RaceError(f"{buffer} is given up while {use} may still use it, without record_stream"))
         if loose and not buffer.recorded:  # the next owner writes, as far as those streams may see it
             enqueue("reuse", partial(buffer.raw.fill_, 0xFF), buffer.home)
+    with lock:
+        for buffer in [buffer for buffer in _held if not buffer.is_used()]:
+            _held.remove(buffer)
+            _allocated[buffer.home.device] -= buffer.raw.numel()
+            counters.device_bytes -= buffer.raw.numel()
 
 
 def allocated(device: int) -> int:

@@ -29,12 +29,13 @@ class Queue:
     device  index of its device
     number  its id, as `torch.Stream.stream_id`
     clock   by other stream, the number of its last task that comes before the next one here
+    done    the number of the last task that has run
     known   the number of the last task that a host thread has seen finished
     """
 
     def __init__(self, device: int, number: int) -> None:
         self.device, self.number = device, number
-        self.count = self.known = 0
+        self.count = self.done = self.known = 0
         self.clock: dict[Queue, int] = {}
         self.tail: Task | None = None
         self.waits: list[Task] = []  # of other streams, before the next task
@@ -266,6 +267,7 @@ def _execute(task: Task) -> None:
             _errors.append(wrapped)
     task.end = time.perf_counter()
     task.run, task.needs, task.done = None, [], True
+    task.queue.done = max(task.queue.done, task.number)
 
 
 def _run_until(task: Task) -> None:
