@@ -75,13 +75,15 @@ class Staging:
     def pick(self, tensors: Sequence[Tensor], positions: npt.NDArray[np.int32], memory: Slab) -> list[Tensor]:
         """Return the rows of tensors of the current stream at these positions [L], for `receive`; only where it copies.
 
-        The step does not wait for it: it is done in the stream of `receive`, which is to take the tensors themselves
-        later, and so keeps them.
+        The step does not wait for it: it is done in the stream of `receive`.
         """
         self._up.wait_stream(self._streams.current_stream(self.device))
         with self._streams.stream(self._up):
             [at] = self._copy_down([self._staged(torch.from_numpy(positions), memory)], self.device)
-            return [tensor.index_select(0, at) for tensor in tensors]
+            picked = [tensor.index_select(0, at) for tensor in tensors]
+            for tensor in tensors:
+                tensor.record_stream(self._up)
+            return picked
 
     def receive_results(self, tensors: Sequence[Tensor], memory: Slab) -> tuple[list[Tensor], Any]:
         """Do `receive` for what is small and asked for soon, not behind larger copies."""
