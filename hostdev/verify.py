@@ -1,6 +1,7 @@
 """python -m hostdev.verify: train a few steps in every mode on the user's data, and compare all bits of every step."""
 
 import argparse
+import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -103,9 +104,10 @@ def train(settings: TrainConfig, mode: Mode, batches: Sequence[Batch], rows: int
     """
     set_host_threads(mode.threads)
     record = Record([{} for _ in batches], [], "")
+    embeddings: list[Embedding] = []  # the trainer itself would keep itself, and its tables, until they are collected
 
     def after_update(number: int, ids: Any, places: list[tuple[Any, Any]]) -> None:
-        for embedding, (block, at) in zip((trainer.wide, trainer.deep), places, strict=True):
+        for embedding, (block, at) in zip(embeddings, places, strict=True):
             _add_rows(record.steps[number - 1], embedding, ids, block, at)
 
     def hold_up(stage: str, number: int) -> None:
@@ -122,6 +124,7 @@ def train(settings: TrainConfig, mode: Mode, batches: Sequence[Batch], rows: int
         l2=settings.l2, precision=settings.precision, seed=settings.seed, log=OpLog(), depth=mode.depth, cache=cache,
         after_update=after_update, **(broken if fault else {}),
     )  # fmt: skip
+    embeddings += [trainer.wide, trainer.deep]
     with bar(len(batches), str(mode), "step") as progress:
         for number, result in enumerate(trainer.train(batches)):
             record.losses.append(tuple(result.value))
@@ -205,6 +208,7 @@ def verify(settings: TrainConfig, steps: int, *, fault: bool, report: Callable[[
     for mode in others:
         if fault and not (mode.host_device_mix and mode.depth):
             continue
+        gc.collect()  # torch's first steps leave frames behind, which keep tables; there are up to 16 modes
         try:
             record = train(settings, mode, batches, found.vocabulary_size, fault=fault)
         except CacheTooLargeError as error:

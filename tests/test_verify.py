@@ -1,12 +1,17 @@
 """python -m hostdev.verify: equal in every mode, and a broken rule is caught."""
 
 import functools
+import gc
+import itertools
 import re
+import weakref
 
 import numpy as np
 import pytest
 
-from hostdev import verify
+from hostdev import embedding, manifest, trainer, verify
+from hostdev.config import TrainConfig
+from hostdev.shards import ShardReader
 
 
 @pytest.fixture
@@ -69,3 +74,30 @@ def test_the_first_difference_is_named():
     assert verify.compare(one, other) == (2, "deep/m", 3)
     assert verify.compare(one, one._replace(losses=[(1.5,), (2.0,)])) == (1, "losses", None)
     assert verify.compare(one, one._replace(digest="z")).tensor == "a row that no batch uses"
+
+
+@pytest.mark.parametrize("cache", [None, "10%"])
+def test_the_tables_of_a_mode_go_with_it(small_data, cache, monkeypatch):
+    """There are up to 16 modes, and memory for the tables of one."""
+    made = []
+
+    class Watched(trainer.HostTable):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(trainer, "HostTable", Watched)
+    monkeypatch.setattr(embedding, "HostTable", Watched)
+    found = manifest.read(small_data)
+    batches = list(itertools.islice(ShardReader(small_data, found, "train").batches(100, seed=1, epoch=1), 3))
+    settings = TrainConfig(device="cpu", emb_dim=4)
+    how = (settings, verify.Mode(True, 2, 1, cache), batches, found.vocabulary_size)
+    verify.train(*how, fault=False)  # torch's first steps in a process leave frames behind
+    gc.collect()
+    made.clear()
+    gc.disable()
+    try:
+        verify.train(*how, fault=False)
+        assert [table() for table in made] == [None, None]
+    finally:
+        gc.enable()
