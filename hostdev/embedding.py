@@ -228,7 +228,7 @@ def receive_rows(
     """Let what leaves the device come to the host, of each table what `BatchRows.leave` returned.
 
     first    the part that is updated first, as another batch waits for it: it comes before the rest
-    returns  a mark for that part, and one for all
+    returns  a mark for that part, and one for all, in the same stream
     """
     grads, others = [part[0] for part in leaving], [tensor for part in leaving for tensor in part[1:]]
     picked: list[Tensor] = []

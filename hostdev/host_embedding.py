@@ -319,9 +319,8 @@ class HostEmbedding(nn.Module):
         self._cache.left(plan, self._index)
 
     def _take_back(self, one: _Pass, leaving: list[Tensor]) -> None:
-        mark, last = receive_rows([one.rows], [leaving], None, self._staging, one.memory)
+        _, mark = receive_rows([one.rows], [leaving], None, self._staging, one.memory)
         self._staging.await_mark(mark)
-        self._staging.await_mark(last)
         one.rows.update(Part.of(one.writes, None))
         one.rows.updated()
         one.memory.release()
