@@ -8,6 +8,8 @@ import weakref
 
 import numpy as np
 import pytest
+from hostdev.data.preprocess.build import Options, build
+from hostdev.data.preprocess.criteo import CriteoText
 
 from hostdev import embedding, manifest, trainer, verify
 from hostdev.config import TrainConfig
@@ -42,6 +44,21 @@ def test_all_modes_agree(device, verified, small_data, tmp_path, l2):
     assert [mode[4] for mode in digests] == ["the reference"] + ["equal"] * (len(digests) - 1)
     assert "all modes agree in every bit of every step" in out
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("l2", ["none", "table"])
+def test_all_modes_agree_on_the_real_sample(device, verified, criteo_sample, tmp_path, l2):
+    """And a simulated device agrees with the CPU."""
+    build(CriteoText([criteo_sample]), tmp_path / "data", Options(threshold=10, dense="log"))
+    digests = set()
+    for name in {device.type, "cpu" if device.type == "standin" else device.type}:
+        options = ["--device", name, "--batch-size", 1000, "--steps", 20, "--l2", l2]
+        code, out, _ = verified("--data", tmp_path / "data", *options)
+        assert code == 0
+        assert "all modes agree in every bit of every step" in out
+        digests |= set(re.findall(r" ([0-9a-f]{16})  ", out))
+    assert len(digests) == 1
 
 
 def test_an_injected_fault_is_caught(device, verified, small_data):

@@ -4,9 +4,10 @@ On an accelerator: pinned memory, a copy stream each way and one for results, ev
 copied: a tensor and its host memory are the same.
 """
 
+import functools
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,7 @@ class Staging:
         if self.copies:
             self._streams = streams or torch.get_device_module(device)
             self._down, self._up, self._results = (self._streams.Stream(device) for _ in range(3))
+            self._event = _sleeping_event(self._streams)
 
     def send(self, tensors: Sequence[Tensor], memory: Slab) -> tuple[list[Tensor], Any]:
         """Copy tensors to the device; return the copies and what `await_sent` takes. On the CPU, the tensors.
@@ -111,7 +113,7 @@ class Staging:
         """Return a mark in the current stream, or on the CPU the time, for `nanoseconds`."""
         if not self.copies:
             return time.perf_counter_ns()
-        event = self._streams.Event(enable_timing=True, blocking=True)
+        event = self._event(enable_timing=True)
         event.record(self._streams.current_stream(self.device))
         return event
 
@@ -126,9 +128,18 @@ class Staging:
         return memory.buffer(*tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
     def _mark(self) -> Any:
-        event = self._streams.Event(blocking=True)  # who waits for it sleeps: the host has other work
+        event = self._event()
         event.record(self._streams.current_stream(self.device))
         return event
+
+
+def _sleeping_event(streams: Any) -> Callable[..., Any]:
+    """Return what makes events for which a thread waits asleep, as the host has other work; not every backend can."""
+    try:
+        streams.Event(blocking=True)
+    except TypeError:
+        return cast(Callable[..., Any], streams.Event)
+    return functools.partial(streams.Event, blocking=True)
 
 
 def _to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
