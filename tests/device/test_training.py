@@ -11,6 +11,7 @@ from hostdev.models.wide_deep import WideDeep
 from hostdev import dense
 from hostdev.batch import Batch
 from hostdev.device import backend, ops
+from hostdev.flight import Line
 from hostdev.kernels.pool import set_host_threads
 from tests.conftest import devices, stand_in
 from tests.device import twins
@@ -96,6 +97,27 @@ def test_nobody_waits_and_nothing_is_pinned_once_it_runs(device, cache):
             counters.reset()
     assert counters.pinned_allocations == 0
     results.close()
+
+
+@pytest.mark.skipif(devices() == ["cpu"], reason="on the CPU nothing is sent; make test-device")
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_rows_are_sent_when_the_device_has_taken_those_before(device, depth, monkeypatch):
+    """Or its memory would hold the rows of every batch that has been looked up."""
+    marks, early, gather = {}, [], Line.gather
+
+    def noted(line, number, mark):
+        marks[number] = mark
+        gather(line, number, mark)
+
+    def look(stage, number):
+        if stage == "send" and number > 1 and not marks[number - 1].query():
+            early.append(number)
+
+    monkeypatch.setattr(Line, "gather", noted)
+    for _ in trainer_of(device=device, depth=depth, before_stage=look).train(adversarial(18, 8)):
+        pass
+    assert len(marks) == 8
+    assert not early
 
 
 def test_the_whole_network(device, monkeypatch):
