@@ -69,7 +69,7 @@ class Simulated:
     def unique(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         return hostdev.unique(batch.ids.ravel())
 
-    def prepare(self, batch: Batch, ids: np.ndarray, inverse: np.ndarray, memory: Slab | None, **how: bool) -> int:
+    def prepare(self, batch: Batch, ids: np.ndarray, inverse: np.ndarray, memory: Slab | None, *where: object) -> int:
         return len(ids)
 
     def await_prepared(self, prepared: int) -> None:

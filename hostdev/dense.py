@@ -51,6 +51,7 @@ class _Prepared:
     ids: Tensor | None  # unique ids [U], where the tables are on the device
     uses: Uses
     counts: Tensor | None  # float32 [U], for --l2 batch only
+    places: Tensor | None  # int32 [U], where the rows lie that are to be added in the order of the ids; None: in it
     label: Tensor  # [B]
     weights: Tensor  # [B, F]
     tensors: list[Tensor]  # all of them that were sent
@@ -109,7 +110,12 @@ class DenseSide:
         return ids, inverse
 
     def prepare(
-        self, batch: Batch, ids: npt.NDArray[Any], inverse: npt.NDArray[np.int32], memory: Slab, *, in_order: bool
+        self,
+        batch: Batch,
+        ids: npt.NDArray[Any],
+        inverse: npt.NDArray[np.int32],
+        memory: Slab,
+        places: npt.NDArray[np.int32] | None,
     ) -> _Prepared:
         """Send a batch to the device."""
         arrays = [inverse, batch.label, batch.weights]
@@ -117,11 +123,14 @@ class DenseSide:
             arrays.append(ids)
         if self._l2 == "batch":
             arrays.append(self._count_uses(inverse, len(ids)).astype(np.float32))
+            if places is not None:
+                arrays.append(places)
         tensors, sent = self._staging.send([torch.from_numpy(array) for array in arrays], memory)
         there, label, weights, *rest = tensors
         on_device = rest.pop(0) if self._tables_on_device else None
-        uses = Uses(there, len(ids), in_order=in_order)
-        return _Prepared(on_device, uses, rest[0] if rest else None, label, weights, tensors, sent)
+        uses = Uses(there, len(ids), in_order=places is None)
+        counts, order = (*rest, None, None)[:2]
+        return _Prepared(on_device, uses, counts, order, label, weights, tensors, sent)
 
     def await_prepared(self, prepared: _Prepared) -> None:
         """Let the device wait for what `prepare` has sent."""
@@ -135,21 +144,28 @@ class DenseSide:
         """
         wide_rows, deep_rows = (part.requires_grad_() for part in rows)
         wide, objective = self._forward(self, prepared, wide_rows, deep_rows)
+        deep = objective.detach()
+        if prepared.places is not None:  # the gradient does not depend on the order of the rows, their sum does
+            deep = wide.detach() + deep_l2(deep_rows.detach(), prepared.counts, prepared.places)
+        squares = self._table_l2() if self._l2 == "table" else None
         self.adam.zero_grad()
         self._backward(objective)
         assert deep_rows.grad is not None
         assert wide_rows.grad is not None
         grads = [wide_rows.grad, deep_rows.grad]
-        losses = torch.stack([wide.detach(), objective.detach()])
+        losses = torch.stack([wide.detach(), deep])
         dense = [parameter.grad for parameter in self.network.parameters() if parameter.grad is not None]
+        looked_at = [losses, *grads, *dense]
+        if isinstance(squares, Tensor):
+            looked_at.append(squares.sum().float())
+        elif squares is not None:
+            looked_at.append(torch.full((), total(squares), device=self._device))
         # As GradScaler does, with a scale of 1: one pass, nobody waits.
-        torch._amp_foreach_non_finite_check_and_unscale_([losses, *grads, *dense], self._skip, self._one)
+        torch._amp_foreach_non_finite_check_and_unscale_(looked_at, self._skip, self._one)
         self._adam_step()
-        results, squares = [torch.cat([losses, self._skip.view(1)])], None
-        if self._l2 == "table":
-            squares = self._table_l2()
-            if isinstance(squares, Tensor):  # on the device, so not here yet
-                results.append(squares)
+        results = [torch.cat([losses, self._skip.view(1)])]
+        if isinstance(squares, Tensor):  # on the device, so not here yet
+            results.append(squares)
         return Step(results, partial(_read_losses, squares), grads, self._skip)
 
     def predict(self, prepared: _Prepared, rows: list[Tensor]) -> Step:

@@ -1,10 +1,11 @@
 """A table and the ops that work on it, wherever it is placed, and one batch's rows on their way through them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from hostdev.cache.planner import Plan
@@ -13,6 +14,7 @@ from hostdev.device.pinned import Slab
 from hostdev.device.staging import Staging
 from hostdev.device.table import DeviceTable
 from hostdev.host.table import HostTable
+from hostdev.memory import copied_bytes, row_bytes
 from hostdev.primitive import UPDATES, EmbeddingLookup, OpLog, Primitive
 
 Positions = npt.NDArray[np.int32]
@@ -236,10 +238,31 @@ def receive_rows(
         passed, _ = first.split(len(grads[0]))
         assert passed.positions is not None
         picked = staging.pick(grads, passed.positions, memory)
-    early, mark = staging.receive([*picked, *others], memory)
+    early, mark = staging.receive([*picked, *others], memory) if picked or others else ([], None)
     received, last = staging.receive(grads, memory)
+    mark = mark or last
     firsts, evicted = early[: len(picked)], early[len(picked) :]
     for number, (table, part) in enumerate(zip(rows, leaving, strict=False)):
         mine = [received[number], *(evicted.pop(0) for _ in part[1:])]
         table.receive(mine, mark, firsts[number] if picked else None)
     return mark, last
+
+
+def bytes_of(embeddings: Sequence[Embedding], unique: int, plan: Plan | None, uses: int) -> int:
+    """Return what the copies of a batch need of the host's memory; a little more or less does not matter."""
+    passing, whole = row_bytes((part.table.dim, part.table.optimizer) for part in embeddings)
+    if embeddings[0].target == "DEVICE":
+        return copied_bytes(0, 0, uses, passing, whole)
+    if plan is None:
+        return copied_bytes(unique, 0, uses, passing, whole)
+    return copied_bytes(len(plan.passed), len(plan.admitted) + len(plan.evicted), uses, passing, whole)
+
+
+def on_device(
+    plan: Plan, slots: Sequence[DeviceSlots], rows: Sequence[BatchRows]
+) -> Iterator[tuple[npt.NDArray[Any], list[tuple[Tensor, Tensor]]]]:
+    """Yield ids whose rows are on the device until `leave`, and of each table where: memory [any, 1 + S, D], places."""
+    at = torch.from_numpy(plan.hit_slots)
+    yield plan.ids[plan.hits], [(held.block, at) for held in slots]
+    new = torch.arange(len(plan.admitted))
+    yield plan.ids[plan.admitted], [(part.admitted, new) for part in rows]

@@ -11,7 +11,6 @@ import numpy.typing as npt
 from hostdev.batch import Batch
 from hostdev.cache.planner import Plan
 from hostdev.embedding import BatchRows, Part
-from hostdev.model import Outcome
 
 
 class Flight:
@@ -23,6 +22,7 @@ class Flight:
         self.batch = batch
         self.ids: npt.NDArray[Any] = np.empty(0, np.int32)  # unique [U]
         self.inverse: Any = None
+        self.places: Any = None  # of the ids' rows on the device, int32 [U]; None: in the order of the ids
         self.plan: Plan | None = None  # the cache's
         self.reads = self.ids  # rows that it takes from the host: those that pass the cache by, those that it admits
         self.writes = self.ids  # rows of the host that its update writes: those that pass by, those that are evicted
@@ -35,7 +35,7 @@ class Flight:
         self.closed = False  # its update has begun: too late to ask for rows to be updated first
         self.held = True  # by the caller, to whom its result goes, or by the updater
         self.memory: Any = None  # a `Slab` of the host's, for its copies
-        self.outcome: Outcome | None = None
+        self.outcome: Any = None  # an `Outcome`
         self.received: Any = None  # a mark: all that the host takes is there
         self.received_first: tuple[Shared | None, Any] = None, None  # what of it came before the rest, and its mark
         self.clocks: tuple[Any, Any] = (None, None)
@@ -88,10 +88,10 @@ class Line:
         self.error: BaseException | None = None  # of the stages before the step, when its turn has come
         self.update_error: BaseException | None = None
 
-    def put(self, queue: Queue, item: Flight | End) -> None:
-        """Hand a batch on."""
+    def put(self, queue: Queue, held: list[Flight | End]) -> None:
+        """Hand a batch on, taken out of the list: so that the thread, if it is held up here, keeps no batch alive."""
         with self.changed:
-            queue.append(item)
+            queue.append(held.pop())
             self.changed.notify_all()
 
     def take(self, queue: Queue) -> Flight | End:

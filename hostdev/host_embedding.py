@@ -36,6 +36,7 @@ class _Pass:
     writes: npt.NDArray[Any]  # ids that the host updates, and then those that are evicted
     plan: Plan | None
     memory: Slab
+    order: Tensor | None = None  # int32 [U] on the device: the rows as the cache has them
     node: Any = None  # a weak reference to the pass in autograd's graph
     finite: bool = False  # the gradients have been looked at
 
@@ -53,6 +54,10 @@ class _Pass:
         """Return the gradients, float32 [U, D]."""
         assert self.leaf.grad is not None
         return self.leaf.grad
+
+    def ordered_grad(self) -> Tensor:
+        """Return the gradients in the order of the cache's rows."""
+        return self.grad() if self.order is None else self.grad().index_select(0, self.order)
 
 
 class HostEmbedding(nn.Module):
@@ -140,7 +145,6 @@ class HostEmbedding(nn.Module):
         else:
             self._require_no_gradients(self._cache)
             plan, inverse = self._cache.planned(ids, self._index)
-            inverse = plan.renumber(inverse)
             if any(earlier.plan is plan for earlier in self._pending):
                 raise ValueError(f"table {self.table.name!r}: call step() before the next forward pass in training")
             self._forget()  # of a batch that was skipped
@@ -148,7 +152,7 @@ class HostEmbedding(nn.Module):
         if not self._pending:
             self._losses_before = scaling.losses_scaled()
         [at] = self._send(torch.from_numpy(inverse), memory=pending.memory)
-        rows = gather_rows(pending.leaf, Uses(at, len(pending.leaf), in_order=pending.plan is None))
+        rows = gather_rows(pending.leaf, Uses(at, len(pending.leaf)))
         pending.node = ref(rows.grad_fn)
         self._pending.append(pending)
         return rows.view(*ids.shape, self.table.dim)
@@ -304,13 +308,16 @@ class HostEmbedding(nn.Module):
             return
         grads = torch.cat([one.grad() for one in passes]).cpu().numpy()
         self.table.apply(np.concatenate([one.writes for one in passes]), grads)
+        for one in passes:
+            one.memory.release()
 
     def _update_cached(self, one: _Pass, plan: Plan, *, skipped: bool) -> None:
         """Take a step on the device and the host; where it is skipped, rows only enter and leave the cache."""
         assert self._cache is not None
+        grad = one.ordered_grad()
         if not skipped:
-            one.rows.update_cached(one.grad(), None)
-        leaving = one.rows.leave(one.grad())
+            one.rows.update_cached(grad, None)
+        leaving = one.rows.leave(grad)
         self._cache.stepped(plan, self._index, partial(one.rows.bring_back, plan.evicted))
         if skipped:
             one.rows.bring_back(plan.evicted)
@@ -331,7 +338,11 @@ class HostEmbedding(nn.Module):
         [rows] = rows_of([self._embedding], len(ids), plan, self._staging, memory)
         rows.fetch(Part.of(reads, None))
         rows.send()
-        return _Pass(rows, rows.arrived().requires_grad_(), writes, plan, memory)
+        values, order = rows.arrived(), None
+        if plan is not None:  # in the order of the ids, as without a cache: a clip's norm is a sum over the rows
+            places, order = self._send(*(torch.from_numpy(at) for at in (plan.places, plan.order)), memory=memory)
+            values = values.index_select(0, places)
+        return _Pass(rows, values.requires_grad_(), writes, plan, memory, order)
 
     def _look(self, ids: Tensor) -> Tensor:
         if self._cache is not None:

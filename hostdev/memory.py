@@ -102,13 +102,20 @@ def row_bytes(tables: Iterable[tuple[int, SparseOptimizer]]) -> tuple[int, int]:
     return passing, whole
 
 
-def staging_bytes(unique: int, uses: int, passing: int, batches: int) -> int:
-    """Return at most what the copies of so many batches take of the host's memory, on an accelerator.
+def copied_bytes(passing: int, changing: int, uses: int, row: int, whole: int) -> int:
+    """Return what the copies of a batch need of the host's memory, on an accelerator.
 
-    unique   rows of a batch, at most; passing, bytes of one in all tables, which go down and come back
-    uses     of a batch: an id's position and a weight each
+    passing   rows that go down and come back, some of them again because they were late, or wanted first
+    changing  rows that come or go with their slots
+    uses      of rows: a position, a weight and what else there is of each
+    row       bytes of a row of all tables; whole, with its slots
     """
-    return batches * (2 * unique * passing + 8 * uses) * 5 // 4  # a quarter more, as `hostdev.device.pinned`
+    return 4 * passing * row + 2 * changing * whole + 16 * uses
+
+
+def pinned_size(nbytes: int) -> int:
+    """Return the size of a piece of pinned memory: a quarter more, and a power of two, as torch would round it to."""
+    return 1 << max(12, (nbytes * 5 // 4 - 1).bit_length())
 
 
 def require_table(name: str, rows: int, dim: int, optimizer: SparseOptimizer, free: int, where: str) -> int:

@@ -32,13 +32,13 @@ class Model(Protocol):
     def unique(self, batch: Batch) -> tuple[Ids, Positions]:
         """Deduplicate the ids: return unique ids [U] and the inverse, as `hostdev.unique`; in the fetcher's thread."""
 
-    def prepare(self, batch: Batch, ids: Ids, inverse: Positions, memory: Slab, *, in_order: bool) -> Any:
+    def prepare(self, batch: Batch, ids: Ids, inverse: Positions, memory: Slab, places: Positions | None) -> Any:
         """Send what the step needs to the device; in the fetcher's thread, not long before the step.
 
-        ids       unique [U]; the result's `ids` are these on the device, if the tables are there
-        inverse   int32 [N], which row of those given to `step` each use has
-        memory    of the batch, for the copies
-        in_order  the rows are in order of first occurrence
+        ids      unique [U]; the result's `ids` are these on the device, if the tables are there
+        inverse  int32 [N], which row of those given to `step` each use has
+        memory   of the batch, for the copies
+        places   int32 [U], where the row of each id lies among those; None: in the order of the ids
         """
 
     def await_prepared(self, prepared: Any) -> None:

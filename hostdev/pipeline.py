@@ -9,6 +9,7 @@ Threads: a reader, a fetcher (unique, plan, lookup, send), the caller's (the mod
 share is under one condition; a batch carries its state, and an exception goes where its batch would have gone.
 """
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -16,13 +17,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from hostdev.batch import Batch
 from hostdev.cache.cache import EmbeddingCache
+from hostdev.cache.planner import renumber
 from hostdev.device.staging import Staging
-from hostdev.embedding import Embedding, Part, receive_rows, rows_of
+from hostdev.embedding import Embedding, Part, bytes_of, on_device, receive_rows, rows_of
 from hostdev.flight import End, Flight, Line, Queue, Stopped
 from hostdev.kernels.claims import MOST_UNFINISHED, Claims, others
 from hostdev.kernels.pool import urgent
@@ -33,7 +34,6 @@ from hostdev.timeline import Timeline
 _LONGEST_JOIN = 0.8  # seconds; a reader may be inside somebody's code
 _MANY_LATE = 4  # of so many rows one; then those that come late are not looked up before
 _MOST_DEPTH = MOST_UNFINISHED - 2
-Hook = Callable[[str, int], None]
 AfterUpdate = Callable[[int, Any, list[tuple[Any, Any]]], None]
 
 
@@ -64,7 +64,7 @@ class Pipeline:
         staleness: int = 0,
         cache: EmbeddingCache | None = None,
         timeline: Timeline | None = None,
-        before_stage: Hook | None = None,
+        before_stage: Callable[[str, int], None] | None = None,
         after_update: AfterUpdate | None = None,
     ) -> None:
         if not 0 <= depth <= _MOST_DEPTH:
@@ -73,15 +73,13 @@ class Pipeline:
         self.timeline = timeline or Timeline()
         self._model = model
         self._embeddings = embeddings
-        self._staging = staging
-        self._staleness = staleness
+        self._staging, self._staleness = staging, staleness
         self._before_stage = before_stage or (lambda stage, number: None)
         self._after_update = after_update
         self._cache = cache
         self._on_host = embeddings[0].target == "CPU"
         self._claims = Claims(embeddings[0].table.rows if self._on_host and depth else 0)
-        self.steps = 0  # whose updates are finished
-        self._number = 0  # of the last batch
+        self.steps = self._number = 0  # steps whose updates are finished; the last batch
         self._training = False
 
     def train(self, batches: Iterable[Batch]) -> Generator[Result, None, None]:
@@ -120,7 +118,7 @@ class Pipeline:
             finally:
                 self._training = False
                 for embedding, before in zip(self._embeddings, steps, strict=True):
-                    embedding.table.step = before + self.steps  # one that came to nothing was no step
+                    embedding.table.step = before + self.steps  # one whose update did not end was no step
                 if update and self._cache is not None:
                     self._cache.write_back()
 
@@ -152,20 +150,22 @@ class Pipeline:
             thread.start()
         try:
             yield from iter(partial(self._step_next, line, step, update), None)  # a loop's variable would keep a batch
-            line.put(line.stepped, End(None))
+            line.put(line.stepped, [End(None)])
             with self.timeline.stall("step"):
                 threads[-1].join()
             error = line.update_error or line.error
             if error is not None:
                 raise error
         finally:
-            line.put(line.stepped, End(None))  # what has been stepped is updated
+            line.put(line.stepped, [End(None)])  # what has been stepped is updated
             with line.changed:
                 line.stopping = True
                 line.changed.notify_all()
             for thread in threads[1:]:
                 thread.join()
             threads[0].join(_LONGEST_JOIN)
+            if line.update_error is not None and sys.exc_info()[0] is GeneratorExit:
+                raise line.update_error  # whoever closes the iterator is told, too
 
     def _step_next(self, line: Line, step: Any, update: bool) -> Result | None:
         """Wait for a batch and all its rows, and step; None after the last one."""
@@ -189,7 +189,7 @@ class Pipeline:
         result = self._step(item, line, step, update)
         line.yielded = item.number
         if update:
-            line.put(line.stepped, item)
+            line.put(line.stepped, [item])
         else:
             line.let_go(item.number)
         return result
@@ -200,6 +200,7 @@ class Pipeline:
 
     def _serve(self, line: Line, stage: Any, out: Queue | None, *arguments: Any) -> None:
         """A thread: repeat its stage until the batches end; an exception goes on as the last item."""
+        self._staging.enter_thread()
         try:
             while stage(line, *arguments):
                 pass
@@ -207,16 +208,17 @@ class Pipeline:
             return
         except BaseException as error:
             if out is not None:
-                line.put(out, End(error))
+                line.put(out, [End(error)])
                 return
             line.fail_update(error)
 
     def _reader(self, line: Line, source: Iterator[Batch]) -> bool:
         with self.timeline.stall("read"):
             line.wait(lambda: len(line.flights) < line.most_read)
-        item = self._read(source, line)
-        line.put(line.read, item)
-        return isinstance(item, Flight)
+        held = [self._read(source, line)]
+        more = isinstance(held[0], Flight)
+        line.put(line.read, held)
+        return more
 
     def _take_read(self, line: Line) -> Flight | End:
         with self.timeline.stall("unique"):
@@ -260,14 +262,14 @@ class Pipeline:
             span["rows"] = len(flight.ids)
 
     def _fetcher(self, line: Line, ahead: Iterator[Flight | End]) -> bool:
-        item = next(ahead)
-        if isinstance(item, Flight):
-            number = item.number
+        held = [next(ahead)]
+        if more := isinstance(held[0], Flight):
+            number = held[0].number
             with self.timeline.stall("lookup"):
                 line.wait(lambda: number - next(iter(line.flights)) < line.most)
-            self._fetch(item, line, line.update)
-        line.put(line.fetched, item)
-        return isinstance(item, Flight)
+            self._fetch(held[0], line, line.update)
+        line.put(line.fetched, held)
+        return more
 
     def _updater(self, line: Line) -> bool:
         with self.timeline.stall("update"):
@@ -308,18 +310,19 @@ class Pipeline:
     def _fetch(self, flight: Flight, line: Line | None, update: bool) -> None:
         """Plan a batch, look up and send the rows that need not wait; the others when they may."""
         late = None
-        flight.memory = self._staging.slabs.take()
+        if self._on_host and update and (line is not None or self._cache is not None):
+            late = self._plan(flight, line)
+        needed = bytes_of(self._embeddings, len(flight.ids), flight.plan, flight.inverse.size)
+        flight.memory = self._staging.slabs.take(needed)
         if self._on_host:
-            if update and (line is not None or self._cache is not None):
-                late = self._plan(flight, line)
             self._look_up(flight, late)
             flight.missing = 0 if line is None else 1  # what is sent here
             if line is not None:
                 self._await_room(flight, line)
         self._before_stage("send", flight.number)
         with self.timeline.span("send", flight.number):
-            batch = (flight.batch, flight.ids, flight.inverse, flight.memory)
-            flight.prepared = self._model.prepare(*batch, in_order=flight.plan is None)
+            batch = (flight.batch, flight.ids, flight.inverse, flight.memory, flight.places)
+            flight.prepared = self._model.prepare(*batch)
             flight.inverse = None
             for rows in flight.rows:
                 rows.send()
@@ -359,7 +362,8 @@ class Pipeline:
                 flight.plan = plan = self._cache.plan()
                 assert plan.ids is flight.ids
                 flight.reads, flight.writes = plan.reads, plan.writes
-                flight.inverse = plan.renumber(flight.inverse)
+                flight.places = plan.places
+                flight.inverse = renumber(flight.inverse, flight.places)
                 claimed = np.concatenate([flight.reads, plan.evicted])
             span["rows"] = len(flight.ids)
             if line is None:
@@ -429,12 +433,9 @@ class Pipeline:
         for rows, grad in zip(flight.rows, step.grads, strict=True):
             rows.update_cached(grad, step.skip)
         plan = flight.plan
-        if plan is not None and self._after_update is not None:
-            assert self._cache is not None
-            held, slots = plan.ids[plan.hits], torch.from_numpy(plan.hit_slots)
-            self._after_update(flight.number, held, [(cached.block, slots) for cached in self._cache.slots])
-            new, at = plan.ids[plan.admitted], torch.arange(len(plan.admitted))
-            self._after_update(flight.number, new, [(rows.admitted, at) for rows in flight.rows])
+        if plan is not None and self._cache is not None and self._after_update is not None:
+            for ids, places in on_device(plan, self._cache.slots, flight.rows):
+                self._after_update(flight.number, ids, places)
         leaving = []
         for table, (rows, grad) in enumerate(zip(flight.rows, step.grads, strict=True)):
             leaving.append(rows.leave(grad))
@@ -444,7 +445,6 @@ class Pipeline:
 
     def _end_step(self, flight: Flight) -> None:
         """Wait until the device is done with a step, and take down its time; raises where it came to nothing."""
-        assert flight.outcome is not None
         flight.outcome.get()
         self._staging.await_mark(flight.clocks[1] if self._staging.copies else None)
         self.timeline.device_was_busy(self._staging.nanoseconds(*flight.clocks))

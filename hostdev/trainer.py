@@ -1,4 +1,4 @@
-"""A training step and an evaluation of Wide & Deep: the model, its tables, and the ops between them.
+"""Wide & Deep with its tables: what trains it, evaluates it and digests it.
 
 `Pipeline` takes a batch through them: unique -> lookup, to the device -> forward, backward -> to the host, update.
 """
@@ -21,7 +21,7 @@ from hostdev.embedding import Embedding
 from hostdev.errors import UserError
 from hostdev.host.server import ParameterServer
 from hostdev.host.table import HostTable
-from hostdev.memory import available_bytes, gib, require_table, row_bytes, staging_bytes
+from hostdev.memory import available_bytes, copied_bytes, gib, pinned_size, require_table, row_bytes
 from hostdev.model import Result
 from hostdev.optimizers import FTRL, LazyAdam, SparseOptimizer
 from hostdev.pipeline import Pipeline
@@ -77,7 +77,7 @@ class Trainer:
         free = _require_tables(rows, optimizers, host_device_mix, device)
         overlap.setdefault("depth", 0)
         if host_device_mix and is_accelerator(device):
-            _require_staging(rows, dim, most_uses, overlap["depth"] + 2, free)
+            _require_staging(rows, dim, most_uses, overlap["depth"] + 2, free, cached=cache is not None)
         self.wide, self.deep = embeddings = [
             Embedding(
                 self.server.add(HostTable(rows, columns, optimizer, name=name, seed=seed))
@@ -148,9 +148,12 @@ def _require_tables(
     return free
 
 
-def _require_staging(rows: int, dim: int, uses: int, batches: int, free: int) -> None:
-    """Raise UserError unless the pinned memory of the copies fits beside the tables."""
-    needed = staging_bytes(min(rows, uses), uses, row_bytes(tables_of(dim).values())[0], batches)
+def _require_staging(rows: int, dim: int, uses: int, batches: int, free: int, *, cached: bool) -> None:
+    """Raise UserError unless the pinned memory of the copies fits beside the tables, where no id comes twice."""
+    row, whole = row_bytes(tables_of(dim).values())
+    most = min(rows, uses)
+    each = copied_bytes(most, 2 * most if cached else 0, uses, row, whole)
+    needed = batches * pinned_size(each)
     if needed > free:
         raise UserError(
             f"the copies of {batches} batches need up to {gib(needed)} of pinned host memory, but beside the tables "

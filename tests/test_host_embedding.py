@@ -289,3 +289,21 @@ def test_the_deepfm_example(device, capsys):
     assert [contents(table) for table in tables] == [contents(table) for table in plain_tables]
     assert np.mean(losses[-5:]) < np.mean(losses[:5])
     assert "the cache of 200 rows had" in capsys.readouterr().out
+
+
+def test_a_clip_by_norm_gives_the_same_bits_with_a_cache(device):
+    """The norm is a sum over rows: they lie in the order of the ids, with a cache, too."""
+    results = []
+    for cached in (False, True):
+        table = table_of()
+        source = EmbeddingCache(table, "20%", device=device, window=3) if cached else table
+        module = HostEmbedding(source) if cached else HostEmbedding(table, device=device)
+        norms = []
+        for ids in source.ahead(batches(14), ids=lambda ids: ids) if cached else batches(14):
+            (module(ids) * 3).square().sum().backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(module.rows(), 0.3)))
+            module.step()
+        if cached:
+            source.write_back()
+        results.append((norms, contents(table)))
+    assert results[0] == results[1]

@@ -230,6 +230,47 @@ def test_threads_that_take_turns_at_every_instruction(device):
         assert digest == expected
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+def test_closing_tells_of_an_update_that_has_failed(device, depth):
+    class DiskFullError(Exception):
+        pass
+
+    def fail(stage, number):
+        if stage == "update" and number == 2:
+            raise DiskFullError
+
+    results = trainer_of(depth=depth, before_stage=fail, device=device).train(adversarial(0, 6))
+    next(results)
+    next(results)
+    with pytest.raises(DiskFullError):
+        results.close()
+
+
+def test_the_l2_of_a_batch_is_added_in_one_order(device):
+    """With a cache, whose rows lie in another order, too; large weights, so that the last bits differ if it is not."""
+    batches = adversarial(19, 12)
+    found = []
+    for cache in (None, {"capacity_rows": "20%", "window": 3}):
+        trainer = trainer_of(depth=2, l2="batch", cache=cache, device=device)
+        trainer.deep.table.weights[:] *= 20
+        found.append([tuple(result.value) for result in trainer.train(batches)])
+    assert found[0] == found[1]
+
+
+def test_a_table_that_is_not_finite_changes_nothing(device):
+    """--l2 table reads rows that no gradient comes to."""
+    batches = [Batch(b.label, b.ids % (ROWS - 1), b.weights) for b in adversarial(20, 3)]
+    for mix in (True, False):
+        trainer = trainer_of(l2="table", mix=mix, device=device)
+        list(trainer.train(batches[:1]))
+        trainer.deep.table.weights[ROWS - 1, 0] = float("inf")
+        before = trainer.state_sha256()
+        with pytest.raises(NonFiniteLossError, match="no row was updated"):
+            for result in trainer.train(batches[1:]):
+                _ = result.value
+        assert trainer.state_sha256() == before
+
+
 @pytest.mark.parametrize("cache", [None, {"capacity_rows": "20%"}], ids=["", "cache"])
 @pytest.mark.parametrize("depth", [0, 2])
 def test_tables_go_with_the_trainer(device, depth, cache):

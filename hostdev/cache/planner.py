@@ -53,13 +53,17 @@ class Plan(NamedTuple):
         """The rows of the host that the batch writes: those that pass by, then those that are evicted, [M + E]."""
         return np.concatenate([self.ids[self.passed], self.evicted])
 
-    def renumber(self, inverse: Positions) -> Positions:
-        """Return the inverse int32 [N] of the rows as they lie on the device, from that of the ids."""
-        place = np.empty(len(self.ids), np.int32)
-        place[np.concatenate([self.hits, self.admitted, self.passed])] = identity(len(place))
-        out = np.empty_like(inverse)
-        parallel_for(planning.take, len(inverse), inverse, place, out, grain=_GRAIN)
-        return out
+    @property
+    def order(self) -> Positions:
+        """The positions of the ids in the order in which their rows lie on the device, int32 [U]."""
+        return np.concatenate([self.hits, self.admitted, self.passed])
+
+    @property
+    def places(self) -> Positions:
+        """Where the row of each id lies on the device, int32 [U]."""
+        places = np.empty(len(self.ids), np.int32)
+        places[self.order] = identity(len(places))
+        return places
 
 
 @dataclass
@@ -323,10 +327,17 @@ def _joined(values: Positions, starts: Iterable[int], stops: Iterable[int]) -> P
     return np.concatenate(parts) if parts else values[:0].copy()
 
 
+def renumber(inverse: Positions, places: Positions) -> Positions:
+    """Return the inverse int32 [N] of rows as they lie on the device, from that of the ids and the ids' places."""
+    out = np.empty_like(inverse)
+    parallel_for(planning.take, len(inverse), inverse, places, out, grain=_GRAIN)
+    return out
+
+
 def warm_up(id_dtype: npt.DTypeLike) -> None:
     """Compile, or load from numba's cache, all kernels of a planner for ids of this dtype."""
     planner = Planner(8, 1, window=1)
     for row, uses in ((0, 1), (1, 8), (1, 8), (2, 1)):
         planner.announce(np.array([row], id_dtype), count_uses(np.zeros(uses, np.int32), 1))
         if len(planner) > 1:
-            planner.plan().renumber(np.zeros(1, np.int32))
+            renumber(np.zeros(1, np.int32), planner.plan().places)

@@ -1,17 +1,19 @@
 """Host memory for the copies of a batch, pinned where the device asks for it, and used again by later batches.
 
-Pinning is slow and stops the device, so it is done before the work or in its first steps: a slab is as large as the
-largest batch so far needed, and a quarter more.
+Pinning is slow and stops the device, so it is done in the first steps: slabs are as large as the largest batch so far
+needs, and a quarter more, rounded to a power of two as torch would.
 """
 
 import math
 import threading
+import weakref
 
 import torch
 from torch import Tensor
 
+from hostdev.memory import pinned_size
+
 _ALIGNED = 64  # bytes: a cache line
-_HEADROOM = 1.25
 
 
 class Slabs:
@@ -24,18 +26,16 @@ class Slabs:
     def __init__(self, *, pin: bool, batches: int) -> None:
         self.pin, self.batches = pin, batches
         self._free: list[Tensor] = []
-        self._made = 0  # slabs with memory
+        self._made: list[weakref.ref[Tensor]] = []  # one that an error has kept from coming back is made again
         self._bytes = 0  # of each
         self._lock = threading.Lock()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slabs."""
-        return self._made * self._bytes
-
-    def take(self) -> "Slab":
-        """Return memory for a batch; `release` gives it back."""
+    def take(self, nbytes: int = 0) -> "Slab":
+        """Return memory for a batch that needs about so much; `release` gives it back."""
+        if not self.batches:
+            return self.loose()
         with self._lock:
+            self._grow(nbytes)
             return Slab(self, self._free.pop() if self._free else None)
 
     def loose(self) -> "Slab":
@@ -48,15 +48,22 @@ class Slabs:
 
     def give_back(self, memory: Tensor | None, used: int) -> None:
         """Take in a slab's memory; the device is done with it."""
+        if not self.batches:
+            return
         with self._lock:
-            if used > self._bytes:  # all slabs are made anew
-                self._bytes = math.ceil(used * _HEADROOM / _ALIGNED) * _ALIGNED
-                self._free, self._made = [], 0
-            elif memory is not None and memory.numel() == self._bytes:
+            if memory is not None and memory.numel() == self._bytes:
                 self._free.append(memory)
-            while self._bytes and self._made < self.batches:
-                self._free.append(self.allocate(self._bytes))
-                self._made += 1
+            self._grow(used)
+
+    def _grow(self, nbytes: int) -> None:
+        """Make slabs: those that are missing, or larger ones in place of all."""
+        if nbytes > self._bytes:
+            self._bytes = pinned_size(nbytes)
+            self._free, self._made = [], []
+        self._made = [made for made in self._made if made() is not None]
+        for _ in range(self.batches - len(self._made)):
+            self._free.append(self.allocate(self._bytes))
+            self._made.append(weakref.ref(self._free[-1]))
 
 
 class Slab:

@@ -32,7 +32,7 @@ class Staging:
     def __init__(
         self, device: torch.device, log: OpLog | None = None, *, batches: int = 1, streams: Any = None
     ) -> None:
-        self.device = device
+        self.device = torch.empty(0, device=device).device  # with its index
         self._copy_down = Primitive("HostToDevice", _to_device, log=log)
         self._copy_up = Primitive("DeviceToHost", _to_host, log=log)
         self.copies = is_accelerator(device) or streams is not None
@@ -41,6 +41,11 @@ class Staging:
             self._streams = streams or torch.get_device_module(device)
             self._down, self._up, self._results = (self._streams.Stream(device) for _ in range(3))
             self._event = _sleeping_event(self._streams)
+
+    def enter_thread(self) -> None:
+        """Make the device the current one of a new thread, whose own would be the first."""
+        if self.slabs.pin:
+            torch.accelerator.set_device_index(self.device)
 
     def send(self, tensors: Sequence[Tensor], memory: Slab) -> tuple[list[Tensor], Any]:
         """Copy tensors to the device; return the copies and what `await_sent` takes. On the CPU, the tensors.
@@ -89,13 +94,15 @@ class Staging:
 
     def receive_results(self, tensors: Sequence[Tensor], memory: Slab) -> tuple[list[Tensor], Any]:
         """Do `receive` for what is small and asked for soon, not behind larger copies."""
-        return self._receive(tensors, memory, self._results) if self.copies else (list(tensors), None)
+        return self._receive(tensors, memory, self._results, timed=False) if self.copies else (list(tensors), None)
 
-    def _receive(self, tensors: Sequence[Tensor], memory: Slab, stream: Any) -> tuple[list[Tensor], Any]:
+    def _receive(
+        self, tensors: Sequence[Tensor], memory: Slab, stream: Any, *, timed: bool = True
+    ) -> tuple[list[Tensor], Any]:
         stream.wait_stream(self._streams.current_stream(self.device))
         with self._streams.stream(stream):
             host = [memory.buffer(*tensor.shape, dtype=tensor.dtype) for tensor in tensors]
-            self._copy_up(host, tensors)
+            (self._copy_up if timed else _to_host)(host, tensors)
             for tensor in tensors:  # the allocator must not give it away before it is copied
                 tensor.record_stream(stream)
             return host, self._mark()

@@ -209,9 +209,9 @@ def run_tasks(tasks: Sequence[Task]) -> None:
     if job.urgent:
         _urgent.offer(job)
     _ensure_workers(helpers)
-    for _ in range(helpers):
-        _queue.put(job)
     try:
+        for _ in range(helpers):
+            _queue.put(job)
         job.work()
     finally:
         job.end()

@@ -12,12 +12,14 @@ def wide_loss(logits: Tensor, label: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits, label)
 
 
-def deep_l2(rows: Tensor, uses: Tensor | None) -> Tensor:
+def deep_l2(rows: Tensor, uses: Tensor | None, places: Tensor | None = None) -> Tensor:
     """Return the L2 term of the deep loss on the looked-up rows, 8e-5 / 2 * sum of squares.
 
     rows  float32 [U, D], the batch's unique deep rows, unmasked
     uses  float32 [U], how often each is used in the batch (`--l2 batch`); None counts each row once (`--l2 table`,
           whose gradient reaches the batch's rows only, as lazy optimizers leave the others alone)
+    places  int32 [U], the order in which the rows are added; None for theirs
     """
     squares = rows.square().sum(1)
-    return (squares if uses is None else squares * uses).sum() * (L2_COEFFICIENT / 2)
+    terms = squares if uses is None else squares * uses
+    return (terms if places is None else terms.index_select(0, places)).sum() * (L2_COEFFICIENT / 2)

@@ -13,6 +13,8 @@ from hostdev.batch import Batch
 from hostdev.device import backend, ops
 from hostdev.flight import Line
 from hostdev.kernels.pool import set_host_threads
+from hostdev.memory import copied_bytes, pinned_size, row_bytes
+from hostdev.trainer import tables_of
 from tests.conftest import devices, stand_in
 from tests.device import twins
 from tests.test_pipeline import ROWS, adversarial, cache_of, outcome, trainer_of
@@ -97,6 +99,36 @@ def test_nobody_waits_and_nothing_is_pinned_once_it_runs(device, cache):
             counters.reset()
     assert counters.pinned_allocations == 0
     results.close()
+
+
+@pytest.mark.skipif(not SIMULATED, reason="the simulated accelerator counts; make test-device")
+def test_pinned_memory_comes_back_after_an_early_end(device):
+    """Also where batches were fetched and not stepped: in the next run it is pinned once, and not with every batch."""
+    batches = adversarial(21, 20)
+    made = trainer_of(device=device, depth=2, cache=CACHES[1])
+    for _ in range(3):
+        results = made.train(batches)
+        for _ in range(4):
+            next(results)
+        results.close()
+    stand_in().counters.reset()
+    for _ in made.train(batches):
+        pass
+    assert stand_in().counters.pinned_allocations <= 4
+
+
+@pytest.mark.skipif(not SIMULATED, reason="the simulated accelerator counts; make test-device")
+@pytest.mark.parametrize("shared", [0.0, 1.0])
+@pytest.mark.parametrize("cache", CACHES, ids=["", "cache"])
+def test_pinned_memory_is_at_most_what_was_counted(device, shared, cache):
+    batches = adversarial(22, 12, size=200, shared=shared)
+    counters = stand_in().counters
+    for _ in trainer_of(device=device, depth=2, dim=16, cache=cache).train(batches):
+        pass
+    row, whole = row_bytes(tables_of(16).values())
+    uses = batches[0].ids.size
+    each = copied_bytes(ROWS, 2 * ROWS if cache else 0, uses, row, whole)
+    assert counters.pinned_bytes <= 4 * pinned_size(each)
 
 
 @pytest.mark.skipif(devices() == ["cpu"], reason="on the CPU nothing is sent; make test-device")

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from hostdev.kernels.apply import apply_rows
-from hostdev.kernels.buffers import identity
 from hostdev.kernels.gather import gather_scaled, segment_sum_scaled
 from hostdev.kernels.lookup import lookup as look_up
 from hostdev.kernels.lookup import store
@@ -34,8 +33,8 @@ def assemble(block: Tensor, hit_slots: Tensor, admitted: Tensor, passed: Tensor)
     H, A, M = len(hit_slots), len(admitted), len(passed)
     out = torch.empty((H + A + M, block.shape[2]))
     look_up(block.numpy(), hit_slots.numpy(), out[:H].numpy())
-    look_up(admitted.numpy(), identity(A), out[H : H + A].numpy())
-    look_up(passed.unsqueeze(1).numpy(), identity(M), out[H + A :].numpy())
+    out[H : H + A] = admitted[:, 0]
+    look_up(passed.unsqueeze(1).numpy(), np.arange(M, dtype=np.int32), out[H + A :].numpy())
     return out
 
 
@@ -85,7 +84,7 @@ def update(
         return
     apply_rows(primitive, block.numpy(), row_slots.numpy(), ids.numpy(), grads.numpy(), scalars)
     if admitted is not None and admitted_row_slots is not None:
-        here, theirs = identity(len(admitted)), grads[len(ids) :].numpy()
+        here, theirs = np.arange(len(admitted), dtype=np.int32), grads[len(ids) :].numpy()
         apply_rows(primitive, admitted.numpy(), admitted_row_slots.numpy(), here, theirs, scalars)
 
 

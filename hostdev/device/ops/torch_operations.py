@@ -22,9 +22,10 @@ def lookup(block: Tensor, ids: Tensor) -> Tensor:
 
 def assemble(block: Tensor, hit_slots: Tensor, admitted: Tensor, passed: Tensor) -> Tensor:
     """See `Ops`."""
+    if len(hit_slots) and not len(admitted) + len(passed):
+        return lookup(block, hit_slots)
     parts = [lookup(block, hit_slots)] if len(hit_slots) else []
-    parts += [part for part in (admitted[:, 0], passed) if len(part)]
-    return torch.cat(parts) if len(parts) > 1 else parts[0].clone() if parts else passed.new_empty(passed.shape)
+    return torch.cat([*parts, *(part for part in (admitted[:, 0], passed) if len(part)), passed[:0]])
 
 
 def gather(rows: Tensor, inverse: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -64,7 +65,6 @@ def update(
     admitted_row_slots: Tensor | None = None,
 ) -> None:
     """See `Ops`."""
-    parts = [(block, row_slots, ids)] if len(ids) else []
     H, A = len(ids), 0 if admitted is None else len(admitted)
     if not H + A:
         return
@@ -76,7 +76,7 @@ def update(
     for held, values, at in ((block, new[0], admitted), (row_slots, new[1], admitted_row_slots)):
         if not values.shape[1]:
             continue
-        if parts:
+        if H:
             held.index_copy_(0, ids.long(), values[:H])
         if A and at is not None:
             at.copy_(values[H:])

@@ -10,12 +10,8 @@ from hostdev.device.triton import ops as fused
 from hostdev.device.triton.ops import Uses
 
 lookup = fused.lookup
+assemble = fused.assemble
 gather = fused.gather_scaled
-
-
-def assemble(block: Tensor, hit_slots: Tensor, admitted: Tensor, passed: Tensor) -> Tensor:
-    """See `Ops`."""
-    return fused.assemble(block, hit_slots, admitted, passed)
 
 
 def uses_of(inverse: Tensor, rows: int, *, in_order: bool) -> Uses:
