@@ -312,8 +312,8 @@ class Pipeline:
         late = None
         if self._on_host and update and (line is not None or self._cache is not None):
             late = self._plan(flight, line)
-        needed = bytes_of(self._embeddings, len(flight.ids), flight.plan, flight.inverse.size)
-        flight.memory = self._staging.slabs.take(needed)
+        needs = (self._embeddings, len(flight.ids), flight.plan, flight.inverse.size)
+        flight.memory = self._staging.slabs.take(bytes_of(*needs) if self._staging.copies else 0)
         if self._on_host:
             self._look_up(flight, late)
             flight.missing = 0 if line is None else 1  # what is sent here

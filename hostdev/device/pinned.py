@@ -76,6 +76,8 @@ class Slab:
 
     def buffer(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return memory without initial values, from which a copy need not wait."""
+        if not self._slabs.batches:
+            return torch.empty(shape, dtype=dtype)
         nbytes = math.prod(shape) * dtype.itemsize
         with self._lock:
             start = self._used
