@@ -328,7 +328,7 @@ def test_positions_go_to_the_device_without_a_stop(monkeypatch):
     module._staging = Staging(torch.device("cpu"), streams=(streams := Streams()))
     sent = []
     send = module._staging.send
-    monkeypatch.setattr(module._staging, "send", lambda tensors: sent.extend(tensors) or send(tensors))
+    monkeypatch.setattr(module._staging, "send", lambda tensors, memory: sent.extend(tensors) or send(tensors, memory))
     for training in (True, False):
         module.train(training)
         module(torch.tensor([4, 9, 4]))
