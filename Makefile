@@ -8,7 +8,7 @@ ARGS ?=
 .PHONY: train test test-device test-slow bench bench-peers device-report lint types unit wheel venv clean
 
 train: $(VENV)/.ready
-	@$(BIN)/python -m hostdev.quickstart $(if $(CRITEO),--criteo "$(CRITEO)") $(ARGS)
+	@$(BIN)/python -m hostdev.train.quickstart $(if $(CRITEO),--criteo "$(CRITEO)") $(ARGS)
 
 test: lint types unit test-device wheel
 

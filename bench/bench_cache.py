@@ -12,17 +12,17 @@ from pathlib import Path
 
 import numba
 import numpy as np
+from hostdev.data import manifest
+from hostdev.data.shards import ShardReader
 from record import record
 from workload import IDS, ids_of
 
 import hostdev
-from hostdev import manifest
 from hostdev.cache.optimum import optimal
 from hostdev.cache.options import POLICIES, WINDOW, rows_of
 from hostdev.cache.planner import Planner
 from hostdev.kernels.pool import host_threads
 from hostdev.kernels.unique import count_uses
-from hostdev.shards import ShardReader
 
 Batches = list[tuple[np.ndarray, np.ndarray]]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import hostdev.environment  # isort: skip  (before torch)
+import hostdev.core.environment  # isort: skip  (before torch)
 import numpy as np
 import torch
 from device_cases import PLANES, Batch, Case
@@ -26,10 +26,10 @@ from record import record
 from torch import Tensor
 
 import hostdev
+from hostdev.core.memory import gib
 from hostdev.device import backend, ops, triton
 from hostdev.device.ops import host_kernels, torch_operations, triton_kernels
 from hostdev.device.triton.ops import SEGMENT
-from hostdev.memory import gib
 
 SIZES = [(184_965, 80), (5_000_000, 80), (184_965, 1), (5_000_000, 1)]
 TRIAL_SIZES = [(3000, 80), (3000, 1)]

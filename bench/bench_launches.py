@@ -15,18 +15,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import hostdev.environment  # isort: skip  (before torch)
+import hostdev.core.environment  # isort: skip  (before torch)
 import numpy as np
 import torch
+from hostdev.data.batch import Batch
 from record import record
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hostdev
-from hostdev.batch import Batch
+from hostdev.core.primitive import OpLog
 from hostdev.device import backend, ops
 from hostdev.device.ops import torch_operations, triton_kernels
-from hostdev.primitive import OpLog
-from hostdev.trainer import Trainer
+from hostdev.train.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tests' simulated accelerator
 from tests import standin

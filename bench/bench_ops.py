@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import hostdev.environment  # isort: skip  (as in a training process)
+import hostdev.core.environment  # isort: skip  (as in a training process)
 import matplotlib as mpl
 import numba
 import numpy as np
@@ -18,11 +18,11 @@ from record import record
 from workload import grads_of, ids_of
 
 import hostdev
-from hostdev.initializers import Normal
+from hostdev.core.initializers import Normal
+from hostdev.core.memory import available_bytes, table_bytes
 from hostdev.kernels.buffers import aligned_empty
 from hostdev.kernels.pool import host_threads, parallel_for
 from hostdev.kernels.segment import segment_sum
-from hostdev.memory import available_bytes, table_bytes
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

@@ -16,27 +16,27 @@ import sys
 import time
 from pathlib import Path
 
-import hostdev.environment  # isort: skip  (before torch)
+import hostdev.core.environment  # isort: skip  (before torch)
 import numba
 import numpy as np
 import torch
+from hostdev.data.batch import Batch
 from record import record
 from simulated import LAUNCH_US, LAUNCHES, FreeSlots, Load, Simulated
 from workload import DIM, ids_of
 
 import hostdev
-from hostdev.batch import Batch
 from hostdev.cache.cache import EmbeddingCache
+from hostdev.core.optimizers import FTRL, LazyAdam
+from hostdev.core.primitive import OpLog
+from hostdev.core.timeline import Timeline
 from hostdev.device import backend
 from hostdev.device.staging import Staging
-from hostdev.embedding import Embedding
 from hostdev.host.table import HostTable
 from hostdev.kernels.pool import host_threads
-from hostdev.optimizers import FTRL, LazyAdam
-from hostdev.pipeline import Pipeline
-from hostdev.primitive import OpLog
-from hostdev.timeline import Timeline
-from hostdev.trainer import Trainer
+from hostdev.pipeline.pipeline import Pipeline
+from hostdev.pipeline.rows import Embedding
+from hostdev.train.trainer import Trainer
 
 FIELDS = 39
 FACTORS = (0.5, 1.0, 2.0)

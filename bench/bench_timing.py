@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import torch
+from hostdev.data import lookalike, manifest
+from hostdev.data.shards import ShardReader
 
-from hostdev import lookalike, manifest
-from hostdev.primitive import OpLog, Primitive
-from hostdev.shards import ShardReader
-from hostdev.trainer import Trainer
+from hostdev.core.primitive import OpLog, Primitive
+from hostdev.train.trainer import Trainer
 
 CALLS = 20_000
 STEPS = 20

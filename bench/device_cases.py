@@ -13,8 +13,8 @@ from torch import Tensor
 from workload import training_ids
 
 import hostdev
+from hostdev.core.optimizers import FTRL, LazyAdam
 from hostdev.device.ops import Ops
-from hostdev.optimizers import FTRL, LazyAdam
 
 # Of a batch's unique rows with a cache of 10%; about what real Criteo rows have (README, "The embedding cache").
 HITS, ADMITTED = 0.5, 0.1

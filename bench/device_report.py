@@ -22,8 +22,8 @@ from record import header_of
 from report_parts import MODES, PRECISIONS, SIZES, Part, parts_of
 from report_summary import summary_of
 
+from hostdev.core.errors import UserError
 from hostdev.device import backend
-from hostdev.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = 0.9  # of the samples/s of device tables, for host tables with a cache

@@ -12,15 +12,10 @@ if (_root / "pyproject.toml").is_file():  # a checkout: hostdev.models and hostd
 
 if TYPE_CHECKING:
     from hostdev.cache.cache import EmbeddingCache
-    from hostdev.errors import UserError
-    from hostdev.host.server import ParameterServer
-    from hostdev.host.table import HostTable
-    from hostdev.host_embedding import HostEmbedding
-    from hostdev.initializers import Constant, Normal
-    from hostdev.kernels.pool import set_host_threads
-    from hostdev.kernels.unique import unique
-    from hostdev.optimizers import FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad
-    from hostdev.primitive import (
+    from hostdev.core.errors import UserError
+    from hostdev.core.initializers import Constant, Normal
+    from hostdev.core.optimizers import FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad
+    from hostdev.core.primitive import (
         EmbeddingLookup,
         FusedSparseAdagrad,
         FusedSparseFtrl,
@@ -29,28 +24,33 @@ if TYPE_CHECKING:
         FusedSparseSGD,
         Primitive,
     )
+    from hostdev.host.server import ParameterServer
+    from hostdev.host.table import HostTable
+    from hostdev.kernels.pool import set_host_threads
+    from hostdev.kernels.unique import unique
+    from hostdev.runtime.host_embedding import HostEmbedding
 
 # The public surface; what is not here is free to change. Loaded on first use, so that each command starts quickly.
 _PUBLIC = {
-    "SGD": "hostdev.optimizers",
-    "Adagrad": "hostdev.optimizers",
-    "RowWiseAdagrad": "hostdev.optimizers",
-    "FusedSparseAdagrad": "hostdev.primitive",
-    "FusedSparseRowWiseAdagrad": "hostdev.primitive",
-    "FusedSparseSGD": "hostdev.primitive",
-    "FTRL": "hostdev.optimizers",
-    "Constant": "hostdev.initializers",
+    "SGD": "hostdev.core.optimizers",
+    "Adagrad": "hostdev.core.optimizers",
+    "RowWiseAdagrad": "hostdev.core.optimizers",
+    "FusedSparseAdagrad": "hostdev.core.primitive",
+    "FusedSparseRowWiseAdagrad": "hostdev.core.primitive",
+    "FusedSparseSGD": "hostdev.core.primitive",
+    "FTRL": "hostdev.core.optimizers",
+    "Constant": "hostdev.core.initializers",
     "EmbeddingCache": "hostdev.cache.cache",
-    "EmbeddingLookup": "hostdev.primitive",
-    "FusedSparseFtrl": "hostdev.primitive",
-    "FusedSparseLazyAdam": "hostdev.primitive",
-    "HostEmbedding": "hostdev.host_embedding",
+    "EmbeddingLookup": "hostdev.core.primitive",
+    "FusedSparseFtrl": "hostdev.core.primitive",
+    "FusedSparseLazyAdam": "hostdev.core.primitive",
+    "HostEmbedding": "hostdev.runtime.host_embedding",
     "HostTable": "hostdev.host.table",
-    "LazyAdam": "hostdev.optimizers",
-    "Normal": "hostdev.initializers",
+    "LazyAdam": "hostdev.core.optimizers",
+    "Normal": "hostdev.core.initializers",
     "ParameterServer": "hostdev.host.server",
-    "Primitive": "hostdev.primitive",
-    "UserError": "hostdev.errors",
+    "Primitive": "hostdev.core.primitive",
+    "UserError": "hostdev.core.errors",
     "set_host_threads": "hostdev.kernels.pool",
     "unique": "hostdev.kernels.unique",
 }

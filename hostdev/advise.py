@@ -9,21 +9,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev import cli, config, lookalike, manifest
 from hostdev.cache.optimum import optimal
 from hostdev.cache.options import MOST_WINDOW, POLICIES, WINDOW, rows_of
 from hostdev.cache.planner import Planner, Statistics, planner_bytes
-from hostdev.config import TrainConfig
+from hostdev.core import cli
+from hostdev.core.errors import UserError
+from hostdev.core.memory import available_bytes, dense_bytes, gib, parse_bytes, row_bytes
+from hostdev.core.progress import bar
+from hostdev.data import lookalike, manifest
+from hostdev.data.manifest import FIELDS
+from hostdev.data.shards import ShardReader
 from hostdev.device import backend
-from hostdev.errors import UserError
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import count_uses, unique
-from hostdev.manifest import FIELDS
-from hostdev.memory import available_bytes, dense_bytes, gib, parse_bytes, row_bytes
 from hostdev.models.wide_deep.network import LAYERS
-from hostdev.progress import bar
-from hostdev.shards import ShardReader
-from hostdev.trainer import tables_of
+from hostdev.train import config
+from hostdev.train.config import TrainConfig
+from hostdev.train.trainer import tables_of
 
 PROG = "hostdev.advise"
 OPTIONS = ("data", "device", "batch_size", "emb_dim", "host_threads", "seed")

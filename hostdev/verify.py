@@ -11,20 +11,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hostdev import cli, config, lookalike, manifest
-from hostdev.batch import Batch
 from hostdev.cache.cache import CacheTooLargeError
-from hostdev.config import TrainConfig
+from hostdev.core import cli
+from hostdev.core.errors import UserError
+from hostdev.core.primitive import OpLog
+from hostdev.core.progress import bar
+from hostdev.data import lookalike, manifest
+from hostdev.data.batch import Batch
+from hostdev.data.shards import ShardReader
 from hostdev.device import backend
-from hostdev.embedding import Embedding
-from hostdev.errors import UserError
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.fingerprint import hash_rows
 from hostdev.kernels.pool import host_threads, set_host_threads
-from hostdev.primitive import OpLog
-from hostdev.progress import bar
-from hostdev.shards import ShardReader
-from hostdev.trainer import Trainer
+from hostdev.pipeline.rows import Embedding
+from hostdev.train import config
+from hostdev.train.config import TrainConfig
+from hostdev.train.trainer import Trainer
 
 PROG = "hostdev.verify"
 OPTIONS = ("data", "device", "batch_size", "emb_dim", "l2", "precision", "tf32", "host_threads", "seed")

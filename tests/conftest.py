@@ -12,9 +12,10 @@ from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.models.wide_deep import WideDeep
 
-from hostdev import cli, dense
+from hostdev.core import cli
 from hostdev.device import backend
 from hostdev.kernels.pool import host_threads, set_host_threads
+from hostdev.train import dense
 
 ROOT = Path(__file__).resolve().parent.parent
 

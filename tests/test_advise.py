@@ -5,11 +5,12 @@ import itertools
 import re
 
 import pytest
+from hostdev.data import manifest
 
-from hostdev import UserError, advise, manifest
+from hostdev import UserError, advise
 from hostdev.cache.planner import Statistics
+from hostdev.core.memory import parse_bytes
 from hostdev.device import backend
-from hostdev.memory import parse_bytes
 
 
 @pytest.fixture

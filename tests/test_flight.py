@@ -4,7 +4,7 @@ import threading
 import time
 from typing import Any, cast
 
-from hostdev.flight import Line
+from hostdev.pipeline.flight import Line
 
 
 class _Slow:

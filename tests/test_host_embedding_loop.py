@@ -10,8 +10,8 @@ from torch.amp import GradScaler
 
 import hostdev
 from hostdev import EmbeddingCache, HostEmbedding, HostTable, UserError
-from hostdev import host_embedding as module_file
 from hostdev.device.staging import Staging
+from hostdev.runtime import host_embedding as module_file
 from tests.device.test_staging import Streams
 from tests.test_host_embedding import batches, contents, loop, pass_both, plain_tables, same, table_of, two_tables
 

@@ -1,6 +1,7 @@
 import pytest
 
-from hostdev import LazyAdam, RowWiseAdagrad, UserError, memory
+from hostdev import LazyAdam, RowWiseAdagrad, UserError
+from hostdev.core import memory
 
 
 def group(folder, limit, used, cache, *, v1=False):

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from hostdev import metrics
+from hostdev.train import metrics
 from tests import naive
 
 

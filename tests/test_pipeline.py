@@ -12,12 +12,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from hostdev.data.batch import Batch
 
 from hostdev import UserError
-from hostdev.batch import Batch
-from hostdev.primitive import OpLog
-from hostdev.timeline import STAGES
-from hostdev.trainer import NonFiniteLossError, Trainer
+from hostdev.core.primitive import OpLog
+from hostdev.core.timeline import STAGES
+from hostdev.train.trainer import NonFiniteLossError, Trainer
 
 ROWS, FIELDS = 400, 39
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from hostdev import FTRL, EmbeddingLookup, FusedSparseFtrl, FusedSparseLazyAdam, HostTable, LazyAdam, Primitive
-from hostdev.primitive import OpLog
+from hostdev.core.primitive import OpLog
 
 LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO (cpu|device) kernel: (\S+) costs (\d+) us\.$")
 

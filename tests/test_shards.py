@@ -3,9 +3,10 @@ import json
 import numpy as np
 import pyarrow as pa
 import pytest
+from hostdev.data import manifest
+from hostdev.data.shards import ShardReader
 
-from hostdev import UserError, manifest
-from hostdev.shards import ShardReader
+from hostdev import UserError
 
 
 def reader(folder, split="train"):

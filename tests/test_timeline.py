@@ -5,7 +5,7 @@ import json
 
 import torch
 
-from hostdev.timeline import STAGES, Timeline
+from hostdev.core.timeline import STAGES, Timeline
 from tests.test_train import small, trained  # noqa: F401  (a fixture)
 
 

@@ -10,13 +10,16 @@ import time
 import numpy as np
 import pyarrow as pa
 import pytest
+from hostdev.data import lookalike, manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 
-from hostdev import cli, config, lookalike, manifest, train, trainer
 from hostdev.cache import cache as cache_module
 from hostdev.cache import optimum
+from hostdev.core import cli
 from hostdev.device import backend
+from hostdev.train import __main__ as train
+from hostdev.train import config, trainer
 from tests.conftest import environment
 from tests.test_shards import rewrite
 

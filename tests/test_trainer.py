@@ -5,16 +5,17 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from hostdev.data import manifest
+from hostdev.data.batch import Batch
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.synthetic import Synthetic
+from hostdev.data.shards import ShardReader
 
-from hostdev import UserError, manifest
-from hostdev.batch import Batch
+from hostdev import UserError
+from hostdev.core.primitive import OpLog
 from hostdev.kernels.pool import set_host_threads
-from hostdev.primitive import OpLog
-from hostdev.shards import ShardReader
-from hostdev.trainer import Trainer
+from hostdev.train.trainer import Trainer
 from tests.torch_twin import Twin
 
 CPU = torch.device("cpu")

@@ -8,12 +8,15 @@ import weakref
 
 import numpy as np
 import pytest
+from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
+from hostdev.data.shards import ShardReader
 
-from hostdev import embedding, manifest, trainer, verify
-from hostdev.config import TrainConfig
-from hostdev.shards import ShardReader
+from hostdev import verify
+from hostdev.pipeline import rows
+from hostdev.train import trainer
+from hostdev.train.config import TrainConfig
 
 
 @pytest.fixture
@@ -104,7 +107,7 @@ def test_the_tables_of_a_mode_go_with_it(small_data, cache, monkeypatch):
             made.append(weakref.ref(self))
 
     monkeypatch.setattr(trainer, "HostTable", Watched)
-    monkeypatch.setattr(embedding, "HostTable", Watched)
+    monkeypatch.setattr(rows, "HostTable", Watched)
     found = manifest.read(small_data)
     batches = list(itertools.islice(ShardReader(small_data, found, "train").batches(100, seed=1, epoch=1), 3))
     settings = TrainConfig(device="cpu", emb_dim=4)

@@ -10,12 +10,12 @@ CODE = """
 import importlib, pkgutil, sys
 import numpy as np, torch
 import hostdev.kernels
-from hostdev.batch import Batch
+from hostdev.data.batch import Batch
 from hostdev.cache import planner, planning
 from hostdev.host.warm_up import warm_up
 from hostdev.kernels.pool import set_host_threads
-from hostdev.primitive import OpLog
-from hostdev.trainer import Trainer
+from hostdev.core.primitive import OpLog
+from hostdev.train.trainer import Trainer
 
 names = [name for _, name, _ in pkgutil.iter_modules(hostdev.kernels.__path__, "hostdev.kernels.")]
 modules = [planning, *map(importlib.import_module, names)]

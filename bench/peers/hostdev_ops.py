@@ -3,7 +3,7 @@
 import sys
 
 from serve import serve  # isort: skip  (finds workload.py)
-import hostdev.environment  # isort: skip  (as in a training process)
+import hostdev.core.environment  # isort: skip  (as in a training process)
 import numba
 import numpy as np
 from workload import DIM, grads_of, ids_of

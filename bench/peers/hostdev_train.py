@@ -3,17 +3,17 @@
 import sys
 
 from serve import serve  # isort: skip  (finds workload.py)
-import hostdev.environment  # isort: skip  (before torch)
+import hostdev.core.environment  # isort: skip  (before torch)
 import numpy as np
 import torch
+from hostdev.data.batch import Batch
 from hostdev.models.wide_deep import wide_loss
 from workload import DIM, batch_of
 
 import hostdev
-from hostdev.batch import Batch
+from hostdev.core.primitive import OpLog
 from hostdev.device.backend import make_deterministic
-from hostdev.primitive import OpLog
-from hostdev.trainer import Trainer
+from hostdev.train.trainer import Trainer
 
 rows = int(sys.argv[1])
 cpu = torch.device("cpu")

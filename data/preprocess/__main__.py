@@ -5,14 +5,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess.build import REJECTED_FILE, Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.raw import Source
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 
-from hostdev import cli
-from hostdev.errors import UserError
-from hostdev.manifest import Manifest
+from hostdev.core import cli
+from hostdev.core.errors import UserError
 
 PROG = "hostdev.data.preprocess"
 

@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from hostdev.data.manifest import CATEGORICAL, CATEGORICAL_NAMES, DENSE_NAMES, FIRST_VALUE, Manifest, checksum
 from hostdev.data.preprocess.dense import DenseScaling
 from hostdev.data.preprocess.raw import RawRows, Rejected, Source
 from hostdev.data.preprocess.vocabulary import Encoder, HashBuckets, Vocabulary
 from hostdev.data.preprocess.writer import ShardWriter
 
-from hostdev.errors import UserError
+from hostdev.core.errors import UserError
+from hostdev.core.progress import bar
 from hostdev.kernels.counter import key64, uniform
-from hostdev.manifest import CATEGORICAL, CATEGORICAL_NAMES, DENSE_NAMES, FIRST_VALUE, Manifest, checksum
-from hostdev.progress import bar
 
 MAX_REJECTED = 0.01
 REJECTED_FILE = "rejected.tsv"

@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+from hostdev.data.manifest import CATEGORICAL, CATEGORICAL_NAMES, DENSE, DENSE_NAMES
 from hostdev.data.preprocess.raw import EMPTY, RawRows, Rejected
 from pyarrow import csv
 
-from hostdev.errors import UserError
-from hostdev.manifest import CATEGORICAL, CATEGORICAL_NAMES, DENSE, DENSE_NAMES
+from hostdev.core.errors import UserError
 
 COLUMNS = ["label", *DENSE_NAMES, *CATEGORICAL_NAMES]
 BLOCK_BYTES = 1 << 24

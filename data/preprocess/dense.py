@@ -4,9 +4,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from hostdev.data.manifest import DENSE
 from hostdev.data.preprocess.raw import RawRows
-
-from hostdev.manifest import DENSE
 
 
 @dataclass

@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+from hostdev.data.manifest import CATEGORICAL, CATEGORICAL_NAMES, DENSE, DENSE_NAMES
 from hostdev.data.preprocess.criteo import COLUMNS
 from hostdev.data.preprocess.raw import EMPTY, RawRows
 from pyarrow import csv
 
+from hostdev.core.progress import bar
 from hostdev.kernels.counter import key64, mix64
-from hostdev.manifest import CATEGORICAL, CATEGORICAL_NAMES, DENSE, DENSE_NAMES
-from hostdev.progress import bar
 
 GENERATOR_VERSION = 1  # of the rows that a seed gives
 CHUNK_ROWS = 1 << 16

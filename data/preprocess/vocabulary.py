@@ -6,11 +6,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from hostdev.data.manifest import CATEGORICAL, CATEGORICAL_NAMES, DENSE_NAMES, FIRST_OOV, FIRST_VALUE
 from hostdev.data.preprocess.raw import EMPTY, RawRows
 
 from hostdev.kernels.counter import key64, mix64
 from hostdev.kernels.unique import IdMap, tally
-from hostdev.manifest import CATEGORICAL, CATEGORICAL_NAMES, DENSE_NAMES, FIRST_OOV, FIRST_VALUE
 
 Ids = npt.NDArray[np.int64]
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-
-from hostdev.manifest import Shard, checksum, schema
+from hostdev.data.manifest import Shard, checksum, schema
 
 
 class ShardWriter:

@@ -15,12 +15,12 @@ from hostdev.cache.optimum import fits, optimal
 from hostdev.cache.options import WINDOW, rows_of
 from hostdev.cache.planner import Ids, Plan, Planner, Positions, Statistics, planner_bytes
 from hostdev.cache.slots import CachedTable, DeviceSlots
+from hostdev.core.errors import UserError
+from hostdev.core.ids import checked_ids
+from hostdev.core.memory import available_bytes, gib, row_bytes
+from hostdev.core.primitive import OpLog, Primitive
 from hostdev.device.backend import is_accelerator, room_for_cache
-from hostdev.errors import UserError
-from hostdev.ids import checked_ids
 from hostdev.kernels.unique import count_uses, unique
-from hostdev.memory import available_bytes, gib, row_bytes
-from hostdev.primitive import OpLog, Primitive
 
 Item = TypeVar("Item")
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hostdev.cache.planner import Ids, Positions, Statistics
-from hostdev.memory import available_bytes
+from hostdev.core.memory import available_bytes
 
 _NEVER = np.float32(np.inf)
 

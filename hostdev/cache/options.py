@@ -2,7 +2,7 @@
 
 import math
 
-from hostdev.errors import UserError
+from hostdev.core.errors import UserError
 
 POLICIES = ("lookahead", "lru", "lfu", "static")
 WINDOW = 16  # batches, unless said otherwise

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hostdev.cache.planner import Plan
+from hostdev.core.optimizers import SparseOptimizer
 from hostdev.device.ops import ops_for
-from hostdev.optimizers import SparseOptimizer
 
 
 class CachedTable(Protocol):

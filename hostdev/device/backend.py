@@ -4,8 +4,8 @@ import os
 
 import torch
 
-from hostdev.errors import UserError
-from hostdev.memory import available_bytes, cache_room
+from hostdev.core.errors import UserError
+from hostdev.core.memory import available_bytes, cache_room
 
 _TF32_CAPABILITY = (8, 0)  # Ampere
 

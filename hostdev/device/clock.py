@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from hostdev.core.primitive import Clock, HostClock, Report
 from hostdev.device.backend import is_accelerator
-from hostdev.primitive import Clock, HostClock, Report
 
 
 class EventClock:

@@ -11,7 +11,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from hostdev.memory import pinned_size
+from hostdev.core.memory import pinned_size
 
 _ALIGNED = 64  # bytes: a cache line
 

@@ -14,10 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hostdev.core.primitive import OpLog, Primitive
 from hostdev.device.backend import is_accelerator
 from hostdev.device.ops import ops_for
 from hostdev.device.pinned import Slab, Slabs
-from hostdev.primitive import OpLog, Primitive
 
 
 class Staging:

@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hostdev.core.initializers import Initializer, Normal
+from hostdev.core.memory import require_table
+from hostdev.core.optimizers import SparseOptimizer
 from hostdev.device.backend import free_bytes
 from hostdev.device.ops import ops_for
-from hostdev.initializers import Initializer, Normal
 from hostdev.kernels.norm import PART, partial_squares, total
-from hostdev.memory import require_table
-from hostdev.optimizers import SparseOptimizer
 
 _FILL_BYTES = 1 << 26
 _FOLD_BYTES = 1 << 28  # of squares at once

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy.typing as npt
 
-from hostdev.errors import UserError
+from hostdev.core.errors import UserError
 from hostdev.host.table import HostTable, Rows
 
 

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.ids import checked_ids
-from hostdev.initializers import Initializer, Normal
+from hostdev.core.ids import checked_ids
+from hostdev.core.initializers import Initializer, Normal
+from hostdev.core.memory import available_bytes, require_table
+from hostdev.core.optimizers import SparseOptimizer
 from hostdev.kernels.apply import apply_rows, apply_uses
 from hostdev.kernels.buffers import aligned_empty
 from hostdev.kernels.lookup import lookup, store
 from hostdev.kernels.norm import partial_squares, total
-from hostdev.memory import available_bytes, require_table
-from hostdev.optimizers import SparseOptimizer
 
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]

@@ -3,12 +3,12 @@
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.core.optimizers import FTRL, LazyAdam, SparseOptimizer
 from hostdev.host.table import HostTable
 from hostdev.kernels.claims import Claims, claim, intersect, others
 from hostdev.kernels.gather import gather_scaled, segment_sum_scaled
 from hostdev.kernels.segment import segment_sum
 from hostdev.kernels.unique import unique
-from hostdev.optimizers import FTRL, LazyAdam, SparseOptimizer
 
 
 def warm_up(id_dtype: npt.DTypeLike) -> None:

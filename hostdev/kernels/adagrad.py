@@ -1,4 +1,4 @@
-"""Plain descent and the Adagrad family on unique rows. Recurrences in `hostdev.optimizers`; arguments as in `apply`."""
+"""Plain descent and the Adagrad family on unique rows. Recurrences in `core.optimizers`; arguments as in `apply`."""
 
 from typing import Any
 

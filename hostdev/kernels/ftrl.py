@@ -1,4 +1,4 @@
-"""Sparse FTRL-Proximal on unique rows. The recurrence is in `hostdev.optimizers.FTRL`; arguments as in `apply`."""
+"""Sparse FTRL-Proximal on unique rows. The recurrence is in `hostdev.core.optimizers.FTRL`; arguments as in `apply`."""
 
 from typing import Any
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from hostdev.initializers import Normal, initial_array
+from hostdev.core.initializers import Normal, initial_array
 
 LAYERS = (1024, 512, 256, 128)
 

@@ -6,13 +6,13 @@ import time
 import numpy as np
 import pytest
 import torch
+from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
+from hostdev.data.shards import ShardReader
 
-from hostdev import manifest
-from hostdev.primitive import OpLog
-from hostdev.shards import ShardReader
-from hostdev.trainer import Trainer
+from hostdev.core.primitive import OpLog
+from hostdev.train.trainer import Trainer
 from tests.test_pipeline import ROWS, adversarial, outcome, trainer_of
 
 SIZES = (0, 1, "1%", "10%", 100, "100%")

@@ -6,10 +6,10 @@ import time
 import numpy as np
 import pytest
 import torch
+from hostdev.data.batch import Batch
 
 import hostdev
 from hostdev import EmbeddingCache, HostEmbedding, HostTable
-from hostdev.batch import Batch
 from hostdev.cache import planning
 from hostdev.cache.slots import DeviceSlots
 from hostdev.device.staging import Staging

@@ -5,13 +5,14 @@ import json
 import numpy as np
 import pyarrow as pa
 import pytest
+from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.dense import DenseScaling
 from hostdev.data.preprocess.raw import RawRows
 from hostdev.data.preprocess.synthetic import CHUNK_ROWS, Synthetic, write_text
 
-from hostdev import UserError, manifest
+from hostdev import UserError
 from hostdev.kernels.counter import key64, uniform
 from tests.data.test_criteo import line
 

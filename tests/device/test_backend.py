@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hostdev import UserError, train, verify
+from hostdev import UserError, verify
 from hostdev.device import backend
+from hostdev.train import __main__ as train
 
 
 class Machine:

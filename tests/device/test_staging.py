@@ -9,15 +9,15 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from hostdev.data.batch import Batch
 
-from hostdev import trainer
-from hostdev.batch import Batch
 from hostdev.cache import slots
+from hostdev.core.primitive import OpLog
 from hostdev.device import ops, staging
 from hostdev.device.ops import torch_operations
 from hostdev.device.staging import Staging
-from hostdev.primitive import OpLog
-from hostdev.trainer import Trainer
+from hostdev.train import trainer
+from hostdev.train.trainer import Trainer
 from tests.test_pipeline import adversarial, outcome, stress, trainer_of
 
 

@@ -6,15 +6,15 @@ import threading
 import numpy as np
 import pytest
 import torch
+from hostdev.data.batch import Batch
 from hostdev.models.wide_deep import WideDeep
 
-from hostdev import dense
-from hostdev.batch import Batch
+from hostdev.core.memory import copied_bytes, pinned_size, row_bytes
 from hostdev.device import backend, ops
-from hostdev.flight import Line
 from hostdev.kernels.pool import set_host_threads
-from hostdev.memory import copied_bytes, pinned_size, row_bytes
-from hostdev.trainer import tables_of
+from hostdev.pipeline.flight import Line
+from hostdev.train import dense
+from hostdev.train.trainer import tables_of
 from tests.conftest import devices, stand_in
 from tests.device import twins
 from tests.test_pipeline import ROWS, adversarial, cache_of, outcome, trainer_of

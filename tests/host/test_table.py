@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 import hostdev
-from hostdev import FTRL, SGD, HostTable, LazyAdam, ParameterServer, UserError, memory
+from hostdev import FTRL, SGD, HostTable, LazyAdam, ParameterServer, UserError
+from hostdev.core import memory
 from hostdev.host import table as table_module
 
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hostdev.core.optimizers import FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad
 from hostdev.host.table import HostTable
 from hostdev.kernels import stream
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import unique
-from hostdev.optimizers import FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad
 from tests import naive
 
 OPTIMIZERS = {

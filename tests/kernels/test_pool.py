@@ -6,9 +6,9 @@ import time
 import numpy as np
 import pytest
 
+from hostdev.core.optimizers import LazyAdam
 from hostdev.host.table import HostTable
 from hostdev.kernels.pool import host_threads, parallel_for, run_tasks, set_host_threads, urgent
-from hostdev.optimizers import LazyAdam
 
 
 @pytest.mark.parametrize("threads", [1, 2, 7])

@@ -180,7 +180,7 @@ def update(
 ) -> None:
     """Take one optimizer step on unique rows of a table, and on admitted ones where they still lie, in place.
 
-    primitive           the optimizer's op, such as "FusedSparseFtrl"; its docstring in `hostdev.optimizers` has the
+    primitive           the optimizer's op, such as "FusedSparseFtrl"; its docstring in `core.optimizers` has the
                         recurrence and its source, and `hostdev.kernels` the order of the operations
     block               [C, 1 + S, D]
     row_slots           [C, R]

@@ -1,6 +1,6 @@
 """The sparse optimizers' kernels: the operations of `hostdev.kernels` in the same order, each rounded once.
 
-The recurrences are in `hostdev.optimizers`. Divisions and square roots are the correctly rounded ones (`div_rn`,
+The recurrences are in `hostdev.core.optimizers`. Divisions and square roots are the correctly rounded ones (`div_rn`,
 `sqrt_rn`); Triton's plain ones are approximations.
 """
 

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hostdev.errors import UserError
+from hostdev.core.errors import UserError
 
 LOSS_LOG, EVAL_LOG, OPS_LOG = "loss.log", "eval.log", "ops.log"
 CONFIG, SUMMARY = "config.json", "summary.json"

@@ -9,23 +9,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hostdev import metrics
-from hostdev.batch import Batch
 from hostdev.cache.cache import EmbeddingCache
-from hostdev.dense import DenseSide, Losses, NonFiniteLossError
+from hostdev.core.errors import UserError
+from hostdev.core.memory import available_bytes, copied_bytes, gib, pinned_size, require_table, row_bytes
+from hostdev.core.optimizers import FTRL, LazyAdam, SparseOptimizer
+from hostdev.core.primitive import OpLog
+from hostdev.data.batch import Batch
 from hostdev.device.backend import free_bytes, is_accelerator
 from hostdev.device.staging import Staging
 from hostdev.device.table import DeviceTable
-from hostdev.digest import state_sha256
-from hostdev.embedding import Embedding
-from hostdev.errors import UserError
 from hostdev.host.server import ParameterServer
 from hostdev.host.table import HostTable
-from hostdev.memory import available_bytes, copied_bytes, gib, pinned_size, require_table, row_bytes
-from hostdev.model import Result
-from hostdev.optimizers import FTRL, LazyAdam, SparseOptimizer
-from hostdev.pipeline import Pipeline
-from hostdev.primitive import OpLog
+from hostdev.pipeline.model import Result
+from hostdev.pipeline.pipeline import Pipeline
+from hostdev.pipeline.rows import Embedding
+from hostdev.runtime.digest import state_sha256
+from hostdev.train import metrics
+from hostdev.train.dense import DenseSide, Losses, NonFiniteLossError
 
 __all__ = ["Evaluation", "Losses", "NonFiniteLossError", "Trainer", "tables_of"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hostdev.cache.options import MOST_WINDOW, POLICIES, WINDOW, rows_of
-from hostdev.errors import UserError
+from hostdev.core.errors import UserError
 
 REFERENCE_BATCH_SIZE = 16_000
 MOST_DEPTH = 64  # more ahead than that helps nobody

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from hostdev.cache.planner import Plan
 from hostdev.cache.slots import DeviceSlots, Places
+from hostdev.core.memory import copied_bytes, row_bytes
+from hostdev.core.primitive import UPDATES, EmbeddingLookup, OpLog, Primitive
 from hostdev.device.pinned import Slab
 from hostdev.device.staging import Staging
 from hostdev.device.table import DeviceTable
 from hostdev.host.table import HostTable
-from hostdev.memory import copied_bytes, row_bytes
-from hostdev.primitive import UPDATES, EmbeddingLookup, OpLog, Primitive
 
 Positions = npt.NDArray[np.int32]
 

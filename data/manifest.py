@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hostdev.errors import UserError
+from hostdev.core.errors import UserError
 
 FORMAT = "hostdev-shards"
 VERSION = 1

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from hostdev.data.batch import Batch
+from hostdev.data.manifest import CATEGORICAL, CATEGORICAL_NAMES, DENSE, FIELDS, Manifest, Shard, schema
 
-from hostdev.batch import Batch
-from hostdev.errors import UserError
+from hostdev.core.errors import UserError
 from hostdev.kernels.counter import key64, permutation
 from hostdev.kernels.lookup import first_outside
-from hostdev.manifest import CATEGORICAL, CATEGORICAL_NAMES, DENSE, FIELDS, Manifest, Shard, schema
 
 _DENSE_IDS = np.arange(DENSE)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from hostdev.cache.cache import EmbeddingCache
-from hostdev.memory import gib
+from hostdev.core.memory import gib
 
 
 def start_lines(

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.batch import Batch
 from hostdev.cache.planner import Plan
-from hostdev.embedding import BatchRows, Part
+from hostdev.data.batch import Batch
+from hostdev.pipeline.rows import BatchRows, Part
 
 
 class Flight:

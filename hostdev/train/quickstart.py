@@ -1,4 +1,4 @@
-"""python -m hostdev.quickstart: from raw Criteo text, or a look-alike, to a trained model in one command."""
+"""python -m hostdev.train.quickstart: from raw Criteo text, or a look-alike, to a trained model in one command."""
 
 import json
 import shlex
@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
-from hostdev import cli, config, manifest
+from hostdev.core import cli
+from hostdev.core.errors import UserError
+from hostdev.data import manifest
 from hostdev.data.preprocess.__main__ import add_options, options_from, summary
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
-from hostdev.errors import UserError
-from hostdev.train import train
+from hostdev.train import config
+from hostdev.train.run import train
 
-PROG = "hostdev.quickstart"
+PROG = "hostdev.train.quickstart"
 ROWS = 200_000
 THRESHOLD = 10
 EPOCHS = 2

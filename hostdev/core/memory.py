@@ -7,8 +7,8 @@ from pathlib import Path
 
 import psutil
 
-from hostdev.errors import UserError
-from hostdev.optimizers import SparseOptimizer
+from hostdev.core.errors import UserError
+from hostdev.core.optimizers import SparseOptimizer
 
 _CGROUP = Path("/sys/fs/cgroup")
 _LEAST_RESERVE = 256 << 20

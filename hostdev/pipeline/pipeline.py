@@ -19,17 +19,17 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from hostdev.batch import Batch
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.cache.planner import renumber
+from hostdev.core.timeline import Timeline
+from hostdev.data.batch import Batch
 from hostdev.device.staging import Staging
-from hostdev.embedding import Embedding, Part, bytes_of, on_device, receive_rows, rows_of
-from hostdev.flight import End, Flight, Line, Queue, Stopped
 from hostdev.kernels.claims import MOST_UNFINISHED, Claims, others
 from hostdev.kernels.pool import urgent
-from hostdev.late import LateRows, ask_for, find_late
-from hostdev.model import Model, Outcome, Result, Step
-from hostdev.timeline import Timeline
+from hostdev.pipeline.flight import End, Flight, Line, Queue, Stopped
+from hostdev.pipeline.hazards import LateRows, ask_for, find_late
+from hostdev.pipeline.model import Model, Outcome, Result, Step
+from hostdev.pipeline.rows import Embedding, Part, bytes_of, on_device, receive_rows, rows_of
 
 _LONGEST_JOIN = 0.8  # seconds; a reader may be inside somebody's code
 _MANY_LATE = 4  # of so many rows one; then those that come late are not looked up before

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from hostdev.errors import UserError
+from hostdev.core.errors import UserError
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130

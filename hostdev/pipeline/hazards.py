@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-from hostdev.embedding import Part, Positions
-from hostdev.flight import Flight, Line, Shared
 from hostdev.kernels.claims import Claims, claim, intersect, others
+from hostdev.pipeline.flight import Flight, Line, Shared
+from hostdev.pipeline.rows import Part, Positions
 
 
 class LateRows(NamedTuple):

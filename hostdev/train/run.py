@@ -1,12 +1,12 @@
-"""python -m hostdev.train: train Wide & Deep on shards, with the tables in host memory or on the device."""
+"""One training run: from the options to the summary."""
 
-import hostdev.environment  # isort: skip  (before torch)
+import hostdev.core.environment  # isort: skip  (before torch)
 
 import itertools
 import platform
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,25 +16,24 @@ import numpy as np
 import torch
 
 import hostdev
-from hostdev import cli, config, lookalike, manifest, report
 from hostdev.cache.planner import warm_up as warm_up_planner
-from hostdev.config import TrainConfig
+from hostdev.core.errors import UserError
+from hostdev.core.memory import peak_rss_bytes
+from hostdev.core.primitive import OpLog
+from hostdev.core.progress import bar
+from hostdev.core.timeline import Timeline
+from hostdev.data import lookalike, manifest
+from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.device.clock import EventClock, clock_for
-from hostdev.errors import UserError
 from hostdev.host.warm_up import warm_up
-from hostdev.interrupt import GracefulStop, Interrupted
 from hostdev.kernels.pool import host_threads, set_host_threads
-from hostdev.memory import peak_rss_bytes
-from hostdev.model import Result
-from hostdev.primitive import OpLog
-from hostdev.progress import bar
-from hostdev.rundir import RunDir
-from hostdev.shards import ShardReader
-from hostdev.timeline import Timeline
-from hostdev.trainer import Evaluation, NonFiniteLossError, Trainer
-
-PROG = "hostdev.train"
+from hostdev.pipeline.model import Result
+from hostdev.train import report
+from hostdev.train.config import TrainConfig
+from hostdev.train.interrupt import GracefulStop, Interrupted
+from hostdev.train.rundir import RunDir
+from hostdev.train.trainer import Evaluation, NonFiniteLossError, Trainer
 
 
 class Run:
@@ -315,14 +314,3 @@ def _versions() -> dict[str, str | int]:
         "numba": numba.__version__,
         "platform": platform.platform(),
     }
-
-
-def main(argv: Sequence[str]) -> None:
-    """Parse the command line and train."""
-    parser = cli.parser(PROG, "Train Wide & Deep on Arrow shards made by hostdev.data.preprocess.")
-    config.add_flags(parser)
-    train(config.from_flags(parser.parse_args(argv)))
-
-
-if __name__ == "__main__":
-    raise SystemExit(cli.run(PROG, main))

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.errors import UserError
+from hostdev.core.errors import UserError
 from hostdev.kernels.lookup import first_outside
 from hostdev.kernels.unique import check_ids
 

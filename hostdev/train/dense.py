@@ -9,18 +9,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hostdev.batch import Batch
+from hostdev.core.errors import UserError
+from hostdev.core.primitive import OpLog, Primitive
+from hostdev.data.batch import Batch
+from hostdev.data.manifest import FIELDS
 from hostdev.device.pinned import Slab
 from hostdev.device.rows import Uses, gather_rows
 from hostdev.device.staging import Staging
-from hostdev.embedding import Embedding
-from hostdev.errors import UserError
 from hostdev.kernels.norm import total
 from hostdev.kernels.unique import count_uses, unique
-from hostdev.manifest import FIELDS
-from hostdev.model import Step
 from hostdev.models.wide_deep import L2_COEFFICIENT, WideDeep, deep_l2, wide_loss
-from hostdev.primitive import OpLog, Primitive
+from hostdev.pipeline.model import Step
+from hostdev.pipeline.rows import Embedding
 
 DENSE_LR = 3.5e-4
 DENSE_EPS = 1e-8

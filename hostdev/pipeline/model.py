@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy.typing as npt
 from torch import Tensor
 
-from hostdev.batch import Batch
+from hostdev.data.batch import Batch
 from hostdev.device.pinned import Slab
 from hostdev.device.staging import Staging
-from hostdev.embedding import Positions
+from hostdev.pipeline.rows import Positions
 
 Ids = npt.NDArray[Any]
 

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from hostdev import scaling
 from hostdev.cache.cache import EmbeddingCache, flat_ids
 from hostdev.cache.planner import Plan
+from hostdev.core.errors import UserError
 from hostdev.device.pinned import Slab
 from hostdev.device.rows import Uses, gather_rows
 from hostdev.device.staging import Staging
-from hostdev.embedding import BatchRows, Embedding, Part, receive_rows, rows_of
-from hostdev.errors import UserError
 from hostdev.host.table import HostTable
 from hostdev.kernels.unique import unique
+from hostdev.pipeline.rows import BatchRows, Embedding, Part, receive_rows, rows_of
+from hostdev.runtime import scaling
 
 MOST_PASSES = 64  # of which the gradients wait for one step
 

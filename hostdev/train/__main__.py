@@ -1,0 +1,20 @@
+"""python -m hostdev.train: train Wide & Deep on shards, with the tables in host memory or on the device."""
+
+from collections.abc import Sequence
+
+from hostdev.core import cli
+from hostdev.train import config
+from hostdev.train.run import train
+
+PROG = "hostdev.train"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse the command line and train."""
+    parser = cli.parser(PROG, "Train Wide & Deep on Arrow shards made by hostdev.data.preprocess.")
+    config.add_flags(parser)
+    train(config.from_flags(parser.parse_args(argv)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.run(PROG, main))
