@@ -7,6 +7,7 @@ from hostdev.core.optimizers import FTRL, LazyAdam, SparseOptimizer
 from hostdev.host.table import HostTable
 from hostdev.kernels.claims import Claims, claim, intersect, others
 from hostdev.kernels.gather import gather_scaled, segment_sum_scaled
+from hostdev.kernels.groups import check_groups, drop_padding, offsets_of, unique_groups
 from hostdev.kernels.segment import segment_sum
 from hostdev.kernels.unique import unique
 
@@ -27,7 +28,14 @@ def warm_up(id_dtype: npt.DTypeLike) -> None:
             table.read_rows(ids[:1], *row, positions)
             table.write_rows(ids[:1], *row, positions)
         table.sum_of_squares()
-    unique(np.arange(1 << 16, dtype=id_dtype) << 8)  # ids far apart are hashed, and many in parts
+    far = np.arange(1 << 16, dtype=id_dtype) << 8  # ids far apart are hashed, and many in parts
+    unique(far)
+    unique_groups([[ids], [far[:999]], [far]])
+    check_groups([([ids], 1)])
+    for lengths in (np.full(1, 2, np.int32), np.full(1, 2, np.int64)):
+        offsets_of(lengths)
+    for weights in (None, np.ones(2, np.float32)):
+        drop_padding(ids, np.full(1, 2, np.int32), 0, weights)
     claims = Claims(1)
     for number in (1, 2):
         claim(ids[:1], claims, number, 1, number - 1)
