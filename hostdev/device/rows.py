@@ -50,3 +50,41 @@ def gather_rows(rows: Tensor, uses: Uses, weights: Tensor | None = None, dtype: 
     """
     out: Tensor = _Gather.apply(rows, uses, weights, dtype)  # type: ignore[no-untyped-call]
     return out
+
+
+class FeatureUses:
+    """Temporary."""
+
+    def __init__(self, inverse: Tensor, offsets: Tensor | None, weights: Tensor | None, mean: bool) -> None:
+        self.inverse, self.offsets, self.weights, self.mean = inverse, offsets, weights, mean
+
+
+class GroupUses:
+    """Temporary."""
+
+    def __init__(self, features: Any, rows: int, *, in_order: bool) -> None:
+        self.features, self.rows = features, rows
+        self._uses = [Uses(f.inverse, rows, in_order=in_order and len(features) == 1) for f in features]
+
+    def counts(self) -> Tensor:
+        """Temporary."""
+        out = torch.zeros(self.rows, device=self.features[0].inverse.device)
+        for f in self.features:
+            out.index_put_((f.inverse.long(),), torch.ones(len(f.inverse), device=out.device), accumulate=True)
+        return out
+
+
+def pull(rows: Tensor, uses: GroupUses, dtypes: Any) -> tuple[Tensor, ...]:
+    """Temporary."""
+    out = []
+    for f, u, d in zip(uses.features, uses._uses, dtypes):
+        got = gather_rows(rows, u, f.weights, torch.float32 if f.offsets is not None else d)
+        if f.offsets is not None:
+            n = f.offsets.diff()
+            bag = torch.repeat_interleave(torch.arange(len(n), device=n.device), n.long())
+            got = torch.zeros(len(n), rows.shape[1], device=n.device).index_add(0, bag, got)
+            if f.mean:
+                got = got / n.clamp(min=1).unsqueeze(1)
+            got = got.to(d)
+        out.append(got)
+    return tuple(out)
