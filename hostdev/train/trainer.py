@@ -172,7 +172,9 @@ class Trainer:
         with self.runtime.train(batches, ids=self.model.ids, send=_sent) as loop:
             for (batch, dense, label), rows in loop:
                 outcome = self._step(rows, dense, label)
-                yield Result(batch, outcome)
+                result = [Result(batch, outcome)]
+                del batch, dense, label, rows, outcome  # the loop reads on when nobody has them
+                yield result.pop()
 
     def _step(self, rows: Rows, dense: Tensor, label: Tensor) -> Outcome:
         """Queue a step: losses, gradients of rows and parameters, Adam on the dense side."""
