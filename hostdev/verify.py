@@ -17,7 +17,8 @@ from hostdev.core.errors import UserError
 from hostdev.core.primitive import OpLog
 from hostdev.core.progress import bar
 from hostdev.data import lookalike, manifest
-from hostdev.data.batch import Batch
+from hostdev.data.batch import WideBatch as Batch
+from hostdev.data.batch import wide_batches
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.kernels.buffers import identity
@@ -196,7 +197,7 @@ def verify(settings: TrainConfig, steps: int, *, fault: bool, report: Callable[[
     device = backend.select(settings.device)
     backend.set_tf32(device, settings.tf32)
     backend.make_deterministic(device)
-    epochs = (reader.batches(size, seed=settings.seed, epoch=epoch) for epoch in itertools.count(1))
+    epochs = (wide_batches(reader, size, seed=settings.seed, epoch=epoch) for epoch in itertools.count(1))
     batches = list(itertools.islice(itertools.chain.from_iterable(epochs), steps))
     report(f"data     {data}: {steps} steps of {size:,} rows, {found.vocabulary_size:,} ids")
     report(f"dense    {settings.arithmetic} on {backend.describe(device)}; D = {settings.emb_dim}, l2 {settings.l2}\n")

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from hostdev.data.batch import Batch
+from hostdev.data.batch import WideBatch as Batch
 
 from hostdev import UserError
 from hostdev.core.primitive import OpLog

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.cache.planner import Plan
-from hostdev.data.batch import Batch
+from hostdev.data.batch import WideBatch as Batch
 from hostdev.pipeline.rows import BatchRows, Part
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy.typing as npt
 from torch import Tensor
 
-from hostdev.data.batch import Batch
+from hostdev.data.batch import WideBatch as Batch
 from hostdev.device.pinned import Slab
 from hostdev.device.staging import Staging
 from hostdev.pipeline.rows import Positions

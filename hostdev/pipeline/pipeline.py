@@ -22,7 +22,7 @@ from torch import Tensor
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.cache.planner import renumber
 from hostdev.core.timeline import Timeline
-from hostdev.data.batch import Batch
+from hostdev.data.batch import WideBatch as Batch
 from hostdev.device.staging import Staging
 from hostdev.kernels.claims import MOST_UNFINISHED, Claims, others
 from hostdev.kernels.pool import urgent

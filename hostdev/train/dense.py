@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hostdev.core.errors import UserError
 from hostdev.core.primitive import OpLog, Primitive
-from hostdev.data.batch import Batch
-from hostdev.data.manifest import FIELDS
+from hostdev.data.batch import FIELDS
+from hostdev.data.batch import WideBatch as Batch
 from hostdev.device.pinned import Slab
 from hostdev.device.rows import Uses, gather_rows
 from hostdev.device.staging import Staging

@@ -14,7 +14,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, copied_bytes, gib, pinned_size, require_table, row_bytes
 from hostdev.core.optimizers import FTRL, LazyAdam, SparseOptimizer
 from hostdev.core.primitive import OpLog
-from hostdev.data.batch import Batch
+from hostdev.data.batch import WideBatch as Batch
 from hostdev.device.backend import free_bytes, is_accelerator
 from hostdev.device.staging import Staging
 from hostdev.device.table import DeviceTable
