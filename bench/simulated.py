@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import torch
-from hostdev.data.batch import Batch
+from hostdev.data.batch import WideBatch as Batch
 from workload import DIM
 
 import hostdev

@@ -178,3 +178,28 @@ def auc(scores, labels):
     positive, negative = scores[labels == 1], scores[labels == 0]
     difference = positive[:, None] - negative[None, :]
     return float((difference > 0).mean() + 0.5 * (difference == 0).mean())
+
+
+def fnv1a(text):
+    """The 64-bit FNV-1a hash of bytes."""
+    h = 0xCBF29CE484222325
+    for byte in text:
+        h = (h ^ byte) * 0x100000001B3 % 2**64
+    return h
+
+
+def open_quotes(text, delimiter=","):
+    """The line on which quotes begin that the text does not close, or None."""
+    start, in_quotes, field_start, i, line = None, False, True, 0, 1
+    while i < len(text):
+        c = text[i]
+        if in_quotes and text[i : i + 2] == '""':
+            i += 1
+        elif in_quotes and c == '"':
+            in_quotes = False
+        elif not in_quotes and c == '"' and field_start:
+            in_quotes, start = True, line
+        line += c == "\n"
+        field_start = not in_quotes and c in (delimiter, "\n", "\r")
+        i += 1
+    return start if in_quotes else None

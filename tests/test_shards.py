@@ -4,6 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from hostdev.data import manifest
+from hostdev.data.batch import wide_fields
 from hostdev.data.shards import ShardReader
 
 from hostdev import UserError
@@ -14,8 +15,8 @@ def reader(folder, split="train"):
 
 
 def flat(batches):
-    """All rows of some batches as one array [n, 79]."""
-    return np.concatenate([np.column_stack([batch.label, batch.ids, batch.weights]) for batch in batches])
+    """All rows of some batches as one array [n, 40]."""
+    return np.concatenate([np.column_stack([batch.label, batch.dense, batch.ids]) for batch in batches])
 
 
 def rewrite(folder, change, *, shard=1):
@@ -55,13 +56,24 @@ def test_the_order_depends_on_seed_and_epoch_only(small_data):
         assert not np.array_equal(first, flat(reader(small_data).batches(100, **other)))
 
 
-def test_a_batch_has_39_fields(small_data):
+def test_a_batch_has_what_the_schema_says(small_data):
     batch = next(reader(small_data).batches(50))
-    assert batch.ids.shape == batch.weights.shape == (50, 39)
+    assert len(batch) == 50
+    assert batch.label.shape == (50,)
+    assert batch.dense.shape == (50, 13)
+    assert batch.ids.shape == (50, 26)
+    assert batch.bags == {}
     assert batch.ids.dtype == np.int32
-    np.testing.assert_array_equal(batch.ids[:, :13], np.broadcast_to(np.arange(13), (50, 13)))
-    assert np.all(batch.weights[:, 13:] == 1)
-    assert batch.label.dtype == batch.weights.dtype == np.float32
+    assert batch.label.dtype == batch.dense.dtype == np.float32
+
+
+def test_all_columns_as_fields(small_data):
+    batch = next(reader(small_data).batches(50))
+    ids, weights = wide_fields(batch, reader(small_data).schema)
+    assert ids.dtype == np.int32
+    assert weights.dtype == np.float32
+    np.testing.assert_array_equal(ids, np.column_stack([np.tile(np.arange(13), (50, 1)), batch.ids]))
+    np.testing.assert_array_equal(weights, np.column_stack([batch.dense, np.ones((50, 26))]))
 
 
 def read_all(folder):
@@ -142,7 +154,7 @@ def test_missing_values_within_a_list(own_data):
     def change(table):
         cat = table["cat"].to_pylist()
         cat[5][3] = None
-        return table.set_column(2, "cat", pa.array(cat, manifest.schema("int32").field("cat").type))
+        return table.set_column(2, "cat", pa.array(cat, table.schema.field("cat").type))
 
     rewrite(own_data, change)
     with pytest.raises(UserError, match="part-00001.arrow has missing values"):

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from hostdev.data import manifest
-from hostdev.data.batch import Batch
+from hostdev.data.batch import WideBatch as Batch
+from hostdev.data.batch import wide_batches
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.synthetic import Synthetic
@@ -34,7 +35,9 @@ def step(trainer, batch):
 def batches(folder, size, count):
     found = manifest.read(folder)
     reader = ShardReader(folder, found, "train")
-    epochs = itertools.chain.from_iterable(reader.batches(size, seed=1, epoch=epoch) for epoch in itertools.count(1))
+    epochs = itertools.chain.from_iterable(
+        wide_batches(reader, size, seed=1, epoch=epoch) for epoch in itertools.count(1)
+    )
     return found.vocabulary_size, list(itertools.islice(epochs, count))
 
 

@@ -23,6 +23,7 @@ from hostdev.core.primitive import OpLog
 from hostdev.core.progress import bar
 from hostdev.core.timeline import Timeline
 from hostdev.data import lookalike, manifest
+from hostdev.data.batch import FIELDS, wide_batches
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.device.clock import EventClock, clock_for
@@ -81,7 +82,7 @@ class Run:
                 precision=settings.precision,
                 seed=settings.seed,
                 log=self.log,
-                most_uses=self.batch_size * manifest.FIELDS,
+                most_uses=self.batch_size * FIELDS,
                 cache=cache,
                 depth=settings.pipeline_depth,
                 staleness=settings.staleness,
@@ -115,7 +116,7 @@ class Run:
     def _train_epoch(self, epoch: int, stop: GracefulStop) -> None:
         whole = self.train_rows.steps(self.batch_size)
         planned = min(whole, self.total_steps - self.steps)
-        batches = self.train_rows.batches(self.batch_size, seed=self.settings.seed, epoch=epoch)
+        batches = wide_batches(self.train_rows, self.batch_size, seed=self.settings.seed, epoch=epoch)
         results = self.trainer.train(itertools.islice(batches, planned))
         with bar(planned, f"epoch {epoch}/{self.epochs}", "step") as progress, closing(results):
             start = time.perf_counter()
@@ -145,7 +146,7 @@ class Run:
     def _evaluate(self, epoch: int, stop: GracefulStop) -> None:
         start = time.perf_counter()
 
-        batches = itertools.takewhile(lambda _: not stop.requested, self.test_rows.batches(self.batch_size))
+        batches = itertools.takewhile(lambda _: not stop.requested, wide_batches(self.test_rows, self.batch_size))
         with bar(self.test_rows.steps(self.batch_size), "evaluating", "step") as progress:
             found = self.trainer.evaluate(batches, progress.update)
         if stop.requested or found is None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from hostdev.data import manifest
+from hostdev.data.batch import wide_batches
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.shards import ShardReader
@@ -102,7 +103,7 @@ def test_every_policy_and_size_on_the_real_sample(criteo_sample, tmp_path, seed)
     found = manifest.read(tmp_path / "data")
     counts = manifest.read_counts(tmp_path / "data", found)
     reader = ShardReader(tmp_path / "data", found, "train")
-    batches = list(itertools.islice(reader.batches(1000, seed=seed, epoch=1), 30))
+    batches = list(itertools.islice(wide_batches(reader, 1000, seed=seed, epoch=1), 30))
 
     def result(depth, **cache):
         options = {"depth": depth, "cache": {"counts": counts, **cache} if cache else None}

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from hostdev.data.batch import Batch
+from hostdev.data.batch import WideBatch as Batch
 
 import hostdev
 from hostdev import EmbeddingCache, HostEmbedding, HostTable

@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from hostdev.data.batch import Batch
+from hostdev.data.batch import WideBatch as Batch
 
 from hostdev.cache import slots
 from hostdev.core.primitive import OpLog

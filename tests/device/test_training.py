@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from hostdev.data.batch import Batch
+from hostdev.data.batch import WideBatch as Batch
 from hostdev.models.wide_deep import WideDeep
 
 from hostdev.core.memory import copied_bytes, pinned_size, row_bytes
