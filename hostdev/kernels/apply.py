@@ -96,11 +96,12 @@ def apply_uses(
     inverse = scratch("inverse", (len(ids),), np.int32)
     rows = unique_into(ids, inverse)
     sums = scratch("sums", (len(rows), grads.shape[1]))
-    order, ends = sort_uses(inverse, len(rows))
+    order, ends = scratch("uses by row", inverse.shape, np.int32), scratch("ends of rows", (len(rows) + 2,), np.int64)
+    sort_uses(inverse, ends, order)
     arguments = (rows, identity(len(rows)), sums, *table)
 
     def sum_and_update(start: int, stop: int) -> None:
-        sum_sorted(start, stop, grads, order, ends, sums)
+        sum_sorted(start, stop, grads, order, ends, None, None, True, sums)
         update(start, stop, *arguments)
 
-    run_tasks([(sum_and_update, start, stop, ()) for start, stop in row_ranges(ends)])
+    run_tasks([(sum_and_update, start, stop, ()) for start, stop in row_ranges(ends[:-1])])

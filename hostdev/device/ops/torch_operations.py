@@ -6,12 +6,13 @@ tensors, as torch turns a division by a number into a multiplication by its reci
 for what is empty.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hostdev.device.ops.uses import FeatureUses, bag_of_each, end_to_end, sizes_of
 from hostdev.kernels.adagrad import LANES
 
 
@@ -34,23 +35,57 @@ def gather(rows: Tensor, inverse: Tensor, weights: Tensor | None, dtype: torch.d
     return (uses if weights is None else uses * weights.unsqueeze(1)).to(dtype)
 
 
-def uses_of(inverse: Tensor, rows: int, *, in_order: bool) -> tuple[Tensor, ...]:
+def pool(
+    rows: Tensor, inverse: Tensor, offsets: Tensor, weights: Tensor | None, mean: bool, dtype: torch.dtype
+) -> Tensor:
+    """See `Ops`, and `sum_uses` for the order on CUDA."""
+    terms = gather(rows, inverse, weights, torch.float32)
+    sums = _sum(terms, bag_of_each(offsets, len(inverse)).long(), len(offsets) - 1)
+    if mean:
+        sums /= sizes_of(offsets)
+    return sums.masked_fill_((offsets[1:] == offsets[:-1]).unsqueeze(1), 0.0).to(dtype)
+
+
+class Uses(NamedTuple):
+    """A batch's uses by several features."""
+
+    rows: int
+    inverse: Tensor  # int64, of all features, end to end
+    features: list[tuple[Tensor | None, Tensor | None, Tensor | None]]  # divisors [B, 1], bags [N], weights [N, 1]
+
+
+def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Uses:
     """See `Ops`."""
-    return (inverse.long(),)
+    parts = []
+    for inverse, offsets, weights, mean, _ in features:
+        sizes = sizes_of(offsets) if mean and offsets is not None else None
+        bags = None if offsets is None else bag_of_each(offsets, len(inverse))
+        parts.append((sizes, bags, None if weights is None else weights.unsqueeze(1)))
+    return Uses(rows, end_to_end([feature.inverse for feature in features]).long(), parts)
 
 
-def sum_uses(grads: Tensor, uses: tuple[Tensor, ...], weights: Tensor | None, rows: int) -> Tensor:
+def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
     """See `Ops`.
 
     On CUDA the order is fixed, without atomics; for D = 1 and 32 or more uses of a row it is torch's and not that of
     occurrence. Host and device tables get the same sums, as both get them from here.
     """
-    grads = grads.float()
-    if weights is not None:
-        grads = grads * weights.unsqueeze(1)
+    terms = []
+    for grad, (sizes, bags, weights) in zip(grads, uses.features, strict=True):
+        term = grad.float()
+        if sizes is not None:
+            term = term / sizes
+        if bags is not None:
+            term = term.index_select(0, bags)
+        terms.append(term if weights is None else term * weights)
+    return _sum(end_to_end(terms), uses.inverse, uses.rows)
+
+
+def _sum(terms: Tensor, to: Tensor, n: int) -> Tensor:
+    """Return n sums, term i of [N, D] added to row to[i], each in order: float32 [n, D]; -0 for one without terms."""
     # Unlike index_add_ it needs no deterministic mode: torch sorts the indices stably and adds by segment.
-    zeros = torch.zeros((rows, grads.shape[1]), device=grads.device)
-    return zeros.index_put_(uses, grads, accumulate=True)
+    sums = torch.full((n, terms.shape[1]), -0.0, device=terms.device)  # to which each first term is added as it is
+    return sums.index_put_((to,), terms, accumulate=True)
 
 
 def update(
