@@ -42,14 +42,25 @@ class GroupUses:
         sums = ops.sum_uses(present, self._found[given])
         return sums if all(given) else sums.add_(0.0)  # so that rows without uses have no -0
 
+    def counts(self) -> Tensor:
+        """Return how many uses each row has, float32 [U]."""
+        device = self.features[0].inverse.device
+        counts = torch.zeros(self.rows, device=device)
+        for feature in self.features:  # whole numbers: the order of the sum does not matter
+            ones = torch.ones(len(feature.inverse), device=device)
+            counts.index_put_((feature.inverse.long(),), ones, accumulate=True)
+        return counts
+
 
 class _Pull(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, uses: GroupUses) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, rows: Tensor, uses: GroupUses, dtypes: Sequence[torch.dtype]
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.uses = uses  # not among the saved tensors, which a first backward pass of several frees
         ops, out = ops_for(rows.device), []
-        for inverse, offsets, weights, mean, dtype in uses.features:
+        for (inverse, offsets, weights, mean, _), dtype in zip(uses.features, dtypes, strict=True):
             if offsets is None:
                 out.append(ops.gather(rows, inverse, weights, dtype))
             else:
@@ -58,20 +69,22 @@ class _Pull(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
-        return ctx.uses.sum(grads), None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+        return ctx.uses.sum(grads), None, None
 
 
-def pull(rows: Tensor, uses: GroupUses) -> tuple[Tensor, ...]:
+def pull(rows: Tensor, uses: GroupUses, dtypes: Sequence[torch.dtype] | None = None) -> tuple[Tensor, ...]:
     """Return each feature's rows: of a pooled one the sum or mean of each bag, else each use's row times its weight.
 
     rows     float32 [U, D]
+    dtypes   of what is returned, in place of the features': several tables of a group may differ
     returns  for each feature, in its dtype, [B, D] or [N, D]; 0 for an empty bag
 
     The gradient of the rows is `GroupUses.sum`; none goes to the weights. It is one node of the graph, which can be
     used again after a backward pass, so that several losses may have theirs one after the other.
     """
-    out: tuple[Tensor, ...] = _Pull.apply(rows, uses)  # type: ignore[no-untyped-call]
+    dtypes = dtypes or [feature.dtype for feature in uses.features]
+    out: tuple[Tensor, ...] = _Pull.apply(rows, uses, dtypes)  # type: ignore[no-untyped-call]
     return out
 
 

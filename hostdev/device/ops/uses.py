@@ -21,7 +21,7 @@ class FeatureUses(NamedTuple):
     offsets: Tensor | None
     weights: Tensor | None
     mean: bool
-    dtype: torch.dtype
+    dtype: torch.dtype = torch.float32
 
 
 def bag_of_each(offsets: Tensor, uses: int) -> Tensor:
