@@ -26,7 +26,6 @@ from record import record
 from torch import nn
 
 import hostdev
-from hostdev.core.timeline import Timeline
 from hostdev.kernels.pool import host_threads
 
 TABLES, ROWS, BAG, DIM = 26, 100_000, 10, 64
@@ -69,7 +68,9 @@ def torch_steps(batches: list[list[torch.Tensor]], labels: torch.Tensor) -> Iter
     sparse = torch.optim.SparseAdam(list(tables.parameters()), lr=1e-3)
     dense = torch.optim.Adam(top.parameters(), lr=1e-3)
     for ids in itertools.cycle(batches):
-        loss = nn.functional.binary_cross_entropy_with_logits(top([t(i) for t, i in zip(tables, ids, strict=True)]), labels)
+        loss = nn.functional.binary_cross_entropy_with_logits(
+            top([t(i) for t, i in zip(tables, ids, strict=True)]), labels
+        )
         sparse.zero_grad()
         dense.zero_grad()
         loss.backward()
@@ -244,7 +245,9 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=2048, help="of (a)")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="(b), which installs FBGEMM")
+    parser.add_argument(
+        "--peers", action=argparse.BooleanOptionalAction, default=True, help="(b), which installs FBGEMM"
+    )
     parser.add_argument("--out", type=Path, help="where the result goes instead of bench/results/")
     arguments = parser.parse_args()
     parts: dict[str, Callable[[], dict[str, float]]] = {

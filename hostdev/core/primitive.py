@@ -241,7 +241,7 @@ class PartialCall:
         return result
 
     def tasks(self, *args: Any) -> list[Task]:
-        """Return the tasks of a part, for one `run_tasks` of several ops; its time is that from the first to the last."""
+        """Return the tasks of a part, for one `run_tasks` of several ops; timed from first to last."""
         span: list[tuple[int, int]] = []
         self._spans.append(span)
         self._op.times.count(self._op.nbytes(*args))
