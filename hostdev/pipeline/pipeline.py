@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from hostdev.core.primitive import OpLog
 from hostdev.core.timeline import Timeline
 from hostdev.device.staging import Staging
 from hostdev.kernels.claims import MOST_UNFINISHED, Claims
@@ -23,7 +24,8 @@ class Pipeline:
     depth         how far reading and fetching run ahead: at most depth + 2 batches are alive, those being fetched, the
                   one in the step, and those being updated. 0: the stages run one after the other in the caller's
                   thread, which is the reference
-    timeline      where durations go
+    timeline      where the stages' durations go
+    log           where the ops' do
     others        of `Stages`: staleness, before_stage, after_update, broken
     """
 
@@ -34,6 +36,7 @@ class Pipeline:
         *,
         depth: int,
         timeline: Timeline | None = None,
+        log: OpLog | None = None,
         staleness: int = 0,
         broken: Sequence[int] = (),
         before_stage: Callable[[str, int], None] | None = None,
@@ -45,7 +48,7 @@ class Pipeline:
         self.timeline = timeline or Timeline()
         rows = sum(group.rows for group in groups if group.on_host) if depth else 0
         self._stages = Stages(
-            groups, staging, Claims(rows), self.timeline, staleness=staleness, broken=broken,
+            groups, staging, Claims(rows), self.timeline, log=log, staleness=staleness, broken=broken,
             before_stage=before_stage, after_update=after_update,
         )  # fmt: skip
         self._number = 0  # the last batch

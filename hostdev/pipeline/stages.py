@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hostdev.cache.planner import renumber
+from hostdev.core.primitive import OpLog, Primitive
 from hostdev.core.timeline import Timeline
 from hostdev.device.staging import Staging
 from hostdev.kernels.claims import Claims, others
@@ -34,7 +35,8 @@ class Stages:
     groups        the tables
     staging       the way to the device and back
     claims        of the rows of all groups on the host
-    timeline      where durations go
+    timeline      where the stages' durations go
+    log           where the ops' do
     staleness     **not exact**: a lookup may miss the updates of up to so many batches before it
     broken        groups whose read-after-write hazards are not seen: to test what must find the difference
     before_stage  called with a stage's name and a batch's number before its work, in its thread: for tests
@@ -49,6 +51,7 @@ class Stages:
         claims: Claims,
         timeline: Timeline,
         *,
+        log: OpLog | None = None,
         staleness: int = 0,
         broken: Sequence[int] = (),
         before_stage: Callable[[str, int], None] | None = None,
@@ -57,6 +60,7 @@ class Stages:
         self.groups, self.staging, self.timeline = groups, staging, timeline
         self.claims, self._staleness, self._broken = claims, staleness, broken
         self.numbering = Numbering(groups)
+        self._unique = Primitive("Unique", unique_groups, log=log).add_prim_attr("primitive_target", "CPU")
         self.before_stage = before_stage or (lambda stage, number: None)
         self._after_update = after_update
         self._on_host = any(group.on_host for group in groups)
@@ -76,7 +80,7 @@ class Stages:
         """Find the unique ids of every group, in order of first occurrence over its features, end to end."""
         self.before_stage("unique", flight.number)
         with self.timeline.span("unique", flight.number) as span:
-            flight.groups = [GroupBatch(*found) for found in unique_groups(flight.request.ids)]
+            flight.groups = [GroupBatch(*found) for found in self._unique(flight.request.ids)]
             span["rows"] = sum(part.size for part in flight.groups)
 
     def announce(self, waiting: Sequence[Flight]) -> None:

@@ -81,7 +81,7 @@ class Runtime:
                     spec.rows, spec.policy, self.device, spec.window, counts=spec.counts, log=log,
                 )  # fmt: skip
             groups.append(Group(group.tables, made, log))  # type: ignore[arg-type]
-        self.pipeline = Pipeline(groups, self.staging, depth=depth, timeline=timeline, **seams)
+        self.pipeline = Pipeline(groups, self.staging, depth=depth, timeline=timeline, log=log, **seams)
         self.predicting = 0  # loops over `predict` that are open
         self._loop: Any = None  # the open loop over `train`
         self._frozen: set[str] = set()

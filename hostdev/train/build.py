@@ -29,7 +29,7 @@ def model_of(settings: TrainConfig, schema: Schema) -> Model:
     if settings.table_lr is not None and optimizer is None:
         for spec in vector_tables(model).values():
             try:
-                spec.optimizer.lr = settings.table_lr  # type: ignore[misc]
+                spec.optimizer.lr = settings.table_lr
             except ValueError as error:
                 raise UserError(f"--table-lr {settings.table_lr}: {error}") from None
     return model
