@@ -22,7 +22,7 @@ def places_of(starts: npt.NDArray[np.int64], lengths: npt.NDArray[Any]) -> npt.N
 
 
 def take(
-    values: npt.NDArray[Any], offsets: Offsets, rows: npt.NDArray[np.int64]
+    values: npt.NDArray[Any], offsets: Offsets, rows: npt.NDArray[Any]
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
     """Return the lists with these numbers: their values end to end, and their lengths int32 [len(rows)]."""
     starts = offsets[rows]

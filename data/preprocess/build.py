@@ -109,6 +109,8 @@ def _build_in(folder: Path, source: Source, options: Options) -> Manifest:
                 positives[split] += int(rows.label[chosen].sum())
     total = sum(rows_of.values())
     rejects.check(total)
+    if total == 0:
+        raise UserError("the input has no rows")
     for split, count in rows_of.items():
         if count == 0:
             how = "--test-fraction" if options.test_fraction is not None else "--test-column or --test-after"

@@ -53,6 +53,7 @@ class ByMaximum:
             known = np.where(np.isnan(numbers), 0.0, numbers)
             self.maximum = np.maximum(self.maximum, (np.abs(known) if self._signed else known).max(axis=0))
 
+    @np.errstate(over="ignore")
     def transform(self, numbers: Numbers) -> npt.NDArray[np.float32]:
         """Return them scaled, float32 [n, columns]."""
         divisor = np.where(self.maximum > 0, self.maximum, 1.0)
