@@ -45,9 +45,9 @@ class GroupUses:
     def counts(self) -> Tensor:
         """Return how many uses each row has, float32 [U]."""
         device = self.features[0].inverse.device
-        counts = torch.zeros(self.rows, device=device)
+        counts = torch.zeros(self.rows, dtype=torch.float32, device=device)
         for feature in self.features:  # whole numbers: the order of the sum does not matter
-            ones = torch.ones(len(feature.inverse), device=device)
+            ones = torch.ones(len(feature.inverse), dtype=torch.float32, device=device)
             counts.index_put_((feature.inverse.long(),), ones, accumulate=True)
         return counts
 

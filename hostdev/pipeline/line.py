@@ -26,7 +26,6 @@ class Line:
         self.finished = updated  # the last batch that has been stepped
         self.delivering = False  # somebody fetches a part that was late
         self.stopping = False
-        self.error: BaseException | None = None  # of the stages before the step, when its turn has come
         self.update_error: BaseException | None = None
 
     def put(self, queue: Queue, held: list[Flight | End]) -> None:

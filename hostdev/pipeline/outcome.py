@@ -26,7 +26,6 @@ class Outcome:
         self._read, self._staging = read, staging
         self._results: list[npt.NDArray[Any]] | None = None
         self._value: Any = None
-        self._error: BaseException | None = None
         self._done = False
         self._reading = threading.Lock()
 
@@ -44,11 +43,6 @@ class Outcome:
         with self._reading:
             if not self._done:
                 assert self._results is not None
-                try:
-                    self._value = self._read(self._results)
-                except Exception as error:
-                    self._error = error
+                self._value = self._read(self._results)  # an error is made anew: one that is kept would hold its frames
                 self._done, self._results = True, []
-        if self._error is not None:
-            raise self._error
         return self._value

@@ -34,8 +34,17 @@ class Pass(Protocol):
     def drain(self) -> None:
         """Wait until what has been stepped is updated."""
 
-    def close(self, error: BaseException | None = None) -> None:
-        """End: what has been stepped is updated, the rest forgotten. Raises the updater's error if it has failed."""
+    def close(self, *, failed: bool = False) -> None:
+        """End: what has been stepped is updated, the rest forgotten. Raises the updater's error if it has failed.
+
+        failed  another error has ended the pass
+        """
+
+
+def _raise(held: list[BaseException | None]) -> None:
+    """Raise an error that a list holds, if it does, and let go of it: its frames would hold it, and it them."""
+    if held[0] is not None:
+        raise held.pop()  # type: ignore[misc]
 
 
 class SerialPass:
@@ -62,8 +71,9 @@ class SerialPass:
         """See `Pass`."""
         item = next(self._ahead)
         if isinstance(item, End):
-            if item.error is not None:
-                raise item.error
+            held = [item.error]
+            del item
+            _raise(held)
             return None
         self._stages.fetch(item, None, self._update)
         self._stages.begin_step(item, None, self._update)
@@ -81,7 +91,7 @@ class SerialPass:
     def drain(self) -> None:
         """See `Pass`."""
 
-    def close(self, error: BaseException | None = None) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """See `Pass`."""
         self._ahead.close()  # type: ignore[attr-defined]
 
@@ -98,6 +108,7 @@ class OverlappedPass:
         window = window if update else 0
         self._line = line = Line(depth, window, number, update=update)
         self._before: int | None = None  # the batch that the caller has been given
+        self._told = False  # that the updater has failed
         self._closed = False
         flights = ahead(stages, self._take_read, window, update)
         self._threads = [
@@ -127,14 +138,13 @@ class OverlappedPass:
                 break
             with urgent():  # the device has nothing to do
                 self._stages.deliver(item, line)
-        if line.update_error is not None:
-            raise line.update_error
+        self._raise_update_error()
         if isinstance(item, End):
-            line.error = item.error
+            held = [item.error]
+            del item
             self._join_updater()
-            error = line.update_error or line.error
-            if error is not None:
-                raise error
+            self._raise_update_error()
+            _raise(held)
             return None
         self._stages.begin_step(item, line, self._update)
         self._before = item.number
@@ -159,15 +169,24 @@ class OverlappedPass:
         line = self._line
         with self._timeline.stall("step"):
             line.wait(lambda: line.update_error or line.updated >= line.finished)
-        if line.update_error is not None:
-            raise line.update_error
+        self._raise_update_error()
+
+    def _raise_update_error(self) -> None:
+        """Raise what has ended the updater; once: an error that is kept would hold its frames, and they it."""
+        line = self._line
+        if line.update_error is None:
+            return
+        held: list[BaseException | None] = [line.update_error]
+        line.update_error = RuntimeError("the update of an earlier batch has failed, which ends the loop")
+        self._told = True
+        _raise(held)
 
     def _join_updater(self) -> None:
         self._line.put(self._line.stepped, [End(None)])
         with self._timeline.stall("step"):
             self._threads[-1].join()
 
-    def close(self, error: BaseException | None = None) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """See `Pass`."""
         if self._closed:
             return
@@ -180,8 +199,12 @@ class OverlappedPass:
         for thread in self._threads[1:]:
             thread.join()
         self._threads[0].join(_LONGEST_JOIN)
-        if line.update_error is not None and error is None:
-            raise line.update_error  # whoever closes is told, too
+        with line.changed:
+            line.read.clear()
+            line.fetched.clear()
+        if not failed and not self._told:
+            self._raise_update_error()  # whoever closes is told, too
+        line.update_error = None
 
     def _serve(self, stage: Any, out: Queue | None, *arguments: Any) -> None:
         """A thread: repeat its stage until the batches end; an exception goes on as the last item."""

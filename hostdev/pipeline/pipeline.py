@@ -110,17 +110,17 @@ class Pipeline:
                 )
             else:
                 one = SerialPass(self._stages, batches, window=window, number=self._number, update=update)
-            error: BaseException | None = None
+            failed = False
             try:
                 yield one
             except GeneratorExit:
                 raise
-            except BaseException as caught:
-                error = caught
+            except BaseException:
+                failed = True
                 raise
             finally:
                 try:
-                    one.close(error)
+                    one.close(failed=failed)
                 finally:
                     if self.training is None or update:
                         self._number = max(self._number, one.number)

@@ -388,9 +388,9 @@ def ahead(
     """Yield batches with their unique ids, which the caches have been told of a window ahead; then the end."""
     waiting: list[Flight] = []
     position = 0
-    end: End | None = None
+    ends: list[End] = []
     while True:
-        while end is None and len(waiting) <= (window if update else 0):
+        while not ends and len(waiting) <= (window if update else 0):
             try:
                 item = take()
                 if isinstance(item, Flight):
@@ -401,16 +401,16 @@ def ahead(
                     if update:
                         stages.announce(waiting)
                 else:
-                    end = item
+                    ends.append(item)
                 del item  # or a batch that is done would live until the next one comes
             except Stopped:
                 raise
             except Exception as error:  # what was read before comes first
-                end = End(error)
+                ends.append(End(error))
         if waiting:
             if update:
                 stages.announce(waiting)
             yield waiting.pop(0)
         else:
-            assert end is not None
-            yield end
+            yield ends.pop()  # not kept: an error holds the frames that it has gone through, and so this one
+            return

@@ -166,7 +166,9 @@ def _lengths(name: str, bag: Bag, values: npt.NDArray[Any]) -> npt.NDArray[np.in
 def _integers(name: str, what: str, given: Any) -> npt.NDArray[Any]:
     """Return int32 or int64 of what was given; TypeError for anything but integers."""
     if isinstance(given, Tensor):
-        given = given.detach().cpu().numpy()
+        if given.numel() and (given.dtype.is_floating_point or given.dtype.is_complex):  # numpy does not have them all
+            raise TypeError(f"feature {name!r}: {what} must be integers, not a Tensor of {given.dtype}")
+        given = given.cpu().numpy() if given.numel() else np.empty(given.shape, np.int64)
     try:
         array = np.asarray(given)
     except ValueError as error:
@@ -186,27 +188,37 @@ def _weights(name: str, given: Any, shape: tuple[int, ...]) -> npt.NDArray[np.fl
     if isinstance(given, Tensor):
         if given.requires_grad:
             raise ValueError(f"feature {name!r}: no gradient goes to weights; detach them")
-        given = given.cpu().numpy()
+        if given.dtype.is_complex:
+            raise TypeError(f"feature {name!r}: weights must be numbers, not {given.dtype}")
+        given = given.cpu().float().numpy() if given.dtype.is_floating_point else given.cpu().numpy()
     array = np.asarray(given)
     if array.dtype.kind not in "fiu":
         raise TypeError(f"feature {name!r}: weights must be numbers, not {array.dtype}")
     if array.shape != shape:
         raise ValueError(f"feature {name!r}: weights are {list(array.shape)}, but the ids {list(shape)}")
-    return np.ascontiguousarray(array, np.float32).reshape(-1)
+    return np.require(array, np.float32, ["C", "W"]).reshape(-1)  # what is torch's is to be writable
 
 
-def check_ranges(ids: Sequence[Sequence[npt.NDArray[Any]]], groups: Sequence[GroupSpec], names: Sequence[str]) -> None:
-    """Raise UserError for an id outside its table."""
-    found = check_groups([(part, group.tables[0].rows) for part, group in zip(ids, groups, strict=True)])
+def check_ranges(
+    ids: Sequence[FeatureIds], groups: Sequence[GroupSpec], wanted: Sequence[Wanted], given: Mapping[str, Any]
+) -> None:
+    """Raise UserError for an id outside its table.
+
+    ids    of each feature, from `read_ids` of what was given
+    """
+    found = check_groups(
+        [([ids[feature].values for feature in group.features], group.tables[0].rows) for group in groups]
+    )
     if found is None:
         return
-    group, feature, position = found
+    group, place, position = found
     spec = groups[group]
-    value = ids[group][feature][position]
-    rows = spec.tables[0].rows
+    name, table = wanted[spec.features[place]].name, spec.tables[0]
+    value = ids[spec.features[place]].values[position]
+    every = _integers(name, "ids", _bag(name, given[name]).values).reshape(-1)  # with padding
     raise UserError(
-        f"feature {names[spec.features[feature % len(spec.features)]]!r}: id {value} at position {position} is outside "
-        f"0..{rows - 1}, the rows of table {spec.tables[0].name!r}"
+        f"feature {name!r}: id {value} at position {np.flatnonzero(every == value)[0]} is outside 0..{table.rows - 1}, "
+        f"the rows of table {table.name!r}"
     )
 
 

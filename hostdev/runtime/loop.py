@@ -1,9 +1,11 @@
 """The loop that a user writes around a model: batches with their rows, and the gradients back to the tables."""
 
+import atexit
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -28,14 +30,26 @@ class NonFiniteError(UserError):
         self.step = step
 
 
+_open_loops: WeakSet[Any] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End the loops that are open when Python ends: later their threads stand still, and nobody could wait for them."""
+    with ExitStack() as stack:
+        for loop in list(_open_loops):
+            stack.callback(loop.close)
+
+
 class _Loop:
     """Batches in order, each with its rows."""
 
     def __init__(self, runtime: Any, batches: Iterable[Any], reader: Reader) -> None:
         self._runtime, self._reader, self._batches = runtime, reader, batches
-        self._stack = ExitStack()
+        self._stack = ExitStack()  # whose callbacks do not refer to the loop: it is to end when nobody holds it
         self._pass: Any = None  # None before the first batch and after the last
         self._ended = False
+        self._length: int | None = None
         self._flight: Flight | None = None
         self._micros: list[Micro] = []  # of the flight, to come
         self._sent: list[Tensor] = []
@@ -44,7 +58,9 @@ class _Loop:
         self._rows: list[Rows] = []  # given out, of the flight
 
     def __iter__(self) -> Any:
-        """Return itself: a loop is gone through once."""
+        """Return itself: a loop is gone through once. ValueError where it is over, as in a second epoch."""
+        if self._ended:
+            raise ValueError("this loop is over; call runtime.train(...) or predict(...) again for each epoch")
         return self
 
     def __enter__(self) -> Any:
@@ -56,7 +72,9 @@ class _Loop:
 
     def __len__(self) -> int:
         """Return the number of batches; TypeError where the loader has no length."""
-        return self._reader.length(self._batches)
+        if self._length is None:
+            self._length = self._reader.length(self._batches)
+        return self._length
 
     def __del__(self) -> None:
         if not self._ended:
@@ -65,13 +83,19 @@ class _Loop:
     def close(self) -> None:
         """End the loop early: what has been stepped is updated. Raises what a late update has raised."""
         self._ended = True
-        self._batches = ()
-        try:
-            self._end_flight(closing=True)
-        finally:
-            self._forget()
-            self._pass = None
-            self._stack.close()
+        with torch.inference_mode(False):  # as in `__next__`
+            try:
+                self._end_flight(closing=True)
+            finally:
+                self._let_go()
+                self._stack.close()
+
+    def _let_go(self) -> None:
+        """Let go of all batches: the loop is over."""
+        self._ended = True
+        self._forget()
+        self._pass, self._batches = None, ()
+        _open_loops.discard(self)
 
     def _open(self) -> Any:
         raise NotImplementedError
@@ -91,23 +115,23 @@ class _Loop:
         if self._ended:
             raise StopIteration
         try:
-            if not self._micros:
-                self._end_flight()
-                if self._pass is None:
-                    self._pass = self._open()
-                flight = self._pass.take()
-                if flight is None:
-                    self._forget()
-                    self.close()
-                    raise StopIteration
-                self._take(flight)
-            return self._next_batch()
+            with torch.inference_mode(False):  # or tensors that a step changes would not allow it
+                if not self._micros:
+                    self._end_flight()
+                    if self._pass is None:
+                        self._pass = self._open()
+                        _open_loops.add(self)
+                    flight = self._pass.take()
+                    if flight is None:
+                        self._let_go()
+                        self._stack.close()
+                        raise StopIteration
+                    self._take(flight)
+                return self._next_batch()
         except StopIteration:
             raise
         except BaseException as error:
-            self._ended = True
-            self._forget()
-            self._pass = None
+            self._let_go()
             self._stack.__exit__(type(error), error, error.__traceback__)
             raise
 
@@ -191,13 +215,13 @@ class TrainLoop(_Loop):
     tables behind its step; a batch without any is skipped, and changes nothing.
     """
 
-    def __init__(self, runtime: Any, batches: Iterable[Any], reader: Reader, together: int) -> None:
+    def __init__(self, runtime: Any, batches: Iterable[Any], reader: Reader) -> None:
         super().__init__(runtime, batches, reader)
         self.thread = threading.get_ident()
-        self._together = together
-        self._flag = torch.zeros((), device=runtime.device)  # not 0 from the first step on that is not finite
-        self._one = torch.ones((), device=runtime.device)
-        self._steps = 0  # of optimizers, since the flight was given out
+        self._flag = _scalar(0.0, runtime.device)  # not 0 from the first step on that is not finite
+        self._one = _scalar(1.0, runtime.device)
+        self._stepped: set[int] = set()  # optimizers, since the last batch of the flight was given out
+        self._early: set[int] = set()  # those that took a step before
         self._any_steps = False  # of optimizers, in the loop so far
         self._without = 0  # flights with gradients and without such a step
         self._losses = 0  # that were scaled before the flight
@@ -211,7 +235,6 @@ class TrainLoop(_Loop):
         self._stack.callback(runtime.end_training)
         source = iter(self._batches)
         scaling.watch(self)
-        self._stack.callback(scaling.forget, self)
         return self._stack.enter_context(runtime.pipeline.train(self._reader.requests(source)))
 
     def __next__(self) -> tuple[Any, Rows]:
@@ -230,19 +253,26 @@ class TrainLoop(_Loop):
 
     def _take(self, flight: Flight) -> None:
         super()._take(flight)
-        self._steps, self._losses = 0, scaling.losses_scaled()
+        self._stepped, self._early = set(), set()
+        self._losses = scaling.losses_scaled()
         self._unscaled, self._overflow = False, None
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._late = []
+        scaling.forget(self)
 
     def submit(self) -> None:
         """Finish the current batch now, if it has been stepped, so that an evaluation sees it."""
-        if self._flight is not None and not self._micros and self._was_stepped():
+        if self._flight is not None and self._was_stepped():
             late = [leaf for group in self._leaves for leaf in group]
             self._end_flight()
             self._late = late
 
     def _was_stepped(self) -> bool:
+        """Tell whether the body is done with the flight: an optimizer has taken its step, or the loop has none."""
         has_gradients = any(leaf.grads() for group in self._leaves for leaf in group)
-        return has_gradients and (self._steps > 0 or not self._any_steps)
+        return not self._micros and has_gradients and (bool(self._stepped) or self._without > 0)
 
     def _end_flight(self, *, closing: bool = False) -> None:
         if any(leaf.grads() for leaf in self._late):
@@ -291,18 +321,18 @@ class TrainLoop(_Loop):
     def _require_step(self) -> bool:
         """Tell whether the gradients are to be applied; ValueError where the dense side and the tables would part."""
         assert self._flight is not None
+        if self._stepped and self._stepped <= self._early:
+            raise ValueError(_EARLY)
         scaled = scaling.scaler_since(self._losses)
         if scaled is not None:
             scaler, _ = scaled
             for found in self.unscale(scaler).values():
                 self.overflowed(found)
             if self._overflow is not None and self._overflow.item():
-                if not self._steps:
+                if not self._stepped:
                     scaling.report(scaler, self, self._runtime.device)
                 return False
-            self._any_steps = self._any_steps or self._steps > 0
-            return self._steps > 0 or not self._any_steps
-        if self._steps:
+        if self._stepped:
             if self._without:
                 raise ValueError(_ACCUMULATE.format(self._without))
             self._any_steps = True
@@ -312,9 +342,12 @@ class TrainLoop(_Loop):
             self._without += 1
         return True
 
-    def stepped(self) -> None:
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """See `scaling.Watcher`."""
-        self._steps += self._flight is not None
+        if self._flight is not None:
+            (self._early if self._micros else self._stepped).add(id(optimizer))
+        if getattr(optimizer, "found_inf", None) is self._flag:
+            del optimizer.found_inf  # type: ignore[attr-defined]  # of this step, by `Rows.guard`
 
     def unscale(self, scaler: Any) -> dict[torch.device, Tensor]:
         """See `scaling.Watcher`."""
@@ -323,8 +356,8 @@ class TrainLoop(_Loop):
         if self._unscaled or scaled is None or scaled[0] is not scaler or not grads:
             return {}
         self._unscaled = True
-        found = torch.zeros((), device=self._runtime.device)
-        factor = torch.full((), scaling.inverse(scaled[1]), device=self._runtime.device)
+        found = _scalar(0.0, self._runtime.device)
+        factor = _scalar(scaling.inverse(scaled[1]), self._runtime.device)
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found, factor)
         return {self._runtime.device: found}
 
@@ -339,8 +372,16 @@ class TrainLoop(_Loop):
         return bool(leaves) and not any(leaf.is_among(given) for leaf in leaves)
 
 
+def _scalar(value: float, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
 _ACCUMULATE = (
     "gradients of {} batches have come without a step of an optimizer, and those of others with one. To let the "
     "gradients of N batches add up before a step, say runtime.train(..., accumulate=N), so that those of the rows add "
-    "up, too; to skip a batch, do not call backward()"
+    "up, too; to skip a batch, do not call backward(), or let the gradients of rows.parameters() be None"
+)
+_EARLY = (
+    "an optimizer has taken a step with each of the batches that accumulate=N lets add up; call optimizer.step() and "
+    "zero_grad() where rows.is_due"
 )

@@ -25,16 +25,26 @@ class Micro(NamedTuple):
     @property
     def tensors(self) -> list[Tensor]:
         """What is sent to the device."""
-        return [] if self.structure is None else [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        return [] if self.structure is None else [leaf for leaf in self.leaves if _is_sent(leaf)]
 
     def batch(self, tensors: Sequence[Tensor]) -> Any:
         """Return what the loop yields, with these tensors in the places of those that were sent."""
         if self.structure is None:
             return self.leaves[0]
         there = iter(tensors)
-        return tree_unflatten(
-            [next(there) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.structure
-        )
+        return tree_unflatten([next(there) if _is_sent(leaf) else leaf for leaf in self.leaves], self.structure)
+
+
+def _is_sent(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.device.type == "cpu"  # others are where the caller wants them
+
+
+def _tensor_of(leaf: Any) -> Any:
+    """Return a tensor of an array of numbers, which is copied only if torch cannot use its memory."""
+    if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "biufc":
+        return leaf
+    native = leaf.astype(leaf.dtype.newbyteorder("="), copy=False)
+    return torch.from_numpy(np.require(native, requirements=["C", "W"]))
 
 
 class Reader:
@@ -76,15 +86,13 @@ class Reader:
         given = self._ids_of(batch, number)
         try:
             ids = [read_ids(feature.name, feature.feature, given[feature.name]) for feature in self._wanted]
-            check_ranges([[ids[feature].values for feature in group.features] for group in self._groups], self._groups,
-                         self._names)  # fmt: skip
+            check_ranges(ids, self._groups, self._wanted, given)
         except (TypeError, ValueError) as error:
             raise type(error)(f"batch {number}: {error}") from None
         if self._send is None:
             return Micro([batch], None, ids)
         leaves, structure = tree_flatten(self._send(batch))
-        leaves = [torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
-        return Micro(leaves, structure, ids)
+        return Micro([_tensor_of(leaf) for leaf in leaves], structure, ids)
 
     def _ids_of(self, batch: Any, number: int) -> Mapping[str, Any]:
         given = batch if self._ids is None else self._ids(batch)

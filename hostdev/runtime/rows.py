@@ -1,12 +1,14 @@
 """A batch's rows as a model gets them, and the gradients that come back to them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hostdev.device.pinned import Slab
 from hostdev.device.rows import GroupUses, pull
@@ -67,40 +69,35 @@ class Leaf:
 
     def grads(self) -> list[Tensor]:
         """Return the gradient, in the order in which it is; none if none has come."""
-        held = (self.rows, self._parameter) if self._parameter is not self.rows else (self.rows,)
-        return [tensor.grad for tensor in held if tensor is not None and tensor.grad is not None]
+        held = self.rows if self._parameter is None else self._parameter
+        return [] if held.grad is None else [held.grad]
 
     def take_grad(self) -> Tensor | None:
-        """Return the gradient float32 [U, D] in the order of the rows, and forget it; None if none has come.
-
-        ValueError where one has come after `parameter` was asked for, and would have missed a clip.
-        """
-        grads = self.grads()
-        self.rows.grad = None
-        if not grads:
+        """Return the gradient float32 [U, D] in the order of the rows, and forget it; None if none has come."""
+        held = self.rows if self._parameter is None else self._parameter
+        grad, held.grad = held.grad, None
+        if grad is None:
             return None
-        if len(grads) > 1:
-            raise ValueError(
-                f"table {self.table.name!r}: a backward pass came after `rows.parameters()`; call it after the last one"
-            )
-        if self._order is not None and self._parameter is not None and self._parameter.grad is not None:
-            return self._order.in_rows(grads[0])
-        return grads[0]
+        grad = grad.detach().contiguous()  # somebody may have put it there
+        return grad if self._order is None or self._parameter is None else self._order.in_rows(grad)
 
     def is_among(self, parameters: set[int]) -> bool:
         """Tell whether one of the tensors with these `id`s is the row's own."""
-        return id(self.rows) in parameters or id(self._parameter) in parameters
+        return id(self.rows if self._parameter is None else self._parameter) in parameters
 
     def parameter(self) -> Tensor:
-        """Return a tensor with the gradient in the order of the ids, which may be changed in place, or replaced."""
+        """Return a tensor with the gradient in the order of the ids, which may be changed in place, or replaced.
+
+        Gradients of later backward passes come to it, too.
+        """
         if self._order is None:
-            self._parameter = self.rows
             return self.rows
         if self._parameter is None:
             self._parameter = self._order.in_ids(self.rows.detach()).requires_grad_()
-        if self.rows.grad is not None and self._parameter.grad is None:
-            self._parameter.grad = self._order.in_ids(self.rows.grad)
-            self.rows.grad = None
+            hand_on = partial(_hand_on, self._parameter, self._order)
+            self.rows.register_post_accumulate_grad_hook(hand_on)
+            if self.rows.grad is not None:
+                hand_on(self.rows)
         return self._parameter
 
     def in_ids(self) -> Tensor:
@@ -115,6 +112,13 @@ class Leaf:
         return values if self._order is None else self._order.in_ids(values)
 
 
+def _hand_on(parameter: Tensor, order: Order, rows: Tensor) -> None:
+    """Add the rows' gradient to that of a parameter in the order of the ids."""
+    assert rows.grad is not None
+    grad, rows.grad = order.in_ids(rows.grad), None
+    parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+
 class _InOrderOfIds(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Order) -> Tensor:
@@ -122,6 +126,7 @@ class _InOrderOfIds(torch.autograd.Function):
         return order.in_ids(rows)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return ctx.order.in_rows(grads[0]), None
 
@@ -151,6 +156,7 @@ class Rows(Mapping[str, Value]):
 
     def __getitem__(self, feature: str) -> Value:
         """Return a feature's rows."""
+        self._require_open()
         try:
             return self._values[feature]
         except KeyError:
@@ -158,6 +164,7 @@ class Rows(Mapping[str, Value]):
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the features' names."""
+        self._require_open()
         return iter(self._values)
 
     def __len__(self) -> int:
@@ -188,6 +195,7 @@ class Rows(Mapping[str, Value]):
 
         ValueError where there is no table of this name.
         """
+        self._require_open()
         for uses, group in zip(self._uses, self._leaves, strict=True):
             for leaf in group:
                 if leaf.table.name == table:
@@ -256,7 +264,9 @@ class Rows(Mapping[str, Value]):
 
     def _require_open(self) -> None:
         if self.over:
-            raise ValueError("this batch is over: the loop has come back for the next one")
+            raise ValueError(
+                "this batch is over: the loop has come back for the next one, or an evaluation has seen it as finished"
+            )
 
 
 def values_of(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-from weakref import WeakSet
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 
@@ -21,6 +21,7 @@ from hostdev.runtime.spec import CacheSpec
 from hostdev.runtime.table_optimizer import TableOptimizer
 
 _trained: WeakSet[Any] = WeakSet()  # tables, by loops that are open
+_last: WeakKeyDictionary[Any, ReferenceType[Any]] = WeakKeyDictionary()  # the runtime that has trained each table last
 
 
 class Runtime:
@@ -83,7 +84,7 @@ class Runtime:
             groups.append(Group(group.tables, made, log))  # type: ignore[arg-type]
         self.pipeline = Pipeline(groups, self.staging, depth=depth, timeline=timeline, log=log, **seams)
         self.predicting = 0  # loops over `predict` that are open
-        self._loop: Any = None  # the open loop over `train`
+        self._open: ReferenceType[TrainLoop] | None = None  # the open loop over `train`, which ends when it is dropped
         self._frozen: set[str] = set()
         self._optimizer: TableOptimizer | None = None
 
@@ -128,7 +129,7 @@ class Runtime:
         """
         if accumulate < 1:
             raise ValueError(f"accumulate is a number of batches, not {accumulate}")
-        return TrainLoop(self, batches, Reader(self.wanted, self.group_specs, ids, send, accumulate), accumulate)
+        return TrainLoop(self, batches, Reader(self.wanted, self.group_specs, ids, send, accumulate))
 
     def predict(
         self, batches: Iterable[Any], *, ids: IdsOf | None = None, send: Callable[[Any], Any] | None = None
@@ -165,10 +166,14 @@ class Runtime:
                 raise ValueError(f"no table {name!r}; there are {', '.join(known)}")
         return set(tables or known)
 
+    @property
+    def _loop(self) -> TrainLoop | None:
+        return self._open() if self._open is not None else None
+
     def write_back(self) -> None:
         """Bring the host tables up to date with all steps so far and with the caches, also in the middle of a loop."""
-        if self._loop is not None:
-            self._loop.submit()
+        if (loop := self._loop) is not None:
+            loop.submit()
         self.pipeline.write_back()
 
     def reload(self) -> None:
@@ -182,26 +187,34 @@ class Runtime:
         """Note that a loop over `train` opens; ValueError while another one over these tables is open."""
         if self._loop is not None:
             raise ValueError("a loop over `train` is open; end it, or call its close(), before the next one")
-        busy = [table.name for table in self.tables.values() if table in _trained]
-        if busy:
-            raise ValueError(
-                f"table {busy[0]!r} is being trained by a loop of another runtime; end or close that first"
-            )
+        self._require_own()
         if self.predicting:
             raise ValueError("a loop over `predict` is open; end it, or call its close(), before training")
-        self._loop = loop
+        if any((last := _last.get(table)) is not None and last() is not self for table in self.tables.values()):
+            self.reload()  # another runtime has changed rows since
+        self._open = ref(loop)
         _trained.update(self.tables.values())
+        _last.update((table, ref(self)) for table in self.tables.values())
+
+    def _require_own(self) -> None:
+        """ValueError while a loop of another runtime trains one of the tables."""
+        busy = [table.name for table in self.tables.values() if table in _trained]
+        if busy and self._loop is None:
+            raise ValueError(
+                f"table {busy[0]!r} is being trained by a loop of another runtime; end it, or call its close(), first"
+            )
 
     def end_training(self) -> None:
         """Note that it has closed."""
-        self._loop = None
+        self._open = None
         for table in self.tables.values():
             _trained.discard(table)
 
     def begin_prediction(self) -> None:
-        """Note that a loop over `predict` opens."""
-        if self._loop is not None:
-            self._loop.submit()
+        """Note that a loop over `predict` opens; ValueError while one of another runtime trains these tables."""
+        self._require_own()
+        if (loop := self._loop) is not None:
+            loop.submit()
         self.predicting += 1
 
     def end_prediction(self) -> None:

@@ -37,7 +37,7 @@ class Watcher(Protocol):
     def overflowed(self, found: Tensor) -> None:
         """Take note of whether gradients of an optimizer's parameters or of rows are not finite, float32 []."""
 
-    def stepped(self) -> None:
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has taken a step."""
 
     def leaves_out_rows(self, parameters: list[Tensor]) -> bool:
@@ -137,7 +137,7 @@ def _after_clip(parameters: Any, *_: Any, **__: Any) -> None:
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
     for loop in _mine():
-        loop.stepped()
+        loop.stepped(optimizer)
 
 
 def losses_scaled() -> int:
@@ -165,5 +165,5 @@ def inverse(scale: float) -> float:
 
 def report(scaler: GradScaler, owner: object, device: torch.device) -> None:
     """Let a scaler's next `update` know of gradients that were not finite, as if `owner` were an optimizer."""
-    found = torch.ones((), device=device)
+    found = torch.ones((), dtype=torch.float32, device=device)
     scaler._per_optimizer_states[id(owner)]["found_inf_per_device"][device] = found

@@ -23,6 +23,7 @@ class TableOptimizer(torch.optim.Optimizer):
 
     def __init__(self, tables: Iterable[Any]) -> None:
         self._tables = list(tables)
+        self._rates = [float(table.optimizer.lr) for table in self._tables]  # that they have been given, or had
         groups = [
             {"params": [nn.Parameter(torch.empty(0))], "name": table.name, "lr": table.optimizer.lr}
             for table in self._tables
@@ -38,8 +39,20 @@ class TableOptimizer(torch.optim.Optimizer):
         """Do nothing: a batch's rows begin without gradients."""
 
     def apply(self) -> None:
-        """Set the tables' rates; ValueError for one that their optimizer does not take."""
+        """Set the tables' rates where they have changed here; take over those that were set at the tables.
+
+        ValueError for one that a table's optimizer does not take, and for different ones of tables that share one.
+        """
         self._opt_called = True
-        for group, table in zip(self.param_groups, self._tables, strict=True):
-            if table.optimizer.lr != group["lr"]:
-                table.optimizer.lr = float(group["lr"])
+        wanted = [float(group["lr"]) for group in self.param_groups]
+        of_optimizer: dict[int, float] = {}
+        for rate, table in zip(wanted, self._tables, strict=True):
+            if of_optimizer.setdefault(id(table.optimizer), rate) != rate:
+                raise ValueError(
+                    f"table {table.name!r} is to have the learning rate {rate}, and another one, with which it shares "
+                    f"its optimizer, {of_optimizer[id(table.optimizer)]}; give each an optimizer of its own"
+                )
+        for number, (group, table) in enumerate(zip(self.param_groups, self._tables, strict=True)):
+            if wanted[number] != self._rates[number]:
+                table.optimizer.lr = wanted[number]
+            self._rates[number] = group["lr"] = float(table.optimizer.lr)

@@ -17,7 +17,7 @@ from hostdev.kernels.lookup import store
 
 def lookup(block: Tensor, ids: Tensor) -> Tensor:
     """See `Ops`."""
-    out = torch.empty((len(ids), block.shape[2]))
+    out = torch.empty((len(ids), block.shape[2]), dtype=torch.float32)
     look_up(block.numpy(), ids.numpy(), out.numpy())
     return out
 
@@ -25,7 +25,7 @@ def lookup(block: Tensor, ids: Tensor) -> Tensor:
 def assemble(block: Tensor, hit_slots: Tensor, admitted: Tensor, passed: Tensor) -> Tensor:
     """See `Ops`."""
     H, A, M = len(hit_slots), len(admitted), len(passed)
-    out = torch.empty((H + A + M, block.shape[2]))
+    out = torch.empty((H + A + M, block.shape[2]), dtype=torch.float32)
     look_up(block.numpy(), hit_slots.numpy(), out[:H].numpy())
     out[H : H + A] = admitted[:, 0]
     look_up(passed.unsqueeze(1).numpy(), np.arange(M, dtype=np.int32), out[H + A :].numpy())
@@ -57,7 +57,7 @@ def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> ba
 
 def sum_uses(grads: Sequence[Tensor], uses: bags.Uses) -> Tensor:
     """See `Ops`."""
-    out = torch.empty((uses.rows, grads[0].shape[1]))
+    out = torch.empty((uses.rows, grads[0].shape[1]), dtype=torch.float32)
     uses.sum([_bits(grad.contiguous()) for grad in grads], out.numpy())
     return out
 
@@ -99,7 +99,7 @@ def exchange(
     at = slots.numpy()
     out = []
     for held, values in ((block.flatten(1), admitted.flatten(1)), (row_slots, admitted_row_slots)):
-        left = torch.empty((leaving, held.shape[1]))
+        left = torch.empty((leaving, held.shape[1]), dtype=torch.float32)
         if held.shape[1]:
             look_up(held.numpy()[:, None], at[len(at) - leaving :], left.numpy())
             store(held.numpy(), at, values.numpy())

@@ -84,7 +84,8 @@ def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
 def _sum(terms: Tensor, to: Tensor, n: int) -> Tensor:
     """Return n sums, term i of [N, D] added to row to[i], each in order: float32 [n, D]; -0 for one without terms."""
     # Unlike index_add_ it needs no deterministic mode: torch sorts the indices stably and adds by segment.
-    sums = torch.full((n, terms.shape[1]), -0.0, device=terms.device)  # to which each first term is added as it is
+    shape = n, terms.shape[1]
+    sums = torch.full(shape, -0.0, dtype=torch.float32, device=terms.device)  # to which a first term is added as it is
     return sums.index_put_((to,), terms, accumulate=True)
 
 
@@ -148,13 +149,14 @@ def _lazy_adam(
 
 def _ftrl(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, l1: Any, two_l2: Any, exponent: float) -> None:
     w, n, z = rows.unbind(1)
-    lr_tensor = torch.full((), float(lr), device=rows.device)
+    lr_tensor = torch.full((), float(lr), dtype=torch.float32, device=rows.device)
     n1 = (g * g).add_(n)
     root, old_root = _power(n1, exponent), _power(n, exponent)
     sigma = (root - old_root).div_(lr_tensor)
     z.add_(g - sigma.mul_(w))
     n.copy_(n1)
-    sign_l1 = torch.where(z > 0, float(l1), -float(l1))
+    l1_tensor = torch.full((), float(l1), dtype=torch.float32, device=rows.device)
+    sign_l1 = torch.where(z > 0, l1_tensor, -l1_tensor)
     new_w = (sign_l1 - z).div_((root / lr_tensor).add_(float(two_l2)))
     w.copy_(new_w.masked_fill_(z.abs() <= float(l1), 0.0))  # NaN stays visible
 
@@ -183,7 +185,7 @@ def _row_wise_adagrad(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, eps: An
     for lane in range(1, LANES):
         total.add_(lanes[:, lane])
     accum = per_row[:, 0]
-    accum.add_(total / torch.full((), float(columns), device=g.device))
+    accum.add_(total / torch.full((), float(columns), dtype=torch.float32, device=g.device))
     rows[:, 0].sub_((g * float(lr)) / (accum.sqrt() + float(eps)).unsqueeze(1))
 
 

@@ -32,7 +32,7 @@ def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Us
         N = len(inverse)
         own = torch.arange(N, dtype=torch.int32, device=inverse.device) if offsets is None else bag_of_each(offsets, N)
         sources.append(own + begin if begin else own)
-        weights.append(torch.ones(N, device=inverse.device) if scales is None else scales)
+        weights.append(torch.ones(N, dtype=torch.float32, device=inverse.device) if scales is None else scales)
         begin += N if offsets is None else len(offsets) - 1
     return Uses(
         fused.sort_uses(end_to_end([feature.inverse for feature in features]), rows),
@@ -77,6 +77,6 @@ def exchange(
 
 def place(rows: Tensor, positions: Tensor, values: Tensor) -> None:
     """See `Ops`."""
-    none = torch.empty((len(rows), 0), device=rows.device)
+    none = torch.empty((len(rows), 0), dtype=torch.float32, device=rows.device)
     block, new = (part.view(len(part), 1, -1) for part in (rows, values))
     fused.exchange(block, none, positions, 0, new, none[: len(values)])
