@@ -10,7 +10,7 @@ import numpy.typing as npt
 from hostdev.core.ids import checked_ids
 from hostdev.core.initializers import Initializer, Normal
 from hostdev.core.memory import available_bytes, require_table
-from hostdev.core.optimizers import SparseOptimizer
+from hostdev.core.optimizers import SparseOptimizer, require_optimizer
 from hostdev.kernels.apply import apply_rows, apply_uses
 from hostdev.kernels.buffers import aligned_empty
 from hostdev.kernels.lookup import lookup, store
@@ -33,7 +33,8 @@ class HostTable:
     seed       of the initial values
     init       Normal(std) or Constant(value)
 
-    Raises UserError, before it allocates, where the table cannot fit in the available memory.
+    Raises UserError, before it allocates, where the table cannot fit in the available memory, and TypeError for what is
+    no optimizer of a table.
     """
 
     primitive_target = "CPU"
@@ -50,6 +51,7 @@ class HostTable:
     ) -> None:
         if rows < 1 or dim < 1:
             raise ValueError(f"table {name!r} needs at least one row and one column, not {rows} x {dim}")
+        require_optimizer(optimizer, name)
         require_table(name, rows, dim, optimizer, available_bytes(), "host")
         self.name = name
         self.optimizer = optimizer
