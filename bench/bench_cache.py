@@ -13,6 +13,7 @@ from pathlib import Path
 import numba
 import numpy as np
 from hostdev.data import manifest
+from hostdev.data.batch import wide_batches
 from hostdev.data.shards import ShardReader
 from record import record
 from workload import IDS, ids_of
@@ -46,7 +47,7 @@ def real(folder: Path, size: int) -> tuple[Batches, int]:
     """Batches of a data set's training rows, and its rows."""
     found = manifest.read(folder)
     reader = ShardReader(folder, found, "train")
-    batches = [counted(batch.ids.ravel()) for batch in reader.batches(size, seed=2020, epoch=1)]
+    batches = [counted(batch.ids.ravel()) for batch in wide_batches(reader, size, seed=2020, epoch=1)]
     return batches, found.vocabulary_size
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import hostdev.core.environment  # isort: skip  (before torch)
 import numpy as np
 import torch
-from hostdev.data.batch import Batch
+from hostdev.data.batch import WideBatch as Batch
 from record import record
 from torch.utils._python_dispatch import TorchDispatchMode
 

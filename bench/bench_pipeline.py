@@ -20,7 +20,7 @@ import hostdev.core.environment  # isort: skip  (before torch)
 import numba
 import numpy as np
 import torch
-from hostdev.data.batch import Batch
+from hostdev.data.batch import WideBatch as Batch
 from record import record
 from simulated import LAUNCH_US, LAUNCHES, FreeSlots, Load, Simulated
 from workload import DIM, ids_of

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from hostdev.data import lookalike, manifest
+from hostdev.data.batch import wide_batches
 from hostdev.data.shards import ShardReader
 
 from hostdev.core.primitive import OpLog, Primitive
@@ -49,7 +50,7 @@ def main() -> None:
             found.vocabulary_size, dim, host_device_mix=True, device=torch.device("cpu"), l2="none", seed=1, log=log
         )
         times = []
-        for batch in itertools.islice(ShardReader(Path(folder), found, "train").batches(batch_size), STEPS):
+        for batch in itertools.islice(wide_batches(ShardReader(Path(folder), found, "train"), batch_size), STEPS):
             start = time.perf_counter()
             for _ in trainer.train([batch]):
                 pass

@@ -1,6 +1,7 @@
-"""A data set's manifest: what its shards hold and how they were made. Format version 1.
+"""A data set's manifest: what its shards hold and how they were made. Format version 2; version 1 is read, too.
 
-Ids: 0..12 the dense columns, 13..38 one out-of-vocabulary id per categorical column, from 39 on the values.
+Version 1 had Criteo's columns only. It lists their names, but not which ids are of which column: there every column has
+the whole range of values.
 """
 
 import json
@@ -13,29 +14,30 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+from hostdev.data import schema as schemas
+from hostdev.data.schema import Column, Schema, Space
 
 from hostdev.core.errors import UserError
 
 FORMAT = "hostdev-shards"
-VERSION = 1
+VERSION = 2
 FILE_NAME = "manifest.json"
 
-DENSE = 13
-CATEGORICAL = 26
-FIELDS = DENSE + CATEGORICAL
-FIRST_OOV = DENSE
-FIRST_VALUE = FIELDS
-DENSE_NAMES = [f"I{i + 1}" for i in range(DENSE)]
-CATEGORICAL_NAMES = [f"C{i + 1}" for i in range(CATEGORICAL)]
 
+def shard_schema(schema: Schema, id_type: str) -> pa.Schema:
+    """Return the Arrow schema of a shard whose ids are "int32" or "int64".
 
-def schema(id_type: str) -> pa.Schema:
-    """Return the Arrow schema of a shard whose ids are "int32" or "int64"."""
-    return pa.schema([
-        ("label", pa.float32()),
-        ("dense", pa.list_(pa.float32(), DENSE)),
-        ("cat", pa.list_(pa.int32() if id_type == "int32" else pa.int64(), CATEGORICAL)),
-    ])  # fmt: skip
+    label, then dense and cat, lists of as many values as there are such columns (left out where there is none), then
+    for each bag "bag:" and its name.
+    """
+    ids = pa.int32() if id_type == "int32" else pa.int64()
+    columns = [("label", pa.float32())]
+    if schema.dense:
+        columns.append(("dense", pa.list_(pa.float32(), len(schema.dense))))
+    if schema.ids:
+        columns.append(("cat", pa.list_(ids, len(schema.ids))))
+    columns += [(f"bag:{name}", pa.list_(ids)) for name in schema.bags]
+    return pa.schema(columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,17 +53,20 @@ class Shard:
 class Manifest:
     """What manifest.json says."""
 
-    vocabulary_size: int  # rows of the tables, the 39 fixed ids included
+    schema: Schema
     id_type: str  # "int32" or "int64"
     train: list[Shard]
     test: list[Shard]
-    vocabulary: str | None  # Arrow file: field, value and count by id; None where ids are hashed
+    vocabulary: str | None  # Arrow file: column or space, value and count by id; None where ids are hashed
+    vocabulary_sha256: str | None  # of that file; data sets of before it was recorded have none
     options: dict[str, Any]
     statistics: dict[str, Any]
     sources: list[dict[str, Any]]
-    dense_names: list[str]
-    categorical_names: list[str]
-    vocabulary_sha256: str | None = None  # of that file; data sets of before it was recorded have none
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Rows of a table that all columns share, fixed ids included."""
+        return self.schema.rows
 
     def rows(self, split: str) -> int:
         """Return the number of rows of "train" or "test"."""
@@ -71,14 +76,20 @@ class Manifest:
         """Return the shards of "train" or "test"."""
         return self.train if split == "train" else self.test
 
+    def uses(self, split: str) -> int:
+        """Return how many ids the rows of a split have, those of the dense columns included."""
+        each = len(self.schema.dense) + len(self.schema.ids)
+        bags = sum(self.statistics["bag_values"][name][split] for name in self.schema.bags)
+        return self.rows(split) * each + int(bags)
+
     def write(self, folder: Path) -> None:
         """Write manifest.json into `folder`."""
-        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        content = {"format": FORMAT, "version": VERSION, **asdict(self), "schema": self.schema.as_json()}
         (folder / FILE_NAME).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def read(folder: Path) -> Manifest:
-    """Read a data set's manifest; UserError where there is none or it is not one of this version."""
+    """Read a data set's manifest; UserError where there is none or it is not one that this version reads."""
     path = folder / FILE_NAME
     if not path.is_file():
         raise UserError(
@@ -89,23 +100,41 @@ def read(folder: Path) -> Manifest:
         found = content.pop("format"), content.pop("version")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is broken ({error}); preprocess the data again") from None
-    if found != (FORMAT, VERSION):
+    if found not in ((FORMAT, VERSION), (FORMAT, 1)):
         raise UserError(
             f"{path} is of format {found[0]!r} version {found[1]!r}, and this is hostdev for "
             f"{FORMAT!r} version {VERSION}; preprocess the data again"
         )
     known = {field.name for field in fields(Manifest)}
-    content.setdefault("vocabulary_sha256", None)
+    if found[1] == 1:
+        known = known - {"schema"} | {"vocabulary_size", "dense_names", "categorical_names"}
+        content.setdefault("vocabulary_sha256", None)
     if set(content) != known:
         raise UserError(f"{path} is broken (keys {sorted(set(content) ^ known)}); preprocess the data again")
     try:
+        content["schema"] = _version_1(content) if found[1] == 1 else schemas.from_json(content["schema"])
         for split in ("train", "test"):
             content[split] = [Shard(**shard) for shard in content[split]]
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise UserError(f"{path} is broken ({error}); preprocess the data again") from None
     found_manifest = Manifest(**content)
     _check(found_manifest, path)
     return found_manifest
+
+
+def _version_1(content: dict[str, Any]) -> Schema:
+    """Return the schema of a manifest of version 1, and take out what stands for it there."""
+    rows, dense, names = (content.pop(key) for key in ("vocabulary_size", "dense_names", "categorical_names"))
+    fixed = len(dense) + len(names)
+    if type(rows) is not int or rows < fixed:
+        raise ValueError("a wrong value of vocabulary_size")
+    return Schema(
+        label="label",
+        dense=tuple(dense),
+        columns=tuple(Column(name, "id", name) for name in names),
+        spaces=tuple(Space(name, len(dense) + i, fixed, rows - fixed) for i, name in enumerate(names)),
+        rows=rows,
+    )
 
 
 def read_counts(folder: Path, found: Manifest) -> npt.NDArray[np.int64]:
@@ -124,7 +153,7 @@ def read_counts(folder: Path, found: Manifest) -> npt.NDArray[np.int64]:
         raise UserError(f"{path} is broken ({error}); preprocess the data again") from None
     if len(column) != found.vocabulary_size:
         raise UserError(f"{path} has {len(column)} ids, not {found.vocabulary_size}; preprocess the data again")
-    wrong = _wrong_counts(column, found.rows("train") * FIELDS)
+    wrong = _wrong_counts(column, found.uses("train"))
     if wrong is not None:
         raise UserError(f"{path} is broken ({wrong}); preprocess the data again")
     return np.asarray(column.to_numpy(), np.int64)
@@ -147,16 +176,25 @@ def _check(found: Manifest, path: Path) -> None:
     """Raise UserError for values that no data set has."""
     shards = [*found.train, *found.test]
     for what, right in (
-        ("vocabulary_size", type(found.vocabulary_size) is int and found.vocabulary_size >= FIRST_VALUE),
         ("id_type", found.id_type in ("int32", "int64")),
         ("train or test", all(found.shards(split) for split in ("train", "test"))),
         ("rows", all(type(shard.rows) is int and shard.rows >= 1 for shard in shards)),
         ("file", all(type(shard.file) is str and type(shard.sha256) is str for shard in shards)),
         ("options", isinstance(found.options, dict)),
         ("vocabulary_sha256", found.vocabulary_sha256 is None or isinstance(found.vocabulary_sha256, str)),
+        ("statistics", _has_bag_values(found)),
     ):
         if not right:
             raise UserError(f"{path} is broken (a wrong value of {what}); preprocess the data again")
+
+
+def _has_bag_values(found: Manifest) -> bool:
+    """Tell whether the statistics say how many values each bag has."""
+    values = found.statistics.get("bag_values", {}) if isinstance(found.statistics, dict) else None
+    return isinstance(values, dict) and all(
+        isinstance(values.get(bag), dict) and all(type(values[bag].get(split)) is int for split in ("train", "test"))
+        for bag in found.schema.bags
+    )
 
 
 def checksum(path: Path) -> str:

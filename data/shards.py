@@ -9,24 +9,27 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from hostdev.data import ragged
 from hostdev.data.batch import Batch
-from hostdev.data.manifest import CATEGORICAL, CATEGORICAL_NAMES, DENSE, FIELDS, Manifest, Shard, schema
+from hostdev.data.manifest import Manifest, Shard, shard_schema
 
 from hostdev.core.errors import UserError
 from hostdev.kernels.counter import key64, permutation
 from hostdev.kernels.lookup import first_outside
 
-_DENSE_IDS = np.arange(DENSE)
-
 
 @dataclass(frozen=True)
 class _Rows:
-    label: npt.NDArray[np.float32]  # [n]
-    dense: npt.NDArray[np.float32]  # [n, 13]
-    cat: npt.NDArray[Any]  # [n, 26]
+    """A shard's rows; the bags as values end to end [N] and the offsets [n + 1] where each row's begin."""
 
-    def take(self, order: npt.NDArray[np.int64]) -> "_Rows":
-        return _Rows(self.label[order], self.dense[order], self.cat[order])
+    label: npt.NDArray[np.float32]  # [n]
+    dense: npt.NDArray[np.float32]  # [n, dense columns]
+    ids: npt.NDArray[Any]  # [n, columns with one id]
+    bags: dict[str, tuple[npt.NDArray[Any], ragged.Offsets]]
+
+    def take(self, order: npt.NDArray[np.int64]) -> Batch:
+        bags = {name: ragged.take(*bag, order) for name, bag in self.bags.items()}
+        return Batch(self.label[order], self.dense[order], self.ids[order], bags)
 
     def __len__(self) -> int:
         return len(self.label)
@@ -45,6 +48,7 @@ class ShardReader:
         self._manifest = manifest
         self._shards = manifest.shards(split)
         self._intact: set[str] = set()  # a shard's checksum is computed when it is first read
+        self.schema = manifest.schema
         self.rows = manifest.rows(split)
 
     def require(self, batch_size: int) -> None:
@@ -66,7 +70,7 @@ class ShardReader:
         order = range(len(self._shards))
         if seed is not None:
             order = permutation(len(self._shards), key64(seed, "shard order", epoch)).tolist()
-        pieces: list[_Rows] = []
+        pieces: list[Batch] = []
         have = 0
         for number in order:
             rows = self._load(self._shards[number])
@@ -81,10 +85,10 @@ class ShardReader:
                 start += len(piece)
                 have += len(piece)
                 if have == batch_size:
-                    yield _batch(pieces)
+                    yield _joined(pieces)
                     pieces, have = [], 0
         if pieces:
-            yield _batch(pieces)
+            yield _joined(pieces)
 
     def _load(self, shard: Shard) -> _Rows:
         path = self._root / shard.file
@@ -100,45 +104,87 @@ class ShardReader:
             table = pa.ipc.open_file(pa.BufferReader(content)).read_all()
         except (pa.ArrowException, OSError) as error:
             raise UserError(f"shard {path} is not an Arrow file ({error}); preprocess the data again") from None
-        expected = schema(self._manifest.id_type)
+        expected = shard_schema(self.schema, self._manifest.id_type)
         if not table.schema.equals(expected):
             raise UserError(f"shard {path} has a wrong schema: {_types(table.schema)}, not {_types(expected)}")
         if len(table) != shard.rows:
             raise UserError(f"shard {path} has {len(table)} rows, not {shard.rows}; preprocess the data again")
-        label, dense, cat = (table[name].combine_chunks() for name in expected.names)
-        values = [label, dense.flatten(), cat.flatten()]
-        if any(array.null_count for array in (dense, cat, *values)):
+        try:
+            table.validate(full=True)  # the lists' offsets
+        except pa.ArrowInvalid as error:
+            raise UserError(f"shard {path} is broken ({error}); preprocess the data again") from None
+        if any(chunk.null_count or _inside(chunk).null_count for column in table.columns for chunk in column.chunks):
             raise UserError(f"shard {path} has missing values; preprocess the data again")
-        flat_label, flat_dense, flat_cat = (array.to_numpy() for array in values)
-        rows = _Rows(flat_label, flat_dense.reshape(-1, DENSE), flat_cat.reshape(-1, CATEGORICAL))
+        rows = self._rows_of(table)
         self._check_values(path, rows)
         self._intact.add(shard.file)
         return rows
 
+    def _rows_of(self, table: pa.Table) -> _Rows:
+        """Return a shard's columns as arrays, most of them without a copy."""
+        n = len(table)
+        dense, ids = np.zeros((n, 0), np.float32), np.zeros((n, 0), self._manifest.id_type)
+        if self.schema.dense:
+            dense = _inside(table["dense"].combine_chunks()).to_numpy().reshape(n, -1)
+        if self.schema.ids:
+            ids = _inside(table["cat"].combine_chunks()).to_numpy().reshape(n, -1)
+        bags = {}
+        for name in self.schema.bags:
+            chunks = table[f"bag:{name}"].chunks  # whose offsets are int32, so that all in one may be too long
+            values = [_inside(chunk).to_numpy() for chunk in chunks]
+            lengths = [np.diff(chunk.offsets.to_numpy()) for chunk in chunks]
+            bags[name] = _joined_arrays(values), ragged.offsets_of(_joined_arrays(lengths))
+        return _Rows(table["label"].combine_chunks().to_numpy(), dense, ids, bags)
+
     def _check_values(self, path: Path, rows: _Rows) -> None:
-        size = self._manifest.vocabulary_size
-        flat = rows.cat.ravel()
-        position = first_outside(flat, size)
-        if position >= 0:
-            row, field = divmod(position, rows.cat.shape[1])
-            raise UserError(
-                f"shard {path}, row {row}, field {CATEGORICAL_NAMES[field]}: id {flat[position]} is outside "
+        size = self.schema.rows
+
+        def outside(row: int, name: str, found: int) -> UserError:
+            return UserError(
+                f"shard {path}, row {row}, field {name}: id {found} is outside "
                 f"0..{size - 1}, the table's rows; preprocess the data again"
             )
+
+        flat = rows.ids.ravel()
+        position = first_outside(flat, size)
+        if position >= 0:
+            row, field = divmod(position, rows.ids.shape[1])
+            raise outside(row, self.schema.ids[field], flat[position])
+        for name, (values, offsets) in rows.bags.items():
+            position = first_outside(values, size)
+            if position >= 0:
+                raise outside(int(np.searchsorted(offsets, position, "right")) - 1, name, values[position])
         wrong = np.flatnonzero((rows.label != 0) & (rows.label != 1))
         if len(wrong):
             raise UserError(f"shard {path}, row {wrong[0]}: label {rows.label[wrong[0]]} is not 0 or 1")
 
 
-def _batch(pieces: list[_Rows]) -> Batch:
-    label = np.concatenate([piece.label for piece in pieces])
-    ids = np.empty((len(label), FIELDS), pieces[0].cat.dtype)
-    weights = np.empty((len(label), FIELDS), np.float32)
-    ids[:, :DENSE] = _DENSE_IDS
-    ids[:, DENSE:] = np.concatenate([piece.cat for piece in pieces])
-    weights[:, :DENSE] = np.concatenate([piece.dense for piece in pieces])
-    weights[:, DENSE:] = 1
-    return Batch(label, ids, weights)
+def _inside(array: Any) -> Any:
+    """Return the values of lists end to end; those of a column without lists are its own."""
+    return array.flatten() if hasattr(array, "flatten") and pa.types.is_nested(array.type) else array
+
+
+def _joined_arrays(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _joined(pieces: list[Batch]) -> Batch:
+    """Return the rows of all pieces, in order."""
+    if len(pieces) == 1:
+        return pieces[0]
+    bags = {
+        name: (
+            np.concatenate([piece.bags[name][0] for piece in pieces]),
+            np.concatenate([piece.bags[name][1] for piece in pieces]),
+        )
+        for name in pieces[0].bags
+    }
+    return Batch(
+        np.concatenate([piece.label for piece in pieces]),
+        np.concatenate([piece.dense for piece in pieces]),
+        np.concatenate([piece.ids for piece in pieces]),
+        bags,
+    )
 
 
 def _types(found: pa.Schema) -> str:

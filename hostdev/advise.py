@@ -17,7 +17,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, dense_bytes, gib, parse_bytes, row_bytes
 from hostdev.core.progress import bar
 from hostdev.data import lookalike, manifest
-from hostdev.data.manifest import FIELDS
+from hostdev.data.batch import FIELDS, wide_batches
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.kernels.pool import set_host_threads
@@ -222,7 +222,7 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
         raise UserError(f"the simulation needs {gib(needed)}, but {gib(available_bytes())} of host memory are free")
     steps = reader.steps(size)
     counts = manifest.read_counts(data, found) if found.vocabulary is not None else None
-    batches = (batch.ids for batch in reader.batches(size, seed=settings.seed, epoch=1))
+    batches = (batch.ids for batch in wide_batches(reader, size, seed=settings.seed, epoch=1))
     curves = simulate(batches, steps, tables.rows, sizes, counts, window)
     beside = int(2 * _unique(curves) * tables.passing)
     if on_accelerator := backend.is_accelerator(device):

@@ -1,5 +1,7 @@
 """Obvious NumPy twins of every kernel, in float32, in the stated order of operations: equal to the bit."""
 
+from itertools import pairwise
+
 import numpy as np
 
 f32 = np.float32
@@ -19,6 +21,28 @@ def segment_sum(grads, inverse, rows):
         out[u] = out[u] + grads[i] if u in seen else grads[i]
         seen.add(u)
     return out
+
+
+def pool(rows, inverse, offsets, weights, mean):
+    """Each bag's sum of its uses' rows times their weights, [B, D]; all of a use's own row where there are no bags."""
+    terms = rows[inverse] * (f32(1) if weights is None else weights[:, None])
+    if offsets is None:
+        return terms
+    out = np.zeros((len(offsets) - 1, rows.shape[1]), f32)
+    for b, (begin, end) in enumerate(pairwise(offsets.tolist())):
+        if begin < end:
+            out[b] = in_order(terms[begin:end]) / f32(end - begin if mean else 1)
+    return out
+
+
+def terms_of(grads, offsets, weights, mean):
+    """What each use adds to its row's gradient, [N, D], from the gradients of the bags."""
+    if offsets is not None:
+        sizes = np.diff(offsets)
+        if mean:
+            grads = grads / np.maximum(sizes, 1).astype(f32)[:, None]
+        grads = np.repeat(grads, sizes, axis=0)
+    return grads * (f32(1) if weights is None else weights[:, None])
 
 
 def sum_uses(terms, inverse, rows, segment=64):
@@ -178,3 +202,28 @@ def auc(scores, labels):
     positive, negative = scores[labels == 1], scores[labels == 0]
     difference = positive[:, None] - negative[None, :]
     return float((difference > 0).mean() + 0.5 * (difference == 0).mean())
+
+
+def fnv1a(text):
+    """The 64-bit FNV-1a hash of bytes."""
+    h = 0xCBF29CE484222325
+    for byte in text:
+        h = (h ^ byte) * 0x100000001B3 % 2**64
+    return h
+
+
+def open_quotes(text, delimiter=","):
+    """The line on which quotes begin that the text does not close, or None."""
+    start, in_quotes, field_start, i, line = None, False, True, 0, 1
+    while i < len(text):
+        c = text[i]
+        if in_quotes and text[i : i + 2] == '""':
+            i += 1
+        elif in_quotes and c == '"':
+            in_quotes = False
+        elif not in_quotes and c == '"' and field_start:
+            in_quotes, start = True, line
+        line += c == "\n"
+        field_start = not in_quotes and c in (delimiter, "\n", "\r")
+        i += 1
+    return start if in_quotes else None

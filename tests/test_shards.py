@@ -4,9 +4,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from hostdev.data import manifest
+from hostdev.data.batch import wide_fields
+from hostdev.data.preprocess.build import Options, build
+from hostdev.data.preprocess.table import Table, TableOptions
 from hostdev.data.shards import ShardReader
 
 from hostdev import UserError
+from tests.data import twins
 
 
 def reader(folder, split="train"):
@@ -14,8 +18,8 @@ def reader(folder, split="train"):
 
 
 def flat(batches):
-    """All rows of some batches as one array [n, 79]."""
-    return np.concatenate([np.column_stack([batch.label, batch.ids, batch.weights]) for batch in batches])
+    """All rows of some batches as one array [n, 40]."""
+    return np.concatenate([np.column_stack([batch.label, batch.dense, batch.ids]) for batch in batches])
 
 
 def rewrite(folder, change, *, shard=1):
@@ -55,13 +59,24 @@ def test_the_order_depends_on_seed_and_epoch_only(small_data):
         assert not np.array_equal(first, flat(reader(small_data).batches(100, **other)))
 
 
-def test_a_batch_has_39_fields(small_data):
+def test_a_batch_has_what_the_schema_says(small_data):
     batch = next(reader(small_data).batches(50))
-    assert batch.ids.shape == batch.weights.shape == (50, 39)
+    assert len(batch) == 50
+    assert batch.label.shape == (50,)
+    assert batch.dense.shape == (50, 13)
+    assert batch.ids.shape == (50, 26)
+    assert batch.bags == {}
     assert batch.ids.dtype == np.int32
-    np.testing.assert_array_equal(batch.ids[:, :13], np.broadcast_to(np.arange(13), (50, 13)))
-    assert np.all(batch.weights[:, 13:] == 1)
-    assert batch.label.dtype == batch.weights.dtype == np.float32
+    assert batch.label.dtype == batch.dense.dtype == np.float32
+
+
+def test_all_columns_as_fields(small_data):
+    batch = next(reader(small_data).batches(50))
+    ids, weights = wide_fields(batch, reader(small_data).schema)
+    assert ids.dtype == np.int32
+    assert weights.dtype == np.float32
+    np.testing.assert_array_equal(ids, np.column_stack([np.tile(np.arange(13), (50, 1)), batch.ids]))
+    np.testing.assert_array_equal(weights, np.column_stack([batch.dense, np.ones((50, 26))]))
 
 
 def read_all(folder):
@@ -142,7 +157,7 @@ def test_missing_values_within_a_list(own_data):
     def change(table):
         cat = table["cat"].to_pylist()
         cat[5][3] = None
-        return table.set_column(2, "cat", pa.array(cat, manifest.schema("int32").field("cat").type))
+        return table.set_column(2, "cat", pa.array(cat, table.schema.field("cat").type))
 
     rewrite(own_data, change)
     with pytest.raises(UserError, match="part-00001.arrow has missing values"):
@@ -160,3 +175,137 @@ def test_a_broken_manifest(own_data, key, value):
     path.write_text(json.dumps(content))
     with pytest.raises(UserError, match="manifest.json is broken"):
         manifest.read(own_data)
+
+
+def bag_columns(n=700):
+    """Columns of a table with two bags, one of which is empty in most rows."""
+    return {
+        "y": [i % 3 % 2 for i in range(n)],
+        "x": [i / 7 for i in range(n)],
+        "c": [f"c{i % 11}" for i in range(n)],
+        "often": [[f"t{(i * k) % 17}" for k in range(i % 5)] for i in range(n)],
+        "rare": [["r"] * (3 * (i % 50 == 49)) for i in range(n)],
+    }
+
+
+@pytest.fixture
+def bag_data(tmp_path):
+    """A data set with bags, in shards of 200 rows with two record batches each."""
+    path = twins.write_arrow(tmp_path / "t.arrow", bag_columns(), rows_per_batch=100)
+    table = Table([path], TableOptions(
+        label="y", numeric=("x",), categorical=("c",), bags=(("often", None), ("rare", None)),
+        share=(("rare", "often"),),
+    ))  # fmt: skip
+    build(table, tmp_path / "data", Options(threshold=0, rows_per_shard=200))
+    return tmp_path / "data"
+
+
+def rows_of(batches):
+    """All rows of some batches, each a tuple of Python values."""
+    rows = []
+    for batch in batches:
+        assert batch.bags.keys() == {"often", "rare"}
+        bags = []
+        for values, lengths in batch.bags.values():
+            assert values.dtype == batch.ids.dtype
+            assert lengths.dtype == np.int32
+            assert lengths.shape == (len(batch),)
+            assert lengths.sum() == len(values)
+            bags.append([tuple(part.tolist()) for part in np.split(values, np.cumsum(lengths)[:-1])])
+        rows += zip(batch.label.tolist(), batch.dense[:, 0].tolist(), batch.ids[:, 0].tolist(), *bags, strict=True)
+    return rows
+
+
+@pytest.mark.parametrize("batch_size", [1, 33, 200, 350, 10_000])
+@pytest.mark.parametrize("seed", [None, 5])
+def test_every_row_once_with_its_bags(bag_data, batch_size, seed):
+    rows = reader(bag_data)
+    tables = [pa.ipc.open_file(bag_data / shard.file).read_all() for shard in manifest.read(bag_data).train]
+    expected = [
+        (row["label"], row["dense"][0], row["cat"][0], tuple(row["bag:often"]), tuple(row["bag:rare"]))
+        for table in tables
+        for row in table.to_pylist()
+    ]
+    assert len(expected) == rows.rows
+    assert len({row[3] for row in expected}) > 20
+    found = rows_of(rows.batches(batch_size, seed=seed))
+    assert (found == expected) == (seed is None)
+    assert sorted(found) == sorted(expected)
+
+
+def test_the_order_of_rows_with_bags_depends_on_seed_and_epoch_only(bag_data):
+    first = rows_of(reader(bag_data).batches(100, seed=5, epoch=1))
+    assert first == rows_of(reader(bag_data).batches(33, seed=5, epoch=1))
+    assert first != rows_of(reader(bag_data).batches(100, seed=5, epoch=2))
+
+
+def rewrite_bag(folder, change):
+    """Replace the lists of a bag in a training shard, given the offsets and the values of all."""
+
+    def changed(table):
+        table = table.combine_chunks()
+        column = table["bag:often"].chunk(0)
+        offsets, values = column.offsets.to_numpy().copy(), column.flatten().to_pylist()
+        change(offsets, values)
+        buffers = [None, pa.py_buffer(offsets)]
+        inside = pa.array(values, pa.int32())
+        column = pa.ListArray.from_buffers(column.type, len(table), buffers, children=[inside])
+        return table.set_column(table.schema.names.index("bag:often"), "bag:often", column)
+
+    return rewrite(folder, changed)
+
+
+@pytest.mark.parametrize("wrong", [-1, 10**6])
+def test_an_id_in_a_bag_beyond_the_table(bag_data, wrong):
+    size = manifest.read(bag_data).schema.rows
+    rows = []
+
+    def change(offsets, values):
+        values[100] = wrong
+        rows.append(int(np.flatnonzero(offsets <= 100)[-1]))
+
+    rewrite_bag(bag_data, change)
+    message = rf"part-00001.arrow, row {rows[0]}, field often: id {wrong} is outside 0..{size - 1}"
+    with pytest.raises(UserError, match=message):
+        read_all(bag_data)
+
+
+def test_a_value_that_is_missing_in_a_bag(bag_data):
+    rewrite_bag(bag_data, lambda offsets, values: values.__setitem__(100, None))
+    with pytest.raises(UserError, match="part-00001.arrow has missing values"):
+        read_all(bag_data)
+
+
+@pytest.mark.parametrize("change", [
+    lambda offsets, values: offsets.__setitem__(50, offsets[52] + 1),
+    lambda offsets, values: offsets.__setitem__(50, -1),
+    lambda offsets, values: offsets.__setitem__(slice(50, 60), 10**6),
+])  # fmt: skip
+def test_offsets_of_a_bag_that_cannot_be(bag_data, change):
+    rewrite_bag(bag_data, change)
+    with pytest.raises(UserError, match="part-00001.arrow is (broken|not an Arrow file)"):
+        read_all(bag_data)
+
+
+def test_a_bag_that_is_missing_is_a_wrong_schema(bag_data):
+    rewrite(bag_data, lambda table: table.drop_columns(["bag:rare"]))
+    with pytest.raises(UserError, match="part-00001.arrow has a wrong schema: label float, .*not .*bag:rare list"):
+        read_all(bag_data)
+
+
+def test_ids_of_64_bits_in_bags(tmp_path):
+    path = twins.write_arrow(tmp_path / "t.arrow", bag_columns(50))
+    table = Table([path], TableOptions(label="y", categorical=("c",), bags=(("often", None),)))
+    build(table, tmp_path / "data", Options(threshold=None, hash_buckets=2**40))
+    batch = next(reader(tmp_path / "data").batches(40))
+    assert batch.ids.dtype == batch.bags["often"][0].dtype == np.int64
+    assert batch.bags["often"][0].max() > 2**31
+    assert batch.dense.shape == (40, 0)
+
+
+def test_a_data_set_with_bags_alone(tmp_path):
+    path = twins.write_arrow(tmp_path / "t.arrow", bag_columns(100))
+    build(Table([path], TableOptions(label="y", bags=(("often", None),))), tmp_path / "data", Options(threshold=0))
+    batches = list(reader(tmp_path / "data").batches(40, seed=1))
+    assert all(batch.ids.shape == (len(batch), 0) and batch.ids.dtype == np.int32 for batch in batches)
+    assert sum(len(batch) for batch in batches) == reader(tmp_path / "data").rows

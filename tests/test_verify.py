@@ -9,6 +9,7 @@ import weakref
 import numpy as np
 import pytest
 from hostdev.data import manifest
+from hostdev.data.batch import wide_batches
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.shards import ShardReader
@@ -109,7 +110,7 @@ def test_the_tables_of_a_mode_go_with_it(small_data, cache, monkeypatch):
     monkeypatch.setattr(trainer, "HostTable", Watched)
     monkeypatch.setattr(rows, "HostTable", Watched)
     found = manifest.read(small_data)
-    batches = list(itertools.islice(ShardReader(small_data, found, "train").batches(100, seed=1, epoch=1), 3))
+    batches = list(itertools.islice(wide_batches(ShardReader(small_data, found, "train"), 100, seed=1, epoch=1), 3))
     settings = TrainConfig(device="cpu", emb_dim=4)
     how = (settings, verify.Mode(True, 2, 1, cache), batches, found.vocabulary_size)
     verify.train(*how, fault=False)  # torch's first steps in a process leave frames behind

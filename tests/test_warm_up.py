@@ -10,7 +10,7 @@ CODE = """
 import importlib, pkgutil, sys
 import numpy as np, torch
 import hostdev.kernels
-from hostdev.data.batch import Batch
+from hostdev.data.batch import WideBatch as Batch
 from hostdev.cache import planner, planning
 from hostdev.host.warm_up import warm_up
 from hostdev.kernels.pool import set_host_threads

@@ -6,7 +6,7 @@ from serve import serve  # isort: skip  (finds workload.py)
 import hostdev.core.environment  # isort: skip  (before torch)
 import numpy as np
 import torch
-from hostdev.data.batch import Batch
+from hostdev.data.batch import WideBatch as Batch
 from hostdev.models.wide_deep import wide_loss
 from workload import DIM, batch_of
 

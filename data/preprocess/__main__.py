@@ -1,25 +1,30 @@
-"""python -m hostdev.data.preprocess criteo|synthetic: text or a look-alike to Arrow shards."""
+"""python -m hostdev.data.preprocess table|criteo|synthetic: any table, Criteo text or a look-alike to Arrow shards."""
 
 import argparse
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hostdev.data.manifest import Manifest
+from hostdev.data.preprocess import table_flags
 from hostdev.data.preprocess.build import REJECTED_FILE, Options, build
 from hostdev.data.preprocess.criteo import CriteoText
+from hostdev.data.preprocess.dense import MODES
 from hostdev.data.preprocess.raw import Source
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
+from hostdev.data.preprocess.table import Table
 
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 
 PROG = "hostdev.data.preprocess"
+OPTIONS = ("threshold", "hash_buckets", "dense", "test_fraction", "rows_per_shard")
 
 
-def add_options(to: argparse.ArgumentParser) -> None:
+def add_options(to: argparse.ArgumentParser, default: Options | None = None) -> None:
     """Add the options of `Options` as flags; absent ones are None, so that their presence can be seen."""
-    default = Options()
+    default = default or Options()
     to.add_argument(
         "--threshold",
         type=int,
@@ -27,7 +32,7 @@ def add_options(to: argparse.ArgumentParser) -> None:
         help=f"a value seen at most N times in training rows is out of vocabulary (default {default.threshold})",
     )
     to.add_argument("--hash-buckets", type=int, metavar="N", help="hash values into N ids instead of a vocabulary")
-    to.add_argument("--dense", choices=["max", "log"], help=f"scaling of the integer columns (default {default.dense})")
+    to.add_argument("--dense", choices=MODES, help=f"scaling of the numeric columns (default {default.dense})")
     to.add_argument(
         "--test-fraction",
         type=float,
@@ -38,32 +43,40 @@ def add_options(to: argparse.ArgumentParser) -> None:
                     help=f"most rows in one file (default {default.rows_per_shard})")  # fmt: skip
 
 
-def add_seed(to: argparse.ArgumentParser) -> None:
+def add_seed(to: argparse.ArgumentParser, default: int | None) -> None:
     """Add --seed."""
-    to.add_argument("--seed", type=int, metavar="N", default=Options().seed,
-                    help="of the test split and of synthetic rows (default %(default)s)")  # fmt: skip
+    to.add_argument("--seed", type=int, metavar="N", default=default,
+                    help=f"of the test split and of synthetic rows (default {Options().seed})")  # fmt: skip
 
 
 def options_from(arguments: argparse.Namespace, **defaults: object) -> Options:
     """Make `Options` of parsed flags; `defaults` take the place of the usual ones."""
-    names = ("threshold", "hash_buckets", "dense", "test_fraction", "rows_per_shard")
-    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    given = {name: getattr(arguments, name) for name in OPTIONS if getattr(arguments, name) is not None}
     if "hash_buckets" in given:
         if "threshold" in given:
             raise UserError("--threshold has no effect with --hash-buckets; leave one of them out")
         given["threshold"] = None
-    return Options(seed=arguments.seed, **{**defaults, **given})
+    if arguments.seed is not None:
+        given["seed"] = arguments.seed
+    return Options(**{**defaults, **given})
 
 
 def summary(manifest: Manifest, out: Path, seconds: float) -> str:
     """Return what was made, in a line or two."""
     statistics = manifest.statistics
     rows = statistics["rows"]
+    shares = statistics["label_mean"]
     lines = [
         f"{out}: {rows['train']:,} training and {rows['test']:,} test rows in "
         f"{len(manifest.train) + len(manifest.test)} shards, {manifest.vocabulary_size:,} ids, "
-        f"labels {statistics['label_mean']['train']:.1%} positive, {seconds:.1f} s"
+        f"labels {shares['train']:.1%} positive, {seconds:.1f} s"
     ]
+    for bag, values in statistics.get("bag_values", {}).items():
+        lines.append(f"{bag}: {values['train'] / rows['train']:.1f} values a training row")
+    for split, share in shares.items():
+        if share in (0, 1):
+            what = "nothing can be learned of them" if split == "train" else "there is no AUC of them"
+            lines.append(f"all labels of the {split} rows are {share:.0f}: {what}")
     if statistics["rejected"]:
         lines.append(f"{statistics['rejected']:,} malformed lines were set aside in {out / REJECTED_FILE}")
     return "\n".join(lines)
@@ -71,8 +84,13 @@ def summary(manifest: Manifest, out: Path, seconds: float) -> str:
 
 def main(argv: Sequence[str]) -> None:
     """Parse the command line and build the data set."""
-    parser = cli.parser(PROG, "Turn Criteo text, or a synthetic look-alike, into Arrow shards.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="criteo|synthetic")
+    parser = cli.parser(PROG, "Turn any table, Criteo text, or a synthetic look-alike, into Arrow shards.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="table|criteo|synthetic")
+    table = commands.add_parser("table", help="from CSV, TSV, Parquet or Arrow files", allow_abbrev=False)
+    table.add_argument("files", nargs="+", type=Path, metavar="FILE", help="tables with the same columns")
+    table.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new data set's folder")
+    table_flags.add_flags(table)
+    table_flags.add_split(table)
     criteo = commands.add_parser("criteo", help="from Criteo text", allow_abbrev=False)
     criteo.add_argument("files", nargs="+", type=Path, metavar="FILE", help="label, 13 integers, 26 hex, tab separated")
     criteo.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new data set's folder")
@@ -81,29 +99,63 @@ def main(argv: Sequence[str]) -> None:
     target = synthetic.add_mutually_exclusive_group(required=True)
     target.add_argument("--out", type=Path, metavar="DIR", help="the new data set's folder")
     target.add_argument("--tsv", type=Path, metavar="FILE", help="write raw Criteo text instead of shards")
+    add_options(table, Options(threshold=table_flags.THRESHOLD))
+    add_seed(table, None)
     for command in (criteo, synthetic):
         add_options(command)
-        add_seed(command)
+        add_seed(command, Options().seed)
+    for command in (table, criteo, synthetic):
         cli.add_debug(command)
     arguments = parser.parse_args(argv)
 
     start = time.monotonic()
-    source: Source
-    if arguments.command == "synthetic":
-        if arguments.rows < 1:
-            raise UserError(f"--rows must be at least 1, not {arguments.rows}")
-        source = Synthetic(arguments.rows, arguments.seed)
-        if arguments.tsv is not None:
-            for name in ("threshold", "hash_buckets", "dense", "test_fraction", "rows_per_shard"):
-                if getattr(arguments, name) is not None:
-                    raise UserError(f"--{name.replace('_', '-')} has no effect with --tsv; leave it out")
-            write_text(source, arguments.tsv)
-            print(f"{arguments.tsv}: {arguments.rows:,} rows, {time.monotonic() - start:.1f} s")
-            return
-    else:
-        source = CriteoText(arguments.files)
-    manifest = build(source, arguments.out, options_from(arguments))
+    if arguments.command == "synthetic" and arguments.tsv is not None:
+        write_look_alike(arguments)
+        print(f"{arguments.tsv}: {arguments.rows:,} rows, {time.monotonic() - start:.1f} s")
+        return
+    source, options = source_of(arguments)
+    manifest = build(source, arguments.out, options)
     print(summary(manifest, arguments.out, time.monotonic() - start))
+
+
+def source_of(arguments: argparse.Namespace) -> tuple[Source, Options]:
+    """Return what parsed flags read, and how it becomes shards."""
+    if arguments.command == "table":
+        return Table(arguments.files, table_flags.options_of(arguments)), table_options(arguments)
+    options = options_from(arguments)
+    if arguments.command == "criteo":
+        return CriteoText(arguments.files), options
+    return look_alike(arguments), options
+
+
+def table_options(arguments: argparse.Namespace) -> Options:
+    """Make `Options` of the parsed flags of `table`."""
+    splits = [flag for flag in ("test_fraction", "test_column", "test_after") if getattr(arguments, flag) is not None]
+    flags = ["--" + flag.replace("_", "-") for flag in splits]
+    if len(flags) > 1:
+        raise UserError(f"{flags[0]} and {flags[1]} both say which rows are for testing; leave one of them out")
+    options = options_from(arguments, threshold=table_flags.THRESHOLD)
+    if splits in ([], ["test_fraction"]):
+        return options
+    if arguments.seed is not None:
+        raise UserError(f"--seed has no effect with {flags[0]}; leave it out")
+    return replace(options, test_fraction=None)
+
+
+def look_alike(arguments: argparse.Namespace) -> Synthetic:
+    """Return the rows that parsed flags ask for."""
+    if arguments.rows < 1:
+        raise UserError(f"--rows must be at least 1, not {arguments.rows}")
+    return Synthetic(arguments.rows, arguments.seed)
+
+
+def write_look_alike(arguments: argparse.Namespace) -> None:
+    """Write raw text as parsed flags say."""
+    source = look_alike(arguments)
+    for name in OPTIONS:
+        if getattr(arguments, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')} has no effect with --tsv; leave it out")
+    write_text(source, arguments.tsv)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from hostdev.data.manifest import CATEGORICAL, CATEGORICAL_NAMES, DENSE_NAMES, FIRST_VALUE, Manifest, checksum
-from hostdev.data.preprocess.dense import DenseScaling
-from hostdev.data.preprocess.raw import RawRows, Rejected, Source
+from hostdev.data.manifest import Manifest, checksum
+from hostdev.data.preprocess.dense import MODES, scaling_of
+from hostdev.data.preprocess.raw import Bags, Layout, RawRows, Rejected, Source
 from hostdev.data.preprocess.vocabulary import Encoder, HashBuckets, Vocabulary
 from hostdev.data.preprocess.writer import ShardWriter
 
@@ -23,6 +24,7 @@ from hostdev.kernels.counter import key64, uniform
 MAX_REJECTED = 0.01
 REJECTED_FILE = "rejected.tsv"
 VOCABULARY_FILE = "vocabulary.arrow"
+SPLITS = ("train", "test")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +33,8 @@ class Options:
 
     threshold: int | None = 100  # a value seen at most this often in training rows is out of vocabulary; None: hashed
     hash_buckets: int | None = None  # ids by hash into so many buckets, without a vocabulary
-    dense: str = "max"  # scaling of the integer columns: "max" or "log"
-    test_fraction: float = 0.1  # of the rows, drawn by seed and row number
+    dense: str = "max"  # scaling of the numeric columns: "max", "log" or "standard"
+    test_fraction: float | None = 0.1  # of the rows, drawn by seed and row number; None: the source has the split
     seed: int = 2020
     rows_per_shard: int = 1 << 18
 
@@ -41,17 +43,24 @@ class Options:
             raise UserError(f"--threshold must be at least 0, not {self.threshold}")
         if self.hash_buckets is not None and not 1 <= self.hash_buckets <= 2**62:
             raise UserError(f"--hash-buckets must be from 1 to 2^62, not {self.hash_buckets}")
-        if not 0 < self.test_fraction < 1:
+        if self.dense not in MODES:
+            raise UserError(f"--dense must be one of {', '.join(MODES)}, not {self.dense}")
+        if self.test_fraction is not None and not 0 < self.test_fraction < 1:
             raise UserError(f"--test-fraction must be between 0 and 1, not {self.test_fraction}")
         if self.rows_per_shard < 1:
             raise UserError(f"--rows-per-shard must be at least 1, not {self.rows_per_shard}")
 
-    def encoder(self) -> Encoder:
+    def encoder(self, layout: Layout) -> Encoder:
         """Return the encoder that these options ask for, with nothing learned."""
         if self.hash_buckets is not None:
-            return HashBuckets(self.hash_buckets)
+            return HashBuckets(self.hash_buckets, layout)
         assert self.threshold is not None
-        return Vocabulary(self.threshold)
+        return Vocabulary(self.threshold, layout)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what the manifest records: all but what has no effect."""
+        drawn = self.test_fraction is not None
+        return {name: value for name, value in asdict(self).items() if drawn or name not in ("test_fraction", "seed")}
 
 
 def build(source: Source, out: Path, options: Options) -> Manifest:
@@ -82,38 +91,43 @@ def _umask() -> int:
 
 
 def _build_in(folder: Path, source: Source, options: Options) -> Manifest:
-    encoder, scaling = options.encoder(), DenseScaling(options.dense)
+    layout = source.layout
+    encoder = options.encoder(layout)
+    scaling = scaling_of(options.dense, layout.dense, signed=source.signed)
     rejects = _RejectFile(folder / REJECTED_FILE)
-    rows_of = {"train": 0, "test": 0}
-    positives = {"train": 0, "test": 0}
+    rows_of = dict.fromkeys(SPLITS, 0)
+    positives = dict.fromkeys(SPLITS, 0)
     with rejects:
         for rows, test in _split_rows(source, options, "first pass"):
             rejects.write(rows.rejected)
             rejects.check(source.most_rows)  # no need to read on
-            training = _select(rows, ~test)
+            training = rows.select(~test)
             encoder.observe(training)
-            scaling.observe(training)
+            scaling.observe(training.numbers)
             for split, chosen in (("train", ~test), ("test", test)):
                 rows_of[split] += int(chosen.sum())
                 positives[split] += int(rows.label[chosen].sum())
     total = sum(rows_of.values())
     rejects.check(total)
+    if total == 0:
+        raise UserError("the input has no rows")
     for split, count in rows_of.items():
         if count == 0:
-            raise UserError(
-                f"none of the {total} rows is in the {split} split; give more rows or another --test-fraction"
-            )
+            how = "--test-fraction" if options.test_fraction is not None else "--test-column or --test-after"
+            raise UserError(f"none of the {total} rows is in the {split} split; give more rows or another {how}")
     encoder.freeze()
 
-    id_type = "int32" if encoder.size <= 2**31 else "int64"
-    writers = {split: ShardWriter(folder, split, options.rows_per_shard, id_type) for split in rows_of}
-    out_of_vocabulary = {"train": 0, "test": 0}
+    schema = encoder.schema
+    id_type = "int32" if schema.rows <= 2**31 else "int64"
+    writers = {split: ShardWriter(folder, split, options.rows_per_shard, schema, id_type) for split in SPLITS}
+    uses = _Uses(layout, schema.first_value)
     try:
         for rows, test in _split_rows(source, options, "second pass"):
-            dense, cat = scaling.transform(rows), encoder.encode(rows)
             for split, chosen in (("train", ~test), ("test", test)):
-                writers[split].write(rows.label[chosen], dense[chosen], cat[chosen])
-                out_of_vocabulary[split] += int((cat[chosen] < FIRST_VALUE).sum())
+                part = rows.select(chosen)
+                ids, bags = encoder.encode(part)
+                writers[split].write(part.label, scaling.transform(part.numbers), ids, bags)
+                uses.add(split, ids, bags)
         shards = {split: writer.close() for split, writer in writers.items()}
     finally:
         for writer in writers.values():
@@ -121,47 +135,67 @@ def _build_in(folder: Path, source: Source, options: Options) -> Manifest:
     if sum(shard.rows for split in shards.values() for shard in split) != total:
         raise UserError("the input changed between the first and the second pass; run again once it is still")
 
-    vocabulary = encoder.table()
+    vocabulary = encoder.table(source)
     if vocabulary is not None:
         with pa.ipc.new_file(folder / VOCABULARY_FILE, vocabulary.schema) as file:
             file.write_table(vocabulary)
     manifest = Manifest(
-        vocabulary_size=encoder.size,
+        schema=schema,
         id_type=id_type,
         train=shards["train"],
         test=shards["test"],
         vocabulary=None if vocabulary is None else VOCABULARY_FILE,
-        options=asdict(options),
+        vocabulary_sha256=None if vocabulary is None else checksum(folder / VOCABULARY_FILE),
+        options={**source.options(), **options.as_json()},
         statistics={
             "rows": rows_of,
             "rejected": rejects.count,
-            "label_mean": {split: positives[split] / rows_of[split] for split in rows_of},
-            "dense_max": scaling.maximum.tolist(),
-            "out_of_vocabulary": {split: n / (rows_of[split] * CATEGORICAL) for split, n in out_of_vocabulary.items()},
+            "label_mean": {split: positives[split] / rows_of[split] for split in SPLITS},
+            **scaling.statistics(),
+            **uses.statistics(),
         },
         sources=source.describe(),
-        dense_names=DENSE_NAMES,
-        categorical_names=CATEGORICAL_NAMES,
-        vocabulary_sha256=None if vocabulary is None else checksum(folder / VOCABULARY_FILE),
     )
     manifest.write(folder)
     return manifest
 
 
 def _split_rows(source: Source, options: Options, title: str) -> Iterator[tuple[RawRows, npt.NDArray[np.bool_]]]:
-    """Iterate over chunks of rows and which of them are test rows: a function of the seed and the row's number."""
+    """Iterate over chunks of rows and which of them are test rows: as the source says, or by seed and row number."""
     key = key64(options.seed, "test split")
     number = 0
     with bar(source.total, title, source.unit, unit_scale=True) as progress:
-        for rows, size in source.chunks():
-            counters = np.arange(number, number + len(rows), dtype=np.uint64)
-            number += len(rows)
-            yield rows, uniform(key, counters) < options.test_fraction
+        for rows, size in source.chunks(hashed=options.hash_buckets is not None):
+            if options.test_fraction is None:
+                assert rows.test is not None
+                yield rows, rows.test
+            else:
+                counters = np.arange(number, number + len(rows), dtype=np.uint64)
+                number += len(rows)
+                yield rows, uniform(key, counters) < options.test_fraction
             progress.update(size)
 
 
-def _select(rows: RawRows, chosen: npt.NDArray[np.bool_]) -> RawRows:
-    return RawRows(rows.label[chosen], rows.integers[chosen], rows.missing[chosen], rows.categories[chosen])
+class _Uses:
+    """How many ids the rows of each split have, and how many of these are out of vocabulary."""
+
+    def __init__(self, layout: Layout, first_value: int) -> None:
+        self._first_value = first_value
+        self._all, self._out = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
+        self._bags = {column.name: dict.fromkeys(SPLITS, 0) for column in layout.bags}
+
+    def add(self, split: str, ids: npt.NDArray[np.int64], bags: Bags) -> None:
+        """Count the ids of some rows."""
+        for values in (ids, *(values for values, _ in bags)):
+            self._all[split] += values.size
+            self._out[split] += int((values < self._first_value).sum())
+        for (values, _), count in zip(bags, self._bags.values(), strict=True):
+            count[split] += len(values)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return what the manifest records."""
+        share = {split: self._out[split] / max(1, self._all[split]) for split in SPLITS}
+        return {"out_of_vocabulary": share, **({"bag_values": self._bags} if self._bags else {})}
 
 
 class _RejectFile:

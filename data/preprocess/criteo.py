@@ -9,13 +9,24 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from hostdev.data.manifest import CATEGORICAL, CATEGORICAL_NAMES, DENSE, DENSE_NAMES
-from hostdev.data.preprocess.raw import EMPTY, RawRows, Rejected
+from hostdev.data.preprocess.raw import Layout, RawRows, Rejected
+from hostdev.data.schema import Column
 from pyarrow import csv
 
 from hostdev.core.errors import UserError
 
+DENSE = 13
+CATEGORICAL = 26
+DENSE_NAMES = tuple(f"I{i + 1}" for i in range(DENSE))
+CATEGORICAL_NAMES = tuple(f"C{i + 1}" for i in range(CATEGORICAL))
 COLUMNS = ["label", *DENSE_NAMES, *CATEGORICAL_NAMES]
+LAYOUT = Layout(
+    "label",
+    DENSE_NAMES,
+    tuple(Column(name, "id", name) for name in CATEGORICAL_NAMES),
+    hashed=tuple(range(CATEGORICAL)),
+)
+EMPTY = 1 << 32  # the key of an empty categorical: one above every 32-bit value
 BLOCK_BYTES = 1 << 24
 
 _TO_ASCII = bytes(range(128)) + b"?" * 128
@@ -29,7 +40,9 @@ for _digits in (b"0123456789abcdef", b"0123456789ABCDEF"):
 class CriteoText:
     """The rows of one or more text files, in the order given."""
 
+    layout = LAYOUT
     unit = "B"
+    signed = False
 
     def __init__(self, files: Sequence[Path], *, block_bytes: int = BLOCK_BYTES) -> None:
         for file in files:
@@ -42,8 +55,8 @@ class CriteoText:
         self.most_rows = self.total // _SHORTEST_LINE + len(files)
         self._block_bytes = block_bytes
 
-    def chunks(self) -> Iterator[tuple[RawRows, int]]:
-        """Iterate over the rows, some MiB of text at a time."""
+    def chunks(self, *, hashed: bool = False) -> Iterator[tuple[RawRows, int]]:
+        """Iterate over the rows, some MiB of text at a time; the keys are the values."""
         for file in self.files:
             line = 1
             for block in self._blocks(file):
@@ -54,6 +67,14 @@ class CriteoText:
     def describe(self) -> list[dict[str, Any]]:
         """Return each file's absolute path and size."""
         return [{"file": str(file.resolve()), "bytes": file.stat().st_size} for file in self.files]
+
+    def text(self, space: str, keys: npt.NDArray[np.int64]) -> pa.Array:
+        """Return hexadecimal values as text."""
+        return hex_text(keys)
+
+    def options(self) -> dict[str, Any]:
+        """Return that it was Criteo's text."""
+        return {"preset": "criteo"}
 
     def _blocks(self, file: Path) -> Iterator[bytes]:
         """Split a file after line ends."""
@@ -109,14 +130,13 @@ def parse(block: bytes, *, file: str, first_line: int) -> tuple[RawRows, int]:
 
     label = np.asarray(pc.equal(table["label"], b"1"))
     _note(reasons, table["label"], ~np.asarray(pc.is_in(table["label"], pa.array([b"0", b"1"]))), "label", "0 or 1")
-    integers = np.zeros((len(table), DENSE), np.int64)
-    missing = np.zeros((len(table), DENSE), np.bool_)
+    numbers = np.zeros((len(table), DENSE))
     for i, name in enumerate(DENSE_NAMES):
-        integers[:, i], missing[:, i], wrong = _integers(table[name])
+        numbers[:, i], wrong = _integers(table[name])
         _note(reasons, table[name], wrong, name, "an integer or empty")
-    categories = np.zeros((len(table), CATEGORICAL), np.int64)
+    keys = np.zeros((len(table), CATEGORICAL), np.int64)
     for i, name in enumerate(CATEGORICAL_NAMES):
-        categories[:, i], wrong = _hex_values(table[name])
+        keys[:, i], wrong = _hex_values(table[name])
         _note(reasons, table[name], wrong, name, "8 hexadecimal digits or empty")
 
     if reasons:
@@ -128,10 +148,7 @@ def parse(block: bytes, *, file: str, first_line: int) -> tuple[RawRows, int]:
     rejected.sort(key=lambda line: line.line)
     keep = np.ones(len(table), np.bool_)
     keep[list(reasons)] = False
-    return (
-        RawRows(label[keep].astype(np.float32), integers[keep], missing[keep], categories[keep], rejected),
-        lines,
-    )
+    return RawRows(label[keep].astype(np.float32), numbers[keep], keys[keep], rejected=rejected), lines
 
 
 def _note(reasons: dict[int, str], column: pa.ChunkedArray, wrong: npt.NDArray[np.bool_], name: str, due: str) -> None:
@@ -140,12 +157,21 @@ def _note(reasons: dict[int, str], column: pa.ChunkedArray, wrong: npt.NDArray[n
         reasons.setdefault(int(row), f"{name} is {value[:40]!r}, not {due}")
 
 
-def _integers(column: pa.ChunkedArray) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Return values (0 where there is none), which are missing, and which are malformed; each [n]."""
+def hex_text(keys: npt.NDArray[np.int64]) -> pa.Array:
+    """Return 32-bit values as 8 hexadecimal digits, EMPTY as no text."""
+    digits = np.frombuffer(b"0123456789abcdef", np.uint8)
+    nibbles = (keys[:, None] >> np.arange(28, -1, -4)) & 15
+    text = pa.Array.from_buffers(pa.binary(8), len(keys), [None, pa.py_buffer(digits[nibbles].tobytes())])
+    return pc.if_else(pa.array(keys == EMPTY), "", text.cast(pa.binary()).cast(pa.string()))
+
+
+def _integers(column: pa.ChunkedArray) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    """Return values (NaN where there is none) and which are malformed; each [n]."""
     missing = np.asarray(pc.equal(pc.binary_length(column), 0))
     valid = np.asarray(pc.match_substring_regex(column, _INTEGER))
     digits = pc.if_else(pa.array(valid), column, b"0").cast(pa.string())
-    return np.asarray(digits.cast(pa.int64())), missing, ~valid & ~missing
+    values = np.asarray(digits.cast(pa.int64())).astype(np.float64)
+    return np.where(missing, np.nan, values), ~valid & ~missing
 
 
 def _hex_values(column: pa.ChunkedArray) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:

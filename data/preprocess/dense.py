@@ -1,34 +1,153 @@
-"""The integer columns as weights in float32: scaled by the training rows' column maximum."""
+"""The numeric columns as float32: scaled by what the training rows have."""
 
-from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from hostdev.data.manifest import DENSE
-from hostdev.data.preprocess.raw import RawRows
+
+from hostdev.core.errors import UserError
+
+Numbers = npt.NDArray[np.float64]
+
+MODES = ("max", "log", "standard")
+_BLOCK = 4096  # rows that are added up at once
 
 
-@dataclass
-class DenseScaling:
-    """`max`: value / maximum. `log`: log1p(max(value, 0)) / log1p(maximum). A missing value is 0.
+class Scaling(Protocol):
+    """How numbers are scaled: `observe` those of training rows, then `transform` all. A missing one (NaN) becomes 0."""
 
-    A column whose maximum is not positive is not divided.
+    def observe(self, numbers: Numbers) -> None:
+        """Take in the numbers of training rows, [n, columns]."""
+
+    def transform(self, numbers: Numbers) -> npt.NDArray[np.float32]:
+        """Return them scaled, float32 [n, columns]; computed in float64 and rounded once.
+
+        Raises UserError for a number that float32 cannot hold.
+        """
+
+    def statistics(self) -> dict[str, Any]:
+        """Return what the manifest records."""
+
+
+def scaling_of(mode: str, names: tuple[str, ...], *, signed: bool) -> Scaling:
+    """Return the scaling of a mode for columns with these names.
+
+    signed  numbers below 0 count as those above do
+    """
+    return Standard(names) if mode == "standard" else ByMaximum(mode, names, signed=signed)
+
+
+class ByMaximum:
+    """`max`: x / maximum. `log`: log1p(max(x, 0)) / log1p(maximum). A column whose maximum is 0 is not divided.
+
+    Where numbers are signed, the maximum is that of |x|, and the logarithm sign(x) log1p(|x|).
     """
 
-    mode: str
-    maximum: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(DENSE, np.int64))
+    def __init__(self, mode: str, names: tuple[str, ...], *, signed: bool) -> None:
+        self._mode, self._names, self._signed = mode, names, signed
+        self.maximum = np.zeros(len(names))
 
-    def observe(self, rows: RawRows) -> None:
-        """Take in training rows."""
-        if len(rows):
-            values = np.where(rows.missing, 0, rows.integers)
-            self.maximum = np.maximum(self.maximum, values.max(axis=0))
+    def observe(self, numbers: Numbers) -> None:
+        """Take in the numbers of training rows, [n, columns]."""
+        if len(numbers):
+            known = np.where(np.isnan(numbers), 0.0, numbers)
+            self.maximum = np.maximum(self.maximum, (np.abs(known) if self._signed else known).max(axis=0))
 
-    def transform(self, rows: RawRows) -> npt.NDArray[np.float32]:
-        """Return the weights, float32 [n, 13]; computed in float64 and rounded once."""
-        values = rows.integers.astype(np.float64)
-        divisor = np.where(self.maximum > 0, self.maximum, 1).astype(np.float64)
-        if self.mode == "log":
-            values = np.log1p(np.maximum(values, 0.0))
+    @np.errstate(over="ignore")
+    def transform(self, numbers: Numbers) -> npt.NDArray[np.float32]:
+        """Return them scaled, float32 [n, columns]."""
+        divisor = np.where(self.maximum > 0, self.maximum, 1.0)
+        if self._mode == "log":
             divisor = np.where(self.maximum > 0, np.log1p(divisor), 1.0)
-        return np.where(rows.missing, 0.0, values / divisor).astype(np.float32)
+            if self._signed:
+                numbers = np.copysign(np.log1p(np.abs(numbers)), numbers)
+            else:
+                numbers = np.log1p(np.maximum(numbers, 0.0))
+        return _rounded(numbers / divisor, self._names)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return the maxima."""
+        return {"dense_max": self.maximum.tolist()}
+
+
+class Standard:
+    """(x - mean) / standard deviation; a column with one value only is not divided.
+
+    Sums are those of blocks of training rows, merged in order (Chan, Golub & LeVeque, 1979): they depend on the rows,
+    not on how many come at once.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+        self._rest: list[Numbers] = []  # less than a block
+        self._waiting = 0
+        self._count, self._mean, self._squares = (np.zeros(len(names)) for _ in range(3))
+        self._low, self._high = np.full(len(names), np.inf), np.full(len(names), -np.inf)
+
+    def observe(self, numbers: Numbers) -> None:
+        """Take in the numbers of training rows, [n, columns]."""
+        self._rest.append(numbers)
+        self._waiting += len(numbers)
+        if self._waiting < _BLOCK:
+            return
+        rows = np.concatenate(self._rest)
+        whole = len(rows) - len(rows) % _BLOCK
+        for start in range(0, whole, _BLOCK):
+            self._add(rows[start : start + _BLOCK])
+        self._rest, self._waiting = [rows[whole:]], len(rows) - whole
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def _add(self, rows: Numbers) -> None:
+        known = ~np.isnan(rows)
+        self._low = np.minimum(self._low, np.where(known, rows, np.inf).min(axis=0))
+        self._high = np.maximum(self._high, np.where(known, rows, -np.inf).max(axis=0))
+        count = known.sum(axis=0)
+        mean = np.where(known, rows, 0.0).sum(axis=0) / np.maximum(count, 1)
+        squares = np.square(np.where(known, rows - mean, 0.0)).sum(axis=0)
+        total = self._count + count
+        step, share = mean - self._mean, count / np.maximum(total, 1)
+        self._mean = self._mean + step * share
+        self._squares = self._squares + squares + step**2 * self._count * share
+        self._count = total
+
+    def _finish(self) -> None:
+        if self._waiting:
+            self._add(np.concatenate(self._rest))
+            self._rest, self._waiting = [], 0
+
+    @property
+    def mean(self) -> Numbers:
+        """Of the training rows, by column; 0 where all are missing."""
+        self._finish()
+        return self._mean
+
+    @property
+    def deviation(self) -> Numbers:
+        """Of the training rows, by column (divided by n); 0 where there is one value only."""
+        self._finish()
+        deviation = np.where(self._high > self._low, np.sqrt(self._squares / np.maximum(self._count, 1)), 0.0)
+        if not np.isfinite(deviation).all():
+            name = self._names[np.flatnonzero(~np.isfinite(deviation))[0]]
+            raise UserError(f"column {name!r} has numbers too large for --dense standard; use --dense log")
+        return deviation
+
+    def transform(self, numbers: Numbers) -> npt.NDArray[np.float32]:
+        """Return them scaled, float32 [n, columns]."""
+        deviation = self.deviation
+        mean = np.where(deviation > 0, self.mean, np.where(self._count > 0, self._low, 0.0))
+        return _rounded((numbers - mean) / np.where(deviation > 0, deviation, 1.0), self._names)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return means and standard deviations."""
+        return {"dense_mean": self.mean.tolist(), "dense_deviation": self.deviation.tolist()}
+
+
+def _rounded(scaled: Numbers, names: tuple[str, ...]) -> npt.NDArray[np.float32]:
+    with np.errstate(over="ignore"):
+        rounded = np.where(np.isnan(scaled), 0.0, scaled).astype(np.float32)
+    wrong = np.argwhere(~np.isfinite(rounded))
+    if len(wrong):
+        row, column = wrong[0]
+        raise UserError(f"column {names[column]!r}: a number is {scaled[row, column]:.3g} when scaled, which float32 "
+                        "cannot hold; leave such rows out, or use --dense log")  # fmt: skip
+    return rounded

@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from hostdev.data.manifest import CATEGORICAL, CATEGORICAL_NAMES, DENSE, DENSE_NAMES
-from hostdev.data.preprocess.criteo import COLUMNS
-from hostdev.data.preprocess.raw import EMPTY, RawRows
+from hostdev.data.preprocess.criteo import CATEGORICAL, COLUMNS, DENSE, EMPTY, LAYOUT, hex_text
+from hostdev.data.preprocess.raw import RawRows
 from pyarrow import csv
 
 from hostdev.core.progress import bar
@@ -49,7 +48,9 @@ SLOPES = np.array([0.25, 0.05, 0.05, -0.1, -0.2, -0.15, 0.25, 0.05, 0.05, 0.15, 
 class Synthetic:
     """The first `rows` rows of the look-alike with this seed."""
 
+    layout = LAYOUT
     unit = "rows"
+    signed = False
 
     def __init__(self, rows: int, seed: int) -> None:
         self.total = self.most_rows = rows
@@ -57,7 +58,7 @@ class Synthetic:
         self._value_keys = np.array([key64(0, "value", c) for c in range(CATEGORICAL)], np.uint64)
         self._effect_keys = np.array([key64(0, "effect", c) for c in range(CATEGORICAL)], np.uint64)
 
-    def chunks(self) -> Iterator[tuple[RawRows, int]]:
+    def chunks(self, *, hashed: bool = False) -> Iterator[tuple[RawRows, int]]:
         """Iterate over the rows, 65,536 at a time."""
         for number in range(-(-self.total // CHUNK_ROWS)):
             rows = self._chunk(number, min(CHUNK_ROWS, self.total - number * CHUNK_ROWS))
@@ -66,6 +67,14 @@ class Synthetic:
     def describe(self) -> list[dict[str, Any]]:
         """Return the generator's arguments."""
         return [{"synthetic": True, "rows": self.total, "seed": self.seed}]
+
+    def text(self, space: str, keys: npt.NDArray[np.int64]) -> pa.Array:
+        """Return hexadecimal values as text, as Criteo has them."""
+        return hex_text(keys)
+
+    def options(self) -> dict[str, Any]:
+        """Return that it was the generator."""
+        return {"preset": "synthetic"}
 
     def _chunk(self, number: int, n: int) -> RawRows:
         rng = np.random.Generator(np.random.Philox(key64(self.seed, "synthetic", number)))
@@ -81,10 +90,7 @@ class Synthetic:
         logit += (np.where(missing, 0.0, normal) * SLOPES).sum(axis=1)
         label = rng.random(CHUNK_ROWS)[:n] < 1 / (1 + np.exp(-logit))
         return RawRows(
-            label.astype(np.float32),
-            np.where(missing, 0, integers),
-            missing,
-            np.where(ranks < 0, EMPTY, values),
+            label.astype(np.float32), np.where(missing, np.nan, integers), np.where(ranks < 0, EMPTY, values)
         )
 
 
@@ -127,14 +133,10 @@ def write_text(source: Synthetic, path: Path) -> None:
 
 
 def _text_table(rows: RawRows) -> pa.Table:
+    integers = np.nan_to_num(rows.numbers).astype(np.int64)
+    missing = np.isnan(rows.numbers)
     columns = [pa.array(rows.label.astype(np.int8)).cast(pa.string())]
-    for i in range(len(DENSE_NAMES)):
-        columns.append(pc.fill_null(pa.array(rows.integers[:, i], mask=rows.missing[:, i]).cast(pa.string()), ""))
-    digits = np.frombuffer(b"0123456789abcdef", np.uint8)
-    for i in range(len(CATEGORICAL_NAMES)):
-        value = rows.categories[:, i]
-        nibbles = (value[:, None] >> np.arange(28, -1, -4)) & 15
-        text = pa.Array.from_buffers(pa.binary(8), len(value), [None, pa.py_buffer(digits[nibbles].tobytes())])
-        empty = pa.array(value == EMPTY)
-        columns.append(pc.if_else(empty, "", text.cast(pa.binary()).cast(pa.string())))
+    for i in range(DENSE):
+        columns.append(pc.fill_null(pa.array(integers[:, i], mask=missing[:, i]).cast(pa.string()), ""))
+    columns += [hex_text(rows.keys[:, i]) for i in range(CATEGORICAL)]
     return pa.table(columns, names=COLUMNS)

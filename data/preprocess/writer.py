@@ -5,34 +5,42 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from hostdev.data.manifest import Shard, checksum, schema
+from hostdev.data import ragged
+from hostdev.data.manifest import Shard, checksum, shard_schema
+from hostdev.data.preprocess.raw import Bags
+from hostdev.data.schema import Schema
 
 
 class ShardWriter:
     """Writes one split; `close` returns its shards. Rows are on disk in the order in which they came."""
 
-    def __init__(self, root: Path, split: str, rows_per_shard: int, id_type: str) -> None:
+    def __init__(self, root: Path, split: str, rows_per_shard: int, schema: Schema, id_type: str) -> None:
         self._root = root
         self._split = split
         self._rows_per_shard = rows_per_shard
-        self._schema = schema(id_type)
+        self._schema = shard_schema(schema, id_type)
         self._id_dtype = np.dtype(id_type)
         self._shards: list[Shard] = []
         self._writer: pa.ipc.RecordBatchFileWriter | None = None
         self._rows = 0
         (root / split).mkdir()
 
-    def write(self, label: npt.NDArray[np.float32], dense: npt.NDArray[np.float32], cat: npt.NDArray[np.int64]) -> None:
-        """Append rows: label [n], dense [n, 13], cat [n, 26]."""
+    def write(
+        self, label: npt.NDArray[np.float32], dense: npt.NDArray[np.float32], ids: npt.NDArray[np.int64], bags: Bags
+    ) -> None:
+        """Append rows: label [n], dense [n, columns], ids [n, columns], and each bag's ids [N] with lengths [n]."""
+        offsets = [ragged.offsets_of(lengths) for _, lengths in bags]
         start = 0
         while start < len(label):
             stop = min(len(label), start + self._rows_per_shard - self._rows)
-            ids = cat[start:stop].astype(self._id_dtype)
-            columns = [
-                pa.array(label[start:stop]),
-                pa.FixedSizeListArray.from_arrays(pa.array(dense[start:stop].ravel()), dense.shape[1]),
-                pa.FixedSizeListArray.from_arrays(pa.array(ids.ravel()), ids.shape[1]),
-            ]
+            columns = [pa.array(label[start:stop])]
+            for values in (dense[start:stop], ids[start:stop].astype(self._id_dtype)):
+                if values.shape[1]:
+                    columns.append(pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1]))
+            for (values, _), begin in zip(bags, offsets, strict=True):
+                part = begin[start : stop + 1]
+                inside = pa.array(values[part[0] : part[-1]].astype(self._id_dtype))
+                columns.append(pa.ListArray.from_arrays(pa.array(part - part[0], pa.int32()), inside))
             if self._writer is None:
                 self._writer = pa.ipc.new_file(self._root / self._name(), self._schema)
             self._writer.write(pa.record_batch(columns, schema=self._schema))

@@ -44,9 +44,9 @@ class DeviceTable:
         self.name = name
         self.optimizer = optimizer
         self.step = 0
-        self.block = torch.empty((rows, 1 + len(optimizer.slots), dim), device=device)
+        self.block = torch.empty((rows, 1 + len(optimizer.slots), dim), dtype=torch.float32, device=device)
         self._fill(init, seed)
-        row_slots = torch.tensor(list(optimizer.row_slots.values()), device=device)
+        row_slots = torch.tensor(list(optimizer.row_slots.values()), dtype=torch.float32, device=device)
         self.row_slots = row_slots.repeat(rows, 1)
         self._ops = ops_for(self.block.device)
 

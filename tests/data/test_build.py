@@ -8,8 +8,6 @@ import pytest
 from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
-from hostdev.data.preprocess.dense import DenseScaling
-from hostdev.data.preprocess.raw import RawRows
 from hostdev.data.preprocess.synthetic import CHUNK_ROWS, Synthetic, write_text
 
 from hostdev import UserError
@@ -99,14 +97,6 @@ def test_log_scaling(tmp_path, ten_rows):
     np.testing.assert_array_equal(dense[:, 3], np.zeros(8))
 
 
-def test_test_rows_beyond_the_maximum_of_a_column_without_one():
-    scaling = DenseScaling("log")
-    values = np.full((1, 13), 3)
-    rows = RawRows(np.zeros(1, np.float32), values, np.zeros((1, 13), bool), np.zeros((1, 26), np.int64))
-    assert np.all(scaling.transform(rows) == np.float32(np.log1p(3)))
-    assert np.all(DenseScaling("max").transform(rows) == 3)
-
-
 def test_hash_buckets(tmp_path, ten_rows):
     source, options = ten_rows
     hashed = Options(**{**vars(options), "threshold": None, "hash_buckets": 100})
@@ -180,8 +170,8 @@ def test_too_many_rejects_leave_nothing(tmp_path):
 
 def test_an_interruption_leaves_nothing(tmp_path):
     class Interrupted(Synthetic):
-        def chunks(self):
-            yield next(super().chunks())
+        def chunks(self, *, hashed=False):
+            yield next(super().chunks(hashed=hashed))
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -207,7 +197,7 @@ def test_the_manifest_of_another_version_is_refused(tmp_path):
     path = tmp_path / "out" / "manifest.json"
     content = json.loads(path.read_text())
     for change, message in [
-        ({"version": 2}, "version 2, and this is"),
+        ({"version": 3}, "version 3, and this is"),
         ({"format": "x"}, "'x'"),
         ({"extra": 1}, "extra"),
         ({"vocabulary_sha256": 3}, "a wrong value of vocabulary_sha256"),
@@ -233,11 +223,21 @@ def rewrite_vocabulary(folder, change):
 
 
 def forget_checksum(folder):
-    """Make the manifest one of before the vocabulary had a checksum."""
+    """Make the manifest one of version 1, of before the vocabulary had a checksum."""
     path = folder / "manifest.json"
-    content = json.loads(path.read_text())
+    content = as_version_1(json.loads(path.read_text()))
     del content["vocabulary_sha256"]
     path.write_text(json.dumps(content))
+
+
+def as_version_1(content):
+    """A manifest's content as version 1 had it."""
+    schema = content.pop("schema")
+    names = [column["name"] for column in schema["columns"]]
+    return {
+        **content, "version": 1, "vocabulary_size": schema["rows"], "dense_names": schema["dense"],
+        "categorical_names": names,
+    }  # fmt: skip
 
 
 def plus(index, by):
@@ -251,7 +251,7 @@ def plus(index, by):
 def test_the_vocabulary_has_a_checksum(own_data):
     found = manifest.read(own_data)
     assert found.vocabulary_sha256 == manifest.checksum(own_data / "vocabulary.arrow")
-    assert manifest.read_counts(own_data, found).sum() == found.rows("train") * manifest.FIELDS
+    assert manifest.read_counts(own_data, found).sum() == found.rows("train") * 39
     rewrite_vocabulary(own_data, plus(40, 3))
     with pytest.raises(
         UserError, match="vocabulary.arrow has a wrong checksum: it is damaged or was changed; preprocess"
@@ -298,26 +298,26 @@ class TestSynthetic:
         text = [rows for rows, _ in CriteoText([tmp_path / "rows.tsv"]).chunks()]
         made, _ = next(Synthetic(3000, 5).chunks())
         assert len(text) == 1
-        for name in ("label", "integers", "missing", "categories"):
+        for name in ("label", "numbers", "keys"):
             np.testing.assert_array_equal(getattr(text[0], name), getattr(made, name), err_msg=name)
         assert text[0].rejected == []
 
     def test_a_longer_set_begins_with_the_shorter_one(self):
         short = [rows for rows, _ in Synthetic(CHUNK_ROWS + 10, 5).chunks()]
         long = [rows for rows, _ in Synthetic(CHUNK_ROWS + 500, 5).chunks()]
-        np.testing.assert_array_equal(short[0].categories, long[0].categories)
-        np.testing.assert_array_equal(short[1].integers, long[1].integers[:10])
-        assert not np.array_equal(next(Synthetic(10, 6).chunks())[0].categories, short[0].categories[:10])
+        np.testing.assert_array_equal(short[0].keys, long[0].keys)
+        np.testing.assert_array_equal(short[1].numbers, long[1].numbers[:10])
+        assert not np.array_equal(next(Synthetic(10, 6).chunks())[0].keys, short[0].keys[:10])
 
     def test_it_looks_like_criteo(self):
         rows, _ = next(Synthetic(CHUNK_ROWS, 5).chunks())
         assert 0.2 < rows.label.mean() < 0.3
-        counts = np.sort(np.unique(rows.categories[:, 2], return_counts=True)[1])[::-1]
+        counts = np.sort(np.unique(rows.keys[:, 2], return_counts=True)[1])[::-1]
         assert len(counts) > 10_000  # of ten million values
         assert counts[: len(counts) // 100].sum() > 0.5 * counts.sum()  # a hundredth of them takes half of the uses
-        assert len(np.unique(rows.categories[:, 8])) == 3
-        assert abs(rows.missing[:, 11].mean() - 0.77) < 0.02
-        assert rows.integers[:, 1].min() < 0
+        assert len(np.unique(rows.keys[:, 8])) == 3
+        assert abs(np.isnan(rows.numbers[:, 11]).mean() - 0.77) < 0.02
+        assert np.nanmin(rows.numbers[:, 1]) < 0
 
 
 def test_the_command(command, tmp_path):

@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from hostdev.data.preprocess.criteo import CriteoText, parse
-from hostdev.data.preprocess.raw import EMPTY
+from hostdev.data.preprocess.criteo import EMPTY, CriteoText, parse
 
 from hostdev import UserError
 
@@ -21,11 +20,10 @@ def parse_lines(*lines, end="\n"):
 def test_values():
     rows = parse_lines(line("1", [5, -3, "", 0], ["000000ff", "", "FFFFFFFF"]), line())
     np.testing.assert_array_equal(rows.label, [1, 0])
-    np.testing.assert_array_equal(rows.integers[0, :4], [5, -3, 0, 0])
-    np.testing.assert_array_equal(rows.missing[0, :5], [False, False, True, False, True])
-    np.testing.assert_array_equal(rows.categories[0, :4], [255, EMPTY, 2**32 - 1, EMPTY])
-    assert rows.missing[1].all()
-    assert (rows.categories[1] == EMPTY).all()
+    np.testing.assert_array_equal(rows.numbers[0, :5], [5, -3, np.nan, 0, np.nan])
+    np.testing.assert_array_equal(rows.keys[0, :4], [255, EMPTY, 2**32 - 1, EMPTY])
+    assert np.isnan(rows.numbers[1]).all()
+    assert (rows.keys[1] == EMPTY).all()
     assert rows.rejected == []
 
 
@@ -51,7 +49,7 @@ def test_a_malformed_line_is_set_aside(text, reason):
     rows = parse_lines(line("1"), text, line("0", [3]))
     assert [(reject.line, reject.reason) for reject in rows.rejected] == [(2, reason)]
     np.testing.assert_array_equal(rows.label, [1, 0])
-    assert rows.integers[1, 0] == 3
+    assert rows.numbers[1, 0] == 3
 
 
 def test_lines_keep_their_numbers_between_rejects():
@@ -70,7 +68,7 @@ def test_blocks_cut_the_file_at_line_ends(tmp_path, end, last, block_bytes):
     path.write_bytes((end.join(lines) + (end if last else "")).encode())
     source = CriteoText([path, path], block_bytes=block_bytes)
     chunks = list(source.chunks())
-    found = np.concatenate([rows.integers[:, 0] for rows, _ in chunks])
+    found = np.concatenate([rows.numbers[:, 0] for rows, _ in chunks])
     expected = [i for i in range(50) if i != 20]
     np.testing.assert_array_equal(found, expected * 2)
     assert [reject.line for rows, _ in chunks for reject in rows.rejected] == [21, 21]

@@ -1,0 +1,233 @@
+"""Arrow columns to what a data set is made of: text by number, numbers, labels, bags, times."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+from hostdev.data import ragged
+
+from hostdev.core.errors import UserError
+
+Codes = npt.NDArray[np.int32]
+
+MISSING_NUMBERS = ("", "NA", "N/A", "n/a", "#N/A", "NULL", "null", "None", "NaN", "nan", "-NaN", "-nan")
+_TRUE_OR_FALSE = {"0": 0.0, "1": 1.0, "false": 0.0, "true": 1.0, "0.0": 0.0, "1.0": 1.0}
+_ORDERS: dict[str, Callable[[Any, Any], Any]] = {
+    ">=": np.greater_equal, "<=": np.less_equal, ">": np.greater, "<": np.less,
+}  # fmt: skip
+_SHOWN = 40  # characters of a wrong value in a message
+
+
+class WrongValueError(Exception):
+    """A value that the column may not have: its row in the chunk, from 0, and what is wrong with it."""
+
+    def __init__(self, row: int, reason: str) -> None:
+        super().__init__(reason)
+        self.row = row
+
+
+@dataclass(frozen=True)
+class Positive:
+    """Which labels are positive: those that are `op` `value`; op is one of >, >=, <, <=, = and !=."""
+
+    op: str
+    value: str
+
+    def __post_init__(self) -> None:
+        if self.op in _ORDERS and not _is_number(self.value):
+            raise UserError(f"--positive {self.op}{self.value}: {self.value!r} is not a number")
+
+    @staticmethod
+    def parse(text: str) -> "Positive":
+        """Read ">3", "!=no" or "yes"."""
+        for op in (">=", "<=", "!=", "==", ">", "<", "="):
+            if text.startswith(op):
+                return Positive("=" if op == "==" else op, text.removeprefix(op).strip())
+        return Positive("=", text.strip())
+
+
+def kind_of(found: pa.DataType) -> str:
+    """Return "text", "number", "bool", "other" (dates, times), "list" or "nested" for a column's type."""
+    if pa.types.is_dictionary(found):
+        return kind_of(found.value_type)
+    if any(test(found) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)):
+        return "nested" if pa.types.is_nested(found.value_type) else "list"
+    if pa.types.is_nested(found):
+        return "nested"
+    if pa.types.is_boolean(found):
+        return "bool"
+    if pa.types.is_integer(found) or pa.types.is_floating(found) or pa.types.is_decimal(found):
+        return "number"
+    if pa.types.is_temporal(found) and not pa.types.is_duration(found):
+        return "other"
+    readable = (
+        pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view,
+        pa.types.is_binary, pa.types.is_large_binary, pa.types.is_null,
+    )  # fmt: skip
+    return "text" if any(test(found) for test in readable) else "nested"
+
+
+def as_text(array: pa.Array) -> tuple[Codes, pa.StringArray]:
+    """Return values as text, by number: codes int32 [n] and the texts they stand for, "" for a missing one.
+
+    A float must be a whole number, and is written as one. Raises WrongValueError.
+    """
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if kind_of(array.type) == "text":
+        array = _cast(array, pa.string(), "text in UTF-8")
+    encoded = array.dictionary_encode("encode")
+    codes, values = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int32, copy=False), encoded.dictionary
+    if pa.types.is_floating(values.type):
+        values = _whole(values, codes)
+    return codes, pc.fill_null(values.cast(pa.string()), "")
+
+
+def _whole(values: pa.Array, codes: Codes) -> pa.Array:
+    """Return floats as int64, NaN as missing."""
+    numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    missing = np.isnan(numbers)
+    wrong = np.flatnonzero(~missing & ~((np.abs(numbers) < 2.0**63) & (np.floor(numbers) == numbers)))
+    if len(wrong):
+        row = int(np.flatnonzero(codes == wrong[0])[0])
+        raise WrongValueError(row, f"{numbers[wrong[0]]:g} is not a whole number; a categorical value is one, or text")
+    return pa.array(np.where(missing, 0, numbers).astype(np.int64), mask=missing)
+
+
+def as_numbers(array: pa.Array) -> npt.NDArray[np.float64]:
+    """Return numbers, or text that is numbers, as float64 [n], NaN where missing. Raises WrongValueError."""
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if kind_of(array.type) == "text":
+        trimmed = pc.utf8_trim_whitespace(_cast(array, pa.string(), "text in UTF-8"))
+        missing = pc.is_in(trimmed, value_set=pa.array(MISSING_NUMBERS))
+        array = pc.if_else(missing, pa.scalar(None, pa.string()), trimmed)
+    found = _cast(array, pa.float64(), "a number", safe=False)
+    numbers: npt.NDArray[np.float64] = found.to_numpy(zero_copy_only=False)
+    wrong = np.flatnonzero(np.isinf(numbers))
+    if len(wrong):
+        raise WrongValueError(int(wrong[0]), f"{numbers[wrong[0]]} is not a finite number")
+    return numbers
+
+
+def as_labels(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.float32]:
+    """Return labels 0 or 1, float32 [n]: as they are, or by the rule. Raises WrongValueError."""
+    if positive is not None and positive.op in _ORDERS:
+        numbers = as_numbers(array)
+        if len(missing := np.flatnonzero(np.isnan(numbers))):
+            raise WrongValueError(int(missing[0]), "it is missing")
+        return _ORDERS[positive.op](numbers, float(positive.value)).astype(np.float32)  # type: ignore[no-any-return]
+    if pa.types.is_floating(array.type):
+        array = array.cast(pa.string())  # which writes whole numbers as such
+    codes, values = as_text(array)
+    texts = [text.strip() for text in values.to_pylist()]
+    if positive is None:
+        meanings = [_TRUE_OR_FALSE.get(text.lower(), np.nan) for text in texts]
+    else:
+        meanings = [np.nan if text in ("", "nan") else (text == positive.value) == (positive.op == "=")
+                    for text in texts]  # fmt: skip
+    labels = np.array(meanings, np.float32)[codes]
+    if len(wrong := np.flatnonzero(np.isnan(labels))):
+        text = texts[codes[wrong[0]]]
+        raise WrongValueError(int(wrong[0]), "it is missing" if text in ("", "nan") else
+                              f"{text[:_SHOWN]!r} is not 0 or 1, true or false; say which labels are positive, "
+                              "such as --positive '>3' or --positive yes")  # fmt: skip
+    return labels
+
+
+def as_bags(array: pa.Array, separator: str | None) -> tuple[Codes, pa.StringArray, Codes]:
+    """Return lists, or text split by the separator, as text by number: codes [N], texts, and lengths int32 [n].
+
+    Missing and empty values are left out. Raises WrongValueError.
+    """
+    if kind_of(array.type) == "list":
+        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int32)
+        try:
+            codes, texts = as_text(array.flatten())
+        except WrongValueError as error:
+            error.row = int(np.searchsorted(ragged.offsets_of(lengths), error.row, "right")) - 1
+            raise
+    else:
+        assert separator is not None
+        which, whole = as_text(array)
+        lists = pc.split_pattern(whole, separator)
+        codes, texts = as_text(lists.flatten())
+        codes, lengths = ragged.take(codes, ragged.offsets_of(pc.list_value_length(lists).to_numpy()), which)
+    there = pc.not_equal(texts, "").to_numpy(zero_copy_only=False)[codes]
+    kept = ragged.offsets_of(there)[ragged.offsets_of(lengths)]
+    return codes[there], texts, np.diff(kept).astype(np.int32)
+
+
+def is_after(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
+    """Return which times or numbers are later or larger than `value`, bool [n]. Raises WrongValueError, UserError."""
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    missing = np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))
+    if kind_of(array.type) == "text":
+        array = pc.utf8_trim_whitespace(_cast(array, pa.string(), "text in UTF-8"))
+        missing = np.flatnonzero(pc.fill_null(pc.equal(array, ""), True).to_numpy(zero_copy_only=False))
+    if len(missing):
+        raise WrongValueError(int(missing[0]), "it is missing, so that its row is neither before nor after")
+    found = array.type if pa.types.is_temporal(array.type) else _type_of(value)
+    if found is None or (pa.types.is_temporal(found) and kind_of(array.type) == "number"):
+        raise UserError(f"--test-after: {value!r} is not a number, and not a date or time such as 2024-12-31 or "
+                        "2024-12-31T12:00:00")  # fmt: skip
+    what = f"a time like {value}" if pa.types.is_temporal(found) else "a number"
+    if pa.types.is_integer(found):
+        try:
+            limit = pa.scalar(int(value), pa.int64())
+            return pc.greater(array.cast(pa.int64()), limit).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+        except (pa.ArrowInvalid, OverflowError):  # numbers with a fraction, or too large
+            found = pa.float64()
+    try:
+        limit = pa.scalar(value).cast(found)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        raise UserError(f"--test-after: {value!r} cannot be compared with a column of type {found}; write it as "
+                        f"{_example(found)}") from None  # fmt: skip
+    return pc.greater(_cast(array, found, what), limit).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+
+
+def _type_of(value: str) -> pa.DataType | None:
+    """Return the type in which text is compared with a value."""
+    for found in (pa.int64(), pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC")):
+        try:
+            pa.scalar(value).cast(found)
+        except pa.ArrowInvalid:
+            continue
+        return found
+    return None
+
+
+def _example(found: pa.DataType) -> str:
+    if pa.types.is_timestamp(found):
+        return "2024-12-31T12:00:00Z" if found.tz else "2024-12-31T12:00:00"
+    return "2024-12-31" if pa.types.is_date(found) else "one of its values"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return bool(np.isfinite(float(text)))
+    except ValueError:
+        return False
+
+
+def _cast(array: pa.Array, to: pa.DataType, what: str, *, safe: bool = True) -> pa.Array:
+    """Cast, or raise WrongValueError for the first value that is not `what`."""
+    try:
+        return array.cast(to, safe=safe)
+    except pa.ArrowInvalid:
+        low, high = 0, len(array)  # the first wrong one is among these
+        while high - low > 1:
+            middle = (low + high) // 2
+            try:
+                array[low:middle].cast(to, safe=safe)
+                low = middle
+            except pa.ArrowInvalid:
+                high = middle
+        wrong = array[low].as_py()
+        shown = repr(wrong if len(str(wrong)) <= _SHOWN else str(wrong)[:_SHOWN] + "...")
+        raise WrongValueError(low, f"{shown} is not {what}") from None

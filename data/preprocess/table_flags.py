@@ -1,0 +1,69 @@
+"""The options of `preprocess table` as flags."""
+
+import argparse
+import csv
+from collections.abc import Sequence
+
+from hostdev.data.preprocess.table import TableOptions
+
+from hostdev.core.errors import UserError
+
+THRESHOLD = 1  # what is seen once says nothing, and a row without an id of its own trains the out-of-vocabulary one
+_ESCAPES = {"\\t": "\t", "tab": "\t"}
+
+
+def add_flags(to: argparse.ArgumentParser) -> None:
+    """Add the flags of `TableOptions`."""
+
+    def add(flag: str, metavar: str, text: str) -> None:
+        to.add_argument(flag, action="append", metavar=metavar, help=text)
+
+    to.add_argument("--label", required=True, metavar="NAME", help="the column with the label: 0 or 1, true or false")
+    to.add_argument("--positive", metavar="RULE", help=
+        "labels that are positive, if not 1 or true: '>3', '>=3', '<3', '<=3', '!=no' or a value")  # fmt: skip
+    add("--numeric", "NAMES", "columns of numbers, by commas")
+    add("--categorical", "NAMES", "columns of values that become ids, by commas")
+    add("--bag", "NAME=SEP", "a column with any number of values: text split by SEP, or a list in Parquet and Arrow")
+    add("--share", "NAME=OTHER", "give the values of column NAME the ids of column OTHER")
+    to.add_argument("--columns", metavar="NAMES", help="names of all columns, by commas, of text without a header")
+    to.add_argument("--delimiter", metavar="TEXT", help="between the values of text; tab for a tab (as the file looks)")
+    to.add_argument("--no-quotes", action="store_true", help="quotes in text are ordinary characters")
+
+
+def add_split(to: argparse.ArgumentParser) -> None:
+    """Add the flags that say which rows are for testing, instead of --test-fraction."""
+    to.add_argument("--test-column", metavar="NAME=VALUE", help="rows whose column has this value are for testing")
+    to.add_argument("--test-after", metavar="NAME=VALUE",
+                    help="rows whose column has a larger number or a later time are for testing")  # fmt: skip
+
+
+def options_of(arguments: argparse.Namespace) -> TableOptions:
+    """Make `TableOptions` of parsed flags."""
+    columns = None if arguments.columns is None else _names([arguments.columns])
+    delimiter = arguments.delimiter
+    return TableOptions(
+        label=arguments.label,
+        positive=arguments.positive,
+        numeric=_names(arguments.numeric),
+        categorical=_names(arguments.categorical),
+        bags=tuple((name, separator or (None if "=" not in text else "")) for text in arguments.bag or ()
+                   for name, _, separator in [text.partition("=")]),
+        share=tuple(_pair("--share", text) for text in arguments.share or ()),
+        test_column=None if arguments.test_column is None else _pair("--test-column", arguments.test_column),
+        test_after=None if arguments.test_after is None else _pair("--test-after", arguments.test_after),
+        columns=columns,
+        delimiter=None if delimiter is None else _ESCAPES.get(delimiter, delimiter),
+        quotes=not arguments.no_quotes,
+    )  # fmt: skip
+
+
+def _names(texts: Sequence[str] | None) -> tuple[str, ...]:
+    """Return names that are separated by commas; one with a comma in it is in double quotes."""
+    return tuple(name for text in texts or () for name in next(csv.reader([text], skipinitialspace=True)))
+
+
+def _pair(flag: str, text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise UserError(f"{flag} {text}: write it as NAME=VALUE")
+    return name, value

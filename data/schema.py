@@ -1,0 +1,109 @@
+"""The columns of a data set and their ids: what a model needs to know of it.
+
+All ids are in one joint space of `rows` ids: first one for each dense column (only models that look dense columns up
+use them), then one out-of-vocabulary id for each space, then the values by space, in order of first occurrence. Where
+values are hashed, all spaces have the same range of values.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+KINDS = ("id", "bag")
+
+
+@dataclass(frozen=True)
+class Space:
+    """The ids of one vocabulary: its out-of-vocabulary id, and [first, first + size) for its values."""
+
+    name: str
+    oov: int
+    first: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of ids: "id", one a row, or "bag", any number a row; several columns may name one space."""
+
+    name: str
+    kind: str
+    space: str
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The columns of a data set, and how many ids they have together.
+
+    label    name of the label's column
+    dense    names of the dense columns
+    columns  those with ids
+    spaces   of the columns
+    rows     ids in all: rows of a table that all columns share
+    """
+
+    label: str
+    dense: tuple[str, ...]
+    columns: tuple[Column, ...]
+    spaces: tuple[Space, ...]
+    rows: int
+
+    def __post_init__(self) -> None:
+        names = [self.label, *self.dense, *(column.name for column in self.columns)]
+        if twice := _twice(names):
+            raise ValueError(f"column {twice!r} is there twice")
+        spaces = [space.name for space in self.spaces]
+        if twice := _twice(spaces):
+            raise ValueError(f"space {twice!r} is there twice")
+        for column in self.columns:
+            if column.kind not in KINDS:
+                raise ValueError(f"column {column.name!r} is of kind {column.kind!r}, not one of {', '.join(KINDS)}")
+            if column.space not in spaces:
+                raise ValueError(f"column {column.name!r} has the ids of {column.space!r}, which is no space")
+        fixed = len(self.dense) + len(self.spaces)
+        if self.rows < fixed:
+            raise ValueError(f"{self.rows} rows, fewer than the {fixed} fixed ids")
+        for space in self.spaces:
+            if not (0 <= space.oov < self.rows and space.size >= 0 and 0 <= space.first <= self.rows - space.size):
+                raise ValueError(f"space {space.name!r} has ids outside 0..{self.rows - 1}")
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Names of the columns with one id a row, in the order of `Batch.ids`."""
+        return tuple(column.name for column in self.columns if column.kind == "id")
+
+    @property
+    def bags(self) -> tuple[str, ...]:
+        """Names of the columns with any number of ids a row."""
+        return tuple(column.name for column in self.columns if column.kind == "bag")
+
+    @property
+    def first_value(self) -> int:
+        """The first id that stands for a value; those below are the dense columns' and out of vocabulary."""
+        return len(self.dense) + len(self.spaces)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what a manifest holds."""
+        return asdict(self)
+
+
+def from_json(content: Any) -> Schema:
+    """Return the schema that `as_json` gave; ValueError or TypeError where it is none."""
+    if not isinstance(content, dict):
+        raise TypeError("the schema is not an object")
+    content = dict(content)
+    columns = tuple(Column(**column) for column in content.pop("columns", ()))
+    spaces = tuple(Space(**space) for space in content.pop("spaces", ()))
+    dense = tuple(content.pop("dense", ()))
+    texts = [content.get("label"), *dense, *(text for column in columns for text in vars(column).values())]
+    numbers = [content.get("rows"), *(n for space in spaces for n in (space.oov, space.first, space.size))]
+    if not all(isinstance(text, str) for text in [*texts, *(space.name for space in spaces)]):
+        raise TypeError("a name in the schema is not text")
+    if not all(type(number) is int for number in numbers):
+        raise TypeError("a number of ids in the schema is not an integer")
+    return Schema(dense=dense, columns=columns, spaces=spaces, **content)
+
+
+def _twice(names: list[str]) -> str | None:
+    """Return a name that is there twice."""
+    seen: set[str] = set()
+    return next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]

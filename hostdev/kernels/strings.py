@@ -1,0 +1,172 @@
+"""Texts to numbers: their 64-bit hash, and their position in order of first occurrence, as `unique` has it for ids.
+
+N texts are their bytes end to end, uint8, and the offsets int32 or int64 [N + 1] where each begins (Arrow's layout).
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.kernels.jit import kernel
+
+Positions = npt.NDArray[np.int32]
+
+_EMPTY = -1
+_SPARE_BITS = 1  # the table is at most half full
+_FNV_BASIS, _FNV_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
+_PHI = np.uint64(0x9E3779B97F4A7C15)
+
+
+@kernel
+def _hash(offsets: Any, data: Any, hashes: Any) -> None:
+    for i in range(len(hashes)):
+        h = _FNV_BASIS
+        for at in range(np.uint64(offsets[i]), np.uint64(offsets[i + 1])):
+            h = (h ^ np.uint64(data[at])) * _FNV_PRIME
+        hashes[i] = h
+
+
+@kernel
+def _same(a: Any, start_a: Any, b: Any, start_b: Any, length: Any) -> Any:
+    for k in range(length):  # noqa: SIM110  (numba has no all())
+        if a[np.uint64(start_a + k)] != b[np.uint64(start_b + k)]:
+            return False
+    return True
+
+
+@kernel
+def _add(
+    offsets: Any, data: Any, hashes: Any, start: Any, table: Any, shift: Any,
+    known: Any, ends: Any, texts: Any, count: Any, positions: Any,
+) -> Any:  # fmt: skip
+    """Insert texts [start:]; stop early where there is no room. Returns (next text to insert, number of texts)."""
+    mask, one = np.uint64(len(table) - 1), np.uint64(1)
+    for i in range(start, len(hashes)):
+        h, begin = hashes[i], np.int64(offsets[i])
+        length = np.int64(offsets[i + 1]) - begin
+        slot = (h * _PHI) >> np.uint64(shift)
+        while True:
+            position = table[slot]
+            if position < 0:
+                if count == len(known) or ends[count] + length > len(texts):
+                    return i, count
+                for k in range(length):
+                    texts[np.uint64(ends[count] + k)] = data[np.uint64(begin + k)]
+                table[slot], known[count], ends[count + 1] = count, h, ends[count] + length
+                positions[i] = count
+                count += 1
+                break
+            at = ends[position]
+            if known[position] == h and ends[position + 1] - at == length and _same(texts, at, data, begin, length):
+                positions[i] = position
+                break
+            slot = (slot + one) & mask
+    return len(hashes), count
+
+
+@kernel
+def _rehash(table: Any, shift: Any, known: Any, count: Any) -> None:
+    mask, one = np.uint64(len(table) - 1), np.uint64(1)
+    for position in range(count):
+        slot = (known[position] * _PHI) >> np.uint64(shift)
+        while table[slot] >= 0:
+            slot = (slot + one) & mask
+        table[slot] = position
+
+
+def hash_texts(offsets: npt.NDArray[Any], data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
+    """Return the 64-bit FNV-1a hash of each text, uint64 [N] (Fowler, Noll & Vo)."""
+    hashes = np.empty(len(offsets) - 1, np.uint64)
+    _hash(offsets, data, hashes)
+    return hashes
+
+
+class TextMap:
+    """Grows with the distinct texts that it has seen, numbered 0, 1, 2, ... in order of first occurrence."""
+
+    def __init__(self) -> None:
+        bits = 10
+        self._shift = 64 - bits
+        self._table = np.full(1 << bits, _EMPTY, np.int32)
+        self._known = np.empty(1 << (bits - _SPARE_BITS), np.uint64)  # the hash of each text
+        self._ends = np.zeros(len(self._known) + 1, np.int64)
+        self._texts = np.empty(1 << 14, np.uint8)
+        self._count = 0
+
+    def __len__(self) -> int:
+        """Return the number of distinct texts seen."""
+        return self._count
+
+    def add(self, offsets: npt.NDArray[Any], data: npt.NDArray[np.uint8]) -> Positions:
+        """Return each text's position, int32 [N]; a text not seen before gets the next one."""
+        hashes = hash_texts(offsets, data)
+        positions = np.empty(len(hashes), np.int32)
+        done = 0
+        while True:
+            done, self._count = _add(
+                offsets, data, hashes, done, self._table, self._shift,
+                self._known, self._ends, self._texts, self._count, positions,
+            )  # fmt: skip
+            if done == len(hashes):
+                return positions
+            self._grow(int(offsets[done + 1] - offsets[done]))
+
+    def take(self, positions: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+        """Return the texts at positions [N], as offsets [N + 1] and bytes."""
+        starts = self._ends[positions]
+        lengths = self._ends[positions + 1] - starts
+        offsets = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        return offsets, self._texts[np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])]
+
+    def _grow(self, length: int) -> None:
+        """Make room for a text of so many bytes."""
+        if self._count == len(self._known):
+            if self._count > 2**31 // 4:
+                raise OverflowError(f"more than {self._count} distinct texts in one map")
+            self._shift -= 2
+            self._table = np.full(len(self._table) * 4, _EMPTY, np.int32)
+            room = len(self._table) >> _SPARE_BITS
+            self._known = _enlarged(self._known, room)
+            self._ends = _enlarged(self._ends, room + 1)
+            _rehash(self._table, self._shift, self._known, self._count)
+        needed = int(self._ends[self._count]) + length
+        if needed > len(self._texts):
+            self._texts = _enlarged(self._texts, max(needed, 2 * len(self._texts)))
+
+
+def _enlarged(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
+    grown = np.empty(size, array.dtype)
+    grown[: len(array)] = array
+    return grown
+
+
+@kernel
+def scan_quotes(text: Any, delimiter: Any, state: Any, lines: Any, opened: Any) -> Any:
+    """Follow the quotes of delimited text (RFC 4180) through its next bytes, to know whether one is left open.
+
+    text       uint8 [N]
+    delimiter  between fields, a byte
+    state      0 at the start of a field, 1 in one without quotes, 2 in quotes, 3 at a quote in quotes
+    lines      line ends so far
+    opened     the line, from 1, on which the last quotes begin
+
+    Returns the new (state, lines, opened); at first (0, 0, 0).
+    """
+    for i in range(len(text)):
+        c = text[i]
+        if c == 10:
+            lines += 1
+        if state == 2:
+            if c == 34:
+                state = 3
+        elif c == 34 and state == 3:
+            state = 2  # two quotes in quotes are one
+        elif c == 34 and state == 0:
+            state, opened = 2, lines + 1
+        elif c in (delimiter, 10, 13):
+            state = 0
+        else:
+            state = 1
+    return state, lines, opened

@@ -1,0 +1,187 @@
+"""Any table as CSV, TSV, Parquet and Arrow: the same data set, which is the naive twin's."""
+
+import numpy as np
+import pytest
+from hostdev.data.preprocess import files
+from hostdev.data.preprocess.build import Options
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.data import twins
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0|"), max_size=5)
+WORDS = st.sampled_from(["a", "b", "Été", 'q"q', "c,d", "e\tf", "g\nh", " i ", "NA", "0", "05", ""])
+
+
+@st.composite
+def tables(draw):
+    """Columns of everything that a table may hold, and how to read them."""
+    n = draw(st.integers(2, 30))
+
+    def column(values):
+        return draw(st.lists(values, min_size=n, max_size=n))
+
+    whole = st.integers(-3, 3)
+    columns = {
+        "label": column(st.integers(0, 1)),
+        "x": column(st.none() | st.floats(-1e6, 1e6) | st.just(float("nan"))),
+        "n": column(st.none() | st.integers(-(10**15), 10**15)),
+        "word": column(st.none() | WORDS | TEXT),
+        "item": column(st.none() | whole | st.integers(-(2**63), 2**63 - 1)),
+        "split": [
+            "train",
+            "test",
+            *draw(st.lists(st.sampled_from(["train", "test", "other"]), min_size=n, max_size=n)),
+        ],
+        "tags": column(st.lists(TEXT.filter(bool) | WORDS.filter(bool), max_size=4)),
+        "seen": column(st.lists(whole, max_size=4)),
+    }
+    columns["split"] = columns["split"][:n]
+    if not any(columns["tags"]):
+        columns["tags"][0] = ["a"]  # so that Arrow knows what is in the lists
+    if not any(columns["seen"]):
+        columns["seen"][0] = [1]
+    share = draw(st.sampled_from([(), (("seen", "item"),), (("item", "seen"), ("word", "tags"))]))
+    return columns, share, draw(st.integers(0, 2)), draw(st.sampled_from(["max", "log", "standard"]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(tables())
+def test_every_format_gives_the_twins_data_set(tmp_path_factory, drawn):
+    columns, share, threshold, mode = drawn
+    folder = tmp_path_factory.mktemp("formats")
+    ids, bags, dense = ("word", "item"), ("tags", "seen"), ("x", "n")
+    test = [value == "test" for value in columns["split"]]
+    kept, counts, size, expected = twins.encode(
+        columns, test, dense=dense, ids=ids, bags=bags, share=share, threshold=threshold, mode=mode
+    )
+    paths = [
+        twins.write_text(folder / "t.csv", columns),
+        twins.write_text(folder / "t.tsv", columns, "\t", quoting=twins.csv.QUOTE_ALL),
+        twins.write_text(folder / "t.csv.gz", columns, ","),
+        twins.write_parquet(folder / "t.parquet", columns, row_group_size=11),
+        twins.write_arrow(folder / "t.arrow", columns, rows_per_batch=7),
+        twins.write_arrow(folder / "t.stream", columns, stream=True),
+    ]
+    made = []
+    for path in paths:
+        out = folder / f"{path.name}.out"
+        made.append(twins.build_table(
+            path, out, label="label", numeric=dense, categorical=ids, bags=(("tags", "|"), ("seen", "|")), share=share,
+            test_column=("split", "test"), options=Options(threshold=threshold, dense=mode, test_fraction=None),
+        ))  # fmt: skip
+        assert made[-1].schema == made[0].schema
+        for split, chosen in (("train", False), ("test", True)):
+            rows = twins.read(out, split)
+            twin = [row for row, of_test in zip(expected, test, strict=True) if of_test == chosen]
+            assert [(row[0], *row[2:]) for row in rows] == [(row[0], *row[2:]) for row in twin]
+            np.testing.assert_allclose([row[1] for row in rows], [row[1] for row in twin], rtol=1e-5, atol=1e-6)
+            assert rows == twins.read(folder / "t.csv.out", split)  # in every bit
+    spaces = made[0].schema.spaces
+    assert [space.name for space in spaces] == list(kept)
+    assert made[0].schema.rows == size
+    training = len(test) - sum(test)
+    rare = [sum(uses for value, uses in counts[name].items() if value not in kept[name]) for name in kept]
+    fixed = [(name, None, training) for name in dense]
+    fixed += [(name, None, uses) for name, uses in zip(kept, rare, strict=True)]
+    values = [(name, value, counts[name][value]) for name, values in kept.items() for value in values]
+    for path in paths:
+        assert twins.vocabulary(folder / f"{path.name}.out") == fixed + values
+
+
+def columns_of(n):
+    """Columns without chance."""
+    return {
+        "label": [i % 2 for i in range(n)],
+        "x": [((i * 37) % 101) / 7 - 5 for i in range(n)],
+        "item": [f"item {i * i % 53}" for i in range(n)],
+        "seen": [[f"item {(i + k) % 60}" for k in range(i % 4)] for i in range(n)],
+    }
+
+
+@pytest.mark.parametrize("mode", ["max", "log", "standard"])
+def test_the_data_set_does_not_depend_on_how_many_rows_come_at_once(tmp_path, monkeypatch, mode):
+    columns = columns_of(9000)
+    path = twins.write_parquet(tmp_path / "t.parquet", columns)
+    text = twins.write_text(tmp_path / "t.csv", columns)
+    parts = [
+        twins.write_arrow(tmp_path / f"{name}.arrow", {key: values[rows] for key, values in columns.items()})
+        for name, rows in (("a", slice(0, 5)), ("b", slice(5, 4321)), ("c", slice(4321, None)))
+    ]
+    made = []
+    for name, source, chunk in (
+        ("whole", path, 1 << 16),
+        ("small", path, 333),
+        ("text", text, 1),
+        ("parts", parts, 99),
+    ):
+        monkeypatch.setattr(files, "CHUNK_ROWS", chunk)
+        monkeypatch.setattr("hostdev.data.preprocess.delimited.BLOCK_BYTES", 5000)
+        made.append(twins.build_table(
+            source, tmp_path / name, label="label", numeric=("x",), categorical=("item",), bags=(("seen", "|"),),
+            share=(("seen", "item"),), options=Options(threshold=1, dense=mode),
+        ))  # fmt: skip
+    for found in made[1:]:
+        assert found.schema == made[0].schema
+        assert found.statistics == made[0].statistics
+        assert found.vocabulary_sha256 == made[0].vocabulary_sha256
+    for split in ("train", "test"):
+        first = twins.read(tmp_path / "whole", split)
+        assert all(twins.read(tmp_path / name, split) == first for name in ("small", "text", "parts"))
+
+
+def test_hashed_values_are_the_same_in_every_format_and_order(tmp_path):
+    columns = columns_of(200)
+    backwards = {name: values[::-1] for name, values in columns.items()}
+    how = {
+        "label": "label", "categorical": ("item",), "bags": (("seen", "|"),), "share": (("seen", "item"),),
+        "options": Options(threshold=None, hash_buckets=40),
+    }  # fmt: skip
+    made = twins.build_table(twins.write_text(tmp_path / "t.csv", columns), tmp_path / "a", **how)
+    twins.build_table(twins.write_parquet(tmp_path / "t.parquet", columns), tmp_path / "b", **how)
+    twins.build_table(twins.write_parquet(tmp_path / "back.parquet", backwards), tmp_path / "c", **how)
+    assert made.vocabulary is None
+    assert made.schema.rows == 41
+    [space] = made.schema.spaces
+    assert (space.name, space.oov, space.first, space.size) == ("item", 0, 1, 40)
+    rows = {name: twins.read(tmp_path / name, "train") + twins.read(tmp_path / name, "test") for name in "abc"}
+    assert rows["a"] == rows["b"]
+    assert sorted(map(repr, rows["a"])) == sorted(map(repr, rows["c"]))
+    by_text = {}
+    for i, label, (ids, bags) in [(i, row[0], row[2:]) for i, row in enumerate(sorted(rows["a"], key=repr))]:
+        assert label in (0, 1)
+        assert all(1 <= value < 41 for value in [*ids, *bags[0]])
+        by_text.setdefault(ids[0], set()).add(i)
+    assert len(by_text) > 15  # of at most 27 items
+
+
+def test_bags_of_bags(tmp_path):
+    """What a bag may be, by hand."""
+    lists = [["a", "b"], [], None, ["b", None, "", "b"]]
+    columns = {"y": [0, 1, 0, 1], "s": ["n", "n", "n", "t"], "g": lists}
+    path = twins.write_parquet(tmp_path / "t.parquet", columns)
+    text = tmp_path / "t.csv"
+    text.write_text("y,s,g\n0,n,a;b\n1,n,\n0,n,;\n1,t,b;;;b\n")
+    for name, source, separator in (("parquet", path, None), ("text", text, ";")):
+        found = twins.build_table(source, tmp_path / name, label="y", bags=(("g", separator),), test_column=("s", "t"))
+        assert [row[3] for row in twins.read(tmp_path / name, "train")] == [[[1, 2]], [[]], [[]]]
+        assert [row[3] for row in twins.read(tmp_path / name, "test")] == [[[2, 2]]]
+        assert found.statistics["bag_values"] == {"g": {"train": 2, "test": 2}}
+        assert found.schema.ids == ()
+        assert found.schema.dense == ()
+
+
+def test_numbers_as_categories(tmp_path):
+    """Whole floats are integers, which pandas makes floats where some are missing; text stays as it is."""
+    columns = {"y": [0, 1, 0, 1], "s": [0, 0, 0, 1], "c": [5.0, None, float("nan"), 5.0], "d": [5, 7, None, 5]}
+    path = twins.write_parquet(tmp_path / "t.parquet", columns)
+    text = tmp_path / "t.csv"
+    text.write_text("y,s,c,d\n0,0,5.0,5\n1,0,,7\n0,0,,\n1,1,5,5\n")
+    how = {"label": "y", "categorical": ("c", "d"), "test_column": ("s", "1")}
+    twins.build_table(path, tmp_path / "parquet", **how)
+    values = [row[:2] for row in twins.vocabulary(tmp_path / "parquet")]
+    assert values[2:] == [("c", "5"), ("c", ""), ("d", "5"), ("d", "7"), ("d", "")]
+    assert twins.read(tmp_path / "parquet", "test")[0][2] == [2, 4]
+    twins.build_table(text, tmp_path / "text", **how)
+    assert twins.vocabulary(tmp_path / "text")[2] == ("c", "5.0", 1)
+    assert twins.read(tmp_path / "text", "test")[0][2] == [0, 4]  # "5" is another text than "5.0"

@@ -1,0 +1,280 @@
+"""Any table by hand: labels, splits, delimiters, quotes, malformed lines, what the folder says."""
+
+import datetime
+import json
+from zoneinfo import ZoneInfo
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hostdev.data import manifest
+from hostdev.data.preprocess import __main__ as preprocess
+from hostdev.data.preprocess.build import Options
+from hostdev.data.schema import Column, Space
+
+from tests.data import twins
+
+
+def write(path, text):
+    path.write_text(text, newline="")
+    return path
+
+
+def column_of(folder, split, name, space=None):
+    """The values of a categorical column by the vocabulary, None for out of vocabulary."""
+    found = manifest.read(folder)
+    values = [row[1] for row in twins.vocabulary(folder)]
+    i = found.schema.ids.index(name)
+    return [values[row[2][i]] for row in twins.read(folder, split)]
+
+
+def test_a_whole_table(tmp_path, in_process):
+    rows = ["u1,5,0.5,a|b,s,2", "u2,3,,b,,1", "u1,4,-1,,s,2", "u3,1,NA,a||c,t,3", "u2,5,2,c,s,9", '"u,4",2,1,z,s,3']
+    write(tmp_path / "ratings.csv", "\n".join(["user,stars,price,tags,city,day", *rows]) + "\n")
+    code, out, error = in_process(
+        preprocess, "table", "ratings.csv", "--out", "data", "--label", "stars", "--positive", ">3", "--numeric",
+        "price", "--categorical", "user,city", "--bag", "tags=|", "--test-after", "day=3", "--threshold", 0,
+    )  # fmt: skip
+    assert (code, error) == (0, "")
+    assert out.splitlines()[0].startswith("data: 5 training and 1 test rows in 2 shards, 15 ids, labels 40.0% positive")
+    assert out.splitlines()[1:] == [
+        "tags: 1.2 values a training row",
+        "all labels of the test rows are 1: there is no AUC of them",
+    ]
+    found = manifest.read(tmp_path / "data")
+    # 0 price; out of vocabulary: 1 user, 2 city, 3 tags; then users u1 u2 u3 "u,4", cities s "" t, tags a b c ... z.
+    assert found.schema.label == "stars"
+    assert found.schema.dense == ("price",)
+    assert found.schema.columns == (
+        Column("user", "id", "user"),
+        Column("city", "id", "city"),
+        Column("tags", "bag", "tags"),
+    )
+    assert found.schema.spaces == (Space("user", 1, 4, 4), Space("city", 2, 8, 3), Space("tags", 3, 11, 4))
+    assert twins.vocabulary(tmp_path / "data")[4:] == [
+        ("user", "u1", 2), ("user", "u2", 1), ("user", "u3", 1), ("user", "u,4", 1),
+        ("city", "s", 3), ("city", "", 1), ("city", "t", 1),
+        ("tags", "a", 2), ("tags", "b", 2), ("tags", "c", 1), ("tags", "z", 1),
+    ]  # fmt: skip
+    assert twins.read(tmp_path / "data", "train") == [
+        (1, [0.5], [4, 8], [[11, 12]]),
+        (0, [0], [5, 9], [[12]]),
+        (1, [-1], [4, 8], [[]]),
+        (0, [0], [6, 10], [[11, 13]]),
+        (0, [1], [7, 8], [[14]]),
+    ]
+    assert twins.read(tmp_path / "data", "test") == [(1, [2], [5, 8], [[13]])]
+    options = json.loads((tmp_path / "data/manifest.json").read_text())["options"]
+    assert options == {
+        "preset": "table", "label": "stars", "positive": ">3", "numeric": ["price"], "categorical": ["user", "city"],
+        "bags": {"tags": "|"}, "share": {}, "test_column": None, "test_after": ["day", "3"], "columns": None,
+        "delimiter": None, "quotes": True, "threshold": 0, "hash_buckets": None, "dense": "max",
+        "rows_per_shard": 1 << 18,
+    }  # fmt: skip
+    assert found.statistics["out_of_vocabulary"] == {"train": 0, "test": 0}
+    assert found.statistics["dense_max"] == [1]
+    assert manifest.read_counts(tmp_path / "data", found).sum() == found.uses("train") == 5 * 3 + 6
+
+
+def test_what_is_seen_once_is_out_of_vocabulary_by_default(tmp_path, in_process):
+    write(tmp_path / "t.csv", "y,c,s\n" + "".join(f"{i % 2},{'ab'[i > 2]},{i % 4}\n" for i in range(8)) + "1,z,0\n")
+    code, _, _ = in_process(
+        preprocess, "table", "t.csv", "--out", "d", "--label", "y", "--categorical", "c", "--test-column", "s=1"
+    )
+    assert code == 0
+    assert column_of(tmp_path / "d", "train", "c") == ["a", "a", "b", "b", "b", "b", None]
+    assert manifest.read(tmp_path / "d").statistics["out_of_vocabulary"] == {"train": 1 / 7, "test": 0}
+
+
+@pytest.mark.parametrize(("values", "rule", "expected"), [
+    (["0", "1", "1", "0"], None, [0, 1, 1, 0]),
+    (["true", "False", "TRUE", " false"], None, [1, 0, 1, 0]),
+    (["0.0", "1.0", "1", "0"], None, [0, 1, 1, 0]),
+    ([True, False, True, True], None, [1, 0, 1, 1]),
+    ([0, 1, 1, 0], None, [0, 1, 1, 0]),
+    ([0.0, 1.0, 1.0, 0.0], None, [0, 1, 1, 0]),
+    (["5", "3", "3.5", "4"], ">3", [1, 0, 1, 1]),
+    ([5, 3, 4, 1], ">= 4", [1, 0, 1, 0]),
+    ([5.0, 3.5, 4.0, 1.0], "<4", [0, 1, 0, 1]),
+    ([5, 3, 4, 1], "<=3", [0, 1, 0, 1]),
+    ([5, 3, 4, 5], "5", [1, 0, 0, 1]),
+    ([5.0, 3.5, 4.0, 5.0], "=3.5", [0, 1, 0, 0]),
+    (["yes", "no", " yes", "maybe"], "yes", [1, 0, 1, 0]),
+    (["yes", "no", " yes", "maybe"], "==yes", [1, 0, 1, 0]),
+    (["yes", "no", " no", "maybe"], "!=no", [1, 0, 0, 1]),
+    ([" 50000+.", " - 50000.", " 50000+.", "x"], " 50000+.", [1, 0, 1, 0]),
+])  # fmt: skip
+def test_labels(tmp_path, values, rule, expected):
+    columns = {"y": [*values, values[0]], "c": ["a"] * 5, "s": [0] * 4 + [1]}
+    paths = [twins.write_parquet(tmp_path / "t.parquet", columns)]
+    if not isinstance(values[0], float):  # Python writes 5.0 and True
+        paths.append(twins.write_text(tmp_path / "t.tsv", columns, "\t"))
+    for path in paths:
+        out = tmp_path / f"{path.suffix}.out"
+        twins.build_table(path, out, label="y", positive=rule, categorical=("c",), test_column=("s", "1"))
+        assert [row[0] for row in twins.read(out, "train")] == expected
+
+
+def test_numbers(tmp_path):
+    write(tmp_path / "t.csv", "y,a,b,s\n0, 1.5 ,NA,0\n1,-3,null,0\n0,,nan,0\n1,1e1,,0\n0,+2,5,1\n")
+    columns = {
+        "y": [0, 1, 0, 1, 0], "a": [1.5, -3.0, None, 10.0, 2.0], "b": pa.array([None, None, None, None, 5], pa.int16()),
+        "s": [False, False, False, False, True],
+    }  # fmt: skip
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    for name, test in (("t.csv", "1"), ("t.parquet", "true")):
+        out = tmp_path / f"{name}.out"
+        twins.build_table(
+            tmp_path / name, out, label="y", numeric=("a", "b"), categorical=("s",), test_column=("s", test)
+        )
+        train, test = twins.read(out, "train"), twins.read(out, "test")
+        assert [row[1] for row in train] == [[np.float32(v), 0] for v in (0.15, -0.3, 0, 1)]
+        assert test[0][1] == [np.float32(0.2), 5]  # a column with no number in training rows is not divided
+
+
+@pytest.mark.parametrize("kind", [
+    pa.int8(), pa.int64(), pa.uint16(), pa.float16(), pa.float32(), pa.float64(), pa.decimal128(22, 2), pa.string(),
+    pa.large_string(), pa.dictionary(pa.int8(), pa.string()), pa.dictionary(pa.int8(), pa.int64()),
+])  # fmt: skip
+def test_types_of_numbers_and_values(tmp_path, kind):
+    inner = kind.value_type if pa.types.is_dictionary(kind) else kind
+    values = pa.array([1, 2, 2, 4, 4]).cast(inner)
+    values = values.dictionary_encode().cast(kind) if inner is not kind else values.cast(kind)
+    table = pa.table({"y": [0, 1, 0, 1, 1], "x": values, "c": values, "s": [0, 0, 0, 0, 1]})
+    with pa.ipc.new_file(tmp_path / "t.arrow", table.schema) as file:
+        file.write_table(table)
+    twins.build_table(
+        tmp_path / "t.arrow", tmp_path / "d", label="y", numeric=("x",), categorical=("c",), test_column=("s", "1")
+    )
+    assert [row[1] for row in twins.read(tmp_path / "d", "train")] == [[0.25], [0.5], [0.5], [1]]
+    texts = [value.removesuffix(".00") for value in column_of(tmp_path / "d", "train", "c")]
+    assert texts == ["1", "2", "2", "4"]
+
+
+@pytest.mark.parametrize("kind", [
+    pa.bool_(), pa.date32(), pa.timestamp("ms"), pa.timestamp("us", "UTC"), pa.binary(), pa.string_view(), pa.null(),
+])  # fmt: skip
+def test_types_of_values(tmp_path, kind):
+    given = {
+        pa.bool_(): [True, False, None], pa.binary(): [b"a", b"b", None], pa.string_view(): ["a", "b", None],
+        pa.null(): [None, None, None],
+    }.get(kind, [datetime.datetime(2024, 5, 1), datetime.datetime(2024, 5, 2), None])  # fmt: skip
+    table = pa.table({"y": [0, 1, 0, 1], "c": pa.array([*given, given[0]], kind), "s": [0, 0, 0, 1]})
+    with pa.ipc.new_stream(tmp_path / "t.arrows", table.schema) as file:
+        file.write_table(table)
+    twins.build_table(tmp_path / "t.arrows", tmp_path / "d", label="y", categorical=("c",), test_column=("s", "1"))
+    found = column_of(tmp_path / "d", "train", "c")
+    assert found[2] == ""
+    assert len(set(found)) == (1 if kind == pa.null() else 3)
+    assert column_of(tmp_path / "d", "test", "c") == found[:1]
+
+
+@pytest.mark.parametrize(("values", "limit", "expected"), [
+    ([3, 1, 2, 5], "2", [1, 0, 0, 1]),
+    ([3.5, 1.0, 2.0, 2.5], "2", [1, 0, 0, 1]),
+    ([3, 1, 2, 5], "2.5", [1, 0, 0, 1]),
+    ([2**62 + 1, 2**62, 5, 2**62 + 2], str(2**62), [1, 0, 0, 1]),  # which float64 cannot tell apart
+    (["2024-02-01", "2023-12-31", "2024-01-01", "2024-01-02"], "2024-01-01", [1, 0, 0, 1]),
+    (["2024-01-01 10:00", "2024-01-01", "2024-01-01 09:00:00", "2024-01-01T09:01"], "2024-01-01 09:00", [1, 0, 0, 1]),
+    (["2024-01-01T10:00Z", "2024-01-01T10:00+02:00", "2024-01-01T09:00Z", "2025-01-01T00:00Z"],
+     "2024-01-01T10:00+01:00", [1, 0, 0, 1]),
+    (["10", "9", "9.5", "1e3"], "9.5", [1, 0, 0, 1]),
+    ([datetime.date(2024, 1, day) for day in (3, 1, 2, 9)], "2024-01-02", [1, 0, 0, 1]),
+    ([datetime.datetime(2024, 1, 1, hour) for hour in (3, 1, 2, 9)], "2024-01-01T02:00", [1, 0, 0, 1]),
+    ([datetime.datetime(2024, 1, 1, hour, tzinfo=ZoneInfo("UTC")) for hour in (3, 1, 2, 9)],
+     "2024-01-01T03:00+01:00", [1, 0, 0, 1]),
+])  # fmt: skip
+def test_rows_after_a_time_are_for_testing(tmp_path, values, limit, expected):
+    columns = {"y": [0, 1, 0, 1], "c": [str(i) for i in range(4)], "t": values}
+    paths = [twins.write_parquet(tmp_path / "t.parquet", columns), twins.write_text(tmp_path / "t.csv", columns)]
+    for path in paths:
+        out = tmp_path / f"{path.suffix}.out"
+        twins.build_table(path, out, label="y", categorical=("c",), test_after=("t", limit))
+        assert column_of(out, "train", "c") == [str(i) for i in range(4) if not expected[i]]
+        assert len(twins.read(out, "test")) == sum(expected)
+
+
+def test_rows_are_drawn_by_seed_and_number(tmp_path):
+    columns = {"y": [i % 2 for i in range(200)], "c": list(range(200))}
+    how = {"label": "y", "categorical": ("c",)}
+    whole = twins.write_parquet(tmp_path / "t.parquet", columns)
+    halves = [
+        twins.write_text(tmp_path / f"{i}.csv", {k: v[s] for k, v in columns.items()})
+        for i, s in enumerate((slice(70), slice(70, None)))
+    ]
+    for name, files, seed in (("a", whole, 3), ("b", halves, 3), ("c", whole, 4)):
+        twins.build_table(files, tmp_path / name, options=Options(threshold=0, test_fraction=0.2, seed=seed), **how)
+    labels = {name: [row[0] for row in twins.read(tmp_path / name, "train")] for name in "abc"}
+    assert labels["a"] == labels["b"] != labels["c"]
+    assert column_of(tmp_path / "a", "train", "c") == column_of(tmp_path / "b", "train", "c")
+    assert 20 < len(twins.read(tmp_path / "a", "test")) < 60
+
+
+@pytest.mark.parametrize(("name", "text", "how"), [
+    ("t.dat", "1::a b::x|y::0\n0::c:d::::1\n1::\"q::y::0\n", {"columns": ("y", "c", "g", "s"), "delimiter": "::"}),
+    ("t.txt", "y\tc\tg\ts\n1\ta b\tx|y\t0\n0\tc:d\t\t1\n1\t\"q\ty\t0\n", {"quotes": False}),
+    ("t.csv", "y;c;g;s\r\n1;a b;x|y;0\r\n0;c:d;;1\r\n1;\"\"\"q\";y;0", {"delimiter": ";"}),
+    ("t.txt", "y,c,g,s\n\n1,a b,x|y,0\n0,\"c:d\",,1\n\n1,\"\"\"q\",y,0\n\n", {}),
+    ("t.tsv", "\ufeffy\tc\tg\ts\n1\ta b\tx|y\t0\n0\tc:d\t\t1\n1\t\"\"\"q\"\ty\t0\n", {}),
+])  # fmt: skip
+def test_delimiters_headers_and_quotes(tmp_path, name, text, how):
+    path = write(tmp_path / name, text)
+    twins.build_table(
+        path, tmp_path / "d", label="y", categorical=("c",), bags=(("g", "|"),), test_column=("s", "1"), **how
+    )
+    assert twins.vocabulary(tmp_path / "d")[2:] == [("c", "a b", 1), ("c", '"q', 1), ("g", "x", 1), ("g", "y", 2)]
+    assert twins.read(tmp_path / "d", "test") == [(0, [], [0], [[]])]
+
+
+def test_a_delimiter_of_several_characters_is_found_across_reads(tmp_path, monkeypatch):
+    rows = [f"{i % 2}:::a:{'b' * (i % 7)}::{':' * (i % 2)}:{i % 3}" for i in range(100)]
+    monkeypatch.setattr("hostdev.data.preprocess.delimited.BLOCK_BYTES", 64)
+    path = write(tmp_path / "t.dat", "\n".join(rows))
+    found = twins.build_table(
+        path, tmp_path / "d", label="y", categorical=("c", "s"), columns=("y", "c", "s"), delimiter=":::",
+        options=Options(threshold=0),
+    )  # fmt: skip
+    texts = {value for _, value, _ in twins.vocabulary(tmp_path / "d")}
+    expected = {part for row in rows for part in row.split(":::")[1:]}
+    assert texts - {None} <= expected
+    assert found.statistics["rejected"] == 0
+
+
+def test_rows_in_a_file_each_without_line_ends(tmp_path):
+    files = [write(tmp_path / f"{i}.txt", f"{i % 2},v{i % 3}") for i in range(30)]
+    twins.build_table(
+        files, tmp_path / "d", label="y", categorical=("c",), columns=("y", "c"), options=Options(threshold=0)
+    )
+    assert len(column_of(tmp_path / "d", "train", "c")) + len(column_of(tmp_path / "d", "test", "c")) == 30
+
+
+def test_malformed_lines_are_set_aside(tmp_path):
+    lines = ["y,c", *(f"{i % 2},v{i}" for i in range(400))]
+    lines[5], lines[300] = "1,2,3", '"one\nvalue"'
+    path = write(tmp_path / "t.csv", "\n".join(lines) + "\n")
+    found = twins.build_table(path, tmp_path / "d", label="y", categorical=("c",), options=Options(threshold=0))
+    assert found.statistics["rejected"] == 2
+    assert found.rows("train") + found.rows("test") == 398
+    assert (tmp_path / "d/rejected.tsv").read_text().splitlines() == [
+        f"{path}\t6\t3 columns, not 2\t1,2,3",
+        f'{path}\t301\t1 columns, not 2\t"one\\nvalue"',
+    ]
+
+
+def test_names_with_commas_and_spaces(tmp_path, in_process):
+    write(tmp_path / "t.csv", '"a, b",the label,c d,s\n1,0,x,0\n3,1,y,1\n')
+    code, _, error = in_process(
+        preprocess, "table", "t.csv", "--out", "d", "--label", "the label", "--numeric", '"a, b"',
+        "--categorical", "c d, s", "--test-column", "s=1",
+    )  # fmt: skip
+    assert (code, error) == (0, "")
+    assert manifest.read(tmp_path / "d").schema.dense == ("a, b",)
+    assert manifest.read(tmp_path / "d").schema.ids == ("c d", "s")
+
+
+def test_all_training_labels_equal_is_said(tmp_path, in_process):
+    write(tmp_path / "t.csv", "y,c\n" + "1,a\n" * 50)
+    code, out, _ = in_process(preprocess, "table", "t.csv", "--out", "d", "--label", "y", "--categorical", "c")
+    assert code == 0
+    assert "all labels of the train rows are 1: nothing can be learned of them" in out

@@ -1,0 +1,230 @@
+"""What cannot be: each in one line, exit code 2, and nothing left behind."""
+
+import datetime
+import gzip
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hostdev.data.preprocess import __main__ as preprocess
+
+GOOD = "y,x,c,g,t\n" + "".join(f"{i % 2},{i},v{i % 3},a|b,{i}\n" for i in range(20))
+
+
+@pytest.fixture
+def refused(tmp_path, in_process):
+    """Run `preprocess table`, which must refuse; return its line."""
+
+    def run(*arguments, label=("--label", "y"), columns=("--categorical", "c")):
+        before = sorted(path.name for path in tmp_path.iterdir())
+        code, out, error = in_process(preprocess, "table", *arguments, "--out", "out", *label, *columns)
+        assert code == 2
+        assert out == ""
+        assert error.count("\n") == 1
+        assert error.startswith("hostdev.data.preprocess: error: ")
+        assert sorted(path.name for path in tmp_path.iterdir()) == before
+        return error.removeprefix("hostdev.data.preprocess: error: ").strip()
+
+    return run
+
+
+@pytest.fixture
+def good(tmp_path):
+    path = tmp_path / "good.csv"
+    path.write_text(GOOD)
+    return path
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (["--label", "z"], "good.csv has no column 'z'; it has y, x, c, g, t (from its first line; if that is a row, give"
+                       " --columns)"),
+    (["--label", "y", "--numeric", "x,zz"], "good.csv has no column 'zz'; it has y, x, c, g, t"),
+    (["--label", "y", "--bag", "zz=|"], "good.csv has no column 'zz'; it has"),
+    (["--label", "y", "--test-column", "zz=1"], "good.csv has no column 'zz'; it has"),
+    (["--label", "y", "--test-after", "zz=1"], "good.csv has no column 'zz'; it has"),
+    (["--label", "y", "--numeric", "x,x"], "column 'x' is named twice among --label, --numeric, --categorical and "),
+    (["--label", "y", "--numeric", "c"], "column 'c' is named twice"),
+    (["--label", "c"], "column 'c' is named twice"),
+    (["--label", "y", "--bag", "c=|"], "column 'c' is named twice"),
+    (["--label", "y", "--share", "g=c"], "--share g=c: 'g' is not a column of --categorical or --bag, which are c"),
+    (["--label", "y", "--bag", "g=|", "--share", "g=x"], "--share g=x: 'x' is not a column of --categorical or --bag"),
+    (["--label", "y", "--bag", "g=|", "--share", "g=g"], "--share g=g: 'g' has no ids of its own"),
+    (["--label", "y", "--bag", "g=|", "--share", "g=c", "--share", "c=g"], "--share g=c: 'c' has no ids of its own"),
+    (["--label", "y", "--bag", "g=|", "--categorical", "t", "--share", "g=c", "--share", "g=t"],
+     "--share names a column twice"),
+    (["--label", "y", "--share", "g"], "--share g: write it as NAME=VALUE"),
+    (["--label", "y", "--test-column", "t"], "--test-column t: write it as NAME=VALUE"),
+    (["--label", "y", "--bag", "g="], "--bag g=: the separator is empty"),
+    (["--label", "y", "--bag", "g"], "good.csv, column 'g': it is of type string, not a list; say what separates its "
+                                     "values, such as --bag 'g=|'"),
+    (["--label", "y", "--numeric", "g"], "good.csv, row 1, column 'g': 'a|b' is not a number; name the column with "
+                                         "--categorical, or mend the value (a missing one is empty or NA)"),
+    (["--label", "x"], "good.csv, row 3, column 'x': '2' is not 0 or 1, true or false; say which labels are positive,"
+                       " such as --positive '>3'"),
+    (["--label", "g", "--positive", ">3"], "good.csv, row 1, column 'g': 'a|b' is not a number"),
+    (["--label", "y", "--positive", ">three"], "--positive >three: 'three' is not a number"),
+    (["--label", "y", "--positive", ">nan"], "--positive >nan: 'nan' is not a number"),
+    (["--label", "y", "--test-after", "t=soon"], "--test-after: 'soon' is not a number, and not a date or time"),
+    (["--label", "y", "--test-after", "g=3"], "good.csv, row 1, column 'g': 'a|b' is not a number"),
+    (["--label", "y", "--test-after", "t=2024-01-01"], "row 1, column 't': '0' is not a time like 2024-01-01"),
+    (["--label", "y", "--test-after", "t=100"], "none of the 20 rows is in the test split; give more rows or another "
+                                                "--test-column or --test-after"),
+    (["--label", "y", "--test-column", "t=z"], "none of the 20 rows is in the test split"),
+    (["--label", "y", "--test-column", "t=1", "--test-after", "t=3"], "--test-column and --test-after both say which "),
+    (["--label", "y", "--test-fraction", ".1", "--test-after", "t=3"], "--test-fraction and --test-after both say"),
+    (["--label", "y", "--seed", "1", "--test-after", "t=3"], "--seed has no effect with --test-after; leave it out"),
+    (["--label", "y", "--threshold", "1", "--hash-buckets", "9"], "--threshold has no effect with --hash-buckets"),
+    (["--label", "y", "--dense", "minmax"], "invalid choice: 'minmax'"),
+    (["--label", "y", "--columns", "a,b"], "good.csv: the first line has 5 values between commas, but --columns names"
+                                           " 2 columns"),
+    (["--label", "y", "--columns", "y,c,c,d,e"], "--columns names a column twice"),
+    (["--label", "y", "--delimiter", ""], "--delimiter is empty"),
+    (["--label", "y", "--delimiter", ";"], "good.csv has no column 'y'; it has y,x,c,g,t"),
+    (["--label", "y", "--columns", "y,x,c,g,t"], "good.csv, row 1, column 'y': 'y' is not 0 or 1"),
+    ([], "the following arguments are required: --label"),
+])  # fmt: skip
+def test_wrong_options(refused, good, options, message):
+    assert message in refused(good, *options, label=())
+
+
+def test_no_column_with_ids(refused, good):
+    assert refused(good, columns=("--numeric", "x")) == (
+        "no column has ids; name at least one with --categorical or --bag"
+    )
+
+
+@pytest.mark.parametrize(("text", "options", "message"), [
+    ("", [], "t.csv: the file is empty"),
+    ("\n\n", [], "t.csv: the file is empty"),
+    ("y,c\n", [], "the input has no rows"),
+    ("y,c", [], "t.csv: the file has no rows"),
+    ("y,c\n1,a\n,b\n0,a\n", [], "t.csv, row 2, column 'y': it is missing"),
+    ("y,c\n1,a\nNA,b\n0,a\n", ["--positive", ">0"], "t.csv, row 2, column 'y': it is missing"),
+    ("y,c\n1,a\n,b\n0,a\n", ["--positive", "1"], "t.csv, row 2, column 'y': it is missing"),
+    ("y,x,c\n1,5,a\n\n0,five,b\n", ["--numeric", "x"], "t.csv, row 2, column 'x': 'five' is not a number; name"),
+    ("y,x,c\n1,5,a\n0,inf,b\n", ["--numeric", "x"], "t.csv, row 2, column 'x': inf is not a finite number"),
+    ("y,x,c\n1,5,a\n0,1e999,b\n", ["--numeric", "x"], "t.csv, row 2, column 'x': inf is not a finite number"),
+    ("y,x,c\n1,1e-9,a\n0,1,b\n1,1e300,b\n", ["--numeric", "x", "--test-after", "x=0.5"],
+     "column 'x': a number is inf when scaled, which float32 cannot hold; leave such rows out, or use --dense log"),
+    ("y,x,c\n1,1e300,a\n0,-1e300,b\n1,3,t\n", ["--numeric", "x", "--test-column", "c=t", "--dense", "standard"],
+     "column 'x' has numbers too large for --dense standard; use --dense log"),
+    ("y,t,c\n1,5,a\n0,,b\n", ["--test-after", "t=3"],
+     "t.csv, row 2, column 't': it is missing, so that its row is neither before nor after"),
+    ("y,c,c\n1,a,b\n0,a,b\n", [], "t.csv has 2 columns of the name 'c'"),
+    ("y,c\n1,a\n" + "0,b,c\n" * 5, [], "5 lines are malformed, more than 1% of all; the first is "),
+    ('y,c\n1,a\n0,"b\n1,c\n', [], "t.csv, line 3: the quotes that begin here are never closed; if quotes are ordinary"
+                                  " characters, give --no-quotes"),
+    ("y::c\n1::a\x1f\n0::b\n", ["--delimiter", "::"], "t.csv: the file has the character 1F (hexadecimal)"),
+])  # fmt: skip
+def test_wrong_text(refused, tmp_path, text, options, message):
+    (tmp_path / "t.csv").write_text(text)
+    assert message in refused("t.csv", *options)
+
+
+def test_the_row_of_a_wrong_value_counts_malformed_ones(refused, tmp_path):
+    lines = ["y,c,x", *("1,a,5" for _ in range(1000))]
+    lines[3], lines[700], lines[900] = "1", "1,2,3,4", "0,b,?"
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    assert "t.csv, row 900, column 'x': '?' is not a number" in refused("t.csv", "--numeric", "x")
+
+
+def test_files_with_different_columns(refused, good, tmp_path):
+    (tmp_path / "other.csv").write_text("y,x,c,g\n1,2,3,4\n")
+    (tmp_path / "other.tsv").write_text("c\tt\ty\tg\tz\n1\t2\t3\t4\t5\n")
+    assert refused(good, "other.csv") == f"other.csv has other columns than {good}: only one of them has t"
+    assert refused(good, "other.tsv") == f"other.tsv has other columns than {good}: only one of them has x, z"
+    assert "nowhere.csv: no such file" in refused(good, "nowhere.csv")
+
+
+def test_text_that_is_not_utf8(refused, tmp_path):
+    (tmp_path / "latin.csv").write_bytes("y,c\n1,Étoile\n".encode("latin-1"))
+    assert "latin.csv: byte 6 or near is not UTF-8; convert the file, such as with iconv" in refused("latin.csv")
+    (tmp_path / "wide.csv").write_text("y,c\n1,a\n", encoding="utf-16")
+    assert refused("wide.csv") == "wide.csv: the file is UTF-16; convert it to UTF-8"
+    (tmp_path / "cut.csv").write_bytes("y,c\n1,É".encode()[:-1])
+    assert "cut.csv: byte 6 or near is not UTF-8" in refused("cut.csv")
+    lines = b"y,c\n" + b"1,a\n" * 100_000 + b"0,\xff\n" + b"1,a\n" * 100_000
+    (tmp_path / "late.csv").write_bytes(lines)
+    assert "late.csv: byte 400,006 or near is not UTF-8" in refused("late.csv")
+
+
+def test_compressed_text_that_is_none(refused, tmp_path):
+    (tmp_path / "t.csv.gz").write_text(GOOD)
+    assert "t.csv.gz: the file cannot be read (" in refused("t.csv.gz")
+    whole = gzip.compress(GOOD.encode() * 1000)
+    (tmp_path / "half.csv.gz").write_bytes(whole[: len(whole) // 2])
+    assert "half.csv.gz: the file" in refused("half.csv.gz")
+
+
+def test_a_row_that_is_too_long(refused, tmp_path, monkeypatch):
+    monkeypatch.setattr("hostdev.data.preprocess.delimited.BLOCK_BYTES", 100)
+    (tmp_path / "t.csv").write_text("y,c\n" + "1,a\n" * 30 + "1," + "b" * 500 + "\n")
+    assert "t.csv: a row is longer than 100 bytes; are there commas between values, and quotes as in CSV?" in refused(
+        "t.csv"
+    )
+
+
+TABLE = {"y": [0, 1, 1], "c": ["a", "b", "c"], "x": [1.0, 2.5, None]}
+
+
+@pytest.mark.parametrize(("name", "values", "options", "message"), [
+    ("c", [{"a": 1}] * 3, [], "it is of type struct<a: int64>, which is nested or unknown; only plain values and"),
+    ("c", [[["a"]]] * 3, ["--bag", "c"], "it is of type list<element: list<element: string>>, which is nested"),
+    ("c", [["a"]] * 3, [], "it is of type list<element: string>, a list; only --bag takes lists"),
+    ("x", [["a"]] * 3, ["--numeric", "x"], "it is of type list<element: string>, a list; only --bag takes lists"),
+    ("y", [[1]] * 3, [], "it is of type list<element: int64>, a list; only --bag takes lists"),
+    ("x", [5, 6, 7], ["--bag", "x"], "it is of type int64, not a list; say what separates its values"),
+    ("x", [datetime.date(2024, 1, 1)] * 3, ["--numeric", "x"], "it is of type date32[day], not numbers; name it with"),
+    ("x", [datetime.timedelta(1)] * 3, ["--numeric", "x"], "it is of type duration[us], which is nested or unknown"),
+    ("c", [1.0, float("nan"), 2.5], [], "row 3, column 'c': 2.5 is not a whole number; a categorical value is one, or"),
+    ("c", [1.0, 1e30, 2.0], [], "row 2, column 'c': 1e+30 is not a whole number"),
+    ("c", [[1.0], [], [2.0, 2.5]], ["--bag", "c"], "row 3, column 'c': 2.5 is not a whole number"),
+    ("c", [b"a", b"\xff", b"c"], [], "row 2, column 'c': b'\\xff' is not text in UTF-8"),
+    ("x", ["1", "2", "three"], ["--numeric", "x"], "row 3, column 'x': 'three' is not a number"),
+    ("x", [1.0, float("inf"), 2.0], ["--numeric", "x"], "row 2, column 'x': inf is not a finite number"),
+    ("y", [0.0, 1.0, 0.5], [], "row 3, column 'y': '0.5' is not 0 or 1, true or false; say which labels are positive"),
+    ("y", [0, None, 1], [], "row 2, column 'y': it is missing"),
+    ("y", [0.0, float("nan"), 1.0], ["--positive", ">0.5"], "row 2, column 'y': it is missing"),
+    ("x", [1.0, None, 2.0], ["--test-after", "x=1"], "row 2, column 'x': it is missing"),
+    ("x", [datetime.date(2024, 1, 1)] * 3, ["--test-after", "x=5"],
+     "--test-after: '5' cannot be compared with a column of type date32[day]; write it as 2024-12-31"),
+    ("x", [datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)] * 3, ["--test-after", "x=2024-01-01"],
+     "cannot be compared with a column of type timestamp[us, tz=UTC]; write it as 2024-12-31T12:00:00Z"),
+    ("x", [5, 6, 7], ["--test-after", "x=2024-01-01"], "--test-after: '2024-01-01' is not a number"),
+    ("y", [0, 1, 1], ["--columns", "y,c,x"], "--columns has no effect on t.parquet, which is Parquet; leave it out"),
+    ("y", [0, 1, 1], ["--delimiter", ","], "--delimiter has no effect on t.parquet"),
+    ("y", [0, 1, 1], ["--no-quotes"], "--no-quotes has no effect on t.parquet"),
+    ("y", [0, 1, 1], ["--label", "z"], "t.parquet has no column 'z'; it has y, c, x"),
+])  # fmt: skip
+def test_wrong_columns_of_parquet(refused, tmp_path, name, values, options, message):
+    pq.write_table(pa.table({**TABLE, name: values}), tmp_path / "t.parquet")
+    columns = () if options == ["--bag", "c"] else ("--categorical", "c")
+    line = refused("t.parquet", *options, columns=columns, label=() if "--label" in options else ("--label", "y"))
+    assert message in line
+    assert "t.parquet" in line or line.startswith("--test-after")
+
+
+def test_a_nested_column_that_is_not_used_is_no_matter(tmp_path, in_process):
+    pq.write_table(pa.table({**TABLE, "n": [{"a": [1]}] * 3}), tmp_path / "t.parquet")
+    code, _, error = in_process(
+        preprocess, "table", "t.parquet", "--out", "out", "--label", "y", "--categorical", "c", "--test-column", "c=a"
+    )
+    assert (code, error) == (0, "")
+
+
+def test_damaged_files(refused, tmp_path):
+    table = pa.table({"y": [0, 1] * 500, "c": [f"value {i}" for i in range(1000)]})
+    pq.write_table(table, tmp_path / "t.parquet", compression="none")
+    with pa.ipc.new_file(tmp_path / "t.arrow", table.schema) as file:
+        file.write_table(table)
+    with pa.ipc.new_stream(tmp_path / "t.stream", table.schema) as file:
+        file.write_table(table)
+    for name, kind in (("t.parquet", "Parquet"), ("t.arrow", "Arrow"), ("t.stream", "Arrow")):
+        path = tmp_path / name
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2])
+        assert f"{name}: the {kind} file is broken (" in refused(name)
+        path.write_bytes(content[:6] + b"\0" * 40)
+        assert f"{name}: the {kind} file is broken (" in refused(name)
+    (tmp_path / "old.feather").write_bytes(b"FEA1" + b"\0" * 40)
+    assert "old.feather: this is Feather version 1; write it again" in refused("old.feather")
