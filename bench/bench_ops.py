@@ -20,9 +20,9 @@ from workload import grads_of, ids_of
 import hostdev
 from hostdev.core.initializers import Normal
 from hostdev.core.memory import available_bytes, table_bytes
+from hostdev.kernels.bags import Feature, sum_uses
 from hostdev.kernels.buffers import aligned_empty
 from hostdev.kernels.pool import host_threads, parallel_for
-from hostdev.kernels.segment import segment_sum
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -46,7 +46,7 @@ def ops_of(rows: int, dim: int) -> dict[str, Op]:
     grads = aligned_empty((n, dim))
     grads[:] = grads_of(n, dim)
     sums, out = aligned_empty((u, dim)), aligned_empty((n, dim))
-    segment_sum(grads, inverse, sums)
+    sum_uses([Feature(inverse)], [grads], sums)
     deep = hostdev.HostTable(rows, dim, hostdev.LazyAdam(), name="deep")
     wide = hostdev.HostTable(rows, 1, hostdev.FTRL(), name="wide")
     grads1, sums1 = grads[:, :1].copy(), sums[:, :1].copy()
@@ -63,7 +63,7 @@ def ops_of(rows: int, dim: int) -> dict[str, Op]:
         "unique": (lambda: hostdev.unique(ids), n, 0),
         "lookup, unique rows": (lambda: deep.lookup(found, out=out[:u]), u, 2 * u * row),
         "lookup, all": (lambda: deep.lookup(ids, out=out), n, n * row + u * row),
-        "gradient sum": (lambda: segment_sum(grads, inverse, sums), n, n * row + u * row),
+        "gradient sum": (lambda: sum_uses([Feature(inverse)], [grads], sums), n, n * row + u * row),
         "LazyAdam, unique rows": (lambda: deep.update(found, sums), u, 7 * u * row),
         "LazyAdam, all": (lambda: deep.apply(ids, grads), n, n * row + 6 * u * row),
         "FTRL D = 1, unique rows": (lambda: wide.update(found, sums1), u, 7 * u * 4),

@@ -15,6 +15,7 @@ from workload import training_ids
 import hostdev
 from hostdev.core.optimizers import FTRL, LazyAdam
 from hostdev.device.ops import Ops
+from hostdev.device.ops.uses import FeatureUses
 
 # Of a batch's unique rows with a cache of 10%; about what real Criteo rows have (README, "The embedding cache").
 HITS, ADMITTED = 0.5, 0.1
@@ -90,8 +91,7 @@ class Batch:
             moved = self.U * row + self.N * (per_use + self.dim * dtype.itemsize)
             yield self._pure(f"gather, {_short(dtype)}", moved, lambda ops, dtype=dtype: ops.gather(
                 self.unique_rows, self.inverse, self.weights, dtype))  # fmt: skip
-        yield Case("uses_of", 8 * self.N, tuple, lambda ops: ops.uses_of(self.inverse, self.U, in_order=True),
-                   lambda out: [])  # fmt: skip
+        yield Case("uses_of", 8 * self.N, tuple, lambda ops: self._uses(ops), lambda out: [])
         for dtype in dtypes:
             yield self._sums(self.use_grads.to(dtype), per_use)
         for name, optimizer in OPTIMIZERS.items():
@@ -100,13 +100,16 @@ class Batch:
         yield Case("place", 2 * len(self.late) * row + 4 * len(self.late), lambda: (self.unique_rows.clone(),),
                    lambda ops, rows: ops.place(rows, self.late, self.late_rows), lambda rows, out: [rows])  # fmt: skip
 
+    def _uses(self, ops: Ops, weights: Tensor | None = None) -> Any:
+        uses = FeatureUses(self.inverse, None, weights, False, torch.float32)
+        return ops.uses_of([uses], self.U, in_order=True)
+
     def _pure(self, name: str, moved: int, run: Callable[[Ops], Tensor]) -> Case:
         return Case(name, moved, tuple, run, lambda out: [out])
 
     def _sums(self, grads: Tensor, per_use: int) -> Case:
         def run(ops: Ops, grads: Tensor = grads, weights: Tensor | None = self.weights) -> Tensor:
-            uses = ops.uses_of(self.inverse, self.U, in_order=True)
-            return ops.sum_uses(grads, uses, weights, self.U)
+            return ops.sum_uses([grads], self._uses(ops, weights))
 
         def scale() -> Tensor:
             terms = grads.float() if self.weights is None else grads.float() * self.weights[:, None]

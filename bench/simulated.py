@@ -5,12 +5,12 @@ import time
 import numpy as np
 import torch
 from hostdev.data.batch import WideBatch as Batch
+from hostdev.pipeline.model import Step
 from workload import DIM
 
 import hostdev
 from hostdev.cache.slots import DeviceSlots, Places
 from hostdev.device.pinned import Slab
-from hostdev.pipeline.model import Step
 
 # A step of Wide & Deep launches about 100 kernels of the dense layers, their gradients and Adam, and up to 20 for rows
 # (bench_launches.py). PyTorch takes 4 to 10 us of the host for each.

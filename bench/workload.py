@@ -5,6 +5,7 @@ import numpy as np
 IDS = 624_000  # a batch of 16,000 rows of 39 fields
 DIM = 80
 ZIPF = 1.1
+BAG_DIM, BAG, BAGS = 64, 10, 16_000
 
 
 def ids_of(rows: int, n: int = IDS, seed: int = 0) -> np.ndarray:
@@ -29,3 +30,8 @@ def batch_of(rows: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
     """Ids int32 [batch, 39] and labels float32 [batch]."""
     label = (np.random.default_rng(2).random(batch) < 0.25).astype(np.float32)
     return ids_of(rows, batch * 39).astype(np.int32).reshape(batch, 39), label
+
+
+def bags_of(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids int64 [BAGS, BAG], and the gradients of the pooled rows, float32 [BAGS, BAG_DIM]."""
+    return ids_of(rows, BAGS * BAG).reshape(BAGS, BAG), grads_of(BAGS, BAG_DIM)

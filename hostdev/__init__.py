@@ -24,11 +24,13 @@ if TYPE_CHECKING:
         FusedSparseSGD,
         Primitive,
     )
+    from hostdev.device.table import DeviceTable
     from hostdev.host.server import ParameterServer
     from hostdev.host.table import HostTable
     from hostdev.kernels.pool import set_host_threads
     from hostdev.kernels.unique import unique
-    from hostdev.runtime.host_embedding import HostEmbedding
+    from hostdev.runtime.runtime import Runtime
+    from hostdev.runtime.spec import Bag, CacheSpec, Feature, TableSpec
 
 # The public surface; what is not here is free to change. Loaded on first use, so that each command starts quickly.
 _PUBLIC = {
@@ -44,7 +46,12 @@ _PUBLIC = {
     "EmbeddingLookup": "hostdev.core.primitive",
     "FusedSparseFtrl": "hostdev.core.primitive",
     "FusedSparseLazyAdam": "hostdev.core.primitive",
-    "HostEmbedding": "hostdev.runtime.host_embedding",
+    "Bag": "hostdev.runtime.spec",
+    "CacheSpec": "hostdev.runtime.spec",
+    "DeviceTable": "hostdev.device.table",
+    "Feature": "hostdev.runtime.spec",
+    "Runtime": "hostdev.runtime.runtime",
+    "TableSpec": "hostdev.runtime.spec",
     "HostTable": "hostdev.host.table",
     "LazyAdam": "hostdev.core.optimizers",
     "Normal": "hostdev.core.initializers",
@@ -59,21 +66,26 @@ __all__ = [
     "FTRL",
     "SGD",
     "Adagrad",
+    "Bag",
+    "CacheSpec",
     "Constant",
+    "DeviceTable",
     "EmbeddingCache",
     "EmbeddingLookup",
+    "Feature",
     "FusedSparseAdagrad",
     "FusedSparseFtrl",
     "FusedSparseLazyAdam",
     "FusedSparseRowWiseAdagrad",
     "FusedSparseSGD",
-    "HostEmbedding",
     "HostTable",
     "LazyAdam",
     "Normal",
     "ParameterServer",
     "Primitive",
     "RowWiseAdagrad",
+    "Runtime",
+    "TableSpec",
     "UserError",
     "set_host_threads",
     "unique",

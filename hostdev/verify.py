@@ -12,25 +12,30 @@ import numpy.typing as npt
 import torch
 
 from hostdev.cache.cache import CacheTooLargeError
+from hostdev.cache.options import WINDOW
 from hostdev.core import cli
 from hostdev.core.errors import UserError
-from hostdev.core.primitive import OpLog
 from hostdev.core.progress import bar
 from hostdev.data import lookalike, manifest
-from hostdev.data.batch import WideBatch as Batch
-from hostdev.data.batch import wide_batches
+from hostdev.data.batch import Batch
+from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.fingerprint import hash_rows
 from hostdev.kernels.pool import host_threads, set_host_threads
-from hostdev.pipeline.rows import Embedding
+from hostdev.models.model import Model
+from hostdev.runtime.spec import CacheSpec
 from hostdev.train import config
+from hostdev.train.build import device_of, groups_of, ids_of, model_of, vector_tables
 from hostdev.train.config import TrainConfig
 from hostdev.train.trainer import Trainer
 
 PROG = "hostdev.verify"
-OPTIONS = ("data", "device", "batch_size", "emb_dim", "l2", "precision", "tf32", "host_threads", "seed")
+OPTIONS = (
+    "data", "model", "table_optimizer", "table_lr", "lr", "device", "batch_size", "emb_dim", "l2", "precision", "tf32",
+    "host_threads", "seed",
+)  # fmt: skip
 DEPTHS = (1, 2, 4)
 EXIT_DIFFERENT = 1
 _FAULT_SECONDS = 0.03  # by which an update is held up, so that a lookup that does not wait for it comes before it
@@ -45,7 +50,7 @@ class Mode(NamedTuple):
     host_device_mix: bool
     depth: int
     threads: int
-    cache: str | None = None  # the share of rows
+    cache: str | None = None  # the share of rows; "some": another one for each group, and none for the first
     policy: str = "lookahead"
 
     def __str__(self) -> str:
@@ -75,8 +80,8 @@ class Difference(NamedTuple):
         return f"first difference: step {self.step}, {self.tensor}{row}"
 
 
-def modes(threads: int) -> Iterator[Mode]:
-    """Yield the ways to train, the reference first."""
+def modes(threads: int, groups: int = 1) -> Iterator[Mode]:
+    """Yield the ways to train a model with so many groups of tables, the reference first."""
     yield Mode(True, 0, threads)
     if threads > 1:
         yield Mode(True, 0, 1)
@@ -92,6 +97,7 @@ def modes(threads: int) -> Iterator[Mode]:
         ("10%", "lru"),
         ("10%", "lfu"),
         ("10%", "static"),
+        *([("some", "and none")] if groups > 1 else []),
     ):
         yield Mode(True, DEPTHS[1], threads, cache, policy)
     if threads > 1:
@@ -100,34 +106,48 @@ def modes(threads: int) -> Iterator[Mode]:
     yield Mode(False, DEPTHS[1], threads)
 
 
-def train(settings: TrainConfig, mode: Mode, batches: Sequence[Batch], rows: int, *, fault: bool) -> Record:
+def caches(mode: Mode, model: Model, batches: Sequence[Batch]) -> dict[str, CacheSpec] | None:
+    """Return the cache of each group in a mode."""
+    if mode.cache is None:
+        return None
+    specs = {}
+    for number, tables in enumerate(groups_of(model)):
+        rows, policy = mode.cache, mode.policy
+        if rows == "some":
+            if not number:
+                continue
+            rows, policy = (("10%", "lookahead"), ("5%", "lru"), ("30%", "lfu"))[number % 3]
+        counts = _count(model, batches, tables[0]) if policy == "static" else None
+        specs[tables[0]] = CacheSpec(rows, policy, window=WINDOW if number % 2 == 0 else 3, counts=counts)
+    return specs
+
+
+def train(settings: TrainConfig, mode: Mode, batches: Sequence[Batch], schema: Schema, broken: int | None) -> Record:
     """Train on batches and record every step.
 
-    fault  break the rule that a batch sees a row only after every earlier batch's update of it
+    broken  a group whose reads do not wait for the updates of earlier batches: what is to be caught
     """
     set_host_threads(mode.threads)
     record = Record([{} for _ in batches], [], "")
-    embeddings: list[Embedding] = []  # the trainer itself would keep itself, and its tables, until they are collected
+    names: list[list[Any]] = []  # of the tables, by group; the trainer itself would be kept by what it calls
+    model = model_of(settings, schema)
 
-    def after_update(number: int, ids: Any, places: list[tuple[Any, Any]]) -> None:
-        for embedding, (block, at) in zip(embeddings, places, strict=True):
-            _add_rows(record.steps[number - 1], embedding, ids, block, at)
+    def after_update(number: int, group: int, ids: Any, places: list[tuple[Any, Any]]) -> None:
+        for (name, slots), (block, at) in zip(names[group], places, strict=True):
+            _add_rows(record.steps[number - 1], name, slots, ids, block, at)
 
     def hold_up(stage: str, number: int) -> None:
         if stage == "update":
             time.sleep(_FAULT_SECONDS)
 
-    broken: dict[str, Any] = {"staleness": mode.depth + 2, "before_stage": hold_up}
-    cache: dict[str, Any] | None = None
-    if mode.cache is not None:
-        counts = _count(batches, rows) if mode.policy == "static" else None
-        cache = {"capacity_rows": mode.cache, "policy": mode.policy, "counts": counts}
+    fault: dict[str, Any] = {"broken": [broken], "before_stage": hold_up} if broken is not None else {}
     trainer = Trainer(
-        rows, settings.emb_dim, host_device_mix=mode.host_device_mix, device=backend.select(settings.device),
-        l2=settings.l2, precision=settings.precision, seed=settings.seed, log=OpLog(), depth=mode.depth, cache=cache,
-        after_update=after_update, **(broken if fault else {}),
+        model, host_device_mix=mode.host_device_mix, device=backend.select(settings.device), l2=settings.l2,
+        precision=settings.precision, seed=settings.seed, lr=settings.lr, depth=mode.depth,
+        cache=caches(mode, model, batches), after_update=after_update, **fault,
     )  # fmt: skip
-    embeddings += [trainer.wide, trainer.deep]
+    for group in trainer.runtime.group_specs:
+        names.append([(table.name, ["weights", *table.slots]) for table in group.tables])
     with bar(len(batches), str(mode), "step") as progress:
         for number, result in enumerate(trainer.train(batches)):
             record.losses.append(tuple(result.value))
@@ -136,12 +156,15 @@ def train(settings: TrainConfig, mode: Mode, batches: Sequence[Batch], rows: int
     return record._replace(digest=trainer.state_sha256())
 
 
-def _count(batches: Sequence[Batch], rows: int) -> npt.NDArray[np.int64]:
-    """How often each row is used."""
-    return sum((np.bincount(batch.ids.ravel(), minlength=rows) for batch in batches), np.zeros(rows, np.int64))
+def _count(model: Model, batches: Sequence[Batch], table: str) -> npt.NDArray[np.int64]:
+    """How often each row of a table is used."""
+    counts = np.zeros(model.tables[table].rows, np.int64)
+    for batch in batches:
+        counts += np.bincount(ids_of(model, batch, table), minlength=len(counts))
+    return counts
 
 
-def _add_rows(step: Step, embedding: Embedding, ids: Any, block: Any, at: Any) -> None:
+def _add_rows(step: Step, table: str, slots: Sequence[str], ids: Any, block: Any, at: Any) -> None:
     """Add rows' hashes to a step's: some are on the host, others in a cache."""
     if isinstance(block, torch.Tensor):
         block = block.index_select(0, at.to(block.device)).cpu().numpy()
@@ -149,15 +172,15 @@ def _add_rows(step: Step, embedding: Embedding, ids: Any, block: Any, at: Any) -
     if isinstance(ids, torch.Tensor):
         ids = ids.cpu().numpy()
     hashes = hash_rows(block, at)
-    for i, name in enumerate(["weights", *embedding.table.slots]):
-        key = f"{embedding.name}/{name}"
+    for i, name in enumerate(slots[: hashes.shape[1]]):  # slots of one value a row are in the digest alone
+        key = f"{table}/{name}"
         before = step.get(key, (ids[:0], hashes[:0, i]))
         step[key] = (np.concatenate([before[0], ids]), np.concatenate([before[1], hashes[:, i]]))
 
 
 def _hash_dense(trainer: Trainer) -> Step:
     tensors: Step = {}
-    for name, parameter in trainer.network.named_parameters():
+    for name, parameter in trainer.model.named_parameters():
         parts = {"": parameter.detach(), **{f"/{key}": value for key, value in trainer.adam.state[parameter].items()}}
         for key, value in parts.items():
             rows = value.float().cpu().numpy().reshape(value.shape[0] if value.ndim else 1, 1, -1)
@@ -186,34 +209,54 @@ def _in_order(rows: tuple[npt.NDArray[Any], Hashes]) -> tuple[npt.NDArray[Any], 
     return rows[0][order], rows[1][order]
 
 
-def verify(settings: TrainConfig, steps: int, *, fault: bool, report: Callable[[str], None] = print) -> int:
-    """Train in every mode and report how each compares with the serial run; return how many differ."""
+def verify(settings: TrainConfig, steps: int, *, fault: bool, report: Callable[[str], None] = print) -> list[int]:
+    """Train in every mode and report how each compares with the serial run.
+
+    fault    break the rule that a batch sees a row only after every earlier batch's update of it, in each group in turn
+    returns  how many modes differ; with faults, of each group
+    """
     data = settings.data or lookalike.ensure()[0]
     found = manifest.read(data)
     reader = ShardReader(data, found, "train")
     reader.require(settings.batch_size or 1)
     size = settings.batch_size or min(config.REFERENCE_BATCH_SIZE, -(-reader.rows // steps))
-    threads = settings.host_threads or host_threads()
-    device = backend.select(settings.device)
-    backend.set_tf32(device, settings.tf32)
-    backend.make_deterministic(device)
-    epochs = (wide_batches(reader, size, seed=settings.seed, epoch=epoch) for epoch in itertools.count(1))
+    device = device_of(settings.device, tf32=settings.tf32)
+    epochs = (reader.batches(size, seed=settings.seed, epoch=epoch) for epoch in itertools.count(1))
     batches = list(itertools.islice(itertools.chain.from_iterable(epochs), steps))
-    report(f"data     {data}: {steps} steps of {size:,} rows, {found.vocabulary_size:,} ids")
-    report(f"dense    {settings.arithmetic} on {backend.describe(device)}; D = {settings.emb_dim}, l2 {settings.l2}\n")
+    model = model_of(settings, found.schema)
+    groups, dims = groups_of(model), sorted({spec.dim for spec in vector_tables(model).values()})
+    report(f"data     {data}: {steps} steps of {size:,} rows, {found.schema.rows:,} ids")
+    report(f"model    {settings.model}: " + "; ".join(" and ".join(tables) for tables in groups))
+    report(f"dense    {settings.arithmetic} on {backend.describe(device)}; D = {', '.join(map(str, dims))}, "
+           f"l2 {settings.l2}\n")  # fmt: skip
     if settings.l2 == "table":
         report("--l2 table does not go with a cache: no mode with one is run\n")
     report(f"{'tables':<14}{'pipeline':<10}{'':<37}state_sha256")
-    reference, *others = [mode for mode in modes(threads) if mode.cache is None or settings.l2 != "table"]
-    expected = train(settings, reference, batches, found.vocabulary_size, fault=False)
+    ways = list(modes(settings.host_threads or host_threads(), len(groups)))
+    reference, *others = [mode for mode in ways if mode.cache is None or settings.l2 != "table"]
+    expected = train(settings, reference, batches, found.schema, None)
     report(f"{reference!s}{expected.digest[:16]}  the reference")
+    if not fault:
+        return [_compare_all(settings, others, batches, found.schema, None, expected, report)]
+    overlapped = [mode for mode in others if mode.host_device_mix and mode.depth]
+    different = []
+    for number, tables in enumerate(groups):
+        if len(groups) > 1:
+            report(f"a fault in {' and '.join(tables)}")
+        different.append(_compare_all(settings, overlapped, batches, found.schema, number, expected, report))
+    return different
+
+
+def _compare_all(
+    settings: TrainConfig, ways: Sequence[Mode], batches: Sequence[Batch], schema: Schema, broken: int | None,
+    expected: Record, report: Callable[[str], None],
+) -> int:  # fmt: skip
+    """Train in these modes, report how each compares, and return how many differ."""
     different = 0
-    for mode in others:
-        if fault and not (mode.host_device_mix and mode.depth):
-            continue
+    for mode in ways:
         gc.collect()  # torch's first steps leave frames behind, which keep tables; there are up to 16 modes
         try:
-            record = train(settings, mode, batches, found.vocabulary_size, fault=fault)
+            record = train(settings, mode, batches, schema, broken)
         except CacheTooLargeError as error:
             report(f"{mode!s}not run: {error}")
             continue
@@ -241,14 +284,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--steps must be at least 2, not {arguments.steps}")
     different = verify(settings, arguments.steps, fault=arguments.inject_fault)
     if arguments.inject_fault:
-        if not different:
+        if not all(different):
             raise UserError("the injected fault was not caught: no two neighbouring batches share a row; use more rows")
-        print(f"\nthe injected fault was caught in {different} modes")
-    elif different:
-        print(f"\n{different} modes differ from the serial run")
+        print(f"\nthe injected fault was caught in {' and '.join(map(str, different))} modes")
+    elif any(different):
+        print(f"\n{different[0]} modes differ from the serial run")
     else:
         print("\nall modes agree in every bit of every step")
-    return EXIT_DIFFERENT if different else 0
+    return EXIT_DIFFERENT if any(different) else 0
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Obvious NumPy twins of every kernel, in float32, in the stated order of operations: equal to the bit."""
 
+from itertools import pairwise
+
 import numpy as np
 
 f32 = np.float32
@@ -19,6 +21,28 @@ def segment_sum(grads, inverse, rows):
         out[u] = out[u] + grads[i] if u in seen else grads[i]
         seen.add(u)
     return out
+
+
+def pool(rows, inverse, offsets, weights, mean):
+    """Each bag's sum of its uses' rows times their weights, [B, D]; all of a use's own row where there are no bags."""
+    terms = rows[inverse] * (f32(1) if weights is None else weights[:, None])
+    if offsets is None:
+        return terms
+    out = np.zeros((len(offsets) - 1, rows.shape[1]), f32)
+    for b, (begin, end) in enumerate(pairwise(offsets.tolist())):
+        if begin < end:
+            out[b] = in_order(terms[begin:end]) / f32(end - begin if mean else 1)
+    return out
+
+
+def terms_of(grads, offsets, weights, mean):
+    """What each use adds to its row's gradient, [N, D], from the gradients of the bags."""
+    if offsets is not None:
+        sizes = np.diff(offsets)
+        if mean:
+            grads = grads / np.maximum(sizes, 1).astype(f32)[:, None]
+        grads = np.repeat(grads, sizes, axis=0)
+    return grads * (f32(1) if weights is None else weights[:, None])
 
 
 def sum_uses(terms, inverse, rows, segment=64):

@@ -12,14 +12,14 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from hostdev.data.batch import WideBatch as Batch
 
 from hostdev import UserError
-from hostdev.core.primitive import OpLog
 from hostdev.core.timeline import STAGES
-from hostdev.train.trainer import NonFiniteLossError, Trainer
+from hostdev.train.trainer import NonFiniteLossError
+from tests import fields
+from tests.fields import FIELDS, FieldsBatch
 
-ROWS, FIELDS = 400, 39
+ROWS = 400
 CPU = torch.device("cpu")
 
 
@@ -33,18 +33,18 @@ def adversarial(seed, count, size=24, shared=0.9):
         ids = np.where(rng.random(ids.shape) < 0.1, before[1], ids)
         before = [ids, before[0]]
         label = (rng.random(size) < 0.3).astype(np.float32)
-        made.append(Batch(label, ids.astype(np.int32), rng.random((size, FIELDS), dtype=np.float32)))
+        made.append(FieldsBatch(label, ids.astype(np.int32), rng.random((size, FIELDS), dtype=np.float32)))
     return made
 
 
 def trainer_of(*, mix=True, l2="none", dim=8, device=CPU, **overlap):
     """A trainer, all of whose dense side is on the device, and the tables where they belong."""
-    trainer = Trainer(ROWS, dim, host_device_mix=mix, device=device, l2=l2, seed=1, log=OpLog(), **overlap)
-    assert {parameter.device.type for parameter in trainer.network.parameters()} == {device.type}
+    trainer = fields.trainer_of(ROWS, dim, mix=mix, device=device, l2=l2, **overlap)
+    assert {parameter.device.type for parameter in trainer.model.parameters()} == {device.type}
     if not mix:
-        assert {part.table.block.device.type for part in (trainer.wide, trainer.deep)} == {device.type}
-    if trainer.cache is not None:
-        assert {slots.block.device.type for slots in trainer.cache.slots} == {device.type}
+        assert {table.block.device.type for table in trainer.tables.values()} == {device.type}
+    for cache in trainer.caches:
+        assert {slots.block.device.type for slots in cache.slots} == {device.type}
     return trainer
 
 
@@ -161,7 +161,7 @@ def test_an_error_in_any_stage_surfaces_and_ends_every_thread(device, stage, dep
             happened.append(time.monotonic())
     except FaultError as error:
         assert str(error) == f"in {stage}"
-        assert time.monotonic() - raised[0] < (1 if device.type == "cpu" else 10)
+        assert time.monotonic() - raised[0] < 60  # it does not wait for anything that does not come
         assert len(happened) >= 2 or cache is not None  # the batches before are not far behind
     else:  # not every stage is used at every depth
         assert not raised
@@ -173,10 +173,10 @@ def test_a_late_error_of_an_update(device, depth):
     """The caller has stepped all batches that may be alive, and nobody reads another."""
     rng = np.random.default_rng(0)
     batches = [  # no two share a row, so nothing waits for an update
-        Batch(np.zeros(1, np.float32), rng.permutation(10)[None] + 10 * number, np.ones((1, 10), np.float32))
+        FieldsBatch(np.zeros(1, np.float32), rng.permutation(10)[None] + 10 * number, np.ones((1, 10), np.float32))
         for number in range(20)
     ]
-    batches = [Batch(b.label, np.tile(b.ids, 4)[:, :FIELDS], np.ones((1, FIELDS), np.float32)) for b in batches]
+    batches = [FieldsBatch(b.label, np.tile(b.ids, 4)[:, :FIELDS], np.ones((1, FIELDS), np.float32)) for b in batches]
 
     def fail(stage, number):
         if stage == "update" and number == 3:
@@ -203,7 +203,7 @@ def test_an_error_comes_in_its_turn_however_slow_the_steps(device):
     with pytest.raises(UserError, match="shard x is damaged"):
         for _ in trainer.train(source()):
             pass
-    assert trainer.deep.table.step == 5
+    assert trainer.tables["deep"].step == 5
     assert trainer.state_sha256() == outcome(batches, depth=0, device=device)[2]
 
 
@@ -252,18 +252,18 @@ def test_the_l2_of_a_batch_is_added_in_one_order(device):
     found = []
     for cache in (None, {"capacity_rows": "20%", "window": 3}):
         trainer = trainer_of(depth=2, l2="batch", cache=cache, device=device)
-        trainer.deep.table.weights[:] *= 20
+        trainer.tables["deep"].weights[:] *= 20
         found.append([tuple(result.value) for result in trainer.train(batches)])
     assert found[0] == found[1]
 
 
 def test_a_table_that_is_not_finite_changes_nothing(device):
     """--l2 table reads rows that no gradient comes to."""
-    batches = [Batch(b.label, b.ids % (ROWS - 1), b.weights) for b in adversarial(20, 3)]
+    batches = [FieldsBatch(b.label, b.ids % (ROWS - 1), b.weights) for b in adversarial(20, 3)]
     for mix in (True, False):
         trainer = trainer_of(l2="table", mix=mix, device=device)
         list(trainer.train(batches[:1]))
-        trainer.deep.table.weights[ROWS - 1, 0] = float("inf")
+        trainer.tables["deep"].weights[ROWS - 1, 0] = float("inf")
         before = trainer.state_sha256()
         with pytest.raises(NonFiniteLossError, match="no row was updated"):
             for result in trainer.train(batches[1:]):
@@ -280,7 +280,7 @@ def test_tables_go_with_the_trainer(device, depth, cache):
     for _ in trainer.train(adversarial(0, 4)):
         pass
     trainer.evaluate(adversarial(0, 1))
-    held = [weakref.ref(part.table) for part in (trainer.wide, trainer.deep)]
+    held = [weakref.ref(table) for table in trainer.tables.values()]
     gc.disable()
     try:
         del trainer
@@ -301,12 +301,12 @@ def test_a_finite_loss_with_gradients_that_are_not(device, depth, mix, cache):
     def spoil(grad):
         return grad * np.inf if next(steps) == 4 else grad
 
-    trainer.network.deep[0].weight.register_hook(spoil)
+    trainer.model.deep[0].weight.register_hook(spoil)
     with pytest.raises(NonFiniteLossError, match="a gradient is not finite .*; no row was updated") as caught:
         for _ in trainer.train(batches):
             pass
     assert caught.value.step == 4
-    assert trainer.deep.table.step == 3
+    assert trainer.tables["deep"].step == 3
     rest = [tuple(result.value) for result in trainer.train(batches[3:])]  # from 5 on the hook does nothing
     assert (rest, trainer.state_sha256()) == (expected[0][3:], expected[2])
 
@@ -339,18 +339,18 @@ def test_closing_early_updates_what_was_stepped(device, depth):
         pass
     results.close()
     assert trainer.state_sha256() == outcome(batches[:5], depth=0, device=device)[2]
-    assert trainer.deep.table.step == 5
+    assert trainer.tables["deep"].step == 5
 
 
 @pytest.mark.parametrize("cache", [None, {"capacity_rows": "20%", "window": 3}], ids=["", "cache"])
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_an_id_beyond_the_table_and_a_loss_that_is_not_finite(device, depth, cache):
     batches = adversarial(5, 10)
-    wrong = Batch(batches[6].label, batches[6].ids.copy(), batches[6].weights)
+    wrong = FieldsBatch(batches[6].label, batches[6].ids.copy(), batches[6].weights)
     wrong.ids[3, 20] = ROWS
     with pytest.raises(UserError, match=f"id {ROWS} at position .* is outside"):
         list(trainer_of(depth=depth, cache=cache, device=device).train([*batches[:6], wrong, *batches[7:]]))
-    wrong = Batch(batches[6].label, batches[6].ids, np.full_like(batches[6].weights, np.nan))
+    wrong = FieldsBatch(batches[6].label, batches[6].ids, np.full_like(batches[6].weights, np.nan))
     trainer = trainer_of(depth=depth, cache=cache, device=device)
     with pytest.raises(NonFiniteLossError):
         list(trainer.train([*batches[:6], wrong, *batches[7:]]))
@@ -369,7 +369,7 @@ def test_memory_is_bounded(depth, window):
     def source():
         for number in range(2000):
             batch = batches[number % len(batches)]
-            batch = Batch(batch.label.copy(), batch.ids, batch.weights)
+            batch = FieldsBatch(batch.label.copy(), batch.ids, batch.weights)
             alive.add(batch)
             most.append(len(alive))
             yield batch
@@ -401,7 +401,7 @@ def test_overlap_is_seen_and_summed_up(device):
     trainer = trainer_of(depth=2, before_stage=hold_up, device=device)
     for _ in trainer.train(batches):
         pass
-    summary = trainer.pipeline.timeline.summary()
+    summary = trainer.timeline.summary()
     assert set(summary["stall_us"]) == set(summary["busy_us"]) == set(STAGES)
     assert all(summary["busy_us"][stage] > 0 for stage in STAGES)
     assert summary["stall_us"]["update"] > 40 * 2000

@@ -6,24 +6,25 @@ import numpy as np
 import pytest
 import torch
 from hostdev.data import manifest
-from hostdev.data.batch import WideBatch as Batch
-from hostdev.data.batch import wide_batches
+from hostdev.data.batch import Batch
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.data.shards import ShardReader
+from hostdev.models.wide_deep.network import LAYERS, WideDeep
 
 from hostdev import UserError
-from hostdev.core.primitive import OpLog
 from hostdev.kernels.pool import set_host_threads
 from hostdev.train.trainer import Trainer
+from tests.fields import SMALL
 from tests.torch_twin import Twin
 
 CPU = torch.device("cpu")
 
 
-def make(rows, dim=8, *, mix=True, l2="none", precision="fp32", seed=3, device=CPU):
-    return Trainer(rows, dim, host_device_mix=mix, device=device, l2=l2, precision=precision, seed=seed, log=OpLog())
+def make(schema, dim=8, *, mix=True, l2="none", precision="fp32", seed=3, device=CPU):
+    model = WideDeep(schema, dim, seed=seed, layers=LAYERS if device.type == "cpu" else SMALL)
+    return Trainer(model, host_device_mix=mix, device=device, l2=l2, precision=precision, seed=seed)
 
 
 def step(trainer, batch):
@@ -35,22 +36,26 @@ def step(trainer, batch):
 def batches(folder, size, count):
     found = manifest.read(folder)
     reader = ShardReader(folder, found, "train")
-    epochs = itertools.chain.from_iterable(
-        wide_batches(reader, size, seed=1, epoch=epoch) for epoch in itertools.count(1)
-    )
-    return found.vocabulary_size, list(itertools.islice(epochs, count))
+    epochs = itertools.chain.from_iterable(reader.batches(size, seed=1, epoch=epoch) for epoch in itertools.count(1))
+    return found.schema, list(itertools.islice(epochs, count))
+
+
+def fields(trainer, batch):
+    """The ids [B, F] and weights [B, F] of all columns."""
+    bag = trainer.model.ids(batch)["fields"]
+    return bag.values, bag.weights
 
 
 def compare_with_twin(folder, size, count, dim, l2, device=CPU):
     rows, steps = batches(folder, size, count)
     trainer = make(rows, dim, l2=l2, device=device)
-    dense = {name: value.detach().cpu().numpy() for name, value in trainer.network.named_parameters()}
-    twin = Twin(trainer.wide.table.weights, trainer.deep.table.weights, dense, l2)
+    dense = {name: value.detach().cpu().numpy() for name, value in trainer.model.named_parameters()}
+    twin = Twin(trainer.tables["wide"].weights, trainer.tables["deep"].weights, dense, l2)
     for number, batch in enumerate(steps, 1):
         ours = step(trainer, batch)
-        theirs = twin.step(*(torch.from_numpy(array) for array in (batch.ids, batch.weights, batch.label)))
+        theirs = twin.step(*map(torch.from_numpy, (*fields(trainer, batch), batch.label)))
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, err_msg=f"step {number}")
-    assert twin.t == trainer.deep.table.step == count
+    assert twin.t == trainer.tables["deep"].step == count
 
 
 @pytest.mark.parametrize("l2", ["none", "batch", "table"])
@@ -96,10 +101,10 @@ def test_a_loss_that_is_not_finite_changes_nothing(device, small_data, mix):
     trainer = make(rows, mix=mix, device=device)
     step(trainer, steps[0])
     before = trainer.state_sha256()
-    weights = steps[1].weights.copy()
-    weights[5, 2] = np.nan
+    dense = steps[1].dense.copy()
+    dense[5, 2] = np.nan
     with pytest.raises(UserError, match="the loss is not finite .*no row was updated"):
-        step(trainer, Batch(steps[1].label, steps[1].ids, weights))
+        step(trainer, Batch(steps[1].label, dense, steps[1].ids, {}))
     assert trainer.state_sha256() == before
 
 
@@ -118,14 +123,14 @@ def test_the_digest_sees_every_part(device, small_data):
     trainer = make(rows, device=device)
     step(trainer, steps[0])
     digests = [trainer.state_sha256()]
-    adam_state = trainer.adam.state[trainer.network.bias]
+    adam_state = trainer.adam.state[trainer.model.bias]
     for values in (
-        trainer.deep.table.weights[-1], trainer.wide.table.weights[-1], trainer.deep.table.slots["m"][0],
-        trainer.wide.table.slots["linear"][0], trainer.network.bias.data, adam_state["exp_avg_sq"],
+        trainer.tables["deep"].weights[-1], trainer.tables["wide"].weights[-1], trainer.tables["deep"].slots["m"][0],
+        trainer.tables["wide"].slots["linear"][0], trainer.model.bias.data, adam_state["exp_avg_sq"],
     ):  # fmt: skip
         values += 1
         digests.append(trainer.state_sha256())
-    trainer.deep.table.step += 1
+    trainer.tables["deep"].step += 1
     digests.append(trainer.state_sha256())
     assert len(set(digests)) == len(digests)
 
@@ -134,7 +139,8 @@ def test_targets_follow_the_mode(device, small_data):
     rows, _ = batches(small_data, 100, 1)
     for mix, target in [(True, "CPU"), (False, "DEVICE")]:
         trainer = make(rows, mix=mix, device=device)
-        for embedding in (trainer.deep, trainer.wide):
+        [group] = trainer.runtime.pipeline.groups
+        for embedding in group.embeddings:
             assert embedding.table.primitive_target == target
             assert embedding.lookup.primitive_target == embedding.update.primitive_target == target
         assert list(trainer.server) == (["deep", "wide"] if mix else [])
@@ -143,21 +149,21 @@ def test_targets_follow_the_mode(device, small_data):
 def test_rows_that_no_batch_uses_do_not_change(device, small_data):
     rows, steps = batches(small_data, 50, 2)
     trainer = make(rows, l2="table", device=device)
-    before = trainer.deep.table.block.copy()
+    before = trainer.tables["deep"].block.copy()
     for batch in steps:
         step(trainer, batch)
-    changed = np.flatnonzero((trainer.deep.table.block != before).any(axis=(1, 2)))
-    used = np.unique(np.concatenate([batch.ids for batch in steps]))
+    changed = np.flatnonzero((trainer.tables["deep"].block != before).any(axis=(1, 2)))
+    used = np.unique(np.concatenate([fields(trainer, batch)[0] for batch in steps]))
     assert set(changed) == set(used)
 
 
 def test_predictions_that_are_not_finite_are_no_auc(device, small_data):
     rows, steps = batches(small_data, 100, 1)
     trainer = make(rows, device=device)
-    weights = steps[0].weights.copy()
-    weights[5, 2] = np.inf
+    dense = steps[0].dense.copy()
+    dense[5, 2] = np.inf
     with pytest.raises(UserError, match="the predictions of 1 of 100 rows are not finite"):
-        trainer.evaluate([Batch(steps[0].label, steps[0].ids, weights)])
+        trainer.evaluate([Batch(steps[0].label, dense, steps[0].ids, {})])
 
 
 def test_bf16_stays_close_to_fp32(device, small_data):
@@ -166,4 +172,4 @@ def test_bf16_stays_close_to_fp32(device, small_data):
     losses = np.array([[step(trainer, batch).wide for batch in steps] for trainer in trainers])
     assert not np.array_equal(*losses)
     np.testing.assert_allclose(*losses, rtol=0.01)
-    assert all(parameter.dtype == torch.float32 for parameter in trainers[1].network.parameters())
+    assert all(parameter.dtype == torch.float32 for parameter in trainers[1].model.parameters())

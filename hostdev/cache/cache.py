@@ -2,10 +2,9 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
-from weakref import WeakSet
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,26 +15,13 @@ from hostdev.cache.options import WINDOW, rows_of
 from hostdev.cache.planner import Ids, Plan, Planner, Positions, Statistics, planner_bytes
 from hostdev.cache.slots import CachedTable, DeviceSlots
 from hostdev.core.errors import UserError
-from hostdev.core.ids import checked_ids
 from hostdev.core.memory import available_bytes, gib, row_bytes
 from hostdev.core.primitive import OpLog, Primitive
-from hostdev.device.backend import is_accelerator, room_for_cache
-from hostdev.kernels.unique import count_uses, unique
-
-Item = TypeVar("Item")
+from hostdev.device.backend import is_accelerator, require, room_for_cache
+from hostdev.kernels.unique import count_uses
 
 _MOST_RECORDED = 1 << 24  # unique ids, for the comparison with the optimum
 _WRITE_BACK_BYTES = 1 << 26  # at once
-
-
-@dataclass
-class _Current:
-    """The batch that is being stepped."""
-
-    ids: Ids  # [N], as the caller gave them, flat
-    plan: Plan
-    inverse: Positions  # [N]
-    stepped: set[int]  # the tables that have taken their steps
 
 
 class CacheTooLargeError(UserError):
@@ -80,7 +66,7 @@ class EmbeddingCache:
             raise ValueError(f"tables that share a cache share their ids; these have {sorted(rows)} rows")
         self.rows = rows.pop()
         capacity = rows_of(capacity_rows, self.rows)
-        self.device = torch.device(device)
+        self.device = require(device)
         _require(capacity, self.tables, self.device)
         needed, free = planner_bytes(self.rows, capacity, policy, window), available_bytes()
         if needed > free:
@@ -95,9 +81,6 @@ class EmbeddingCache:
         self.counting = _on_host("CacheCount", count_uses, log)
         self.announcing = _on_host("CacheAnnounce", self.planner.announce, log)
         self.planning = _on_host("CachePlan", self.planner.plan, log)
-        self.modules: WeakSet[Any] = WeakSet()  # the `HostEmbedding`s over this cache
-        self._current: _Current | None = None
-        self._ahead = False  # the batches come from `ahead`
         self._changed = False  # on the device, since the last writing back
         self._recorded: list[tuple[Ids, Positions]] = []
         self._recording = True
@@ -120,10 +103,7 @@ class EmbeddingCache:
         return self.planner.window
 
     def announce(self, ids: Ids, inverse: Positions) -> None:
-        """Take in the next batch of the future, as `unique` returns it; UserError for an id outside the tables."""
-        self._take_in(checked_ids(ids, self.rows, self.tables[-1].name), inverse)
-
-    def _take_in(self, ids: Ids, inverse: Positions) -> None:
+        """Take in the next batch of the future, as `unique` returns it; each id in [0, rows) (not checked)."""
         uses = self.counting(inverse, len(ids))
         self.announcing(ids, uses)
         if self._recording:
@@ -148,8 +128,6 @@ class EmbeddingCache:
         self._leaving[id(plan), table] = plan, bring_back
         self._exchanged.append((plan, table))  # a step must not wait for more
         self._changed = True
-        if self._current is not None and self._current.plan is plan:
-            self._current.stepped.add(table)
 
     def left(self, plan: Plan, table: int) -> None:
         """Note that the rows that a plan evicted have been written to the host table of this number."""
@@ -170,112 +148,13 @@ class EmbeddingCache:
                 self._resident[table][plan.admitted_slots] = plan.ids[plan.admitted]
                 self._exchanged.popleft()
 
-    def is_planned(self, plan: Plan, table: int) -> bool:
-        """Tell whether the table of this number may take a step with this plan."""
-        return self._current is not None and self._current.plan is plan and table not in self._current.stepped
-
-    def ahead(self, batches: Iterable[Item], ids: Callable[[Item], Any]) -> Iterator[Item]:
-        """Yield batches while their ids are announced `window` batches ahead; write back at the end, or when closed.
-
-        ids  returns a batch's ids: integers, a tensor or an array of any shape
-
-        Between two batches all of the cache's tables take their step with `HostEmbedding`, or none, if the batch is to
-        be skipped, after `HostEmbedding.discard` where gradients have come. ValueError if only some did, if gradients
-        are left, and while another `ahead` is open.
-        """
-        if self._ahead:
-            raise ValueError("this cache gives batches from another `ahead`; close that before")
-        source, waiting = iter(batches), deque[tuple[Item, Ids, Ids, Positions]]()
-        self._end_batch()
-        more = self._ahead = True
-        try:
-            while True:
-                while more and len(waiting) <= self.window:
-                    try:
-                        batch = next(source)
-                    except StopIteration:
-                        more = False
-                        break
-                    flat = flat_ids(ids(batch)).copy()  # the caller may use the memory again
-                    found, inverse = unique(flat)
-                    self.announce(found, inverse)
-                    waiting.append((batch, flat, found, inverse))
-                if not waiting:
-                    return
-                batch, flat, found, inverse = waiting.popleft()
-                plan = self.plan()
-                assert plan.ids is found
-                self._current = _Current(flat, plan, inverse, set())
-                yield batch
-                if self._end_batch():  # it was skipped: its plan is forgotten, and with it what was announced
-                    for _, _, found, inverse in waiting:
-                        self._take_in(found, inverse)
-        finally:
-            self._current, self._ahead = None, False
-            self.write_back()
-
-    def _end_batch(self) -> bool:
-        """Leave the current batch; return whether it was skipped.
-
-        Raises ValueError if only some tables have stepped, or none and there are gradients.
-        """
-        self._bring_back()
-        current, self._current = self._current, None
-        if current is None or len(current.stepped) == len(self.tables):
-            return False
-        left = [module for module in self.modules if module.awaits_step(current.plan)]
-        for module in left:
-            module.discard()
-        if current.stepped:
-            names = [table.name for number, table in enumerate(self.tables) if number not in current.stepped]
-            raise ValueError(f"the tables {names} have not taken the step that others of their cache have")
-        if left:
-            names = sorted({module.table.name for module in left})
-            raise ValueError(
-                f"the gradients of the tables {names} were not stepped, and with a cache those of several batches do "
-                "not add up: call step() after each backward(), or discard() to skip the batch"
-            )
-        self._forget()
-        return True
-
-    def others_stepped(self, plan: Plan) -> bool:
-        """Tell whether some of the tables have taken a step with this plan, the one of the batch being stepped."""
-        return self._current is not None and self._current.plan is plan and bool(self._current.stepped)
-
-    def skip(self, plan: Plan) -> None:
-        """Forget a batch that was planned outside of `ahead`, which does so itself; unless a table has stepped it."""
-        if not self._ahead and self._current is not None and self._current.plan is plan and not self._current.stepped:
-            self._current = None
-            self._bring_back()
-            self._forget()
-
-    def planned(self, ids: Any, table: int) -> tuple[Plan, Positions]:
-        """Return the plan of the batch with these ids and their inverse int32 [N]: the one that `ahead` gave last.
-
-        Outside of `ahead` they are planned here, once for all tables, with no other batch known. Raises ValueError for
-        other ids than that batch's, and where the table of this number has stepped it.
-        """
-        flat = flat_ids(ids)
-        if not self._ahead and (self._current is None or table in self._current.stepped):
-            self._end_batch()
-            found, inverse = unique(flat)
-            self.announce(found, inverse)
-            self._current = _Current(flat.copy(), self.plan(), inverse, set())
-        if self._current is None or table in self._current.stepped:
-            raise ValueError(f"table {self.tables[table].name!r} has stepped this batch; take the next from `ahead`")
-        if not np.array_equal(self._current.ids, flat):
-            raise ValueError("these are not the ids of the batch being stepped, which `ahead` gave last")
-        return self._current.plan, self._current.inverse
-
     def write_back(self) -> None:
         """Write the cached rows to the host tables, whose rows are then up to date; the slots go on.
 
-        Outside of `ahead` a batch that was planned and not stepped is forgotten.
+        Batches that were announced or planned, and not stepped, are forgotten.
         """
         self.write_back_rows()
-        if not self._ahead:
-            self._current = None
-            self._forget()
+        self._forget()
 
     def clear(self) -> None:
         """Write back and give all slots up: before the tables' rows are changed by other means, such as loading."""
@@ -336,12 +215,6 @@ class EmbeddingCache:
             "bytes_to_device": down,
             "bytes_to_host": up,
         }
-
-
-def flat_ids(ids: Any) -> npt.NDArray[Any]:
-    """Return ids, a tensor or an array of any shape, as int32 or int64 [N]."""
-    array = ids.cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
-    return array.reshape(-1)
 
 
 def _on_host(name: str, run: Callable[..., Any], log: OpLog | None) -> Primitive:

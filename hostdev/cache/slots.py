@@ -55,8 +55,9 @@ class DeviceSlots:
 
     def __init__(self, capacity: int, table: CachedTable, device: torch.device) -> None:
         self.optimizer = table.optimizer
-        self.block = torch.empty((capacity, 1 + len(table.optimizer.slots), table.dim), device=device)
-        self.row_slots = torch.empty((capacity, len(table.optimizer.row_slots)), device=device)
+        slots, row_slots = len(table.optimizer.slots), len(table.optimizer.row_slots)
+        self.block = torch.empty((capacity, 1 + slots, table.dim), dtype=torch.float32, device=device)
+        self.row_slots = torch.empty((capacity, row_slots), dtype=torch.float32, device=device)
         self._ops = ops_for(self.block.device)
 
     def rows(self, at: Places, passed: Tensor, admitted: Tensor) -> Tensor:

@@ -1,21 +1,26 @@
 """The sparse optimizers: hyperparameters, recurrences and slots. The arithmetic is in kernels/ and device/.
 
+Of an optimizer the learning rate, and nothing else, may be set (`table.optimizer.lr = 1e-4`): from the next update on.
+
 Scalars are computed in float64 and rounded to float32 once, but for 1 - beta: the decay and its complement must
 add up to 1 in float32, or a moment of constant gradients drifts (1e-5 for beta2 = 0.999); MindSpore's kernel agrees.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
+
+from hostdev.core.errors import UserError
 
 
 class SparseOptimizer(Protocol):
     """What a table needs to know of its optimizer."""
 
     primitive: ClassVar[str]  # the name of the op that applies it
+    lr: float  # may be set between updates
 
     @property
     def slots(self) -> Mapping[str, float]:
@@ -29,7 +34,31 @@ class SparseOptimizer(Protocol):
         """The kernel's scalar arguments at the table's step 1, 2, 3, ... for rows of `dim` columns."""
 
 
-class _NoRowSlots:
+class _Optimizer:
+    """Fields that are checked and then fixed, all but lr, which may be set and is checked again."""
+
+    lr: float
+
+    def __new__(cls, *args: Any, **given: Any) -> Self:
+        if "weight_decay" in given:
+            raise TypeError(
+                f"{cls.__name__} has no weight_decay: an update touches the rows of its batch only, so others would "
+                "keep their values; add the L2 of the batch's rows to the loss instead"
+            )
+        return super().__new__(cls)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in {field.name for field in fields(self)}:  # type: ignore[arg-type]  # each of them is a dataclass
+            if name == "lr" and name in self.__dict__:
+                replace(self, lr=value)  # type: ignore[type-var]  # raises ValueError where it is wrong
+            if name == "lr" or name not in self.__dict__:
+                object.__setattr__(self, name, value)
+                return
+        raise FrozenInstanceError(f"{type(self).__name__}: lr may be set, but not {name}; make another optimizer")
+
+    def __delattr__(self, name: str) -> None:
+        raise FrozenInstanceError(f"{type(self).__name__}: {name} cannot be deleted")
+
     @property
     def row_slots(self) -> Mapping[str, float]:
         """None."""
@@ -44,19 +73,26 @@ _NEEDED: dict[str, Callable[[float], bool]] = {
 }
 
 
-def _check(name: str, value: float, needed: str) -> None:
+def _check(name: str, value: float, needed: str, why: str = "") -> None:
     """Raise ValueError unless a value is finite and what is needed, and still is when rounded to float32."""
     holds = _NEEDED[needed]
     if not (math.isfinite(value) and holds(value)):
-        raise ValueError(f"{name} must be {needed}, not {value}")
+        raise ValueError(f"{name} must be {needed}, not {value}{why}")
     with np.errstate(over="ignore"):
         rounded = float(np.float32(value))
     if not (math.isfinite(rounded) and holds(rounded)):
         raise ValueError(f"{name} must be {needed} in float32, with which rows are updated; {value} is {rounded} there")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LazyAdam(_NoRowSlots):
+def _check_lr(lr: float) -> None:
+    """Raise ValueError unless a learning rate is positive, or 0: with it, as a warm-up may begin, weights stay."""
+    _check("lr", lr, "at least 0")
+    if lr:
+        _check("lr", lr, "positive")
+
+
+@dataclass(kw_only=True, unsafe_hash=True)
+class LazyAdam(_Optimizer):
     """Adam on the rows of a batch only; the moments of the other rows do not decay.
 
     With g the summed gradient of a row and t the number of steps that the table has taken::
@@ -72,7 +108,7 @@ class LazyAdam(_NoRowSlots):
     of its section 2, which puts eps beside the uncorrected root. Deviations: lazy, and t is the table's.
     """
 
-    lr: float = 3.5e-4
+    lr: float = field(default=3.5e-4, hash=False)
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
@@ -81,11 +117,13 @@ class LazyAdam(_NoRowSlots):
     primitive: ClassVar[str] = "FusedSparseLazyAdam"
 
     def __post_init__(self) -> None:
-        _check("lr", self.lr, "positive")
+        _check_lr(self.lr)
         _check("beta1", self.beta1, "in [0, 1)")
         _check("beta2", self.beta2, "in [0, 1)")
         _check("eps", self.eps, "positive")
-        _check("lr * sqrt(1 - beta2) / (1 - beta1)", self.lr * math.sqrt(1 - self.beta2) / (1 - self.beta1), "positive")
+        if self.lr:
+            least = self.lr * math.sqrt(1 - self.beta2) / (1 - self.beta1)
+            _check("lr * sqrt(1 - beta2) / (1 - beta1)", least, "positive")
 
     @property
     def slots(self) -> Mapping[str, float]:
@@ -99,8 +137,8 @@ class LazyAdam(_NoRowSlots):
         return lr_t, beta1, one - beta1, beta2, one - beta2, np.float32(self.eps), bool(self.nesterov)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FTRL(_NoRowSlots):
+@dataclass(kw_only=True, unsafe_hash=True)
+class FTRL(_Optimizer):
     """Follow the regularized leader, proximal, per coordinate.
 
     With g the summed gradient of a row, n = accum, z = linear and p = lr_power::
@@ -114,7 +152,7 @@ class FTRL(_NoRowSlots):
     learning rate's power is free, and l2 counts twice, both as in TensorFlow's and MindSpore's kernels.
     """
 
-    lr: float = 5e-2
+    lr: float = field(default=5e-2, hash=False)
     l1: float = 1e-8
     l2: float = 1e-8
     lr_power: float = -0.5
@@ -123,7 +161,7 @@ class FTRL(_NoRowSlots):
     primitive: ClassVar[str] = "FusedSparseFtrl"
 
     def __post_init__(self) -> None:
-        _check("lr", self.lr, "positive")
+        _check("lr", self.lr, "positive", "; FTRL divides by it, so it cannot start at 0 either")
         _check("l1", self.l1, "at least 0")
         _check("l2", self.l2, "at least 0")
         _check("lr_power", self.lr_power, "at most 0")
@@ -140,16 +178,16 @@ class FTRL(_NoRowSlots):
         return (*map(np.float32, (self.lr, self.l1, 2 * self.l2)), float(-self.lr_power))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SGD(_NoRowSlots):
+@dataclass(kw_only=True, unsafe_hash=True)
+class SGD(_Optimizer):
     """Plain stochastic gradient descent: w <- w - lr * g, with g the summed gradient of a row. No slots."""
 
-    lr: float = 1e-2
+    lr: float = field(default=1e-2, hash=False)
 
     primitive: ClassVar[str] = "FusedSparseSGD"
 
     def __post_init__(self) -> None:
-        _check("lr", self.lr, "positive")
+        _check_lr(self.lr)
 
     @property
     def slots(self) -> Mapping[str, float]:
@@ -161,15 +199,15 @@ class SGD(_NoRowSlots):
         return (np.float32(self.lr),)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Adagrad(_NoRowSlots):
+@dataclass(kw_only=True, unsafe_hash=True)
+class Adagrad(_Optimizer):
     """Adagrad, per element: accum <- accum + g^2;  w <- w - lr * g / (sqrt(accum) + eps).
 
     Source: Duchi, Hazan & Singer, "Adaptive Subgradient Methods", JMLR 2011, the diagonal case. Deviation: accum may
     start above 0.
     """
 
-    lr: float = 1e-2
+    lr: float = field(default=1e-2, hash=False)
     eps: float = 1e-10
     initial_accum: float = 0.0
 
@@ -188,8 +226,8 @@ class Adagrad(_NoRowSlots):
         return np.float32(self.lr), np.float32(self.eps)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowWiseAdagrad:
+@dataclass(kw_only=True, unsafe_hash=True)
+class RowWiseAdagrad(_Optimizer):
     """Adagrad with one accumulator a row, as DLRM uses it: 4 bytes of state a row instead of 4 * D.
 
     With D columns::
@@ -204,7 +242,7 @@ class RowWiseAdagrad:
     Models", ISCA 2022, section 4.1.4; FBGEMM's EXACT_ROWWISE_ADAGRAD.
     """
 
-    lr: float = 1e-2
+    lr: float = field(default=1e-2, hash=False)
     eps: float = 1e-10
     initial_accum: float = 0.0
 
@@ -229,6 +267,37 @@ class RowWiseAdagrad:
 
 
 def _check_adagrad(lr: float, eps: float, initial_accum: float) -> None:
-    _check("lr", lr, "positive")
+    _check_lr(lr)
     _check("eps", eps, "positive")
     _check("initial_accum", initial_accum, "at least 0")
+
+
+OPTIMIZERS: Mapping[str, Callable[..., SparseOptimizer]] = {
+    "lazy_adam": LazyAdam,
+    "ftrl": FTRL,
+    "sgd": SGD,
+    "adagrad": Adagrad,
+    "row_wise_adagrad": RowWiseAdagrad,
+}
+
+
+def optimizer_of(name: str, lr: float | None = None) -> SparseOptimizer:
+    """Return the optimizer of a name in OPTIMIZERS, with this learning rate or its own; UserError if one is wrong."""
+    if name not in OPTIMIZERS:
+        raise UserError(f"there is no table optimizer {name!r}; choose one of {', '.join(OPTIMIZERS)}")
+    try:
+        return OPTIMIZERS[name]() if lr is None else OPTIMIZERS[name](lr=lr)
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from None
+
+
+def require_optimizer(optimizer: object, table: str) -> None:
+    """Raise TypeError unless `optimizer` is one for the table of this name: a name, a class or torch's is not."""
+    needed = ("primitive", "lr", "slots", "row_slots", "scalars")
+    if not isinstance(optimizer, type) and all(hasattr(optimizer, name) for name in needed):
+        return
+    classes = ", ".join(f"{made.__name__}()" for made in OPTIMIZERS.values() if isinstance(made, type))
+    raise TypeError(
+        f"table {table!r}: the optimizer of a table is one of {classes} of hostdev, or what optimizer_of(name) of "
+        f"hostdev.core.optimizers makes of {', '.join(OPTIMIZERS)}; not {optimizer!r}"
+    )

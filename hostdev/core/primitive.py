@@ -12,6 +12,8 @@ from typing import IO, Any, ClassVar, Protocol
 
 import numpy as np
 
+from hostdev.kernels.pool import Task
+
 TARGETS = ("CPU", "DEVICE")
 Report = Callable[[int], None]
 
@@ -200,6 +202,10 @@ class Primitive:
         """Do the work of one call."""
         raise NotImplementedError(f"{self._name} has no implementation")
 
+    def tasks(self, *args: Any) -> list[Task]:
+        """Return the tasks that do the work of one call, where it can be cut into such."""
+        raise NotImplementedError(f"{self._name} cannot be cut into tasks")
+
     def nbytes(self, *args: Any, **kwargs: Any) -> int:
         """Return the bytes that a call with these arguments reads and writes; 0 where nobody counts."""
         return 0
@@ -224,6 +230,7 @@ class PartialCall:
     def __init__(self, op: Primitive) -> None:
         self._op = op
         self._parts: list[int] = []  # nanoseconds
+        self._spans: list[list[tuple[int, int]]] = []  # of the tasks of each part
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a part."""
@@ -233,9 +240,24 @@ class PartialCall:
         self._op.times.count(self._op.nbytes(*args, **kwargs))
         return result
 
+    def tasks(self, *args: Any) -> list[Task]:
+        """Return the tasks of a part, for one `run_tasks` of several ops; timed from first to last."""
+        span: list[tuple[int, int]] = []
+        self._spans.append(span)
+        self._op.times.count(self._op.nbytes(*args))
+        return [(_timed, start, stop, (span, kernel, rest)) for kernel, start, stop, rest in self._op.tasks(*args)]
+
     def end(self) -> None:
         """Report the time of all parts."""
+        spans = [span for span in self._spans if span]
+        self._parts += [max(end for _, end in span) - min(begin for begin, _ in span) for span in spans]
         self._op.times.add(sum(self._parts))
+
+
+def _timed(start: int, stop: int, span: list[tuple[int, int]], kernel: Any, args: tuple[Any, ...]) -> None:
+    begin = time.perf_counter_ns()
+    kernel(start, stop, *args)
+    span.append((begin, time.perf_counter_ns()))
 
 
 class _TablePrimitive(Primitive):
@@ -262,6 +284,12 @@ class EmbeddingLookup(_TablePrimitive):
         self._check(table)
         return table.lookup(ids, *some)
 
+    def tasks(self, table: Any, ids: Any, *some: Any) -> list[Task]:
+        """Return the tasks of a lookup in a host table."""
+        self._check(table)
+        tasks: list[Task] = table.lookup_tasks(ids, *some)
+        return tasks
+
     def nbytes(self, table: Any, ids: Any, *some: Any) -> int:
         """Every row is read and written once."""
         return 2 * 4 * len(ids) * int(table.dim)
@@ -276,9 +304,18 @@ class _Update(_TablePrimitive):
     def run(self, table: Any, ids: Any, grads: Any, *some: Any) -> None:
         """Take the step."""
         self._check(table)
+        table.update(ids, grads, *some)
+
+    def tasks(self, table: Any, ids: Any, grads: Any, *some: Any) -> list[Task]:
+        """Return the tasks of a step of a host table."""
+        self._check(table)
+        tasks: list[Task] = table.update_tasks(ids, grads, *some)
+        return tasks
+
+    def _check(self, table: Any) -> None:
+        super()._check(table)
         if table.optimizer.primitive != self._name:
             raise ValueError(f"{self._name} cannot update table {table.name!r} of {type(table.optimizer).__name__}")
-        table.update(ids, grads, *some)
 
     def nbytes(self, table: Any, ids: Any, grads: Any, *some: Any) -> int:
         """A row's gradient is read, its weights and slots are read and written."""

@@ -44,7 +44,7 @@ class Slabs:
 
     def allocate(self, nbytes: int) -> Tensor:
         """Return bytes of memory."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.pin)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self.pin)
 
     def give_back(self, memory: Tensor | None, used: int) -> None:
         """Take in a slab's memory; the device is done with it."""
@@ -77,7 +77,7 @@ class Slab:
     def buffer(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return memory without initial values, from which a copy need not wait."""
         if not self._slabs.batches:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         nbytes = math.prod(shape) * dtype.itemsize
         with self._lock:
             start = self._used

@@ -1,17 +1,97 @@
-"""Unique rows to their uses in a batch, and the uses' gradients back to one per row."""
+"""Unique rows to the uses and bags of a batch's features, and the features' gradients back to one per row."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hostdev.device.ops import ops_for
+from hostdev.device.ops.uses import FeatureUses
+
+__all__ = ["FeatureUses", "GroupUses", "Uses", "gather_rows", "pull"]
+
+
+class GroupUses:
+    """What the sums of a batch need to know, found once for all tables of a group, which have the same ids.
+
+    features  that take their ids from the group
+    rows      U, each with at least one use
+    in_order  they are numbered in order of first occurrence over the features' uses, in the order of the features, end
+              to end
+    """
+
+    def __init__(self, features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> None:
+        self.features, self.rows, self.in_order = tuple(features), rows, in_order
+        self._found: dict[tuple[bool, ...], Any] = {}  # by which features have a gradient: nearly always all
+
+    def sum(self, grads: Sequence[Tensor | None]) -> Tensor | None:
+        """Return each row's gradient float32 [U, D] from those of the features' outputs, as `Ops.sum_uses`.
+
+        A feature without a gradient adds nothing, and where there is one, 0 is added in the end; None without any.
+        """
+        given = tuple(grad is not None for grad in grads)
+        present = [grad for grad in grads if grad is not None]
+        if not present:
+            return None
+        ops = ops_for(present[0].device)
+        if given not in self._found:
+            features = [feature for feature, has in zip(self.features, given, strict=True) if has]
+            self._found[given] = ops.uses_of(features, self.rows, in_order=self.in_order and all(given))
+        sums = ops.sum_uses(present, self._found[given])
+        return sums if all(given) else sums.add_(0.0)  # so that rows without uses have no -0
+
+    def counts(self) -> Tensor:
+        """Return how many uses each row has, float32 [U]."""
+        device = self.features[0].inverse.device
+        counts = torch.zeros(self.rows, dtype=torch.float32, device=device)
+        for feature in self.features:  # whole numbers: the order of the sum does not matter
+            ones = torch.ones(len(feature.inverse), dtype=torch.float32, device=device)
+            counts.index_put_((feature.inverse.long(),), ones, accumulate=True)
+        return counts
+
+
+class _Pull(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, uses: GroupUses, dtypes: Sequence[torch.dtype]
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.set_materialize_grads(False)
+        ctx.uses = uses  # not among the saved tensors, which a first backward pass of several frees
+        ops, out = ops_for(rows.device), []
+        for (inverse, offsets, weights, mean, _), dtype in zip(uses.features, dtypes, strict=True):
+            if offsets is None:
+                out.append(ops.gather(rows, inverse, weights, dtype))
+            else:
+                out.append(ops.pool(rows, inverse, offsets, weights, mean, dtype))
+        return tuple(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+        return ctx.uses.sum(grads), None, None
+
+
+def pull(rows: Tensor, uses: GroupUses, dtypes: Sequence[torch.dtype] | None = None) -> tuple[Tensor, ...]:
+    """Return each feature's rows: of a pooled one the sum or mean of each bag, else each use's row times its weight.
+
+    rows     float32 [U, D]
+    dtypes   of what is returned, in place of the features': several tables of a group may differ
+    returns  for each feature, in its dtype, [B, D] or [N, D]; 0 for an empty bag
+
+    The gradient of the rows is `GroupUses.sum`; none goes to the weights. It is one node of the graph, which can be
+    used again after a backward pass, so that several losses may have theirs one after the other.
+    """
+    dtypes = dtypes or [feature.dtype for feature in uses.features]
+    out: tuple[Tensor, ...] = _Pull.apply(rows, uses, dtypes)  # type: ignore[no-untyped-call]
+    return out
 
 
 class Uses:
-    """Which row each use of a batch has; what its sums need is found once for all tables.
+    """The uses of one feature that is not pooled: which row each has.
 
-    inverse   int32 or int64 [N] on the device, each in [0, rows), every row with a use
+    inverse   int32 [N] on the device, each in [0, rows), every row with a use
     rows      U
     in_order  they are numbered in order of first occurrence
     """
@@ -19,34 +99,13 @@ class Uses:
     def __init__(self, inverse: Tensor, rows: int, *, in_order: bool = True) -> None:
         self.inverse, self.rows = inverse, rows
         self._in_order = in_order
-        self._sorted: Any = None
 
-    def sum(self, grads: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return each row's sum of gradients float32 or bfloat16 [N, D] times weights [N]; see `Ops.sum_uses`."""
-        ops = ops_for(grads.device)
-        if self._sorted is None:
-            self._sorted = ops.uses_of(self.inverse, self.rows, in_order=self._in_order)
-        return ops.sum_uses(grads, self._sorted, weights, self.rows)
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, uses: Uses, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-        ctx.uses, ctx.weights = uses, weights
-        return ops_for(rows.device).gather(rows, uses.inverse, weights, dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.uses.sum(grads[0], ctx.weights), None, None, None
+    def of(self, weights: Tensor | None, dtype: torch.dtype) -> GroupUses:
+        """Return the same for `pull`; weights float32 [N], None for 1, by which rows are multiplied."""
+        feature = FeatureUses(self.inverse, None, weights, False, dtype)
+        return GroupUses([feature], self.rows, in_order=self._in_order)
 
 
 def gather_rows(rows: Tensor, uses: Uses, weights: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return each use's row times its weight, rounded to dtype; its gradient is summed per row, see `Ops.sum_uses`.
-
-    rows     float32 [U, D]
-    weights  float32 [N], to which no gradient goes; None for 1
-    dtype    torch.float32 or torch.bfloat16
-    returns  dtype [N, D]
-    """
-    out: Tensor = _Gather.apply(rows, uses, weights, dtype)  # type: ignore[no-untyped-call]
-    return out
+    """Return each use's row times its weight, rounded to dtype [N, D]: `pull` of one feature that is not pooled."""
+    return pull(rows, uses.of(weights, dtype))[0]

@@ -79,16 +79,18 @@ class Staging:
         """Copy tensors of the current stream to host memory; return the copies, and what `await_mark` takes."""
         return self._receive(tensors, memory, self._up) if self.copies else (list(tensors), None)
 
-    def pick(self, tensors: Sequence[Tensor], positions: npt.NDArray[np.int32], memory: Slab) -> list[Tensor]:
-        """Return the rows of tensors of the current stream at these positions [L], for `receive`; only where it copies.
+    def pick(self, wanted: Sequence[tuple[Tensor, npt.NDArray[np.int32]]], memory: Slab) -> list[Tensor]:
+        """Return rows of tensors of the current stream, each at positions [L], for `receive`; only where it copies.
 
         The step does not wait for it: it is done in the stream of `receive`.
         """
         self._up.wait_stream(self._streams.current_stream(self.device))
         with self._streams.stream(self._up):
-            [at] = self._copy_down([self._staged(torch.from_numpy(positions), memory)], self.device)
-            picked = [tensor.index_select(0, at) for tensor in tensors]
-            for tensor in tensors:
+            different = {id(positions): positions for _, positions in wanted}  # a group's tables have the same
+            host = [self._staged(torch.from_numpy(positions), memory) for positions in different.values()]
+            at = dict(zip(different, self._copy_down(host, self.device), strict=True))
+            picked = [tensor.index_select(0, at[id(positions)]) for tensor, positions in wanted]
+            for tensor, _ in wanted:
                 tensor.record_stream(self._up)
             return picked
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hostdev.core.initializers import Initializer, Normal
 from hostdev.core.memory import require_table
-from hostdev.core.optimizers import SparseOptimizer
+from hostdev.core.optimizers import SparseOptimizer, require_optimizer
 from hostdev.device.backend import free_bytes
 from hostdev.device.ops import ops_for
 from hostdev.kernels.norm import PART, partial_squares, total
@@ -37,15 +37,16 @@ class DeviceTable:
         seed: int = 0,
         init: Initializer = Normal(0.01),
     ) -> None:
+        require_optimizer(optimizer, name)
         free = free_bytes(device)
         if free is not None:
             require_table(name, rows, dim, optimizer, free, "device")
         self.name = name
         self.optimizer = optimizer
         self.step = 0
-        self.block = torch.empty((rows, 1 + len(optimizer.slots), dim), device=device)
+        self.block = torch.empty((rows, 1 + len(optimizer.slots), dim), dtype=torch.float32, device=device)
         self._fill(init, seed)
-        row_slots = torch.tensor(list(optimizer.row_slots.values()), device=device)
+        row_slots = torch.tensor(list(optimizer.row_slots.values()), dtype=torch.float32, device=device)
         self.row_slots = row_slots.repeat(rows, 1)
         self._ops = ops_for(self.block.device)
 

@@ -10,11 +10,12 @@ import numpy.typing as npt
 from hostdev.core.ids import checked_ids
 from hostdev.core.initializers import Initializer, Normal
 from hostdev.core.memory import available_bytes, require_table
-from hostdev.core.optimizers import SparseOptimizer
-from hostdev.kernels.apply import apply_rows, apply_uses
+from hostdev.core.optimizers import SparseOptimizer, require_optimizer
+from hostdev.kernels.apply import apply_tasks, apply_uses
 from hostdev.kernels.buffers import aligned_empty
-from hostdev.kernels.lookup import lookup, store
+from hostdev.kernels.lookup import lookup_tasks, store_tasks
 from hostdev.kernels.norm import partial_squares, total
+from hostdev.kernels.pool import Task, run_tasks
 
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
@@ -27,13 +28,17 @@ class HostTable:
     weights and slots lie in one stretch. Lookups may run in several threads at once; an update of rows that
     another thread reads or updates must be kept apart by the caller.
 
+    What is done to rows comes as methods that check their ids and do it, and as `*_tasks`, which return the same work
+    for one `run_tasks` of several tables; ids given to these are trusted: C-contiguous int32 or int64, in [0, V).
+
     rows, dim  at least 1
     optimizer  LazyAdam, FTRL, SGD, Adagrad or RowWiseAdagrad
     name       of the table, in errors and in the key of its initial values
     seed       of the initial values
     init       Normal(std) or Constant(value)
 
-    Raises UserError, before it allocates, where the table cannot fit in the available memory.
+    Raises UserError, before it allocates, where the table cannot fit in the available memory, and TypeError for what is
+    no optimizer of a table.
     """
 
     primitive_target = "CPU"
@@ -50,6 +55,7 @@ class HostTable:
     ) -> None:
         if rows < 1 or dim < 1:
             raise ValueError(f"table {name!r} needs at least one row and one column, not {rows} x {dim}")
+        require_optimizer(optimizer, name)
         require_table(name, rows, dim, optimizer, available_bytes(), "host")
         self.name = name
         self.optimizer = optimizer
@@ -93,10 +99,13 @@ class HostTable:
         ids = self._checked(ids)
         if out is None:
             out = np.empty((len(ids), self.dim), np.float32)
-        else:
-            _check_rows("out", out, (len(ids if positions is None else out), self.dim), self.name)
-        lookup(self.block, ids, out, positions)
+        run_tasks(self.lookup_tasks(ids, out, positions))
         return out
+
+    def lookup_tasks(self, ids: npt.NDArray[Any], out: Rows, positions: Positions | None = None) -> list[Task]:
+        """Return the tasks of `lookup`."""
+        _check_rows("out", out, (len(ids if positions is None else out), self.dim), self.name)
+        return lookup_tasks(self.block, ids, out, positions)
 
     def apply(self, ids: npt.ArrayLike, grads: Rows) -> None:
         """Sum the gradients of each id in order of occurrence, then take one optimizer step on its row.
@@ -131,11 +140,19 @@ class HostTable:
         scalars    from `begin_step`, where several calls make one step; None for a step of its own
         positions  int32 [U], rows of `grads`, which may have more of them: where each gradient is (not checked)
         """
-        ids = self._checked(ids)
-        grads = np.ascontiguousarray(grads)
+        run_tasks(self.update_tasks(self._checked(ids), np.ascontiguousarray(grads), scalars, positions))
+
+    def update_tasks(
+        self,
+        ids: npt.NDArray[Any],
+        grads: Rows,
+        scalars: tuple[Any, ...] | None = None,
+        positions: Positions | None = None,
+    ) -> list[Task]:
+        """Return the tasks of `update`; its step is counted now."""
         _check_rows("grads", grads, (len(ids if positions is None else grads), self.dim), self.name)
         scalars = scalars or self.begin_step()
-        apply_rows(self.optimizer.primitive, self.block, self.row_slots, ids, grads, scalars, positions)
+        return apply_tasks(self.optimizer.primitive, self.block, self.row_slots, ids, grads, scalars, positions)
 
     def read_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
         """Copy rows with their slots.
@@ -145,17 +162,31 @@ class HostTable:
         row_slots  float32 [N, R], C-contiguous, written: slots of one value a row
         positions  int32 [N], rows of both, which may have more, as in `lookup`
         """
-        ids = self._checked(ids)
+        run_tasks(self.read_rows_tasks(self._checked(ids), block, row_slots, positions))
+
+    def read_rows_tasks(
+        self, ids: npt.NDArray[Any], block: Rows, row_slots: Rows, positions: Positions | None = None
+    ) -> list[Task]:
+        """Return the tasks of `read_rows`."""
+        tasks: list[Task] = []
         for values, out in zip(_flat(self.block, self.row_slots), _flat(block, row_slots), strict=True):
             if values.shape[1]:
-                lookup(values[:, None], ids, out, positions)
+                tasks += lookup_tasks(values[:, None], ids, out, positions)
+        return tasks
 
     def write_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
         """Overwrite rows with their slots: the way back from `read_rows`; ids must be unique (not checked)."""
-        ids = self._checked(ids)
+        run_tasks(self.write_rows_tasks(self._checked(ids), block, row_slots, positions))
+
+    def write_rows_tasks(
+        self, ids: npt.NDArray[Any], block: Rows, row_slots: Rows, positions: Positions | None = None
+    ) -> list[Task]:
+        """Return the tasks of `write_rows`."""
+        tasks: list[Task] = []
         for rows, values in zip(_flat(self.block, self.row_slots), _flat(block, row_slots), strict=True):
             if rows.shape[1]:
-                store(rows, ids, values, positions)
+                tasks += store_tasks(rows, ids, values, positions)
+        return tasks
 
     def partial_squares(self) -> npt.NDArray[np.float64]:
         """Return the sums of squares of the weights by part and column, [P, D]; the order is in `kernels.norm`."""

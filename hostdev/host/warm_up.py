@@ -5,9 +5,10 @@ import numpy.typing as npt
 
 from hostdev.core.optimizers import FTRL, LazyAdam, SparseOptimizer
 from hostdev.host.table import HostTable
+from hostdev.kernels.bags import Feature, Uses, pool
 from hostdev.kernels.claims import Claims, claim, intersect, others
-from hostdev.kernels.gather import gather_scaled, segment_sum_scaled
-from hostdev.kernels.segment import segment_sum
+from hostdev.kernels.gather import gather_scaled
+from hostdev.kernels.groups import check_groups, drop_padding, offsets_of, unique_groups
 from hostdev.kernels.unique import unique
 
 
@@ -27,14 +28,32 @@ def warm_up(id_dtype: npt.DTypeLike) -> None:
             table.read_rows(ids[:1], *row, positions)
             table.write_rows(ids[:1], *row, positions)
         table.sum_of_squares()
-    unique(np.arange(1 << 16, dtype=id_dtype) << 8)  # ids far apart are hashed, and many in parts
+    far = np.arange(1 << 16, dtype=id_dtype) << 8  # ids far apart are hashed, and many in parts
+    unique(far)
+    unique_groups([[ids], [far[:999]], [far]])
+    check_groups([([ids], 1)])
+    for lengths in (np.full(1, 2, np.int32), np.full(1, 2, np.int64)):
+        offsets_of(lengths)
+    for of_uses in (None, np.ones(2, np.float32)):
+        drop_padding(ids, np.full(1, 2, np.int32), 0, of_uses)
     claims = Claims(1)
     for number in (1, 2):
         claim(ids[:1], claims, number, 1, number - 1)
     others(1, intersect(ids[:1], ids[:1], claims, 2))
-    rows, weights, inverse = np.zeros((1, 32), np.float32), np.ones(2, np.float32), np.zeros(2, np.int32)
-    segment_sum(np.zeros((2, 1), np.float32), inverse, np.empty((1, 1), np.float32))
-    for dtype in (np.float32, np.uint16):  # uint16 is bfloat16
-        uses = np.empty((2, 32), dtype)
-        gather_scaled(rows, inverse, weights, uses)
-        segment_sum_scaled(uses, inverse, weights, rows)
+    warm_up_feature(1)
+    for bfloat16 in (False, True):
+        warm_up_feature(32, weighted=True, bfloat16=bfloat16)
+
+
+def warm_up_feature(dim: int, *, pooled: bool = False, weighted: bool = False, bfloat16: bool = False) -> None:
+    """Call what a feature of such a kind takes once, for tables of `dim` columns and now so many host threads."""
+    rows, inverse = np.zeros((1, dim), np.float32), np.zeros(2, np.int32)
+    weights = np.ones(2, np.float32) if weighted else None
+    out = np.zeros((2, dim), np.uint16 if bfloat16 else np.float32)
+    for mean in (False, True) if pooled else (False,):
+        feature = Feature(inverse, np.array([0, 1, 2], np.int32) if pooled else None, weights, mean)
+        if pooled:
+            pool(rows, feature, out)
+        elif weights is not None:
+            gather_scaled(rows, inverse, weights, out)
+        Uses([feature], 1).sum([out], rows)

@@ -20,7 +20,7 @@ from hostdev.kernels.adagrad import adagrad, row_wise_adagrad, sgd
 from hostdev.kernels.buffers import identity, scratch
 from hostdev.kernels.ftrl import ftrl
 from hostdev.kernels.lazy_adam import lazy_adam
-from hostdev.kernels.pool import Kernel, grain_of, ranges, run_tasks
+from hostdev.kernels.pool import Kernel, Task, grain_of, run_tasks, tasks_over
 from hostdev.kernels.segment import row_ranges, sort_uses, streams, sum_sorted
 from hostdev.kernels.stream import apply_stream
 from hostdev.kernels.unique import unique_into
@@ -34,6 +34,23 @@ _KERNELS: dict[str, Callable[..., tuple[Kernel, tuple[Any, ...]]]] = {
     "FusedSparseRowWiseAdagrad": row_wise_adagrad,
     "FusedSparseSGD": sgd,
 }
+
+
+def apply_tasks(
+    primitive: str,
+    block: Rows,
+    row_slots: Rows,
+    ids: npt.NDArray[Any],
+    grads: Rows,
+    scalars: tuple[Any, ...],
+    positions: npt.NDArray[np.int32] | None = None,
+) -> list[Task]:
+    """Return the tasks of `apply_rows`, to be run together with others by one `run_tasks`."""
+    update, scalars = _KERNELS[primitive](*scalars)
+    if positions is None:
+        positions = identity(len(ids))
+    arguments = (ids, positions, grads, block, row_slots, *scalars)
+    return tasks_over(update, len(ids), *arguments, grain=grain_of(block.strides[0]))
 
 
 def apply_rows(
@@ -53,11 +70,7 @@ def apply_rows(
     scalars    the optimizer's scalars at this step
     positions  int32 [U], rows of `grads`
     """
-    update, scalars = _KERNELS[primitive](*scalars)
-    if positions is None:
-        positions = identity(len(ids))
-    arguments = (ids, positions, grads, block, row_slots, *scalars)
-    run_tasks([(update, start, stop, arguments) for start, stop in ranges(len(ids), grain_of(block.strides[0]))])
+    run_tasks(apply_tasks(primitive, block, row_slots, ids, grads, scalars, positions))
 
 
 def apply_uses(
@@ -83,11 +96,12 @@ def apply_uses(
     inverse = scratch("inverse", (len(ids),), np.int32)
     rows = unique_into(ids, inverse)
     sums = scratch("sums", (len(rows), grads.shape[1]))
-    order, ends = sort_uses(inverse, len(rows))
+    order, ends = scratch("uses by row", inverse.shape, np.int32), scratch("ends of rows", (len(rows) + 2,), np.int64)
+    sort_uses(inverse, ends, order)
     arguments = (rows, identity(len(rows)), sums, *table)
 
     def sum_and_update(start: int, stop: int) -> None:
-        sum_sorted(start, stop, grads, order, ends, sums)
+        sum_sorted(start, stop, grads, order, ends, None, None, True, sums)
         update(start, stop, *arguments)
 
-    run_tasks([(sum_and_update, start, stop, ()) for start, stop in row_ranges(ends)])
+    run_tasks([(sum_and_update, start, stop, ()) for start, stop in row_ranges(ends[:-1])])

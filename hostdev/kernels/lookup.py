@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_write
-from hostdev.kernels.pool import grain_of, parallel_for
+from hostdev.kernels.pool import Task, grain_of, run_tasks, tasks_over
 from hostdev.kernels.unique import id_range
 
 _AHEAD = 8  # rows; the latency of memory over the time of a row
@@ -47,6 +47,19 @@ def _first_outside(ids: Any, rows: Any) -> Any:
     return -1
 
 
+def lookup_tasks(
+    block: npt.NDArray[np.float32],
+    ids: npt.NDArray[Any],
+    out: npt.NDArray[np.float32],
+    positions: npt.NDArray[np.int32] | None = None,
+) -> list[Task]:
+    """Return the tasks of `lookup`, to be run together with others by one `run_tasks`."""
+    grain = grain_of(4 * block.shape[2])
+    if positions is None:
+        return tasks_over(_lookup, len(ids), ids, block, out, grain=grain)
+    return tasks_over(_lookup_into, len(ids), ids, positions, block, out, grain=grain)
+
+
 def lookup(
     block: npt.NDArray[np.float32],
     ids: npt.NDArray[Any],
@@ -60,11 +73,20 @@ def lookup(
     out        float32 [N, D], or [any, D]
     positions  int32 [N], different rows of `out`
     """
-    grain = grain_of(4 * block.shape[2])
+    run_tasks(lookup_tasks(block, ids, out, positions))
+
+
+def store_tasks(
+    rows: npt.NDArray[np.float32],
+    ids: npt.NDArray[Any],
+    values: npt.NDArray[np.float32],
+    positions: npt.NDArray[np.int32] | None = None,
+) -> list[Task]:
+    """Return the tasks of `store`, to be run together with others by one `run_tasks`."""
     if positions is None:
-        parallel_for(_lookup, len(ids), ids, block, out, grain=grain)
-    else:
-        parallel_for(_lookup_into, len(ids), ids, positions, block, out, grain=grain)
+        positions = identity(len(ids))
+    arguments = (positions, ids, values[:, None], rows)
+    return tasks_over(_lookup_into, len(ids), *arguments, grain=grain_of(rows.strides[0]))
 
 
 def store(
@@ -80,9 +102,7 @@ def store(
     values     float32 [N, width], or [any, width]
     positions  int32 [N]
     """
-    if positions is None:
-        positions = identity(len(ids))
-    parallel_for(_lookup_into, len(ids), positions, ids, values[:, None], rows, grain=grain_of(rows.strides[0]))
+    run_tasks(store_tasks(rows, ids, values, positions))
 
 
 def first_outside(ids: npt.NDArray[Any], rows: int) -> int:

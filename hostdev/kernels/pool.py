@@ -219,10 +219,15 @@ def run_tasks(tasks: Sequence[Task]) -> None:
         raise job.error
 
 
+def tasks_over(kernel: Kernel, n: int, *args: Any, grain: int = 1) -> list[Task]:
+    """Return the tasks of `parallel_for`, to be run together with others by one `run_tasks`."""
+    return [(kernel, start, stop, args) for start, stop in ranges(n, grain)]
+
+
 def parallel_for(kernel: Kernel, n: int, *args: Any, grain: int = 1) -> None:
     """Call `kernel(start, stop, *args)` over ranges that cover range(n), in no particular order, and wait.
 
     kernel  writes only what its own range owns, so that ranges may run at once
     grain   as in `ranges`
     """
-    run_tasks([(kernel, start, stop, args) for start, stop in ranges(n, grain)])
+    run_tasks(tasks_over(kernel, n, *args, grain=grain))

@@ -6,7 +6,8 @@ table. Either way the order depends on the ids alone.
 """
 
 import threading
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from hostdev.kernels.buffers import aligned_empty, scratch
 from hostdev.kernels.jit import inline, kernel, prefetch_to_write
-from hostdev.kernels.pool import host_threads, parallel_for, run_tasks
+from hostdev.kernels.pool import Task, host_threads, run_tasks, tasks_over
 
 Positions = npt.NDArray[np.int32]
 
@@ -30,7 +31,8 @@ _maps = threading.local()  # of `unique`: a batch has about as many distinct ids
 
 
 @inline
-def _slot(key: Any, shift: Any) -> Any:
+def slot_of(key: Any, shift: Any) -> Any:
+    """Return where an id's search begins, in a table of 2 ** (64 - shift) slots."""
     # Fibonacci hashing (Knuth, TAOCP vol. 3, section 6.4): the high bits of a product are well spread.
     return (np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(shift)
 
@@ -41,9 +43,9 @@ def _add(ids: Any, start: Any, entries: Any, shift: Any, keys: Any, count: Any, 
     mask, one, stop = np.uint64(len(entries) - 1), np.uint64(1), np.uint64(len(ids))
     for i in range(np.uint64(start), stop):
         if i + np.uint64(_AHEAD) < stop:
-            prefetch_to_write(entries, _slot(ids[i + np.uint64(_AHEAD)], shift), entries.strides[0])
+            prefetch_to_write(entries, slot_of(ids[i + np.uint64(_AHEAD)], shift), entries.strides[0])
         key = ids[i]
-        slot = _slot(key, shift)
+        slot = slot_of(key, shift)
         while True:
             position = np.int32(entries[slot, 1])
             if position < 0:
@@ -65,7 +67,7 @@ def _add(ids: Any, start: Any, entries: Any, shift: Any, keys: Any, count: Any, 
 def _rehash(entries: Any, shift: Any, keys: Any, count: Any) -> None:
     mask, one = np.uint64(len(entries) - 1), np.uint64(1)
     for position in range(count):
-        slot = _slot(keys[position], shift)
+        slot = slot_of(keys[position], shift)
         while entries[slot, 1] >= 0:
             slot = (slot + one) & mask
         entries[slot, 0], entries[slot, 1] = keys[position], position
@@ -75,7 +77,7 @@ def _rehash(entries: Any, shift: Any, keys: Any, count: Any) -> None:
 def _find(ids: Any, entries: Any, shift: Any, positions: Any) -> None:
     mask, one = np.uint64(len(entries) - 1), np.uint64(1)
     for i in range(len(ids)):
-        slot = _slot(ids[i], shift)
+        slot = slot_of(ids[i], shift)
         while True:
             position = np.int32(entries[slot, 1])
             if position < 0 or entries[slot, 0] == ids[i]:
@@ -160,7 +162,7 @@ def id_range(ids: Any) -> Any:
 
 
 @kernel
-def _add_direct(ids: Any, places: Any, keys: Any, count: Any, positions: Any) -> Any:
+def add_direct(ids: Any, places: Any, keys: Any, count: Any, positions: Any) -> Any:
     """Insert ids without a branch per id, as whether one is new is hard to predict. Returns the number of keys."""
     for i in range(np.uint64(0), np.uint64(len(ids))):
         key, next_key = np.uint64(ids[i]), np.uint64(count)
@@ -198,7 +200,7 @@ class DirectMap:
         """Return each id's position, int32 [N], as `IdMap.add`."""
         if positions is None:
             positions = np.empty(len(ids), np.int32)
-        self._count = int(_add_direct(ids, self._places, self._keys, self._count, positions))
+        self._count = int(add_direct(ids, self._places, self._keys, self._count, positions))
         return positions
 
 
@@ -231,24 +233,70 @@ def unique(ids: npt.ArrayLike) -> tuple[npt.NDArray[Any], Positions]:
 def unique_into(ids: npt.NDArray[Any], inverse: Positions) -> npt.NDArray[Any]:
     """Deduplicate as `unique`, without new memory: write `inverse`, return a view until this thread's next call.
 
-    Parts of the batch are deduplicated at once, each by itself; then the ids of each part are added to those of the
-    parts before it, in order, which numbers them as one pass would.
-
     ids  int32 or int64 [N], C-contiguous
     """
-    parts = max(1, min(host_threads(), _MOST_PARTS, len(ids) // _SMALLEST_PART))
-    first = id_map(ids)
-    if parts == 1 or isinstance(first, DirectMap):  # which is faster in one part than hashing is in two
-        first.add(ids, inverse)
-        return first.ids
-    maps = [first, *_maps_of(IdMap, ids.dtype, parts)[1:]]
-    edges = [len(ids) * i // parts for i in range(parts + 1)]
-    run_tasks([(_unique_part, a, b, (ids, inverse, seen)) for seen, (a, b) in zip(maps, pairwise(edges), strict=True)])
-    for part in range(1, parts):
-        start, stop = edges[part : part + 2]
-        number = first.add(maps[part].ids)
-        parallel_for(_renumber, stop - start, inverse[start:stop], number, grain=_SMALLEST_PART)
-    return first.ids
+    work = Dedupe([ids], inverse)
+    run_tasks(work.tasks())
+    work.merge()
+    run_tasks(work.renumber_tasks())
+    return work.ids
+
+
+class Dedupe:
+    """The dedupe of one sequence of ids, in tasks that run together with those of others.
+
+    Parts of it are deduplicated at once, each by itself (`tasks`); then the ids of each part are added to those of the
+    parts before it, in order (`merge`), which numbers them as one pass would (`renumber_tasks`).
+
+    features  the sequence in pieces, at least one: int32 or int64, of one dtype, C-contiguous
+    inverse   int32 [N], written
+    number    of this thread's sequences that are deduplicated together; the maps of each are taken again
+    """
+
+    def __init__(self, features: Sequence[npt.NDArray[Any]], inverse: Positions, number: int = 0) -> None:
+        N, dtype = len(inverse), features[0].dtype
+        lows, highs = zip(*map(id_range, features), strict=True)
+        parts = max(1, min(host_threads(), _MOST_PARTS, N // _SMALLEST_PART))
+        self._maps: list[Any]
+        self._limit: tuple[int, ...] = ()
+        if min(lows) >= 0 and max(highs) < _DIRECT_UP_TO * N:  # in one part it is faster than hashing is in two
+            self._limit = (int(max(highs)) + 1,)
+            self._maps = _maps_of(DirectMap, dtype, number + 1)[number:][:1]
+        else:
+            self._maps = _maps_of(IdMap, dtype, (number + 1) * _MOST_PARTS)[number * _MOST_PARTS :][:parts]
+        self._features, self._inverse = features, inverse
+        self._edges = [N * i // len(self._maps) for i in range(len(self._maps) + 1)]
+        self._numbers: list[Positions] = []
+
+    def tasks(self) -> list[Task]:
+        """Return what is to run first."""
+        return [(self._add, a, b, (seen,)) for seen, (a, b) in zip(self._maps, pairwise(self._edges), strict=True)]
+
+    def merge(self) -> None:
+        """Find the numbers of all ids, after `tasks`."""
+        self._numbers = [self._maps[0].add(seen.ids) for seen in self._maps[1:]]
+
+    def renumber_tasks(self) -> list[Task]:
+        """Return what is to run last, after `merge`."""
+        tasks: list[Task] = []
+        for (start, stop), number in zip(pairwise(self._edges[1:]), self._numbers, strict=True):
+            tasks += tasks_over(_renumber, stop - start, self._inverse[start:stop], number, grain=_SMALLEST_PART)
+        return tasks
+
+    @property
+    def ids(self) -> npt.NDArray[Any]:
+        """The unique ids [U], after all; a view until this thread's next sequence of the same number."""
+        ids: npt.NDArray[Any] = self._maps[0].ids
+        return ids
+
+    def _add(self, start: int, stop: int, seen: Any) -> None:
+        """Deduplicate a part."""
+        seen.clear(*self._limit)
+        ends = [0, *accumulate(map(len, self._features))]
+        for ids, (begin, end) in zip(self._features, pairwise(ends), strict=True):
+            first, last = max(start, begin), min(stop, end)
+            if first < last:
+                seen.add(ids[first - begin : last - begin], self._inverse[first:last])
 
 
 def id_map(ids: npt.NDArray[Any]) -> "IdMap | DirectMap":
@@ -269,11 +317,6 @@ def _maps_of(kind: Any, dtype: np.dtype[Any], n: int) -> list[Any]:
     while len(maps) < n:
         maps.append(kind(dtype))
     return maps
-
-
-def _unique_part(start: int, stop: int, ids: npt.NDArray[Any], inverse: Positions, seen: IdMap) -> None:
-    seen.clear()
-    seen.add(ids[start:stop], inverse[start:stop])
 
 
 @kernel

@@ -1,16 +1,18 @@
-"""Which rows of a batch come late, as an unfinished batch is going to write them, and after which batch's update.
+"""Read-after-write hazards: which rows of a batch an unfinished one is going to write, and when they may be read.
 
 Rows of the batch right before are one part: they are written first when its gradients arrive. Those of all older
 batches, which are updated earlier, are the other.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-from hostdev.kernels.claims import Claims, claim, intersect, others
-from hostdev.pipeline.flight import Flight, Line, Shared
-from hostdev.pipeline.rows import Part, Positions
+from hostdev.kernels.claims import Claims, Late, claim, intersect, others
+from hostdev.pipeline.flight import Flight, Shared
+from hostdev.pipeline.groups import Part, Positions
+from hostdev.pipeline.line import Line
 
 
 class LateRows(NamedTuple):
@@ -22,24 +24,35 @@ class LateRows(NamedTuple):
 
 
 def find_late(
-    flight: Flight, before: Flight | None, claimed: npt.NDArray[Any], claims: Claims, oldest: int, newest: int
+    flight: Flight,
+    before: Flight | None,
+    claimed: npt.NDArray[Any],
+    claims: Claims,
+    oldest: int,
+    newest: int,
+    excused: Sequence[tuple[int, int]] = (),
 ) -> LateRows:
     """Claim a batch's rows, and find those that an unfinished batch is going to write.
 
     before   the batch right before, if it is unfinished
     claimed  the rows that the batch reads, and then others that it writes
     claims, oldest, newest  as in `claim`
+    excused  ranges of what the batch reads whose hazards are not to be seen: for tests of those that look for them
     """
-    late = claim(claimed, claims, flight.number, oldest, newest).first(len(flight.reads))
+    reads = flight.reads.ids
+    late = claim(claimed, claims, flight.number, oldest, newest).first(len(reads))
+    for start, stop in excused:
+        seen = (late.rows < start) | (late.rows >= stop)
+        late = Late(late.rows[seen], late.owner[seen])
     of_before = late.owner == flight.number - 1
     parts = [
-        (Part.of(flight.reads, late.rows[group]), int(late.owner[group].max()))
+        (Part.of(reads, late.rows[group]), int(late.owner[group].max()))
         for group in (of_before, ~of_before)
         if group.any()
     ]
     shared = None
     if before is not None and not before.closed and of_before.any():
-        theirs, part = before.writes, parts[0][0]
+        theirs, part = before.writes.ids, parts[0][0]
         both = intersect(theirs, part.ids, claims, flight.number)
         shared = Shared(Part.of(theirs, both), Part.of(theirs, others(len(theirs), both)), flight, part)
     return LateRows(late.rows, parts, shared)

@@ -1,9 +1,8 @@
-"""A table and the ops that work on it, wherever it is placed, and one batch's rows on their way through them."""
+"""One batch's rows of a host table on their way: looked up, sent to the device, updated, brought back."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -11,62 +10,26 @@ from torch import Tensor
 from hostdev.cache.planner import Plan
 from hostdev.cache.slots import DeviceSlots, Places
 from hostdev.core.memory import copied_bytes, row_bytes
-from hostdev.core.primitive import UPDATES, EmbeddingLookup, OpLog, Primitive
 from hostdev.device.pinned import Slab
 from hostdev.device.staging import Staging
-from hostdev.device.table import DeviceTable
 from hostdev.host.table import HostTable
-
-Positions = npt.NDArray[np.int32]
-
-
-class Embedding:
-    """A table with its lookup and its update, which run where it lies: on the host, or all on the device."""
-
-    def __init__(self, table: HostTable | DeviceTable, log: OpLog | None = None) -> None:
-        self.table = table
-        self.name = table.name
-        self.target = table.primitive_target
-        update = UPDATES[table.optimizer.primitive]
-        self.lookup = EmbeddingLookup(scope=self.name, log=log).add_prim_attr("primitive_target", self.target)
-        self.update = update(scope=self.name, log=log).add_prim_attr("primitive_target", self.target)
-
-    def use_cache(self, slots: DeviceSlots, log: OpLog | None = None) -> None:
-        """Take hot rows from the device, where these slots hold them."""
-        self.cache_lookup = Primitive("CacheLookup", slots.rows, scope=self.name, log=log)
-        self.cache_update = Primitive("CacheUpdate", slots.update, scope=self.name, log=log)
-        self.cache_passed = Primitive("CachePassed", slots.passed, scope=self.name, log=log)
-        self.cache_exchange = Primitive("CacheExchange", slots.exchange, scope=self.name, log=log)
+from hostdev.kernels.pool import Task, run_tasks
+from hostdev.pipeline.groups import Embedding, Group, Part
 
 
-class Part(NamedTuple):
-    """Some of a batch's ids."""
+class Late(NamedTuple):
+    """Rows that are looked up late: what there is to do on the host, and then the way to the device."""
 
-    ids: npt.NDArray[Any]  # int32 or int64 [any], unique
-    positions: Positions | None  # [any], of the ids among all of the batch's, ascending; None: all of these
-
-    @classmethod
-    def of(cls, ids: npt.NDArray[Any], positions: Positions | None) -> "Part":
-        """Some of all these ids."""
-        return cls(ids if positions is None else ids[positions], positions)
-
-    def split(self, at: int) -> tuple["Part", "Part"]:
-        """Return those whose positions are below `at`, and the others with positions from there on."""
-        if self.positions is None:
-            return Part(self.ids[:at], None), Part(self.ids[at:], None)
-        edge = int(np.searchsorted(self.positions, at))
-        low, high = self.positions[:edge], self.positions[edge:] - np.int32(at)
-        return Part(self.ids[:edge], low), Part(self.ids[edge:], high)
-
-    def __len__(self) -> int:
-        return len(self.ids)
+    tasks: list[Task]
+    send: Callable[[], None]
 
 
 class BatchRows:
     """One batch's unique rows of a host table: fetched in parts, sent to the device, updated in parts.
 
     Those that pass the cache by, all of them without one, are looked up and updated on the host. Those that it admits
-    come with their slots; those that it evicts go back with theirs.
+    come with their slots; those that it evicts go back with theirs. What there is to do on the host is returned as
+    tasks, so that it can be done for all tables at once.
 
     unique  U, the number of unique ids
     memory  of the batch, from which and to which copies go
@@ -86,58 +49,63 @@ class BatchRows:
         mark: Any = None,
     ) -> None:
         assert isinstance(embedding.table, HostTable)
-        self._embedding = embedding
+        self.embedding = embedding
         self._table = table = embedding.table
         self._staging, self._memory = staging, memory
         self._places = places
-        self._passed = unique if plan is None else len(plan.passed)
+        self.passed = unique if plan is None else len(plan.passed)  # rows that pass by
         self._leaving = 0 if plan is None else len(plan.evicted)
         self._lookup, self._update = embedding.lookup.in_parts(), embedding.update.in_parts()
         optimizer = table.optimizer
-        self._host = [memory.buffer(self._passed, table.dim)]  # weights, then the admitted rows' block and row slots
+        self._host = [memory.buffer(self.passed, table.dim)]  # weights, then the admitted rows' block and row slots
         if plan is not None:
             self._host.append(memory.buffer(len(plan.admitted), 1 + len(optimizer.slots), table.dim))
             self._host.append(memory.buffer(len(plan.admitted), len(optimizer.row_slots)))
         self._sent = self._host  # the same on the device
         self._marks: list[Any] = [mark] if mark is not None else []  # in the staging's stream
-        self._scalars: tuple[Any, ...] = ()
-        self._received: list[Tensor] = []  # gradients of what passed, then the evicted rows' block and row slots
+        self._scalars: tuple[Any, ...] | None = None  # None: the table takes no step with this batch
+        self._received: list[Tensor | None] = []  # gradients of what passed, then the evicted rows' block and row slots
         self._first: Tensor | None = None  # gradients of the part that is updated first, where they came before
         self._evicted: tuple[list[Tensor], Any] = ([], None)  # the latter two, where they are, and a mark to wait for
 
-    def fetch(self, part: Part) -> None:
-        """Look rows up, for `send`.
+    def fetch(self, part: Part) -> list[Task]:
+        """Return what looks rows up, for `send`.
 
         part  of the ids that pass by and then those that are admitted, in one row
         """
-        self._look_up(part, self._host)
+        passed, admitted = part.split(self.passed)
+        return self._look_up(passed, self._host[0]) + self._read(admitted, *self._host[1:])
 
     def send(self) -> None:
         """Send the rows; others, and those that may have changed since, are to follow by `fetch_late`."""
         self._sent, mark = self._staging.send(self._host, self._memory)
         self._marks.append(mark)
 
-    def fetch_late(self, part: Part) -> None:
-        """Look up and send rows that had to wait; after `send`."""
+    def fetch_late(self, part: Part) -> Late:
+        """Return what looks up and sends rows that had to wait; after `send`."""
         if not self._staging.copies:
-            self._look_up(part, self._host)
-            return
-        late, whole = part.split(self._passed)
+            return Late(self.fetch(part), lambda: None)
+        late, whole = part.split(self.passed)
         sizes = [len(late), len(whole), len(whole)]
         values = [self._memory.buffer(n, *host.shape[1:]) for n, host in zip(sizes, self._host, strict=False)]
-        self._look_up(Part(late.ids, None), values)
-        if len(whole):
-            self._table.read_rows(whole.ids, values[1].numpy(), values[2].numpy())
-        for positions, rows, new in zip((late, whole, whole), self._sent, values, strict=False):
-            assert positions.positions is not None
-            if new.numel():
-                self._marks.append(self._staging.patch(rows, positions.positions, new, self._memory))
+        tasks = self._look_up(Part(late.ids, None), values[0]) + self._read(Part(whole.ids, None), *values[1:])
 
-    def _look_up(self, part: Part, out: list[Tensor]) -> None:
-        passed, admitted = part.split(self._passed)
-        self._lookup(self._table, passed.ids, out[0].numpy(), passed.positions)
-        if len(admitted):
-            self._table.read_rows(admitted.ids, out[1].numpy(), out[2].numpy(), admitted.positions)
+        def send() -> None:
+            for positions, rows, new in zip((late, whole, whole), self._sent, values, strict=False):
+                assert positions.positions is not None
+                if new.numel():
+                    self._marks.append(self._staging.patch(rows, positions.positions, new, self._memory))
+
+        return Late(tasks, send)
+
+    def _look_up(self, part: Part, out: Tensor) -> list[Task]:
+        return self._lookup.tasks(self._table, part.ids, out.numpy(), part.positions)
+
+    def _read(self, part: Part, *out: Tensor) -> list[Task]:
+        if not len(part):
+            return []
+        block, row_slots = out
+        return self._table.read_rows_tasks(part.ids, block.numpy(), row_slots.numpy(), part.positions)
 
     def arrived(self) -> Tensor:
         """Return the rows, float32 [U, D] on the device, whose current stream waits for them; nothing is to follow.
@@ -149,7 +117,7 @@ class BatchRows:
         self._host = []
         if self._places is None:
             return self._sent[0]
-        rows: Tensor = self._embedding.cache_lookup(self._places, *self._sent[:2])
+        rows: Tensor = self.embedding.cache_lookup(self._places, *self._sent[:2])
         self._sent = [rows.new_empty(0), *self._sent[1:]]  # what was sent of the others is in `rows` now
         return rows
 
@@ -157,31 +125,31 @@ class BatchRows:
         """Count the step, and update the rows that are on the device; grads float32 [U, D], skip as in `Ops.update`."""
         self._scalars = self._table.begin_step()
         if self._places is not None:
-            self._embedding.cache_update(self._places, grads, *self._sent[1:], self._scalars, skip)
+            self.embedding.cache_update(self._places, grads, *self._sent[1:], self._scalars, skip)
 
     @property
     def admitted(self) -> Tensor:
         """The rows that the cache admits, with their slots, float32 [A, 1 + S, D], until `leave`."""
         return self._sent[1]
 
-    def leave(self, grads: Tensor) -> list[Tensor]:
+    def leave(self, grads: Tensor | None) -> list[Tensor | None]:
         """Exchange rows on the device; return what the host is to receive, for `update`."""
         if self._places is None:
             return [grads]
-        passed = self._embedding.cache_passed(self._places, grads)
-        exchange = self._embedding.cache_exchange  # last: from here on it has happened
+        passed = None if grads is None else self.embedding.cache_passed(self._places, grads)
+        exchange = self.embedding.cache_exchange  # last: from here on it has happened
         self._evicted = list(exchange(self._places, self._leaving, *self._sent[1:])), None
         self._sent = []
         return [passed, *self._evicted[0]]
 
-    def receive(self, tensors: list[Tensor], mark: Any, first: Tensor | None = None) -> None:
+    def receive(self, tensors: Sequence[Tensor | None], mark: Any, first: Tensor | None = None) -> None:
         """Take in what `leave` returned, in host memory when the device has passed a mark.
 
         mark   of the evicted rows
         first  gradients of the part that is updated first, those that passed by
         """
-        self._received, self._first = tensors, first
-        self._evicted = tensors[1:], mark
+        self._received, self._first = list(tensors), first
+        self._evicted = [tensor for tensor in tensors[1:] if tensor is not None], mark
         self._sent = []
 
     def bring_back(self, evicted: npt.NDArray[Any]) -> None:
@@ -194,64 +162,85 @@ class BatchRows:
         block, row_slots = (tensor.cpu().numpy() for tensor in values)
         self._table.write_rows(evicted, block, row_slots)
 
-    def update(self, part: Part, *, first: bool = False) -> None:
-        """Update rows with their gradients, or write evicted ones back; all parts are one step.
+    def update(self, part: Part, *, first: bool = False) -> list[Task]:
+        """Return what updates rows with their gradients, and writes evicted ones back; all parts are one step.
 
         part   of the ids that passed by and then those that are evicted, in one row
         first  it is the one whose gradients came before
         """
-        passed, evicted = part.split(self._passed)
-        grads, positions = self._received[0], passed.positions
-        if first and self._first is not None:
-            grads, positions = self._first, None
-        self._update(self._table, passed.ids, grads.numpy(), self._scalars, positions)
+        passed, evicted = part.split(self.passed)
+        tasks: list[Task] = []
+        if self._scalars is not None:
+            grads, positions = self._received[0], passed.positions
+            if first and self._first is not None:
+                grads, positions = self._first, None
+            assert grads is not None
+            tasks += self._update.tasks(self._table, passed.ids, grads.numpy(), self._scalars, positions)
         if len(evicted):
-            block, row_slots = self._received[1:]
-            self._table.write_rows(evicted.ids, block.numpy(), row_slots.numpy(), evicted.positions)
+            block, row_slots = self._evicted[0]
+            tasks += self._table.write_rows_tasks(evicted.ids, block.numpy(), row_slots.numpy(), evicted.positions)
+        return tasks
 
     def updated(self) -> None:
         """Report the update's time."""
-        self._update.end()
+        if self._scalars is not None:
+            self._update.end()
 
 
-def rows_of(
-    embeddings: Sequence[Embedding], unique: int, plan: Plan | None, staging: Staging, memory: Slab
-) -> list[BatchRows]:
-    """Return a batch's rows in each table: of so many unique ids, by the plan of the tables' cache if there is one."""
+def rows_of(group: Group, unique: int, plan: Plan | None, staging: Staging, memory: Slab) -> list[BatchRows]:
+    """Return a batch's rows in each table of a group: of so many unique ids, by the plan of its cache if it has one."""
     if plan is None:
-        return [BatchRows(embedding, unique, staging, memory) for embedding in embeddings]
+        return [BatchRows(embedding, unique, staging, memory) for embedding in group.embeddings]
     places, mark = staging.send(Places.of(plan), memory)
-    return [BatchRows(embedding, unique, staging, memory, plan, Places(*places), mark) for embedding in embeddings]
+    return [BatchRows(part, unique, staging, memory, plan, Places(*places), mark) for part in group.embeddings]
+
+
+def fetch_late(rows: Sequence[tuple[BatchRows, Part]]) -> None:
+    """Look up and send rows of several tables that had to wait."""
+    late = [table.fetch_late(part) for table, part in rows if len(part)]
+    run_tasks([task for one in late for task in one.tasks])
+    for one in late:
+        one.send()
 
 
 def receive_rows(
-    rows: Sequence[BatchRows], leaving: Sequence[list[Tensor]], first: Part | None, staging: Staging, memory: Slab
+    rows: Sequence[tuple[BatchRows, list[Tensor | None], Part | None]], staging: Staging, memory: Slab
 ) -> tuple[Any, Any]:
-    """Let what leaves the device come to the host, of each table what `BatchRows.leave` returned.
+    """Let what leaves the device come to the host.
 
-    first    the part that is updated first, as another batch waits for it: it comes before the rest
-    returns  a mark for that part, and one for all, in the same stream
+    rows     of each table, what `BatchRows.leave` returned, and of its ids those that are updated first, as another
+             batch waits for them: they come before the rest
+    returns  a mark for those, and one for all, in the same stream
     """
-    grads, others = [part[0] for part in leaving], [tensor for part in leaving for tensor in part[1:]]
-    picked: list[Tensor] = []
-    if first is not None and staging.copies:
-        passed, _ = first.split(len(grads[0]))
-        assert passed.positions is not None
-        picked = staging.pick(grads, passed.positions, memory)
+    grads = [leaving[0] for _, leaving, _ in rows]
+    others = [tensor for _, leaving, _ in rows for tensor in leaving[1:] if tensor is not None]
+    wanted: list[tuple[Tensor, npt.NDArray[Any]]] = []
+    picking: list[int] = []
+    positions: dict[int, Any] = {}  # a group's tables share them
+    for number, ((table, _, first), grad) in enumerate(zip(rows, grads, strict=True)):
+        if first is None or grad is None or not staging.copies:
+            continue
+        at = positions.setdefault(id(first), first.split(table.passed)[0].positions)
+        if at is not None and len(at):
+            wanted.append((grad, at))
+            picking.append(number)
+    picked = staging.pick(wanted, memory) if wanted else []
     early, mark = staging.receive([*picked, *others], memory) if picked or others else ([], None)
-    received, last = staging.receive(grads, memory)
+    received, last = staging.receive([grad for grad in grads if grad is not None], memory)
     mark = mark or last
-    firsts, evicted = early[: len(picked)], early[len(picked) :]
-    for number, (table, part) in enumerate(zip(rows, leaving, strict=False)):
-        mine = [received[number], *(evicted.pop(0) for _ in part[1:])]
-        table.receive(mine, mark, firsts[number] if picked else None)
+    firsts = dict(zip(picking, early, strict=False))
+    evicted, received = early[len(picked) :], list(received)
+    for number, (table, leaving, _) in enumerate(rows):
+        mine: list[Tensor | None] = [None if leaving[0] is None else received.pop(0)]
+        mine += [evicted.pop(0) for _ in leaving[1:]]
+        table.receive(mine, mark, firsts.get(number))
     return mark, last
 
 
-def bytes_of(embeddings: Sequence[Embedding], unique: int, plan: Plan | None, uses: int) -> int:
+def bytes_of(group: Group, unique: int, plan: Plan | None, uses: int) -> int:
     """Return what the copies of a batch need of the host's memory; a little more or less does not matter."""
-    passing, whole = row_bytes((part.table.dim, part.table.optimizer) for part in embeddings)
-    if embeddings[0].target == "DEVICE":
+    passing, whole = row_bytes((part.table.dim, part.table.optimizer) for part in group.embeddings)
+    if not group.on_host:
         return copied_bytes(0, 0, uses, passing, whole)
     if plan is None:
         return copied_bytes(unique, 0, uses, passing, whole)

@@ -1,21 +1,47 @@
-"""What a torch.amp.GradScaler does to gradients that it does not know of: those of host tables' rows.
+"""What torch's own tools do to gradients, done to those of rows too: `GradScaler`, clipping by norm, optimizers' steps.
 
-A scaler multiplies the loss, and divides the gradients of the parameters that its optimizers have; rows of a host table
-are in none. So `watch` wraps `torch.amp.GradScaler.scale`, which the scalers of torch.cuda.amp and torch.cpu.amp
-inherit, to note what it multiplied by: the scale may have changed when a table takes its step. A scaler with a `scale`
-of its own is not seen.
+A scaler multiplies the loss and divides the gradients of the parameters that its optimizers have; a clip takes the
+parameters that it is given. Rows of a table are in neither. So while a loop is open these calls are looked at, in the
+thread of the loop: `GradScaler.scale` (with what was the loss multiplied?), `unscale_` and the check of fused
+optimizers (the rows' gradients are divided, too, and those that are not finite make the scaler skip the step), the
+inner function of `clip_grad_norm_` (were the rows left out?) and every optimizer's step (was there one?). A scaler
+with methods of its own is not seen.
 """
 
 import functools
+import threading
+import warnings
 from collections import deque
-from typing import Any
-from weakref import WeakKeyDictionary
+from collections.abc import Callable
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-_MOST_SCALES = 64  # remembered of a scaler; only those since a table's last step are of interest
+_MOST_SCALES = 64  # remembered of a scaler; only those of the current batch are of interest
+_MARK = "_seen_by_hostdev"
+
+
+class Watcher(Protocol):
+    """A loop, as these tools see it."""
+
+    thread: int
+
+    def unscale(self, scaler: GradScaler) -> dict[torch.device, Tensor]:
+        """Divide the rows' gradients; return by device whether there are some that are not finite, float32 []."""
+
+    def overflowed(self, found: Tensor) -> None:
+        """Take note of whether gradients of an optimizer's parameters or of rows are not finite, float32 []."""
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has taken a step."""
+
+    def leaves_out_rows(self, parameters: list[Tensor]) -> bool:
+        """Tell whether the batch has gradients of rows, and none of these is among the parameters."""
 
 
 class _Scale:
@@ -29,27 +55,55 @@ class _Scale:
 
 _scales: WeakKeyDictionary[GradScaler, deque[_Scale]] = WeakKeyDictionary()
 _losses = 0  # scaled so far, by any scaler
+_watchers: WeakSet[Any] = WeakSet()
+_installed = threading.Lock()
 
 
-def watch() -> None:
-    """Note from now on what losses are scaled with; once is enough."""
-    original = GradScaler.scale
-    if getattr(original, "watched_by_hostdev", False):
+def watch(loop: Watcher) -> None:
+    """Let a loop see these calls from now on, until it is gone or `forget` is called."""
+    with _installed:
+        _install()
+    _watchers.add(loop)
+
+
+def forget(loop: Watcher) -> None:
+    """End what `watch` began."""
+    _watchers.discard(loop)
+
+
+def _mine() -> list[Watcher]:
+    return [loop for loop in _watchers if loop.thread == threading.get_ident()]
+
+
+def _install() -> None:
+    """Put the functions below around torch's, once in a process."""
+    if getattr(GradScaler, _MARK, False):
         return
+    setattr(GradScaler, _MARK, True)
+    GradScaler.scale = _around(GradScaler.scale, _after_scale)  # type: ignore[method-assign]
+    GradScaler.unscale_ = _around(GradScaler.unscale_, _after_unscale)  # type: ignore[method-assign]
+    if hasattr(GradScaler, "_check_inf_per_device"):  # of optimizers that unscale on their own
+        original = GradScaler._check_inf_per_device
+        GradScaler._check_inf_per_device = _around(original, _after_unscale)  # type: ignore[method-assign]
+    if hasattr(clip_grad, "_clip_grads_with_norm_"):
+        clip_grad._clip_grads_with_norm_ = _around(clip_grad._clip_grads_with_norm_, _after_clip)
+    register_optimizer_step_post_hook(_after_step)
 
+
+def _around(original: Any, after: Callable[..., None]) -> Any:
     @functools.wraps(original)
-    def scale(self: GradScaler, outputs: Any) -> Any:
-        scaled = original(self, outputs)
-        if self.is_enabled():
-            _note(self)
-        return scaled
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        after(*args, **kwargs)
+        return result
 
-    scale.watched_by_hostdev = True  # type: ignore[attr-defined]
-    GradScaler.scale = scale  # type: ignore[method-assign]
+    return call
 
 
-def _note(scaler: GradScaler) -> None:
+def _after_scale(scaler: GradScaler, *_: Any, **__: Any) -> None:
     global _losses
+    if not scaler.is_enabled():
+        return
     _losses += 1
     tensor = scaler._scale
     if tensor is None:  # an iterator of outputs, not yet looked at
@@ -60,34 +114,56 @@ def _note(scaler: GradScaler) -> None:
     scales[-1].last = _losses
 
 
+def _after_unscale(scaler: GradScaler, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
+    if not scaler.is_enabled():
+        return
+    for loop in _mine():
+        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        for device, wrong in loop.unscale(scaler).items():
+            found[device] = found[device] + wrong if device in found else wrong
+        for wrong in found.values():
+            loop.overflowed(wrong)
+
+
+def _after_clip(parameters: Any, *_: Any, **__: Any) -> None:
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if any(loop.leaves_out_rows(given) for loop in _mine()):
+        warnings.warn(
+            "clip_grad_norm_ was not given the rows of the batch, whose gradients stay as they are: "
+            "clip_grad_norm_([*model.parameters(), *rows.parameters()], max_norm)",
+            stacklevel=4,
+        )
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
+    for loop in _mine():
+        loop.stepped(optimizer)
+
+
 def losses_scaled() -> int:
-    """Return how many losses have been scaled so far, for `in_use` and `scale_since`."""
+    """Return how many losses have been scaled so far, for `scaler_since`."""
     return _losses
 
 
-def in_use(since: int) -> bool:
-    """Tell whether a scaler that is still alive has scaled a loss since so many."""
-    return any(scales[-1].last > since for scales in _scales.values())
+def scaler_since(since: int) -> tuple[GradScaler, float] | None:
+    """Return the scaler that has scaled a loss since so many, and what it has multiplied it by; None if none has.
 
-
-def scale_since(scaler: GradScaler, since: int) -> float:
-    """Return what a scaler has multiplied losses by since so many; ValueError where there is no such number."""
-    values = {float(scale.value) for scale in _scales.get(scaler, ()) if scale.last > since}
-    if not values:
+    ValueError where there were two, or two scales.
+    """
+    found = [(scaler, float(one.value)) for scaler, scales in _scales.items() for one in scales if one.last > since]
+    if len(found) > 1:
         raise ValueError(
-            "this GradScaler has scaled no loss since the forward pass: call scaler.scale(loss).backward()"
+            "the losses of one step were scaled differently; use one GradScaler, and call its update() after the step"
         )
-    if len(values) > 1:
-        raise ValueError("the scale has changed between the passes of one step; call scaler.update() after the step")
-    return values.pop()
+    return found[0] if found else None
 
 
-def unscale(grad: Tensor, scale: float) -> None:
-    """Divide gradients in place as `GradScaler.unscale_` does: by multiplying with the inverse, rounded to float32."""
-    grad.mul_(float(torch.tensor(scale, dtype=torch.float64).reciprocal().float()))
+def inverse(scale: float) -> float:
+    """Return what `GradScaler.unscale_` multiplies gradients with: the inverse, rounded to float32."""
+    return float(torch.tensor(scale, dtype=torch.float64).reciprocal().float())
 
 
-def report(scaler: GradScaler, owner: object, device: torch.device, *, not_finite: bool) -> None:
-    """Let a scaler's next `update` know whether gradients were finite, as if `owner` were an optimizer."""
-    found = torch.full((), float(not_finite), device=device)
+def report(scaler: GradScaler, owner: object, device: torch.device) -> None:
+    """Let a scaler's next `update` know of gradients that were not finite, as if `owner` were an optimizer."""
+    found = torch.ones((), dtype=torch.float32, device=device)
     scaler._per_optimizer_states[id(owner)]["found_inf_per_device"][device] = found

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hostdev.cache.options import WINDOW
 from hostdev.core.initializers import Initializer, Normal
 from hostdev.core.optimizers import SparseOptimizer
 
@@ -30,7 +31,8 @@ class Feature:
     pooling  "sum" or "mean" of the rows of each sample: [B, D]; None leaves them as they come: a row for each id
     padding  an id that stands for none, inside the table's rows or not (such as -1): its row is zeros, it is no part
              of a sum or a mean, and is never looked up or updated
-    dtype    of the rows as the model gets them, "float32" or "bfloat16": rounded once, after weights and pooling
+    dtype    of the rows as the model gets them, "float32" or "bfloat16", of each table or of all: rounded once, after
+             weights and pooling
 
     A mean divides the sum of the weighted rows by the number of ids, and is zeros for none.
     """
@@ -38,12 +40,12 @@ class Feature:
     tables: Any
     pooling: str | None = None
     padding: int | None = None
-    dtype: str = "float32"
+    dtype: str | tuple[str, ...] = "float32"
 
     def __post_init__(self) -> None:
         if self.pooling not in POOLINGS:
             raise ValueError(f'the pooling of a feature is None, "sum" or "mean", not {self.pooling!r}')
-        if self.dtype not in DTYPES:
+        if any(one not in DTYPES for one in ([self.dtype] if isinstance(self.dtype, str) else self.dtype)):
             raise ValueError(f"the dtype of a feature is one of {', '.join(DTYPES)}, not {self.dtype!r}")
         if isinstance(self.padding, bool) or not isinstance(self.padding, int | None):
             raise ValueError(f"the padding of a feature is an id, not {self.padding!r}")
@@ -75,3 +77,19 @@ class Bag:
     def __post_init__(self) -> None:
         if self.lengths is not None and self.offsets is not None:
             raise ValueError("a bag has lengths or offsets, not both")
+
+
+@dataclass(frozen=True, eq=False)
+class CacheSpec:
+    """A cache of hot rows on the device.
+
+    rows    of each table, a number or a share such as "10%"
+    policy  "lookahead", "lru", "lfu" or "static"
+    window  batches that lookahead knows in advance
+    counts  [V], how often each row is used: for "static"
+    """
+
+    rows: int | str
+    policy: str = "lookahead"
+    window: int = WINDOW
+    counts: Any = None

@@ -1,6 +1,7 @@
 """The options of a training run; this is the one place that turns them into flags."""
 
 import argparse
+import math
 from collections.abc import Collection
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 from hostdev.cache.options import MOST_WINDOW, POLICIES, WINDOW, rows_of
 from hostdev.core.errors import UserError
+from hostdev.core.optimizers import OPTIMIZERS
 
 REFERENCE_BATCH_SIZE = 16_000
 MOST_DEPTH = 64  # more ahead than that helps nobody
@@ -28,7 +30,22 @@ class TrainConfig:
     device: str = _flag("auto, cpu, cuda, ...: where the dense layers run", default="auto", kind=str, metavar="NAME")
     epochs: int | None = _flag("passes over the training rows (15; without --data 2)", kind=int, metavar="N")
     batch_size: int | None = _flag("rows in a step (16000; without --data 1000)", kind=int, metavar="N")
-    emb_dim: int = _flag("columns of the deep table", default=80, kind=int, metavar="N")
+    model: str = _flag(
+        "wide_deep, deepfm, dlrm, dcn, or a class of your own as package.module:Class",
+        default="wide_deep",
+        kind=str,
+        metavar="NAME",
+    )
+    emb_dim: int | None = _flag(
+        "columns of the tables of vectors (the model's own; wide_deep 80)", kind=int, metavar="N"
+    )
+    table_optimizer: str | None = _flag(
+        "of the tables of vectors (the model's own)", kind=str, choices=tuple(OPTIMIZERS)
+    )
+    table_lr: float | None = _flag(
+        "learning rate of the tables of vectors (their optimizer's)", kind=float, metavar="X"
+    )
+    lr: float | None = _flag("learning rate of the dense layers' Adam (the model's own)", kind=float, metavar="X")
     l2: str = _flag(
         "L2 on the deep table: none, on the batch's rows, or on the whole table",
         default="none",
@@ -77,6 +94,10 @@ class TrainConfig:
         for name in ("seed", "pipeline_depth", "staleness"):
             if getattr(self, name) < 0:
                 raise UserError(f"{_option(name)} must be at least 0, not {getattr(self, name)}")
+        for name in ("table_lr", "lr"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise UserError(f"{_option(name)} must be a number of at least 0, not {value}")
         if self.pipeline_depth > MOST_DEPTH:
             raise UserError(f"--pipeline-depth must be at most {MOST_DEPTH}, not {self.pipeline_depth}")
         if self.tf32 and self.precision != "fp32":

@@ -1,34 +1,44 @@
 """What a run prints: the lines at its start and the summary at its end."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from hostdev.cache.cache import EmbeddingCache
-from hostdev.core.memory import gib
+from hostdev.core.memory import gib, table_bytes
 
 
 def start_lines(
     config: dict[str, Any],
     data: Path,
     rows: dict[str, int],
-    vocabulary: int,
+    tables: dict[str, Any],
     device: str,
-    cache: EmbeddingCache | None,
+    caches: list[EmbeddingCache],
 ) -> str:
     """Return what is about to be trained, on what, and where its files go."""
     place = "host memory" if config["host_device_mix"] else "device memory"
-    dim = config["emb_dim"]
     arithmetic = config["precision"] + " with TF32" * config["tf32"]
     epochs = f"{config['epochs']} epoch{'s' * (config['epochs'] > 1)}"
-    size = gib(vocabulary * (dim * 3 + 3) * 4)
     inexact = f"NOT EXACT: --staleness {config['staleness']} lets lookups miss updates; runs differ"
     return "\n".join([
         *([inexact] if config["staleness"] else []),
         f"data     {data}: {rows['train']:,} training and {rows['test']:,} test rows",
-        f"tables   deep {vocabulary:,} x {dim} (LazyAdam), wide {vocabulary:,} x 1 (FTRL): {size} of {place}",
-        *([_cache_line(cache)] if cache is not None else []),
+        f"tables   {tables_line(tables.values())} of {place}",
+        *map(_cache_line, caches),
         f"dense    {arithmetic} on {device}; batch size {config['batch_size']:,}, {epochs}",
     ])  # fmt: skip
+
+
+def tables_line(tables: Iterable[Any]) -> str:
+    """Return names, shapes and optimizers of tables (or of what has these), and the bytes of all of them."""
+    shapes = sorted(tables, key=lambda table: table.name)
+    size = sum(
+        table_bytes(table.rows, table.dim, len(table.optimizer.slots), len(table.optimizer.row_slots))
+        for table in shapes
+    )  # fmt: skip
+    each = [f"{table.name} {table.rows:,} x {table.dim} ({type(table.optimizer).__name__})" for table in shapes]
+    return f"{', '.join(each)}: {gib(size)}"
 
 
 def _cache_line(cache: EmbeddingCache) -> str:
@@ -44,6 +54,7 @@ def summary_lines(summary: dict[str, Any], run_dir: Path) -> str:
         "",
         f"pipeline       {_pipeline(summary['pipeline'])}",
         *([f"cache          {_cache(summary['cache'])}"] if "cache" in summary else []),
+        *(f"cache          {name}: {_cache(one)}" for name, one in summary.get("caches", {}).items()),
         f"peak memory    {gib(summary['peak_rss_bytes'])}",
         f"state_sha256   {summary['state_sha256']}",
         f"files          {run_dir}/: loss.log, eval.log, ops.log, config.json, summary.json",

@@ -23,18 +23,19 @@ from hostdev.core.primitive import OpLog
 from hostdev.core.progress import bar
 from hostdev.core.timeline import Timeline
 from hostdev.data import lookalike, manifest
-from hostdev.data.batch import FIELDS, wide_batches
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.device.clock import EventClock, clock_for
 from hostdev.host.warm_up import warm_up
 from hostdev.kernels.pool import host_threads, set_host_threads
-from hostdev.pipeline.model import Result
 from hostdev.train import report
+from hostdev.train.build import cache_of, model_of, most_uses
 from hostdev.train.config import TrainConfig
 from hostdev.train.interrupt import GracefulStop, Interrupted
 from hostdev.train.rundir import RunDir
-from hostdev.train.trainer import Evaluation, NonFiniteLossError, Trainer
+from hostdev.train.trainer import Evaluation, NonFiniteLossError, Result, Trainer
+
+_SAMPLE = 1000  # rows, of which a batch's ids are looked at before the first step
 
 
 class Run:
@@ -67,22 +68,24 @@ class Run:
             if settings.trace is not None:
                 self.timeline.write_to(settings.trace.open("w"))
             id_dtypes = {np.dtype(found.id_type)}
-            cache = cache_options(settings, data, found)
+            sample = next(self.train_rows.batches(min(self.batch_size, _SAMPLE)))
+            model = model_of(settings, found.schema)
+            cache = cache_of(settings, model, data, found, sample)
             if cache is not None:
                 warm_up_planner(np.dtype(found.id_type))
                 id_dtypes.add(np.dtype(np.int32))  # of the numbers of slots
             for dtype in id_dtypes:
                 warm_up(dtype)
             self.trainer = Trainer(
-                found.vocabulary_size,
-                settings.emb_dim,
+                model,
                 host_device_mix=settings.host_device_mix,
                 device=self.device,
                 l2=settings.l2,
                 precision=settings.precision,
                 seed=settings.seed,
                 log=self.log,
-                most_uses=self.batch_size * FIELDS,
+                lr=settings.lr,
+                most_uses=most_uses(model, sample, self.batch_size),
                 cache=cache,
                 depth=settings.pipeline_depth,
                 staleness=settings.staleness,
@@ -116,7 +119,7 @@ class Run:
     def _train_epoch(self, epoch: int, stop: GracefulStop) -> None:
         whole = self.train_rows.steps(self.batch_size)
         planned = min(whole, self.total_steps - self.steps)
-        batches = wide_batches(self.train_rows, self.batch_size, seed=self.settings.seed, epoch=epoch)
+        batches = self.train_rows.batches(self.batch_size, seed=self.settings.seed, epoch=epoch)
         results = self.trainer.train(itertools.islice(batches, planned))
         with bar(planned, f"epoch {epoch}/{self.epochs}", "step") as progress, closing(results):
             start = time.perf_counter()
@@ -146,7 +149,7 @@ class Run:
     def _evaluate(self, epoch: int, stop: GracefulStop) -> None:
         start = time.perf_counter()
 
-        batches = itertools.takewhile(lambda _: not stop.requested, wide_batches(self.test_rows, self.batch_size))
+        batches = itertools.takewhile(lambda _: not stop.requested, self.test_rows.batches(self.batch_size))
         with bar(self.test_rows.steps(self.batch_size), "evaluating", "step") as progress:
             found = self.trainer.evaluate(batches, progress.update)
         if stop.requested or found is None:
@@ -163,8 +166,8 @@ class Run:
             if isinstance(self.clock, EventClock):
                 self.clock.drain(wait=True)
             content = self._write_summary(status, digest)
-        if status == "finished" and self.trainer.cache is not None:  # last, as it takes time and memory
-            content["cache"] = self.trainer.cache.summary()
+        if status == "finished" and self.trainer.caches:  # last, as it takes time and memory
+            content |= self._cache_summary(optimum=True)
             self.files.write_summary(content)
         return content
 
@@ -191,7 +194,7 @@ class Run:
     def _summarise(self, status: str, digest: str | None) -> dict[str, Any]:
         return {
             "status": status,
-            "steps": min(self.steps, self.trainer.pipeline.steps),  # an abandoned step may have no update yet
+            "steps": min(self.steps, self.trainer.steps),  # an abandoned step may have no update yet
             "epochs": self.epochs_done,
             "auc": _finite(self.last and self.last.auc),
             "logloss": _finite(self.last and self.last.logloss),
@@ -207,13 +210,17 @@ class Run:
                 "exact": not self.settings.staleness,
                 **self.timeline.summary(),
             },
-            **self._cache_summary(),
+            **self._cache_summary(optimum=False),
             "ops": self.log.summary(),
         }
 
-    def _cache_summary(self) -> dict[str, Any]:
-        cache = self.trainer.cache
-        return {} if cache is None else {"cache": cache.summary(optimum=False)}
+    def _cache_summary(self, *, optimum: bool) -> dict[str, Any]:
+        """The cache's figures; of several groups by the names of their tables."""
+        caches = {" and ".join(table.name for table in cache.tables): cache for cache in self.trainer.caches}
+        found = {name: cache.summary(optimum=optimum) for name, cache in caches.items()}
+        if not found:
+            return {}
+        return {"cache": next(iter(found.values()))} if len(found) == 1 else {"caches": found}
 
 
 def _one_behind(results: Iterator[Result], stop: GracefulStop) -> Iterator[Result]:
@@ -235,18 +242,6 @@ def _one_behind(results: Iterator[Result], stop: GracefulStop) -> Iterator[Resul
     yield from held
     if error is not None:
         raise error
-
-
-def cache_options(settings: TrainConfig, data: Path, found: manifest.Manifest) -> dict[str, Any] | None:
-    """Return what resolved settings say of the cache, as `Trainer` takes it; None for no cache."""
-    if settings.cache_policy is None:
-        return None
-    return {
-        "capacity_rows": settings.cache_rows,
-        "policy": settings.cache_policy,
-        "window": settings.cache_window or 0,
-        "counts": manifest.read_counts(data, found) if settings.cache_policy == "static" else None,
-    }
 
 
 def _finite(value: float | None) -> float | None:
@@ -279,7 +274,7 @@ def train(settings: TrainConfig) -> dict[str, Any]:
         )
         rows = {split: found.rows(split) for split in ("train", "test")}
         device = backend.describe(run.device)
-        lines = report.start_lines(settings.as_json(), data, rows, found.vocabulary_size, device, run.trainer.cache)
+        lines = report.start_lines(settings.as_json(), data, rows, run.trainer.tables, device, run.trainer.caches)
         print(lines, flush=True)
         try:
             run.train(stop)

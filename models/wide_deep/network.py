@@ -1,49 +1,77 @@
-"""The dense network. It takes looked-up, masked rows and knows nothing of the tables that they come from.
+"""Wide & Deep: a linear model and a ReLU network over the same fields, added.
 
-B rows, F fields, D the deep dimension.
+Source: Cheng et al., "Wide & Deep Learning for Recommender Systems", DLRS 2016. Sizes, initial values and learning
+rates are those of MindSpore's published model for Criteo, which also looks dense columns up: each has a row of its own,
+times its value. B rows, nd dense columns, F columns of ids, D the deep dimension.
 """
 
-import itertools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from hostdev.data.schema import Schema
+from hostdev.models.fields import FIELDS, bags_of, features_of, side_by_side
+from hostdev.models.layers import initialize, logits_of, perceptron
+from hostdev.models.model import Batch, Ids, Model, Rows
 from torch import Tensor, nn
 
-from hostdev.core.initializers import Normal, initial_array
+from hostdev.core.initializers import Normal
+from hostdev.core.optimizers import FTRL, LazyAdam, SparseOptimizer
+from hostdev.runtime.spec import Bag, TableSpec
 
 LAYERS = (1024, 512, 256, 128)
+TABLES = ("wide", "deep")
 
 
-class WideDeep(nn.Module):
-    """logit = wide + deep: a linear model on the wide rows, and a ReLU network on the deep ones.
+class WideDeep(Model):
+    """logit = wide + bias + deep: the sum of the fields' wide weights, and a ReLU network on their deep rows.
 
-    fields, dim  of the deep rows, so that the network's input is fields * dim wide
-    seed         of the initial weights and biases, all N(0, 0.01^2), each a function of the seed and its name
-    layers       widths of the hidden layers
+    schema     of the data: dense columns, columns of ids and bags are a field each
+    dim        columns of the deep table
+    seed       of the initial weights and biases, all N(0, 0.01^2), each a function of the seed and its name
+    optimizer  of the deep table; the wide one has FTRL always
+    layers     widths of the hidden layers
     """
 
-    def __init__(self, fields: int, dim: int, *, seed: int, layers: Sequence[int] = LAYERS) -> None:
-        super().__init__()
-        widths = [fields * dim, *layers, 1]
-        modules: list[nn.Module] = []
-        for inputs, outputs in itertools.pairwise(widths):
-            modules += [nn.Linear(inputs, outputs), nn.ReLU()]
-        self.deep = nn.Sequential(*modules[:-1])
-        self.bias = nn.Parameter(torch.zeros(1))
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                values = initial_array(tuple(parameter.shape), Normal(0.01), seed, f"dense/{name}")
-                parameter.copy_(torch.from_numpy(values))
+    default_dim = 80
+    lr = 3.5e-4
 
-    def forward(self, linear: Tensor, deep: Tensor) -> Tensor:
+    def __init__(
+        self,
+        schema: Schema,
+        dim: int,
+        *,
+        seed: int,
+        optimizer: SparseOptimizer | None = None,
+        layers: Sequence[int] = LAYERS,
+    ) -> None:
+        super().__init__()
+        self.schema = schema
+        self.tables = {
+            "wide": TableSpec(schema.rows, 1, FTRL()),
+            "deep": TableSpec(schema.rows, dim, optimizer or LazyAdam()),
+        }
+        self.features = features_of(schema, TABLES, more=len(schema.dense))
+        fields = len(schema.dense) + len(schema.columns)
+        self.deep = perceptron([fields * dim, *layers, 1])
+        self.bias = nn.Parameter(torch.zeros(1))
+        initialize(self, seed, lambda name, parameter: Normal(0.01))
+
+    def ids(self, batch: Batch) -> dict[str, Ids]:
+        """Return the fields' ids [B, nd + F], 0, 1, 2, ... for the dense columns, with their weights: value, or 1."""
+        B, nd = batch.dense.shape
+        ids = np.empty((B, nd + batch.ids.shape[1]), batch.ids.dtype)
+        ids[:, :nd], ids[:, nd:] = np.arange(nd), batch.ids
+        weights = np.empty(ids.shape, np.float32)
+        weights[:, :nd], weights[:, nd:] = batch.dense, 1
+        fields: dict[str, Ids] = {FIELDS: Bag(ids, weights=weights)} if FIELDS in self.features else {}
+        return fields | bags_of(self.schema, batch)
+
+    def forward(self, dense: Tensor, rows: Rows) -> Tensor:
         """Return logits float32 [B]; the last layer is calculated in float32 under autocast, too.
 
-        linear  float32 [B], the sum over the fields of wide weight x mask
-        deep    [B, F * D], the embeddings x mask of all fields side by side; under autocast in its dtype
+        dense  not used: the values are in the rows
+        rows   by feature (wide, deep), times their weights: wide float32, deep under autocast in its dtype
         """
-        *hidden, last = self.deep
-        for layer in hidden:
-            deep = layer(deep)
-        with torch.autocast(deep.device.type, enabled=False):  # a single logit a row in bfloat16 would have 8 bits
-            logits: Tensor = linear + self.bias + last(deep.float()).squeeze(1)
-        return logits
+        wide, deep = (side_by_side(rows, self.features, table) for table in range(2))
+        return wide.squeeze(-1).sum(1) + self.bias + logits_of(self.deep, deep.flatten(1))

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from hostdev.data import manifest
-from hostdev.data.batch import wide_batches
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.shards import ShardReader
+from hostdev.models.wide_deep.network import WideDeep
 
-from hostdev.core.primitive import OpLog
+from hostdev.runtime.spec import CacheSpec
 from hostdev.train.trainer import Trainer
 from tests.test_pipeline import ROWS, adversarial, outcome, trainer_of
 
@@ -82,18 +82,12 @@ def test_closing_while_the_fetcher_is_slow(device, stage):
 
 def test_looking_in_the_middle_of_training(device):
     batches = adversarial(6, 8)
-    trainer, plain = trainer_of(depth=0, **cached("30%"), device=device), trainer_of(depth=0, device=device)
-    for _ in zip(trainer.train(batches), plain.train(batches), strict=True):
-        assert trainer.evaluate(batches[:2]) == plain.evaluate(batches[:2])
-        assert trainer.state_sha256() == plain.state_sha256()
-    trainer = trainer_of(depth=2, **cached("30%"), device=device)
-    results = trainer.train(batches)
-    next(results)
-    for look in (trainer.state_sha256, lambda: trainer.evaluate(batches[:2])):
-        with pytest.raises(RuntimeError, match="end or close the iterator"):
-            look()
-    results.close()
-    assert trainer.state_sha256() == outcome(batches[:1], depth=0, device=device)[2]
+    plain = trainer_of(depth=0, device=device)
+    trainers = [trainer_of(depth=depth, **cached("30%"), device=device) for depth in (0, 2)]
+    for _ in zip(plain.train(batches), *(trainer.train(batches) for trainer in trainers), strict=True):
+        seen = plain.evaluate(batches[:2]), plain.state_sha256()
+        for trainer in trainers:
+            assert (trainer.evaluate(batches[:2]), trainer.state_sha256()) == seen
 
 
 @pytest.mark.slow
@@ -103,17 +97,17 @@ def test_every_policy_and_size_on_the_real_sample(criteo_sample, tmp_path, seed)
     found = manifest.read(tmp_path / "data")
     counts = manifest.read_counts(tmp_path / "data", found)
     reader = ShardReader(tmp_path / "data", found, "train")
-    batches = list(itertools.islice(wide_batches(reader, 1000, seed=seed, epoch=1), 30))
+    batches = list(itertools.islice(reader.batches(1000, seed=seed, epoch=1), 30))
 
     def result(depth, **cache):
-        options = {"depth": depth, "cache": {"counts": counts, **cache} if cache else None}
-        cpu = torch.device("cpu")
+        spec = CacheSpec(**cache, counts=counts) if cache else None
+        model = WideDeep(found.schema, 8, seed=seed)
         trainer = Trainer(
-            found.vocabulary_size, 8, host_device_mix=True, device=cpu, l2="none", seed=seed, log=OpLog(), **options
-        )
+            model, host_device_mix=True, device=torch.device("cpu"), seed=seed, depth=depth, cache=spec
+        )  # fmt: skip
         losses = [tuple(step.value) for step in trainer.train(batches)]
         return losses, trainer.state_sha256()
 
     expected = result(0)
     for policy, size, depth in itertools.product(POLICIES, SIZES, (0, 2)):
-        assert result(depth, policy=policy, capacity_rows=size) == expected, (policy, size, depth)
+        assert result(depth, policy=policy, rows=size) == expected, (policy, size, depth)

@@ -6,13 +6,13 @@ import time
 import numpy as np
 import pytest
 import torch
-from hostdev.data.batch import WideBatch as Batch
 
 import hostdev
-from hostdev import EmbeddingCache, HostEmbedding, HostTable
+from hostdev import HostTable, Runtime
 from hostdev.cache import planning
 from hostdev.cache.slots import DeviceSlots
 from hostdev.device.staging import Staging
+from tests.fields import FieldsBatch
 from tests.test_pipeline import FIELDS, adversarial, outcome, trainer_of
 
 CACHE = {"capacity_rows": "20%", "policy": "lru"}  # which exchanges many rows
@@ -41,7 +41,7 @@ def rows_that_differ(trainer, other):
     """The ids of rows that are not the same in both trainers' tables, with their slots."""
     differ = set()
     for name in ("wide", "deep"):
-        ours, theirs = (getattr(one, name).table for one in (trainer, other))
+        ours, theirs = (one.tables[name] for one in (trainer, other))
         pairs = [(ours.weights, theirs.weights), *zip(ours.slots.values(), theirs.slots.values(), strict=True)]
         differ |= {row for left, right in pairs for row in np.flatnonzero((left != right).any(1)).tolist()}
     return differ
@@ -55,8 +55,8 @@ def rows_that_differ(trainer, other):
         (DeviceSlots, "exchange", 16),
         (Staging, "receive", 15),  # what comes first, and the rest
         (Staging, "receive", 16),
-        (HostTable, "update", 15),
-        (HostTable, "write_rows", 9),
+        (HostTable, "update_tasks", 15),
+        (HostTable, "write_rows_tasks", 9),
     ],
 )
 def test_rows_of_other_batches_keep_their_updates(device, monkeypatch, owner, name, call, depth):
@@ -68,8 +68,9 @@ def test_rows_of_other_batches_keep_their_updates(device, monkeypatch, owner, na
 
     trainer = trainer_of(depth=depth, cache=CACHE, before_stage=note, device=device)
     monkeypatch.setattr(owner, name, failing(getattr(owner, name), call))
-    for part, slots in zip((trainer.wide, trainer.deep), trainer.cache.slots, strict=True):
-        part.use_cache(slots)
+    [group] = trainer.runtime.pipeline.groups
+    for embedding, slots in zip(group.embeddings, group.cache.slots, strict=True):
+        embedding.use_cache(slots)
     with pytest.raises(FaultError):
         list(trainer.train(batches))
     monkeypatch.undo()
@@ -84,20 +85,20 @@ def test_rows_of_other_batches_keep_their_updates(device, monkeypatch, owner, na
 def test_rows_on_their_way_to_the_host_arrive(device, monkeypatch):
     """Batches that share no row with the one whose update fails are stepped meanwhile, and not yet waited for."""
     ids = np.arange(10 * FIELDS, dtype=np.int32).reshape(10, 1, FIELDS)
-    batches = [Batch(np.zeros(1, np.float32), part, np.ones((1, FIELDS), np.float32)) for part in ids]
-    stepped, calls, write_rows = [], [], HostTable.write_rows
+    batches = [FieldsBatch(np.zeros(1, np.float32), part, np.ones((1, FIELDS), np.float32)) for part in ids]
+    stepped, calls, write_rows = [], [], HostTable.write_rows_tasks
 
     def fail_late(*arguments):
         calls.append(arguments)
         if len(calls) == 1:
             time.sleep(0.3)
             raise FaultError
-        write_rows(*arguments)
+        return write_rows(*arguments)
 
     trainer = trainer_of(depth=2, cache=CACHE, device=device)
     plain = trainer_of(depth=0, device=device)
     with monkeypatch.context() as patch:
-        patch.setattr(HostTable, "write_rows", fail_late)
+        patch.setattr(HostTable, "write_rows_tasks", fail_late)
         with pytest.raises(FaultError):
             for result in trainer.train(batches):
                 stepped.append(result)
@@ -117,75 +118,73 @@ def given(count):
     return [torch.from_numpy(rng.integers(0, ROWS, 20)) for _ in range(count)]
 
 
-def loop(module, batches):
-    for ids in batches:
-        module(ids).square().sum().backward()
-        module.step()
+def runtime_of(table, device="cpu", **options):
+    return Runtime({"id": table}, device=device, depth=0, **options)
+
+
+def loop(runtime, batches, skipped=()):
+    for number, (_, rows) in enumerate(runtime.train(batches, ids=lambda ids: {"id": ids})):
+        if number not in skipped:
+            rows["id"].square().sum().backward()
 
 
 def plain(batches):
     table = HostTable(ROWS, 4, hostdev.LazyAdam(lr=0.1), name="t")
-    loop(HostEmbedding(table), batches)
+    loop(runtime_of(table), batches)
     return table
 
 
-@pytest.mark.parametrize("written_back", [False, True])
-def test_an_interrupt_in_a_tables_update(device, table, monkeypatch, written_back):
-    """Rows that the batch evicted are on the host after writing back, and for the next batch without that."""
-    batches, cache = given(9), EmbeddingCache(table, 10, "lru", device=device)
-    loop(HostEmbedding(cache), batches[:8])
-    monkeypatch.setattr(table, "update", failing(table.update, 1))
+LRU = hostdev.CacheSpec(10, "lru")
+
+
+@pytest.mark.parametrize("through", ["the table", "the runtime"])
+def test_an_interrupt_in_a_tables_update(device, table, monkeypatch, through):
+    """Rows that the batch evicted are on the host, and the others as they were."""
+    batches, runtime = given(9), runtime_of(table, device, cache=LRU)
+    loop(runtime, batches[:8])
+    monkeypatch.setattr(table, "update_tasks", failing(table.update_tasks, 1))
     with pytest.raises(FaultError):
-        loop(HostEmbedding(cache), batches[8:])
+        loop(runtime, batches[8:])
     other = np.setdiff1d(np.arange(ROWS), batches[8])
-    if written_back:
-        cache.write_back()
-        seen = table.weights[other]
-    else:
-        seen = HostEmbedding(cache)(torch.from_numpy(other)).detach().cpu().numpy()
-    np.testing.assert_array_equal(seen, plain(batches[:8]).weights[other])
+    found = table.weights[other] if through == "the table" else runtime.look_up({"id": other})["id"].cpu().numpy()
+    np.testing.assert_array_equal(found, plain(batches[:8]).weights[other])
 
 
 def test_writing_back_may_be_repeated_after_an_interrupt(device, table, monkeypatch):
-    batches, cache = given(8), EmbeddingCache(table, 10, "lru", device=device)
-    loop(HostEmbedding(cache), batches)
+    batches, runtime = given(8), runtime_of(table, device, cache=LRU)
     with monkeypatch.context() as patch:
         patch.setattr(table, "write_rows", failing(table.write_rows, 1))
         with pytest.raises(FaultError):
-            cache.write_back()
-    cache.write_back()
+            loop(runtime, batches)  # at its end
+    runtime.write_back()
     np.testing.assert_array_equal(table.weights, plain(batches).weights)
 
 
 @pytest.mark.parametrize("kernel", ["classify", "score", "divide", "exchange"])
 def test_an_interrupt_while_planning(device, table, monkeypatch, kernel):
-    batches, cache = given(12), EmbeddingCache(table, 30, "lru", device=device)
-    loop(HostEmbedding(cache), batches[:3])
+    batches, runtime = given(12), runtime_of(table, device, cache=hostdev.CacheSpec(30, "lru"))
+    loop(runtime, batches[:3])
     with monkeypatch.context() as patch:
         patch.setattr(planning, kernel, failing(getattr(planning, kernel), 1))
         with pytest.raises(FaultError):
-            loop(HostEmbedding(cache), batches[3:])
-    cache.write_back()
-    left = batches[table.step :]
-    loop(HostEmbedding(cache), left)
-    cache.write_back()
+            loop(runtime, batches[3:])
+    loop(runtime, batches[table.step :])
     np.testing.assert_array_equal(table.weights, plain(batches).weights)
+    [cache] = runtime.caches
     slots = cache.planner.slot_ids
     assert len(np.unique(slots[: cache.planner.filled])) == cache.planner.filled == (slots >= 0).sum()
 
 
 def test_the_optimum_is_that_of_the_batches_that_were_planned(device, table):
-    batches, cache = given(12), EmbeddingCache(table, 10, window=3, device=device)
-    module = HostEmbedding(cache)
-    for number, ids in enumerate(cache.ahead(batches, lambda ids: ids)):
-        if number not in (4, 5):
-            loop(module, [ids])
-    summary = cache.summary()
-    assert summary["batches"] == summary["optimal_batches"] == 12
-    everything = EmbeddingCache(HostTable(ROWS, 4, hostdev.SGD(), name="t"), 10, window=3, device=device)
-    for ids in everything.ahead(batches, lambda ids: ids):
-        loop(HostEmbedding(everything), [ids])
-    assert everything.summary()["optimal_hit_rate"] == summary["optimal_hit_rate"]
+    """Those that were skipped, too: their rows entered the cache."""
+    batches, found = given(12), []
+    for skipped in ((4, 5), ()):
+        made = HostTable(ROWS, 4, hostdev.SGD(), name="t")
+        runtime = runtime_of(made, device, cache=hostdev.CacheSpec(10, window=3))
+        loop(runtime, batches, skipped)
+        found.append(runtime.caches[0].summary())
+    assert found[0]["batches"] == found[0]["optimal_batches"] == 12
+    assert found[0] == found[1]
 
 
 def test_a_reader_that_comes_back_late_has_no_part_in_the_next_run(device):

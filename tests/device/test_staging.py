@@ -9,15 +9,14 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from hostdev.data.batch import WideBatch as Batch
 
 from hostdev.cache import slots
-from hostdev.core.primitive import OpLog
 from hostdev.device import ops, staging
 from hostdev.device.ops import torch_operations
 from hostdev.device.staging import Staging
-from hostdev.train import trainer
-from hostdev.train.trainer import Trainer
+from hostdev.runtime import runtime
+from tests import fields
+from tests.fields import FieldsBatch
 from tests.test_pipeline import adversarial, outcome, stress, trainer_of
 
 
@@ -114,7 +113,7 @@ def test_rows_cross_and_come_back(device):
         staging.await_sent(marks, [rows])
         doubled = rows * 2
         del rows
-        picked = staging.pick([doubled], np.array([9, 7], np.int32), memory) if staging.copies else [doubled[[9, 7]]]
+        picked = staging.pick([(doubled, np.array([9, 7], np.int32))], memory) if staging.copies else [doubled[[9, 7]]]
         [some], first = staging.receive(picked, memory)
         [small], small_mark = staging.receive_results([doubled.sum()], memory)
         [back], mark = staging.receive([doubled], memory)
@@ -154,7 +153,7 @@ def test_training_with_copies_gives_the_same_bits(monkeypatch, mix, depth, cache
         if accelerators:
             monkeypatch.setattr(ops, "host_kernels", torch_operations)
             monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: torch.from_numpy(np.sqrt(x.numpy())))
-        monkeypatch.setattr(trainer, "Staging", functools.partial(Staging, streams=_PerThread()))
+        monkeypatch.setattr(runtime, "Staging", functools.partial(Staging, streams=_PerThread()))
         assert outcome(batches, depth=depth, mix=mix, **options) == expected
 
 
@@ -178,7 +177,7 @@ class _PerThread(Streams):
 def copying(monkeypatch):
     """Trainers stage as on an accelerator."""
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    monkeypatch.setattr(trainer, "Staging", lambda *args, **how: Staging(*args, **how, streams=_PerThread()))
+    monkeypatch.setattr(runtime, "Staging", lambda *args, **how: Staging(*args, **how, streams=_PerThread()))
 
 
 @pytest.mark.parametrize("cache", [None, {"capacity_rows": "20%", "window": 3}], ids=["", "cache"])
@@ -225,11 +224,10 @@ def test_rows_on_their_way_take_no_more_memory_with_depth(copying, monkeypatch):
     batches = []
     for _ in range(16):
         ids = (rows * rng.random((200, 39)) ** 4).astype(np.int32)
-        batches.append(Batch(np.zeros(200, np.float32), ids, np.ones((200, 39), np.float32)))
+        batches.append(FieldsBatch(np.zeros(200, np.float32), ids, np.ones((200, 39), np.float32)))
     unique = max(len(np.unique(batch.ids)) for batch in batches)
     for depth in (0, 1, 2, 4):
-        made = Trainer(rows, 16, host_device_mix=True, device=torch.device("cpu"), l2="none", seed=1, log=OpLog(),
-                       depth=depth, cache={"capacity_rows": "10%"})  # fmt: skip
+        made = fields.trainer_of(rows, 16, depth=depth, cache={"capacity_rows": "10%"})
         for number, _ in enumerate(made.train(batches)):
             if number == 8:
                 most.clear()  # the cache is warm

@@ -6,17 +6,15 @@ import threading
 import numpy as np
 import pytest
 import torch
-from hostdev.data.batch import WideBatch as Batch
-from hostdev.models.wide_deep import WideDeep
+from hostdev.models.wide_deep.network import LAYERS
 
 from hostdev.core.memory import copied_bytes, pinned_size, row_bytes
 from hostdev.device import backend, ops
 from hostdev.kernels.pool import set_host_threads
-from hostdev.pipeline.flight import Line
-from hostdev.train import dense
-from hostdev.train.trainer import tables_of
+from hostdev.pipeline.line import Line
 from tests.conftest import devices, stand_in
 from tests.device import twins
+from tests.fields import FieldsBatch
 from tests.test_pipeline import ROWS, adversarial, cache_of, outcome, trainer_of
 
 CACHES = [None, {"capacity_rows": "20%", "window": 3}]
@@ -43,7 +41,7 @@ def test_another_device_of_several(device):
         one = backend.select(device.type if device.type == "cpu" else f"{device.type}:{number}")
         for options in ({"depth": 0}, {"depth": 2, "cache": CACHES[1]}, {"depth": 2, "mix": False}):
             made = trainer_of(device=one, **options)
-            assert {parameter.device.index for parameter in made.network.parameters()} == {one.index}
+            assert {parameter.device.index for parameter in made.model.parameters()} == {one.index}
             assert outcome(batches, device=one, **options) == expected
     assert outcome(batches, depth=2, device=device) == expected  # on the last one, which is the current one
     assert number == 1 or not SIMULATED
@@ -69,7 +67,7 @@ def test_tritons_kernels_in_training(device, cache, monkeypatch):
     for batch in adversarial(16, 6, size=100):
         ids = batch.ids.copy()
         ids[:, :2] = [3, 5]  # a use in every sample, as of the dense columns
-        batches.append(Batch(batch.label, ids, batch.weights))
+        batches.append(FieldsBatch(batch.label, ids, batch.weights))
     plain = outcome(batches, depth=0, device=device)
     if SIMULATED:
         twins.register()
@@ -123,9 +121,10 @@ def test_pinned_memory_comes_back_after_an_early_end(device):
 def test_pinned_memory_is_at_most_what_was_counted(device, shared, cache):
     batches = adversarial(22, 12, size=200, shared=shared)
     counters = stand_in().counters
-    for _ in trainer_of(device=device, depth=2, dim=16, cache=cache).train(batches):
+    made = trainer_of(device=device, depth=2, dim=16, cache=cache)
+    for _ in made.train(batches):
         pass
-    row, whole = row_bytes(tables_of(16).values())
+    row, whole = row_bytes((table.dim, table.optimizer) for table in made.tables.values())
     uses = batches[0].ids.size
     each = copied_bytes(ROWS, 2 * ROWS if cache else 0, uses, row, whole)
     assert counters.pinned_bytes <= 4 * pinned_size(each)
@@ -152,28 +151,29 @@ def test_rows_are_sent_when_the_device_has_taken_those_before(device, depth, mon
     assert not early
 
 
-def test_the_whole_network(device, monkeypatch):
+def test_the_whole_network(device):
     """With the layers of the published model, which other tests on a simulated device leave out."""
-    monkeypatch.setattr(dense, "WideDeep", WideDeep)
     set_host_threads(2)
     batches = adversarial(13, 3)
-    found = outcome(batches, depth=2, dim=16, device=device)
-    assert outcome(batches, depth=0, dim=16, mix=False, device=device) == found
+    found = outcome(batches, depth=2, dim=16, device=device, layers=LAYERS)
+    assert outcome(batches, depth=0, dim=16, mix=False, device=device, layers=LAYERS) == found
 
 
 def test_rows_and_gradients_are_on_the_device(device, monkeypatch):
     """What the network is given, and what it gives back: nothing is computed on the CPU on an accelerator's behalf."""
     seen = set()
     made = trainer_of(device=device, depth=2, cache=CACHES[1])
-    step = dense.DenseSide.step
+    step = made._step
 
-    def watched(side, prepared, rows):
-        seen.update(part.device.type for part in [*rows, prepared.label, prepared.weights, prepared.uses.inverse])
-        found = step(side, prepared, rows)
-        seen.update(tensor.device.type for tensor in [*found.grads, *found.results, found.skip])
+    def watched(rows, dense, label):
+        parts = [part for value in rows.values() for part in value]
+        seen.update(part.device.type for part in [*parts, dense, label])
+        found = step(rows, dense, label)
+        seen.update(grad.device.type for leaf in rows.leaves for grad in leaf.grads())
+        seen.add(rows.guarded[0].device.type)
         return found
 
-    monkeypatch.setattr(dense.DenseSide, "step", watched)
+    monkeypatch.setattr(made, "_step", watched)
     for _ in made.train(adversarial(14, 6)):
         pass
     assert seen == {device.type}

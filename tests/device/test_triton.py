@@ -113,12 +113,17 @@ def test_the_other_kernels_round_every_operation_once(compiled, dim):
     ):
         compiled.clear()
         ops.launching("gather_scaled")(rows, int32(500), weights, dtype)
-        ops.launching("sum_uses")(torch.empty(500, dim, dtype=dtype), int32(500), int32(500), int32(10), weights)
+        grads = torch.empty(500, dim, dtype=dtype)
+        for source in (None, int32(500)):
+            ops.launching("sum_uses")(grads, int32(500), int32(500), int32(10), source, weights)
+        for mean in (False, True):
+            ops.launching("pool")(rows, int32(500), int32(33), weights, mean, dtype)
         scaling = {"mul"} if weights is not None else set()
         assert [(name, operations(kernel)) for name, kernel in compiled] == [
             ("_gather", scaling),
-            ("_sum_segments", {"add"} | scaling),
-            ("_add_segments", {"add"}),
+            *[("_sum_segments", {"add"} | scaling), ("_add_segments", {"add"})] * 2,
+            ("_pool", {"add"} | scaling),
+            ("_pool", {"add", "div"} | scaling),
         ]
 
 

@@ -190,7 +190,7 @@ def check_sums(device, rng, counts, dim, dtype, scaled):
         grads[0] = -0.0
     weights = torch.from_numpy(rng.choice([1.0, 0.37, 0.0, -1.7], N).astype(np.float32))
     uses = ops.sort_uses(torch.from_numpy(inverse).to(device), len(counts))
-    out = ops.sum_uses(grads.to(device), uses, weights.to(device) if scaled else None)
+    out = ops.sum_uses(grads.to(device), uses, None, weights.to(device) if scaled else None)
     terms = (grads.float() * weights[:, None] if scaled else grads.float()).numpy()
     same(out, naive.sum_uses(terms, inverse, len(counts)))
     if max(counts, default=0) <= 64 and 0 not in counts:  # the host's order
@@ -213,6 +213,53 @@ def test_sum_uses_of_random_counts(device):
     for _ in range(12):
         counts = rng.choice([1, 2, 5, 62, 63, 64, 65, 66, 127, 128, 129, 191, 192, 193, 300], rng.integers(1, 12))
         check_sums(device, rng, counts.tolist(), 2, torch.float32, scaled=True)
+
+
+def bags_of(rng, lengths, rows):
+    """A bag's uses begin where that of the bags before end; its ids may be there twice."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    N = int(offsets[-1])
+    return rng.integers(0, rows, N).astype(np.int32), offsets, rng.choice([1.0, 0.37, 0.0, -1.7], N).astype(np.float32)
+
+
+LENGTHS = [[], [0], [3], [1, 0, 4, 5, 8, 0, 70], [0, 0], [300], [2] * 90]
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("mean", [True, False])
+@pytest.mark.parametrize("dim", [*DIMS, 300])
+def test_pool(device, dim, mean, scaled):
+    rng = np.random.default_rng(dim)
+    values = (rng.standard_normal((40, dim)) * 10.0 ** rng.integers(-30, 30, (40, 1))).astype(np.float32)
+    values[3:9] = rng.choice(EXTREMES, (6, dim))
+    for number, lengths in enumerate(LENGTHS):
+        inverse, offsets, weights = bags_of(rng, lengths, 40)
+        weights = weights if scaled else None
+        rows, *others = (
+            None if x is None else torch.from_numpy(x).to(device) for x in (values, inverse, offsets, weights)
+        )
+        expected = naive.pool(values, inverse, offsets, weights, mean)
+        dtype = (torch.float32, torch.bfloat16)[number % 2]
+        out = ops.pool(rows, *others, mean, dtype)
+        assert out.dtype == dtype
+        same(out, torch.from_numpy(expected).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [1, 3, 80])
+def test_sum_of_uses_that_share_gradients(device, dim, dtype):
+    """Those of a bag have one, a row of fewer gradients than uses; beyond 64 uses a row's sum goes by segments."""
+    rng = np.random.default_rng(dim)
+    for lengths in LENGTHS:
+        for rows in (1, 7, 60):
+            inverse, offsets, weights = bags_of(rng, lengths, rows)
+            bag = np.repeat(np.arange(len(lengths)), lengths).astype(np.int32)
+            grads = torch.from_numpy(rng.standard_normal((len(lengths), dim), dtype=np.float32)).to(dtype)
+            uses = ops.sort_uses(torch.from_numpy(inverse).to(device), rows)
+            source, scales = (torch.from_numpy(x).to(device) for x in (bag, weights))
+            out = ops.sum_uses(grads.to(device), uses, source, scales if rows > 1 else None)
+            terms = naive.terms_of(grads.float().numpy(), offsets, weights if rows > 1 else None, mean=False)
+            same(out, naive.sum_uses(terms, inverse, rows))
 
 
 @pytest.mark.parametrize(("A", "E"), [(20, 7), (20, 0), (20, 20), (0, 0), (1, 1)])
@@ -244,7 +291,12 @@ def test_the_schemas_say_what_is_written(device):
         (o.assemble, (block, ids, admitted, rows)),
         (o.lookup, (block, ids)),
         (o.gather_scaled, (rows, ids % 2, rows[:, 0].contiguous(), torch.bfloat16)),
-        (o.sum_uses, (rows.bfloat16(), *uses, None)),
+        (o.sum_uses, (rows.bfloat16(), *uses, None, None)),
+        (o.sum_uses, (rows[:1].clone(), *uses, ids * 0, rows[:, 0].contiguous())),
+        (
+            o.pool,
+            (rows, ids % 2, torch.tensor([0, 0, 2], dtype=torch.int32, device=device), None, True, torch.bfloat16),
+        ),
         (o.exchange, (block, row_slots, ids, 1, admitted, none)),
         (o.update, ("FusedSparseLazyAdam", block, row_slots, ids[:1], rows, scalars, None, admitted[:1], none[:1])),
     ):

@@ -10,9 +10,9 @@ import torch
 
 from hostdev.device.triton import ops
 from hostdev.kernels.apply import apply_rows
+from hostdev.kernels.bags import Feature, pool, sum_uses
 from hostdev.kernels.gather import gather_scaled
 from hostdev.kernels.lookup import lookup, store
-from hostdev.kernels.segment import segment_sum
 
 
 def _assemble(block, hit_slots, admitted, passed):
@@ -47,9 +47,17 @@ def _exchange(block, row_slots, admitted_slots, leaving, admitted, admitted_row_
             here[stay:] = gone
 
 
-def _sum_uses(grads, order, keys, starts, weights):
+def _pool(rows, inverse, offsets, weights, mean, dtype):
+    out = torch.empty((len(offsets) - 1, rows.shape[1]), dtype=dtype)
+    stored = out.view(torch.uint16) if dtype == torch.bfloat16 else out
+    weights = None if weights is None else weights.numpy()
+    pool(rows.numpy(), Feature(inverse.numpy(), offsets.numpy(), weights, mean), stored.numpy())
+    return out
+
+
+def _sum_uses(grads, order, keys, starts, source, weights):
     """The host's sum twice: of the segments' uses, then of the rows' segments."""
-    terms = grads[order.long()].float()
+    terms = grads[order.long() if source is None else source[order.long()].long()].float()
     if weights is not None:
         terms = terms * weights[order.long()][:, None]
     out = torch.zeros((len(starts) - 1, grads.shape[1]))
@@ -59,10 +67,10 @@ def _sum_uses(grads, order, keys, starts, weights):
     place = np.arange(len(keys))
     begins = (place - starts[keys]) % ops.SEGMENT == 0
     parts = np.empty((begins.sum(), grads.shape[1]), np.float32)
-    segment_sum(terms.contiguous().numpy(), (np.cumsum(begins) - 1).astype(np.int32), parts)
+    sum_uses([Feature((np.cumsum(begins) - 1).astype(np.int32))], [terms.contiguous().numpy()], parts)
     rows, inverse = np.unique(keys[begins], return_inverse=True)
     sums = np.empty((len(rows), grads.shape[1]), np.float32)
-    segment_sum(parts, inverse.astype(np.int32), sums)
+    sum_uses([Feature(inverse.astype(np.int32))], [parts], sums)
     out[torch.from_numpy(rows).long()] = torch.from_numpy(sums)
     return out
 
@@ -86,6 +94,7 @@ TWINS = {
     "assemble": _assemble,
     "lookup": _lookup,
     "gather_scaled": _gather_scaled,
+    "pool": _pool,
     "exchange": _exchange,
     "sum_uses": _sum_uses,
     "update": _update,

@@ -5,8 +5,8 @@ import pytest
 
 from hostdev.host.table import HostTable
 from hostdev.kernels import stream
+from hostdev.kernels.bags import Feature, sum_uses
 from hostdev.kernels.pool import set_host_threads
-from hostdev.kernels.segment import segment_sum
 from hostdev.kernels.unique import unique
 from tests import naive
 from tests.host.test_updates import OPTIMIZERS, assert_equal
@@ -62,5 +62,5 @@ def test_unique_and_sum():
         if n < 300:
             grads = rng.standard_normal((n, int(rng.integers(1, 40))), dtype=np.float32)
             out = np.empty((len(found), grads.shape[1]), np.float32)
-            segment_sum(grads, inverse, out)
+            sum_uses([Feature(inverse)], [grads], out)
             np.testing.assert_array_equal(out, naive.segment_sum(grads, inverse, len(found)))

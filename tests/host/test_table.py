@@ -2,9 +2,10 @@ import numpy as np
 import pytest
 
 import hostdev
-from hostdev import FTRL, SGD, HostTable, LazyAdam, ParameterServer, UserError
+from hostdev import FTRL, SGD, HostTable, LazyAdam, ParameterServer, RowWiseAdagrad, UserError
 from hostdev.core import memory
 from hostdev.host import table as table_module
+from hostdev.kernels.pool import run_tasks, set_host_threads
 
 
 @pytest.fixture
@@ -197,3 +198,55 @@ def test_rows_at_positions(dtype, dim):
     split.lookup(ids[first], out, first)
     assert np.array_equal(out[first], whole.weights[ids[first]])
     assert np.isnan(out[rest]).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_tasks_of_several_tables_run_together(threads):
+    """They do what the tables' methods do one after the other."""
+    set_host_threads(threads)
+    rng = np.random.default_rng(threads)
+    kinds = [(3000, 80, LazyAdam()), (500, 1, FTRL()), (9000, 16, RowWiseAdagrad()), (4, 8, SGD())]
+    apart, together = ([HostTable(V, D, how, name=f"t{D}") for V, D, how in kinds] for _ in range(2))
+    ids = [rng.permutation(V)[: V // 2].astype(np.int32) for V, _, _ in kinds]
+    order = [rng.permutation(len(some)).astype(np.int32) for some in ids]
+
+    def run(act, *arguments):
+        parts = [act(*some) for some in zip(together, *arguments, strict=True)]
+        run_tasks([task for tasks in parts for task in tasks])
+
+    for _ in range(2):
+        grads = [
+            rng.standard_normal((len(some), D), dtype=np.float32) for some, (_, D, _) in zip(ids, kinds, strict=True)
+        ]
+        for table, *some in zip(apart, ids, grads, strict=True):
+            table.update(*some)
+        run(HostTable.update_tasks, ids, grads)
+    for table, other in zip(apart, together, strict=True):
+        np.testing.assert_array_equal(other.block, table.block)
+        np.testing.assert_array_equal(other.row_slots, table.row_slots)
+        assert table.step == other.step == 2
+
+    out = [np.empty_like(rows) for rows in grads]
+    run(HostTable.lookup_tasks, ids, out, order)
+    for table, some, at, rows in zip(apart, ids, order, out, strict=True):
+        np.testing.assert_array_equal(rows[at], table.lookup(some))
+
+    held = [[np.empty((len(ids[i]), *of.shape[1:]), np.float32) for i, of in enumerate(every)]
+            for every in ([table.block for table in apart], [table.row_slots for table in apart])]  # fmt: skip
+    run(HostTable.read_rows_tasks, ids, *held, order)
+    for table in together:
+        table.block[:] = 0
+        table.row_slots[:] = 0
+    run(HostTable.write_rows_tasks, ids, *held, order)
+    for table, other, some in zip(apart, together, ids, strict=True):
+        np.testing.assert_array_equal(other.block[some], table.block[some])
+        np.testing.assert_array_equal(other.row_slots[some], table.row_slots[some])
+        assert not np.delete(other.block, some, 0).any()
+
+
+def test_tasks_check_the_shape_of_what_they_write(table):
+    with pytest.raises(ValueError, match=r"out must have shape \(2, 4\)"):
+        table.lookup_tasks(np.array([1, 2]), np.empty((3, 4), np.float32))
+    with pytest.raises(ValueError, match="C-contiguous"):
+        table.update_tasks(np.array([1, 2]), np.ones((4, 2), np.float32).T)
+    assert table.step == 0

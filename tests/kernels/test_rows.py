@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hostdev.kernels.bags import Feature, sum_uses
 from hostdev.kernels.lookup import first_outside, lookup
 from hostdev.kernels.norm import partial_squares, sum_of_squares, total
 from hostdev.kernels.pool import set_host_threads
-from hostdev.kernels.segment import segment_sum
 from hostdev.kernels.unique import unique
 from tests import naive
 
@@ -33,13 +33,13 @@ def test_lookup(dim, n, threads):
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize(("n", "rows"), [(0, 5), (1, 1), (3000, 1), (3000, 40), (6000, 5900)])
-def test_segment_sum_in_order_of_occurrence(dim, n, rows, threads):
+def test_sums_in_order_of_occurrence(dim, n, rows, threads):
     set_host_threads(threads)
     rng = np.random.default_rng(n + rows)
     grads = (rng.standard_normal((n, dim)) * 10.0 ** rng.integers(-6, 6, (n, 1))).astype(np.float32)
     found, inverse = unique(rng.integers(0, rows, n))
     out = np.full((len(found), dim), np.nan, np.float32)
-    segment_sum(grads, inverse, out)
+    sum_uses([Feature(inverse)], [grads], out)
     np.testing.assert_array_equal(out, naive.segment_sum(grads, inverse, len(found)))
 
 

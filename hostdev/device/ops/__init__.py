@@ -1,9 +1,10 @@
 """What is done to rows on the device. A module a way of doing it, all with the same functions, to the same bits.
 
-N uses, U unique rows, D columns; a block [any, 1 + S, D] holds rows with their S optimizer slots of D values, row_slots
-[any, R] those of one value. The rows of a batch lie in the order H hits, A admitted, M that pass by.
+N uses in B bags, U unique rows, D columns; a block [any, 1 + S, D] holds rows with their S optimizer slots of D values,
+row_slots [any, R] those of one value. The rows of a batch lie in the order H hits, A admitted, M that pass by.
 """
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Protocol, cast
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from hostdev.device import triton
 from hostdev.device.ops import host_kernels, torch_operations, triton_kernels
+from hostdev.device.ops.uses import FeatureUses
 
 FUSED = {"cuda"}  # kinds of devices with Triton's kernels
 
@@ -41,22 +43,38 @@ class Ops(Protocol):
         returns  dtype [N, D]
         """
 
-    def uses_of(self, inverse: Tensor, rows: int, *, in_order: bool) -> Any:
-        """Return what `sum_uses` needs to know of a batch, for all of its tables.
+    def pool(
+        self, rows: Tensor, inverse: Tensor, offsets: Tensor, weights: Tensor | None, mean: bool, dtype: torch.dtype
+    ) -> Tensor:
+        """Return the sum over each bag's uses of their rows times their weights: ((t_a + t_b) + t_c) + ..., in order.
 
-        inverse   int32 or int64 [N], of `rows` rows, each with a use
-        in_order  the rows are numbered in order of first occurrence
+        rows     float32 [U, D]
+        inverse  int32 [N]
+        offsets  int32 [B + 1], where each bag's uses begin
+        weights  float32 [N]; None for 1
+        mean     the sum is divided by the number of uses
+        dtype    torch.float32 or torch.bfloat16, to which it is rounded at the end
+        returns  dtype [B, D]; 0 for an empty bag
         """
 
-    def sum_uses(self, grads: Tensor, uses: Any, weights: Tensor | None, rows: int) -> Tensor:
-        """Return the sum of each row's gradients times their weights, float32 [U, D], each operation rounded once.
+    def uses_of(self, features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Any:
+        """Return what `sum_uses` needs to know of a batch, for all tables with the same ids.
 
-        grads    float32 or bfloat16 [N, D]
-        uses     from `uses_of`
-        weights  float32 [N]; None for 1
+        features  at least one
+        rows      U
+        in_order  they are numbered in order of first occurrence over the features' uses, end to end; each has a use
+        """
 
-        In order of occurrence: ((g_a + g_b) + g_c) + ... On CUDA the uses are summed in segments of 64, and then the
-        segments' sums, in order: `hostdev.device.triton.ops.sum_uses`.
+    def sum_uses(self, grads: Sequence[Tensor], uses: Any) -> Tensor:
+        """Return each row's gradient, the sum over its uses, float32 [U, D], each operation rounded once.
+
+        grads  of each feature: float32 or bfloat16 [B, D], or [N, D] of one that is not pooled
+        uses   from `uses_of`
+
+        A use's term is the gradient of its bag, divided by the number of the bag's uses if it is a mean, times the
+        use's weight. Terms are added in the order of the features, and of one feature in order of occurrence:
+        ((t_a + t_b) + t_c) + ... On CUDA they are summed in segments of 64, and then the segments' sums, in order:
+        `hostdev.device.triton.ops.sum_uses`. The sum of a row without uses is 0 or -0.
         """
 
     def update(

@@ -1,29 +1,23 @@
 """On the CPU the device's memory is the host's, and the host's kernels work on it."""
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hostdev.device.ops.uses import FeatureUses
+from hostdev.kernels import bags
 from hostdev.kernels.apply import apply_rows
-from hostdev.kernels.gather import gather_scaled, segment_sum_scaled
+from hostdev.kernels.gather import gather_scaled
 from hostdev.kernels.lookup import lookup as look_up
 from hostdev.kernels.lookup import store
-from hostdev.kernels.segment import segment_sum
-
-
-class Uses(NamedTuple):
-    """A batch's uses."""
-
-    inverse: npt.NDArray[np.int32]
-    in_order: bool
 
 
 def lookup(block: Tensor, ids: Tensor) -> Tensor:
     """See `Ops`."""
-    out = torch.empty((len(ids), block.shape[2]))
+    out = torch.empty((len(ids), block.shape[2]), dtype=torch.float32)
     look_up(block.numpy(), ids.numpy(), out.numpy())
     return out
 
@@ -31,7 +25,7 @@ def lookup(block: Tensor, ids: Tensor) -> Tensor:
 def assemble(block: Tensor, hit_slots: Tensor, admitted: Tensor, passed: Tensor) -> Tensor:
     """See `Ops`."""
     H, A, M = len(hit_slots), len(admitted), len(passed)
-    out = torch.empty((H + A + M, block.shape[2]))
+    out = torch.empty((H + A + M, block.shape[2]), dtype=torch.float32)
     look_up(block.numpy(), hit_slots.numpy(), out[:H].numpy())
     out[H : H + A] = admitted[:, 0]
     look_up(passed.unsqueeze(1).numpy(), np.arange(M, dtype=np.int32), out[H + A :].numpy())
@@ -47,20 +41,30 @@ def gather(rows: Tensor, inverse: Tensor, weights: Tensor | None, dtype: torch.d
     return out
 
 
-def uses_of(inverse: Tensor, rows: int, *, in_order: bool) -> Uses:
+def pool(
+    rows: Tensor, inverse: Tensor, offsets: Tensor, weights: Tensor | None, mean: bool, dtype: torch.dtype
+) -> Tensor:
     """See `Ops`."""
-    return Uses(inverse.numpy(), in_order)
-
-
-def sum_uses(grads: Tensor, uses: Uses, weights: Tensor | None, rows: int) -> Tensor:
-    """See `Ops`."""
-    out = torch.empty((rows, grads.shape[1]))
-    grads = grads.contiguous()
-    if weights is None:
-        segment_sum(grads.float().numpy(), uses.inverse, out.numpy(), in_order=uses.in_order)
-    else:
-        segment_sum_scaled(_bits(grads), uses.inverse, weights.numpy(), out.numpy(), in_order=uses.in_order)
+    out = torch.empty((len(offsets) - 1, rows.shape[1]), dtype=dtype)
+    bags.pool(rows.detach().numpy(), _feature(inverse, offsets, weights, mean), _bits(out))
     return out
+
+
+def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> bags.Uses:
+    """See `Ops`."""
+    return bags.Uses([_feature(*feature[:4]) for feature in features], rows, in_order=in_order)
+
+
+def sum_uses(grads: Sequence[Tensor], uses: bags.Uses) -> Tensor:
+    """See `Ops`."""
+    out = torch.empty((uses.rows, grads[0].shape[1]), dtype=torch.float32)
+    uses.sum([_bits(grad.contiguous()) for grad in grads], out.numpy())
+    return out
+
+
+def _feature(inverse: Tensor, offsets: Tensor | None, weights: Tensor | None, mean: bool) -> bags.Feature:
+    begins, scales = (None if tensor is None else tensor.numpy() for tensor in (offsets, weights))
+    return bags.Feature(inverse.numpy(), begins, scales, mean)
 
 
 def _bits(tensor: Tensor) -> Any:
@@ -95,7 +99,7 @@ def exchange(
     at = slots.numpy()
     out = []
     for held, values in ((block.flatten(1), admitted.flatten(1)), (row_slots, admitted_row_slots)):
-        left = torch.empty((leaving, held.shape[1]))
+        left = torch.empty((leaving, held.shape[1]), dtype=torch.float32)
         if held.shape[1]:
             look_up(held.numpy()[:, None], at[len(at) - leaving :], left.numpy())
             store(held.numpy(), at, values.numpy())

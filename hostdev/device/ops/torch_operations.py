@@ -6,12 +6,13 @@ tensors, as torch turns a division by a number into a multiplication by its reci
 for what is empty.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hostdev.device.ops.uses import FeatureUses, bag_of_each, end_to_end, sizes_of
 from hostdev.kernels.adagrad import LANES
 
 
@@ -34,23 +35,58 @@ def gather(rows: Tensor, inverse: Tensor, weights: Tensor | None, dtype: torch.d
     return (uses if weights is None else uses * weights.unsqueeze(1)).to(dtype)
 
 
-def uses_of(inverse: Tensor, rows: int, *, in_order: bool) -> tuple[Tensor, ...]:
+def pool(
+    rows: Tensor, inverse: Tensor, offsets: Tensor, weights: Tensor | None, mean: bool, dtype: torch.dtype
+) -> Tensor:
+    """See `Ops`, and `sum_uses` for the order on CUDA."""
+    terms = gather(rows, inverse, weights, torch.float32)
+    sums = _sum(terms, bag_of_each(offsets, len(inverse)).long(), len(offsets) - 1)
+    if mean:
+        sums /= sizes_of(offsets)
+    return sums.masked_fill_((offsets[1:] == offsets[:-1]).unsqueeze(1), 0.0).to(dtype)
+
+
+class Uses(NamedTuple):
+    """A batch's uses by several features."""
+
+    rows: int
+    inverse: Tensor  # int64, of all features, end to end
+    features: list[tuple[Tensor | None, Tensor | None, Tensor | None]]  # divisors [B, 1], bags [N], weights [N, 1]
+
+
+def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Uses:
     """See `Ops`."""
-    return (inverse.long(),)
+    parts = []
+    for inverse, offsets, weights, mean, _ in features:
+        sizes = sizes_of(offsets) if mean and offsets is not None else None
+        bags = None if offsets is None else bag_of_each(offsets, len(inverse))
+        parts.append((sizes, bags, None if weights is None else weights.unsqueeze(1)))
+    return Uses(rows, end_to_end([feature.inverse for feature in features]).long(), parts)
 
 
-def sum_uses(grads: Tensor, uses: tuple[Tensor, ...], weights: Tensor | None, rows: int) -> Tensor:
+def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
     """See `Ops`.
 
     On CUDA the order is fixed, without atomics; for D = 1 and 32 or more uses of a row it is torch's and not that of
     occurrence. Host and device tables get the same sums, as both get them from here.
     """
-    grads = grads.float()
-    if weights is not None:
-        grads = grads * weights.unsqueeze(1)
+    terms = []
+    for grad, (sizes, bags, weights) in zip(grads, uses.features, strict=True):
+        term = grad.float()
+        if sizes is not None:
+            term = term / sizes
+        if bags is not None:
+            term = term.index_select(0, bags)
+        terms.append(term if weights is None else term * weights)
+    return _sum(end_to_end(terms), uses.inverse, uses.rows)
+
+
+def _sum(terms: Tensor, to: Tensor, n: int) -> Tensor:
+    """Return n sums, term i of [N, D] added to row to[i], each in order: float32 [n, D]; -0 for one without terms."""
     # Unlike index_add_ it needs no deterministic mode: torch sorts the indices stably and adds by segment.
-    zeros = torch.zeros((rows, grads.shape[1]), device=grads.device)
-    return zeros.index_put_(uses, grads, accumulate=True)
+    shape = n, terms.shape[1]
+    sums = torch.full(shape, -0.0, dtype=torch.float32, device=terms.device)  # to which a first term is added as it is
+    return sums.index_put_((to,), terms, accumulate=True)
 
 
 def update(
@@ -113,13 +149,14 @@ def _lazy_adam(
 
 def _ftrl(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, l1: Any, two_l2: Any, exponent: float) -> None:
     w, n, z = rows.unbind(1)
-    lr_tensor = torch.full((), float(lr), device=rows.device)
+    lr_tensor = torch.full((), float(lr), dtype=torch.float32, device=rows.device)
     n1 = (g * g).add_(n)
     root, old_root = _power(n1, exponent), _power(n, exponent)
     sigma = (root - old_root).div_(lr_tensor)
     z.add_(g - sigma.mul_(w))
     n.copy_(n1)
-    sign_l1 = torch.where(z > 0, float(l1), -float(l1))
+    l1_tensor = torch.full((), float(l1), dtype=torch.float32, device=rows.device)
+    sign_l1 = torch.where(z > 0, l1_tensor, -l1_tensor)
     new_w = (sign_l1 - z).div_((root / lr_tensor).add_(float(two_l2)))
     w.copy_(new_w.masked_fill_(z.abs() <= float(l1), 0.0))  # NaN stays visible
 
@@ -148,7 +185,7 @@ def _row_wise_adagrad(rows: Tensor, per_row: Tensor, g: Tensor, lr: Any, eps: An
     for lane in range(1, LANES):
         total.add_(lanes[:, lane])
     accum = per_row[:, 0]
-    accum.add_(total / torch.full((), float(columns), device=g.device))
+    accum.add_(total / torch.full((), float(columns), dtype=torch.float32, device=g.device))
     rows[:, 0].sub_((g * float(lr)) / (accum.sqrt() + float(eps)).unsqueeze(1))
 
 

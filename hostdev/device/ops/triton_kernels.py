@@ -1,27 +1,53 @@
 """One launch each, on CUDA: `hostdev.device.triton`. What its kernels do not do, torch's operations do."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hostdev.device.ops import torch_operations
+from hostdev.device.ops.uses import FeatureUses, bag_of_each, end_to_end, sizes_of
 from hostdev.device.triton import ops as fused
-from hostdev.device.triton.ops import Uses
 
 lookup = fused.lookup
 assemble = fused.assemble
 gather = fused.gather_scaled
+pool = fused.pool
 
 
-def uses_of(inverse: Tensor, rows: int, *, in_order: bool) -> Uses:
+class Uses(NamedTuple):
+    """A batch's uses by several features, whose gradients are taken end to end."""
+
+    by_row: fused.Uses
+    source: Tensor | None  # int32, the row of the gradients of each use; None: its own
+    weights: Tensor | None  # float32, of each use
+    sizes: list[Tensor | None]  # float32 [B, 1] of each feature, the divisors of its bags' gradients
+
+
+def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Uses:
     """See `Ops`."""
-    return fused.sort_uses(inverse, rows)
+    sources, weights, begin = [], [], 0
+    for inverse, offsets, scales, _, _ in features:
+        N = len(inverse)
+        own = torch.arange(N, dtype=torch.int32, device=inverse.device) if offsets is None else bag_of_each(offsets, N)
+        sources.append(own + begin if begin else own)
+        weights.append(torch.ones(N, dtype=torch.float32, device=inverse.device) if scales is None else scales)
+        begin += N if offsets is None else len(offsets) - 1
+    return Uses(
+        fused.sort_uses(end_to_end([feature.inverse for feature in features]), rows),
+        end_to_end(sources) if any(feature.offsets is not None for feature in features) else None,
+        end_to_end(weights) if any(feature.weights is not None for feature in features) else None,
+        [sizes_of(feature.offsets) if feature.mean and feature.offsets is not None else None for feature in features],
+    )
 
 
-def sum_uses(grads: Tensor, uses: Uses, weights: Tensor | None, rows: int) -> Tensor:
+def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
     """See `Ops`; rows of more than 64 uses in segments, see `hostdev.device.triton.ops.sum_uses`."""
-    return fused.sum_uses(grads.contiguous(), uses, weights)
+    grads = [grad if n is None else grad.float() / n for grad, n in zip(grads, uses.sizes, strict=True)]
+    if len({grad.dtype for grad in grads}) > 1:
+        grads = [grad.float() for grad in grads]
+    return fused.sum_uses(end_to_end(grads).contiguous(), uses.by_row, uses.source, uses.weights)
 
 
 def update(
@@ -51,6 +77,6 @@ def exchange(
 
 def place(rows: Tensor, positions: Tensor, values: Tensor) -> None:
     """See `Ops`."""
-    none = torch.empty((len(rows), 0), device=rows.device)
+    none = torch.empty((len(rows), 0), dtype=torch.float32, device=rows.device)
     block, new = (part.view(len(part), 1, -1) for part in (rows, values))
     fused.exchange(block, none, positions, 0, new, none[: len(values)])

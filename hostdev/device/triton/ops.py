@@ -22,12 +22,19 @@ SCHEMAS = {
     "assemble": ("rows", "(Tensor block, Tensor hit_slots, Tensor admitted, Tensor passed) -> Tensor"),
     "lookup": ("rows", "(Tensor block, Tensor ids) -> Tensor"),
     "gather_scaled": ("rows", "(Tensor rows, Tensor inverse, Tensor? weights, ScalarType dtype) -> Tensor"),
+    "pool": (
+        "sums",
+        "(Tensor rows, Tensor inverse, Tensor offsets, Tensor? weights, bool mean, ScalarType dtype) -> Tensor",
+    ),
     "exchange": (
         "rows",
         "(Tensor(a!) block, Tensor(b!) row_slots, Tensor admitted_slots, int leaving, Tensor(c!) admitted, "
         "Tensor(d!) admitted_row_slots) -> ()",
     ),
-    "sum_uses": ("sums", "(Tensor grads, Tensor order, Tensor keys, Tensor starts, Tensor? weights) -> Tensor"),
+    "sum_uses": (
+        "sums",
+        "(Tensor grads, Tensor order, Tensor keys, Tensor starts, Tensor? source, Tensor? weights) -> Tensor",
+    ),
     "update": (
         "updates",
         "(str primitive, Tensor(a!) block, Tensor(b!) row_slots, Tensor ids, Tensor grads, float[] scalars, "
@@ -41,8 +48,11 @@ _SHAPES: dict[str, Callable[..., Tensor | None]] = {
     ),
     "lookup": lambda block, ids: block.new_empty((len(ids), block.shape[2])),
     "gather_scaled": lambda rows, inverse, weights, dtype: rows.new_empty((len(inverse), rows.shape[1]), dtype=dtype),
+    "pool": lambda rows, inverse, offsets, weights, mean, dtype: rows.new_empty(
+        (len(offsets) - 1, rows.shape[1]), dtype=dtype
+    ),
     "exchange": lambda *arguments: None,
-    "sum_uses": lambda grads, order, keys, starts, weights: grads.new_empty(
+    "sum_uses": lambda grads, order, keys, starts, source, weights: grads.new_empty(
         (len(starts) - 1, grads.shape[1]), dtype=torch.float32
     ),
     "update": lambda *arguments: None,
@@ -116,6 +126,23 @@ def gather_scaled(rows: Tensor, inverse: Tensor, weights: Tensor | None, dtype: 
     return out
 
 
+def pool(
+    rows: Tensor, inverse: Tensor, offsets: Tensor, weights: Tensor | None, mean: bool, dtype: torch.dtype
+) -> Tensor:
+    """Return each bag's sum of its uses' rows times their weights: ((t0 + t1) + t2) + ..., in order of occurrence.
+
+    rows     [U, D]
+    inverse  [N], the row of each use
+    offsets  int32 [B + 1], where each bag's uses begin
+    weights  [N], or None for 1
+    mean     the sum is divided by the number of uses
+    dtype    torch.float32 or torch.bfloat16, to which it is rounded at the end
+    returns  dtype [B, D]; 0 for an empty bag
+    """
+    out: Tensor = _OPS.pool(rows, inverse, offsets, weights, mean, dtype)
+    return out
+
+
 def exchange(
     block: Tensor,
     row_slots: Tensor,
@@ -147,18 +174,19 @@ def sort_uses(inverse: Tensor, rows: int) -> Uses:
     return Uses(order.int(), keys, starts)
 
 
-def sum_uses(grads: Tensor, uses: Uses, weights: Tensor | None) -> Tensor:
+def sum_uses(grads: Tensor, uses: Uses, source: Tensor | None, weights: Tensor | None) -> Tensor:
     """Return the sum over each row's uses of their gradients times their weights, in this order, two launches.
 
     The terms are float32(grad) * weight, rounded. A row's terms in order of occurrence are cut into segments of 64 (the
     last one may be shorter); each segment is summed as ((t0 + t1) + t2) + ..., and so are the segments' sums. Up to 64
     uses that is plain order of occurrence, the host's; a hotter row's segments are summed in parallel.
 
-    grads    float32 or bfloat16 [N, D]
+    grads    float32 or bfloat16 [any, D]
+    source   int32 [N], the row of `grads` of each use; None: its own
     weights  [N], or None for 1
     returns  [U, D]; 0 for a row without uses
     """
-    out: Tensor = _OPS.sum_uses(grads, *uses, weights)
+    out: Tensor = _OPS.sum_uses(grads, *uses, source, weights)
     return out
 
 

@@ -40,12 +40,12 @@ def _gather(
     if weights is not None:
         value = value * tl.load(weights + use, mask=inside, other=0.0)
     if out.dtype.element_ty == tl.bfloat16:
-        value = _to_bfloat16(value)
+        value = to_bfloat16(value)
     tl.store(out + use.to(tl.int64) * D + column, value, mask=inside)
 
 
 @triton.jit
-def _to_bfloat16(x):
+def to_bfloat16(x):
     """Round to the nearest, ties to even, as the host's kernels; NaN becomes the quiet NaN.
 
     By its bits, as Triton's interpreter truncates, and CUDA's conversion has another NaN.

@@ -1,4 +1,4 @@
-"""The sum of each unique row's uses, in a stated order that lets a hot row's uses be summed in parallel.
+"""Sums over uses: of rows into bags, in order of occurrence, and of gradients into rows, a hot row's in parallel.
 
 A row's uses in order of occurrence are cut into segments of 64, each is summed from its first use to its last, and the
 segments' sums are added in order. Windows of 64 sorted uses, aligned, find the segments without a list of them: in
@@ -14,29 +14,34 @@ from torch import Tensor
 
 from hostdev.device.triton.launch import launch, shape, tile, tiles
 from hostdev.device.triton.ops import SEGMENT
+from hostdev.device.triton.rows import to_bfloat16
 
 _ELEMENTS = 256  # of a tile: fewer than for copies, as its rows wait for the one with most uses
 
 
 @triton.jit
-def _value(values, order, weights, place, inside, column, D: tl.constexpr):
-    """Return the value at a place: row order[place] of `values` times its weight, or row `place` without an order."""
+def _value(values, order, source, weights, place, inside, column, D: tl.constexpr):
+    """Return the value of use order[place], without an order use `place`: row source[use] of `values`, without a source
+    row `use`, times the use's weight."""
     if order is not None:
         place = tl.load(order + place, mask=inside, other=0)
-    value = tl.load(values + place.to(tl.int64) * D + column, mask=inside, other=0.0).to(tl.float32)
+    row = place
+    if source is not None:
+        row = tl.load(source + place, mask=inside, other=0)
+    value = tl.load(values + row.to(tl.int64) * D + column, mask=inside, other=0.0).to(tl.float32)
     if weights is not None:
         value = value * tl.load(weights + place, mask=inside, other=0.0)
     return value
 
 
 @triton.jit
-def _add_in_order(total, values, order, weights, first, count, column, D: tl.constexpr):
+def _add_in_order(total, values, order, source, weights, first, count, column, D: tl.constexpr):
     """Return ((total + v0) + v1) + ... of the `count` values from place `first` on."""
     for k in range(0, tl.max(count), 4):  # four loads under way at a time
-        a = _value(values, order, weights, first + k, k < count, column, D)
-        b = _value(values, order, weights, first + k + 1, k + 1 < count, column, D)
-        c = _value(values, order, weights, first + k + 2, k + 2 < count, column, D)
-        d = _value(values, order, weights, first + k + 3, k + 3 < count, column, D)
+        a = _value(values, order, source, weights, first + k, k < count, column, D)
+        b = _value(values, order, source, weights, first + k + 1, k + 1 < count, column, D)
+        c = _value(values, order, source, weights, first + k + 2, k + 2 < count, column, D)
+        d = _value(values, order, source, weights, first + k + 3, k + 3 < count, column, D)
         total = tl.where(k < count, total + a, total)
         total = tl.where(k + 1 < count, total + b, total)
         total = tl.where(k + 2 < count, total + c, total)
@@ -46,7 +51,7 @@ def _add_in_order(total, values, order, weights, first, count, column, D: tl.con
 
 @triton.jit(do_not_specialize=["N", "U", "FIRST"])
 def _sum_segments(
-    grads, order, keys, starts, weights, out, partial, N, U, FIRST,
+    grads, order, keys, starts, source, weights, out, partial, N, U, FIRST,
     SEGMENT: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Programs below FIRST: the first segment of each row, to `out`; the others: a segment a window, to `partial`."""
@@ -69,8 +74,8 @@ def _sum_segments(
         inside = inside & (k > 0) & (begin < end)
         to = partial
     count = tl.where(inside, tl.minimum(end - begin, SEGMENT), 0)
-    total = _value(grads, order, weights, begin, count > 0, column, D)
-    total = _add_in_order(total, grads, order, weights, begin + 1, count - 1, column, D)
+    total = _value(grads, order, source, weights, begin, count > 0, column, D)
+    total = _add_in_order(total, grads, order, source, weights, begin + 1, count - 1, column, D)
     tl.store(to + target.to(tl.int64) * D + column, total, mask=inside)
 
 
@@ -88,23 +93,55 @@ def _add_segments(
     inside = inside & (count > 0)
     at = out + row.to(tl.int64) * D + column
     total = tl.load(at, mask=inside, other=0.0)
-    total = _add_in_order(total, partial, None, None, begin // SEGMENT + 1, count, column, D)
+    total = _add_in_order(total, partial, None, None, None, begin // SEGMENT + 1, count, column, D)
     tl.debug_barrier()  # see `launch`
     tl.store(at, total, mask=inside)
 
 
-def sum_uses(grads: Tensor, order: Tensor, keys: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor:
+@triton.jit(do_not_specialize=["B"])
+def _pool(
+    rows, inverse, offsets, weights, out, B,
+    MEAN: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    bag, column, inside = tile(D, ROWS, BLOCK, tl.program_id(0))
+    inside = inside & (bag < B)
+    begin = tl.load(offsets + bag, mask=inside, other=0)
+    count = tl.load(offsets + bag + 1, mask=inside, other=0) - begin
+    total = _value(rows, None, inverse, weights, begin, count > 0, column, D)
+    total = _add_in_order(total, rows, None, inverse, weights, begin + 1, count - 1, column, D)
+    if MEAN:
+        total = tl.div_rn(total, tl.maximum(count, 1).to(tl.float32))
+    if out.dtype.element_ty == tl.bfloat16:
+        total = to_bfloat16(total)
+    tl.store(out + bag.to(tl.int64) * D + column, total, mask=inside)
+
+
+def pool(
+    rows: Tensor, inverse: Tensor, offsets: Tensor, weights: Tensor | None, mean: bool, dtype: torch.dtype
+) -> Tensor:
+    """Launch `ops.pool`."""
+    B, D = len(offsets) - 1, rows.shape[1]
+    assert weights is None or len(weights) == len(inverse)
+    out = rows.new_empty((B, D), dtype=dtype)
+    constants = shape(D, _ELEMENTS)
+    launch(_pool, tiles(B, constants), rows, inverse, offsets, weights, out, B, MEAN=mean, **constants)
+    return out
+
+
+def sum_uses(
+    grads: Tensor, order: Tensor, keys: Tensor, starts: Tensor, source: Tensor | None, weights: Tensor | None
+) -> Tensor:
     """Launch `ops.sum_uses`."""
-    (N, D), U = grads.shape, len(starts) - 1
-    assert len(order) == len(keys) == N
+    N, D, U = len(order), grads.shape[1], len(starts) - 1
+    assert len(keys) == N <= (len(grads) if source is None else len(source))
     assert weights is None or len(weights) == N
     out = grads.new_empty((U, D), dtype=torch.float32)
     windows = -(-N // SEGMENT) if N > SEGMENT else 0  # up to one segment's uses there is no second one
     partial = out.new_empty((windows, D))
     constants = {"SEGMENT": SEGMENT, **shape(D, _ELEMENTS)}
     first = tiles(U, constants)
-    programs = first + tiles(windows, constants)
-    launch(_sum_segments, programs, grads, order, keys, starts, weights, out, partial, N, U, first, **constants)
+    arguments = grads, order, keys, starts, source, weights, out, partial, N, U, first
+    launch(_sum_segments, first + tiles(windows, constants), *arguments, **constants)
     if windows:
         launch(_add_segments, first, starts, partial, out, U, **constants)
     return out

@@ -4,7 +4,7 @@ import threading
 import time
 from typing import Any, cast
 
-from hostdev.pipeline.flight import Line
+from hostdev.pipeline.line import Line
 
 
 class _Slow:

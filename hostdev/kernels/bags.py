@@ -1,0 +1,263 @@
+"""Sums over uses: of rows into bags, and of gradients back into rows, over several features that share the rows.
+
+Forward, a bag is the sum of its uses' rows. Backward, a row's gradient is the sum over its uses, in the order of the
+features, of their bags' gradients. Neither makes an array with a row for each use. Every operation is rounded once.
+
+N uses of a feature in B bags, U unique rows, D columns.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.kernels.bfloat16 import as_stored, to_float32
+from hostdev.kernels.buffers import scratch
+from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_write
+from hostdev.kernels.pool import grain_of, parallel_for, run_tasks
+from hostdev.kernels.segment import (
+    first_seen,
+    row_ranges,
+    sort_uses,
+    streams,
+    sum_part,
+    sum_part_of_scalars,
+    sum_scaled_part,
+    sum_sorted,
+)
+
+Rows = npt.NDArray[np.float32]
+Positions = npt.NDArray[np.int32]
+
+_ROWS_AHEAD, _SUMS_AHEAD = 16, 12  # uses
+
+
+class Feature(NamedTuple):
+    """The uses of one feature.
+
+    inverse  int32 [N], the unique row of each
+    offsets  int32 [B + 1], where each bag's begin; None: a use is a bag
+    weights  float32 [N], None for 1
+    mean     a bag is divided by the number of its uses
+    """
+
+    inverse: Positions
+    offsets: Positions | None = None
+    weights: npt.NDArray[np.float32] | None = None
+    mean: bool = False
+
+
+@kernel
+def _pool(start: Any, stop: Any, rows: Any, inverse: Any, offsets: Any, weights: Any, mean: Any, out: Any) -> None:
+    D, one = rows.shape[1], np.uint64(1)
+    sums = np.empty(D, np.float32)
+    last = np.uint64(offsets[stop])
+    for b in range(np.uint64(start), np.uint64(stop)):
+        begin, end = np.uint64(offsets[b]), np.uint64(offsets[b + one])
+        if begin == end:
+            sums[:] = np.float32(0)
+        for i in range(begin, end):
+            if i + np.uint64(_ROWS_AHEAD) < last:
+                prefetch_to_read(rows, inverse[i + np.uint64(_ROWS_AHEAD)], D * 4)
+            row = rows[np.uint64(inverse[i])]
+            weight = np.float32(1) if weights is None else weights[i]
+            if i == begin:
+                for j in range(D):
+                    sums[j] = row[j] * weight
+            else:
+                for j in range(D):
+                    sums[j] += row[j] * weight
+        to = out[b]
+        if mean and begin < end:
+            n = np.float32(end - begin)
+            for j in range(D):
+                sums[j] /= n
+        for j in range(D):
+            to[j] = as_stored(to, sums[j])
+
+
+@kernel
+def _pool_scalars(
+    start: Any, stop: Any, rows: Any, inverse: Any, offsets: Any, weights: Any, mean: Any, out: Any
+) -> None:
+    """`_pool` for D = 1."""
+    one, column = np.uint64(1), np.uint64(0)
+    last = np.uint64(offsets[stop])
+    for b in range(np.uint64(start), np.uint64(stop)):
+        begin, end = np.uint64(offsets[b]), np.uint64(offsets[b + one])
+        total = np.float32(-0.0) if begin < end else np.float32(0)
+        for i in range(begin, end):
+            if i + np.uint64(_ROWS_AHEAD) < last:
+                prefetch_to_read(rows, inverse[i + np.uint64(_ROWS_AHEAD)], 4)
+            value = rows[np.uint64(inverse[i]), column]
+            total += value if weights is None else np.float32(value * weights[i])
+        if mean and begin < end:
+            total /= np.float32(end - begin)
+        to = out[b]
+        to[column] = as_stored(to, total)
+
+
+def pool(rows: Rows, feature: Feature, out: npt.NDArray[Any]) -> None:
+    """Write each bag's sum, in order of occurrence, of its uses' rows times their weights; 0 for an empty bag.
+
+    rows     float32 [U, D]
+    feature  with offsets
+    out      float32 [B, D], or uint16 [B, D] for bfloat16: rounded once, at the end
+    """
+    inverse, offsets, weights, mean = feature
+    assert offsets is not None
+    B = len(out)
+    pool_bags = _pool_scalars if rows.shape[1] == 1 else _pool
+    grain = grain_of(rows.strides[0] * max(1, len(inverse) // max(1, B)))
+    parallel_for(pool_bags, B, rows, inverse, offsets, weights, mean, out, grain=grain)
+
+
+@kernel
+def _add_bags(
+    start: Any, stop: Any, seen: Any, grads: Any, inverse: Any, offsets: Any, weights: Any, mean: Any, out: Any
+) -> Any:
+    """`segment.sum_part` for the uses of the bags [start, stop), whose gradients are read once for all of them."""
+    D, seen, one = grads.shape[1], np.uint64(seen), np.uint64(1)
+    grad = np.empty(D, np.float32)
+    last = np.uint64(offsets[stop])
+    for b in range(np.uint64(start), np.uint64(stop)):
+        begin, end, stored = np.uint64(offsets[b]), np.uint64(offsets[b + one]), grads[b]
+        for j in range(D):
+            grad[j] = to_float32(stored[j])
+        if mean and begin < end:
+            n = np.float32(end - begin)
+            for j in range(D):
+                grad[j] /= n
+        for i in range(begin, end):
+            if i + np.uint64(_SUMS_AHEAD) < last:
+                prefetch_to_write(out, inverse[i + np.uint64(_SUMS_AHEAD)], D * 4)
+            row = np.uint64(inverse[i])
+            total = out[row]
+            weight = np.float32(1) if weights is None else weights[i]
+            if row == seen:
+                seen += one
+                for j in range(D):
+                    total[j] = grad[j] * weight
+            else:
+                for j in range(D):
+                    total[j] += grad[j] * weight
+    return seen
+
+
+@kernel
+def _add_bags_of_scalars(
+    start: Any, stop: Any, seen: Any, grads: Any, inverse: Any, offsets: Any, weights: Any, mean: Any, out: Any
+) -> Any:
+    """`_add_bags` for D = 1."""
+    seen, one, column = np.uint64(seen), np.uint64(1), np.uint64(0)
+    for b in range(np.uint64(start), np.uint64(stop)):
+        begin, end, grad = np.uint64(offsets[b]), np.uint64(offsets[b + one]), to_float32(grads[b, column])
+        if mean and begin < end:
+            grad /= np.float32(end - begin)
+        for i in range(begin, end):
+            row = np.uint64(inverse[i])
+            term = np.float32(grad if weights is None else grad * weights[i])
+            if row == seen:
+                seen += one
+                out[row, column] = term
+            else:
+                out[row, column] += term
+    return seen
+
+
+@kernel
+def _divide(start: Any, stop: Any, grads: Any, offsets: Any, out: Any) -> None:
+    """Divide the bags' gradients by the numbers of their uses."""
+    for b in range(np.uint64(start), np.uint64(stop)):
+        grad, to, n = grads[b], out[b], np.float32(max(1, offsets[b + np.uint64(1)] - offsets[b]))
+        for j in range(len(to)):
+            to[j] = to_float32(grad[j]) / n
+
+
+@kernel
+def _bag_of_each(start: Any, stop: Any, offsets: Any, bags: Any) -> None:
+    for b in range(np.uint64(start), np.uint64(stop)):
+        bags[np.uint64(offsets[b]) : np.uint64(offsets[b + np.uint64(1)])] = b
+
+
+class _Sorted(NamedTuple):
+    """A feature's uses by row."""
+
+    order: Positions  # [N], the uses
+    ends: npt.NDArray[np.int64]  # [U + 1], where each row's begin
+    bags: Positions | None  # [N], the bag of each use
+
+
+class Uses:
+    """The uses of some rows by several features; what their sums need is found once, for all tables.
+
+    rows      U
+    in_order  they are numbered in order of first occurrence over the features' uses, in the order of the features;
+              each has a use then
+    """
+
+    def __init__(self, features: Sequence[Feature], rows: int, *, in_order: bool = True) -> None:
+        self.features, self.rows, self.in_order = features, rows, in_order
+
+    def sum(self, grads: Sequence[npt.NDArray[Any]], out: Rows) -> None:
+        """Write each row's sum over its uses: in the order of the features, and in order of occurrence.
+
+        grads  of each feature: float32, or uint16 for bfloat16, [B, D], or [N, D] of one without bags
+        out    float32 [U, D]; -0 for a row without uses
+        """
+        if streams() or not len(out):
+            seen = first_seen(out, self.in_order)
+            for feature, grad in zip(self.features, grads, strict=True):
+                seen = _stream(feature, grad, seen, out)
+            return
+        found = self._sorted
+        arguments = []
+        for number, (feature, grad, by_row) in enumerate(zip(self.features, grads, found, strict=True)):
+            if feature.mean and feature.offsets is not None:
+                divided = scratch(f"gradients of means {number}", grad.shape)
+                parallel_for(_divide, len(grad), grad, feature.offsets, divided, grain=grain_of(grad.strides[0]))
+                grad = divided
+            arguments.append((grad, by_row.order, by_row.ends, by_row.bags, feature.weights, number == 0, out))
+
+        def sum_rows(start: int, stop: int) -> None:
+            for some in arguments:
+                sum_sorted(start, stop, *some)
+
+        ends = found[0].ends if len(found) == 1 else np.sum([by_row.ends for by_row in found], 0)
+        run_tasks([(sum_rows, start, stop, ()) for start, stop in row_ranges(ends)])
+
+    @cached_property
+    def _sorted(self) -> list[_Sorted]:
+        found: list[_Sorted] = []
+        for inverse, offsets, _, _ in self.features:
+            order, ends = np.empty(len(inverse), np.int32), np.empty(self.rows + 2, np.int64)
+            found.append(_Sorted(order, ends, None if offsets is None else np.empty(len(inverse), np.int32)))
+        run_tasks([(self._sort, f, f + 1, (found,)) for f in range(len(found))])
+        return [by_row._replace(ends=by_row.ends[:-1]) for by_row in found]
+
+    def _sort(self, start: int, stop: int, found: list[_Sorted]) -> None:
+        for feature, by_row in zip(self.features[start:stop], found[start:stop], strict=True):
+            sort_uses(feature.inverse, by_row.ends, by_row.order)
+            if feature.offsets is not None:
+                _bag_of_each(0, len(feature.offsets) - 1, feature.offsets, by_row.bags)
+
+
+def _stream(feature: Feature, grads: npt.NDArray[Any], seen: Any, out: Rows) -> Any:
+    """Add a feature's uses to the sums; `seen` as of `segment.sum_part`."""
+    inverse, offsets, weights, mean = feature
+    if offsets is not None:
+        add_bags = _add_bags_of_scalars if out.shape[1] == 1 else _add_bags
+        return add_bags(0, len(offsets) - 1, seen, grads, inverse, offsets, weights, mean, out)
+    if weights is not None or grads.dtype != np.float32:
+        return sum_scaled_part(0, len(inverse), seen, grads, inverse, weights, out)
+    part = sum_part_of_scalars if out.shape[1] == 1 else sum_part
+    return part(0, len(inverse), seen, grads, inverse, out)
+
+
+def sum_uses(
+    features: Sequence[Feature], grads: Sequence[npt.NDArray[Any]], out: Rows, *, in_order: bool = True
+) -> None:
+    """Do `Uses.sum` once."""
+    Uses(features, len(out), in_order=in_order).sum(grads, out)

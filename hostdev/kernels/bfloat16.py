@@ -1,0 +1,50 @@
+"""float32 and bfloat16 in one kernel: which of them an array stores, its type says. bfloat16 is its 16 bits, uint16."""
+
+from typing import Any
+
+import numpy as np
+from numba import types, uint16, uint32
+from numba.extending import overload
+
+
+def to_float32(value: Any) -> Any:
+    """A stored number as float32."""
+    raise NotImplementedError("compiled only")
+
+
+@overload(to_float32, inline="always")
+def _to_float32_of(value: Any) -> Any:
+    if isinstance(value, types.Float):
+
+        def keep(value: Any) -> Any:
+            return value
+
+        return keep
+
+    def widen_bfloat16(value: Any) -> Any:
+        return np.uint32(uint32(value) << uint32(16)).view(np.float32)
+
+    return widen_bfloat16
+
+
+def as_stored(to: Any, x: Any) -> Any:
+    """x rounded to what the array `to` stores."""
+    raise NotImplementedError("compiled only")
+
+
+@overload(as_stored, inline="always")
+def _as_stored_in(to: Any, x: Any) -> Any:
+    if isinstance(to.dtype, types.Float):
+
+        def keep(to: Any, x: Any) -> Any:
+            return x
+
+        return keep
+
+    def round_to_bfloat16(to: Any, x: Any) -> Any:
+        # To the nearest, ties to even, as torch rounds; NaN becomes the quiet NaN.
+        bits = np.float32(x).view(np.uint32)
+        rounded = uint32(uint32(bits + uint32(0x7FFF) + uint32((bits >> uint32(16)) & uint32(1))) >> uint32(16))
+        return uint16(0x7FC0) if x != x else uint16(rounded)
+
+    return round_to_bfloat16

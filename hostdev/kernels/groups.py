@@ -1,0 +1,296 @@
+"""The ids of a batch by groups: checked, and deduplicated, all groups at once.
+
+The ids of a group's features, end to end, are one sequence. It is not made: kernels go from feature to feature by
+their addresses. Many small groups are one call of a kernel, as one from Python for each takes longer than its ids.
+"""
+
+import threading
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.core.errors import UserError
+from hostdev.kernels.buffers import scratch
+from hostdev.kernels.jit import address_of, array_at, kernel
+from hostdev.kernels.lookup import first_outside
+from hostdev.kernels.pool import parallel_for, ranges, run_tasks
+from hostdev.kernels.unique import Dedupe, add_direct, id_range, slot_of
+
+Ids = npt.NDArray[Any]
+Positions = npt.NDArray[np.int32]
+Weights = npt.NDArray[np.float32]
+
+_LARGE = 1 << 16  # ids; a group of so many is deduplicated in parts
+_GRAIN = 1 << 14  # ids; fewer are not worth a task
+_CHECKED = 1 << 16  # ids
+_PLACES = 1 << 18  # smaller ids get a place each, in the second cache; larger ones are hashed
+_MOST = 2**31 - 1  # uses of a feature
+_WIDTHS = {np.dtype(np.int32): 4, np.dtype(np.int64): 8}
+_own = threading.local()
+
+
+class _Features(NamedTuple):
+    """Where the features' ids are, for kernels; who calls them keeps the arrays alive."""
+
+    addresses: npt.NDArray[np.int64]  # [F]
+    widths: npt.NDArray[np.int64]  # [F], bytes of an id
+    ends: npt.NDArray[np.int64]  # [F + 1], where each feature's ids begin in those of all, end to end
+
+
+def _features_of(features: Sequence[Ids]) -> _Features:
+    for ids in features:
+        if ids.dtype not in _WIDTHS:
+            raise TypeError(f"ids must be int32 or int64, not {ids.dtype}")
+        if ids.ndim != 1 or not ids.flags.c_contiguous:
+            raise ValueError(f"ids must be C-contiguous and have one dimension, not shape {ids.shape}")
+    addresses = [address_of(ids) for ids in features]
+    widths = [_WIDTHS[ids.dtype] for ids in features]
+    ends = list(accumulate(map(len, features), initial=0))
+    return _Features(*(np.array(values, np.int64) for values in (addresses, widths, ends)))
+
+
+@kernel
+def _check(start: Any, stop: Any, addresses: Any, widths: Any, ends: Any, limits: Any, grain: Any, wrong: Any) -> None:
+    """Tell in wrong[start // grain] whether one of the ids [start, stop) is outside [0, its feature's limit)."""
+    f = np.searchsorted(ends, start, side="right") - 1
+    outside = False
+    while f < len(addresses) and ends[f] < stop:
+        begin, end = max(start, ends[f]), min(stop, ends[f + 1])
+        address = addresses[f] + (begin - ends[f]) * widths[f]
+        if widths[f] == 4:
+            low4, high4 = id_range(array_at(address, end - begin, np.int32))
+            outside |= low4 < 0 or high4 >= limits[f]
+        else:
+            low8, high8 = id_range(array_at(address, end - begin, np.int64))
+            outside |= low8 < 0 or high8 >= limits[f]
+        f += 1
+    wrong[start // grain] = outside
+
+
+def check_groups(groups: Sequence[tuple[Sequence[Ids], int]]) -> tuple[int, int, int] | None:
+    """Return the first id outside [0, rows) of its group, as (group, feature, position); None if there is none.
+
+    groups  the features of each, int32 or int64 [N_f], C-contiguous, and its rows
+    """
+    features = [ids for group, _ in groups for ids in group]
+    limits = np.array([rows for group, rows in groups for _ in group], np.int64)
+    described = _features_of(features)
+    n = int(described.ends[-1])
+    wrong = np.zeros(n // _CHECKED + 1, np.bool_)
+    parallel_for(_check, n, *described, limits, _CHECKED, wrong, grain=_CHECKED)
+    if not wrong.any():
+        return None
+    found = ((g, f, first_outside(ids, rows)) for g, (group, rows) in enumerate(groups) for f, ids in enumerate(group))
+    return next((where for where in found if where[2] >= 0), None)
+
+
+@kernel
+def _add_hashed(ids: Any, slots: Any, shift: Any, keys: Any, count: Any, positions: Any) -> Any:
+    """`IdMap.add` in slots of positions only, whose ids are in `keys`: where both are in the cache it is faster."""
+    mask, one = np.uint64(len(slots) - 1), np.uint64(1)
+    for i in range(np.uint64(0), np.uint64(len(ids))):
+        key = ids[i]
+        slot = slot_of(key, shift)
+        while True:
+            position = slots[slot]
+            if position < 0:
+                slots[slot] = positions[i] = count
+                keys[np.uint64(count)] = key
+                count += 1
+                break
+            if keys[np.uint64(position)] == key:
+                positions[i] = position
+                break
+            slot = (slot + one) & mask
+    return count
+
+
+@kernel
+def _unique_small(
+    start: Any, stop: Any, which: Any, firsts: Any, addresses: Any, ends: Any, keys: Any, inverse: Any, counts: Any,
+    places: Any, slots: Any,
+) -> None:  # fmt: skip
+    """Deduplicate the groups which[start:stop], one after the other.
+
+    firsts     [G + 1], each group's first feature
+    addresses  [F], ends [F + 1], of the features
+    keys       [N + G], written: the unique ids of each group, from the place of its ids in those of all + its number on
+    inverse    int32 [N], written
+    counts     [G], written: how many unique ids each has
+    places     int32, -1 before and afterwards; one per id, for groups of small ids
+    slots      int32, a power of two and at least twice the ids of a group, for the others
+    """
+    one = np.uint64(1)
+    for w in range(np.uint64(start), np.uint64(stop)):
+        group = np.uint64(which[w])
+        features = range(np.uint64(firsts[group]), np.uint64(firsts[group + one]))
+        begin, end = ends[np.uint64(firsts[group])], ends[np.uint64(firsts[group + one])]
+        own = keys[np.uint64(begin) + group : np.uint64(end) + group + one]
+        low = high = keys.dtype.type(0)
+        for f in features:
+            low_of, high_of = id_range(array_at(addresses[f], ends[f + one] - ends[f], keys.dtype))
+            low, high = min(low, low_of), max(high, high_of)
+        direct, count = low >= 0 and high < len(places), np.int64(0)
+        bits = np.uint64(1)
+        if not direct:
+            while one << bits < np.uint64(2 * (end - begin)):
+                bits += one
+            slots[: one << bits] = -1
+        for f in features:
+            ids, positions = (
+                array_at(addresses[f], ends[f + one] - ends[f], keys.dtype),
+                inverse[ends[f] : ends[f + one]],
+            )
+            if direct:
+                count = add_direct(ids, places, own, count, positions)
+            else:
+                count = _add_hashed(ids, slots[: one << bits], np.uint64(64) - bits, own, count, positions)
+        if direct:
+            for k in range(np.uint64(0), np.uint64(count)):
+                places[np.uint64(own[k])] = -1
+        counts[group] = count
+
+
+def _run_small(start: int, stop: int, which: npt.NDArray[np.int64], most: int, *arguments: Any) -> None:
+    """Call `_unique_small` with this thread's places and slots, for groups of at most so many ids."""
+    if not hasattr(_own, "places"):
+        _own.places = np.full(_PLACES, -1, np.int32)
+    slots = scratch("slots of ids", (1 << (2 * most).bit_length(),), np.int32)
+    _unique_small(start, stop, which, *arguments, _own.places, slots)
+
+
+def unique_groups(groups: Sequence[Sequence[Ids]]) -> list[tuple[Ids, Positions]]:
+    """Deduplicate the ids of each group: as `unique` of its features' ids end to end, for all groups at once.
+
+    groups   the features of each, at least one: int32 or int64 [N_f], of one dtype, C-contiguous
+    returns  for each its unique ids [U] in order of first occurrence, and inverse int32 [N], a part of one array
+    """
+    G, features = len(groups), [ids for group in groups for ids in group]
+    described = _features_of(features)
+    addresses, _, ends = described
+    firsts = np.array(list(accumulate(map(len, groups), initial=0)), np.int64)
+    begins = ends[firsts].tolist()
+    inverse = np.empty(begins[-1], np.int32)
+    small: dict[np.dtype[Any], list[int]] = {}
+    large: dict[int, Dedupe] = {}
+    for g, (group, (begin, end)) in enumerate(zip(groups, pairwise(begins), strict=True)):
+        if not group or any(ids.dtype != group[0].dtype for ids in group):
+            raise ValueError(f"the features of group {g} must be at least one, and their ids of one dtype")
+        if end - begin < _LARGE:
+            small.setdefault(group[0].dtype, []).append(g)
+        else:
+            large[g] = Dedupe(group, inverse[begin:end], len(large))
+    tasks = [task for work in large.values() for task in work.tasks()]  # first, as they take longest
+    counts, keys = np.zeros(G, np.int64), {}
+    for dtype, which in small.items():
+        keys[dtype] = scratch(f"unique ids {dtype}", (begins[-1] + G,), dtype)
+        sizes = [begins[g + 1] - begins[g] for g in which]
+        arguments = (np.array(which), max(sizes), firsts, addresses, ends, keys[dtype], inverse, counts)
+        tasks += [(_run_small, start, stop, arguments) for start, stop in _shares(sizes)]
+    run_tasks(tasks)
+    run_tasks([(_merge, i, i + 1, (list(large.values()),)) for i in range(len(large))])
+    run_tasks([task for work in large.values() for task in work.renumber_tasks()])
+    out = []
+    for g, (group, (begin, end), count) in enumerate(zip(groups, pairwise(begins), counts.tolist(), strict=True)):
+        ids = large[g].ids if g in large else keys[group[0].dtype][begin + g : begin + g + count]
+        out.append((ids.copy(), inverse[begin:end]))
+    return out
+
+
+def _shares(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Return ranges of groups of these sizes with about as many ids each, as many as suit the threads."""
+    ends = list(accumulate(sizes))
+    edges = [0, *(bisect_left(ends, stop) + 1 for _, stop in ranges(ends[-1], _GRAIN)), len(sizes)]
+    return [(start, stop) for start, stop in pairwise(edges) if start < stop]
+
+
+def _merge(start: int, stop: int, works: Sequence[Dedupe]) -> None:
+    for work in works[start:stop]:
+        work.merge()
+
+
+@kernel
+def _offsets(lengths: Any, offsets: Any) -> Any:
+    """Write the sums of the lengths before each; return the place of the first negative one, or -1, and the sum."""
+    total: Any = np.int64(0)
+    negative: Any = np.int64(-1)
+    for b in range(len(lengths)):
+        offsets[b] = total
+        if lengths[b] < 0 and negative < 0:
+            negative = b
+        total = min(total + min(np.int64(lengths[b]), _MOST + 1), _MOST + 1)
+    offsets[len(lengths)] = total
+    return negative, total
+
+
+def offsets_of(lengths: npt.NDArray[Any]) -> Positions:
+    """Return where each bag's uses begin, int32 [B + 1], from how many each has, int32 or int64 [B].
+
+    Raises UserError for a negative length, and for more than 2**31 - 1 uses.
+    """
+    offsets = np.empty(len(lengths) + 1, np.int32)
+    negative, total = _offsets(lengths, offsets)
+    if negative >= 0:
+        raise UserError(f"the length of a bag is {lengths[negative]}, at position {negative}; it must not be negative")
+    if total > _MOST:
+        raise UserError(f"the lengths of the bags add up to more than {_MOST} ids, the most that a batch may have")
+    return offsets
+
+
+@kernel
+def _count_kept(start: Any, stop: Any, values: Any, offsets: Any, padding: Any, kept: Any) -> None:
+    for b in range(np.uint64(start), np.uint64(stop)):
+        count = np.int32(0)
+        for i in range(np.uint64(offsets[b]), np.uint64(offsets[b + np.uint64(1)])):
+            count += np.int32(values[i] != padding)
+        kept[b] = count
+
+
+@kernel
+def _copy_kept(
+    start: Any, stop: Any, values: Any, weights: Any, offsets: Any, padding: Any, begins: Any,
+    kept_values: Any, kept_weights: Any,
+) -> None:  # fmt: skip
+    to = np.uint64(begins[start])
+    for i in range(np.uint64(offsets[start]), np.uint64(offsets[stop])):
+        if values[i] != padding:
+            kept_values[to] = values[i]
+            if weights is not None:
+                kept_weights[to] = weights[i]
+            to += np.uint64(1)
+
+
+def drop_padding(
+    values: Ids, lengths: Positions, padding: int, weights: Weights | None
+) -> tuple[Ids, Positions, Weights | None]:
+    """Return values, lengths and weights without the uses of one id: the arrays given, where no use is of it.
+
+    values   int32 or int64 [N], the ids of all bags end to end
+    lengths  int32 [B], how many each bag has
+    weights  float32 [N], or None
+
+    Raises UserError as `offsets_of` does; ValueError where the lengths do not add up to N.
+    """
+    offsets = offsets_of(lengths)
+    N, B = len(values), len(lengths)
+    if offsets[-1] != N or (weights is not None and len(weights) != N):
+        raise ValueError(f"the lengths add up to {offsets[-1]}, but there are {N} values, and as many weights if any")
+    limits = np.iinfo(values.dtype)
+    if not limits.min <= padding <= limits.max:
+        return values, lengths, weights
+    grain = max(1, _GRAIN * B // max(1, N))
+    padding = values.dtype.type(padding)
+    kept = np.empty(B, np.int32)
+    parallel_for(_count_kept, B, values, offsets, padding, kept, grain=grain)
+    begins = offsets_of(kept)
+    if begins[-1] == N:
+        return values, lengths, weights
+    kept_values = np.empty(begins[-1], values.dtype)
+    kept_weights = None if weights is None else np.empty(begins[-1], np.float32)
+    arguments = (values, weights, offsets, padding, begins, kept_values, kept_weights)
+    parallel_for(_copy_kept, B, *arguments, grain=grain)
+    return kept_values, kept, kept_weights

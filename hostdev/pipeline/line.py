@@ -1,0 +1,96 @@
+"""The line of batches in flight: queues between the stages, and what their threads wait for, under one condition."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from hostdev.pipeline.flight import End, Flight, Queue, Stopped
+from hostdev.pipeline.groups import Part
+
+
+class Line:
+    """The queues between the stages and the batches alive, under one condition."""
+
+    def __init__(self, depth: int, window: int, updated: int, *, update: bool) -> None:
+        self.update = update
+        self.changed = threading.Condition()
+        self.read: Queue = deque()
+        self.fetched: Queue = deque()
+        self.stepped: Queue = deque()
+        self.flights: dict[int, Flight] = {}  # batches alive, in order
+        self.most = depth + 2  # that are more than ids
+        self.most_read = depth + 2 + window
+        self.updated = updated  # the last batch whose update is finished
+        self.gathered: tuple[int, Any] = (updated, None)  # the last one whose rows the step has taken, and a mark there
+        self.finished = updated  # the last batch that has been stepped
+        self.delivering = False  # somebody fetches a part that was late
+        self.stopping = False
+        self.update_error: BaseException | None = None
+
+    def put(self, queue: Queue, held: list[Flight | End]) -> None:
+        """Hand a batch on, taken out of the list: so that the thread, if it is held up here, keeps no batch alive."""
+        with self.changed:
+            queue.append(held.pop())
+            self.changed.notify_all()
+
+    def take(self, queue: Queue) -> Flight | End:
+        """Wait for a batch."""
+        self.wait(lambda: queue)
+        return queue.popleft()
+
+    def wait(self, ready: Callable[[], Any], *, finish: bool = False) -> None:
+        """Wait until `ready`; Stopped if the run ends before, or at once, unless what is there is to be finished."""
+        with self.changed:
+            self.changed.wait_for(lambda: ready() or self.stopping)
+            if (self.stopping and not finish) or not ready():
+                raise Stopped
+
+    def deliverable(self) -> Flight | None:
+        """Return the first batch with late rows that may be fetched now; one thread at a time fetches such."""
+        with self.changed:  # others add and remove batches
+            if self.delivering:
+                return None
+            return next((flight for flight in self.flights.values() if flight.late), None)
+
+    def begin_delivery(self, flight: Flight) -> Part | None:
+        """Take a part of its late rows to fetch, if there is still one."""
+        with self.changed:
+            if self.delivering or not flight.late:
+                return None
+            self.delivering = True
+            return flight.late.pop(0)
+
+    def end_delivery(self) -> None:
+        """Let others fetch late rows."""
+        with self.changed:
+            self.delivering = False
+            self.changed.notify_all()
+
+    def fail_update(self, error: BaseException) -> None:
+        """Report that no further batch is going to be updated."""
+        with self.changed:
+            self.update_error = error
+            self.changed.notify_all()
+
+    def let_go(self, number: int) -> None:
+        """The caller or the updater is done with a batch, and has no reference to it; after both another is read."""
+        with self.changed:
+            if self.flights[number].held:
+                self.flights[number].held = False
+            else:
+                del self.flights[number]
+                self.changed.notify_all()
+
+    def gather(self, number: int, mark: Any) -> None:
+        """Note that a batch's step has taken its rows, before this mark in the device's stream."""
+        with self.changed:
+            self.gathered = number, mark
+            self.changed.notify_all()
+
+    def arrived(self, flight: Flight) -> None:
+        """Count a part of a batch's rows as fetched."""
+        with self.changed:
+            flight.missing -= 1
+            if not flight.missing:
+                self.changed.notify_all()

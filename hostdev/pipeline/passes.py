@@ -1,0 +1,269 @@
+"""Passes over batches: the stages one after the other, or those of neighbouring batches at once; the same bits.
+
+The in-flight rule. A batch sees a row only after every earlier batch's update of it. When a batch is planned, the rows
+that an unfinished batch will update are found: rows of the batch right before it are updated first when that one's
+gradients arrive, and delivered late; rows of an older one are delivered after that one's update; all others are fetched
+at once. Only the update stage writes the tables, in the order of the batches, so no row is locked.
+
+Threads of an overlapped pass: a reader, a fetcher (unique, plan, lookup, send), the caller's (the step) and an
+updater. What they share is under one condition; a batch carries its state, and an exception goes where its batch
+would have gone.
+"""
+
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+from hostdev.kernels.pool import urgent
+from hostdev.pipeline.flight import End, Flight, Gradients, Queue, Request, Stopped
+from hostdev.pipeline.line import Line
+from hostdev.pipeline.stages import Stages, ahead
+
+_LONGEST_JOIN = 0.8  # seconds; a reader may be inside somebody's code
+
+
+class Pass(Protocol):
+    """Batches in their order, each to be stepped by the caller; one thread calls."""
+
+    def take(self) -> Flight | None:
+        """Return the next batch with its rows on the device; None after the last, when all has been updated."""
+
+    def finish(self, flight: Flight, gradients: Gradients | None) -> None:
+        """Take a step's gradients; None in a pass that updates nothing."""
+
+    def drain(self) -> None:
+        """Wait until what has been stepped is updated."""
+
+    def close(self, *, failed: bool = False) -> None:
+        """End: what has been stepped is updated, the rest forgotten. Raises the updater's error if it has failed.
+
+        failed  another error has ended the pass
+        """
+
+
+def _raise(held: list[BaseException | None]) -> None:
+    """Raise an error that a list holds, if it does, and let go of it: its frames would hold it, and it them."""
+    if held[0] is not None:
+        raise held.pop()  # type: ignore[misc]
+
+
+class SerialPass:
+    """The stages one after the other, in the caller's thread: the reference.
+
+    window  batches that the caches know in advance
+    number  of the batch before the first
+    """
+
+    def __init__(
+        self, stages: Stages, source: Iterable[Request], *, window: int, number: int, update: bool
+    ) -> None:  # fmt: skip
+        self._stages, self._update = stages, update
+        self._source = iter(source)
+        self.number = number
+        self._ahead = ahead(stages, self._read, window, update)
+
+    def _read(self) -> Flight | End:
+        item = self._stages.read(self._source, self.number + 1)
+        self.number += isinstance(item, Flight)
+        return item
+
+    def take(self) -> Flight | None:
+        """See `Pass`."""
+        item = next(self._ahead)
+        if isinstance(item, End):
+            held = [item.error]
+            del item
+            _raise(held)
+            return None
+        self._stages.fetch(item, None, self._update)
+        self._stages.begin_step(item, None, self._update)
+        return item
+
+    def finish(self, flight: Flight, gradients: Gradients | None) -> None:
+        """See `Pass`."""
+        self._stages.end_step(flight, gradients)
+        if self._update:
+            self._stages.update(flight, None)
+        else:
+            self._stages.await_step(flight)
+            flight.release()
+
+    def drain(self) -> None:
+        """See `Pass`."""
+
+    def close(self, *, failed: bool = False) -> None:
+        """See `Pass`."""
+        self._ahead.close()  # type: ignore[attr-defined]
+
+
+class OverlappedPass:
+    """Neighbouring batches at once, at most depth + 2 of them alive beside those of which only the ids are known."""
+
+    def __init__(
+        self, stages: Stages, source: Iterable[Request], *, depth: int, window: int, number: int, update: bool
+    ) -> None:
+        self._stages, self._update = stages, update
+        self._timeline = stages.timeline
+        self.number = number
+        window = window if update else 0
+        self._line = line = Line(depth, window, number, update=update)
+        self._before: int | None = None  # the batch that the caller has been given
+        self._told = False  # that the updater has failed
+        self._closed = False
+        flights = ahead(stages, self._take_read, window, update)
+        self._threads = [
+            threading.Thread(target=self._serve, args=(stage, out, *arguments), name=f"hostdev-{name}", daemon=True)
+            for name, stage, out, *arguments in (
+                ("reader", self._read, line.read, iter(source)),
+                ("fetcher", self._fetch, line.fetched, flights),
+                ("updater", self._update_next, None),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def take(self) -> Flight | None:
+        """See `Pass`."""
+        line = self._line
+        if self._before is not None:  # the caller has come back, and is done with it
+            line.let_go(self._before)
+            self._before = None
+        with self._timeline.stall("step"):
+            line.wait(lambda: line.fetched or line.update_error)
+        item = line.fetched.popleft() if line.update_error is None else End(None)
+        while isinstance(item, Flight):
+            with self._timeline.stall("step"):
+                line.wait(lambda: self._may_step(item) or (line.deliverable() is item))
+            if self._may_step(item):
+                break
+            with urgent():  # the device has nothing to do
+                self._stages.deliver(item, line)
+        self._raise_update_error()
+        if isinstance(item, End):
+            held = [item.error]
+            del item
+            self._join_updater()
+            self._raise_update_error()
+            _raise(held)
+            return None
+        self._stages.begin_step(item, line, self._update)
+        self._before = item.number
+        return item
+
+    def _may_step(self, flight: Flight) -> bool:
+        return not flight.missing or self._line.update_error is not None
+
+    def finish(self, flight: Flight, gradients: Gradients | None) -> None:
+        """See `Pass`."""
+        self._stages.end_step(flight, gradients)
+        if self._update:
+            self._line.finished = flight.number
+            self._line.put(self._line.stepped, [flight])
+            return
+        self._stages.await_step(flight)
+        flight.release()
+        self._line.let_go(flight.number)
+
+    def drain(self) -> None:
+        """See `Pass`."""
+        line = self._line
+        with self._timeline.stall("step"):
+            line.wait(lambda: line.update_error or line.updated >= line.finished)
+        self._raise_update_error()
+
+    def _raise_update_error(self) -> None:
+        """Raise what has ended the updater; once: an error that is kept would hold its frames, and they it."""
+        line = self._line
+        if line.update_error is None:
+            return
+        held: list[BaseException | None] = [line.update_error]
+        line.update_error = RuntimeError("the update of an earlier batch has failed, which ends the loop")
+        self._told = True
+        _raise(held)
+
+    def _join_updater(self) -> None:
+        self._line.put(self._line.stepped, [End(None)])
+        with self._timeline.stall("step"):
+            self._threads[-1].join()
+
+    def close(self, *, failed: bool = False) -> None:
+        """See `Pass`."""
+        if self._closed:
+            return
+        self._closed = True
+        line = self._line
+        line.put(line.stepped, [End(None)])  # what has been stepped is updated
+        with line.changed:
+            line.stopping = True
+            line.changed.notify_all()
+        for thread in self._threads[1:]:
+            thread.join()
+        self._threads[0].join(_LONGEST_JOIN)
+        with line.changed:
+            line.read.clear()
+            line.fetched.clear()
+        if not failed and not self._told:
+            self._raise_update_error()  # whoever closes is told, too
+        line.update_error = None
+
+    def _serve(self, stage: Any, out: Queue | None, *arguments: Any) -> None:
+        """A thread: repeat its stage until the batches end; an exception goes on as the last item."""
+        self._stages.staging.enter_thread()
+        try:
+            while stage(*arguments):
+                pass
+        except Stopped:
+            return
+        except BaseException as error:
+            if out is not None:
+                self._line.put(out, [End(error)])
+                return
+            self._line.fail_update(error)
+
+    def _read(self, source: Iterator[Request]) -> bool:
+        line = self._line
+        with self._timeline.stall("read"):
+            line.wait(lambda: len(line.flights) < line.most_read)
+        held = [self._stages.read(source, self.number + 1)]
+        more = isinstance(held[0], Flight)
+        with line.changed:
+            if line.stopping:  # it was in somebody's code for so long that the next pass may have begun
+                raise Stopped
+            if isinstance(held[0], Flight):
+                self.number += 1
+                line.flights[self.number] = held[0]
+        line.put(line.read, held)
+        return more
+
+    def _take_read(self) -> Flight | End:
+        with self._timeline.stall("unique"):
+            return self._line.take(self._line.read)
+
+    def _fetch(self, flights: Iterator[Flight | End]) -> bool:
+        line = self._line
+        held = [next(flights)]
+        if more := isinstance(held[0], Flight):
+            number = held[0].number
+            with self._timeline.stall("lookup"):
+                line.wait(lambda: number - next(iter(line.flights)) < line.most)
+            self._stages.fetch(held[0], line, self._update)
+        line.put(line.fetched, held)
+        return more
+
+    def _update_next(self) -> bool:
+        line = self._line
+        with self._timeline.stall("update"):
+            line.wait(lambda: line.stepped or line.deliverable(), finish=True)
+            item = line.stepped.popleft() if line.stepped else None
+            if isinstance(item, End):
+                return False
+            if item is not None:
+                self._stages.await_step(item)
+        if item is not None:
+            self._stages.update(item, line)
+            number = item.number
+            del item
+            line.let_go(number)
+        elif (flight := line.deliverable()) is not None:
+            self._stages.deliver(flight, line)
+        return True

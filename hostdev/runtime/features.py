@@ -1,0 +1,226 @@
+"""From features to groups of tables, and from what a caller gives for a batch to ids: flat and without padding."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hostdev.core.errors import UserError
+from hostdev.device.table import DeviceTable
+from hostdev.host.table import HostTable
+from hostdev.kernels.groups import check_groups, drop_padding, offsets_of
+from hostdev.runtime.spec import Bag, Feature
+
+Table = HostTable | DeviceTable
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Wanted(NamedTuple):
+    """A feature, and where its tables are."""
+
+    name: str
+    feature: Feature
+    tables: tuple[tuple[int, int], ...]  # of each table its group, and its place in that
+    dtypes: tuple[torch.dtype, ...]  # of the rows of each
+
+
+class GroupSpec(NamedTuple):
+    """Tables that the same features look up, and so with the same ids."""
+
+    tables: list[Table]
+    features: list[int]  # in the order in which they were given
+
+
+def resolve(features: Mapping[str, Any]) -> tuple[list[Wanted], list[GroupSpec]]:
+    """Return the features with their tables' places, and the groups.
+
+    features  a table, a tuple of tables, or a `Feature` of these, by name
+
+    Raises TypeError or ValueError for what is none of these.
+    """
+    if not isinstance(features, Mapping) or not features:
+        raise ValueError("features are a dict: a table, a tuple of tables or a hostdev.Feature for each name")
+    specs = {str(name): value if isinstance(value, Feature) else Feature(value) for name, value in features.items()}
+    users: dict[int, list[int]] = {}  # of each table the features, by their numbers
+    tables: dict[int, Table] = {}
+    for number, (name, feature) in enumerate(specs.items()):
+        for table in _tables(name, feature):
+            tables[id(table)] = table
+            if number in users.setdefault(id(table), []):
+                raise ValueError(f"feature {name!r} names table {table.name!r} twice")
+            users[id(table)].append(number)
+    names = [table.name for table in tables.values()]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"several tables are named {twice[0]!r}; their names tell them apart in digests and errors")
+    groups: dict[tuple[Any, ...], GroupSpec] = {}
+    for key, table in tables.items():
+        same = (table.primitive_target, table.rows, *users[key])
+        groups.setdefault(same, GroupSpec([], users[key])).tables.append(table)
+    places = {
+        id(table): (number, place)
+        for number, group in enumerate(groups.values())
+        for place, table in enumerate(group.tables)
+    }
+    wanted = [
+        Wanted(name, feature, tuple(places[id(table)] for table in _tables(name, feature)), _dtypes(name, feature))
+        for name, feature in specs.items()
+    ]
+    return wanted, list(groups.values())
+
+
+def _tables(name: str, feature: Feature) -> tuple[Table, ...]:
+    tables = (feature.tables,) if feature.is_single else tuple(feature.tables)
+    for table in tables:
+        if not isinstance(table, HostTable | DeviceTable):
+            raise TypeError(
+                f"feature {name!r}: its ids come from a hostdev.HostTable or a DeviceTable, not from {_kind(table)}"
+            )
+    return tables
+
+
+def _dtypes(name: str, feature: Feature) -> tuple[torch.dtype, ...]:
+    given = feature.dtype
+    count = 1 if feature.is_single else len(feature.tables)
+    names = (given,) * count if isinstance(given, str) else tuple(given)
+    if len(names) != count:
+        raise ValueError(f"feature {name!r} has {count} tables and {len(names)} dtypes")
+    return tuple(_DTYPES[one] for one in names)
+
+
+class FeatureIds(NamedTuple):
+    """A batch's ids of one feature."""
+
+    values: npt.NDArray[Any]  # int32 or int64 [N], C-contiguous, without padding
+    offsets: Tensor | None  # int32 [B + 1], where each bag begins; None: a row for each id
+    weights: Tensor | None  # float32 [N]
+    shape: tuple[int, ...] | None  # of the ids as they were given; None where their rows are pooled
+    samples: int
+
+
+def read_ids(name: str, feature: Feature, given: Any) -> FeatureIds:
+    """Return the ids of a feature from what the caller gave: an array, a tensor, a `Bag` or (values, lengths).
+
+    Raises TypeError or ValueError, with the feature's name, for what is none of these or does not add up.
+    """
+    bag = _bag(name, given)
+    values = _integers(name, "ids", bag.values)
+    weights = _weights(name, bag.weights, values.shape)
+    shape = values.shape
+    if bag.lengths is None and bag.offsets is None:
+        if values.ndim not in (1, 2):
+            raise ValueError(f"feature {name!r}: ids are [B] or [B, k], or [N] with lengths, not {list(values.shape)}")
+        samples, pooled = len(values), feature.pooling is not None and values.ndim == 2
+        lengths = np.full(samples, values.shape[1], np.int32) if pooled else None
+    else:
+        lengths = _lengths(name, bag, values)
+        samples, pooled = len(lengths), feature.pooling is not None
+        lengths = lengths if pooled else None
+    flat = np.ascontiguousarray(values.reshape(-1))
+    if feature.padding is not None and (flat == feature.padding).any():
+        each = np.ones(len(flat), np.int32) if lengths is None else lengths
+        flat, lengths, weights = drop_padding(flat, each, feature.padding, weights)
+    offsets = None if lengths is None else torch.from_numpy(offsets_of(lengths))
+    sent = None if weights is None else torch.from_numpy(weights)
+    return FeatureIds(flat, offsets, sent, None if pooled else shape, samples)
+
+
+def _bag(name: str, given: Any) -> Bag:
+    if isinstance(given, Bag):
+        return given
+    if isinstance(given, tuple):
+        if len(given) not in (2, 3):
+            raise ValueError(f"feature {name!r}: a tuple of ids is (values, lengths) or (values, lengths, weights)")
+        return Bag(given[0], lengths=given[1], weights=given[2] if len(given) == 3 else None)
+    return Bag(given)
+
+
+def _lengths(name: str, bag: Bag, values: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    if values.ndim != 1:
+        raise ValueError(f"feature {name!r}: ids with lengths or offsets are [N], not {list(values.shape)}")
+    if bag.lengths is not None:
+        lengths = _integers(name, "lengths", bag.lengths)
+        if lengths.ndim != 1:
+            raise ValueError(f"feature {name!r}: lengths are [B], not {list(lengths.shape)}")
+        if len(lengths) and lengths.min() < 0:
+            raise ValueError(f"feature {name!r}: a length of {lengths.min()} is below 0")
+        if lengths.sum(dtype=np.int64) != len(values):
+            raise ValueError(
+                f"feature {name!r}: the lengths add up to {lengths.sum(dtype=np.int64)}, and the ids are {len(values)}"
+            )
+        return np.ascontiguousarray(lengths, np.int32)
+    offsets = _integers(name, "offsets", bag.offsets)
+    if offsets.ndim != 1 or (len(offsets) and offsets[0] != 0):
+        raise ValueError(f"feature {name!r}: offsets are [B] and begin with 0")
+    lengths = np.diff(offsets, append=len(values))
+    if len(lengths) and lengths.min() < 0:
+        raise ValueError(f"feature {name!r}: offsets must not fall, nor go beyond the {len(values)} ids")
+    if not len(lengths) and len(values):
+        raise ValueError(f"feature {name!r}: no offsets, but {len(values)} ids")
+    return lengths.astype(np.int32)
+
+
+def _integers(name: str, what: str, given: Any) -> npt.NDArray[Any]:
+    """Return int32 or int64 of what was given; TypeError for anything but integers."""
+    if isinstance(given, Tensor):
+        if given.numel() and (given.dtype.is_floating_point or given.dtype.is_complex):  # numpy does not have them all
+            raise TypeError(f"feature {name!r}: {what} must be integers, not a Tensor of {given.dtype}")
+        given = given.cpu().numpy() if given.numel() else np.empty(given.shape, np.int64)
+    try:
+        array = np.asarray(given)
+    except ValueError as error:
+        raise ValueError(f"feature {name!r}: {what} are no array ({error})") from None
+    if array.size == 0 and array.dtype == np.float64:
+        array = array.astype(np.int64)  # numpy's dtype for an empty list
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"feature {name!r}: {what} must be integers, not {_kind(given)} of {array.dtype}")
+    if array.dtype in (np.int32, np.int64):
+        return array
+    return array.astype(np.int32 if array.dtype.itemsize < 4 else np.int64)
+
+
+def _weights(name: str, given: Any, shape: tuple[int, ...]) -> npt.NDArray[np.float32] | None:
+    if given is None:
+        return None
+    if isinstance(given, Tensor):
+        if given.requires_grad:
+            raise ValueError(f"feature {name!r}: no gradient goes to weights; detach them")
+        if given.dtype.is_complex:
+            raise TypeError(f"feature {name!r}: weights must be numbers, not {given.dtype}")
+        given = given.cpu().float().numpy() if given.dtype.is_floating_point else given.cpu().numpy()
+    array = np.asarray(given)
+    if array.dtype.kind not in "fiu":
+        raise TypeError(f"feature {name!r}: weights must be numbers, not {array.dtype}")
+    if array.shape != shape:
+        raise ValueError(f"feature {name!r}: weights are {list(array.shape)}, but the ids {list(shape)}")
+    return np.require(array, np.float32, ["C", "W"]).reshape(-1)  # what is torch's is to be writable
+
+
+def check_ranges(
+    ids: Sequence[FeatureIds], groups: Sequence[GroupSpec], wanted: Sequence[Wanted], given: Mapping[str, Any]
+) -> None:
+    """Raise UserError for an id outside its table.
+
+    ids    of each feature, from `read_ids` of what was given
+    """
+    found = check_groups(
+        [([ids[feature].values for feature in group.features], group.tables[0].rows) for group in groups]
+    )
+    if found is None:
+        return
+    group, place, position = found
+    spec = groups[group]
+    name, table = wanted[spec.features[place]].name, spec.tables[0]
+    value = ids[spec.features[place]].values[position]
+    every = _integers(name, "ids", _bag(name, given[name]).values).reshape(-1)  # with padding
+    raise UserError(
+        f"feature {name!r}: id {value} at position {np.flatnonzero(every == value)[0]} is outside 0..{table.rows - 1}, "
+        f"the rows of table {table.name!r}"
+    )
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}" if not isinstance(value, str) else repr(value)

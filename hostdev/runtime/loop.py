@@ -1,0 +1,387 @@
+"""The loop that a user writes around a model: batches with their rows, and the gradients back to the tables."""
+
+import atexit
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from hostdev.core.errors import UserError
+from hostdev.device.rows import FeatureUses, GroupUses
+from hostdev.pipeline.flight import Flight, Gradients
+from hostdev.pipeline.outcome import Outcome
+from hostdev.runtime import scaling
+from hostdev.runtime.requests import Micro, Reader
+from hostdev.runtime.rows import Leaf, Order, Rows, values_of
+
+
+class NonFiniteError(UserError):
+    """A gradient or a loss is not a number or infinite; the message says which, and that no row was updated.
+
+    step  of the loop, from 1
+    """
+
+    def __init__(self, message: str, step: int = 0) -> None:
+        super().__init__(message)
+        self.step = step
+
+
+_open_loops: WeakSet[Any] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End the loops that are open when Python ends: later their threads stand still, and nobody could wait for them."""
+    with ExitStack() as stack:
+        for loop in list(_open_loops):
+            stack.callback(loop.close)
+
+
+class _Loop:
+    """Batches in order, each with its rows."""
+
+    def __init__(self, runtime: Any, batches: Iterable[Any], reader: Reader) -> None:
+        self._runtime, self._reader, self._batches = runtime, reader, batches
+        self._stack = ExitStack()  # whose callbacks do not refer to the loop: it is to end when nobody holds it
+        self._pass: Any = None  # None before the first batch and after the last
+        self._ended = False
+        self._length: int | None = None
+        self._flight: Flight | None = None
+        self._micros: list[Micro] = []  # of the flight, to come
+        self._sent: list[Tensor] = []
+        self._inverses: list[Tensor] = []
+        self._leaves: list[list[Leaf]] = []
+        self._rows: list[Rows] = []  # given out, of the flight
+
+    def __iter__(self) -> Any:
+        """Return itself: a loop is gone through once. ValueError where it is over, as in a second epoch."""
+        if self._ended:
+            raise ValueError("this loop is over; call runtime.train(...) or predict(...) again for each epoch")
+        return self
+
+    def __enter__(self) -> Any:
+        """Close it at the end of a `with`."""
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        """Return the number of batches; TypeError where the loader has no length."""
+        if self._length is None:
+            self._length = self._reader.length(self._batches)
+        return self._length
+
+    def __del__(self) -> None:
+        if not self._ended:
+            self.close()
+
+    def close(self) -> None:
+        """End the loop early: what has been stepped is updated. Raises what a late update has raised."""
+        self._ended = True
+        with torch.inference_mode(False):  # as in `__next__`
+            try:
+                self._end_flight(closing=True)
+            finally:
+                self._let_go()
+                self._stack.close()
+
+    def _let_go(self) -> None:
+        """Let go of all batches: the loop is over."""
+        self._ended = True
+        self._forget()
+        self._pass, self._batches = None, ()
+        _open_loops.discard(self)
+
+    def _open(self) -> Any:
+        raise NotImplementedError
+
+    def _trains(self, table: Any) -> bool:
+        raise NotImplementedError
+
+    def _end_flight(self, *, closing: bool = False) -> None:
+        raise NotImplementedError
+
+    def _flags(self) -> tuple[Tensor, Tensor] | None:
+        """For `Rows.guard`: what is not 0 from the first step on that is not finite, and 1; both on the device."""
+        return None
+
+    def __next__(self) -> tuple[Any, Rows]:
+        """Finish the batch before, and return the next one with its rows."""
+        if self._ended:
+            raise StopIteration
+        try:
+            with torch.inference_mode(False):  # or tensors that a step changes would not allow it
+                if not self._micros:
+                    self._end_flight()
+                    if self._pass is None:
+                        self._pass = self._open()
+                        _open_loops.add(self)
+                    flight = self._pass.take()
+                    if flight is None:
+                        self._let_go()
+                        self._stack.close()
+                        raise StopIteration
+                    self._take(flight)
+                return self._next_batch()
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self._let_go()
+            self._stack.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def _take(self, flight: Flight) -> None:
+        self._flight = flight
+        self._micros = list(flight.request.note)
+        flight.request.note.clear()  # the loader's batches live no longer than the caller's
+        self._sent = list(flight.tensors)
+        self._inverses = [part.inverse for part in flight.groups]
+        staging = self._runtime.staging
+        self._leaves = []
+        for group, part in zip(self._runtime.pipeline.groups, flight.groups, strict=True):
+            order = None if part.places is None else Order(part.places, staging, flight.memory)
+            self._leaves.append([
+                Leaf(embedding.table, values, order, trained=self._trains(embedding.table))
+                for embedding, values in zip(group.embeddings, part.values, strict=True)
+            ])  # fmt: skip
+            part.values = []
+
+    def _next_batch(self) -> tuple[Any, Rows]:
+        micro, flight, runtime = self._micros.pop(0), self._flight, self._runtime
+        assert flight is not None
+        located = []
+        for ids, wanted in zip(micro.ids, runtime.wanted, strict=True):
+            offsets = self._sent.pop(0) if ids.offsets is not None else None
+            weights = self._sent.pop(0) if ids.weights is not None else None
+            located.append((offsets, weights, wanted.feature.pooling == "mean"))
+        batch = micro.batch([self._sent.pop(0) for _ in micro.tensors])
+        uses = [self._uses(flight, group, micro, located) for group in range(len(runtime.group_specs))]
+        with torch.set_grad_enabled(any(leaf.trained for group in self._leaves for leaf in group)):
+            features = [spec.features for spec in runtime.group_specs]
+            values = values_of(runtime.wanted, features, self._leaves, uses, [ids.shape for ids in micro.ids])
+        rows = Rows(flight, uses, self._leaves, values, runtime.staging, self._flags(), due=not self._micros)
+        self._rows.append(rows)
+        return batch, rows
+
+    def _uses(self, flight: Flight, group: int, micro: Micro, located: list[Any]) -> GroupUses:
+        part, features, left = flight.groups[group], [], self._inverses[group]
+        numbers = self._runtime.group_specs[group].features
+        for number in numbers:
+            size = len(micro.ids[number].values)
+            features.append(FeatureUses(left[:size], *located[number]))
+            left = left[size:]
+        self._inverses[group] = left
+        alone = len(flight.request.ids[group]) == len(numbers)
+        return GroupUses(features, part.size, in_order=alone and part.places is None)
+
+    def _forget(self) -> None:
+        """Let go of the flight."""
+        for rows in self._rows:
+            rows.end()
+        if self._flight is not None and self._pass is not None:
+            self._runtime.pipeline.abandon(self._flight)
+        self._flight = None
+        self._micros, self._sent, self._inverses, self._leaves, self._rows = [], [], [], [], []
+
+
+class PredictLoop(_Loop):
+    """Batches with their rows, from which nothing is learned; what `Runtime.predict` returns."""
+
+    def _open(self) -> Any:
+        source = iter(self._batches)
+        self._runtime.begin_prediction()
+        self._stack.callback(self._runtime.end_prediction)
+        return self._stack.enter_context(self._runtime.pipeline.predict(self._reader.requests(source)))
+
+    def _trains(self, table: Any) -> bool:
+        return False
+
+    def _end_flight(self, *, closing: bool = False) -> None:
+        if self._flight is not None and self._pass is not None:
+            flight, self._flight = self._flight, None
+            self._pass.finish(flight, None)
+            self._forget()
+
+
+class TrainLoop(_Loop):
+    """Batches with their rows, whose gradients go to the tables; what `Runtime.train` returns.
+
+    When the loop comes back for the next batch, the gradients that `backward` has brought are on their way to the
+    tables behind its step; a batch without any is skipped, and changes nothing.
+    """
+
+    def __init__(self, runtime: Any, batches: Iterable[Any], reader: Reader) -> None:
+        super().__init__(runtime, batches, reader)
+        self.thread = threading.get_ident()
+        self._flag = _scalar(0.0, runtime.device)  # not 0 from the first step on that is not finite
+        self._one = _scalar(1.0, runtime.device)
+        self._stepped: set[int] = set()  # optimizers, since the last batch of the flight was given out
+        self._early: set[int] = set()  # those that took a step before
+        self._any_steps = False  # of optimizers, in the loop so far
+        self._without = 0  # flights with gradients and without such a step
+        self._losses = 0  # that were scaled before the flight
+        self._unscaled = False
+        self._overflow: Tensor | None = None  # found when the gradients were unscaled, float32 []
+        self._late: list[Leaf] = []  # of a flight that was finished before the loop has come back
+
+    def _open(self) -> Any:
+        runtime = self._runtime
+        runtime.begin_training(self)
+        self._stack.callback(runtime.end_training)
+        source = iter(self._batches)
+        scaling.watch(self)
+        return self._stack.enter_context(runtime.pipeline.train(self._reader.requests(source)))
+
+    def __next__(self) -> tuple[Any, Rows]:
+        """Send the gradients of the batch before on their way, and return the next one with its rows."""
+        if threading.get_ident() != self.thread:
+            raise ValueError("one thread goes through a loop: the one that has made it")
+        if self._runtime.predicting:
+            raise ValueError("a loop over `predict` is open; end it, or close it, before the next step of `train`")
+        return super().__next__()
+
+    def _trains(self, table: Any) -> bool:
+        return not self._runtime.is_frozen(table)
+
+    def _flags(self) -> tuple[Tensor, Tensor] | None:
+        return self._flag, self._one
+
+    def _take(self, flight: Flight) -> None:
+        super()._take(flight)
+        self._stepped, self._early = set(), set()
+        self._losses = scaling.losses_scaled()
+        self._unscaled, self._overflow = False, None
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        self._late = []
+        scaling.forget(self)
+
+    def submit(self) -> None:
+        """Finish the current batch now, if it has been stepped, so that an evaluation sees it."""
+        if self._flight is not None and self._was_stepped():
+            late = [leaf for group in self._leaves for leaf in group]
+            self._end_flight()
+            self._late = late
+
+    def _was_stepped(self) -> bool:
+        """Tell whether the body is done with the flight: an optimizer has taken its step, or the loop has none."""
+        has_gradients = any(leaf.grads() for group in self._leaves for leaf in group)
+        return not self._micros and has_gradients and (bool(self._stepped) or self._without > 0)
+
+    def _end_flight(self, *, closing: bool = False) -> None:
+        if any(leaf.grads() for leaf in self._late):
+            raise ValueError("gradients of a batch came after an evaluation that has seen it as finished")
+        self._late = []
+        if self._flight is None or self._pass is None:
+            return
+        if closing and not self._was_stepped():
+            return
+        gradients = self._gradients()
+        flight, self._flight = self._flight, None
+        self._pass.finish(flight, gradients)
+        self._forget()
+
+    def _gradients(self) -> Gradients:
+        """Return what the flight's step has come to."""
+        leaves = [leaf for group in self._leaves for leaf in group]
+        nothing = Gradients([[None] * len(group) for group in self._leaves])
+        if not any(leaf.grads() for leaf in leaves):
+            return nothing
+        if not self._require_step():
+            return nothing
+        self._runtime.apply_learning_rates()
+        grads = [[leaf.take_grad() for leaf in group] for group in self._leaves]
+        guarded = next((rows.guarded for rows in reversed(self._rows) if rows.guarded is not None), None)
+        if guarded is None:
+            come = [grad for group in grads for grad in group if grad is not None]
+            torch._amp_foreach_non_finite_check_and_unscale_(come, self._flag, self._one)
+            assert self._flight is not None
+            guarded = self._flag, self._outcome(self._flight)
+        return Gradients(grads, *guarded)
+
+    def _outcome(self, flight: Flight) -> Outcome:
+        """Return what tells the host whether the gradients were finite."""
+        step, names = flight.position, ", ".join(repr(leaf.table.name) for group in self._leaves for leaf in group)
+
+        def read(results: list[Any]) -> None:
+            if results[0][0]:
+                raise NonFiniteError(
+                    f"step {step}: a gradient of the rows of {names} is not finite; no row was updated. Look at the "
+                    "loss before backward(), or use a smaller learning rate", step,
+                )  # fmt: skip
+
+        return Outcome([self._flag.view(1)], read, self._runtime.staging, flight.memory)
+
+    def _require_step(self) -> bool:
+        """Tell whether the gradients are to be applied; ValueError where the dense side and the tables would part."""
+        assert self._flight is not None
+        if self._stepped and self._stepped <= self._early:
+            raise ValueError(_EARLY)
+        scaled = scaling.scaler_since(self._losses)
+        if scaled is not None:
+            scaler, _ = scaled
+            for found in self.unscale(scaler).values():
+                self.overflowed(found)
+            if self._overflow is not None and self._overflow.item():
+                if not self._stepped:
+                    scaling.report(scaler, self, self._runtime.device)
+                return False
+        if self._stepped:
+            if self._without:
+                raise ValueError(_ACCUMULATE.format(self._without))
+            self._any_steps = True
+        elif self._any_steps:
+            raise ValueError(_ACCUMULATE.format(1))
+        else:
+            self._without += 1
+        return True
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """See `scaling.Watcher`."""
+        if self._flight is not None:
+            (self._early if self._micros else self._stepped).add(id(optimizer))
+        if getattr(optimizer, "found_inf", None) is self._flag:
+            del optimizer.found_inf  # type: ignore[attr-defined]  # of this step, by `Rows.guard`
+
+    def unscale(self, scaler: Any) -> dict[torch.device, Tensor]:
+        """See `scaling.Watcher`."""
+        scaled = scaling.scaler_since(self._losses)
+        grads = [grad for group in self._leaves for leaf in group for grad in leaf.grads()]
+        if self._unscaled or scaled is None or scaled[0] is not scaler or not grads:
+            return {}
+        self._unscaled = True
+        found = _scalar(0.0, self._runtime.device)
+        factor = _scalar(scaling.inverse(scaled[1]), self._runtime.device)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, factor)
+        return {self._runtime.device: found}
+
+    def overflowed(self, found: Tensor) -> None:
+        """See `scaling.Watcher`."""
+        self._overflow = found if self._overflow is None else self._overflow + found.to(self._overflow.device)
+
+    def leaves_out_rows(self, parameters: Sequence[Tensor]) -> bool:
+        """See `scaling.Watcher`."""
+        given = {id(parameter) for parameter in parameters}
+        leaves = [leaf for group in self._leaves for leaf in group if leaf.grads()]
+        return bool(leaves) and not any(leaf.is_among(given) for leaf in leaves)
+
+
+def _scalar(value: float, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
+_ACCUMULATE = (
+    "gradients of {} batches have come without a step of an optimizer, and those of others with one. To let the "
+    "gradients of N batches add up before a step, say runtime.train(..., accumulate=N), so that those of the rows add "
+    "up, too; to skip a batch, do not call backward(), or let the gradients of rows.parameters() be None"
+)
+_EARLY = (
+    "an optimizer has taken a step with each of the batches that accumulate=N lets add up; call optimizer.step() and "
+    "zero_grad() where rows.is_due"
+)

@@ -1,0 +1,263 @@
+"""`Runtime`: tables behind features, for anybody's torch model and loop."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+
+import torch
+
+from hostdev.cache.cache import EmbeddingCache
+from hostdev.core.errors import UserError
+from hostdev.core.primitive import OpLog
+from hostdev.core.timeline import Timeline
+from hostdev.device import backend
+from hostdev.device.staging import Staging
+from hostdev.pipeline.groups import Group
+from hostdev.pipeline.pipeline import Pipeline
+from hostdev.runtime.features import GroupSpec, Table, resolve
+from hostdev.runtime.loop import PredictLoop, TrainLoop
+from hostdev.runtime.requests import IdsOf, Reader
+from hostdev.runtime.spec import CacheSpec
+from hostdev.runtime.table_optimizer import TableOptimizer
+
+_trained: WeakSet[Any] = WeakSet()  # tables, by loops that are open
+_last: WeakKeyDictionary[Any, ReferenceType[Any]] = WeakKeyDictionary()  # the runtime that has trained each table last
+
+
+class Runtime:
+    """Looks up the rows of a model's tables for the batches to come, and updates them with their gradients.
+
+    ::
+
+        users = hostdev.HostTable(1_000_000, 64, hostdev.LazyAdam(lr=1e-3), name="users")
+        items = hostdev.HostTable(5_000_000, 64, hostdev.LazyAdam(lr=1e-3), name="items")
+        runtime = hostdev.Runtime({"user": users, "item": items, "history": hostdev.Feature(items, pooling="mean")},
+                                  device="cuda", cache="10%")
+        ids = lambda batch: {"user": batch.user, "item": batch.item, "history": (batch.history, batch.lengths)}
+        for batch, rows in runtime.train(loader, ids=ids):
+            loss = criterion(model(rows["user"], rows["item"], rows["history"]), batch.label)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    features  by name: a table, a tuple of tables that are looked up with the same ids, or a `Feature` of these. Several
+              features may share a table
+    device    where the rows go: "auto", "cpu", "cuda", ..., or a torch.device
+    cache     hot rows on the device: a number of rows or a share of each table such as "10%", or a `CacheSpec`; or a
+              dict of these by the name of a table, for it and those that are looked up with the same ids. None for none
+    depth     how many batches ahead are read and looked up while one is in its step; 0: one stage after the other
+    log       where every op's durations go
+    timeline  where the stages' durations go
+    seams     for tests and `hostdev.verify`: staleness, broken, before_stage, after_update of `Pipeline`
+
+    The bits do not depend on device memory or host memory, cache, depth or threads. Tables that the same features look
+    up are a group, with one cache. The order of all sums is that of the features, and of the ids within them.
+
+    Raises UserError where there is no such device or not enough memory, TypeError or ValueError for wrong arguments.
+    """
+
+    def __init__(
+        self,
+        features: Mapping[str, Any],
+        *,
+        device: torch.device | str = "auto",
+        cache: Any = None,
+        depth: int = 2,
+        log: OpLog | None = None,
+        timeline: Timeline | None = None,
+        **seams: Any,
+    ) -> None:
+        self.wanted, self.group_specs = resolve(features)
+        self.device = backend.require(device)
+        _require_place(self.group_specs, self.device)
+        specs = _cache_specs(cache, self.group_specs)
+        self.staging = Staging(self.device, log, batches=depth + 2)
+        groups = []
+        for group, spec in zip(self.group_specs, specs, strict=True):
+            made = None
+            if spec is not None:
+                made = EmbeddingCache(
+                    group.tables,  # type: ignore[arg-type]
+                    spec.rows, spec.policy, self.device, spec.window, counts=spec.counts, log=log,
+                )  # fmt: skip
+            groups.append(Group(group.tables, made, log))  # type: ignore[arg-type]
+        self.pipeline = Pipeline(groups, self.staging, depth=depth, timeline=timeline, log=log, **seams)
+        self.predicting = 0  # loops over `predict` that are open
+        self._open: ReferenceType[TrainLoop] | None = None  # the open loop over `train`, which ends when it is dropped
+        self._frozen: set[str] = set()
+        self._optimizer: TableOptimizer | None = None
+
+    @property
+    def tables(self) -> dict[str, Table]:
+        """The tables by name."""
+        return {table.name: table for group in self.group_specs for table in group.tables}
+
+    @property
+    def caches(self) -> list[EmbeddingCache]:
+        """The caches of the groups that have one."""
+        return [group.cache for group in self.pipeline.groups if group.cache is not None]
+
+    @property
+    def optimizer(self) -> TableOptimizer:
+        """The tables' learning rates as a torch optimizer, for torch's schedulers: a parameter group for each table."""
+        if self._optimizer is None:
+            self._optimizer = TableOptimizer(self.tables.values())
+        return self._optimizer
+
+    def train(
+        self,
+        batches: Iterable[Any],
+        *,
+        ids: IdsOf | None = None,
+        send: Callable[[Any], Any] | None = None,
+        accumulate: int = 1,
+    ) -> TrainLoop:
+        """Return an iterator of (batch, rows): each batch with its `Rows`, whose gradients go to the tables.
+
+        batches     a DataLoader or any other iterable. It is read in a thread of its own, ahead of the loop; what it
+                    has given must not be changed
+        ids         returns a batch's ids by feature: integers [B] or [B, k], a `Bag`, or (values, lengths). Called in
+                    that thread. None where the batches are dicts that have them under the features' names
+        send        returns what the loop needs of a batch in place of the batch, in any structure of tuples, lists and
+                    dicts: its tensors and arrays are brought to the device on the way. None: the batch, as it is
+        accumulate  batches whose gradients add up to one step: their rows are looked up at once, and updated once
+
+        A table takes a step with a batch if a gradient has come to its rows by then. When a step is skipped, as there
+        was no `backward`, nothing changes. Breaking off, or an error, ends the loop: what has been stepped is in the
+        tables. ValueError while another loop over these tables is open.
+        """
+        if accumulate < 1:
+            raise ValueError(f"accumulate is a number of batches, not {accumulate}")
+        return TrainLoop(self, batches, Reader(self.wanted, self.group_specs, ids, send, accumulate))
+
+    def predict(
+        self, batches: Iterable[Any], *, ids: IdsOf | None = None, send: Callable[[Any], Any] | None = None
+    ) -> PredictLoop:
+        """Return an iterator of (batch, rows) as `train` does, with rows that no gradient goes to; nothing changes.
+
+        Within a loop over `train` the tables are as after its last optimizer step.
+        """
+        return PredictLoop(self, batches, Reader(self.wanted, self.group_specs, ids, send))
+
+    def look_up(self, ids: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the rows of one batch of ids, by feature, as `predict` gives them."""
+        with self.predict([ids]) as loop:
+            for _, rows in loop:
+                return dict(rows)
+        raise AssertionError("one batch has one result")
+
+    def freeze(self, *tables: str) -> None:
+        """From the next batch on no gradient goes to these tables, by name, or to all; their rows do not change."""
+        self._frozen |= self._named(tables)
+
+    def unfreeze(self, *tables: str) -> None:
+        """End what `freeze` began."""
+        self._frozen -= self._named(tables)
+
+    def is_frozen(self, table: Any) -> bool:
+        """Tell whether no gradient goes to a table."""
+        return table.name in self._frozen
+
+    def _named(self, tables: tuple[str, ...]) -> set[str]:
+        known = self.tables
+        for name in tables:
+            if name not in known:
+                raise ValueError(f"no table {name!r}; there are {', '.join(known)}")
+        return set(tables or known)
+
+    @property
+    def _loop(self) -> TrainLoop | None:
+        return self._open() if self._open is not None else None
+
+    def write_back(self) -> None:
+        """Bring the host tables up to date with all steps so far and with the caches, also in the middle of a loop."""
+        if (loop := self._loop) is not None:
+            loop.submit()
+        self.pipeline.write_back()
+
+    def reload(self) -> None:
+        """Forget cached rows, after their tables have been changed by other means. ValueError while a loop is open."""
+        if self._loop is not None or self.predicting:
+            raise ValueError("a loop is open; end it, or close it, before the tables are changed by other means")
+        for cache in self.caches:
+            cache.clear()
+
+    def begin_training(self, loop: TrainLoop) -> None:
+        """Note that a loop over `train` opens; ValueError while another one over these tables is open."""
+        if self._loop is not None:
+            raise ValueError("a loop over `train` is open; end it, or call its close(), before the next one")
+        self._require_own()
+        if self.predicting:
+            raise ValueError("a loop over `predict` is open; end it, or call its close(), before training")
+        if any((last := _last.get(table)) is not None and last() is not self for table in self.tables.values()):
+            self.reload()  # another runtime has changed rows since
+        self._open = ref(loop)
+        _trained.update(self.tables.values())
+        _last.update((table, ref(self)) for table in self.tables.values())
+
+    def _require_own(self) -> None:
+        """ValueError while a loop of another runtime trains one of the tables."""
+        busy = [table.name for table in self.tables.values() if table in _trained]
+        if busy and self._loop is None:
+            raise ValueError(
+                f"table {busy[0]!r} is being trained by a loop of another runtime; end it, or call its close(), first"
+            )
+
+    def end_training(self) -> None:
+        """Note that it has closed."""
+        self._open = None
+        for table in self.tables.values():
+            _trained.discard(table)
+
+    def begin_prediction(self) -> None:
+        """Note that a loop over `predict` opens; ValueError while one of another runtime trains these tables."""
+        self._require_own()
+        if (loop := self._loop) is not None:
+            loop.submit()
+        self.predicting += 1
+
+    def end_prediction(self) -> None:
+        """Note that it has closed."""
+        self.predicting -= 1
+
+    def apply_learning_rates(self) -> None:
+        """Let the tables have the learning rates that a scheduler has set, for the step that comes."""
+        if self._optimizer is not None:
+            self._optimizer.apply()
+
+
+def _require_place(groups: list[GroupSpec], device: torch.device) -> None:
+    for group in groups:
+        for table in group.tables:
+            if table.primitive_target == "DEVICE" and table.block.device != device:
+                raise ValueError(f"table {table.name!r} is on {table.block.device}, and the rows go to {device}")
+
+
+def _cache_specs(cache: Any, groups: list[GroupSpec]) -> list[CacheSpec | None]:
+    """Return each group's cache."""
+    if cache is None:
+        return [None] * len(groups)
+    if not isinstance(cache, Mapping):
+        spec = cache if isinstance(cache, CacheSpec) else CacheSpec(cache)
+        if not any(_on_host(group) for group in groups):
+            raise UserError("a cache has no effect where all tables are on the device; leave it out")
+        return [spec if _on_host(group) else None for group in groups]
+    specs: list[CacheSpec | None] = [None] * len(groups)
+    for name, value in cache.items():
+        found = [i for i, group in enumerate(groups) if name in [table.name for table in group.tables]]
+        if not found:
+            known = [table.name for group in groups for table in group.tables]
+            raise ValueError(f"a cache for table {name!r}, but there are {', '.join(known)}")
+        if not _on_host(groups[found[0]]):
+            raise UserError(f"a cache for table {name!r}, which is on the device, has no effect; leave it out")
+        if specs[found[0]] is not None:
+            raise ValueError(
+                f"table {name!r} shares its ids, and so its cache, with another one that has a cache given"
+            )
+        if value is not None:
+            specs[found[0]] = value if isinstance(value, CacheSpec) else CacheSpec(value)
+    return specs
+
+
+def _on_host(group: GroupSpec) -> bool:
+    return group.tables[0].primitive_target == "CPU"

@@ -1,0 +1,58 @@
+"""The tables' learning rates as a torch optimizer, so that torch's schedulers drive them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class TableOptimizer(torch.optim.Optimizer):
+    """A parameter group for each table, with its name and its learning rate; the loop takes the steps.
+
+    ::
+
+        scheduler = torch.optim.lr_scheduler.LinearLR(runtime.optimizer, 0.1, total_iters=1000)
+        for batch, rows in runtime.train(loader, ids=ids):
+            ...
+            optimizer.step()
+            scheduler.step()
+
+    A rate holds from the step of the batch in whose turn it is set.
+    """
+
+    def __init__(self, tables: Iterable[Any]) -> None:
+        self._tables = list(tables)
+        self._rates = [float(table.optimizer.lr) for table in self._tables]  # that they have been given, or had
+        groups = [
+            {"params": [nn.Parameter(torch.empty(0))], "name": table.name, "lr": table.optimizer.lr}
+            for table in self._tables
+        ]
+        super().__init__(groups, {})
+        self._opt_called = True  # so that a scheduler does not miss calls of `step`
+
+    def step(self, closure: Any = None) -> Any:
+        """Refuse: the loop over `Runtime.train` takes the tables' steps."""
+        raise ValueError("the tables take their steps when the loop comes back for the next batch; leave this call out")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: a batch's rows begin without gradients."""
+
+    def apply(self) -> None:
+        """Set the tables' rates where they have changed here; take over those that were set at the tables.
+
+        ValueError for one that a table's optimizer does not take, and for different ones of tables that share one.
+        """
+        self._opt_called = True
+        wanted = [float(group["lr"]) for group in self.param_groups]
+        of_optimizer: dict[int, float] = {}
+        for rate, table in zip(wanted, self._tables, strict=True):
+            if of_optimizer.setdefault(id(table.optimizer), rate) != rate:
+                raise ValueError(
+                    f"table {table.name!r} is to have the learning rate {rate}, and another one, with which it shares "
+                    f"its optimizer, {of_optimizer[id(table.optimizer)]}; give each an optimizer of its own"
+                )
+        for number, (group, table) in enumerate(zip(self.param_groups, self._tables, strict=True)):
+            if wanted[number] != self._rates[number]:
+                table.optimizer.lr = wanted[number]
+            self._rates[number] = group["lr"] = float(table.optimizer.lr)

@@ -1,0 +1,5 @@
+"""DCN-v2 (Wang et al., WWW 2021)."""
+
+from hostdev.models.dcn.network import DCN
+
+__all__ = ["DCN"]

@@ -1,0 +1,97 @@
+"""DCN-v2: cross layers, which multiply the input by linear maps of what they have so far, and a ReLU network.
+
+Source: Wang et al., "DCN V2: Improved Deep & Cross Network and Practical Lessons for Web-scale Learning to Rank
+Systems", WWW 2021: full and low-rank cross layers (one expert), stacked or parallel, initial values after He, Adam at
+1e-4 to 5e-4. Sizes, and Adagrad at 0.005 for the tables, are those of MLPerf Training's DLRM-DCNv2: D = 128, 3 cross
+layers of rank 512, 1024-1024-512-256-1, stacked.
+
+Deviations: dense columns enter the input as they are, as in the paper; MLPerf has a network on them first. The paper's
+gradient clipping and averaging of weights are not part of a model here.
+
+B rows, nd dense columns, F columns of ids (bags included), n = nd + F * D.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from hostdev.data.schema import Schema
+from hostdev.models.fields import features_of, ids_of, side_by_side
+from hostdev.models.layers import he_normal, in_float32, initialize, perceptron, zeros_and
+from hostdev.models.model import Batch, Ids, Model, Rows
+from torch import Tensor, nn
+
+from hostdev.core.optimizers import Adagrad, SparseOptimizer
+from hostdev.runtime.spec import TableSpec
+
+LAYERS = (1024, 1024, 512, 256)
+RANK = 512
+STRUCTURES = ("stacked", "parallel")
+
+
+class DCN(Model):
+    """Cross layers x_{l+1} = x_0 * (W_l x_l + b_l) + x_l, elementwise times, of x_0 = (dense, v_1, v_2, ...) [B, n].
+
+    stacked   logit = last(deep(x_L))
+    parallel  logit = last(x_L, deep(x_0))
+
+    schema        of the data
+    dim           D, columns of the table "vectors"
+    seed          of the initial values: layers He's, biases 0, vectors N(0, 0.01^2)
+    optimizer     of the table; None for Adagrad(lr=0.005)
+    layers        widths of the hidden layers
+    cross_layers  number L of them
+    rank          W_l = U_l V_l with U_l [n, rank] and V_l [rank, n] where these are fewer numbers (2 * rank < n): of a
+                  small input W_l is full all the same. None: always full
+    structure     "stacked" or "parallel"
+    """
+
+    default_dim = 128
+    lr = 5e-4
+
+    def __init__(
+        self,
+        schema: Schema,
+        dim: int,
+        *,
+        seed: int,
+        optimizer: SparseOptimizer | None = None,
+        layers: Sequence[int] = LAYERS,
+        cross_layers: int = 3,
+        rank: int | None = RANK,
+        structure: str = "stacked",
+    ) -> None:
+        super().__init__()
+        if structure not in STRUCTURES:
+            raise ValueError(f"the structure of DCN is one of {', '.join(STRUCTURES)}, not {structure!r}")
+        if rank is not None and rank < 1:
+            raise ValueError(f"the rank of cross layers must be at least 1, or None for full ones, not {rank}")
+        self.schema = schema
+        self.tables = {"vectors": TableSpec(schema.rows, dim, optimizer or Adagrad(lr=5e-3))}
+        self.features = features_of(schema, "vectors")
+        n = len(schema.dense) + len(schema.columns) * dim
+        self.stacked = structure == "stacked"
+        self.cross = nn.ModuleList(_cross_layer(n, rank) for _ in range(cross_layers))
+        self.deep = perceptron([n, *layers], linear=False)
+        outputs = [n, *layers][-1]
+        self.last = nn.Linear(outputs if self.stacked else n + outputs, 1)
+        initialize(self, seed, zeros_and(he_normal))
+
+    def ids(self, batch: Batch) -> dict[str, Ids]:
+        """Return the ids of the columns, and of each bag."""
+        return ids_of(self.schema, batch)
+
+    def forward(self, dense: Tensor, rows: Rows) -> Tensor:
+        """Return logits float32 [B]; under autocast the input, what is added to it, and the last layer are float32."""
+        first = torch.cat([dense, side_by_side(rows, self.features).flatten(1).float()], 1)
+        crossed = first
+        for layer in self.cross:
+            crossed = first * layer(crossed) + crossed
+        if self.stacked:
+            return in_float32(self.last, self.deep(crossed))
+        return in_float32(self.last, torch.cat([crossed, self.deep(first)], 1))
+
+
+def _cross_layer(n: int, rank: int | None) -> nn.Module:
+    if rank is None or 2 * rank >= n:
+        return nn.Linear(n, n)
+    return nn.Sequential(nn.Linear(n, rank, bias=False), nn.Linear(rank, n))

@@ -1,0 +1,90 @@
+"""DeepFM: a factorization machine and a ReLU network over the same vectors, added.
+
+Source: Guo et al., "DeepFM: A Factorization-Machine based Neural Network for CTR Prediction", IJCAI 2017. Its settings
+for Criteo: 10 columns, 400-400-400, ReLU, Adam (no learning rate is named: Adam's own, 1e-3), dropout 0.5.
+
+Deviation: no dropout unless asked for. It draws from torch's generator on the device, whose state no digest and no
+restart knows: the bits are equal in all modes only while nothing else draws from it.
+
+B rows, nd dense columns, F columns of ids (bags included), D columns of a vector.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from hostdev.data.schema import Schema
+from hostdev.models.fields import features_of, ids_of, side_by_side
+from hostdev.models.layers import glorot_normal, initialize, logits_of, perceptron
+from hostdev.models.model import Batch, Ids, Model, Rows
+from torch import Tensor, nn
+
+from hostdev.core.initializers import Constant, Initializer, Normal
+from hostdev.core.optimizers import LazyAdam, SparseOptimizer
+from hostdev.runtime.spec import TableSpec
+
+LAYERS = (400, 400, 400)
+TABLES = ("first_order", "vectors")
+
+
+class DeepFM(Model):
+    """logit = bias + sum of w_i x_i + sum over pairs of <v_i, v_j> x_i x_j + network(v_1 x_1, v_2 x_2, ...).
+
+    x_i is 1 for an id and the value of a dense column, whose w_i and v_i are parameters of the module, as they are used
+    in every row; those of the ids are rows of the tables "first_order" and "vectors".
+
+    schema     of the data
+    dim        D
+    seed       of the initial values: vectors N(0, 0.01^2), first-order weights and biases 0, layers Glorot's
+    optimizer  of both tables; None for LazyAdam with Adam's defaults
+    layers     widths of the hidden layers
+    dropout    share of each hidden layer's outputs that is left out in training
+    """
+
+    default_dim = 10
+    lr = 1e-3
+
+    def __init__(
+        self,
+        schema: Schema,
+        dim: int,
+        *,
+        seed: int,
+        optimizer: SparseOptimizer | None = None,
+        layers: Sequence[int] = LAYERS,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        optimizer = optimizer or LazyAdam(lr=1e-3)
+        self.schema = schema
+        self.tables = {
+            "first_order": TableSpec(schema.rows, 1, optimizer, Constant(0.0)),
+            "vectors": TableSpec(schema.rows, dim, optimizer, Normal(0.01)),
+        }
+        self.features = features_of(schema, TABLES)
+        nd, F = len(schema.dense), len(schema.columns)
+        self.bias = nn.Parameter(torch.zeros(1))
+        self.dense_first_order = nn.Parameter(torch.zeros(nd)) if nd else None
+        self.dense_vectors = nn.Parameter(torch.zeros(nd, dim)) if nd else None
+        self.deep = perceptron([(nd + F) * dim, *layers, 1], dropout=dropout)
+        initialize(self, seed, _init)
+
+    def ids(self, batch: Batch) -> dict[str, Ids]:
+        """Return the ids of the columns, and of each bag."""
+        return ids_of(self.schema, batch)
+
+    def forward(self, dense: Tensor, rows: Rows) -> Tensor:
+        """Return logits float32 [B]; all but the network's hidden layers is float32 under autocast, too."""
+        weights, vectors = (side_by_side(rows, self.features, table).float() for table in range(2))
+        first_order = weights.squeeze(-1).sum(1)
+        if self.dense_first_order is not None and self.dense_vectors is not None:
+            first_order = first_order + (dense * self.dense_first_order).sum(1)
+            vectors = torch.cat([dense.unsqueeze(2) * self.dense_vectors, vectors], 1)
+        # The pairs' products, each counted once: half of what the square of the sum has beside the sum of the squares.
+        pairs = (vectors.sum(1).square() - vectors.square().sum(1)).sum(1) / 2
+        return self.bias + first_order + pairs + logits_of(self.deep, vectors.flatten(1))
+
+
+def _init(name: str, parameter: Tensor) -> Initializer:
+    if name == "dense_vectors":
+        return Normal(0.01)
+    return glorot_normal(parameter) if parameter.dim() == 2 else Constant(0.0)

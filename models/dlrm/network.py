@@ -1,0 +1,121 @@
+"""DLRM: a network on the dense columns, dot products of all pairs of vectors, and a network on those.
+
+Source: Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems",
+arXiv:1906.00091, 2019, with the sizes of MLPerf Training's DLRM benchmark (bottom 512-256-D, top 1024-1024-512-256-1,
+D = 128) and the initial values of the authors' code. Its tables have the row-wise Adagrad of that code, at its learning
+rate of 0.01.
+
+Deviations: the authors train the dense layers with SGD or Adagrad, and here they have Adam, so at its own default of
+1e-3. Their vectors start uniform within 1 / sqrt(rows of a column's table), and here all columns share one.
+
+B rows, F columns of ids (bags included), n = F + 1 vectors (F where there are no dense columns) of D columns each.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from hostdev.data.schema import Schema
+from hostdev.models.fields import features_of, ids_of, side_by_side
+from hostdev.models.layers import glorot_normal, initialize, logits_of, perceptron
+from hostdev.models.model import Batch, Ids, Model, Rows
+from torch import Tensor
+from torch.nn import functional
+
+from hostdev.core.errors import UserError
+from hostdev.core.initializers import Initializer, Normal
+from hostdev.core.optimizers import RowWiseAdagrad, SparseOptimizer
+from hostdev.runtime.spec import TableSpec
+
+BOTTOM = (512, 256)
+TOP = (1024, 1024, 512, 256)
+
+
+class DLRM(Model):
+    """logit = top(b, <v_i, v_j> for i > j) with v_0 = b = bottom(dense), and v_1, v_2, ... rows of the table "vectors".
+
+    schema     of the data
+    dim        D, the width of the bottom network's last layer
+    seed       of the initial values: layers Glorot's, biases N(0, 1 / outputs), vectors N(0, 0.01^2)
+    optimizer  of the table; None for RowWiseAdagrad(lr=0.01)
+    bottom     widths of the bottom network's layers before the one with D
+    top        widths of the top network's hidden layers
+    """
+
+    default_dim = 128
+    lr = 1e-3
+
+    def __init__(
+        self,
+        schema: Schema,
+        dim: int,
+        *,
+        seed: int,
+        optimizer: SparseOptimizer | None = None,
+        bottom: Sequence[int] = BOTTOM,
+        top: Sequence[int] = TOP,
+    ) -> None:
+        super().__init__()
+        self.schema = schema
+        self.tables = {"vectors": TableSpec(schema.rows, dim, optimizer or RowWiseAdagrad(lr=1e-2))}
+        self.features = features_of(schema, "vectors")
+        nd, F = len(schema.dense), len(schema.columns)
+        n = F + 1 if nd else F
+        if n < 2:
+            raise UserError("DLRM takes products of pairs, but the data has one column of ids and no dense column")
+        self.bottom = perceptron([nd, *bottom, dim], linear=False) if nd else None
+        self.top = perceptron([(dim if nd else 0) + n * (n - 1) // 2, *top, 1])
+        places, back = _below_the_diagonal(n)
+        self.register_buffer("_places", places, persistent=False)
+        self.register_buffer("_back", back, persistent=False)
+        initialize(self, seed, _init)
+
+    def ids(self, batch: Batch) -> dict[str, Ids]:
+        """Return the ids of the columns, and of each bag."""
+        return ids_of(self.schema, batch)
+
+    def forward(self, dense: Tensor, rows: Rows) -> Tensor:
+        """Return logits float32 [B]; the top network's last layer is calculated in float32 under autocast, too."""
+        vectors = side_by_side(rows, self.features)
+        found = []
+        if self.bottom is not None:
+            found.append(self.bottom(dense))
+            vectors = torch.cat([found[0].unsqueeze(1), vectors], 1)
+        products = torch.bmm(vectors, vectors.transpose(1, 2))
+        found.append(_Pick.apply(products.flatten(1), self._places, self._back))  # type: ignore[no-untyped-call]
+        return logits_of(self.top, torch.cat(found, 1))
+
+
+class _Pick(torch.autograd.Function):
+    """values[:, places] of values [B, N], all places different, with a backward pass that gathers, too.
+
+    torch's own would add to zeros by index: in any order, or after a sort where deterministic operations are asked for.
+    As no place comes twice, each gradient is one value or none.
+
+    places  int64 [P]
+    back    int64 [N], where in `places` each of the N is; P for those that are not
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, places: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return values.index_select(1, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        return functional.pad(grad, (0, 1)).index_select(1, back), None, None  # the column more is of zeros
+
+
+def _below_the_diagonal(n: int) -> tuple[Tensor, Tensor]:
+    """Return the places of i > j in a flat [n, n], row by row, and the number of each place of [n, n] among them."""
+    i, j = torch.tril_indices(n, n, offset=-1)
+    places = i * n + j
+    back = torch.full((n * n,), len(places))
+    back[places] = torch.arange(len(places))
+    return places, back
+
+
+def _init(name: str, parameter: Tensor) -> Initializer:
+    return glorot_normal(parameter) if parameter.dim() == 2 else Normal(math.sqrt(1 / len(parameter)))

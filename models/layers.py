@@ -1,0 +1,62 @@
+"""Fully connected layers, their initial values, and a last one in float32."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hostdev.core.initializers import Constant, Initializer, Normal, initial_array
+
+
+def perceptron(widths: Sequence[int], *, dropout: float = 0.0, linear: bool = True) -> nn.Sequential:
+    """Return layers from widths[0] inputs to widths[-1] outputs, with a ReLU after each.
+
+    dropout  of what a ReLU gives, in training
+    linear   the last layer has neither
+    """
+    modules: list[nn.Module] = []
+    for inputs, outputs in itertools.pairwise(widths):
+        modules += [nn.Linear(inputs, outputs), nn.ReLU()]
+        if dropout:
+            modules.append(nn.Dropout(dropout))
+    return nn.Sequential(*modules[: -2 if dropout else -1] if linear else modules)
+
+
+def logits_of(layers: nn.Sequential, inputs: Tensor) -> Tensor:
+    """Return what layers with one output give, float32 [B], the last of them calculated in float32."""
+    *hidden, last = layers
+    for layer in hidden:
+        inputs = layer(inputs)
+    return in_float32(last, inputs)
+
+
+def in_float32(last: nn.Module, inputs: Tensor) -> Tensor:
+    """Return what a layer with one output gives, float32 [B]; under autocast, too."""
+    with torch.autocast(inputs.device.type, enabled=False):  # a single logit a row in bfloat16 would have 8 bits
+        logits: Tensor = last(inputs.float()).squeeze(1)
+    return logits
+
+
+def initialize(module: nn.Module, seed: int, init: Callable[[str, Tensor], Initializer]) -> None:
+    """Set every parameter to initial values that are a function of the seed and its name; `init` says which."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            values = initial_array(tuple(parameter.shape), init(name, parameter), seed, f"dense/{name}")
+            parameter.copy_(torch.from_numpy(values))
+
+
+def glorot_normal(weight: Tensor) -> Normal:
+    """Glorot & Bengio (AISTATS 2010), for a weight [outputs, inputs]."""
+    return Normal(math.sqrt(2 / sum(weight.shape)))
+
+
+def he_normal(weight: Tensor) -> Normal:
+    """He et al. (ICCV 2015), for a weight [outputs, inputs]."""
+    return Normal(math.sqrt(2 / weight.shape[1]))
+
+
+def zeros_and(weights: Callable[[Tensor], Initializer]) -> Callable[[str, Tensor], Initializer]:
+    """Return an `init` that starts matrices as `weights` says, and vectors (biases) at 0."""
+    return lambda name, parameter: weights(parameter) if parameter.dim() == 2 else Constant(0.0)

@@ -1,0 +1,104 @@
+"""Models by name, and what a model must have: found and checked before anything is read or allocated."""
+
+import inspect
+import math
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from hostdev.data.schema import Schema
+
+from hostdev.core.errors import UserError
+from hostdev.core.optimizers import SparseOptimizer
+from hostdev.runtime.spec import Feature, TableSpec
+
+if TYPE_CHECKING:  # torch takes seconds to import, and a list of names needs none of it
+    from hostdev.models.model import Model
+
+NAMES: dict[str, str] = {
+    "wide_deep": "hostdev.models.wide_deep.network:WideDeep",
+    "deepfm": "hostdev.models.deepfm.network:DeepFM",
+    "dlrm": "hostdev.models.dlrm.network:DLRM",
+    "dcn": "hostdev.models.dcn.network:DCN",
+}
+
+
+def find(name: str) -> "type[Model]":
+    """Return the class of a model: a name of NAMES, or "package.module:Class".
+
+    The class need not inherit `Model`, but must be an nn.Module with its constructor and its methods.
+
+    Raises UserError where there is none, or where it lacks something; what a module of one's own raises comes as it is.
+    """
+    from hostdev.models.model import Model
+    from torch import nn
+
+    found = _load(name)
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise UserError(f"model {name!r} is not a class of torch's nn.Module, but {found!r}")
+    try:
+        inspect.signature(found).bind(None, 1, seed=0, optimizer=None)
+    except TypeError as error:
+        raise UserError(
+            f"model {name!r} is not made by {found.__name__}(schema, dim, *, seed, optimizer=None): {error}"
+        ) from None
+    for method, missing in (("ids", (None, Model.ids)), ("forward", (nn.Module.forward, Model.forward))):
+        if getattr(found, method, None) in missing:
+            raise UserError(f"model {name!r} has no method {method}; hostdev.models.model.Model says what it returns")
+    return found  # type: ignore[return-value]  # as good as a Model
+
+
+def make(
+    name: str, schema: Schema, dim: int, *, seed: int, optimizer: SparseOptimizer | None = None, **options: Any
+) -> "Model":
+    """Return the model of a name that `find` takes, for data with this schema.
+
+    dim        columns of the embeddings
+    seed       of all initial values
+    optimizer  of the tables; None for the model's own
+    options    others of its constructor, such as layers
+
+    Raises UserError as `find`, and where what the model says of its tables and features is not what it must be.
+    """
+    model = find(name)(schema, dim, seed=seed, optimizer=optimizer, **options)
+    for attribute, kind in (("tables", TableSpec), ("features", Feature)):
+        found = getattr(model, attribute, None)
+        if not (isinstance(found, dict) and found and all(isinstance(value, kind) for value in found.values())):
+            raise UserError(f"model {name!r}: its attribute {attribute} must be a dict of {kind.__name__} by name, "
+                            f"with one at least, not {found!r}")  # fmt: skip
+    for feature_name, feature in model.features.items():
+        for table in [feature.tables] if feature.is_single else feature.tables:
+            if table not in model.tables:
+                raise UserError(f"model {name!r}: feature {feature_name!r} is of table {table!r}, which is not one of "
+                                f"its tables: {', '.join(model.tables)}")  # fmt: skip
+    lr = getattr(model, "lr", None)
+    if isinstance(lr, bool) or not isinstance(lr, int | float) or not (math.isfinite(lr) and lr >= 0):
+        raise UserError(
+            f"model {name!r}: its attribute lr, the dense layers' learning rate, must be a number, not {lr!r}"
+        )
+    return model
+
+
+def _load(name: str) -> Any:
+    """Import what a name stands for."""
+    module, _, attribute = NAMES.get(name, name).partition(":")
+    if not (module and attribute) or module.startswith("."):
+        raise UserError(
+            f"there is no model {name!r}; choose one of {', '.join(NAMES)}, or name a class as package.module:Class"
+        )
+    try:
+        imported = import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and f"{module}.".startswith(f"{error.name}."):
+            raise UserError(
+                f"model {name!r}: there is no module {error.name!r}; it must be in the current folder, on PYTHONPATH, "
+                "or installed"
+            ) from None
+        raise UserError(f"model {name!r}: module {module!r} needs {error.name!r}, which is not installed") from error
+    except ImportError as error:
+        raise UserError(f"model {name!r}: module {module!r} cannot be imported: {error}") from error
+    if not hasattr(imported, attribute):
+        classes = [key for key, value in vars(imported).items() if getattr(value, "__module__", None) == module
+                   and isinstance(value, type)]  # fmt: skip
+        there = f"; its classes are {', '.join(classes)}" if classes else ", and no class at all"
+        raise UserError(f"model {name!r}: module {module!r} has no {attribute!r}{there}")
+    return getattr(imported, attribute)

@@ -1,0 +1,121 @@
+"""Optimizers as users have them: a learning rate that may change, names, and what is refused in words."""
+
+import copy
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from hostdev.core.errors import UserError
+from hostdev.core.optimizers import FTRL, OPTIMIZERS, SGD, Adagrad, LazyAdam, RowWiseAdagrad, optimizer_of
+from hostdev.device.table import DeviceTable
+from hostdev.host.table import HostTable
+from tests import naive
+
+ALL = [LazyAdam, FTRL, SGD, Adagrad, RowWiseAdagrad]
+FROM_ZERO = [LazyAdam, SGD, Adagrad, RowWiseAdagrad]  # all but FTRL, which divides by its learning rate
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_a_learning_rate_that_is_set_counts_from_the_next_update_on(make):
+    rng = np.random.default_rng(0)
+    optimizer = make(lr=0.1)
+    table = HostTable(50, 3, optimizer, name="t")
+    twin = naive.Table(table.weights, optimizer)
+    for lr in (0.1, 0.01, 0.02, 0.3):
+        optimizer.lr = lr
+        assert table.optimizer.lr == lr
+        ids, grads = rng.integers(0, 50, 40), rng.standard_normal((40, 3), dtype=np.float32)
+        table.apply(ids, grads)
+        twin.apply(ids, grads)
+        np.testing.assert_array_equal(table.weights, twin.weights)
+    fixed = HostTable(50, 3, make(lr=0.1), name="t")
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        fixed.apply(rng.integers(0, 50, 40), rng.standard_normal((40, 3), dtype=np.float32))
+    assert not np.array_equal(fixed.weights, table.weights)
+
+
+@pytest.mark.parametrize("make", FROM_ZERO)
+def test_a_warm_up_from_zero_leaves_the_weights_and_feeds_the_slots(make):
+    optimizer = make(lr=0)
+    table = HostTable(10, 4, optimizer, name="t")
+    before = table.weights.copy()
+    slots = {name: values.copy() for name, values in table.slots.items()}
+    table.apply([1, 2, 1], np.ones((3, 4), np.float32))
+    np.testing.assert_array_equal(table.weights, before)
+    assert all((table.slots[name][1] != values[1]).all() for name, values in slots.items())
+    optimizer.lr = 0.5
+    table.apply([1], np.ones((1, 4), np.float32))
+    assert (table.weights[1] < before[1]).all()
+
+
+def test_ftrl_says_why_it_cannot_start_at_zero():
+    optimizer = FTRL()
+    for wrong in (lambda: FTRL(lr=0), lambda: setattr(optimizer, "lr", 0.0)):
+        with pytest.raises(ValueError, match=r"lr must be positive, not 0(\.0)?; FTRL divides by it"):
+            wrong()
+    assert optimizer == FTRL()
+
+
+@pytest.mark.parametrize("make", ALL)
+@pytest.mark.parametrize("wrong", [-0.1, float("nan"), float("inf"), 1e39, 1e-50])
+def test_a_wrong_learning_rate_is_refused_and_the_old_one_stays(make, wrong):
+    optimizer = make(lr=0.25)
+    with pytest.raises(ValueError, match="lr must be"):
+        optimizer.lr = wrong
+    assert optimizer.lr == 0.25
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_other_fields_stay_as_they_are(make):
+    optimizer = make()
+    for name in [field.name for field in dataclasses.fields(make) if field.name != "lr"] + ["momentum"]:
+        with pytest.raises(dataclasses.FrozenInstanceError, match=rf"{make.__name__}: lr may be set, but not {name};"):
+            setattr(optimizer, name, 0.5)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        del optimizer.lr
+    assert optimizer == make()
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_equality_hashes_and_copies(make):
+    optimizer = make(lr=0.5)
+    number = hash(optimizer)
+    assert optimizer == make(lr=0.5) != make(lr=0.25)
+    copies = [copy.copy(optimizer), copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    optimizer.lr = 0.25
+    assert hash(optimizer) == number == hash(make(lr=0.5))  # it may be in a set or a key while lr changes
+    assert copies == [make(lr=0.5)] * 3
+    assert dataclasses.replace(optimizer, lr=0.125) == make(lr=0.125)
+
+
+@pytest.mark.parametrize("make", ALL)
+@pytest.mark.parametrize("decay", [0, 0.1])
+def test_weight_decay_is_refused_in_words(make, decay):
+    with pytest.raises(TypeError, match=rf"{make.__name__} has no weight_decay: .* add the L2 of the batch's rows"):
+        make(weight_decay=decay)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'momentum'"):
+        make(momentum=0.9)
+
+
+def test_optimizers_by_name():
+    assert [type(optimizer_of(name)) for name in OPTIMIZERS] == [LazyAdam, FTRL, SGD, Adagrad, RowWiseAdagrad]
+    assert list(OPTIMIZERS) == ["lazy_adam", "ftrl", "sgd", "adagrad", "row_wise_adagrad"]
+    assert optimizer_of("adagrad", 0.5) == Adagrad(lr=0.5)
+    assert optimizer_of("adagrad", 0) == Adagrad(lr=0)
+    assert optimizer_of("sgd") is not optimizer_of("sgd")  # each has a learning rate of its own
+    with pytest.raises(UserError, match="no table optimizer 'adam'; choose one of lazy_adam, ftrl, sgd, adagrad, row_"):
+        optimizer_of("adam")
+    with pytest.raises(UserError, match="ftrl: lr must be positive, not 0; FTRL divides by it"):
+        optimizer_of("ftrl", 0)
+
+
+@pytest.mark.parametrize("table", [HostTable, DeviceTable])
+@pytest.mark.parametrize("wrong", ["adam", "lazy_adam", LazyAdam, None, torch.optim.Adam([torch.zeros(1)])])
+def test_what_is_no_optimizer_of_a_table(table, wrong):
+    place = () if table is HostTable else (torch.device("cpu"),)
+    with pytest.raises(TypeError, match=r"table 'items': the optimizer of a table is one of LazyAdam\(\), FTRL\(\), "):
+        table(3, 2, wrong, *place, name="items")

@@ -1,0 +1,217 @@
+"""Rows to the features of a batch and gradients back, by every way of `device.ops`, against twins and torch's own."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hostdev.device import rows as rows_module
+from hostdev.device.ops import host_kernels, torch_operations, triton_kernels
+from hostdev.device.rows import FeatureUses, GroupUses, pull
+from hostdev.kernels.groups import drop_padding, offsets_of, unique_groups
+from hostdev.kernels.pool import set_host_threads
+from tests import naive
+from tests.conftest import devices
+from tests.device import twins
+
+THREADS = {"1 thread": 1, "2 threads": 2, "4 threads": 4}
+WAYS = [*([] if devices() == ["standin"] else THREADS), "torch operations", "kernels"]
+
+
+@pytest.fixture(params=WAYS)
+def way(request, device, monkeypatch):
+    """How it is done: by the host's kernels on some threads, in torch's operations, by Triton's kernels or twins."""
+    if request.param in THREADS:
+        if device.type != "cpu":
+            pytest.skip("the host's kernels do not reach it")
+        set_host_threads(THREADS[request.param])
+        module = host_kernels
+    else:
+        torch.use_deterministic_algorithms(True)  # the fixture `device` takes it back
+        module = torch_operations if request.param == "torch operations" else triton_kernels
+        if module is triton_kernels and device.type != "cuda":
+            twins.register()
+    monkeypatch.setattr(rows_module, "ops_for", lambda device: module)
+    return module
+
+
+def same(got, wanted):
+    """Equal bits: -0 is not 0."""
+    got, wanted = (torch.as_tensor(x).detach().cpu().float().numpy() for x in (got, wanted))
+    assert got.shape == wanted.shape
+    np.testing.assert_array_equal(got.view(np.int32), wanted.view(np.int32))
+
+
+class Case(NamedTuple):
+    """Features in numpy, as `naive` takes them, and on the device."""
+
+    rows: np.ndarray
+    features: list
+    dtypes: list
+    uses: GroupUses
+
+    def outputs(self):
+        """What each feature gives, float32 before it is rounded."""
+        return [naive.pool(self.rows, *feature) for feature in self.features]
+
+    def gradient(self, grads, way):
+        """The rows' gradients from the features' ones; None for zeros."""
+        inverse, terms = [], []
+        for feature, grad in zip(self.features, grads, strict=True):
+            if grad is not None:
+                inverse.append(feature[0])
+                terms.append(naive.terms_of(grad.float().numpy(), *feature[1:]))
+        add = naive.sum_uses if way is triton_kernels else naive.segment_sum
+        sums = add(np.concatenate(terms), np.concatenate(inverse), len(self.rows))
+        return sums if len(terms) == len(grads) else sums + np.float32(0)
+
+
+def case(rng, device, dim, lengths, span, *, in_order=True):
+    """A case of features with these lengths of bags; kinds take turns, and every row has a use."""
+    ids = [rng.integers(0, span, int(np.sum(of))) for of in lengths]
+    [(found, inverse)] = unique_groups([ids])
+    if not in_order:
+        inverse = rng.permutation(len(found)).astype(np.int32)[inverse]
+    values = (rng.standard_normal((len(found), dim)) * 10.0 ** rng.integers(-5, 5, (len(found), 1))).astype(np.float32)
+    features, there, dtypes, begin = [], [], [], 0
+    for number, of in enumerate(lengths):
+        own = inverse[begin : begin + len(ids[number])].copy()
+        begin += len(own)
+        offsets = offsets_of(np.array(of, np.int64)) if number % 4 != 1 else None
+        weights = rng.choice([1.0, 0.37, -0.0, -1.7], len(own)).astype(np.float32) if number % 3 else None
+        features.append((own, offsets, weights, number % 2 == 0))
+        dtypes.append(torch.bfloat16 if number % 5 == 3 else torch.float32)
+        tensors = [None if x is None else torch.from_numpy(x).to(device) for x in features[-1][:3]]
+        there.append(FeatureUses(*tensors, number % 2 == 0, dtypes[-1]))
+    return Case(values, features, dtypes, GroupUses(there, len(found), in_order=in_order))
+
+
+def random_grads(rng, outputs):
+    return [torch.from_numpy(rng.standard_normal(out.shape, dtype=np.float32)).to(out.dtype) for out in outputs]
+
+
+def check(made, device, way, rng, present=None):
+    rows = torch.from_numpy(made.rows).to(device).requires_grad_()
+    outputs = pull(rows, made.uses)
+    for out, expected, dtype in zip(outputs, made.outputs(), made.dtypes, strict=True):
+        assert out.dtype == dtype
+        same(out, torch.from_numpy(expected).to(dtype))
+    grads = [grad if present is None or number in present else None
+             for number, grad in enumerate(random_grads(rng, outputs))]  # fmt: skip
+    pairs = [(out, grad.to(device)) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
+    torch.autograd.backward(*zip(*pairs, strict=True))
+    expected = made.gradient(grads, way)
+    if device.type == "cuda" and way is torch_operations and rows.shape[1] == 1:  # a fixed order, but torch's
+        np.testing.assert_allclose(rows.grad.cpu(), expected, rtol=1e-4, atol=1e-3)
+    else:
+        same(rows.grad, expected)
+
+
+LENGTHS = [
+    [[3, 0, 2, 7]],
+    [[1] * 50, [2] * 30],
+    [[0, 5, 1], [4] * 9, [0, 0], [], [1, 70, 3], [6] * 20],
+    [[200, 0, 1], [90], [1] * 200],
+]
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("dim", [1, 3, 80])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=len)
+def test_features_that_share_rows(device, way, lengths, dim, in_order):
+    rng = np.random.default_rng(dim)
+    for span in (2, 500):
+        made = case(rng, device, dim, lengths, span, in_order=in_order)
+        check(made, device, way, rng)
+        check(made, device, way, rng)  # another table's, with the same uses
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_shapes(device, way, data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    lengths = data.draw(st.lists(st.lists(st.integers(0, 9), max_size=9), min_size=1, max_size=6))
+    made = case(rng, device, data.draw(st.integers(1, 9)), lengths, data.draw(st.integers(1, 40)))
+    present = data.draw(st.sets(st.integers(0, len(lengths) - 1), min_size=1))
+    check(made, device, way, rng, present)
+
+
+def test_features_without_a_gradient_count_as_zeros(device, way):
+    rng = np.random.default_rng(0)
+    made = case(rng, device, 4, [[3, 2], [4] * 5, [1, 1, 1], [2, 2]], 300)  # so most rows have one use
+    for present in ({0}, {2, 3}, {1}, {0, 1, 2, 3}):
+        check(made, device, way, rng, present)
+
+
+def test_several_losses_after_each_other(device, way):
+    """Without retain_graph; each adds its own gradient."""
+    rng = np.random.default_rng(1)
+    made = case(rng, device, 8, [[3, 2, 0], [4] * 5, [5, 0]], 30)
+    rows = torch.from_numpy(made.rows).to(device).requires_grad_()
+    outputs = pull(rows, made.uses)
+    expected = np.zeros_like(made.rows)
+    for chosen in ({0}, {1, 2}, {0}):
+        scale = float(rng.standard_normal())
+        sum((outputs[number] * scale).sum() for number in sorted(chosen)).backward()
+        grads = [torch.full(out.shape, scale) if n in chosen else None for n, out in enumerate(outputs)]
+        expected = expected + made.gradient(grads, way)
+        same(rows.grad, expected)
+
+
+def test_it_is_one_node_and_has_no_second_derivative(device, way):
+    made = case(np.random.default_rng(2), device, 3, [[3, 1], [2, 2]], 9)
+    rows = torch.from_numpy(made.rows).to(device)
+    assert all(out.grad_fn is None for out in pull(rows, made.uses))
+    rows.requires_grad_()
+    with torch.no_grad():
+        assert not any(out.requires_grad for out in pull(rows, made.uses))
+    first, second = pull(rows, made.uses)
+    assert first.grad_fn is second.grad_fn
+    assert not first.grad_fn.saved_tensors
+    [grad] = torch.autograd.grad((first * first).sum(), rows, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_gradients_that_are_not_contiguous(device, way):
+    rng = np.random.default_rng(3)
+    made = case(rng, device, 5, [[3, 2, 4], [6] * 4], 30)
+    rows = torch.from_numpy(made.rows).to(device).requires_grad_()
+    outputs = pull(rows, made.uses)
+    grads = [torch.from_numpy(rng.standard_normal(tuple(out.shape)[::-1], dtype=np.float32)).T for out in outputs]
+    torch.autograd.backward(outputs, [grad.to(device) for grad in grads])
+    same(rows.grad, made.gradient(grads, way))
+
+
+@pytest.mark.parametrize("padding", [None, 4])
+@pytest.mark.parametrize(("mode", "weighted"), [("sum", False), ("mean", False), ("sum", True)])
+def test_bags_are_those_of_torch(device, way, mode, weighted, padding):
+    """torch.nn.functional.embedding_bag: empty bags, ids that are in a bag twice, and an id that stands for none."""
+    rng = np.random.default_rng(4)
+    table = torch.from_numpy(rng.standard_normal((60, 7), dtype=np.float32)).requires_grad_()
+    lengths = rng.integers(0, 12, 100).astype(np.int32)
+    lengths[[0, 50, 99]] = 0
+    ids = rng.integers(0, 20, lengths.sum())
+    weights = rng.standard_normal(len(ids), dtype=np.float32) if weighted else None
+    expected = torch.nn.functional.embedding_bag(
+        torch.from_numpy(ids), table, torch.from_numpy(offsets_of(lengths)[:-1]).long(), mode=mode, padding_idx=padding,
+        per_sample_weights=None if weights is None else torch.from_numpy(weights),
+    )  # fmt: skip
+    grad = torch.from_numpy(rng.standard_normal(expected.shape, dtype=np.float32))
+    expected.backward(grad)
+
+    if padding is not None:
+        ids, lengths, weights = drop_padding(ids, lengths, padding, weights)
+    [(found, inverse)] = unique_groups([[ids]])
+    tensors = [None if x is None else torch.from_numpy(x).to(device) for x in (inverse, offsets_of(lengths), weights)]
+    uses = GroupUses([FeatureUses(*tensors, mode == "mean", torch.float32)], len(found), in_order=True)
+    rows = table.detach()[found].to(device).requires_grad_()
+    [out] = pull(rows, uses)
+    np.testing.assert_allclose(out.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-5)
+    out.backward(grad.to(device))
+    wanted = table.grad[found]
+    np.testing.assert_allclose(rows.grad.cpu(), wanted, rtol=1e-5, atol=1e-5)
+    assert not np.delete(table.grad.numpy(), found, 0).any()

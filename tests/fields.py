@@ -1,0 +1,60 @@
+"""Wide & Deep over batches whose ids and weights a test makes itself: any rows, any fields, no data set."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from hostdev.data.schema import Column, Schema, Space
+from hostdev.models.wide_deep.network import LAYERS, WideDeep
+
+from hostdev.runtime.spec import Bag, CacheSpec
+from hostdev.train.trainer import Trainer
+
+FIELDS = 39
+SMALL = (32, 16)  # hidden layers: a simulated device is slow, and sees no more in a large network
+
+
+@dataclass(frozen=True, eq=False)
+class FieldsBatch:
+    """Label [B], ids [B, F] and weights [B, F]."""
+
+    label: Any
+    ids: Any
+    weights: Any
+
+    @property
+    def dense(self):
+        return np.empty((len(self.label), 0), np.float32)
+
+    def __len__(self):
+        return len(self.label)
+
+
+class FieldsModel(WideDeep):
+    """Wide & Deep that takes the ids and weights as they are."""
+
+    def ids(self, batch):
+        return {"fields": Bag(batch.ids, weights=batch.weights)}
+
+
+def schema_of(rows, fields=FIELDS):
+    columns = tuple(Column(f"c{i}", "id", "values") for i in range(fields))
+    return Schema("label", (), columns, (Space("values", 0, 1, rows - 1),), rows)
+
+
+def cache_of(options):
+    """A cache's options as tests write them: capacity_rows and others of `CacheSpec`."""
+    if options is None:
+        return None
+    return CacheSpec(
+        options["capacity_rows"], **{key: value for key, value in options.items() if key != "capacity_rows"}
+    )
+
+
+def trainer_of(rows, dim, *, mix=True, seed=1, device=None, layers=None, cache=None, fields=FIELDS, **options):
+    """A trainer, whose dense side is on the device; small layers on any but the CPU, unless they are given."""
+    device = device or torch.device("cpu")
+    layers = layers or (LAYERS if device.type == "cpu" else SMALL)
+    model = FieldsModel(schema_of(rows, fields), dim, seed=seed, layers=layers)
+    return Trainer(model, host_device_mix=mix, device=device, seed=seed, cache=cache_of(cache), **options)

@@ -1,0 +1,43 @@
+"""Small data for models: dense columns, columns of ids of which two share a space, and bags."""
+
+from collections import namedtuple
+
+import numpy as np
+from hostdev.data.schema import Column, Schema, Space
+
+Batch = namedtuple("Batch", "label dense ids bags")
+
+
+def schema_of(dense=3, ids=4, bags=1, values=12):
+    """Columns c0, c1, ... of ids, the last two of one space, and bags b0, b1, ...; `values` ids a space."""
+    columns = [Column(f"c{i}", "id", f"s{min(i, max(0, ids - 2))}") for i in range(ids)]
+    columns += [Column(f"b{i}", "bag", f"s{i}") for i in range(bags)]
+    names = list(dict.fromkeys(column.space for column in columns))
+    fixed = dense + len(names)
+    spaces = tuple(Space(name, dense + i, fixed + i * values, values) for i, name in enumerate(names))
+    rows = fixed + len(names) * values
+    return Schema("label", tuple(f"d{i}" for i in range(dense)), tuple(columns), spaces, rows)
+
+
+def batch_of(schema, size, seed=0, dtype=np.int32):
+    """A batch with labels that depend on the ids; the first row's bags are empty."""
+    rng = np.random.default_rng(seed)
+    spaces = {space.name: space for space in schema.spaces}
+
+    def draw(column, n):
+        space = spaces[column.space]
+        found = space.first + (rng.zipf(1.5, n) - 1) % (space.size + 1)
+        return np.where(found == space.first + space.size, space.oov, found).astype(dtype)
+
+    dense = rng.random((size, len(schema.dense)), dtype=np.float32)
+    single = [draw(column, size) for column in schema.columns if column.kind == "id"]
+    ids = np.stack(single, 1) if single else np.empty((size, 0), dtype)
+    bags = {}
+    for column in schema.columns:
+        if column.kind == "bag":
+            lengths = rng.integers(0, 4, size).astype(np.int32)
+            lengths[0] = 0
+            bags[column.name] = draw(column, lengths.sum()), lengths
+    score = np.sin(ids.sum(1)) + dense.sum(1) - 0.3 * len(schema.dense)
+    label = (rng.random(size) < 1 / (1 + np.exp(-2 * score))).astype(np.float32)
+    return Batch(label, dense, ids, bags)
