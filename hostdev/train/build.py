@@ -74,8 +74,8 @@ def ids_of(model: Model, batch: Batch, table: str) -> npt.NDArray[Any]:
 def counts_of(model: Model, data: Path, found: Manifest, reader: ShardReader) -> list[npt.NDArray[np.int64]]:
     """Return for each group of tables how often the training rows use each row, int64 [V].
 
-    From the vocabulary, if all columns share one group, as the models that come with hostdev have it; else by a pass over
-    the training rows.
+    From the vocabulary, if all columns share one group, as the models that come with hostdev have it; else by a pass
+    over the training rows.
     """
     groups = groups_of(model)
     if len(groups) == 1 and model.tables[groups[0][0]].rows == found.schema.rows and found.vocabulary is not None:
