@@ -52,7 +52,8 @@ def main(steps: int = 600) -> list[float]:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     losses = []
     for batch in batches(steps):
-        vectors = users(batch["user"][:, None]), films(batch["film"][:, None]), genres(batch["genres"], batch["offsets"])
+        film = films(batch["film"][:, None])
+        vectors = users(batch["user"][:, None]), film, genres(batch["genres"], batch["offsets"])
         logits = model(*vectors)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch["label"])
         tables.zero_grad()

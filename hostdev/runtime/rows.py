@@ -95,7 +95,7 @@ class Leaf:
         if self._parameter is None:
             self._parameter = self._order.in_ids(self.rows.detach()).requires_grad_()
             hand_on = partial(_hand_on, self._parameter, self._order)
-            self.rows.register_post_accumulate_grad_hook(hand_on)
+            self.rows.register_post_accumulate_grad_hook(hand_on)  # type: ignore[no-untyped-call]
             if self.rows.grad is not None:
                 hand_on(self.rows)
         return self._parameter
@@ -251,6 +251,11 @@ class Rows(Mapping[str, Value]):
     def is_due(self) -> bool:
         """Tell whether the optimizer is to step with this batch: the last one of those that are accumulated."""
         return self._due
+
+    @property
+    def number(self) -> int:
+        """The batch's number in the trace."""
+        return self._flight.number
 
     @property
     def step(self) -> int:
