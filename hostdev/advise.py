@@ -1,6 +1,7 @@
 """python -m hostdev.advise: how large a cache is worth it on the user's own data, by simulating every policy."""
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,49 +140,63 @@ def table_lines(curves: Curves, memory: int, chosen: tuple[str, Point] | None) -
 
 
 def draw(curves: Curves, memory: int, chosen: tuple[str, Point] | None, path: Path) -> None:
-    """Draw the miss-ratio curves and the bytes of a step."""
-    import matplotlib
+    """Draw the miss-ratio curves and the bytes of a step; UserError where the file cannot be written."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import FuncFormatter, PercentFormatter
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8))
+    figure = Figure(figsize=(12, 5.4), layout="constrained")
+    FigureCanvasAgg(figure)  # and no pyplot, which is the user's
+    left, right = figure.subplots(1, 2)
     for policy, points in curves.items():
         style: dict[str, Any] = {"color": "black", "linestyle": "--"} if policy == OPTIMUM else {"marker": "o"}
         name = "offline optimum" if policy == OPTIMUM else policy
         sizes = [point.rows for point in points]
         left.plot(sizes, [1 - point.total.hit_rate for point in points], label=name, markersize=4, **style)
         if policy != OPTIMUM:
-            right.plot(sizes, [point.moved / 2**20 for point in points], label=name, markersize=4, **style)
+            right.plot(sizes, [point.moved / 2**20 for point in points], markersize=4, **style)
+    _percent_axis(left, [1 - point.total.hit_rate for points in curves.values() for point in points])
+    left.set(ylabel="misses, share of uses", title="Miss-ratio curve")
     without = curves["lookahead"][0].without / 2**20
-    right.axhline(without, color="grey", linestyle=":", label=f"no cache: {without:.2f} MiB")
-    left.set(ylabel="misses, share of uses", yscale="log", title="Miss-ratio curve")
-    left.yaxis.set_major_formatter(PercentFormatter(1, decimals=1))
-    left.yaxis.set_minor_formatter(FuncFormatter(lambda share, _: f"{share:.1%}" if _is_labelled(share) else ""))
+    right.axhline(without, color="grey", linestyle=":", label=f"no cache: {without:.2f} MiB a step")
     right.set(ylabel="MiB a step, both ways", title="Rows to the device and back")
     right.set_ylim(bottom=0)
     largest = curves["lookahead"][-1]
     for axes in (left, right):
         axes.set(xlabel="cached rows, of all tables", xscale="log")
+        named = axes is right
         if memory < largest.nbytes:
-            fits = memory / largest.nbytes * largest.rows
-            axes.axvline(fits, color="red", linewidth=1, label=f"{gib(memory)} of device memory")
+            name = f"{gib(memory)} of device memory" if named else ""
+            axes.axvline(memory / largest.nbytes * largest.rows, color="black", linestyle="-.", linewidth=1, label=name)
         if chosen is not None:
-            name = f"recommended: {chosen[1].rows:,} rows, {chosen[0]}"
-            axes.axvline(chosen[1].rows, color="green", linewidth=1, label=name)
+            name = f"recommended: {chosen[1].rows:,} rows, {chosen[0]}" if named else ""
+            axes.axvline(chosen[1].rows, color="C4", linewidth=1.5, label=name)
         axes.grid(alpha=0.3)
-    left.legend(fontsize=8)
-    right.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=9)  # over no line
+    try:
+        figure.savefig(path, dpi=100)
+    except OSError as error:
+        raise _not_writable(path, error) from None
 
 
-def _is_labelled(share: float) -> bool:
-    """Of the small ticks between the powers of ten only those at 2 and 5 have a label: others would touch."""
-    first = f"{share:e}"[0]
-    return first in "25"
+def _percent_axis(axes: Any, shares: Sequence[float]) -> None:
+    """Scale an axis of shares: logarithmic with a label at 1, 2 and 5 of each power of ten, which never touch, or from
+    0 on where they are all about the same, or none.
+    """
+    from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
+
+    decimals = None
+    if min(shares) > 0 and max(shares) > 3 * min(shares):
+        decimals = max(0, -math.floor(math.log10(100 * min(shares))))  # as the least needs
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=decimals))
+
+
+def _not_writable(path: Path, error: OSError) -> UserError:
+    return UserError(f"--out {path}: {error.strerror}; choose a file that can be written")
 
 
 def simulate(
@@ -226,6 +241,11 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
         raise UserError(f"--out {out} exists; choose another file")
     if out.suffix.lower() not in (".png", ".pdf", ".svg") or not out.parent.is_dir():
         raise UserError(f"--out {out} must be a .png, .pdf or .svg file in a folder that exists")
+    try:
+        out.open("x").close()  # before the work
+    except OSError as error:
+        raise _not_writable(out, error) from None
+    out.unlink()
     data = settings.data or lookalike.ensure()[0]
     found = manifest.read(data)
     reader = ShardReader(data, found, "train")

@@ -3,9 +3,11 @@
 import functools
 import itertools
 import re
+from pathlib import Path
 
 import pytest
 from hostdev.data import manifest
+from matplotlib.figure import Figure
 
 from hostdev import FTRL, SGD, LazyAdam, UserError, advise
 from hostdev.cache.planner import Statistics
@@ -105,6 +107,64 @@ def test_wrong_options(advised, small_data, tmp_path):
         assert message in err
         assert err.count("\n") == 1
     assert (tmp_path / "old.png").read_text() == "mine"
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_the_work(advised, small_data, monkeypatch):
+    def fail(*arguments, **options):
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", fail)
+        patch.setattr(advise, "simulate", None)
+        code, _, err = advised("--data", small_data, "--out", "x.png")
+    assert (code, err) == (
+        2, "hostdev.advise: error: --out x.png: Permission denied; choose a file that can be written\n",
+    )  # fmt: skip
+    monkeypatch.setattr(Figure, "savefig", fail)
+    code, out, err = advised("--data", small_data, "--batch-size", 200, "--out", "x.png")
+    assert "lookahead" in out
+    assert "--out x.png: Permission denied" in err
+
+
+def curve_of(*misses):
+    group = advise.Group(("t",), 1000, ((8, SGD()),))
+    sizes = [10 ** (i + 1) for i in range(len(misses))]
+    parts = [Statistics(batches=2, uses=1000, hits=round(1000 * (1 - miss)), unique=50, unique_hits=20)
+             for miss in misses]  # fmt: skip
+    return [advise.Point([size], [part], [group]) for size, part in zip(sizes, parts, strict=True)]
+
+
+@pytest.mark.parametrize(("misses", "labels"), [
+    ((0.31, 0.2, 0.053), ["5%", "10%", "20%"]),
+    ((0.5, 0.1, 0.0), ["0%", "10%", "20%", "30%", "40%", "50%"]),  # a logarithmic axis has no zero
+    ((0.9, 0.4, 0.02, 0.004), ["0.5%", "1.0%", "2.0%", "5.0%", "10.0%", "20.0%", "50.0%", "100.0%"]),
+    ((0.06, 0.05), ["0.0%", "1.0%", "2.0%", "3.0%", "4.0%", "5.0%", "6.0%"]),
+])  # fmt: skip
+def test_the_picture(tmp_path, monkeypatch, misses, labels):
+    """The axes' labels do not touch, the bytes' axis begins at 0, and the legend is over no line."""
+    figures = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure) or save(
+        figure, *args, **options))  # fmt: skip
+    points = curve_of(*misses)
+    advise.draw({"lookahead": points, "optimum": points}, 300, ("lookahead", points[1]), tmp_path / "x.png")
+    [figure] = figures
+    left, right = figure.axes
+    shown = [label for label in left.get_yticklabels() if label.get_text()]
+    inside = [label for label in shown if left.get_ylim()[0] <= label.get_position()[1] <= left.get_ylim()[1]]
+    assert [label.get_text() for label in inside] == labels
+    assert right.get_ylim()[0] == 0
+    for axes in (left, right):
+        boxes = sorted((label.get_window_extent() for label in axes.get_yticklabels() if label.get_text()),
+                       key=lambda box: box.y0)  # fmt: skip
+        assert all(below.y1 < above.y0 for below, above in itertools.pairwise(boxes))
+    [legend] = figure.legends
+    assert legend.get_window_extent().y1 < min(axes.get_tightbbox().y0 for axes in (left, right))
+    texts = [text.get_text() for text in legend.get_texts()]
+    assert texts == [
+        "lookahead", "offline optimum", f"no cache: {points[0].without / 2**20:.2f} MiB a step",
+        "300 bytes of device memory", "recommended: 100 rows, lookahead",
+    ]  # fmt: skip
 
 
 def test_sizes_of_memory():

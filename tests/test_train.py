@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -284,6 +285,24 @@ def test_a_cache_that_needs_counts_of_hashed_ids(trained, tmp_path, capsys):
     assert trained(*small(tmp_path / "hashed", *options)) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["cache"]["hit_rate"] > 0.3
+
+
+def test_a_place_for_the_runs_files(trained, small_data, tmp_path, capsys, monkeypatch):
+    """It is named by its option."""
+    (tmp_path / "runs").write_text("mine")
+    options = ["--data", small_data, "--device", "cpu", "--batch-size", 500, "--emb-dim", 4, "--host-device-mix"]
+    assert trained(*options) == 2
+    assert error_of(capsys).endswith(
+        f"the run's files have no place in {tmp_path / 'runs'}: File exists; give a --run-dir that can be written\n"
+    )
+
+    def fail(*arguments, **more):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", fail)
+    assert trained(*options, "--run-dir", "run") == 2
+    assert error_of(capsys).endswith("error: --run-dir run: Permission denied; choose a folder that can be written\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
 def test_a_damaged_shard(trained, own_data, tmp_path, capsys):
