@@ -1,11 +1,8 @@
 """Small data for models: dense columns, columns of ids of which two share a space, and bags."""
 
-from collections import namedtuple
-
 import numpy as np
+from hostdev.data.batch import Batch
 from hostdev.data.schema import Column, Schema, Space
-
-Batch = namedtuple("Batch", "label dense ids bags")
 
 
 def schema_of(dense=3, ids=4, bags=1, values=12):

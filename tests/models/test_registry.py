@@ -102,6 +102,10 @@ def test_the_models_of_here(name):
     assert list(model.ids(batch_of(schema, 3))) == list(model.features)
 
 
+def test_options_of_a_models_constructor():
+    assert make("deepfm", schema_of(), 4, seed=1, layers=(7,)).deep[0].out_features == 7
+
+
 def test_the_names():
     assert list(NAMES) == ["wide_deep", "deepfm", "dlrm", "dcn"]
 
