@@ -3,9 +3,10 @@
 import itertools
 import json
 
+import pytest
 import torch
 
-from hostdev.core.timeline import STAGES, Timeline
+from hostdev.core.timeline import PHASES, STAGES, STEP_PARTS, Timeline
 from tests.test_train import small, trained  # noqa: F401  (a fixture)
 
 
@@ -21,8 +22,9 @@ def test_the_trace_of_a_run(trained, small_data, tmp_path):  # noqa: F811
     options = small(small_data, "--host-device-mix", "--max-steps", 6, "--trace", "trace.json", "--pipeline-depth", 2)
     assert trained(*options) == 0
     spans, arrows, names = read(tmp_path / "trace.json")
-    assert set(names.values()) == set(STAGES)
-    by_stage = {stage: [span for span in spans if span["name"] == stage] for stage in STAGES}
+    assert len(names) == len(STAGES + STEP_PARTS + PHASES)
+    assert {*STAGES, *PHASES, "forward", "backward", "dense update"} == set(names.values())
+    by_stage = {stage: [span for span in spans if span["name"] == stage] for stage in names.values()}
     assert all(names[span["tid"]] == span["name"] for span in spans)
     for stage in ("unique", "plan", "lookup", "step", "update"):
         assert [span["args"]["batch"] for span in by_stage[stage]][:6] == [1, 2, 3, 4, 5, 6], stage
@@ -58,6 +60,32 @@ def test_sums():
     assert summary["host_busy_us"] <= summary["wall_us"]  # work at the same time counts once
     assert summary["stall_us"]["step"] > 0
     assert summary["overlap_efficiency"] > 0.5
+
+
+def test_parts_and_phases_are_in_the_trace_alone(tmp_path):
+    """A part of the step, or an evaluation, is not the host's work, and keeps nobody waiting."""
+    timeline = Timeline()
+    timeline.write_to((tmp_path / "trace.json").open("w"))
+    with timeline.run(), timeline.span("epoch", 2), timeline.span("step", 7):
+        for part in STEP_PARTS:
+            with timeline.span(part, 7, rows=5):
+                sum(range(10_000))
+    with timeline.span("evaluation", 2):
+        pass
+    timeline.close()
+    spans, arrows, names = read(tmp_path / "trace.json")
+    assert [(span["name"], span["args"]) for span in spans] == [
+        ("forward", {"batch": 7, "rows": 5}), ("backward", {"batch": 7, "rows": 5}),
+        ("dense update", {"batch": 7, "rows": 5}), ("step", {"batch": 7}), ("epoch", {"epoch": 2}),
+        ("evaluation", {"epoch": 2}),
+    ]  # fmt: skip
+    assert all(names[span["tid"]] == span["name"] for span in spans)
+    assert [(arrow["id"], names[arrow["tid"]]) for arrow in arrows] == [(7, "step")]
+    summary = timeline.summary()
+    assert set(summary["busy_us"]) == set(summary["stall_us"]) == set(STAGES)
+    assert summary["host_busy_us"] == 0
+    with pytest.raises(KeyError), timeline.span("foward", 1):
+        pass
 
 
 def test_the_profiler_has_the_stages_names():

@@ -17,7 +17,7 @@ from hostdev.cache.slots import CachedTable, DeviceSlots
 from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, gib, row_bytes
 from hostdev.core.primitive import OpLog, Primitive
-from hostdev.device.backend import is_accelerator, room_for_cache
+from hostdev.device.backend import is_accelerator, require, room_for_cache
 from hostdev.kernels.unique import count_uses
 
 _MOST_RECORDED = 1 << 24  # unique ids, for the comparison with the optimum
@@ -66,7 +66,7 @@ class EmbeddingCache:
             raise ValueError(f"tables that share a cache share their ids; these have {sorted(rows)} rows")
         self.rows = rows.pop()
         capacity = rows_of(capacity_rows, self.rows)
-        self.device = torch.device(device)
+        self.device = require(device)
         _require(capacity, self.tables, self.device)
         needed, free = planner_bytes(self.rows, capacity, policy, window), available_bytes()
         if needed > free:

@@ -1,6 +1,8 @@
 """What every command shares: one line for an error, exit codes, --debug."""
 
 import argparse
+import contextlib
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -35,19 +37,31 @@ def add_debug(to: argparse.ArgumentParser) -> None:
 def run(prog: str, main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: its own or 0, 2 after an error, 130 after Ctrl-C.
 
-    Other exceptions are bugs.
+    Other exceptions are bugs. Without `argv` the command is all that the process does, which ends here after Ctrl-C:
+    the interpreter's own end takes seconds on a busy machine, and threads that are at work may abort it.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         return main(arguments) or 0
     except KeyboardInterrupt as interrupt:
         print(f"{prog}: interrupted{_detail(interrupt)}", file=sys.stderr)
-        return int(getattr(interrupt, "exit_code", EXIT_INTERRUPTED))
+        code = int(getattr(interrupt, "exit_code", EXIT_INTERRUPTED))
+        if argv is None:
+            _leave(code)
+        return code
     except (UserError, OSError, MemoryError) as error:
         if "--debug" in arguments:
             traceback.print_exc()
         print(f"{prog}: error: {_one_line(error)}", file=sys.stderr)
         return EXIT_ERROR
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process at once."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)
 
 
 def _detail(interrupt: BaseException) -> str:

@@ -1,39 +1,182 @@
-"""Progress bars: live on a terminal; in a log, a line of the output now and then; nothing for work that is quick."""
+"""Progress: a live bar on a terminal; in a log, a whole line now and then; nothing for work that is quick."""
 
 import sys
+import time
 from collections.abc import Callable
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 from tqdm import tqdm
 
 _LOG_SECONDS = 10.0
 
 
-class _Lines(tqdm):  # type: ignore[misc]
-    """A bar for output that is not a terminal: whole lines, so that standard error keeps to errors."""
+class Progress(Protocol):
+    """What `bar` returns: a context; leaving it ends the bar."""
 
-    @staticmethod
-    def status_printer(file: Any) -> Callable[[str], None]:
-        """Return what prints a state of the bar."""
+    def __enter__(self) -> Self: ...
 
-        def write(text: str) -> None:
-            if text.strip():
-                print(text, flush=True)
+    def __exit__(self, *error: Any) -> None: ...
 
-        return write
+    def update(self, n: int = 1) -> Any:
+        """Count so many more."""
+
+    def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
+        """Show a text beside the figures."""
 
 
-def bar(total: int | None, description: str, unit: str, **options: Any) -> Any:
-    """Return a tqdm bar: a context manager with `update(n)`; on a terminal it vanishes when done."""
-    if sys.stderr.isatty():
-        return tqdm(total=total, desc=description, unit=unit, leave=False, dynamic_ncols=True, **options)
-    return _Lines(
+def bar(
+    total: int,
+    description: str,
+    unit: str,
+    *,
+    unit_scale: bool = False,
+    left: Callable[[], float | None] | None = None,
+) -> Progress:
+    """Return the progress of some work, on standard error where that is a terminal, else in lines of standard output.
+
+    On a terminal the bar vanishes when the work ends, however it does. Elsewhere there is no line before ten seconds
+    have passed, and a last one when all is done, if there was one before.
+
+    total       how many there are to do, of unit, such as "steps", or "B" for bytes
+    unit_scale  write large numbers as 1.2k or 3.4M
+    left        returns the seconds to be shown as left, where this is a part of more work; None: not known yet
+    """
+    if not sys.stderr.isatty():
+        return _Lines(total, description, unit, unit_scale, left)
+    made = _Bar(
         total=total,
         desc=description,
         unit=unit,
+        unit_scale=unit_scale,
+        bar_format="{description} ({left} left): {percentage:3.0f}%|{bar}| {amounts}, {speed}{postfix}",
         leave=False,
-        delay=_LOG_SECONDS,
-        mininterval=_LOG_SECONDS,
-        bar_format="{desc}: {percentage:3.0f}% of {total_fmt} {unit}, {elapsed}<{remaining}, {rate_fmt}{postfix}",
-        **options,
+        dynamic_ncols=True,
     )
+    made.left = left
+    shown: Progress = made
+    return shown
+
+
+class _Bar(tqdm):  # type: ignore[misc]
+    """A bar that says what it counts: epoch 1/2 (00:18 left):  32%|███      | 29/91, 7.6 steps/s, loss 0.5."""
+
+    left: Callable[[], float | None] | None = None
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        """What the bar's format may name."""
+        found: dict[str, Any] = super().format_dict
+        n, total, unit, scale = (found[name] for name in ("n", "total", "unit", "unit_scale"))
+        rate = found["rate"] or (n / found["elapsed"] if found["elapsed"] else 0.0)
+        left = self.left() if self.left is not None else (total - n) / rate if rate else None
+        return found | {
+            "description": self.desc,  # tqdm would add a colon
+            "left": "?" if left is None else interval(left),
+            "amounts": "/".join(_amount(number, unit, scale, named=False) for number in (n, total)),
+            "speed": _speed(rate, unit, scale),
+        }
+
+
+class _Lines:
+    """Whole lines for output that is not a terminal, so that standard error keeps to errors."""
+
+    def __init__(
+        self, total: int, description: str, unit: str, scale: bool, left: Callable[[], float | None] | None
+    ) -> None:
+        self._total, self._description, self._unit, self._scale, self._left = total, description, unit, scale, left
+        self._done = 0
+        self._postfix = ""
+        self._start = self._printed = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._printed > self._start and self._done >= self._total and kind is None:
+            amount = _amount(self._done, self._unit, self._scale)
+            print(f"{self._description}: {amount} in {interval(time.monotonic() - self._start)}", flush=True)
+
+    def update(self, n: int = 1) -> None:
+        """Count so many more, and write a line if it is time for one."""
+        self._done += n
+        now = time.monotonic()
+        if now - self._printed < _LOG_SECONDS or not 0 < self._done < self._total:
+            return
+        self._printed = now
+        rate = self._done / (now - self._start)
+        done = _amount(self._done, self._unit, self._scale, named=False)
+        parts = [f"{done} of {_amount(self._total, self._unit, self._scale)}", _speed(rate, self._unit, self._scale)]
+        if self._left is None:
+            parts.append(f"{interval((self._total - self._done) / rate)} left")
+        elif (left := self._left()) is not None:
+            parts.append(f"{interval(left)} left in all")
+        print(f"{self._description}: {', '.join(parts + [self._postfix] * bool(self._postfix))}", flush=True)
+
+    def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
+        """Write this text in the lines to come."""
+        self._postfix = s
+
+
+class TimeLeft:
+    """How long work of several kinds is going to take still, from the time that a step of each kind took so far.
+
+    A kind of which no step is done yet is taken to be as quick as those that are known.
+
+    steps  to be done of each kind, by its name
+    """
+
+    def __init__(self, **steps: int) -> None:
+        self._to_do = steps
+        self._done = dict.fromkeys(steps, 0)
+        self._seconds = dict.fromkeys(steps, 0.0)
+        self._since = 0.0
+
+    def begin(self) -> None:
+        """Time the first step of what follows from now on."""
+        self._since = time.monotonic()
+
+    def step(self, kind: str) -> None:
+        """Note that a step of this kind is done."""
+        now = time.monotonic()
+        self._seconds[kind] += now - self._since
+        self._done[kind] += 1
+        self._since = now
+
+    def seconds(self) -> float | None:
+        """Return how many there are left; None before the first step."""
+        done = sum(self._done.values())
+        if not done:
+            return None
+        mean = sum(self._seconds.values()) / done
+        return sum(
+            max(0, to_do - self._done[kind]) * (self._seconds[kind] / self._done[kind] if self._done[kind] else mean)
+            for kind, to_do in self._to_do.items()
+        )
+
+
+def interval(seconds: float) -> str:
+    """Return a time as text: 01:05, or 1:02:03."""
+    return str(tqdm.format_interval(seconds))
+
+
+def _amount(n: int, unit: str, scale: bool, *, named: bool = True) -> str:
+    number = tqdm.format_sizeof(n) if scale else f"{n:,}"
+    if unit == "B":
+        return f"{number}B"
+    return f"{number} {_plural(unit)}" if named else number
+
+
+def _speed(rate: float, unit: str, scale: bool) -> str:
+    """So many a second, or where that is less than one, the seconds for one."""
+    if unit == "B":
+        return f"{tqdm.format_sizeof(rate)}B/s"
+    if 0 < rate < 1:
+        return f"{1 / rate:.1f} s/{unit.removesuffix('s')}"
+    return f"{tqdm.format_sizeof(rate) if scale else f'{rate:.1f}'} {_plural(unit)}/s"
+
+
+def _plural(unit: str) -> str:
+    return unit.removesuffix("s") + "s"

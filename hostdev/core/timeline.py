@@ -12,6 +12,12 @@ from torch.profiler import record_function
 
 HOST_STAGES = ("read", "unique", "plan", "lookup", "send", "update first", "lookup late", "update")
 STAGES = ("read", "unique", "plan", "lookup", "send", "step", "update first", "lookup late", "update")
+STEP_PARTS = ("forward", "backward", "optimizer")  # within the step; on an accelerator, the time to queue them
+PHASES = ("epoch", "evaluation")  # around all stages; an epoch's, where the others are a batch's
+_AFTER_STEP = 1 + STAGES.index("step")
+TRACKS = (*PHASES, *STAGES[:_AFTER_STEP], *STEP_PARTS, *STAGES[_AFTER_STEP:])
+_NUMBERS = {stage: number for number, stage in enumerate(TRACKS, 1)}
+_NAMES = {"optimizer": "dense update"}  # beside the tracks of the rows' updates
 
 
 class Timeline:
@@ -32,9 +38,9 @@ class Timeline:
     def write_to(self, file: IO[str]) -> None:
         """Write a trace to a text file from now on; `close` completes it."""
         events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "hostdev"}}]
-        for track, stage in enumerate(STAGES, 1):
+        for stage, track in _NUMBERS.items():
             where = {"pid": 1, "tid": track}
-            events.append({"name": "thread_name", "ph": "M", **where, "args": {"name": stage}})
+            events.append({"name": "thread_name", "ph": "M", **where, "args": {"name": _NAMES.get(stage, stage)}})
             events.append({"name": "thread_sort_index", "ph": "M", **where, "args": {"sort_index": track}})
         file.write("[\n" + ",\n".join(map(json.dumps, events)))
         self._file = file
@@ -51,7 +57,11 @@ class Timeline:
     def span(self, stage: str, batch: int, *, flow: str = "t", **args: int) -> "Span":
         """Time a stage's work on a batch; a context that gives the span's arguments, to be added to.
 
-        flow  "s" for a batch's first span, "f" for its last, "t" between
+        A part of a step, and an epoch's phase, is in the trace only: it is no stage that is busy or waits.
+
+        stage  one of STAGES, STEP_PARTS or PHASES
+        batch  its number, from 1; of a phase, the epoch's
+        flow   "s" for a batch's first span, "f" for its last, "t" between
         """
         return Span(self, stage, batch, flow, args)
 
@@ -100,7 +110,8 @@ class Timeline:
         now = time.perf_counter_ns()
         if stage in HOST_STAGES:
             self._change(now, -1)
-        self.busy_ns[stage] += now - start  # a stage's spans do not overlap
+        if stage not in STEP_PARTS and stage not in PHASES:
+            self.busy_ns[stage] += now - start  # a stage's spans do not overlap
         if self._file is not None:
             self._write(stage, batch, flow, start, now, args)
 
@@ -112,14 +123,19 @@ class Timeline:
             self._at_work += by
 
     def _write(self, stage: str, batch: int, flow: str, start: int, end: int, args: dict[str, int]) -> None:
-        where = {"pid": 1, "tid": 1 + STAGES.index(stage)}
+        where = {"pid": 1, "tid": _NUMBERS[stage]}
         at, length = (start - self._zero) / 1e3, (end - start) / 1e3
-        span = {"name": stage, "cat": "stage", "ph": "X", "ts": at, "dur": length, **where,
-                "args": {"batch": batch, **args}}  # fmt: skip
-        arrow = {"name": "batch", "cat": "batch", "ph": flow, "id": batch, "ts": at, "bp": "e", **where}
+        number = {"epoch" if stage in PHASES else "batch": batch}
+        events: list[dict[str, Any]] = [
+            {"name": _NAMES.get(stage, stage), "cat": "stage", "ph": "X", "ts": at, "dur": length, **where,
+             "args": {**number, **args}}
+        ]  # fmt: skip
+        if stage in STAGES:
+            arrow = {"name": "batch", "cat": "batch", "ph": flow, "id": batch, "ts": at, "bp": "e", **where}
+            events.append(arrow)
         with self._lock:
             if self._file is not None:
-                self._file.write(f",\n{json.dumps(span)},\n{json.dumps(arrow)}")
+                self._file.write(",\n" + ",\n".join(map(json.dumps, events)))
 
 
 class Span:

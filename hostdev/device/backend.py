@@ -10,14 +10,16 @@ from hostdev.core.memory import available_bytes, cache_room
 _TF32_CAPABILITY = (8, 0)  # Ampere
 
 
-def select(name: str) -> torch.device:
+def select(name: str, option: str = "--device ") -> torch.device:
     """Return the device of this name; "auto" is the accelerator if there is one, else the CPU.
 
     An accelerator comes with its index, the current one's unless the name has it, and becomes the current one.
 
+    option  how the user says which: in the errors
+
     Raises UserError where there is no such device, or none with which rows can be copied beside a step.
     """
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = _accelerator()
     if name == "auto":
         if accelerator is None or _missing(accelerator):
             return torch.device("cpu")
@@ -25,24 +27,54 @@ def select(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UserError(f"--device {name}: there is no such kind of device; use auto, cpu or cuda") from None
+        raise UserError(f"{option}{name}: there is no such kind of device; use auto, cpu or cuda") from None
     if device.type == "cpu":
         return torch.device("cpu")
     if accelerator is None or device.type != accelerator.type:
-        seen = "no accelerator" if accelerator is None else f"only {accelerator.type}"
-        raise UserError(f"--device {name}: torch {torch.__version__} sees {seen} on this machine; use --device auto")
+        raise UserError(f"{option}{name}: {_not_here(device, accelerator)}, or use {option}auto")
     count = torch.accelerator.device_count()
     if device.index is not None and device.index >= count:
-        raise UserError(f"--device {name}: this machine has {count} of them, numbered from 0")
+        raise UserError(f"{option}{name}: this machine has {count} of them, numbered from 0")
     if missing := _missing(device):
         raise UserError(
-            f"--device {name}: torch has no streams there, with which rows are copied beside a step "
-            f"(torch.{device.type} lacks {', '.join(missing)}); use --device cpu"
+            f"{option}{name}: torch has no streams there, with which rows are copied beside a step "
+            f"(torch.{device.type} lacks {', '.join(missing)}); use {option}cpu"
         )
     if ":" not in name:
         return _current(device)
     torch.accelerator.set_device_index(device.index)
     return device
+
+
+def require(device: torch.device | str) -> torch.device:
+    """Return the device that a caller of the Python API gives, by its name as `select` takes it or as torch's object.
+
+    Raises UserError where there is no such device.
+    """
+    if isinstance(device, str):
+        return select(device, "device=")
+    accelerator = _accelerator()
+    if is_accelerator(device) and (accelerator is None or device.type != accelerator.type):
+        raise UserError(f"device={device}: {_not_here(device, accelerator)}, or use device=cpu")
+    return torch.empty(0, device=device).device  # with its index
+
+
+def _accelerator() -> torch.device | None:
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def _not_here(device: torch.device, accelerator: torch.device | None) -> str:
+    """Why torch does not see a device of this kind, and what to do."""
+    version = f"torch {torch.__version__}"
+    if device.type == "cuda" and not torch.backends.cuda.is_built():
+        return f"{version} is built without CUDA; install a build with it (https://pytorch.org/get-started/locally)"
+    if accelerator is not None:
+        return f"{version} sees only {accelerator.type} on this machine; use that"
+    if device.type == "cuda":
+        return (
+            f"{version} sees no accelerator on this machine; look whether nvidia-smi and CUDA_VISIBLE_DEVICES show one"
+        )
+    return f"{version} sees no accelerator on this machine; use a build of torch for {device.type}"
 
 
 def _current(accelerator: torch.device) -> torch.device:

@@ -253,6 +253,11 @@ class Rows(Mapping[str, Value]):
         return self._due
 
     @property
+    def number(self) -> int:
+        """The batch's number in the trace."""
+        return self._flight.number
+
+    @property
     def step(self) -> int:
         """The batch's number in its loop, from 1."""
         return self._flight.position

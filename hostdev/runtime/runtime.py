@@ -68,8 +68,7 @@ class Runtime:
         **seams: Any,
     ) -> None:
         self.wanted, self.group_specs = resolve(features)
-        self.device = device if isinstance(device, torch.device) else backend.select(device)
-        self.device = torch.empty(0, device=self.device).device  # with its index
+        self.device = backend.require(device)
         _require_place(self.group_specs, self.device)
         specs = _cache_specs(cache, self.group_specs)
         self.staging = Staging(self.device, log, batches=depth + 2)

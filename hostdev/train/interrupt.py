@@ -23,12 +23,14 @@ class GracefulStop:
 
     A signal handler in Python waits for the main thread to return from native code, and one operation of a large
     batch can take seconds. So a watching thread is woken by the signal itself; where the main thread has not left
-    the context by the deadline, the watcher calls `on_deadline` and ends the process.
+    the context by the deadline, the watcher calls `on_deadline` and ends the process, and the main thread gets no
+    further than the end of the context. Where it has left before, the watcher is gone: a thread that lives on would
+    hold what `on_deadline` holds, and to free a tensor while the interpreter ends aborts the process.
 
-    on_deadline  completes what must not be lost; runs in the watching thread
+    on_deadline  completes what must not be lost; runs in the watching thread; returns what to tell the user
     """
 
-    def __init__(self, on_deadline: Callable[[], object]) -> None:
+    def __init__(self, on_deadline: Callable[[], str]) -> None:
         self.requested: signal.Signals | None = None
         self._on_deadline = on_deadline
         self._left = threading.Event()
@@ -43,7 +45,8 @@ class GracefulStop:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._handle)
         self._previous_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, name="hostdev-interrupt", daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, name="hostdev-interrupt", daemon=True)
+        self._watcher.start()
         return self
 
     def __exit__(
@@ -53,9 +56,10 @@ class GracefulStop:
         if not self._main:
             return
         signal.set_wakeup_fd(self._previous_fd)
+        self._write.close()
+        self._watcher.join()  # for ever where it is ending the process
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-        self._write.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = signal.Signals(number)
@@ -68,7 +72,8 @@ class GracefulStop:
         if not number or self._left.wait(DEADLINE_SECONDS):
             return
         try:
-            self._on_deadline()
-            os.write(2, b"\ninterrupted in the middle of a step; the logs are complete\n")
+            told = self._on_deadline()
+            clear = "\r\x1b[K" if os.isatty(2) else ""  # of the progress bar that the main thread cannot take away
+            os.write(2, f"{clear}{told}\n".encode())
         finally:
             os._exit(128 + number[0])

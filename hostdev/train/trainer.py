@@ -178,10 +178,14 @@ class Trainer:
 
     def _step(self, rows: Rows, dense: Tensor, label: Tensor) -> Outcome:
         """Queue a step: losses, gradients of rows and parameters, Adam on the dense side."""
-        wide, objective, deep = self._forward(rows, dense, label)
+        if self._l2 == "table":
+            self.runtime.write_back()  # the table is read as a whole
+        with self.timeline.span("forward", rows.number):
+            wide, objective, deep = self._forward(rows, dense, label)
         squares = self._table_l2() if self._l2 == "table" else None
         self.adam.zero_grad()
-        self._backward(objective)
+        with self.timeline.span("backward", rows.number):
+            self._backward(objective)
         losses = torch.stack([wide, deep])
         looked_at, results = [losses], [losses]
         if isinstance(squares, Tensor):  # on the device, so not here yet
@@ -190,13 +194,12 @@ class Trainer:
         elif squares is not None:
             looked_at.append(torch.full((), total(squares), device=self._device))
         outcome = rows.guard(self.adam, looked_at, results, partial(_read_losses, squares, rows.step))
-        self._adam_step()
+        with self.timeline.span("optimizer", rows.number):
+            self._adam_step()
         return outcome
 
     def _objective(self, rows: Rows, dense: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the wide loss, what to differentiate (the deep loss, whose gradient is both losses'), its value."""
-        if self._l2 == "table":
-            self.runtime.write_back()  # the table is read as a whole
         wide = wide_loss(self._logits(dense, rows), label)
         if self._l2 == "none":
             return wide.detach(), wide, wide.detach()

@@ -4,7 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from hostdev import FTRL, SGD, Adagrad, HostTable, LazyAdam, RowWiseAdagrad, UserError
+from hostdev import (
+    FTRL,
+    SGD,
+    Adagrad,
+    EmbeddingCache,
+    HostTable,
+    LazyAdam,
+    RowWiseAdagrad,
+    Runtime,
+    UserError,
+)
 from hostdev.device import backend
 from hostdev.device import table as table_module
 from hostdev.device.clock import EventClock, clock_for
@@ -161,9 +171,27 @@ def test_an_accelerator_by_its_number(device):
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 @pytest.mark.parametrize("name", ["cuda", "cuda:1"])
-def test_no_accelerator(name):
-    with pytest.raises(UserError, match=f"--device {name}: torch .* sees no accelerator"):
-        backend.select(name)
+def test_no_accelerator(name, monkeypatch):
+    """Without CUDA in torch, and with it and no GPU: what to do is another thing."""
+    table = HostTable(10, 2, SGD(), name="t")
+    for built, message in (
+        (False, "is built without CUDA; install a build with it .*"),
+        (True, "sees no accelerator on this machine; look whether nvidia-smi .* show one"),
+    ):
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda built=built: built)
+        with pytest.raises(UserError, match=f"^--device {name}: torch [^ ]+ {message}, or use --device auto$"):
+            backend.select(name)
+        for device in (name, torch.device(name)):
+            other = "auto" if device is name else "cpu"
+            with pytest.raises(UserError, match=f"^device={name}: torch [^ ]+ {message}, or use device={other}$"):
+                Runtime({"items": table}, device=device)
+            with pytest.raises(UserError, match=f"^device={name}: torch [^ ]+ {message}, or use device={other}$"):
+                EmbeddingCache(table, 5, device=device)
+
+
+def test_a_device_that_torch_does_not_know():
+    with pytest.raises(UserError, match="^device=abacus: there is no such kind of device; use auto, cpu or cuda$"):
+        Runtime({"items": HostTable(10, 2, SGD(), name="t")}, device="abacus")
 
 
 def test_the_device_clock(device):
