@@ -4,6 +4,10 @@ import numpy as np
 from hostdev.data.batch import Batch
 from hostdev.data.schema import Column, Schema, Space
 
+# Options of the models' constructors: small networks, for speed.
+SMALL = {"wide_deep": {"layers": (32, 16)}, "deepfm": {"layers": (32, 16)},
+         "dlrm": {"bottom": (16,), "top": (32, 16)}, "dcn": {"layers": (32, 16), "rank": 8}}  # fmt: skip
+
 
 def schema_of(dense=3, ids=4, bags=1, values=12):
     """Columns c0, c1, ... of ids, the last two of one space, and bags b0, b1, ...; `values` ids a space."""

@@ -9,12 +9,10 @@ import torch
 from hostdev.core.optimizers import FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad
 from hostdev.host.table import HostTable
 from tests.models.host_run import HostRun
-from tests.models.samples import batch_of, schema_of
+from tests.models.samples import SMALL, batch_of, schema_of
 from tests.models.twins import Twin, train_twin
 
 DIM, STEPS, SIZE = 8, 50, 200
-SMALL = {"wide_deep": {"layers": (32, 16)}, "deepfm": {"layers": (32, 16)},
-         "dlrm": {"bottom": (16,), "top": (32, 16)}, "dcn": {"layers": (32, 16), "rank": 8}}  # fmt: skip
 OPTIMIZERS = [LazyAdam(lr=2e-3, nesterov=True), FTRL(l1=1e-3, l2=1e-3), SGD(lr=0.1), Adagrad(initial_accum=0.1),
               RowWiseAdagrad(initial_accum=0.1)]  # fmt: skip
 
