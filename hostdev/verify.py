@@ -192,7 +192,7 @@ def _hash_dense(trainer: Trainer) -> Step:
 def compare(reference: Record, other: Record) -> Difference | None:
     """Return the first step, tensor and row in which another run differs; None if there is none."""
     for step, (ours, theirs) in enumerate(zip(reference.steps, other.steps, strict=True), 1):
-        for tensor in ours:
+        for tensor in sorted(ours, key=_is_dense):  # the rows that a fault begins with before what comes of it
             (ids, hashes), (their_ids, their_hashes) = _in_order(ours[tensor]), _in_order(theirs[tensor])
             wrong = np.flatnonzero(hashes != their_hashes) if np.array_equal(ids, their_ids) else identity(1)
             if len(wrong):
@@ -202,6 +202,10 @@ def compare(reference: Record, other: Record) -> Difference | None:
     if reference.digest != other.digest:
         return Difference(len(reference.steps), "a row that no batch uses", None)
     return None
+
+
+def _is_dense(tensor: str) -> bool:
+    return tensor.startswith("dense/")
 
 
 def _in_order(rows: tuple[npt.NDArray[Any], Hashes]) -> tuple[npt.NDArray[Any], Hashes]:

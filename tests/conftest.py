@@ -1,6 +1,5 @@
 """What many tests need: threads, devices, small data sets, the real sample, ways to run a command."""
 
-import functools
 import os
 import subprocess
 import sys
@@ -10,11 +9,11 @@ import pytest
 import torch
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
+from hostdev.models.wide_deep.network import WideDeep
 
 from hostdev.core import cli
 from hostdev.device import backend
 from hostdev.kernels.pool import host_threads, set_host_threads
-from hostdev.train import build as builder
 
 SMALL = (32, 16)  # hidden layers of Wide & Deep
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,7 +47,7 @@ def device(request):
         if backend.is_accelerator(found):
             backend.make_deterministic(found)
         if found.type == "standin":  # which is slow, and sees no more in a large network
-            patch.setattr(builder, "model_of", functools.partial(builder.model_of, layers=SMALL))
+            patch.setitem(WideDeep.__init__.__kwdefaults__, "layers", SMALL)
         yield found
     torch.use_deterministic_algorithms(False)
 

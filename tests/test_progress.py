@@ -64,6 +64,17 @@ def test_work_that_does_not_end(clock, capsys):
     assert lines[-1].startswith("work: 9 of 10 steps")
 
 
+def test_slow_work_does_not_fill_the_log(clock, capsys):
+    """A line each ten seconds, or where that is less than a fiftieth of the work, a minute."""
+    with bar(10_000, "work", "step") as shown:
+        for _ in range(600):
+            clock.now += 1
+            shown.update()
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == [
+        "10", "70", "130", "190", "250", "310", "370", "430", "490", "550",
+    ]  # fmt: skip
+
+
 def test_a_part_of_more_work(clock, capsys):
     with bar(10, "epoch 1/2", "step", left=lambda: 61.2) as shown:
         clock.now += 11

@@ -18,9 +18,10 @@ def read(path):
     return spans, arrows, names
 
 
-def test_the_trace_of_a_run(trained, small_data, tmp_path):  # noqa: F811
+def test_the_trace_of_a_run(trained, small_data, tmp_path, capsys):  # noqa: F811
     options = small(small_data, "--host-device-mix", "--max-steps", 6, "--trace", "trace.json", "--pipeline-depth", 2)
     assert trained(*options) == 0
+    assert "summary.json, curve.png; trace.json\n" in capsys.readouterr().out
     spans, arrows, names = read(tmp_path / "trace.json")
     assert len(names) == len(STAGES + STEP_PARTS + PHASES)
     assert {*STAGES, *PHASES, "forward", "backward", "dense update"} == set(names.values())
@@ -34,6 +35,12 @@ def test_the_trace_of_a_run(trained, small_data, tmp_path):  # noqa: F811
     for stage, of_stage in by_stage.items():  # a track is one thing at a time
         for first, second in itertools.pairwise(sorted(of_stage, key=lambda span: span["ts"])):
             assert first["ts"] + first["dur"] <= second["ts"] + 0.01, stage
+    [epoch], [evaluation] = by_stage["epoch"], by_stage["evaluation"]
+    assert epoch["args"] == evaluation["args"] == {"epoch": 1}
+    steps = sorted(by_stage["step"], key=lambda span: span["ts"])
+    assert epoch["ts"] < steps[0]["ts"]
+    assert steps[5]["ts"] + steps[5]["dur"] < epoch["ts"] + epoch["dur"] < evaluation["ts"] < steps[6]["ts"]
+    assert steps[-1]["ts"] + steps[-1]["dur"] < evaluation["ts"] + evaluation["dur"]
     batch = [arrow for arrow in arrows if arrow["id"] == 3]
     assert min(batch, key=lambda arrow: arrow["ts"])["ph"] == "s"
     assert sum(arrow["ph"] == "s" for arrow in batch) == 1

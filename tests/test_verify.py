@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 import pytest
 from hostdev.data import manifest
-from hostdev.data.batch import wide_batches
+from hostdev.data.preprocess import __main__ as preprocess
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.shards import ShardReader
@@ -18,6 +18,7 @@ from hostdev import verify
 from hostdev.pipeline import rows
 from hostdev.train import trainer
 from hostdev.train.config import TrainConfig
+from tests.data import movies
 
 
 @pytest.fixture
@@ -72,6 +73,37 @@ def test_an_injected_fault_is_caught(device, verified, small_data):
     assert "the injected fault was caught" in out
 
 
+@pytest.fixture(scope="module")
+def films(tmp_path_factory):
+    """Users, items that a history shares its ids with, and genres: columns and bags."""
+    folder = tmp_path_factory.mktemp("films")
+    made = movies.make(rows=3000, users=80, items=60).write_csv(folder / "films.csv")
+    table = ["table", made, "--out", folder / "data", "--label", "liked", "--numeric", "age"]
+    flags = ["--categorical", "user,item", "--bag", "genres=|", "--bag", "history= ", "--share", "history=item"]
+    preprocess.main(list(map(str, [*table, *flags])))
+    return folder / "data"
+
+
+MODEL = ["--model", "tests.own_models:ThreeTables"]
+
+
+def test_three_groups_some_of_them_cached(device, verified, films):
+    code, out, err = verified(*small(films, *MODEL, "--host-threads", 2, device=device))
+    assert (code, err) == (0, "")
+    assert "model    tests.own_models:ThreeTables: first and weight; second; others" in out
+    assert re.search(r"cache some and none +[0-9a-f]{16}  equal", out)
+    assert "all modes agree in every bit of every step" in out
+
+
+def test_a_fault_in_each_of_three_groups_is_caught(device, verified, films):
+    code, out, _ = verified(*small(films, *MODEL, "--inject-fault", device=device))
+    assert code == 1
+    for tables, name in (("first and weight", "first|weight"), ("second", "second"), ("others", "others")):
+        [part] = re.findall(rf"^a fault in {tables}\n((?:host tables.*\n)+)", out, re.M)
+        assert len(re.findall(rf"first difference: step 2, (?:{name})/weights, row \d+", part)) >= 3
+    assert re.search(r"the injected fault was caught in \d+ and \d+ and \d+ modes", out)
+
+
 def test_wrong_options(verified, small_data):
     for options, message in [
         (["--steps", 1], "--steps must be at least 2, not 1"),
@@ -110,15 +142,15 @@ def test_the_tables_of_a_mode_go_with_it(small_data, cache, monkeypatch):
     monkeypatch.setattr(trainer, "HostTable", Watched)
     monkeypatch.setattr(rows, "HostTable", Watched)
     found = manifest.read(small_data)
-    batches = list(itertools.islice(wide_batches(ShardReader(small_data, found, "train"), 100, seed=1, epoch=1), 3))
+    batches = list(itertools.islice(ShardReader(small_data, found, "train").batches(100, seed=1, epoch=1), 3))
     settings = TrainConfig(device="cpu", emb_dim=4)
-    how = (settings, verify.Mode(True, 2, 1, cache), batches, found.vocabulary_size)
-    verify.train(*how, fault=False)  # torch's first steps in a process leave frames behind
+    how = (settings, verify.Mode(True, 2, 1, cache), batches, found.schema, None)
+    verify.train(*how)  # torch's first steps in a process leave frames behind
     gc.collect()
     made.clear()
     gc.disable()
     try:
-        verify.train(*how, fault=False)
+        verify.train(*how)
         assert [table() for table in made] == [None, None]
     finally:
         gc.enable()

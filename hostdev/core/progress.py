@@ -8,7 +8,8 @@ from typing import Any, Protocol, Self
 
 from tqdm import tqdm
 
-_LOG_SECONDS = 10.0
+_LOG_SECONDS, _MOST_LOG_SECONDS = 10.0, 60.0  # between two lines; longer where less than a part is done meanwhile
+_LOG_PARTS = 50
 
 
 class Progress(Protocol):
@@ -85,7 +86,7 @@ class _Lines:
         self, total: int, description: str, unit: str, scale: bool, left: Callable[[], float | None] | None
     ) -> None:
         self._total, self._description, self._unit, self._scale, self._left = total, description, unit, scale, left
-        self._done = 0
+        self._done = self._shown = 0
         self._postfix = ""
         self._start = self._printed = time.monotonic()
 
@@ -103,9 +104,11 @@ class _Lines:
         """Count so many more, and write a line if it is time for one."""
         self._done += n
         now = time.monotonic()
-        if now - self._printed < _LOG_SECONDS or not 0 < self._done < self._total:
+        part = (self._done - self._shown) * _LOG_PARTS >= self._total
+        due = self._printed + (_LOG_SECONDS if part or not self._shown else _MOST_LOG_SECONDS)
+        if now < due or not 0 < self._done < self._total:
             return
-        self._printed = now
+        self._printed, self._shown = now, self._done
         rate = self._done / (now - self._start)
         done = _amount(self._done, self._unit, self._scale, named=False)
         parts = [f"{done} of {_amount(self._total, self._unit, self._scale)}", _speed(rate, self._unit, self._scale)]

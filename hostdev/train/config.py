@@ -76,6 +76,9 @@ class TrainConfig:
     )
     cache_policy: str | None = _flag(f"which rows those are ({POLICIES[0]})", kind=str, choices=POLICIES)
     cache_window: int | None = _flag(f"batches that lookahead knows in advance ({WINDOW})", kind=int, metavar="N")
+    early_stop: int | None = _flag(
+        "stop when the AUC on the test rows has not become better for N epochs", kind=int, metavar="N"
+    )
     seed: int = _flag("of the initial values and of the rows' order", default=2020, kind=int, metavar="N")
     max_steps: int | None = _flag("stop after so many steps", kind=int, metavar="N")
     run_dir: Path | None = _flag("a new folder for logs and summary (runs/<time>)", kind=Path, metavar="DIR")
@@ -87,13 +90,18 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "emb_dim", "host_threads", "max_steps"):
+        for name in ("epochs", "batch_size", "emb_dim", "host_threads", "max_steps", "early_stop"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{_option(name)} must be at least 1, not {value}")
         for name in ("seed", "pipeline_depth", "staleness"):
             if getattr(self, name) < 0:
                 raise UserError(f"{_option(name)} must be at least 0, not {getattr(self, name)}")
+        if self.early_stop is not None and self.epochs is not None and self.epochs <= self.early_stop + 1:
+            raise UserError(
+                f"--early-stop {self.early_stop} has no effect with {self.epochs} epoch{'s' * (self.epochs > 1)}: it "
+                f"can stop after epoch {self.early_stop + 1} at the earliest; give more --epochs, or leave it out"
+            )
         for name in ("table_lr", "lr"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):

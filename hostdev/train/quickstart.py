@@ -42,6 +42,8 @@ def main(argv: Sequence[str]) -> None:
     if arguments.data is not None:
         raise UserError("--data has no effect here; give --criteo FILE, or use python -m hostdev.train --data DIR")
     arguments.host_device_mix = True
+    if arguments.epochs is None:
+        arguments.epochs = EPOCHS
     config.from_flags(arguments)  # refuses what is wrong before the work begins
     options = options_from(arguments, threshold=THRESHOLD)
 
@@ -54,8 +56,6 @@ def main(argv: Sequence[str]) -> None:
     data = prepare(text, arguments.datasets, options)
 
     rows = manifest.read(data).rows("train")
-    if arguments.epochs is None:
-        arguments.epochs = EPOCHS
     if arguments.batch_size is None and rows < SMALL_ROWS:
         arguments.batch_size = min(SMALL_BATCH, rows)
     arguments.data = data

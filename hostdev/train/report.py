@@ -6,6 +6,8 @@ from typing import Any
 
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.core.memory import gib, table_bytes
+from hostdev.train.quality import Point, Quality
+from hostdev.train.rundir import CONFIG, CURVE, EVAL_LOG, LOSS_LOG, OPS_LOG, SUMMARY
 
 
 def start_lines(
@@ -47,17 +49,49 @@ def _cache_line(cache: EmbeddingCache) -> str:
     return f"cache    {cache.capacity:,} rows of each table, {gib(cache.nbytes)} on {cache.device}: {policy}{ahead}"
 
 
-def summary_lines(summary: dict[str, Any], run_dir: Path) -> str:
-    """Return the summary as text: quality, speed, the time of every op, where the files are."""
+def evaluation_line(point: Point) -> str:
+    """Return how good the model is after an epoch."""
+    test, training = point.test, point.training
+    beside = [f" (training {value:.4f})" for value in (training.auc, training.logloss)] if training else ["", ""]
+    return (
+        f"epoch {point.epoch}: AUC {test.auc:.4f}{beside[0]}, log loss {test.logloss:.4f}{beside[1]} on "
+        f"{test.rows:,} test rows"
+    )
+
+
+def early_stop_line(quality: Quality, patience: int | None) -> str:
+    """Return why a run stops before its last epoch."""
+    last, best = quality.points[-1].epoch, quality.best
+    what = f"the best is {best.test.auc:.4f}, after epoch {best.epoch}" if best is not None else "there is none"
+    epochs = "the last epoch" if patience == 1 else f"the last {patience} epochs"
+    return f"stopped after epoch {last} (--early-stop {patience}): no better AUC in {epochs}; {what}"
+
+
+def summary_lines(
+    summary: dict[str, Any], epochs: int, run_dir: Path, trace: Path | None = None, *, undrawn: str | None = None
+) -> str:
+    """Return the summary as text: quality, speed, the time of every op, where the files are.
+
+    epochs   that were to be trained
+    undrawn  why there is no picture
+    """
     lines = ["", _quality(summary), *_op_table(summary["ops"])]
+    files = [LOSS_LOG, EVAL_LOG, OPS_LOG, CONFIG, SUMMARY, *([CURVE] if undrawn is None else [])]
+    best = (
+        f"AUC {summary['best_auc']:.4f} after epoch {summary['best_epoch']} of {epochs}"
+        if summary["best_epoch"]
+        else ""
+    )
     lines += [
         "",
+        *([f"best           {best}"] if best else []),
         f"pipeline       {_pipeline(summary['pipeline'])}",
         *([f"cache          {_cache(summary['cache'])}"] if "cache" in summary else []),
         *(f"cache          {name}: {_cache(one)}" for name, one in summary.get("caches", {}).items()),
         f"peak memory    {gib(summary['peak_rss_bytes'])}",
         f"state_sha256   {summary['state_sha256']}",
-        f"files          {run_dir}/: loss.log, eval.log, ops.log, config.json, summary.json",
+        f"files          {run_dir}/: {', '.join(files)}{f'; {trace}' if trace is not None else ''}",
+        *([f"no {CURVE}   {undrawn}"] if undrawn is not None else []),
     ]
     return "\n".join(lines)
 

@@ -4,12 +4,14 @@ import hostdev.core.environment  # isort: skip  (before torch)
 
 import itertools
 import platform
+import signal
 import threading
 import time
+from array import array
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numba
 import numpy as np
@@ -20,7 +22,7 @@ from hostdev.cache.planner import warm_up as warm_up_planner
 from hostdev.core.errors import UserError
 from hostdev.core.memory import peak_rss_bytes
 from hostdev.core.primitive import OpLog
-from hostdev.core.progress import bar
+from hostdev.core.progress import Progress, TimeLeft, bar
 from hostdev.core.timeline import Timeline
 from hostdev.data import lookalike, manifest
 from hostdev.data.shards import ShardReader
@@ -28,12 +30,14 @@ from hostdev.device import backend
 from hostdev.device.clock import EventClock, clock_for
 from hostdev.host.warm_up import warm_up
 from hostdev.kernels.pool import host_threads, set_host_threads
-from hostdev.train import report
+from hostdev.train import curve, report
 from hostdev.train.build import cache_of, model_of, most_uses
 from hostdev.train.config import TrainConfig
 from hostdev.train.interrupt import GracefulStop, Interrupted
+from hostdev.train.quality import Point, Quality
 from hostdev.train.rundir import RunDir
-from hostdev.train.trainer import Evaluation, NonFiniteLossError, Result, Trainer
+from hostdev.train.sample import TrainingSample
+from hostdev.train.trainer import NonFiniteLossError, Result, Trainer
 
 _SAMPLE = 1000  # rows, of which a batch's ids are looked at before the first step
 
@@ -49,6 +53,7 @@ class Run:
         self.train_rows = ShardReader(data, found, "train")
         self.test_rows = ShardReader(data, found, "test")
         self.train_rows.require(self.batch_size)
+        self.sample = TrainingSample(data, found, self.test_rows.rows, settings.seed)
         self.device = backend.select(settings.device)
         backend.set_tf32(self.device, settings.tf32)
         if settings.host_threads is not None:
@@ -62,15 +67,17 @@ class Run:
             raise UserError(f"--trace {settings.trace} exists; choose another file")
         self.files = RunDir(settings.run_dir)
         self.timeline = Timeline()
+        self.trace: Path | None = None
         self.clock = clock_for(self.device)
         self.log = OpLog(clocks={"DEVICE": self.clock})
         try:
             if settings.trace is not None:
-                self.timeline.write_to(settings.trace.open("w"))
+                self.timeline.write_to(_open_trace(settings.trace))
+                self.trace = settings.trace
             id_dtypes = {np.dtype(found.id_type)}
             sample = next(self.train_rows.batches(min(self.batch_size, _SAMPLE)))
             model = model_of(settings, found.schema)
-            cache = cache_of(settings, model, data, found, sample)
+            cache = cache_of(settings, model, data, found, self.train_rows)
             if cache is not None:
                 warm_up_planner(np.dtype(found.id_type))
                 id_dtypes.add(np.dtype(np.int32))  # of the numbers of slots
@@ -97,9 +104,10 @@ class Run:
         self.log.write_to(self.files.ops)
         self.steps = 0
         self.epochs_done = 0
-        self.samples = 0
         self.train_seconds = 0.0
-        self.last: Evaluation | None = None
+        self.quality = Quality(settings.early_stop)
+        self.losses, self.rows = array("f"), array("q")  # of each step
+        self._left = TimeLeft(training=self.total_steps, evaluation=self._evaluations * self._evaluation_steps)
         self._books = threading.Lock()  # counters and logs: the watcher of a signal may finish them
 
     @property
@@ -108,21 +116,41 @@ class Run:
         steps = self.epochs * self.train_rows.steps(self.batch_size)
         return min(steps, self.settings.max_steps or steps)
 
-    def train(self, stop: GracefulStop) -> None:
-        """Train and evaluate, epoch by epoch, until the end, the step limit or a signal."""
+    @property
+    def _evaluations(self) -> int:
+        """How often the run evaluates unless it is stopped."""
+        return -(-self.total_steps // self.train_rows.steps(self.batch_size))
+
+    @property
+    def _evaluation_steps(self) -> int:
+        return self.test_rows.steps(self.batch_size) + self.sample.steps(self.batch_size)
+
+    def train(self, stop: GracefulStop) -> str:
+        """Train and evaluate, epoch by epoch, until the end, the step limit, --early-stop or a signal; return which."""
         for epoch in range(1, self.epochs + 1):
-            self._train_epoch(epoch, stop)
-            self._evaluate(epoch, stop)
-            if stop.requested or self.steps == self.total_steps:
-                return
+            with self.timeline.span("epoch", epoch):
+                self._train_epoch(epoch, stop)
+            if not stop.requested:
+                with self.timeline.span("evaluation", epoch):
+                    self._evaluate(epoch, stop)
+            if stop.requested:
+                return "interrupted"
+            if self.steps == self.total_steps:
+                return "finished"
+            if self.quality.is_enough:
+                print(report.early_stop_line(self.quality, self.settings.early_stop), flush=True)
+                return "stopped early"
+        raise AssertionError
 
     def _train_epoch(self, epoch: int, stop: GracefulStop) -> None:
         whole = self.train_rows.steps(self.batch_size)
         planned = min(whole, self.total_steps - self.steps)
         batches = self.train_rows.batches(self.batch_size, seed=self.settings.seed, epoch=epoch)
         results = self.trainer.train(itertools.islice(batches, planned))
-        with bar(planned, f"epoch {epoch}/{self.epochs}", "step") as progress, closing(results):
+        title = f"epoch {epoch}/{self.epochs}"
+        with bar(planned, title, "step", left=self._left.seconds) as progress, closing(results):
             start = time.perf_counter()
+            self._left.begin()
             try:
                 for step, result in enumerate(_one_behind(results, stop), 1):
                     self._note(epoch, step, result, progress)
@@ -135,30 +163,40 @@ class Run:
             return
         self.epochs_done += planned == whole
 
-    def _note(self, epoch: int, step: int, result: Result, progress: Any) -> None:
+    def _note(self, epoch: int, step: int, result: Result, progress: Progress) -> None:
         """Write a step's losses, and show how far the epoch is."""
         losses = result.value
         with self._books:
             self.steps += 1
-            self.samples += len(result.batch)
+            self.losses.append(losses.wide)
+            self.rows.append(len(result.batch))
             self.files.write_losses(epoch, step, losses.wide, losses.deep)
             self.log.flush_if_due()
+        self._left.step("training")
         progress.set_postfix_str(f"loss {losses.wide:.4f}", refresh=False)
         progress.update()
 
     def _evaluate(self, epoch: int, stop: GracefulStop) -> None:
+        """Evaluate the test rows and as many training rows, and say how good the model is."""
         start = time.perf_counter()
+        with bar(
+            self._evaluation_steps, f"epoch {epoch}/{self.epochs}, evaluation", "step", left=self._left.seconds
+        ) as progress:
 
-        batches = itertools.takewhile(lambda _: not stop.requested, self.test_rows.batches(self.batch_size))
-        with bar(self.test_rows.steps(self.batch_size), "evaluating", "step") as progress:
-            found = self.trainer.evaluate(batches, progress.update)
-        if stop.requested or found is None:
+            def count() -> None:
+                self._left.step("evaluation")
+                progress.update()
+
+            self._left.begin()
+            test, training = (
+                self.trainer.evaluate(itertools.takewhile(lambda _: not stop.requested, batches), count)
+                for batches in (self.test_rows.batches(self.batch_size), self.sample.batches(self.batch_size))
+            )
+        if stop.requested or test is None:
             return
-        self.last = found
-        self.files.write_evaluation(epoch, self.steps, *found, time.perf_counter() - start)
-        print(
-            f"epoch {epoch}: AUC {found.auc:.4f}, log loss {found.logloss:.4f} on {found.rows:,} test rows", flush=True
-        )
+        self.quality.add(Point(epoch, self.steps, test, training))
+        self.files.write_evaluation(self.quality.points[-1], time.perf_counter() - start)
+        print(report.evaluation_line(self.quality.points[-1]), flush=True)
 
     def finish(self, status: str, digest: str | None = None) -> dict[str, Any]:
         """Complete the logs and summary.json, and return its content."""
@@ -166,22 +204,39 @@ class Run:
             if isinstance(self.clock, EventClock):
                 self.clock.drain(wait=True)
             content = self._write_summary(status, digest)
-        if status == "finished" and self.trainer.caches:  # last, as it takes time and memory
+        if digest is not None and self.trainer.caches:  # last, as it takes time and memory
             content |= self._cache_summary(optimum=True)
             self.files.write_summary(content)
         return content
 
-    def abandon(self) -> None:
+    def draw(self) -> str | None:
+        """Draw the run's picture; return why there is none, as it is not worth a failure."""
+        try:
+            curve.draw(self.files.curve, self.losses, self.rows, self.quality)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def abandon(self) -> str:
         """Complete the logs while the step goes on in another thread, which gets no further: the process ends."""
         self._books.acquire()  # for good
         self._write_summary("interrupted", None)
+        return f"interrupted in the middle of a step; {self._how_far()}"
+
+    def interrupted(self, number: signal.Signals) -> Interrupted:
+        """Complete the logs after a signal; return what to raise."""
+        self.finish("interrupted")
+        return Interrupted(number, self._how_far())
+
+    def _how_far(self) -> str:
+        return f"{self.steps} step{'s' * (self.steps != 1)} are in the logs in {self.files.path}"
 
     def discard(self) -> None:
         """Remove what the run wrote: nobody wants to choose other names after a failure before the first step."""
         self.files.discard()
-        if self.settings.trace is not None:
-            self.timeline.close()
-            self.settings.trace.unlink(missing_ok=True)
+        self.timeline.close()
+        if self.trace is not None:
+            self.trace.unlink(missing_ok=True)
 
     def _write_summary(self, status: str, digest: str | None) -> dict[str, Any]:
         self.log.flush()
@@ -196,9 +251,8 @@ class Run:
             "status": status,
             "steps": min(self.steps, self.trainer.steps),  # an abandoned step may have no update yet
             "epochs": self.epochs_done,
-            "auc": _finite(self.last and self.last.auc),
-            "logloss": _finite(self.last and self.last.logloss),
-            "samples_per_second": round(self.samples / self.train_seconds, 1) if self.train_seconds else 0.0,
+            **self.quality.summary(),
+            "samples_per_second": round(sum(self.rows) / self.train_seconds, 1) if self.train_seconds else 0.0,
             "state_sha256": digest,
             "device": backend.describe(self.device),
             "host_device_mix": self.settings.host_device_mix,
@@ -244,9 +298,12 @@ def _one_behind(results: Iterator[Result], stop: GracefulStop) -> Iterator[Resul
         raise error
 
 
-def _finite(value: float | None) -> float | None:
-    """JSON has no NaN: the AUC of rows with one label only is null."""
-    return value if value is not None and np.isfinite(value) else None
+def _open_trace(path: Path) -> IO[str]:
+    """Open the file of --trace; UserError where it cannot be made."""
+    try:
+        return path.open("x")
+    except OSError as error:
+        raise UserError(f"--trace {path}: {error.strerror}; choose another file") from None
 
 
 def train(settings: TrainConfig) -> dict[str, Any]:
@@ -263,11 +320,10 @@ def train(settings: TrainConfig) -> dict[str, Any]:
     run: Run | None = None
     digest = None
 
-    def on_deadline() -> None:
-        if run is not None:
-            run.abandon()
+    def on_deadline() -> str:
+        return run.abandon() if run is not None else "interrupted before the first step"
 
-    with GracefulStop(on_deadline) as stop:
+    with GracefulStop(on_deadline) as stop, _memory_in_words():
         run = Run(settings, data, found)
         run.files.write_config(
             {**settings.as_json(), "data": str(data), "versions": _versions(), "preprocess": found.options}
@@ -277,27 +333,30 @@ def train(settings: TrainConfig) -> dict[str, Any]:
         lines = report.start_lines(settings.as_json(), data, rows, run.trainer.tables, device, run.trainer.caches)
         print(lines, flush=True)
         try:
-            run.train(stop)
+            status = run.train(stop)
             if not stop.requested:
                 digest = run.trainer.state_sha256()
-        except BaseException as error:
+        except BaseException:
             run.finish("failed")
             if run.steps == 0:
                 run.discard()
-            if isinstance(error, RuntimeError) and _out_of_memory(error):
-                raise UserError("out of memory; use a smaller --batch-size or --emb-dim") from error
             raise
     if stop.requested:
-        run.finish("interrupted")
-        raise Interrupted(stop.requested, f"{run.steps} steps are in the logs in {run.files.path}")
-    summary = run.finish("finished", digest)
-    print(report.summary_lines(summary, run.files.path))
+        raise run.interrupted(stop.requested)
+    summary = run.finish(status, digest)
+    print(report.summary_lines(summary, run.epochs, run.files.path, run.trace, undrawn=run.draw()))
     return summary
 
 
-def _out_of_memory(error: RuntimeError) -> bool:
-    """Tell whether torch could not allocate; on the CPU it says so in words only."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+@contextmanager
+def _memory_in_words() -> Iterator[None]:
+    """Raise UserError where torch could not allocate; on the CPU it says so in words only."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise UserError("out of memory; use a smaller --batch-size or --emb-dim") from error
+        raise
 
 
 def _versions() -> dict[str, str | int]:

@@ -1,4 +1,4 @@
-"""The run directory: the logs, config.json and summary.json."""
+"""The run directory: the logs, config.json, summary.json and curve.png."""
 
 import itertools
 import json
@@ -7,26 +7,39 @@ from pathlib import Path
 from typing import Any
 
 from hostdev.core.errors import UserError
+from hostdev.train.quality import Point
 
 LOSS_LOG, EVAL_LOG, OPS_LOG = "loss.log", "eval.log", "ops.log"
-CONFIG, SUMMARY = "config.json", "summary.json"
+CONFIG, SUMMARY, CURVE = "config.json", "summary.json", "curve.png"
 
 
 class RunDir:
-    """A new folder with the open logs of one run."""
+    """A new folder with the open logs of one run.
+
+    Raises UserError, which names the option, where they cannot be made or are there already.
+    """
 
     def __init__(self, path: Path | None) -> None:
-        if path is None:
-            self.path, self._made = _new_folder(Path("runs"), time.strftime("%Y%m%d-%H%M%S")), True
-        else:
-            self.path, self._made = path, not path.exists()
-        for name in (LOSS_LOG, CONFIG, SUMMARY):
-            if (self.path / name).exists():
-                raise UserError(f"{self.path} holds a run already ({name}); choose another --run-dir")
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.loss = (self.path / LOSS_LOG).open("w", buffering=1)
-        self.eval = (self.path / EVAL_LOG).open("w", buffering=1)
-        self.ops = (self.path / OPS_LOG).open("w")
+        try:
+            if path is None:
+                self.path, self._made = _new_folder(Path("runs"), time.strftime("%Y%m%d-%H%M%S")), True
+            else:
+                self.path, self._made = path, not path.exists()
+            for name in (LOSS_LOG, CONFIG, SUMMARY):
+                if (self.path / name).exists():
+                    raise UserError(f"{self.path} holds a run already ({name}); choose another --run-dir")
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.loss = (self.path / LOSS_LOG).open("w", buffering=1)
+            self.eval = (self.path / EVAL_LOG).open("w", buffering=1)
+            self.ops = (self.path / OPS_LOG).open("w")
+        except OSError as error:
+            if path is None:
+                where = (
+                    f"the run's files have no place in {Path('runs').absolute()}: {error.strerror}; give a --run-dir"
+                )
+                raise UserError(f"{where} that can be written") from None
+            raise UserError(f"--run-dir {path}: {error.strerror}; choose a folder that can be written") from None
+        self.curve = self.path / CURVE
 
     def write_config(self, content: dict[str, Any]) -> None:
         """Write config.json."""
@@ -36,17 +49,20 @@ class RunDir:
         """Append a line to loss.log; epoch and step, within the epoch, count from 1."""
         self.loss.write(f"epoch: {epoch} step: {step}, wide_loss is {wide:.7f}, deep_loss is {deep:.7f}\n")
 
-    def write_evaluation(self, epoch: int, step: int, auc: float, logloss: float, rows: int, seconds: float) -> None:
-        """Append a line to eval.log; the step counts from the start of the training."""
-        self.eval.write(
-            f"epoch: {epoch} step: {step}, auc is {auc:.6f}, logloss is {logloss:.6f}, "
-            f"rows: {rows}, seconds: {seconds:.2f}\n"
-        )
+    def write_evaluation(self, point: Point, seconds: float) -> None:
+        """Append a line to eval.log."""
+        test, training = point.test, point.training
+        line = f"epoch: {point.epoch} step: {point.step}, auc is {test.auc:.6f}, logloss is {test.logloss:.6f}, "
+        line += f"rows: {test.rows}, seconds: {seconds:.2f}"
+        if training is not None:
+            line += f", training auc is {training.auc:.6f}, training logloss is {training.logloss:.6f}, "
+            line += f"training rows: {training.rows}"
+        self.eval.write(f"{line}\n")
 
     def discard(self) -> None:
         """Remove what the run wrote: it failed before its first step, and nobody wants to choose another folder."""
         self.close()
-        for name in (LOSS_LOG, EVAL_LOG, OPS_LOG, CONFIG, SUMMARY):
+        for name in (LOSS_LOG, EVAL_LOG, OPS_LOG, CONFIG, SUMMARY, CURVE):
             (self.path / name).unlink(missing_ok=True)
         if self._made:
             self.path.rmdir()

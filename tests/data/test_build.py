@@ -349,7 +349,7 @@ def test_the_command(command, tmp_path):
     (["synthetic", "--rows", "5", "--tsv", "x", "--dense", "log"], "--dense has no effect with --tsv"),
     (["synthetic", "--rows", "0", "--tsv", "x"], "--rows must be at least 1, not 0"),
     (["synthetic", "--rows", "5", "--out", "empty"], "empty exists already"),
-    ([], "required: criteo|synthetic"),
+    ([], "required: table|criteo|synthetic"),
 ])  # fmt: skip
 def test_wrong_input_gets_one_line(command, tmp_path, arguments, message):
     (tmp_path / "empty").touch()

@@ -1,0 +1,107 @@
+"""curve.png: a run's losses by step, and AUC by epoch, on test and on training rows."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.train.quality import Quality
+
+_SMOOTHED_PARTS = 25  # the smoothed loss is a mean over one of so many parts of all steps
+_MOST_POINTS = 4000
+_MOST_EPOCH_LINES = 30
+_LEAST_AUC_RANGE = 0.02  # of the axis, so that little looks little
+_TEST, _TRAINING = "C1", "C2"  # colours
+
+
+def draw(path: Path, losses: Sequence[float], rows: Sequence[int], quality: Quality) -> None:
+    """Write the picture, PNG.
+
+    losses  of each step, the mean of its batch's rows
+    rows    of each step's batch
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.6), layout="constrained")
+    FigureCanvasAgg(figure)  # and no pyplot, which is the user's
+    left, right = figure.subplots(1, 2)
+    _draw_losses(left, np.array(losses), np.array(rows), quality)
+    _draw_auc(right, quality)
+    figure.savefig(path, dpi=100)
+
+
+def _draw_losses(axes: Any, losses: npt.NDArray[Any], rows: npt.NDArray[Any], quality: Quality) -> None:
+    step = np.arange(1, len(losses) + 1)
+    window = max(1, len(losses) // _SMOOTHED_PARTS)
+    smooth = _means(losses, rows, window)
+    some = slice(None, None, -(-len(losses) // _MOST_POINTS) or None)
+    dots = "." if len(losses) < 10 else ""
+    if window > 1:
+        axes.plot(step[some], losses[some], color="C0", alpha=0.25, linewidth=0.8)
+    label = f"training, mean of {window} steps" if window > 1 else "training, each step's rows"
+    middle = step[window - 1 :] - (window - 1) / 2
+    axes.plot(middle[some], smooth[some], color="C0", marker=dots, label=label)
+    at = [point.step for point in quality.points]
+    shown = [*np.percentile(losses, [1, 99]), *smooth]
+    for name, color, values in _series(quality, "logloss"):
+        if np.isfinite(values).any():
+            axes.plot(at, values, color=color, marker="o", linestyle="--", linewidth=1, label=name)
+            shown += values
+    bottom, top = np.nanmin(shown), np.nanmax(shown)
+    room = 0.06 * (top - bottom) or 0.01
+    axes.set(xlabel="step", ylabel="log loss", title="Loss", ylim=(bottom - room, top + room))
+    if 1 < len(at) <= _MOST_EPOCH_LINES:
+        for end in at[:-1]:
+            axes.axvline(end, color="grey", linewidth=0.5)
+    _whole_numbers(axes)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9)
+
+
+def _draw_auc(axes: Any, quality: Quality) -> None:
+    epochs = [point.epoch for point in quality.points]
+    for name, color, values in _series(quality, "auc"):
+        if np.isfinite(values).any():
+            axes.plot(epochs, values, color=color, marker="o", label=f"{name}: {values[-1]:.4f} at the end")
+    if quality.best is not None:
+        epoch, auc = quality.best.epoch, quality.best.test.auc
+        ring = {"marker": "o", "markersize": 13, "markerfacecolor": "none", "linestyle": "none", "color": _TEST}
+        axes.plot([epoch], [auc], **ring, label=f"best: {auc:.4f} after epoch {epoch}")
+    axes.set(xlabel="epoch", ylabel="AUC", title="AUC after each epoch")
+    bottom, top = axes.get_ylim()
+    room = max(0.0, _LEAST_AUC_RANGE - (top - bottom)) / 2
+    axes.set_ylim(bottom - room, top + room)
+    axes.set_xlim(min(epochs, default=1) - 0.5, max(epochs, default=1) + 0.5)
+    _whole_numbers(axes)
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=9)
+    else:
+        axes.text(0.5, 0.5, "no AUC", transform=axes.transAxes, ha="center")
+
+
+def _series(quality: Quality, name: str) -> list[tuple[str, str, list[float]]]:
+    """A figure of each evaluation, on test and on training rows: label, colour, values."""
+    both = [(getattr(point.test, name), getattr(point.training, name, np.nan)) for point in quality.points]
+    return [
+        ("test rows", _TEST, [pair[0] for pair in both]),
+        ("training rows, a sample", _TRAINING, [pair[1] for pair in both]),
+    ]
+
+
+def _means(losses: npt.NDArray[Any], rows: npt.NDArray[Any], window: int) -> npt.NDArray[np.float64]:
+    """Return the mean loss of the rows of `window` neighbouring steps, [N - window + 1]."""
+    ends = np.arange(window, len(losses) + 1)
+    sums, counts = (np.concatenate([[0.0], np.cumsum(part, dtype=np.float64)]) for part in (losses * rows, rows))
+    means: npt.NDArray[np.float64] = (sums[ends] - sums[ends - window]) / (counts[ends] - counts[ends - window])
+    return means
+
+
+def _whole_numbers(axes: Any) -> None:
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
