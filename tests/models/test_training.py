@@ -86,6 +86,24 @@ def test_every_mode_comes_to_the_same_bits(device, name):
     assert digest(depth=1, mix=False) == expected
 
 
+def test_dropout_draws_the_same_in_every_mode():
+    """Steps come one after the other in the caller's thread, and an evaluation draws nothing."""
+    schema = schema_of(dense=3, ids=4, bags=1)
+    batches = [batch_of(schema, 60, seed) for seed in range(6)]
+
+    def digest(seed, **mode):
+        trainer = trainer_of("deepfm", schema, 4, options={"layers": (32, 16), "dropout": 0.5}, **mode)
+        torch.manual_seed(seed)
+        for part in (batches[:3], batches[3:]):
+            for result in trainer.train(part):
+                assert np.isfinite(result.value.wide)
+            trainer.evaluate(batches)
+        return trainer.state_sha256()
+
+    assert digest(1, depth=0) == digest(1, depth=2) == digest(1, depth=1, mix=False)
+    assert digest(1, depth=0) != digest(2, depth=0)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_learns_the_same(name):
     schema = schema_of(dense=3, ids=4, bags=1)
