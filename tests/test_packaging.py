@@ -65,6 +65,15 @@ def test_arrows_point_one_way(layer, forbidden):
     assert seen > 1
 
 
+def test_a_model_needs_little():
+    """What a model of one's own needs, too: torch, optimizers and initial values, what it asks for, and the columns."""
+    needed = ("hostdev.core", "hostdev.runtime.spec", "hostdev.data.schema", "hostdev.models")
+    for path, name in modules():
+        if name == "hostdev.models" or name.startswith("hostdev.models."):
+            own = [other for other in imports_of(path) if other.startswith("hostdev")]
+            assert all(f"{other}.".startswith(tuple(f"{place}." for place in needed)) for other in own), (path, own)
+
+
 def test_tables_and_preprocessing_run_without_torch(tmp_path):
     code = (
         "import sys; sys.modules['torch'] = None\n"

@@ -30,7 +30,7 @@ def model_of(settings: TrainConfig, schema: Schema) -> Model:
     optimizer = None
     if settings.table_optimizer is not None:
         optimizer = optimizer_of(settings.table_optimizer, settings.table_lr)
-    dim = settings.emb_dim or registry.find(settings.model).default_dim
+    dim = settings.emb_dim or registry.default_dim(settings.model)
     model = registry.make(settings.model, schema, dim, seed=settings.seed, optimizer=optimizer)
     if settings.table_lr is not None and optimizer is None:
         for spec in vector_tables(model).values():
