@@ -1,152 +1,126 @@
 """python -m hostdev.advise: how large a cache is worth it on the user's own data, by simulating every policy."""
 
 import argparse
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from torch import nn
 
-from hostdev.cache.optimum import optimal
 from hostdev.cache.options import MOST_WINDOW, POLICIES, WINDOW, rows_of
-from hostdev.cache.planner import Planner, Statistics, planner_bytes
+from hostdev.cache.planner import Statistics, planner_bytes
+from hostdev.cache.simulation import OPTIMUM, Simulation, add_up
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, dense_bytes, gib, parse_bytes, row_bytes
+from hostdev.core.optimizers import SparseOptimizer
 from hostdev.core.progress import bar
 from hostdev.data import lookalike, manifest
-from hostdev.data.batch import FIELDS, wide_batches
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.kernels.pool import set_host_threads
-from hostdev.kernels.unique import count_uses, unique
-from hostdev.models.wide_deep.network import LAYERS
+from hostdev.models.model import Model
+from hostdev.runtime.spec import TableSpec
 from hostdev.train import config
+from hostdev.train.build import counts_of, groups_of, ids_of, model_of
 from hostdev.train.config import TrainConfig
-from hostdev.train.trainer import tables_of
 
 PROG = "hostdev.advise"
-OPTIONS = ("data", "device", "batch_size", "emb_dim", "host_threads", "seed")
+OPTIONS = ("data", "model", "table_optimizer", "device", "batch_size", "emb_dim", "host_threads", "seed")
 SHARES = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "20%", "50%", "100%")
-OPTIMUM = "optimum"
-_MOST_RECORDED = 1 << 25  # unique ids, for the optimum
 _WORTH = 1.05  # more bytes than this factor of the fewest are not taken for a smaller cache
 
 
-@dataclass
-class Curve:
-    """What caches of one policy do, a size each, over the second half of the batches."""
-
-    sizes: list[int]
-    statistics: list[Statistics]
-
-    def misses(self) -> npt.NDArray[np.float64]:
-        """The share of uses that miss, by size."""
-        return np.array([1 - part.hit_rate for part in self.statistics])
-
-
 @dataclass(frozen=True)
-class Tables:
-    """The sizes of the model's tables."""
+class Group:
+    """Tables that share ids."""
 
+    names: tuple[str, ...]
     rows: int
-    dim: int
+    tables: tuple[tuple[int, SparseOptimizer], ...]  # columns and optimizer of each
+
+    @classmethod
+    def of(cls, model: Model, names: Sequence[str]) -> "Group":
+        """Those of a model."""
+        specs = [model.tables[name] for name in names]
+        return cls(tuple(names), specs[0].rows, tuple((spec.dim, spec.optimizer) for spec in specs))
 
     @property
     def passing(self) -> int:
         """Bytes of a row that passes by, each way."""
-        return row_bytes(tables_of(self.dim).values())[0]
+        return row_bytes(self.tables)[0]
 
     @property
     def whole(self) -> int:
         """Bytes of a row with its slots."""
-        return row_bytes(tables_of(self.dim).values())[1]
-
-    def bytes_per_step(self, part: Statistics) -> float:
-        """What goes to the device and back in a step."""
-        return sum(part.bytes_moved(self.passing, self.whole)) / max(1, part.batches)
+        return row_bytes(self.tables)[1]
 
 
-def simulate(
-    batches: Iterator[npt.NDArray[Any]], steps: int, rows: int, sizes: Sequence[int], counts: Any, window: int
-) -> dict[str, Curve]:
-    """Run a planner for every policy and size over batches of ids [B, F] at once; the optimum over what fits in memory.
+@dataclass
+class Point:
+    """Caches of one policy and one size, one for each group, over the second half of the batches."""
 
-    counts  [V], for "static"; without them it is left out
-    """
-    policies = [policy for policy in POLICIES if policy != "static" or counts is not None]
-    planners = {
-        (policy, size): Planner(rows, size, policy, window=window, counts=counts)
-        for policy in policies
-        for size in sizes
-    }
-    half, at_half = steps // 2, {key: Statistics() for key in planners}
-    recorded: list[tuple[npt.NDArray[Any], npt.NDArray[np.int32]]] = []
-    room, planned = _MOST_RECORDED, dict.fromkeys(planners, 0)
+    sizes: list[int]
+    parts: list[Statistics]
+    groups: list[Group]
 
-    def plan(key: tuple[str, int]) -> None:
-        planners[key].plan()
-        planned[key] += 1
-        if planned[key] == half:
-            at_half[key] = replace(planners[key].statistics)
+    @property
+    def rows(self) -> int:
+        """Of all caches."""
+        return sum(self.sizes)
 
-    with bar(steps, "simulating", "step") as progress:
-        for ids in batches:
-            found, inverse = unique(ids.ravel())
-            uses = count_uses(inverse, len(found))
-            room -= len(found)
-            if room >= 0:
-                recorded.append((found, uses))
-            for key, planner in planners.items():
-                planner.announce(found, uses)
-                if len(planner) > planner.window:
-                    plan(key)
-            progress.update()
-    for key, planner in planners.items():
-        while len(planner):
-            plan(key)
-    curves = {
-        policy: Curve(list(sizes), [_since(planners[policy, size].statistics, at_half[policy, size]) for size in sizes])
-        for policy in policies
-    }
-    if len(recorded) == steps:
-        curves[OPTIMUM] = Curve(list(sizes), [optimal(recorded, rows, size, since=half) for size in sizes])
-    return curves
+    @property
+    def nbytes(self) -> int:
+        """On the device."""
+        return sum(size * group.whole for size, group in zip(self.sizes, self.groups, strict=True))
+
+    @property
+    def moved(self) -> float:
+        """Bytes that go to the device and back in a step."""
+        pairs = zip(self.parts, self.groups, strict=True)
+        return sum(sum(part.bytes_moved(group.passing, group.whole)) / max(1, part.batches) for part, group in pairs)
+
+    @property
+    def without(self) -> float:
+        """What would, without caches."""
+        pairs = zip(self.parts, self.groups, strict=True)
+        return sum(2 * group.passing * part.unique / max(1, part.batches) for part, group in pairs)
+
+    @property
+    def unique(self) -> float:
+        """Unique rows of a step."""
+        return sum(part.unique / max(1, part.batches) for part in self.parts)
+
+    @property
+    def total(self) -> Statistics:
+        """The sums over the groups."""
+        return add_up(self.parts)
 
 
-def _since(total: Statistics, before: Statistics) -> Statistics:
-    return Statistics(**{name: value - getattr(before, name) for name, value in vars(total).items()})
+Curves = dict[str, list[Point]]  # by policy; a point for each size
 
 
-def recommend(curves: dict[str, Curve], tables: Tables, memory: int) -> tuple[str, int] | None:
+def recommend(curves: Curves, memory: int) -> tuple[str, Point] | None:
     """Return the policy and the smallest size that moves about as few bytes as any that fits; None if none moves fewer
     than no cache does.
     """
     options = [
-        (tables.bytes_per_step(part), size, policy)
-        for policy, curve in curves.items()
+        (point.moved, point.rows, policy, point)
+        for policy, points in curves.items()
         if policy != OPTIMUM
-        for size, part in zip(curve.sizes, curve.statistics, strict=True)
-        if size * tables.whole <= memory
+        for point in points
+        if point.nbytes <= memory
     ]
     if not options:
         return None
-    fewest = min(options)[0]
-    moved, size, policy = min(
-        (o for o in options if o[0] <= fewest * _WORTH), key=lambda option: (option[1], option[0])
-    )
-    without = 2 * tables.passing * _unique(curves)
-    return (policy, size) if moved < without else None
+    fewest = min(option[0] for option in options)
+    worth = [option for option in options if option[0] <= fewest * _WORTH]
+    moved, _, policy, point = min(worth, key=lambda option: (option[1], option[0]))
+    return (policy, point) if moved < point.without else None
 
 
-def _unique(curves: dict[str, Curve]) -> float:
-    part = curves["lookahead"].statistics[0]
-    return part.unique / max(1, part.batches)
-
-
-def table_lines(curves: dict[str, Curve], tables: Tables, memory: int, chosen: tuple[str, int] | None) -> list[str]:
+def table_lines(curves: Curves, memory: int, chosen: tuple[str, Point] | None) -> list[str]:
     """Return the table: a line per size."""
     names = [*curves]
     lines = [
@@ -154,45 +128,48 @@ def table_lines(curves: dict[str, Curve], tables: Tables, memory: int, chosen: t
         f"{'rows':>12}{'device':>14}" + "".join(f"{name:>10}" for name in names) + f"{'lookahead':>13}{'static':>11}",
     ]
     static = curves.get("static")
-    for i, size in enumerate(curves["lookahead"].sizes):
-        needed = size * tables.whole
-        rates = "".join(f"{curve.statistics[i].hit_rate:>10.2%}" for curve in curves.values())
-        moved = f"{tables.bytes_per_step(curves['lookahead'].statistics[i]) / 2**20:>13.2f}"
-        moved += f"{tables.bytes_per_step(static.statistics[i]) / 2**20:>11.2f}" if static is not None else f"{'-':>11}"
-        note = "  <- recommended" if chosen is not None and size == chosen[1] else ""
-        note = note if needed <= memory else "  does not fit"
-        lines.append(f"{size:>12,}{gib(needed):>14}{rates}{moved}{note}")
+    for i, point in enumerate(curves["lookahead"]):
+        rates = "".join(f"{points[i].total.hit_rate:>10.2%}" for points in curves.values())
+        moved = f"{point.moved / 2**20:>13.2f}"
+        moved += f"{static[i].moved / 2**20:>11.2f}" if static is not None else f"{'-':>11}"
+        note = "  <- recommended" if chosen is not None and point.sizes == chosen[1].sizes else ""
+        note = note if point.nbytes <= memory else "  does not fit"
+        lines.append(f"{point.rows:>12,}{gib(point.nbytes):>14}{rates}{moved}{note}")
     return lines
 
 
-def draw(curves: dict[str, Curve], tables: Tables, memory: int, chosen: tuple[str, int] | None, path: Path) -> None:
+def draw(curves: Curves, memory: int, chosen: tuple[str, Point] | None, path: Path) -> None:
     """Draw the miss-ratio curves and the bytes of a step."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    from matplotlib.ticker import PercentFormatter
+    from matplotlib.ticker import FuncFormatter, PercentFormatter
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8))
-    for policy, curve in curves.items():
+    for policy, points in curves.items():
         style: dict[str, Any] = {"color": "black", "linestyle": "--"} if policy == OPTIMUM else {"marker": "o"}
         name = "offline optimum" if policy == OPTIMUM else policy
-        left.plot(curve.sizes, curve.misses(), label=name, markersize=4, **style)
+        sizes = [point.rows for point in points]
+        left.plot(sizes, [1 - point.total.hit_rate for point in points], label=name, markersize=4, **style)
         if policy != OPTIMUM:
-            moved = [tables.bytes_per_step(part) / 2**20 for part in curve.statistics]
-            right.plot(curve.sizes, moved, label=name, markersize=4, **style)
-    right.axhline(2 * tables.passing * _unique(curves) / 2**20, color="grey", linestyle=":", label="no cache")
+            right.plot(sizes, [point.moved / 2**20 for point in points], label=name, markersize=4, **style)
+    without = curves["lookahead"][0].without / 2**20
+    right.axhline(without, color="grey", linestyle=":", label=f"no cache: {without:.2f} MiB")
     left.set(ylabel="misses, share of uses", yscale="log", title="Miss-ratio curve")
-    for axis in (left.yaxis.set_major_formatter, left.yaxis.set_minor_formatter):
-        axis(PercentFormatter(1, decimals=1))
+    left.yaxis.set_major_formatter(PercentFormatter(1, decimals=1))
+    left.yaxis.set_minor_formatter(FuncFormatter(lambda share, _: f"{share:.1%}" if _is_labelled(share) else ""))
     right.set(ylabel="MiB a step, both ways", title="Rows to the device and back")
     right.set_ylim(bottom=0)
+    largest = curves["lookahead"][-1]
     for axes in (left, right):
-        axes.set(xlabel="cached rows of each table", xscale="log")
-        if memory < tables.rows * tables.whole:
-            axes.axvline(memory / tables.whole, color="red", linewidth=1, label=f"{gib(memory)} of device memory")
+        axes.set(xlabel="cached rows, of all tables", xscale="log")
+        if memory < largest.nbytes:
+            fits = memory / largest.nbytes * largest.rows
+            axes.axvline(fits, color="red", linewidth=1, label=f"{gib(memory)} of device memory")
         if chosen is not None:
-            axes.axvline(chosen[1], color="green", linewidth=1, label=f"recommended: {chosen[1]:,} rows, {chosen[0]}")
+            name = f"recommended: {chosen[1].rows:,} rows, {chosen[0]}"
+            axes.axvline(chosen[1].rows, color="green", linewidth=1, label=name)
         axes.grid(alpha=0.3)
     left.legend(fontsize=8)
     right.legend(fontsize=8)
@@ -201,8 +178,50 @@ def draw(curves: dict[str, Curve], tables: Tables, memory: int, chosen: tuple[st
     pyplot.close(figure)
 
 
-def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) -> tuple[str, int] | None:
-    """Simulate one pass over the training rows, print and draw what caches would do; return policy and size."""
+def _is_labelled(share: float) -> bool:
+    """Of the small ticks between the powers of ten only those at 2 and 5 have a label: others would touch."""
+    first = f"{share:e}"[0]
+    return first in "25"
+
+
+def simulate(
+    settings: TrainConfig, model: Model, found: manifest.Manifest, reader: ShardReader, size: int, window: int
+) -> Curves:
+    """Run caches of every policy and size over one pass of the training rows."""
+    groups = [Group.of(model, names) for names in groups_of(model)]
+    steps = reader.steps(size)
+    different = dict.fromkeys(tuple(max(1, rows_of(share, group.rows)) for group in groups) for share in SHARES)
+    sizes = list(zip(*different, strict=True))  # of each group
+    needed = sum(
+        planner_bytes(group.rows, capacity, policy, window)
+        for group, mine in zip(groups, sizes, strict=True)
+        for capacity in mine
+        for policy in POLICIES
+    )
+    if needed > available_bytes():
+        raise UserError(f"the simulation needs {gib(needed)}, but {gib(available_bytes())} of host memory are free")
+    counts = counts_of(model, settings.data or lookalike.ensure()[0], found, reader)
+    simulations = [
+        Simulation(group.rows, mine, steps, each, window)
+        for group, mine, each in zip(groups, sizes, counts, strict=True)
+    ]  # fmt: skip
+    with bar(steps, "simulating", "step") as progress:
+        for batch in reader.batches(size, seed=settings.seed, epoch=1):
+            for group, simulation in zip(groups, simulations, strict=True):
+                simulation.add(ids_of(model, batch, group.names[0]))
+            progress.update()
+    ended = [simulation.end() for simulation in simulations]
+    return {
+        policy: [
+            Point([mine[i] for mine in sizes], [one[policy][i] for one in ended], groups) for i in range(len(different))
+        ]
+        for policy in ended[0]
+        if all(policy in one for one in ended)
+    }
+
+
+def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) -> tuple[str, Point] | None:
+    """Simulate one pass over the training rows, print and draw what caches would do; return policy and sizes."""
     if out.exists():
         raise UserError(f"--out {out} exists; choose another file")
     if out.suffix.lower() not in (".png", ".pdf", ".svg") or not out.parent.is_dir():
@@ -215,48 +234,64 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
     if settings.host_threads is not None:
         set_host_threads(settings.host_threads)
     device = backend.select(settings.device)
-    tables = Tables(found.vocabulary_size, settings.emb_dim)
-    sizes = sorted({max(1, rows_of(share, tables.rows)) for share in SHARES})
-    needed = sum(planner_bytes(tables.rows, capacity, policy, window) for capacity in sizes for policy in POLICIES)
-    if needed > available_bytes():
-        raise UserError(f"the simulation needs {gib(needed)}, but {gib(available_bytes())} of host memory are free")
-    steps = reader.steps(size)
-    counts = manifest.read_counts(data, found) if found.vocabulary is not None else None
-    batches = (batch.ids for batch in wide_batches(reader, size, seed=settings.seed, epoch=1))
-    curves = simulate(batches, steps, tables.rows, sizes, counts, window)
-    beside = int(2 * _unique(curves) * tables.passing)
+    model = model_of(settings, found.schema)
+    curves = simulate(settings, model, found, reader, size, window)
+    first, whole = curves["lookahead"][0], curves["lookahead"][-1]
+    beside = int(first.without)
     if on_accelerator := backend.is_accelerator(device):
-        beside += dense_bytes(size, FIELDS * tables.dim, LAYERS)
+        inputs = int(first.total.uses / max(1, first.total.batches) / size * max(group_dim(g) for g in first.groups))
+        beside += dense_bytes(size, inputs, hidden_layers(model))
     if memory is None:
         room = backend.room_for_cache(device, beside)
         memory = available_bytes() if room is None else room
-    chosen = recommend(curves, tables, memory)
-    host = tables.rows * tables.whole
-    fits = "" if host <= available_bytes() else f", but only {gib(available_bytes())} are free"
-    print(f"data     {data}: {reader.rows:,} training rows in {steps:,} batches of {size:,}, {tables.rows:,} ids")
-    print(f"tables   deep {tables.rows:,} x {tables.dim} (LazyAdam), wide {tables.rows:,} x 1 (FTRL)")
-    print(f"host     {gib(host)} with slots{fits}")
+    chosen = recommend(curves, memory)
+    fits = "" if whole.nbytes <= available_bytes() else f", but only {gib(available_bytes())} are free"
+    print(f"data     {data}: {reader.rows:,} training rows in {reader.steps(size):,} batches of {size:,}, "
+          f"{found.schema.rows:,} ids")  # fmt: skip
+    print(f"tables   {tables_line(model.tables)}")
+    print(f"host     {gib(whole.nbytes)} with slots{fits}")
     print(f"device   {gib(memory)} for the cache on {backend.describe(device)}; beside it "
           f"{'the dense layers, their activations and ' * on_accelerator}the rows of the batches on their way, about "
           f"{gib(beside)}")  # fmt: skip
-    print(f"step     {_unique(curves):,.0f} unique rows; without a cache "
-          f"{2 * tables.passing * _unique(curves) / 2**20:.2f} MiB a step, both ways\n")  # fmt: skip
-    print("\n".join(table_lines(curves, tables, memory, chosen)))
-    draw(curves, tables, memory, chosen, out)
+    print(f"step     {first.unique:,.0f} unique rows; without a cache {first.without / 2**20:.2f} MiB a step, both "
+          "ways\n")  # fmt: skip
+    print("\n".join(table_lines(curves, memory, chosen)))
+    draw(curves, memory, chosen, out)
     print(f"\npicture  {out}")
-    print(_advice(curves, tables, chosen))
+    print(_advice(chosen, len(whole.groups)))
+    if not on_accelerator:
+        print("on this CPU there is nothing to win: the device's memory is the host's, and a cache costs its plan; the "
+              "figures are those of an accelerator")  # fmt: skip
     return chosen
 
 
-def _advice(curves: dict[str, Curve], tables: Tables, chosen: tuple[str, int] | None) -> str:
+def group_dim(group: Group) -> int:
+    """Return the columns of a group's widest table."""
+    return max(dim for dim, _ in group.tables)
+
+
+def hidden_layers(model: Model) -> list[int]:
+    """Return the widths of a model's linear layers, but for those of a logit."""
+    widths = [int(module.weight.shape[0]) for module in model.modules() if isinstance(module, nn.Linear)]
+    return [width for width in widths if width > 1]
+
+
+def tables_line(tables: Mapping[str, TableSpec]) -> str:
+    """Return names, shapes and optimizers."""
+    return ", ".join(
+        f"{name} {spec.rows:,} x {spec.dim} ({type(spec.optimizer).__name__})" for name, spec in sorted(tables.items())
+    )
+
+
+def _advice(chosen: tuple[str, Point] | None, groups: int) -> str:
     if chosen is None:
         return "advice   no cache: none of those that fit moves fewer bytes"
-    policy, rows = chosen
-    part = curves[policy].statistics[curves[policy].sizes.index(rows)]
+    policy, point = chosen
+    rows = str(point.rows) if groups == 1 else f"{point.rows / sum(group.rows for group in point.groups):.2%}"
     flags = f"--cache-rows {rows}" + ("" if policy == "lookahead" else f" --cache-policy {policy}")
     return (
-        f"advice   {flags}: {part.hit_rate:.1%} of uses and {part.unique_hit_rate:.1%} of rows hit, "
-        f"{tables.bytes_per_step(part) / 2**20:.2f} MiB a step, {gib(rows * tables.whole)} of device memory"
+        f"advice   {flags}: {point.total.hit_rate:.1%} of uses and {point.total.unique_hit_rate:.1%} of rows hit, "
+        f"{point.moved / 2**20:.2f} MiB a step, {gib(point.nbytes)} of device memory"
     )
 
 

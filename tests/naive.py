@@ -47,7 +47,7 @@ def terms_of(grads, offsets, weights, mean):
 
 def sum_uses(terms, inverse, rows, segment=64):
     """The sum of each row's terms: in order within segments of its uses, then the segments' sums in order."""
-    out = np.zeros((rows, terms.shape[1]), f32)
+    out = np.full((rows, terms.shape[1]), -0.0, f32)
     for u in range(rows):
         uses = np.flatnonzero(inverse == u)
         parts = [in_order(terms[uses[k : k + segment]]) for k in range(0, len(uses), segment)]

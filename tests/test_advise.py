@@ -7,7 +7,7 @@ import re
 import pytest
 from hostdev.data import manifest
 
-from hostdev import UserError, advise
+from hostdev import FTRL, SGD, LazyAdam, UserError, advise
 from hostdev.cache.planner import Statistics
 from hostdev.core.memory import parse_bytes
 from hostdev.device import backend
@@ -44,7 +44,8 @@ def test_what_does_not_fit_is_not_recommended(advised, small_data):
     assert code == 0
     assert "does not fit" in out
     recommended = re.search(r"--cache-rows (\d+)", out)
-    assert int(recommended[1]) * advise.Tables(1, 80).whole <= 20 * 1024
+    assert int(recommended[1]) * 4 * (3 * 80 + 3) <= 20 * 1024
+    assert "on this CPU there is nothing to win" in out
     code, out, _ = advised("--data", small_data, "--batch-size", 200, "--memory", "1", "--out", "y.png")
     assert "no cache: none of those that fit moves fewer bytes" in out
 
@@ -65,10 +66,27 @@ def test_an_accelerators_memory_is_not_all_for_the_cache(advised, small_data, mo
 
 
 def test_bytes_of_a_step():
-    tables = advise.Tables(100, 80)
-    assert (tables.passing, tables.whole) == (4 * 81, 4 * (3 * 80 + 3))
-    part = Statistics(batches=2, unique=100, unique_hits=60, admitted=10, evicted=4)
-    assert tables.bytes_per_step(part) == (2 * 30 * 4 * 81 + 14 * 4 * 243) / 2
+    wide_deep = advise.Group(("wide", "deep"), 100, ((1, FTRL()), (80, LazyAdam())))
+    users = advise.Group(("users",), 50, ((10, SGD()),))
+    assert (wide_deep.passing, wide_deep.whole) == (4 * 81, 4 * (3 * 80 + 3))
+    parts = [
+        Statistics(batches=2, unique=100, unique_hits=60, admitted=10, evicted=4),
+        Statistics(batches=2, unique=8, unique_hits=2, admitted=0, evicted=0),
+    ]
+    alone = advise.Point([10], parts[:1], [wide_deep])
+    assert alone.moved == (2 * 30 * 4 * 81 + 14 * 4 * 243) / 2
+    assert (alone.without, alone.nbytes) == (2 * 4 * 81 * 50, 10 * wide_deep.whole)
+    both = advise.Point([10, 5], parts, [wide_deep, users])
+    assert both.moved == alone.moved + 2 * 6 * 40 / 2
+    assert (both.rows, both.nbytes, both.unique) == (15, alone.nbytes + 5 * 40, 54)
+    assert both.total.unique_hits == 62
+
+
+def test_several_groups(advised, small_data):
+    """A share of each table, the same for all: what --cache-rows takes."""
+    code, out, _ = advised("--data", small_data, "--batch-size", 200, "--model", "tests.own_models:ThreeTables")
+    assert code == 0
+    assert re.search(r"^advice   --cache-rows [\d.]+%|^advice   no cache", out, re.M)
 
 
 def test_wrong_options(advised, small_data, tmp_path):

@@ -51,3 +51,49 @@ def test_nothing_is_compiled_in_training(dtype, depth, cache):
     ran = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False)
     assert ran.returncode == 0, ran.stderr
     assert not ran.stdout.strip()
+
+
+FEATURES = """
+import importlib, itertools, pkgutil
+import numpy as np
+import hostdev.kernels
+from hostdev.host.warm_up import warm_up_feature
+from hostdev.kernels import bags, gather
+from hostdev.kernels.pool import set_host_threads
+
+names = [name for _, name, _ in pkgutil.iter_modules(hostdev.kernels.__path__, "hostdev.kernels.")]
+modules = [*map(importlib.import_module, names)]
+
+def compiled():
+    return {(kernel.__name__, signature) for module in modules for kernel in vars(module).values()
+            for signature in getattr(kernel, "signatures", ())
+            if kernel.targetoptions.get("inline", "never") == "never"}
+
+kinds = list(itertools.product((1, 8), (False, True), (False, True), (False, True)))
+for threads in (2, 4):
+    set_host_threads(threads)
+    for dim, *kind in kinds:
+        warm_up_feature(dim, **dict(zip(("pooled", "weighted", "bfloat16"), kind)))
+before = compiled()
+assert before
+for threads, mean, in_order in itertools.product((2, 4), (False, True), (False, True)):
+    set_host_threads(threads)
+    for dim, pooled, weighted, bfloat16 in kinds:
+        rows, out = np.zeros((50, dim), np.float32), np.zeros((300, dim), np.uint16 if bfloat16 else np.float32)
+        weights = np.ones(300, np.float32) if weighted else None
+        offsets = np.arange(301, dtype=np.int32) if pooled else None
+        feature = bags.Feature(np.sort(np.arange(300) % 50).astype(np.int32), offsets, weights, mean)
+        if pooled:
+            bags.pool(rows, feature, out)
+        elif weighted:
+            gather.gather_scaled(rows, feature.inverse, weights, out)
+        bags.Uses([feature], 50, in_order=in_order).sum([out], rows)
+print(*sorted(map(str, compiled() - before)), sep="\\n")
+"""
+
+
+def test_a_feature_that_was_warmed_up_compiles_nothing():
+    command = [sys.executable, "-c", FEATURES]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert not ran.stdout.strip()

@@ -66,7 +66,7 @@ def _accelerator() -> torch.device | None:
 def _not_here(device: torch.device, accelerator: torch.device | None) -> str:
     """Why torch does not see a device of this kind, and what to do."""
     version = f"torch {torch.__version__}"
-    if device.type == "cuda" and not torch.backends.cuda.is_built():
+    if device.type == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return f"{version} is built without CUDA; install a build with it (https://pytorch.org/get-started/locally)"
     if accelerator is not None:
         return f"{version} sees only {accelerator.type} on this machine; use that"

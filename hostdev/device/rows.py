@@ -10,16 +10,16 @@ from torch.autograd.function import once_differentiable
 from hostdev.device.ops import ops_for
 from hostdev.device.ops.uses import FeatureUses
 
-__all__ = ["FeatureUses", "GroupUses", "Uses", "gather_rows", "pull"]
+__all__ = ["FeatureUses", "GroupUses", "pull"]
 
 
 class GroupUses:
     """What the sums of a batch need to know, found once for all tables of a group, which have the same ids.
 
     features  that take their ids from the group
-    rows      U, each with at least one use
-    in_order  they are numbered in order of first occurrence over the features' uses, in the order of the features, end
-              to end
+    rows      U
+    in_order  each has a use, and they are numbered in order of first occurrence over the features' uses, in the order
+              of the features, end to end
     """
 
     def __init__(self, features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> None:
@@ -29,7 +29,8 @@ class GroupUses:
     def sum(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """Return each row's gradient float32 [U, D] from those of the features' outputs, as `Ops.sum_uses`.
 
-        A feature without a gradient adds nothing, and where there is one, 0 is added in the end; None without any.
+        A feature without a gradient counts as zeros: its uses are left out, and 0 is added in the end. None where no
+        feature has one.
         """
         given = tuple(grad is not None for grad in grads)
         present = [grad for grad in grads if grad is not None]
@@ -54,9 +55,7 @@ class GroupUses:
 
 class _Pull(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, uses: GroupUses, dtypes: Sequence[torch.dtype]
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    def forward(ctx: Any, rows: Tensor, uses: GroupUses, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.uses = uses  # not among the saved tensors, which a first backward pass of several frees
         ops, out = ops_for(rows.device), []
@@ -86,26 +85,3 @@ def pull(rows: Tensor, uses: GroupUses, dtypes: Sequence[torch.dtype] | None = N
     dtypes = dtypes or [feature.dtype for feature in uses.features]
     out: tuple[Tensor, ...] = _Pull.apply(rows, uses, dtypes)  # type: ignore[no-untyped-call]
     return out
-
-
-class Uses:
-    """The uses of one feature that is not pooled: which row each has.
-
-    inverse   int32 [N] on the device, each in [0, rows), every row with a use
-    rows      U
-    in_order  they are numbered in order of first occurrence
-    """
-
-    def __init__(self, inverse: Tensor, rows: int, *, in_order: bool = True) -> None:
-        self.inverse, self.rows = inverse, rows
-        self._in_order = in_order
-
-    def of(self, weights: Tensor | None, dtype: torch.dtype) -> GroupUses:
-        """Return the same for `pull`; weights float32 [N], None for 1, by which rows are multiplied."""
-        feature = FeatureUses(self.inverse, None, weights, False, dtype)
-        return GroupUses([feature], self.rows, in_order=self._in_order)
-
-
-def gather_rows(rows: Tensor, uses: Uses, weights: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return each use's row times its weight, rounded to dtype [N, D]: `pull` of one feature that is not pooled."""
-    return pull(rows, uses.of(weights, dtype))[0]

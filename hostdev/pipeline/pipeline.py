@@ -69,17 +69,17 @@ class Pipeline:
             raise RuntimeError("the tables are being trained; end or close the loop over `train` before")
         counted = [(embedding, embedding.table.step - embedding.steps) for embedding in self._embeddings()]
         window = max(group.window for group in self.groups)
-        with self._open(batches, window, update=True) as one:
-            self.training = one
-            try:
+        try:
+            with self._open(batches, window, update=True) as one:
+                self.training = one
                 yield one
-            finally:
-                self.training = None
-                for embedding, before in counted:
-                    embedding.table.step = before + embedding.steps  # one whose update did not end was no step
-                for group in self.groups:
-                    if group.cache is not None:
-                        group.cache.write_back()
+        finally:  # its updates have ended
+            self.training = None
+            for embedding, before in counted:
+                embedding.table.step = before + embedding.steps  # one whose update did not end was no step
+            for group in self.groups:
+                if group.cache is not None:
+                    group.cache.write_back()
 
     @contextmanager
     def predict(self, batches: Iterable[Request]) -> Iterator[Pass]:

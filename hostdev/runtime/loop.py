@@ -223,6 +223,7 @@ class TrainLoop(_Loop):
         self._stepped: set[int] = set()  # optimizers, since the last batch of the flight was given out
         self._early: set[int] = set()  # those that took a step before
         self._any_steps = False  # of optimizers, in the loop so far
+        self._rates: list[float] = []  # learning rates of the tables, for the flight
         self._without = 0  # flights with gradients and without such a step
         self._losses = 0  # that were scaled before the flight
         self._unscaled = False
@@ -254,6 +255,7 @@ class TrainLoop(_Loop):
     def _take(self, flight: Flight) -> None:
         super()._take(flight)
         self._stepped, self._early = set(), set()
+        self._rates = self._runtime.learning_rates()
         self._losses = scaling.losses_scaled()
         self._unscaled, self._overflow = False, None
 
@@ -284,7 +286,11 @@ class TrainLoop(_Loop):
             return
         gradients = self._gradients()
         flight, self._flight = self._flight, None
-        self._pass.finish(flight, gradients)
+        later = self._runtime.exchange_rates(self._rates)  # the body may have set others for the next step
+        try:
+            self._pass.finish(flight, gradients)
+        finally:
+            self._runtime.exchange_rates(later)
         self._forget()
 
     def _gradients(self) -> Gradients:
@@ -295,7 +301,6 @@ class TrainLoop(_Loop):
             return nothing
         if not self._require_step():
             return nothing
-        self._runtime.apply_learning_rates()
         grads = [[leaf.take_grad() for leaf in group] for group in self._leaves]
         guarded = next((rows.guarded for rows in reversed(self._rows) if rows.guarded is not None), None)
         if guarded is None:
@@ -326,11 +331,11 @@ class TrainLoop(_Loop):
         scaled = scaling.scaler_since(self._losses)
         if scaled is not None:
             scaler, _ = scaled
-            for found in self.unscale(scaler).values():
+            for found in self.unscale(scaler).values():  # no optimizer's check has come by: nobody else would tell it
                 self.overflowed(found)
-            if self._overflow is not None and self._overflow.item():
-                if not self._stepped:
+                if found.item():
                     scaling.report(scaler, self, self._runtime.device)
+            if self._overflow is not None and self._overflow.item():
                 return False
         if self._stepped:
             if self._without:
@@ -345,7 +350,10 @@ class TrainLoop(_Loop):
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """See `scaling.Watcher`."""
         if self._flight is not None:
+            first = not self._stepped
             (self._early if self._micros else self._stepped).add(id(optimizer))
+            if first:
+                self._rates = self._runtime.learning_rates()
         if getattr(optimizer, "found_inf", None) is self._flag:
             del optimizer.found_inf  # type: ignore[attr-defined]  # of this step, by `Rows.guard`
 

@@ -95,7 +95,7 @@ class Leaf:
         if self._parameter is None:
             self._parameter = self._order.in_ids(self.rows.detach()).requires_grad_()
             hand_on = partial(_hand_on, self._parameter, self._order)
-            self.rows.register_post_accumulate_grad_hook(hand_on)
+            self.rows.register_post_accumulate_grad_hook(hand_on)  # type: ignore[no-untyped-call]
             if self.rows.grad is not None:
                 hand_on(self.rows)
         return self._parameter

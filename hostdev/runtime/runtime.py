@@ -220,10 +220,20 @@ class Runtime:
         """Note that it has closed."""
         self.predicting -= 1
 
-    def apply_learning_rates(self) -> None:
-        """Let the tables have the learning rates that a scheduler has set, for the step that comes."""
+    def learning_rates(self) -> list[float]:
+        """Return the tables' learning rates, after they have been given those that a scheduler has set."""
         if self._optimizer is not None:
             self._optimizer.apply()
+        return [table.optimizer.lr for table in self.tables.values()]
+
+    def exchange_rates(self, rates: list[float]) -> list[float]:
+        """Let the tables have these learning rates; return those before."""
+        before = []
+        for table, rate in zip(self.tables.values(), rates, strict=True):
+            before.append(table.optimizer.lr)
+            if table.optimizer.lr != rate:
+                table.optimizer.lr = rate
+        return before
 
 
 def _require_place(groups: list[GroupSpec], device: torch.device) -> None:

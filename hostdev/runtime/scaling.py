@@ -131,7 +131,7 @@ def _after_clip(parameters: Any, *_: Any, **__: Any) -> None:
         warnings.warn(
             "clip_grad_norm_ was not given the rows of the batch, whose gradients stay as they are: "
             "clip_grad_norm_([*model.parameters(), *rows.parameters()], max_norm)",
-            stacklevel=4,
+            stacklevel=5,  # over the function that torch puts around clip_grad_norm_
         )
 
 

@@ -18,7 +18,9 @@ class TableOptimizer(torch.optim.Optimizer):
             optimizer.step()
             scheduler.step()
 
-    A rate holds from the step of the batch in whose turn it is set.
+    As with any optimizer, a rate that is set holds from the next step on: a batch is updated with the rates of the time
+    when the optimizer of the dense side takes its step, or in a loop without one, when the batch was given out. The
+    same is true of `table.optimizer.lr = 1e-4`.
     """
 
     def __init__(self, tables: Iterable[Any]) -> None:

@@ -9,14 +9,18 @@ import torch
 
 from hostdev.core.errors import UserError
 from hostdev.core.optimizers import optimizer_of
+from hostdev.core.progress import bar
 from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest, read_counts
 from hostdev.data.schema import Schema
+from hostdev.data.shards import ShardReader
 from hostdev.models import registry
 from hostdev.models.model import Model
 from hostdev.runtime.features import read_ids
 from hostdev.runtime.spec import CacheSpec, TableSpec
 from hostdev.train.config import TrainConfig
+
+_COUNTED_ROWS = 1 << 16  # at once
 
 
 def model_of(settings: TrainConfig, schema: Schema) -> Model:
@@ -67,33 +71,41 @@ def ids_of(model: Model, batch: Batch, table: str) -> npt.NDArray[Any]:
     return np.concatenate([read_ids(name, model.features[name], given[name]).values for name in features])
 
 
-def counts_of(model: Model, data: Path, found: Manifest, sample: Batch) -> npt.NDArray[np.int64]:
-    """Return how often the training rows use each row of the model's tables, from the vocabulary's counts.
+def counts_of(model: Model, data: Path, found: Manifest, reader: ShardReader) -> list[npt.NDArray[np.int64]]:
+    """Return for each group of tables how often the training rows use each row, int64 [V].
 
-    sample  a batch: whether the model looks the dense columns' own rows up
-
-    Raises UserError where there are no counts, or tables whose ids are not those of the data.
+    From the vocabulary, if all columns share one group, as the models that come with hostdev have it; else by a pass over
+    the training rows.
     """
-    if any(spec.rows != found.schema.rows for spec in model.tables.values()):
-        raise UserError("--cache-policy static needs tables over all ids of the data, whose counts the vocabulary has; "
-                        "use another --cache-policy")  # fmt: skip
-    counts = read_counts(data, found)
-    dense = len(found.schema.dense)
-    if not any((ids_of(model, sample, table) < dense).any() for table in model.tables):
-        counts[:dense] = 0
-    return counts
+    groups = groups_of(model)
+    if len(groups) == 1 and model.tables[groups[0][0]].rows == found.schema.rows and found.vocabulary is not None:
+        counts = read_counts(data, found).copy()
+        dense = len(found.schema.dense)
+        if not (ids_of(model, next(reader.batches(1)), groups[0][0]) < dense).any():
+            counts[:dense] = 0  # rows of their own, which only Wide & Deep looks up
+        return [counts]
+    made = [np.zeros(model.tables[tables[0]].rows, np.int64) for tables in groups]
+    with bar(reader.steps(_COUNTED_ROWS), "counting", "step") as progress:
+        for batch in reader.batches(_COUNTED_ROWS):
+            for counts, tables in zip(made, groups, strict=True):
+                counts += np.bincount(ids_of(model, batch, tables[0]), minlength=len(counts))
+            progress.update()
+    return made
 
 
 def cache_of(
-    settings: TrainConfig, model: Model, data: Path, found: Manifest, sample: Batch
+    settings: TrainConfig, model: Model, data: Path, found: Manifest, reader: ShardReader
 ) -> dict[str, CacheSpec] | None:
     """Return what resolved settings say of the cache of each group, as `Runtime` takes it; None for no cache."""
     if settings.cache_policy is None:
         return None
     assert settings.cache_rows is not None
-    counts = counts_of(model, data, found, sample) if settings.cache_policy == "static" else None
-    spec = CacheSpec(settings.cache_rows, settings.cache_policy, settings.cache_window or 0, counts)
-    return {tables[0]: spec for tables in groups_of(model)}
+    groups = groups_of(model)
+    counts: list[Any] = [None] * len(groups)
+    if settings.cache_policy == "static":
+        counts[:] = counts_of(model, data, found, reader)
+    how = settings.cache_rows, settings.cache_policy, settings.cache_window or 0
+    return {tables[0]: CacheSpec(*how, each) for tables, each in zip(groups, counts, strict=True)}
 
 
 def most_uses(model: Model, batch: Batch, batch_size: int) -> int:

@@ -70,7 +70,7 @@ class Run:
             id_dtypes = {np.dtype(found.id_type)}
             sample = next(self.train_rows.batches(min(self.batch_size, _SAMPLE)))
             model = model_of(settings, found.schema)
-            cache = cache_of(settings, model, data, found, sample)
+            cache = cache_of(settings, model, data, found, self.train_rows)
             if cache is not None:
                 warm_up_planner(np.dtype(found.id_type))
                 id_dtypes.add(np.dtype(np.int32))  # of the numbers of slots

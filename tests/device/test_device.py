@@ -19,7 +19,7 @@ from hostdev.device import backend
 from hostdev.device import table as table_module
 from hostdev.device.clock import EventClock, clock_for
 from hostdev.device.ops import torch_operations
-from hostdev.device.rows import Uses, gather_rows
+from hostdev.device.rows import FeatureUses, GroupUses, pull
 from hostdev.device.table import DeviceTable
 from hostdev.kernels.unique import unique
 from tests import naive
@@ -103,7 +103,8 @@ def test_gather_and_its_gradient(device, dim):
     rng = np.random.default_rng(dim)
     found, inverse = unique(rng.integers(0, 60, 2000))
     rows = torch.randn(len(found), dim).to(device).requires_grad_()
-    uses = gather_rows(rows, Uses(torch.from_numpy(inverse).to(device), len(found)))
+    feature = FeatureUses(torch.from_numpy(inverse).to(device), None, None, False)
+    [uses] = pull(rows, GroupUses([feature], len(found), in_order=True))
     np.testing.assert_array_equal(uses.detach().cpu(), rows.detach().cpu()[inverse])
     grads = rng.standard_normal((2000, dim), dtype=np.float32)
     uses.backward(torch.from_numpy(grads).to(device))
@@ -125,8 +126,8 @@ def test_gather_scaled_equals_the_operations_one_by_one(device, dim, dtype):
     values.flat[:3] = [np.nan, np.inf, -np.inf]
     weights = rng.choice([1.0, 0.37, 0.0], 2000).astype(np.float32)
     rows = torch.from_numpy(values).to(device).requires_grad_()
-    uses = Uses(torch.from_numpy(inverse).to(device), len(found))
-    out = gather_rows(rows, uses, torch.from_numpy(weights).to(device), dtype)
+    there = [torch.from_numpy(x).to(device) for x in (inverse, weights)]
+    [out] = pull(rows, GroupUses([FeatureUses(there[0], None, there[1], False, dtype)], len(found), in_order=True))
     expected = (torch.from_numpy(values)[inverse] * torch.from_numpy(weights)[:, None]).to(dtype)
     assert out.dtype == dtype
     np.testing.assert_array_equal(out.detach().float().cpu(), expected.float())
@@ -135,13 +136,6 @@ def test_gather_scaled_equals_the_operations_one_by_one(device, dim, dtype):
     scaled = (grads.float() * torch.from_numpy(weights)[:, None]).numpy()
     if device.type == "cpu" or dim > 1:
         np.testing.assert_array_equal(rows.grad.cpu(), naive.segment_sum(scaled, inverse, len(found)))
-
-
-def test_a_gradient_that_is_not_contiguous():
-    grads = torch.randn(4, 50).T
-    found, inverse = unique(np.random.default_rng(0).integers(0, 9, 50))
-    out = Uses(torch.from_numpy(inverse), len(found)).of(None, torch.float32).sum([grads])
-    np.testing.assert_array_equal(out, naive.segment_sum(grads.numpy(), inverse, len(found)))
 
 
 def test_selection():

@@ -118,6 +118,7 @@ def test_the_other_kernels_round_every_operation_once(compiled, dim):
             ops.launching("sum_uses")(grads, int32(500), int32(500), int32(10), source, weights)
         for mean in (False, True):
             ops.launching("pool")(rows, int32(500), int32(33), weights, mean, dtype)
+        assert "80000000" in compiled[1][1].asm["ptx"]  # -0, for rows without uses
         scaling = {"mul"} if weights is not None else set()
         assert [(name, operations(kernel)) for name, kernel in compiled] == [
             ("_gather", scaling),

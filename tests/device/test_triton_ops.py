@@ -227,7 +227,7 @@ LENGTHS = [[], [0], [3], [1, 0, 4, 5, 8, 0, 70], [0, 0], [300], [2] * 90]
 
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("mean", [True, False])
-@pytest.mark.parametrize("dim", [*DIMS, 300])
+@pytest.mark.parametrize("dim", [1, 3, 80, 300])
 def test_pool(device, dim, mean, scaled):
     rng = np.random.default_rng(dim)
     values = (rng.standard_normal((40, dim)) * 10.0 ** rng.integers(-30, 30, (40, 1))).astype(np.float32)
@@ -246,7 +246,7 @@ def test_pool(device, dim, mean, scaled):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [1, 3, 80])
+@pytest.mark.parametrize("dim", [1, 3, 20])
 def test_sum_of_uses_that_share_gradients(device, dim, dtype):
     """Those of a bag have one, a row of fewer gradients than uses; beyond 64 uses a row's sum goes by segments."""
     rng = np.random.default_rng(dim)

@@ -60,7 +60,7 @@ def _sum_uses(grads, order, keys, starts, source, weights):
     terms = grads[order.long() if source is None else source[order.long()].long()].float()
     if weights is not None:
         terms = terms * weights[order.long()][:, None]
-    out = torch.zeros((len(starts) - 1, grads.shape[1]))
+    out = torch.full((len(starts) - 1, grads.shape[1]), -0.0)
     if len(keys) == 0:
         return out
     keys, starts = keys.numpy(), starts.numpy().astype(np.int64)

@@ -74,7 +74,7 @@ class Ops(Protocol):
         A use's term is the gradient of its bag, divided by the number of the bag's uses if it is a mean, times the
         use's weight. Terms are added in the order of the features, and of one feature in order of occurrence:
         ((t_a + t_b) + t_c) + ... On CUDA they are summed in segments of 64, and then the segments' sums, in order:
-        `hostdev.device.triton.ops.sum_uses`. The sum of a row without uses is 0 or -0.
+        `hostdev.device.triton.ops.sum_uses`. The sum of a row without uses is -0, which adds nothing to other sums.
         """
 
     def update(

@@ -184,7 +184,7 @@ def sum_uses(grads: Tensor, uses: Uses, source: Tensor | None, weights: Tensor |
     grads    float32 or bfloat16 [any, D]
     source   int32 [N], the row of `grads` of each use; None: its own
     weights  [N], or None for 1
-    returns  [U, D]; 0 for a row without uses
+    returns  [U, D]; -0 for a row without uses, which adds nothing
     """
     out: Tensor = _OPS.sum_uses(grads, *uses, source, weights)
     return out

@@ -75,6 +75,8 @@ def _sum_segments(
         to = partial
     count = tl.where(inside, tl.minimum(end - begin, SEGMENT), 0)
     total = _value(grads, order, source, weights, begin, count > 0, column, D)
+    nothing = tl.full([BLOCK], 0x80000000, tl.uint32).to(tl.float32, bitcast=True)  # -0; of -0.0 Triton makes 0
+    total = tl.where(count > 0, total, nothing)
     total = _add_in_order(total, grads, order, source, weights, begin + 1, count - 1, column, D)
     tl.store(to + target.to(tl.int64) * D + column, total, mask=inside)
 

@@ -1,0 +1,52 @@
+"""Models of one's own, as a user would write them, for `--model tests.own_models:Class`."""
+
+import numpy as np
+import torch
+from torch import nn
+
+from hostdev import SGD, Bag, Feature, LazyAdam, TableSpec
+
+
+class ThreeTables(nn.Module):
+    """Three groups of tables: the first column's, with a first-order weight beside it; the second's; and all others'.
+
+    The others are bags with weights, as the bags of the data are. Ids are those of the data, so a table has all rows.
+    """
+
+    lr = 1e-3
+    default_dim = 8
+
+    def __init__(self, schema, dim, *, seed, optimizer=None):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.schema = schema
+        made = lambda: optimizer or LazyAdam(lr=1e-2)  # noqa: E731
+        self.tables = {
+            "first": TableSpec(schema.rows, dim, made()),
+            "weight": TableSpec(schema.rows, 1, SGD(lr=0.1)),
+            "second": TableSpec(schema.rows, dim, made()),
+            "others": TableSpec(schema.rows, 2 * dim, made()),
+        }
+        self.features = {
+            "first": Feature(("first", "weight")),
+            "second": Feature("second"),
+            "others": Feature("others", pooling="sum"),
+            **{f"bag {name}": Feature("others", pooling="mean") for name in schema.bags},
+        }
+        inputs = 2 * dim + (1 + len(schema.bags)) * 2 * dim + len(schema.dense)
+        self.top = nn.Sequential(nn.Linear(inputs, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def ids(self, batch):
+        rest = batch.ids[:, 2:]
+        weights = np.broadcast_to(1 / np.arange(1, rest.shape[1] + 1, dtype=np.float32), rest.shape)
+        return {
+            "first": batch.ids[:, 0],
+            "second": batch.ids[:, 1],
+            "others": Bag(rest, weights=weights),
+            **{f"bag {name}": Bag(*batch.bags[name]) for name in self.schema.bags},
+        }
+
+    def forward(self, dense, rows):
+        first, weight = rows["first"]
+        others = [rows[name] for name in self.features if name not in ("first", "second")]
+        return weight.squeeze(1) + self.top(torch.cat([first, rows["second"], *others, dense], 1)).squeeze(1)
