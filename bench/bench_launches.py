@@ -18,21 +18,19 @@ from typing import Any
 import hostdev.core.environment  # isort: skip  (before torch)
 import numpy as np
 import torch
-from hostdev.data.batch import WideBatch as Batch
 from record import record
 from torch.utils._python_dispatch import TorchDispatchMode
+from wide_deep import FIELDS, FieldsBatch, trainer_of
 
 import hostdev
-from hostdev.core.primitive import OpLog
 from hostdev.device import backend, ops
 from hostdev.device.ops import torch_operations, triton_kernels
-from hostdev.train.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tests' simulated accelerator
 from tests import standin
 from tests.device import twins
 
-ROWS, SIZE, DIM, FIELDS = 20_000, 200, 16, 39
+ROWS, SIZE, DIM = 20_000, 200, 16
 SETTLED, STEPS = 10, 30
 PARTS = {
     "lookup": "gather", "gather": "gather", "assemble": "assembly", "uses_of": "sum of uses", "sum_uses": "sum of uses",
@@ -79,14 +77,14 @@ def counted(way: Any) -> Iterator[Counter[str]]:
             setattr(way, name, function)
 
 
-def batches(count: int) -> list[Batch]:
+def batches(count: int) -> list[FieldsBatch]:
     """Return batches of Zipf-like ids."""
     rng = np.random.default_rng(0)
     made = []
     for _ in range(count):
         ids = (ROWS * rng.random((SIZE, FIELDS)) ** 4).astype(np.int32)
         label = (rng.random(SIZE) < 0.3).astype(np.float32)
-        made.append(Batch(label, ids, rng.random((SIZE, FIELDS), dtype=np.float32)))
+        made.append(FieldsBatch(label, ids, rng.random((SIZE, FIELDS), dtype=np.float32)))
     return made
 
 
@@ -94,8 +92,7 @@ def measure(name: str, way: Any, depth: int = 2) -> dict[str, Any]:
     """Train, and return what a step costs."""
     device = backend.select("standin")
     backend.make_deterministic(device)
-    trainer = Trainer(ROWS, DIM, host_device_mix=True, device=device, l2="none", seed=1, log=OpLog(), depth=depth,
-                      cache={"capacity_rows": "10%"})  # fmt: skip
+    trainer = trainer_of(ROWS, DIM, device=device, depth=depth, cache="10%")
     waits: Counter[str] = Counter()
     me = threading.current_thread().name
     last = None
@@ -113,10 +110,11 @@ def measure(name: str, way: Any, depth: int = 2) -> dict[str, Any]:
                 standin.counters.reset()
                 count.clear()
         pinned = standin.counters.pinned_allocations
+        operations = count.copy()  # the rows of a step are updated when the next one is asked for: of as many steps
         results.close()
     steps = STEPS - SETTLED
-    parts = {part: round(count[part] / steps, 1) for part in dict.fromkeys(PARTS.values()) if count[part]}
-    total = round(sum(operations for part, operations in parts.items() if part != "late rows"), 1)
+    parts = {part: round(operations[part] / steps, 1) for part in dict.fromkeys(PARTS.values()) if operations[part]}
+    total = round(sum(each for part, each in parts.items() if part != "late rows"), 1)
     return {"way": name, "depth": depth, "operations": parts, "total": total, "waits": dict(waits),
             "pinned_allocations": pinned, "state_sha256": trainer.state_sha256()}  # fmt: skip
 

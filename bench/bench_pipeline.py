@@ -14,31 +14,30 @@ import itertools
 import statistics
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import hostdev.core.environment  # isort: skip  (before torch)
 import numba
 import numpy as np
 import torch
-from hostdev.data.batch import WideBatch as Batch
 from record import record
 from simulated import LAUNCH_US, LAUNCHES, FreeSlots, Load, Simulated
+from wide_deep import FIELDS, FieldsBatch, trainer_of
 from workload import DIM, ids_of
 
 import hostdev
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.core.optimizers import FTRL, LazyAdam
-from hostdev.core.primitive import OpLog
-from hostdev.core.timeline import Timeline
 from hostdev.device import backend
 from hostdev.device.staging import Staging
 from hostdev.host.table import HostTable
 from hostdev.kernels.pool import host_threads
+from hostdev.pipeline.flight import Request
+from hostdev.pipeline.groups import Embedding, Group
 from hostdev.pipeline.pipeline import Pipeline
-from hostdev.pipeline.rows import Embedding
 from hostdev.train.trainer import Trainer
 
-FIELDS = 39
 FACTORS = (0.5, 1.0, 2.0)
 BATCHES = 100  # then they come again
 SETTLE = 6  # steps
@@ -47,65 +46,69 @@ DEPTH = 2  # the default
 MOST_PLANES = 3  # a row's weights and its optimizer's slots
 
 
-def batches_of(kind: str, rows: int, size: int, count: int) -> list[Batch]:
-    """Return batches with uniform or Zipf ids."""
+def batches_of(kind: str, rows: int, size: int, count: int) -> list[np.ndarray]:
+    """Return the ids [size, 39] of batches, uniform or Zipf."""
     rng = np.random.default_rng(0)
-    zeros = np.zeros((size, FIELDS), np.float32)
     made = []
     for seed in range(count):
         n = size * FIELDS
         ids = rng.integers(0, rows, n) if kind == "uniform" else ids_of(rows, n, seed)
-        made.append(Batch(zeros[:, 0], ids.astype(np.int32).reshape(size, FIELDS), zeros))
+        made.append(ids.astype(np.int32).reshape(size, FIELDS))
     return made
 
 
-def tables_of(rows: int) -> list[Embedding]:
+def tables_of(rows: int) -> list[HostTable]:
     """Return the wide and the deep table."""
-    tables = (HostTable(rows, 1, FTRL(), name="wide"), HostTable(rows, DIM, LazyAdam(), name="deep"))
-    return [Embedding(table) for table in tables]
+    return [HostTable(rows, 1, FTRL(), name="wide"), HostTable(rows, DIM, LazyAdam(), name="deep")]
 
 
-def plain_loop(tables: list[Embedding], model: Simulated, batches: list[Batch]) -> float:
-    """The same work without a pipeline; return the seconds of a step."""
+def plain_loop(tables: list[Embedding], device: Simulated, ids: np.ndarray) -> float:
+    """A step of the same work without a pipeline; return its seconds."""
     start = time.perf_counter()
-    for batch in batches:
-        ids, inverse = model.unique(batch)
-        prepared = model.prepare(batch, ids, inverse, None)
-        rows = [torch.empty((len(ids), part.table.dim)) for part in tables]
-        for part, out in zip(tables, rows, strict=True):
-            part.lookup(part.table, ids, out.numpy(), None)
-        grads = model.step(prepared, rows).grads
-        for part, grad in zip(tables, grads, strict=True):
-            part.update(part.table, ids, grad.numpy())
-    return (time.perf_counter() - start) / len(batches)
+    found, _ = hostdev.unique(ids.ravel())
+    rows = [torch.empty((len(found), part.table.dim)) for part in tables]
+    for part, out in zip(tables, rows, strict=True):
+        part.lookup(part.table, found, out.numpy(), None)
+    device.step(rows)
+    for part, grad in zip(tables, device.gradients(len(found)), strict=True):
+        part.update(part.table, found, grad.numpy())
+    return time.perf_counter() - start
 
 
 class Running:
-    """A pipeline that goes through the batches again and again."""
+    """A pipeline that goes through the batches again and again, on a simulated device."""
 
-    def __init__(self, pipeline: Pipeline, batches: list[Batch], cache: EmbeddingCache | None) -> None:
-        self.pipeline = pipeline
-        self.cache = cache
-        self._results = pipeline.train(itertools.cycle(batches))
+    def __init__(self, pipeline: Pipeline, batches: list[np.ndarray], device: Simulated) -> None:
+        self.pipeline, self._device = pipeline, device
+        self.stalled = 0.0  # seconds of a step, in the last ones that were measured
+        requests = [Request(None, len(ids), [[ids.ravel()]]) for ids in batches]
+        self._open = ExitStack()
+        self._pass = self._open.enter_context(pipeline.train(itertools.cycle(requests)))
+
+    def step(self) -> None:
+        """Take the next step."""
+        flight = self._pass.take()
+        self._pass.finish(flight, self._device.step_of(flight))
 
     def per_step(self, steps: int) -> float:
         """Return the seconds of a step, when the ones before have settled."""
         for _ in range(SETTLE):
-            next(self._results)
-        self.pipeline.timeline = Timeline()
-        start = time.perf_counter()
+            self.step()
+        stalls = self.pipeline.timeline.stall_ns
+        start, stalled = time.perf_counter(), stalls["step"]
         for _ in range(steps):
-            next(self._results)
+            self.step()
+        self.stalled = (stalls["step"] - stalled) / 1e9 / steps
         return (time.perf_counter() - start) / steps
 
     def one_step(self) -> float:
         """Return the seconds of the next step."""
         start = time.perf_counter()
-        next(self._results)
+        self.step()
         return time.perf_counter() - start
 
     def close(self) -> None:
-        self._results.close()
+        self._open.close()
 
 
 def simulated(
@@ -116,23 +119,20 @@ def simulated(
     loaded  on the second simulation, too
     """
     batches = batches_of(kind, rows, size, BATCHES)
-    unique = [len(hostdev.unique(batch.ids.ravel())[0]) for batch in batches]
-    tables, model = tables_of(rows), Simulated(max(unique))
+    unique = [len(hostdev.unique(ids.ravel())[0]) for ids in batches]
+    tables, device = tables_of(rows), Simulated(max(unique), (1, DIM))
     load = Load(max(unique) * DIM * MOST_PLANES) if loaded else None
 
     def run(depth: int, *, cached: bool = True) -> Running:
         cache = None
         if cache_rows != "0" and cached:
-            cache = EmbeddingCache([part.table for part in tables], cache_rows)
-            cache.slots = [FreeSlots(slots, max(unique), model) for slots in cache.slots]
-            for part, slots in zip(tables, cache.slots, strict=True):
-                part.use_cache(slots)
-        return Running(Pipeline(model, tables, Staging(torch.device("cpu")), depth=depth, cache=cache), batches, cache)
+            cache = EmbeddingCache(tables, cache_rows)
+            cache.slots = [FreeSlots(slots, max(unique), device) for slots in cache.slots]
+        staging = Staging(torch.device("cpu"))
+        return Running(Pipeline([Group(tables, cache)], staging, depth=depth), batches, device)
 
     runs = {depth: run(depth) for depth in (0, *depths)}
-    conflicts = statistics.mean(
-        len(np.intersect1d(first.ids, second.ids)) for first, second in itertools.pairwise(batches[:5])
-    )
+    conflicts = statistics.mean(len(np.intersect1d(first, second)) for first, second in itertools.pairwise(batches[:5]))
     for made in runs.values():  # caches fill
         made.per_step(BATCHES)
     mean = statistics.mean(unique)
@@ -140,13 +140,13 @@ def simulated(
           f"{conflicts / mean:.1%} are the next one's too")  # fmt: skip
     what = {"ids": kind, "cache": cache_rows}
     if cache_rows == "0":
-        results = [{**what, **overhead_of(runs[0], tables, model, batches, steps * rounds)}]
+        results = [{**what, **overhead_of(runs[0], tables, device, batches, steps * rounds)}]
     else:
         results = [{**what, **planning_cost(runs[0], run(0, cached=False), steps, rounds)}]
     print(f"{'device/host':>14}{'depth':>7}{'step ms':>10}{'serial ms':>11}{'over the larger':>17}{'stall':>9}"
           + (f"{'| loaded: step ms':>20}{'device ms':>11}{'over the larger':>17}" if loaded else ""))  # fmt: skip
     for factor in FACTORS:
-        turns = [turn(runs, model, load, factor, depths, steps) for _ in range(rounds)]
+        turns = [turn(runs, device, load, factor, depths, steps) for _ in range(rounds)]
         for depth in depths:
             found = {key: statistics.median(one[depth][key] for one in turns) for key in turns[0][depth]}
             print(line_of(factor, depth, found))
@@ -162,29 +162,28 @@ def simulated(
 
 
 def turn(
-    runs: dict[int, Running], model: Simulated, load: Load | None, factor: float, depths: list[int], steps: int
+    runs: dict[int, Running], simulated: Simulated, load: Load | None, factor: float, depths: list[int], steps: int
 ) -> dict[int, dict[str, float]]:
     """Measure every depth beside the host's time of the moment; return by depth seconds (named _ms) and ratios."""
-    model.seconds = 0.0
+    simulated.seconds = 0.0
     host = runs[0].per_step(steps)
-    model.seconds = device = host * factor
+    simulated.seconds = device = host * factor
     found = {}
     for depth in depths:
         step = runs[depth].per_step(steps)
-        stall = runs[depth].pipeline.timeline.summary()["stall_us"]["step"] / 1e6 / steps
         found[depth] = {"step_ms": step, "serial_ms": host + device, "over_max": step / max(host, device),
-                        "stall": stall / step}  # fmt: skip
+                        "stall": runs[depth].stalled / step}  # fmt: skip
     if load is None:
         return found
-    model.load, model.seconds, load.seconds = load, 0.0, 0.0
+    simulated.load, simulated.seconds, load.seconds = load, 0.0, 0.0
     runs[0].per_step(steps)
     least = load.seconds / (steps + SETTLE)  # launches and copies alone
-    model.seconds, loaded_device = device, max(device, least)
+    simulated.seconds, loaded_device = device, max(device, least)
     for depth in depths:
         step = runs[depth].per_step(steps)
         found[depth] |= {"loaded_step_ms": step, "loaded_device_ms": loaded_device, "launches_and_copies_ms": least,
                          "loaded_over_max": step / max(host, loaded_device)}  # fmt: skip
-    model.load = None
+    simulated.load = None
     return found
 
 
@@ -198,13 +197,16 @@ def line_of(factor: float, depth: int, found: dict[str, float]) -> str:
     return line
 
 
-def overhead_of(run: Running, tables: list[Embedding], model: Simulated, batches: list[Batch], count: int) -> dict:
+def overhead_of(
+    run: Running, tables: list[HostTable], device: Simulated, batches: list[np.ndarray], count: int
+) -> dict:
     """What the pipeline itself costs in a serial run, step by step in turn, as the machine's speed varies."""
     turns = itertools.islice(itertools.cycle(batches), count)
-    pairs = [(run.one_step(), plain_loop(tables, model, [batch])) for batch in turns]
-    host, plain = (statistics.median(column) for column in zip(*pairs, strict=True))
-    print(f"host {host * 1e3:.2f} ms a step; depth 0 against a plain loop {host / plain - 1:+.1%}\n")
-    return {"host_ms": round(host * 1e3, 3), "depth_0_overhead": round(host / plain - 1, 4)}
+    plain = [Embedding(table) for table in tables]
+    pairs = [(run.one_step(), plain_loop(plain, device, ids)) for ids in turns]
+    host, least = (statistics.median(column) for column in zip(*pairs, strict=True))
+    print(f"host {host * 1e3:.2f} ms a step; depth 0 against a plain loop {host / least - 1:+.1%}\n")
+    return {"host_ms": round(host * 1e3, 3), "depth_0_overhead": round(host / least - 1, 4)}
 
 
 def planning_cost(cached: Running, uncached: Running, steps: int, rounds: int) -> dict:
@@ -216,7 +218,7 @@ def planning_cost(cached: Running, uncached: Running, steps: int, rounds: int) -
     uncached.close()
     ours, theirs, planning = (statistics.median(column) for column in zip(*rates, strict=True))
     share = statistics.median(plan / (without - (all_of_it - plan)) for all_of_it, without, plan in rates)
-    hits = cached.cache.planner.statistics
+    hits = cached.pipeline.groups[0].cache.planner.statistics
     print(f"host {ours * 1e3:.2f} ms a step with the cache, {theirs * 1e3:.2f} without; {hits.hit_rate:.1%} of uses "
           f"and {hits.unique_hit_rate:.1%} of rows hit")  # fmt: skip
     print(f"planning {planning * 1e3:.2f} ms, {share:.0%} of what it saves\n")
@@ -226,28 +228,44 @@ def planning_cost(cached: Running, uncached: Running, steps: int, rounds: int) -
 
 def planning_seconds(run: Running, steps: int) -> float:
     """Return the seconds of a step's planning in the last steps: counting uses, announcing, planning."""
-    times = [
-        op.nanoseconds[-steps:]
-        for op in (run.cache.counting.times, run.cache.announcing.times, run.cache.planning.times)
-    ]
+    cache = run.pipeline.groups[0].cache
+    times = [op.times.nanoseconds[-steps:] for op in (cache.counting, cache.announcing, cache.planning)]
     return sum(map(sum, times)) / 1e9 / steps
+
+
+class Training:
+    """A trainer that goes through the batches again and again."""
+
+    def __init__(self, trainer: Trainer, batches: list[FieldsBatch]) -> None:
+        self._results = trainer.train(itertools.cycle(batches))
+
+    def per_step(self, steps: int) -> float:
+        """Return the seconds of a step, when the ones before have settled."""
+        for _ in range(SETTLE):
+            next(self._results)
+        start = time.perf_counter()
+        for _ in range(steps):
+            next(self._results)
+        return (time.perf_counter() - start) / steps
+
+    def close(self) -> None:
+        self._results.close()
 
 
 def on_accelerator(device: torch.device, depths: list[int], steps: int) -> list[dict]:
     """Whole training steps at the default sizes: host tables with and without a cache against device tables."""
     rows, size = (184_965, 16_000) if backend.is_accelerator(device) else (2000, 200)
     backend.make_deterministic(device)
-    batches = batches_of("Zipf", rows, size, BATCHES)
-    batches = [Batch(batch.label, batch.ids, np.ones_like(batch.weights)) for batch in batches]
+    label, weights = np.zeros(size, np.float32), np.ones((size, FIELDS), np.float32)
+    batches = [FieldsBatch(label, ids, weights) for ids in batches_of("Zipf", rows, size, BATCHES)]
     results = []
     print(f"\n{backend.describe(device)}, V = {rows:,}, batch {size:,}, D = {DIM}\n")
     for precision in ("fp32", "bf16"):
         modes = [(False, 0, None), (False, 2, None), (True, 0, None), *((True, depth, None) for depth in depths)]
         on_device = 0.0
         for mix, depth, cache in [*modes, *((True, depth, "10%") for depth in depths)]:
-            trainer = Trainer(rows, DIM, host_device_mix=mix, device=device, l2="none", precision=precision, seed=1,
-                              log=OpLog(), depth=depth, cache={"capacity_rows": cache} if cache else None)  # fmt: skip
-            run = Running(trainer.pipeline, batches, trainer.cache)
+            options = {"precision": precision, "depth": depth, "cache": cache}
+            run = Training(trainer_of(rows, DIM, device=device, mix=mix, **options), batches)
             step = min(run.per_step(steps) for _ in range(3))
             run.close()
             on_device = step if not mix and (not on_device or step < on_device) else on_device

@@ -1,16 +1,13 @@
 """Devices that are only simulated: a step that waits, and on demand takes from the host what a real one's takes."""
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from hostdev.data.batch import WideBatch as Batch
-from hostdev.pipeline.model import Step
-from workload import DIM
 
-import hostdev
 from hostdev.cache.slots import DeviceSlots, Places
-from hostdev.device.pinned import Slab
+from hostdev.pipeline.flight import Flight, Gradients
 
 # A step of Wide & Deep launches about 100 kernels of the dense layers, their gradients and Adam, and up to 20 for rows
 # (bench_launches.py). PyTorch takes 4 to 10 us of the host for each.
@@ -55,34 +52,35 @@ class Load:
 
 
 class Simulated:
-    """A model whose step waits `seconds` and whose gradients are there already; with a load these seconds have it in
+    """A device whose step waits `seconds` and whose gradients are there already; with a load these seconds have it in
     them, and are at least what it takes.
+
+    rows  unique rows of a batch in a group, at most
+    dims  columns of its tables; all groups have the same
     """
 
-    reads_whole_tables = False
-
-    def __init__(self, unique: int) -> None:
+    def __init__(self, rows: int, dims: Sequence[int]) -> None:
         self.seconds = 0.0
         self.load: Load | None = None
-        self._grads = [torch.full((unique, columns), 1e-3) for columns in (1, DIM)]
+        self._grads = [torch.full((rows, columns), 1e-3) for columns in dims]
 
-    def unique(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        return hostdev.unique(batch.ids.ravel())
-
-    def prepare(self, batch: Batch, ids: np.ndarray, inverse: np.ndarray, memory: Slab | None, *where: object) -> int:
-        return len(ids)
-
-    def await_prepared(self, prepared: int) -> None:
-        pass
-
-    def step(self, prepared: int, rows: list[torch.Tensor]) -> Step:
+    def step(self, rows: list[torch.Tensor]) -> None:
+        """Take as long as a step with these rows of all tables takes."""
         rest = self.seconds
         if self.load is not None:
             self.load.sent = self.load.sent or rows  # without a cache all of them
             rest -= self.load.take()
         if rest > 0:
             time.sleep(rest)
-        return Step([], lambda results, number: None, [grads[:prepared] for grads in self._grads])
+
+    def gradients(self, rows: int) -> list[torch.Tensor]:
+        """Return a group's gradients, each float32 [rows, D]."""
+        return [grads[:rows] for grads in self._grads]
+
+    def step_of(self, flight: Flight) -> Gradients:
+        """Take a step with a batch in flight."""
+        self.step([values for part in flight.groups for values in part.values])
+        return Gradients([self.gradients(part.size) for part in flight.groups])
 
 
 class FreeSlots:

@@ -1,5 +1,5 @@
 """Models for `hostdev.train --model`: these by name, others as package.module:Class; imported as hostdev.models."""
 
-from hostdev.models.registry import NAMES, find, make
+from hostdev.models.registry import NAMES, default_dim, find, make
 
-__all__ = ["NAMES", "find", "make"]
+__all__ = ["NAMES", "default_dim", "find", "make"]

@@ -38,7 +38,7 @@ class Model(nn.Module):
     tables       the tables that it wants, by name
     features     by name, each with the names of its tables
     lr           learning rate of the dense layers' Adam
-    default_dim  columns of the embeddings, where the user does not say
+    default_dim  columns of the embeddings, where the user does not say; may be left out
 
     What `forward` draws at random (dropout) comes from torch's generator on the device. Steps come one after the other
     in every mode, so equal seeds give equal draws, as long as nothing else draws from that generator.

@@ -47,6 +47,14 @@ def find(name: str) -> "type[Model]":
     return found  # type: ignore[return-value]  # as good as a Model
 
 
+def default_dim(name: str) -> int:
+    """Return the columns of a model's embeddings where the user does not say; UserError where it does not either."""
+    dim = getattr(find(name), "default_dim", None)
+    if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
+        raise UserError(f"model {name!r} has no default_dim, the columns of its embeddings; say how many: --emb-dim N")
+    return dim
+
+
 def make(
     name: str, schema: Schema, dim: int, *, seed: int, optimizer: SparseOptimizer | None = None, **options: Any
 ) -> "Model":

@@ -12,6 +12,9 @@ from tests.conftest import ROOT, environment
 PLACES = {"hostdev": "hostdev", "models": "hostdev.models", "data": "hostdev.data"}
 
 
+UPPER = ("hostdev.pipeline", "hostdev.runtime", "hostdev.train")
+
+
 def modules():
     """Every source file of the package and the name under which it is imported."""
     for top, name in PLACES.items():
@@ -41,11 +44,14 @@ def test_every_package_is_listed():
 
 @pytest.mark.parametrize(("layer", "forbidden"), [
     ("hostdev.kernels", ("torch", "hostdev.host", "hostdev.device", "hostdev.data", "hostdev.models", "pyarrow")),
+    ("hostdev.core", ("hostdev.host", "hostdev.cache", "hostdev.device", "hostdev.data", "hostdev.models", *UPPER)),
     ("hostdev.host", ("torch", "hostdev.device", "hostdev.data", "hostdev.models", "pyarrow")),
-    ("hostdev.device", ("hostdev.host", "hostdev.data", "hostdev.models", "pyarrow")),
-    ("hostdev.cache", ("hostdev.host", "hostdev.data", "hostdev.models", "hostdev.pipeline", "pyarrow")),
+    ("hostdev.device", ("hostdev.host", "hostdev.data", "hostdev.models", "hostdev.cache", "pyarrow", *UPPER)),
+    ("hostdev.cache", ("hostdev.host", "hostdev.data", "hostdev.models", "pyarrow", *UPPER)),
+    ("hostdev.pipeline", ("hostdev.data", "hostdev.models", "hostdev.runtime", "hostdev.train", "pyarrow")),
+    ("hostdev.runtime", ("hostdev.data", "hostdev.models", "hostdev.train", "pyarrow")),
     ("hostdev.data", ("torch", "hostdev.host", "hostdev.device", "hostdev.models")),
-    ("hostdev.models", ("hostdev.host", "hostdev.device", "hostdev.data")),
+    ("hostdev.models", ("hostdev.host", "hostdev.device", "hostdev.pipeline", "hostdev.data.shards")),
 ])  # fmt: skip
 def test_arrows_point_one_way(layer, forbidden):
     seen = 0
@@ -57,6 +63,15 @@ def test_arrows_point_one_way(layer, forbidden):
             wrong = [other for other in forbidden if imported == other or imported.startswith(other + ".")]
             assert not wrong, f"{path} imports {imported}"
     assert seen > 1
+
+
+def test_a_model_needs_little():
+    """What a model of one's own needs, too: torch, optimizers and initial values, what it asks for, and the columns."""
+    needed = ("hostdev.core", "hostdev.runtime.spec", "hostdev.data.schema", "hostdev.models")
+    for path, name in modules():
+        if name == "hostdev.models" or name.startswith("hostdev.models."):
+            own = [other for other in imports_of(path) if other.startswith("hostdev")]
+            assert all(f"{other}.".startswith(tuple(f"{place}." for place in needed)) for other in own), (path, own)
 
 
 def test_tables_and_preprocessing_run_without_torch(tmp_path):

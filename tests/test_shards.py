@@ -11,6 +11,7 @@ from hostdev.data.shards import ShardReader
 
 from hostdev import UserError
 from tests.data import twins
+from tests.data.test_build import as_version_1
 
 
 def reader(folder, split="train"):
@@ -165,12 +166,14 @@ def test_missing_values_within_a_list(own_data):
 
 
 @pytest.mark.parametrize(("key", "value"), [
-    ("vocabulary_size", 0), ("vocabulary_size", "99"), ("vocabulary_size", 1e3), ("id_type", "foo"), ("train", []),
-    ("rows", "5"), ("rows", 0), ("file", None),
+    ("vocabulary_size", 0), ("vocabulary_size", "99"), ("vocabulary_size", 1e3), ("dense_names", None),
+    ("categorical_names", ["C1", "C1"]), ("id_type", "foo"), ("train", []), ("rows", "5"), ("rows", 0), ("file", None),
 ])  # fmt: skip
-def test_a_broken_manifest(own_data, key, value):
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_broken_manifest(own_data, version, key, value):
     path = own_data / "manifest.json"
     content = json.loads(path.read_text())
+    content = as_version_1(content) if version == 1 else content
     (content["train"][0] if key in ("rows", "file") else content)[key] = value
     path.write_text(json.dumps(content))
     with pytest.raises(UserError, match="manifest.json is broken"):

@@ -10,12 +10,11 @@ CODE = """
 import importlib, pkgutil, sys
 import numpy as np, torch
 import hostdev.kernels
-from hostdev.data.batch import WideBatch as Batch
 from hostdev.cache import planner, planning
 from hostdev.host.warm_up import warm_up
 from hostdev.kernels.pool import set_host_threads
-from hostdev.core.primitive import OpLog
-from hostdev.train.trainer import Trainer
+from hostdev.host.warm_up import warm_up_feature
+from tests.fields import FieldsBatch, trainer_of
 
 names = [name for _, name, _ in pkgutil.iter_modules(hostdev.kernels.__path__, "hostdev.kernels.")]
 modules = [planning, *map(importlib.import_module, names)]
@@ -31,11 +30,13 @@ warm_up(dtype)
 if cache:
     planner.warm_up(dtype)
     warm_up(np.dtype(np.int32))
+for dim in (1, 8):
+    warm_up_feature(dim, weighted=True)
 before, rng = compiled(), np.random.default_rng(0)
 assert before
-trainer = Trainer(300_000, 8, host_device_mix=True, device=torch.device("cpu"), l2="none", seed=1, log=OpLog(),
-                  depth=depth, cache={"capacity_rows": cache, "window": 2} if cache else None)
-batches = [Batch(np.zeros(2000, np.float32), (300_000 * rng.random((2000, 39)) ** 3).astype(dtype),
+cache = {"capacity_rows": cache, "window": 2} if cache else None
+trainer = trainer_of(300_000, 8, depth=depth, cache=cache, layers=(32, 16))
+batches = [FieldsBatch(np.zeros(2000, np.float32), (300_000 * rng.random((2000, 39)) ** 3).astype(dtype),
                  np.ones((2000, 39), np.float32)) for _ in range(6)]
 for _ in trainer.train(batches):
     pass

@@ -166,10 +166,10 @@ def is_after(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
     """Return which times or numbers are later or larger than `value`, bool [n]. Raises WrongValueError, UserError."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
-    missing = np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))
     if kind_of(array.type) == "text":
         array = pc.utf8_trim_whitespace(_cast(array, pa.string(), "text in UTF-8"))
-        missing = np.flatnonzero(pc.fill_null(pc.equal(array, ""), True).to_numpy(zero_copy_only=False))
+        array = pc.if_else(pc.is_in(array, value_set=pa.array(MISSING_NUMBERS)), pa.scalar(None, pa.string()), array)
+    missing = np.flatnonzero(array.is_null(nan_is_null=True).to_numpy(zero_copy_only=False))
     if len(missing):
         raise WrongValueError(int(missing[0]), "it is missing, so that its row is neither before nor after")
     found = array.type if pa.types.is_temporal(array.type) else _type_of(value)

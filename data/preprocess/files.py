@@ -109,20 +109,28 @@ class ArrowTable:
         first, before = 0, 0
         try:
             with pa.memory_map(str(self.path)) as source:
-                if self._stream:
-                    batches = iter(pa.ipc.open_stream(source, options=options))
-                else:
-                    reader = pa.ipc.open_file(source, options=options)
-                    batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
-                for batch in batches:
+                for batch, position in self._batches(source, options):
                     batch.validate(full=True)  # it may have been made by anyone
+                    each = (position - before) / max(1, len(batch))
                     for start in range(0, len(batch), CHUNK_ROWS):
                         part = batch.slice(start, CHUNK_ROWS)
-                        position = source.tell()
-                        yield Chunk(part, first, size=max(0, position - before))
-                        first, before = first + len(part), position
+                        yield Chunk(part, first, size=int(len(part) * each))
+                        first += len(part)
+                    before = position
         except (pa.ArrowException, OSError) as error:
             raise UserError(f"{self.path}: the Arrow file is broken ({error})") from None
+
+    def _batches(
+        self, source: pa.MemoryMappedFile, options: pa.ipc.IpcReadOptions
+    ) -> Iterator[tuple[pa.RecordBatch, int]]:
+        """Iterate over record batches, each with the bytes of the file up to its end, about."""
+        if self._stream:
+            for batch in pa.ipc.open_stream(source, options=options):
+                yield batch, source.tell()
+            return
+        reader = pa.ipc.open_file(source, options=options)
+        for i in range(reader.num_record_batches):
+            yield reader.get_batch(i), source.size() * (i + 1) // reader.num_record_batches
 
 
 def format_of(path: Path) -> str:

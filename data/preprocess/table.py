@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import Positive, WrongValueError
 from hostdev.data.preprocess.delimited import DelimitedFile
@@ -148,7 +149,7 @@ class Table:
                 bags.append((keys(bag.space, codes, texts), lengths))
             if options.test_column is not None:
                 codes, texts = arrow.as_text(column(options.test_column[0]))
-                test = np.asarray([text == options.test_column[1] for text in texts.to_pylist()], np.bool_)[codes]
+                test = pc.equal(texts, options.test_column[1]).to_numpy(zero_copy_only=False)[codes]
             if options.test_after is not None:
                 test = arrow.is_after(column(options.test_after[0]), options.test_after[1])
         except WrongValueError as error:

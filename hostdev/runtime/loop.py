@@ -321,7 +321,7 @@ class TrainLoop(_Loop):
                     "loss before backward(), or use a smaller learning rate", step,
                 )  # fmt: skip
 
-        return Outcome([self._flag.view(1)], read, self._runtime.staging, flight.memory)
+        return Outcome([self._flag.clone().view(1)], read, self._runtime.staging, flight.memory)
 
     def _require_step(self) -> bool:
         """Tell whether the gradients are to be applied; ValueError where the dense side and the tables would part."""

@@ -243,7 +243,7 @@ class Rows(Mapping[str, Value]):
         # As GradScaler does, with a scale of 1: one pass, nobody waits.
         torch._amp_foreach_non_finite_check_and_unscale_([*look_at, *grads, *dense], flag, one)
         optimizer.found_inf = flag  # type: ignore[attr-defined]
-        outcome = Outcome([*results, flag.view(1)], read, self._staging, self._flight.memory)
+        outcome = Outcome([*results, flag.clone().view(1)], read, self._staging, self._flight.memory)
         self.guarded = flag, outcome
         return outcome
 

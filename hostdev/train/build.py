@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hostdev.cache.planner import warm_up as warm_up_planner
 from hostdev.core.errors import UserError
 from hostdev.core.optimizers import optimizer_of
 from hostdev.core.progress import bar
@@ -14,10 +15,11 @@ from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest, read_counts
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
+from hostdev.host.warm_up import warm_up, warm_up_feature
 from hostdev.models import registry
 from hostdev.models.model import Model
 from hostdev.runtime.features import read_ids
-from hostdev.runtime.spec import CacheSpec, TableSpec
+from hostdev.runtime.spec import Bag, CacheSpec, TableSpec
 from hostdev.train.config import TrainConfig
 
 _COUNTED_ROWS = 1 << 16  # at once
@@ -28,7 +30,7 @@ def model_of(settings: TrainConfig, schema: Schema) -> Model:
     optimizer = None
     if settings.table_optimizer is not None:
         optimizer = optimizer_of(settings.table_optimizer, settings.table_lr)
-    dim = settings.emb_dim or registry.find(settings.model).default_dim
+    dim = settings.emb_dim or registry.default_dim(settings.model)
     model = registry.make(settings.model, schema, dim, seed=settings.seed, optimizer=optimizer)
     if settings.table_lr is not None and optimizer is None:
         for spec in vector_tables(model).values():
@@ -112,6 +114,23 @@ def most_uses(model: Model, batch: Batch, batch_size: int) -> int:
     """Return about how many ids a batch of this size looks up, from a sample of them."""
     uses = sum(len(ids_of(model, batch, tables[0])) for tables in groups_of(model))
     return int(np.ceil(uses * batch_size / max(1, len(batch))))
+
+
+def warm_up_for(model: Model, batch: Batch, id_type: str, *, bf16: bool, cached: bool) -> None:
+    """Compile, or load, the kernels of a training before its first step is timed; a batch shows which have weights."""
+    dtypes = {np.dtype(id_type)}
+    if cached:
+        warm_up_planner(np.dtype(id_type))
+        dtypes.add(np.dtype(np.int32))  # of the numbers of slots
+    for dtype in dtypes:
+        warm_up(dtype)
+    given = model.ids(batch)
+    for name, feature in model.features.items():
+        ids = given[name]
+        weighted = isinstance(ids, Bag) and ids.weights is not None
+        for table in [feature.tables] if feature.is_single else feature.tables:
+            dim = model.tables[table].dim
+            warm_up_feature(dim, pooled=feature.pooling is not None, weighted=weighted, bfloat16=bf16 and dim > 1)
 
 
 def device_of(name: str, *, tf32: bool) -> torch.device:

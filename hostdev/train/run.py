@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 import hostdev
-from hostdev.cache.planner import warm_up as warm_up_planner
 from hostdev.core.errors import UserError
 from hostdev.core.memory import peak_rss_bytes
 from hostdev.core.primitive import OpLog
@@ -28,10 +27,9 @@ from hostdev.data import lookalike, manifest
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.device.clock import EventClock, clock_for
-from hostdev.host.warm_up import warm_up
 from hostdev.kernels.pool import host_threads, set_host_threads
 from hostdev.train import curve, report
-from hostdev.train.build import cache_of, model_of, most_uses
+from hostdev.train.build import cache_of, model_of, most_uses, warm_up_for
 from hostdev.train.config import TrainConfig
 from hostdev.train.interrupt import GracefulStop, Interrupted
 from hostdev.train.quality import Point, Quality
@@ -74,15 +72,10 @@ class Run:
             if settings.trace is not None:
                 self.timeline.write_to(_open_trace(settings.trace))
                 self.trace = settings.trace
-            id_dtypes = {np.dtype(found.id_type)}
             sample = next(self.train_rows.batches(min(self.batch_size, _SAMPLE)))
             model = model_of(settings, found.schema)
             cache = cache_of(settings, model, data, found, self.train_rows)
-            if cache is not None:
-                warm_up_planner(np.dtype(found.id_type))
-                id_dtypes.add(np.dtype(np.int32))  # of the numbers of slots
-            for dtype in id_dtypes:
-                warm_up(dtype)
+            warm_up_for(model, sample, found.id_type, bf16=settings.precision == "bf16", cached=cache is not None)
             self.trainer = Trainer(
                 model,
                 host_device_mix=settings.host_device_mix,

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 from hostdev.data.preprocess import files
 from hostdev.data.preprocess.build import Options
+from hostdev.data.preprocess.table import Table, TableOptions
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import feather
 
 from tests.data import twins
 
@@ -128,6 +130,30 @@ def test_the_data_set_does_not_depend_on_how_many_rows_come_at_once(tmp_path, mo
     for split in ("train", "test"):
         first = twins.read(tmp_path / "whole", split)
         assert all(twins.read(tmp_path / name, split) == first for name in ("small", "text", "parts"))
+
+
+def test_chunks_say_how_much_of_the_files_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "CHUNK_ROWS", 100)
+    monkeypatch.setattr("hostdev.data.preprocess.delimited.BLOCK_BYTES", 5000)
+    columns = columns_of(2000)
+    feather.write_feather(twins.arrow_table(columns), tmp_path / "t.feather", compression="lz4")
+    paths = [
+        tmp_path / "t.feather",
+        twins.write_text(tmp_path / "t.csv", columns),
+        twins.write_text(tmp_path / "t.csv.gz", columns),
+        twins.write_parquet(tmp_path / "t.parquet", columns),
+        twins.write_arrow(tmp_path / "t.arrow", columns, rows_per_batch=450),
+        twins.write_arrow(tmp_path / "t.stream", columns, rows_per_batch=450, stream=True),
+    ]
+    for path in paths:
+        table = Table([path], TableOptions(label="label", categorical=("item",), bags=(("seen", "|"),)))
+        chunks = list(table.chunks())
+        sizes = [size for _, size in chunks]
+        assert len(sizes) > 5
+        assert min(sizes) >= 0
+        assert path.stat().st_size * 0.9 < sum(sizes) <= table.total == path.stat().st_size
+        assert sum(len(rows) for rows, _ in chunks) == 2000 <= table.most_rows
+        assert [row["file"] for row in table.describe()] == [str(path.resolve())]
 
 
 def test_hashed_values_are_the_same_in_every_format_and_order(tmp_path):

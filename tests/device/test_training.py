@@ -2,6 +2,7 @@
 
 import random
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -97,6 +98,25 @@ def test_nobody_waits_and_nothing_is_pinned_once_it_runs(device, cache):
             counters.reset()
     assert counters.pinned_allocations == 0
     results.close()
+
+
+def test_what_tells_of_a_step_is_its_own(device):
+    """Whether a step was finite is on its way to the host while the next steps find out the same of theirs."""
+    later = threading.Event()
+
+    def held_up(stage, number):
+        if (stage, number) == ("update", 1):
+            later.wait(20)
+
+    batches = [adversarial(23, 1, shared=0.0)[0] for _ in range(4)]
+    batches = [replace(batch, ids=batch.ids % (ROWS // 4) + i * (ROWS // 4)) for i, batch in enumerate(batches)]
+    results = trainer_of(device=device, depth=2, before_stage=held_up).train(batches)
+    try:
+        stepped = [next(results) for _ in range(3)]  # of which the updater has not looked at the second and the third
+    finally:
+        later.set()
+        results.close()
+    assert np.isfinite([result.value.wide for result in stepped]).all()
 
 
 @pytest.mark.skipif(not SIMULATED, reason="the simulated accelerator counts; make test-device")

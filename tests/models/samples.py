@@ -1,11 +1,12 @@
 """Small data for models: dense columns, columns of ids of which two share a space, and bags."""
 
-from collections import namedtuple
-
 import numpy as np
+from hostdev.data.batch import Batch
 from hostdev.data.schema import Column, Schema, Space
 
-Batch = namedtuple("Batch", "label dense ids bags")
+# Options of the models' constructors: small networks, for speed.
+SMALL = {"wide_deep": {"layers": (32, 16)}, "deepfm": {"layers": (32, 16)},
+         "dlrm": {"bottom": (16,), "top": (32, 16)}, "dcn": {"layers": (32, 16), "rank": 8}}  # fmt: skip
 
 
 def schema_of(dense=3, ids=4, bags=1, values=12):

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from hostdev.models import NAMES, find, make
+from hostdev.models import NAMES, default_dim, find, make
 
 from hostdev.core.errors import UserError
 from hostdev.core.optimizers import SGD
@@ -32,6 +32,10 @@ class Mine(nn.Module):
 
     def forward(self, dense, rows):
         return rows["ids"].sum((1, 2)) + self.bias
+
+
+class WithDim(Mine):
+    default_dim = 7
 
 
 class NoIds(nn.Module):
@@ -102,6 +106,17 @@ def test_the_models_of_here(name):
     assert list(model.ids(batch_of(schema, 3))) == list(model.features)
 
 
+def test_columns_where_the_user_does_not_say(mine):
+    assert [default_dim(name) for name in NAMES] == [80, 10, 128, 128]
+    assert default_dim("shop.models:WithDim") == 7
+    with pytest.raises(UserError, match="model 'shop.models:Mine' has no default_dim, .*; say how many: --emb-dim N"):
+        default_dim("shop.models:Mine")
+
+
+def test_options_of_a_models_constructor():
+    assert make("deepfm", schema_of(), 4, seed=1, layers=(7,)).deep[0].out_features == 7
+
+
 def test_the_names():
     assert list(NAMES) == ["wide_deep", "deepfm", "dlrm", "dcn"]
 
@@ -126,7 +141,7 @@ def test_a_model_of_ones_own(mine):
     ("shop/models.py:Mine", "there is no module 'shop/models'"),
     ("shop.missing:Mine", "module 'shop.missing' needs 'a_library_that_is_not_there', which is not installed"),
     ("shop.broken:Mine", "module 'shop.broken' cannot be imported: cannot import name 'Nothing' from 'shop.models'"),
-    ("shop.models:Mime", "module 'shop.models' has no 'Mime'; its classes are Mine, NoIds, NoForward, NoSeed"),
+    ("shop.models:Mime", "module 'shop.models' has no 'Mime'; its classes are Mine, WithDim, NoIds, NoForward, NoSeed"),
     ("shop.empty:Mine", "module 'shop.empty' has no 'Mine', and no class at all"),
     ("shop.models:function", "model 'shop.models:function' is not a class of torch's nn.Module, but <function"),
     ("builtins:dict", "model 'builtins:dict' is not a class of torch's nn.Module, but <class 'dict'>"),

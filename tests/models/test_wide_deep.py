@@ -1,48 +1,69 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from hostdev.models.wide_deep import WideDeep, deep_l2, wide_loss
+from torch import nn
 
+from hostdev.core.initializers import Normal, initial_array
 from hostdev.kernels.counter import key64
 from tests import naive
+from tests.models.samples import schema_of
 
 
-def test_forward_is_what_the_formula_says():
-    network = WideDeep(4, 3, seed=1, layers=(5, 2))
-    rng = np.random.default_rng(0)
-    wide, weights = rng.standard_normal((2, 6, 4), dtype=np.float32)
-    deep = rng.standard_normal((6, 4, 3), dtype=np.float32)
-    hidden = (deep * weights[:, :, None]).reshape(6, 12)
-    parameters = {name: value.detach().numpy() for name, value in network.named_parameters()}
-    for layer in (0, 2):
-        hidden = np.maximum(hidden @ parameters[f"deep.{layer}.weight"].T + parameters[f"deep.{layer}.bias"], 0)
-    out = hidden @ parameters["deep.4.weight"].T + parameters["deep.4.bias"]
-    expected = (wide * weights).sum(1) + parameters["bias"] + out[:, 0]
-    linear, deep_input = (wide * weights).sum(1), (deep * weights[:, :, None]).reshape(6, 12)
-    logits = network(torch.from_numpy(linear), torch.from_numpy(deep_input))
-    np.testing.assert_allclose(logits.detach(), expected, rtol=1e-5, atol=1e-6)
+class Before(nn.Module):
+    """The network as it was when the published digests were made."""
+
+    def __init__(self, fields, dim, *, seed, layers):
+        super().__init__()
+        widths = [fields * dim, *layers, 1]
+        modules = []
+        for inputs, outputs in itertools.pairwise(widths):
+            modules += [nn.Linear(inputs, outputs), nn.ReLU()]
+        self.deep = nn.Sequential(*modules[:-1])
+        self.bias = nn.Parameter(torch.zeros(1))
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                values = initial_array(tuple(parameter.shape), Normal(0.01), seed, f"dense/{name}")
+                parameter.copy_(torch.from_numpy(values))
+
+    def forward(self, linear, deep):
+        *hidden, last = self.deep
+        for layer in hidden:
+            deep = layer(deep)
+        with torch.autocast(deep.device.type, enabled=False):
+            return linear + self.bias + last(deep.float()).squeeze(1)
 
 
-def test_the_last_layer_is_float32_under_autocast():
-    """One logit a row in bfloat16 would have 8 bits."""
-    network = WideDeep(4, 3, seed=1)
-    deep = torch.randn(64, 12, dtype=torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = network(torch.zeros(64), deep)
-        hidden = network.deep[:-1](deep)
-    assert logits.dtype == torch.float32
-    assert not torch.equal(logits, logits.bfloat16().float())
-    expected = torch.nn.functional.linear(hidden.float(), network.deep[-1].weight, network.deep[-1].bias).squeeze(1)
-    assert torch.equal(logits, network.bias + expected)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_bits_are_those_of_before(bf16):
+    """Logits, gradients of parameters and of rows, on which every digest depends."""
+    schema, B, D, layers = schema_of(dense=13, ids=26, bags=0), 64, 16, (128, 64, 32)
+    before, model = Before(39, D, seed=3, layers=layers), WideDeep(schema, D, seed=3, layers=layers)
+    assert list(before.state_dict()) == list(model.state_dict())
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.state_dict().items())
+    torch.manual_seed(0)
+    weights, vectors = torch.randn(B, 39), torch.randn(B, 39, D).to(torch.bfloat16 if bf16 else torch.float32)
+    label = torch.rand(B).round()
+    found = []
+    for network in (before, model):
+        wide, deep = weights.clone().requires_grad_(), vectors.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            if network is before:
+                logits = network(wide.sum(1), deep.view(B, -1))
+            else:
+                logits = network(torch.rand(B, 13), {"fields": (wide.unsqueeze(2), deep)})
+        wide_loss(logits, label).backward()
+        found.append([logits, wide.grad, deep.grad, *(parameter.grad for parameter in network.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_initial_values_depend_on_seed_and_name():
-    first, again, other = (WideDeep(4, 3, seed=seed).state_dict() for seed in (1, 1, 2))
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not any(torch.equal(first[name], other[name]) for name in first)
+def test_initial_values_are_the_naive_twins():
+    state = WideDeep(schema_of(), 3, seed=1).state_dict()
     twin = naive.normal(np.zeros(1, np.int64), 256 * 128, key64(1, "dense/deep.6.weight"), 0.01)
-    np.testing.assert_array_equal(first["deep.6.weight"].ravel(), twin[0])
-    assert sorted(first) == sorted(
+    np.testing.assert_array_equal(state["deep.6.weight"].ravel(), twin[0])
+    assert sorted(state) == sorted(
         [f"deep.{i}.{kind}" for i in (0, 2, 4, 6, 8) for kind in ("bias", "weight")] + ["bias"]
     )
 

@@ -27,17 +27,21 @@ class Uses(NamedTuple):
 
 def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Uses:
     """See `Ops`."""
+    pooled = any(feature.offsets is not None for feature in features)
+    weighted = any(feature.weights is not None for feature in features)
     sources, weights, begin = [], [], 0
     for inverse, offsets, scales, _, _ in features:
-        N = len(inverse)
-        own = torch.arange(N, dtype=torch.int32, device=inverse.device) if offsets is None else bag_of_each(offsets, N)
-        sources.append(own + begin if begin else own)
-        weights.append(torch.ones(N, dtype=torch.float32, device=inverse.device) if scales is None else scales)
+        N, there = len(inverse), inverse.device
+        if pooled:
+            own = torch.arange(N, dtype=torch.int32, device=there) if offsets is None else bag_of_each(offsets, N)
+            sources.append(own + begin if begin else own)
+        if weighted:
+            weights.append(torch.ones(N, dtype=torch.float32, device=there) if scales is None else scales)
         begin += N if offsets is None else len(offsets) - 1
     return Uses(
         fused.sort_uses(end_to_end([feature.inverse for feature in features]), rows),
-        end_to_end(sources) if any(feature.offsets is not None for feature in features) else None,
-        end_to_end(weights) if any(feature.weights is not None for feature in features) else None,
+        end_to_end(sources) if pooled else None,
+        end_to_end(weights) if weighted else None,
         [sizes_of(feature.offsets) if feature.mean and feature.offsets is not None else None for feature in features],
     )
 

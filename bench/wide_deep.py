@@ -1,0 +1,57 @@
+"""Wide & Deep for benchmarks: over ids and weights that these make themselves, any rows, no data set."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from hostdev.data.schema import Column, Schema, Space
+from hostdev.models.wide_deep.network import LAYERS, WideDeep
+
+from hostdev.runtime.spec import Bag, CacheSpec
+from hostdev.train.trainer import Trainer
+
+FIELDS = 39
+
+
+@dataclass(frozen=True, eq=False)
+class FieldsBatch:
+    """B rows of F fields."""
+
+    label: np.ndarray  # float32 [B]
+    ids: np.ndarray  # int32 or int64 [B, F]
+    weights: np.ndarray  # float32 [B, F]
+
+    @property
+    def dense(self) -> np.ndarray:
+        """No dense columns of their own: they are fields."""
+        return np.empty((len(self.label), 0), np.float32)
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+
+class FieldsModel(WideDeep):
+    """Wide & Deep that takes the ids and weights of a `FieldsBatch` as they are."""
+
+    def ids(self, batch: FieldsBatch) -> dict[str, Bag]:
+        return {"fields": Bag(batch.ids, weights=batch.weights)}
+
+
+def trainer_of(
+    rows: int,
+    dim: int,
+    *,
+    device: torch.device,
+    mix: bool = True,
+    cache: str | None = None,
+    layers: Sequence[int] = LAYERS,
+    **options: Any,
+) -> Trainer:
+    """Return a trainer of a wide and a deep table of so many rows, both under the same 39 fields."""
+    columns = tuple(Column(f"c{i}", "id", "values") for i in range(FIELDS))
+    schema = Schema("label", (), columns, (Space("values", 0, 1, rows - 1),), rows)
+    model = FieldsModel(schema, dim, seed=1, layers=layers)
+    spec = None if cache is None else CacheSpec(cache)
+    return Trainer(model, host_device_mix=mix, device=device, seed=1, cache=spec, **options)
