@@ -287,13 +287,17 @@ class TrainLoop(_Loop):
         has_gradients = any(leaf.grads() for group in self._leaves for leaf in group)
         return not self._micros and has_gradients and (bool(self._stepped) or self._without > 0)
 
+    def _is_known_to_fail(self) -> bool:
+        """Tell whether the body has read that the step came to nothing: it need not be told again."""
+        return any(rows.guarded is not None and rows.guarded[1].has_raised for rows in self._rows)
+
     def _end_flight(self, *, closing: bool = False) -> None:
         if any(leaf.grads() for leaf in self._late):
             raise ValueError("gradients of a batch came after an evaluation that has seen it as finished")
         self._late = []
         if self._flight is None or self._pass is None:
             return
-        if closing and not self._was_stepped():
+        if closing and (not self._was_stepped() or self._is_known_to_fail()):
             return
         gradients = self._gradients()
         flight, self._flight = self._flight, None
@@ -332,11 +336,7 @@ class TrainLoop(_Loop):
                     "loss before backward(), or use a smaller learning rate", step,
                 )  # fmt: skip
 
-<<<<<<< HEAD
-        return Outcome([self._flag.clone().view(1)], read, self._runtime.staging, flight.memory)
-=======
         return Outcome([flag_now(self._flag)], read, self._runtime.staging, flight.memory)
->>>>>>> looptests
 
     def _require_step(self) -> bool:
         """Tell whether the gradients are to be applied; ValueError where the dense side and the tables would part."""

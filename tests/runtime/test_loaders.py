@@ -129,7 +129,13 @@ def test_what_is_sent(device):
                 assert batch["there"] is there
                 assert batch["names"].tolist() == ["a", "b"]
                 assert batch["objects"].tolist() == [None, thing]
-                assert [batch[name] for name in ("number", "text", "none", "thing", "set")] == [7, "x", None, thing, {1}]
+                assert [batch[name] for name in ("number", "text", "none", "thing", "set")] == [
+                    7,
+                    "x",
+                    None,
+                    thing,
+                    {1},
+                ]
 
 
 def only_user(batch):

@@ -87,7 +87,9 @@ def test_batches_that_have_no_ids():
     runtime = Runtime({"x": table_of()}, device="cpu")
     with pytest.raises(TypeError, match="batch 1: the batches are to be dicts, or `ids` is to be given: .* not a list"):
         next(runtime.train([[1, 2]]))
-    with pytest.raises(TypeError, match="batch 1: `ids` returns a dict: the ids of each feature by its name, not a nda"):
+    with pytest.raises(
+        TypeError, match="batch 1: `ids` returns a dict: the ids of each feature by its name, not a nda"
+    ):
         next(runtime.train([[1, 2]], ids=np.array))
     with pytest.raises(TypeError, match="not iterable"):
         next(runtime.train(7))
@@ -98,7 +100,12 @@ def test_features_that_are_none():
     for features in ({}, [table], None, "x"):
         with pytest.raises(ValueError, match=r"features are a dict: a table, a tuple of tables or a hostdev.Feature"):
             Runtime(features)
-    for wrong, what in [("t", "'t'"), (torch.nn.Embedding(2, 2), "a Embedding"), ((table, 3), "a int"), (None, "a None")]:
+    for wrong, what in [
+        ("t", "'t'"),
+        (torch.nn.Embedding(2, 2), "a Embedding"),
+        ((table, 3), "a int"),
+        (None, "a None"),
+    ]:
         with pytest.raises(TypeError, match=f"feature 'x': its ids come from a hostdev.HostTable .* not from {what}"):
             Runtime({"x": wrong}, device="cpu")
     with pytest.raises(ValueError, match="feature 'x' names table 't' twice"):
@@ -134,7 +141,9 @@ def test_caches_that_have_no_effect(device):
     features = {"a": tables["users"], "b": (tables["items"], tables["first"])}
     with pytest.raises(ValueError, match="a cache for table 'wrods', but there are users, items, first"):
         Runtime(features, device=device, cache={"wrods": 3})
-    with pytest.raises(UserError, match="a cache for table 'users', which is on the device, has no effect; leave it out"):
+    with pytest.raises(
+        UserError, match="a cache for table 'users', which is on the device, has no effect; leave it out"
+    ):
         Runtime(features, device=device, cache={"users": 3})
     with pytest.raises(UserError, match="a cache has no effect where all tables are on the device; leave it out"):
         Runtime({"a": tables["users"]}, device=device, cache="10%")

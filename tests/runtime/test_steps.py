@@ -308,4 +308,3 @@ def test_tables_on_both_sides(device):
             continue
         case = Case(device, on_device=on_device, options={"depth": depth, "cache": cache}).train(batches)
         assert differing(case.state(), wanted) == [], (on_device, depth, cache)
-

@@ -273,7 +273,9 @@ def test_a_compiled_model():
             optimizer.zero_grad()
             called(rows).backward()
             optimizer.step()
-        return tables_state(case.tables.values()) | {n: p.detach().numpy().tobytes() for n, p in model.named_parameters()}
+        return tables_state(case.tables.values()) | {
+            n: p.detach().numpy().tobytes() for n, p in model.named_parameters()
+        }
 
     compilations = []
 
