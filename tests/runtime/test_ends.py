@@ -296,7 +296,7 @@ def test_rows_of_a_batch_that_is_over():
     kept = [rows for _, rows in case.loop(batches_of(2))]
     for use in (
         lambda rows: rows["user"], lambda rows: dict(rows), lambda rows: rows.parameters(),
-        lambda rows: rows.unique("users"), lambda rows: rows.to_host([torch.ones(1)], list), lambda rows: "user" in rows,
+        lambda rows: rows.unique("users"), lambda rows: rows.to_host([torch.ones(1)], list), lambda rows: "user" in rows,  # noqa: E501
     ):  # fmt: skip
         with pytest.raises(ValueError, match="this batch is over: the loop has come back for the next one"):
             use(kept[0])

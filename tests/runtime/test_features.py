@@ -79,7 +79,7 @@ def kinds():
         "padding, bags": (inside, (emptied, LENGTHS), lambda w: single(emptied, w, 7)),
         "padding, weighted sum": (total | inside, (emptied, LENGTHS, weights),
                                   lambda w: pooled(emptied, w, "sum", padding=7, weights=weights)),
-        "padding, mean": (mean | inside, Bag(emptied, offsets=OFFSETS), lambda w: pooled(emptied, w, "mean", padding=7)),
+        "padding, mean": (mean | inside, Bag(emptied, offsets=OFFSETS), lambda w: pooled(emptied, w, "mean", padding=7)),  # noqa: E501
         "padding that no id is": ({"padding": 10**12}, grid, lambda w: single(grid, w)),
         "no id": (total, ([], [0, 0, 0]), lambda w: torch.zeros(3, D)),
         "no id, offsets": (mean, Bag([], offsets=[0, 0]), lambda w: torch.zeros(2, D)),
@@ -136,7 +136,7 @@ def test_many_features(device, cache):
             names = names[:1]
         features[kind] = Feature(
             tuple(tables[name] for name in names) if len(names) > 1 else tables[names[0]], **options
-        )
+        )  # noqa: E501
         batch[kind], chosen[kind] = given, (names, expected)
     weights = {name: nn.Parameter(torch.tensor(weights_of(table))) for name, table in tables.items()}
     optimizer = torch.optim.SGD([{"params": [weight], "lr": rates[name]} for name, weight in weights.items()])

@@ -1,6 +1,7 @@
 """What batches a loop takes and gives: loaders of all kinds, dicts, and what is sent to the device on the way."""
 
 import collections
+import itertools
 import math
 
 import numpy as np
@@ -56,7 +57,7 @@ def test_a_data_loader(device, workers):
             assert len(loop) == 7
         assert len(seen[6]) == 2
         assert seen[:7] != seen[7:]
-        assert sorted(sum(seen[:7], [])) == sorted(sum(seen[7:], []))
+        assert sorted(itertools.chain(*seen[:7])) == sorted(itertools.chain(*seen[7:]))
         states.append((case.state(), seen))
     assert differing(states[0][0], states[1][0]) == []
     assert states[0][1] == states[1][1]
@@ -135,7 +136,7 @@ def test_what_is_sent(device):
                     None,
                     thing,
                     {1},
-                ]
+                ]  # noqa: E501
 
 
 def only_user(batch):

@@ -30,13 +30,13 @@ IDS = {
     "a negative length": ((ARRAY, [7, -1]), ValueError, "feature 'x': a length of -1 is below 0"),
     "lengths that are floats": ((ARRAY, [3.0, 3.0]), TypeError, "feature 'x': lengths must be integers, not a list"),
     "lengths in two dimensions": ((ARRAY, [[6]]), ValueError, r"feature 'x': lengths are \[B\], not \[1, 1\]"),
-    "lengths of a grid": ((ARRAY.reshape(2, 3), [3, 3]), ValueError, r"with lengths or offsets are \[N\], not \[2, 3\]"),
+    "lengths of a grid": ((ARRAY.reshape(2, 3), [3, 3]), ValueError, r"with lengths or offsets are \[N\], not \[2, 3\]"),  # noqa: E501
     "offsets that fall": (Bag(ARRAY, offsets=[0, 4, 2]), ValueError, "offsets must not fall, nor go beyond the 6 ids"),
     "offsets beyond the ids": (Bag(ARRAY, offsets=[0, 7]), ValueError, "must not fall, nor go beyond the 6 ids"),
     "offsets that begin later": (Bag(ARRAY, offsets=[1, 2]), ValueError, r"offsets are \[B\] and begin with 0"),
     "no offsets": (Bag(ARRAY, offsets=[]), ValueError, "feature 'x': no offsets, but 6 ids"),
     "weights of another shape": (Bag(ARRAY, weights=np.ones(5)), ValueError, r"weights are \[5\], but the ids \[6\]"),
-    "weights that are text": (Bag(ARRAY, weights=["a"] * 6), TypeError, "feature 'x': weights must be numbers, not <U1"),
+    "weights that are text": (Bag(ARRAY, weights=["a"] * 6), TypeError, "feature 'x': weights must be numbers, not <U1"),  # noqa: E501
     "weights that learn": (Bag(ARRAY, weights=torch.ones(6, requires_grad=True)), ValueError,
                            "feature 'x': no gradient goes to weights; detach them"),
     "an id above": ([0, 1, V, 3], UserError, f"feature 'x': id {V} at position 2 is outside 0..{V - 1}, the rows of "
@@ -89,7 +89,7 @@ def test_batches_that_have_no_ids():
         next(runtime.train([[1, 2]]))
     with pytest.raises(
         TypeError, match="batch 1: `ids` returns a dict: the ids of each feature by its name, not a nda"
-    ):
+    ):  # noqa: E501
         next(runtime.train([[1, 2]], ids=np.array))
     with pytest.raises(TypeError, match="not iterable"):
         next(runtime.train(7))
@@ -105,7 +105,7 @@ def test_features_that_are_none():
         (torch.nn.Embedding(2, 2), "a Embedding"),
         ((table, 3), "a int"),
         (None, "a None"),
-    ]:
+    ]:  # noqa: E501
         with pytest.raises(TypeError, match=f"feature 'x': its ids come from a hostdev.HostTable .* not from {what}"):
             Runtime({"x": wrong}, device="cpu")
     with pytest.raises(ValueError, match="feature 'x' names table 't' twice"):
@@ -143,7 +143,7 @@ def test_caches_that_have_no_effect(device):
         Runtime(features, device=device, cache={"wrods": 3})
     with pytest.raises(
         UserError, match="a cache for table 'users', which is on the device, has no effect; leave it out"
-    ):
+    ):  # noqa: E501
         Runtime(features, device=device, cache={"users": 3})
     with pytest.raises(UserError, match="a cache has no effect where all tables are on the device; leave it out"):
         Runtime({"a": tables["users"]}, device=device, cache="10%")

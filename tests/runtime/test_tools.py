@@ -1,4 +1,4 @@
-"""What torch has for loops: scaling of losses, clipping, autocast, compiled models, several losses, copies of a model."""
+"""What torch has for loops: scaling of losses, clipping, autocast, compiled models, several losses, copies of a model."""  # noqa: E501
 
 import copy
 import pickle
@@ -275,7 +275,7 @@ def test_a_compiled_model():
             optimizer.step()
         return tables_state(case.tables.values()) | {
             n: p.detach().numpy().tobytes() for n, p in model.named_parameters()
-        }
+        }  # noqa: E501
 
     compilations = []
 
@@ -296,7 +296,7 @@ def test_checkpointed_activations():
     batches, states = batches_of(4), []
     for reentrant in (None, False, True):
         case = Case()
-        for label, rows in case.loop(batches):
+        for _label, rows in case.loop(batches):
             case.adam.zero_grad()
             hidden = torch.cat([rows["user"], rows["item"][0], rows["history"], rows["words"]], 1)
             logits = case.model.top(hidden) if reentrant is None else checkpoint(
