@@ -136,7 +136,7 @@ def test_many_features(device, cache):
             names = names[:1]
         features[kind] = Feature(
             tuple(tables[name] for name in names) if len(names) > 1 else tables[names[0]], **options
-        )  # noqa: E501
+        )
         batch[kind], chosen[kind] = given, (names, expected)
     weights = {name: nn.Parameter(torch.tensor(weights_of(table))) for name, table in tables.items()}
     optimizer = torch.optim.SGD([{"params": [weight], "lr": rates[name]} for name, weight in weights.items()])

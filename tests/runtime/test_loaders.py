@@ -136,7 +136,7 @@ def test_what_is_sent(device):
                     None,
                     thing,
                     {1},
-                ]  # noqa: E501
+                ]
 
 
 def only_user(batch):

@@ -89,7 +89,7 @@ def test_batches_that_have_no_ids():
         next(runtime.train([[1, 2]]))
     with pytest.raises(
         TypeError, match="batch 1: `ids` returns a dict: the ids of each feature by its name, not a nda"
-    ):  # noqa: E501
+    ):
         next(runtime.train([[1, 2]], ids=np.array))
     with pytest.raises(TypeError, match="not iterable"):
         next(runtime.train(7))
@@ -105,7 +105,7 @@ def test_features_that_are_none():
         (torch.nn.Embedding(2, 2), "a Embedding"),
         ((table, 3), "a int"),
         (None, "a None"),
-    ]:  # noqa: E501
+    ]:
         with pytest.raises(TypeError, match=f"feature 'x': its ids come from a hostdev.HostTable .* not from {what}"):
             Runtime({"x": wrong}, device="cpu")
     with pytest.raises(ValueError, match="feature 'x' names table 't' twice"):
@@ -143,7 +143,7 @@ def test_caches_that_have_no_effect(device):
         Runtime(features, device=device, cache={"wrods": 3})
     with pytest.raises(
         UserError, match="a cache for table 'users', which is on the device, has no effect; leave it out"
-    ):  # noqa: E501
+    ):
         Runtime(features, device=device, cache={"users": 3})
     with pytest.raises(UserError, match="a cache has no effect where all tables are on the device; leave it out"):
         Runtime({"a": tables["users"]}, device=device, cache="10%")

@@ -275,7 +275,7 @@ def test_a_compiled_model():
             optimizer.step()
         return tables_state(case.tables.values()) | {
             n: p.detach().numpy().tobytes() for n, p in model.named_parameters()
-        }  # noqa: E501
+        }
 
     compilations = []
 
