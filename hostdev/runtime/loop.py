@@ -301,12 +301,12 @@ class TrainLoop(_Loop):
             return
         gradients = self._gradients()
         flight, self._flight = self._flight, None
+        self._forget()  # the rows, before more is allocated
         later = self._runtime.exchange_rates(self._rates)  # the body may have set others for the next step
         try:
             self._pass.finish(flight, gradients)
         finally:
             self._runtime.exchange_rates(later)
-        self._forget()
 
     def _gradients(self) -> Gradients:
         """Return what the flight's step has come to."""
