@@ -11,9 +11,14 @@ from pyarrow import feather
 
 from tests.data import twins
 
-# Python's csv module leaves a carriage return unquoted where lines end otherwise, and other readers take it for a line end.
+# csv writes a carriage return unquoted where lines end otherwise, and other readers take it for the end of a line.
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0|\r"), max_size=5)
 WORDS = st.sampled_from(["a", "b", "Été", 'q"q', "c,d", "e\tf", "g\nh", " i ", "NA", "0", "05", ""])
+
+
+def _ordinary(x):
+    """No number so near to 0 that others, divided by it, are no float32: that is refused, see test_dense.py."""
+    return x if abs(x) > 1e-20 else 0.0
 
 
 @st.composite
@@ -27,7 +32,7 @@ def tables(draw):
     whole = st.integers(-3, 3)
     columns = {
         "label": column(st.integers(0, 1)),
-        "x": column(st.none() | st.floats(-1e6, 1e6) | st.just(float("nan"))),
+        "x": column(st.none() | st.floats(-1e6, 1e6).map(_ordinary) | st.just(float("nan"))),
         "n": column(st.none() | st.integers(-(10**15), 10**15)),
         "word": column(st.none() | WORDS | TEXT),
         "item": column(st.none() | whole | st.integers(-(2**63), 2**63 - 1)),
