@@ -13,9 +13,9 @@ import torch
 from hostdev.data import lookalike, manifest
 from hostdev.data.batch import wide_batches
 from hostdev.data.shards import ShardReader
+from wide_deep import FieldsBatch, trainer_of
 
 from hostdev.core.primitive import OpLog, Primitive
-from hostdev.train.trainer import Trainer
 
 CALLS = 20_000
 STEPS = 20
@@ -46,11 +46,10 @@ def main() -> None:
     print(f"one timed call: {per_call * 1e6:.2f} us")
     for batch_size, dim in [(1000, 80), (100, 8)]:
         log = OpLog()
-        trainer = Trainer(
-            found.vocabulary_size, dim, host_device_mix=True, device=torch.device("cpu"), l2="none", seed=1, log=log
-        )
+        trainer = trainer_of(found.vocabulary_size, dim, device=torch.device("cpu"), log=log)
         times = []
-        for batch in itertools.islice(wide_batches(ShardReader(Path(folder), found, "train"), batch_size), STEPS):
+        for read in itertools.islice(wide_batches(ShardReader(Path(folder), found, "train"), batch_size), STEPS):
+            batch = FieldsBatch(read.label, read.ids, read.weights)
             start = time.perf_counter()
             for _ in trainer.train([batch]):
                 pass

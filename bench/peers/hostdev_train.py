@@ -2,18 +2,16 @@
 
 import sys
 
-from serve import serve  # isort: skip  (finds workload.py)
+from serve import serve  # isort: skip  (finds workload.py and wide_deep.py)
 import hostdev.core.environment  # isort: skip  (before torch)
 import numpy as np
 import torch
-from hostdev.data.batch import WideBatch as Batch
-from hostdev.models.wide_deep import wide_loss
+from hostdev.models.wide_deep.loss import wide_loss
+from wide_deep import FieldsBatch, trainer_of
 from workload import DIM, batch_of
 
 import hostdev
-from hostdev.core.primitive import OpLog
 from hostdev.device.backend import make_deterministic
-from hostdev.train.trainer import Trainer
 
 rows = int(sys.argv[1])
 cpu = torch.device("cpu")
@@ -22,23 +20,24 @@ make_deterministic(cpu)
 
 def make(size, precision):
     ids, label = batch_of(rows, size)
-    batch = Batch(label, ids, np.ones(ids.shape, np.float32))
-    trainer = Trainer(rows, DIM, host_device_mix=True, device=cpu, l2="none", precision=precision, seed=1, log=OpLog())
+    batch = FieldsBatch(label, ids, np.ones(ids.shape, np.float32))
+    trainer = trainer_of(rows, DIM, device=cpu, precision=precision)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    deep = torch.randn(size, 39 * DIM).to(dtype).requires_grad_()
-    linear, y = torch.randn(size, requires_grad=True), torch.from_numpy(label)
+    wide = torch.randn(*ids.shape, 1).requires_grad_()
+    deep = torch.randn(*ids.shape, DIM).to(dtype).requires_grad_()
+    dense, y = torch.from_numpy(batch.dense), torch.from_numpy(label)
 
-    def dense():
+    def dense_part():
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            logits = trainer.network(linear, deep)
+            logits = trainer.model(dense, {"fields": (wide, deep)})
         loss = wide_loss(logits, y)
         trainer.adam.zero_grad()
-        deep.grad = linear.grad = None
+        deep.grad = wide.grad = None
         loss.backward()
         trainer.adam.step()
         return loss.item()
 
-    return {f"step {precision} {size}": lambda: list(trainer.train([batch])), f"dense {precision} {size}": dense}
+    return {f"step {precision} {size}": lambda: list(trainer.train([batch])), f"dense {precision} {size}": dense_part}
 
 
 ops = {}

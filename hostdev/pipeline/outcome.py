@@ -27,6 +27,7 @@ class Outcome:
         self._results: list[npt.NDArray[Any]] | None = None
         self._value: Any = None
         self._done = False
+        self.has_raised = False  # somebody has been told that it came to nothing
         self._reading = threading.Lock()
 
     def arrive(self) -> None:
@@ -43,6 +44,8 @@ class Outcome:
         with self._reading:
             if not self._done:
                 assert self._results is not None
+                self.has_raised = True
                 self._value = self._read(self._results)  # an error is made anew: one that is kept would hold its frames
+                self.has_raised = False
                 self._done, self._results = True, []
         return self._value

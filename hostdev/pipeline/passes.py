@@ -108,7 +108,6 @@ class OverlappedPass:
         window = window if update else 0
         self._line = line = Line(depth, window, number, update=update)
         self._before: int | None = None  # the batch that the caller has been given
-        self._told = False  # that the updater has failed
         self._closed = False
         flights = ahead(stages, self._take_read, window, update)
         self._threads = [
@@ -172,13 +171,8 @@ class OverlappedPass:
         self._raise_update_error()
 
     def _raise_update_error(self) -> None:
-        """Raise what has ended the updater; once: an error that is kept would hold its frames, and they it."""
-        line = self._line
-        if line.update_error is None:
-            return
-        held: list[BaseException | None] = [line.update_error]
-        line.update_error = RuntimeError("the update of an earlier batch has failed, which ends the loop")
-        self._told = True
+        """Raise what has ended the updater; it is not kept, as it holds its frames. Then the pass is to be closed."""
+        held, self._line.update_error = [self._line.update_error], None
         _raise(held)
 
     def _join_updater(self) -> None:
@@ -202,7 +196,7 @@ class OverlappedPass:
         with line.changed:
             line.read.clear()
             line.fetched.clear()
-        if not failed and not self._told:
+        if not failed:
             self._raise_update_error()  # whoever closes is told, too
         line.update_error = None
 

@@ -16,7 +16,7 @@ from hostdev.pipeline.flight import Flight, Gradients
 from hostdev.pipeline.outcome import Outcome
 from hostdev.runtime import scaling
 from hostdev.runtime.requests import Micro, Reader
-from hostdev.runtime.rows import Leaf, Order, Rows, values_of
+from hostdev.runtime.rows import Leaf, Order, Rows, flag_now, values_of
 
 
 class NonFiniteError(UserError):
@@ -131,9 +131,13 @@ class _Loop:
         except StopIteration:
             raise
         except BaseException as error:
-            self._let_go()
-            self._stack.__exit__(type(error), error, error.__traceback__)
+            self._fail(error)
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        """End the loop with an error."""
+        self._let_go()
+        self._stack.__exit__(type(error), error, error.__traceback__)
 
     def _take(self, flight: Flight) -> None:
         self._flight = flight
@@ -265,16 +269,27 @@ class TrainLoop(_Loop):
         scaling.forget(self)
 
     def submit(self) -> None:
-        """Finish the current batch now, if it has been stepped, so that an evaluation sees it."""
-        if self._flight is not None and self._was_stepped():
-            late = [leaf for group in self._leaves for leaf in group]
-            self._end_flight()
-            self._late = late
+        """Finish the current batch now, if it has been stepped, and wait for all updates, so that others see them."""
+        try:
+            with torch.inference_mode(False):  # as in `__next__`
+                if self._flight is not None and self._was_stepped():
+                    late = [leaf for group in self._leaves for leaf in group]
+                    self._end_flight()
+                    self._late = late
+                if self._pass is not None:
+                    self._pass.drain()
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def _was_stepped(self) -> bool:
         """Tell whether the body is done with the flight: an optimizer has taken its step, or the loop has none."""
         has_gradients = any(leaf.grads() for group in self._leaves for leaf in group)
         return not self._micros and has_gradients and (bool(self._stepped) or self._without > 0)
+
+    def _is_known_to_fail(self) -> bool:
+        """Tell whether the body has read that the step came to nothing: it need not be told again."""
+        return any(rows.guarded is not None and rows.guarded[1].has_raised for rows in self._rows)
 
     def _end_flight(self, *, closing: bool = False) -> None:
         if any(leaf.grads() for leaf in self._late):
@@ -282,16 +297,16 @@ class TrainLoop(_Loop):
         self._late = []
         if self._flight is None or self._pass is None:
             return
-        if closing and not self._was_stepped():
+        if closing and (not self._was_stepped() or self._is_known_to_fail()):
             return
         gradients = self._gradients()
         flight, self._flight = self._flight, None
+        self._forget()  # the rows, before more is allocated
         later = self._runtime.exchange_rates(self._rates)  # the body may have set others for the next step
         try:
             self._pass.finish(flight, gradients)
         finally:
             self._runtime.exchange_rates(later)
-        self._forget()
 
     def _gradients(self) -> Gradients:
         """Return what the flight's step has come to."""
@@ -321,7 +336,7 @@ class TrainLoop(_Loop):
                     "loss before backward(), or use a smaller learning rate", step,
                 )  # fmt: skip
 
-        return Outcome([self._flag.clone().view(1)], read, self._runtime.staging, flight.memory)
+        return Outcome([flag_now(self._flag)], read, self._runtime.staging, flight.memory)
 
     def _require_step(self) -> bool:
         """Tell whether the gradients are to be applied; ValueError where the dense side and the tables would part."""

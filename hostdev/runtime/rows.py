@@ -206,7 +206,8 @@ class Rows(Mapping[str, Value]):
     def to_host(self, tensors: Sequence[Tensor], read: Callable[[list[npt.NDArray[Any]]], Any]) -> Outcome:
         """Let small tensors of the step come to the host; nobody waits until the value is asked for with `get`.
 
-        read  makes a value of the arrays, or raises
+        tensors  not to be changed in place from now on
+        read     makes a value of the arrays, or raises
         """
         self._require_open()
         outcome = Outcome(tensors, read, self._staging, self._flight.memory)
@@ -228,7 +229,7 @@ class Rows(Mapping[str, Value]):
 
         optimizer  one that takes torch's `found_inf`, such as Adam(fused=True)
         look_at    others that are to be finite: losses, float32
-        results    small tensors for the host
+        results    small tensors for the host, not to be changed in place from now on
         read       makes the value of the outcome from these, and at their end the number, float32 [1]; it is to raise
                    an error where that is not 0, which the loop raises before the host's rows change
         """
@@ -243,7 +244,7 @@ class Rows(Mapping[str, Value]):
         # As GradScaler does, with a scale of 1: one pass, nobody waits.
         torch._amp_foreach_non_finite_check_and_unscale_([*look_at, *grads, *dense], flag, one)
         optimizer.found_inf = flag  # type: ignore[attr-defined]
-        outcome = Outcome([*results, flag.clone().view(1)], read, self._staging, self._flight.memory)
+        outcome = Outcome([*results, flag_now(flag)], read, self._staging, self._flight.memory)
         self.guarded = flag, outcome
         return outcome
 
@@ -272,6 +273,11 @@ class Rows(Mapping[str, Value]):
             raise ValueError(
                 "this batch is over: the loop has come back for the next one, or an evaluation has seen it as finished"
             )
+
+
+def flag_now(flag: Tensor) -> Tensor:
+    """Return the flag's value of this step, float32 [1]: later steps change it while it is on its way to the host."""
+    return flag.clone().view(1)
 
 
 def values_of(

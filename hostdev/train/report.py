@@ -143,11 +143,12 @@ def _op_table(ops: dict[str, dict[str, Any]]) -> list[str]:
             rows.append((f"{name} ({scope})" if scope else name, part))
     rows.sort(key=lambda row: -row[1]["total_us"])
     total = sum(times["total_us"] for _, times in rows) or 1.0
-    lines = ["", f"{'op':<28}{'calls':>8}{'mean us':>12}{'p99 us':>12}{'total s':>10}{'share':>8}{'GB/s':>8}"]
+    width = max(28, *(len(name) + 2 for name, _ in rows), 28)
+    lines = ["", f"{'op':<{width}}{'calls':>8}{'mean us':>12}{'p99 us':>12}{'total s':>10}{'share':>8}{'GB/s':>8}"]
     for name, times in rows:
         speed = f"{times['bytes'] / times['total_us'] / 1e3:8.1f}" if times["bytes"] and times["total_us"] else ""
         lines.append(
-            f"{name:<28}{times['count']:>8}{times['mean_us']:>12,.0f}{times['p99_us']:>12,.0f}"
+            f"{name:<{width}}{times['count']:>8}{times['mean_us']:>12,.0f}{times['p99_us']:>12,.0f}"
             f"{times['total_us'] / 1e6:>10.2f}{times['total_us'] / total:>8.1%}{speed}"
         )
     return lines

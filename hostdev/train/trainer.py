@@ -128,7 +128,7 @@ class Trainer:
         self.model = model.to(self.runtime.device)
         self.adam = torch.optim.Adam(model.parameters(), lr=lr or model.lr, eps=DENSE_EPS, fused=True)
         self._start_adam()
-        self._forward = Primitive("DenseForward", self._objective, scope="network", log=log)
+        self._forward = Primitive("DenseForward", _objective, scope="network", log=log)  # no cycle: tables go with it
         self._backward = Primitive("DenseBackward", Tensor.backward, scope="network", log=log)
         self._adam_step = Primitive("Adam", self.adam.step, scope="network", log=log)
         if l2 == "table":
@@ -181,7 +181,7 @@ class Trainer:
         if self._l2 == "table":
             self.runtime.write_back()  # the table is read as a whole
         with self.timeline.span("forward", rows.number):
-            wide, objective, deep = self._forward(rows, dense, label)
+            wide, objective, deep = self._forward(self, rows, dense, label)
         squares = self._table_l2() if self._l2 == "table" else None
         self.adam.zero_grad()
         with self.timeline.span("backward", rows.number):
@@ -198,7 +198,7 @@ class Trainer:
             self._adam_step()
         return outcome
 
-    def _objective(self, rows: Rows, dense: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def objective(self, rows: Rows, dense: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the wide loss, what to differentiate (the deep loss, whose gradient is both losses'), its value."""
         wide = wide_loss(self._logits(dense, rows), label)
         if self._l2 == "none":
@@ -237,6 +237,10 @@ class Trainer:
         """Return the digest of the tables and of the dense side."""
         self.runtime.write_back()
         return state_sha256(self.tables.values(), self.model, self.adam)
+
+
+def _objective(trainer: Trainer, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return trainer.objective(*arguments)
 
 
 def _sent(batch: Batch) -> tuple[Batch, Tensor, Tensor]:

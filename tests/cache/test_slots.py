@@ -96,6 +96,7 @@ def test_an_accelerator_keeps_memory_for_the_rest(monkeypatch):
     table = HostTable(1000, 4, SGD(), name="t")
     monkeypatch.setattr(backend, "free_bytes", lambda device: (256 << 20) + 16 * 500)
     EmbeddingCache(table, 600)  # on the CPU all that is free
+    monkeypatch.setattr(cache_module, "require", torch.device)
     message = (
         r"needs 8016 bytes .*, but 8000 bytes .* of cuda:0 memory are free for one, beside a tenth and at least 256"
     )

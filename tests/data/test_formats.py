@@ -11,7 +11,8 @@ from pyarrow import feather
 
 from tests.data import twins
 
-TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0|"), max_size=5)
+# Python's csv module leaves a carriage return unquoted where lines end otherwise, and other readers take it for a line end.
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0|\r"), max_size=5)
 WORDS = st.sampled_from(["a", "b", "Été", 'q"q', "c,d", "e\tf", "g\nh", " i ", "NA", "0", "05", ""])
 
 

@@ -1,0 +1,437 @@
+"""How a loop ends: breaks, errors anywhere, Ctrl-C, loops that are kept or dropped; and what is left of it."""
+
+import contextlib
+import gc
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import hostdev
+from hostdev import UserError
+from tests.conftest import ROOT
+from tests.runtime.cases import CACHES, ROWS, Case, batches_of, differing, ids, loss_of, send, tables_state, threads
+
+SETTINGS = [(0, None), (0, "20%"), (1, None), (2, CACHES[2]), (4, "20%")]
+overlapped = pytest.mark.parametrize(("depth", "cache"), SETTINGS)
+
+
+class BodyError(Exception):
+    """Of the loop's body."""
+
+
+def wanted_of(device, batches):
+    return Case(device, options={"depth": 0}).train(batches).state()
+
+
+@overlapped
+def test_breaking_off(device, depth, cache):
+    """What has been stepped is in the tables, and the next loop goes on from there."""
+    batches = batches_of(12)
+    case = Case(device, options={"depth": depth, "cache": cache})
+    for label, rows in case.loop(batches):
+        case.step(label, rows)  # of 4, the last one's as well
+        if rows.step == 4:
+            break
+    assert case.tables["users"].step == 4
+    for label, rows in case.loop(batches[4:]):
+        if rows.step == 3:
+            break  # before its step
+        case.step(label, rows)
+    assert case.tables["users"].step == 6
+    for label, rows in case.loop(batches[6:]):
+        case.adam.zero_grad()
+        loss_of(case.model, rows, label).backward()
+        if rows.step == 3:
+            break  # after backward, before its step
+        case.adam.step()
+    for label, rows in itertools.islice(case.loop(batches[8:]), 4):
+        case.step(label, rows)
+    assert threads() == set()
+    assert differing(case.state(), wanted_of(device, batches)) == []
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("where", ["before", "between", "after"])
+@overlapped
+def test_an_error_in_the_body(device, depth, cache, where, first):
+    """Between backward and the optimizer's step, before both or after; in the first batch, when no step is known."""
+    batches = batches_of(7)
+    at = 1 if first else 4
+    case = Case(device, options={"depth": depth, "cache": cache})
+    with pytest.raises(BodyError):
+        for label, rows in case.loop(batches):
+            if rows.step == at and where == "before":
+                raise BodyError
+            case.adam.zero_grad()
+            loss_of(case.model, rows, label).backward()
+            if rows.step == at and where == "between":
+                raise BodyError
+            case.adam.step()
+            if rows.step == at:
+                raise BodyError
+    done = at if where == "after" else at - 1
+    assert case.tables["users"].step == done
+    assert threads() == set()
+    case.train(batches[done:])
+    assert differing(case.state(), wanted_of(device, batches)) == []
+
+
+def test_a_loop_without_an_optimizer():
+    """Its batches count as stepped from the second on, when it is known that none comes."""
+    for count in (1, 2, 5):
+        case = Case()
+        for _, rows in itertools.islice(case.loop(batches_of(6)), count):
+            rows["user"].sum().backward()
+        assert case.tables["users"].step == (count if count > 1 else 0)
+    case = Case()
+    for _, rows in case.loop(batches_of(3)):
+        rows["user"].sum().backward()
+    assert case.tables["users"].step == 3
+
+
+@pytest.mark.parametrize("where", ["loader", "ids", "send", "iter"])
+@overlapped
+def test_an_error_before_the_step_comes_in_its_turn(device, depth, cache, where):
+    """However slow the steps: the batches before it are stepped."""
+    batches = batches_of(8)
+
+    def fail(batch):
+        if batch is batches[5]:
+            raise OSError(f"in the {where}")
+
+    def loader():
+        for batch in batches:
+            if where == "loader":
+                fail(batch)
+            yield batch
+
+    class Loader:
+        def __iter__(self):
+            raise OSError("in the iter")
+
+    def ids_of(batch):
+        if where == "ids":
+            fail(batch)
+        return ids(batch)
+
+    def send_of(batch):
+        if where == "send":
+            fail(batch)
+        return send(batch)
+
+    case = Case(device, options={"depth": depth, "cache": cache})
+    with pytest.raises(OSError, match=f"in the {where}"):
+        for label, rows in case.runtime.train(Loader() if where == "iter" else loader(), ids=ids_of, send=send_of):
+            time.sleep(0.003)
+            case.step(label, rows)
+    done = 0 if where == "iter" else 5
+    assert case.tables["users"].step == done
+    assert threads() == set()
+    case.train(batches[done:])
+    assert differing(case.state(), wanted_of(device, batches)) == []
+
+
+@pytest.mark.parametrize("stage", ["unique", "plan", "lookup", "send", "step", "update", "lookup late"])
+@overlapped
+def test_an_error_in_a_stage(device, depth, cache, stage):
+    """Before a step it leaves the batches before; in an update, whatever: but threads end, and a loop goes on."""
+    batches, failed = batches_of(10), []
+
+    def fail(at, number):
+        if at == stage and number >= 5 and not failed:
+            failed.append(number)
+            raise OSError(f"in {stage}")
+
+    case = Case(device, options={"depth": depth, "cache": cache, "before_stage": fail})
+    try:
+        case.train(batches)
+    except OSError as error:
+        assert str(error) == f"in {stage}"
+    assert bool(failed) == (case.tables["users"].step < 10)
+    assert failed or stage in ("plan", "lookup late")  # which not every setting has
+    assert threads() == set()
+    done = case.tables["users"].step
+    if stage not in ("update", "lookup late"):  # of which the cached rows may be ahead
+        assert tables_state(case.tables.values()) == tables_of_steps(device, batches, done)
+    case.train(batches)
+    assert case.tables["users"].step == done + 10
+
+
+def tables_of_steps(device, batches, done):
+    return tables_state(Case(device, options={"depth": 0}).train(batches[:done]).tables.values())
+
+
+@overlapped
+def test_ctrl_c_in_the_body(device, depth, cache):
+    batches = batches_of(8)
+    case = Case(device, options={"depth": depth, "cache": cache})
+    with pytest.raises(KeyboardInterrupt):
+        for label, rows in case.loop(batches):
+            case.step(label, rows)
+            if rows.step == 3:
+                raise KeyboardInterrupt
+    case.train(batches[3:])
+    assert differing(case.state(), wanted_of(device, batches)) == []
+
+
+@pytest.mark.parametrize(("depth", "cache"), [(1, None), (2, hostdev.CacheSpec("20%", "lru"))])
+def test_ctrl_c_while_the_loop_waits(device, depth, cache):
+    """A real interrupt, while the loop waits for a loader that is slow."""
+    batches, stepped, over = batches_of(8), threading.Event(), threading.Event()
+
+    def loader():
+        yield from batches[:3]
+        assert stepped.wait(30)
+        time.sleep(0.05)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        assert over.wait(30)
+        yield from batches[3:]
+
+    case = Case(device, options={"depth": depth, "cache": cache})
+    with pytest.raises(KeyboardInterrupt):
+        for label, rows in case.loop(loader()):
+            case.step(label, rows)
+            if rows.step == 3:
+                stepped.set()
+    over.set()
+    assert case.tables["users"].step == 3
+    _until(lambda: threads() == set())
+    case.train(batches[3:])
+    assert differing(case.state(), wanted_of(device, batches)) == []
+
+
+def _until(ready):
+    for _ in range(1000):
+        if ready():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it does not come")
+
+
+@pytest.mark.parametrize("stage", ["step", "lookup"])
+def test_ctrl_c_in_a_stage_of_the_callers_thread(device, stage):
+    batches = batches_of(6)
+
+    def interrupt(at, number):
+        if at == stage and number == 4:
+            raise KeyboardInterrupt
+
+    case = Case(device, options={"depth": 0, "cache": "20%", "before_stage": interrupt})
+    with pytest.raises(KeyboardInterrupt):
+        case.train(batches)
+    assert case.tables["users"].step == 3
+    assert tables_state(case.tables.values()) == tables_of_steps(device, batches, 3)
+
+
+@overlapped
+def test_a_loop_that_is_kept(device, depth, cache):
+    """It may be gone on with; another one cannot begin beside it; it is closed by hand or by `with`."""
+    batches = batches_of(9)
+    case = Case(device, options={"depth": depth, "cache": cache})
+    loop = case.loop(batches)
+    for label, rows in loop:
+        case.step(label, rows)
+        if rows.step == 2:
+            break
+    with pytest.raises(ValueError, match=r"a loop over `train` is open; end it, or call its close\(\)"):
+        next(case.loop(batches))
+    for label, rows in loop:
+        case.step(label, rows)
+        if rows.step == 4:
+            break
+    loop.close()
+    loop.close()
+    assert next(loop, None) is None
+    with pytest.raises(ValueError, match=r"this loop is over; call runtime.train\(...\) or predict\(...\) again"):
+        iter(loop)
+    with case.loop(batches[4:]) as loop:
+        case.step(*next(loop))
+    with contextlib.suppress(BodyError), case.loop(batches[5:]) as loop:
+        case.step(*next(loop))
+        raise BodyError
+    loop = case.loop(batches[6:])
+    for label, rows in loop:
+        case.step(label, rows)
+    with pytest.raises(ValueError, match="this loop is over"):  # as in a second epoch
+        list(loop)
+    assert differing(case.state(), wanted_of(device, batches)) == []
+
+
+@overlapped
+def test_a_loop_that_is_dropped(device, depth, cache):
+    """It ends when nobody holds it, without the garbage collector; or with it, where it is in a cycle."""
+    batches = batches_of(6)
+    case = Case(device, options={"depth": depth, "cache": cache})
+    gc.disable()
+    try:
+        loop = case.loop(batches)
+        case.step(*next(loop))
+        del loop
+        assert threads() == set()
+        loop = case.loop(batches[1:])
+        case.step(*next(loop))
+        loop.itself = loop
+        del loop
+    finally:
+        gc.enable()
+    gc.collect()
+    assert threads() == set()
+    case.train(batches[2:])
+    assert differing(case.state(), wanted_of(device, batches)) == []
+    case.loop(batches)  # never begun
+
+
+def test_rows_of_a_batch_that_is_over():
+    case = Case()
+    kept = [rows for _, rows in case.loop(batches_of(2))]
+    for use in (
+        lambda rows: rows["user"], lambda rows: dict(rows), lambda rows: rows.parameters(),
+        lambda rows: rows.unique("users"), lambda rows: rows.to_host([torch.ones(1)], list), lambda rows: "user" in rows,  # noqa: E501
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="this batch is over: the loop has come back for the next one"):
+            use(kept[0])
+    assert [rows.step for rows in kept] == [1, 2]
+    assert all(rows.is_due for rows in kept)
+    for _, rows in case.loop(batches_of(1)):
+        with pytest.raises(KeyError, match="no feature 'itme'; there are user, item, history, words"):
+            rows["itme"]
+        assert list(rows) == ["user", "item", "history", "words"]
+        assert len(rows) == 4
+
+
+def test_a_loop_of_another_thread():
+    case, errors = Case(), []
+    loop = case.loop(batches_of(2))
+
+    def go_on():
+        try:
+            next(loop)
+        except ValueError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    thread.join()
+    assert errors == ["one thread goes through a loop: the one that has made it"]
+    for label, rows in loop:
+        case.step(label, rows)
+    assert case.tables["users"].step == 2
+
+
+SCRIPT = """
+import numpy as np, torch, hostdev
+table = hostdev.HostTable(100, 8, hostdev.SGD(lr=0.1), name="t")
+runtime = hostdev.Runtime({"ids": table}, device="cpu", depth=2, cache="10%")
+loops = [runtime.train({"ids": np.arange(10)} for _ in range(50))]
+for batch, rows in loops[0]:
+    rows["ids"].sum().backward()
+    if rows.step == 3:
+        break
+print("end")
+"""
+
+
+def test_a_program_that_ends_within_a_loop():
+    found = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert (found.returncode, found.stdout, found.stderr) == (0, "end\n", "")
+
+
+class Label(np.ndarray):
+    """A batch's part to which weak references are possible."""
+
+    __hash__ = object.__hash__
+
+
+@pytest.mark.parametrize(("depth", "window"), [(0, None), (0, 3), (1, None), (4, None), (2, 3)])
+def test_memory_is_bounded(depth, window):
+    """At most depth + 2 batches are alive, and those of which only the ids are known, whichever stage is slow."""
+    alive, most = weakref.WeakSet(), []
+    batches = batches_of(6)
+
+    def loader():
+        for number in range(120):
+            batch = batches[number % 6]
+            label = batch["label"].view(Label).copy()
+            alive.add(label)
+            most.append(len(alive))
+            yield {**batch, "label": label}
+            del label, batch
+
+    def hold_up(stage, number):
+        time.sleep(0.001 * (stage == ("step", "update", "unique", "send")[number // 30 % 4]))
+
+    cache = None if window is None else hostdev.CacheSpec("20%", window=window)
+    case = Case(options={"depth": depth, "cache": cache, "before_stage": hold_up})
+    loop = case.runtime.train(loader(), ids=ids)
+    for _ in range(120):
+        case.step(*_label_of(next(loop)))
+    assert next(loop, None) is None
+    assert max(most) <= (depth + 2 if depth else 1) + (window or 0)
+    assert len(alive) == 0
+
+
+def _label_of(item):
+    return torch.from_numpy(np.array(item[0]["label"])), item[1]
+
+
+@pytest.mark.parametrize(("depth", "cache"), [(0, None), (0, "20%"), (2, None), (2, "20%")])
+@pytest.mark.parametrize("end", ["well", "break", "body", "loader", "stage", "not finite", "late"])
+def test_tables_go_with_the_runtime(device, depth, cache, end):
+    """Nobody has to wait for the garbage collector to get many GiB back."""
+    Case(device).train(batches_of(1))  # torch's first steps in a process leave frames behind
+    gc.collect()
+    gc.disable()
+    try:
+        held = _train_to_the(end, device, depth, cache)
+        assert [reference() for reference in held] == [None] * len(held)
+    finally:
+        gc.enable()
+
+
+def _train_to_the(end, device, depth, cache):
+    def loader():
+        yield from batches_of(6)
+        if end == "loader":
+            raise UserError("damaged")
+
+    def fail(stage, number):
+        if (end, stage) in (("stage", "lookup"), ("late", "update")) and number == 3:
+            raise UserError(f"in {stage}")
+
+    case = Case(device, options={"depth": depth, "cache": cache, "before_stage": fail})
+    for _ in case.runtime.predict(batches_of(2), ids=ids):
+        pass
+    error = None
+    try:
+        for label, rows in case.loop(loader()):
+            if end == "not finite" and rows.step == 4:
+                label = label * float("nan")
+            case.step(label, rows)
+            if rows.step == 3 and end == "break":
+                break
+            if rows.step == 3 and end == "body":
+                raise UserError("of the body")
+    except UserError as caught:
+        error = str(caught)
+    assert (error is None) == (end in ("well", "break"))
+    case.runtime.predict(batches_of(1))
+    label = rows = None
+    held = [weakref.ref(case.tables[name]) for name in ROWS]
+    return [*held, weakref.ref(case.runtime), weakref.ref(case.runtime.pipeline)]
+
+
+def test_the_file_is_where_it_says():
+    assert Path(hostdev.__file__).resolve().parent.parent == ROOT

@@ -1,0 +1,165 @@
+"""Gradients that are not finite change no row: not in their step, nor in those queued behind it before it is known."""
+
+import pytest
+import torch
+
+from hostdev import UserError
+from hostdev.runtime.loop import NonFiniteError
+from tests.runtime.cases import CACHES, Case, batches_of, differing, ids, loss_of, send, tables_state
+
+SETTINGS = [(0, None), (0, "20%"), (1, None), (2, "20%"), (4, CACHES[2])]
+overlapped = pytest.mark.parametrize(("depth", "cache"), SETTINGS)
+PLACES = pytest.mark.parametrize("on_device", [(), ("users", "words")], ids=["host", "both sides"])
+
+
+def spoiled(rows, at, value):
+    """Let the gradient of one row of a table be infinite, or not a number, after `backward`."""
+    leaf = next(leaf for leaf in rows.leaves if leaf.table.name == at)
+    leaf.rows.grad[len(leaf.rows) // 2, 0] = value
+
+
+@pytest.mark.parametrize(("at", "value"), [("users", float("nan")), ("first", float("inf")), ("words", -float("inf"))])
+@PLACES
+@overlapped
+def test_no_row_is_changed(device, depth, cache, on_device, at, value):
+    """Of any table; and the loop can be begun again."""
+    batches = batches_of(8)
+    case = Case(device, on_device=on_device, options={"depth": depth, "cache": cache if not on_device else None})
+    with pytest.raises(NonFiniteError) as caught:
+        for label, rows in case.loop(batches):
+            case.adam.zero_grad()
+            loss_of(case.model, rows, label).backward()
+            if rows.step == 4:
+                spoiled(rows, at, value)
+            case.adam.step()
+    assert caught.value.step == 4
+    assert str(caught.value) == (
+        "step 4: a gradient of the rows of 'users', 'items', 'first', 'words' is not finite; no row was updated. Look "
+        "at the loss before backward(), or use a smaller learning rate"
+    )
+    wanted = Case(device).train(batches[:3])
+    assert tables_state(case.tables.values()) == tables_state(wanted.tables.values())
+    assert isinstance(caught.value, UserError)
+    case.train(batches[:2])
+    assert case.tables["users"].step == 5
+
+
+@overlapped
+def test_the_last_batch_and_a_loop_that_is_closed(device, depth, cache):
+    """It is told at the end of the loop, or by `with`, and to an evaluation in between."""
+    batches = batches_of(5)
+    wanted = tables_state(Case(device).train(batches[:4]).tables.values())
+    for end in ("loop", "with", "evaluation"):
+        case = Case(device, options={"depth": depth, "cache": cache})
+        with pytest.raises(NonFiniteError, match="step 5: a gradient"), case.loop(batches) as loop:
+            for label, rows in loop:
+                case.step(label * float("nan") if rows.step == 5 else label, rows)
+                if rows.step == 5 and end == "with":
+                    break
+                if rows.step == 5 and end == "evaluation":
+                    case.runtime.look_up(ids(batches[0]))
+        assert tables_state(case.tables.values()) == wanted
+
+
+@overlapped
+def test_an_error_that_is_told_elsewhere_ends_the_loop(device, depth, cache):
+    """By writing back in the middle, and caught there."""
+    batches, steps, caught = batches_of(6), 0, 0
+    case = Case(device, options={"depth": depth, "cache": cache})
+    for label, rows in case.loop(batches):
+        case.step(label * float("nan") if rows.step == 2 else label, rows)
+        steps += 1
+        try:
+            case.runtime.write_back()
+        except NonFiniteError:
+            caught += 1
+    assert (steps, caught) == (2, 1)
+    wanted = Case(device).train(batches[:1])
+    assert tables_state(case.tables.values()) == tables_state(wanted.tables.values())
+
+
+def guarded(case, batches, spoil, *, only=None):
+    """A loop whose steps are guarded on the device; returns the losses."""
+
+    def read(results):
+        if results[1][0]:
+            raise NonFiniteError(f"step {len(outcomes) - 1} or so")
+        return float(results[0][0])
+
+    outcomes = []
+    for label, rows in case.loop(batches):
+        loss = loss_of(case.model, rows, label)
+        case.adam.zero_grad()
+        loss.backward()
+        if rows.step == 4:
+            spoil(rows, loss)
+        if only is None or rows.step in only:
+            outcomes.append(rows.guard(case.adam, [loss.detach()], [loss.detach().view(1)], read))
+        case.adam.step()
+    return [outcome.get() for outcome in outcomes]
+
+
+@pytest.mark.parametrize("where", ["dense", "rows", "loss"])
+@PLACES
+@overlapped
+def test_a_guarded_step(device, depth, cache, on_device, where):
+    """The dense side and the tables stop together, wherever the gradient is; then both go on."""
+    batches = batches_of(8)
+    options = {"depth": depth, "cache": cache if not on_device else None}
+    case = Case(device, on_device=on_device, options=options, adam={"fused": True})
+
+    def spoil(rows, loss):
+        if where == "dense":
+            case.model.top.bias.grad[0] = float("nan")
+        elif where == "rows":
+            spoiled(rows, "words", float("inf"))
+        else:
+            loss.data.fill_(float("nan"))
+
+    with pytest.raises(NonFiniteError, match="or so"):
+        guarded(case, batches, spoil)
+    wanted = Case(device, adam={"fused": True}).train(batches[:3])
+    assert differing(case.state(), wanted.state()) == []
+    assert not hasattr(case.adam, "found_inf")
+    case.train(batches[3:5])
+    wanted.train(batches[3:5])
+    assert differing(case.state(), wanted.state()) == []
+
+
+@overlapped
+def test_a_guard_changes_no_bit(device, depth, cache):
+    batches = batches_of(6)
+    case = Case(device, options={"depth": depth, "cache": cache}, adam={"fused": True})
+    losses = guarded(case, batches, lambda rows, loss: None, only={1, 2, 5, 6})
+    wanted = Case(device, adam={"fused": True}).train(batches)
+    assert differing(case.state(), wanted.state()) == []
+    assert losses == [float(wanted.losses[number]) for number in (0, 1, 4, 5)]
+
+
+def test_a_guard_needs_an_optimizer_that_can_wait():
+    case = Case()
+    for label, rows in case.loop(batches_of(1)):
+        loss_of(case.model, rows, label).backward()
+        with pytest.raises(ValueError, match="Adam takes no found_inf; use one of torch's with fused=True"):
+            rows.guard(case.adam, [], [], list)
+
+
+def test_results_on_their_way(device):
+    """Small tensors come to the host without anybody waiting; any value, and errors, as often as they are asked for."""
+    case, outcomes = Case(device), []
+    for label, rows in case.loop(batches_of(3)):
+        loss = loss_of(case.model, rows, label)
+        loss.backward()
+        outcomes.append(rows.to_host([loss.detach(), label.sum()], lambda arrays: [float(array) for array in arrays]))
+        case.adam.step()
+        case.losses.append(float(loss.detach()))
+    labels = [float(send(batch).sum()) for batch in batches_of(3)]
+    for _ in range(2):
+        assert [outcome.get() for outcome in outcomes] == [list(pair) for pair in zip(case.losses, labels, strict=True)]
+    with pytest.raises(ValueError, match="this batch is over"):
+        rows.to_host([torch.ones(1)], list)
+    for _, rows in case.loop(batches_of(1)):
+        outcome = rows.to_host([torch.ones(1, device=device)], lambda arrays: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            outcome.get()

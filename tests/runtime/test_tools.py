@@ -1,0 +1,431 @@
+"""What torch has for loops: scaling of losses, clipping, autocast, compiled models, several losses, copies of a model."""  # noqa: E501
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+
+from tests.runtime.cases import CACHES, Case, Twin, batches_of, differing, loss_of, send, sgd, tables_state
+
+FUSED = pytest.mark.parametrize("fused", [False, True])
+
+
+def scaled(case, batches, scaler, *, clip=False, spoil=None):
+    """A loop with a GradScaler, as in torch's examples."""
+    for label, rows in case.loop(batches):
+        loss = loss_of(case.model, rows, label)
+        case.adam.zero_grad()
+        if spoil is not None:
+            loss = spoil(rows, loss)
+        scaler.scale(loss).backward()
+        if clip:
+            scaler.unscale_(case.adam)
+            clip_grad_norm_([*case.model.parameters(), *rows.parameters()], 0.2)
+        scaler.step(case.adam)
+        scaler.update()
+    return case
+
+
+def scaler_of(device, scale=2.0**16, **options):
+    return GradScaler(device.type, scale, growth_interval=3, **options)
+
+
+@FUSED
+def test_a_scaler_changes_no_bit(device, fused):
+    """Powers of two are exact; the scale grows in between."""
+    batches = batches_of(7)
+    wanted = Case(device, adam={"fused": fused}, options={"depth": 0}).train(batches).state()
+    for cache in CACHES:
+        for enabled in (True, False):
+            case = Case(device, adam={"fused": fused}, options={"cache": cache})
+            scaler = scaler_of(device, enabled=enabled)
+            assert differing(scaled(case, batches, scaler).state(), wanted) == []
+            assert scaler.get_scale() == (2.0**18 if enabled else 1.0)
+
+
+@FUSED
+@pytest.mark.parametrize("where", ["dense", "rows", "a row alone"])
+def test_a_step_that_overflows_is_skipped(device, fused, where):
+    """The dense side and the tables, whichever has the gradient that is not finite; the scale is lowered."""
+    batches = batches_of(6)
+
+    def spoil(rows, loss):
+        if rows.step not in (1, 4):
+            return loss
+        if where == "rows":
+            return loss + (rows["user"] * 3e38).sum()
+        if where == "a row alone":
+            return loss + (rows["words"] * 3e38)[0, 0]
+        return loss + (case.model.top.weight * 3e38).sum()
+
+    wanted = Case(device, adam={"fused": fused}).train(b for n, b in enumerate(batches) if n not in (0, 3)).state()
+    for cache in CACHES[:2]:
+        case = Case(device, adam={"fused": fused}, options={"cache": cache})
+        scaler = scaler_of(device, 2.0**10)
+        scaled(case, batches, scaler, spoil=spoil)
+        assert differing(case.state(), wanted) == []
+        assert scaler.get_scale() == 2.0**8
+
+
+def test_a_scaler_in_a_loop_without_an_optimizer():
+    """Nobody calls `scaler.step`; the tables' gradients are divided all the same, and the next update is told."""
+    batches, states, scaler = batches_of(5), [], None
+    for scaler in (None, scaler_of(torch.device("cpu"), 2.0**10)):
+        case = Case(optimizer=sgd)
+        for _, rows in case.loop(batches):
+            loss = rows["user"].square().sum() + rows["words"].exp().sum()
+            if scaler is None:
+                if rows.step != 2:
+                    loss.backward()
+                continue
+            scaler.scale(loss * (3e38 if rows.step == 2 else 1)).backward()
+        states.append(tables_state(case.tables.values()))
+    assert differing(*states) == []
+    scaler.update()
+    assert scaler.get_scale() == 2.0**9
+
+
+def test_gradients_that_were_not_to_add_up_with_a_scaler():
+    case, scaler = Case(), scaler_of(torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"runtime.train\(..., accumulate=N\)"):
+        for label, rows in case.loop(batches_of(4)):
+            scaler.scale(loss_of(case.model, rows, label)).backward()
+            if rows.step % 2:
+                scaler.step(case.adam)
+                scaler.update()
+
+
+def test_losses_that_were_scaled_differently():
+    case = Case()
+    one, two = GradScaler("cpu", 4.0), GradScaler("cpu", 8.0)
+    with pytest.raises(ValueError, match="the losses of one step were scaled differently; use one GradScaler"):
+        for _, rows in case.loop(batches_of(2)):
+            one.scale(rows["user"].sum()).backward()
+            two.scale(rows["words"].sum()).backward()
+
+
+def test_a_scaler_and_gradients_that_add_up(device):
+    batches, states = batches_of(5), []
+    for scaler in (GradScaler(device.type, enabled=False), scaler_of(device)):
+        case = Case(device, options={"cache": "20%"})
+        for label, rows in case.loop(batches, accumulate=2):
+            scaler.scale(loss_of(case.model, rows, label)).backward()
+            if rows.is_due:
+                scaler.step(case.adam)
+                scaler.update()
+                case.adam.zero_grad()
+        states.append(case.state())
+    assert differing(*states) == []
+    assert case.tables["users"].step == 3
+
+
+def clipped(case, batches, norms, most=0.05):
+    for label, rows in case.loop(batches):
+        loss = loss_of(case.model, rows, label)
+        case.adam.zero_grad()
+        loss.backward()
+        norms.append(clip_grad_norm_([*case.model.parameters(), *rows.parameters()], most))
+        case.adam.step()
+    return case
+
+
+def test_clipping_over_the_whole_model(device):
+    """As torch does with the tables as parameters; the same bits with caches of any size."""
+    batches, norms, expected = batches_of(6), [], []
+    case = Case(device, sgd)
+    twin, plain = Twin(case.tables), Case()
+    rates = torch.optim.SGD(twin.parameters(), lr=0.3)
+    for batch in batches:
+        rates.zero_grad()
+        plain.adam.zero_grad()
+        loss_of(plain.model, twin(batch), send(batch)).backward()
+        expected.append(clip_grad_norm_([*plain.model.parameters(), *twin.parameters()], 0.05))
+        rates.step()
+        plain.adam.step()
+    clipped(case, batches, norms)
+    twin.assert_close(case.tables)
+    torch.testing.assert_close(torch.stack(norms).cpu(), torch.stack(expected))
+    assert min(norms) > 0.1
+
+    wanted = None
+    for cache in (None, 3, "20%", "100%"):
+        for depth in (0, 2):
+            found, other = [], Case(device, options={"cache": cache, "depth": depth})
+            state = clipped(other, batches, found).state()
+            wanted = wanted or (state, found)
+            assert differing(state, wanted[0]) == []
+            assert [x.item() for x in found] == [x.item() for x in wanted[1]]
+
+
+@FUSED
+def test_clipping_of_scaled_gradients(device, fused):
+    batches = batches_of(5)
+    states = []
+    for cache in (None, "20%"):
+        for scaler in (scaler_of(device, enabled=False), scaler_of(device)):
+            case = Case(device, adam={"fused": fused}, options={"cache": cache})
+            states.append(scaled(case, batches, scaler, clip=True).state())
+    assert [differing(state, states[0]) for state in states] == [[]] * 4
+
+
+def test_a_clip_that_leaves_the_rows_out():
+    case = Case()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for label, rows in case.loop(batches_of(4)):
+            loss_of(case.model, rows, label).backward()
+            clip_grad_norm_(case.model.parameters(), 1.0)
+            case.adam.step()
+    assert len(caught) == 1
+    assert "clip_grad_norm_ was not given the rows of the batch" in str(caught[0].message)
+    assert caught[0].filename == __file__
+    clip_grad_norm_(case.model.parameters(), 1.0)  # no loop is open
+    for label, rows in case.loop(batches_of(2)):
+        with torch.no_grad():
+            loss_of(case.model, rows, label)
+        clip_grad_norm_(case.model.parameters(), 1.0)  # and no row has a gradient
+
+
+@pytest.mark.parametrize("when", ["before", "between", "after each"])
+def test_parameters_that_were_asked_for_early(device, when):
+    """Before a backward pass, or between two: gradients come to them all the same, with a cache and without."""
+    batches, wanted = batches_of(5), None
+    for cache in CACHES:
+        case, norms = Case(device, options={"cache": cache}), []
+        for label, rows in case.loop(batches):
+            case.adam.zero_grad()
+            asked = rows.parameters() if when == "before" else None
+            loss_of(case.model, rows, label).backward()
+            if when != "before":
+                asked = rows.parameters()
+                norms.append(clip_grad_norm_(asked, 0.01).item())
+            rows["user"].square().sum().backward()
+            rows["history"].sum().backward()
+            if when == "after each":
+                assert all(one is other for one, other in zip(asked, rows.parameters(), strict=True))
+            norms.append(clip_grad_norm_([*case.model.parameters(), *asked], 0.05).item())
+            case.adam.step()
+        wanted = wanted or (case.state(), norms)
+        assert differing(case.state(), wanted[0]) == []
+        assert norms == wanted[1]
+
+
+def test_gradients_that_are_put_there_by_hand(device):
+    """In place, or as a tensor in another layout."""
+    states = []
+    for cache in (None, "20%"):
+        case = Case(device, sgd, options={"cache": cache})
+        for label, rows in case.loop(batches_of(3)):
+            loss_of(case.model, rows, label).backward()
+            for parameter in rows.parameters():
+                parameter.grad.mul_(2.0)
+                parameter.grad = (parameter.grad + 1.0).T.contiguous().T
+            case.adam.step()
+        states.append(case.state())
+    assert differing(*states) == []
+
+
+def test_bfloat16_autocast(device):
+    """The model's arithmetic alone; bits do not depend on depth and cache."""
+    batches, states = batches_of(5), []
+    for depth, cache in [(0, None), (2, None), (2, "20%")]:
+        case = Case(device, options={"depth": depth, "cache": cache})
+        with torch.autocast("cpu", torch.bfloat16):  # around the whole loop, as some do
+            for label, rows in case.loop(batches):
+                assert rows["user"].dtype == torch.float32
+                with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "standin"):
+                    case.step(label, rows)
+        states.append(case.state())
+    assert [differing(state, states[0]) for state in states] == [[]] * 3
+    if device.type == "cpu":
+        assert differing(Case(device).train(batches).state(), states[0]) != []
+
+
+def test_a_compiled_model():
+    """It is compiled once, also where bags have another number of ids in each batch."""
+
+    class Bags(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, rows):
+            return self.layer(rows["ids"]).square().mean() + rows["user"].sum()
+
+    def run(compiled):
+        case = Case(options={"cache": "20%"})
+        model = Bags()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.1)
+        called = torch.compile(model, backend=counted, dynamic=True) if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        runtime = type(case.runtime)({"ids": case.tables["words"], "user": case.tables["users"]}, cache="20%")
+        batches = [{"ids": b["words"].values, "user": b["user"]} for b in batches_of(12)]
+        for _, rows in runtime.train(batches):
+            optimizer.zero_grad()
+            called(rows).backward()
+            optimizer.step()
+        return tables_state(case.tables.values()) | {
+            n: p.detach().numpy().tobytes() for n, p in model.named_parameters()
+        }
+
+    compilations = []
+
+    def counted(graph, inputs):
+        compilations.append(graph)
+        return aot(graph, inputs)
+
+    from torch._dynamo.backends.debugging import aot_eager as aot
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of modules that it imports
+        states = [run(False), run(True)]
+    assert differing(*states) == []
+    assert len(compilations) <= 3
+
+
+def test_checkpointed_activations():
+    batches, states = batches_of(4), []
+    for reentrant in (None, False, True):
+        case = Case()
+        for _label, rows in case.loop(batches):
+            case.adam.zero_grad()
+            hidden = torch.cat([rows["user"], rows["item"][0], rows["history"], rows["words"]], 1)
+            logits = case.model.top(hidden) if reentrant is None else checkpoint(
+                case.model.top, hidden, use_reentrant=reentrant
+            )  # fmt: skip
+            (logits.sum() + rows["item"][1].sum()).backward()
+            case.adam.step()
+        states.append(case.state())
+    assert [differing(state, states[0]) for state in states] == [[]] * 3
+
+
+def test_several_losses(device):
+    """One after the other on different features, without retain_graph; the same graph twice with it."""
+    for cache in (None, "20%"):
+        case = Case(device, sgd, options={"cache": cache})
+        twin = Twin(case.tables)
+        plain = torch.optim.SGD(twin.parameters(), lr=0.3)
+        batches = batches_of(4)
+        for _, rows in case.loop(batches):
+            (rows["item"][0].square().sum() + rows["user"].sum()).backward()
+            rows["history"].sin().sum().backward()  # of the same table as the item
+            rows["item"][1].exp().sum().backward()
+            loss = rows["words"].square().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        for batch in batches:
+            rows = twin(batch)
+            plain.zero_grad()
+            (rows["item"][0].square().sum() + rows["user"].sum()).backward()
+            rows["history"].sin().sum().backward()
+            rows["item"][1].exp().sum().backward()
+            (2 * rows["words"].square().sum()).backward()
+            plain.step()
+        twin.assert_close(case.tables)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True")
+def test_a_gradient_of_a_gradient_is_refused(device):
+    for cache in (None, "20%"):
+        case = Case(device, options={"cache": cache})
+        for feature in ("user", "words"):
+            with pytest.raises(RuntimeError, match="once_differentiable"):
+                for _, rows in case.loop(batches_of(2)):
+                    [unique, _] = rows.unique("users" if feature == "user" else feature)
+                    [grad] = torch.autograd.grad(
+                        rows[feature].pow(3).sum() + unique.pow(3).sum(), case_leaf(rows, feature), create_graph=True
+                    )
+                    grad.square().sum().backward()
+        assert case.tables["users"].step == 0
+        for label, rows in case.loop(batches_of(2)):  # it is only the second backward that cannot be
+            case.adam.zero_grad()
+            loss_of(case.model, rows, label).backward(create_graph=True)
+            case.adam.step()
+        assert differing(case.state(), Case(device).train(batches_of(2)).state()) == []
+
+
+def case_leaf(rows, feature):
+    name = "users" if feature == "user" else feature
+    return next(leaf.rows for leaf in rows.leaves if leaf.table.name == name)
+
+
+def test_unique_rows_in_a_loss(device):
+    """The L2 of a batch's rows, each once; the same bits with a cache."""
+    states = []
+    for cache in CACHES:
+        case = Case(device, options={"cache": cache})
+        for label, rows in case.loop(batches_of(4)):
+            case.adam.zero_grad()
+            unique, counts = rows.unique("items")
+            batch = batches_of(4)[rows.step - 1]
+            used = [*batch["item"].tolist(), *batch["history"][batch["history"] >= 0].tolist()]
+            order = list(dict.fromkeys(used))
+            assert counts.tolist() == [used.count(row) for row in order]
+            (loss_of(case.model, rows, label) + 0.1 * (unique.square().sum(1) * counts).sum()).backward()
+            case.adam.step()
+        states.append(case.state())
+        with pytest.raises(ValueError, match="no table 'item'; there are users, items, first, words"):
+            for _, rows in case.loop(batches_of(1)):
+                rows.unique("item")
+    assert [differing(state, states[0]) for state in states] == [[]] * 3
+
+
+def test_the_model_holds_no_table():
+    """Its state, its copies and its averages are the dense side's alone."""
+    case = Case()
+    average, batches = AveragedModel(case.model), batches_of(4)
+    for label, rows in case.loop(batches):
+        case.step(label, rows)
+        average.update_parameters(case.model)
+        if rows.step == 2:
+            halfway = copy.deepcopy(case.model), pickle.loads(pickle.dumps(case.model)), case.model.state_dict()
+    assert list(case.model.state_dict()) == ["top.weight", "top.bias"] == list(halfway[2])
+    other = Case(tables=case.tables)
+    other.model.load_state_dict(case.model.state_dict())
+    for model in (case.model, other.model, average, *halfway[:2]):
+        for _, rows in case.runtime.predict(batches[:1]):
+            assert model(rows).shape == (12,)
+    assert other.model.top.weight.equal(case.model.top.weight)
+    assert not average.module.top.weight.equal(case.model.top.weight)
+
+
+@pytest.fixture(params=[torch.float64, torch.bfloat16], ids=str)
+def default_dtype(request):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield request.param
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.usefixtures("default_dtype")
+def test_a_default_dtype_of_the_users_changes_no_bit():
+    """On the CPU, as the simulated accelerator takes numbers in operations for tensors of this dtype."""
+    batches, device = batches_of(4), torch.device("cpu")
+    states = []
+    for dtype in (torch.get_default_dtype(), torch.float32):
+        torch.set_default_dtype(dtype)
+        for cache in (None, "20%"):
+            case = Case(device, options={"cache": cache}, on_device=("words",))
+            case.model.float()
+            scaled(case, batches, scaler_of(device), clip=True)
+            states.append({name: bits for name, bits in case.state().items() if "step" not in name})  # torch's dtype
+    assert [differing(state, states[0]) for state in states] == [[]] * 4
+
+
+def test_a_default_device_of_the_users(device):
+    """`torch.set_default_device`, under which every new tensor is on the accelerator."""
+    batches = batches_of(4)
+    for depth in (0, 2):
+        case = Case(device, options={"cache": "20%", "depth": depth})
+        with torch.device(device):
+            case.train(batches)
+        assert differing(case.state(), Case(device).train(batches).state()) == []
