@@ -41,6 +41,11 @@ def test_the_trace_of_a_run(trained, small_data, tmp_path, capsys):  # noqa: F81
     assert epoch["ts"] < steps[0]["ts"]
     assert steps[5]["ts"] + steps[5]["dur"] < epoch["ts"] + epoch["dur"] < evaluation["ts"] < steps[6]["ts"]
     assert steps[-1]["ts"] + steps[-1]["dur"] < evaluation["ts"] + evaluation["dur"]
+    for part in ("forward", "backward", "dense update"):
+        assert [span["args"]["batch"] for span in by_stage[part]][:6] == [1, 2, 3, 4, 5, 6]
+    for first, then in itertools.pairwise(("forward", "backward", "dense update")):
+        for before, after in zip(by_stage[first], by_stage[then], strict=False):  # evaluations may have the first only
+            assert before["ts"] + before["dur"] <= after["ts"] + 0.01
     batch = [arrow for arrow in arrows if arrow["id"] == 3]
     assert min(batch, key=lambda arrow: arrow["ts"])["ph"] == "s"
     assert sum(arrow["ph"] == "s" for arrow in batch) == 1
