@@ -53,7 +53,7 @@ def tables(draw):
     return columns, share, draw(st.integers(0, 2)), draw(st.sampled_from(["max", "log", "standard"]))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(tables())
 def test_every_format_gives_the_twins_data_set(tmp_path_factory, drawn):
     columns, share, threshold, mode = drawn
