@@ -18,7 +18,7 @@ from hostdev.kernels.buffers import scratch
 from hostdev.kernels.jit import address_of, array_at, kernel
 from hostdev.kernels.lookup import first_outside
 from hostdev.kernels.pool import parallel_for, ranges, run_tasks
-from hostdev.kernels.unique import Dedupe, add_direct, id_range, slot_of
+from hostdev.kernels.unique import Dedupe, add_direct, id_range, slot_of, unique
 
 Ids = npt.NDArray[Any]
 Positions = npt.NDArray[np.int32]
@@ -26,7 +26,7 @@ Weights = npt.NDArray[np.float32]
 
 _LARGE = 1 << 16  # ids; a group of so many is deduplicated in parts
 _GRAIN = 1 << 14  # ids; fewer are not worth a task
-_CHECKED = 1 << 16  # ids
+_CHECKED, _FEW = 1 << 16, 4  # ids, features
 _PLACES = 1 << 18  # smaller ids get a place each, in the second cache; larger ones are hashed
 _MOST = 2**31 - 1  # uses of a feature
 _WIDTHS = {np.dtype(np.int32): 4, np.dtype(np.int64): 8}
@@ -77,13 +77,14 @@ def check_groups(groups: Sequence[tuple[Sequence[Ids], int]]) -> tuple[int, int,
     groups  the features of each, int32 or int64 [N_f], C-contiguous, and its rows
     """
     features = [ids for group, _ in groups for ids in group]
-    limits = np.array([rows for group, rows in groups for _ in group], np.int64)
     described = _features_of(features)
     n = int(described.ends[-1])
-    wrong = np.zeros(n // _CHECKED + 1, np.bool_)
-    parallel_for(_check, n, *described, limits, _CHECKED, wrong, grain=_CHECKED)
-    if not wrong.any():
-        return None
+    if len(features) > _FEW or n > _CHECKED:  # else a call for each takes less time than describing them
+        limits = np.array([rows for group, rows in groups for _ in group], np.int64)
+        wrong = np.zeros(n // _CHECKED + 1, np.bool_)
+        parallel_for(_check, n, *described, limits, _CHECKED, wrong, grain=_CHECKED)
+        if not wrong.any():
+            return None
     found = ((g, f, first_outside(ids, rows)) for g, (group, rows) in enumerate(groups) for f, ids in enumerate(group))
     return next((where for where in found if where[2] >= 0), None)
 
@@ -171,6 +172,8 @@ def unique_groups(groups: Sequence[Sequence[Ids]]) -> list[tuple[Ids, Positions]
     """
     G, features = len(groups), [ids for group in groups for ids in group]
     described = _features_of(features)
+    if G == len(features) == 1:
+        return [unique(features[0])]
     addresses, _, ends = described
     firsts = np.array(list(accumulate(map(len, groups), initial=0)), np.int64)
     begins = ends[firsts].tolist()
@@ -187,7 +190,7 @@ def unique_groups(groups: Sequence[Sequence[Ids]]) -> list[tuple[Ids, Positions]
     tasks = [task for work in large.values() for task in work.tasks()]  # first, as they take longest
     counts, keys = np.zeros(G, np.int64), {}
     for dtype, which in small.items():
-        keys[dtype] = scratch(f"unique ids {dtype}", (begins[-1] + G,), dtype)
+        keys[dtype] = scratch(f"unique ids {dtype.char}", (begins[-1] + G,), dtype)  # its name takes numpy 10 us
         sizes = [begins[g + 1] - begins[g] for g in which]
         arguments = (np.array(which), max(sizes), firsts, addresses, ends, keys[dtype], inverse, counts)
         tasks += [(_run_small, start, stop, arguments) for start, stop in _shares(sizes)]

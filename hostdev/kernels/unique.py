@@ -313,7 +313,7 @@ def id_map(ids: npt.NDArray[Any]) -> "IdMap | DirectMap":
 
 def _maps_of(kind: Any, dtype: np.dtype[Any], n: int) -> list[Any]:
     """This thread's maps, at least n."""
-    maps: list[Any] = _maps.__dict__.setdefault(f"{kind.__name__} {dtype}", [])
+    maps: list[Any] = _maps.__dict__.setdefault(f"{kind.__name__} {dtype.char}", [])
     while len(maps) < n:
         maps.append(kind(dtype))
     return maps
