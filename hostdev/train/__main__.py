@@ -1,4 +1,4 @@
-"""python -m hostdev.train: train Wide & Deep on shards, with the tables in host memory or on the device."""
+"""python -m hostdev.train: train a model on shards, with the tables in host memory or on the device."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ PROG = "hostdev.train"
 
 def main(argv: Sequence[str]) -> None:
     """Parse the command line and train."""
-    parser = cli.parser(PROG, "Train Wide & Deep on Arrow shards made by hostdev.data.preprocess.")
+    parser = cli.parser(PROG, "Train Wide & Deep, or another model, on Arrow shards made by hostdev.data.preprocess.")
     config.add_flags(parser)
     train(config.from_flags(parser.parse_args(argv)))
 
