@@ -258,14 +258,17 @@ def rewrite_bag(folder, change):
     return rewrite(folder, changed)
 
 
-@pytest.mark.parametrize("wrong", [-1, 10**6])
-def test_an_id_in_a_bag_beyond_the_table(bag_data, wrong):
+@pytest.mark.parametrize(("wrong", "at"), [(-1, 0), (10**6, 0), (-1, -1)])
+def test_an_id_in_a_bag_beyond_the_table(bag_data, wrong, at):
     size = manifest.read(bag_data).schema.rows
     rows = []
 
     def change(offsets, values):
-        values[100] = wrong
-        rows.append(int(np.flatnonzero(offsets <= 100)[-1]))
+        row = next(
+            i for i in range(100, 150) if offsets[i - 1] == offsets[i] < offsets[i + 1]
+        )  # one after an empty bag
+        values[offsets[row] + at] = wrong
+        rows.append(row if at == 0 else int(np.flatnonzero(offsets < offsets[row])[-1]))  # the last value before it
 
     rewrite_bag(bag_data, change)
     message = rf"part-00001.arrow, row {rows[0]}, field often: id {wrong} is outside 0..{size - 1}"

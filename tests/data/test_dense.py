@@ -48,7 +48,7 @@ def test_a_mean_that_float64_rounds_is_no_deviation():
     assert (scaled("standard", signed=True, numbers=constant, of=constant) == 0).all()
 
 
-@pytest.mark.parametrize("sizes", [[10_000], [1] * 50 + [9950], [4095, 1, 4096, 1808], [0, 3, 0, 9997]])
+@pytest.mark.parametrize("sizes", [[10_000], [1] * 50 + [9950], [4095, 1, 4096, 1808], [0, 3, 0, 9997], [5000, 5000]])
 def test_deviations_do_not_depend_on_how_many_rows_come_at_once(sizes):
     rng = np.random.default_rng(1)
     numbers = rng.normal(1e9, 1, (10_000, 3))

@@ -123,7 +123,7 @@ def test_wrong_text(refused, tmp_path, text, options, message):
 
 def test_the_row_of_a_wrong_value_counts_malformed_ones(refused, tmp_path):
     lines = ["y,c,x", *("1,a,5" for _ in range(1000))]
-    lines[3], lines[700], lines[900] = "1", "1,2,3,4", "0,b,?"
+    lines[3], lines[899], lines[900], lines[901] = "1", "1,2,3,4", "0,b,?", "2"
     (tmp_path / "t.csv").write_text("\n".join(lines))
     assert "t.csv, row 900, column 'x': '?' is not a number" in refused("t.csv", "--numeric", "x")
 
@@ -136,16 +136,17 @@ def test_files_with_different_columns(refused, good, tmp_path):
     assert "nowhere.csv: no such file" in refused(good, "nowhere.csv")
 
 
-def test_text_that_is_not_utf8(refused, tmp_path):
+def test_text_that_is_not_utf8(refused, tmp_path, monkeypatch):
     (tmp_path / "latin.csv").write_bytes("y,c\n1,Étoile\n".encode("latin-1"))
     assert "latin.csv: byte 6 or near is not UTF-8; convert the file, such as with iconv" in refused("latin.csv")
     (tmp_path / "wide.csv").write_text("y,c\n1,a\n", encoding="utf-16")
     assert refused("wide.csv") == "wide.csv: the file is UTF-16; convert it to UTF-8"
     (tmp_path / "cut.csv").write_bytes("y,c\n1,É".encode()[:-1])
     assert "cut.csv: byte 6 or near is not UTF-8" in refused("cut.csv")
-    lines = b"y,c\n" + b"1,a\n" * 100_000 + b"0,\xff\n" + b"1,a\n" * 100_000
+    lines = b"y,c\n" + b"1,a\n" * 1_000_000 + b"0,\xff\n" + b"1,a\n" * 100_000
     (tmp_path / "late.csv").write_bytes(lines)
-    assert "late.csv: byte 400,006 or near is not UTF-8" in refused("late.csv")
+    monkeypatch.setattr("hostdev.data.preprocess.delimited.BLOCK_BYTES", 100_000)
+    assert "late.csv: byte 4,000,006 or near is not UTF-8" in refused("late.csv")
 
 
 def test_compressed_text_that_is_none(refused, tmp_path):
