@@ -31,7 +31,7 @@ def warm_up(id_dtype: npt.DTypeLike) -> None:
     far = np.arange(1 << 16, dtype=id_dtype) << 8  # ids far apart are hashed, and many in parts
     unique(far)
     unique_groups([[ids], [far[:999]], [far]])
-    check_groups([([ids], 1)])
+    check_groups([([far], 1 << 24), ([ids], 1)])  # so many ids that the kernel of all features runs
     for lengths in (np.full(1, 2, np.int32), np.full(1, 2, np.int64)):
         offsets_of(lengths)
     for of_uses in (None, np.ones(2, np.float32)):
