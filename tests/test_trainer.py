@@ -22,9 +22,9 @@ from tests.torch_twin import Twin
 CPU = torch.device("cpu")
 
 
-def make(schema, dim=8, *, mix=True, l2="none", precision="fp32", seed=3, device=CPU):
+def make(schema, dim=8, *, mix=True, l2="none", precision="fp32", seed=3, lr=None, device=CPU):
     model = WideDeep(schema, dim, seed=seed, layers=LAYERS if device.type == "cpu" else SMALL)
-    return Trainer(model, host_device_mix=mix, device=device, l2=l2, precision=precision, seed=seed)
+    return Trainer(model, host_device_mix=mix, device=device, l2=l2, precision=precision, seed=seed, lr=lr)
 
 
 def step(trainer, batch):
@@ -66,6 +66,15 @@ def test_losses_equal_a_plain_torch_twins(device, small_data, l2):
 def test_losses_equal_a_plain_torch_twins_on_the_real_sample(criteo_sample, tmp_path):
     build(CriteoText([criteo_sample]), tmp_path / "data", Options(threshold=10))
     compare_with_twin(tmp_path / "data", 1000, 50, 80, "none")
+
+
+def test_a_rate_of_zero_is_a_rate(small_data):
+    rows, steps = batches(small_data, 256, 2)
+    trainer = make(rows, 4, lr=0.0)
+    before = [value.clone() for value in trainer.model.parameters()]
+    for batch in steps:
+        step(trainer, batch)
+    assert all(map(torch.equal, before, trainer.model.parameters()))
 
 
 @pytest.mark.parametrize(

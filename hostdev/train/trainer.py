@@ -126,7 +126,7 @@ class Trainer:
         )  # fmt: skip
         self.timeline = self.runtime.pipeline.timeline
         self.model = model.to(self.runtime.device)
-        self.adam = torch.optim.Adam(model.parameters(), lr=lr or model.lr, eps=DENSE_EPS, fused=True)
+        self.adam = torch.optim.Adam(model.parameters(), lr=model.lr if lr is None else lr, eps=DENSE_EPS, fused=True)
         self._start_adam()
         self._forward = Primitive("DenseForward", _objective, scope="network", log=log)  # no cycle: tables go with it
         self._backward = Primitive("DenseBackward", Tensor.backward, scope="network", log=log)
