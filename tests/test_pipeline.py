@@ -359,7 +359,7 @@ def test_an_id_beyond_the_table_and_a_loss_that_is_not_finite(device, depth, cac
 
 @pytest.mark.parametrize(("depth", "window"), [(1, None), (4, None), (2, 3)])
 def test_memory_is_bounded(depth, window):
-    """At most depth + 2 batches are alive, whichever stage is slow, and 2,000 steps do not need more than 300.
+    """At most depth + 2 batches are alive, whichever stage is slow, and 1,000 steps do not need more than 300.
 
     With a cache its window comes on top.
     """
@@ -367,7 +367,7 @@ def test_memory_is_bounded(depth, window):
     batches = adversarial(6, 8)
 
     def source():
-        for number in range(2000):
+        for number in range(1000):
             batch = batches[number % len(batches)]
             batch = FieldsBatch(batch.label.copy(), batch.ids, batch.weights)
             alive.add(batch)
@@ -381,7 +381,7 @@ def test_memory_is_bounded(depth, window):
 
     cache = None if window is None else {"capacity_rows": "20%", "window": window}
     results = trainer_of(depth=depth, cache=cache, before_stage=hold_up).train(source())
-    for number in range(2000):  # not enumerate, which keeps its last item
+    for number in range(1000):  # not enumerate, which keeps its last item
         next(results)
         if number >= 300 and number % 50 == 0:
             resident.append(psutil.Process().memory_info().rss)

@@ -88,7 +88,7 @@ MODEL = ["--model", "tests.own_models:ThreeTables"]
 
 
 def test_three_groups_some_of_them_cached(device, verified, films):
-    code, out, err = verified(*small(films, *MODEL, "--host-threads", 2, device=device))
+    code, out, err = verified(*small(films, *MODEL, "--steps", 5, "--host-threads", 2, device=device))
     assert (code, err) == (0, "")
     assert "model    tests.own_models:ThreeTables: first and weight; second; others" in out
     assert re.search(r"cache some and none +[0-9a-f]{16}  equal", out)
@@ -96,7 +96,7 @@ def test_three_groups_some_of_them_cached(device, verified, films):
 
 
 def test_a_fault_in_each_of_three_groups_is_caught(device, verified, films):
-    code, out, _ = verified(*small(films, *MODEL, "--inject-fault", device=device))
+    code, out, _ = verified(*small(films, *MODEL, "--steps", 3, "--inject-fault", device=device))
     assert code == 1
     for tables in ("first and weight", "second", "others"):
         [part] = re.findall(rf"^a fault in {tables}\n((?:host tables.*\n)+)", out, re.M)
