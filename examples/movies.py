@@ -4,13 +4,26 @@ python examples/movies.py
 diff examples/movies_torch.py examples/movies.py
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import nn
 
 import hostdev
 
-USERS, FILMS, GENRES, DIM, BATCH = 20_000, 5_000, 30, 16, 512
+SIZES = {"user": 20_000, "film": 5_000, "genres": 30}
+DIM, BATCH = 16, 512
+
+
+class Batch(NamedTuple):
+    """Users [B], films [B], genres [N] of all films end to end, offsets [B] of each film's, labels [B]."""
+
+    user: torch.Tensor
+    film: torch.Tensor
+    genres: torch.Tensor
+    offsets: torch.Tensor
+    label: torch.Tensor
 
 
 class Top(nn.Module):
@@ -27,42 +40,33 @@ class Top(nn.Module):
 
 
 def batches(steps: int, seed: int = 0):
-    """Yield dicts: user [B], film [B], genres [N] and the offsets [B] of each film's, label [B]."""
-    rng = np.random.default_rng(seed)
-    world = np.random.default_rng(42)
-    taste, style = world.standard_normal((USERS, 4)), world.standard_normal((FILMS, 4))
-    kinds = [world.choice(GENRES, world.integers(1, 4), replace=False) for _ in range(FILMS)]
+    """Yield batches of a world with tastes of its own."""
+    rng, world = np.random.default_rng(seed), np.random.default_rng(42)
+    users, films, genres = SIZES.values()
+    taste, style = world.standard_normal((users, 4)), world.standard_normal((films, 4))
+    kinds = [world.choice(genres, world.integers(1, 4), replace=False) for _ in range(films)]
     for _ in range(steps):
-        user, film = rng.zipf(1.2, BATCH) % USERS, rng.zipf(1.2, BATCH) % FILMS
+        user, film = rng.zipf(1.2, BATCH) % users, rng.zipf(1.2, BATCH) % films
         lengths = np.array([len(kinds[one]) for one in film])
-        liked = 1 / (1 + np.exp(-(taste[user] * style[film]).sum(1)))
-        yield {
-            "user": torch.from_numpy(user),
-            "film": torch.from_numpy(film),
-            "genres": torch.from_numpy(np.concatenate([kinds[one] for one in film])),
-            "offsets": torch.from_numpy(np.cumsum(lengths) - lengths),
-            "label": torch.from_numpy((rng.random(BATCH) < liked).astype(np.float32)),
-        }
-
-
-def ids_of(batch):
-    """What each feature looks up."""
-    genres = hostdev.Bag(batch["genres"], offsets=batch["offsets"])
-    return {"user": batch["user"], "film": batch["film"], "genres": genres}
+        liked = rng.random(BATCH) < 1 / (1 + np.exp(-(taste[user] * style[film]).sum(1)))
+        bags = np.concatenate([kinds[one] for one in film]), np.cumsum(lengths) - lengths
+        yield Batch(*map(torch.from_numpy, (user, film, *bags, liked.astype(np.float32))))
 
 
 def main(steps: int = 600) -> list[float]:
     """Train, and return the losses."""
     torch.manual_seed(0)
-    sizes = {"user": USERS, "film": FILMS, "genres": GENRES}
-    users, films, genres = (hostdev.HostTable(n, DIM, hostdev.LazyAdam(lr=1e-2), name=k) for k, n in sizes.items())
+    users, films, genres = (hostdev.HostTable(n, DIM, hostdev.LazyAdam(lr=1e-2), name=k) for k, n in SIZES.items())
     runtime = hostdev.Runtime({"user": users, "film": films, "genres": hostdev.Feature(genres, pooling="mean")})
     model = Top()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     losses = []
-    for batch, rows in runtime.train(batches(steps), ids=ids_of):
+    for batch, rows in runtime.train(
+        batches(steps),
+        ids=lambda b: {"user": b.user, "film": b.film, "genres": hostdev.Bag(b.genres, offsets=b.offsets)},
+    ):
         logits = model(rows["user"], rows["film"], rows["genres"])
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch["label"])
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.label)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
