@@ -4,7 +4,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from hostdev.data import manifest
-from hostdev.data.batch import wide_fields
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.table import Table, TableOptions
 from hostdev.data.shards import ShardReader
@@ -69,15 +68,6 @@ def test_a_batch_has_what_the_schema_says(small_data):
     assert batch.bags == {}
     assert batch.ids.dtype == np.int32
     assert batch.label.dtype == batch.dense.dtype == np.float32
-
-
-def test_all_columns_as_fields(small_data):
-    batch = next(reader(small_data).batches(50))
-    ids, weights = wide_fields(batch, reader(small_data).schema)
-    assert ids.dtype == np.int32
-    assert weights.dtype == np.float32
-    np.testing.assert_array_equal(ids, np.column_stack([np.tile(np.arange(13), (50, 1)), batch.ids]))
-    np.testing.assert_array_equal(weights, np.column_stack([batch.dense, np.ones((50, 26))]))
 
 
 def read_all(folder):

@@ -3,7 +3,7 @@
 Source: Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems",
 arXiv:1906.00091, 2019, with the sizes of MLPerf Training's DLRM benchmark (bottom 512-256-D, top 1024-1024-512-256-1,
 D = 128) and the initial values of the authors' code. Its tables have the row-wise Adagrad of that code, at its learning
-rate of 0.01.
+rate of 0.01 (optim/rwsadagrad.py).
 
 Deviations: the authors train the dense layers with SGD or Adagrad, and here they have Adam, so at its own default of
 1e-3. Their vectors start uniform within 1 / sqrt(rows of a column's table), and here all columns share one.

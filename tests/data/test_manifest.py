@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hostdev.data import manifest, schema
-from hostdev.data.batch import Batch, wide_batches, wide_fields
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.data.schema import Column, Schema, Space
 from hostdev.data.shards import ShardReader
+from hostdev.models.wide_deep.network import WideDeep
 
 from hostdev import UserError
 
@@ -29,8 +29,10 @@ DIGESTS = {
 def test_version_1_gives_the_batches_that_it_gave(seed):
     digest = sha256()
     reader = ShardReader(VERSION_1, manifest.read(VERSION_1), "train")
-    for batch in wide_batches(reader, 16, seed=seed, epoch=2):
-        for array in (batch.label, batch.ids, batch.weights):
+    model = WideDeep(reader.schema, 1, seed=0, layers=())
+    for batch in reader.batches(16, seed=seed, epoch=2):
+        fields = model.ids(batch)["fields"]
+        for array in (batch.label, fields.values, fields.weights):
             digest.update(np.ascontiguousarray(array).tobytes())
     assert digest.hexdigest() == DIGESTS[seed]
 
@@ -114,14 +116,3 @@ def test_a_manifest_with_a_broken_schema(own_data, change, message):
     path.write_text(json.dumps(content))
     with pytest.raises(UserError, match=f"manifest.json is broken .*{message}.*preprocess the data again"):
         manifest.read(own_data)
-
-
-def test_fields_of_a_batch_with_bags():
-    label, dense, ids = np.zeros(2, np.float32), np.ones((2, 2), np.float32), np.array([[2], [4]], np.int32)
-    nothing = np.zeros(0, np.int32), np.zeros(2, np.int32)
-    with pytest.raises(UserError, match="column 'd' is a bag"):
-        wide_fields(Batch(label, dense, ids, {"d": nothing, "e": nothing}), SCHEMA)
-    without = replace(SCHEMA, columns=SCHEMA.columns[:1])
-    found, weights = wide_fields(Batch(label, 5 * dense, ids, {}), without)
-    assert found.tolist() == [[0, 1, 2], [0, 1, 4]]
-    assert weights.tolist() == [[5, 5, 1]] * 2
