@@ -13,9 +13,9 @@ from pathlib import Path
 import numba
 import numpy as np
 from hostdev.data import manifest
-from hostdev.data.batch import wide_batches
 from hostdev.data.shards import ShardReader
 from record import record
+from wide_deep import fields_of
 from workload import IDS, ids_of
 
 import hostdev
@@ -47,7 +47,7 @@ def real(folder: Path, size: int) -> tuple[Batches, int]:
     """Batches of a data set's training rows, and its rows."""
     found = manifest.read(folder)
     reader = ShardReader(folder, found, "train")
-    batches = [counted(batch.ids.ravel()) for batch in wide_batches(reader, size, seed=2020, epoch=1)]
+    batches = [counted(batch.ids.ravel()) for batch in fields_of(reader, size, seed=2020, epoch=1)]
     return batches, found.vocabulary_size
 
 

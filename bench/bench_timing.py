@@ -11,9 +11,8 @@ from pathlib import Path
 
 import torch
 from hostdev.data import lookalike, manifest
-from hostdev.data.batch import wide_batches
 from hostdev.data.shards import ShardReader
-from wide_deep import FieldsBatch, trainer_of
+from wide_deep import fields_of, trainer_of
 
 from hostdev.core.primitive import OpLog, Primitive
 
@@ -48,8 +47,7 @@ def main() -> None:
         log = OpLog()
         trainer = trainer_of(found.vocabulary_size, dim, device=torch.device("cpu"), log=log)
         times = []
-        for read in itertools.islice(wide_batches(ShardReader(Path(folder), found, "train"), batch_size), STEPS):
-            batch = FieldsBatch(read.label, read.ids, read.weights)
+        for batch in itertools.islice(fields_of(ShardReader(Path(folder), found, "train"), batch_size), STEPS):
             start = time.perf_counter()
             for _ in trainer.train([batch]):
                 pass

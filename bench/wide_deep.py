@@ -1,12 +1,13 @@
 """Wide & Deep for benchmarks: over ids and weights that these make themselves, any rows, no data set."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from hostdev.data.schema import Column, Schema, Space
+from hostdev.data.shards import ShardReader
 from hostdev.models.wide_deep.network import LAYERS, WideDeep
 
 from hostdev.runtime.spec import Bag, CacheSpec
@@ -30,6 +31,14 @@ class FieldsBatch:
 
     def __len__(self) -> int:
         return len(self.label)
+
+
+def fields_of(reader: ShardReader, size: int, **which: Any) -> Iterator[FieldsBatch]:
+    """Yield a reader's batches with all columns as fields; `which` as `reader.batches` takes it."""
+    model = WideDeep(reader.schema, 1, seed=0, layers=())
+    for batch in reader.batches(size, **which):
+        fields = model.ids(batch)["fields"]
+        yield FieldsBatch(batch.label, fields.values, fields.weights)
 
 
 class FieldsModel(WideDeep):

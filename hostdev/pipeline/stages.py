@@ -85,28 +85,23 @@ class Stages:
 
     def announce(self, waiting: Sequence[Flight]) -> None:
         """Tell the caches of the batches that come, each as far ahead as its window goes."""
-        for number, group in enumerate(self.groups):
-            cache = group.cache
-            if cache is None:
-                continue
-            for flight in waiting:
-                if len(cache.planner) > cache.window:
-                    break
-                part = flight.groups[number]
-                if not part.announced:
-                    cache.announce(part.ids, part.inverse)
-                    part.announced = True
+        run_tasks([(self._announce, n, n + 1, (waiting,)) for n, group in enumerate(self.groups) if group.cache])
+
+    def _announce(self, number: int, _: int, waiting: Sequence[Flight]) -> None:
+        cache = self.groups[number].cache
+        for flight in waiting:
+            if cache is None or len(cache.planner) > cache.window:
+                break
+            part = flight.groups[number]
+            if not part.announced:
+                cache.announce(part.ids, part.inverse)
+                part.announced = True
 
     def plan(self, flight: Flight, line: Line | None) -> LateRows | None:
         """Ask the caches which rows they keep; find those of the others that an unfinished batch is going to write."""
         self.before_stage("plan", flight.number)
         with self.timeline.span("plan", flight.number) as span:
-            for group, part in zip(self.groups, flight.groups, strict=True):
-                if group.cache is not None:
-                    part.plan = plan = group.cache.plan()
-                    assert plan.ids is part.ids
-                    part.places = plan.places
-                    part.inverse = renumber(part.inverse, part.places)
+            run_tasks([(self._plan, n, n + 1, (flight,)) for n, group in enumerate(self.groups) if group.cache])
             span["rows"] = sum(part.size for part in flight.groups)
             self._number(flight)
             if line is None:
@@ -120,6 +115,14 @@ class Stages:
                              self._excused(flight))  # fmt: skip
             span["conflicts"] = len(late.rows)
         return late
+
+    def _plan(self, number: int, _: int, flight: Flight) -> None:
+        part, cache = flight.groups[number], self.groups[number].cache
+        assert cache is not None
+        part.plan = plan = cache.plan()
+        assert plan.ids is part.ids
+        part.places = plan.places
+        part.inverse = renumber(part.inverse, part.places)
 
     def _number(self, flight: Flight) -> None:
         """Number the rows that the batch reads and writes on the host among those of all groups."""

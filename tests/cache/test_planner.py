@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 from hostdev.data import manifest
-from hostdev.data.batch import wide_batches
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.shards import ShardReader
@@ -216,8 +215,9 @@ def test_lookahead_is_near_the_optimum_on_the_real_sample(criteo_sample, tmp_pat
     build(CriteoText([criteo_sample]), tmp_path / "data", Options(threshold=threshold))
     found = manifest.read(tmp_path / "data")
     batches = []
-    for batch in wide_batches(ShardReader(tmp_path / "data", found, "train"), 1000, seed=1, epoch=1):
-        ids, inverse = unique(batch.ids.ravel())
+    dense = np.arange(len(found.schema.dense), dtype=np.int32)  # Wide & Deep's: each an id in every row
+    for batch in ShardReader(tmp_path / "data", found, "train").batches(1000, seed=1, epoch=1):
+        ids, inverse = unique(np.concatenate([np.tile(dense, len(batch)), batch.ids.ravel()]))
         batches.append((ids, count_uses(inverse, len(ids))))
     check_hit_rates(batches, found.vocabulary_size)
 
