@@ -106,5 +106,8 @@ class FreeSlots:
     def exchange(self, at: Places, leaving: int, *args: object) -> list[torch.Tensor]:
         return [values[:leaving] for values in self._left]
 
+    def write(self, *args: object) -> None:
+        pass
+
     def read(self, slots: torch.Tensor) -> list[torch.Tensor]:
         return [values.expand(len(slots), *values.shape[1:]) for values in (self.block, self.row_slots)]

@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from hostdev.device.backend import is_accelerator, require, room_for_cache
 from hostdev.kernels.unique import count_uses
 
 _MOST_RECORDED = 1 << 24  # unique ids, for the comparison with the optimum
-_WRITE_BACK_BYTES = 1 << 26  # at once
+_AT_ONCE_BYTES = 1 << 26  # to the host, or from there
 
 
 class CacheTooLargeError(UserError):
@@ -42,10 +42,11 @@ class EmbeddingCache:
     device         of the slots
     window         batches to look ahead
     counts         [V], how often each row is used: for "static"
+    record         keep the batches' ids, at most 16 million: `summary` then has the offline optimum
     log            where the planning's durations go
 
     One thread at a time may call. While a row is cached its host copy is stale: call `write_back` before reading the
-    tables, and `clear` before changing them by other means. Raises CacheTooLargeError where the slots do not fit into
+    tables, and before changing them by other means, then `refresh` after. Raises CacheTooLargeError where the slots do not fit into
     the device's free memory, of which an accelerator keeps a tenth, and at least 256 MiB, for the rest of the training.
     """
 
@@ -58,6 +59,7 @@ class EmbeddingCache:
         window: int = WINDOW,
         *,
         counts: npt.NDArray[Any] | None = None,
+        record: bool = False,
         log: OpLog | None = None,
     ) -> None:
         self.tables = list(tables) if isinstance(tables, Sequence) else [tables]
@@ -83,7 +85,7 @@ class EmbeddingCache:
         self.planning = _on_host("CachePlan", self.planner.plan, log)
         self._changed = False  # on the device, since the last writing back
         self._recorded: list[tuple[Ids, Positions]] = []
-        self._recording = True
+        self._recording = record
         self._recorded_ids = 0
         self._at_first = Statistics()  # over the recorded batches
 
@@ -156,13 +158,6 @@ class EmbeddingCache:
         self.write_back_rows()
         self._forget()
 
-    def clear(self) -> None:
-        """Write back and give all slots up: before the tables' rows are changed by other means, such as loading."""
-        self.write_back()
-        for resident in self._resident:
-            resident[:] = -1
-        self._forget()
-
     def _forget(self) -> None:
         """Set the planner back to what the slots hold; batches announced or planned, and not stepped, are forgotten."""
         self._settle()
@@ -180,24 +175,38 @@ class EmbeddingCache:
             return
         self._bring_back()
         self._settle()
+        for table, slots, ids, part in self._parts():
+            block, row_slots = slots.read(torch.from_numpy(part).to(self.device))
+            table.write_rows(ids, block.cpu().numpy(), row_slots.cpu().numpy())
+        self._changed = False
+
+    def refresh(self) -> None:
+        """Bring the cached rows up to date with the host tables, which others may have changed; after `write_back`."""
+        self._settle()
+        for table, slots, ids, part in self._parts():
+            shapes = [(len(part), *values.shape[1:]) for values in (slots.block, slots.row_slots)]
+            values = [np.empty(shape, np.float32) for shape in shapes]
+            table.read_rows(ids, *values)
+            slots.write(*(torch.from_numpy(array).to(self.device) for array in (part.astype(np.int64), *values)))
+
+    def _parts(self) -> Iterator[tuple[CachedTable, DeviceSlots, Ids, Positions]]:
+        """Yield for each table some slots at a time that have rows, with these; as of the steps taken down."""
         for table, slots, resident in zip(self.tables, self.slots, self._resident, strict=True):
             taken = np.flatnonzero(resident >= 0).astype(np.int32)
-            step = max(1, _WRITE_BACK_BYTES // (4 * max(1, slots.block[:1].numel())))
+            step = max(1, _AT_ONCE_BYTES // (4 * max(1, slots.block[:1].numel())))
             for start in range(0, len(taken), step):
                 part = taken[start : start + step]
-                block, row_slots = slots.read(torch.from_numpy(part).to(self.device))
-                table.write_rows(resident[part], block.cpu().numpy(), row_slots.cpu().numpy())
-        self._changed = False
+                yield table, slots, resident[part], part
 
     def summary(self, *, optimum: bool = True) -> dict[str, Any]:
         """Return the statistics, and beside them the hit rate of the offline optimum over the first batches.
 
-        optimum  simulate it, which takes up to seconds, unless memory is short; over `optimal_batches` batches, of at
+        optimum  simulate it, which takes up to seconds, unless memory is short or nothing was recorded; over `optimal_batches` batches, of at
                  most 16 million unique ids, on which the cache itself had `hit_rate_of_these`
         """
         total = self.planner.statistics
         down, up = total.bytes_moved(*row_bytes((table.dim, table.optimizer) for table in self.tables))
-        possible = optimum and fits(self._recorded, self.rows, self.capacity)
+        possible = optimum and bool(self._recorded) and fits(self._recorded, self.rows, self.capacity)
         best = optimal(self._recorded, self.rows, self.capacity) if possible else None
         return {
             "rows": self.capacity,

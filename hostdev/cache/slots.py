@@ -97,6 +97,11 @@ class DeviceSlots:
         """
         return self._ops.exchange(self.block, self.row_slots, at.admitted_slots, leaving, admitted, admitted_row_slots)
 
+    def write(self, slots: Tensor, block: Tensor, row_slots: Tensor) -> None:
+        """Overwrite slots int64 [N] with float32 [N, 1 + S, D] and [N, R]."""
+        self.block.index_copy_(0, slots, block)
+        self.row_slots.index_copy_(0, slots, row_slots)
+
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return copies of slots int32 [N]: float32 [N, 1 + S, D] and [N, R]."""
         return self.block.index_select(0, slots), self.row_slots.index_select(0, slots)

@@ -18,6 +18,9 @@ TARGETS = ("CPU", "DEVICE")
 Report = Callable[[int], None]
 
 
+_KEPT = 1 << 12
+
+
 class Clock(Protocol):
     """Measures one call: `begin` before it, `end` after it; `end` reports nanoseconds, at once or later."""
 
@@ -48,7 +51,7 @@ class OpTimes:
         self._line = line
         self.scope = scope
         self.name = name
-        self.nanoseconds = array("q")
+        self.nanoseconds: Any = array("q") if log.keep is None else deque(maxlen=log.keep)
         self.bytes = 0
         self._adding = threading.Lock()
 
@@ -67,9 +70,11 @@ class OpLog:
     """Collects the durations of all ops; writes ops.log.
 
     clocks  by target; the host's clock for a target without one
+    keep    how many durations of an op are kept, the last ones, 8 bytes each; None for all
     """
 
-    def __init__(self, clocks: dict[str, Clock] | None = None) -> None:
+    def __init__(self, clocks: dict[str, Clock] | None = None, keep: int | None = None) -> None:
+        self.keep = keep
         self._file: IO[str] | None = None
         self._flushed = 0.0
         self._clocks = clocks or {}
@@ -150,7 +155,7 @@ class Primitive:
     name    such as "EmbeddingLookup"
     run     what a call does
     scope   the part of the model it works for, such as "deep"
-    log     where its durations go; a log of its own if None
+    log     where its durations go; if None, a log of its own that keeps the last 4,096
 
     The attribute "primitive_target" is "CPU" (the host) or "DEVICE", the default.
     """
@@ -168,7 +173,7 @@ class Primitive:
         self.attrs: dict[str, Any] = {"primitive_target": "DEVICE"}
         self._name = name or type(self).name
         self._scope = scope
-        self._log = log or OpLog()
+        self._log = log or OpLog(keep=_KEPT)
         self._times: OpTimes | None = None
         self._clock: Clock = HostClock()
         self._registering = threading.Lock()

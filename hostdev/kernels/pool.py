@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
+from hostdev.core.signals import insist
+
 Kernel = Callable[..., Any]
 Task = tuple[Kernel, int, int, tuple[Any, ...]]
 
@@ -61,16 +63,23 @@ class _Job:
 
     def help(self) -> None:
         """Work in a thread that is not the caller's, unless the job has ended."""
-        with self._changed:
-            if self._closed:
-                return
-            self._helpers += 1
+        counted = False
+
+        def done() -> None:
+            nonlocal counted
+            with self._changed:
+                if counted:
+                    self._helpers, counted = self._helpers - 1, False
+                    self._changed.notify_all()
+
         try:
+            with self._changed:
+                if self._closed:
+                    return
+                self._helpers, counted = self._helpers + 1, True
             self.work()
         finally:
-            with self._changed:
-                self._helpers -= 1
-                self._changed.notify_all()
+            insist(done)
 
     def work(self) -> None:
         """Take tasks until none is left."""
@@ -90,18 +99,14 @@ class _Job:
 
     def end(self) -> None:
         """Drop what is not begun, and wait for the helpers, whatever interrupts this thread: they write its memory."""
-        interrupted: BaseException | None = None
-        while True:
-            try:
-                with self._changed:
-                    self._closed = True
-                    self.tasks.clear()
-                    self._changed.wait_for(lambda: not self._helpers)
-                break
-            except BaseException as error:  # Ctrl-C
-                interrupted = error
-        if interrupted is not None:
-            raise interrupted
+
+        def wait() -> None:
+            with self._changed:
+                self._closed = True
+                self.tasks.clear()
+                self._changed.wait_for(lambda: not self._helpers)
+
+        insist(wait)
 
 
 class _Urgent:
@@ -135,17 +140,24 @@ _this = threading.local()
 @contextmanager
 def urgent() -> Iterator[None]:
     """Put this thread's kernels before those of other threads, which begin no task until the section ends."""
-    with _urgent.changed:
-        _urgent.callers += 1
-    _this.urgent = True
-    try:
-        yield
-    finally:
+    counted = False
+
+    def leave() -> None:
+        nonlocal counted
         _this.urgent = False
         with _urgent.changed:
-            _urgent.callers -= 1
+            if counted:
+                _urgent.callers, counted = _urgent.callers - 1, False
             _urgent.job = None
             _urgent.changed.notify_all()
+
+    try:
+        with _urgent.changed:
+            _urgent.callers, counted = _urgent.callers + 1, True
+        _this.urgent = True
+        yield
+    finally:
+        insist(leave)
 
 
 def _serve() -> None:

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
+from hostdev.core.signals import insist
 from hostdev.kernels.pool import urgent
 from hostdev.pipeline.flight import End, Flight, Gradients, Queue, Request, Stopped
 from hostdev.pipeline.line import Line
@@ -33,6 +34,9 @@ class Pass(Protocol):
 
     def drain(self) -> None:
         """Wait until what has been stepped is updated."""
+
+    def is_own(self, thread: threading.Thread) -> bool:
+        """Tell whether a thread is one of the pass's own."""
 
     def close(self, *, failed: bool = False) -> None:
         """End: what has been stepped is updated, the rest forgotten. Raises the updater's error if it has failed.
@@ -90,6 +94,10 @@ class SerialPass:
 
     def drain(self) -> None:
         """See `Pass`."""
+
+    def is_own(self, thread: threading.Thread) -> bool:
+        """See `Pass`."""
+        return False
 
     def close(self, *, failed: bool = False) -> None:
         """See `Pass`."""
@@ -170,6 +178,10 @@ class OverlappedPass:
             line.wait(lambda: line.update_error or line.updated >= line.finished)
         self._raise_update_error()
 
+    def is_own(self, thread: threading.Thread) -> bool:
+        """See `Pass`."""
+        return thread in self._threads
+
     def _raise_update_error(self) -> None:
         """Raise what has ended the updater; it is not kept, as it holds its frames. Then the pass is to be closed."""
         held, self._line.update_error = [self._line.update_error], None
@@ -191,7 +203,7 @@ class OverlappedPass:
             line.stopping = True
             line.changed.notify_all()
         for thread in self._threads[1:]:
-            thread.join()
+            insist(thread.join)  # who closes goes on to write what they write
         self._threads[0].join(_LONGEST_JOIN)
         with line.changed:
             line.read.clear()

@@ -61,7 +61,7 @@ class Pipeline:
 
     @contextmanager
     def train(self, batches: Iterable[Request]) -> Iterator[Pass]:
-        """Open a pass whose steps update the tables; at its end all that has been stepped is updated.
+        """Open a pass whose steps update the tables, from what they are now; at its end all is updated.
 
         RuntimeError while another is open.
         """
@@ -69,6 +69,9 @@ class Pipeline:
             raise RuntimeError("the tables are being trained; end or close the loop over `train` before")
         counted = [(embedding, embedding.table.step - embedding.steps) for embedding in self._embeddings()]
         window = max(group.window for group in self.groups)
+        for group in self.groups:
+            if group.cache is not None:
+                group.cache.refresh()
         try:
             with self._open(batches, window, update=True) as one:
                 self.training = one

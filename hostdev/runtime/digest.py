@@ -25,7 +25,7 @@ def state_sha256(tables: Iterable[_Table], network: nn.Module, optimizer: torch.
     """Return the SHA-256, in hexadecimal, of the logical state.
 
     Tables by name: the number of steps, the weights, then the slots by name; then the dense parameters by name, each
-    followed by its optimizer state by name. Before each array goes a line with its name, dtype and shape; arrays are
+    followed by its optimizer state by name; then the network's persistent buffers by name. Before each array goes a line with its name, dtype and shape; arrays are
     row-major and little-endian. Where a table lies, and how its rows are laid out in memory, does not matter.
     """
     digest = sha256()
@@ -39,6 +39,10 @@ def state_sha256(tables: Iterable[_Table], network: nn.Module, optimizer: torch.
         state = optimizer.state.get(parameter, {})
         for key in sorted(state):
             _add(digest, f"{name}/{key}", torch.as_tensor(state[key]))
+    parameters = dict(network.named_parameters(remove_duplicate=False))
+    for name, value in sorted(network.state_dict().items()):
+        if name not in parameters and isinstance(value, torch.Tensor):
+            _add(digest, name, value)
     return digest.hexdigest()
 
 

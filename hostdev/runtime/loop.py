@@ -2,7 +2,7 @@
 
 import atexit
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 from weakref import WeakSet
@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from hostdev.core.errors import UserError
+from hostdev.core.signals import deferred
 from hostdev.device.rows import FeatureUses, GroupUses
 from hostdev.pipeline.flight import Flight, Gradients
 from hostdev.pipeline.outcome import Outcome
 from hostdev.runtime import scaling
+from hostdev.runtime.read_ahead import ReadAhead
 from hostdev.runtime.requests import Micro, Reader
 from hostdev.runtime.rows import Leaf, Order, Rows, flag_now, values_of
 
@@ -49,6 +51,7 @@ class _Loop:
         self._stack = ExitStack()  # whose callbacks do not refer to the loop: it is to end when nobody holds it
         self._pass: Any = None  # None before the first batch and after the last
         self._ended = False
+        self._ahead: ReadAhead | None = None  # where the batches are an iterator
         self._length: int | None = None
         self._flight: Flight | None = None
         self._micros: list[Micro] = []  # of the flight, to come
@@ -77,8 +80,16 @@ class _Loop:
         return self._length
 
     def __del__(self) -> None:
-        if not self._ended:
+        if self._ended:
+            return
+        if self._pass is not None and self._pass.is_own(threading.current_thread()):  # which cannot wait for itself
+            threading.Thread(target=self.close).start()
+            return
+        try:
             self.close()
+        except BaseException as error:  # Python only prints it
+            self._runtime.failed_late(error)
+            raise
 
     def close(self) -> None:
         """End the loop early: what has been stepped is updated. Raises what a late update has raised."""
@@ -94,11 +105,19 @@ class _Loop:
         """Let go of all batches: the loop is over."""
         self._ended = True
         self._forget()
-        self._pass, self._batches = None, ()
+        self._pass, self._batches, self._ahead = None, (), None
         _open_loops.discard(self)
 
     def _open(self) -> Any:
         raise NotImplementedError
+
+    def _source(self) -> Iterator[Any]:
+        """Return an iterator over the batches; what it has read, and the loop not come to, is there for the next."""
+        source = iter(self._batches)
+        if source is not self._batches:
+            return source
+        self._ahead = self._runtime.read_ahead_of(source)
+        return self._ahead.batches()
 
     def _trains(self, table: Any) -> bool:
         raise NotImplementedError
@@ -123,6 +142,8 @@ class _Loop:
                         _open_loops.add(self)
                     flight = self._pass.take()
                     if flight is None:
+                        if self._ahead is not None:
+                            self._runtime.read_out(self._ahead)
                         self._let_go()
                         self._stack.close()
                         raise StopIteration
@@ -158,6 +179,8 @@ class _Loop:
     def _next_batch(self) -> tuple[Any, Rows]:
         micro, flight, runtime = self._micros.pop(0), self._flight, self._runtime
         assert flight is not None
+        if self._ahead is not None:
+            self._ahead.given()
         located = []
         for ids, wanted in zip(micro.ids, runtime.wanted, strict=True):
             offsets = self._sent.pop(0) if ids.offsets is not None else None
@@ -197,8 +220,8 @@ class PredictLoop(_Loop):
     """Batches with their rows, from which nothing is learned; what `Runtime.predict` returns."""
 
     def _open(self) -> Any:
-        source = iter(self._batches)
         self._runtime.begin_prediction()
+        source = self._source()
         self._stack.callback(self._runtime.end_prediction)
         return self._stack.enter_context(self._runtime.pipeline.predict(self._reader.requests(source)))
 
@@ -231,6 +254,7 @@ class TrainLoop(_Loop):
         self._without = 0  # flights with gradients and without such a step
         self._losses = 0  # that were scaled before the flight
         self._unscaled = False
+        self._origin: scaling.Origin | None = None  # of the flight's gradients, where a loss was scaled
         self._overflow: Tensor | None = None  # found when the gradients were unscaled, float32 []
         self._late: list[Leaf] = []  # of a flight that was finished before the loop has come back
 
@@ -238,14 +262,13 @@ class TrainLoop(_Loop):
         runtime = self._runtime
         runtime.begin_training(self)
         self._stack.callback(runtime.end_training)
-        source = iter(self._batches)
+        source = self._source()
         scaling.watch(self)
         return self._stack.enter_context(runtime.pipeline.train(self._reader.requests(source)))
 
     def __next__(self) -> tuple[Any, Rows]:
         """Send the gradients of the batch before on their way, and return the next one with its rows."""
-        if threading.get_ident() != self.thread:
-            raise ValueError("one thread goes through a loop: the one that has made it")
+        self._require_thread()
         if self._runtime.predicting:
             raise ValueError("a loop over `predict` is open; end it, or close it, before the next step of `train`")
         return super().__next__()
@@ -261,15 +284,28 @@ class TrainLoop(_Loop):
         self._stepped, self._early = set(), set()
         self._rates = self._runtime.learning_rates()
         self._losses = scaling.losses_scaled()
-        self._unscaled, self._overflow = False, None
+        self._unscaled, self._overflow, self._origin = False, None, None
 
     def _let_go(self) -> None:
         super()._let_go()
         self._late = []
         scaling.forget(self)
 
+    def _require_thread(self) -> None:
+        if threading.get_ident() != self.thread:
+            raise ValueError(
+                "one thread goes through a loop over `train`, and evaluates or writes back within it: its own"
+            )
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of the current batch's rows."""
+        for group in self._leaves:
+            for leaf in group:
+                leaf.drop_grad()
+
     def submit(self) -> None:
         """Finish the current batch now, if it has been stepped, and wait for all updates, so that others see them."""
+        self._require_thread()
         try:
             with torch.inference_mode(False):  # as in `__next__`
                 if self._flight is not None and self._was_stepped():
@@ -299,25 +335,26 @@ class TrainLoop(_Loop):
             return
         if closing and (not self._was_stepped() or self._is_known_to_fail()):
             return
-        gradients = self._gradients()
-        flight, self._flight = self._flight, None
-        self._forget()  # the rows, before more is allocated
-        later = self._runtime.exchange_rates(self._rates)  # the body may have set others for the next step
-        try:
-            self._pass.finish(flight, gradients)
-        finally:
-            self._runtime.exchange_rates(later)
+        with deferred():  # or Ctrl-C would leave a step half taken
+            gradients = self._gradients()
+            flight, self._flight = self._flight, None
+            self._forget()  # the rows, before more is allocated
+            later = self._runtime.exchange_rates(self._rates)  # the body may have set others for the next step
+            try:
+                self._pass.finish(flight, gradients)
+            finally:
+                self._runtime.exchange_rates(later)
 
     def _gradients(self) -> Gradients:
         """Return what the flight's step has come to."""
         leaves = [leaf for group in self._leaves for leaf in group]
-        nothing = Gradients([[None] * len(group) for group in self._leaves])
-        if not any(leaf.grads() for leaf in leaves):
-            return nothing
-        if not self._require_step():
-            return nothing
-        grads = [[leaf.take_grad() for leaf in group] for group in self._leaves]
+        nothing = [[None] * len(group) for group in self._leaves]
         guarded = next((rows.guarded for rows in reversed(self._rows) if rows.guarded is not None), None)
+        if not any(leaf.grads() for leaf in leaves):
+            return Gradients(nothing, check=None if guarded is None else guarded[1])
+        if not self._require_step():
+            return Gradients(nothing)
+        grads = [[leaf.take_grad() for leaf in group] for group in self._leaves]
         if guarded is None:
             come = [grad for group in grads for grad in group if grad is not None]
             torch._amp_foreach_non_finite_check_and_unscale_(come, self._flag, self._one)
@@ -343,7 +380,7 @@ class TrainLoop(_Loop):
         assert self._flight is not None
         if self._stepped and self._stepped <= self._early:
             raise ValueError(_EARLY)
-        scaled = scaling.scaler_since(self._losses)
+        scaled = scaling.scaler_since(self._losses) if self.is_scaled() else None
         if scaled is not None:
             scaler, _ = scaled
             for found in self.unscale(scaler).values():  # no optimizer's check has come by: nobody else would tell it
@@ -372,11 +409,27 @@ class TrainLoop(_Loop):
         if getattr(optimizer, "found_inf", None) is self._flag:
             del optimizer.found_inf  # type: ignore[attr-defined]  # of this step, by `Rows.guard`
 
+    def scaled(self, losses: Any) -> None:
+        """See `scaling.Watcher`."""
+        if self._origin is None:
+            leaves = [leaf for group in self._leaves for leaf in group]
+            self._origin = scaling.Origin(plain=any(leaf.grads() for leaf in leaves))
+            for leaf in leaves:
+                if leaf.trained:
+                    self._origin.watch(leaf.rows)
+        self._origin.expect(losses)
+
+    def is_scaled(self) -> bool:
+        """See `scaling.Watcher`."""
+        return self._origin is not None and self._origin.is_scaled()
+
     def unscale(self, scaler: Any) -> dict[torch.device, Tensor]:
         """See `scaling.Watcher`."""
-        scaled = scaling.scaler_since(self._losses)
         grads = [grad for group in self._leaves for leaf in group for grad in leaf.grads()]
-        if self._unscaled or scaled is None or scaled[0] is not scaler or not grads:
+        if self._unscaled or not grads or not self.is_scaled():
+            return {}
+        scaled = scaling.scaler_since(self._losses)
+        if scaled is None or scaled[0] is not scaler:
             return {}
         self._unscaled = True
         found = _scalar(0.0, self._runtime.device)

@@ -81,6 +81,12 @@ class Leaf:
         grad = grad.detach().contiguous()  # somebody may have put it there
         return grad if self._order is None or self._parameter is None else self._order.in_rows(grad)
 
+    def drop_grad(self) -> None:
+        """Forget the gradient."""
+        self.rows.grad = None
+        if self._parameter is not None:
+            self._parameter.grad = None
+
     def is_among(self, parameters: set[int]) -> bool:
         """Tell whether one of the tensors with these `id`s is the row's own."""
         return id(self.rows if self._parameter is None else self._parameter) in parameters
@@ -151,6 +157,7 @@ class Rows(Mapping[str, Value]):
     ) -> None:
         self._flight, self._staging, self._flags, self._due = flight, staging, flags, due
         self._uses, self._leaves, self._values = uses, leaves, values
+        self._unique: dict[str, Tensor] = {}
         self.guarded: tuple[Tensor, Outcome] | None = None  # by `guard`: the flag on the device, and what comes of it
         self.over = False
 
@@ -199,7 +206,9 @@ class Rows(Mapping[str, Value]):
         for uses, group in zip(self._uses, self._leaves, strict=True):
             for leaf in group:
                 if leaf.table.name == table:
-                    return leaf.in_ids(), leaf.reordered(uses.counts())
+                    if table not in self._unique:  # one node of the graph: its gradients add up as without a cache
+                        self._unique[table] = leaf.in_ids()
+                    return self._unique[table], leaf.reordered(uses.counts())
         names = [leaf.table.name for group in self._leaves for leaf in group]
         raise ValueError(f"no table {table!r}; there are {', '.join(names)}")
 
@@ -245,6 +254,7 @@ class Rows(Mapping[str, Value]):
         torch._amp_foreach_non_finite_check_and_unscale_([*look_at, *grads, *dense], flag, one)
         optimizer.found_inf = flag  # type: ignore[attr-defined]
         outcome = Outcome([*results, flag_now(flag)], read, self._staging, self._flight.memory)
+        self._flight.outcomes.append(outcome)
         self.guarded = flag, outcome
         return outcome
 
@@ -266,7 +276,7 @@ class Rows(Mapping[str, Value]):
     def end(self) -> None:
         """Let go of everything: the loop has come back."""
         self.over = True
-        self._leaves, self._uses, self._values, self.guarded = [], [], {}, None
+        self._leaves, self._uses, self._values, self._unique, self.guarded = [], [], {}, {}, None
 
     def _require_open(self) -> None:
         if self.over:

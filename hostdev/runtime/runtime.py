@@ -1,8 +1,8 @@
 """`Runtime`: tables behind features, for anybody's torch model and loop."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
 
@@ -16,12 +16,12 @@ from hostdev.pipeline.groups import Group
 from hostdev.pipeline.pipeline import Pipeline
 from hostdev.runtime.features import GroupSpec, Table, resolve
 from hostdev.runtime.loop import PredictLoop, TrainLoop
+from hostdev.runtime.read_ahead import ReadAhead
 from hostdev.runtime.requests import IdsOf, Reader
 from hostdev.runtime.spec import CacheSpec
 from hostdev.runtime.table_optimizer import TableOptimizer
 
 _trained: WeakSet[Any] = WeakSet()  # tables, by loops that are open
-_last: WeakKeyDictionary[Any, ReferenceType[Any]] = WeakKeyDictionary()  # the runtime that has trained each table last
 
 
 class Runtime:
@@ -78,7 +78,7 @@ class Runtime:
             if spec is not None:
                 made = EmbeddingCache(
                     group.tables,  # type: ignore[arg-type]
-                    spec.rows, spec.policy, self.device, spec.window, counts=spec.counts, log=log,
+                    spec.rows, spec.policy, self.device, spec.window, counts=spec.counts, record=spec.record, log=log,
                 )  # fmt: skip
             groups.append(Group(group.tables, made, log))  # type: ignore[arg-type]
         self.pipeline = Pipeline(groups, self.staging, depth=depth, timeline=timeline, log=log, **seams)
@@ -86,6 +86,8 @@ class Runtime:
         self._open: ReferenceType[TrainLoop] | None = None  # the open loop over `train`, which ends when it is dropped
         self._frozen: set[str] = set()
         self._optimizer: TableOptimizer | None = None
+        self._read_ahead: ReadAhead | None = None  # of the iterator that a loop has been left with
+        self._late: tuple[type[BaseException], str] | None = None  # an error of a loop that was dropped
 
     @property
     def tables(self) -> dict[str, Table]:
@@ -101,7 +103,7 @@ class Runtime:
     def optimizer(self) -> TableOptimizer:
         """The tables' learning rates as a torch optimizer, for torch's schedulers: a parameter group for each table."""
         if self._optimizer is None:
-            self._optimizer = TableOptimizer(self.tables.values())
+            self._optimizer = TableOptimizer(self.tables.values(), self._drop_gradients)
         return self._optimizer
 
     def train(
@@ -124,7 +126,9 @@ class Runtime:
 
         A table takes a step with a batch if a gradient has come to its rows by then. When a step is skipped, as there
         was no `backward`, nothing changes. Breaking off, or an error, ends the loop: what has been stepped is in the
-        tables. ValueError while another loop over these tables is open.
+        tables. Where `batches` is an iterator, such as a generator, it has been read further than the loop has come;
+        the next loop over the same iterator gets those batches first. ValueError while another loop over these tables
+        is open.
         """
         if accumulate < 1:
             raise ValueError(f"accumulate is a number of batches, not {accumulate}")
@@ -171,29 +175,46 @@ class Runtime:
 
     def write_back(self) -> None:
         """Bring the host tables up to date with all steps so far and with the caches, also in the middle of a loop."""
+        self.raise_late()
         if (loop := self._loop) is not None:
             loop.submit()
         self.pipeline.write_back()
 
-    def reload(self) -> None:
-        """Forget cached rows, after their tables have been changed by other means. ValueError while a loop is open."""
-        if self._loop is not None or self.predicting:
-            raise ValueError("a loop is open; end it, or close it, before the tables are changed by other means")
-        for cache in self.caches:
-            cache.clear()
+    def _drop_gradients(self) -> None:
+        if (loop := self._loop) is not None:
+            loop.drop_gradients()
+
+    def read_ahead_of(self, source: Iterator[Any]) -> ReadAhead:
+        """Return an iterator's batches, with those first that a loop has read and not come to."""
+        if self._read_ahead is None or self._read_ahead.source is not source:
+            self._read_ahead = ReadAhead(source)
+        return self._read_ahead
+
+    def read_out(self, ahead: ReadAhead) -> None:
+        """Note that an iterator has come to its end."""
+        if self._read_ahead is ahead:
+            self._read_ahead = None
+
+    def failed_late(self, error: BaseException) -> None:
+        """Keep an error of a loop that nobody holds: nobody has caught it."""
+        self._late = type(error), str(error)
+
+    def raise_late(self) -> None:
+        """Raise what a loop that was left has failed with at its end, if it has."""
+        if self._late is not None:
+            (kind, text), self._late = self._late, None
+            raise (kind(text) if issubclass(kind, UserError) else RuntimeError(f"{kind.__name__}: {text}"))
 
     def begin_training(self, loop: TrainLoop) -> None:
         """Note that a loop over `train` opens; ValueError while another one over these tables is open."""
+        self.raise_late()
         if self._loop is not None:
             raise ValueError("a loop over `train` is open; end it, or call its close(), before the next one")
         self._require_own()
         if self.predicting:
             raise ValueError("a loop over `predict` is open; end it, or call its close(), before training")
-        if any((last := _last.get(table)) is not None and last() is not self for table in self.tables.values()):
-            self.reload()  # another runtime has changed rows since
         self._open = ref(loop)
         _trained.update(self.tables.values())
-        _last.update((table, ref(self)) for table in self.tables.values())
 
     def _require_own(self) -> None:
         """ValueError while a loop of another runtime trains one of the tables."""
@@ -211,6 +232,7 @@ class Runtime:
 
     def begin_prediction(self) -> None:
         """Note that a loop over `predict` opens; ValueError while one of another runtime trains these tables."""
+        self.raise_late()
         self._require_own()
         if (loop := self._loop) is not None:
             loop.submit()
@@ -228,9 +250,9 @@ class Runtime:
 
     def exchange_rates(self, rates: list[float]) -> list[float]:
         """Let the tables have these learning rates; return those before."""
-        before = []
-        for table, rate in zip(self.tables.values(), rates, strict=True):
-            before.append(table.optimizer.lr)
+        tables = list(self.tables.values())
+        before = [table.optimizer.lr for table in tables]  # all first: tables may share an optimizer
+        for table, rate in zip(tables, rates, strict=True):
             if table.optimizer.lr != rate:
                 table.optimizer.lr = rate
         return before

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
 
 _MOST_SCALES = 64  # remembered of a scaler; only those of the current batch are of interest
 _MARK = "_seen_by_hostdev"
@@ -30,6 +31,12 @@ class Watcher(Protocol):
     """A loop, as these tools see it."""
 
     thread: int
+
+    def scaled(self, losses: Any) -> None:
+        """A scaler has multiplied these losses."""
+
+    def is_scaled(self) -> bool:
+        """Tell whether the rows' gradients are of scaled losses; ValueError where only some are."""
 
     def unscale(self, scaler: GradScaler) -> dict[torch.device, Tensor]:
         """Divide the rows' gradients; return by device whether there are some that are not finite, float32 []."""
@@ -44,6 +51,48 @@ class Watcher(Protocol):
         """Tell whether the batch has gradients of rows, and none of these is among the parameters."""
 
 
+class Origin:
+    """Whether gradients come from losses that were scaled, or from others: another model in the loop may have them.
+
+    plain  there are some already, of losses that were not
+    """
+
+    def __init__(self, *, plain: bool) -> None:
+        self._plain, self._scaled = plain, False
+        self._inside = 0  # backward passes of scaled losses that are on their way
+
+    def expect(self, losses: Any) -> None:
+        """Look out for the backward passes of these tensors."""
+        for loss in tree_leaves(losses):
+            if isinstance(loss, Tensor) and loss.requires_grad:
+                loss.register_hook(self._enter)
+
+    def watch(self, parameter: Tensor) -> None:
+        """Look at the gradients that come to a tensor."""
+        parameter.register_post_accumulate_grad_hook(self._came)  # type: ignore[no-untyped-call]
+
+    def is_scaled(self) -> bool:
+        """Tell whether they are of scaled losses, as far as it is known; ValueError where only some are."""
+        if self._plain and self._scaled:
+            raise ValueError(
+                "gradients of the rows are of losses of which some were scaled and some not; scale all of a step's"
+            )
+        return not self._plain  # those that somebody has put there are the scaler's, as a parameter's would be
+
+    def _enter(self, _: Tensor) -> None:
+        self._inside += 1
+        torch.autograd.Variable._execution_engine.queue_callback(self._leave)  # at the end of this backward pass
+
+    def _leave(self) -> None:
+        self._inside -= 1
+
+    def _came(self, _: Tensor) -> None:
+        if self._inside:
+            self._scaled = True
+        else:
+            self._plain = True
+
+
 class _Scale:
     """A value of a scaler's scale, and the number of the last loss that it multiplied."""
 
@@ -53,8 +102,15 @@ class _Scale:
         self.last = 0
 
 
-_scales: WeakKeyDictionary[GradScaler, deque[_Scale]] = WeakKeyDictionary()
-_losses = 0  # scaled so far, by any scaler
+class _Seen(threading.local):
+    """What scalers have done in a thread."""
+
+    def __init__(self) -> None:
+        self.scales: WeakKeyDictionary[GradScaler, deque[_Scale]] = WeakKeyDictionary()
+        self.losses = 0  # scaled so far, by any scaler
+
+
+_seen = _Seen()
 _watchers: WeakSet[Any] = WeakSet()
 _installed = threading.Lock()
 
@@ -94,30 +150,33 @@ def _around(original: Any, after: Callable[..., None]) -> Any:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        after(*args, **kwargs)
+        after(result, *args, **kwargs)
         return result
 
     return call
 
 
-def _after_scale(scaler: GradScaler, *_: Any, **__: Any) -> None:
-    global _losses
+def _after_scale(result: Any, scaler: GradScaler, *_: Any, **__: Any) -> None:
     if not scaler.is_enabled():
         return
-    _losses += 1
+    _seen.losses += 1
     tensor = scaler._scale
     if tensor is None:  # an iterator of outputs, not yet looked at
         tensor = torch.tensor(scaler.get_scale())
-    scales = _scales.setdefault(scaler, deque(maxlen=_MOST_SCALES))
+    scales = _seen.scales.setdefault(scaler, deque(maxlen=_MOST_SCALES))
     if not scales or scales[-1].version != tensor._version:
         scales.append(_Scale(tensor))
-    scales[-1].last = _losses
+    scales[-1].last = _seen.losses
+    for loop in _mine():
+        loop.scaled(result)
 
 
-def _after_unscale(scaler: GradScaler, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
+def _after_unscale(_result: Any, scaler: GradScaler, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
     if not scaler.is_enabled():
         return
     for loop in _mine():
+        if not loop.is_scaled():
+            continue
         found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         for device, wrong in loop.unscale(scaler).items():
             found[device] = found[device] + wrong if device in found else wrong
@@ -125,7 +184,7 @@ def _after_unscale(scaler: GradScaler, optimizer: torch.optim.Optimizer, *_: Any
             loop.overflowed(wrong)
 
 
-def _after_clip(parameters: Any, *_: Any, **__: Any) -> None:
+def _after_clip(_result: Any, parameters: Any, *_: Any, **__: Any) -> None:
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if any(loop.leaves_out_rows(given) for loop in _mine()):
         warnings.warn(
@@ -142,7 +201,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
 
 def losses_scaled() -> int:
     """Return how many losses have been scaled so far, for `scaler_since`."""
-    return _losses
+    return _seen.losses
 
 
 def scaler_since(since: int) -> tuple[GradScaler, float] | None:
@@ -150,9 +209,9 @@ def scaler_since(since: int) -> tuple[GradScaler, float] | None:
 
     ValueError where there were two, or two scales.
     """
-    if since == _losses:
+    if since == _seen.losses:
         return None
-    found = [(scaler, float(one.value)) for scaler, scales in _scales.items() for one in scales if one.last > since]
+    found = [(scaler, float(one.value)) for scaler, scales in _seen.scales.items() for one in scales if one.last > since]
     if len(found) > 1:
         raise ValueError(
             "the losses of one step were scaled differently; use one GradScaler, and call its update() after the step"

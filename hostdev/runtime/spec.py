@@ -87,9 +87,11 @@ class CacheSpec:
     policy  "lookahead", "lru", "lfu" or "static"
     window  batches that lookahead knows in advance
     counts  [V], how often each row is used: for "static"
+    record  keep the batches' ids, at most 16 million of each cache, for the optimum in its `summary()`
     """
 
     rows: int | str
     policy: str = "lookahead"
     window: int = WINDOW
     counts: Any = None
+    record: bool = False

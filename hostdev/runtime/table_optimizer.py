@@ -1,6 +1,6 @@
 """The tables' learning rates as a torch optimizer, so that torch's schedulers drive them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ class TableOptimizer(torch.optim.Optimizer):
     same is true of `table.optimizer.lr = 1e-4`.
     """
 
-    def __init__(self, tables: Iterable[Any]) -> None:
-        self._tables = list(tables)
+    def __init__(self, tables: Iterable[Any], drop: Callable[[], None] = lambda: None) -> None:
+        self._tables, self._drop = list(tables), drop
         self._rates = [float(table.optimizer.lr) for table in self._tables]  # that they have been given, or had
         groups = [
             {"params": [nn.Parameter(torch.empty(0))], "name": table.name, "lr": table.optimizer.lr}
@@ -38,7 +38,8 @@ class TableOptimizer(torch.optim.Optimizer):
         raise ValueError("the tables take their steps when the loop comes back for the next batch; leave this call out")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: a batch's rows begin without gradients."""
+        """Forget the gradients that the rows of the loop's batch have; the next batch's begin without any."""
+        self._drop()
 
     def apply(self) -> None:
         """Set the tables' rates where they have changed here; take over those that were set at the tables.

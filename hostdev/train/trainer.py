@@ -213,18 +213,22 @@ class Trainer:
         return logits
 
     def evaluate(self, batches: Iterable[Batch], progress: Callable[[], object] = lambda: None) -> Evaluation | None:
-        """Return AUC and log loss over batches, None if there are none; the model does not change.
+        """Return AUC and log loss over batches, None if there are none; the model stays as it is, in training or not.
 
         progress  called after each batch
         """
         logits, labels = [], []
+        training = self.model.training
         self.model.eval()
-        with torch.no_grad(), closing(self.runtime.predict(batches, ids=self.model.ids, send=_sent)) as loop:
-            for (batch, dense, _), rows in loop:
-                outcome = rows.to_host([self._logits(dense, rows)], lambda results: results[0])
-                logits.append(outcome.get())
-                labels.append(batch.label)
-                progress()
+        try:
+            with torch.no_grad(), closing(self.runtime.predict(batches, ids=self.model.ids, send=_sent)) as loop:
+                for (batch, dense, _), rows in loop:
+                    outcome = rows.to_host([self._logits(dense, rows)], lambda results: results[0])
+                    logits.append(outcome.get())
+                    labels.append(batch.label)
+                    progress()
+        finally:
+            self.model.train(training)
         if not labels:
             return None
         scores, truth = np.concatenate(logits), np.concatenate(labels)

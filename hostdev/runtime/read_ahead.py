@@ -1,0 +1,43 @@
+"""An iterator that is read ahead of a loop: what the loop did not come to is there for the next one."""
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+
+class ReadAhead:
+    """The batches of an iterator that were read, and not yet given out.
+
+    A loop that is left early has read further than it has come, by its depth and the window of its caches. Where the
+    next one goes on with the same iterator, it gets those first, so that no batch is lost.
+    """
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self.source = source
+        self._kept: deque[Any] = deque()
+        self._readers = 0
+        self._reading = threading.Lock()  # a reader of before may still be in somebody's code
+
+    def batches(self) -> Iterator[Any]:
+        """Yield what was kept, then what the iterator has; for one reader at a time."""
+        with self._reading:
+            again = deque(self._kept)
+            self._readers += 1
+            reader = self._readers
+        while again:
+            yield again.popleft()
+        while True:
+            with self._reading:
+                if reader != self._readers:  # the next loop has begun
+                    return
+                try:
+                    held = [next(self.source)]
+                except StopIteration:
+                    return
+                self._kept.append(held[0])
+            yield held.pop()  # not kept here: a batch lives no longer than the caller has it
+
+    def given(self) -> None:
+        """Note that the first of them has been given out."""
+        self._kept.popleft()
