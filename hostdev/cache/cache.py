@@ -46,8 +46,9 @@ class EmbeddingCache:
     log            where the planning's durations go
 
     One thread at a time may call. While a row is cached its host copy is stale: call `write_back` before reading the
-    tables, and before changing them by other means, then `refresh` after. Raises CacheTooLargeError where the slots do not fit into
-    the device's free memory, of which an accelerator keeps a tenth, and at least 256 MiB, for the rest of the training.
+    tables, and before changing them by other means, then `refresh` after. Raises CacheTooLargeError where the slots do
+    not fit into the device's free memory, of which an accelerator keeps a tenth, and at least 256 MiB, for the rest of
+    the training.
     """
 
     def __init__(
@@ -201,8 +202,9 @@ class EmbeddingCache:
     def summary(self, *, optimum: bool = True) -> dict[str, Any]:
         """Return the statistics, and beside them the hit rate of the offline optimum over the first batches.
 
-        optimum  simulate it, which takes up to seconds, unless memory is short or nothing was recorded; over `optimal_batches` batches, of at
-                 most 16 million unique ids, on which the cache itself had `hit_rate_of_these`
+        optimum  simulate it, which takes up to seconds, unless memory is short or nothing was recorded; over
+                 `optimal_batches` batches, of at most 16 million unique ids, on which the cache itself had
+                 `hit_rate_of_these`
         """
         total = self.planner.statistics
         down, up = total.bytes_moved(*row_bytes((table.dim, table.optimizer) for table in self.tables))

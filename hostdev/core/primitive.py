@@ -17,8 +17,7 @@ from hostdev.kernels.pool import Task
 TARGETS = ("CPU", "DEVICE")
 Report = Callable[[int], None]
 
-
-_KEPT = 1 << 12
+_KEPT = 1 << 12  # durations of an op, where nobody asks for a log
 
 
 class Clock(Protocol):

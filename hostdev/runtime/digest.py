@@ -25,8 +25,9 @@ def state_sha256(tables: Iterable[_Table], network: nn.Module, optimizer: torch.
     """Return the SHA-256, in hexadecimal, of the logical state.
 
     Tables by name: the number of steps, the weights, then the slots by name; then the dense parameters by name, each
-    followed by its optimizer state by name; then the network's persistent buffers by name. Before each array goes a line with its name, dtype and shape; arrays are
-    row-major and little-endian. Where a table lies, and how its rows are laid out in memory, does not matter.
+    followed by its optimizer state by name; then the network's persistent buffers by name. Before each array goes a
+    line with its name, dtype and shape; arrays are row-major and little-endian. Where a table lies, and how its rows
+    are laid out in memory, does not matter.
     """
     digest = sha256()
     for table in sorted(tables, key=lambda table: table.name):

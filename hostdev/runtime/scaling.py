@@ -65,7 +65,7 @@ class Origin:
         """Look out for the backward passes of these tensors."""
         for loss in tree_leaves(losses):
             if isinstance(loss, Tensor) and loss.requires_grad:
-                loss.register_hook(self._enter)
+                loss.register_hook(self._enter)  # type: ignore[no-untyped-call]
 
     def watch(self, parameter: Tensor) -> None:
         """Look at the gradients that come to a tensor."""
@@ -211,7 +211,9 @@ def scaler_since(since: int) -> tuple[GradScaler, float] | None:
     """
     if since == _seen.losses:
         return None
-    found = [(scaler, float(one.value)) for scaler, scales in _seen.scales.items() for one in scales if one.last > since]
+    found = [
+        (scaler, float(one.value)) for scaler, scales in _seen.scales.items() for one in scales if one.last > since
+    ]
     if len(found) > 1:
         raise ValueError(
             "the losses of one step were scaled differently; use one GradScaler, and call its update() after the step"

@@ -180,11 +180,14 @@ def test_the_optimum_is_that_of_the_batches_that_were_planned(device, table):
     batches, found = given(12), []
     for skipped in ((4, 5), ()):
         made = HostTable(ROWS, 4, hostdev.SGD(), name="t")
-        runtime = runtime_of(made, device, cache=hostdev.CacheSpec(10, window=3))
+        runtime = runtime_of(made, device, cache=hostdev.CacheSpec(10, window=3, record=True))
         loop(runtime, batches, skipped)
         found.append(runtime.caches[0].summary())
     assert found[0]["batches"] == found[0]["optimal_batches"] == 12
     assert found[0] == found[1]
+    runtime = runtime_of(HostTable(ROWS, 4, hostdev.SGD(), name="t"), device, cache=10)
+    loop(runtime, batches)
+    assert runtime.caches[0].summary()["optimal_hit_rate"] is None  # nothing was kept for it
 
 
 def test_a_reader_that_comes_back_late_has_no_part_in_the_next_run(device):

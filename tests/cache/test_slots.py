@@ -70,7 +70,7 @@ def test_rows_go_in_and_out_and_lose_no_update(device, optimizer, dim, operation
 
 
 def test_writing_back_in_parts(monkeypatch):
-    monkeypatch.setattr(cache_module, "_WRITE_BACK_BYTES", 100)
+    monkeypatch.setattr(cache_module, "_AT_ONCE_BYTES", 100)
     test_rows_go_in_and_out_and_lose_no_update(torch.device("cpu"), LazyAdam(), 5, "kernels", monkeypatch)
 
 

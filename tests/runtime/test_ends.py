@@ -18,6 +18,8 @@ import torch
 
 import hostdev
 from hostdev import UserError
+from hostdev.pipeline import passes
+from hostdev.runtime.loop import NonFiniteError
 from tests.conftest import ROOT
 from tests.runtime.cases import CACHES, ROWS, Case, batches_of, differing, ids, loss_of, send, tables_state, threads
 
@@ -233,6 +235,103 @@ def test_ctrl_c_in_a_stage_of_the_callers_thread(device, stage):
     assert tables_state(case.tables.values()) == tables_of_steps(device, batches, 3)
 
 
+@pytest.mark.parametrize("cache", [None, "20%"])
+@pytest.mark.parametrize("stage", ["step", "update"])
+def test_ctrl_c_while_a_step_is_taken(device, stage, cache):
+    """The step is taken as a whole, or not at all, in the tables as on the dense side."""
+    batches = batches_of(6)
+
+    def interrupt(at, number):
+        if at == stage and number == 4:
+            signal.raise_signal(signal.SIGINT)
+
+    case = Case(device, options={"depth": 0, "cache": cache, "before_stage": interrupt})
+    with pytest.raises(KeyboardInterrupt):
+        case.train(batches)
+    stepped = 4 if stage == "update" else 3
+    assert case.tables["users"].step == stepped
+    assert differing(case.state(), wanted_of(device, batches[:stepped])) == []
+
+
+@overlapped
+def test_an_iterator_is_gone_on_with(device, depth, cache):
+    """What was read of it and not given out comes first in the next loop; in an evaluation as well."""
+    batches = batches_of(14)
+    case = Case(device, options={"depth": depth, "cache": cache})
+    stream = iter(batches[:12])
+    for label, rows in case.loop(stream):
+        case.step(label, rows)
+        if rows.step == 4:
+            break
+    with pytest.raises(BodyError):
+        for label, rows in case.loop(stream):
+            case.step(label, rows)
+            if rows.step == 2:
+                raise BodyError
+    for _ in case.runtime.predict(batches[12:], ids=ids):
+        pass
+    for number, (label, rows) in enumerate(case.loop(stream, accumulate=1)):
+        case.step(label, rows)
+        if number == 1:
+            break
+    del label, rows
+    case.train(stream)
+    assert next(stream, None) is None
+    assert differing(case.state(), wanted_of(device, batches[:12])) == []
+    seen, stream = [], iter(batches)
+    for _ in range(2):
+        for batch, _ in case.runtime.predict(stream, ids=ids):
+            seen.append(batch["label"])
+            if len(seen) == 3:
+                break
+    np.testing.assert_array_equal(seen, [batch["label"] for batch in batches])
+
+
+def test_a_slow_iterator_is_gone_on_with(device, monkeypatch):
+    """The reader of before is still in it when the next loop begins."""
+    monkeypatch.setattr(passes, "_LONGEST_JOIN", 0.01)
+    batches, slow = batches_of(8), threading.Event()
+
+    def stream():
+        for number, batch in enumerate(batches):
+            if number == 4:
+                slow.wait(5)
+            yield batch
+
+    case, source = Case(device, options={"depth": 2}), stream()
+    for label, rows in case.loop(source):
+        case.step(label, rows)
+        if rows.step == 2:
+            break
+    threading.Timer(0.2, slow.set).start()
+    case.train(source)
+    assert differing(case.state(), wanted_of(device, batches)) == []
+
+
+@overlapped
+def test_an_error_after_the_last_step_is_told_by_the_next_call(device, monkeypatch, depth, cache):
+    """Where a loop is left by `break`, nobody catches what its last update raises."""
+    batches, printed = batches_of(6), []
+    case = Case(device, options={"depth": depth, "cache": cache})
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", lambda raised: printed.append(str(raised.exc_value)))
+        for label, rows in case.loop(batches):
+            loss = loss_of(case.model, rows, label)
+            loss.backward()
+            if rows.step == 3:
+                rows.parameters()[0].grad.fill_(float("nan"))
+            case.adam.step()
+            if rows.step == 3:
+                break
+        del label, rows, loss
+        gc.collect()
+    assert len(printed) == 1
+    with pytest.raises(NonFiniteError, match="step 3: a gradient of the rows"):
+        case.runtime.write_back()
+    assert case.tables["users"].step == 2
+    case.runtime.write_back()
+
+
 @overlapped
 def test_a_loop_that_is_kept(device, depth, cache):
     """It may be gone on with; another one cannot begin beside it; it is closed by hand or by `with`."""
@@ -313,18 +412,24 @@ def test_a_loop_of_another_thread():
     case, errors = Case(), []
     loop = case.loop(batches_of(2))
 
-    def go_on():
+    def tried(call):
         try:
-            next(loop)
+            call()
         except ValueError as error:
             errors.append(str(error))
 
-    thread = threading.Thread(target=go_on)
-    thread.start()
-    thread.join()
-    assert errors == ["one thread goes through a loop: the one that has made it"]
+    def elsewhere(call):
+        thread = threading.Thread(target=tried, args=[call])
+        thread.start()
+        thread.join()
+
+    elsewhere(lambda: next(loop))
     for label, rows in loop:
+        elsewhere(lambda: next(case.runtime.predict(batches_of(1), ids=ids)))
+        elsewhere(case.runtime.write_back)
         case.step(label, rows)
+    whose = "one thread goes through a loop over `train`, and evaluates or writes back within it: its own"
+    assert errors == [whose] * 5
     assert case.tables["users"].step == 2
 
 

@@ -136,6 +136,14 @@ def test_a_guard_changes_no_bit(device, depth, cache):
     assert losses == [float(wanted.losses[number]) for number in (0, 1, 4, 5)]
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_guard_where_no_row_is_trained(device, depth):
+    case = Case(device, options={"depth": depth}, adam={"fused": True})
+    case.runtime.freeze()
+    with pytest.raises(NonFiniteError, match="or so"):
+        guarded(case, batches_of(5), lambda rows, loss: loss.data.fill_(float("nan")))
+
+
 def test_a_guard_needs_an_optimizer_that_can_wait():
     case = Case()
     for label, rows in case.loop(batches_of(1)):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+import hostdev
 from tests.runtime.cases import CACHES, ROWS, Case, Twin, batches_of, differing, loss_of, send, sgd, tables_state
 
 SETTINGS = [(depth, cache) for depth in (0, 1, 2) for cache in CACHES]
@@ -281,6 +282,32 @@ def test_tables_that_share_an_optimizer():
     shared.lr = 0.25
     case.train(batches_of(1))
     assert [group["lr"] for group in case.runtime.optimizer.param_groups] == [0.25] * 4
+
+
+def test_a_rate_of_tables_that_share_an_optimizer_is_set_in_the_loop(device):
+    states = []
+    for depth in (0, 2):
+        shared = hostdev.LazyAdam(lr=0.1)
+        case = Case(device, optimizer=lambda shared=shared: shared, options={"depth": depth})
+        for label, rows in case.loop(batches_of(6)):
+            case.step(label, rows)
+            shared.lr *= 0.5
+        assert shared.lr == pytest.approx(0.1 / 64)
+        states.append(case.state())
+    assert differing(*states) == []
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_gradients_of_rows_are_forgotten(device, cache):
+    """By the `zero_grad` of the tables' optimizer, as the dense side's are by its own."""
+    batches = batches_of(4)
+    case = Case(device, options={"cache": cache})
+    for label, rows in case.loop(batches):
+        (3 * loss_of(case.model, rows, label)).backward(retain_graph=True)
+        rows.parameters()
+        case.runtime.optimizer.zero_grad()
+        case.step(label, rows)
+    assert differing(case.state(), Case(device).train(batches).state()) == []
 
 
 def test_the_state_of_a_schedule_goes_into_a_checkpoint():

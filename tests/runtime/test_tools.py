@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 import warnings
 
 import pytest
@@ -134,6 +135,54 @@ def clipped(case, batches, norms, most=0.05):
         norms.append(clip_grad_norm_([*case.model.parameters(), *rows.parameters()], most))
         case.adam.step()
     return case
+
+
+@FUSED
+@pytest.mark.parametrize("first", [False, True])
+def test_a_scaler_of_another_model(device, fused, first):
+    """It has not scaled the loss that the rows are in, and its overflows are not theirs."""
+    batches = batches_of(5)
+    wanted = Case(device).train(batches).state()
+    case, scaler = Case(device), scaler_of(device)
+    other = nn.Linear(1, 1).to(device)
+    adam = torch.optim.Adam(other.parameters(), fused=fused)
+
+    def train_other(factor):
+        adam.zero_grad()
+        scaler.scale(factor * other(torch.ones(1, 1, device=device)).sum()).backward()
+        scaler.step(adam)
+        scaler.update()
+
+    for label, rows in case.loop(batches):
+        if first:
+            train_other(float("inf") if rows.step == 3 else 1.0)
+        case.step(label, rows)
+        if not first:
+            train_other(float("inf") if rows.step == 3 else 1.0)
+    assert scaler.get_scale() == 2.0**15
+    assert differing(case.state(), wanted) == []
+
+
+def test_a_scaler_of_another_thread(device):
+    case, scaler = Case(device), scaler_of(device)
+    batches = batches_of(4)
+    for label, rows in case.loop(batches):
+        thread = threading.Thread(target=lambda: scaler.scale(torch.ones(1, device=device)))
+        thread.start()
+        thread.join()
+        case.step(label, rows)
+    assert differing(case.state(), Case(device).train(batches).state()) == []
+
+
+def test_losses_of_which_some_were_scaled(device):
+    case, scaler = Case(device), scaler_of(device)
+    with pytest.raises(ValueError, match="of which some were scaled and some not; scale all of a step's"):
+        for label, rows in case.loop(batches_of(2)):
+            loss = loss_of(case.model, rows, label)
+            scaler.scale(loss).backward(retain_graph=True)
+            loss.backward()
+            scaler.step(case.adam)
+            scaler.update()
 
 
 def test_clipping_over_the_whole_model(device):
@@ -370,7 +419,9 @@ def test_unique_rows_in_a_loss(device):
             used = [*batch["item"].tolist(), *batch["history"][batch["history"] >= 0].tolist()]
             order = list(dict.fromkeys(used))
             assert counts.tolist() == [used.count(row) for row in order]
-            (loss_of(case.model, rows, label) + 0.1 * (unique.square().sum(1) * counts).sum()).backward()
+            again, _ = rows.unique("items")
+            penalty = 0.1 * (unique.square().sum(1) * counts).sum() + 0.01 * again.abs().sum() + unique.pow(4).sum()
+            (loss_of(case.model, rows, label) + penalty).backward()
             case.adam.step()
         states.append(case.state())
         with pytest.raises(ValueError, match="no table 'item'; there are users, items, first, words"):
