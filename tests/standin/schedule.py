@@ -52,9 +52,10 @@ class Queue:
 class Task:
     """Work in a stream's queue; an event has no work."""
 
-    __slots__ = ("asked", "clock", "done", "end", "name", "needs", "number", "queue", "run")
+    __slots__ = ("asked", "clock", "done", "end", "inference", "name", "needs", "number", "queue", "run")
 
     def __init__(self, name: str, run: Callable[[], object] | None, queue: Queue, needs: "list[Task]") -> None:
+        self.inference = torch.is_inference_mode_enabled()  # as it is queued, whenever it runs
         self.name, self.run, self.queue, self.needs = name, run, queue, needs
         self.number = queue.count
         self.clock = {other: number for other, number in queue.clock.items() if number > other.known}
@@ -256,7 +257,7 @@ def make_wait(queue: Queue, task: Task) -> None:
 def _execute(task: Task) -> None:
     try:
         if task.run is not None:
-            with torch.no_grad():
+            with torch.inference_mode(task.inference), torch.no_grad():
                 task.run()
     except BaseException as error:  # as on a device: whoever waits next gets it
         if isinstance(error, RaceError):
