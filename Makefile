@@ -34,9 +34,11 @@ bench: $(VENV)/.ready
 	$(BIN)/python bench/bench_cache.py
 	$(BIN)/python bench/bench_pipeline.py
 	$(BIN)/python bench/bench_device.py
+	$(BIN)/python bench/bench_loop.py --no-peers
 
 bench-peers: $(VENV)/.ready
 	$(BIN)/python bench/bench_peers.py
+	$(BIN)/python bench/bench_loop.py
 
 device-report: $(VENV)/.ready
 	$(BIN)/python bench/device_report.py $(ARGS)

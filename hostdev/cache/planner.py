@@ -222,7 +222,8 @@ class Planner:
         if len(taken) and taken[-1] >= len(taken):
             raise ValueError("slots are taken from the first on, and here some before the last row's are free")
         for ids, uses in self._announced if self._kind != STATIC else ():
-            self._rows[ids, planning.COUNT] = np.maximum(self._rows[ids, planning.COUNT] - uses, 0)  # if in part
+            counts = self._rows[ids, planning.COUNT] - uses  # of which an interrupted `announce` has added only some
+            self._rows[ids, planning.COUNT] = np.maximum(counts, 0)
         self._announced.clear()
         self.slot_ids[:] = slot_ids
         self._rows[:, planning.SLOT] = -1

@@ -64,7 +64,7 @@ class Stages:
         self.before_stage = before_stage or (lambda stage, number: None)
         self._after_update = after_update
         self._on_host = any(group.on_host for group in groups)
-        self._cached = any(group.cache is not None for group in groups)
+        self._cached = [number for number, group in enumerate(groups) if group.cache is not None]
         self._row_bytes = sum(group.row_bytes for group in groups if group.on_host)
         self.steps = 0  # whose updates are finished
 
@@ -85,7 +85,7 @@ class Stages:
 
     def announce(self, waiting: Sequence[Flight]) -> None:
         """Tell the caches of the batches that come, each as far ahead as its window goes."""
-        run_tasks([(self._announce, n, n + 1, (waiting,)) for n, group in enumerate(self.groups) if group.cache])
+        run_tasks([(self._announce, n, n + 1, (waiting,)) for n in self._cached])
 
     def _announce(self, number: int, _: int, waiting: Sequence[Flight]) -> None:
         cache = self.groups[number].cache
@@ -101,7 +101,7 @@ class Stages:
         """Ask the caches which rows they keep; find those of the others that an unfinished batch is going to write."""
         self.before_stage("plan", flight.number)
         with self.timeline.span("plan", flight.number) as span:
-            run_tasks([(self._plan, n, n + 1, (flight,)) for n, group in enumerate(self.groups) if group.cache])
+            run_tasks([(self._plan, n, n + 1, (flight,)) for n in self._cached])
             span["rows"] = sum(part.size for part in flight.groups)
             self._number(flight)
             if line is None:

@@ -83,11 +83,15 @@ class _Loop:
         if self._ended:
             return
         if self._pass is not None and self._pass.is_own(threading.current_thread()):  # which cannot wait for itself
-            threading.Thread(target=self.close).start()
-            return
+            threading.Thread(target=self._close_unwatched).start()
+        else:
+            self._close_unwatched()
+
+    def _close_unwatched(self) -> None:
+        """Close it where nobody can catch an error, which Python only prints; the runtime's next call raises it."""
         try:
             self.close()
-        except BaseException as error:  # Python only prints it
+        except BaseException as error:
             self._runtime.failed_late(error)
             raise
 
@@ -302,6 +306,8 @@ class TrainLoop(_Loop):
         for group in self._leaves:
             for leaf in group:
                 leaf.drop_grad()
+        if self._origin is not None:
+            self._origin.forget()
 
     def submit(self) -> None:
         """Finish the current batch now, if it has been stepped, and wait for all updates, so that others see them."""

@@ -79,6 +79,10 @@ class Origin:
             )
         return not self._plain  # those that somebody has put there are the scaler's, as a parameter's would be
 
+    def forget(self) -> None:
+        """The gradients that have come so far are gone."""
+        self._plain = self._scaled = False
+
     def _enter(self, _: Tensor) -> None:
         self._inside += 1
         torch.autograd.Variable._execution_engine.queue_callback(self._leave)  # at the end of this backward pass

@@ -4,6 +4,7 @@ import threading
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -22,6 +23,16 @@ OPTIMIZERS = {
 }
 CACHES = [None, "20%", {"items": "100%", "users": hostdev.CacheSpec(5, "lru")}]
 CPU = torch.device("cpu")
+overlapped = pytest.mark.parametrize(("depth", "cache"), [(0, None), (0, "20%"), (1, None), (2, "20%"), (4, CACHES[2])])
+
+
+class BodyError(Exception):
+    """Of a loop's body."""
+
+
+def wanted_of(device, batches):
+    """What a serial loop without caches comes to."""
+    return Case(device, options={"depth": 0}).train(batches).state()
 
 
 def sgd():

@@ -20,18 +20,20 @@ import hostdev
 from hostdev import UserError
 from hostdev.runtime.loop import NonFiniteError
 from tests.conftest import ROOT
-from tests.runtime.cases import CACHES, ROWS, Case, batches_of, differing, ids, loss_of, send, tables_state, threads
-
-SETTINGS = [(0, None), (0, "20%"), (1, None), (2, CACHES[2]), (4, "20%")]
-overlapped = pytest.mark.parametrize(("depth", "cache"), SETTINGS)
-
-
-class BodyError(Exception):
-    """Of the loop's body."""
-
-
-def wanted_of(device, batches):
-    return Case(device, options={"depth": 0}).train(batches).state()
+from tests.runtime.cases import (
+    ROWS,
+    BodyError,
+    Case,
+    batches_of,
+    differing,
+    ids,
+    loss_of,
+    overlapped,
+    send,
+    tables_state,
+    threads,
+    wanted_of,
+)
 
 
 @overlapped

@@ -8,10 +8,7 @@ import torch
 
 import hostdev
 from hostdev import Runtime
-from tests.runtime.cases import CACHES, Case, Twin, batches_of, differing, features_of, ids, loss_of, send
-
-SETTINGS = [(0, None), (0, "20%"), (1, None), (2, "20%"), (4, CACHES[2])]
-overlapped = pytest.mark.parametrize(("depth", "cache"), SETTINGS)
+from tests.runtime.cases import Case, Twin, batches_of, differing, features_of, ids, loss_of, overlapped, send
 
 
 def logits_of(case, batches):

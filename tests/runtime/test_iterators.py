@@ -6,18 +6,7 @@ import numpy as np
 import pytest
 
 from hostdev.pipeline import passes
-from tests.runtime.cases import CACHES, Case, batches_of, differing, ids
-
-SETTINGS = [(0, None), (0, "20%"), (1, None), (2, CACHES[2]), (4, "20%")]
-overlapped = pytest.mark.parametrize(("depth", "cache"), SETTINGS)
-
-
-class BodyError(Exception):
-    """Of the loop's body."""
-
-
-def wanted_of(device, batches):
-    return Case(device, options={"depth": 0}).train(batches).state()
+from tests.runtime.cases import BodyError, Case, batches_of, differing, ids, overlapped, wanted_of
 
 
 @overlapped

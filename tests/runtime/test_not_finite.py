@@ -5,10 +5,8 @@ import torch
 
 from hostdev import UserError
 from hostdev.runtime.loop import NonFiniteError
-from tests.runtime.cases import CACHES, Case, batches_of, differing, ids, loss_of, send, tables_state
+from tests.runtime.cases import Case, batches_of, differing, ids, loss_of, overlapped, send, tables_state
 
-SETTINGS = [(0, None), (0, "20%"), (1, None), (2, "20%"), (4, CACHES[2])]
-overlapped = pytest.mark.parametrize(("depth", "cache"), SETTINGS)
 PLACES = pytest.mark.parametrize("on_device", [(), ("users", "words")], ids=["host", "both sides"])
 
 

@@ -185,6 +185,21 @@ def test_losses_of_which_some_were_scaled(device):
             scaler.update()
 
 
+def test_gradients_that_were_forgotten_were_not_scaled_differently(device):
+    batches, case, scaler = batches_of(3), Case(device), scaler_of(device)
+    for label, rows in case.loop(batches):
+        case.adam.zero_grad()
+        loss = loss_of(case.model, rows, label)
+        scaled_loss = scaler.scale(loss)
+        loss.backward(retain_graph=True)
+        case.adam.zero_grad()
+        case.runtime.optimizer.zero_grad()
+        scaled_loss.backward()
+        scaler.step(case.adam)
+        scaler.update()
+    assert differing(case.state(), Case(device).train(batches).state()) == []
+
+
 def test_clipping_over_the_whole_model(device):
     """As torch does with the tables as parameters; the same bits with caches of any size."""
     batches, norms, expected = batches_of(6), [], []
