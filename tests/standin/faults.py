@@ -23,8 +23,8 @@ TESTS = (  # what finds most comes first
     "tests/device/test_staging.py",
     "tests/device/test_training.py",
     "tests/device/test_device.py",
-    "tests/test_host_embedding.py",
     "tests/cache",
+    "tests/runtime",
     "tests/test_pipeline.py",
     "tests/test_trainer.py",
 )
@@ -134,6 +134,8 @@ def main() -> int:
         for fault in faults:
             print(f"{fault.file}:{fault.node.lineno}: {fault.statement}{f' ({fault.reason})' if fault.reason else ''}")
         return 0
+    if missing := [test for test in arguments.tests if not (root / test.partition("::")[0]).exists()]:
+        parser.error(f"no such tests: {', '.join(missing)}")
     with tempfile.TemporaryDirectory() as folder:
         copy = copy_of(root, Path(folder))
         tests = Tests(copy, arguments.tests, arguments.timeout)
