@@ -76,6 +76,13 @@ class Manifest:
         """Return the shards of "train" or "test"."""
         return self.train if split == "train" else self.test
 
+    @property
+    def identity(self) -> str:
+        """A checksum of what training and evaluation depend on: the rows, and what their columns are."""
+        content = {"schema": self.schema.as_json(), "id_type": self.id_type}
+        content |= {split: [[shard.rows, shard.sha256] for shard in self.shards(split)] for split in ("train", "test")}
+        return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
     def uses(self, split: str) -> int:
         """Return how many ids the rows of a split have, those of the dense columns included."""
         each = len(self.schema.dense) + len(self.schema.ids)

@@ -60,10 +60,12 @@ class ShardReader:
         """Return the number of batches in one pass; the last may be smaller."""
         return -(-self.rows // batch_size)
 
-    def batches(self, batch_size: int, *, seed: int | None = None, epoch: int = 0) -> Iterator[Batch]:
+    def batches(self, batch_size: int, *, seed: int | None = None, epoch: int = 0, skip: int = 0) -> Iterator[Batch]:
         """Iterate over every row once; the last batch may be smaller.
 
         With a seed the shards, and the rows within each, come in an order of that seed and epoch.
+
+        skip  begin after so many batches; shards that these would use up are not read
 
         Raises UserError for a shard that is missing or does not match the manifest, and for a bad id or label.
         """
@@ -71,14 +73,17 @@ class ShardReader:
         if seed is not None:
             order = permutation(len(self._shards), key64(seed, "shard order", epoch)).tolist()
         pieces: list[Batch] = []
-        have = 0
+        have, passed = 0, skip * batch_size
         for number in order:
+            if passed >= self._shards[number].rows:
+                passed -= self._shards[number].rows
+                continue
             rows = self._load(self._shards[number])
             if seed is not None:
                 row_order = permutation(len(rows), key64(seed, "row order", epoch, number))
             else:
                 row_order = np.arange(len(rows))
-            start = 0
+            start, passed = passed, 0
             while start < len(rows):
                 piece = rows.take(row_order[start : start + batch_size - have])
                 pieces.append(piece)

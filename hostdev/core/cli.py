@@ -53,7 +53,7 @@ def run(prog: str, main: Callable[[Sequence[str]], int | None], argv: Sequence[s
         if "--debug" in arguments:
             traceback.print_exc()
         print(f"{prog}: error: {_one_line(error)}", file=sys.stderr)
-        return EXIT_ERROR
+        return int(getattr(error, "exit_code", EXIT_ERROR))
 
 
 def _leave(code: int) -> NoReturn:

@@ -32,6 +32,7 @@ def bar(
     unit: str,
     *,
     unit_scale: bool = False,
+    begin: int = 0,
     left: Callable[[], float | None] | None = None,
 ) -> Progress:
     """Return the progress of some work, on standard error where that is a terminal, else in lines of standard output.
@@ -40,13 +41,15 @@ def bar(
     have passed, and a last one when all is done, if there was one before.
 
     total       how many there are to do, of unit, such as "steps", or "B" for bytes
+    begin       how many of them are done already
     unit_scale  write large numbers as 1.2k or 3.4M
     left        returns the seconds to be shown as left, where this is a part of more work; None: not known yet
     """
     if not sys.stderr.isatty():
-        return _Lines(total, description, unit, unit_scale, left)
+        return _Lines(total, description, unit, unit_scale, begin, left)
     made = _Bar(
         total=total,
+        initial=begin,
         desc=description,
         unit=unit,
         unit_scale=unit_scale,
@@ -57,6 +60,11 @@ def bar(
     made.left = left
     shown: Progress = made
     return shown
+
+
+def note(text: str) -> None:
+    """Write a line to standard error, above a bar that is shown there."""
+    tqdm.write(text, file=sys.stderr)
 
 
 class _Bar(tqdm):  # type: ignore[misc]
@@ -83,10 +91,10 @@ class _Lines:
     """Whole lines for output that is not a terminal, so that standard error keeps to errors."""
 
     def __init__(
-        self, total: int, description: str, unit: str, scale: bool, left: Callable[[], float | None] | None
+        self, total: int, description: str, unit: str, scale: bool, begin: int, left: Callable[[], float | None] | None
     ) -> None:
         self._total, self._description, self._unit, self._scale, self._left = total, description, unit, scale, left
-        self._done = self._shown = 0
+        self._done = self._shown = self._begin = begin
         self._postfix = ""
         self._start = self._printed = time.monotonic()
 
@@ -109,7 +117,7 @@ class _Lines:
         if now < due or not 0 < self._done < self._total:
             return
         self._printed, self._shown = now, self._done
-        rate = self._done / (now - self._start)
+        rate = (self._done - self._begin) / (now - self._start)
         done = _amount(self._done, self._unit, self._scale, named=False)
         parts = [f"{done} of {_amount(self._total, self._unit, self._scale)}", _speed(rate, self._unit, self._scale)]
         if self._left is None:

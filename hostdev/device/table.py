@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -13,6 +15,8 @@ from hostdev.core.optimizers import SparseOptimizer, require_optimizer
 from hostdev.device.backend import free_bytes
 from hostdev.device.ops import ops_for
 from hostdev.kernels.norm import PART, partial_squares, total
+
+Rows = npt.NDArray[np.float32]
 
 _FILL_BYTES = 1 << 26
 _FOLD_BYTES = 1 << 28  # of squares at once
@@ -97,6 +101,12 @@ class DeviceTable:
         self.step += 1
         scalars = self.optimizer.scalars(self.step, self.dim)
         self._ops.update(self.optimizer.primitive, self.block, self.row_slots, ids, grads, scalars, skip)
+
+    def write_rows(self, ids: npt.NDArray[Any], block: Rows, row_slots: Rows) -> None:
+        """Overwrite rows with their slots: ids [N], float32 [N, 1 + S, D] and [N, R], from host memory."""
+        at = torch.from_numpy(ids).to(self.block.device)
+        self.block.index_copy_(0, at, torch.from_numpy(block).to(self.block.device))
+        self.row_slots.index_copy_(0, at, torch.from_numpy(row_slots).to(self.block.device))
 
     def partial_squares(self) -> Tensor:
         """Return the sums of squares of the weights by part and column, float64 [P, D] on the device.

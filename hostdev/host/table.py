@@ -11,6 +11,7 @@ from hostdev.core.ids import checked_ids
 from hostdev.core.initializers import Initializer, Normal
 from hostdev.core.memory import available_bytes, require_table
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
+from hostdev.host.changes import Changes
 from hostdev.kernels.apply import apply_tasks, apply_uses
 from hostdev.kernels.buffers import aligned_empty
 from hostdev.kernels.lookup import lookup_tasks, store_tasks
@@ -63,6 +64,8 @@ class HostTable:
         self.block: Rows = aligned_empty((rows, 1 + len(optimizer.slots), dim))
         init.fill(self.block, seed, name, np.array(list(optimizer.slots.values()), np.float32))
         self.row_slots = np.tile(np.array(list(optimizer.row_slots.values()), np.float32), (rows, 1))
+        self.changes: Changes | None = None  # noted from the first checkpoint on
+        self.lent = False  # `weights` or `slots` were handed out: what is written there is not noted
 
     @property
     def rows(self) -> int:
@@ -77,11 +80,13 @@ class HostTable:
     @property
     def weights(self) -> Rows:
         """A writable view of the weights, float32 [V, D]."""
+        self.lent = True
         return self.block[:, 0]
 
     @property
     def slots(self) -> Mapping[str, Rows]:
         """Writable views of the optimizer's slots by name, each float32 [V, D], or [V, 1] for one value a row."""
+        self.lent = True
         slots = {name: self.block[:, 1 + i] for i, name in enumerate(self.optimizer.slots)}
         row_slots = {name: self.row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
         return MappingProxyType(slots | row_slots)
@@ -118,6 +123,7 @@ class HostTable:
         ids = self._checked(ids)
         grads = np.ascontiguousarray(grads)
         _check_rows("grads", grads, (len(ids), self.dim), self.name)
+        self._before_write(ids)
         scalars = self.begin_step()
         apply_uses(self.optimizer.primitive, self.block, self.row_slots, ids, grads, scalars)
 
@@ -152,6 +158,7 @@ class HostTable:
         """Return the tasks of `update`; its step is counted now."""
         _check_rows("grads", grads, (len(ids if positions is None else grads), self.dim), self.name)
         scalars = scalars or self.begin_step()
+        self._before_write(ids)
         return apply_tasks(self.optimizer.primitive, self.block, self.row_slots, ids, grads, scalars, positions)
 
     def read_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
@@ -182,6 +189,7 @@ class HostTable:
         self, ids: npt.NDArray[Any], block: Rows, row_slots: Rows, positions: Positions | None = None
     ) -> list[Task]:
         """Return the tasks of `write_rows`."""
+        self._before_write(ids)
         tasks: list[Task] = []
         for rows, values in zip(_flat(self.block, self.row_slots), _flat(block, row_slots), strict=True):
             if rows.shape[1]:
@@ -195,6 +203,17 @@ class HostTable:
     def sum_of_squares(self) -> float:
         """Return the sum of squares of all weights, in float64, in the order of `kernels.norm`."""
         return total(self.partial_squares())
+
+    def _before_write(self, ids: npt.NDArray[Any]) -> None:
+        """Note which rows are about to be written; a checkpoint that is being saved gets them first."""
+        if self.changes is not None:
+            self.changes.before_write(ids)
+
+    def note_changes(self, *, anew: bool = False) -> Changes:
+        """Note from now on which rows are written; return the notes, `anew` without those so far."""
+        if self.changes is None or anew:
+            self.changes = Changes(self.block, self.row_slots)
+        return self.changes
 
     def _checked(self, ids: npt.ArrayLike) -> npt.NDArray[Any]:
         return checked_ids(ids, self.rows, self.name)

@@ -56,8 +56,12 @@ class Pipeline:
 
     @property
     def steps(self) -> int:
-        """Batches whose updates are finished."""
+        """Batches whose updates are finished; set by who loads a checkpoint."""
         return self._stages.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._stages.steps = steps
 
     @contextmanager
     def train(self, batches: Iterable[Request]) -> Iterator[Pass]:

@@ -1,24 +1,21 @@
-"""state_sha256: a digest of all that training has learned. Equal digests mean equal models."""
+"""`core.digest` of tables and of torch's modules, wherever they lie."""
 
-from collections.abc import Iterable
-from hashlib import sha256
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import nn
 
-_CHUNK_BYTES = 1 << 24
+from hostdev.core.digest import Column, StateDigest, pieces_of
 
 
 class _Table(Protocol):
     name: str
     step: int
-
-    @property
-    def weights(self) -> Any: ...
-    @property
-    def slots(self) -> Any: ...
+    block: Any
+    row_slots: Any
+    optimizer: Any
 
 
 def state_sha256(tables: Iterable[_Table], network: nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -29,31 +26,58 @@ def state_sha256(tables: Iterable[_Table], network: nn.Module, optimizer: torch.
     line with its name, dtype and shape; arrays are row-major and little-endian. Where a table lies, and how its rows
     are laid out in memory, does not matter.
     """
-    digest = sha256()
+    digest = StateDigest()
     for table in sorted(tables, key=lambda table: table.name):
-        digest.update(f"table {table.name} step {table.step}\n".encode())
-        _add(digest, f"{table.name}/weights", table.weights)
-        for name in sorted(table.slots):
-            _add(digest, f"{table.name}/{name}", table.slots[name])
-    for name, parameter in sorted(network.named_parameters()):
-        _add(digest, name, parameter.detach())
-        state = optimizer.state.get(parameter, {})
-        for key in sorted(state):
-            _add(digest, f"{name}/{key}", torch.as_tensor(state[key]))
-    parameters = dict(network.named_parameters(remove_duplicate=False))
-    for name, value in sorted(network.state_dict().items()):
-        if name not in parameters and isinstance(value, torch.Tensor):
-            _add(digest, name, value)
+        weights, *slots = columns_of(table)
+        digest.table(table.name, table.step, weights, slots)
+    for name, values in dense_arrays(network, optimizer):
+        rows = values if values.ndim else values.reshape(1)
+        dtype = str(values.dtype).removeprefix("torch.")
+        digest.array(name, dtype, values.shape, pieces_of(rows, fetched))
     return digest.hexdigest()
 
 
-def _add(digest: Any, name: str, values: Any) -> None:
-    digest.update(f"{name} {str(values.dtype).removeprefix('torch.')} {list(values.shape)}\n".encode())
-    rows = values if values.ndim else values.reshape(1)
-    row_bytes = max(1, rows[:1].nbytes)
-    step = max(1, _CHUNK_BYTES // row_bytes)
-    for start in range(0, len(rows), step):
-        chunk = rows[start : start + step]
-        if isinstance(chunk, torch.Tensor):
-            chunk = chunk.cpu().numpy()
-        digest.update(np.ascontiguousarray(chunk).data)
+def columns_of(table: _Table) -> list[Column]:
+    """Return a table's weights and slots."""
+    found = [("weights", table.block[:, 0])]
+    found += [(name, table.block[:, 1 + i]) for i, name in enumerate(table.optimizer.slots)]
+    found += [(name, table.row_slots[:, i : i + 1]) for i, name in enumerate(table.optimizer.row_slots)]
+    return [Column(name, tuple(rows.shape), lambda rows=rows: pieces_of(rows, fetched)) for name, rows in found]
+
+
+def dense_arrays(network: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what the digest says of the dense side, in order."""
+    for name, parameter in sorted(network.named_parameters()):
+        yield name, parameter.detach()
+        state = optimizer.state.get(parameter, {})
+        for key in sorted(state):
+            yield f"{name}/{key}", torch.as_tensor(state[key])
+    parameters = dict(network.named_parameters(remove_duplicate=False))
+    for name, value in sorted(network.state_dict().items()):
+        if name not in parameters and isinstance(value, torch.Tensor):
+            yield name, value
+
+
+def fetched(rows: Any) -> Any:
+    """Return rows in host memory, C-contiguous."""
+    if isinstance(rows, torch.Tensor):
+        rows = rows.cpu()
+        if rows.dtype == torch.bfloat16:
+            rows = rows.view(torch.uint16)
+        rows = rows.numpy()
+    return np.ascontiguousarray(rows)
+
+
+def names_in_checkpoint(network: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
+    """Return for each of `dense_arrays` its name and where it is among {"model", "optimizer"}'s `state_dict`s."""
+    numbers = {id(parameter): number for number, parameter in enumerate(_parameters(optimizer))}
+    places = {}
+    for name, parameter in network.named_parameters():
+        places[name] = f"model.{name}"
+        for key in optimizer.state.get(parameter, {}):
+            places[f"{name}/{key}"] = f"optimizer.state.{numbers[id(parameter)]}.{key}"
+    return [(name, places.get(name, f"model.{name}")) for name, _ in dense_arrays(network, optimizer)]
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -1,7 +1,8 @@
 """`Runtime`: tables behind features, for anybody's torch model and loop."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, WeakSet, ref
 
 import torch
@@ -20,6 +21,10 @@ from hostdev.runtime.read_ahead import ReadAhead
 from hostdev.runtime.requests import IdsOf, Reader
 from hostdev.runtime.spec import CacheSpec
 from hostdev.runtime.table_optimizer import TableOptimizer
+
+if TYPE_CHECKING:
+    from hostdev.checkpoint.saving import Saving
+    from hostdev.runtime.saving import Keeper
 
 _trained: WeakSet[Any] = WeakSet()  # tables, by loops that are open
 
@@ -88,6 +93,7 @@ class Runtime:
         self._optimizer: TableOptimizer | None = None
         self._read_ahead: ReadAhead | None = None  # of the iterator that a loop has been left with
         self._late: tuple[type[BaseException], str] | None = None  # an error of a loop that was dropped
+        self._saved: Keeper | None = None
 
     @property
     def tables(self) -> dict[str, Table]:
@@ -179,6 +185,45 @@ class Runtime:
         if (loop := self._loop) is not None:
             loop.submit()
         self.pipeline.write_back()
+
+    def save(self, path: Path | str, *, extra: Any = None, keep: int = 3, wait: bool = True) -> "Saving":
+        """Save a checkpoint of all tables, with slots and steps, to a folder of checkpoints (docs/checkpoints.md).
+
+        In the middle of a loop, too: once the dense side's optimizer has taken its step, the checkpoint is of after
+        this batch, and what the loop has read ahead stays. It holds all rows, or where this runtime has saved one to
+        this folder before, or loaded one from there, the rows written since. Training may go on while it is written.
+
+        extra  what is to be kept beside the tables: `state_dict`s of the dense side, of its optimizer and of
+               schedulers, the place in the data, in dicts, lists, tensors, numbers and text
+        keep   so many of the newest checkpoints in the folder are kept, with those that they add to
+        wait   for the end of the writing; else it goes on behind, and `wait()` of what is returned raises its error
+
+        Raises OSError where it cannot be written, TypeError for what `extra` cannot hold, and UserError where another
+        process writes there.
+        """
+        self.write_back()
+        return self._keeper.save(Path(path), extra, keep, wait=wait)
+
+    def load(self, path: Path | str) -> Any:
+        """Load the newest whole checkpoint of a folder, or the one that `path` is, into the tables; return its `extra`.
+
+        Files are checked before a table is changed. Where the newest is damaged, a warning says so, and the one before
+        is loaded. Raises UserError for a checkpoint of other tables, and where there is none that is whole; ValueError
+        while a loop is open.
+        """
+        if self._loop is not None or self.predicting:
+            raise ValueError("a loop over these tables is open; end it, or call its close(), before loading")
+        self.raise_late()
+        self.pipeline.write_back()
+        return self._keeper.load(Path(path))
+
+    @property
+    def _keeper(self) -> "Keeper":
+        if self._saved is None:
+            from hostdev.runtime.saving import Keeper  # what it stands on takes time to load
+
+            self._saved = Keeper(self)
+        return self._saved
 
     def _drop_gradients(self) -> None:
         if (loop := self._loop) is not None:

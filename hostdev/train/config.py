@@ -82,7 +82,21 @@ class TrainConfig:
     seed: int = _flag("of the initial values and of the rows' order", default=2020, kind=int, metavar="N")
     max_steps: int | None = _flag("stop after so many steps", kind=int, metavar="N")
     run_dir: Path | None = _flag("a new folder for logs and summary (runs/<time>)", kind=Path, metavar="DIR")
-
+    checkpoint_every: int | None = _flag("save a checkpoint every N steps, and at the end", kind=int, metavar="N")
+    checkpoint_minutes: float | None = _flag(
+        "save a checkpoint every M minutes, and at the end", kind=float, metavar="M"
+    )
+    keep_checkpoints: int | None = _flag("how many of the newest checkpoints stay (3)", kind=int, metavar="K")
+    checkpoint_dir: Path | None = _flag(
+        "the folder of the checkpoints (checkpoints in the run directory)", kind=Path, metavar="DIR"
+    )
+    resume: str | None = _flag(
+        "go on from the newest whole checkpoint there, from the start if there is none; or from the one named",
+        kind=str,
+        metavar="DIR",
+        nargs="?",
+        const="",
+    )
     trace: Path | None = _flag(
         "a new file for the timeline of all stages, as Chrome-trace JSON (open it in Perfetto)",
         kind=Path,
@@ -90,7 +104,8 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "emb_dim", "host_threads", "max_steps", "early_stop"):
+        at_least_1 = ("epochs", "batch_size", "emb_dim", "host_threads", "max_steps", "early_stop")
+        for name in (*at_least_1, "checkpoint_every", "keep_checkpoints"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{_option(name)} must be at least 1, not {value}")
@@ -113,8 +128,30 @@ class TrainConfig:
         if self.staleness and not (self.host_device_mix and self.pipeline_depth):
             missing = "a --pipeline-depth above 0" if self.host_device_mix else "--host-device-mix"
             raise UserError(f"--staleness {self.staleness} has no effect without {missing}; leave it out")
-
         self._check_cache()
+        self._check_checkpoints()
+
+    def _check_checkpoints(self) -> None:
+        minutes = self.checkpoint_minutes
+        if minutes is not None and not (math.isfinite(minutes) and minutes > 0):
+            raise UserError(f"--checkpoint-minutes must be a number above 0, not {minutes}")
+        if not self.saves:
+            for name in ("keep_checkpoints", *(("checkpoint_dir",) if self.resume != "" else ())):
+                if getattr(self, name) is not None:
+                    raise UserError(
+                        f"{_option(name)} has no effect without --checkpoint-every or --checkpoint-minutes; leave it "
+                        "out"
+                    )
+        if self.resume == "" and self.run_dir is None and self.checkpoint_dir is None:
+            raise UserError(
+                "--resume looks for checkpoints in --checkpoint-dir, or in the --run-dir; give one of them, or the "
+                "checkpoint itself: --resume DIR"
+            )
+
+    @property
+    def saves(self) -> bool:
+        """Tell whether checkpoints are saved."""
+        return self.checkpoint_every is not None or self.checkpoint_minutes is not None
 
     def _check_cache(self) -> None:
         if self.cache_rows is None:
@@ -192,5 +229,6 @@ def to_flags(settings: TrainConfig) -> list[str]:
         value = getattr(settings, item.name)
         if value == item.default:
             continue
-        flags += [_option(item.name)] if item.metadata["type"] is None else [_option(item.name), str(value)]
+        alone = item.metadata["type"] is None or value == item.metadata.get("const")
+        flags += [_option(item.name)] if alone else [_option(item.name), str(value)]
     return flags

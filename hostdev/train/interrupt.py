@@ -11,11 +11,14 @@ DEADLINE_SECONDS = 1.2
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised when work has ended after a signal; `exit_code` is the shell's: 130 after Ctrl-C, 143 after SIGTERM."""
+    """Raised when work has ended after a signal; `exit_code` is the shell's: 130 after Ctrl-C, 143 after SIGTERM.
 
-    def __init__(self, number: signal.Signals, message: str) -> None:
+    saved  nothing was lost, and SIGTERM is no failure: 0
+    """
+
+    def __init__(self, number: signal.Signals, message: str, *, saved: bool = False) -> None:
         super().__init__(message)
-        self.exit_code = 128 + number
+        self.exit_code = 0 if saved and number == signal.SIGTERM else 128 + number
 
 
 class GracefulStop:
@@ -28,10 +31,12 @@ class GracefulStop:
     hold what `on_deadline` holds, and to free a tensor while the interpreter ends aborts the process.
 
     on_deadline  completes what must not be lost; runs in the watching thread; returns what to tell the user
+    seconds      how long the main thread has; None: until a second signal comes
     """
 
-    def __init__(self, on_deadline: Callable[[], str]) -> None:
+    def __init__(self, on_deadline: Callable[[], str], seconds: float | None = DEADLINE_SECONDS) -> None:
         self.requested: signal.Signals | None = None
+        self._seconds = seconds
         self._on_deadline = on_deadline
         self._left = threading.Event()
         self._previous: dict[int, object] = {}
@@ -64,12 +69,19 @@ class GracefulStop:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = signal.Signals(number)
 
-    def _watch(self) -> None:
-        number = self._read.recv(1)  # of the signal; nothing when the context is left
+    def _next_signal(self) -> bytes:
+        """Wait for a signal that asks for the end, and return its number; nothing when the context is left."""
+        number = self._read.recv(1)
         while number and number[0] not in (signal.SIGINT, signal.SIGTERM):  # somebody else's
             number = self._read.recv(1)
+        return number
+
+    def _watch(self) -> None:
+        number = self._next_signal()
+        if number and self._seconds is None:
+            number = self._next_signal()
         self._read.close()
-        if not number or self._left.wait(DEADLINE_SECONDS):
+        if not number or self._left.wait(self._seconds or 0):
             return
         try:
             told = self._on_deadline()

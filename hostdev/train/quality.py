@@ -33,6 +33,19 @@ class Quality:
         if np.isfinite(point.test.auc) and (self.best is None or point.test.auc > self.best.test.auc):
             self.best = point
 
+    def as_values(self) -> list[Any]:
+        """Return the evaluations as lists of numbers, for a checkpoint."""
+        return [
+            [point.epoch, point.step, list(point.test), None if point.training is None else list(point.training)]
+            for point in self.points
+        ]
+
+    def restore(self, values: list[Any], before_epoch: float = np.inf) -> None:
+        """Take in the evaluations of `as_values`; of epochs before this one only."""
+        for epoch, step, test, training in values:
+            if epoch < before_epoch:
+                self.add(Point(epoch, step, Evaluation(*test), None if training is None else Evaluation(*training)))
+
     @property
     def is_enough(self) -> bool:
         """Tell whether the last `patience` epochs were not better than one before."""

@@ -7,8 +7,7 @@ import platform
 import signal
 import threading
 import time
-from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -18,20 +17,24 @@ import numpy as np
 import torch
 
 import hostdev
+from hostdev.checkpoint.checkpoints import Checkpoints
+from hostdev.checkpoint.saving import Saving
 from hostdev.core.errors import UserError
 from hostdev.core.memory import peak_rss_bytes
 from hostdev.core.primitive import OpLog
-from hostdev.core.progress import Progress, TimeLeft, bar
+from hostdev.core.progress import Progress as Shown
+from hostdev.core.progress import TimeLeft, bar
 from hostdev.core.timeline import Timeline
 from hostdev.data import lookalike, manifest
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.device.clock import EventClock, clock_for
 from hostdev.kernels.pool import host_threads, set_host_threads
-from hostdev.train import curve, report
+from hostdev.train import checkpointing, curve, report
 from hostdev.train.build import cache_of, model_of, most_uses, warm_up_for
+from hostdev.train.checkpointing import CheckpointError, Progress, Saver
 from hostdev.train.config import TrainConfig
-from hostdev.train.interrupt import GracefulStop, Interrupted
+from hostdev.train.interrupt import DEADLINE_SECONDS, GracefulStop, Interrupted
 from hostdev.train.quality import Point, Quality
 from hostdev.train.rundir import RunDir
 from hostdev.train.sample import TrainingSample
@@ -43,10 +46,12 @@ _SAMPLE = 1000  # rows, of which a batch's ids are looked at before the first st
 class Run:
     """One training run: what it trains, where it writes, how far it is."""
 
-    def __init__(self, settings: TrainConfig, data: Path, found: manifest.Manifest) -> None:
+    def __init__(
+        self, settings: TrainConfig, data: Path, found: manifest.Manifest, start: checkpointing.Start | None = None
+    ) -> None:
         assert settings.epochs is not None
         assert settings.batch_size is not None
-        self.settings = settings
+        self.settings, self.data = settings, found
         self.epochs, self.batch_size = settings.epochs, settings.batch_size
         self.train_rows = ShardReader(data, found, "train")
         self.test_rows = ShardReader(data, found, "test")
@@ -63,7 +68,7 @@ class Run:
         backend.make_deterministic(self.device)
         if settings.trace is not None and settings.trace.exists():
             raise UserError(f"--trace {settings.trace} exists; choose another file")
-        self.files = RunDir(settings.run_dir)
+        self.files = RunDir(settings.run_dir, again=settings.resume is not None)
         self.timeline = Timeline()
         self.trace: Path | None = None
         self.clock = clock_for(self.device)
@@ -91,28 +96,78 @@ class Run:
                 staleness=settings.staleness,
                 timeline=self.timeline,
             )
+            self.progress, self.quality = Progress(), Quality(settings.early_stop)
+            if start is not None:
+                self._go_on(start)
+            self.saver: Saver | None = None
+            if settings.saves:
+                self._data_files = checkpointing.data_files(data, found)
+                self.saver = Saver(settings, checkpointing.folder_of(settings, self.files.path), self._save)
+                self.saver.start(start.chain if start is not None else None, self.trainer.tables.values())
         except BaseException:
             self.discard()
             raise
+        if settings.resume is not None:
+            self.files.restart(self._lines(), self.quality.points)
         self.log.write_to(self.files.ops)
-        self.steps = 0
-        self.epochs_done = 0
-        self.train_seconds = 0.0
-        self.quality = Quality(settings.early_stop)
-        self.losses, self.rows = array("f"), array("q")  # of each step
-        self._left = TimeLeft(training=self.total_steps, evaluation=self._evaluations * self._evaluation_steps)
+        self._due = 0  # the step after which a checkpoint is to be saved
+        evaluations = self._evaluations - len(self.quality.points)
+        self._left = TimeLeft(
+            training=self.total_steps - self.steps, evaluation=evaluations * self._evaluation_steps
+        )  # fmt: skip
         self._books = threading.Lock()  # counters and logs: the watcher of a signal may finish them
+
+    def _go_on(self, start: checkpointing.Start) -> None:
+        """Load a checkpoint."""
+        more = start.more
+        if more["device"] != self.device.type:
+            print(f"NOT EXACT: {start.path} was trained on {more['device']}; {self.device.type} has other bits")
+        self.progress = Progress.of(more["progress"])
+        if self.steps > self.total_steps:
+            raise UserError(
+                f"{start.path} is after step {self.steps:,}, and this run ends after {self.total_steps:,}; give more "
+                "--epochs or --max-steps"
+            )
+        epoch, within = self._place
+        goes_on = within < self._whole and self.steps < self.total_steps
+        self.quality.restore(more["quality"], epoch if goes_on else np.inf)  # what a limit has ended is evaluated anew
+        self.trainer.load(start.chain)
+
+    def _save(self, to: Checkpoints, step: int, digest: str | None) -> Saving:
+        more = checkpointing.values(self.settings, self.data, self.device.type, self.progress, self.quality)
+        return self.trainer.save(to, step, more, self._data_files, state_sha256=digest)
+
+    def _lines(self) -> Iterator[tuple[int, int, float, float]]:
+        """Yield what loss.log says of the steps so far."""
+        for number, losses in enumerate(zip(self.progress.wide, self.progress.deep, strict=True)):
+            yield number // self._whole + 1, number % self._whole + 1, *losses
+
+    @property
+    def steps(self) -> int:
+        """Steps taken, those before a checkpoint that the run goes on from included."""
+        return self.progress.steps
+
+    @property
+    def _whole(self) -> int:
+        """Steps of an epoch."""
+        return self.train_rows.steps(self.batch_size)
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """The epoch, from 1, and how many of its steps have been taken: all, rather than none of the next one."""
+        epoch = max(1, -(-self.steps // self._whole))
+        return epoch, self.steps - (epoch - 1) * self._whole
 
     @property
     def total_steps(self) -> int:
         """Steps that the run takes unless it is stopped."""
-        steps = self.epochs * self.train_rows.steps(self.batch_size)
+        steps = self.epochs * self._whole
         return min(steps, self.settings.max_steps or steps)
 
     @property
     def _evaluations(self) -> int:
         """How often the run evaluates unless it is stopped."""
-        return -(-self.total_steps // self.train_rows.steps(self.batch_size))
+        return -(-self.total_steps // self._whole)
 
     @property
     def _evaluation_steps(self) -> int:
@@ -120,10 +175,12 @@ class Run:
 
     def train(self, stop: GracefulStop) -> str:
         """Train and evaluate, epoch by epoch, until the end, the step limit, --early-stop or a signal; return which."""
-        for epoch in range(1, self.epochs + 1):
+        begin, within = self._place
+        for epoch in range(begin, self.epochs + 1):
             with self.timeline.span("epoch", epoch):
-                self._train_epoch(epoch, stop)
-            if not stop.requested:
+                self._train_epoch(epoch, within, stop)
+            within = 0
+            if not stop.requested and all(point.step < self.steps for point in self.quality.points):
                 with self.timeline.span("evaluation", epoch):
                     self._evaluate(epoch, stop)
             if stop.requested:
@@ -135,34 +192,49 @@ class Run:
                 return "stopped early"
         raise AssertionError
 
-    def _train_epoch(self, epoch: int, stop: GracefulStop) -> None:
-        whole = self.train_rows.steps(self.batch_size)
-        planned = min(whole, self.total_steps - self.steps)
-        batches = self.train_rows.batches(self.batch_size, seed=self.settings.seed, epoch=epoch)
-        results = self.trainer.train(itertools.islice(batches, planned))
+    def _train_epoch(self, epoch: int, taken: int, stop: GracefulStop) -> None:
+        """Take an epoch's steps, of which some have been taken before."""
+        planned = min(self._whole, self.total_steps - self.steps + taken)
+        if planned == taken:
+            return
+        batches = self.train_rows.batches(self.batch_size, seed=self.settings.seed, epoch=epoch, skip=taken)
+        results = self.trainer.train(itertools.islice(batches, planned - taken))
         title = f"epoch {epoch}/{self.epochs}"
-        with bar(planned, title, "step", left=self._left.seconds) as progress, closing(results):
+        with (
+            bar(planned, title, "step", begin=taken, left=self._left.seconds) as progress,
+            closing(results),
+        ):
             start = time.perf_counter()
             self._left.begin()
+            first = self.steps
             try:
-                for step, result in enumerate(_one_behind(results, stop), 1):
+                for step, result in enumerate(
+                    _one_behind(results, stop, lambda taken: self._is_due(first + taken)), taken + 1
+                ):
                     self._note(epoch, step, result, progress)
+                    if self.saver is not None and self.steps == self._due:
+                        self.saver.save(self.steps)
             except NonFiniteLossError as error:
-                raise UserError(f"epoch {epoch} step {error.step}: {error}") from error
+                raise UserError(f"epoch {epoch} step {error.step + taken}: {error}") from error
             finally:
                 results.close()  # what has been stepped is updated
-                self.train_seconds += time.perf_counter() - start
+                self.progress.seconds += time.perf_counter() - start
         if stop.requested:
             return
-        self.epochs_done += planned == whole
+        self.progress.epochs_done += planned == self._whole
 
-    def _note(self, epoch: int, step: int, result: Result, progress: Progress) -> None:
+    def _is_due(self, step: int) -> bool:
+        """Tell whether a checkpoint is to be saved after this step, which has been queued."""
+        if self.saver is None or not self.saver.is_due(step):
+            return False
+        self._due = step
+        return True
+
+    def _note(self, epoch: int, step: int, result: Result, progress: Shown) -> None:
         """Write a step's losses, and show how far the epoch is."""
         losses = result.value
         with self._books:
-            self.steps += 1
-            self.losses.append(losses.wide)
-            self.rows.append(len(result.batch))
+            self.progress.add(losses.wide, losses.deep, len(result.batch))
             self.files.write_losses(epoch, step, losses.wide, losses.deep)
             self.log.flush_if_due()
         self._left.step("training")
@@ -171,7 +243,6 @@ class Run:
 
     def _evaluate(self, epoch: int, stop: GracefulStop) -> None:
         """Evaluate the test rows and as many training rows, and say how good the model is."""
-        start = time.perf_counter()
         with bar(
             self._evaluation_steps, f"epoch {epoch}/{self.epochs}, evaluation", "step", left=self._left.seconds
         ) as progress:
@@ -188,7 +259,7 @@ class Run:
         if stop.requested or test is None:
             return
         self.quality.add(Point(epoch, self.steps, test, training))
-        self.files.write_evaluation(self.quality.points[-1], time.perf_counter() - start)
+        self.files.write_evaluation(self.quality.points[-1])
         print(report.evaluation_line(self.quality.points[-1]), flush=True)
 
     def finish(self, status: str, digest: str | None = None) -> dict[str, Any]:
@@ -205,7 +276,7 @@ class Run:
     def draw(self) -> str | None:
         """Draw the run's picture; return why there is none, as it is not worth a failure."""
         try:
-            curve.draw(self.files.curve, self.losses, self.rows, self.quality)
+            curve.draw(self.files.curve, self.progress.wide, self.progress.rows, self.quality)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return None
@@ -217,12 +288,32 @@ class Run:
         return f"interrupted in the middle of a step; {self._how_far()}"
 
     def interrupted(self, number: signal.Signals) -> Interrupted:
-        """Complete the logs after a signal; return what to raise."""
+        """Complete the logs after a signal, and save a checkpoint if there are any; return what to raise."""
+        self.close_saver(save=True)
         self.finish("interrupted")
-        return Interrupted(number, self._how_far())
+        if self.saver is None:
+            return Interrupted(number, self._how_far())
+        if self.saver.failed is not None:
+            raise self.not_saved()
+        told = f"{_counted(self.steps)} are saved; go on with --resume {self.saver.newest}"
+        return Interrupted(number, told, saved=True)
+
+    def close_saver(self, digest: str | None = None, *, save: bool) -> None:
+        """Save a last checkpoint, and wait until it is written."""
+        if self.saver is None:
+            return
+        if save:
+            self.saver.save(self.steps, digest)
+        self.saver.finish()
+
+    def not_saved(self) -> CheckpointError:
+        """Return what to raise where the last checkpoint was not saved."""
+        assert self.saver is not None
+        newest = f"the newest one is {self.saver.newest}" if self.saver.newest is not None else "there is none"
+        return CheckpointError(f"the last checkpoint was not saved: {self.saver.failed}; {newest}")
 
     def _how_far(self) -> str:
-        return f"{self.steps} step{'s' * (self.steps != 1)} are in the logs in {self.files.path}"
+        return f"{_counted(self.steps)} are in the logs in {self.files.path}"
 
     def discard(self) -> None:
         """Remove what the run wrote: nobody wants to choose other names after a failure before the first step."""
@@ -240,12 +331,13 @@ class Run:
         return content
 
     def _summarise(self, status: str, digest: str | None) -> dict[str, Any]:
+        seconds = self.progress.seconds
         return {
             "status": status,
             "steps": min(self.steps, self.trainer.steps),  # an abandoned step may have no update yet
-            "epochs": self.epochs_done,
+            "epochs": self.progress.epochs_done,
             **self.quality.summary(),
-            "samples_per_second": round(sum(self.rows) / self.train_seconds, 1) if self.train_seconds else 0.0,
+            "samples_per_second": round(sum(self.progress.rows) / seconds, 1) if seconds else 0.0,
             "state_sha256": digest,
             "device": backend.describe(self.device),
             "host_device_mix": self.settings.host_device_mix,
@@ -258,6 +350,7 @@ class Run:
                 **self.timeline.summary(),
             },
             **self._cache_summary(optimum=False),
+            **({"checkpoints": self.saver.summary()} if self.saver is not None else {}),
             "ops": self.log.summary(),
         }
 
@@ -270,25 +363,33 @@ class Run:
         return {"cache": next(iter(found.values()))} if len(found) == 1 else {"caches": found}
 
 
-def _one_behind(results: Iterator[Result], stop: GracefulStop) -> Iterator[Result]:
+def _one_behind(
+    results: Iterator[Result], stop: GracefulStop, is_due: Callable[[int], bool]
+) -> Iterator[Result]:  # fmt: skip
     """Yield each step when the next one has been queued, by when its losses are there and nobody waits for the device.
 
-    After a signal, and before an error is raised, what has been stepped comes still.
+    After a signal, before an error is raised, and where a checkpoint is due after a step (they count from 1), what has
+    been stepped comes still.
     """
     held: list[Result] = []
     error: Exception | None = None
     try:
-        for result in results:
+        for taken, result in enumerate(results, 1):
             held.append(result)
             if stop.requested:
                 break
-            if len(held) > 1:
+            kept = 0 if is_due(taken) else 1
+            while len(held) > kept:
                 yield held.pop(0)
     except Exception as caught:
         error = caught
     yield from held
     if error is not None:
         raise error
+
+
+def _counted(steps: int) -> str:
+    return f"{steps} step{'s' * (steps != 1)}"
 
 
 def _open_trace(path: Path) -> IO[str]:
@@ -316,8 +417,12 @@ def train(settings: TrainConfig) -> dict[str, Any]:
     def on_deadline() -> str:
         return run.abandon() if run is not None else "interrupted before the first step"
 
-    with GracefulStop(on_deadline) as stop, _memory_in_words():
-        run = Run(settings, data, found)
+    start = None
+    with GracefulStop(on_deadline, None if settings.saves else DEADLINE_SECONDS) as stop, _memory_in_words():
+        if settings.resume is not None:
+            start, line = checkpointing.find(settings, found)
+            print(line, flush=True)
+        run = Run(settings, data, found, start)
         run.files.write_config(
             {**settings.as_json(), "data": str(data), "versions": _versions(), "preprocess": found.options}
         )
@@ -329,7 +434,13 @@ def train(settings: TrainConfig) -> dict[str, Any]:
             status = run.train(stop)
             if not stop.requested:
                 digest = run.trainer.state_sha256()
+                run.close_saver(digest, save=True)
+            elif run.saver is not None:
+                raise run.interrupted(stop.requested)
+        except Interrupted:
+            raise
         except BaseException:
+            run.close_saver(save=False)
             run.finish("failed")
             if run.steps == 0:
                 run.discard()
@@ -338,6 +449,8 @@ def train(settings: TrainConfig) -> dict[str, Any]:
         raise run.interrupted(stop.requested)
     summary = run.finish(status, digest)
     print(report.summary_lines(summary, run.epochs, run.files.path, run.trace, undrawn=run.draw()))
+    if run.saver is not None and run.saver.failed is not None:
+        raise run.not_saved()
     return summary
 
 

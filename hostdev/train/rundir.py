@@ -3,6 +3,7 @@
 import itertools
 import json
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +17,25 @@ CONFIG, SUMMARY, CURVE = "config.json", "summary.json", "curve.png"
 class RunDir:
     """A new folder with the open logs of one run.
 
+    again  the folder may be that of a run which is gone on with; its logs stay until `restart`
+
     Raises UserError, which names the option, where they cannot be made or are there already.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, *, again: bool = False) -> None:
+        self._again = again
         try:
             if path is None:
                 self.path, self._made = _new_folder(Path("runs"), time.strftime("%Y%m%d-%H%M%S")), True
             else:
                 self.path, self._made = path, not path.exists()
             for name in (LOSS_LOG, CONFIG, SUMMARY):
-                if (self.path / name).exists():
+                if (self.path / name).exists() and not again:
                     raise UserError(f"{self.path} holds a run already ({name}); choose another --run-dir")
             self.path.mkdir(parents=True, exist_ok=True)
-            self.loss = (self.path / LOSS_LOG).open("w", buffering=1)
-            self.eval = (self.path / EVAL_LOG).open("w", buffering=1)
-            self.ops = (self.path / OPS_LOG).open("w")
+            self.loss = (self.path / LOSS_LOG).open("a", buffering=1)
+            self.eval = (self.path / EVAL_LOG).open("a", buffering=1)
+            self.ops = (self.path / OPS_LOG).open("a")
         except OSError as error:
             if path is None:
                 where = (
@@ -41,19 +45,27 @@ class RunDir:
             raise UserError(f"--run-dir {path}: {error.strerror}; choose a folder that can be written") from None
         self.curve = self.path / CURVE
 
+    def restart(self, losses: Iterable[tuple[int, int, float, float]], points: Iterable[Point]) -> None:
+        """Let the logs hold what they held when a run was at a step: losses as of `write_losses`, and evaluations."""
+        for file in (self.loss, self.eval):
+            file.truncate(0)
+        self.loss.write("".join(_loss_line(*each) for each in losses))
+        for point in points:
+            self.write_evaluation(point)
+
     def write_config(self, content: dict[str, Any]) -> None:
         """Write config.json."""
         _write_json(self.path / CONFIG, content)
 
     def write_losses(self, epoch: int, step: int, wide: float, deep: float) -> None:
         """Append a line to loss.log; epoch and step, within the epoch, count from 1."""
-        self.loss.write(f"epoch: {epoch} step: {step}, wide_loss is {wide:.7f}, deep_loss is {deep:.7f}\n")
+        self.loss.write(_loss_line(epoch, step, wide, deep))
 
-    def write_evaluation(self, point: Point, seconds: float) -> None:
+    def write_evaluation(self, point: Point) -> None:
         """Append a line to eval.log."""
         test, training = point.test, point.training
         line = f"epoch: {point.epoch} step: {point.step}, auc is {test.auc:.6f}, logloss is {test.logloss:.6f}, "
-        line += f"rows: {test.rows}, seconds: {seconds:.2f}"
+        line += f"rows: {test.rows}"
         if training is not None:
             line += f", training auc is {training.auc:.6f}, training logloss is {training.logloss:.6f}, "
             line += f"training rows: {training.rows}"
@@ -62,6 +74,8 @@ class RunDir:
     def discard(self) -> None:
         """Remove what the run wrote: it failed before its first step, and nobody wants to choose another folder."""
         self.close()
+        if self._again:  # it is another run's
+            return
         for name in (LOSS_LOG, EVAL_LOG, OPS_LOG, CONFIG, SUMMARY, CURVE):
             (self.path / name).unlink(missing_ok=True)
         if self._made:
@@ -77,6 +91,10 @@ class RunDir:
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json, or another in its place."""
         _write_json(self.path / SUMMARY, summary)
+
+
+def _loss_line(epoch: int, step: int, wide: float, deep: float) -> str:
+    return f"epoch: {epoch} step: {step}, wide_loss is {wide:.7f}, deep_loss is {deep:.7f}\n"
 
 
 def _new_folder(parent: Path, name: str) -> Path:

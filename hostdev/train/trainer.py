@@ -4,6 +4,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hostdev.checkpoint.checkpoints import Checkpoints
+from hostdev.checkpoint.folder import Chain
+from hostdev.checkpoint.loading import load_tables, require_tables, values_of
+from hostdev.checkpoint.saving import Content, Saving
+from hostdev.checkpoint.tree import to_tree
 from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, copied_bytes, gib, pinned_size, require_table, row_bytes
 from hostdev.core.primitive import OpLog, Primitive
@@ -24,7 +30,7 @@ from hostdev.kernels.norm import total
 from hostdev.models.model import Model
 from hostdev.models.wide_deep.loss import L2_COEFFICIENT, deep_l2, wide_loss
 from hostdev.pipeline.outcome import Outcome
-from hostdev.runtime.digest import state_sha256
+from hostdev.runtime.digest import names_in_checkpoint, state_sha256
 from hostdev.runtime.loop import NonFiniteError
 from hostdev.runtime.rows import Rows
 from hostdev.runtime.runtime import Runtime
@@ -241,6 +247,50 @@ class Trainer:
         """Return the digest of the tables and of the dense side."""
         self.runtime.write_back()
         return state_sha256(self.tables.values(), self.model, self.adam)
+
+    def save(
+        self, to: Checkpoints, step: int, more: Any, files: Mapping[str, Path], *, state_sha256: str | None = None
+    ) -> Saving:
+        """Begin to save a checkpoint of everything, as of the last step; between two steps of a loop, too.
+
+        more   values to be kept with it
+        files  to be kept with it, by their names there
+        """
+        self.runtime.write_back()
+        tensors: dict[str, Tensor] = {}
+        dense = {"model": self.model.state_dict(), "optimizer": self.adam.state_dict()}
+        state = {"dense": to_tree(dense, tensors), "random": to_tree(_random_states(self._device), tensors, "random"),
+                 "more": to_tree(more, tensors, "more")}  # fmt: skip
+        content = Content(state, tensors, dict(files), names_in_checkpoint(self.model, self.adam))
+        return to.save(self.tables.values(), step, content, state_sha256=state_sha256)
+
+    def load(self, chain: Chain) -> Any:
+        """Load a checkpoint that is whole; return its `more`. UserError, before anything changes, for another model."""
+        require_tables(chain, self.tables)
+        values = values_of(chain)
+        try:
+            self.model.load_state_dict(values["dense"]["model"])
+        except RuntimeError as error:
+            raise UserError(f"{chain[-1].path} is of another model: {' '.join(str(error).split())}") from None
+        self.adam.load_state_dict(values["dense"]["optimizer"])
+        load_tables(chain, self.tables)
+        self.runtime.pipeline.steps = chain[-1].manifest.step
+        _set_random_states(values["random"], self._device)
+        return values["more"]
+
+
+def _random_states(device: torch.device) -> dict[str, Tensor]:
+    """Return the states of torch's generators, which layers such as dropout draw from."""
+    states = {"cpu": torch.get_rng_state()}
+    if is_accelerator(device):
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def _set_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states["cpu"])
+    if is_accelerator(device) and device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type], device)
 
 
 def _objective(trainer: Trainer, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,154 @@
+"""`Checkpoints`: what a training run saves into a folder, and goes on from."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from hostdev.checkpoint import folder
+from hostdev.checkpoint.device_rows import DeviceRows
+from hostdev.checkpoint.folder import Checkpoint
+from hostdev.checkpoint.manifest import Table
+from hostdev.checkpoint.saving import Content, Item, Saving, described
+from hostdev.core.errors import UserError
+from hostdev.host.changes import Budget
+from hostdev.kernels.bits import count_bits
+
+COPIES_BYTES = 640 << 20  # of rows that training changes before they are saved; with the buffers less than 1 GiB
+
+
+class Checkpoints:
+    """Saves the tables of a training run to a folder, whole or what has changed since the checkpoint before.
+
+    path  the folder; made where it is not there
+    keep  so many of the newest checkpoints are kept, with those that they add to
+
+    UserError where another process writes there.
+    """
+
+    def __init__(self, path: Path, *, keep: int = 3) -> None:
+        self.path, self.keep = path, keep
+        self.last: Checkpoint | None = None  # the one that the tables' changes are counted from
+        self._increments = 0  # rows' bytes that those in its chain hold, the whole one left out
+        self._saving: Saving | None = None
+        self._lock, self._is_locked = ExitStack(), False
+        self.most_copied = 0  # bytes of rows that were copied aside at once
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def lock(self) -> None:
+        """Make the folder, and keep other processes from writing there; UserError where that cannot be."""
+        if self._is_locked and self.path.is_dir():
+            return
+        self._lock.close()  # of a folder that is gone
+        self._is_locked = False
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be made: {error.strerror}") from None
+        self._lock.enter_context(folder.locked(self.path))
+        self._is_locked = True
+
+    def start_from(self, chain: Sequence[Checkpoint], tables: Iterable[Any]) -> None:
+        """Count the tables' changes from a checkpoint that they have just been loaded from."""
+        self.last = chain[-1] if chain[-1].path.parent.resolve() == self.path.resolve() else None
+        self._increments = sum(
+            file.rows * _row_bytes(table)
+            for checkpoint in chain[1:] for table in checkpoint.manifest.tables for file in table.files
+        )  # fmt: skip
+        for table in tables:
+            if hasattr(table, "note_changes"):
+                table.note_changes(anew=True).since = self._token(chain[-1])
+
+    @property
+    def is_saving(self) -> bool:
+        """Tell whether a checkpoint is being written still."""
+        return self._saving is not None and self._saving.is_running
+
+    def save(
+        self, tables: Iterable[Any], step: int, content: Content, *, state_sha256: str | None = None
+    ) -> Saving:  # fmt: skip
+        """Begin to write a checkpoint of the tables as they are now, and return it; training may go on.
+
+        Waits for the one before. Tables on a device are copied first; where they are too large for that, they are
+        written before this returns.
+
+        tables  nobody writes them until this returns; host tables are up to date with their caches
+        """
+        self.join()
+        tables = sorted(tables, key=lambda table: table.name)
+        budget = Budget(COPIES_BYTES)
+        parent = self._parent(tables)
+        items = [self._item(table, budget, whole=parent is None) for table in tables]
+        waits = any(isinstance(item.source, DeviceRows) and item.source.is_live for item in items)
+
+        def ended(saving: Saving) -> None:
+            budget.close()
+            self.most_copied = max(self.most_copied, budget.most)
+            if saving.checkpoint is not None:
+                for table in tables:
+                    if hasattr(table, "note_changes"):
+                        table.changes.since = self._token(saving.checkpoint)
+                written = sum(item.source.count * _row_bytes(item.table) for item in items)
+                self._increments = 0 if parent is None else self._increments + written
+                self.last = saving.checkpoint
+
+        saving = self._saving = Saving(
+            self.path, step, items, content, parent, keep=self.keep, state_sha256=state_sha256, on_end=ended
+        )  # fmt: skip
+        if waits:
+            saving.join()
+        return saving
+
+    def _parent(self, tables: Sequence[Any]) -> Checkpoint | None:
+        """Return the checkpoint to which the next one adds; None where that is to be whole."""
+        if self.last is None or not self.last.path.is_dir():
+            return None
+        of_before = {table.name: table.rows for table in self.last.manifest.tables}
+        if of_before != {table.name: table.rows for table in tables}:
+            return None
+        whole = sum(table.rows * _row_bytes(described(table)) for table in tables)
+        new = sum(self._changed_rows(table) * _row_bytes(described(table)) for table in tables)
+        return self.last if self._increments + new <= whole // 2 else None
+
+    def _item(self, table: Any, budget: Budget, *, whole: bool) -> Item:
+        about = described(table)
+        if not hasattr(table, "note_changes"):
+            rows = DeviceRows(table, COPIES_BYTES)
+            return Item(about, rows, True, rows.stop, lambda saved: None)
+        whole = whole or not self._knows_changes(table)
+        changes = table.note_changes()
+        snapshot = changes.begin(budget, everything=whole)
+        return Item(about, snapshot, whole, snapshot.end, lambda saved: changes.end(snapshot, saved=saved))
+
+    def _knows_changes(self, table: Any) -> bool:
+        """Tell whether it is known which rows of a table were written since the last checkpoint here."""
+        if not hasattr(table, "note_changes") or table.lent or table.changes is None or self.last is None:
+            return False
+        return bool(table.changes.since == self._token(self.last))
+
+    def _changed_rows(self, table: Any) -> int:
+        """Return how many rows of a table an increment would hold."""
+        return count_bits(table.changes.touched) if self._knows_changes(table) else int(table.rows)
+
+    @staticmethod
+    def _token(checkpoint: Checkpoint) -> str:
+        return str(checkpoint.path.resolve())
+
+    def close(self) -> None:
+        """Wait for what is being written, and let others write here."""
+        self.join()
+        self._lock.close()
+
+    def join(self) -> None:
+        """Wait for what is being written."""
+        if self._saving is not None:
+            self._saving.join()
+
+
+def _row_bytes(table: Table) -> int:
+    return 4 * (table.dim * (1 + len(table.slots)) + len(table.row_slots))

@@ -1,0 +1,45 @@
+"""A device table's rows for a checkpoint: the device's memory has no copy-on-write, so they are copied at once."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+Rows = npt.NDArray[np.float32]
+
+
+class DeviceRows:
+    """The rows of a table on a device as of now, as `saving.Source`.
+
+    table    a `DeviceTable`
+    at_once  bytes that may be copied; a table that is larger is read while it is written: nobody may change it
+    """
+
+    def __init__(self, table: Any, at_once: int) -> None:
+        self.count = int(table.rows)
+        self._block, self._row_slots = table.block, table.row_slots
+        size = self._block.nbytes + self._row_slots.nbytes
+        self.is_live = size > at_once
+        if not self.is_live:
+            self._block = self._block.to("cpu", copy=True)
+            self._row_slots = self._row_slots.to("cpu", copy=True)
+
+    def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Return all."""
+        return np.arange(first, last)
+
+    def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
+        """See `saving.Source`."""
+        assert ids is None
+        np.copyto(columns, _host(self._block[first:last]).transpose(1, 0, 2))
+        np.copyto(row_columns, _host(self._row_slots[first:last]).T)
+
+    def stop(self) -> None:
+        """Let go of the copies."""
+        self._block, self._row_slots = self._block[:0], self._row_slots[:0]
+
+
+def _host(values: Tensor) -> Rows:
+    found: Rows = values.cpu().numpy()
+    return found

@@ -1,0 +1,200 @@
+"""A folder with checkpoints: which there are, which are whole, how a new one comes to be there, which may go.
+
+A checkpoint is written into a folder with another name, brought to the disk, and then renamed, so that under its own
+name it is whole or not there at all. One that holds only what was written since another one names that as its parent;
+`chain` finds all that one needs.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from hostdev.checkpoint import manifest
+from hostdev.checkpoint.manifest import BrokenCheckpointError, Manifest, Parent
+from hostdev.core.errors import UserError
+
+_NAME = re.compile(r"step-(\d{10,})(?:\.(\d+))?")
+_PARTIAL, _LOCK, _REMOVED = ".partial-", ".lock", ".removed-"
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint on disk."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def name(self) -> str:
+        """Its folder's name."""
+        return self.path.name
+
+
+Chain = list[Checkpoint]  # the whole one first, each one's parent before it
+
+
+def name_of(step: int, number: int = 1) -> str:
+    """Return the name of a checkpoint's folder, such as step-0000000300; another of the same step has a number."""
+    return f"step-{step:010d}" + (f".{number}" if number > 1 else "")
+
+
+def names_in(path: Path) -> list[str]:
+    """Return the names of the checkpoints in a folder, the oldest first; none where it is not there."""
+    try:
+        found = [(match, each.name) for each in path.iterdir() if (match := _NAME.fullmatch(each.name))]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    return [name for match, name in sorted(found, key=lambda each: _order(each[0]))]
+
+
+def _order(match: re.Match[str]) -> tuple[int, int]:
+    return int(match[1]), int(match[2] or 1)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Tell whether a folder is a checkpoint itself, and not one with checkpoints in it."""
+    return (path / manifest.FILE_NAME).exists() or _NAME.fullmatch(path.name) is not None
+
+
+def candidates(path: Path) -> list[Path]:
+    """Return the checkpoint that `path` is, or those in it, the newest first; UserError where there are none."""
+    if is_checkpoint(path):
+        return [path]
+    if found := [path / name for name in reversed(names_in(path))]:
+        return found
+    raise UserError(f"{path} holds no checkpoint" if path.exists() else f"there is no {path}")
+
+
+def chain_of(path: Path) -> Chain:
+    """Return a checkpoint with what it adds to.
+
+    Raises BrokenCheckpointError where a part is missing or damaged, and UserError where there is no checkpoint or one
+    of another version. Of the files only the manifests are read.
+    """
+    chain = [Checkpoint(path, manifest.read(path))]
+    while (parent := chain[0].manifest.parent) is not None:
+        beside = path.parent / parent.name
+        if not (beside / manifest.FILE_NAME).is_file():
+            raise BrokenCheckpointError(f"{path} is not whole: {beside}, to which it adds, is missing")
+        found = Checkpoint(beside, manifest.read(beside))
+        if manifest.checksum_of(beside) != parent.sha256:
+            raise BrokenCheckpointError(f"{path} is not whole: {beside} is not the one to which it adds")
+        if len(chain) > 1 << 16:
+            raise BrokenCheckpointError(f"{path} is broken (its parents go round in a circle)")
+        chain.insert(0, found)
+    for checkpoint in chain:
+        for file in checkpoint.manifest.files:
+            try:
+                size = (checkpoint.path / file.file).stat().st_size
+            except OSError:
+                raise BrokenCheckpointError(f"{checkpoint.path / file.file} is missing") from None
+            if size != file.bytes:
+                raise BrokenCheckpointError(
+                    f"{checkpoint.path / file.file} is broken ({size} bytes, not {file.bytes})"
+                )  # fmt: skip
+    return chain
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep other processes from writing checkpoints here; UserError where one does. The folder is there."""
+    try:
+        file = (path / _LOCK).open("a")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+    with file:
+        _lock(file, path)
+        yield
+
+
+def _lock(file: IO[Any], path: Path) -> None:
+    try:
+        import fcntl
+    except ImportError:  # not POSIX: nobody is kept out
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise UserError(f"{path} is in use: another process writes checkpoints there; end it first") from None
+
+
+def new_name(path: Path, step: int) -> str:
+    """Return a name for a checkpoint of this step that no other has."""
+    taken, number = set(names_in(path)), 1
+    while name_of(step, number) in taken:
+        number += 1
+    return name_of(step, number)
+
+
+def begin(path: Path, name: str) -> Path:
+    """Make the folder into which a checkpoint is written before it has its name; raises OSError."""
+    path.mkdir(parents=True, exist_ok=True)
+    partial = path / f"{_PARTIAL}{name}"
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir()
+    return partial
+
+
+def commit(partial: Path, name: str, content: Manifest) -> Checkpoint:
+    """Write the manifest, bring everything to the disk and give the folder its name; raises OSError."""
+    with (partial / manifest.FILE_NAME).open("x") as file:
+        file.write(content.to_text())
+        file.flush()
+        os.fsync(file.fileno())
+    for folder, _, _ in os.walk(partial):
+        sync_folder(Path(folder))
+    path = partial.parent / name
+    partial.rename(path)
+    sync_folder(path.parent)
+    return Checkpoint(path, content)
+
+
+def parent_of(checkpoint: Checkpoint) -> Parent:
+    """Return how another one names this as its parent."""
+    return Parent(name=checkpoint.name, sha256=manifest.checksum_of(checkpoint.path))
+
+
+def sync_folder(path: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def clean(path: Path, but: Path | None = None) -> None:
+    """Remove what was not finished, `but` one, and what was not removed to its end."""
+    for each in path.iterdir() if path.is_dir() else ():
+        if each.name.startswith((_PARTIAL, _REMOVED)) and each != but:
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint: first its name, so that nobody finds half of it."""
+    hidden = path.with_name(f"{_REMOVED}{path.name}")
+    path.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def prune(path: Path, keep: int) -> None:
+    """Keep the newest whole checkpoints and what they add to; remove what is older."""
+    kept: set[str] = set()
+    found = 0
+    for name in reversed(names_in(path)):
+        if found == keep:
+            if name not in kept:
+                remove(path / name)
+            continue
+        try:
+            chain = chain_of(path / name)
+        except UserError:
+            continue
+        kept |= {checkpoint.name for checkpoint in chain}
+        found += 1

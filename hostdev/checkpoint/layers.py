@@ -1,0 +1,92 @@
+"""The rows of a checkpoint and all that it adds to, as one: read from the files, a range at a time."""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from hostdev.checkpoint.folder import Chain
+from hostdev.checkpoint.manifest import BrokenCheckpointError, RangeFile, Table
+from hostdev.checkpoint.ranges import WEIGHTS, RowsOf, parse_range
+
+Rows = npt.NDArray[np.float32]
+
+
+class Layers:
+    """A chain's tables. Files are mapped into memory, so that what is not looked at is not read.
+
+    chain  the whole checkpoint first; the manifests have been read, the files' checksums not looked at
+    """
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain, self.manifest = chain, chain[-1].manifest
+        self._parsed = lru_cache(maxsize=None)(self._parse)
+
+    def ranges(self, name: str) -> list[tuple[int, int]]:
+        """Return the ranges in which a table is stored; BrokenCheckpointError unless they cover it."""
+        table = self.manifest.table(name)
+        found = sorted((file.start, file.stop) for file in self.chain[0].manifest.table(name).files)
+        ends = [0, *(stop for _, stop in found)]
+        if [start for start, _ in found] != ends[:-1] or ends[-1] != table.rows:
+            raise BrokenCheckpointError(f"{self.chain[0].path} is broken (table {name!r} has gaps)")
+        return found
+
+    def rows(self, name: str, start: int, stop: int, columns: Sequence[str] | None = None) -> RowsOf:
+        """Return the rows [start, stop), one of `ranges`, of all columns or of those named."""
+        table = self.manifest.table(name)
+        wanted = [WEIGHTS, *table.slots, *table.row_slots] if columns is None else list(columns)
+        base = next(file for file in self.chain[0].manifest.table(name).files if file.start == start)
+        found = {column: _column(self._rows_of(0, table, base), column) for column in wanted}
+        copied = False
+        for layer, checkpoint in enumerate(self.chain[1:], 1):
+            for file in checkpoint.manifest.table(name).files:
+                if file.stop <= start or stop <= file.start:
+                    continue
+                rows = self._rows_of(layer, table, file)
+                ids = rows.ids if rows.ids is not None else np.arange(file.start, file.stop)
+                begin, end = np.searchsorted(ids, (start, stop))
+                if begin == end:
+                    continue
+                if not copied:
+                    found = {column: values.copy() for column, values in found.items()}
+                    copied = True
+                for column in wanted:
+                    found[column][ids[begin:end] - start] = _column(rows, column)[begin:end]
+        whole = {column: values for column, values in found.items() if column not in table.row_slots}
+        return RowsOf(start, None, whole, {column: found[column] for column in table.row_slots if column in found})
+
+    def column(self, name: str, column: str) -> Iterator[Rows]:
+        """Yield a column's rows range by range, float32 [n, D] or [n, 1]."""
+        for start, stop in self.ranges(name):
+            values = self.rows(name, start, stop, [column])
+            found = values.row_columns[column] if column in values.row_columns else values.columns[column]
+            yield found.reshape(len(found), -1)
+
+    def written(self, name: str) -> int:
+        """Return how many rows of a table the files hold, some more than once."""
+        return sum(file.rows for checkpoint in self.chain for file in checkpoint.manifest.table(name).files)
+
+    def _rows_of(self, layer: int, table: Table, file: RangeFile) -> RowsOf:
+        found: RowsOf = self._parsed(layer, table.name, file)
+        return found
+
+    def _parse(self, layer: int, name: str, file: RangeFile) -> RowsOf:
+        path: Path = self.chain[layer].path / file.file
+        return parse_range(path, mapped(path), self.manifest.table(name), file)
+
+
+def mapped(path: Path) -> Any:
+    """Return a file's content, mapped into memory; BrokenCheckpointError where it is missing."""
+    try:
+        with pa.memory_map(str(path)) as file:
+            return file.read_buffer()
+    except OSError as error:
+        raise BrokenCheckpointError(f"{path} is broken ({error})") from None
+
+
+def _column(rows: RowsOf, column: str) -> Any:
+    return rows.columns[column] if column in rows.columns else rows.row_columns[column]

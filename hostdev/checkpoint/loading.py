@@ -1,0 +1,115 @@
+"""From files to tables: the newest whole checkpoint, checked before anything is changed."""
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hostdev.checkpoint.folder import Chain, candidates, chain_of
+from hostdev.checkpoint.layers import Layers, mapped
+from hostdev.checkpoint.manifest import BrokenCheckpointError, RangeFile, Table
+from hostdev.checkpoint.ranges import WEIGHTS, parse_range, read_file
+from hostdev.checkpoint.state import tensors_of
+from hostdev.checkpoint.tree import from_tree
+from hostdev.core.errors import UserError
+from hostdev.core.progress import bar
+
+_THREADS = 4
+
+
+class Found(NamedTuple):
+    """A whole checkpoint: its chain, and those newer ones that are not whole, with why."""
+
+    chain: Chain
+    broken: list[str]
+
+
+def verify(chain: Chain) -> None:
+    """Read every file of a chain and compare checksums; BrokenCheckpointError names the first that is wrong."""
+    files = [(checkpoint.path / file.file, file) for checkpoint in chain for file in checkpoint.manifest.files]
+    with _workers() as pool, bar(sum(file.bytes for _, file in files), "checking", "B", unit_scale=True) as progress:
+        for (_, file), _content in zip(files, pool.map(lambda each: len(read_file(*each)), files), strict=True):
+            progress.update(file.bytes)
+
+
+def newest_whole(path: Path) -> Found:
+    """Return the newest whole checkpoint in a folder, or the one that `path` is.
+
+    Raises BrokenCheckpointError where `path` is one that is damaged, or none is whole; UserError where there is none.
+    """
+    broken: list[str] = []
+    found = candidates(path)
+    for each in found:
+        try:
+            chain = chain_of(each)
+            verify(chain)
+        except BrokenCheckpointError as error:
+            if len(found) == 1:
+                raise
+            broken.append(str(error))
+            continue
+        return Found(chain, broken)
+    raise BrokenCheckpointError(f"no checkpoint in {path} is whole; the newest: {broken[0]}")
+
+
+def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
+    """Raise UserError, which says what differs, unless a checkpoint is one of these tables."""
+    newest = chain[-1]
+    held = {table.name: table for table in newest.manifest.tables}
+    if set(held) != set(tables):
+        raise UserError(
+            f"{newest.path} is of another model: it has the tables {', '.join(sorted(held))}, not "
+            f"{', '.join(sorted(tables))}"
+        )
+    for name, table in tables.items():
+        there, here = held[name], table.optimizer
+        mine = (table.rows, table.dim), type(here).__name__, {**asdict(here), "lr": None}
+        theirs = (there.rows, there.dim), there.optimizer, {**there.hyperparameters, "lr": None}
+        for what, a, b in zip(("shape", "optimizer", "optimizer"), theirs, mine, strict=True):
+            if a != b:
+                raise UserError(f"{newest.path} is of another model: table {name!r} has the {what} {a} there, not {b}")
+
+
+def load_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
+    """Write a checkpoint's rows into the tables, with their steps and learning rates; after `require_tables`."""
+    layers = Layers(chain)
+    for name in tables:
+        layers.ranges(name)  # no gaps
+    whole = sum(file.bytes for checkpoint in chain for table in checkpoint.manifest.tables for file in table.files)
+    with _workers() as pool, bar(whole, "loading", "B", unit_scale=True) as progress:
+        for checkpoint in chain:  # the rows of one come over those of the one before
+            work = [
+                (checkpoint.path / file.file, table, file, tables[table.name])
+                for table in checkpoint.manifest.tables for file in table.files
+            ]  # fmt: skip
+            for size in pool.map(lambda each: _load(*each), work):
+                progress.update(size)
+    for name, table in tables.items():
+        about = layers.manifest.table(name)
+        table.step = about.step
+        table.optimizer.lr = about.hyperparameters["lr"]
+
+
+def _load(path: Path, about: Table, file: RangeFile, table: Any) -> int:
+    rows = parse_range(path, mapped(path), about, file)
+    ids = rows.ids if rows.ids is not None else np.arange(file.start, file.stop)
+    block = np.stack([rows.columns[name] for name in (WEIGHTS, *about.slots)], axis=1)
+    row_slots = np.stack([rows.row_columns[name] for name in about.row_slots], axis=1) if about.row_slots else (
+        np.empty((len(ids), 0), np.float32)
+    )  # fmt: skip
+    table.write_rows(ids, block, row_slots)
+    return file.bytes
+
+
+def values_of(chain: Chain) -> Any:
+    """Return what a checkpoint holds beside its tables, as it was given to be saved."""
+    layers = Layers(chain)
+    return from_tree(layers.manifest.state, tensors_of(layers))
+
+
+def _workers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "hostdev-checkpoint")

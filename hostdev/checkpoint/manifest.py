@@ -1,0 +1,149 @@
+"""checkpoint.json: what a checkpoint holds, and how to tell that it is whole. Format version 1."""
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from hostdev.core.errors import UserError
+
+FORMAT = "hostdev-checkpoint"
+VERSION = 1
+FILE_NAME = "checkpoint.json"
+
+
+class BrokenCheckpointError(UserError):
+    """A checkpoint is damaged or incomplete; the message names the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class File:
+    """A file of a checkpoint: its path below the checkpoint's folder, its size and the SHA-256 of its bytes."""
+
+    file: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangeFile(File):
+    """Rows of a table: those of [start, stop) that the checkpoint holds, `rows` of them."""
+
+    start: int
+    stop: int
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """What a checkpoint says of a table."""
+
+    name: str
+    rows: int  # of the table
+    dim: int
+    optimizer: str  # such as "LazyAdam"
+    hyperparameters: dict[str, Any]
+    slots: list[str]  # of `dim` values a row, in order
+    row_slots: list[str]  # of one value a row
+    step: int
+    files: list[RangeFile] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parent:
+    """The checkpoint that this one adds to: its folder's name, beside this one's, and its manifest's checksum."""
+
+    name: str
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What checkpoint.json says."""
+
+    step: int
+    parent: Parent | None  # None: whole; else the rows written since that one
+    tables: list[Table]
+    others: list[File]  # the dense side, the vocabulary, ...
+    state: dict[str, Any]  # a tree of values, see `tree`
+    state_sha256: str | None  # as in summary.json; None where it was not computed
+    versions: dict[str, str]
+    created: str  # UTC
+
+    @property
+    def files(self) -> list[File]:
+        """All files."""
+        return [*(file for table in self.tables for file in table.files), *self.others]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.bytes for file in self.files)
+
+    def table(self, name: str) -> Table:
+        """Return a table by name; UserError where there is none."""
+        for table in self.tables:
+            if table.name == name:
+                return table
+        raise UserError(f"the checkpoint has no table {name!r}; it has {', '.join(t.name for t in self.tables)}")
+
+    def other(self, name: str) -> File | None:
+        """Return one of the other files by its path."""
+        return next((file for file in self.others if file.file == name), None)
+
+    def to_text(self) -> str:
+        """Return the content of checkpoint.json; its last field is the checksum of the others."""
+        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return json.dumps({**content, "sha256": _checksum(content)}, indent=1) + "\n"
+
+
+def checksum_of(path: Path) -> str:
+    """Return the checksum that the manifest of the checkpoint in `path` carries."""
+    return str(json.loads((path / FILE_NAME).read_text())["sha256"])
+
+
+def read(path: Path) -> Manifest:
+    """Read the manifest of the checkpoint in the folder `path`.
+
+    Raises BrokenCheckpointError where it is damaged, and UserError where there is none, or one of another version.
+    """
+    file = path / FILE_NAME
+    try:
+        content = json.loads(file.read_text())
+        found = content.pop("format"), content.pop("version")
+    except FileNotFoundError:
+        raise UserError(f"{path} is not a checkpoint: it has no {FILE_NAME}") from None
+    except NotADirectoryError:
+        raise UserError(f"{path} is not a checkpoint, but a file; name its folder") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BrokenCheckpointError(f"{file} is broken ({error or type(error).__name__})") from None
+    if found[0] != FORMAT:
+        raise BrokenCheckpointError(f"{file} is broken (format {found[0]!r})")
+    checksum = content.pop("sha256", None)
+    if checksum != _checksum({"format": found[0], "version": found[1], **content}):
+        raise BrokenCheckpointError(f"{file} is broken (its checksum is wrong)")
+    if found[1] != VERSION:
+        raise UserError(f"{file} is of format version {found[1]}, and this hostdev reads version {VERSION}")
+    try:
+        return _manifest(content)
+    except (TypeError, KeyError) as error:
+        raise BrokenCheckpointError(f"{file} is broken ({error})") from None
+
+
+def _manifest(content: dict[str, Any]) -> Manifest:
+    known = {each.name for each in fields(Manifest)}
+    if set(content) != known:
+        raise TypeError(f"keys {sorted(set(content) ^ known)}")
+    parent = content["parent"]
+    tables = [
+        Table(**{**table, "files": [RangeFile(**file) for file in table["files"]]}) for table in content["tables"]
+    ]
+    others = [File(**file) for file in content["others"]]
+    return Manifest(
+        **{**content, "parent": None if parent is None else Parent(**parent), "tables": tables, "others": others}
+    )
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,164 @@
+"""Files of tables' rows: Arrow IPC, one record batch each, at most 64 MiB.
+
+Columns: `id` (int64, ascending; left out where the file has all rows of its range), `weights` and the slots by name,
+lists of D float32 values, then the slots of one value a row, float32.
+"""
+
+import os
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from hostdev.checkpoint.manifest import BrokenCheckpointError, RangeFile, Table
+
+Rows = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
+
+FILE_BYTES = 1 << 26
+WEIGHTS, ID = "weights", "id"
+
+
+class RowsOf(NamedTuple):
+    """What a file holds: rows `ids` int64 [N], or all from `start` on; columns float32 [N, D] and [N] by name."""
+
+    start: int
+    ids: Ids | None
+    columns: dict[str, Rows]  # weights first, then the slots
+    row_columns: dict[str, Rows]
+
+    def __len__(self) -> int:
+        return len(self.columns[WEIGHTS])
+
+
+def rows_per_file(table: Table) -> int:
+    """Return how many rows of a table one file holds: a power of two."""
+    row = 4 * (table.dim * (1 + len(table.slots)) + len(table.row_slots))
+    return 1 << max(0, (FILE_BYTES // row).bit_length() - 1)
+
+
+def schema_of(table: Table, *, whole: bool) -> pa.Schema:
+    """Return the Arrow schema of a table's files; `whole`: with all rows of their ranges."""
+    vector = pa.list_(pa.float32(), table.dim)
+    names = [(ID, pa.int64())] if not whole else []
+    names += [(name, vector) for name in (WEIGHTS, *table.slots)]
+    names += [(name, pa.float32()) for name in table.row_slots]
+    return pa.schema(names)
+
+
+class HashedFile:
+    """A new file that is written once, from its beginning; its bytes are hashed on the way."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("xb", buffering=0)
+        self._digest = sha256()
+        self.bytes = 0
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`."""
+        view = memoryview(data).cast("B")
+        self._digest.update(view)
+        written = 0
+        while written < len(view):
+            written += self._file.write(view[written:])
+        self.bytes += len(view)
+        return len(view)
+
+    def finish(self) -> str:
+        """Bring the file to the disk and close it; return its SHA-256."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return self._digest.hexdigest()
+
+    def close(self) -> None:
+        """Close it as it is."""
+        self._file.close()
+
+    def flush(self) -> None:
+        """Do nothing: nothing is kept back."""
+
+    @property
+    def closed(self) -> bool:
+        """Tell whether it is closed."""
+        return self._file.closed
+
+    def readable(self) -> bool:
+        """No."""
+        return False
+
+    def writable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """No."""
+        return False
+
+    def tell(self) -> int:
+        """Return the bytes written."""
+        return self.bytes
+
+
+def write_range(root: Path, name: str, table: Table, start: int, stop: int, rows: RowsOf) -> RangeFile:
+    """Write rows of [start, stop) to the new file root/name, hashed and brought to the disk."""
+    whole = rows.ids is None
+    arrays = [] if whole else [pa.array(rows.ids)]
+    arrays += [
+        pa.FixedSizeListArray.from_arrays(pa.array(column.ravel()), table.dim) for column in rows.columns.values()
+    ]
+    arrays += [pa.array(column) for column in rows.row_columns.values()]
+    schema = schema_of(table, whole=whole)
+    file = HashedFile(root / name)
+    try:
+        with pa.ipc.new_file(pa.PythonFile(file, "w"), schema) as writer:
+            writer.write_batch(pa.record_batch(arrays, schema=schema))
+        checksum = file.finish()
+    finally:
+        file.close()
+    return RangeFile(file=name, bytes=file.bytes, sha256=checksum, start=start, stop=stop, rows=len(rows))
+
+
+def parse_range(path: Path, content: Any, table: Table, file: RangeFile) -> RowsOf:
+    """Return the rows of a file, views of its content (anything with a buffer, such as a memory map of it).
+
+    Raises BrokenCheckpointError where they are not what the manifest says.
+    """
+    try:
+        reader = pa.ipc.open_file(pa.py_buffer(content))
+        batch = reader.get_batch(0)
+        whole = ID not in reader.schema.names
+        expected = schema_of(table, whole=whole)
+        if not reader.schema.equals(expected) or reader.num_record_batches != 1 or len(batch) != file.rows:
+            raise BrokenCheckpointError(f"{path} is broken (it does not hold what the manifest says)")
+    except (pa.ArrowException, OSError) as error:
+        raise BrokenCheckpointError(f"{path} is broken ({error})") from None
+    ids = None if whole else batch[ID].to_numpy()
+    inside = file.rows == file.stop - file.start if ids is None else _ascend(ids, file.start, file.stop)
+    if not inside or not 0 <= file.start < file.stop <= table.rows:
+        raise BrokenCheckpointError(f"{path} is broken (its rows are not those of {file.start}..{file.stop - 1})")
+    columns = {
+        name: batch[name].flatten().to_numpy().reshape(len(batch), table.dim) for name in (WEIGHTS, *table.slots)
+    }
+    return RowsOf(file.start, ids, columns, {name: batch[name].to_numpy() for name in table.row_slots})
+
+
+def _ascend(ids: Ids, start: int, stop: int) -> bool:
+    return len(ids) > 0 and bool(start <= ids[0] and ids[-1] < stop and (np.diff(ids) > 0).all())
+
+
+def read_file(path: Path, file: Any) -> bytes:
+    """Return the content of a file; BrokenCheckpointError unless it is the one that the manifest says."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise BrokenCheckpointError(f"{path} is missing") from None
+    except OSError as error:
+        raise BrokenCheckpointError(f"{path} cannot be read ({error.strerror})") from None
+    if len(content) != file.bytes:
+        raise BrokenCheckpointError(f"{path} is broken ({len(content)} bytes, not {file.bytes})")
+    if sha256(content).hexdigest() != file.sha256:
+        raise BrokenCheckpointError(f"{path} is broken (its checksum is wrong)")
+    return content

@@ -1,0 +1,254 @@
+"""From tables in training to files: a snapshot of each, read in order, written by threads while training goes on."""
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+import hostdev
+from hostdev.checkpoint import folder
+from hostdev.checkpoint.folder import Checkpoint
+from hostdev.checkpoint.layers import Layers
+from hostdev.checkpoint.manifest import File, Manifest, Parent, RangeFile, Table
+from hostdev.checkpoint.ranges import WEIGHTS, RowsOf, rows_per_file, write_range
+from hostdev.checkpoint.state import DENSE, DigestNames, state_digest
+from hostdev.checkpoint.tree import write_tensors
+
+Rows = npt.NDArray[np.float32]
+
+_WRITERS = 2  # hash and write a file each; a third buffer is being filled
+
+
+class Source(Protocol):
+    """A table's rows as of one moment; `host.changes.Snapshot` is one."""
+
+    count: int
+
+    def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Return which of the rows [first, last) are to be saved, ascending."""
+
+    def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
+        """Copy rows of [first, last) to columns [1 + S, N, D] and [R, N]; ranges come in ascending order."""
+
+
+class Item(NamedTuple):
+    """A table to be saved; `end` is called with whether it was."""
+
+    table: Table
+    source: Source
+    whole: bool  # all rows
+    stop: Callable[[], None]  # all rows have been read
+    end: Callable[[bool], None]
+
+
+class Content(NamedTuple):
+    """What is saved beside the tables.
+
+    state     a tree of values, and `tensors`, those in it
+    others    files, by their names in the checkpoint; one that adds to another has them there
+    digest    which tensors the state's digest has, under which names
+    """
+
+    state: Any
+    tensors: dict[str, Tensor]
+    others: dict[str, Path]
+    digest: DigestNames
+
+
+class Saving:
+    """A checkpoint that is being written, in threads of its own."""
+
+    def __init__(
+        self,
+        path: Path,
+        step: int,
+        items: Sequence[Item],
+        content: Content,
+        parent: Checkpoint | None,
+        *,
+        keep: int,
+        state_sha256: str | None,
+        on_end: Callable[["Saving"], None],
+    ) -> None:
+        self._path, self._step, self._items, self._content = path, step, items, content
+        self._parent, self._keep, self._state_sha256, self._on_end = parent, keep, state_sha256, on_end
+        self.checkpoint: Checkpoint | None = None
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="hostdev-checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Tell whether it is being written still."""
+        return self._thread.is_alive()
+
+    def join(self) -> None:
+        """Wait for its end, however it ends."""
+        self._thread.join()
+
+    def wait(self) -> Checkpoint:
+        """Wait for its end, and return it; raises OSError or what else it has failed with."""
+        self.join()
+        if self.error is not None:
+            raise self.error
+        assert self.checkpoint is not None
+        return self.checkpoint
+
+    def _run(self) -> None:
+        partial: Path | None = None
+        try:
+            name = folder.new_name(self._path, self._step)
+            partial = folder.begin(self._path, name)
+            self.checkpoint = folder.commit(partial, name, self._write(partial))
+        except BaseException as error:
+            self.error = error
+            if partial is not None:
+                shutil.rmtree(partial, ignore_errors=True)
+        finally:
+            for item in self._items:
+                item.stop()
+                item.end(self.checkpoint is not None)
+            self._on_end(self)
+        if self.checkpoint is not None:
+            try:
+                folder.clean(self._path)
+                folder.prune(self._path, self._keep)
+            except OSError:
+                pass  # what is too much is removed after the next one
+
+    def _write(self, partial: Path) -> Manifest:
+        tables = self._write_tables(partial)
+        others = []
+        if self._content.tensors:
+            write_tensors(partial / DENSE, self._content.tensors)
+            others.append(_finished(partial, DENSE))
+        for name, source in self._content.others.items() if self._parent is None else ():
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, partial / name)
+            others.append(_finished(partial, name))
+        parent: Parent | None = folder.parent_of(self._parent) if self._parent is not None else None
+        content = Manifest(
+            step=self._step,
+            parent=parent,
+            tables=tables,
+            others=others,
+            state=self._content.state,
+            state_sha256=self._state_sha256,
+            versions={"hostdev": hostdev.__version__, "torch": str(torch.__version__), "numpy": np.__version__},
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        if parent is None and content.state_sha256 is None:  # the files have all that it needs
+            layers = Layers([Checkpoint(partial, content)])
+            content = replace(content, state_sha256=state_digest(layers, self._content.digest, self._content.tensors))
+        return content
+
+    def _write_tables(self, partial: Path) -> list[Table]:
+        found: list[list[Future[RangeFile]]] = []
+        buffers: SimpleQueue[Rows] = SimpleQueue()
+        for _ in range(_WRITERS + 1):
+            buffers.put(np.empty(0, np.float32))
+        with ThreadPoolExecutor(_WRITERS, "hostdev-checkpoint") as pool:
+            for number, item in enumerate(self._items):
+                (partial / "tables" / str(number)).mkdir(parents=True)
+                written: list[Future[RangeFile]] = []
+                found.append(written)
+                for start, stop, ids in _ranges(item):
+                    buffer = buffers.get()
+                    _raise_first(written)
+                    N = stop - start if ids is None else len(ids)
+                    buffer, columns, row_columns = _columns(buffer, item.table, N)
+                    item.source.read(start, stop, ids, columns, row_columns)
+                    table = item.table
+                    rows = RowsOf(start, ids, dict(zip((WEIGHTS, *table.slots), columns, strict=True)),
+                                  dict(zip(table.row_slots, row_columns, strict=True)))  # fmt: skip
+                    name = f"tables/{number}/{len(written):06d}.arrow"
+
+                    def write(
+                        name: str = name, table: Table = table, start: int = start, stop: int = stop,
+                        rows: RowsOf = rows, buffer: Rows = buffer,
+                    ) -> RangeFile:  # fmt: skip
+                        try:
+                            return write_range(partial, name, table, start, stop, rows)
+                        finally:
+                            buffers.put(buffer)
+
+                    written.append(pool.submit(write))
+                item.stop()
+            return [
+                replace(item.table, files=[file.result() for file in written])
+                for item, written in zip(self._items, found, strict=True)
+            ]
+
+
+def _raise_first(written: list[Future[RangeFile]]) -> None:
+    for file in written:
+        if file.done():
+            file.result()
+
+
+def _ranges(item: Item) -> Iterator[tuple[int, int, npt.NDArray[np.int64] | None]]:
+    """Yield ranges of rows for a file each, with the rows in them that are to be saved; None for all."""
+    V, most = item.table.rows, rows_per_file(item.table)
+    if item.whole:
+        yield from ((start, min(V, start + most), None) for start in range(0, V, most))
+        return
+    step = max(64, most // 8)
+    begin, waiting, have = 0, [], 0
+    for start in range(0, V, step):
+        stop = min(V, start + step)
+        ids = item.source.rows_between(start, stop)
+        if have and have + len(ids) > most:
+            yield begin, start, np.concatenate(waiting)
+            begin, waiting, have = start, [], 0
+        if len(ids):
+            waiting.append(ids)
+            have += len(ids)
+    if have:
+        yield begin, V, np.concatenate(waiting)
+
+
+def _columns(buffer: Rows, table: Table, N: int) -> tuple[Rows, Rows, Rows]:
+    """Return a buffer that is large enough for N rows, and their columns in it."""
+    S, R, D = 1 + len(table.slots), len(table.row_slots), table.dim
+    if buffer.size < N * (S * D + R):
+        buffer = np.empty(N * (S * D + R), np.float32)
+    vectors = N * S * D
+    return buffer, buffer[:vectors].reshape(S, N, D), buffer[vectors : vectors + N * R].reshape(R, N)
+
+
+def _finished(root: Path, name: str) -> File:
+    """Bring a file to the disk; return its size and checksum."""
+    digest, size = sha256(), 0
+    with (root / name).open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+            size += len(chunk)
+        os.fsync(file.fileno())
+    return File(file=name, bytes=size, sha256=digest.hexdigest())
+
+
+def described(table: Any) -> Table:
+    """Return what a manifest says of a table."""
+    optimizer = table.optimizer
+    return Table(
+        name=table.name,
+        rows=table.rows,
+        dim=table.dim,
+        optimizer=type(optimizer).__name__,
+        hyperparameters=asdict(optimizer),
+        slots=list(optimizer.slots),
+        row_slots=list(optimizer.row_slots),
+        step=table.step,
+    )

@@ -1,0 +1,55 @@
+"""What lies beside the tables in a checkpoint, and the digest of all of it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hostdev.checkpoint.layers import Layers
+from hostdev.checkpoint.tree import read_tensors
+from hostdev.core.digest import Column, StateDigest, pieces_of
+
+DENSE = "dense.safetensors"
+DigestNames = list[tuple[str, str]]  # of each array of the dense side: its name in the digest, and in the file
+
+
+def state_digest(layers: Layers, names: DigestNames, tensors: Mapping[str, Tensor]) -> str:
+    """Return `state_sha256` of a checkpoint: what training would print at that moment."""
+    digest = StateDigest()
+    for table in sorted(layers.manifest.tables, key=lambda table: table.name):
+        columns = [
+            Column(
+                name,
+                (table.rows, 1 if name in table.row_slots else table.dim),
+                lambda table=table, name=name: layers.column(table.name, name),
+            )
+            for name in ("weights", *table.slots, *table.row_slots)
+        ]
+        digest.table(table.name, table.step, columns[0], columns[1:])
+    for name, key in names:
+        values = tensors[key]
+        rows = values if values.ndim else values.reshape(1)
+        digest.array(name, str(values.dtype).removeprefix("torch."), values.shape, pieces_of(rows, _bits))
+    return digest.hexdigest()
+
+
+def tensors_of(layers: Layers) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint; BrokenCheckpointError where they cannot be read."""
+    newest = layers.chain[-1]
+    if newest.manifest.other(DENSE) is None:
+        return {}
+    return read_tensors(newest.path / DENSE)
+
+
+def file_in(layers: Layers, name: str) -> Path | None:
+    """Return where one of the other files is, in the newest checkpoint of a chain that has it; None where none does."""
+    for checkpoint in reversed(layers.chain):
+        if checkpoint.manifest.other(name) is not None:
+            return checkpoint.path / name
+    return None
+
+
+def _bits(values: Tensor) -> Any:
+    return (values.view(torch.uint16) if values.dtype == torch.bfloat16 else values).contiguous().numpy()

@@ -1,0 +1,100 @@
+"""Nested values with tensors in them, as torch's `state_dict`s are, to and from JSON beside safetensors.
+
+Nothing is pickled. A tensor stands in the tree as {"$tensor": its name in the file}, a tuple as {"$tuple": [...]}, a
+dict whose keys are not all text as {"$dict": [[key, value], ...]}.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hostdev.checkpoint.manifest import BrokenCheckpointError
+
+Tree = Any
+_MARKS = ("$tensor", "$array", "$tuple", "$dict")
+
+
+def to_tree(value: Any, tensors: dict[str, Tensor], path: str = "") -> Tree:
+    """Return what JSON can hold of nested values, and put their tensors into `tensors`: copies in host memory.
+
+    Takes dicts, lists, tuples, tensors, NumPy's arrays and numbers, text, numbers, bools and None. TypeError for what
+    is none of these, by its path.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int | float):
+        return value
+    if isinstance(value, Tensor):
+        return {"$tensor": _put(value.detach().to("cpu", copy=True).contiguous(), tensors, path)}
+    if isinstance(value, np.ndarray):
+        return {"$array": _put(torch.from_numpy(np.ascontiguousarray(value).copy()), tensors, path)}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, list):
+        return [to_tree(each, tensors, _join(path, i)) for i, each in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"$tuple": [to_tree(each, tensors, _join(path, i)) for i, each in enumerate(value)]}
+    if isinstance(value, Mapping):
+        pairs = [(key, to_tree(each, tensors, _join(path, key))) for key, each in value.items()]
+        if all(isinstance(key, str) and key not in _MARKS for key, _ in pairs):
+            return dict(pairs)
+        return {"$dict": [[to_tree(key, tensors, _join(path, "key")), each] for key, each in pairs]}
+    raise TypeError(
+        f"{path or 'the value'} is a {type(value).__name__}, which a checkpoint does not hold: give its state_dict(), "
+        "or dicts, lists, tensors, numbers and text"
+    )
+
+
+def from_tree(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the values of `to_tree`."""
+    if isinstance(tree, list):
+        return [from_tree(each, tensors) for each in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if len(tree) == 1:
+        ((mark, inner),) = tree.items()
+        found: dict[str, Callable[[], Any]] = {
+            "$tensor": lambda: tensors[inner],
+            "$array": lambda: tensors[inner].numpy(),
+            "$tuple": lambda: tuple(from_tree(each, tensors) for each in inner),
+            "$dict": lambda: {_key(from_tree(key, tensors)): from_tree(each, tensors) for key, each in inner},
+        }
+        if mark in found:
+            return found[mark]()
+    return {key: from_tree(each, tensors) for key, each in tree.items()}
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write tensors as safetensors."""
+    save_file(tensors, path)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read safetensors; BrokenCheckpointError where that is impossible."""
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise BrokenCheckpointError(f"{path} is broken ({error})") from None
+
+
+def _put(tensor: Tensor, tensors: dict[str, Tensor], path: str) -> str:
+    """Put a tensor under its path, or with a number behind it where {"a.b": ..} and {"a": {"b": ..}} meet."""
+    name, number = path or "value", 2
+    while name in tensors:
+        name, number = f"{path}#{number}", number + 1
+    tensors[name] = tensor
+    return name
+
+
+def _key(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)

@@ -1,0 +1,69 @@
+"""state_sha256: a digest of all that training has learned. Equal digests mean equal models.
+
+Tables by name: a line with the number of steps, the weights, then the slots by name; then the arrays of the dense side.
+Before each array goes a line with its name, dtype and shape; arrays are row-major and little-endian.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+import numpy as np
+
+PIECE_BYTES = 1 << 24
+
+
+class Column(NamedTuple):
+    """An array of a table: its name, its shape, and its rows in pieces, float32 and C-contiguous."""
+
+    name: str
+    shape: tuple[int, int]
+    pieces: Callable[[], Iterable[Any]]
+
+
+class StateDigest:
+    """SHA-256 in the order above, which is one after the other: the next piece is fetched while one is hashed."""
+
+    def __init__(self) -> None:
+        self._digest = sha256()
+
+    def table(self, name: str, step: int, weights: Column, slots: Iterable[Column]) -> None:
+        """Add a table; they come in the order of their names."""
+        self._digest.update(f"table {name} step {step}\n".encode())
+        for column in (weights, *sorted(slots, key=lambda column: column.name)):
+            self.array(f"{name}/{column.name}", "float32", column.shape, column.pieces())
+
+    def array(self, name: str, dtype: str, shape: Iterable[int], pieces: Iterable[Any]) -> None:
+        """Add an array in pieces."""
+        self._digest.update(f"{name} {dtype} {list(shape)}\n".encode())
+        for piece in _one_ahead(iter(pieces)):
+            self._digest.update(np.ascontiguousarray(piece).data)
+
+    def hexdigest(self) -> str:
+        """Return the digest so far."""
+        return self._digest.hexdigest()
+
+
+def pieces_of(rows: Any, fetch: Callable[[Any], Any]) -> Iterator[Any]:
+    """Yield rows [n, ...] by some MiB, each as `fetch` returns it; not empty."""
+    step = max(1, PIECE_BYTES // max(1, rows[:1].nbytes))
+    for start in range(0, len(rows), step):
+        yield fetch(rows[start : start + step])
+
+
+def _one_ahead(pieces: Iterator[Any]) -> Iterator[Any]:
+    """Yield pieces; the next one is fetched in another thread meanwhile."""
+    first = next(pieces, None)
+    if first is None:
+        return
+    second = next(pieces, None)
+    if second is None:
+        yield first
+        return
+    with ThreadPoolExecutor(1, "hostdev-digest") as pool:
+        yield first
+        while second is not None:
+            coming = pool.submit(next, pieces, None)
+            yield second
+            second = coming.result()

@@ -1,0 +1,201 @@
+"""Which rows of a table have been written, and what they held before: for checkpoints while training goes on.
+
+A `Snapshot` is a table as of one moment. Its rows are read in order by who saves them; a row that training wants to
+write before is copied aside first, and the reader takes the copy. Both happen under one lock, for a few rows at a time.
+"""
+
+import threading
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.kernels.bits import Bits, all_bits, bits_for, copy_to_columns, count_bits, mark, rows_between, take
+from hostdev.kernels.buffers import scratch
+
+Rows = npt.NDArray[np.float32]
+Ids = npt.NDArray[Any]
+
+_AT_ONCE_BYTES = 1 << 22  # copied under the lock; half a millisecond
+_BUCKETS = 256  # of a table's rows; the copies of one are freed when it has been read
+
+
+class Budget:
+    """Bytes of copies, which several snapshots share; who wants more than there are waits."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._used, self._closed = limit, 0, False
+        self._changed = threading.Condition()
+        self.most = 0  # used so far
+
+    def await_room(self) -> None:
+        """Wait until less than the limit is used."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._used < self._limit or self._closed)
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes that are used; below 0 for bytes that no longer are."""
+        with self._changed:
+            self._used += nbytes
+            self.most = max(self.most, self._used)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let nobody wait any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+class Snapshot:
+    """Rows of a table as of now, though they are written later.
+
+    block      float32 [V, 1 + S, D], row_slots float32 [V, R]: the table's memory
+    wanted     the rows
+    budget     for the copies of those that are written before they have been read
+    """
+
+    def __init__(self, block: Rows, row_slots: Rows, wanted: Bits, budget: Budget) -> None:
+        self.block, self.row_slots = block, row_slots
+        self.wanted = wanted
+        self.count = count_bits(wanted)
+        self._pending = wanted.copy()  # neither read nor copied aside
+        self._aside: list[tuple[Ids, Rows, Rows]] = []  # in the order of the writes
+        self._sorted: dict[int, list[tuple[Ids, Rows, Rows]]] = defaultdict(list)  # by bucket, ids ascending
+        self._bucket = -(-len(block) // _BUCKETS)
+        self._first_bucket = 0  # that is not freed
+        self._budget = budget
+        self._lock = threading.Lock()
+        self._ended = False
+        self._row_bytes = 4 * (block[:1].size + row_slots[:1].size)
+
+    def save_before_write(self, ids: Ids) -> None:
+        """Copy those of the rows ids [N] aside that have not been read; waits where there is no room for copies."""
+        step = max(1, _AT_ONCE_BYTES // self._row_bytes)
+        for start in range(0, len(ids), step):
+            if self._ended:
+                return
+            part = ids[start : start + step]
+            found = scratch("rows to copy aside", (len(part),), part.dtype)
+            self._budget.await_room()
+            with self._lock:
+                count = 0 if self._ended else int(take(part, self._pending, found))
+                if not count:
+                    continue
+                rows = found[:count].copy()
+                kept = rows, self.block[rows], self.row_slots[rows]
+                self._aside.append(kept)
+            self._budget.add(count * self._row_bytes)
+
+    def read(self, first: int, last: int, ids: Ids | None, columns: Rows, row_columns: Rows) -> None:
+        """Copy rows of [first, last) to columns; ranges come in ascending order, from one thread.
+
+        ids          int64 [N], ascending: which of them; None for all, N = last - first
+        columns      float32 [1 + S, N, D], written
+        row_columns  float32 [R, N], written
+        """
+        step = max(1, _AT_ONCE_BYTES // self._row_bytes)
+        N = columns.shape[1]
+        for start in range(0, N, step):
+            stop = min(N, start + step)
+            rows = ids[start:stop] if ids is not None else np.arange(first + start, first + stop)
+            with self._lock:
+                copy_to_columns(start, stop, first, ids, self.block, columns)
+                row_columns[:, start:stop] = self.row_slots[rows].T
+                take(rows, self._pending, scratch("rows read", (len(rows),), rows.dtype))
+                aside, self._aside = self._aside, []
+            for kept in aside:
+                self._sort_in(*kept)
+            self._take_aside(rows, columns[:, start:stop], row_columns[:, start:stop])
+        self._free(last)
+
+    def _sort_in(self, ids: Ids, rows: Rows, row_slots: Rows) -> None:
+        """File copies by the rows' buckets."""
+        order = np.argsort(ids)
+        ids = ids[order]
+        buckets = ids // self._bucket
+        edges = np.flatnonzero(np.diff(buckets, prepend=-1))
+        for begin, end in zip(edges, [*edges[1:], len(ids)], strict=True):
+            part = order[begin:end]
+            self._sorted[int(buckets[begin])].append((ids[begin:end].copy(), rows[part], row_slots[part]))
+
+    def _take_aside(self, rows: Ids, columns: Rows, row_columns: Rows) -> None:
+        """Put copies in the place of rows that may have been written."""
+        first, last = int(rows[0]), int(rows[-1]) + 1
+        for bucket in range(first // self._bucket, (last - 1) // self._bucket + 1):
+            for ids, values, row_slots in self._sorted.get(bucket, ()):
+                begin, end = np.searchsorted(ids, (first, last))
+                if begin < end:
+                    at = np.searchsorted(rows, ids[begin:end])
+                    columns[:, at] = values[begin:end].transpose(1, 0, 2)
+                    row_columns[:, at] = row_slots[begin:end].T
+
+    def _free(self, last: int) -> None:
+        """Let go of the copies of rows before `last`."""
+        done = len(self.block) if last >= len(self.block) else last // self._bucket
+        for bucket in [bucket for bucket in self._sorted if bucket < done]:
+            freed = sum(len(ids) for ids, _, _ in self._sorted.pop(bucket))
+            self._budget.add(-freed * self._row_bytes)
+
+    def rows_between(self, first: int, last: int) -> Ids:
+        """Return the wanted rows of [first, last), int64, ascending."""
+        out = np.empty(last - first, np.int64)
+        return out[: rows_between(first, last, self.wanted, out)].copy()
+
+    def end(self) -> None:
+        """Copy nothing any more: all has been read, or nobody is going to."""
+        self._ended = True
+        with self._lock:
+            left = sum(len(kept[0]) for kept in self._aside)
+            left += sum(len(kept[0]) for parts in self._sorted.values() for kept in parts)
+            self._aside = []
+            self._sorted.clear()
+        self._budget.add(-left * self._row_bytes)
+
+
+class Changes:
+    """What is noted of a table's rows, at a bit a row, when they are written.
+
+    block, row_slots  the table's memory, as in `Snapshot`
+    """
+
+    def __init__(self, block: Rows, row_slots: Rows) -> None:
+        self._block, self._row_slots = block, row_slots
+        self._touched = bits_for(len(block))  # since the last snapshot
+        self._unsaved: list[Bits] = []  # of snapshots that were not saved
+        self.since: Any = None  # what they are counted from: whoever saves notes it here
+        self._snapshot: Snapshot | None = None
+
+    @property
+    def touched(self) -> Bits:
+        """The rows written since the last snapshot that was saved."""
+        for bits in self._unsaved:
+            self._touched |= bits
+        self._unsaved = []
+        return self._touched
+
+    def before_write(self, ids: Ids) -> None:
+        """Note that rows ids [N] are about to be written; one thread at a time."""
+        if self._snapshot is not None:
+            self._snapshot.save_before_write(ids)
+        mark(ids, self._touched)
+
+    def begin(self, budget: Budget, *, everything: bool) -> Snapshot:
+        """Return a snapshot of the rows written since the last one, or of all; nobody writes in the meantime.
+
+        RuntimeError while the one before has not ended.
+        """
+        if self._snapshot is not None:
+            raise RuntimeError("a snapshot of this table is being saved")
+        wanted = all_bits(len(self._block)) if everything else self.touched
+        self._snapshot = snapshot = Snapshot(self._block, self._row_slots, wanted, budget)
+        self._touched = bits_for(len(self._block))
+        return snapshot
+
+    def end(self, snapshot: Snapshot, *, saved: bool) -> None:
+        """End a snapshot; where it was not saved, its rows count as not saved."""
+        snapshot.end()
+        if not saved:
+            self._unsaved.append(snapshot.wanted)  # others may be marking rows
+        self._snapshot = None

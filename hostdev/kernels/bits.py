@@ -1,0 +1,98 @@
+"""Sets of rows at one bit a row, and copies of rows to columns.
+
+V rows of the table, D its dimension, S its optimizer slots, N ids.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.kernels.jit import kernel, prefetch_to_read
+
+Bits = npt.NDArray[np.uint64]  # [ceil(V / 64)]; row r is bit r % 64 of word r // 64
+
+_AHEAD = 8  # rows
+
+
+def bits_for(rows: int) -> Bits:
+    """Return the empty set of so many rows."""
+    return np.zeros(-(-rows // 64), np.uint64)
+
+
+def all_bits(rows: int) -> Bits:
+    """Return the set of all rows."""
+    bits = np.full(-(-rows // 64), np.uint64(0xFFFFFFFFFFFFFFFF))
+    if rows % 64:
+        bits[-1] = np.uint64((1 << rows % 64) - 1)
+    return bits
+
+
+def count_bits(bits: Bits) -> int:
+    """Return the number of rows in a set."""
+    return int(np.bitwise_count(bits).sum(dtype=np.int64))
+
+
+@kernel
+def mark(ids: Any, bits: Any) -> None:
+    """Add the rows ids [N] to a set; one thread at a time."""
+    six, low, one = np.uint64(6), np.uint64(63), np.uint64(1)
+    for i in range(np.uint64(0), np.uint64(len(ids))):
+        row = np.uint64(ids[i])
+        bits[row >> six] |= one << (row & low)
+
+
+@kernel
+def take(ids: Any, bits: Any, out: Any) -> Any:
+    """Move those of ids [N] that are in a set out of it, to the beginning of out [N]; return how many."""
+    six, low, one = np.uint64(6), np.uint64(63), np.uint64(1)
+    count = np.uint64(0)
+    for i in range(np.uint64(0), np.uint64(len(ids))):
+        row = np.uint64(ids[i])
+        bit = one << (row & low)
+        word = bits[row >> six]
+        found = word & bit
+        bits[row >> six] = word & ~bit
+        out[count] = ids[i]  # where it is not in the set, the next one overwrites it
+        count += one if found else np.uint64(0)
+    return np.int64(count)
+
+
+@kernel
+def rows_between(first: Any, last: Any, bits: Any, out: Any) -> Any:
+    """Write the rows of a set that are in [first, last), ascending, to the beginning of `out`; return how many."""
+    six, low, one = np.uint64(6), np.uint64(63), np.uint64(1)
+    count = np.uint64(0)
+    row, end = np.uint64(first), np.uint64(last)
+    while row < end:
+        word = bits[row >> six] >> (row & low)
+        if word == np.uint64(0):
+            row = ((row >> six) + one) << six
+            continue
+        if word & one:
+            out[count] = row
+            count += one
+        row += one
+    return np.int64(count)
+
+
+@kernel
+def copy_to_columns(start: Any, stop: Any, first: Any, ids: Any, block: Any, out: Any) -> None:
+    """Copy rows to columns: out[s, i] = block[ids[i], s]; of the rows from `first` on where ids is None.
+
+    ids    int32 or int64 [N]
+    block  float32 [V, S, D]
+    out    float32 [S, N, D]
+    """
+    for i in range(np.uint64(start), np.uint64(stop)):
+        if ids is None:
+            row = np.uint64(first) + i
+        else:
+            row = np.uint64(ids[i])
+            ahead = i + np.uint64(_AHEAD)
+            if ahead < np.uint64(stop):
+                prefetch_to_read(block, ids[ahead], block.strides[0])
+        for s in range(block.shape[1]):
+            source, to = block[row, s], out[s, i]
+            for j in range(block.shape[2]):
+                to[j] = source[j]

@@ -1,0 +1,250 @@
+"""A run's checkpoints: when one is saved, what it holds, and how a run goes on from one."""
+
+import time
+from array import array
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hostdev.checkpoint.checkpoints import Checkpoints
+from hostdev.checkpoint.folder import Chain, is_checkpoint, names_in
+from hostdev.checkpoint.loading import newest_whole, values_of
+from hostdev.checkpoint.saving import Saving
+from hostdev.core.errors import UserError
+from hostdev.core.progress import note
+from hostdev.data.manifest import FILE_NAME as DATA_MANIFEST
+from hostdev.data.manifest import Manifest
+from hostdev.train.config import TrainConfig
+from hostdev.train.quality import Quality
+
+FOLDER = "checkpoints"  # in the run directory
+KEEP = 3
+# What the bits depend on, beside the data: these must be as they were.
+FIXED = ("model", "emb_dim", "batch_size", "table_optimizer", "table_lr", "lr", "l2", "precision", "tf32", "seed")
+
+
+class CheckpointError(UserError):
+    """The last checkpoint of a run that has ended was not saved."""
+
+    exit_code = 3
+
+
+class Progress:
+    """How far a run is, as a checkpoint holds it."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.epochs_done = 0
+        self.seconds = 0.0  # of training
+        self.wide, self.deep = array("d"), array("d")  # the losses of each step
+        self.rows = array("q")  # of each step's batch
+
+    def add(self, wide: float, deep: float, rows: int) -> None:
+        """Count a step."""
+        self.steps += 1
+        self.wide.append(wide)
+        self.deep.append(deep)
+        self.rows.append(rows)
+
+    def as_values(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
+        arrays = {name: np.array(getattr(self, name)) for name in ("wide", "deep", "rows")}
+        return {"steps": self.steps, "epochs_done": self.epochs_done, "seconds": self.seconds, **arrays}
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "Progress":
+        """Return what `as_values` has returned."""
+        made = cls()
+        made.steps, made.epochs_done, made.seconds = values["steps"], values["epochs_done"], values["seconds"]
+        for name in ("wide", "deep", "rows"):
+            getattr(made, name).extend(values[name].tolist())
+        return made
+
+
+class Start(NamedTuple):
+    """Where a run goes on."""
+
+    chain: Chain
+    more: dict[str, Any]  # of `values`
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's folder."""
+        return self.chain[-1].path
+
+
+def folder_of(settings: TrainConfig, run_dir: Path) -> Path:
+    """Return where a run's checkpoints lie."""
+    return settings.checkpoint_dir or run_dir / FOLDER
+
+
+def find(settings: TrainConfig, data: Manifest) -> tuple[Start | None, str]:
+    """Return where a run with --resume goes on, None for the start, and a line that says so.
+
+    Raises UserError for a checkpoint of another model or other data, and where none that was named is whole.
+    """
+    assert settings.resume is not None
+    if settings.resume:
+        path = Path(settings.resume)
+        if not path.exists():
+            raise UserError(f"--resume {path}: there is no such checkpoint")
+    else:
+        path = folder_of(settings, settings.run_dir or Path())
+        if not is_checkpoint(path) and not names_in(path):
+            return None, f"resume   there is no checkpoint in {path} yet: from the start"
+    chain, broken = newest_whole(path)
+    values = values_of(chain)
+    if not isinstance(values, dict) or "more" not in values:
+        raise UserError(f"{chain[-1].path} was saved by a program of its own, not by python -m hostdev.train")
+    start = Start(chain, values["more"])
+    _require_same(settings, data, start)
+    lines = [f"resume   {line}; an older one is taken" for line in broken]
+    return start, "\n".join([*lines, f"resume   {start.path}, after step {start.more['progress']['steps']:,}"])
+
+
+def _require_same(settings: TrainConfig, data: Manifest, start: Start) -> None:
+    then = start.more["settings"]
+    for name in FIXED:
+        if getattr(settings, name) != then[name]:
+            option = "--" + name.replace("_", "-")
+            raise UserError(
+                f"{start.path} was trained with {_given(option, then[name])}, not "
+                f"{_given(option, getattr(settings, name))}; give the same, or begin another run without --resume"
+            )
+    if start.more["data"] != data.identity:
+        raise UserError(
+            f"{start.path} was trained on another data set than {settings.data}; its rows, or their order, differ"
+        )
+
+
+def _given(option: str, value: Any) -> str:
+    if value is None or value is False:
+        return f"no {option}"
+    return option if value is True else f"{option} {value}"
+
+
+def values(settings: TrainConfig, data: Manifest, device: str, progress: Progress, quality: Quality) -> dict[str, Any]:
+    """Return what a checkpoint holds beside the model."""
+    return {
+        "settings": {**settings.as_json(), "resume": None},
+        "data": data.identity,
+        "device": device,
+        "progress": progress.as_values(),
+        "quality": quality.as_values(),
+    }
+
+
+def data_files(root: Path, data: Manifest) -> dict[str, Path]:
+    """Return the files of a data set that turn raw text into ids, by their names in a checkpoint."""
+    files = {f"data/{DATA_MANIFEST}": root / DATA_MANIFEST}
+    if data.vocabulary is not None:
+        files[f"data/{data.vocabulary}"] = root / data.vocabulary
+    return files
+
+
+class Saver:
+    """Saves a run's checkpoints when they are due; where that fails, training goes on, and a line says so.
+
+    save  begins to save one: called with where to, the step, and a digest of the state where that is known
+    """
+
+    def __init__(
+        self, settings: TrainConfig, path: Path, save: Callable[[Checkpoints, int, str | None], Saving]
+    ) -> None:
+        self._every = settings.checkpoint_every
+        self._seconds = settings.checkpoint_minutes and settings.checkpoint_minutes * 60
+        self._save = save
+        self.to = Checkpoints(path, keep=settings.keep_checkpoints or KEEP)
+        self._last_began = time.monotonic()
+        self._saving: Saving | None = None
+        self._step = 0  # of the last attempt
+        self.saved_step: int | None = None
+        self._failing: str | None = None  # why the last attempt failed
+        self._count = self._failed = 0
+        self._stalled = 0.0
+
+    def start(self, chain: Chain | None, tables: Any) -> None:
+        """Take the folder; where a run goes on, what follows adds to the checkpoint that it has loaded."""
+        try:
+            self.to.lock()
+        except UserError as error:
+            if "in use" in str(error):
+                raise
+            self._fail(str(error), "the first attempt is made when one is due")
+        if chain is not None:
+            self.to.start_from(chain, tables)
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether a checkpoint is to be saved after this step."""
+        self._look()
+        if self._every is not None and step % self._every == 0:
+            return True
+        return self._seconds is not None and (
+            time.monotonic() - self._last_began >= self._seconds and not self.to.is_saving
+        )  # fmt: skip
+
+    def save(self, step: int, state_sha256: str | None = None) -> None:
+        """Begin to save a checkpoint of after this step; nothing is raised where that fails."""
+        start = time.monotonic()
+        self.to.join()
+        self._look()
+        self._last_began, self._step = start, step
+        try:
+            self.to.lock()
+            self._saving = self._save(self.to, step, state_sha256)
+        except (UserError, OSError) as error:
+            self._fail(_words(error), "the next attempt is made when the next one is due")
+        self._stalled += time.monotonic() - start
+
+    def _look(self) -> None:
+        """See how the last attempt has ended, if it has."""
+        saving = self._saving
+        if saving is None or saving.is_running:
+            return
+        self._saving = None
+        if saving.error is not None:
+            self._fail(_words(saving.error), "the next attempt is made when the next one is due")
+            return
+        if self._failing is not None:
+            note(f"the checkpoint of step {self._step:,} is saved again")
+        self._failing, self.saved_step = None, self._step
+        self._count += 1
+
+    def _fail(self, why: str, next_time: str) -> None:
+        self._failed += 1
+        if self._failing is None:
+            note(f"warning: the checkpoint of step {self._step:,} was not saved: {why}; training goes on, {next_time}")
+        self._failing = why
+
+    def finish(self) -> None:
+        """Wait for what is being written, and let others write there."""
+        self.to.close()
+        self._look()
+
+    @property
+    def newest(self) -> Path | None:
+        """The last checkpoint that was saved or loaded, in the folder where they are saved."""
+        return self.to.last.path if self.to.last is not None else None
+
+    @property
+    def failed(self) -> str | None:
+        """Why the last attempt has failed; None where it has not."""
+        return self._failing
+
+    def summary(self) -> dict[str, Any]:
+        """Return what summary.json says."""
+        return {
+            "path": str(self.to.path),
+            "saved": self._count,
+            "failed": self._failed,
+            "last_step": self.saved_step,
+            "stall_us": round(self._stalled * 1e6),
+        }
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
