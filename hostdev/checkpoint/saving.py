@@ -56,12 +56,12 @@ class Item(NamedTuple):
 class Content(NamedTuple):
     """What is saved beside the tables.
 
-    state     a tree of values, and `tensors`, those in it
+    state     a dict that JSON can hold, of `tree.to_tree`; `tensors`, those in it
     others    files, by their names in the checkpoint; one that adds to another has them there
     digest    which tensors the state's digest has, under which names
     """
 
-    state: Any
+    state: dict[str, Any]
     tensors: dict[str, Tensor]
     others: dict[str, Path]
     digest: DigestNames
@@ -124,7 +124,8 @@ class Saving:
         if self.checkpoint is not None:
             try:
                 folder.clean(self._path)
-                folder.prune(self._path, self._keep)
+                if self._keep:
+                    folder.prune(self._path, self._keep)
             except OSError:
                 pass  # what is too much is removed after the next one
 
@@ -144,7 +145,7 @@ class Saving:
             parent=parent,
             tables=tables,
             others=others,
-            state=self._content.state,
+            state={**self._content.state, "digest": [list(names) for names in self._content.digest]},
             state_sha256=self._state_sha256,
             versions={"hostdev": hostdev.__version__, "torch": str(torch.__version__), "numpy": np.__version__},
             created=datetime.now(UTC).isoformat(timespec="seconds"),

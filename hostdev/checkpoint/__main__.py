@@ -1,0 +1,131 @@
+"""python -m hostdev.checkpoint: look at checkpoints, check them, merge them, take them elsewhere."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hostdev.checkpoint import compact, diff, export, folder
+from hostdev.checkpoint.layers import Layers
+from hostdev.checkpoint.loading import newest_whole, verify
+from hostdev.checkpoint.manifest import BrokenCheckpointError
+from hostdev.checkpoint.state import state_digest, tensors_of
+from hostdev.core import cli
+from hostdev.core.errors import UserError
+from hostdev.core.memory import gib
+
+PROG = "hostdev.checkpoint"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one of the commands."""
+    parser = cli.parser(PROG, "Look at checkpoints, check them, merge them, take them elsewhere.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".", allow_abbrev=False)
+        made.set_defaults(run=run)
+        cli.add_debug(made)
+        made.add_argument(
+            "path", type=Path, metavar="DIR", help="a checkpoint, or a folder of them: its newest whole one"
+        )
+        return made
+
+    add("info", _info, "say what checkpoints hold")
+    add("verify", _verify, "read every file, compare checksums, and compute the digest of the state")
+    of_diff = add("diff", _diff, "say how a checkpoint differs from another one; exit code 1 if it does")
+    of_diff.add_argument("other", type=Path, metavar="OTHER", help="the other one")
+    of_compact = add("compact", _compact, "merge a checkpoint and all that it adds to into one")
+    of_compact.add_argument(
+        "--keep", type=int, metavar="K", help="then remove all but the K newest checkpoints and what they add to"
+    )
+    export.add_flags(add("export", _export, "write tables and dense layers as files that others read"))
+    arguments = parser.parse_args(argv)
+    result: int = arguments.run(arguments)
+    return result
+
+
+def _newest(path: Path) -> folder.Chain:
+    """Return the checkpoint that `path` is, or the newest in it whose manifests are whole."""
+    found = folder.candidates(path)
+    broken = []
+    for each in found:
+        try:
+            return folder.chain_of(each)
+        except BrokenCheckpointError as error:
+            broken.append(error)
+    raise broken[0]
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    found = list(reversed(folder.candidates(arguments.path)))
+    print(f"{'checkpoint':<24}{'step':>10}  {'holds':<28}{'bytes':>10}  created")
+    code = 0
+    chain: folder.Chain | None = None
+    for path in found:
+        try:
+            chain = folder.chain_of(path)
+        except BrokenCheckpointError as error:
+            print(f"{path.name:<24}{'':>10}  {error}")
+            code = cli.EXIT_ERROR
+            continue
+        of_it = chain[-1].manifest
+        rows = sum(file.rows for table in of_it.tables for file in table.files)
+        holds = "all rows" if of_it.parent is None else f"{rows:,} rows since {of_it.parent.name.removeprefix('step-')}"
+        print(f"{path.name:<24}{of_it.step:>10,}  {holds:<28}{gib(of_it.nbytes):>10}  {of_it.created}")
+    if chain is None:
+        return code
+    newest = chain[-1]
+    print(f"\n{newest.path}: hostdev {newest.manifest.versions['hostdev']}, torch {newest.manifest.versions['torch']}")
+    for table in newest.manifest.tables:
+        slots = ", ".join([*table.slots, *table.row_slots]) or "none"
+        print(
+            f"table {table.name}: {table.rows:,} x {table.dim}, {table.optimizer} (slots {slots}), step {table.step:,}"
+        )
+    print(f"state_sha256 {newest.manifest.state_sha256 or 'not computed; verify does it'}")
+    return code
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    chain = _newest(arguments.path)
+    verify(chain)
+    layers = Layers(chain)
+    newest = chain[-1]
+    state = newest.manifest.state
+    names = [(name, key) for name, key in state.get("digest", [])] if isinstance(state, dict) else []
+    found = state_digest(layers, names, tensors_of(layers))
+    noted = newest.manifest.state_sha256
+    if noted is not None and noted != found:
+        raise BrokenCheckpointError(f"{newest.path}: state_sha256 is {found}, not {noted} as it says")
+    for checkpoint in chain:
+        print(f"{checkpoint.path}: {len(checkpoint.manifest.files)} files, {gib(checkpoint.manifest.nbytes)}: whole")
+    print(f"state_sha256 {found}{'' if noted is None else ', as the manifest says'}")
+    return 0
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    lines = diff.differences(_newest(arguments.path), _newest(arguments.other))
+    for line in lines:
+        print(line)
+    if not lines:
+        print("equal")
+    return 1 if lines else 0
+
+
+def _compact(arguments: argparse.Namespace) -> int:
+    if arguments.keep is not None and arguments.keep < 1:
+        raise UserError(f"--keep must be at least 1, not {arguments.keep}")
+    chain, broken = newest_whole(arguments.path)
+    for line in broken:
+        print(f"{line}; an older one is taken")
+    print(compact.compact(chain, arguments.keep))
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    for line in export.export(_newest(arguments.path), export.options_of(arguments)):
+        print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.run(PROG, main))

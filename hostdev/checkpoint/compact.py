@@ -1,0 +1,79 @@
+"""A checkpoint and all that it adds to, merged into one: range by range, without training."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.checkpoint import folder
+from hostdev.checkpoint.folder import Chain
+from hostdev.checkpoint.layers import Layers
+from hostdev.checkpoint.saving import Content, Item, Saving
+from hostdev.checkpoint.state import tensors_of
+
+Rows = npt.NDArray[np.float32]
+
+
+class _MergedRows:
+    """A table's rows from files, as `saving.Source`."""
+
+    def __init__(self, layers: Layers, name: str) -> None:
+        self._layers, self._name = layers, name
+        self.count = layers.manifest.table(name).rows
+
+    def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Return all."""
+        return np.arange(first, last)
+
+    def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
+        """See `saving.Source`."""
+        found = self._layers.rows(self._name, first, last)
+        for to, values in zip([*columns, *row_columns], [*found.columns.values(), *found.row_columns.values()],
+                              strict=True):  # fmt: skip
+            np.copyto(to, values)
+
+
+def compact(chain: Chain, keep: int | None = None) -> str:
+    """Write a checkpoint that is whole in the place of one that adds to others; return what was done, in words.
+
+    keep  then remove all but so many of the newest checkpoints, and what these add to
+
+    Raises UserError where another process writes there, and OSError where it cannot be written.
+    """
+    newest = chain[-1]
+    path = newest.path.parent
+    with folder.locked(path):
+        before = _size(path)
+        if len(chain) == 1:
+            told = f"{newest.path} is whole already"
+        else:
+            made = _merge(chain, path)
+            folder.remove(newest.path)
+            told = f"{made}: {len(chain)} checkpoints in one"
+        if keep is not None:
+            folder.prune(path, keep)
+        after = _size(path)
+    return f"{told}; {path} has {after:,} bytes, before it had {before:,}"
+
+
+def _merge(chain: Chain, path: Path) -> Path:
+    layers = Layers(chain)
+    newest = chain[-1].manifest
+    items = [
+        Item(replace(table, files=[]), _MergedRows(layers, table.name), True, lambda: None, lambda saved: None)
+        for table in newest.tables
+    ]
+    others = {
+        file.file: checkpoint.path / file.file
+        for checkpoint in chain for file in checkpoint.manifest.others if file.file.startswith("data/")
+    }  # fmt: skip
+    names = [(name, key) for name, key in newest.state.get("digest", [])]
+    content = Content(newest.state, tensors_of(layers), others, names)
+    saving = Saving(path, newest.step, items, content, None, keep=0, state_sha256=newest.state_sha256,
+                    on_end=lambda saving: None)  # fmt: skip
+    return saving.wait().path
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -1,0 +1,75 @@
+"""What two checkpoints hold differently."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from hostdev.checkpoint.folder import Chain
+from hostdev.checkpoint.layers import Layers
+from hostdev.checkpoint.manifest import Table
+from hostdev.checkpoint.ranges import WEIGHTS
+from hostdev.checkpoint.state import tensors_of
+
+
+def differences(one: Chain, other: Chain) -> list[str]:
+    """Return a line for each thing that differs between two checkpoints; none where they are equal, to the bit."""
+    a, b = Layers(one), Layers(other)
+    lines = []
+    if a.manifest.step != b.manifest.step:
+        lines.append(f"step: {a.manifest.step:,} and {b.manifest.step:,}")
+    tables = {layers: {table.name: table for table in layers.manifest.tables} for layers in (a, b)}
+    for name in sorted(tables[a].keys() | tables[b].keys()):
+        if name not in tables[a] or name not in tables[b]:
+            lines.append(f"table {name}: only in {(one if name in tables[a] else other)[-1].path}")
+        else:
+            lines += _of_table(a, b, tables[a][name], tables[b][name])
+    return lines + _of_tensors(tensors_of(a), tensors_of(b))
+
+
+def _of_table(a: Layers, b: Layers, mine: Table, theirs: Table) -> list[str]:
+    lines = []
+    for what in ("rows", "dim", "optimizer", "hyperparameters", "step"):
+        if getattr(mine, what) != getattr(theirs, what):
+            lines.append(f"table {mine.name}: {what} {getattr(mine, what)} and {getattr(theirs, what)}")
+    if (mine.rows, mine.dim) != (theirs.rows, theirs.dim):
+        return lines
+    columns = [WEIGHTS, *mine.slots, *mine.row_slots]
+    for column in columns:
+        if column not in (WEIGHTS, *theirs.slots, *theirs.row_slots):
+            continue
+        count, first, most = 0, -1, 0.0
+        begin = 0
+        for x, y in zip(a.column(mine.name, column), b.column(mine.name, column), strict=True):
+            rows = np.flatnonzero((x.view(np.uint32) != y.view(np.uint32)).any(1))
+            if len(rows):
+                first = begin + int(rows[0]) if first < 0 else first
+                with np.errstate(invalid="ignore"):
+                    most = max(most, float(np.abs(x[rows].astype(np.float64) - y[rows]).max()))
+            count, begin = count + len(rows), begin + len(x)
+        if count:
+            lines.append(
+                f"table {mine.name}, {column}: {count:,} of {mine.rows:,} rows differ, the first is {first}; "
+                f"by at most {most:.3g}"
+            )
+    return lines
+
+
+def _of_tensors(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    lines = []
+    for name in sorted(mine.keys() | theirs.keys()):
+        x, y = mine.get(name), theirs.get(name)
+        if x is None or y is None:
+            lines.append(f"{name}: only in {'the other' if x is None else 'the first'}")
+        elif x.shape != y.shape or x.dtype != y.dtype:
+            lines.append(f"{name}: {list(x.shape)} {x.dtype} and {list(y.shape)} {y.dtype}")
+        elif not torch.equal(_bits(x), _bits(y)):
+            most = (x.double() - y.double()).abs().max().item() if x.is_floating_point() else None
+            lines.append(f"{name}: differs" + (f" by at most {most:.3g}" if most is not None else ""))
+    return lines
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """Return values as integers, so that a NaN equals itself."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return values.contiguous().view(integers[values.element_size()]) if values.is_floating_point() else values

@@ -1,0 +1,183 @@
+"""Tables and dense layers of a checkpoint as files that others read: Parquet, .npy, safetensors; range by range."""
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from hostdev.checkpoint.folder import Chain
+from hostdev.checkpoint.layers import Layers, mapped
+from hostdev.checkpoint.manifest import Table
+from hostdev.checkpoint.ranges import WEIGHTS
+from hostdev.checkpoint.state import file_in, tensors_of
+from hostdev.checkpoint.tree import from_tree
+from hostdev.core.errors import UserError
+from hostdev.core.memory import gib
+from hostdev.core.progress import Progress, bar
+
+FORMATS = ("parquet", "npy", "safetensors")
+DTYPES = ("float32", "bf16")
+VOCABULARY = "data/vocabulary.arrow"
+IDS, DENSE = "ids.parquet", "dense.pt"
+
+
+class Options(NamedTuple):
+    """What is written, and how."""
+
+    out: Path
+    format: str
+    slots: bool
+    dtype: str
+
+
+def add_flags(to: argparse.ArgumentParser) -> None:
+    """Add the options of `export`."""
+    to.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
+    to.add_argument("--format", choices=FORMATS, default="parquet", help="of the tables (default parquet)")
+    to.add_argument("--slots", action="store_true", help="the optimizer's slots, too")
+    to.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default float32)")
+
+
+def options_of(arguments: argparse.Namespace) -> Options:
+    """Return the options that were given; UserError where they do not go together."""
+    if arguments.dtype == "bf16" and arguments.format != "safetensors":
+        raise UserError(f"--dtype bf16: {arguments.format} has no bfloat16; use --format safetensors, or float32")
+    return Options(arguments.out, arguments.format, arguments.slots, arguments.dtype)
+
+
+def export(chain: Chain, options: Options) -> Iterator[str]:
+    """Write a checkpoint's tables and dense layers into a new folder; yield a line for each file.
+
+    Raises UserError where the folder is there already, and OSError where it cannot be written.
+    """
+    out = options.out
+    if out.exists():
+        raise UserError(f"{out} exists already; remove it or choose another --out")
+    layers = Layers(chain)
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        whole = sum(table.rows for table in layers.manifest.tables)
+        with bar(whole, "exporting", "row", unit_scale=True) as progress:
+            for table in layers.manifest.tables:
+                _write_table(partial, layers, table, options, progress)
+        names = _names(layers)
+        if names is not None and options.format != "parquet":
+            pq.write_table(_with_ids(names, 0, len(names)), partial / IDS)
+        _write_dense(partial, layers)
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    for file in sorted(out.iterdir()):
+        yield f"{file}: {gib(file.stat().st_size)}"
+
+
+def _columns(table: Table, options: Options) -> list[str]:
+    return [WEIGHTS, *(table.slots if options.slots else ()), *(table.row_slots if options.slots else ())]
+
+
+def _write_table(out: Path, layers: Layers, table: Table, options: Options, progress: Progress) -> None:
+    columns = _columns(table, options)
+    if options.format == "parquet":
+        _write_parquet(out / f"{table.name}.parquet", layers, table, columns, progress)
+    elif options.format == "npy":
+        for column in columns:
+            _write_npy(out / f"{table.name}.{column}.npy", layers, table, column, progress)
+    else:
+        _write_safetensors(out / f"{table.name}.safetensors", layers, table, columns, options.dtype, progress)
+
+
+def _write_parquet(path: Path, layers: Layers, table: Table, columns: list[str], progress: Progress) -> None:
+    """Columns: id; where the data set's ids are the table's, column and value; weights and slots, lists of D."""
+    names = _names(layers)
+    named = names is not None and len(names) == table.rows
+    writer: pq.ParquetWriter | None = None
+    try:
+        for start, stop in layers.ranges(table.name):
+            rows = layers.rows(table.name, start, stop, columns)
+            arrays: dict[str, Any] = {"id": np.arange(start, stop)}
+            if named:
+                arrays["column"], arrays["value"] = _names_of(names, start, stop)
+            for name, values in rows.columns.items():
+                arrays[name] = pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), table.dim)
+            arrays |= rows.row_columns
+            part = pa.table(arrays)
+            writer = writer or pq.ParquetWriter(path, part.schema)
+            writer.write_table(part)
+            progress.update(stop - start)
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def _write_npy(path: Path, layers: Layers, table: Table, column: str, progress: Progress) -> None:
+    width = 1 if column in table.row_slots else table.dim
+    with path.open("xb") as file:
+        shape = (table.rows, width)
+        header = {"descr": np.lib.format.dtype_to_descr(np.dtype("<f4")), "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(file, header)
+        for values in layers.column(table.name, column):
+            file.write(np.ascontiguousarray(values).data)
+            progress.update(len(values) if column == WEIGHTS else 0)
+
+
+def _write_safetensors(
+    path: Path, layers: Layers, table: Table, columns: list[str], dtype: str, progress: Progress
+) -> None:
+    """A tensor for each column: its header, then all of them, as github.com/huggingface/safetensors has the format."""
+    size, kind = (2, "BF16") if dtype == "bf16" else (4, "F32")
+    header: dict[str, Any] = {"__metadata__": {"table": table.name, "optimizer": table.optimizer}}
+    end = 0
+    for column in columns:
+        width = 1 if column in table.row_slots else table.dim
+        begin, end = end, end + table.rows * width * size
+        header[column] = {"dtype": kind, "shape": [table.rows, width], "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for column in columns:
+            for values in layers.column(table.name, column):
+                _write_values(file, values, dtype)
+                progress.update(len(values) if column == WEIGHTS else 0)
+
+
+def _write_values(file: IO[bytes], values: Any, dtype: str) -> None:
+    values = np.ascontiguousarray(values)
+    if dtype == "bf16":
+        values = torch.from_numpy(values.copy()).to(torch.bfloat16).view(torch.int16).numpy()
+    file.write(values.data)
+
+
+def _names(layers: Layers) -> pa.Table | None:
+    """Return the data set's columns and values by id, mapped into memory; None where the checkpoint has none."""
+    path = file_in(layers, VOCABULARY)
+    if path is None:
+        return None
+    return pa.ipc.open_file(mapped(path)).read_all()
+
+
+def _names_of(names: pa.Table, start: int, stop: int) -> tuple[Any, Any]:
+    part = names.slice(start, stop - start)
+    return part["field"].cast(pa.string()), part["value"]
+
+
+def _with_ids(names: pa.Table, start: int, stop: int) -> pa.Table:
+    column, value = _names_of(names, start, stop)
+    return pa.table({"id": np.arange(start, stop), "column": column, "value": value})
+
+
+def _write_dense(out: Path, layers: Layers) -> None:
+    """Write the dense layers' `state_dict`; `torch.load` reads it without hostdev."""
+    state = layers.manifest.state
+    dense = state.get("dense") if isinstance(state, dict) else None
+    if isinstance(dense, dict) and "model" in dense:
+        torch.save(from_tree(dense["model"], tensors_of(layers)), out / DENSE)
