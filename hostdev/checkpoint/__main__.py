@@ -25,9 +25,7 @@ def main(argv: Sequence[str]) -> int:
         made = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".", allow_abbrev=False)
         made.set_defaults(run=run)
         cli.add_debug(made)
-        made.add_argument(
-            "path", type=Path, metavar="DIR", help="a checkpoint, or a folder of them: its newest whole one"
-        )
+        made.add_argument("path", type=Path, metavar="DIR", help="a checkpoint, or a folder of them: the newest there")
         return made
 
     add("info", _info, "say what checkpoints hold")

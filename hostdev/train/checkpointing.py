@@ -165,6 +165,12 @@ class Saver:
         self._count = self._failed = 0
         self._stalled = 0.0
 
+    def describe(self) -> str:
+        """Return when and where checkpoints are saved, as text."""
+        when = [f"{self._every:,} steps"] if self._every is not None else []
+        when += [f"{self._seconds / 60:g} minutes"] if self._seconds is not None else []
+        return f"a checkpoint every {' and every '.join(when)} to {self.to.path}; the newest {self.to.keep} stay"
+
     def start(self, chain: Chain | None, tables: Any) -> None:
         """Take the folder; where a run goes on, what follows adds to the checkpoint that it has loaded."""
         try:

@@ -17,8 +17,9 @@ def start_lines(
     tables: dict[str, Any],
     device: str,
     caches: list[EmbeddingCache],
+    checkpoints: str | None = None,
 ) -> str:
-    """Return what is about to be trained, on what, and where its files go."""
+    """Return what is about to be trained, on what, and where its files go; `checkpoints`: when and where they are."""
     place = "host memory" if config["host_device_mix"] else "device memory"
     arithmetic = config["precision"] + " with TF32" * config["tf32"]
     epochs = f"{config['epochs']} epoch{'s' * (config['epochs'] > 1)}"
@@ -29,6 +30,7 @@ def start_lines(
         f"tables   {tables_line(tables.values())} of {place}",
         *map(_cache_line, caches),
         f"dense    {arithmetic} on {device}; batch size {config['batch_size']:,}, {epochs}",
+        *([f"save     {checkpoints}"] if checkpoints else []),
     ])  # fmt: skip
 
 
@@ -88,6 +90,7 @@ def summary_lines(
         f"pipeline       {_pipeline(summary['pipeline'])}",
         *([f"cache          {_cache(summary['cache'])}"] if "cache" in summary else []),
         *(f"cache          {name}: {_cache(one)}" for name, one in summary.get("caches", {}).items()),
+        *([f"checkpoints    {_checkpoints(summary['checkpoints'])}"] if "checkpoints" in summary else []),
         f"peak memory    {gib(summary['peak_rss_bytes'])}",
         f"state_sha256   {summary['state_sha256']}",
         f"files          {run_dir}/: {', '.join(files)}{f'; {trace}' if trace is not None else ''}",
@@ -133,6 +136,14 @@ def _cache(cache: dict[str, Any]) -> str:
         f"a step admits {cache['admitted'] // steps:,} rows, evicts {cache['evicted'] // steps:,}, passes "
         f"{cache['bypassed'] // steps:,} and moves {gib(moved)}"
     )
+
+
+def _checkpoints(saved: dict[str, Any]) -> str:
+    """How many there are, and what they cost."""
+    last = "" if saved["last_step"] is None else f", the last after step {saved['last_step']:,}"
+    failed = f"; {saved['failed']} not saved" * bool(saved["failed"])
+    stall = saved["stall_us"] / 1e6
+    return f"{saved['saved']} saved in {saved['path']}{last}{failed}; training stood still for {stall:.1f} s"
 
 
 def _op_table(ops: dict[str, dict[str, Any]]) -> list[str]:

@@ -428,7 +428,10 @@ def train(settings: TrainConfig) -> dict[str, Any]:
         )
         rows = {split: found.rows(split) for split in ("train", "test")}
         device = backend.describe(run.device)
-        lines = report.start_lines(settings.as_json(), data, rows, run.trainer.tables, device, run.trainer.caches)
+        checkpoints = run.saver.describe() if run.saver is not None else None
+        lines = report.start_lines(
+            settings.as_json(), data, rows, run.trainer.tables, device, run.trainer.caches, checkpoints
+        )  # fmt: skip
         print(lines, flush=True)
         try:
             status = run.train(stop)
