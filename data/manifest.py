@@ -79,7 +79,7 @@ class Manifest:
     @property
     def identity(self) -> str:
         """A checksum of what training and evaluation depend on: the rows, and what their columns are."""
-        content = {"schema": self.schema.as_json(), "id_type": self.id_type}
+        content: dict[str, Any] = {"schema": self.schema.as_json(), "id_type": self.id_type}
         content |= {split: [[shard.rows, shard.sha256] for shard in self.shards(split)] for split in ("train", "test")}
         return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

@@ -42,7 +42,7 @@ class Checkpoints:
 
     def lock(self) -> None:
         """Make the folder, and keep other processes from writing there; UserError where that cannot be."""
-        if self._is_locked and self.path.is_dir():
+        if self._is_locked and folder.is_locked_here(self.path):
             return
         self._lock.close()  # of a folder that is gone
         self._is_locked = False

@@ -112,6 +112,11 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
+def is_locked_here(path: Path) -> bool:
+    """Tell whether a folder that was locked is still there, and not another one of its name."""
+    return (path / _LOCK).exists()
+
+
 def _lock(file: IO[Any], path: Path) -> None:
     try:
         import fcntl

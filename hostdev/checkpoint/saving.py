@@ -1,13 +1,11 @@
 """From tables in training to files: a snapshot of each, read in order, written by threads while training goes on."""
 
-import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from hashlib import sha256
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
@@ -22,12 +20,13 @@ from hostdev.checkpoint import folder
 from hostdev.checkpoint.folder import Checkpoint
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import File, Manifest, Parent, RangeFile, Table
-from hostdev.checkpoint.ranges import WEIGHTS, RowsOf, rows_per_file, write_range
+from hostdev.checkpoint.ranges import WEIGHTS, HashedFile, RowsOf, rows_per_file, write_range
 from hostdev.checkpoint.state import DENSE, DigestNames, state_digest
-from hostdev.checkpoint.tree import write_tensors
+from hostdev.checkpoint.tree import tensors_as_bytes
 
 Rows = npt.NDArray[np.float32]
 
+_PIECE = 1 << 22  # bytes
 _WRITERS = 2  # hash and write a file each; a third buffer is being filled
 
 
@@ -113,6 +112,8 @@ class Saving:
             partial = folder.begin(self._path, name)
             self.checkpoint = folder.commit(partial, name, self._write(partial))
         except BaseException as error:
+            if isinstance(error, OSError) and error.filename is None:
+                error.filename = str(self._path)
             self.error = error
             if partial is not None:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -133,12 +134,11 @@ class Saving:
         tables = self._write_tables(partial)
         others = []
         if self._content.tensors:
-            write_tensors(partial / DENSE, self._content.tensors)
-            others.append(_finished(partial, DENSE))
+            others.append(_write(partial, DENSE, [tensors_as_bytes(self._content.tensors)]))
         for name, source in self._content.others.items() if self._parent is None else ():
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, partial / name)
-            others.append(_finished(partial, name))
+            with source.open("rb") as file:
+                others.append(_write(partial, name, iter(lambda: file.read(_PIECE), b"")))
         parent: Parent | None = folder.parent_of(self._parent) if self._parent is not None else None
         content = Manifest(
             step=self._step,
@@ -206,7 +206,8 @@ def _ranges(item: Item) -> Iterator[tuple[int, int, npt.NDArray[np.int64] | None
         yield from ((start, min(V, start + most), None) for start in range(0, V, most))
         return
     step = max(64, most // 8)
-    begin, waiting, have = 0, [], 0
+    waiting: list[npt.NDArray[np.int64]] = []
+    begin = have = 0
     for start in range(0, V, step):
         stop = min(V, start + step)
         ids = item.source.rows_between(start, stop)
@@ -229,15 +230,15 @@ def _columns(buffer: Rows, table: Table, N: int) -> tuple[Rows, Rows, Rows]:
     return buffer, buffer[:vectors].reshape(S, N, D), buffer[vectors : vectors + N * R].reshape(R, N)
 
 
-def _finished(root: Path, name: str) -> File:
-    """Bring a file to the disk; return its size and checksum."""
-    digest, size = sha256(), 0
-    with (root / name).open("rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-            size += len(chunk)
-        os.fsync(file.fileno())
-    return File(file=name, bytes=size, sha256=digest.hexdigest())
+def _write(root: Path, name: str, pieces: Iterable[bytes]) -> File:
+    """Write a new file and bring it to the disk."""
+    file = HashedFile(root / name)
+    try:
+        for piece in pieces:
+            file.write(piece)
+        return File(file=name, sha256=file.finish(), bytes=file.bytes)
+    finally:
+        file.close()
 
 
 def described(table: Any) -> Table:

@@ -1,6 +1,7 @@
 """What lies beside the tables in a checkpoint, and the digest of all of it."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,10 @@ def state_digest(layers: Layers, names: DigestNames, tensors: Mapping[str, Tenso
     """Return `state_sha256` of a checkpoint: what training would print at that moment."""
     digest = StateDigest()
     for table in sorted(layers.manifest.tables, key=lambda table: table.name):
-        columns = [
-            Column(
-                name,
-                (table.rows, 1 if name in table.row_slots else table.dim),
-                lambda table=table, name=name: layers.column(table.name, name),
-            )
-            for name in ("weights", *table.slots, *table.row_slots)
-        ]
+        columns = []
+        for name in ("weights", *table.slots, *table.row_slots):
+            width = 1 if name in table.row_slots else table.dim
+            columns.append(Column(name, (table.rows, width), partial(layers.column, table.name, name)))
         digest.table(table.name, table.step, columns[0], columns[1:])
     for name, key in names:
         values = tensors[key]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from hostdev.checkpoint.manifest import BrokenCheckpointError
@@ -70,9 +70,10 @@ def from_tree(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
     return {key: from_tree(each, tensors) for key, each in tree.items()}
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write tensors as safetensors."""
-    save_file(tensors, path)
+def tensors_as_bytes(tensors: dict[str, Tensor]) -> bytes:
+    """Return tensors in the format of safetensors."""
+    content: bytes = save(tensors)
+    return content
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """`core.digest` of tables and of torch's modules, wherever they lie."""
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,7 +43,7 @@ def columns_of(table: _Table) -> list[Column]:
     found = [("weights", table.block[:, 0])]
     found += [(name, table.block[:, 1 + i]) for i, name in enumerate(table.optimizer.slots)]
     found += [(name, table.row_slots[:, i : i + 1]) for i, name in enumerate(table.optimizer.row_slots)]
-    return [Column(name, tuple(rows.shape), lambda rows=rows: pieces_of(rows, fetched)) for name, rows in found]
+    return [Column(name, tuple(rows.shape), partial(pieces_of, rows, fetched)) for name, rows in found]
 
 
 def dense_arrays(network: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:

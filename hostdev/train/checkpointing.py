@@ -178,7 +178,8 @@ class Saver:
         except UserError as error:
             if "in use" in str(error):
                 raise
-            self._fail(str(error), "the first attempt is made when one is due")
+            self._failing = str(error)
+            note(f"warning: checkpoints cannot be saved: {error}; training goes on, and tries when one is due")
         if chain is not None:
             self.to.start_from(chain, tables)
 
@@ -197,11 +198,13 @@ class Saver:
         self.to.join()
         self._look()
         self._last_began, self._step = start, step
+        if self.newest is not None and not self.newest.is_dir():
+            note(f"warning: {self.newest} is gone; the checkpoint of step {step:,} holds all rows")
         try:
             self.to.lock()
             self._saving = self._save(self.to, step, state_sha256)
         except (UserError, OSError) as error:
-            self._fail(_words(error), "the next attempt is made when the next one is due")
+            self._fail(_words(error))
         self._stalled += time.monotonic() - start
 
     def _look(self) -> None:
@@ -211,17 +214,18 @@ class Saver:
             return
         self._saving = None
         if saving.error is not None:
-            self._fail(_words(saving.error), "the next attempt is made when the next one is due")
+            self._fail(_words(saving.error))
             return
         if self._failing is not None:
-            note(f"the checkpoint of step {self._step:,} is saved again")
+            note(f"the checkpoint of step {self._step:,} was saved")
         self._failing, self.saved_step = None, self._step
         self._count += 1
 
-    def _fail(self, why: str, next_time: str) -> None:
+    def _fail(self, why: str) -> None:
         self._failed += 1
         if self._failing is None:
-            note(f"warning: the checkpoint of step {self._step:,} was not saved: {why}; training goes on, {next_time}")
+            told = f"the checkpoint of step {self._step:,} was not saved: {why}"
+            note(f"warning: {told}; training goes on, and tries again")
         self._failing = why
 
     def finish(self) -> None:
