@@ -22,12 +22,11 @@ class Checkpoints:
 
     path  the folder; made where it is not there
     keep  so many of the newest checkpoints are kept, with those that they add to
-
-    UserError where another process writes there.
+    hold  keep others from writing there until `close`, and not only while a checkpoint is written
     """
 
-    def __init__(self, path: Path, *, keep: int = 3) -> None:
-        self.path, self.keep = path, keep
+    def __init__(self, path: Path, *, keep: int = 3, hold: bool = False) -> None:
+        self.path, self.keep, self._hold = path, keep, hold
         self.last: Checkpoint | None = None  # the one that the tables' changes are counted from
         self._increments = 0  # rows' bytes that those in its chain hold, the whole one left out
         self._saving: Saving | None = None
@@ -44,8 +43,7 @@ class Checkpoints:
         """Make the folder, and keep other processes from writing there; UserError where that cannot be."""
         if self._is_locked and folder.is_locked_here(self.path):
             return
-        self._lock.close()  # of a folder that is gone
-        self._is_locked = False
+        self._unlock()  # of a folder that is gone
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -96,6 +94,8 @@ class Checkpoints:
                 written = sum(item.source.count * _row_bytes(item.table) for item in items)
                 self._increments = 0 if parent is None else self._increments + written
                 self.last = saving.checkpoint
+            if not self._hold:
+                self._unlock()
 
         saving = self._saving = Saving(
             self.path, step, items, content, parent, keep=self.keep, state_sha256=state_sha256, on_end=ended
@@ -142,6 +142,10 @@ class Checkpoints:
     def close(self) -> None:
         """Wait for what is being written, and let others write here."""
         self.join()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        self._is_locked = False
         self._lock.close()
 
     def join(self) -> None:

@@ -106,14 +106,14 @@ def checksum_of(path: Path) -> str:
 def read(path: Path) -> Manifest:
     """Read the manifest of the checkpoint in the folder `path`.
 
-    Raises BrokenCheckpointError where it is damaged, and UserError where there is none, or one of another version.
+    Raises BrokenCheckpointError where it is damaged or missing, and UserError where it is of another version.
     """
     file = path / FILE_NAME
     try:
         content = json.loads(file.read_text())
         found = content.pop("format"), content.pop("version")
     except FileNotFoundError:
-        raise UserError(f"{path} is not a checkpoint: it has no {FILE_NAME}") from None
+        raise BrokenCheckpointError(f"{path} is no whole checkpoint: it has no {FILE_NAME}") from None
     except NotADirectoryError:
         raise UserError(f"{path} is not a checkpoint, but a file; name its folder") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

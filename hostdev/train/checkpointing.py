@@ -156,7 +156,7 @@ class Saver:
         self._every = settings.checkpoint_every
         self._seconds = settings.checkpoint_minutes and settings.checkpoint_minutes * 60
         self._save = save
-        self.to = Checkpoints(path, keep=settings.keep_checkpoints or KEEP)
+        self.to = Checkpoints(path, keep=settings.keep_checkpoints or KEEP, hold=True)
         self._last_began = time.monotonic()
         self._saving: Saving | None = None
         self._step = 0  # of the last attempt

@@ -1,0 +1,273 @@
+"""Files of checkpoints: values to JSON and safetensors, damage that is found, layers that are one, the folder."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from hostdev import LazyAdam, RowWiseAdagrad, UserError
+from hostdev.checkpoint import folder, loading, manifest
+from hostdev.checkpoint.layers import Layers
+from hostdev.checkpoint.manifest import BrokenCheckpointError
+from hostdev.checkpoint.ranges import HashedFile
+from hostdev.checkpoint.tree import from_tree, tensors_as_bytes, to_tree
+from hostdev.host.table import HostTable
+from hostdev.runtime.runtime import Runtime
+
+
+def test_values_come_back(tmp_path):
+    values = {
+        "a": {"b": torch.arange(3), 1: [None, True, 2, 2.5, "x", float("inf")], (1, "y"): ()},
+        "a.b": torch.ones(2, dtype=torch.bfloat16),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "empty": torch.empty(0, 3),
+        "turned": torch.arange(6.0).reshape(2, 3).T,
+        "array": np.arange(4, dtype=np.uint8).reshape(2, 2),
+        "number": np.float32(0.5),
+        "$tensor": "a key that means something else inside",
+        "pair": (torch.zeros(1), {"x": 1}),
+    }
+    tensors = {}
+    tree = json.loads(json.dumps(to_tree(values, tensors)))
+    path = tmp_path / "t.safetensors"
+    path.write_bytes(tensors_as_bytes(tensors))
+    from safetensors.torch import load_file
+
+    found = from_tree(tree, load_file(path))
+    assert found.keys() == values.keys()
+    assert found["a"][1] == values["a"][1]
+    assert found["a"][1, "y"] == ()
+    for name in ("a.b", "scalar", "empty", "turned"):
+        assert found[name].dtype == values[name].dtype
+        assert torch.equal(found[name], values[name])
+    assert torch.equal(found["a"]["b"], values["a"]["b"])
+    np.testing.assert_array_equal(found["array"], values["array"])
+    assert (found["number"], found["$tensor"]) == (0.5, values["$tensor"])
+    assert isinstance(found["pair"], tuple)
+
+
+def test_what_no_checkpoint_holds_is_named():
+    with pytest.raises(TypeError, match=r"optimizer\.0 is a Adam.*state_dict"):
+        to_tree({"optimizer": [torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])]}, {})
+
+
+def runtime_of(rows=300):
+    tables = {
+        "a": HostTable(rows, 4, LazyAdam(), name="a", seed=1),
+        "b": HostTable(rows // 2, 3, RowWiseAdagrad(), name="b", seed=1),
+    }
+    return Runtime(tables, device="cpu", depth=0)
+
+
+def change(runtime, rows, seed):
+    for table in runtime.tables.values():
+        ids = np.random.default_rng(seed).choice(table.rows, rows, replace=False)
+        table.update(ids, np.ones((rows, table.dim), np.float32))
+
+
+def state_of(runtime):
+    return {name: (t.step, t.block.tobytes(), t.row_slots.tobytes()) for name, t in runtime.tables.items()}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with a whole checkpoint and two that add to it, and the states that they hold."""
+    runtime, states = runtime_of(), []
+    for seed in range(3):
+        change(runtime, 20, seed)
+        runtime.pipeline.steps += 1
+        runtime.save(tmp_path / "c", extra={"seed": seed})
+        states.append(state_of(runtime))
+    return tmp_path / "c", states
+
+
+def test_a_chain_is_one_state(saved):
+    path, states = saved
+    names = folder.names_in(path)
+    assert names == ["step-0000000001", "step-0000000002", "step-0000000003"]
+    parents = [manifest.read(path / name).parent for name in names]
+    assert [parent and parent.name for parent in parents] == [None, *names[:-1]]
+    assert [sum(file.rows for file in manifest.read(path / names[2]).table(t).files) for t in "ab"] == [20, 20]
+    for name, state, seed in zip(names, states, range(3), strict=True):
+        runtime = runtime_of()
+        assert runtime.load(path / name) == {"seed": seed}
+        assert state_of(runtime) == state
+        assert runtime.pipeline.steps == seed + 1
+    layers = Layers(folder.chain_of(path / names[2]))
+    rows = layers.rows("a", *layers.ranges("a")[0], ["v"])
+    runtime = runtime_of()
+    runtime.load(path)
+    np.testing.assert_array_equal(rows.columns["v"], runtime.tables["a"].slots["v"])
+
+
+def files_of(path):
+    return sorted(file for file in path.rglob("*") if file.is_file() and file.name != ".lock")
+
+
+def test_a_flipped_bit_anywhere_is_found(saved):
+    """In every file, at its ends and at places between; the checkpoint is named."""
+    path, _ = saved
+    rng = np.random.default_rng(0)
+    for file in files_of(path):
+        content = file.read_bytes()
+        for place in {0, len(content) - 1, *rng.integers(0, len(content), 6).tolist()}:
+            flipped = bytearray(content)
+            flipped[place] ^= 1 << int(rng.integers(8))
+            file.write_bytes(flipped)
+            if file.name == manifest.FILE_NAME and same_json(content, flipped):  # white space
+                continue
+            with pytest.raises(UserError, match="step-"):
+                loading.verify(folder.chain_of(path / "step-0000000003"))
+        file.write_bytes(content)
+
+
+def same_json(one, other):
+    try:
+        return json.loads(one) == json.loads(bytes(other))
+    except ValueError:
+        return False
+
+
+def test_truncated_and_missing_files_are_named_and_an_older_one_is_loaded(saved):
+    path, states = saved
+    newest = path / "step-0000000003"
+    for file in files_of(newest):
+        content = file.read_bytes()
+        for damage in (lambda file: file.write_bytes(file.read_bytes()[:-9]), lambda file: file.unlink()):
+            damage(file)
+            runtime = runtime_of()
+            before = state_of(runtime)
+            with pytest.raises(UserError, match=r"step-0000000003"):
+                runtime.load(newest)
+            assert state_of(runtime) == before
+            with pytest.warns(UserWarning, match=r"step-0000000003.*step-0000000002 is loaded instead"):
+                assert runtime.load(path) == {"seed": 1}
+            assert state_of(runtime) == states[1]
+            file.write_bytes(content)
+
+
+def test_a_missing_link_breaks_those_that_add_to_it(saved):
+    path, states = saved
+    shutil.rmtree(path / "step-0000000002")
+    with pytest.raises(BrokenCheckpointError, match=r"step-0000000002, to which it adds, is missing"):
+        folder.chain_of(path / "step-0000000003")
+    runtime = runtime_of()
+    with pytest.warns(UserWarning, match="is missing"):
+        runtime.load(path)
+    assert state_of(runtime) == states[0]
+    shutil.rmtree(path / "step-0000000001")
+    with pytest.raises(UserError, match="is not whole"):
+        runtime_of().load(path)
+
+
+def test_a_parent_of_another_history_is_none(saved):
+    path, _ = saved
+    other = runtime_of()
+    change(other, 5, 9)
+    other.pipeline.steps = 2
+    shutil.rmtree(path / "step-0000000002")
+    other.save(path)
+    with pytest.raises(BrokenCheckpointError, match="is not the one to which it adds"):
+        folder.chain_of(path / "step-0000000003")
+
+
+def test_other_tables_are_refused(saved):
+    path, _ = saved
+    with pytest.raises(UserError, match=r"table 'a' has the shape \(300, 4\) there, not \(302, 4\)"):
+        runtime_of(302).load(path)
+    tables = {"a": HostTable(300, 4, LazyAdam(beta1=0.8), name="a")}
+    with pytest.raises(UserError, match=r"has the tables a, b, not a"):
+        Runtime(tables, device="cpu").load(path)
+    with pytest.raises(UserError, match="optimizer"):
+        Runtime(tables | {"b": HostTable(150, 3, RowWiseAdagrad(), name="b")}, device="cpu").load(path)
+    with pytest.raises(UserError, match=r"there is no .*nowhere"):
+        runtime_of().load(path / "nowhere")
+
+
+def test_another_version_is_refused_by_its_number(saved):
+    path, _ = saved
+    file = path / "step-0000000003" / manifest.FILE_NAME
+    content = json.loads(file.read_text())
+    content.pop("sha256")
+    content["version"] = 99
+    checksum = manifest._checksum(content)
+    file.write_text(json.dumps({**content, "sha256": checksum}))
+    with pytest.raises(UserError, match="format version 99, and this hostdev reads version 1"):
+        runtime_of().load(path / "step-0000000003")
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_old_ones_go_but_not_what_others_add_to(tmp_path, keep):
+    runtime = runtime_of()
+    for seed in range(12):
+        change(runtime, 25, seed)
+        runtime.pipeline.steps += 1
+        runtime.save(tmp_path / "c", keep=keep)
+        chains = [folder.chain_of(tmp_path / "c" / name) for name in folder.names_in(tmp_path / "c")[-keep:]]
+        needed = {checkpoint.name for chain in chains for checkpoint in chain}
+        assert set(folder.names_in(tmp_path / "c")) == needed
+        again = runtime_of()
+        again.load(tmp_path / "c")
+        assert state_of(again) == state_of(runtime)
+    whole = [name for name in folder.names_in(tmp_path / "c") if manifest.read(tmp_path / "c" / name).parent is None]
+    assert whole != ["step-0000000001"]  # a new whole one when the others have grown
+
+
+def test_a_failure_leaves_nothing_and_the_next_one_has_all(tmp_path, monkeypatch):
+    runtime = runtime_of()
+    runtime.save(tmp_path / "c")
+    change(runtime, 30, 1)
+    write, calls = HashedFile.write, []
+
+    def full(self, data):
+        calls.append(len(data))
+        if len(calls) > 3:
+            raise OSError(28, "No space left on device")
+        return write(self, data)
+
+    monkeypatch.setattr(HashedFile, "write", full)
+    runtime.pipeline.steps = 1
+    with pytest.raises(OSError, match="No space left"):
+        runtime.save(tmp_path / "c")
+    monkeypatch.undo()
+    assert sorted(each.name for each in (tmp_path / "c").iterdir()) == [".lock", "step-0000000000"]
+    change(runtime, 10, 2)
+    runtime.save(tmp_path / "c")
+    assert manifest.read(tmp_path / "c" / "step-0000000001").parent is not None
+    again = runtime_of()
+    again.load(tmp_path / "c")
+    assert state_of(again) == state_of(runtime)
+
+
+def test_one_process_writes_and_others_are_told(tmp_path):
+    runtime_of().save(tmp_path / "c")
+    other = runtime_of()
+    with folder.locked(tmp_path / "c"):
+        with pytest.raises(UserError, match="is in use: another process writes checkpoints there"):
+            other.save(tmp_path / "c")
+        other.load(tmp_path / "c")
+    other.save(tmp_path / "c")
+
+
+def test_memory_that_was_handed_out_is_saved_whole(tmp_path):
+    runtime = runtime_of()
+    runtime.save(tmp_path / "c")
+    runtime.tables["a"].weights[5] = 7
+    runtime.pipeline.steps = 1
+    runtime.save(tmp_path / "c")
+    again = runtime_of()
+    again.load(tmp_path / "c")
+    assert (again.tables["a"].weights[5] == 7).all()
+
+
+def test_two_folders_do_not_share_their_changes(tmp_path):
+    runtime = runtime_of()
+    for name in "xyxyy":
+        change(runtime, 10, ord(name) + runtime.pipeline.steps)
+        runtime.pipeline.steps += 1
+        runtime.save(tmp_path / name)
+        again = runtime_of()
+        again.load(tmp_path / name)
+        assert state_of(again) == state_of(runtime)

@@ -1,0 +1,136 @@
+"""`Runtime.save` and `load` in a user's own loop: the run that goes on ends with the same bits."""
+
+import pytest
+import torch
+
+from hostdev import UserError
+from tests.runtime.cases import BodyError, Case, batches_of, differing
+
+BATCHES = batches_of(12)
+OPTIONS = {
+    "serial": {"depth": 0},
+    "depth 2": {"depth": 2},
+    "cache": {"depth": 2, "cache": "30%"},
+}
+
+
+def extra_of(case):
+    return {
+        "model": case.model.state_dict(),
+        "adam": case.adam.state_dict(),
+        "rates": case.runtime.optimizer.state_dict(),
+    }
+
+
+def go_on(case, path):
+    """Load a checkpoint into a case; return how many batches it has had."""
+    extra = case.runtime.load(path)
+    case.model.load_state_dict(extra["model"])
+    case.adam.load_state_dict(extra["adam"])
+    case.runtime.optimizer.load_state_dict(extra["rates"])
+    return extra["batches"]
+
+
+@pytest.mark.parametrize("first", OPTIONS)
+@pytest.mark.parametrize("then", OPTIONS)
+def test_what_goes_on_ends_the_same(device, tmp_path, first, then):
+    """Saved in the middle of a loop, which goes on; loaded by another program, in another mode."""
+    expected = Case(device).train(BATCHES).state()
+    case = Case(device, options=OPTIONS[first])
+    for number, (label, rows) in enumerate(case.loop(BATCHES), 1):
+        case.step(label, rows)
+        if number in (2, 5, 7):
+            case.runtime.save(tmp_path / "c", extra={**extra_of(case), "batches": number}, wait=number != 5)
+    assert differing(case.state(), expected) == []  # saving changes nothing
+    names = sorted(each.name for each in (tmp_path / "c").iterdir() if each.name.startswith("step"))
+    assert names == ["step-0000000002", "step-0000000005", "step-0000000007"]
+    for name in names:
+        other = Case(device, options=OPTIONS[then])
+        done = go_on(other, tmp_path / "c" / name)
+        assert differing(other.train(BATCHES[done:]).state(), expected) == []
+
+
+def test_tables_on_the_device_and_on_the_host_share_checkpoints(device, tmp_path):
+    expected = Case(device).train(BATCHES).state()
+    case = Case(device).train(BATCHES[:4])
+    case.runtime.save(tmp_path / "c", extra={**extra_of(case), "batches": 4})
+    on_device = Case(device, on_device=("users", "items", "first"))
+    go_on(on_device, tmp_path / "c")
+    on_device.train(BATCHES[4:8])
+    on_device.runtime.save(tmp_path / "d", extra={**extra_of(on_device), "batches": 8})
+    last = Case(device, options={"cache": "30%"})
+    assert go_on(last, tmp_path / "d") == 8
+    assert differing(last.train(BATCHES[8:]).state(), expected) == []
+
+
+def test_learning_rates_come_back(tmp_path):
+    case = Case()
+    scheduler = torch.optim.lr_scheduler.LinearLR(case.runtime.optimizer, 0.1, total_iters=8)
+    for number, (label, rows) in enumerate(case.loop(BATCHES), 1):
+        case.step(label, rows)
+        scheduler.step()
+        if number == 4:
+            case.runtime.save(tmp_path, extra={**extra_of(case), "batches": 4, "scheduler": scheduler.state_dict()})
+    other = Case()
+    go_on(other, tmp_path)
+    again = torch.optim.lr_scheduler.LinearLR(other.runtime.optimizer, 0.1, total_iters=8)
+    extra = other.runtime.load(tmp_path)
+    again.load_state_dict(extra["scheduler"])
+    other.runtime.optimizer.load_state_dict(extra["rates"])
+    for label, rows in other.loop(BATCHES[4:]):
+        other.step(label, rows)
+        again.step()
+    assert differing(other.state(), case.state()) == []
+
+
+def test_before_a_step_it_is_of_the_batch_before(tmp_path):
+    case = Case().train(BATCHES[:3])
+    expected = case.state()
+    for label, rows in case.loop(BATCHES[3:5]):
+        case.runtime.save(tmp_path, extra={**extra_of(case), "batches": 3})
+        case.step(label, rows)
+        break
+    other = Case()
+    go_on(other, tmp_path)
+    assert differing(other.state(), expected) == []
+
+
+def test_no_loading_within_a_loop(tmp_path):
+    case = Case()
+    case.runtime.save(tmp_path)
+    for label, rows in case.loop(BATCHES[:2]):
+        with pytest.raises(ValueError, match="loop over these tables is open"):
+            case.runtime.load(tmp_path)
+        case.step(label, rows)
+    case.runtime.load(tmp_path)
+
+
+def test_what_cannot_be_kept_is_named_and_nothing_is_written(tmp_path):
+    case = Case()
+    with pytest.raises(TypeError, match=r"extra\.adam is a Adam"):
+        case.runtime.save(tmp_path / "c", extra={"adam": case.adam})
+    assert not (tmp_path / "c").exists()
+
+
+def test_an_error_of_the_writing_is_raised_by_wait(tmp_path):
+    case = Case().train(BATCHES[:2])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be made"):
+        case.runtime.save(tmp_path / "file" / "c")
+    saving = case.runtime.save(tmp_path / "c", wait=False)
+    assert saving.wait().manifest.step == 2
+    assert not saving.is_running
+
+
+def test_an_error_in_the_body_leaves_the_last_checkpoint(tmp_path):
+    case = Case(options={"cache": "30%"})
+    with pytest.raises(BodyError):
+        for number, (label, rows) in enumerate(case.loop(BATCHES), 1):
+            case.step(label, rows)
+            if number == 3:
+                case.runtime.save(tmp_path, extra={**extra_of(case), "batches": 3}, wait=False)
+            if number == 6:
+                raise BodyError
+    other = Case()
+    assert go_on(other, tmp_path) == 3
+    assert differing(other.train(BATCHES[3:]).state(), Case().train(BATCHES).state()) == []
