@@ -128,9 +128,10 @@ def test_an_error_in_the_body_leaves_the_last_checkpoint(tmp_path):
         for number, (label, rows) in enumerate(case.loop(BATCHES), 1):
             case.step(label, rows)
             if number == 3:
-                case.runtime.save(tmp_path, extra={**extra_of(case), "batches": 3}, wait=False)
+                saving = case.runtime.save(tmp_path, extra={**extra_of(case), "batches": 3}, wait=False)
             if number == 6:
                 raise BodyError
+    saving.wait()
     other = Case()
     assert go_on(other, tmp_path) == 3
     assert differing(other.train(BATCHES[3:]).state(), Case().train(BATCHES).state()) == []

@@ -1,0 +1,341 @@
+"""`python -m hostdev.train --checkpoint-every N --resume`: one command that is repeated after any end, and its bits."""
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from hostdev.data.preprocess import __main__ as preprocess
+
+from hostdev.checkpoint import folder
+from hostdev.checkpoint.ranges import HashedFile
+from hostdev.core import cli
+from hostdev.train import __main__ as train
+from hostdev.train import checkpointing
+from tests.conftest import environment
+from tests.data import movies
+
+MIX = ["--host-device-mix"]
+CACHE = [*MIX, "--cache-rows", "10%"]
+OWN = ["--model", "tests.own_models:ThreeTables"]
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch, capsys):
+    """Run the command in this process, in an empty folder; return its code and what it printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        return cli.run(train.PROG, train.main, list(map(str, arguments))), *capsys.readouterr()
+
+    return run
+
+
+def small(data, run_dir, *more, device=None):
+    name = "cpu" if device is None else device.type
+    options = ["--batch-size", 500, "--emb-dim", 4, "--epochs", 2]
+    return ["--data", data, "--device", name, "--run-dir", run_dir, *options, *more]
+
+
+@pytest.fixture(scope="module")
+def movies_data(tmp_path_factory):
+    """Users, items that a history shares its ids with, and genres: columns and bags."""
+    folder = tmp_path_factory.mktemp("movies")
+    made = movies.make(rows=3000, users=80, items=60).write_csv(folder / "movies.csv")
+    table = ["table", made, "--out", folder / "data", "--label", "liked", "--numeric", "age"]
+    flags = ["--categorical", "user,item", "--bag", "genres=|", "--bag", "history= ", "--share", "history=item"]
+    preprocess.main(list(map(str, [*table, *flags])))
+    return folder / "data"
+
+
+def logs(run):
+    """What an undisturbed run and one that was gone on with have alike."""
+    summary = json.loads((run / "summary.json").read_text())
+    return [(run / name).read_text() for name in ("loss.log", "eval.log")], [
+        summary[key] for key in ("state_sha256", "steps", "epochs", "auc", "logloss", "best_auc", "status")
+    ]
+
+
+def leftovers(path):
+    return [each.name for each in path.iterdir() if each.name.startswith((".partial", ".removed"))]
+
+
+def names(path):
+    return folder.names_in(path)
+
+
+@pytest.mark.parametrize(
+    ("steps", "then"),
+    [
+        (3, MIX),
+        (8, [*MIX, "--pipeline-depth", 0, "--host-threads", 1]),  # the end of the first epoch
+        (11, CACHE),
+        (16, []),  # all on the device; nothing is left to train
+    ],
+)
+def test_a_run_goes_on_in_any_mode(device, trained, small_data, tmp_path, steps, then):
+    assert trained(*small(small_data, "plain", *MIX, device=device))[0] == 0
+    code, printed, _ = trained(*small(small_data, "run", *CACHE, "--checkpoint-every", 2, "--resume", "--max-steps",
+                                      steps, device=device))  # fmt: skip
+    assert code == 0
+    assert "there is no checkpoint in run/checkpoints yet: from the start" in printed
+    assert f"the last after step {steps}" in printed
+    code, printed, error = trained(*small(small_data, "run", *then, "--resume", device=device))
+    assert (code, error) == (0, "")
+    assert f"resume   run/checkpoints/{names(tmp_path / 'run/checkpoints')[-1]}, after step {steps}" in printed
+    assert logs(tmp_path / "run") == logs(tmp_path / "plain")
+
+
+def test_three_groups_with_bags_and_early_stop(trained, movies_data, tmp_path):
+    model = [*OWN, "--early-stop", 1]
+    options = ["--data", movies_data, "--batch-size", 200, "--epochs", 6, "--device", "cpu", *model]
+    assert trained(*options, *MIX, "--run-dir", "plain")[0] == 0
+    assert trained(*options, *CACHE, "--run-dir", "run", "--checkpoint-every", 4, "--max-steps", 7)[0] == 0
+    assert trained(*options, *CACHE, "--run-dir", "run", "--checkpoint-every", 4, "--max-steps", 9, "--resume")[0] == 0
+    assert trained(*options, *MIX, "--run-dir", "run", "--resume")[0] == 0
+    assert logs(tmp_path / "run") == logs(tmp_path / "plain")
+
+
+def test_a_named_checkpoint_and_a_folder_of_its_own(trained, small_data, tmp_path):
+    options = small(small_data, "plain", *MIX)
+    assert trained(*options, "--checkpoint-every", 5, "--checkpoint-dir", "all", "--keep-checkpoints", 9)[0] == 0
+    assert names(tmp_path / "all") == [f"step-00000000{n}" for n in ("05", "10", "15", "16")]
+    expected = logs(tmp_path / "plain")
+    for name in ("step-0000000005", "step-0000000015"):
+        assert trained(*small(small_data, name, *MIX), "--resume", f"all/{name}")[0] == 0
+        assert logs(tmp_path / name) == expected
+    assert trained(*small(small_data, "longer", *MIX, "--epochs", 3), "--resume", "all")[0] == 0
+    assert trained(*small(small_data, "plain3", *MIX, "--epochs", 3))[0] == 0
+    assert logs(tmp_path / "longer") == logs(tmp_path / "plain3")
+
+
+def test_the_newest_that_is_whole(trained, small_data, tmp_path):
+    options = [*small(small_data, "run", *MIX), "--checkpoint-every", 4, "--resume"]
+    assert trained(*small(small_data, "plain", *MIX))[0] == 0
+    assert trained(*options, "--max-steps", 12)[0] == 0
+    found = tmp_path / "run/checkpoints"
+    newest = names(found)[-1]
+    file = next((found / newest).rglob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    code, printed, _ = trained(*options)
+    assert code == 0
+    assert f"{newest}/dense.safetensors is broken (its checksum is wrong); an older one is taken" in printed
+    assert logs(tmp_path / "run") == logs(tmp_path / "plain")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--resume"], "--resume looks for checkpoints in --checkpoint-dir, or in the --run-dir"),
+        (["--resume", "nowhere"], "--resume nowhere: there is no such checkpoint"),
+        (["--keep-checkpoints", 2], "--keep-checkpoints has no effect without --checkpoint-every"),
+        (["--checkpoint-dir", "x"], "--checkpoint-dir has no effect without --checkpoint-every"),
+        (["--checkpoint-every", 0], "--checkpoint-every must be at least 1, not 0"),
+        (["--checkpoint-minutes", "nan"], "--checkpoint-minutes must be a number above 0, not nan"),
+        (["--checkpoint-every", 1, "--keep-checkpoints", 0], "--keep-checkpoints must be at least 1, not 0"),
+    ],
+)
+def test_wrong_options(trained, small_data, options, message):
+    code, _, error = trained("--data", small_data, "--batch-size", 500, *options)
+    assert (code, error.count("\n")) == (2, 1)
+    assert message in error
+
+
+def test_another_model_or_data_set_is_refused(trained, small_data, own_data, tmp_path):
+    options = small(small_data, "run", *MIX)
+    assert trained(*options, "--checkpoint-every", 5, "--max-steps", 5)[0] == 0
+    before = (tmp_path / "run/loss.log").read_text()
+    for more, message in (
+        (["--emb-dim", 8], "was trained with --emb-dim 4, not --emb-dim 8"),
+        (["--seed", 1], "was trained with --seed 2020, not --seed 1"),
+        (["--table-lr", 0.5], "was trained with no --table-lr, not --table-lr 0.5"),
+        (["--model", "deepfm"], "was trained with --model wide_deep, not --model deepfm"),
+        (["--data", own_data], "was trained on another data set than"),
+        (["--max-steps", 4], "is after step 5, and this run ends after 4"),
+    ):
+        code, _, error = trained(*options, "--resume", *more)
+        assert (code, error.count("\n")) == (2, 1)
+        assert message in error
+    assert (tmp_path / "run/loss.log").read_text() == before
+
+
+class FullDisk:
+    """Lets so many bytes be written from now on."""
+
+    def __init__(self, monkeypatch):
+        self.left = 1 << 40
+        write = HashedFile.write
+
+        def limited(file, data):
+            self.left -= len(memoryview(data).cast("B"))
+            if self.left < 0:
+                raise OSError(28, "No space left on device")
+            return write(file, data)
+
+        monkeypatch.setattr(HashedFile, "write", limited)
+
+
+def test_a_full_disk_does_not_end_the_training(trained, small_data, tmp_path, monkeypatch):
+    assert trained(*small(small_data, "plain", *MIX))[0] == 0
+    disk = FullDisk(monkeypatch)
+    look = checkpointing.Saver.is_due
+
+    def is_due(self, step):
+        self.to.join()
+        disk.left = 1 << 40 if step <= 4 or step >= 14 else 1000
+        return look(self, step)
+
+    monkeypatch.setattr(checkpointing.Saver, "is_due", is_due)
+    code, printed, error = trained(*small(small_data, "run", *MIX), "--checkpoint-every", 2)
+    assert code == 0
+    assert error.count("warning: the checkpoint of step 6 was not saved: run/checkpoints: No space left on device") == 1
+    assert error.count("warning") == 1
+    assert "the checkpoint of step 14 was saved" in error
+    assert "; 4 not saved" in printed
+    assert logs(tmp_path / "run") == logs(tmp_path / "plain")
+    assert leftovers(tmp_path / "run/checkpoints") == []
+
+
+def test_the_exit_code_where_the_last_one_was_not_saved(trained, small_data, tmp_path, monkeypatch):
+    disk = FullDisk(monkeypatch)
+    disk.left = 1000
+    code, printed, error = trained(*small(small_data, "run", *MIX), "--checkpoint-every", 6)
+    assert code == 3
+    assert error.splitlines()[-1].startswith("hostdev.train: error: the last checkpoint was not saved: run/checkpoints")
+    assert error.splitlines()[-1].endswith("; there is none")
+    assert "state_sha256" in printed
+    assert names(tmp_path / "run/checkpoints") == []
+
+
+def test_a_folder_that_is_removed_or_a_file(trained, small_data, tmp_path, monkeypatch):
+    look = checkpointing.Saver.is_due
+
+    def is_due(self, step):
+        if step == 7:
+            self.to.join()
+            shutil.rmtree("run/checkpoints")
+        return look(self, step)
+
+    monkeypatch.setattr(checkpointing.Saver, "is_due", is_due)
+    code, _, error = trained(*small(small_data, "run", *MIX), "--checkpoint-every", 5)
+    assert code == 0
+    assert error.count("warning") == 1
+    assert "step-0000000005 is gone; the checkpoint of step 10 holds all rows" in error
+    assert folder.chain_of(tmp_path / "run/checkpoints/step-0000000010")
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    code, _, error = trained(*small(small_data, "other", *MIX), "--checkpoint-every", 5, "--checkpoint-dir", "file")
+    assert code == 3
+    assert error.startswith("warning: checkpoints cannot be saved: file cannot be made: File exists; training goes on")
+
+
+def started(tmp_path, *options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "hostdev.train", *map(str, options)],
+        cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def await_steps(process, log, count):
+    deadline = time.monotonic() + 120
+    while not (log.exists() and log.read_text().count("\n") >= count):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_saves_what_was_trained(tmp_path, command, number, code):
+    command("hostdev.data.preprocess", "synthetic", "--rows", 18_000, "--out", "data")
+    options = small("data", "run", *CACHE, "--checkpoint-every", 1000, "--resume", "--epochs", 1000)
+    process = started(tmp_path, *options)
+    await_steps(process, tmp_path / "run/loss.log", 3)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == code
+    (line,) = error.splitlines()
+    [name] = names(tmp_path / "run/checkpoints")
+    steps = int(name.removeprefix("step-"))
+    assert line == f"hostdev.train: interrupted; {steps} steps are saved; go on with --resume run/checkpoints/{name}"
+    assert (tmp_path / "run/loss.log").read_text().count("\n") == steps
+    assert command("hostdev.checkpoint", "verify", "run/checkpoints").returncode == 0
+
+
+def test_a_second_signal_ends_at_once_and_leaves_what_was_whole(tmp_path, command):
+    """The first one asks for a checkpoint that takes long."""
+    command("hostdev.data.preprocess", "synthetic", "--rows", 18_000, "--out", "data")
+    (tmp_path / "slow.py").write_text(
+        "import sys, time\n"
+        "from hostdev.checkpoint.ranges import HashedFile\n"
+        "from hostdev.checkpoint import checkpoints\n"
+        "from hostdev.core import cli\n"
+        "from hostdev.train import __main__ as train\n"
+        "write, begun = HashedFile.write, []\n"
+        "def slow(self, data):\n"
+        "    if checkpoints.Checkpoints.slow: print('writing', flush=True); time.sleep(60)\n"
+        "    return write(self, data)\n"
+        "HashedFile.write = slow\n"
+        "save = checkpoints.Checkpoints.save\n"
+        "def noted(self, tables, step, *rest, **more):\n"
+        "    checkpoints.Checkpoints.slow = step > 2\n"
+        "    return save(self, tables, step, *rest, **more)\n"
+        "checkpoints.Checkpoints.save, checkpoints.Checkpoints.slow = noted, False\n"
+        "raise SystemExit(cli.run(train.PROG, train.main))\n"
+    )
+    options = small("data", "run", *MIX, "--checkpoint-every", 2, "--epochs", 1000)
+    process = subprocess.Popen(
+        [sys.executable, "slow.py", *map(str, options)],
+        cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while process.stdout.readline() != "writing\n":
+        assert process.poll() is None, process.communicate()
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "Traceback" not in error
+    assert names(tmp_path / "run/checkpoints") == ["step-0000000002"]
+    assert command("hostdev.checkpoint", "verify", "run/checkpoints").returncode == 0
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "interrupted"
+
+
+def kill_and_go_on(tmp_path, kills, seed, *options):
+    """Kill the command with SIGKILL at random moments, and repeat it until it comes to its end."""
+    rng = random.Random(seed)
+    start = time.monotonic()
+    process = started(tmp_path, *options, "--run-dir", "whole")
+    process.communicate(timeout=300)
+    assert process.returncode == 0
+    whole = time.monotonic() - start
+    for _ in range(kills):
+        process = started(tmp_path, *options, "--run-dir", "killed", "--checkpoint-every", 1, "--resume")
+        try:
+            process.communicate(timeout=rng.uniform(0.3, 1.0) * whole)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+    process = started(tmp_path, *options, "--run-dir", "killed", "--checkpoint-every", 1, "--resume")
+    _, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error
+    assert logs(tmp_path / "killed") == logs(tmp_path / "whole")
+    assert leftovers(tmp_path / "killed/checkpoints") == []
+
+
+def test_killed_and_gone_on(tmp_path, small_data):
+    options = ["--data", small_data, "--device", "cpu", "--batch-size", 250, "--emb-dim", 4, "--epochs", 2, *CACHE]
+    kill_and_go_on(tmp_path, 2, 1, *options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_killed_at_30_random_moments(tmp_path, small_data, movies_data, seed):
+    data, model = (small_data, []) if seed == 0 else (movies_data, OWN)
+    options = ["--data", data, "--device", "cpu", "--batch-size", 100, "--emb-dim", 4, "--epochs", 3, *CACHE, *model]
+    kill_and_go_on(tmp_path, 15, seed, *options)
