@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hostdev.host.table import HostTable
     from hostdev.kernels.pool import set_host_threads
     from hostdev.kernels.unique import unique
+    from hostdev.predict.predictor import Predictor
     from hostdev.runtime.runtime import Runtime
     from hostdev.runtime.spec import Bag, CacheSpec, Feature, TableSpec
 
@@ -57,6 +58,7 @@ _PUBLIC = {
     "NonFiniteError": "hostdev.runtime.loop",
     "Normal": "hostdev.core.initializers",
     "ParameterServer": "hostdev.host.server",
+    "Predictor": "hostdev.predict.predictor",
     "Primitive": "hostdev.core.primitive",
     "UserError": "hostdev.core.errors",
     "set_host_threads": "hostdev.kernels.pool",
@@ -84,6 +86,7 @@ __all__ = [
     "NonFiniteError",
     "Normal",
     "ParameterServer",
+    "Predictor",
     "Primitive",
     "RowWiseAdagrad",
     "Runtime",

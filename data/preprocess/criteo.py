@@ -57,12 +57,17 @@ class CriteoText:
 
     def chunks(self, *, hashed: bool = False) -> Iterator[tuple[RawRows, int]]:
         """Iterate over the rows, some MiB of text at a time; the keys are the values."""
+        for file, block, first_line in self.blocks():
+            rows, _ = parse(block, file=str(file), first_line=first_line)
+            yield rows, len(block)
+
+    def blocks(self) -> Iterator[tuple[Path, bytes, int]]:
+        """Iterate over the text in whole lines, with the file and the number of the first line, from 1."""
         for file in self.files:
             line = 1
             for block in self._blocks(file):
-                rows, lines = parse(block, file=str(file), first_line=line)
-                line += lines
-                yield rows, len(block)
+                yield file, block, line
+                line += block.count(b"\n") + (not block.endswith(b"\n"))
 
     def describe(self) -> list[dict[str, Any]]:
         """Return each file's absolute path and size."""
@@ -136,7 +141,7 @@ def parse(block: bytes, *, file: str, first_line: int) -> tuple[RawRows, int]:
         _note(reasons, table[name], wrong, name, "an integer or empty")
     keys = np.zeros((len(table), CATEGORICAL), np.int64)
     for i, name in enumerate(CATEGORICAL_NAMES):
-        keys[:, i], wrong = _hex_values(table[name])
+        keys[:, i], wrong = hex_values(table[name])
         _note(reasons, table[name], wrong, name, "8 hexadecimal digits or empty")
 
     if reasons:
@@ -174,8 +179,8 @@ def _integers(column: pa.ChunkedArray) -> tuple[npt.NDArray[np.float64], npt.NDA
     return np.where(missing, np.nan, values), ~valid & ~missing
 
 
-def _hex_values(column: pa.ChunkedArray) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Return 32-bit values (EMPTY where there is none) and which are malformed; each [n]."""
+def hex_values(column: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Return binary values as 32-bit keys (EMPTY where there is none) and which are malformed; each [n]."""
     lengths = np.asarray(pc.binary_length(column))
     wrong = (lengths != 8) & (lengths != 0)
     text = pc.if_else(pa.array(lengths == 8), column, b"00000000")

@@ -1,5 +1,6 @@
 """The numeric columns as float32: scaled by what the training rows have."""
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,6 +36,34 @@ def scaling_of(mode: str, names: tuple[str, ...], *, signed: bool) -> Scaling:
     signed  numbers below 0 count as those above do
     """
     return Standard(names) if mode == "standard" else ByMaximum(mode, names, signed=signed)
+
+
+def fixed_scaling(mode: str, names: tuple[str, ...], statistics: Mapping[str, Any], *, signed: bool) -> Scaling:
+    """Return the scaling that was learned before, from what a manifest records of it."""
+    if mode != "standard":
+        made = ByMaximum(mode, names, signed=signed)
+        made.maximum = np.array(statistics["dense_max"], np.float64)
+        return made
+    return _Fixed(names, *(np.array(statistics[name], np.float64) for name in ("dense_mean", "dense_deviation")))
+
+
+class _Fixed:
+    """`Standard` with nothing more to learn."""
+
+    def __init__(self, names: tuple[str, ...], mean: Numbers, deviation: Numbers) -> None:
+        self._names, self._mean, self._deviation = names, mean, deviation
+
+    def observe(self, numbers: Numbers) -> None:
+        """Nothing to learn."""
+
+    def transform(self, numbers: Numbers) -> npt.NDArray[np.float32]:
+        """Return them scaled, float32 [n, columns]."""
+        divisor = np.where(self._deviation > 0, self._deviation, 1.0)
+        return _rounded((numbers - self._mean) / divisor, self._names)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return means and standard deviations."""
+        return {"dense_mean": self._mean.tolist(), "dense_deviation": self._deviation.tolist()}
 
 
 class ByMaximum:

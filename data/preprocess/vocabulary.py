@@ -176,6 +176,10 @@ class HashBuckets:
         )
         return self._ids(rows.keys, self._keys[:ones]), bags
 
+    def ids_of(self, keys: Ids, column: int) -> Ids:
+        """Return the ids of keys [N] of the column of this number, in the layout's order."""
+        return self._ids(keys, self._keys[column])
+
     def _ids(self, keys: Ids, of_columns: npt.NDArray[np.uint64] | np.uint64) -> Ids:
         hashed = mix64(keys.astype(np.uint64) ^ of_columns)
         return self.schema.first_value + (hashed % self._buckets).astype(np.int64)

@@ -66,6 +66,27 @@ def _add(
 
 
 @kernel
+def _find(
+    offsets: Any, data: Any, hashes: Any, table: Any, shift: Any, known: Any, ends: Any, texts: Any, positions: Any
+) -> None:
+    mask, one = np.uint64(len(table) - 1), np.uint64(1)
+    for i in range(len(hashes)):
+        h, begin = hashes[i], np.int64(offsets[i])
+        length = np.int64(offsets[i + 1]) - begin
+        slot = (h * _PHI) >> np.uint64(shift)
+        while True:
+            position = table[slot]
+            if position < 0:
+                positions[i] = -1
+                break
+            at = ends[position]
+            if known[position] == h and ends[position + 1] - at == length and _same(texts, at, data, begin, length):
+                positions[i] = position
+                break
+            slot = (slot + one) & mask
+
+
+@kernel
 def _rehash(table: Any, shift: Any, known: Any, count: Any) -> None:
     mask, one = np.uint64(len(table) - 1), np.uint64(1)
     for position in range(count):
@@ -111,6 +132,13 @@ class TextMap:
             if done == len(hashes):
                 return positions
             self._grow(int(offsets[done + 1] - offsets[done]))
+
+    def find(self, offsets: npt.NDArray[Any], data: npt.NDArray[np.uint8]) -> Positions:
+        """Return each text's position, int32 [N]; -1 for a text that was never added. Several threads may call."""
+        hashes = hash_texts(offsets, data)
+        positions = np.empty(len(hashes), np.int32)
+        _find(offsets, data, hashes, self._table, self._shift, self._known, self._ends, self._texts, positions)
+        return positions
 
     def take(self, positions: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
         """Return the texts at positions [N], as offsets [N + 1] and bytes."""

@@ -1,0 +1,252 @@
+"""Rows that were in no data set to ids and scaled numbers, as a data set's were made: what a prediction needs.
+
+Stands on what the data set holds, its manifest and its vocabulary. Nothing is learned: a value that the training rows
+did not have, or too seldom, gets its space's out-of-vocabulary id.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+from hostdev.data import ragged
+from hostdev.data.batch import Batch
+from hostdev.data.manifest import Manifest, checksum
+from hostdev.data.preprocess import columns as arrow
+from hostdev.data.preprocess import criteo
+from hostdev.data.preprocess.columns import Positive, WrongValueError
+from hostdev.data.preprocess.dense import fixed_scaling
+from hostdev.data.preprocess.raw import Layout
+from hostdev.data.preprocess.vocabulary import HashBuckets
+from hostdev.data.schema import Schema
+
+from hostdev.core.errors import UserError
+from hostdev.kernels.strings import TextMap, hash_texts
+
+Ids = npt.NDArray[np.int64]
+
+
+class Encoding:
+    """How the rows of a data set became ids and numbers.
+
+    data        its manifest
+    vocabulary  its vocabulary's file; None where ids are hashed
+    """
+
+    def __init__(self, data: Manifest, vocabulary: Path | None) -> None:
+        self._data, self.schema = data, data.schema
+        preset = data.options.get("preset")
+        self.is_criteo = preset != "table"
+        scaled = data.options["dense"]
+        self._scaling = fixed_scaling(scaled, self.schema.dense, data.statistics, signed=not self.is_criteo)
+        self._separators: Mapping[str, str | None] = data.options.get("bags") or {}
+        rule = data.options.get("positive")
+        self._positive = Positive.parse(rule) if rule is not None else None
+        self._spaces = {space.name: space for space in self.schema.spaces}
+        self._path = vocabulary
+        self._type = np.dtype(data.id_type)
+
+    @cached_property
+    def _known(self) -> "_Values | HashBuckets":
+        """What turns values into ids; made when the first are, as it takes time."""
+        buckets = self._data.options.get("hash_buckets")
+        if buckets is not None:
+            columns = self.schema.columns
+            ids, bags = (tuple(column for column in columns if column.kind == kind) for kind in ("id", "bag"))
+            hashed = criteo.LAYOUT.hashed if self.is_criteo else None
+            return HashBuckets(buckets, Layout(self.schema.label, self.schema.dense, ids, bags, hashed))
+        assert self._path is not None
+        if self._data.vocabulary_sha256 is not None and checksum(self._path) != self._data.vocabulary_sha256:
+            raise UserError(f"{self._path} has a wrong checksum: it is damaged or was changed")
+        return _Values(self._path, self.schema)
+
+    def prepare(self) -> None:
+        """Read the vocabulary now, and not when it is first needed."""
+        _ = self._known
+
+    def columns(self) -> list[str]:
+        """Return the names of the columns that rows need; a label is not among them."""
+        return [*self.schema.dense, *(column.name for column in self.schema.columns)]
+
+    def encode(self, rows: pa.RecordBatch) -> Batch:
+        """Return rows with named columns as a batch; labels are NaN where there is no such column.
+
+        Raises UserError for a column that is missing, and for a value that the column may not have.
+        """
+        have = rows.schema.names
+        if missing := [name for name in self.columns() if name not in have]:
+            raise UserError(f"the rows have no column {missing[0]!r}; they have {', '.join(have[:30])}")
+        name, n = "", len(rows)
+        try:
+            label = np.full(n, np.nan, np.float32)
+            if self.schema.label in have:
+                name = self.schema.label
+                label = arrow.as_labels(_plain(rows[name]), self._positive)
+            numbers = np.empty((n, len(self.schema.dense)))
+            for i, name in enumerate(self.schema.dense):
+                numbers[:, i] = arrow.as_numbers(_plain(rows[name]))
+            ids = np.empty((n, len(self.schema.ids)), np.int64)
+            bags = {}
+            place = 0
+            for column in self.schema.columns:
+                name = column.name
+                if column.kind == "id":
+                    codes, texts = arrow.as_text(_plain(rows[name]))
+                    ids[:, place] = self.ids(column.space, texts)[codes]
+                    place += 1
+                else:
+                    codes, texts, lengths = arrow.as_bags(_plain(rows[name]), self._separators.get(name))
+                    bags[name] = self.ids(column.space, texts)[codes].astype(self._type), lengths
+        except WrongValueError as error:
+            raise UserError(f"row {error.row + 1}, column {name!r}: {error}") from None
+        return Batch(label, self._scaling.transform(numbers), ids.astype(self._type), bags)
+
+    def encode_few(self, rows: Mapping[str, Sequence[Any]]) -> Batch | None:
+        """Return a few rows as `encode` does, in less time; None for what only that can do.
+
+        rows  columns of as many values each: text and integers for ids, numbers and None
+        """
+        known, columns = self._known, self.schema.columns
+        if isinstance(known, HashBuckets) or self.schema.bags or any(name not in rows for name in self.columns()):
+            return None
+        given = [rows[column.name] for column in columns]
+        n = len(given[0])
+        texts = [_text_of(value) for values in given for value in values]
+        numbers = [value for name in self.schema.dense for value in rows[name]]
+        if any(type(value) not in (int, float, type(None)) for value in numbers) or None in texts:
+            return None
+        if self.is_criteo:
+            texts = [text.lower() for text in texts if text is not None]
+        dense = np.array(numbers, np.float64).reshape(len(self.schema.dense), -1).T  # None: NaN
+        if np.isinf(dense).any() or len(texts) != n * len(columns) or len(dense) not in (n, 0):
+            return None
+        spaces = [column.space for column in columns for _ in range(n)]
+        found = known.find_few(spaces, texts)  # type: ignore[arg-type]
+        oov = np.array([self._spaces[column.space].oov for column in columns])[:, None]
+        ids = found.reshape(len(columns), n)
+        ids = np.ascontiguousarray(np.where(ids < 0, oov, ids).T.astype(self._type))
+        dense = dense if len(dense) else np.empty((n, 0))
+        return Batch(np.full(n, np.nan, np.float32), self._scaling.transform(dense), ids, {})
+
+    def encode_criteo(self, rows: Any) -> Batch:
+        """Return Criteo's rows, `raw.RawRows` as its parser makes them, as a batch."""
+        ids = np.empty(rows.keys.shape, np.int64)
+        known = self._known
+        if isinstance(known, HashBuckets):
+            ids, _ = known.encode(rows)
+        else:
+            for i, column in enumerate(self.schema.columns):
+                ids[:, i] = self.ids(column.space, criteo.hex_text(np.ascontiguousarray(rows.keys[:, i])))
+        return Batch(rows.label, self._scaling.transform(rows.numbers), ids.astype(self._type), {})
+
+    def ids(self, space: str, texts: pa.Array) -> Ids:
+        """Return the id of each text [N] in a space."""
+        known = self._known
+        if self.is_criteo:
+            texts = pc.utf8_lower(texts)
+        if isinstance(known, HashBuckets):
+            column = next(i for i, column in enumerate(self.schema.columns) if column.space == space)
+            keys = _criteo_keys(texts) if self.is_criteo else hash_texts(*_bytes_of(texts)).view(np.int64)
+            return known.ids_of(keys, column)
+        found = known.find(space, texts)
+        return np.where(found < 0, self._spaces[space].oov, found)
+
+
+class _Values:
+    """The ids of all values: one map of texts, each with the number of its space before it."""
+
+    def __init__(self, path: Path, schema: Schema) -> None:
+        self._texts, self._first = TextMap(), schema.first_value
+        try:
+            table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+            field = table["field"].combine_chunks()
+            names = field.dictionary.to_pylist()
+            of_space = field.indices.to_numpy()
+            # By the file's own account, as data sets of version 1 do not say which ids are of which space.
+            starts = np.flatnonzero(np.diff(of_space[self._first :], prepend=-1)) + self._first
+            spaces = [names[of_space[first]] for first in starts]
+            self._prefixes = {name: f"{number}\0" for number, name in enumerate(dict.fromkeys(spaces))}
+            for name, first, last in zip(spaces, starts, [*starts[1:], len(table)], strict=True):
+                for chunk in table["value"].slice(first, last - first).chunks:
+                    self._texts.add(*_bytes_of(self._named(name, chunk)))
+        except (pa.ArrowException, OSError, KeyError, IndexError) as error:
+            raise UserError(f"{path} is broken ({error})") from None
+        if len(self._texts) != len(table) - self._first:
+            raise UserError(f"{path} is broken (a space has a value twice)")
+
+    def _named(self, space: str, texts: pa.Array) -> pa.Array:
+        return pc.binary_join_element_wise(pa.scalar(self._prefixes[space]), texts, pa.scalar(""))
+
+    def find(self, space: str, texts: pa.Array) -> Ids:
+        """Return the id of each text, -1 for one that has none."""
+        if space not in self._prefixes:  # no value of it is frequent enough
+            return np.full(len(texts), -1, np.int64)
+        return self._ids(*_bytes_of(self._named(space, texts)))
+
+    def find_few(self, spaces: Sequence[str], texts: Sequence[str]) -> Ids:
+        """Return the id of each text in its own space, as `find`."""
+        found = [(self._prefixes.get(space, "?") + text).encode() for space, text in zip(spaces, texts, strict=True)]
+        offsets = ragged.offsets_of(np.fromiter(map(len, found), np.int64, len(found)))
+        return self._ids(offsets, np.frombuffer(b"".join(found), np.uint8))
+
+    def _ids(self, offsets: npt.NDArray[Any], data: npt.NDArray[np.uint8]) -> Ids:
+        """The values lie in the order of their ids."""
+        found = self._texts.find(offsets, data).astype(np.int64)
+        return np.where(found < 0, -1, found + self._first)
+
+
+def _text_of(value: Any) -> str | None:
+    """Return a value as `columns.as_text` writes it; None for a type that is left to that."""
+    if type(value) is str:
+        return value
+    if type(value) is int:
+        return str(value)
+    return "" if value is None else None
+
+
+def _plain(array: Any) -> pa.Array:
+    return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+
+
+def _bytes_of(texts: pa.Array) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+    """Return texts without nulls as offsets and bytes."""
+    _, offsets, data = texts.buffers()
+    begin = np.frombuffer(offsets, np.int32, len(texts) + 1, 4 * texts.offset) if len(texts) else np.zeros(1, np.int32)
+    content = np.frombuffer(data, np.uint8) if data is not None and data.size else np.zeros(0, np.uint8)
+    return begin, content
+
+
+def _criteo_keys(texts: pa.Array) -> Ids:
+    """Return Criteo's 32-bit values as its parser does; UserError for what is none."""
+    keys, wrong = criteo.hex_values(texts.cast(pa.binary()))
+    if wrong.any():
+        shown = texts[int(np.flatnonzero(wrong)[0])].as_py()
+        raise UserError(f"{shown[:40]!r} is not 8 hexadecimal digits, nor empty")
+    return keys
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """Return the rows of batches, in order; at least one."""
+    if len(batches) == 1:
+        return batches[0]
+    bags = {
+        name: tuple(np.concatenate([batch.bags[name][part] for batch in batches]) for part in (0, 1))
+        for name in batches[0].bags
+    }
+    return Batch(
+        *(np.concatenate([getattr(batch, name) for batch in batches]) for name in ("label", "dense", "ids")),
+        bags,  # type: ignore[arg-type]
+    )
+
+
+def rows_of(batch: Batch, start: int, stop: int) -> Batch:
+    """Return the rows [start, stop) of a batch."""
+    bags = {
+        name: ragged.take(values, ragged.offsets_of(lengths), np.arange(start, min(stop, len(batch))))
+        for name, (values, lengths) in batch.bags.items()
+    }
+    return Batch(batch.label[start:stop], batch.dense[start:stop], batch.ids[start:stop], bags)

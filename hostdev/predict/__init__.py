@@ -1,0 +1,1 @@
+"""Probabilities from a checkpoint: `python -m hostdev.predict` for files, `hostdev.Predictor` in a program."""

@@ -1,0 +1,138 @@
+"""python -m hostdev.predict: probabilities of a file's rows, or of a data set's."""
+
+import hostdev.core.environment  # noqa: F401  # isort: skip  (before torch)
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hostdev.core import cli
+from hostdev.core.errors import UserError
+from hostdev.core.progress import bar
+from hostdev.data import manifest
+from hostdev.data.batch import Batch
+from hostdev.data.preprocess.unlabelled import rows_in
+from hostdev.data.shards import ShardReader
+from hostdev.device import backend
+from hostdev.predict.predictor import Predictor
+from hostdev.train import metrics
+
+PROG = "hostdev.predict"
+
+
+class _Part(NamedTuple):
+    """Rows to predict: which of the file's lines they are, and how many lines these are a part of."""
+
+    batch: Batch
+    places: Any  # int64 [n], among `lines`; None: all
+    lines: int
+    size: int
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parse the command line and predict."""
+    parser = cli.parser(PROG, "Write the probability of a positive label for each row of a file or a data set.")
+    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help=
+                        "a checkpoint of hostdev.train, or a folder of them: the newest there")  # fmt: skip
+    parser.add_argument("--data", type=Path, required=True, metavar="FILE|DIR", help=
+                        "raw rows as the data set was made of, with or without labels, or a data set")  # fmt: skip
+    parser.add_argument("--split", choices=("train", "test"), help="rows of a data set (default test)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="a new Parquet file")
+    parser.add_argument("--device", default="cpu", metavar="NAME", help="where the dense layers run (default cpu)")
+    arguments = parser.parse_args(argv)
+    run(arguments)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Predict as parsed flags say."""
+    out: Path = arguments.out
+    if out.exists():
+        raise UserError(f"--out {out} exists; choose another file")
+    if not out.parent.is_dir():
+        raise UserError(f"--out {out}: there is no folder {out.parent}")
+    if not arguments.data.exists():
+        raise UserError(f"--data {arguments.data}: there is no such file or data set")
+    device = backend.select(arguments.device)
+    backend.make_deterministic(device)
+    predictor = Predictor(arguments.checkpoint, device=device)
+    total, unit, parts = _parts(arguments, predictor)
+    print(f"model    {predictor.settings['model']} of {predictor.path}", flush=True)
+    start = time.monotonic()
+    lines = predicted = 0
+    scores, labels = [], []
+    partial = out.with_name(f".{out.name}.partial")
+    schema = pa.schema([("probability", pa.float32()), ("label", pa.float32())])
+    try:
+        with pq.ParquetWriter(partial, schema) as writer, bar(total, "predicting", unit, unit_scale=True) as progress:
+            for part in parts:
+                logits = np.concatenate([np.empty(0, np.float32), *_logits(predictor, part.batch)])
+                writer.write_table(_table(logits, part, schema))
+                known = ~np.isnan(part.batch.label)
+                scores.append(logits[known])
+                labels.append(part.batch.label[known])
+                lines, predicted = lines + part.lines, predicted + len(logits)
+                progress.update(part.size)
+        partial.rename(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    seconds = time.monotonic() - start
+    print(f"rows     {predicted:,} in {seconds:.1f} s to {out}")
+    if lines > predicted:
+        print(f"         {lines - predicted:,} malformed lines have no probability")
+    truth = np.concatenate([np.empty(0, np.float32), *labels])
+    if len(truth):
+        of_these = "" if len(truth) == predicted else f" of the {len(truth):,} rows with labels"
+        found = np.concatenate(scores)
+        print(f"AUC {metrics.auc(found, truth):.4f}   log loss {metrics.log_loss(found, truth):.4f}{of_these}")
+
+
+def _logits(predictor: Predictor, batch: Batch) -> Iterator[Any]:
+    from hostdev.data.preprocess.encoding import rows_of
+
+    for start in range(0, len(batch), predictor.batch_size):
+        yield predictor.logits(rows_of(batch, start, start + predictor.batch_size))
+
+
+def _table(logits: Any, part: _Part, schema: pa.Schema) -> pa.Table:
+    """Return the probabilities and labels of a part's lines; null where a line was malformed, or has no label."""
+    import torch
+
+    probability = torch.sigmoid(torch.from_numpy(logits)).numpy()
+    label = part.batch.label
+    missing = np.isnan(label)
+    if part.places is not None:
+        columns = []
+        for values, none in ((probability, np.zeros(len(label), np.bool_)), (label, missing)):
+            whole, nulls = np.zeros(part.lines, np.float32), np.ones(part.lines, np.bool_)
+            whole[part.places], nulls[part.places] = values, none
+            columns.append(pa.array(whole, mask=nulls))
+    else:
+        columns = [pa.array(probability), pa.array(label, mask=missing)]
+    return pa.table(columns, schema=schema)
+
+
+def _parts(arguments: argparse.Namespace, predictor: Predictor) -> tuple[int, str, Iterator[_Part]]:
+    """Return how much there is to do, in which unit, and the rows."""
+    path: Path = arguments.data
+    if path.is_dir():
+        split = arguments.split or "test"
+        found = manifest.read(path)
+        if found.schema != predictor.data.schema:
+            raise UserError(f"--data {path} has other columns or ids than {predictor.path} was trained on")
+        reader = ShardReader(path, found, split)
+        batches = reader.batches(predictor.batch_size)
+        return reader.rows, "row", (_Part(batch, None, len(batch), len(batch)) for batch in batches)
+    if arguments.split is not None:
+        raise UserError(f"--split has no effect on {path}, which is not a data set; leave it out")
+    source = rows_in(path, predictor.encoding, predictor.data.options)
+    return source.total, "B", (_Part(*part) for part in source.parts())
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.run(PROG, main))

@@ -1,0 +1,97 @@
+"""A checkpoint's tables for looking rows up: files mapped into memory, which processes share, and no slots."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.checkpoint.folder import Chain
+from hostdev.checkpoint.layers import mapped
+from hostdev.checkpoint.manifest import BrokenCheckpointError, RangeFile
+from hostdev.checkpoint.ranges import WEIGHTS, parse_range
+from hostdev.core.ids import checked_ids
+from hostdev.kernels.jit import address_of, array_at, kernel
+from hostdev.kernels.pool import grain_of, parallel_for
+
+Rows = npt.NDArray[np.float32]
+Ids = npt.NDArray[Any]
+
+
+@kernel
+def _copy(start: Any, stop: Any, ids: Any, layers: Any, files: Any, out: Any) -> None:
+    """Copy the newest version of each row; layers [L + 1]: which files [F, 5] are of each, the newest first."""
+    D = out.shape[1]
+    for i in range(np.uint64(start), np.uint64(stop)):
+        row = np.int64(ids[i])
+        for layer in range(len(layers) - 1):
+            low, high = layers[layer], layers[layer + 1]
+            while high - low > 1:  # the last file that begins at the row or before
+                middle = (low + high) // 2
+                if files[middle, 0] <= row:
+                    low = middle
+                else:
+                    high = middle
+            if low == high or row < files[low, 0] or row >= files[low, 1]:
+                continue
+            count, at = files[low, 2], row - files[low, 0]
+            if files[low, 3] != 0:
+                rows = array_at(files[low, 3], count, np.int64)
+                begin, end = np.int64(0), count
+                while begin < end:
+                    half = (begin + end) // 2
+                    if rows[half] < row:
+                        begin = half + 1
+                    else:
+                        end = half
+                if begin == count or rows[begin] != row:
+                    continue
+                at = begin
+            weights, to = array_at(files[low, 4] + at * D * 4, D, np.float32), out[i]
+            for j in range(D):
+                to[j] = weights[j]
+            break
+
+
+class MappedTable:
+    """The weights of one table, float32 [rows, dim], read where they are looked up; several threads may.
+
+    chain  a whole checkpoint and what adds to it; only the manifests are trusted to have been looked at
+    """
+
+    def __init__(self, chain: Chain, name: str) -> None:
+        about = chain[-1].manifest.table(name)
+        self.name, self.rows, self.dim = name, about.rows, about.dim
+        self._held: list[Any] = []  # the memory that `files` points into
+        found: list[list[int]] = []
+        layers = [0]
+        for checkpoint in reversed(chain):
+            table = checkpoint.manifest.table(name)
+            for file in sorted(table.files, key=lambda file: file.start):
+                path = checkpoint.path / file.file
+                rows = parse_range(path, mapped(path), table, file, check_rows=False)
+                weights = rows.columns[WEIGHTS]
+                self._held += [weights, rows.ids]
+                ids = 0 if rows.ids is None else int(address_of(rows.ids))
+                found.append([file.start, file.stop, len(rows), ids, int(address_of(weights))])
+            layers.append(len(found))
+        self._files, self._layers = np.array(found, np.int64).reshape(-1, 5), np.array(layers, np.int64)
+        if not _covers(chain[0].manifest.table(name).files, about.rows):
+            raise BrokenCheckpointError(f"{chain[0].path} is broken (table {name!r} has gaps)")
+
+    def lookup(self, ids: Ids) -> Rows:
+        """Return the rows of ids int32 or int64 [N], a copy float32 [N, D]; raises as `HostTable.lookup`."""
+        ids = checked_ids(ids, self.rows, self.name)
+        out = np.empty((len(ids), self.dim), np.float32)
+        parallel_for(_copy, len(ids), ids, self._layers, self._files, out, grain=grain_of(4 * self.dim))
+        return out
+
+
+def _covers(files: list[RangeFile], rows: int) -> bool:
+    ranges = sorted((file.start, file.stop) for file in files)
+    return list(_ends(ranges)) == [start for start, _ in ranges] + [rows]
+
+
+def _ends(ranges: list[tuple[int, int]]) -> Iterator[int]:
+    yield 0
+    yield from (stop for _, stop in ranges)
