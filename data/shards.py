@@ -54,7 +54,11 @@ class ShardReader:
     def require(self, batch_size: int) -> None:
         """Raise UserError unless a batch of this size can be filled."""
         if batch_size > self.rows:
-            raise UserError(f"--batch-size {batch_size} is larger than the {self.rows} training rows of {self._root}")
+            smaller = max(1, min(1000, self.rows // 20))
+            raise UserError(
+                f"--batch-size {batch_size} is larger than the {self.rows} training rows of {self._root}; give a "
+                f"smaller one, such as --batch-size {smaller}"
+            )
 
     def steps(self, batch_size: int) -> int:
         """Return the number of batches in one pass; the last may be smaller."""

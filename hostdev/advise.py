@@ -1,6 +1,7 @@
 """python -m hostdev.advise: how large a cache is worth it on the user's own data, by simulating every policy."""
 
 import argparse
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -323,9 +324,15 @@ def main(argv: Sequence[str]) -> None:
         f"batches that lookahead knows in advance (default {WINDOW})")  # fmt: skip
     parser.add_argument("--memory", metavar="SIZE", help=
         "device memory for the cache, such as 16GiB (what is free and the training leaves)")  # fmt: skip
-    parser.add_argument("--out", type=Path, default=Path("advise.png"), metavar="FILE", help=
-        "a new file for the picture (default advise.png)")  # fmt: skip
+    parser.add_argument("--out", type=Path, metavar="FILE", help=
+        "a new file for the picture (advise.png, or with a number where that is taken)")  # fmt: skip
     run(parser.parse_args(argv))
+
+
+def _new_picture() -> Path:
+    """Return advise.png, or advise-2.png, ... where an earlier one is kept."""
+    names = (f"advise{'' if number == 1 else f'-{number}'}.png" for number in itertools.count(1))
+    return next(path for path in map(Path, names) if not path.exists())
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -334,7 +341,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not 0 <= arguments.cache_window <= MOST_WINDOW:
         raise UserError(f"--cache-window must be in 0..{MOST_WINDOW}, not {arguments.cache_window}")
     memory = parse_bytes(arguments.memory) if arguments.memory is not None else None
-    advise(settings, memory, arguments.cache_window, arguments.out)
+    advise(settings, memory, arguments.cache_window, arguments.out or _new_picture())
 
 
 if __name__ == "__main__":

@@ -173,3 +173,10 @@ def test_sizes_of_memory():
     for text in ("", "GiB", "-1", "nan", "1 XB", "infGiB"):
         with pytest.raises(UserError, match="a size is"):
             parse_bytes(text)
+
+
+def test_an_earlier_picture_stays(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("advise.png", "advise-2.png", "advise-3.png"):
+        assert advise._new_picture() == Path(name)
+        (tmp_path / name).write_text("")

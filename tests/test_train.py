@@ -279,7 +279,7 @@ def test_an_option_without_effect(trained, small_data, capsys, monkeypatch):
     assert trained(*small(small_data, "--host-threads", 2)) == 2
     assert "--host-threads has no effect on an accelerator without --host-device-mix" in error_of(capsys)
     assert trained(*small(small_data, "--cache-rows", "5%")) == 2
-    assert "--cache-rows 5% has no effect without --host-device-mix; leave it out" in error_of(capsys)
+    assert "--cache-rows 5% has no effect without --host-device-mix; give both" in error_of(capsys)
 
 
 def test_a_cache_that_needs_counts_of_hashed_ids(trained, tmp_path, capsys):
@@ -419,6 +419,17 @@ def test_a_signal_ends_the_run_with_complete_logs(tmp_path, command, number, bat
     operations = (tmp_path / "run" / "ops.log").read_text()
     assert all(OPS_LINE.match(line) for line in operations.splitlines())
     assert operations.count("FusedSparseLazyAdam") >= summary["steps"]
+
+
+def test_nobody_reads_what_is_printed(small_data, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hostdev.train", *map(str, small(small_data, "--max-steps", 1))],
+        cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    process.stdout.close()
+    with process.stderr:
+        assert process.stderr.read() == b""
+    assert process.wait(120) == 141
 
 
 def test_debug_shows_the_traceback(command):

@@ -12,6 +12,7 @@ from hostdev.core.errors import UserError
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,6 +50,9 @@ def run(prog: str, main: Callable[[Sequence[str]], int | None], argv: Sequence[s
         if argv is None:
             _leave(code)
         return code
+    except BrokenPipeError:  # nobody reads on, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
     except (UserError, OSError, MemoryError) as error:
         if "--debug" in arguments:
             traceback.print_exc()

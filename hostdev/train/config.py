@@ -162,7 +162,7 @@ class TrainConfig:
         if not rows_of(self.cache_rows, 1 << 30):
             return
         if not self.host_device_mix:
-            raise UserError(f"--cache-rows {self.cache_rows} has no effect without --host-device-mix; leave it out")
+            raise UserError(f"--cache-rows {self.cache_rows} has no effect without --host-device-mix; give both")
         if self.staleness:
             raise UserError("--staleness does not go with --cache-rows: a stale row would be cached for good")
         if self.l2 == "table":

@@ -1,5 +1,6 @@
 """python -m hostdev.train.quickstart: from raw Criteo text, or a look-alike, to a trained model in one command."""
 
+import argparse
 import json
 import shlex
 import time
@@ -36,8 +37,11 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--datasets", type=Path, default=Path("datasets"), metavar="DIR",
                         help="folder for the data sets, kept for the next time (default %(default)s)")  # fmt: skip
-    add_options(parser)
+    add_options(parser, Options(threshold=THRESHOLD))
     config.add_flags(parser)
+    for action in parser._actions:
+        if action.dest in ("data", "host_device_mix"):  # the one is refused, the other is on
+            action.help = argparse.SUPPRESS
     arguments = parser.parse_args(argv)
     if arguments.data is not None:
         raise UserError("--data has no effect here; give --criteo FILE, or use python -m hostdev.train --data DIR")
