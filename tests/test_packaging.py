@@ -12,7 +12,7 @@ from tests.conftest import ROOT, environment
 PLACES = {"hostdev": "hostdev", "models": "hostdev.models", "data": "hostdev.data"}
 
 
-UPPER = ("hostdev.pipeline", "hostdev.runtime", "hostdev.train")
+UPPER = ("hostdev.pipeline", "hostdev.runtime", "hostdev.train", "hostdev.checkpoint", "hostdev.predict")
 
 
 def modules():
@@ -50,6 +50,9 @@ def test_every_package_is_listed():
     ("hostdev.cache", ("hostdev.host", "hostdev.data", "hostdev.models", "pyarrow", *UPPER)),
     ("hostdev.pipeline", ("hostdev.data", "hostdev.models", "hostdev.runtime", "hostdev.train", "pyarrow")),
     ("hostdev.runtime", ("hostdev.data", "hostdev.models", "hostdev.train", "pyarrow")),
+    ("hostdev.checkpoint", ("hostdev.data", "hostdev.models", "hostdev.pipeline", "hostdev.runtime", "hostdev.train",
+                            "hostdev.device", "hostdev.predict")),
+    ("hostdev.predict", ("hostdev.host", "hostdev.pipeline", "hostdev.runtime.runtime", "hostdev.train.run")),
     ("hostdev.data", ("torch", "hostdev.host", "hostdev.device", "hostdev.models")),
     ("hostdev.models", ("hostdev.host", "hostdev.device", "hostdev.pipeline", "hostdev.data.shards")),
 ])  # fmt: skip

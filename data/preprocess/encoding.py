@@ -117,7 +117,7 @@ class Encoding:
         n = len(given[0])
         texts = [_text_of(value) for values in given for value in values]
         numbers = [value for name in self.schema.dense for value in rows[name]]
-        if any(type(value) not in (int, float, type(None)) for value in numbers) or None in texts:
+        if not n or any(type(value) not in (int, float, type(None)) for value in numbers) or None in texts:
             return None
         if self.is_criteo:
             texts = [text.lower() for text in texts if text is not None]
@@ -227,20 +227,6 @@ def _criteo_keys(texts: pa.Array) -> Ids:
         shown = texts[int(np.flatnonzero(wrong)[0])].as_py()
         raise UserError(f"{shown[:40]!r} is not 8 hexadecimal digits, nor empty")
     return keys
-
-
-def joined(batches: Sequence[Batch]) -> Batch:
-    """Return the rows of batches, in order; at least one."""
-    if len(batches) == 1:
-        return batches[0]
-    bags = {
-        name: tuple(np.concatenate([batch.bags[name][part] for batch in batches]) for part in (0, 1))
-        for name in batches[0].bags
-    }
-    return Batch(
-        *(np.concatenate([getattr(batch, name) for batch in batches]) for name in ("label", "dense", "ids")),
-        bags,  # type: ignore[arg-type]
-    )
 
 
 def rows_of(batch: Batch, start: int, stop: int) -> Batch:

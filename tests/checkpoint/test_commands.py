@@ -1,0 +1,207 @@
+"""`python -m hostdev.checkpoint`: what it prints, what it merges, what it writes for others."""
+
+import json
+import shutil
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hostdev.data.preprocess import __main__ as preprocess
+from safetensors.torch import load_file
+
+from hostdev.checkpoint import __main__ as checkpoint
+from hostdev.checkpoint import compact, folder, manifest
+from hostdev.checkpoint.layers import Layers
+from hostdev.core import cli
+from hostdev.train import __main__ as train
+
+OWN = ["--model", "tests.own_models:ThreeTables"]
+
+
+def run(module, *arguments):
+    return cli.run(module.PROG, module.main, list(map(str, arguments)))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two runs, of Wide & Deep and of three groups, with a whole checkpoint and some that add to it."""
+    path = tmp_path_factory.mktemp("runs")
+    assert run(preprocess, "synthetic", "--rows", 6000, "--threshold", 0, "--out", path / "data") == 0
+    options = ["--data", path / "data", "--batch-size", 100, "--emb-dim", 4, "--epochs", 1, "--device", "cpu"]
+    save = ["--host-device-mix", "--checkpoint-every", 1, "--max-steps", 3, "--keep-checkpoints", 9]
+    assert run(train, *options, *save, "--run-dir", path / "wide") == 0
+    assert run(train, *options, *save, "--run-dir", path / "own", *OWN) == 0
+    return path
+
+
+@pytest.fixture(params=["wide", "own"])
+def saved(request, runs, tmp_path):
+    """A copy of one of them, and its digest."""
+    shutil.copytree(runs / request.param / "checkpoints", tmp_path / "c")
+    return tmp_path / "c", json.loads((runs / request.param / "summary.json").read_text())["state_sha256"]
+
+
+def test_some_add_to_others(saved):
+    path, _ = saved
+    parents = [manifest.read(path / name).parent for name in folder.names_in(path)]
+    assert parents[0] is None
+    assert [parent.name for parent in parents[1:]] == folder.names_in(path)[:-1]
+
+
+def test_info_and_verify(saved, capsys):
+    path, digest = saved
+    assert run(checkpoint, "info", path) == 0
+    out = capsys.readouterr().out
+    names = folder.names_in(path)
+    assert names == ["step-0000000001", "step-0000000002", "step-0000000003", "step-0000000003.2"]
+    assert [line.split()[0] for line in out.splitlines()[1:5]] == names
+    assert "all rows" in out
+    assert "rows since 0000000001" in out
+    assert f"state_sha256 {digest}" in out
+    assert run(checkpoint, "verify", path) == 0
+    out = capsys.readouterr().out
+    assert out.count(": whole") == len(folder.chain_of(path / names[-1]))
+    assert f"state_sha256 {digest}, as the manifest says" in out
+    assert run(checkpoint, "verify", path / names[1]) == 0
+    file = next((path / names[1]).rglob("*.arrow"))
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert run(checkpoint, "verify", path) == 2
+    assert f"{file} is broken (its checksum is wrong)" in capsys.readouterr().err
+
+
+def test_diff(saved, capsys):
+    path, _ = saved
+    names = folder.names_in(path)
+    assert run(checkpoint, "diff", path / names[-1], path / names[-1]) == 0
+    assert capsys.readouterr().out == "equal\n"
+    assert run(checkpoint, "diff", path / names[0], path / names[1]) == 1
+    out = capsys.readouterr().out
+    assert "step: 1 and 2" in out
+    a, b = (Layers(folder.chain_of(path / name)) for name in names[:2])
+    for table in a.manifest.tables:
+        x, y = (np.concatenate(list(layers.column(table.name, "weights"))) for layers in (a, b))
+        rows = np.flatnonzero((x != y).any(1))
+        line = f"table {table.name}, weights: {len(rows):,} of {table.rows:,} rows differ, the first is {rows[0]};"
+        assert line in out
+
+
+@pytest.mark.parametrize("keep", [None, 1])
+def test_compact(saved, capsys, keep):
+    path, digest = saved
+    before = folder.names_in(path)
+    shutil.copytree(path, path.with_name("copy"))
+    assert run(checkpoint, "compact", path, *([] if keep is None else ["--keep", keep])) == 0
+    assert "4 checkpoints in one" in capsys.readouterr().out
+    merged = "step-0000000003.3"
+    assert folder.names_in(path) == ([*before[:-1], merged] if keep is None else [merged])
+    assert manifest.read(path / merged).parent is None
+    assert run(checkpoint, "verify", path) == 0
+    assert f"state_sha256 {digest}, as the manifest says" in capsys.readouterr().out
+    assert run(checkpoint, "diff", path, path.with_name("copy")) == 0
+    assert run(checkpoint, "compact", path) == 0
+    assert "is whole already" in capsys.readouterr().out
+
+
+def test_compact_while_another_process_writes(saved, capsys):
+    path, _ = saved
+    with folder.locked(path):
+        assert run(checkpoint, "compact", path) == 2
+    assert "is in use" in capsys.readouterr().err
+
+
+def test_a_compaction_that_fails_changes_nothing(saved, monkeypatch):
+    path, _ = saved
+    before = folder.names_in(path)
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(compact._MergedRows, "read", fail)
+    assert run(checkpoint, "compact", path) == 2
+    assert folder.names_in(path) == before
+    monkeypatch.undo()
+    assert run(checkpoint, "compact", path) == 0
+
+
+@pytest.mark.parametrize("form", ["parquet", "npy", "safetensors"])
+def test_export_is_read_by_others(saved, tmp_path, form):
+    path, _ = saved
+    out = tmp_path / "out"
+    assert run(checkpoint, "export", path, "--out", out, "--format", form, "--slots") == 0
+    layers = Layers(folder.chain_of(path / folder.names_in(path)[-1]))
+    for table in layers.manifest.tables:
+        for name in ("weights", *table.slots, *table.row_slots):
+            expected = np.concatenate(list(layers.column(table.name, name)))
+            if form == "npy":
+                found = np.load(out / f"{table.name}.{name}.npy")
+            elif form == "safetensors":
+                found = load_file(out / f"{table.name}.safetensors")[name].numpy()
+            else:
+                found = np.stack(pd.read_parquet(out / f"{table.name}.parquet")[name])
+            np.testing.assert_array_equal(found.reshape(expected.shape), expected)
+    dense = torch.load(out / "dense.pt", weights_only=True)
+    assert dense.keys() == {
+        key.removeprefix("model.") for key in layers.manifest.state["dense"]["model"]
+    }  # fmt: skip
+    ids = pq.read_table(out / ("ids.parquet" if form != "parquet" else f"{layers.manifest.tables[0].name}.parquet"))
+    frame = ids.to_pandas()
+    assert frame["id"].tolist() == list(range(len(frame)))
+    assert frame["column"][0] == "I1"
+    assert frame["value"].isna().sum() == 39
+    assert set(frame["column"][39:]) <= {f"C{i}" for i in range(1, 27)}
+    assert run(checkpoint, "export", path, "--out", out) == 2  # it is there already
+
+
+def test_export_in_bfloat16(saved, tmp_path, capsys):
+    path, _ = saved
+    options = ["export", path, "--out", tmp_path / "out", "--dtype", "bf16"]
+    assert run(checkpoint, *options) == 2
+    assert "parquet has no bfloat16; use --format safetensors" in capsys.readouterr().err
+    assert run(checkpoint, *options, "--format", "safetensors") == 0
+    layers = Layers(folder.chain_of(path / folder.names_in(path)[-1]))
+    for table in layers.manifest.tables:
+        expected = torch.from_numpy(np.concatenate(list(layers.column(table.name, "weights")))).bfloat16()
+        found = load_file(tmp_path / "out" / f"{table.name}.safetensors")
+        assert found.keys() == {"weights"}
+        assert torch.equal(found["weights"], expected)
+
+
+def test_a_plain_model_of_what_was_exported(runs, tmp_path):
+    """Wide & Deep by hand: tables from .npy, layers from torch's file; the logits are the predictor's."""
+    from hostdev.data import manifest as data
+    from hostdev.data.shards import ShardReader
+
+    import hostdev
+
+    path = runs / "wide/checkpoints"
+    assert run(checkpoint, "export", path, "--out", tmp_path / "out", "--format", "npy") == 0
+    wide, deep = (np.load(tmp_path / "out" / f"{name}.weights.npy") for name in ("wide", "deep"))
+    dense = torch.load(tmp_path / "out/dense.pt", weights_only=True)
+    found = data.read(runs / "data")
+    batch = next(ShardReader(runs / "data", found, "test").batches(50))
+    ids = np.hstack([np.tile(np.arange(13), (50, 1)), batch.ids])
+    values = torch.from_numpy(np.hstack([batch.dense, np.ones((50, 26), np.float32)]))
+    hidden = (torch.from_numpy(deep[ids]) * values[:, :, None]).flatten(1)
+    numbers = sorted({int(name.split(".")[1]) for name in dense if name.startswith("deep.")})
+    for number in numbers:
+        hidden = torch.nn.functional.linear(hidden, dense[f"deep.{number}.weight"], dense[f"deep.{number}.bias"])
+        hidden = hidden.relu() if number != numbers[-1] else hidden
+    logits = (torch.from_numpy(wide[ids][:, :, 0]) * values).sum(1) + dense["bias"] + hidden[:, 0]
+    np.testing.assert_allclose(hostdev.Predictor(path).logits(batch), logits, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["info", "nowhere"], "there is no nowhere"),
+        (["info", "."], "holds no checkpoint"),
+        (["compact", "nowhere", "--keep", 0], "--keep must be at least 1"),
+        (["look", "."], "invalid choice: 'look'"),
+    ],
+)
+def test_wrong_arguments(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert run(checkpoint, *arguments) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,278 @@
+"""Probabilities from a checkpoint: those of the last evaluation; raw rows, dicts, frames, shards; unseen values."""
+
+import threading
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hostdev.data import manifest
+from hostdev.data.preprocess import __main__ as preprocess
+from hostdev.data.preprocess.criteo import COLUMNS
+from hostdev.data.preprocess.synthetic import Synthetic, write_text
+from hostdev.data.shards import ShardReader
+
+import hostdev
+from hostdev.checkpoint import folder
+from hostdev.core import cli
+from hostdev.predict import __main__ as predict
+from hostdev.predict.tables import MappedTable
+from hostdev.train import __main__ as train
+from hostdev.train import metrics
+from tests.data import movies
+
+OWN = ["--model", "tests.own_models:ThreeTables"]
+
+
+def run(module, *arguments):
+    return cli.run(module.PROG, module.main, list(map(str, arguments)))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Criteo's text, its data set, and a run with whole and adding checkpoints."""
+    path = tmp_path_factory.mktemp("criteo")
+    write_text(Synthetic(3000, 5), path / "raw.txt")
+    assert run(preprocess, "criteo", path / "raw.txt", "--out", path / "data", "--threshold", 2, "--dense", "log") == 0
+    options = ["--data", path / "data", "--batch-size", 400, "--emb-dim", 4, "--epochs", 2, "--device", "cpu"]
+    assert run(train, *options, "--host-device-mix", "--checkpoint-every", 3, "--run-dir", path / "run") == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def films(tmp_path_factory):
+    """A table with bags and shared ids, its data set, and a run of three groups in bfloat16."""
+    path = tmp_path_factory.mktemp("films")
+    movies.make(rows=2000, users=60, items=40).write_csv(path / "films.csv")
+    flags = ["--label", "liked", "--numeric", "age", "--categorical", "user,item", "--bag", "genres=|", "--bag"]
+    more = ["history= ", "--share", "history=item", "--dense", "standard", "--out", path / "data"]
+    assert run(preprocess, "table", path / "films.csv", *flags, *more) == 0
+    options = ["--data", path / "data", "--batch-size", 300, "--epochs", 1, "--device", "cpu", "--precision", "bf16"]
+    assert run(train, *options, *OWN, "--checkpoint-every", 2, "--run-dir", path / "run") == 0
+    return path
+
+
+def last_line(path):
+    return (path / "run/eval.log").read_text().splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["trained", "films"])
+def test_the_last_evaluation(request, name, tmp_path, capsys):
+    path = request.getfixturevalue(name)
+    capsys.readouterr()
+    out = tmp_path / "p.parquet"
+    assert run(predict, "--checkpoint", path / "run/checkpoints", "--data", path / "data", "--out", out) == 0
+    printed = capsys.readouterr().out
+    found = pq.read_table(out).to_pandas()
+    auc = metrics.auc(found["probability"].to_numpy(np.float64), found["label"].to_numpy(np.float32))
+    assert f"auc is {auc:.6f}" in last_line(path)
+    assert f"AUC {auc:.4f}   log loss" in printed
+    logloss = float(last_line(path).split("logloss is ")[1].split(",")[0])
+    assert f"log loss {logloss:.4f}" in printed
+    assert len(found) == manifest.read(path / "data").rows("test")
+
+
+def raw_lines(path):
+    return (path / "raw.txt").read_text().splitlines()
+
+
+def test_raw_text_of_rows_never_seen_is_as_its_shards(trained, tmp_path, capsys):
+    """Values of another draw, many of them unseen; with and without labels, and with a line that is none."""
+    write_text(Synthetic(500, 77), tmp_path / "new.txt")
+    lines = (tmp_path / "new.txt").read_text().splitlines()
+    assert run(predict, "--checkpoint", trained / "run/checkpoints", "--data", tmp_path / "new.txt",
+               "--out", tmp_path / "a.parquet") == 0  # fmt: skip
+    assert "AUC" in capsys.readouterr().out
+    bare = [line.partition("\t")[2] for line in lines]
+    bare.insert(3, "what is this")
+    (tmp_path / "bare.txt").write_text("\n".join(bare))
+    assert run(predict, "--checkpoint", trained / "run/checkpoints", "--data", tmp_path / "bare.txt",
+               "--out", tmp_path / "b.parquet") == 0  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "AUC" not in printed
+    assert "1 malformed lines have no probability" in printed
+    labelled, without = (pq.read_table(tmp_path / f"{name}.parquet") for name in "ab")
+    assert without["probability"].null_count == 1
+    assert without["probability"][3].as_py() is None
+    assert without["label"].null_count == 501
+    kept = np.delete(without["probability"].to_numpy(), 3)
+    np.testing.assert_array_equal(kept, labelled["probability"].to_numpy())
+
+    # The same rows as a data set of the same vocabulary: of all rows, as training rows of the old one.
+    predictor = hostdev.Predictor(trained / "run/checkpoints")
+    columns = {name: [line.split("\t")[i] for line in lines] for i, name in enumerate(COLUMNS)}
+    np.testing.assert_allclose(predictor(columns), labelled["probability"].to_numpy(), rtol=1e-6)
+
+
+def test_a_data_sets_own_rows_from_text(trained, tmp_path):
+    """What preprocessing made of a row, encoding makes of it again: ids and numbers, to the bit."""
+    predictor = hostdev.Predictor(trained / "run/checkpoints")
+    columns = {name: [line.split("\t")[i] for line in raw_lines(trained)] for i, name in enumerate(COLUMNS)}
+    batch = predictor.encoding.encode(pa.RecordBatch.from_pydict(columns))
+    found = manifest.read(trained / "data")
+    rows = {split: next(ShardReader(trained / "data", found, split).batches(10_000)) for split in ("train", "test")}
+    key = lambda batch, i: (batch.ids[i].tobytes(), batch.dense[i].tobytes(), float(batch.label[i]))  # noqa: E731
+    mine = sorted(key(batch, i) for i in range(len(batch)))
+    assert mine == sorted(key(of, i) for of in rows.values() for i in range(len(of)))
+
+
+@pytest.mark.parametrize("name", ["trained", "films"])
+def test_dicts_frames_and_tables(request, name):
+    path = request.getfixturevalue(name)
+    predictor = hostdev.Predictor(path / "run/checkpoints")
+    if name == "trained":
+        lines = [line.split("\t") for line in raw_lines(path)[:70]]
+        frame = pd.DataFrame({column: [line[i] for line in lines] for i, column in enumerate(COLUMNS)}).drop(
+            columns="label"
+        )
+        for column in COLUMNS[1:14]:
+            frame[column] = pd.to_numeric(frame[column])
+    else:
+        frame = pd.read_csv(path / "films.csv").head(70).drop(columns="liked")
+        frame["history"] = frame["history"].fillna("")
+    expected = predictor(pa.Table.from_pandas(frame))
+    assert expected.shape == (70,)
+    assert ((expected > 0) & (expected < 1)).all()
+    values = {
+        column: [None if isinstance(v, float) and np.isnan(v) else v for v in frame[column].tolist()]
+        for column in frame
+    }
+    for given in (frame, pa.RecordBatch.from_pandas(frame), values, {k: np.array(v) for k, v in frame.items()}):
+        np.testing.assert_allclose(predictor(given), expected, rtol=1e-6)
+    few = {column: listed[:9] for column, listed in values.items()}  # in Python alone, if it has no bags
+    np.testing.assert_allclose(predictor(few), expected[:9], rtol=1e-6)
+    one = {column: listed[4] for column, listed in values.items()}
+    np.testing.assert_allclose(predictor(one), expected[4:5], rtol=1e-6)
+    assert len(predictor({column: [] for column in values})) == 0
+
+
+def test_values_that_training_has_not_seen(films):
+    predictor = hostdev.Predictor(films / "run/checkpoints")
+    row = {"user": "nobody", "item": "m9999", "age": None, "history": "m0001 m7777", "genres": ""}
+    batch = predictor.encoding.encode(pa.RecordBatch.from_pydict({k: [v] for k, v in row.items()}))
+    spaces = {space.name: space for space in predictor.data.schema.spaces}
+    assert batch.ids.tolist() == [[spaces["user"].oov, spaces["item"].oov]]
+    values, lengths = batch.bags["history"]
+    assert lengths.tolist() == [2]
+    assert values[1] == spaces["item"].oov != values[0]
+    assert 0 < predictor(row)[0] < 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({"user": ["a"]}, "the rows have no column 'age'"),
+        ({"user": ["a"], "item": ["b"], "age": ["old"], "genres": [""], "history": [""]}, "row 1, column 'age'"),
+        (
+            {"user": [0.5], "item": ["b"], "age": [1], "genres": [""], "history": [""]},
+            "column 'user': 0.5 is not a who",
+        ),
+    ],
+)
+def test_wrong_rows(films, rows, message):
+    with pytest.raises(hostdev.UserError, match=message):
+        hostdev.Predictor(films / "run/checkpoints")(rows)
+    with pytest.raises(TypeError, match="rows are a dict"):
+        hostdev.Predictor(films / "run/checkpoints")([1, 2])
+
+
+def test_many_threads(trained):
+    predictor = hostdev.Predictor(trained / "run/checkpoints")
+    lines = [line.split("\t") for line in raw_lines(trained)[:200]]
+    rows = [{column: [line[i]] for i, column in enumerate(COLUMNS) if i} for line in lines]
+    expected = [predictor(row)[0] for row in rows]
+    found = [[] for _ in range(4)]
+
+    def work(out):
+        out.extend(predictor(row)[0] for row in rows)
+
+    threads = [threading.Thread(target=work, args=(out,)) for out in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(out == expected for out in found)
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_mapped_tables_are_the_checkpoints(trained, number):
+    names = folder.names_in(trained / "run/checkpoints")
+    chain = folder.chain_of(trained / "run/checkpoints" / names[number])
+    from hostdev.checkpoint.layers import Layers
+
+    for table in chain[-1].manifest.tables:
+        expected = np.concatenate(list(Layers(chain).column(table.name, "weights")))
+        mapped = MappedTable(chain, table.name)
+        for dtype in (np.int32, np.int64):
+            ids = np.random.default_rng(0).integers(0, table.rows, 5000).astype(dtype)
+            np.testing.assert_array_equal(mapped.lookup(ids), expected[ids])
+        with pytest.raises(hostdev.UserError, match="outside"):
+            mapped.lookup(np.array([table.rows]))
+
+
+def test_a_chain_of_many(tmp_path):
+    """A row in the newest layer that has it."""
+    table = hostdev.HostTable(200_000, 3, hostdev.SGD(lr=1.0), name="t")
+    runtime = hostdev.Runtime({"t": table}, device="cpu")
+    rng = np.random.default_rng(1)
+    for step in range(6):
+        runtime.pipeline.steps = step
+        runtime.save(tmp_path)
+        ids = rng.choice(table.rows, 300, replace=False)
+        table.update(ids, rng.random((300, 3), np.float32))
+    runtime.pipeline.steps = 6
+    runtime.save(tmp_path)
+    chain = folder.chain_of(tmp_path / folder.names_in(tmp_path)[-1])
+    assert len(chain) == 7
+    ids = np.arange(table.rows)
+    np.testing.assert_array_equal(MappedTable(chain, "t").lookup(ids), table.block[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data", "nowhere"], "--data nowhere: there is no such file or data set"),
+        (["--checkpoint", "nowhere"], "there is no nowhere"),
+        (["--out", "no/p.parquet"], "--out no/p.parquet: there is no folder no"),
+        (["--out", "taken"], "--out taken exists; choose another file"),
+        (["--split", "train"], "--split has no effect on"),
+    ],
+)
+def test_wrong_options(trained, tmp_path, monkeypatch, capsys, options, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").write_text("")
+    base = ["--checkpoint", trained / "run/checkpoints", "--data", trained / "raw.txt", "--out", "p.parquet"]
+    assert run(predict, *base, *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_data_set_of_other_columns(trained, films, tmp_path, capsys):
+    options = ["--checkpoint", trained / "run/checkpoints", "--data", films / "data", "--out", tmp_path / "p.parquet"]
+    assert run(predict, *options) == 2
+    assert "has other columns or ids than" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_a_program_of_its_own(tmp_path):
+    table = hostdev.HostTable(10, 2, hostdev.SGD(lr=0.1), name="t")
+    hostdev.Runtime({"t": table}, device="cpu").save(tmp_path / "c")
+    with pytest.raises(hostdev.UserError, match="saved by a program of its own"):
+        hostdev.Predictor(tmp_path / "c")
+
+
+def test_hashed_ids(tmp_path, capsys):
+    write_text(Synthetic(800, 5), tmp_path / "raw.txt")
+    data = tmp_path / "data"
+    assert run(preprocess, "criteo", tmp_path / "raw.txt", "--out", data, "--hash-buckets", 500) == 0
+    options = ["--data", data, "--batch-size", 200, "--emb-dim", 4, "--epochs", 1, "--device", "cpu"]
+    assert run(train, *options, "--checkpoint-every", 9, "--run-dir", tmp_path / "run") == 0
+    predictor = hostdev.Predictor(tmp_path / "run/checkpoints")
+    lines = [line.split("\t") for line in (tmp_path / "raw.txt").read_text().splitlines()]
+    columns = {name: [line[i] for line in lines] for i, name in enumerate(COLUMNS)}
+    out = tmp_path / "p.parquet"
+    assert run(predict, "--checkpoint", predictor.path, "--data", tmp_path / "raw.txt", "--out", out) == 0
+    np.testing.assert_allclose(predictor(columns), pq.read_table(out)["probability"].to_numpy(), rtol=1e-6)
+    batch = predictor.encoding.encode(pa.RecordBatch.from_pydict(columns))
+    found = manifest.read(data)
+    rows = [next(ShardReader(data, found, split).batches(10_000)) for split in ("train", "test")]
+    assert sorted(row.tobytes() for row in batch.ids) == sorted(row.tobytes() for of in rows for row in of.ids)
