@@ -1,6 +1,8 @@
 """From tables in training to files: a snapshot of each, read in order, written by threads while training goes on."""
 
+import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +29,7 @@ from hostdev.checkpoint.tree import tensors_as_bytes
 Rows = npt.NDArray[np.float32]
 
 _PIECE = 1 << 22  # bytes
+_NICE = 10
 _WRITERS = 2  # hash and write a file each; a third buffer is being filled
 
 
@@ -160,7 +163,7 @@ class Saving:
         buffers: SimpleQueue[Rows] = SimpleQueue()
         for _ in range(_WRITERS + 1):
             buffers.put(np.empty(0, np.float32))
-        with ThreadPoolExecutor(_WRITERS, "hostdev-checkpoint") as pool:
+        with ThreadPoolExecutor(_WRITERS, "hostdev-checkpoint", _give_way) as pool:
             for number, item in enumerate(self._items):
                 (partial / "tables" / str(number)).mkdir(parents=True)
                 written: list[Future[RangeFile]] = []
@@ -191,6 +194,12 @@ class Saving:
                 replace(item.table, files=[file.result() for file in written])
                 for item, written in zip(self._items, found, strict=True)
             ]
+
+
+def _give_way() -> None:
+    """Let training have the cores first; this thread holds nothing that training waits for."""
+    if sys.platform == "linux":  # where it is a matter of one thread
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def _raise_first(written: list[Future[RangeFile]]) -> None:

@@ -1,0 +1,226 @@
+"""Claim: a checkpoint is written at 70% of the disk's speed or more, and training stands still for 10% of that at most.
+
+A loop over a table and its optimizer rows, with Zipf ids and a dense step that only waits, as an accelerator's would.
+In the same run: blocks of 64 MiB written to the same disk, each brought to it (fsync), and read again after the page
+cache was dropped. A whole checkpoint, then one after some steps, both while the loop goes on; then a load, and the
+latency of a `Predictor` on the same table against its dense network alone.
+
+Standing still is what `save` takes plus what the steps during the writing take longer than the median of those before;
+on few cores the threads that hash and write also take time from the host's kernels, which counts here.
+"""
+
+import argparse
+import itertools
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import hostdev.core.environment  # isort: skip  (before torch)
+import numpy as np
+import torch
+from hostdev.data import lookalike, manifest
+from hostdev.data.batch import Batch
+from record import record
+from workload import ids_of
+
+import hostdev
+from hostdev.checkpoint import folder
+from hostdev.checkpoint.loading import load_tables, verify
+from hostdev.device import backend
+from hostdev.train import config
+from hostdev.train.build import model_of
+from hostdev.train.checkpointing import Progress, data_files, values
+from hostdev.train.quality import Quality
+from hostdev.train.trainer import Trainer
+
+DIM, UNIQUE_IDS = 80, 200_000
+BLOCK = 1 << 26
+STEP_SECONDS = 0.05  # of the dense side, which only waits
+LIMITS = {"write rate": 0.7, "stall": 0.1, "latency of a batch of 1": 2.0}
+
+
+def drop_page_cache(paths: list[Path]) -> None:
+    """Ask the kernel to forget files, so that they are read from the disk."""
+    for path in paths:
+        number = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(number)
+
+
+def disk_rates(path: Path, size: int) -> tuple[float, float]:
+    """GB/s of writing and reading blocks, each a file that is brought to the disk."""
+    block = np.random.default_rng(0).integers(0, 255, BLOCK, np.uint8).tobytes()
+    files = [path / f"block-{i}" for i in range(max(1, size // BLOCK))]
+    start = time.perf_counter()
+    for file in files:
+        with file.open("wb", buffering=0) as out:
+            out.write(block)
+            os.fsync(out.fileno())
+    written = time.perf_counter() - start
+    drop_page_cache(files)
+    start = time.perf_counter()
+    for file in files:
+        file.read_bytes()
+    read = time.perf_counter() - start
+    for file in files:
+        file.unlink()
+    return len(files) * BLOCK / written / 1e9, len(files) * BLOCK / read / 1e9
+
+
+def steps_of(runtime: hostdev.Runtime, rows: int) -> Iterator[None]:
+    """Steps whose dense side waits; gradients of ones."""
+    batches = [torch.from_numpy(ids_of(rows, UNIQUE_IDS, seed)) for seed in range(8)]
+    one = torch.ones(1)
+    for _, found in runtime.train(itertools.cycle(batches), ids=lambda ids: {"t": ids}):
+        time.sleep(STEP_SECONDS)
+        found["t"].backward(one.expand_as(found["t"]))
+        yield
+
+
+def timed(steps: Iterator[None], until: Callable[[int], bool]) -> list[float]:
+    """Seconds of each step."""
+    times: list[float] = []
+    while not until(len(times)):
+        start = time.perf_counter()
+        next(steps)
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def saving(path: Path, rows: int, settle: int, between: int) -> dict[str, float]:
+    """A whole checkpoint and one that adds to it, while the loop goes on."""
+    table = hostdev.HostTable(rows, DIM, hostdev.LazyAdam(), name="t")
+    runtime = hostdev.Runtime({"t": table}, device="cpu", depth=2)
+    steps = steps_of(runtime, rows)
+    timed(steps, lambda n: n == settle)
+    plain = statistics.median(timed(steps, lambda n: n == settle))
+    found: dict[str, float] = {"step ms": plain * 1e3}
+    for what in ("whole", "adding"):
+        disk, _ = disk_rates(path, 1 << 31)
+        start = time.perf_counter()
+        made = runtime.save(path / "c", wait=False)
+        called = time.perf_counter() - start
+        times = timed(steps, lambda _: not made.is_running)  # noqa: B023
+        seconds = time.perf_counter() - start
+        checkpoint = made.wait()
+        size = checkpoint.manifest.nbytes
+        longer = sum(max(0.0, one - plain) for one in times)
+        written = sum(file.rows for file in checkpoint.manifest.tables[0].files)
+        keeper = next(iter(runtime._keeper._folders.values()))
+        found |= {
+            f"{what}: GB": size / 1e9, f"{what}: rows": written, f"{what}: seconds": seconds,
+            f"{what}: GB/s": size / seconds / 1e9, f"{what}: of the disk's": size / seconds / 1e9 / disk,
+            f"{what}: disk GB/s": disk, f"{what}: save() ms": called * 1e3,
+            f"{what}: stall of the write": (called + longer) / seconds,
+            f"{what}: save() of the write": called / seconds,
+            f"{what}: copied aside MB": keeper.most_copied / 1e6,
+            f"{what}: bytes over those of the rows": size / (written * table.block[0].nbytes),
+        }  # fmt: skip
+        timed(steps, lambda n: n == between)
+    steps.close()  # type: ignore[attr-defined]
+    chain = folder.chain_of(checkpoint.path)
+    files = [each.path / file.file for each in chain for file in each.manifest.files]
+    size = sum(file.stat().st_size for file in files)
+    drop_page_cache(files)
+    _, disk = disk_rates(path, 1 << 31)
+    start = time.perf_counter()
+    verify(chain)
+    load_tables(chain, {"t": table})
+    seconds = time.perf_counter() - start
+    return found | {"load: GB/s, checked": size / seconds / 1e9, "load: of the disk's": size / seconds / 1e9 / disk}
+
+
+def predicting(path: Path, rows: int, rounds: int) -> dict[str, float]:
+    """Latency of ids of Wide & Deep with a table of so many rows, and of one row as a dict."""
+    data, _ = lookalike.ensure()
+    found = manifest.read(data)
+    settings = config.TrainConfig(data=data, emb_dim=DIM).resolved()
+    model = model_of(settings, found.schema)
+    for spec in model.tables.values():
+        object.__setattr__(spec, "rows", rows)
+    device = backend.select("cpu")
+    trainer = Trainer(model, host_device_mix=True, device=device, seed=1)
+    with hostdev.checkpoint.checkpoints.Checkpoints(path / "p") as to:
+        to.lock()
+        more = values(settings, found, "cpu", Progress(), Quality())
+        trainer.save(to, 1, more, data_files(data, found)).wait()
+    del trainer
+    start = time.perf_counter()
+    predictor = hostdev.Predictor(path / "p")
+    result = {"start ms": (time.perf_counter() - start) * 1e3}
+    rng = np.random.default_rng(0)
+    schema = predictor.data.schema
+
+    def measure(run: Callable[[], object], count: int) -> tuple[float, float]:
+        times = []
+        for _ in range(count):
+            start = time.perf_counter()
+            run()
+            times.append((time.perf_counter() - start) * 1e3)
+        return statistics.median(times), sorted(times)[int(0.99 * len(times))]
+
+    for size in (1, 64, 4096):
+        ids = rng.integers(0, rows, (size, len(schema.ids))).astype(np.int32)
+        batch = Batch(np.zeros(size, np.float32), rng.random((size, len(schema.dense)), np.float32), ids, {})
+        with torch.inference_mode():
+            looked_up, dense = dict(predictor._rows(batch)), torch.from_numpy(batch.dense)
+
+        def network(dense: torch.Tensor = dense, looked_up: dict = looked_up) -> object:
+            with torch.inference_mode():
+                return predictor.model(dense, looked_up)
+
+        ways = {"ids": lambda batch=batch: predictor.logits(batch), "network": network}
+        if size == 1:
+            row = dict.fromkeys(schema.dense, 1.0) | dict.fromkeys(schema.ids, "05db9164")
+            ways["dict"] = partial(predictor, row)
+        for run in ways.values():
+            measure(run, 20)
+        measured = {name: measure(run, rounds if size < 4096 else max(10, rounds // 20)) for name, run in ways.items()}
+        for name, (median, tail) in measured.items():
+            result |= {f"{size}, {name}: ms": median, f"{size}, {name}: p99 ms": tail}
+            if name != "network":
+                result[f"{size}, {name}: over the network"] = median / measured["network"][0]
+    return result
+
+
+def _tell(what: str, value: float, limit: float, *, least: bool = False) -> None:
+    met = value >= limit if least else value <= limit
+    print(f"{what}: {value:.2f}, at {'least' if least else 'most'} {limit}: {'met' if met else 'not met'}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=5_000_000, help="of the table (D = 80)")
+    parser.add_argument("--steps", type=int, default=30, help="before, and between the checkpoints")
+    parser.add_argument("--rounds", type=int, default=500, help="of predictions")
+    parser.add_argument("--dir", type=Path, help="a folder on the disk to be measured")
+    parser.add_argument("--out", type=Path, help="where the result goes instead of bench/results/")
+    arguments = parser.parse_args()
+    path = Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=arguments.dir))
+    try:
+        result = {"saving": saving(path, arguments.rows, arguments.steps, arguments.steps)}
+        shutil.rmtree(path / "c")
+        result["predicting"] = predicting(path, arguments.rows, arguments.rounds)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+    for part, figures in result.items():
+        print(f"\n{part}")
+        for name, value in figures.items():
+            print(f"  {name:<34}{value:>14,.3f}")
+    saved = result["saving"]
+    for what in ("whole", "adding"):
+        _tell(f"{what}: of the disk's rate", saved[f"{what}: of the disk's"], LIMITS["write rate"], least=True)
+        _tell(f"{what}: stall of the write", saved[f"{what}: stall of the write"], LIMITS["stall"])
+    for way in ("ids", "dict"):
+        over = result["predicting"][f"1, {way}: over the network"]
+        _tell(f"a batch of 1, {way}: over the network", over, LIMITS["latency of a batch of 1"])
+    record("checkpoint", result, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
