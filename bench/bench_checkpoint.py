@@ -5,8 +5,9 @@ In the same run: blocks of 64 MiB written to the same disk, each brought to it (
 cache was dropped. A whole checkpoint, then one after some steps, both while the loop goes on; then a load, and the
 latency of a `Predictor` on the same table against its dense network alone.
 
-Standing still is what `save` takes plus what the steps during the writing take longer than the median of those before;
-on few cores the threads that hash and write also take time from the host's kernels, which counts here.
+Training stands still while `save` is called and while rows are copied aside that it wants to write. Beside that, what
+the steps during the writing take longer than the median of those before: on few cores the threads that hash and write
+take time from the host's kernels.
 """
 
 import argparse
@@ -100,6 +101,7 @@ def saving(path: Path, rows: int, settle: int, between: int) -> dict[str, float]
     timed(steps, lambda n: n == settle)
     plain = statistics.median(timed(steps, lambda n: n == settle))
     found: dict[str, float] = {"step ms": plain * 1e3}
+    copying = 0.0
     for what in ("whole", "adding"):
         disk, _ = disk_rates(path, 1 << 31)
         start = time.perf_counter()
@@ -108,16 +110,18 @@ def saving(path: Path, rows: int, settle: int, between: int) -> dict[str, float]
         times = timed(steps, lambda _: not made.is_running)  # noqa: B023
         seconds = time.perf_counter() - start
         checkpoint = made.wait()
+        keeper = next(iter(runtime._keeper._folders.values()))
+        copying, before = keeper.copying_seconds, copying
         size = checkpoint.manifest.nbytes
         longer = sum(max(0.0, one - plain) for one in times)
         written = sum(file.rows for file in checkpoint.manifest.tables[0].files)
-        keeper = next(iter(runtime._keeper._folders.values()))
         found |= {
             f"{what}: GB": size / 1e9, f"{what}: rows": written, f"{what}: seconds": seconds,
             f"{what}: GB/s": size / seconds / 1e9, f"{what}: of the disk's": size / seconds / 1e9 / disk,
             f"{what}: disk GB/s": disk, f"{what}: save() ms": called * 1e3,
-            f"{what}: stall of the write": (called + longer) / seconds,
-            f"{what}: save() of the write": called / seconds,
+            f"{what}: stall of the write": (called + copying - before) / seconds,
+            f"{what}: longer steps of the write": longer / seconds,
+            f"{what}: p99 of a step over the median": sorted(times)[int(0.99 * len(times))] / plain,
             f"{what}: copied aside MB": keeper.most_copied / 1e6,
             f"{what}: bytes over those of the rows": size / (written * table.block[0].nbytes),
         }  # fmt: skip

@@ -14,7 +14,7 @@ from hostdev.core.errors import UserError
 from hostdev.host.changes import Budget
 from hostdev.kernels.bits import count_bits
 
-COPIES_BYTES = 640 << 20  # of rows that training changes before they are saved; with the buffers less than 1 GiB
+COPIES_BYTES = 384 << 20  # of rows that training changes before they are saved; with the buffers less than 1 GiB
 
 
 class Checkpoints:
@@ -32,6 +32,7 @@ class Checkpoints:
         self._saving: Saving | None = None
         self._lock, self._is_locked = ExitStack(), False
         self.most_copied = 0  # bytes of rows that were copied aside at once
+        self.copying_seconds = 0.0  # that training has spent with that
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -87,6 +88,7 @@ class Checkpoints:
         def ended(saving: Saving) -> None:
             budget.close()
             self.most_copied = max(self.most_copied, budget.most)
+            self.copying_seconds += budget.seconds
             if saving.checkpoint is not None:
                 for table in tables:
                     if hasattr(table, "note_changes"):

@@ -29,7 +29,7 @@ from hostdev.checkpoint.tree import tensors_as_bytes
 Rows = npt.NDArray[np.float32]
 
 _PIECE = 1 << 22  # bytes
-_NICE = 10
+_NICE = 19
 _WRITERS = 2  # hash and write a file each; a third buffer is being filled
 
 
@@ -110,6 +110,7 @@ class Saving:
 
     def _run(self) -> None:
         partial: Path | None = None
+        _give_way()
         try:
             name = folder.new_name(self._path, self._step)
             partial = folder.begin(self._path, name)

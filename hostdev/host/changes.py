@@ -5,20 +5,33 @@ write before is copied aside first, and the reader takes the copy. Both happen u
 """
 
 import threading
+import time
 from collections import defaultdict
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.kernels.bits import Bits, all_bits, bits_for, copy_to_columns, count_bits, mark, rows_between, take
+from hostdev.kernels.bits import (
+    Bits,
+    all_bits,
+    bits_for,
+    copy_to_columns,
+    count_bits,
+    gather_rows,
+    mark,
+    place_in_columns,
+    rows_between,
+    take,
+)
 from hostdev.kernels.buffers import scratch
 
 Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[Any]
 
 _AT_ONCE_BYTES = 1 << 22  # copied under the lock; half a millisecond
-_BUCKETS = 256  # of a table's rows; the copies of one are freed when it has been read
+_SORTED_AT_ONCE = 16  # of these copies
+_BUCKETS = 32  # of a table's rows; the copies of one are freed when it has been read
 
 
 class Budget:
@@ -28,6 +41,7 @@ class Budget:
         self._limit, self._used, self._closed = limit, 0, False
         self._changed = threading.Condition()
         self.most = 0  # used so far
+        self.seconds = 0.0  # that training has spent with copying rows aside, and waiting for that
 
     def await_room(self) -> None:
         """Wait until less than the limit is used."""
@@ -73,9 +87,10 @@ class Snapshot:
     def save_before_write(self, ids: Ids) -> None:
         """Copy those of the rows ids [N] aside that have not been read; waits where there is no room for copies."""
         step = max(1, _AT_ONCE_BYTES // self._row_bytes)
+        begin = time.perf_counter()
         for start in range(0, len(ids), step):
             if self._ended:
-                return
+                break
             part = ids[start : start + step]
             found = scratch("rows to copy aside", (len(part),), part.dtype)
             self._budget.await_room()
@@ -84,9 +99,9 @@ class Snapshot:
                 if not count:
                     continue
                 rows = found[:count].copy()
-                kept = rows, self.block[rows], self.row_slots[rows]
-                self._aside.append(kept)
+                self._aside.append((rows, _taken(self.block, rows), _taken(self.row_slots, rows)))
             self._budget.add(count * self._row_bytes)
+        self._budget.seconds += time.perf_counter() - begin
 
     def read(self, first: int, last: int, ids: Ids | None, columns: Rows, row_columns: Rows) -> None:
         """Copy rows of [first, last) to columns; ranges come in ascending order, from one thread.
@@ -105,20 +120,22 @@ class Snapshot:
                 row_columns[:, start:stop] = self.row_slots[rows].T
                 take(rows, self._pending, scratch("rows read", (len(rows),), rows.dtype))
                 aside, self._aside = self._aside, []
-            for kept in aside:
-                self._sort_in(*kept)
+            while aside:
+                self._sort_in([aside.pop() for _ in range(min(_SORTED_AT_ONCE, len(aside)))])
             self._take_aside(rows, columns[:, start:stop], row_columns[:, start:stop])
         self._free(last)
 
-    def _sort_in(self, ids: Ids, rows: Rows, row_slots: Rows) -> None:
-        """File copies by the rows' buckets."""
+    def _sort_in(self, aside: list[tuple[Ids, Rows, Rows]]) -> None:
+        """File copies by the rows' buckets; in few steps, as training's threads want Python's lock."""
+        ids, rows, row_slots = (np.concatenate(parts) for parts in zip(*aside, strict=True))
         order = np.argsort(ids)
         ids = ids[order]
         buckets = ids // self._bucket
         edges = np.flatnonzero(np.diff(buckets, prepend=-1))
         for begin, end in zip(edges, [*edges[1:], len(ids)], strict=True):
             part = order[begin:end]
-            self._sorted[int(buckets[begin])].append((ids[begin:end].copy(), rows[part], row_slots[part]))
+            kept = ids[begin:end].copy(), _taken(rows, part), _taken(row_slots, part)
+            self._sorted[int(buckets[begin])].append(kept)
 
     def _take_aside(self, rows: Ids, columns: Rows, row_columns: Rows) -> None:
         """Put copies in the place of rows that may have been written."""
@@ -127,9 +144,9 @@ class Snapshot:
             for ids, values, row_slots in self._sorted.get(bucket, ()):
                 begin, end = np.searchsorted(ids, (first, last))
                 if begin < end:
-                    at = np.searchsorted(rows, ids[begin:end])
-                    columns[:, at] = values[begin:end].transpose(1, 0, 2)
-                    row_columns[:, at] = row_slots[begin:end].T
+                    of_these = ids[begin:end]
+                    place_in_columns(values[begin:end], of_these, rows, columns)
+                    place_in_columns(row_slots[begin:end, :, None], of_these, rows, row_columns[:, :, None])
 
     def _free(self, last: int) -> None:
         """Let go of the copies of rows before `last`."""
@@ -152,6 +169,15 @@ class Snapshot:
             self._aside = []
             self._sorted.clear()
         self._budget.add(-left * self._row_bytes)
+
+
+def _taken(values: Rows, rows: Ids) -> Rows:
+    """Return values[rows]; training's threads go on meanwhile."""
+    out = np.empty((len(rows), *values.shape[1:]), np.float32)
+    if out.size:
+        width = out.size // len(rows)
+        gather_rows(values.reshape(len(values), width), rows, out.reshape(len(rows), width))
+    return out
 
 
 class Changes:

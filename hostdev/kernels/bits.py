@@ -96,3 +96,34 @@ def copy_to_columns(start: Any, stop: Any, first: Any, ids: Any, block: Any, out
             source, to = block[row, s], out[s, i]
             for j in range(block.shape[2]):
                 to[j] = source[j]
+
+
+@kernel
+def gather_rows(rows: Any, order: Any, out: Any) -> None:
+    """Copy rows: out[i] = rows[order[i]], of float32 [any, width]; several threads may, without Python's lock."""
+    for i in range(np.uint64(0), np.uint64(len(order))):
+        ahead = i + np.uint64(_AHEAD)
+        if ahead < np.uint64(len(order)):
+            prefetch_to_read(rows, order[ahead], rows.strides[0])
+        source, to = rows[np.uint64(order[i])], out[i]
+        for j in range(len(to)):
+            to[j] = source[j]
+
+
+@kernel
+def place_in_columns(rows: Any, ids: Any, wanted: Any, columns: Any) -> None:
+    """Put rows into columns where their ids stand among those wanted: columns[s, k] = rows[i, s], wanted[k] = ids[i].
+
+    rows     float32 [n, S, D]
+    ids      int32 or int64 [n], ascending, all of them wanted
+    wanted   int64 [N], ascending
+    columns  float32 [S, N, D]
+    """
+    k = np.uint64(0)
+    for i in range(np.uint64(0), np.uint64(len(ids))):
+        while wanted[k] < ids[i]:
+            k += np.uint64(1)
+        for s in range(rows.shape[1]):
+            source, to = rows[i, s], columns[s, k]
+            for j in range(rows.shape[2]):
+                to[j] = source[j]

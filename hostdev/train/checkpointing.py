@@ -250,7 +250,7 @@ class Saver:
             "saved": self._count,
             "failed": self._failed,
             "last_step": self.saved_step,
-            "stall_us": round(self._stalled * 1e6),
+            "stall_us": round((self._stalled + self.to.copying_seconds) * 1e6),
         }
 
 
