@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
+from urllib.parse import quote
 
 import numpy as np
 import pyarrow as pa
@@ -86,13 +87,14 @@ def _columns(table: Table, options: Options) -> list[str]:
 
 def _write_table(out: Path, layers: Layers, table: Table, options: Options, progress: Progress) -> None:
     columns = _columns(table, options)
+    name = quote(table.name, safe=" ")  # which may have a slash in it
     if options.format == "parquet":
-        _write_parquet(out / f"{table.name}.parquet", layers, table, columns, progress)
+        _write_parquet(out / f"{name}.parquet", layers, table, columns, progress)
     elif options.format == "npy":
         for column in columns:
-            _write_npy(out / f"{table.name}.{column}.npy", layers, table, column, progress)
+            _write_npy(out / f"{name}.{column}.npy", layers, table, column, progress)
     else:
-        _write_safetensors(out / f"{table.name}.safetensors", layers, table, columns, options.dtype, progress)
+        _write_safetensors(out / f"{name}.safetensors", layers, table, columns, options.dtype, progress)
 
 
 def _write_parquet(path: Path, layers: Layers, table: Table, columns: list[str], progress: Progress) -> None:

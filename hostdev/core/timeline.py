@@ -13,7 +13,7 @@ from torch.profiler import record_function
 HOST_STAGES = ("read", "unique", "plan", "lookup", "send", "update first", "lookup late", "update")
 STAGES = ("read", "unique", "plan", "lookup", "send", "step", "update first", "lookup late", "update")
 STEP_PARTS = ("forward", "backward", "optimizer")  # within the step; on an accelerator, the time to queue them
-PHASES = ("epoch", "evaluation")  # around all stages; an epoch's, where the others are a batch's
+PHASES = ("epoch", "evaluation", "checkpoint")  # around all stages, or between them
 _AFTER_STEP = 1 + STAGES.index("step")
 TRACKS = (*PHASES, *STAGES[:_AFTER_STEP], *STEP_PARTS, *STAGES[_AFTER_STEP:])
 _NUMBERS = {stage: number for number, stage in enumerate(TRACKS, 1)}
@@ -125,7 +125,7 @@ class Timeline:
     def _write(self, stage: str, batch: int, flow: str, start: int, end: int, args: dict[str, int]) -> None:
         where = {"pid": 1, "tid": _NUMBERS[stage]}
         at, length = (start - self._zero) / 1e3, (end - start) / 1e3
-        number = {"epoch" if stage in PHASES else "batch": batch}
+        number = {{"checkpoint": "step"}.get(stage, "epoch" if stage in PHASES else "batch"): batch}
         events: list[dict[str, Any]] = [
             {"name": _NAMES.get(stage, stage), "cat": "stage", "ph": "X", "ts": at, "dur": length, **where,
              "args": {**number, **args}}

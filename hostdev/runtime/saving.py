@@ -23,6 +23,8 @@ class Keeper:
         """See `Runtime.save`."""
         tensors: dict[str, Tensor] = {}
         state = to_tree({"extra": extra}, tensors)
+        for each in self._folders.values():
+            each.join()  # a table has one snapshot at a time
         to = self._folders.setdefault(path.resolve(), Checkpoints(path))
         to.keep = keep
         to.lock()

@@ -1,5 +1,6 @@
 """A run's checkpoints: when one is saved, what it holds, and how a run goes on from one."""
 
+import json
 import time
 from array import array
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from hostdev.data.manifest import FILE_NAME as DATA_MANIFEST
 from hostdev.data.manifest import Manifest
 from hostdev.train.config import TrainConfig
 from hostdev.train.quality import Quality
+from hostdev.train.rundir import CONFIG, SUMMARY
 
 FOLDER = "checkpoints"  # in the run directory
 KEEP = 3
@@ -93,6 +95,7 @@ def find(settings: TrainConfig, data: Manifest) -> tuple[Start | None, str]:
     else:
         path = folder_of(settings, settings.run_dir or Path())
         if not is_checkpoint(path) and not names_in(path):
+            _require_unfinished(settings, data)
             return None, f"resume   there is no checkpoint in {path} yet: from the start"
     chain, broken = newest_whole(path)
     values = values_of(chain)
@@ -117,6 +120,22 @@ def _require_same(settings: TrainConfig, data: Manifest, start: Start) -> None:
         raise UserError(
             f"{start.path} was trained on another data set than {settings.data}; its rows, or their order, differ"
         )
+
+
+def _require_unfinished(settings: TrainConfig, data: Manifest) -> None:
+    """Raise UserError where the run directory has another run than the beginning of this one."""
+    if settings.run_dir is None or not (settings.run_dir / CONFIG).exists():
+        return
+    try:
+        then = json.loads((settings.run_dir / CONFIG).read_text())
+        summary = settings.run_dir / SUMMARY
+        status = json.loads(summary.read_text())["status"] if summary.exists() else "killed"
+        same = all(getattr(settings, name) == then[name] for name in FIXED) and then["preprocess"] == data.options
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if status in ("finished", "stopped early") or not same:
+        what = "another run" if not same else "a run that has come to its end"
+        raise UserError(f"--run-dir {settings.run_dir} holds {what}, without checkpoints; choose another --run-dir")
 
 
 def _given(option: str, value: Any) -> str:
@@ -147,15 +166,20 @@ def data_files(root: Path, data: Manifest) -> dict[str, Path]:
 class Saver:
     """Saves a run's checkpoints when they are due; where that fails, training goes on, and a line says so.
 
-    save  begins to save one: called with where to, the step, and a digest of the state where that is known
+    prepare  brings the tables up to date; what it raises is no failure to save
+    save     begins to save one: called with where to, the step, and a digest of the state where that is known
     """
 
     def __init__(
-        self, settings: TrainConfig, path: Path, save: Callable[[Checkpoints, int, str | None], Saving]
+        self,
+        settings: TrainConfig,
+        path: Path,
+        prepare: Callable[[], None],
+        save: Callable[[Checkpoints, int, str | None], Saving],
     ) -> None:
         self._every = settings.checkpoint_every
         self._seconds = settings.checkpoint_minutes and settings.checkpoint_minutes * 60
-        self._save = save
+        self._prepare, self._save = prepare, save
         self.to = Checkpoints(path, keep=settings.keep_checkpoints or KEEP, hold=True)
         self._last_began = time.monotonic()
         self._saving: Saving | None = None
@@ -200,6 +224,7 @@ class Saver:
         self._last_began, self._step = start, step
         if self.newest is not None and not self.newest.is_dir():
             note(f"warning: {self.newest} is gone; the checkpoint of step {step:,} holds all rows")
+        self._prepare()
         try:
             self.to.lock()
             self._saving = self._save(self.to, step, state_sha256)

@@ -102,7 +102,8 @@ class Run:
             self.saver: Saver | None = None
             if settings.saves:
                 self._data_files = checkpointing.data_files(data, found)
-                self.saver = Saver(settings, checkpointing.folder_of(settings, self.files.path), self._save)
+                path = checkpointing.folder_of(settings, self.files.path)
+                self.saver = Saver(settings, path, self.trainer.runtime.write_back, self._save)
                 self.saver.start(start.chain if start is not None else None, self.trainer.tables.values())
         except BaseException:
             self.discard()
@@ -213,7 +214,8 @@ class Run:
                 ):
                     self._note(epoch, step, result, progress)
                     if self.saver is not None and self.steps == self._due:
-                        self.saver.save(self.steps)
+                        with self.timeline.span("checkpoint", self.steps):
+                            self.saver.save(self.steps)
             except NonFiniteLossError as error:
                 raise UserError(f"epoch {epoch} step {error.step + taken}: {error}") from error
             finally:

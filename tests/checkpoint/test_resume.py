@@ -163,6 +163,24 @@ def test_another_model_or_data_set_is_refused(trained, small_data, own_data, tmp
     assert (tmp_path / "run/loss.log").read_text() == before
 
 
+def test_a_run_without_checkpoints_is_not_overwritten(trained, small_data, tmp_path):
+    options = small(small_data, "run", *MIX)
+    assert trained(*options)[0] == 0
+    before = (tmp_path / "run/loss.log").read_text()
+    code, _, error = trained(*options, "--resume")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "--run-dir run holds a run that has come to its end, without checkpoints" in error
+    (tmp_path / "run/summary.json").unlink()
+    code, _, error = trained(*options, "--resume", "--seed", 1)
+    assert code == 2
+    assert "--run-dir run holds another run" in error
+    assert (tmp_path / "run/loss.log").read_text() == before
+    code, printed, _ = trained(*options, "--resume")  # it was killed before its first checkpoint
+    assert code == 0
+    assert "from the start" in printed
+    assert (tmp_path / "run/loss.log").read_text() == before
+
+
 class FullDisk:
     """Lets so many bytes be written from now on."""
 
@@ -234,9 +252,9 @@ def test_a_folder_that_is_removed_or_a_file(trained, small_data, tmp_path, monke
     assert error.startswith("warning: checkpoints cannot be saved: file cannot be made: File exists; training goes on")
 
 
-def started(tmp_path, *options):
+def started(tmp_path, *options, module="hostdev.train"):
     return subprocess.Popen(
-        [sys.executable, "-m", "hostdev.train", *map(str, options)],
+        [sys.executable, "-m", module, *map(str, options)],
         cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -307,7 +325,7 @@ def test_a_second_signal_ends_at_once_and_leaves_what_was_whole(tmp_path, comman
 
 
 def kill_and_go_on(tmp_path, kills, seed, *options):
-    """Kill the command with SIGKILL at random moments, and repeat it until it comes to its end."""
+    """Kill the command with SIGKILL at random moments, and a merging of its checkpoints; repeat it to its end."""
     rng = random.Random(seed)
     start = time.monotonic()
     process = started(tmp_path, *options, "--run-dir", "whole")
@@ -321,6 +339,13 @@ def kill_and_go_on(tmp_path, kills, seed, *options):
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
+        if rng.random() < 0.5 and names(tmp_path / "killed/checkpoints"):
+            process = started(tmp_path, "compact", "killed/checkpoints", module="hostdev.checkpoint")
+            try:
+                process.communicate(timeout=rng.uniform(0.5, 3))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
     process = started(tmp_path, *options, "--run-dir", "killed", "--checkpoint-every", 1, "--resume")
     _, error = process.communicate(timeout=300)
     assert process.returncode == 0, error

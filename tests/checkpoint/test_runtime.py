@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hostdev import UserError
+from hostdev.checkpoint import checkpoints
 from tests.runtime.cases import BodyError, Case, batches_of, differing
 
 BATCHES = batches_of(12)
@@ -50,7 +51,10 @@ def test_what_goes_on_ends_the_same(device, tmp_path, first, then):
         assert differing(other.train(BATCHES[done:]).state(), expected) == []
 
 
-def test_tables_on_the_device_and_on_the_host_share_checkpoints(device, tmp_path):
+@pytest.mark.parametrize("copies", [1, 1 << 30])
+def test_tables_on_the_device_and_on_the_host_share_checkpoints(device, tmp_path, monkeypatch, copies):
+    """Tables on the device are copied at once, or read while they are written where there is no room for copies."""
+    monkeypatch.setattr(checkpoints, "COPIES_BYTES", copies)
     expected = Case(device).train(BATCHES).state()
     case = Case(device).train(BATCHES[:4])
     case.runtime.save(tmp_path / "c", extra={**extra_of(case), "batches": 4})
