@@ -282,14 +282,18 @@ class Trainer:
 def _random_states(device: torch.device) -> dict[str, Tensor]:
     """Return the states of torch's generators, which layers such as dropout draw from."""
     states = {"cpu": torch.get_rng_state()}
-    if is_accelerator(device):
+    if _has_generator(device):
         states[device.type] = torch.get_device_module(device).get_rng_state(device)
     return states
 
 
+def _has_generator(device: torch.device) -> bool:
+    return is_accelerator(device) and hasattr(torch.get_device_module(device), "set_rng_state")
+
+
 def _set_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(states["cpu"])
-    if is_accelerator(device) and device.type in states:
+    if _has_generator(device) and device.type in states:
         torch.get_device_module(device).set_rng_state(states[device.type], device)
 
 
