@@ -163,12 +163,16 @@ class Standard:
     def transform(self, numbers: Numbers) -> npt.NDArray[np.float32]:
         """Return them scaled, float32 [n, columns]."""
         deviation = self.deviation
-        mean = np.where(deviation > 0, self.mean, np.where(self._count > 0, self._low, 0.0))
-        return _rounded((numbers - mean) / np.where(deviation > 0, deviation, 1.0), self._names)
+        return _rounded((numbers - self._subtracted) / np.where(deviation > 0, deviation, 1.0), self._names)
+
+    @property
+    def _subtracted(self) -> Numbers:
+        """The mean; of a column with one value only that value, from which its mean may differ by a rounding."""
+        return np.where(self.deviation > 0, self.mean, np.where(self._count > 0, self._low, 0.0))
 
     def statistics(self) -> dict[str, Any]:
-        """Return means and standard deviations."""
-        return {"dense_mean": self.mean.tolist(), "dense_deviation": self.deviation.tolist()}
+        """Return what is subtracted, the means, and standard deviations."""
+        return {"dense_mean": self._subtracted.tolist(), "dense_deviation": self.deviation.tolist()}
 
 
 def _rounded(scaled: Numbers, names: tuple[str, ...]) -> npt.NDArray[np.float32]:

@@ -117,19 +117,20 @@ class Encoding:
         n = len(given[0])
         texts = [_text_of(value) for values in given for value in values]
         numbers = [value for name in self.schema.dense for value in rows[name]]
-        if not n or any(type(value) not in (int, float, type(None)) for value in numbers) or None in texts:
+        if not n or any(len(rows[name]) != n for name in self.columns()):
+            return None
+        if any(type(value) not in (int, float, type(None)) for value in numbers) or None in texts:
             return None
         if self.is_criteo:
             texts = [text.lower() for text in texts if text is not None]
-        dense = np.array(numbers, np.float64).reshape(len(self.schema.dense), -1).T  # None: NaN
-        if np.isinf(dense).any() or len(texts) != n * len(columns) or len(dense) not in (n, 0):
+        dense = np.array(numbers, np.float64).reshape(len(self.schema.dense), n).T  # None: NaN
+        if np.isinf(dense).any():
             return None
         spaces = [column.space for column in columns for _ in range(n)]
         found = known.find_few(spaces, texts)  # type: ignore[arg-type]
         oov = np.array([self._spaces[column.space].oov for column in columns])[:, None]
         ids = found.reshape(len(columns), n)
         ids = np.ascontiguousarray(np.where(ids < 0, oov, ids).T.astype(self._type))
-        dense = dense if len(dense) else np.empty((n, 0))
         return Batch(np.full(n, np.nan, np.float32), self._scaling.transform(dense), ids, {})
 
     def encode_criteo(self, rows: Any) -> Batch:

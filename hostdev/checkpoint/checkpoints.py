@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.device_rows import DeviceRows
@@ -30,7 +30,8 @@ class Checkpoints:
         self.last: Checkpoint | None = None  # the one that the tables' changes are counted from
         self._increments = 0  # rows' bytes that those in its chain hold, the whole one left out
         self._saving: Saving | None = None
-        self._lock, self._is_locked = ExitStack(), False
+        self._lock = ExitStack()
+        self._locked: IO[Any] | None = None
         self.most_copied = 0  # bytes of rows that were copied aside at once
         self.copying_seconds = 0.0  # that training has spent with that
 
@@ -42,15 +43,14 @@ class Checkpoints:
 
     def lock(self) -> None:
         """Make the folder, and keep other processes from writing there; UserError where that cannot be."""
-        if self._is_locked and folder.is_locked_here(self.path):
+        if self._locked is not None and folder.is_locked_here(self.path, self._locked):
             return
         self._unlock()  # of a folder that is gone
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{self.path} cannot be made: {error.strerror}") from None
-        self._lock.enter_context(folder.locked(self.path))
-        self._is_locked = True
+        self._locked = self._lock.enter_context(folder.locked(self.path))
 
     def start_from(self, chain: Sequence[Checkpoint], tables: Iterable[Any]) -> None:
         """Count the tables' changes from a checkpoint that they have just been loaded from."""
@@ -74,7 +74,7 @@ class Checkpoints:
         """Begin to write a checkpoint of the tables as they are now, and return it; training may go on.
 
         Waits for the one before. Tables on a device are copied first; where they are too large for that, they are
-        written before this returns.
+        written before this returns, and so are all where a table's memory was handed out.
 
         tables  nobody writes them until this returns; host tables are up to date with their caches
         """
@@ -82,8 +82,17 @@ class Checkpoints:
         tables = sorted(tables, key=lambda table: table.name)
         budget = Budget(COPIES_BYTES)
         parent = self._parent(tables)
-        items = [self._item(table, budget, whole=parent is None) for table in tables]
+        items: list[Item] = []
+        try:
+            items += (self._item(table, budget, whole=parent is None) for table in tables)
+        except BaseException:
+            for item in items:
+                item.stop()
+                item.end(False)
+            budget.close()
+            raise
         waits = any(isinstance(item.source, DeviceRows) and item.source.is_live for item in items)
+        waits |= any(getattr(table, "lent", False) for table in tables)  # who has the memory may write to it
 
         def ended(saving: Saving) -> None:
             budget.close()
@@ -96,11 +105,10 @@ class Checkpoints:
                 written = sum(item.source.count * _row_bytes(item.table) for item in items)
                 self._increments = 0 if parent is None else self._increments + written
                 self.last = saving.checkpoint
-            if not self._hold:
-                self._unlock()
 
         saving = self._saving = Saving(
-            self.path, step, items, content, parent, keep=self.keep, state_sha256=state_sha256, on_end=ended
+            self.path, step, items, content, parent, keep=self.keep, state_sha256=state_sha256, on_end=ended,
+            release=(lambda: None) if self._hold else self._unlock,
         )  # fmt: skip
         if waits:
             saving.join()
@@ -108,7 +116,7 @@ class Checkpoints:
 
     def _parent(self, tables: Sequence[Any]) -> Checkpoint | None:
         """Return the checkpoint to which the next one adds; None where that is to be whole."""
-        if self.last is None or not self.last.path.is_dir():
+        if self.last is None or not folder.is_there(self.last):
             return None
         of_before = {table.name: table.rows for table in self.last.manifest.tables}
         if of_before != {table.name: table.rows for table in tables}:
@@ -139,7 +147,7 @@ class Checkpoints:
 
     @staticmethod
     def _token(checkpoint: Checkpoint) -> str:
-        return str(checkpoint.path.resolve())
+        return f"{checkpoint.path.resolve()} {checkpoint.manifest.checksum}"
 
     def close(self) -> None:
         """Wait for what is being written, and let others write here."""
@@ -147,7 +155,7 @@ class Checkpoints:
         self._unlock()
 
     def _unlock(self) -> None:
-        self._is_locked = False
+        self._locked = None
         self._lock.close()
 
     def join(self) -> None:

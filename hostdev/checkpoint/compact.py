@@ -49,8 +49,11 @@ def compact(chain: Chain, keep: int | None = None) -> str:
             told = f"{newest.path} is whole already"
         else:
             made = _merge(chain, path)
-            folder.remove(newest.path)
             told = f"{made}: {len(chain)} checkpoints in one"
+            if folder.is_parent(newest.path):
+                told += f"; {newest.path} stays, as another one adds to it"
+            else:
+                folder.remove(newest.path)
         if keep is not None:
             folder.prune(path, keep)
         after = _size(path)

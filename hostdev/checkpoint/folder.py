@@ -42,17 +42,22 @@ def name_of(step: int, number: int = 1) -> str:
 
 
 def names_in(path: Path) -> list[str]:
-    """Return the names of the checkpoints in a folder, the oldest first; none where it is not there."""
+    """Return the names of the checkpoints in a folder, in the order in which they were written; those of which that
+    cannot be read are last. None where it is not there.
+    """
     try:
         found = [(match, each.name) for each in path.iterdir() if (match := _NAME.fullmatch(each.name))]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    return [name for match, name in sorted(found, key=lambda each: _order(each[0]))]
+    serials = {name: manifest.serial_of(path / name) for _, name in found}
+    order = {name: (serials[name] is None, serials[name] or 0, _numbers(match)) for match, name in found}
+    return sorted(order, key=order.__getitem__)
 
 
-def _order(match: re.Match[str]) -> tuple[int, int]:
+def _numbers(match: re.Match[str]) -> tuple[int, int]:
+    """Return the step and the number that are in a name."""
     return int(match[1]), int(match[2] or 1)
 
 
@@ -82,7 +87,7 @@ def chain_of(path: Path) -> Chain:
         if not (beside / manifest.FILE_NAME).is_file():
             raise BrokenCheckpointError(f"{path} is not whole: {beside}, to which it adds, is missing")
         found = Checkpoint(beside, manifest.read(beside))
-        if manifest.checksum_of(beside) != parent.sha256:
+        if found.manifest.checksum != parent.sha256:
             raise BrokenCheckpointError(f"{path} is not whole: {beside} is not the one to which it adds")
         if len(chain) > 1 << 16:
             raise BrokenCheckpointError(f"{path} is broken (its parents go round in a circle)")
@@ -101,39 +106,54 @@ def chain_of(path: Path) -> Chain:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Keep other processes from writing checkpoints here; UserError where one does. The folder is there."""
+def locked(path: Path) -> Iterator[IO[Any]]:
+    """Keep other processes from writing checkpoints here; UserError where one does. The folder is there.
+
+    Returns the file that is locked, for `is_locked_here`.
+    """
     try:
         file = (path / _LOCK).open("a")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from None
-    with file:
-        _lock(file, path)
-        yield
+    with file, _lock(file, path):
+        yield file
 
 
-def is_locked_here(path: Path) -> bool:
-    """Tell whether a folder that was locked is still there, and not another one of its name."""
-    return (path / _LOCK).exists()
+def is_locked_here(path: Path, file: IO[Any]) -> bool:
+    """Tell whether the folder that was locked is still there, and not another one of its name."""
+    try:
+        return os.path.samestat((path / _LOCK).stat(), os.fstat(file.fileno()))
+    except OSError:
+        return False
 
 
-def _lock(file: IO[Any], path: Path) -> None:
+@contextlib.contextmanager
+def _lock(file: IO[Any], path: Path) -> Iterator[None]:
     try:
         import fcntl
     except ImportError:  # not POSIX: nobody is kept out
+        yield
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         raise UserError(f"{path} is in use: another process writes checkpoints there; end it first") from None
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile has the file open, too
 
 
 def new_name(path: Path, step: int) -> str:
     """Return a name for a checkpoint of this step that no other has."""
-    taken, number = set(names_in(path)), 1
-    while name_of(step, number) in taken:
-        number += 1
-    return name_of(step, number)
+    matches = [match for name in names_in(path) if (match := _NAME.fullmatch(name))]
+    taken = [number for at, number in map(_numbers, matches) if at == step]
+    return name_of(step, max(taken, default=0) + 1)
+
+
+def new_serial(path: Path) -> int:
+    """Return the serial number of the next checkpoint."""
+    return max((manifest.serial_of(path / name) or 0 for name in names_in(path)), default=0) + 1
 
 
 def begin(path: Path, name: str) -> Path:
@@ -162,7 +182,27 @@ def commit(partial: Path, name: str, content: Manifest) -> Checkpoint:
 
 def parent_of(checkpoint: Checkpoint) -> Parent:
     """Return how another one names this as its parent."""
-    return Parent(name=checkpoint.name, sha256=manifest.checksum_of(checkpoint.path))
+    return Parent(name=checkpoint.name, sha256=checkpoint.manifest.checksum)
+
+
+def is_there(checkpoint: Checkpoint) -> bool:
+    """Tell whether this checkpoint, and not another one of its name, is still on the disk."""
+    try:
+        return manifest.checksum_of(checkpoint.path) == checkpoint.manifest.checksum
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def is_parent(path: Path) -> bool:
+    """Tell whether another checkpoint in its folder adds to this one."""
+    for name in names_in(path.parent):
+        try:
+            parent = manifest.read(path.parent / name).parent
+        except UserError:
+            continue
+        if parent is not None and parent.name == path.name:
+            return True
+    return False
 
 
 def sync_folder(path: Path) -> None:

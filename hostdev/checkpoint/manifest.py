@@ -63,6 +63,7 @@ class Manifest:
     """What checkpoint.json says."""
 
     step: int
+    serial: int  # 1 more than that of the newest one that the folder had
     parent: Parent | None  # None: whole; else the rows written since that one
     tables: list[Table]
     others: list[File]  # the dense side, the vocabulary, ...
@@ -92,10 +93,24 @@ class Manifest:
         """Return one of the other files by its path."""
         return next((file for file in self.others if file.file == name), None)
 
+    @property
+    def checksum(self) -> str:
+        """What checkpoint.json carries as the checksum of its content."""
+        return _checksum({"format": FORMAT, "version": VERSION, **asdict(self)})
+
     def to_text(self) -> str:
         """Return the content of checkpoint.json; its last field is the checksum of the others."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        return json.dumps({**content, "sha256": _checksum(content)}, indent=1) + "\n"
+        return json.dumps({**content, "sha256": self.checksum}, indent=1) + "\n"
+
+
+def serial_of(path: Path) -> int | None:
+    """Return the serial number of the checkpoint in `path`, whose manifest may be damaged otherwise; None for none."""
+    try:
+        serial = json.loads((path / FILE_NAME).read_text())["serial"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return serial if type(serial) is int else None
 
 
 def checksum_of(path: Path) -> str:

@@ -1,5 +1,6 @@
 """From tables in training to files: a snapshot of each, read in order, written by threads while training goes on."""
 
+import contextlib
 import os
 import shutil
 import sys
@@ -83,9 +84,11 @@ class Saving:
         keep: int,
         state_sha256: str | None,
         on_end: Callable[["Saving"], None],
+        release: Callable[[], None] = lambda: None,
     ) -> None:
         self._path, self._step, self._items, self._content = path, step, items, content
         self._parent, self._keep, self._state_sha256, self._on_end = parent, keep, state_sha256, on_end
+        self._release = release
         self.checkpoint: Checkpoint | None = None
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="hostdev-checkpoint", daemon=True)
@@ -109,9 +112,15 @@ class Saving:
         return self.checkpoint
 
     def _run(self) -> None:
-        partial: Path | None = None
-        _give_way()
         try:
+            self._save()
+        finally:
+            self._release()
+
+    def _save(self) -> None:
+        partial: Path | None = None
+        try:
+            _give_way()
             name = folder.new_name(self._path, self._step)
             partial = folder.begin(self._path, name)
             self.checkpoint = folder.commit(partial, name, self._write(partial))
@@ -146,6 +155,7 @@ class Saving:
         parent: Parent | None = folder.parent_of(self._parent) if self._parent is not None else None
         content = Manifest(
             step=self._step,
+            serial=folder.new_serial(self._path),
             parent=parent,
             tables=tables,
             others=others,
@@ -200,7 +210,8 @@ class Saving:
 def _give_way() -> None:
     """Let training have the cores first; this thread holds nothing that training waits for."""
     if sys.platform == "linux":  # where it is a matter of one thread
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        with contextlib.suppress(OSError):  # where that is not allowed
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def _raise_first(written: list[Future[RangeFile]]) -> None:

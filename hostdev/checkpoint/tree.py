@@ -33,7 +33,7 @@ def to_tree(value: Any, tensors: dict[str, Tensor], path: str = "") -> Tree:
     if isinstance(value, Tensor):
         return {"$tensor": _put(value.detach().to("cpu", copy=True).contiguous(), tensors, path)}
     if isinstance(value, np.ndarray):
-        return {"$array": _put(torch.from_numpy(np.ascontiguousarray(value).copy()), tensors, path)}
+        return {"$array": _put(torch.from_numpy(np.array(value, order="C")), tensors, path)}
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, list):

@@ -81,7 +81,7 @@ class Snapshot:
         self._first_bucket = 0  # that is not freed
         self._budget = budget
         self._lock = threading.Lock()
-        self._ended = False
+        self.ended = threading.Event()  # all has been read, or nobody is going to
         self._row_bytes = 4 * (block[:1].size + row_slots[:1].size)
 
     def save_before_write(self, ids: Ids) -> None:
@@ -89,13 +89,13 @@ class Snapshot:
         step = max(1, _AT_ONCE_BYTES // self._row_bytes)
         begin = time.perf_counter()
         for start in range(0, len(ids), step):
-            if self._ended:
+            if self.ended.is_set():
                 break
             part = ids[start : start + step]
             found = scratch("rows to copy aside", (len(part),), part.dtype)
             self._budget.await_room()
             with self._lock:
-                count = 0 if self._ended else int(take(part, self._pending, found))
+                count = 0 if self.ended.is_set() else int(take(part, self._pending, found))
                 if not count:
                     continue
                 rows = found[:count].copy()
@@ -162,7 +162,7 @@ class Snapshot:
 
     def end(self) -> None:
         """Copy nothing any more: all has been read, or nobody is going to."""
-        self._ended = True
+        self.ended.set()
         with self._lock:
             left = sum(len(kept[0]) for kept in self._aside)
             left += sum(len(kept[0]) for parts in self._sorted.values() for kept in parts)
@@ -215,9 +215,15 @@ class Changes:
         if self._snapshot is not None:
             raise RuntimeError("a snapshot of this table is being saved")
         wanted = all_bits(len(self._block)) if everything else self.touched
+        self._unsaved = []
         self._snapshot = snapshot = Snapshot(self._block, self._row_slots, wanted, budget)
         self._touched = bits_for(len(self._block))
         return snapshot
+
+    def await_end(self) -> None:
+        """Wait until the snapshot that there is has been read, or given up."""
+        if self._snapshot is not None:
+            self._snapshot.ended.wait()
 
     def end(self, snapshot: Snapshot, *, saved: bool) -> None:
         """End a snapshot; where it was not saved, its rows count as not saved."""

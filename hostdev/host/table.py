@@ -79,14 +79,14 @@ class HostTable:
 
     @property
     def weights(self) -> Rows:
-        """A writable view of the weights, float32 [V, D]."""
-        self.lent = True
+        """A writable view of the weights, float32 [V, D]; waits for a checkpoint that is being saved."""
+        self._lend()
         return self.block[:, 0]
 
     @property
     def slots(self) -> Mapping[str, Rows]:
         """Writable views of the optimizer's slots by name, each float32 [V, D], or [V, 1] for one value a row."""
-        self.lent = True
+        self._lend()
         slots = {name: self.block[:, 1 + i] for i, name in enumerate(self.optimizer.slots)}
         row_slots = {name: self.row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
         return MappingProxyType(slots | row_slots)
@@ -208,6 +208,12 @@ class HostTable:
         """Note which rows are about to be written; a checkpoint that is being saved gets them first."""
         if self.changes is not None:
             self.changes.before_write(ids)
+
+    def _lend(self) -> None:
+        """Hand out memory: what is written there is not noted, and must not be while a checkpoint reads it."""
+        self.lent = True
+        if self.changes is not None:
+            self.changes.await_end()
 
     def note_changes(self, *, anew: bool = False) -> Changes:
         """Note from now on which rows are written; return the notes, `anew` without those so far."""

@@ -92,6 +92,13 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"AUC {metrics.auc(found, truth):.4f}   log loss {metrics.log_loss(found, truth):.4f}{of_these}")
 
 
+def _meaning(data: manifest.Manifest) -> list[Any]:
+    """What the ids and numbers of a data set stand for."""
+    names = ("dense_max", "dense_mean", "dense_deviation")
+    how = [data.options.get(name) for name in ("dense", "hash_buckets")]
+    return [data.schema, data.id_type, data.vocabulary_sha256, *how, *(data.statistics.get(name) for name in names)]
+
+
 def _logits(predictor: Predictor, batch: Batch) -> Iterator[Any]:
     from hostdev.data.preprocess.encoding import rows_of
 
@@ -123,8 +130,11 @@ def _parts(arguments: argparse.Namespace, predictor: Predictor) -> tuple[int, st
     if path.is_dir():
         split = arguments.split or "test"
         found = manifest.read(path)
-        if found.schema != predictor.data.schema:
-            raise UserError(f"--data {path} has other columns or ids than {predictor.path} was trained on")
+        if _meaning(found) != _meaning(predictor.data):
+            raise UserError(
+                f"--data {path} has other columns or ids than {predictor.path} was trained on, or other scales; give "
+                "the raw rows"
+            )
         reader = ShardReader(path, found, split)
         batches = reader.batches(predictor.batch_size)
         return reader.rows, "row", (_Part(batch, None, len(batch), len(batch)) for batch in batches)

@@ -112,6 +112,11 @@ class Runtime:
             self._optimizer = TableOptimizer(self.tables.values(), self._drop_gradients)
         return self._optimizer
 
+    @property
+    def has_optimizer(self) -> bool:
+        """Tell whether somebody has asked for `optimizer`."""
+        return self._optimizer is not None
+
     def train(
         self,
         batches: Iterable[Any],

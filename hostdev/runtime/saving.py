@@ -45,6 +45,8 @@ class Keeper:
         tables = self._runtime.tables
         require_tables(chain, tables)
         load_tables(chain, tables)
+        if self._runtime.has_optimizer:
+            self._runtime.optimizer.take_over()
         to = self._folders.setdefault(chain[-1].path.parent.resolve(), Checkpoints(chain[-1].path.parent))
         to.start_from(chain, tables.values())
         self._runtime.pipeline.steps = chain[-1].manifest.step

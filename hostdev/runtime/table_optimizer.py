@@ -41,6 +41,11 @@ class TableOptimizer(torch.optim.Optimizer):
         """Forget the gradients that the rows of the loop's batch have; the next batch's begin without any."""
         self._drop()
 
+    def take_over(self) -> None:
+        """Have the rates that the tables have, which a checkpoint has brought."""
+        for number, (group, table) in enumerate(zip(self.param_groups, self._tables, strict=True)):
+            self._rates[number] = group["lr"] = float(table.optimizer.lr)
+
     def apply(self) -> None:
         """Set the tables' rates where they have changed here; take over those that were set at the tables.
 

@@ -38,7 +38,6 @@ class Progress:
 
     def __init__(self) -> None:
         self.steps = 0
-        self.epochs_done = 0
         self.seconds = 0.0  # of training
         self.wide, self.deep = array("d"), array("d")  # the losses of each step
         self.rows = array("q")  # of each step's batch
@@ -53,13 +52,13 @@ class Progress:
     def as_values(self) -> dict[str, Any]:
         """Return what a checkpoint holds."""
         arrays = {name: np.array(getattr(self, name)) for name in ("wide", "deep", "rows")}
-        return {"steps": self.steps, "epochs_done": self.epochs_done, "seconds": self.seconds, **arrays}
+        return {"steps": self.steps, "seconds": self.seconds, **arrays}
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Progress":
         """Return what `as_values` has returned."""
         made = cls()
-        made.steps, made.epochs_done, made.seconds = values["steps"], values["epochs_done"], values["seconds"]
+        made.steps, made.seconds = values["steps"], values["seconds"]
         for name in ("wide", "deep", "rows"):
             getattr(made, name).extend(values[name].tolist())
         return made

@@ -221,9 +221,6 @@ class Run:
             finally:
                 results.close()  # what has been stepped is updated
                 self.progress.seconds += time.perf_counter() - start
-        if stop.requested:
-            return
-        self.progress.epochs_done += planned == self._whole
 
     def _is_due(self, step: int) -> bool:
         """Tell whether a checkpoint is to be saved after this step, which has been queued."""
@@ -337,7 +334,7 @@ class Run:
         return {
             "status": status,
             "steps": min(self.steps, self.trainer.steps),  # an abandoned step may have no update yet
-            "epochs": self.progress.epochs_done,
+            "epochs": self.steps // self._whole,
             **self.quality.summary(),
             "samples_per_second": round(sum(self.progress.rows) / seconds, 1) if seconds else 0.0,
             "state_sha256": digest,

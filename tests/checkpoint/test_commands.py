@@ -104,6 +104,15 @@ def test_compact(saved, capsys, keep):
     assert "is whole already" in capsys.readouterr().out
 
 
+def test_what_others_add_to_stays(saved):
+    path, _ = saved
+    names = folder.names_in(path)
+    assert run(checkpoint, "compact", path / names[1]) == 0
+    assert set(names) < set(folder.names_in(path))
+    for name in folder.names_in(path):
+        assert run(checkpoint, "verify", path / name) == 0
+
+
 def test_compact_while_another_process_writes(saved, capsys):
     path, _ = saved
     with folder.locked(path):

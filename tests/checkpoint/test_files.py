@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import time
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.checkpoint.ranges import HashedFile
 from hostdev.checkpoint.tree import from_tree, tensors_as_bytes, to_tree
+from hostdev.host.changes import Changes, Snapshot
 from hostdev.host.table import HostTable
 from hostdev.runtime.runtime import Runtime
 
@@ -271,3 +274,105 @@ def test_two_folders_do_not_share_their_changes(tmp_path):
         again = runtime_of()
         again.load(tmp_path / name)
         assert state_of(again) == state_of(runtime)
+
+
+def test_the_newest_is_the_one_written_last(tmp_path):
+    """Whoever goes back to an older one and on from there gets that, and not what was left."""
+    path, runtime = tmp_path / "c", runtime_of()
+    for step in (100, 200, 300, 400):
+        change(runtime, 10, step)
+        runtime.pipeline.steps = step
+        runtime.save(path, keep=9)
+    other = runtime_of()
+    other.load(path / "step-0000000200")
+    change(other, 10, 7)
+    other.pipeline.steps = 250
+    other.save(path, keep=2)
+    assert folder.names_in(path)[-1] == "step-0000000250"
+    again = runtime_of()
+    again.load(path)
+    assert state_of(again) == state_of(other)
+    for _ in range(6):  # without a step
+        change(other, 5, 1)
+        other.save(path, keep=2)
+        again.load(path)
+        assert state_of(again) == state_of(other)
+
+
+def test_another_checkpoint_of_the_same_name_is_no_parent(tmp_path):
+    one, other = runtime_of(), runtime_of()
+    change(one, 150, 1)
+    one.save(tmp_path / "c")
+    shutil.rmtree(tmp_path / "c")
+    other.save(tmp_path / "c")
+    change(one, 5, 2)
+    one.pipeline.steps = 1
+    one.save(tmp_path / "c")
+    again = runtime_of()
+    again.load(tmp_path / "c")
+    assert state_of(again) == state_of(one)
+
+
+def test_a_save_that_cannot_begin_can_be_repeated(tmp_path, monkeypatch):
+    runtime = runtime_of()
+    begin, calls = Changes.begin, []
+
+    def fail_once(self, *arguments, **options):
+        calls.append(self)
+        if len(calls) == 2:
+            raise MemoryError
+        return begin(self, *arguments, **options)
+
+    monkeypatch.setattr(Changes, "begin", fail_once)
+    with pytest.raises(MemoryError):
+        runtime.save(tmp_path / "c")
+    change(runtime, 5, 1)
+    runtime.save(tmp_path / "c")
+    again = runtime_of()
+    again.load(tmp_path / "c")
+    assert state_of(again) == state_of(runtime)
+
+
+def test_a_process_forked_meanwhile_holds_no_lock(tmp_path):
+    with folder.locked(_made(tmp_path / "c")):
+        child = subprocess.Popen(["sleep", "30"], close_fds=False)
+    try:
+        with folder.locked(tmp_path / "c"):
+            pass
+    finally:
+        child.kill()
+        child.wait()
+
+
+def _made(path):
+    path.mkdir()
+    return path
+
+
+def test_a_folder_made_anew_is_not_the_locked_one(tmp_path):
+    path = _made(tmp_path / "c")
+    with folder.locked(path) as file:
+        assert folder.is_locked_here(path, file)
+        shutil.rmtree(path)
+        assert not folder.is_locked_here(path, file)
+        with folder.locked(_made(path)):
+            assert not folder.is_locked_here(path, file)
+
+
+def test_memory_is_handed_out_when_the_checkpoint_has_been_read(tmp_path, monkeypatch):
+    runtime = runtime_of()
+    read, seen = Snapshot.read, []
+
+    def slow(self, *arguments):
+        time.sleep(0.2)
+        read(self, *arguments)
+        seen.append(self)
+
+    monkeypatch.setattr(Snapshot, "read", slow)
+    saving = runtime.save(tmp_path / "c", wait=False)
+    runtime.tables["a"].weights[:] = 9
+    assert seen
+    saving.wait()
+    again = runtime_of()
+    again.load(tmp_path / "c")
+    assert not (again.tables["a"].block[:, 0] == 9).any()

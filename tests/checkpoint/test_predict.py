@@ -247,6 +247,20 @@ def test_wrong_options(trained, tmp_path, monkeypatch, capsys, options, message)
     assert message in capsys.readouterr().err
 
 
+def test_no_numbers_and_columns_of_other_lengths(tmp_path):
+    (tmp_path / "t.csv").write_text("liked,user,item\n" + "".join(f"{i % 2},u{i % 7},m{i % 5}\n" for i in range(300)))
+    flags = ["--label", "liked", "--categorical", "user,item", "--out", tmp_path / "data"]
+    assert run(preprocess, "table", tmp_path / "t.csv", *flags) == 0
+    options = ["--data", tmp_path / "data", "--batch-size", 50, "--emb-dim", 4, "--epochs", 1, "--device", "cpu"]
+    options += ["--model", "deepfm", "--checkpoint-every", 9, "--run-dir", tmp_path / "run"]
+    assert run(train, *options) == 0
+    predictor = hostdev.Predictor(tmp_path / "run/checkpoints")
+    rows = {"user": ["u1", "u2", "new"], "item": ["m1", "m2", "m3"]}
+    np.testing.assert_allclose(predictor(rows), predictor(pa.table(rows)), rtol=1e-6)
+    with pytest.raises((ValueError, pa.ArrowInvalid)):
+        predictor({"user": ["u1", "u2", "u3"], "item": ["m1"]})
+
+
 def test_a_data_set_of_other_columns(trained, films, tmp_path, capsys):
     options = ["--checkpoint", trained / "run/checkpoints", "--data", films / "data", "--out", tmp_path / "p.parquet"]
     assert run(predict, *options) == 2
