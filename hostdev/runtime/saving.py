@@ -27,6 +27,7 @@ class Keeper:
             each.join()  # a table has one snapshot at a time
         to = self._folders.setdefault(path.resolve(), Checkpoints(path))
         to.keep = keep
+        self._runtime.learning_rates()  # those that a scheduler has set for the next batch
         to.lock()
         saving = to.save(
             self._runtime.tables.values(), self._runtime.pipeline.steps, Content(state, tensors, {}, [])
