@@ -42,18 +42,6 @@ def main(argv: Sequence[str]) -> int:
     return result
 
 
-def _newest(path: Path) -> folder.Chain:
-    """Return the checkpoint that `path` is, or the newest in it whose manifests are whole."""
-    found = folder.candidates(path)
-    broken = []
-    for each in found:
-        try:
-            return folder.chain_of(each)
-        except BrokenCheckpointError as error:
-            broken.append(error)
-    raise broken[0]
-
-
 def _info(arguments: argparse.Namespace) -> int:
     found = list(reversed(folder.candidates(arguments.path)))
     print(f"{'checkpoint':<24}{'step':>10}  {'holds':<28}{'bytes':>10}  created")
@@ -84,7 +72,7 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    chain = _newest(arguments.path)
+    chain = folder.newest(arguments.path)
     verify(chain)
     layers = Layers(chain)
     newest = chain[-1]
@@ -101,7 +89,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    lines = diff.differences(_newest(arguments.path), _newest(arguments.other))
+    lines = diff.differences(folder.newest(arguments.path), folder.newest(arguments.other))
     for line in lines:
         print(line)
     if not lines:
@@ -120,7 +108,7 @@ def _compact(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    for line in export.export(_newest(arguments.path), export.options_of(arguments)):
+    for line in export.export(folder.newest(arguments.path), export.options_of(arguments)):
         print(line)
     return 0
 

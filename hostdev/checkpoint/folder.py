@@ -105,6 +105,17 @@ def chain_of(path: Path) -> Chain:
     return chain
 
 
+def newest(path: Path) -> Chain:
+    """Return the checkpoint that `path` is, or the newest in it that `chain_of` finds whole; raises as that does."""
+    broken: list[BrokenCheckpointError] = []
+    for each in candidates(path):
+        try:
+            return chain_of(each)
+        except BrokenCheckpointError as error:
+            broken.append(error)
+    raise broken[0]
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[IO[Any]]:
     """Keep other processes from writing checkpoints here; UserError where one does. The folder is there.

@@ -66,10 +66,6 @@ class Layers:
             found = values.row_columns[column] if column in values.row_columns else values.columns[column]
             yield found.reshape(len(found), -1)
 
-    def written(self, name: str) -> int:
-        """Return how many rows of a table the files hold, some more than once."""
-        return sum(file.rows for checkpoint in self.chain for file in checkpoint.manifest.table(name).files)
-
     def _rows_of(self, layer: int, table: Table, file: RangeFile) -> RowsOf:
         found: RowsOf = self._parsed(layer, table.name, file)
         return found

@@ -6,7 +6,7 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,23 +16,13 @@ from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.core.progress import bar
 from hostdev.data import manifest
-from hostdev.data.batch import Batch
-from hostdev.data.preprocess.unlabelled import rows_in
+from hostdev.data.preprocess.unlabelled import Part, rows_in
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
-from hostdev.predict.predictor import Predictor
+from hostdev.predict.predictor import Predictor, probabilities
 from hostdev.train import metrics
 
 PROG = "hostdev.predict"
-
-
-class _Part(NamedTuple):
-    """Rows to predict: which of the file's lines they are, and how many lines these are a part of."""
-
-    batch: Batch
-    places: Any  # int64 [n], among `lines`; None: all
-    lines: int
-    size: int
 
 
 def main(argv: Sequence[str]) -> None:
@@ -71,7 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         with pq.ParquetWriter(partial, schema) as writer, bar(total, "predicting", unit, unit_scale=True) as progress:
             for part in parts:
-                logits = np.concatenate([np.empty(0, np.float32), *_logits(predictor, part.batch)])
+                logits = predictor.logits_by_batch(part.batch)
                 writer.write_table(_table(logits, part, schema))
                 known = ~np.isnan(part.batch.label)
                 scores.append(logits[known])
@@ -99,18 +89,9 @@ def _meaning(data: manifest.Manifest) -> list[Any]:
     return [data.schema, data.id_type, data.vocabulary_sha256, *how, *(data.statistics.get(name) for name in names)]
 
 
-def _logits(predictor: Predictor, batch: Batch) -> Iterator[Any]:
-    from hostdev.data.preprocess.encoding import rows_of
-
-    for start in range(0, len(batch), predictor.batch_size):
-        yield predictor.logits(rows_of(batch, start, start + predictor.batch_size))
-
-
-def _table(logits: Any, part: _Part, schema: pa.Schema) -> pa.Table:
+def _table(logits: Any, part: Part, schema: pa.Schema) -> pa.Table:
     """Return the probabilities and labels of a part's lines; null where a line was malformed, or has no label."""
-    import torch
-
-    probability = torch.sigmoid(torch.from_numpy(logits)).numpy()
+    probability = probabilities(logits)
     label = part.batch.label
     missing = np.isnan(label)
     if part.places is not None:
@@ -124,7 +105,7 @@ def _table(logits: Any, part: _Part, schema: pa.Schema) -> pa.Table:
     return pa.table(columns, schema=schema)
 
 
-def _parts(arguments: argparse.Namespace, predictor: Predictor) -> tuple[int, str, Iterator[_Part]]:
+def _parts(arguments: argparse.Namespace, predictor: Predictor) -> tuple[int, str, Iterator[Part]]:
     """Return how much there is to do, in which unit, and the rows."""
     path: Path = arguments.data
     if path.is_dir():
@@ -137,11 +118,11 @@ def _parts(arguments: argparse.Namespace, predictor: Predictor) -> tuple[int, st
             )
         reader = ShardReader(path, found, split)
         batches = reader.batches(predictor.batch_size)
-        return reader.rows, "row", (_Part(batch, None, len(batch), len(batch)) for batch in batches)
+        return reader.rows, "row", (Part(batch, None, len(batch), len(batch)) for batch in batches)
     if arguments.split is not None:
         raise UserError(f"--split has no effect on {path}, which is not a data set; leave it out")
     source = rows_in(path, predictor.encoding, predictor.data.options)
-    return source.total, "B", (_Part(*part) for part in source.parts())
+    return source.total, "B", source.parts()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from hostdev.checkpoint.folder import candidates, chain_of
+from hostdev.checkpoint.folder import newest
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import values_of
 from hostdev.checkpoint.manifest import BrokenCheckpointError
@@ -52,7 +52,7 @@ class Predictor:
     """
 
     def __init__(self, checkpoint: Path | str, *, device: torch.device | str = "cpu") -> None:
-        chain = _newest(Path(checkpoint))
+        chain = newest(Path(checkpoint))
         self.path = chain[-1].path
         values = values_of(chain)
         if not isinstance(values, dict) or "more" not in values:
@@ -101,11 +101,13 @@ class Predictor:
 
     def predict(self, batch: Batch) -> Probabilities:
         """Return the probability of each row of a batch, whose ids are those of the data set, float32 [n]."""
-        logits = [self.logits(rows_of(batch, start, start + self.batch_size)) for start in
-                  range(0, len(batch), self.batch_size)]  # fmt: skip
-        if not logits:
-            return np.empty(0, np.float32)
-        return torch.sigmoid(torch.from_numpy(np.concatenate(logits))).numpy()
+        return probabilities(self.logits_by_batch(batch))
+
+    def logits_by_batch(self, batch: Batch) -> Probabilities:
+        """Return the logits of any number of rows, float32 [n], computed as many at once as in training."""
+        size = self.batch_size
+        logits = [self.logits(rows_of(batch, start, start + size)) for start in range(0, len(batch), size)]
+        return np.concatenate(logits) if logits else np.empty(0, np.float32)
 
     def logits(self, batch: Batch) -> Probabilities:
         """Return the model's logits of a batch at once, float32 [n]."""
@@ -146,6 +148,12 @@ class Predictor:
         return found if ids.shape is None else found.view(*ids.shape, dim)
 
 
+def probabilities(logits: Probabilities) -> Probabilities:
+    """Return the probabilities of logits, float32 [n]."""
+    found: Probabilities = torch.sigmoid(torch.from_numpy(logits)).numpy()
+    return found
+
+
 def _is_single(value: Any) -> bool:
     return not hasattr(value, "__len__") or isinstance(value, str | bytes)
 
@@ -165,14 +173,3 @@ def as_rows(rows: Any) -> pa.RecordBatch:
     columns = [column.combine_chunks() for column in rows.columns]
     arrays = [column.chunk(0) if isinstance(column, pa.ChunkedArray) else column for column in columns]
     return pa.RecordBatch.from_arrays(arrays, names=rows.schema.names)
-
-
-def _newest(path: Path) -> Any:
-    """Return the newest checkpoint whose manifests are whole."""
-    broken = []
-    for each in candidates(path):
-        try:
-            return chain_of(each)
-        except BrokenCheckpointError as error:
-            broken.append(error)
-    raise broken[0]

@@ -1,14 +1,12 @@
 """A checkpoint's tables for looking rows up: files mapped into memory, which processes share, and no slots."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hostdev.checkpoint.folder import Chain
-from hostdev.checkpoint.layers import mapped
-from hostdev.checkpoint.manifest import BrokenCheckpointError, RangeFile
+from hostdev.checkpoint.layers import Layers, mapped
 from hostdev.checkpoint.ranges import WEIGHTS, parse_range
 from hostdev.core.ids import checked_ids
 from hostdev.kernels.jit import address_of, array_at, kernel
@@ -62,6 +60,7 @@ class MappedTable:
     def __init__(self, chain: Chain, name: str) -> None:
         about = chain[-1].manifest.table(name)
         self.name, self.rows, self.dim = name, about.rows, about.dim
+        Layers(chain).ranges(name)  # no gaps
         self._held: list[Any] = []  # the memory that `files` points into
         found: list[list[int]] = []
         layers = [0]
@@ -76,8 +75,6 @@ class MappedTable:
                 found.append([file.start, file.stop, len(rows), ids, int(address_of(weights))])
             layers.append(len(found))
         self._files, self._layers = np.array(found, np.int64).reshape(-1, 5), np.array(layers, np.int64)
-        if not _covers(chain[0].manifest.table(name).files, about.rows):
-            raise BrokenCheckpointError(f"{chain[0].path} is broken (table {name!r} has gaps)")
 
     def lookup(self, ids: Ids) -> Rows:
         """Return the rows of ids int32 or int64 [N], a copy float32 [N, D]; raises as `HostTable.lookup`."""
@@ -85,13 +82,3 @@ class MappedTable:
         out = np.empty((len(ids), self.dim), np.float32)
         parallel_for(_copy, len(ids), ids, self._layers, self._files, out, grain=grain_of(4 * self.dim))
         return out
-
-
-def _covers(files: list[RangeFile], rows: int) -> bool:
-    ranges = sorted((file.start, file.stop) for file in files)
-    return list(_ends(ranges)) == [start for start, _ in ranges] + [rows]
-
-
-def _ends(ranges: list[tuple[int, int]]) -> Iterator[int]:
-    yield 0
-    yield from (stop for _, stop in ranges)
