@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hostdev.data.preprocess import __main__ as preprocess
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.models.wide_deep.network import WideDeep
@@ -14,6 +15,7 @@ from hostdev.models.wide_deep.network import WideDeep
 from hostdev.core import cli
 from hostdev.device import backend
 from hostdev.kernels.pool import host_threads, set_host_threads
+from tests.data import movies
 
 SMALL = (32, 16)  # hidden layers of Wide & Deep
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,6 +76,17 @@ def small_data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("small") / "data"
     build(Synthetic(4000, 1), folder, Options(threshold=2, rows_per_shard=1500))
     return folder
+
+
+@pytest.fixture(scope="session")
+def films(tmp_path_factory):
+    """Users, items that a history shares its ids with, and genres: columns and bags. Tests must not change it."""
+    folder = tmp_path_factory.mktemp("films")
+    made = movies.make(rows=3000, users=80, items=60).write_csv(folder / "films.csv")
+    table = ["table", made, "--out", folder / "data", "--label", "liked", "--numeric", "age"]
+    flags = ["--categorical", "user,item", "--bag", "genres=|", "--bag", "history= ", "--share", "history=item"]
+    preprocess.main(list(map(str, [*table, *flags])))
+    return folder / "data"
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import weakref
 import numpy as np
 import pytest
 from hostdev.data import manifest
-from hostdev.data.preprocess import __main__ as preprocess
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.shards import ShardReader
@@ -18,7 +17,6 @@ from hostdev import verify
 from hostdev.pipeline import rows
 from hostdev.train import trainer
 from hostdev.train.config import TrainConfig
-from tests.data import movies
 
 
 @pytest.fixture
@@ -71,17 +69,6 @@ def test_an_injected_fault_is_caught(device, verified, small_data):
     assert code == 1
     assert len(re.findall(r"first difference: step 2, \w+/weights, row \d+", out)) >= 3
     assert "the injected fault was caught" in out
-
-
-@pytest.fixture(scope="module")
-def films(tmp_path_factory):
-    """Users, items that a history shares its ids with, and genres: columns and bags."""
-    folder = tmp_path_factory.mktemp("films")
-    made = movies.make(rows=3000, users=80, items=60).write_csv(folder / "films.csv")
-    table = ["table", made, "--out", folder / "data", "--label", "liked", "--numeric", "age"]
-    flags = ["--categorical", "user,item", "--bag", "genres=|", "--bag", "history= ", "--share", "history=item"]
-    preprocess.main(list(map(str, [*table, *flags])))
-    return folder / "data"
 
 
 MODEL = ["--model", "tests.own_models:ThreeTables"]

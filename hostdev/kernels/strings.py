@@ -36,32 +36,41 @@ def _same(a: Any, start_a: Any, b: Any, start_b: Any, length: Any) -> Any:
 
 
 @kernel
+def _look_for(
+    data: Any, begin: Any, length: Any, h: Any, table: Any, shift: Any, known: Any, ends: Any, texts: Any
+) -> Any:  # fmt: skip
+    """Return the slot of a text with hash h, and its position there; -1 where the slot is empty."""
+    mask, one = np.uint64(len(table) - 1), np.uint64(1)
+    slot = (h * _PHI) >> np.uint64(shift)
+    while True:
+        position = table[slot]
+        if position < 0:
+            return slot, position
+        at = ends[position]
+        if known[position] == h and ends[position + 1] - at == length and _same(texts, at, data, begin, length):
+            return slot, position
+        slot = (slot + one) & mask
+
+
+@kernel
 def _add(
     offsets: Any, data: Any, hashes: Any, start: Any, table: Any, shift: Any,
     known: Any, ends: Any, texts: Any, count: Any, positions: Any,
 ) -> Any:  # fmt: skip
     """Insert texts [start:]; stop early where there is no room. Returns (next text to insert, number of texts)."""
-    mask, one = np.uint64(len(table) - 1), np.uint64(1)
     for i in range(start, len(hashes)):
         h, begin = hashes[i], np.int64(offsets[i])
         length = np.int64(offsets[i + 1]) - begin
-        slot = (h * _PHI) >> np.uint64(shift)
-        while True:
-            position = table[slot]
-            if position < 0:
-                if count == len(known) or ends[count] + length > len(texts):
-                    return i, count
-                for k in range(length):
-                    texts[np.uint64(ends[count] + k)] = data[np.uint64(begin + k)]
-                table[slot], known[count], ends[count + 1] = count, h, ends[count] + length
-                positions[i] = count
-                count += 1
-                break
-            at = ends[position]
-            if known[position] == h and ends[position + 1] - at == length and _same(texts, at, data, begin, length):
-                positions[i] = position
-                break
-            slot = (slot + one) & mask
+        slot, position = _look_for(data, begin, length, h, table, shift, known, ends, texts)
+        if position < 0:
+            if count == len(known) or ends[count] + length > len(texts):
+                return i, count
+            for k in range(length):
+                texts[np.uint64(ends[count] + k)] = data[np.uint64(begin + k)]
+            table[slot], known[count], ends[count + 1] = count, h, ends[count] + length
+            position = np.int32(count)
+            count += 1
+        positions[i] = position
     return len(hashes), count
 
 
@@ -69,21 +78,10 @@ def _add(
 def _find(
     offsets: Any, data: Any, hashes: Any, table: Any, shift: Any, known: Any, ends: Any, texts: Any, positions: Any
 ) -> None:
-    mask, one = np.uint64(len(table) - 1), np.uint64(1)
     for i in range(len(hashes)):
-        h, begin = hashes[i], np.int64(offsets[i])
+        begin = np.int64(offsets[i])
         length = np.int64(offsets[i + 1]) - begin
-        slot = (h * _PHI) >> np.uint64(shift)
-        while True:
-            position = table[slot]
-            if position < 0:
-                positions[i] = -1
-                break
-            at = ends[position]
-            if known[position] == h and ends[position + 1] - at == length and _same(texts, at, data, begin, length):
-                positions[i] = position
-                break
-            slot = (slot + one) & mask
+        _, positions[i] = _look_for(data, begin, length, hashes[i], table, shift, known, ends, texts)
 
 
 @kernel

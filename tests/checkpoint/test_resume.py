@@ -9,7 +9,6 @@ import sys
 import time
 
 import pytest
-from hostdev.data.preprocess import __main__ as preprocess
 
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.ranges import HashedFile
@@ -17,7 +16,6 @@ from hostdev.core import cli
 from hostdev.train import __main__ as train
 from hostdev.train import checkpointing
 from tests.conftest import environment
-from tests.data import movies
 
 MIX = ["--host-device-mix"]
 CACHE = [*MIX, "--cache-rows", "10%"]
@@ -39,17 +37,6 @@ def small(data, run_dir, *more, device=None):
     name = "cpu" if device is None else device.type
     options = ["--batch-size", 500, "--emb-dim", 4, "--epochs", 2]
     return ["--data", data, "--device", name, "--run-dir", run_dir, *options, *more]
-
-
-@pytest.fixture(scope="module")
-def movies_data(tmp_path_factory):
-    """Users, items that a history shares its ids with, and genres: columns and bags."""
-    folder = tmp_path_factory.mktemp("movies")
-    made = movies.make(rows=3000, users=80, items=60).write_csv(folder / "movies.csv")
-    table = ["table", made, "--out", folder / "data", "--label", "liked", "--numeric", "age"]
-    flags = ["--categorical", "user,item", "--bag", "genres=|", "--bag", "history= ", "--share", "history=item"]
-    preprocess.main(list(map(str, [*table, *flags])))
-    return folder / "data"
 
 
 def logs(run):
@@ -90,9 +77,9 @@ def test_a_run_goes_on_in_any_mode(device, trained, small_data, tmp_path, steps,
     assert logs(tmp_path / "run") == logs(tmp_path / "plain")
 
 
-def test_three_groups_with_bags_and_early_stop(trained, movies_data, tmp_path):
+def test_three_groups_with_bags_and_early_stop(trained, films, tmp_path):
     model = [*OWN, "--early-stop", 1]
-    options = ["--data", movies_data, "--batch-size", 200, "--epochs", 6, "--device", "cpu", *model]
+    options = ["--data", films, "--batch-size", 200, "--epochs", 6, "--device", "cpu", *model]
     assert trained(*options, *MIX, "--run-dir", "plain")[0] == 0
     assert trained(*options, *CACHE, "--run-dir", "run", "--checkpoint-every", 4, "--max-steps", 7)[0] == 0
     assert trained(*options, *CACHE, "--run-dir", "run", "--checkpoint-every", 4, "--max-steps", 9, "--resume")[0] == 0
@@ -360,7 +347,7 @@ def test_killed_and_gone_on(tmp_path, small_data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-def test_killed_at_30_random_moments(tmp_path, small_data, movies_data, seed):
-    data, model = (small_data, []) if seed == 0 else (movies_data, OWN)
+def test_killed_at_30_random_moments(tmp_path, small_data, films, seed):
+    data, model = (small_data, []) if seed == 0 else (films, OWN)
     options = ["--data", data, "--device", "cpu", "--batch-size", 100, "--emb-dim", 4, "--epochs", 3, *CACHE, *model]
     kill_and_go_on(tmp_path, 15, seed, *options)
