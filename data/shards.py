@@ -1,7 +1,7 @@
 """Arrow shards to batches: every file is checked before a row of it is used."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -64,12 +64,15 @@ class ShardReader:
         """Return the number of batches in one pass; the last may be smaller."""
         return -(-self.rows // batch_size)
 
-    def batches(self, batch_size: int, *, seed: int | None = None, epoch: int = 0, skip: int = 0) -> Iterator[Batch]:
+    def batches(
+        self, batch_size: int, *, seed: int | None = None, epoch: int = 0, skip: int = 0, part: tuple[int, int] = (0, 1)
+    ) -> Iterator[Batch]:
         """Iterate over every row once; the last batch may be smaller.
 
         With a seed the shards, and the rows within each, come in an order of that seed and epoch.
 
         skip  begin after so many batches; shards that these would use up are not read
+        part  (i, n): of each batch only the i-th of n parts, which may have no rows; all parts together are the batch
 
         Raises UserError for a shard that is missing or does not match the manifest, and for a bad id or label.
         """
@@ -78,6 +81,9 @@ class ShardReader:
             order = permutation(len(self._shards), key64(seed, "shard order", epoch)).tolist()
         pieces: list[Batch] = []
         have, passed = 0, skip * batch_size
+        left = self.rows - passed
+        size = min(batch_size, left)
+        edges = size * part[0] // part[1], size * (part[0] + 1) // part[1]  # of this part in the batch
         for number in order:
             if passed >= self._shards[number].rows:
                 passed -= self._shards[number].rows
@@ -89,15 +95,17 @@ class ShardReader:
                 row_order = np.arange(len(rows))
             start, passed = passed, 0
             while start < len(rows):
-                piece = rows.take(row_order[start : start + batch_size - have])
-                pieces.append(piece)
-                start += len(piece)
-                have += len(piece)
-                if have == batch_size:
-                    yield _joined(pieces)
+                taken = min(batch_size - have, len(rows) - start)
+                begin, end = (max(0, min(taken, edge - have)) for edge in edges)
+                pieces.append(rows.take(row_order[start + begin : start + end]))
+                start += taken
+                have += taken
+                if have == size:
+                    yield _joined(pieces, None if part[1] == 1 else size)
+                    left -= size
+                    size = min(batch_size, left)
+                    edges = size * part[0] // part[1], size * (part[0] + 1) // part[1]
                     pieces, have = [], 0
-        if pieces:
-            yield _joined(pieces)
 
     def _load(self, shard: Shard) -> _Rows:
         path = self._root / shard.file
@@ -177,10 +185,10 @@ def _joined_arrays(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _joined(pieces: list[Batch]) -> Batch:
-    """Return the rows of all pieces, in order."""
+def _joined(pieces: list[Batch], whole: int | None) -> Batch:
+    """Return the rows of all pieces, in order, as a part of so many."""
     if len(pieces) == 1:
-        return pieces[0]
+        return pieces[0] if whole is None else replace(pieces[0], whole=whole)
     bags = {
         name: (
             np.concatenate([piece.bags[name][0] for piece in pieces]),
@@ -193,6 +201,7 @@ def _joined(pieces: list[Batch]) -> Batch:
         np.concatenate([piece.dense for piece in pieces]),
         np.concatenate([piece.ids for piece in pieces]),
         bags,
+        whole,
     )
 
 

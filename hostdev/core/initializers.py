@@ -9,6 +9,7 @@ from hostdev.kernels.counter import key64
 from hostdev.kernels.init import fill_constant, fill_normal
 
 Rows = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,14 @@ class Normal:
         if not self.std > 0:
             raise ValueError(f"std must be positive, not {self.std}")
 
-    def fill(self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0) -> None:
-        """Fill a block float32 [V, 1 + S, D], rows first_row on, with weights and the slots' constants float32 [S]."""
-        fill_normal(block, key64(seed, name), self.std, slots, first_row=first_row)
+    def fill(
+        self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: Ids | None = None
+    ) -> None:
+        """Fill a block float32 [V, 1 + S, D] with weights and the slots' constants float32 [S].
+
+        Its rows are those of `ids`, int64 [V], or first_row and so on.
+        """
+        fill_normal(block, key64(seed, name), self.std, slots, first_row=first_row, ids=ids)
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,9 @@ class Constant:
 
     value: float = 0.0
 
-    def fill(self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0) -> None:
+    def fill(
+        self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: Ids | None = None
+    ) -> None:
         """Fill a block float32 [V, 1 + S, D] with the weight and the slots' constants float32 [S]."""
         fill_constant(block, self.value, slots)
 

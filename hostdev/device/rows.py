@@ -43,6 +43,13 @@ class GroupUses:
         sums = ops.sum_uses(present, self._found[given])
         return sums if all(given) else sums.add_(0.0)  # so that rows without uses have no -0
 
+    def first_uses(self) -> Tensor:
+        """Return the rows that have uses, in order of first occurrence, int64 [any]; waits for the device."""
+        inverse = torch.cat([feature.inverse for feature in self.features]).long()
+        first = torch.full((self.rows,), len(inverse), dtype=torch.int64, device=inverse.device)
+        first.scatter_reduce_(0, inverse, torch.arange(len(inverse), device=inverse.device), "amin")
+        return inverse[first.sort().values[: int((first < len(inverse)).sum())]]
+
     def counts(self) -> Tensor:
         """Return how many uses each row has, float32 [U]."""
         device = self.features[0].inverse.device

@@ -68,6 +68,11 @@ class DeviceTable:
             self.block[first : first + len(part)] = torch.from_numpy(part)
 
     @property
+    def total_rows(self) -> int:
+        """Number of rows, V: all are here."""
+        return self.rows
+
+    @property
     def rows(self) -> int:
         """Number of rows, V."""
         return self.block.shape[0]

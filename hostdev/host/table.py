@@ -17,9 +17,11 @@ from hostdev.kernels.buffers import aligned_empty
 from hostdev.kernels.lookup import lookup_tasks, store_tasks
 from hostdev.kernels.norm import partial_squares, total
 from hostdev.kernels.pool import Task, run_tasks
+from hostdev.kernels.shards import ids_at, range_of
 
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
+_FILLED = 1 << 20  # rows of a part at a time
 
 
 class HostTable:
@@ -37,6 +39,8 @@ class HostTable:
     name       of the table, in errors and in the key of its initial values
     seed       of the initial values
     init       Normal(std) or Constant(value)
+    part       (rank, ranks): hold only the rows of that rank, at its positions (`kernels.shards`); ids given to its
+               methods are then numbers of rows among those. None: all rows
 
     Raises UserError, before it allocates, where the table cannot fit in the available memory, and TypeError for what is
     no optimizer of a table.
@@ -53,24 +57,40 @@ class HostTable:
         name: str,
         seed: int = 0,
         init: Initializer = Normal(0.01),
+        part: tuple[int, int] | None = None,
     ) -> None:
         if rows < 1 or dim < 1:
             raise ValueError(f"table {name!r} needs at least one row and one column, not {rows} x {dim}")
         require_optimizer(optimizer, name)
+        self.part, self.total_rows = part, rows
+        self.start, stop = (0, rows) if part is None else range_of(rows, *part)
+        rows = stop - self.start
         require_table(name, rows, dim, optimizer, available_bytes(), "host")
         self.name = name
         self.optimizer = optimizer
         self.step = 0
         self.block: Rows = aligned_empty((rows, 1 + len(optimizer.slots), dim))
-        init.fill(self.block, seed, name, np.array(list(optimizer.slots.values()), np.float32))
+        slots = np.array(list(optimizer.slots.values()), np.float32)
+        if part is None:
+            init.fill(self.block, seed, name, slots)
+        else:
+            for first in range(0, rows, _FILLED):
+                init.fill(self.block[first : first + _FILLED], seed, name, slots, ids=self.ids(first, first + _FILLED))
         self.row_slots = np.tile(np.array(list(optimizer.row_slots.values()), np.float32), (rows, 1))
         self.changes: Changes | None = None  # noted from the first checkpoint on
         self.lent = False  # `weights` or `slots` were handed out: what is written there is not noted
 
     @property
     def rows(self) -> int:
-        """Number of rows, V."""
+        """Number of rows here, V; of a part fewer than `total_rows`."""
         return int(self.block.shape[0])
+
+    def ids(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Return the ids of the rows [start, stop) here."""
+        stop = min(stop, self.rows)
+        if self.part is None:
+            return np.arange(start, stop)
+        return ids_at(self.total_rows, self.start + start, self.start + stop)
 
     @property
     def dim(self) -> int:

@@ -88,7 +88,9 @@ def _words(low: Any, high: Any, pair: Any) -> Any:
 
 
 @kernel
-def _fill_normal(start: Any, stop: Any, first_row: Any, key: Any, std: Any, block: Any, slots: Any) -> None:
+def _fill_normal(
+    start: Any, stop: Any, first_row: Any, ids: Any, key: Any, std: Any, block: Any, slots: Any
+) -> None:  # fmt: skip
     """Several rows at a time, so that the pairs of their columns fill vectors whatever the number of columns."""
     D, one = np.uint64(block.shape[2]), np.uint64(1)
     pairs = (D + one) // np.uint64(2)
@@ -98,7 +100,8 @@ def _fill_normal(start: Any, stop: Any, first_row: Any, key: Any, std: Any, bloc
     for first in range(np.uint64(start), np.uint64(stop), rows):
         n = min(rows, np.uint64(stop) - first)
         for i in range(n):
-            hashed = _row_hash(key, np.uint64(first_row) + first + i)
+            row_id = np.uint64(first_row) + first + i if ids is None else np.uint64(ids[first + i])
+            hashed = _row_hash(key, row_id)
             low, high = uint32(hashed), uint32(hashed >> uint64(32))
             row_a, row_b = a[i * pairs : (i + one) * pairs], b[i * pairs : (i + one) * pairs]
             for p in range(pairs):
@@ -125,15 +128,16 @@ def _fill_constant(start: Any, stop: Any, values: Any, block: Any) -> None:
 
 
 def fill_normal(
-    block: npt.NDArray[np.float32], key: int, std: float, slots: npt.NDArray[np.float32], *, first_row: int = 0
-) -> None:
+    block: npt.NDArray[np.float32], key: int, std: float, slots: npt.NDArray[np.float32], *, first_row: int = 0,
+    ids: npt.NDArray[np.int64] | None = None,
+) -> None:  # fmt: skip
     """Fill rows with normal weights N(0, std^2) and constant slots.
 
-    block      float32 [V, 1 + S, D], overwritten: the rows first_row, first_row + 1, ...
+    block      float32 [V, 1 + S, D], overwritten: the rows first_row, first_row + 1, ..., or those of `ids`, int64 [V]
     key        64 bits, from `counter.key64(seed, table name)`
     slots      float32 [S], the initial value of each slot
     """
-    args = (np.int64(first_row), np.uint64(key), np.float32(std), block, slots)
+    args = (np.int64(first_row), ids, np.uint64(key), np.float32(std), block, slots)
     parallel_for(_fill_normal, len(block), *args, grain=_ROWS)
 
 

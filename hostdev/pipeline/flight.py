@@ -9,6 +9,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from hostdev.cache.planner import Plan
+from hostdev.parallel.exchange import Asked
 from hostdev.pipeline.groups import Ids, Joint, Part
 from hostdev.pipeline.rows import BatchRows
 
@@ -31,14 +32,20 @@ class Gradients(NamedTuple):
     grads: Sequence[Sequence[Tensor | None]]  # by group, by table: float32 [U, D], the rows'; None: it takes no step
     skip: Tensor | None = None  # float32 [], not 0 where no row may change, which the device alone knows so far
     check: Any = None  # an `Outcome`, waited for before the host's rows change; raises if they must not
+    parts: Sequence[Sequence[Sequence[Tensor] | None]] = ()  # in place of grads, for other ranks: those of its nodes
+    micro_batches: int = 1  # of the step, here
 
 
 class GroupBatch:
-    """A batch's part of a group."""
+    """A batch's part of a group.
 
-    def __init__(self, ids: Ids, inverse: npt.NDArray[np.int32]) -> None:
+    With other ranks `ids` are the rows here that are asked for, and the batch's own are those that it asks for.
+    """
+
+    def __init__(self, ids: Ids, inverse: npt.NDArray[np.int32], asked: Asked | None = None) -> None:
         self.ids = ids  # unique [U]
-        self.inverse: Any = inverse  # int32 [N]; on the device when it has been sent
+        self.inverse: Any = inverse  # int32 [N], of the batch's uses; on the device when it has been sent
+        self.asked = asked  # of others, and by them
         self.plan: Plan | None = None  # the cache's
         self.places: Any = None  # of the ids' rows on the device, int32 [U]; None: in the order of the ids
         self.announced = False
@@ -47,6 +54,16 @@ class GroupBatch:
         self.values: list[Tensor] = []  # rows of each table on the device, float32 [U, D]
         self.stepped: list[bool] = []  # which tables take a step with it
         self.size = len(ids)  # U
+
+    @property
+    def own_size(self) -> int:
+        """How many rows the step gets."""
+        return self.size if self.asked is None else self.asked.size
+
+    @property
+    def own_places(self) -> Any:
+        """Where those are in what it gets, int32; None: in the order of the batch's ids."""
+        return self.places if self.asked is None else self.asked.places
 
     @property
     def reads(self) -> Ids:

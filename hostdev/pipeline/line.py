@@ -26,6 +26,8 @@ class Line:
         self.finished = updated  # the last batch that has been stepped
         self.delivering = False  # somebody fetches a part that was late
         self.stopping = False
+        self.closing = False  # who need not wait goes on, and nobody waits: so that all ranks come equally far
+        self.read_all = False  # the reader has ended
         self.update_error: BaseException | None = None
 
     def put(self, queue: Queue, held: list[Flight | End]) -> None:
@@ -36,15 +38,32 @@ class Line:
 
     def take(self, queue: Queue) -> Flight | End:
         """Wait for a batch."""
-        self.wait(lambda: queue)
+        self.wait(lambda: queue or (self.closing and self.read_all), at_close=True)
+        if not queue:
+            raise Stopped
         return queue.popleft()
 
-    def wait(self, ready: Callable[[], Any], *, finish: bool = False) -> None:
-        """Wait until `ready`; Stopped if the run ends before, or at once, unless what is there is to be finished."""
+    def wait(self, ready: Callable[[], Any], *, finish: bool = False, at_close: bool = False) -> None:
+        """Wait until `ready`; Stopped if the run ends before, or at once, unless what is there is to be finished.
+
+        at_close  wait also while it is closing
+        """
         with self.changed:
-            self.changed.wait_for(lambda: ready() or self.stopping)
+            self.changed.wait_for(lambda: ready() or self.stopping or (self.closing and not at_close))
             if (self.stopping and not finish) or not ready():
                 raise Stopped
+
+    def end_reading(self) -> None:
+        """Note that the reader has ended."""
+        with self.changed:
+            self.read_all = True
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Let the reader and the fetcher go on as far as they may with what has been stepped, and no further."""
+        with self.changed:
+            self.closing = True
+            self.changed.notify_all()
 
     def deliverable(self) -> Flight | None:
         """Return the first batch with late rows that may be fetched now; one thread at a time fetches such."""

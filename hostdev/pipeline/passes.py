@@ -199,11 +199,22 @@ class OverlappedPass:
         self._closed = True
         line = self._line
         line.put(line.stepped, [End(None)])  # what has been stepped is updated
+        together = bool(self._stages.exchanges)
+        if together and not failed and line.update_error is None:  # every rank takes part in what another has begun
+            insist(self._threads[-1].join)
+            if self._before is not None:
+                line.let_go(self._before)
+            line.close()
+            for thread in self._threads[:-1]:
+                insist(thread.join)
         with line.changed:
             line.stopping = True
             line.changed.notify_all()
         for thread in self._threads[1:]:
-            insist(thread.join)  # who closes goes on to write what they write
+            if together and failed:  # it may wait for a rank that does not come any more
+                thread.join(_LONGEST_JOIN)
+            else:
+                insist(thread.join)  # who closes goes on to write what they write
         self._threads[0].join(_LONGEST_JOIN)
         with line.changed:
             line.read.clear()
@@ -215,6 +226,13 @@ class OverlappedPass:
     def _serve(self, stage: Any, out: Queue | None, *arguments: Any) -> None:
         """A thread: repeat its stage until the batches end; an exception goes on as the last item."""
         self._stages.staging.enter_thread()
+        try:
+            self._repeat(stage, out, arguments)
+        finally:
+            if out is self._line.read:
+                self._line.end_reading()
+
+    def _repeat(self, stage: Any, out: Queue | None, arguments: Any) -> None:
         try:
             while stage(*arguments):
                 pass

@@ -8,6 +8,8 @@ from hostdev.core.primitive import OpLog
 from hostdev.core.timeline import Timeline
 from hostdev.device.staging import Staging
 from hostdev.kernels.claims import MOST_UNFINISHED, Claims
+from hostdev.parallel.exchange import Exchange
+from hostdev.parallel.ranks import Ranks
 from hostdev.pipeline.flight import Flight, Request
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.passes import OverlappedPass, Pass, SerialPass
@@ -26,6 +28,7 @@ class Pipeline:
                   thread, which is the reference
     timeline      where the stages' durations go
     log           where the ops' do
+    ranks         processes that have the other parts of the tables; None: there are no others
     others        of `Stages`: staleness, before_stage, after_update, broken
     """
 
@@ -37,6 +40,7 @@ class Pipeline:
         depth: int,
         timeline: Timeline | None = None,
         log: OpLog | None = None,
+        ranks: Ranks | None = None,
         staleness: int = 0,
         broken: Sequence[int] = (),
         before_stage: Callable[[str, int], None] | None = None,
@@ -47,9 +51,15 @@ class Pipeline:
         self.depth, self.groups, self.staging = depth, groups, staging
         self.timeline = timeline or Timeline()
         rows = sum(group.rows for group in groups if group.on_host) if depth else 0
+        self.ranks = ranks
+        exchanges = {}
+        if ranks is not None:
+            tables = [[one.table for one in group.embeddings] for group in groups]
+            shapes = [each[0].total_rows for each in tables], [[table.dim for table in each] for each in tables]
+            exchanges = {update: Exchange(ranks, *shapes, "" if update else "predict ") for update in (True, False)}
         self._stages = Stages(
-            groups, staging, Claims(rows), self.timeline, log=log, staleness=staleness, broken=broken,
-            before_stage=before_stage, after_update=after_update,
+            groups, staging, Claims(rows), self.timeline, log=log, exchanges=exchanges, staleness=staleness,
+            broken=broken, before_stage=before_stage, after_update=after_update,
         )  # fmt: skip
         self._number = 0  # the last batch
         self.training: Pass | None = None

@@ -3,8 +3,9 @@
 read -> unique -> plan -> lookup -> send -> (the caller's step) -> update
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from hostdev.device.staging import Staging
 from hostdev.kernels.claims import Claims, others
 from hostdev.kernels.groups import unique_groups
 from hostdev.kernels.pool import run_tasks, urgent
+from hostdev.parallel.exchange import Exchange
 from hostdev.pipeline.flight import End, Flight, Gradients, GroupBatch, Request, Stopped
 from hostdev.pipeline.groups import Group, Numbering, Part
 from hostdev.pipeline.hazards import LateRows, ask_for, find_late
@@ -37,6 +39,8 @@ class Stages:
     claims        of the rows of all groups on the host
     timeline      where the stages' durations go
     log           where the ops' do
+    exchanges     with other ranks, each of which has a part of every table, for passes that update (True) and others;
+                  none: this one has all rows
     staleness     **not exact**: a lookup may miss the updates of up to so many batches before it
     broken        groups whose read-after-write hazards are not seen: to test what must find the difference
     before_stage  called with a stage's name and a batch's number before its work, in its thread: for tests
@@ -52,12 +56,16 @@ class Stages:
         timeline: Timeline,
         *,
         log: OpLog | None = None,
+        exchanges: Mapping[bool, Exchange] = MappingProxyType({}),
         staleness: int = 0,
         broken: Sequence[int] = (),
         before_stage: Callable[[str, int], None] | None = None,
         after_update: AfterUpdate | None = None,
     ) -> None:
         self.groups, self.staging, self.timeline = groups, staging, timeline
+        self.exchanges = exchanges
+        host = Staging(torch.device("cpu")) if exchanges else staging  # rows that go on to others stay there
+        self._row_stagings = [host if group.cache is None else staging for group in groups]
         self.claims, self._staleness, self._broken = claims, staleness, broken
         self.numbering = Numbering(groups)
         self._unique = Primitive("Unique", unique_groups, log=log).add_prim_attr("primitive_target", "CPU")
@@ -76,12 +84,22 @@ class Stages:
             span["rows"] = request.rows if request is not None else 0
         return Flight(number, request) if request is not None else End(None)
 
-    def deduplicate(self, flight: Flight) -> None:
+    def deduplicate(self, flight: Flight, update: bool) -> None:
         """Find the unique ids of every group, in order of first occurrence over its features, end to end."""
         self.before_stage("unique", flight.number)
         with self.timeline.span("unique", flight.number) as span:
             flight.groups = [GroupBatch(*found) for found in self._unique(flight.request.ids)]
             span["rows"] = sum(part.size for part in flight.groups)
+        if self.exchanges:
+            with self.timeline.span("exchange ids", flight.number):
+                asked = self.exchanges[update].ids([part.ids for part in flight.groups])
+            for number, (part, (ids, one)) in enumerate(zip(flight.groups, asked, strict=True)):
+                flight.groups[number] = GroupBatch(ids, renumber(part.inverse, one.places), one)
+
+    def end(self, update: bool) -> None:
+        """There is no further batch."""
+        if self.exchanges:
+            self.exchanges[update].end()
 
     def announce(self, waiting: Sequence[Flight]) -> None:
         """Tell the caches of the batches that come, each as far ahead as its window goes."""
@@ -94,7 +112,7 @@ class Stages:
                 break
             part = flight.groups[number]
             if not part.announced:
-                cache.announce(part.ids, part.inverse)
+                cache.announce(part.ids, part.inverse if part.asked is None else part.asked.inverse)
                 part.announced = True
 
     def plan(self, flight: Flight, line: Line | None) -> LateRows | None:
@@ -122,7 +140,10 @@ class Stages:
         part.plan = plan = cache.plan()
         assert plan.ids is part.ids
         part.places = plan.places
-        part.inverse = renumber(part.inverse, part.places)
+        if part.asked is None:
+            part.inverse = renumber(part.inverse, part.places)
+        else:
+            part.asked = part.asked._replace(inverse=renumber(part.asked.inverse, part.places))
 
     def _number(self, flight: Flight) -> None:
         """Number the rows that the batch reads and writes on the host among those of all groups."""
@@ -169,9 +190,9 @@ class Stages:
         self.before_stage("lookup", flight.number)
         with self.timeline.span("lookup", flight.number) as span:
             reads = flight.reads.ids
-            for group, mine in zip(self.groups, flight.groups, strict=True):
+            for group, mine, staging in zip(self.groups, flight.groups, self._row_stagings, strict=True):
                 if group.on_host:
-                    mine.rows = rows_of(group, mine.size, mine.plan, self.staging, flight.memory)
+                    mine.rows = rows_of(group, mine.size, mine.plan, staging, flight.memory)
             part = Part.of(reads, None)  # a few late rows may be looked up twice, many not
             if late is not None and len(late.rows) * _MANY_LATE > len(reads):
                 part = Part.of(reads, others(len(reads), late.rows))
@@ -241,9 +262,43 @@ class Stages:
                 part.values = [rows.arrived() for rows in part.rows]
             else:
                 part.values = [one.lookup(one.table, part.there) for one in group.embeddings]
+        if self.exchanges:
+            self._exchange_rows(flight, self.exchanges[update])
         if self._on_host and line is not None and self.staging.copies:
             line.gather(flight.number, self.staging.mark())
         flight.clocks = begin, None
+
+    def _exchange_rows(self, flight: Flight, exchange: Exchange) -> None:
+        """Give other ranks the rows that they have asked for; let those of the batch be on the device."""
+        with self.timeline.span("exchange rows", flight.number):
+            asked = [part.asked for part in flight.groups if part.asked is not None]
+            values = [[value.cpu().numpy() for value in part.values] for part in flight.groups]
+            come = [torch.from_numpy(rows) for group in exchange.rows(asked, values) for rows in group]
+            sent, mark = self.staging.send(come, flight.memory)
+            self.staging.await_sent([mark], sent)
+            left = iter(sent)
+            for part in flight.groups:
+                part.values = [next(left) for _ in part.values]
+
+    def _exchange_gradients(self, flight: Flight, gradients: Gradients) -> Gradients:
+        """Let the owners of the rows have their gradients; return those of the rows here."""
+        with self.timeline.span("exchange gradients", flight.number):
+            asked = [part.asked for part in flight.groups if part.asked is not None]
+            flat = [part for group in gradients.parts for table in group for part in table or ()]
+            host, mark = self.staging.receive(flat, flight.memory)
+            self.staging.await_mark(mark)
+            left = iter(host)
+            grads = [
+                [None if table is None else [next(left).numpy() for _ in table] for table in group]
+                for group in gradients.parts
+            ]
+            sizes = [part.size for part in flight.groups]
+            sums = self.exchanges[True].gradients(asked, sizes, grads, gradients.micro_batches)
+        there = []
+        for group, (mine, staging) in enumerate(zip(sums, self._row_stagings, strict=True)):
+            device = staging.device if self.groups[group].cache is not None else torch.device("cpu")
+            there.append([None if one is None else torch.from_numpy(one).to(device) for one in mine])
+        return gradients._replace(grads=there)
 
     def end_step(self, flight: Flight, gradients: Gradients | None) -> None:
         """Update the rows that are on the device, and let the host have the gradients of the others.
@@ -254,6 +309,10 @@ class Stages:
             flight.check = gradients.check if gradients is not None else None
             if flight.check is not None and not self.staging.copies:
                 flight.check.get()  # raises before anything is updated
+            if gradients is not None and self.exchanges:
+                if flight.check is not None:
+                    flight.check.get()
+                gradients = self._exchange_gradients(flight, gradients)
             leaving = self._update_on_device(flight, gradients) if gradients is not None else []
             for part in flight.groups:
                 part.values = []
@@ -263,8 +322,13 @@ class Stages:
                 first: list[Part | None] = [None] * len(self.groups)
                 if shared is not None:
                     first[:] = self.numbering.split(shared.first, flight.writes.edges)
-                rows = [(table, left, first[group]) for group, table, left in leaving]
-                marks = receive_rows(rows, self.staging, flight.memory)
+                marks = None, None
+                for staging in {id(one): one for one in self._row_stagings}.values():
+                    rows = [(table, left, first[group]) for group, table, left in leaving
+                            if self._row_stagings[group] is staging]  # fmt: skip
+                    if rows:
+                        found = receive_rows(rows, staging, flight.memory)
+                        marks = found if staging.copies else marks
                 flight.received_first, flight.received = (shared, marks[0]), marks[1]
         finally:
             self._close_span(flight)
@@ -399,11 +463,13 @@ def ahead(
                 if isinstance(item, Flight):
                     position += 1
                     item.position = position
-                    stages.deduplicate(item)
+                    stages.deduplicate(item, update)
                     waiting.append(item)
                     if update:
                         stages.announce(waiting)
                 else:
+                    if item.error is None:
+                        stages.end(update)
                     ends.append(item)
                 del item  # or a batch that is done would live until the next one comes
             except Stopped:

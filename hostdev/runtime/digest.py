@@ -9,18 +9,23 @@ import torch
 from torch import nn
 
 from hostdev.core.digest import Column, StateDigest, pieces_of
+from hostdev.parallel.gather import rows_in_order
+from hostdev.parallel.ranks import Ranks
 
 
 class _Table(Protocol):
     name: str
     step: int
+    total_rows: int
     block: Any
     row_slots: Any
     optimizer: Any
 
 
-def state_sha256(tables: Iterable[_Table], network: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Return the SHA-256, in hexadecimal, of the logical state.
+def state_sha256(
+    tables: Iterable[_Table], network: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks | None = None
+) -> str:
+    """Return the SHA-256, in hexadecimal, of the logical state; with other ranks, all of them call it.
 
     Tables by name: the number of steps, the weights, then the slots by name; then the dense parameters by name, each
     followed by its optimizer state by name; then the network's persistent buffers by name. Before each array goes a
@@ -29,20 +34,26 @@ def state_sha256(tables: Iterable[_Table], network: nn.Module, optimizer: torch.
     """
     digest = StateDigest()
     for table in sorted(tables, key=lambda table: table.name):
-        weights, *slots = columns_of(table)
+        weights, *slots = columns_of(table, ranks)
         digest.table(table.name, table.step, weights, slots)
     for name, values in dense_arrays(network, optimizer):
         rows = values if values.ndim else values.reshape(1)
         dtype = str(values.dtype).removeprefix("torch.")
         digest.array(name, dtype, values.shape, pieces_of(rows, fetched))
-    return digest.hexdigest()
+    return digest.hexdigest() if ranks is None else ranks.text_of_first(digest.hexdigest())
 
 
-def columns_of(table: _Table) -> list[Column]:
-    """Return a table's weights and slots."""
+def columns_of(table: _Table, ranks: Ranks | None = None) -> list[Column]:
+    """Return a table's weights and slots; with other ranks all rows, on rank 0."""
     found = [("weights", table.block[:, 0])]
     found += [(name, table.block[:, 1 + i]) for i, name in enumerate(table.optimizer.slots)]
     found += [(name, table.row_slots[:, i : i + 1]) for i, name in enumerate(table.optimizer.row_slots)]
+    if ranks is not None:
+        total = table.total_rows
+        return [
+            Column(name, (total, rows.shape[1]), partial(rows_in_order, ranks.control, rows, total))
+            for name, rows in found
+        ]
     return [Column(name, tuple(rows.shape), partial(pieces_of, rows, fetched)) for name, rows in found]
 
 

@@ -58,7 +58,7 @@ def resolve(features: Mapping[str, Any]) -> tuple[list[Wanted], list[GroupSpec]]
         raise ValueError(f"several tables are named {twice[0]!r}; their names tell them apart in digests and errors")
     groups: dict[tuple[Any, ...], GroupSpec] = {}
     for key, table in tables.items():
-        same = (table.primitive_target, table.rows, *users[key])
+        same = (table.primitive_target, table.total_rows, *users[key])
         groups.setdefault(same, GroupSpec([], users[key])).tables.append(table)
     places = {
         id(table): (number, place)
@@ -207,7 +207,7 @@ def check_ranges(
     ids    of each feature, from `read_ids` of what was given
     """
     found = check_groups(
-        [([ids[feature].values for feature in group.features], group.tables[0].rows) for group in groups]
+        [([ids[feature].values for feature in group.features], group.tables[0].total_rows) for group in groups]
     )
     if found is None:
         return
@@ -217,7 +217,7 @@ def check_ranges(
     value = ids[spec.features[place]].values[position]
     every = _integers(name, "ids", _bag(name, given[name]).values).reshape(-1)  # with padding
     raise UserError(
-        f"feature {name!r}: id {value} at position {np.flatnonzero(every == value)[0]} is outside 0..{table.rows - 1}, "
+        f"feature {name!r}: id {value} at position {np.flatnonzero(every == value)[0]} is outside 0..{table.total_rows - 1}, "
         f"the rows of table {table.name!r}"
     )
 

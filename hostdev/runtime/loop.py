@@ -17,6 +17,7 @@ from hostdev.pipeline.flight import Flight, Gradients
 from hostdev.pipeline.outcome import Outcome
 from hostdev.runtime import scaling
 from hostdev.runtime.read_ahead import ReadAhead
+from hostdev.runtime.reduction import Reduction
 from hostdev.runtime.requests import Micro, Reader
 from hostdev.runtime.rows import Leaf, Order, Rows, flag_now, values_of
 
@@ -59,6 +60,7 @@ class _Loop:
         self._inverses: list[Tensor] = []
         self._leaves: list[list[Leaf]] = []
         self._rows: list[Rows] = []  # given out, of the flight
+        self._reduction: Reduction | None = None  # of the flight's micro-batches
 
     def __iter__(self) -> Any:
         """Return itself: a loop is gone through once. ValueError where it is over, as in a second epoch."""
@@ -173,7 +175,7 @@ class _Loop:
         staging = self._runtime.staging
         self._leaves = []
         for group, part in zip(self._runtime.pipeline.groups, flight.groups, strict=True):
-            order = None if part.places is None else Order(part.places, staging, flight.memory)
+            order = None if part.own_places is None else Order(part.own_places, staging, flight.memory)
             self._leaves.append([
                 Leaf(embedding.table, values, order, trained=self._trains(embedding.table))
                 for embedding, values in zip(group.embeddings, part.values, strict=True)
@@ -195,7 +197,10 @@ class _Loop:
         with torch.set_grad_enabled(any(leaf.trained for group in self._leaves for leaf in group)):
             features = [spec.features for spec in runtime.group_specs]
             values = values_of(runtime.wanted, features, self._leaves, uses, [ids.shape for ids in micro.ids])
-        rows = Rows(flight, uses, self._leaves, values, runtime.staging, self._flags(), due=not self._micros)
+        rows = Rows(
+            flight, uses, self._leaves, values, runtime.staging, self._flags(), due=not self._micros,
+            reduction=self._reduction,
+        )  # fmt: skip
         self._rows.append(rows)
         return batch, rows
 
@@ -208,7 +213,7 @@ class _Loop:
             left = left[size:]
         self._inverses[group] = left
         alone = len(flight.request.ids[group]) == len(numbers)
-        return GroupUses(features, part.size, in_order=alone and part.places is None)
+        return GroupUses(features, part.own_size, in_order=alone and part.own_places is None)
 
     def _forget(self) -> None:
         """Let go of the flight."""
@@ -218,6 +223,7 @@ class _Loop:
             self._runtime.pipeline.abandon(self._flight)
         self._flight = None
         self._micros, self._sent, self._inverses, self._leaves, self._rows = [], [], [], [], []
+        self._reduction = None
 
 
 class PredictLoop(_Loop):
@@ -246,8 +252,9 @@ class TrainLoop(_Loop):
     tables behind its step; a batch without any is skipped, and changes nothing.
     """
 
-    def __init__(self, runtime: Any, batches: Iterable[Any], reader: Reader) -> None:
+    def __init__(self, runtime: Any, batches: Iterable[Any], reader: Reader, micro_batches: int = 0) -> None:
         super().__init__(runtime, batches, reader)
+        self._micro_batches = micro_batches  # of a step; 0: what it has is not added in the order of a tree
         self.thread = threading.get_ident()
         self._flag = _scalar(0.0, runtime.device)  # not 0 from the first step on that is not finite
         self._one = _scalar(1.0, runtime.device)
@@ -275,7 +282,17 @@ class TrainLoop(_Loop):
         self._require_thread()
         if self._runtime.predicting:
             raise ValueError("a loop over `predict` is open; end it, or close it, before the next step of `train`")
+        self._require_reduced()
         return super().__next__()
+
+    def _require_reduced(self) -> None:
+        """ValueError where gradients of a micro-batch have come, and were not added to the step's."""
+        if self._reduction is None or self._rows[-1].reduced:
+            return
+        if self._micros or any(leaf.grads() for group in self._leaves for leaf in group):
+            raise ValueError(
+                "a micro-batch was not added up: call rows.reduce(model.parameters()) after the backward() of each"
+            )
 
     def _trains(self, table: Any) -> bool:
         return not self._runtime.is_frozen(table)
@@ -285,6 +302,9 @@ class TrainLoop(_Loop):
 
     def _take(self, flight: Flight) -> None:
         super()._take(flight)
+        if self._micro_batches > 1 or self._runtime.ranks is not None:
+            leaves = [leaf for group in self._leaves for leaf in group]
+            self._reduction = Reduction(leaves, self._micro_batches, (self._flag, self._one), self._runtime.ranks)
         self._stepped, self._early = set(), set()
         self._rates = self._runtime.learning_rates()
         self._losses = scaling.losses_scaled()
@@ -326,8 +346,7 @@ class TrainLoop(_Loop):
 
     def _was_stepped(self) -> bool:
         """Tell whether the body is done with the flight: an optimizer has taken its step, or the loop has none."""
-        has_gradients = any(leaf.grads() for group in self._leaves for leaf in group)
-        return not self._micros and has_gradients and (bool(self._stepped) or self._without > 0)
+        return not self._micros and self._has_gradients() and (bool(self._stepped) or self._without > 0)
 
     def _is_known_to_fail(self) -> bool:
         """Tell whether the body has read that the step came to nothing: it need not be told again."""
@@ -353,13 +372,14 @@ class TrainLoop(_Loop):
 
     def _gradients(self) -> Gradients:
         """Return what the flight's step has come to."""
-        leaves = [leaf for group in self._leaves for leaf in group]
         nothing = [[None] * len(group) for group in self._leaves]
         guarded = next((rows.guarded for rows in reversed(self._rows) if rows.guarded is not None), None)
-        if not any(leaf.grads() for leaf in leaves):
+        if not self._has_gradients():
             return Gradients(nothing, check=None if guarded is None else guarded[1])
         if not self._require_step():
             return Gradients(nothing)
+        if self._reduction is not None and self._runtime.ranks is not None:
+            return self._parts(self._reduction, guarded)
         grads = [[leaf.take_grad() for leaf in group] for group in self._leaves]
         if guarded is None:
             come = [grad for group in grads for grad in group if grad is not None]
@@ -367,6 +387,23 @@ class TrainLoop(_Loop):
             assert self._flight is not None
             guarded = self._flag, self._outcome(self._flight)
         return Gradients(grads, *guarded)
+
+    def _parts(self, reduction: Reduction, guarded: Any) -> Gradients:
+        """Return what this rank's micro-batches have come to, for the owners of the rows."""
+        parts = iter(reduction.parts)
+        if guarded is None:
+            assert self._flight is not None
+            guarded = self._flag, self._outcome(self._flight)
+        return Gradients(
+            (), *guarded, parts=[[next(parts) for _ in group] for group in self._leaves],
+            micro_batches=reduction.count,
+        )  # fmt: skip
+
+    def _has_gradients(self) -> bool:
+        """Tell whether gradients of the flight's rows have come, to whatever rank."""
+        if self._reduction is not None and self._reduction.has_rows:
+            return True
+        return any(leaf.grads() for group in self._leaves for leaf in group)
 
     def _outcome(self, flight: Flight) -> Outcome:
         """Return what tells the host whether the gradients were finite."""
@@ -464,6 +501,6 @@ _ACCUMULATE = (
     "up, too; to skip a batch, do not call backward(), or let the gradients of rows.parameters() be None"
 )
 _EARLY = (
-    "an optimizer has taken a step with each of the batches that accumulate=N lets add up; call optimizer.step() and "
+    "an optimizer has taken a step with each of the batches that accumulate or micro_batches lets add up; call optimizer.step() and "
     "zero_grad() where rows.is_due"
 )

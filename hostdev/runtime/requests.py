@@ -54,6 +54,7 @@ class Reader:
     ids             returns a batch's ids by feature; None where the batches are dicts that have them
     send            returns what of a batch is to be on the device, in any structure, with what else the loop needs
     together        batches that make one step
+    whole           no step may have fewer: they are micro-batches
     """
 
     def __init__(
@@ -63,8 +64,11 @@ class Reader:
         ids: IdsOf | None,
         send: Callable[[Any], Any] | None,
         together: int = 1,
+        *,
+        whole: bool = False,
     ) -> None:
         self._wanted, self._groups, self._ids, self._send, self._together = wanted, groups, ids, send, together
+        self._whole = whole
         self._names = [feature.name for feature in wanted]
 
     def requests(self, batches: Iterator[Any]) -> Iterator[Request]:
@@ -74,6 +78,8 @@ class Reader:
             some = list(islice(batches, self._together))
             if not some:
                 return
+            if self._whole and len(some) < self._together:
+                raise ValueError(f"the batches end within a step: {len(some)} of {self._together} micro-batches are there")
             micros = []
             for batch in some:
                 number += 1

@@ -1,6 +1,6 @@
 """A batch's rows as a model gets them, and the gradients that come back to them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -154,8 +154,11 @@ class Rows(Mapping[str, Value]):
         flags: tuple[Tensor, Tensor] | None,
         *,
         due: bool,
+        reduction: Any = None,
     ) -> None:
         self._flight, self._staging, self._flags, self._due = flight, staging, flags, due
+        self._reduction = reduction  # of a step's micro-batches
+        self.reduced = False
         self._uses, self._leaves, self._values = uses, leaves, values
         self._unique: dict[str, Tensor] = {}
         self.guarded: tuple[Tensor, Outcome] | None = None  # by `guard`: the flag on the device, and what comes of it
@@ -195,10 +198,39 @@ class Rows(Mapping[str, Value]):
         self._require_open()
         return [leaf.parameter() for leaf in self.leaves]
 
+    def reduce(self, parameters: Iterable[Tensor], values: Tensor | None = None) -> Tensor | None:
+        """Add up the gradients of a step's micro-batches; to be called once with each, after its `backward`.
+
+        ::
+
+            (loss * weight).backward()  # weight: the micro-batch's part of the batch's samples
+            rows.reduce(model.parameters())
+            if rows.is_due:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        Takes the gradients of the parameters and of the rows away, and with the last micro-batch gives both the sums
+        over all, in the order of a tree, which depends on nothing but how many there are. A micro-batch without samples
+        has nothing to add, but is to be counted, too. Without `micro_batches` nothing changes.
+
+        parameters  of the dense side, the same ones each time
+        values      small and of one shape each time, such as losses; or None
+        returns     with the last micro-batch the values of all [M, ...], 0 where there were none; else None
+        """
+        self._require_open()
+        if self._reduction is None:
+            return None if values is None else values[None]
+        if self.reduced:
+            raise ValueError("reduce() was called twice with a micro-batch")
+        self.reduced = True
+        found: Tensor | None = self._reduction.add(parameters, values)
+        return found
+
     def unique(self, table: str) -> tuple[Tensor, Tensor]:
         """Return a table's rows of the batch, each once, and how often the batch uses it: for a term of the loss.
 
-        returns  float32 [U, D], through which gradients go, in order of first occurrence; float32 [U]
+        returns  float32 [U, D], through which gradients go, in order of first occurrence; float32 [U]. Of a
+                 micro-batch those that it uses itself
 
         ValueError where there is no table of this name.
         """
@@ -206,9 +238,11 @@ class Rows(Mapping[str, Value]):
         for uses, group in zip(self._uses, self._leaves, strict=True):
             for leaf in group:
                 if leaf.table.name == table:
+                    own = None if self._reduction is None else uses.first_uses()
                     if table not in self._unique:  # one node of the graph: its gradients add up as without a cache
-                        self._unique[table] = leaf.in_ids()
-                    return self._unique[table], leaf.reordered(uses.counts())
+                        self._unique[table] = leaf.in_ids() if own is None else leaf.rows.index_select(0, own)
+                    counts = uses.counts()
+                    return self._unique[table], leaf.reordered(counts) if own is None else counts[own]
         names = [leaf.table.name for group in self._leaves for leaf in group]
         raise ValueError(f"no table {table!r}; there are {', '.join(names)}")
 
@@ -276,7 +310,8 @@ class Rows(Mapping[str, Value]):
     def end(self) -> None:
         """Let go of everything: the loop has come back."""
         self.over = True
-        self._leaves, self._uses, self._values, self._unique, self.guarded = [], [], {}, {}, None
+        self._leaves, self._uses, self._values, self._unique = [], [], {}, {}
+        self.guarded = self._reduction = None
 
     def _require_open(self) -> None:
         if self.over:

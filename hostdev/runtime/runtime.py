@@ -13,6 +13,7 @@ from hostdev.core.primitive import OpLog
 from hostdev.core.timeline import Timeline
 from hostdev.device import backend
 from hostdev.device.staging import Staging
+from hostdev.parallel.ranks import Ranks
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.pipeline import Pipeline
 from hostdev.runtime.features import GroupSpec, Table, resolve
@@ -51,6 +52,7 @@ class Runtime:
     cache     hot rows on the device: a number of rows or a share of each table such as "10%", or a `CacheSpec`; or a
               dict of these by the name of a table, for it and those that are looked up with the same ids. None for none
     depth     how many batches ahead are read and looked up while one is in its step; 0: one stage after the other
+    ranks     the processes that have met (`hostdev.parallel`), each with a part of every table; None: this one is alone
     log       where every op's durations go
     timeline  where the stages' durations go
     seams     for tests and `hostdev.verify`: staleness, broken, before_stage, after_update of `Pipeline`
@@ -68,11 +70,14 @@ class Runtime:
         device: torch.device | str = "auto",
         cache: Any = None,
         depth: int = 2,
+        ranks: Ranks | None = None,
         log: OpLog | None = None,
         timeline: Timeline | None = None,
         **seams: Any,
     ) -> None:
         self.wanted, self.group_specs = resolve(features)
+        self.ranks = ranks
+        _require_parts(self.group_specs, ranks)
         self.device = backend.require(device)
         _require_place(self.group_specs, self.device)
         specs = _cache_specs(cache, self.group_specs)
@@ -86,7 +91,7 @@ class Runtime:
                     spec.rows, spec.policy, self.device, spec.window, counts=spec.counts, record=spec.record, log=log,
                 )  # fmt: skip
             groups.append(Group(group.tables, made, log))  # type: ignore[arg-type]
-        self.pipeline = Pipeline(groups, self.staging, depth=depth, timeline=timeline, log=log, **seams)
+        self.pipeline = Pipeline(groups, self.staging, depth=depth, timeline=timeline, log=log, ranks=ranks, **seams)
         self.predicting = 0  # loops over `predict` that are open
         self._open: ReferenceType[TrainLoop] | None = None  # the open loop over `train`, which ends when it is dropped
         self._frozen: set[str] = set()
@@ -124,6 +129,7 @@ class Runtime:
         ids: IdsOf | None = None,
         send: Callable[[Any], Any] | None = None,
         accumulate: int = 1,
+        micro_batches: int | None = None,
     ) -> TrainLoop:
         """Return an iterator of (batch, rows): each batch with its `Rows`, whose gradients go to the tables.
 
@@ -134,6 +140,9 @@ class Runtime:
         send        returns what the loop needs of a batch in place of the batch, in any structure of tuples, lists and
                     dicts: its tensors and arrays are brought to the device on the way. None: the batch, as it is
         accumulate  batches whose gradients add up to one step: their rows are looked up at once, and updated once
+        micro_batches  as `accumulate`, and in an order that does not depend on who computes them: see `Rows.reduce`,
+                    which is to be called with each. With other ranks, how many of a step's each of them has. None:
+                    the batches are whole
 
         A table takes a step with a batch if a gradient has come to its rows by then. When a step is skipped, as there
         was no `backward`, nothing changes. Breaking off, or an error, ends the loop: what has been stepped is in the
@@ -143,7 +152,17 @@ class Runtime:
         """
         if accumulate < 1:
             raise ValueError(f"accumulate is a number of batches, not {accumulate}")
-        return TrainLoop(self, batches, Reader(self.wanted, self.group_specs, ids, send, accumulate))
+        if micro_batches is None and self.ranks is None:
+            return TrainLoop(self, batches, Reader(self.wanted, self.group_specs, ids, send, accumulate))
+        micro_batches = 1 if micro_batches is None else micro_batches
+        if micro_batches < 1 or accumulate != 1:
+            raise ValueError(
+                f"micro_batches is a number of batches, not {micro_batches}"
+                if micro_batches < 1
+                else "micro_batches and accumulate are two ways to say how many batches make a step; give one"
+            )
+        reader = Reader(self.wanted, self.group_specs, ids, send, micro_batches, whole=True)
+        return TrainLoop(self, batches, reader, micro_batches)
 
     def predict(
         self, batches: Iterable[Any], *, ids: IdsOf | None = None, send: Callable[[Any], Any] | None = None
@@ -343,3 +362,16 @@ def _cache_specs(cache: Any, groups: list[GroupSpec]) -> list[CacheSpec | None]:
 
 def _on_host(group: GroupSpec) -> bool:
     return group.tables[0].primitive_target == "CPU"
+
+
+def _require_parts(groups: list[GroupSpec], ranks: Ranks | None) -> None:
+    """ValueError unless every table is this rank's part, or all of it where there are no others."""
+    wanted = None if ranks is None else ranks.part()
+    for table in (table for group in groups for table in group.tables):
+        part = getattr(table, "part", None)
+        if part != wanted:
+            raise ValueError(
+                f"table {table.name!r} holds {'all rows' if part is None else f'part {part[0]} of {part[1]}'}, but "
+                + ("there are no other ranks" if wanted is None else f"this is rank {wanted[0]} of {wanted[1]}")
+                + "; make it with part=ranks.part(), and give the Runtime these ranks"
+            )

@@ -24,7 +24,11 @@ from hostdev.train.rundir import CONFIG, SUMMARY
 FOLDER = "checkpoints"  # in the run directory
 KEEP = 3
 # What the bits depend on, beside the data: these must be as they were.
-FIXED = ("model", "emb_dim", "batch_size", "table_optimizer", "table_lr", "lr", "l2", "precision", "tf32", "seed")
+FIXED = (
+    "model", "emb_dim", "batch_size", "table_optimizer", "table_lr", "lr", "l2", "precision", "tf32", "seed",
+    "micro_batches", "gradients", "torch_threads",
+)  # fmt: skip
+_BEFORE = {"micro_batches": 1, "gradients": None, "torch_threads": None}  # in files of before there were such options
 
 
 class CheckpointError(UserError):
@@ -107,7 +111,7 @@ def find(settings: TrainConfig, data: Manifest) -> tuple[Start | None, str]:
 
 
 def _require_same(settings: TrainConfig, data: Manifest, start: Start) -> None:
-    then = start.more["settings"]
+    then = _BEFORE | start.more["settings"]
     for name in FIXED:
         if getattr(settings, name) != then[name]:
             option = "--" + name.replace("_", "-")
@@ -126,7 +130,7 @@ def _require_unfinished(settings: TrainConfig, data: Manifest) -> None:
     if settings.run_dir is None or not (settings.run_dir / CONFIG).exists():
         return
     try:
-        then = json.loads((settings.run_dir / CONFIG).read_text())
+        then = _BEFORE | json.loads((settings.run_dir / CONFIG).read_text())
         summary = settings.run_dir / SUMMARY
         status = json.loads(summary.read_text())["status"] if summary.exists() else "killed"
         same = all(getattr(settings, name) == then[name] for name in FIXED) and then["preprocess"] == data.options

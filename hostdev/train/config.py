@@ -60,6 +60,22 @@ class TrainConfig:
     )
     tf32: bool = _flag("round the inputs of the dense layers' float32 products to TF32, on CUDA", default=False)
     host_threads: int | None = _flag("threads of the host's kernels (all CPUs of the process)", kind=int, metavar="N")
+    micro_batches: int = _flag(
+        "cut a batch into so many, each computed on its own and added in a fixed order; processes share them out",
+        default=1,
+        kind=int,
+        metavar="M",
+    )
+    gradients: str | None = _flag(
+        "of micro-batches: the mean over the batch, or the sum of the means of each (mean)",
+        kind=str,
+        choices=("mean", "sum"),
+    )
+    torch_threads: int | None = _flag(
+        "threads of the dense layers on the CPU, on which some of their bits depend (all CPUs; with --micro-batches 1)",
+        kind=int,
+        metavar="N",
+    )
     pipeline_depth: int = _flag(
         "how many batches ahead are read and looked up while one is in its step; 0: one stage after the other",
         default=2,
@@ -105,6 +121,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         at_least_1 = ("epochs", "batch_size", "emb_dim", "host_threads", "max_steps", "early_stop")
+        at_least_1 += ("micro_batches", "torch_threads")
         for name in (*at_least_1, "checkpoint_every", "keep_checkpoints"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -123,6 +140,12 @@ class TrainConfig:
                 raise UserError(f"{_option(name)} must be a number of at least 0, not {value}")
         if self.pipeline_depth > MOST_DEPTH:
             raise UserError(f"--pipeline-depth must be at most {MOST_DEPTH}, not {self.pipeline_depth}")
+        if self.gradients is not None and self.micro_batches == 1:
+            raise UserError(f"--gradients {self.gradients} has no effect without --micro-batches; leave it out")
+        if self.l2 == "table" and self.micro_batches > 1:
+            raise UserError(
+                "--l2 table does not go with --micro-batches: it would be added with each of them; use --l2 batch"
+            )
         if self.tf32 and self.precision != "fp32":
             raise UserError(f"--tf32 has no effect with --precision {self.precision}; leave it out")
         if self.staleness and not (self.host_device_mix and self.pipeline_depth):
@@ -180,6 +203,8 @@ class TrainConfig:
         """Fill in the defaults that depend on others: the reference's, or for the look-alike what suits it."""
         epochs, batch_size = (15, REFERENCE_BATCH_SIZE) if self.data is not None else (2, 1000)
         filled = replace(self, epochs=self.epochs or epochs, batch_size=self.batch_size or batch_size)
+        if self.micro_batches > 1:  # nor the threads of who computes them
+            filled = replace(filled, torch_threads=self.torch_threads or 1, gradients=self.gradients or "mean")
         if self.cache_rows is None or not rows_of(self.cache_rows, 1 << 30):
             return replace(filled, cache_rows="0", cache_policy=None, cache_window=None)
         policy = self.cache_policy or POLICIES[0]

@@ -65,6 +65,8 @@ class Run:
                     "--host-threads has no effect on an accelerator without --host-device-mix; leave it out"
                 )
             set_host_threads(settings.host_threads)
+        if settings.torch_threads is not None:
+            torch.set_num_threads(settings.torch_threads)
         backend.make_deterministic(self.device)
         if settings.trace is not None and settings.trace.exists():
             raise UserError(f"--trace {settings.trace} exists; choose another file")
@@ -95,6 +97,8 @@ class Run:
                 depth=settings.pipeline_depth,
                 staleness=settings.staleness,
                 timeline=self.timeline,
+                micro_batches=settings.micro_batches,
+                gradients=settings.gradients or "mean",
             )
             self.progress, self.quality = Progress(), Quality(settings.early_stop)
             if start is not None:
@@ -233,7 +237,7 @@ class Run:
         """Write a step's losses, and show how far the epoch is."""
         losses = result.value
         with self._books:
-            self.progress.add(losses.wide, losses.deep, len(result.batch))
+            self.progress.add(losses.wide, losses.deep, result.rows)
             self.files.write_losses(epoch, step, losses.wide, losses.deep)
             self.log.flush_if_due()
         self._left.step("training")

@@ -34,8 +34,8 @@ class TrainingSample:
         """Return the number of batches."""
         return sum(-(-wanted // batch_size) for _, wanted in self._parts)
 
-    def batches(self, batch_size: int) -> Iterator[Batch]:
-        """Iterate over the rows; no batch is larger than this. Raises as `ShardReader.batches`."""
+    def batches(self, batch_size: int, *, part: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
+        """Iterate over the rows, or a part of each batch; none is larger than this. As `ShardReader.batches`."""
         for reader, wanted in self._parts:
             steps = -(-wanted // batch_size)
-            yield from islice(reader.batches(-(-wanted // steps), seed=self._seed), steps)
+            yield from islice(reader.batches(-(-wanted // steps), seed=self._seed, part=part), steps)

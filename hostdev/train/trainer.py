@@ -1,6 +1,6 @@
 """A model with its tables: what trains it, evaluates it and digests it. A user of `hostdev.Runtime` like any other."""
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from hostdev.checkpoint.saving import Content, Saving
 from hostdev.checkpoint.tree import to_tree
 from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, copied_bytes, gib, pinned_size, require_table, row_bytes
+from hostdev.core.micro_batches import cut
 from hostdev.core.primitive import OpLog, Primitive
 from hostdev.core.timeline import Timeline
 from hostdev.data.batch import Batch
@@ -26,9 +27,11 @@ from hostdev.device.backend import free_bytes, is_accelerator
 from hostdev.device.table import DeviceTable
 from hostdev.host.server import ParameterServer
 from hostdev.host.table import HostTable
+from hostdev.kernels.counter import key64
 from hostdev.kernels.norm import total
 from hostdev.models.model import Model
 from hostdev.models.wide_deep.loss import L2_COEFFICIENT, deep_l2, wide_loss
+from hostdev.parallel.ranks import Ranks
 from hostdev.pipeline.outcome import Outcome
 from hostdev.runtime.digest import names_in_checkpoint, state_sha256
 from hostdev.runtime.loop import NonFiniteError
@@ -63,8 +66,8 @@ class NonFiniteLossError(NonFiniteError):
 class Result:
     """A batch's step, whose losses may be on their way from the device still."""
 
-    def __init__(self, batch: Batch, outcome: Outcome) -> None:
-        self.batch = batch
+    def __init__(self, rows: int, outcome: Outcome) -> None:
+        self.rows = rows
         self._outcome = outcome
 
     @property
@@ -87,6 +90,9 @@ class Trainer:
     log              where every op's durations go
     most_uses        ids in a batch, at most: so that the memory of the copies is found to be too large before it is
     cache            of the tables' rows, as `Runtime` takes it
+    micro_batches    into which a batch is cut: what they come to is added in an order that depends on nothing else
+    gradients        "mean": a micro-batch counts by its rows; "sum": each one's mean counts whole
+    ranks            processes that share out the micro-batches and the tables' rows; None: this one is alone
     overlap          depth, timeline, staleness, ... of `Runtime`
     """
 
@@ -105,6 +111,9 @@ class Trainer:
         cache: CacheSpec | dict[str, CacheSpec] | None = None,
         depth: int = 0,
         timeline: Timeline | None = None,
+        micro_batches: int = 1,
+        gradients: str = "mean",
+        ranks: Ranks | None = None,
         **overlap: Any,
     ) -> None:
         if l2 != "none" and DEEP not in model.tables:
@@ -112,7 +121,15 @@ class Trainer:
         if cache is not None and l2 == "table":
             raise UserError("--l2 table reads the whole table in every step, which a cache of its rows would have to "
                             "write back each time; use --l2 batch, or no --cache-rows")  # fmt: skip
+        if l2 == "table" and micro_batches > 1:
+            raise UserError("--l2 table does not go with --micro-batches: it would be added with each of them; use "
+                            "--l2 batch")  # fmt: skip
         log = log or OpLog()
+        self._micro_batches, self._gradients, self._seed = micro_batches, gradients, seed
+        self.ranks = ranks
+        rank, size = (0, 1) if ranks is None else ranks.part()
+        self._parts_here = micro_batches // size
+        self._first_part = rank * self._parts_here
         self._device, self._l2, self._precision = device, l2, precision
         self.server = ParameterServer()
         free = _require_tables(model.tables, host_device_mix, device)
@@ -122,18 +139,22 @@ class Trainer:
         for name, spec in model.tables.items():
             shape = (spec.rows, spec.dim, spec.optimizer)
             self.tables[name] = (
-                self.server.add(HostTable(*shape, name=name, seed=seed, init=spec.init))
+                self.server.add(HostTable(*shape, name=name, seed=seed, init=spec.init, part=ranks and ranks.part()))
                 if host_device_mix
                 else DeviceTable(*shape, device, name=name, seed=seed, init=spec.init)
             )
         features = {name: self._feature(feature) for name, feature in model.features.items()}
         self.runtime = Runtime(
-            features, device=device, cache=cache, depth=depth, log=log, timeline=timeline, **overlap
+            features, device=device, cache=cache, depth=depth, ranks=ranks, log=log, timeline=timeline, **overlap
         )  # fmt: skip
         self.timeline = self.runtime.pipeline.timeline
         self.model = model.to(self.runtime.device)
         self.adam = torch.optim.Adam(model.parameters(), lr=model.lr if lr is None else lr, eps=DENSE_EPS, fused=True)
+        if ranks is not None:
+            _broadcast(model, ranks)
         self._start_adam()
+        self._parameters = list(model.parameters())
+        self._parts_begun = 0  # micro-batches here of all steps
         self._forward = Primitive("DenseForward", _objective, scope="network", log=log)  # no cycle: tables go with it
         self._backward = Primitive("DenseBackward", Tensor.backward, scope="network", log=log)
         self._adam_step = Primitive("Adam", self.adam.step, scope="network", log=log)
@@ -175,42 +196,86 @@ class Trainer:
         finite; that step and later ones update nothing.
         """
         self.model.train()
-        with self.runtime.train(batches, ids=self.model.ids, send=_sent) as loop:
+        many = self._micro_batches > 1
+        parts = self._parts(batches)
+        loop = self.runtime.train(
+            parts, ids=self.model.ids, send=_sent, micro_batches=self._parts_here if many else None
+        )
+        with loop:
             for (batch, dense, label), rows in loop:
-                outcome = self._step(rows, dense, label)
-                result = [Result(batch, outcome)]
+                outcome = self._step(rows, batch, dense, label)
+                result = [Result(batch.step_rows, outcome)] if outcome is not None else []
                 del batch, dense, label, rows, outcome  # the loop reads on when nobody has them
-                yield result.pop()
+                if result:
+                    yield result.pop()
 
-    def _step(self, rows: Rows, dense: Tensor, label: Tensor) -> Outcome:
-        """Queue a step: losses, gradients of rows and parameters, Adam on the dense side."""
+    def _parts(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield the micro-batches of each batch, or of this rank's part of it."""
+        for batch in batches:
+            if self._micro_batches == 1:
+                yield batch
+                continue
+            mine = cut(batch.step_rows, self._micro_batches)[self._first_part : self._first_part + self._parts_here]
+            begin = mine[0][0]
+            yield from batch.split([0, *(stop - begin for _, stop in mine)])
+
+    def _step(self, rows: Rows, batch: Batch, dense: Tensor, label: Tensor) -> Outcome | None:
+        """Queue a step: losses, gradients of rows and parameters, Adam on the dense side; None while it has more parts."""
         if self._l2 == "table":
             self.runtime.write_back()  # the table is read as a whole
-        with self.timeline.span("forward", rows.number):
-            wide, objective, deep = self._forward(self, rows, dense, label)
-        squares = self._table_l2() if self._l2 == "table" else None
         self.adam.zero_grad()
-        with self.timeline.span("backward", rows.number):
-            self._backward(objective)
-        losses = torch.stack([wide, deep])
+        values = squares = None
+        if len(batch):
+            self._draw_anew()
+            with self.timeline.span("forward", rows.number):
+                wide, objective, deep = self._forward(self, rows, dense, label, self._weight(batch))
+            squares = self._table_l2() if self._l2 == "table" else None
+            with self.timeline.span("backward", rows.number):
+                self._backward(objective)
+            values = torch.stack([wide, deep])
+        losses = rows.reduce(self._parameters, values)
+        self._parts_begun += 1
+        if not rows.is_due:
+            return None
+        assert losses is not None  # the last micro-batch has a row
         looked_at, results = [losses], [losses]
         if isinstance(squares, Tensor):  # on the device, so not here yet
             looked_at.append(squares.sum().float())
             results.append(squares)
         elif squares is not None:
             looked_at.append(torch.full((), total(squares), device=self._device))
-        outcome = rows.guard(self.adam, looked_at, results, partial(_read_losses, squares, rows.step))
+        sizes = [stop - start for start, stop in cut(batch.step_rows, self._micro_batches)]
+        read = partial(_read_losses, squares, [size / batch.step_rows for size in sizes], self._l2 != "none", rows.step)
+        outcome = rows.guard(self.adam, looked_at, results, read)
         with self.timeline.span("optimizer", rows.number):
             self._adam_step()
         return outcome
 
-    def objective(self, rows: Rows, dense: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the wide loss, what to differentiate (the deep loss, whose gradient is both losses'), its value."""
+    def _weight(self, batch: Batch) -> float | None:
+        """Return what a micro-batch's loss is multiplied by; None: the batch is whole."""
+        if self._micro_batches == 1:
+            return None
+        return len(batch) / batch.step_rows if self._gradients == "mean" else 1.0
+
+    def _draw_anew(self) -> None:
+        """Let what a micro-batch draws, as dropout does, be a function of its number."""
+        if self._micro_batches > 1:
+            step, part = divmod(self._parts_begun, self._parts_here)
+            number = step * self._micro_batches + self._first_part + part
+            torch.manual_seed(key64(self._seed, "micro-batch", number) >> 1)
+
+    def objective(
+        self, rows: Rows, dense: Tensor, label: Tensor, weight: float | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the wide loss, what to differentiate (the deep loss, whose gradient is both losses'), its value.
+
+        weight  of the wide loss in what is differentiated: of a micro-batch; None for a whole batch
+        """
         wide = wide_loss(self._logits(dense, rows), label)
-        if self._l2 == "none":
-            return wide.detach(), wide, wide.detach()
-        unique, counts = rows.unique(DEEP)
-        objective = wide + deep_l2(unique, counts if self._l2 == "batch" else None)
+        objective = wide if weight is None else wide * weight
+        if self._l2 != "none":
+            unique, counts = rows.unique(DEEP)
+            objective = objective + deep_l2(unique, counts if self._l2 == "batch" else None)
         return wide.detach(), objective, objective.detach()
 
     def _logits(self, dense: Tensor, rows: Mapping[str, Any]) -> Tensor:
@@ -224,20 +289,27 @@ class Trainer:
         progress  called after each batch
         """
         logits, labels = [], []
+        sizes: list[int] = []  # of the batches
         training = self.model.training
         self.model.eval()
+        loop = self.runtime.predict(self._parts(batches), ids=self.model.ids, send=_sent)
         try:
-            with torch.no_grad(), closing(self.runtime.predict(batches, ids=self.model.ids, send=_sent)) as loop:
-                for (batch, dense, _), rows in loop:
-                    outcome = rows.to_host([self._logits(dense, rows)], lambda results: results[0])
-                    logits.append(outcome.get())
-                    labels.append(batch.label)
-                    progress()
+            with torch.no_grad(), closing(loop):
+                for number, ((batch, dense, _), rows) in enumerate(loop, 1):
+                    if len(batch):
+                        outcome = rows.to_host([self._logits(dense, rows)], lambda results: results[0])
+                        logits.append(outcome.get())
+                        labels.append(batch.label)
+                    if number % self._parts_here == 0:
+                        sizes.append(sum(len(each) for each in labels) - sum(sizes))
+                        progress()
         finally:
             self.model.train(training)
-        if not labels:
+        scores, truth = (np.concatenate(each) if each else np.empty(0, np.float32) for each in (logits, labels))
+        if self.ranks is not None:
+            scores, truth = _of_all(self.ranks, sizes, scores, truth)
+        if not len(truth):
             return None
-        scores, truth = np.concatenate(logits), np.concatenate(labels)
         wrong = len(scores) - np.count_nonzero(np.isfinite(scores))
         if wrong:
             raise UserError(f"the predictions of {wrong} of {len(scores)} rows are not finite; the model has diverged")
@@ -246,7 +318,7 @@ class Trainer:
     def state_sha256(self) -> str:
         """Return the digest of the tables and of the dense side."""
         self.runtime.write_back()
-        return state_sha256(self.tables.values(), self.model, self.adam)
+        return state_sha256(self.tables.values(), self.model, self.adam, self.ranks)
 
     def save(
         self, to: Checkpoints, step: int, more: Any, files: Mapping[str, Path], *, state_sha256: str | None = None
@@ -275,8 +347,30 @@ class Trainer:
         self.adam.load_state_dict(values["dense"]["optimizer"])
         load_tables(chain, self.tables)
         self.runtime.pipeline.steps = chain[-1].manifest.step
+        self._parts_begun = chain[-1].manifest.step * self._parts_here
         _set_random_states(values["random"], self._device)
         return values["more"]
+
+
+def _broadcast(model: Model, ranks: Ranks) -> None:
+    """Let all ranks begin with the parameters and buffers of rank 0."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        there = tensor.detach().cpu().contiguous()
+        ranks.control.broadcast(there)
+        tensor.data.copy_(there)
+
+
+def _of_all(ranks: Ranks, sizes: list[int], *arrays: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+    """Return the values of all ranks in the order of the rows: batch by batch, each by rank.
+
+    sizes  of this rank's parts of the batches, end to end in each array
+    """
+    edges = [np.cumsum(each)[:-1] for each in ranks.control.gather(np.array(sizes, np.int64))]
+    found = []
+    for array in arrays:
+        parts = [np.split(each, edge) for each, edge in zip(ranks.control.gather(array), edges, strict=True)]
+        found.append(np.concatenate([part[batch] for batch in range(len(sizes)) for part in parts] or [array]))
+    return found
 
 
 def _random_states(device: torch.device) -> dict[str, Tensor]:
@@ -306,10 +400,19 @@ def _sent(batch: Batch) -> tuple[Batch, Tensor, Tensor]:
     return batch, torch.from_numpy(batch.dense), torch.from_numpy(batch.label)
 
 
-def _read_losses(squares: Any, step: int, results: list[npt.NDArray[Any]]) -> Losses:
-    """Make losses of a step's results; `squares` are the table's, where its L2 is added."""
+def _read_losses(
+    squares: Any, shares: list[float], has_l2: bool, step: int, results: list[npt.NDArray[Any]]
+) -> Losses:  # fmt: skip
+    """Make losses of a step's results.
+
+    squares  the table's, where its L2 is added
+    shares   of the micro-batches in the batch's rows
+    has_l2   the deep losses, which are weighted already, have a term of their own
+    """
     losses, *more, skipped = results
-    wide, deep = losses.tolist()
+    each = losses.tolist()
+    wide = sum(share * wide for share, (wide, _) in zip(shares, each, strict=True) if share)
+    deep = sum(deep for _, deep in each) if has_l2 else wide
     if squares is not None:
         deep = wide + L2_COEFFICIENT / 2 * total(more[0] if more else squares)
     if skipped[0] or not np.isfinite([wide, deep]).all():

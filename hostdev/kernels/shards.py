@@ -1,0 +1,93 @@
+"""The rows of a table spread over ranks: a bijection of the ids, whose values each rank holds a range of.
+
+Position = id * multiplier mod V, with a multiplier that has no common divisor with V and is near V times the golden
+ratio's fraction: neighbouring ids, such as the popular ones at a vocabulary's beginning, lie evenly over all ranges
+(the three-distance theorem; Sos, 1958). It does not depend on the number of ranks. Rank r of W holds the positions from
+V * r // W on.
+"""
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.kernels.jit import kernel
+
+Ids = npt.NDArray[Any]
+Places = npt.NDArray[np.int32]
+
+_MOST_PRODUCT = (1 << 63) - 1
+
+
+@functools.cache
+def multiplier_of(rows: int) -> int:
+    """Return the multiplier for a table of V rows: products with an id stay below 2**63."""
+    wanted = max(1, min(int(rows * 0.6180339887498949), _MOST_PRODUCT // rows))
+    return next(
+        found
+        for distance in range(rows + 1)
+        for found in (wanted - distance, wanted + distance)
+        if 0 < found and math.gcd(found, rows) == 1
+    )
+
+
+def range_of(rows: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Return the positions that a rank holds."""
+    return rows * rank // ranks, rows * (rank + 1) // ranks
+
+
+def ids_at(rows: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+    """Return the ids at the positions [start, stop) of a table of V rows."""
+    inverse = pow(multiplier_of(rows), -1, rows) if rows > 1 else 0
+    out = np.empty(stop - start, np.int64)
+    _step(start * inverse % rows, inverse, rows, out)
+    return out
+
+
+@kernel
+def _step(first: Any, step: Any, modulus: Any, out: Any) -> None:
+    """Write first, first + step, first + 2 step, ..., each modulo the modulus: without products, which may overflow."""
+    value = np.uint64(first)
+    for i in range(len(out)):
+        out[i] = value
+        value += np.uint64(step)
+        if value >= np.uint64(modulus):
+            value -= np.uint64(modulus)
+
+
+@kernel
+def _locate(ids: Any, multiplier: Any, rows: Any, ranks: Any, owners: Any, local: Any, counts: Any) -> None:
+    V, W, one = np.uint64(rows), np.uint64(ranks), np.uint64(1)
+    for i in range(np.uint64(0), np.uint64(len(ids))):
+        position = np.uint64(ids[i]) * np.uint64(multiplier) % V
+        owner = ((position + one) * W - one) // V
+        owners[i] = owner
+        local[i] = position - V * owner // W
+        counts[owner] += 1
+
+
+@kernel
+def _sort(owners: Any, local: Any, ends: Any, places: Any, out: Any) -> None:
+    """Counting sort by owner, stable."""
+    for i in range(np.uint64(0), np.uint64(len(owners))):
+        owner = np.uint64(owners[i])
+        place = ends[owner]
+        ends[owner] += 1
+        places[i] = place
+        out[np.uint64(place)] = local[i]
+
+
+def partition(ids: Ids, rows: int, ranks: int) -> tuple[Ids, Places, npt.NDArray[np.int64]]:
+    """Sort unique ids by the rank that holds their rows.
+
+    ids      int32 or int64 [U], each in [0, V)
+    returns  the number of each row among those of its rank, of the ids' dtype, by rank and then in the order of the
+             ids; places int32 [U], where that of each id lies; counts int64 [W], of each rank
+    """
+    owners, local, counts = np.empty(len(ids), np.int32), np.empty_like(ids), np.zeros(ranks, np.int64)
+    _locate(ids, multiplier_of(rows), rows, ranks, owners, local, counts)
+    places, out = np.empty(len(ids), np.int32), np.empty_like(ids)
+    _sort(owners, local, np.cumsum(counts) - counts, places, out)
+    return out, places, counts

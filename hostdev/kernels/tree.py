@@ -1,0 +1,99 @@
+"""Sums of gradients that come from several ranks, in the order of the tree of `core.micro_batches`, row by row.
+
+N gradients from all ranks, of U rows with D columns.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.kernels.jit import inline, kernel
+from hostdev.kernels.pool import parallel_for
+from hostdev.kernels.segment import sort_uses
+
+_MOST_HEIGHT = 64
+_GRAIN = 256  # rows
+
+
+@inline
+def _height(a: Any, b: Any) -> Any:
+    """How far above two nodes, by their first micro-batches, the one is that has both."""
+    different, height = np.uint64(a) ^ np.uint64(b), 0
+    while different:
+        different >>= np.uint64(1)
+        height += 1
+    return height
+
+
+@kernel
+def _sum_rows(
+    start: Any, stop: Any, ends: Any, order: Any, source: Any, node_ends: Any, nodes: Any, strides: Any, grads: Any,
+    out: Any,
+) -> None:  # fmt: skip
+    one, D = np.uint64(1), np.uint64(out.shape[1])
+    stack = np.empty((_MOST_HEIGHT, out.shape[1]), np.float32)
+    places = np.empty(_MOST_HEIGHT, np.int64)
+    for u in range(np.uint64(start), np.uint64(stop)):
+        total = out[u]
+        begin, end = np.uint64(ends[u]), np.uint64(ends[u + one])
+        if begin == end:
+            for j in range(D):
+                total[j] = np.float32(0)
+            continue
+        height = 0
+        for k in range(begin, end):
+            use = np.uint64(order[k])
+            rank = np.uint64(source[use])
+            for node in range(np.uint64(node_ends[rank]), np.uint64(node_ends[rank + one])):
+                place = nodes[node]
+                while height > 1 and _height(places[height - 2], places[height - 1]) < _height(
+                    places[height - 1], place
+                ):
+                    below, above = stack[height - 2], stack[height - 1]
+                    for j in range(D):
+                        below[j] += above[j]
+                    height -= 1
+                row = np.uint64(strides[node]) + use * D
+                top = stack[height]
+                for j in range(D):
+                    top[j] = grads[row + j]
+                places[height] = place
+                height += 1
+        while height > 1:
+            below, above = stack[height - 2], stack[height - 1]
+            for j in range(D):
+                below[j] += above[j]
+            height -= 1
+        for j in range(D):
+            total[j] = stack[0, j] + np.float32(0)
+
+
+def tree_sums(
+    grads: npt.NDArray[np.float32],
+    inverse: npt.NDArray[np.int32],
+    counts: Sequence[int],
+    nodes: Sequence[Sequence[int]],
+    begins: Sequence[Sequence[int]],
+    out: npt.NDArray[np.float32],
+) -> None:
+    """Add what ranks give for the rows that they use.
+
+    grads    float32, 1-dimensional: what has come
+    inverse  int32 [N], the row of each use, rank by rank
+    counts   how many uses each rank has
+    nodes    of each rank the first micro-batches of its nodes, ascending
+    begins   of each rank and node, where its rows [uses of the rank, D] begin in `grads`
+    out      float32 [U, D], written; 0 without uses, and never -0
+    """
+    ends, order = np.empty(len(out) + 2, np.int64), np.empty(len(inverse), np.int32)
+    sort_uses(inverse, ends, order)
+    source = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    firsts = np.cumsum(counts) - counts  # a rank's uses, in the numbers of all
+    D = out.shape[1]
+    strides = [begin - int(firsts[rank]) * D for rank, each in enumerate(begins) for begin in each]
+    node_ends = np.concatenate([[0], np.cumsum([len(each) for each in nodes])])
+    flat = np.array([node for each in nodes for node in each], np.int64)
+    arguments = (ends, order, source, node_ends, flat, np.array(strides, np.int64), grads, out)
+    parallel_for(_sum_rows, len(out), *arguments, grain=_GRAIN)

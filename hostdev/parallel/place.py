@@ -1,0 +1,188 @@
+"""A process's place among many, from what launchers set in the environment."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hostdev.core.errors import UserError
+
+DEFAULT_PORT = 29500
+
+
+class Place(NamedTuple):
+    """Where a process is."""
+
+    rank: int
+    ranks: int
+    local_rank: int  # among those of this host
+    local_ranks: int  # of this host
+    address: str  # of the host of rank 0
+    port: int
+    launcher: str  # who says so
+    hosted: bool = False  # the launcher itself has a store there
+    attempt: int = 0  # how often the launcher has started all anew
+
+    @property
+    def alone(self) -> bool:
+        """Tell whether there is no other process."""
+        return self.ranks == 1
+
+
+ALONE = Place(0, 1, 0, 1, "127.0.0.1", 0, "none")
+
+# Of each launcher: its name, and its variables for rank, ranks, local rank and ranks of the host.
+_LAUNCHERS = (
+    ("Open MPI", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+                  "OMPI_COMM_WORLD_LOCAL_SIZE")),
+    ("MPICH", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
+    ("RANK and WORLD_SIZE", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
+)  # fmt: skip
+_TABLE = ("RANK_TABLE_FILE", "RANK_ID")
+
+
+def find(environment: Mapping[str, str] | None = None) -> Place:
+    """Return this process's place; `ALONE` where no launcher says anything.
+
+    Raises UserError where variables are missing, are no numbers, or contradict one another.
+    """
+    env = os.environ if environment is None else environment
+    found: list[Place] = []
+    for launcher, (rank, ranks, local_rank, local_ranks) in _LAUNCHERS:
+        if rank in env or ranks in env:
+            found.append(_of_launcher(env, launcher, rank, ranks, local_rank, local_ranks))
+    if _TABLE[0] in env:
+        found.append(_of_table(env))
+    elif _TABLE[1] in env:
+        raise UserError("RANK_ID is set, but RANK_TABLE_FILE is not; set both or none")
+    if not found:
+        return ALONE
+    first = found[0]
+    for other in found[1:]:
+        for what, mine, theirs in (("rank", first.rank, other.rank), ("of", first.ranks, other.ranks)):
+            if mine != theirs:
+                raise UserError(
+                    f"{first.launcher} says rank {first.rank} of {first.ranks}, but {other.launcher} says rank "
+                    f"{other.rank} of {other.ranks}; unset the variables of one of them ({what} differs)"
+                )
+    return found[-1] if found[-1].launcher == _TABLE[0] else first
+
+
+def _number(env: Mapping[str, str], name: str, launcher: str) -> int:
+    if name not in env:
+        raise UserError(f"{launcher} sets no {name}; set it, or leave the others out")
+    try:
+        value = int(env[name])
+    except ValueError:
+        raise UserError(f"{name} is {env[name]!r}, which is no number") from None
+    if value < 0:
+        raise UserError(f"{name} is {value}; it must be at least 0")
+    return value
+
+
+def _of_launcher(
+    env: Mapping[str, str], launcher: str, rank: str, ranks: str, local_rank: str, local_ranks: str
+) -> Place:
+    mine, all_ranks = _number(env, rank, launcher), _number(env, ranks, launcher)
+    if mine >= all_ranks:
+        raise UserError(f"{rank} is {mine}, but {ranks} is {all_ranks}: ranks count from 0")
+    # A plain loop over processes need not say how many of them this host has: then all are here.
+    mine_here = _number(env, local_rank, launcher) if local_rank in env else mine
+    here = _number(env, local_ranks, launcher) if local_ranks in env else None
+    if here is None:
+        here = all_ranks if mine_here == mine else max(mine_here + 1, 1)
+    if mine_here >= here:
+        raise UserError(f"{local_rank} is {mine_here}, but {local_ranks} is {here}: ranks count from 0")
+    hosted = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true" and "MASTER_PORT" in env
+    attempt = int(env.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    if all_ranks == 1:
+        return Place(0, 1, 0, 1, "127.0.0.1", 0, launcher)
+    address, port = _meeting_point(env, launcher, all_here=here == all_ranks)
+    return Place(mine, all_ranks, mine_here, here, address, port, launcher, hosted, attempt)
+
+
+def _meeting_point(env: Mapping[str, str], launcher: str, *, all_here: bool) -> tuple[str, int]:
+    if "MASTER_ADDR" in env:
+        return env["MASTER_ADDR"], _number(env, "MASTER_PORT", launcher) if "MASTER_PORT" in env else DEFAULT_PORT
+    if launcher == "RANK and WORLD_SIZE":
+        raise UserError("RANK and WORLD_SIZE are set, but MASTER_ADDR is not: where is rank 0? Set MASTER_ADDR and "
+                        "MASTER_PORT")  # fmt: skip
+    if not all_here:
+        raise UserError(
+            f"{launcher} has started ranks on several hosts, but MASTER_ADDR is not set: where is rank 0? Give mpirun "
+            "-x MASTER_ADDR=HOST (MPICH: -genv MASTER_ADDR HOST), the first host of the list"
+        )
+    if "MASTER_PORT" in env:
+        return "127.0.0.1", _number(env, "MASTER_PORT", launcher)
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or env.get("PMI_ID", "") + str(os.getppid())
+    return "127.0.0.1", _port_of(job)
+
+
+def _port_of(job: str) -> int:
+    """Return a port that all processes of a job on one host choose alike, below those that systems give out."""
+    import hashlib
+
+    return 10_000 + int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "little") % 20_000
+
+
+class RankTable(NamedTuple):
+    """A rank table: the devices of all servers, servers in the order of their ids."""
+
+    servers: list[dict[str, Any]]
+
+    @property
+    def ranks(self) -> int:
+        """All devices."""
+        return sum(len(server["device"]) for server in self.servers)
+
+    def server_of(self, rank: int) -> tuple[dict[str, Any], int]:
+        """Return the server of a rank, and its number among that one's."""
+        for server in self.servers:
+            for number, device in enumerate(server["device"]):
+                if int(device["rank_id"]) == rank:
+                    return server, number
+        raise KeyError(rank)
+
+
+def read_table(path: Path) -> RankTable:
+    """Return a rank table from its JSON file; UserError where it is none, or its ranks are not 0, 1, 2, ..."""
+    try:
+        content = json.loads(path.read_text())
+        servers = sorted(content["server_list"], key=lambda server: str(server["server_id"]))
+        count = int(content.get("server_count", len(servers)))
+        ranks = [int(device["rank_id"]) for server in servers for device in server["device"]]
+    except OSError as error:
+        raise UserError(f"rank table {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"rank table {path} is none: {type(error).__name__} {error}") from None
+    if content.get("status", "completed") != "completed":
+        raise UserError(f"rank table {path} has the status {content['status']!r}, not 'completed'")
+    if count != len(servers):
+        raise UserError(f"rank table {path} says that there are {count} servers, and lists {len(servers)}")
+    if ranks != list(range(len(ranks))) or not ranks:
+        raise UserError(
+            f"rank table {path}: the rank_ids, in the order of the server_ids, are {ranks}, not 0, 1, 2, ..."
+        )
+    return RankTable(servers)
+
+
+def _of_table(env: Mapping[str, str]) -> Place:
+    table = read_table(Path(env[_TABLE[0]]))
+    rank = _number(env, _TABLE[1], "RANK_TABLE_FILE")
+    if rank >= table.ranks:
+        raise UserError(f"RANK_ID is {rank}, but the rank table {env[_TABLE[0]]} has {table.ranks} ranks, from 0")
+    server, local_rank = table.server_of(rank)
+    device = server["device"][local_rank]
+    if "DEVICE_ID" in env and str(device.get("device_id", env["DEVICE_ID"])) != env["DEVICE_ID"]:
+        raise UserError(
+            f"DEVICE_ID is {env['DEVICE_ID']}, but rank {rank} of the rank table has device {device['device_id']}"
+        )
+    if table.ranks == 1:
+        return Place(0, 1, 0, 1, "127.0.0.1", 0, _TABLE[0])
+    first = table.servers[0]
+    address = first.get("host_nic_ip")
+    if not address or address == "reserve":
+        address = "127.0.0.1" if len(table.servers) == 1 else first["server_id"]
+    port = _number(env, "MASTER_PORT", _TABLE[0]) if "MASTER_PORT" in env else DEFAULT_PORT
+    return Place(rank, table.ranks, local_rank, len(server["device"]), address, port, _TABLE[0])

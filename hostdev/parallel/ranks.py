@@ -1,0 +1,196 @@
+"""The processes of one training: how they meet, and what they exchange, on torch.distributed."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hostdev.core.errors import UserError
+from hostdev.parallel.place import Place
+from hostdev.parallel.watch import Watch
+
+TIMEOUT = 600.0  # seconds that one waits for another within a step
+MEETING = 60.0  # seconds until all have come, where nobody says otherwise
+# Every thread that exchanges something has a channel of its own: the order within one is the same on every rank.
+CHANNELS = ("ids", "rows", "gradients", "dense", "control", "save", "predict ids", "predict rows")
+TOLD = 2
+STOP, SAVE = range(TOLD)  # a signal's number; whether a checkpoint is due
+
+
+class PeerLostError(UserError):
+    """A rank that was to exchange something is gone; which one, and why, the watch says."""
+
+
+class Channel:
+    """A process group whose collectives one thread at a time calls, on every rank in the same order.
+
+    All buffers are in host memory.
+    """
+
+    def __init__(self, rank: int, ranks: int, group: Any, lost: Callable[[], None]) -> None:
+        self.rank, self.ranks, self._group, self._lost = rank, ranks, group, lost
+        self.sent_bytes = 0  # to others
+
+    def all_to_all(self, values: Tensor, counts: Sequence[int], receive: Sequence[int], row: int = 1) -> Tensor:
+        """Give each rank its part of what lies end to end, and return what they give, by rank.
+
+        values   of any dtype, 1-dimensional, C-contiguous
+        counts   how many rows go to each rank; receive: how many come from each
+        row      values of a row
+        """
+        out = torch.empty(sum(receive) * row, dtype=values.dtype)
+        own = slice(sum(counts[: self.rank]) * row, sum(counts[: self.rank + 1]) * row)
+        self.sent_bytes += (len(values) - (own.stop - own.start)) * values.element_size()
+        try:
+            dist.all_to_all_single(
+                out, values, [n * row for n in receive], [n * row for n in counts], group=self._group
+            )  # fmt: skip
+        except RuntimeError as error:
+            self._lost()
+            raise PeerLostError(f"another rank does not answer any more ({_short(error)})") from None
+        return out
+
+    def exchange_counts(self, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Give each rank its row of numbers, int64 [W, any]; return what each has for this one."""
+        flat = torch.from_numpy(np.ascontiguousarray(counts)).view(-1)
+        each = [counts.shape[1]] * self.ranks
+        return self.all_to_all(flat, each, each).numpy().reshape(counts.shape)
+
+    def gather(self, values: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+        """Return the arrays of all ranks, of one dtype and any lengths, 1-dimensional, by rank."""
+        lengths = self.exchange_counts(np.full((self.ranks, 1), len(values), np.int64))[:, 0].tolist()
+        flat = torch.from_numpy(np.tile(values, self.ranks))
+        return np.split(
+            self.all_to_all(flat, [len(values)] * self.ranks, lengths).numpy(), np.cumsum(lengths)[:-1]
+        )  # fmt: skip
+
+    def broadcast(self, values: Tensor) -> None:
+        """Overwrite values in host memory with those of rank 0."""
+        dist.broadcast(values, 0, group=self._group)
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here."""
+        self.exchange_counts(np.zeros((self.ranks, 1), np.int64))
+
+
+class Ranks:
+    """This process among others, with which it has met.
+
+    place     where it is
+    on_fault  called with the rank and the cause, in a thread of its own, where another rank has failed
+    timeout   seconds that it waits for another within a step
+    meeting   seconds until all have come
+    """
+
+    def __init__(
+        self, place: Place, on_fault: Callable[[int, str], None], *, timeout: float = TIMEOUT, meeting: float = MEETING
+    ) -> None:
+        self.place = place
+        self.rank, self.size = place.rank, place.ranks
+        self.store = _meet(place, meeting)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface(place))
+        self.watch = Watch(place, f"hostdev-{place.attempt}", on_fault)
+        # What this rank tells the others with each step, and what of it they all know since the last one: the largest.
+        self.telling = [0] * TOLD
+        self.told = [0] * TOLD
+        within = timedelta(seconds=timeout)
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore("groups", self.store), rank=self.rank, world_size=self.size, timeout=within
+        )
+        self._channels = {
+            name: Channel(self.rank, self.size, dist.new_group(backend="gloo", timeout=within), self.watch.lost) for name in CHANNELS
+        }
+        self.control.barrier()
+        self.watch.start()
+
+    def __getitem__(self, channel: str) -> Channel:
+        """Return a channel."""
+        return self._channels[channel]
+
+    @property
+    def control(self) -> Channel:
+        """The channel of the main thread."""
+        return self._channels["control"]
+
+    def part(self) -> tuple[int, int]:
+        """Return this rank and their number, as `HostTable` takes it."""
+        return self.rank, self.size
+
+    def sent_bytes(self) -> dict[str, int]:
+        """Return the bytes sent to others so far, by channel."""
+        return {name: channel.sent_bytes for name, channel in self._channels.items()}
+
+    def text_of_first(self, text: str) -> str:
+        """Return what rank 0 says."""
+        said = self.control.gather(np.frombuffer(text.encode(), np.uint8) if self.rank == 0 else np.empty(0, np.uint8))
+        return said[0].tobytes().decode()
+
+    def leave(self) -> None:
+        """Part from the others, when all have come here."""
+        self.control.barrier()
+        self.watch.stop()
+        self.control.barrier()
+        dist.destroy_process_group()
+
+
+def _meet(place: Place, seconds: float) -> Any:
+    """Return a store that all ranks have come to; UserError that names those that have not."""
+    where = f"{place.address}:{place.port}"
+    within = timedelta(seconds=seconds)
+    try:
+        store = dist.TCPStore(
+            place.address, place.port, place.ranks, is_master=place.rank == 0 and not place.hosted,
+            timeout=within, wait_for_workers=False, multi_tenant=True,
+        )  # fmt: skip
+    except (RuntimeError, dist.DistError) as error:
+        if place.rank == 0 and not place.hosted:
+            raise UserError(f"rank 0 cannot listen at {where}: {_short(error)}; choose another MASTER_PORT") from None
+        raise UserError(
+            f"rank {place.rank} of {place.ranks} does not reach rank 0 at {where} within {seconds:g} s; is it running, "
+            "and are MASTER_ADDR and MASTER_PORT right?"
+        ) from None
+    # A store of a launcher that starts all anew still has what was there before.
+    mine = dist.PrefixStore(f"hostdev-{place.attempt}", store)
+    mine.set(f"here/{place.rank}", f"{socket.gethostname()} pid {os.getpid()}")
+    deadline = time.monotonic() + seconds
+    missing = list(range(place.ranks))
+    while missing and time.monotonic() < deadline:
+        missing = [rank for rank in missing if not mine.check([f"here/{rank}"])]
+        if missing:
+            time.sleep(0.05)  # others are starting
+    if missing:
+        names = ", ".join(map(str, missing[:8])) + ", ..." * (len(missing) > 8)
+        raise UserError(
+            f"rank{'s' * (len(missing) > 1)} {names} of {place.ranks} did not come to {where} within {seconds:g} s"
+        )
+    return mine
+
+
+def _short(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _interface(place: Place) -> str:
+    """Return the network interface by which the others are reached."""
+    if place.local_ranks == place.ranks:
+        host = "127.0.0.1"
+    else:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((place.address, place.port or 1))
+            host = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == host for address in addresses):
+            return name
+    raise UserError(f"no network interface has the address {host}; set GLOO_SOCKET_IFNAME")
+
+
