@@ -38,6 +38,15 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
+_sharing = 1  # processes of one training on this host
+
+
+def share_memory(processes: int) -> None:
+    """Let `available_bytes` be this process's share among so many, which allocate at the same time."""
+    global _sharing
+    _sharing = processes
+
+
 def available_bytes() -> int:
     """Return the bytes that can be allocated without swapping, within the container's limit if there is one."""
     available = int(psutil.virtual_memory().available)
@@ -52,7 +61,7 @@ def available_bytes() -> int:
             except (OSError, ValueError, KeyError):  # no such control group, or the limit is "max"
                 continue
             available = min(available, max(0, limit - used))
-    return available
+    return available // _sharing
 
 
 def _control_groups() -> list[Path]:

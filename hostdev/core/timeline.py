@@ -12,10 +12,11 @@ from torch.profiler import record_function
 
 HOST_STAGES = ("read", "unique", "plan", "lookup", "send", "update first", "lookup late", "update")
 STAGES = ("read", "unique", "plan", "lookup", "send", "step", "update first", "lookup late", "update")
+EXCHANGES = ("exchange ids", "exchange rows", "exchange gradients")  # where there are other ranks
 STEP_PARTS = ("forward", "backward", "optimizer")  # within the step; on an accelerator, the time to queue them
 PHASES = ("epoch", "evaluation", "checkpoint")  # around all stages, or between them
 _AFTER_STEP = 1 + STAGES.index("step")
-TRACKS = (*PHASES, *STAGES[:_AFTER_STEP], *STEP_PARTS, *STAGES[_AFTER_STEP:])
+TRACKS = (*PHASES, *STAGES[:_AFTER_STEP], *STEP_PARTS, *STAGES[_AFTER_STEP:], *EXCHANGES)
 _NUMBERS = {stage: number for number, stage in enumerate(TRACKS, 1)}
 _NAMES = {"optimizer": "dense update"}  # beside the tracks of the rows' updates
 
@@ -59,7 +60,7 @@ class Timeline:
 
         A part of a step, and an epoch's phase, is in the trace only: it is no stage that is busy or waits.
 
-        stage  one of STAGES, STEP_PARTS or PHASES
+        stage  one of STAGES, EXCHANGES, STEP_PARTS or PHASES
         batch  its number, from 1; of a phase, the epoch's
         flow   "s" for a batch's first span, "f" for its last, "t" between
         """
@@ -111,7 +112,7 @@ class Timeline:
         if stage in HOST_STAGES:
             self._change(now, -1)
         if stage not in STEP_PARTS and stage not in PHASES:
-            self.busy_ns[stage] += now - start  # a stage's spans do not overlap
+            self.busy_ns[stage] = self.busy_ns.get(stage, 0) + now - start  # a stage's spans do not overlap
         if self._file is not None:
             self._write(stage, batch, flow, start, now, args)
 

@@ -1,12 +1,10 @@
 """What ends all ranks where one has failed, was killed or hangs: a thread that looks at a store twice a second."""
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
@@ -15,11 +13,8 @@ from hostdev.parallel.place import Place
 HUNG_SECONDS = 20.0  # without a sign of life
 LOST_SECONDS = 3.0  # the same, where a connection has broken
 _EVERY = 0.5
+_ANSWER_SECONDS = 3.0
 _ANSWER = 10.0  # seconds that the store may take
-
-
-class Fault(Exception):  # noqa: N818  (not an error of this process)
-    """Another rank has failed; says which, and why."""
 
 
 class Watch:
@@ -48,6 +43,18 @@ class Watch:
         """Tell all that this rank has failed."""
         self._stop.set()
         self._tell(self._place.rank, why)
+
+    def answer(self) -> None:
+        """Tell who has failed that it is known."""
+        with contextlib.suppress(Exception), self._using:
+            self._store.set("answer", "")
+
+    def await_answer(self) -> None:
+        """Wait a little until another rank knows that this one has failed: a launcher may end all when it ends."""
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        with contextlib.suppress(Exception):
+            while time.monotonic() < deadline and not self._store.check(["answer"]):
+                time.sleep(0.05)  # others look twice a second
 
     def lost(self) -> None:
         """A connection has broken: who does not answer now is gone."""
@@ -104,8 +111,3 @@ class Watch:
                 killed = "does not answer any more; was it killed?"
                 return rank, killed if self._lost else f"has given no sign of life for {patience:g} s; it hangs"
         return None
-
-
-def end_process(code: int) -> Any:
-    """End at once: other threads may wait for ranks that do not come."""
-    os._exit(code)

@@ -86,9 +86,12 @@ class Runtime:
         for group, spec in zip(self.group_specs, specs, strict=True):
             made = None
             if spec is not None:
+                counts = spec.counts
+                if counts is not None and ranks is not None:
+                    counts = counts[group.tables[0].ids(0, group.tables[0].rows)]  # type: ignore[union-attr]
                 made = EmbeddingCache(
                     group.tables,  # type: ignore[arg-type]
-                    spec.rows, spec.policy, self.device, spec.window, counts=spec.counts, record=spec.record, log=log,
+                    spec.rows, spec.policy, self.device, spec.window, counts=counts, record=spec.record, log=log,
                 )  # fmt: skip
             groups.append(Group(group.tables, made, log))  # type: ignore[arg-type]
         self.pipeline = Pipeline(groups, self.staging, depth=depth, timeline=timeline, log=log, ranks=ranks, **seams)

@@ -4,16 +4,21 @@ from collections.abc import Sequence
 
 from hostdev.core import cli
 from hostdev.train import config
+from hostdev.train.processes import spawn
 from hostdev.train.run import train
 
 PROG = "hostdev.train"
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> int:
     """Parse the command line and train."""
     parser = cli.parser(PROG, "Train Wide & Deep, or another model, on Arrow shards made by hostdev.data.preprocess.")
     config.add_flags(parser)
-    train(config.from_flags(parser.parse_args(argv)))
+    settings = config.from_flags(parser.parse_args(argv))
+    if settings.spawn is not None:
+        return spawn(settings)
+    train(settings)
+    return 0
 
 
 if __name__ == "__main__":

@@ -60,6 +60,9 @@ class TrainConfig:
     )
     tf32: bool = _flag("round the inputs of the dense layers' float32 products to TF32, on CUDA", default=False)
     host_threads: int | None = _flag("threads of the host's kernels (all CPUs of the process)", kind=int, metavar="N")
+    batch_per_rank: int | None = _flag(
+        "rows in a step of each process, in place of --batch-size", kind=int, metavar="N"
+    )
     micro_batches: int = _flag(
         "cut a batch into so many, each computed on its own and added in a fixed order; processes share them out",
         default=1,
@@ -75,6 +78,16 @@ class TrainConfig:
         "threads of the dense layers on the CPU, on which some of their bits depend (all CPUs; with --micro-batches 1)",
         kind=int,
         metavar="N",
+    )
+    spawn: int | None = _flag(
+        "start so many processes on this host, which share the tables and the micro-batches", kind=int, metavar="N"
+    )
+    dist_backend: str | None = _flag("of torch.distributed (gloo)", kind=str, choices=("gloo",))
+    dist_url: str | None = _flag("where processes meet: env:// (the default)", kind=str, choices=("env://",))
+    dist_timeout: float | None = _flag(
+        "seconds that a process waits for another within a step (600), and for all to come (60)",
+        kind=float,
+        metavar="S",
     )
     pipeline_depth: int = _flag(
         "how many batches ahead are read and looked up while one is in its step; 0: one stage after the other",
@@ -121,7 +134,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         at_least_1 = ("epochs", "batch_size", "emb_dim", "host_threads", "max_steps", "early_stop")
-        at_least_1 += ("micro_batches", "torch_threads")
+        at_least_1 += ("micro_batches", "torch_threads", "spawn", "batch_per_rank")
         for name in (*at_least_1, "checkpoint_every", "keep_checkpoints"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -140,6 +153,10 @@ class TrainConfig:
                 raise UserError(f"{_option(name)} must be a number of at least 0, not {value}")
         if self.pipeline_depth > MOST_DEPTH:
             raise UserError(f"--pipeline-depth must be at most {MOST_DEPTH}, not {self.pipeline_depth}")
+        if self.batch_per_rank is not None and self.batch_size is not None:
+            raise UserError("--batch-size is of all processes and --batch-per-rank of each; give one of them")
+        if self.dist_timeout is not None and not (math.isfinite(self.dist_timeout) and self.dist_timeout > 0):
+            raise UserError(f"--dist-timeout must be a number above 0, not {self.dist_timeout}")
         if self.gradients is not None and self.micro_batches == 1:
             raise UserError(f"--gradients {self.gradients} has no effect without --micro-batches; leave it out")
         if self.l2 == "table" and self.micro_batches > 1:

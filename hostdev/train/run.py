@@ -30,13 +30,14 @@ from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.device.clock import EventClock, clock_for
 from hostdev.kernels.pool import host_threads, set_host_threads
+from hostdev.parallel.ranks import STOP
 from hostdev.train import checkpointing, curve, report
 from hostdev.train.build import cache_of, model_of, most_uses, warm_up_for
 from hostdev.train.checkpointing import CheckpointError, Progress, Saver
 from hostdev.train.config import TrainConfig
 from hostdev.train.interrupt import DEADLINE_SECONDS, GracefulStop, Interrupted
+from hostdev.train.processes import Company, joined, resolved, run_dir
 from hostdev.train.quality import Point, Quality
-from hostdev.train.rundir import RunDir
 from hostdev.train.sample import TrainingSample
 from hostdev.train.trainer import NonFiniteLossError, Result, Trainer
 
@@ -47,8 +48,11 @@ class Run:
     """One training run: what it trains, where it writes, how far it is."""
 
     def __init__(
-        self, settings: TrainConfig, data: Path, found: manifest.Manifest, start: checkpointing.Start | None = None
-    ) -> None:
+        self, settings: TrainConfig, data: Path, found: manifest.Manifest, start: checkpointing.Start | None = None,
+        company: Company | None = None,
+    ) -> None:  # fmt: skip
+        self.ranks = company.ranks if company is not None else None
+        self._part = (0, 1) if self.ranks is None else self.ranks.part()
         assert settings.epochs is not None
         assert settings.batch_size is not None
         self.settings, self.data = settings, found
@@ -70,7 +74,7 @@ class Run:
         backend.make_deterministic(self.device)
         if settings.trace is not None and settings.trace.exists():
             raise UserError(f"--trace {settings.trace} exists; choose another file")
-        self.files = RunDir(settings.run_dir, again=settings.resume is not None)
+        self.files = run_dir(settings, company)
         self.timeline = Timeline()
         self.trace: Path | None = None
         self.clock = clock_for(self.device)
@@ -99,6 +103,7 @@ class Run:
                 timeline=self.timeline,
                 micro_batches=settings.micro_batches,
                 gradients=settings.gradients or "mean",
+                ranks=self.ranks,
             )
             self.progress, self.quality = Progress(), Quality(settings.early_stop)
             if start is not None:
@@ -185,10 +190,10 @@ class Run:
             with self.timeline.span("epoch", epoch):
                 self._train_epoch(epoch, within, stop)
             within = 0
-            if not stop.requested and all(point.step < self.steps for point in self.quality.points):
+            if not self._is_stopped(stop) and all(point.step < self.steps for point in self.quality.points):
                 with self.timeline.span("evaluation", epoch):
                     self._evaluate(epoch, stop)
-            if stop.requested:
+            if self._is_stopped(stop):
                 return "interrupted"
             if self.steps == self.total_steps:
                 return "finished"
@@ -202,7 +207,9 @@ class Run:
         planned = min(self._whole, self.total_steps - self.steps + taken)
         if planned == taken:
             return
-        batches = self.train_rows.batches(self.batch_size, seed=self.settings.seed, epoch=epoch, skip=taken)
+        batches = self.train_rows.batches(
+            self.batch_size, seed=self.settings.seed, epoch=epoch, skip=taken, part=self._part
+        )  # fmt: skip
         results = self.trainer.train(itertools.islice(batches, planned - taken))
         title = f"epoch {epoch}/{self.epochs}"
         with (
@@ -214,7 +221,8 @@ class Run:
             first = self.steps
             try:
                 for step, result in enumerate(
-                    _one_behind(results, stop, lambda taken: self._is_due(first + taken)), taken + 1
+                    _one_behind(results, lambda: self._is_stopped(stop), lambda taken: self._is_due(first + taken)),
+                    taken + 1,
                 ):
                     self._note(epoch, step, result, progress)
                     if self.saver is not None and self.steps == self._due:
@@ -225,6 +233,15 @@ class Run:
             finally:
                 results.close()  # what has been stepped is updated
                 self.progress.seconds += time.perf_counter() - start
+
+    def _is_stopped(self, stop: GracefulStop) -> bool:
+        """Tell whether a signal asks for the end; with other ranks, where all knew of it in the last step."""
+        if self.ranks is None:
+            return stop.requested is not None
+        self.ranks.telling[STOP] = int(stop.requested or 0)
+        if self.ranks.told[STOP] and stop.requested is None:
+            stop.requested = signal.Signals(self.ranks.told[STOP])
+        return self.ranks.told[STOP] > 0
 
     def _is_due(self, step: int) -> bool:
         """Tell whether a checkpoint is to be saved after this step, which has been queued."""
@@ -256,10 +273,10 @@ class Run:
 
             self._left.begin()
             test, training = (
-                self.trainer.evaluate(itertools.takewhile(lambda _: not stop.requested, batches), count)
-                for batches in (self.test_rows.batches(self.batch_size), self.sample.batches(self.batch_size))
+                self.trainer.evaluate(itertools.takewhile(lambda _: not self._is_stopped(stop), batches), count)
+                for batches in (rows.batches(self.batch_size, part=self._part) for rows in (self.test_rows, self.sample))
             )
-        if stop.requested or test is None:
+        if self._is_stopped(stop) or test is None:
             return
         self.quality.add(Point(epoch, self.steps, test, training))
         self.files.write_evaluation(self.quality.points[-1])
@@ -367,7 +384,7 @@ class Run:
 
 
 def _one_behind(
-    results: Iterator[Result], stop: GracefulStop, is_due: Callable[[int], bool]
+    results: Iterator[Result], is_stopped: Callable[[], bool], is_due: Callable[[int], bool]
 ) -> Iterator[Result]:  # fmt: skip
     """Yield each step when the next one has been queued, by when its losses are there and nobody waits for the device.
 
@@ -379,7 +396,7 @@ def _one_behind(
     try:
         for taken, result in enumerate(results, 1):
             held.append(result)
-            if stop.requested:
+            if is_stopped():
                 break
             kept = 0 if is_due(taken) else 1
             while len(held) > kept:
@@ -406,11 +423,26 @@ def _open_trace(path: Path) -> IO[str]:
 def train(settings: TrainConfig) -> dict[str, Any]:
     """Train as the settings say, print what happens, and return summary.json's content.
 
+    Where a launcher has started several processes, this is one of them.
+
     Raises UserError for wrong input or options, and Interrupted after Ctrl-C or SIGTERM, with the logs complete.
     """
+    with joined(settings) as company:
+        return _train(settings, company)
+
+
+def _train(settings: TrainConfig, company: Company | None) -> dict[str, Any]:
+    if company is not None:
+        settings = resolved(settings, company.ranks.size)
+        if settings.saves or settings.resume is not None:
+            raise UserError("several processes do not save checkpoints yet; leave --checkpoint-every and --resume out")
     data = settings.data
     if data is None:
+        if company is not None and company.ranks.rank:
+            company.ranks.control.barrier()
         data, made = lookalike.ensure()
+        if company is not None and not company.ranks.rank:
+            company.ranks.control.barrier()
         print(f"no --data: a look-alike of {lookalike.ROWS:,} rows, {'made in' if made else 'from'} {data}")
     settings = settings.resolved()
     found = manifest.read(data)
@@ -425,7 +457,9 @@ def train(settings: TrainConfig) -> dict[str, Any]:
         if settings.resume is not None:
             start, line = checkpointing.find(settings, found)
             print(line, flush=True)
-        run = Run(settings, data, found, start)
+        run = Run(settings, data, found, start, company)
+        if company is not None:
+            company.on_fault = run.abandon
         run.files.write_config(
             {**settings.as_json(), "data": str(data), "versions": _versions(), "preprocess": found.options}
         )
@@ -438,10 +472,11 @@ def train(settings: TrainConfig) -> dict[str, Any]:
         print(lines, flush=True)
         try:
             status = run.train(stop)
-            if not stop.requested:
+            if status != "interrupted":
                 digest = run.trainer.state_sha256()
                 run.close_saver(digest, save=True)
             elif run.saver is not None:
+                assert stop.requested is not None
                 raise run.interrupted(stop.requested)
         except Interrupted:
             raise
@@ -451,7 +486,7 @@ def train(settings: TrainConfig) -> dict[str, Any]:
             if run.steps == 0:
                 run.discard()
             raise
-    if stop.requested:
+    if stop.requested and (company is None or status == "interrupted"):
         raise run.interrupted(stop.requested)
     summary = run.finish(status, digest)
     print(report.summary_lines(summary, run.epochs, run.files.path, run.trace, undrawn=run.draw()))

@@ -1,5 +1,6 @@
 """The run directory: the logs, config.json, summary.json and curve.png."""
 
+import contextlib
 import itertools
 import json
 import time
@@ -79,7 +80,8 @@ class RunDir:
         for name in (LOSS_LOG, EVAL_LOG, OPS_LOG, CONFIG, SUMMARY, CURVE):
             (self.path / name).unlink(missing_ok=True)
         if self._made:
-            self.path.rmdir()
+            with contextlib.suppress(OSError):  # other ranks' folders are there
+                self.path.rmdir()
 
     def close(self, summary: dict[str, Any] | None = None) -> None:
         """Close the logs, and write summary.json where there is one."""

@@ -1,0 +1,216 @@
+"""A training of many processes: each finds its place, meets the others, and ends when one of them fails."""
+
+import contextlib
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hostdev.core.errors import UserError
+from hostdev.core.memory import share_memory
+from hostdev.kernels.pool import host_threads, set_host_threads
+from hostdev.parallel.place import Place, find
+from hostdev.parallel.ranks import PeerLostError, Ranks
+from hostdev.train.config import TrainConfig, to_flags
+from hostdev.train.rundir import RunDir
+
+OUTPUT = "output.log"
+_FAULT_SECONDS = 30.0  # until it is known which rank it was that is gone
+_END_SECONDS = 30.0  # that others have after one has failed
+
+
+class _Output(io.TextIOBase):
+    """What a rank other than the first prints: kept until there is a file for it."""
+
+    def __init__(self) -> None:
+        self._kept: list[str] = []
+        self._file: Any = None
+
+    def write(self, text: str) -> int:
+        if self._file is None:
+            self._kept.append(text)
+        else:
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+
+    def go_to(self, path: Path) -> None:
+        """Write to this file from now on."""
+        self._file = path.open("a", buffering=1)
+        self._file.write("".join(self._kept))
+
+
+class Company:
+    """The ranks of a training run, as the command sees them.
+
+    ranks    that have met
+    on_fault completes what must not be lost before the process ends for another's failure; set by the run
+    """
+
+    def __init__(self, place: Place, settings: TrainConfig) -> None:
+        self.on_fault: Callable[[], object] = lambda: None
+        self._place = place
+        self.output = _Output() if place.rank else None
+        self.ranks = Ranks(
+            place, self._fault, timeout=settings.dist_timeout or 600.0, meeting=min(settings.dist_timeout or 60.0, 60.0)
+        )
+        if self.output is not None:
+            sys.stdout = sys.stderr = self.output
+
+    def _fault(self, rank: int, why: str) -> None:
+        """End this process, in the watching thread: another rank has failed."""
+        with contextlib.suppress(Exception):
+            self.on_fault()
+        if self._place.rank == (0 if rank else 1):  # one of all tells the user
+            os.write(2, f"hostdev.train: error: rank {rank} of {self._place.ranks}: {why}\n".encode())
+        elif self.output is not None:
+            self.output.write(f"rank {rank} of {self._place.ranks}: {why}\n")
+        self.ranks.watch.answer()
+        os._exit(2)
+
+    def folder(self, made: Path | None) -> Path:
+        """Return where this rank's files go: `made` by rank 0, a folder in it for another."""
+        root = Path(self.ranks.text_of_first(str(made)))
+        if self._place.rank == 0:
+            return root
+        mine = root / f"rank{self._place.rank}"
+        mine.mkdir(exist_ok=True)
+        assert self.output is not None
+        self.output.go_to(mine / OUTPUT)
+        return mine
+
+
+def run_dir(settings: TrainConfig, company: Company | None) -> RunDir:
+    """Return the run directory, or with other ranks this one's place in it."""
+    again = settings.resume is not None
+    if company is None:
+        return RunDir(settings.run_dir, again=again)
+    if company.ranks.rank == 0:
+        made = RunDir(settings.run_dir, again=again)
+        company.folder(made.path)
+        return made
+    return RunDir(company.folder(None), again=again)
+
+
+@contextmanager
+def joined(settings: TrainConfig) -> Iterator[Company | None]:
+    """Meet the other processes that a launcher has started; None where there are none."""
+    place = find()
+    if place.alone:
+        for name in ("dist_timeout", "dist_backend", "dist_url", "batch_per_rank"):
+            if getattr(settings, name) is not None:
+                option = "--" + name.replace("_", "-")
+                raise UserError(f"{option} has no effect in one process; leave it out, or start several")
+        yield None
+        return
+    require_shares(settings, place.ranks)
+    share_memory(place.local_ranks)
+    set_host_threads(max(1, host_threads() // place.local_ranks))
+    company = Company(place, settings)
+    watch = company.ranks.watch
+    try:
+        yield company
+        company.ranks.leave()
+    except PeerLostError:
+        time.sleep(_FAULT_SECONDS)  # the watch finds out which rank it was, and ends the process
+        raise
+    except BaseException as error:
+        watch.fail(_words(error))
+        watch.await_answer()
+        raise
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return f"interrupted{f'; {error}' if str(error) else ''}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def require_shares(settings: TrainConfig, ranks: int) -> None:
+    """Raise UserError unless so many processes can share out the work that the settings name."""
+    if not settings.host_device_mix:
+        raise UserError(f"{ranks} processes share the tables in host memory; give --host-device-mix")
+    M = settings.micro_batches
+    if M % ranks:
+        up = -(-M // ranks) * ranks
+        raise UserError(
+            f"--micro-batches {M} cannot be shared out equally by {ranks} processes; give --micro-batches {up}, or "
+            "another multiple of the number of processes"
+        )
+
+
+def resolved(settings: TrainConfig, ranks: int) -> TrainConfig:
+    """Return the settings with the batch of all ranks where that of each was given."""
+    if settings.batch_per_rank is None:
+        return settings
+    return replace(settings, batch_size=settings.batch_per_rank * ranks, batch_per_rank=None)
+
+
+def spawn(settings: TrainConfig) -> int:
+    """Start the processes of --spawn on this host, wait for them, and return the exit code of the first that failed."""
+    assert settings.spawn is not None
+    if not find().alone:
+        raise UserError("--spawn starts processes, but a launcher has started this one as one of several; leave it out")
+    require_shares(settings, settings.spawn)
+    flags = to_flags(replace(settings, spawn=None))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(settings.spawn),
+              "LOCAL_WORLD_SIZE": str(settings.spawn)}  # fmt: skip
+    command = [sys.executable, "-m", "hostdev.train", *flags]
+    processes = [
+        subprocess.Popen(command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                         preexec_fn=_end_with_parent if sys.platform == "linux" else None)
+        for rank in range(settings.spawn)
+    ]  # fmt: skip
+    return wait_for(processes)
+
+
+def _end_with_parent() -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def wait_for(processes: "list[subprocess.Popen[bytes]]") -> int:
+    """Wait until all have ended; where one fails the others have some seconds. Signals are theirs to handle."""
+    handlers = {number: signal.signal(number, _passed_on(number, processes)) for number in (signal.SIGINT, signal.SIGTERM)}
+    deadline = float("inf")
+    try:
+        while any(process.poll() is None for process in processes):
+            if any(process.returncode for process in processes) and deadline == float("inf"):
+                deadline = time.monotonic() + _END_SECONDS
+            if time.monotonic() > deadline:
+                for process in processes:
+                    process.kill()
+            time.sleep(0.05)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    codes = [process.returncode for process in processes]
+    return next((128 - code if code < 0 else code for code in codes if code), 0)
+
+
+def _passed_on(number: signal.Signals, processes: "list[subprocess.Popen[bytes]]") -> Any:
+    def handle(*_: object) -> None:
+        if number == signal.SIGINT and os.isatty(0):
+            return  # the terminal has told them
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    return handle
