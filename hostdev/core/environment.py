@@ -12,6 +12,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # Tensors of many MiB on huge pages: torch's CPU allocator then asks the kernel for them.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
+# Among several processes one that is gone is told of in words; torch's store has a trace of its own frames.
+if {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK_TABLE_FILE"} & os.environ.keys():
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 
 

@@ -1,5 +1,7 @@
 """A training of many processes: each finds its place, meets the others, and ends when one of them fails."""
 
+import hostdev.core.environment  # isort: skip  # noqa: F401  (before torch)
+
 import contextlib
 import io
 import os
@@ -24,7 +26,7 @@ from hostdev.train.rundir import RunDir
 
 OUTPUT = "output.log"
 _FAULT_SECONDS = 30.0  # until it is known which rank it was that is gone
-_END_SECONDS = 30.0  # that others have after one has failed
+_END_SECONDS = 8.0  # that others have after one has failed
 
 
 class _Output(io.TextIOBase):
@@ -127,7 +129,6 @@ def joined(settings: TrainConfig) -> Iterator[Company | None]:
         raise
     except BaseException as error:
         watch.fail(_words(error))
-        watch.await_answer()
         raise
 
 
@@ -174,13 +175,14 @@ def spawn(settings: TrainConfig) -> int:
     command = [sys.executable, "-m", "hostdev.train", *flags]
     processes = [
         subprocess.Popen(command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                         preexec_fn=_end_with_parent if sys.platform == "linux" else None)
+                         preexec_fn=end_with_parent if sys.platform == "linux" else None)
         for rank in range(settings.spawn)
     ]  # fmt: skip
     return wait_for(processes)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """In a child, before its program begins: be killed where the parent is (Linux)."""
     import ctypes
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -191,8 +193,8 @@ def wait_for(processes: "list[subprocess.Popen[bytes]]") -> int:
     handlers = {number: signal.signal(number, _passed_on(number, processes)) for number in (signal.SIGINT, signal.SIGTERM)}
     deadline = float("inf")
     try:
-        while any(process.poll() is None for process in processes):
-            if any(process.returncode for process in processes) and deadline == float("inf"):
+        while None in (codes := [process.poll() for process in processes]):
+            if any(codes) and deadline == float("inf"):
                 deadline = time.monotonic() + _END_SECONDS
             if time.monotonic() > deadline:
                 for process in processes:

@@ -1,0 +1,170 @@
+"""python -m hostdev.launch: start this host's processes of a rank table, or see whether all processes reach each other."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from hostdev.core import cli
+from hostdev.core.errors import UserError
+from hostdev.parallel.place import RankTable, read_table
+
+PROG = "hostdev.launch"
+_CHECKED_BYTES = 8 << 20
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parse the command line and start processes, or check the way between them."""
+    own, command = list(argv), []
+    if "--" in own:
+        at = own.index("--")
+        own, command = own[:at], own[at + 1 :]
+    parser = cli.parser(PROG, "Start this host's processes of a rank table; the program and its options follow after --.")
+    parser.add_argument("--rank-table", type=Path, metavar="FILE", help="JSON: the servers and their devices")
+    parser.add_argument("--server", metavar="ID", help="this host's server_id in it (the one with an address of this host)")
+    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="a new folder, with one for each rank (launch-TIME)")
+    parser.add_argument("--check", action="store_true",
+                        help="exchange something between all processes, and say how fast; under any launcher")  # fmt: skip
+    options = parser.parse_args(own)
+    if options.check and command:
+        raise UserError("--check starts no program; leave out what follows after --")
+    if options.rank_table is None:
+        for name in ("server", "log_dir"):
+            if getattr(options, name) is not None:
+                raise UserError(f"--{name.replace('_', '-')} has no effect without --rank-table; leave it out")
+        if not options.check:
+            raise UserError("give --rank-table FILE -- PROGRAM OPTIONS, or --check")
+        return check()
+    if not command and not options.check:
+        raise UserError("what is to be started? Give it after --, such as -- -m hostdev.train --host-device-mix ...")
+    if options.check:
+        command = ["-m", PROG, "--check"]
+    table = read_table(options.rank_table)
+    server = _server(table, options.server, options.rank_table)
+    folder = options.log_dir or Path(time.strftime("launch-%Y%m%d-%H%M%S"))
+    return start(options.rank_table, table, server, command, folder)
+
+
+def _server(table: RankTable, wanted: str | None, path: Path) -> dict[str, Any]:
+    """Return the entry of this host."""
+    names = [str(server["server_id"]) for server in table.servers]
+    if wanted is not None:
+        if wanted not in names:
+            raise UserError(f"--server {wanted}: {path} has {', '.join(names)}")
+        return table.servers[names.index(wanted)]
+    if len(names) == 1:
+        return table.servers[0]
+    here = {address.address for each in psutil.net_if_addrs().values() for address in each} | {socket.gethostname()}
+    found = [server for server in table.servers if {str(server["server_id"]), server.get("host_nic_ip")} & here]
+    if len(found) != 1:
+        raise UserError(f"which server of {path} is this host? It has {', '.join(names)}; give --server ID")
+    return found[0]
+
+
+def start(path: Path, table: RankTable, server: dict[str, Any], command: Sequence[str], folder: Path) -> int:
+    """Start the processes of a server, each with a folder and a log, and say at the end how it went; the exit code.
+
+    Rank 0, where it is here, is in front: what it prints is shown, too.
+    """
+    from hostdev.train.processes import end_with_parent, wait_for
+
+    with_python = command[0].startswith("-") or command[0].endswith(".py")
+    whole = [sys.executable, *command] if with_python else list(command)
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise UserError(f"--log-dir {folder} is there already; choose another") from None
+    ranks = [int(device["rank_id"]) for device in server["device"]]
+    print(f"{len(ranks)} of {table.ranks} ranks here ({server['server_id']}): {', '.join(map(str, ranks))}; logs in {folder}",
+          flush=True)  # fmt: skip
+    processes, showing = [], []
+    with contextlib.ExitStack() as files:
+        for device in server["device"]:
+            rank = int(device["rank_id"])
+            mine = folder / f"rank{rank}"
+            mine.mkdir()
+            own = {"RANK_TABLE_FILE": str(path.resolve()), "RANK_ID": str(rank)}
+            if "device_id" in device:
+                own["DEVICE_ID"] = str(device["device_id"])
+            (mine / "environment.txt").write_text("".join(f"{name}={value}\n" for name, value in own.items()))
+            log = files.enter_context((mine / "output.log").open("wb"))
+            try:
+                process = subprocess.Popen(
+                    whole, env={**os.environ, **own}, stdout=subprocess.PIPE if rank == 0 else log,
+                    stderr=subprocess.STDOUT, preexec_fn=end_with_parent if sys.platform == "linux" else None,
+                )  # fmt: skip
+            except OSError as error:
+                raise UserError(f"{whole[0]} cannot be started: {error.strerror}") from None
+            processes.append(process)
+            if rank == 0:
+                showing.append(threading.Thread(target=_show, args=(process.stdout, log), daemon=True))
+                showing[-1].start()
+        code = wait_for(processes)
+        for thread in showing:
+            thread.join()
+    if not code:
+        print("training succeeded")
+        return 0
+    failed = [rank for rank, process in zip(ranks, processes, strict=True) if process.returncode]
+    each = ", ".join(f"rank {rank} ended with {processes[ranks.index(rank)].returncode}" for rank in failed)
+    print(f"training failed: {each}; see {folder}/rank{failed[0]}/output.log", file=sys.stderr)
+    return code
+
+
+def _show(output: Any, log: IO[bytes]) -> None:
+    """Write what a process prints to its log and here."""
+    for line in output:
+        log.write(line)
+        log.flush()
+        sys.stdout.write(line.decode(errors="replace"))
+        sys.stdout.flush()
+
+
+def check() -> int:
+    """Meet the other processes, give each some MiB, and say who they are and how long it took."""
+    from hostdev.parallel.place import find
+
+    place = find()
+    if place.alone:
+        raise UserError("there is one process only; start --check by torchrun, mpirun or --rank-table FILE --check")
+    import numpy as np
+    import torch
+
+    from hostdev.parallel.ranks import Ranks
+
+    def fault(rank: int, why: str) -> None:
+        os.write(2, f"{PROG}: error: rank {rank} of {place.ranks}: {why}\n".encode())
+        os._exit(2)
+
+    ranks = Ranks(place, fault)
+    name = np.frombuffer(f"{socket.gethostname()} pid {os.getpid()}".encode(), np.uint8)
+    names = [each.tobytes().decode() for each in ranks.control.gather(name)]
+    values = torch.zeros(_CHECKED_BYTES, dtype=torch.uint8)
+    times = np.zeros(place.ranks)
+    for other in range(place.ranks):  # one pair of neighbours in the ring after the other, all at once
+        give, take = [0] * place.ranks, [0] * place.ranks
+        give[(place.rank + other) % place.ranks] = len(values)
+        take[(place.rank - other) % place.ranks] = len(values)
+        begin = time.perf_counter()
+        ranks.control.all_to_all(values, give, take)
+        times[(place.rank + other) % place.ranks] = time.perf_counter() - begin
+    all_times = ranks.control.gather(times)
+    if place.rank == 0:
+        print(f"{place.ranks} processes have met at {place.address}:{place.port}, and each has reached each")
+        for rank, (who, each) in enumerate(zip(names, all_times, strict=True)):
+            speeds = [_CHECKED_BYTES / seconds / 1e6 for other, seconds in enumerate(each) if other != rank]
+            print(f"rank {rank}: {who}, {min(speeds):,.0f} to {max(speeds):,.0f} MB/s to the others")
+    ranks.leave()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.run(PROG, main))
