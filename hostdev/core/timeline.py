@@ -12,7 +12,7 @@ from torch.profiler import record_function
 
 HOST_STAGES = ("read", "unique", "plan", "lookup", "send", "update first", "lookup late", "update")
 STAGES = ("read", "unique", "plan", "lookup", "send", "step", "update first", "lookup late", "update")
-EXCHANGES = ("exchange ids", "exchange rows", "exchange gradients")  # where there are other ranks
+EXCHANGES = ("exchange ids", "exchange rows", "exchange late rows", "exchange gradients")  # where there are other ranks
 STEP_PARTS = ("forward", "backward", "optimizer")  # within the step; on an accelerator, the time to queue them
 PHASES = ("epoch", "evaluation", "checkpoint")  # around all stages, or between them
 _AFTER_STEP = 1 + STAGES.index("step")

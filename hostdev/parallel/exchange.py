@@ -6,8 +6,8 @@ every batch, also where there is nothing to give: none depends on the data.
 W ranks, G groups of tables that share ids, U unique ids of a group on this rank.
 """
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 
 from hostdev.core.micro_batches import nodes_of
 from hostdev.kernels.groups import unique_groups
-from hostdev.kernels.lookup import lookup_tasks
+from hostdev.kernels.lookup import lookup_tasks, store_tasks
 from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.shards import partition
 from hostdev.kernels.tree import tree_sums
@@ -25,6 +25,7 @@ from hostdev.parallel.ranks import Channel, Ranks
 Ids = npt.NDArray[Any]
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
+Places = npt.NDArray[np.int32]
 _END = -1  # in place of a number of ids: there is no further batch
 
 
@@ -42,6 +43,23 @@ class Asked(NamedTuple):
         return len(self.places)
 
 
+class Incoming(NamedTuple):
+    """The rows of a batch that are on their way from their owners."""
+
+    rows: list[list[Rows]]  # of each group and table, float32 [U, D]; late ones are missing
+    given: list[npt.NDArray[np.bool_]] | None  # of each group which of the rows wanted here have been given; None: all
+    come: list[npt.NDArray[np.bool_]] | None  # which of those that this rank asks for have come
+
+
+def _chosen(counts: Sequence[int], mask: npt.NDArray[np.bool_] | None) -> list[Places]:
+    """Return the places of each rank's rows among those of all; those in the mask only."""
+    if mask is None:
+        ends = [0, *accumulate(counts)]
+        return [np.arange(begin, end, dtype=np.int32) for begin, end in pairwise(ends)]
+    chosen = np.flatnonzero(mask).astype(np.int32)
+    return np.split(chosen, np.searchsorted(chosen, np.cumsum(counts)[:-1]))
+
+
 class Exchange:
     """What ranks exchange for the batches of one pass after the other.
 
@@ -54,7 +72,8 @@ class Exchange:
     def __init__(self, ranks: Ranks, rows: Sequence[int], dims: Sequence[Sequence[int]], kind: str = "") -> None:
         self.ranks, self._rows, self._dims = ranks, list(rows), [list(each) for each in dims]
         self._ids, self._values = ranks[f"{kind}ids"], ranks[f"{kind}rows"]
-        self._gradients = ranks["gradients"]
+        self._late, self._gradients = ranks["late rows"], ranks["gradients"]
+        self.least_bytes = 0  # that could have been sent to others, in place of what was: ids, rows and gradients once
         self._dtype = np.dtype(np.int32 if max(rows) < 2**31 else np.int64)
 
     def ids(self, groups: Sequence[Ids]) -> list[tuple[Ids, Asked]]:
@@ -77,6 +96,7 @@ class Exchange:
         )  # fmt: skip
         sums, receive = counts.sum(1).tolist(), wanted.sum(1).tolist()
         come = self._ids.all_to_all(torch.from_numpy(flat), sums, receive).numpy()
+        self.least_bytes += (len(flat) - sums[self.ranks.rank]) * flat.itemsize
         pieces = np.split(come, np.cumsum(wanted.ravel())[:-1])  # by rank, by group
         here = unique_groups([pieces[group :: len(groups)] for group in range(len(groups))])
         return [
@@ -100,65 +120,124 @@ class Exchange:
             " go on; all ranks are to have equally many steps, with batches of no samples where there are none left"
         )
 
-    def rows(self, asked: Sequence[Asked], values: Sequence[Sequence[Rows]]) -> list[list[Rows]]:
-        """Give the others the rows that they ask for; return those asked for, by owner: [U, D] of each table.
+    def early_rows(
+        self, asked: Sequence[Asked], values: Sequence[Sequence[Rows] | None],
+        early: Sequence[npt.NDArray[np.bool_]] | None, buffer: Callable[[int, int], Rows],
+    ) -> "Incoming":  # fmt: skip
+        """Give the others those rows that may be given now, and take theirs; `late_rows` is to follow for the rest.
 
-        values  of each group and table the unique rows here, float32 [any, D]
+        values  of each group and table the unique rows here, float32 [any, D]; None for a group of which none are early
+        early   of each group which of them, [any]; None: all of every group, and nothing follows
+        buffer  makes the memory for rows [U, D] of a table
         """
-        sizes = self._sizes([one.wanted for one in asked])
-        buffer, tasks = np.empty(sum(sizes), np.float32), []
-        views = self._views(buffer, [one.wanted for one in asked])
+        incoming = Incoming(
+            [[buffer(one.size, dim) for dim in dims] for one, dims in zip(asked, self._dims, strict=True)], None, None
+        )
+        if early is not None:
+            wanted = [mask[one.inverse] for mask, one in zip(early, asked, strict=True)]
+            incoming = incoming._replace(given=wanted, come=self._told(asked, wanted))
+        self._move(self._values, asked, values, incoming.given, incoming.come, incoming.rows)
+        return incoming
+
+    def late_rows(self, incoming: "Incoming", asked: Sequence[Asked], values: Sequence[Sequence[Rows]]) -> list[Places]:
+        """Give and take the rows that `early_rows` has left out; return which ones of each group have come, [any]."""
+        assert incoming.given is not None and incoming.come is not None
+        given, come = [~mask for mask in incoming.given], [~mask for mask in incoming.come]
+        self._move(self._late, asked, values, given, come, incoming.rows)
+        return [np.flatnonzero(mask).astype(np.int32) for mask in come]
+
+    def _told(
+        self, asked: Sequence[Asked], wanted: Sequence[npt.NDArray[np.bool_]]
+    ) -> list[npt.NDArray[np.bool_]]:  # fmt: skip
+        """Tell the others which of the rows that they want they get early; return which of those wanted here come so."""
+        W = self.ranks.size
+        cut = [np.split(mask, np.cumsum(one.wanted)[:-1]) for mask, one in zip(wanted, asked, strict=True)]
+        bits = [np.packbits(np.concatenate([parts[rank] for parts in cut])) for rank in range(W)]
+        sizes = [sum(one.counts[rank] for one in asked) for rank in range(W)]
+        flat = torch.from_numpy(np.concatenate(bits))
+        come = self._values.all_to_all(flat, [len(each) for each in bits], [-(-size // 8) for size in sizes]).numpy()
+        found: list[list[Any]] = [[] for _ in asked]
+        at = 0
+        for rank, size in enumerate(sizes):
+            mine = np.unpackbits(come[at : at + -(-size // 8)], count=size).view(np.bool_)
+            at += -(-size // 8)
+            for parts, each in zip(found, np.split(mine, np.cumsum([one.counts[rank] for one in asked])[:-1]), strict=True):
+                parts.append(each)
+        return [np.concatenate(parts) for parts in found]
+
+    def _move(
+        self, channel: Channel, asked: Sequence[Asked], values: Sequence[Sequence[Rows] | None],
+        given: Sequence[npt.NDArray[np.bool_]] | None, come: Sequence[npt.NDArray[np.bool_]] | None,
+        out: Sequence[Sequence[Rows]],
+    ) -> None:  # fmt: skip
+        """Give rows of `values`, of those wanted where `given`, and write into `out` what is given, where `come`."""
+        W, own = self.ranks.size, self.ranks.rank
+        giving = [_chosen(one.wanted, None if given is None else given[g]) for g, one in enumerate(asked)]
+        taking = [_chosen(one.counts, None if come is None else come[g]) for g, one in enumerate(asked)]
+        tasks = []
+        for group, one in enumerate(asked):  # what stays here need not be copied twice
+            for table, block in enumerate(values[group] or ()):
+                ids = one.inverse[giving[group][own]]
+                tasks += lookup_tasks(block[:, None], ids, out[group][table], taking[group][own])
+        counts = [[0 if rank == own else len(each[rank]) for rank in range(W)] for each in giving]
+        receive = [[0 if rank == own else len(each[rank]) for rank in range(W)] for each in taking]
+        sizes = self._sizes(counts)
+        buffer = np.empty(sum(sizes), np.float32)
+        views = self._views(buffer, counts)
         for group, one in enumerate(asked):
-            ends = [0, *accumulate(one.wanted)]
-            for rank in range(self.ranks.size):
-                ids = one.inverse[ends[rank] : ends[rank + 1]]
-                for table, block in enumerate(values[group]):
-                    tasks += lookup_tasks(block[:, None], ids, views[rank][group][table])
+            for rank in range(W):
+                if counts[group][rank]:
+                    ids = one.inverse[giving[group][rank]]
+                    for table, block in enumerate(values[group] or ()):
+                        tasks += lookup_tasks(block[:, None], ids, views[rank][group][table])
         run_tasks(tasks)
-        come = self._give(self._values, buffer, sizes, self._sizes([one.counts for one in asked]))
-        views = self._views(come, [one.counts for one in asked])
-        return [
-            [np.concatenate([views[rank][group][table] for rank in range(self.ranks.size)])
-             for table in range(len(dims))]
-            for group, dims in enumerate(self._dims)
-        ]  # fmt: skip
+        there = self._give(channel, buffer, sizes, self._sizes(receive))
+        views, tasks = self._views(there, receive), []
+        for group in range(len(asked)):
+            for rank in range(W):
+                for table, rows in enumerate(out[group]) if receive[group][rank] else ():
+                    tasks += store_tasks(rows, taking[group][rank], views[rank][group][table])
+        run_tasks(tasks)
+        rows = sum(n * sum(dims) for each, dims in zip(counts, self._dims, strict=True) for n in each)
+        self.least_bytes += 4 * rows
 
     def gradients(
         self,
         asked: Sequence[Asked],
         sizes: Sequence[int],
         grads: Sequence[Sequence[Sequence[Rows] | None]],
-        parts: int,
+        micro_batches: int,
     ) -> list[list[Rows | None]]:
         """Give the owners the gradients of the rows that they gave; return the sums of those here, [any, D].
 
         sizes  how many unique rows of each group are here
         grads  of each group and table those of this rank's nodes (`core.micro_batches`), float32 [U, D]; None where
-               none has come. None is returned where none has come to any rank
-        parts  micro-batches of a step on each rank
+               none has come to any rank, and so is what is returned
+        micro_batches  of a step on each rank
         """
         W, mine = self.ranks.size, self.ranks.rank
-        nodes = [nodes_of(rank * parts, (rank + 1) * parts) for rank in range(W)]
-        has = np.array([[grad is not None for group in grads for grad in group]], np.int64)
-        given = self._gradients.exchange_counts(np.repeat(has, W, axis=0)).any(0).tolist()
+        nodes = [nodes_of(rank * micro_batches, (rank + 1) * micro_batches) for rank in range(W)]
         wanted = [[one.wanted[rank] * len(nodes[rank]) for rank in range(W)] for one in asked]
         counts = [[n * len(nodes[mine]) for n in one.counts] for one in asked]
-        dims, left = [], iter(given)
-        for each in self._dims:
-            dims.append([dim if next(left) else 0 for dim in each])
+        dims = [
+            [0 if grad is None else dim for dim, grad in zip(each, group, strict=True)]
+            for each, group in zip(self._dims, grads, strict=True)
+        ]
         buffer = np.empty(sum(self._sizes(counts, dims)), np.float32)
         views = self._views(buffer, counts, dims)
         for group, one in enumerate(asked):
             ends = [0, *accumulate(one.counts)]
             for table, dim in enumerate(dims[group]):
                 own = grads[group][table]
-                for rank in range(W) if dim else ():
+                for rank in range(W) if own is not None else ():
                     n, out = one.counts[rank], views[rank][group][table]
-                    for number in range(len(nodes[mine])):
-                        part = 0.0 if own is None else own[number][ends[rank] : ends[rank + 1]]
-                        out[number * n : (number + 1) * n] = part
+                    for number, part in enumerate(own or ()):
+                        out[number * n : (number + 1) * n] = part[ends[rank] : ends[rank + 1]]
         receive = self._sizes(wanted, dims)
         come = self._give(self._gradients, buffer, self._sizes(counts, dims), receive)
+        self.least_bytes += sum(
+            4 * (one.size - one.counts[mine]) * sum(each) for one, each in zip(asked, dims, strict=True)
+        )  # fmt: skip
         return self._sums(come, asked, sizes, dims, nodes)
 
     def _sums(

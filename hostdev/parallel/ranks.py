@@ -22,7 +22,7 @@ from hostdev.parallel.watch import Watch
 TIMEOUT = 600.0  # seconds that one waits for another within a step
 MEETING = 60.0  # seconds until all have come, where nobody says otherwise
 # Every thread that exchanges something has a channel of its own: the order within one is the same on every rank.
-CHANNELS = ("ids", "rows", "gradients", "dense", "control", "save", "predict ids", "predict rows")
+CHANNELS = ("ids", "rows", "late rows", "gradients", "dense", "control", "save", "predict ids", "predict rows")
 TOLD = 2
 STOP, SAVE = range(TOLD)  # a signal's number; whether a checkpoint is due
 

@@ -98,6 +98,9 @@ class Flight:
         self.outcomes: list[Any] = []  # others on their way to the host, in its memory
         self.received: Any = None  # a mark: all that the host takes is there
         self.received_first: tuple[Shared | None, Any] = None, None  # what of it came before the rest, and its mark
+        self.incoming: Any = None  # rows on their way from other ranks; arriving: those on the device
+        self.arriving: list[Tensor] = []
+        self.outgoing: Any = None  # gradients for other ranks
         self.clocks: tuple[Any, Any] = (None, None)
         self.span: Any = None  # of its step
 

@@ -121,9 +121,19 @@ class BatchRows:
         self._sent = [rows.new_empty(0), *self._sent[1:]]  # what was sent of the others is in `rows` now
         return rows
 
+    @property
+    def host(self) -> npt.NDArray[Any]:
+        """The rows that pass by, in host memory, float32 [U, D]; late ones are missing until they come."""
+        found: npt.NDArray[Any] = self._host[0].numpy()
+        return found
+
+    def begin_step(self) -> None:
+        """Count the step."""
+        self._scalars = self._table.begin_step()
+
     def update_cached(self, grads: Tensor, skip: Tensor | None) -> None:
         """Count the step, and update the rows that are on the device; grads float32 [U, D], skip as in `Ops.update`."""
-        self._scalars = self._table.begin_step()
+        self.begin_step()
         if self._places is not None:
             self.embedding.cache_update(self._places, grads, *self._sent[1:], self._scalars, skip)
 
