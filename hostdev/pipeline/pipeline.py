@@ -73,6 +73,13 @@ class Pipeline:
     def steps(self, steps: int) -> None:
         self._stages.steps = steps
 
+    def exchanged_bytes(self) -> dict[str, int]:
+        """Return what this rank has sent to others in training: for the rows, the least it could have been, the dense."""
+        assert self.ranks is not None
+        sent = self.ranks.sent_bytes()
+        rows = sum(sent[channel] for channel in ("ids", "rows", "late rows", "gradients"))
+        return {"rows": rows, "least": self._stages.exchanges[True].least_bytes, "dense": sent["dense"]}
+
     @contextmanager
     def train(self, batches: Iterable[Request]) -> Iterator[Pass]:
         """Open a pass whose steps update the tables, from what they are now; at its end all is updated.

@@ -1,25 +1,15 @@
 """The gradients of a step's micro-batches added up, in the order of a tree: those of rows and of dense parameters."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hostdev.core.micro_batches import Node, TreeSum, nodes_of
-from hostdev.parallel.dense import tree_all_reduce
+from hostdev.core.micro_batches import Node, TreeSum
+from hostdev.parallel.dense import DenseGradients, Grads, add_lists
 from hostdev.parallel.ranks import Ranks
 from hostdev.runtime.rows import Leaf
-
-Grads = list[Tensor | None]
-
-
-def _add(left: Grads, right: Grads) -> Grads:
-    """Add in place; what is None counts as nothing."""
-    both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
-    if both:
-        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
-    return [b if a is None else a for a, b in zip(left, right, strict=True)]
 
 
 class Reduction:
@@ -29,22 +19,21 @@ class Reduction:
     count   micro-batches of the step on each rank
     flags   a number on the device that is not 0 from the first step on that is not finite, and 1
     ranks   that have the others; None: all are here
+    dense   returns what exchanges the gradients of parameters, with other ranks
     """
 
-    def __init__(self, leaves: Sequence[Leaf], count: int, flags: tuple[Tensor, Tensor], ranks: Ranks | None) -> None:
-        self._leaves, self._flags, self._ranks, self.count = leaves, flags, ranks, count
-        self._rows: TreeSum[Grads] = TreeSum(_add)
-        self._dense: TreeSum[Grads] = TreeSum(_add)
+    def __init__(
+        self, leaves: Sequence[Leaf], count: int, flags: tuple[Tensor, Tensor], ranks: Ranks | None,
+        dense: Callable[[list[Tensor]], DenseGradients],
+    ) -> None:  # fmt: skip
+        self._leaves, self._flags, self._ranks, self.count, self._exchange = leaves, flags, ranks, count, dense
+        self._rows: TreeSum[Grads] = TreeSum(add_lists)
+        self._dense: TreeSum[Grads] = TreeSum(add_lists)
         self._first = 0 if ranks is None else ranks.rank * count
         self._next = self._first
         self._parameters: list[Tensor] = []
         self._values: list[Tensor | None] = []
         self.parts: list[list[Tensor] | None] = []  # with other ranks, of each leaf the gradients of this one's nodes
-
-    @property
-    def is_complete(self) -> bool:
-        """Tell whether all micro-batches have been added."""
-        return self._next == self._first + self.count
 
     @property
     def has_rows(self) -> bool:
@@ -57,14 +46,14 @@ class Reduction:
         if self._values and [id(one) for one in given] != [id(one) for one in self._parameters]:
             raise ValueError("reduce() was given other parameters with another micro-batch of the same step")
         self._parameters = given
-        self._values.append(values)
+        self._values.append(None if values is None else values.detach())
         self._rows.put(Node(self._next, 1, _taken([leaf.rows for leaf in self._leaves])))
+        if self._ranks is not None:
+            return self._to_ranks(self._ranks)
         self._dense.put(Node(self._next, 1, _taken(given)))
         self._next += 1
-        if not self.is_complete:
+        if self._next < self.count:
             return None
-        if self._ranks is not None:
-            return self._exchange(self._ranks)
         # What is not there is left out here, and 0 where ranks exchange it: both come to the same, but for a -0.
         for leaf, total in zip(self._leaves, self._rows.total() or (), strict=False):
             leaf.rows.grad = None if total is None else total.add_(0.0)
@@ -72,60 +61,42 @@ class Reduction:
             parameter.grad = None if total is None else total.add_(0.0)
         return _stacked(self._values)
 
-    def _exchange(self, ranks: Ranks) -> Tensor | None:
+    def _to_ranks(self, ranks: Ranks) -> Tensor | None:
         """Give all ranks the sums over all of the parameters' gradients, and of the rows' what is to be sent."""
-        rows, dense = self._rows.nodes, self._dense.nodes
-        has_value = any(value is not None for value in self._values)
-        size = max((value.numel() for value in self._values if value is not None), default=0)
-        here = [any(node.value[number] is not None for node in each if node.value is not None)
-                for each, what in ((rows, self._leaves), (dense, self._parameters)) for number in range(len(what))]  # fmt: skip
-        channel = ranks["dense"]
-        telling = np.array([[*here, size, *ranks.telling]], np.int64)
-        told = channel.exchange_counts(np.repeat(telling, ranks.size, axis=0)).max(0).tolist()
-        given, size, ranks.told = told[: len(here)], told[len(here)], told[len(here) + 1 :]
-        self._check([part for each in (rows, dense) for node in each for part in node.value or () if part is not None])
-        self.parts = [
-            [_zeros(node.value, number, leaf.rows) for node in rows] if has else None
-            for number, (leaf, has) in enumerate(zip(self._leaves, given, strict=False))
-        ]
-        present = [number for number, has in enumerate(given[len(self._leaves) :]) if has]
-        parameters = [self._parameters[number] for number in present]
-        nodes = [nodes_of(rank * self.count, (rank + 1) * self.count) for rank in range(ranks.size)]
-        flag, _ = self._flags
-        parts = []
-        for place, node in enumerate(dense):
-            pieces = [_zeros(node.value, number, self._parameters[number]).reshape(-1) for number in present]
-            pieces.append(self._losses(node, size, ranks.size * self.count))
-            pieces.append((flag if place == 0 else torch.zeros_like(flag)).view(1))
-            parts.append(Node(node.start, node.size, torch.cat(pieces).cpu()))
-        total = tree_all_reduce(channel, parts, nodes).to(flag.device)
-        flag.copy_(total[-1])
-        at = 0
-        for parameter in parameters:
-            grad = total[at : at + parameter.numel()].view_as(parameter)
-            parameter.grad = grad.add_(0.0)
-            at += parameter.numel()
-        if not size:
+        dense = self._exchange([one for one in self._parameters if one.requires_grad])
+        has_dense = dense.put()
+        self._next += 1
+        if has_dense is None:
             return None
-        shape = next((value.shape for value in self._values if value is not None), torch.Size([size]))
-        return total[at:-1].view(ranks.size * self.count, *(shape if has_value else (size,)))
-
-    def _losses(self, node: Node[Grads], size: int, count: int) -> Tensor:
-        """Return the values of a node's micro-batches in their places among those of all, and 0 elsewhere."""
-        out = torch.zeros((count, size), dtype=torch.float32, device=self._flags[0].device)
-        for number in range(node.start, min(node.start + node.size, self._next)):
-            value = self._values[number - self._first]
+        rows = self._rows.nodes
+        has_rows = [any(node.value is not None and node.value[leaf] is not None for node in rows)
+                    for leaf in range(len(self._leaves))]  # fmt: skip
+        shape = next((value.shape for value in self._values if value is not None), torch.Size([0]))
+        telling = np.array([[*has_rows, *has_dense, shape.numel(), *ranks.telling]], np.int64)
+        told = ranks["control"].exchange_counts(np.repeat(telling, ranks.size, axis=0)).max(0).tolist()
+        given_rows, told = told[: len(has_rows)], told[len(has_rows) :]
+        given_dense, told = told[: len(has_dense)], told[len(has_dense) :]
+        size, ranks.told = told[0], told[1:]
+        found = [part for node in rows for part in node.value or () if part is not None]
+        flag, one = self._flags
+        if found:  # of the dense side's gradients the sums show it
+            torch._amp_foreach_non_finite_check_and_unscale_(found, flag, one)
+        self.parts = [
+            [_or_zeros(node.value, number, leaf.rows) for node in rows] if has else None
+            for number, (leaf, has) in enumerate(zip(self._leaves, given_rows, strict=True))
+        ]
+        all_values = torch.zeros((ranks.size * self.count, size), device=flag.device)
+        for number, value in enumerate(self._values, self._first):
             if value is not None:
-                out[number] = value.detach().view(-1)
-        return out.view(-1)
+                all_values[number] = value.view(-1)
+        known = dense.small(torch.cat([all_values.view(-1), flag.view(1)])).to(flag.device)
+        flag.copy_(known[-1])
+        dense.finish(given_dense)
+        shape = shape if shape.numel() else torch.Size([size])
+        return known[:-1].view(ranks.size * self.count, *shape) if size else None
 
-    def _check(self, grads: list[Tensor]) -> None:
-        """Note whether what this rank has is finite, as `Rows.guard` does of the sums."""
-        if grads:
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, *self._flags)
 
-
-def _zeros(grads: Grads | None, number: int, like: Tensor) -> Tensor:
+def _or_zeros(grads: Grads | None, number: int, like: Tensor) -> Tensor:
     found = None if grads is None else grads[number]
     return torch.zeros_like(like, requires_grad=False) if found is None else found
 

@@ -90,6 +90,7 @@ def summary_lines(
         f"pipeline       {_pipeline(summary['pipeline'])}",
         *([f"cache          {_cache(summary['cache'])}"] if "cache" in summary else []),
         *(f"cache          {name}: {_cache(one)}" for name, one in summary.get("caches", {}).items()),
+        *([f"processes      {_ranks(summary['ranks'], summary['steps'])}"] if "ranks" in summary else []),
         *([f"checkpoints    {_checkpoints(summary['checkpoints'])}"] if "checkpoints" in summary else []),
         f"peak memory    {gib(summary['peak_rss_bytes'])}",
         f"state_sha256   {summary['state_sha256']}",
@@ -135,6 +136,17 @@ def _cache(cache: dict[str, Any]) -> str:
         f"{cache['rows']:,} rows, {cache['policy']}: {cache['hit_rate']:.2%} of uses hit{optimum}; "
         f"a step admits {cache['admitted'] // steps:,} rows, evicts {cache['evicted'] // steps:,}, passes "
         f"{cache['bypassed'] // steps:,} and moves {gib(moved)}"
+    )
+
+
+def _ranks(ranks: dict[str, Any], steps: int) -> str:
+    """How many there were, and what they have sent to one another."""
+    sent = ranks["sent_bytes"]
+    rows, least, dense = (sent[name] / max(1, steps) for name in ("rows", "least", "dense"))
+    more = f", {rows / least - 1:.1%} more than the least possible" if least else ""
+    return (
+        f"{ranks['size']}; a step exchanges {gib(round(rows))} for rows{more}, and {gib(round(dense))} for the dense "
+        "layers' gradients"
     )
 
 

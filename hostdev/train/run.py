@@ -120,6 +120,7 @@ class Run:
         if settings.resume is not None:
             self.files.restart(self._lines(), self.quality.points)
         self.log.write_to(self.files.ops)
+        self._exchanged: dict[str, int] = {}  # bytes that all ranks have sent
         self._due = 0  # the step after which a checkpoint is to be saved
         evaluations = self._evaluations - len(self.quality.points)
         self._left = TimeLeft(
@@ -293,6 +294,13 @@ class Run:
             self.files.write_summary(content)
         return content
 
+    def count_exchanged(self) -> None:
+        """Add up what all ranks have sent; all of them call it."""
+        if self.ranks is not None:
+            mine = self.trainer.runtime.pipeline.exchanged_bytes()
+            each = self.ranks.control.gather(np.array(list(mine.values()), np.int64))
+            self._exchanged = dict(zip(mine, sum(each).tolist(), strict=True))
+
     def draw(self) -> str | None:
         """Draw the run's picture; return why there is none, as it is not worth a failure."""
         try:
@@ -370,6 +378,7 @@ class Run:
                 **self.timeline.summary(),
             },
             **self._cache_summary(optimum=False),
+            **({"ranks": {"size": self.ranks.size, "sent_bytes": self._exchanged}} if self.ranks is not None else {}),
             **({"checkpoints": self.saver.summary()} if self.saver is not None else {}),
             "ops": self.log.summary(),
         }
@@ -474,6 +483,7 @@ def _train(settings: TrainConfig, company: Company | None) -> dict[str, Any]:
             status = run.train(stop)
             if status != "interrupted":
                 digest = run.trainer.state_sha256()
+                run.count_exchanged()
                 run.close_saver(digest, save=True)
             elif run.saver is not None:
                 assert stop.requested is not None
