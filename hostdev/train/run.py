@@ -31,7 +31,7 @@ from hostdev.device import backend
 from hostdev.device.clock import EventClock, clock_for
 from hostdev.kernels.pool import host_threads, set_host_threads
 from hostdev.train import checkpointing, curve, report
-from hostdev.train.build import cache_of, model_of, most_uses, warm_up_for
+from hostdev.train.build import cache_of, model_of, most_uses, seed_torch, warm_up_for
 from hostdev.train.checkpointing import CheckpointError, Progress, Saver
 from hostdev.train.config import TrainConfig
 from hostdev.train.interrupt import DEADLINE_SECONDS, GracefulStop, Interrupted
@@ -78,6 +78,7 @@ class Run:
                 self.timeline.write_to(_open_trace(settings.trace))
                 self.trace = settings.trace
             sample = next(self.train_rows.batches(min(self.batch_size, _SAMPLE)))
+            seed_torch(settings.seed)
             model = model_of(settings, found.schema)
             cache = cache_of(settings, model, data, found, self.train_rows)
             warm_up_for(model, sample, found.id_type, bf16=settings.precision == "bf16", cached=cache is not None)

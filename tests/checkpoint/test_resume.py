@@ -9,7 +9,9 @@ import sys
 import time
 
 import pytest
+import torch
 
+from hostdev.checkpoint import __main__ as checkpoint
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.ranges import HashedFile
 from hostdev.core import cli
@@ -85,6 +87,26 @@ def test_three_groups_with_bags_and_early_stop(trained, films, tmp_path):
     assert trained(*options, *CACHE, "--run-dir", "run", "--checkpoint-every", 4, "--max-steps", 9, "--resume")[0] == 0
     assert trained(*options, *MIX, "--run-dir", "run", "--resume")[0] == 0
     assert logs(tmp_path / "run") == logs(tmp_path / "plain")
+
+
+def test_dropout_is_seeded_and_goes_on(device, trained, small_data, tmp_path, capsys):
+    """Two fresh runs are equal, and to one that was killed in the middle of an epoch; their checkpoints say so."""
+    options = lambda name: [*small(small_data, name, *CACHE, "--model", "tests.own_models:Dropout", device=device)]  # noqa: E731
+    save = ["--checkpoint-every", 5]
+    for name in ("plain", "again"):
+        torch.rand(7)  # somebody else's draws
+        assert trained(*options(name), *save)[0] == 0
+    assert logs(tmp_path / "again") == logs(tmp_path / "plain")
+    assert trained(*options("run"), *save, "--max-steps", 13)[0] == 0
+    torch.rand(7)
+    assert trained(*options("run"), *save, "--resume")[0] == 0
+    assert logs(tmp_path / "run") == logs(tmp_path / "plain")
+    assert trained(*options("other"), "--seed", 1)[0] == 0
+    assert logs(tmp_path / "other") != logs(tmp_path / "plain")
+    for name in ("again", "run"):
+        diff = ["diff", f"{name}/checkpoints", "plain/checkpoints"]
+        assert cli.run(checkpoint.PROG, checkpoint.main, diff) == 0
+        assert capsys.readouterr().out == "equal\n"
 
 
 def test_a_named_checkpoint_and_a_folder_of_its_own(trained, small_data, tmp_path):
