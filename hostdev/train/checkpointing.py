@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hostdev.checkpoint.checkpoints import Checkpoints
-from hostdev.checkpoint.folder import Chain, is_checkpoint, names_in
+from hostdev.checkpoint.folder import FOLDER, Chain, is_checkpoint, names_in
 from hostdev.checkpoint.loading import newest_whole, values_of
-from hostdev.checkpoint.saving import Saving
+from hostdev.checkpoint.saving import Saving, in_words
 from hostdev.core.errors import UserError
 from hostdev.core.progress import note
 from hostdev.data.manifest import FILE_NAME as DATA_MANIFEST
@@ -21,7 +21,6 @@ from hostdev.train.config import TrainConfig
 from hostdev.train.quality import Quality
 from hostdev.train.rundir import CONFIG, SUMMARY
 
-FOLDER = "checkpoints"  # in the run directory
 KEEP = 3
 # What the bits depend on, beside the data: these must be as they were.
 FIXED = ("model", "emb_dim", "batch_size", "table_optimizer", "table_lr", "lr", "l2", "precision", "tf32", "seed")
@@ -96,13 +95,14 @@ def find(settings: TrainConfig, data: Manifest) -> tuple[Start | None, str]:
         if not is_checkpoint(path) and not names_in(path):
             _require_unfinished(settings, data)
             return None, f"resume   there is no checkpoint in {path} yet: from the start"
-    chain, broken = newest_whole(path)
+    found = newest_whole(path)
+    chain = found.chain
     values = values_of(chain)
     if not isinstance(values, dict) or "more" not in values:
         raise UserError(f"{chain[-1].path} was saved by a program of its own, not by python -m hostdev.train")
     start = Start(chain, values["more"])
     _require_same(settings, data, start)
-    lines = [f"resume   {line}; an older one is taken" for line in broken]
+    lines = [f"resume   {line}" for line in found.notes()]
     return start, "\n".join([*lines, f"resume   {start.path}, after step {start.more['progress']['steps']:,}"])
 
 
@@ -228,7 +228,7 @@ class Saver:
             self.to.lock()
             self._saving = self._save(self.to, step, state_sha256)
         except (UserError, OSError) as error:
-            self._fail(_words(error))
+            self._fail(in_words(error))
         self._stalled += time.monotonic() - start
 
     def _look(self) -> None:
@@ -238,7 +238,7 @@ class Saver:
             return
         self._saving = None
         if saving.error is not None:
-            self._fail(_words(saving.error))
+            self._fail(in_words(saving.error))
             return
         if self._failing is not None:
             note(f"the checkpoint of step {self._step:,} was saved")
@@ -276,9 +276,3 @@ class Saver:
             "last_step": self.saved_step,
             "stall_us": round((self._stalled + self.to.copying_seconds) * 1e6),
         }
-
-
-def _words(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return " ".join(str(error).split()) or type(error).__name__
