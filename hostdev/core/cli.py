@@ -73,7 +73,8 @@ def _detail(interrupt: BaseException) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror}"
-    return " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OSError):
+        text = error.strerror or text
+        return f"{error.filename}: {text}" if error.filename else text
+    return text
