@@ -115,7 +115,7 @@ class Saving:
         return self.checkpoint
 
     def unheard(self) -> str | None:
-        """Return, once, why it has failed where nobody has waited for it; None where it has not, or is written still."""
+        """Return, once, why it has failed where nobody has waited for it; None where it has not, or goes on."""
         if self.is_running or self.error is None or self.is_heard:
             return None
         self.is_heard = True
