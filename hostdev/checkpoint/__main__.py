@@ -26,11 +26,20 @@ def main(argv: Sequence[str]) -> int:
         made = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".", allow_abbrev=False)
         made.set_defaults(run=run)
         cli.add_debug(made)
-        made.add_argument("path", type=Path, metavar="DIR", help="a checkpoint, or a folder of them, or a run directory: the newest there")
+        made.add_argument(
+            "path",
+            type=Path,
+            metavar="DIR",
+            help="a checkpoint, or a folder of them, or a run directory: the newest there",
+        )
         return made
 
     add("info", _info, "say what checkpoints hold")
-    add("verify", _verify, "read every file of all checkpoints there, compare checksums, and compute the digest of the newest's state")
+    add(
+        "verify",
+        _verify,
+        "read every file of all checkpoints there, compare checksums, and compute the digest of the newest's state",
+    )
     of_diff = add("diff", _diff, "say how a checkpoint differs from another one; exit code 1 if it does")
     of_diff.add_argument("other", type=Path, metavar="OTHER", help="the other one")
     of_compact = add("compact", _compact, "merge a checkpoint and all that it adds to into one")

@@ -70,7 +70,9 @@ def test_info_and_verify(saved, capsys):
     capsys.readouterr()
     assert run(checkpoint, "verify", path) == 2
     out, err = capsys.readouterr()
-    assert err.startswith(f"hostdev.checkpoint: error: 3 of 4 checkpoints in {path} are not whole: {', '.join(names[1:])}")
+    assert err.startswith(
+        f"hostdev.checkpoint: error: 3 of 4 checkpoints in {path} are not whole: {', '.join(names[1:])}"
+    )
     assert f"{file} is broken (its checksum is wrong)" in err
     assert f"{path / names[0]}: " in out
     assert (out.count(": whole"), out.count(": NOT WHOLE: ")) == (1, 3)
