@@ -1,5 +1,10 @@
 """python -m hostdev.verify: train a few steps in every mode on the user's data, and compare all bits of every step."""
 
+if __name__ == "__main__":  # first of all, as the imports take seconds: Ctrl-C ends these, too, with one line
+    from hostdev.core import cli
+
+    raise SystemExit(cli.run_module("hostdev.verify"))
+
 import argparse
 import gc
 import itertools
@@ -297,7 +302,3 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print("\nall modes agree in every bit of every step")
     return EXIT_DIFFERENT if any(different) else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(cli.run(PROG, main))

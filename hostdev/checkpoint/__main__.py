@@ -1,5 +1,10 @@
 """python -m hostdev.checkpoint: look at checkpoints, check them, merge them, take them elsewhere."""
 
+if __name__ == "__main__":  # first of all, as the imports take seconds: Ctrl-C ends these, too, with one line
+    from hostdev.core import cli
+
+    raise SystemExit(cli.run_module("hostdev.checkpoint.__main__"))
+
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -158,7 +163,3 @@ def _export(arguments: argparse.Namespace) -> int:
     for line in export.export(_newest(arguments.path), export.options_of(arguments)):
         print(line)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(cli.run(PROG, main))

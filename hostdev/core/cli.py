@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import NoReturn
 
 from hostdev.core.errors import UserError
@@ -58,6 +59,17 @@ def run(prog: str, main: Callable[[Sequence[str]], int | None], argv: Sequence[s
             traceback.print_exc()
         print(f"{prog}: error: {_one_line(error)}", file=sys.stderr)
         return int(getattr(error, "exit_code", EXIT_ERROR))
+
+
+def run_module(name: str) -> int:
+    """Import a command's module and run its `main` as `run` does: Ctrl-C during the imports ends the command, too."""
+
+    def main(arguments: Sequence[str]) -> int | None:
+        import_module("numpy")  # before torch, which takes Ctrl-C in the midst of it for a numpy that is broken
+        code: int | None = import_module(name).main(arguments)
+        return code
+
+    return run(name.removesuffix(".__main__"), main)
 
 
 def _leave(code: int) -> NoReturn:

@@ -1,5 +1,10 @@
 """python -m hostdev.predict: probabilities of a file's rows, or of a data set's."""
 
+if __name__ == "__main__":  # first of all, as the imports take seconds: Ctrl-C ends these, too, with one line
+    from hostdev.core import cli
+
+    raise SystemExit(cli.run_module("hostdev.predict.__main__"))
+
 import hostdev.core.environment  # noqa: F401  # isort: skip  (before torch)
 
 import argparse
@@ -145,7 +150,3 @@ def _work(arguments: argparse.Namespace, predictor: Predictor) -> _Work:
         raise UserError(f"--split has no effect on {path}, which is not a data set; leave it out")
     source = rows_in(path, predictor.encoding, predictor.data.options)
     return _Work(source.total, "B", source.labelled, source.parts())
-
-
-if __name__ == "__main__":
-    raise SystemExit(cli.run(PROG, main))

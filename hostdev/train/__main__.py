@@ -1,5 +1,10 @@
 """python -m hostdev.train: train a model on shards, with the tables in host memory or on the device."""
 
+if __name__ == "__main__":  # first of all, as the imports take seconds: Ctrl-C ends these, too, with one line
+    from hostdev.core import cli
+
+    raise SystemExit(cli.run_module("hostdev.train.__main__"))
+
 from collections.abc import Sequence
 
 from hostdev.core import cli
@@ -14,7 +19,3 @@ def main(argv: Sequence[str]) -> None:
     parser = cli.parser(PROG, "Train Wide & Deep, or another model, on Arrow shards made by hostdev.data.preprocess.")
     config.add_flags(parser)
     train(config.from_flags(parser.parse_args(argv)))
-
-
-if __name__ == "__main__":
-    raise SystemExit(cli.run(PROG, main))

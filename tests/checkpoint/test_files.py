@@ -52,7 +52,7 @@ def test_values_come_back(tmp_path):
 
 
 def test_what_no_checkpoint_holds_is_named():
-    with pytest.raises(TypeError, match=r"optimizer\.0 is a Adam.*state_dict"):
+    with pytest.raises(TypeError, match=r"optimizer\.0 is of type Adam.*state_dict"):
         to_tree({"optimizer": [torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])]}, {})
 
 
