@@ -89,11 +89,12 @@ class Encoding:
 
     def require(self, have: Sequence[Any]) -> None:
         """Raise UserError unless all columns that are needed are among these, once."""
+        known = set(have)
         for name in self.columns():
-            if name not in have:
+            if name not in known:
                 shown = ", ".join(map(str, have[:30]))
                 raise UserError(f"the rows have no column {name!r}; they have {shown or 'none'}")
-            if list(have).count(name) > 1:
+            if len(known) < len(have) and list(have).count(name) > 1:
                 raise UserError(f"the rows have {list(have).count(name)} columns of the name {name!r}")
 
     def encode(self, rows: pa.RecordBatch) -> Batch:

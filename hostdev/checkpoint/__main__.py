@@ -95,10 +95,10 @@ def _verify(arguments: argparse.Namespace) -> int:
             chains[path] = folder.chain_of(path)
         except UserError as error:
             wrong[path] = str(error)
-    for owner, error in damaged(list(chains.values())):
+    for owner, damage in damaged(list(chains.values())):
         for path, chain in chains.items():
             if owner in (checkpoint.path for checkpoint in chain):
-                wrong.setdefault(path, str(error))
+                wrong.setdefault(path, str(damage))
     digest = ""
     newest = next((path for path in reversed(found) if path not in wrong), None)
     if newest is not None:

@@ -119,7 +119,9 @@ class Saving:
         if self.is_running or self.error is None or self.is_heard:
             return None
         self.is_heard = True
-        return f"the checkpoint of step {self._step:,} was not saved: {in_words(self.error)}"
+        why = in_words(self.error)
+        where = "" if str(self._path) in why else f" to {self._path}"
+        return f"the checkpoint of step {self._step:,} was not saved{where}: {why}"
 
     def _run(self) -> None:
         try:

@@ -56,10 +56,10 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"--data {arguments.data}: there is no such file or data set")
     device = backend.select(arguments.device)
     backend.make_deterministic(device)
-    found = folder.newest(arguments.checkpoint)
-    for line in found.notes():
+    checkpoint = folder.newest(arguments.checkpoint)
+    for line in checkpoint.notes():
         note(f"{PROG}: {line}")
-    predictor = Predictor(found.chain[-1].path, device=device)
+    predictor = Predictor(checkpoint.chain[-1].path, device=device)
     work = _work(arguments, predictor)
     print(f"model    {predictor.settings['model']} of {predictor.path}", flush=True)
     start = time.monotonic()

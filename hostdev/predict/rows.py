@@ -68,7 +68,9 @@ def names_of(rows: Any) -> Sequence[Any]:
         return list(rows.schema.names)
     if isinstance(rows, Mapping) or _is_pandas(rows, "DataFrame"):
         return list(rows.keys())
-    raise TypeError(f"rows are a dict, a pandas DataFrame, a pyarrow Table or RecordBatch, not a {type(rows).__name__}")
+    raise TypeError(
+        f"rows are a dict, a pandas DataFrame, a pyarrow Table or RecordBatch, not of type {type(rows).__name__}"
+    )
 
 
 def _names(schema: Schema) -> list[str]:
