@@ -1,5 +1,10 @@
 """python -m hostdev.advise: how large a cache is worth it on the user's own data, by simulating every policy."""
 
+if __name__ == "__main__":  # first of all, as the imports take seconds: Ctrl-C ends these, too, with one line
+    from hostdev.core import cli
+
+    raise SystemExit(cli.run_module("hostdev.advise"))
+
 import argparse
 import itertools
 import math
@@ -342,7 +347,3 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"--cache-window must be in 0..{MOST_WINDOW}, not {arguments.cache_window}")
     memory = parse_bytes(arguments.memory) if arguments.memory is not None else None
     advise(settings, memory, arguments.cache_window, arguments.out or _new_picture())
-
-
-if __name__ == "__main__":
-    raise SystemExit(cli.run(PROG, main))

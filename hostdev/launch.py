@@ -27,10 +27,16 @@ def main(argv: Sequence[str]) -> int:
     if "--" in own:
         at = own.index("--")
         own, command = own[:at], own[at + 1 :]
-    parser = cli.parser(PROG, "Start this host's processes of a rank table; the program and its options follow after --.")
+    parser = cli.parser(
+        PROG, "Start this host's processes of a rank table; the program and its options follow after --."
+    )
     parser.add_argument("--rank-table", type=Path, metavar="FILE", help="JSON: the servers and their devices")
-    parser.add_argument("--server", metavar="ID", help="this host's server_id in it (the one with an address of this host)")
-    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="a new folder, with one for each rank (launch-TIME)")
+    parser.add_argument(
+        "--server", metavar="ID", help="this host's server_id in it (the one with an address of this host)"
+    )
+    parser.add_argument(
+        "--log-dir", type=Path, metavar="DIR", help="a new folder, with one for each rank (launch-TIME)"
+    )
     parser.add_argument("--check", action="store_true",
                         help="exchange something between all processes, and say how fast; under any launcher")  # fmt: skip
     options = parser.parse_args(own)

@@ -1,5 +1,10 @@
 """python -m hostdev.verify: train a few steps in every mode on the user's data, and compare all bits of every step."""
 
+if __name__ == "__main__":  # first of all, as the imports take seconds: Ctrl-C ends these, too, with one line
+    from hostdev.core import cli
+
+    raise SystemExit(cli.run_module("hostdev.verify"))
+
 import argparse
 import gc
 import itertools
@@ -27,7 +32,7 @@ from hostdev.kernels.pool import host_threads, set_host_threads
 from hostdev.models.model import Model
 from hostdev.runtime.spec import CacheSpec
 from hostdev.train import config
-from hostdev.train.build import device_of, groups_of, ids_of, model_of, vector_tables
+from hostdev.train.build import device_of, groups_of, ids_of, model_of, seed_torch, vector_tables
 from hostdev.train.config import TrainConfig
 from hostdev.train.trainer import Trainer
 
@@ -130,6 +135,7 @@ def train(settings: TrainConfig, mode: Mode, batches: Sequence[Batch], schema: S
     set_host_threads(mode.threads)
     record = Record([{} for _ in batches], [], "")
     names: list[list[Any]] = []  # of the tables, by group; the trainer itself would be kept by what it calls
+    seed_torch(settings.seed)
     model = model_of(settings, schema)
 
     def after_update(number: int, group: int, ids: Any, places: list[tuple[Any, Any]]) -> None:
@@ -296,7 +302,3 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print("\nall modes agree in every bit of every step")
     return EXIT_DIFFERENT if any(different) else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(cli.run(PROG, main))

@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from hostdev.models.deepfm.network import DeepFM
 from torch import nn
 
 from hostdev import SGD, Bag, Feature, LazyAdam, TableSpec
@@ -50,3 +51,10 @@ class ThreeTables(nn.Module):
         first, weight = rows["first"]
         others = [rows[name] for name in self.features if name not in ("first", "second")]
         return weight.squeeze(1) + self.top(torch.cat([first, rows["second"], *others, dense], 1)).squeeze(1)
+
+
+class Dropout(DeepFM):
+    """Layers that draw from torch's generator in every step, and when they are made."""
+
+    def __init__(self, schema, dim, *, seed, optimizer=None):
+        super().__init__(schema, dim, seed=seed, optimizer=optimizer, layers=(16, 8), dropout=0.5)

@@ -117,3 +117,25 @@ def test_another_signal_of_the_process_is_none_of_ours():
         assert stop.requested is None
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize(
+    "module", ["train", "train.quickstart", "verify", "advise", "predict", "checkpoint", "data.preprocess"]
+)
+def test_ctrl_c_during_the_imports_is_one_line(tmp_path, module):
+    (tmp_path / "numpy.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    found = environment(tmp_path)
+    found["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{found['PYTHONPATH']}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", f"hostdev.{module}"], cwd=tmp_path, env=found, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+    finally:
+        timer = threading.Timer(30, process.kill)
+        timer.start()
+        out, err = process.communicate()
+        timer.cancel()
+    assert (process.returncode, out, err) == (130, "", f"hostdev.{module}: interrupted\n")

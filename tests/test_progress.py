@@ -198,3 +198,8 @@ with interrupt.GracefulStop(lambda: "interrupted in the middle of a step"), bar(
     assert code == 130
     assert "33%" in got
     assert on_screen(got) == ["interrupted in the middle of a step"]
+
+
+@pytest.mark.parametrize(("n", "text"), [(0, "0 files"), (1, "1 file"), (2, "2 files"), (1234, "1,234 files")])
+def test_a_number_of_things(n, text):
+    assert progress.counted(n, "file") == text

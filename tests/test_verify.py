@@ -64,6 +64,13 @@ def test_all_modes_agree_on_the_real_sample(device, verified, criteo_sample, tmp
     assert len(digests) == 1
 
 
+def test_layers_that_draw_are_seeded_in_each_mode(device, verified, small_data):
+    options = small(small_data, "--host-threads", 1, "--model", "tests.own_models:Dropout", device=device)
+    code, out, err = verified(*options)
+    assert (code, err) == (0, "")
+    assert "all modes agree" in out
+
+
 def test_an_injected_fault_is_caught(device, verified, small_data):
     code, out, _ = verified(*small(small_data, "--inject-fault", device=device))
     assert code == 1

@@ -1,5 +1,10 @@
 """python -m hostdev.data.preprocess table|criteo|synthetic: any table, Criteo text or a look-alike to Arrow shards."""
 
+if __name__ == "__main__":  # first of all, as the imports take seconds: Ctrl-C ends these, too, with one line
+    from hostdev.core import cli
+
+    raise SystemExit(cli.run_module("hostdev.data.preprocess.__main__"))
+
 import argparse
 import time
 from collections.abc import Sequence
@@ -156,7 +161,3 @@ def write_look_alike(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) is not None:
             raise UserError(f"--{name.replace('_', '-')} has no effect with --tsv; leave it out")
     write_text(source, arguments.tsv)
-
-
-if __name__ == "__main__":
-    raise SystemExit(cli.run(PROG, main))

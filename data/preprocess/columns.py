@@ -103,15 +103,37 @@ def as_numbers(array: pa.Array) -> npt.NDArray[np.float64]:
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     if kind_of(array.type) == "text":
-        trimmed = pc.utf8_trim_whitespace(_cast(array, pa.string(), "text in UTF-8"))
-        missing = pc.is_in(trimmed, value_set=pa.array(MISSING_NUMBERS))
-        array = pc.if_else(missing, pa.scalar(None, pa.string()), trimmed)
+        array = _trimmed(_cast(array, pa.string(), "text in UTF-8"))
     found = _cast(array, pa.float64(), "a number", safe=False)
     numbers: npt.NDArray[np.float64] = found.to_numpy(zero_copy_only=False)
     wrong = np.flatnonzero(np.isinf(numbers))
     if len(wrong):
         raise WrongValueError(int(wrong[0]), f"{numbers[wrong[0]]} is not a finite number")
     return numbers
+
+
+def numbers_where_readable(array: pa.Array) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    """Return numbers as `as_numbers` does, float64 [n], and which values are none, bool [n]: NaN, too."""
+    try:
+        return as_numbers(array), np.zeros(len(array), np.bool_)
+    except WrongValueError:
+        pass
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    wrong = np.zeros(len(array), np.bool_)
+    if kind_of(array.type) == "text":
+        array, wrong = _cast_where_possible(array, pa.string())
+        array = _trimmed(array)
+    found, not_cast = _cast_where_possible(array, pa.float64())
+    numbers = found.to_numpy(zero_copy_only=False)
+    wrong = wrong | not_cast | np.isinf(numbers)
+    return np.where(wrong, np.nan, numbers), wrong
+
+
+def _trimmed(texts: pa.Array) -> pa.Array:
+    """Return texts without spaces around them, null where that stands for a number that is missing."""
+    texts = pc.utf8_trim_whitespace(texts)
+    return pc.if_else(pc.is_in(texts, value_set=pa.array(MISSING_NUMBERS)), pa.scalar(None, pa.string()), texts)
 
 
 def as_labels(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.float32]:
@@ -125,18 +147,41 @@ def as_labels(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.floa
         array = array.cast(pa.string())  # which writes whole numbers as such
     codes, values = as_text(array)
     texts = [text.strip() for text in values.to_pylist()]
-    if positive is None:
-        meanings = [_TRUE_OR_FALSE.get(text.lower(), np.nan) for text in texts]
-    else:
-        meanings = [np.nan if text in ("", "nan") else (text == positive.value) == (positive.op == "=")
-                    for text in texts]  # fmt: skip
-    labels = np.array(meanings, np.float32)[codes]
+    labels = _meanings(texts, positive)[codes]
     if len(wrong := np.flatnonzero(np.isnan(labels))):
         text = texts[codes[wrong[0]]]
         raise WrongValueError(int(wrong[0]), "it is missing" if text in ("", "nan") else
                               f"{text[:_SHOWN]!r} is not 0 or 1, true or false; say which labels are positive, "
                               "such as --positive '>3' or --positive yes")  # fmt: skip
     return labels
+
+
+def labels_where_readable(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.float32]:
+    """Return labels as `as_labels` does, float32 [n], NaN for those that are missing or none."""
+    kind = kind_of(array.type)
+    if kind in ("list", "nested"):
+        return np.full(len(array), np.nan, np.float32)
+    if positive is not None and positive.op in _ORDERS:
+        if kind == "other":
+            return np.full(len(array), np.nan, np.float32)
+        numbers, _ = numbers_where_readable(array)
+        return np.where(np.isnan(numbers), np.nan, _ORDERS[positive.op](numbers, float(positive.value))).astype("f4")
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if kind == "text":
+        array, _ = _cast_where_possible(array, pa.string())
+    elif pa.types.is_floating(array.type):
+        array = array.cast(pa.string())
+    codes, values = as_text(array)
+    return _meanings([text.strip() for text in values.to_pylist()], positive)[codes]
+
+
+def _meanings(texts: list[str], positive: Positive | None) -> npt.NDArray[np.float32]:
+    """Return which labels texts are, float32 [n], NaN for none."""
+    if positive is None:
+        return np.array([_TRUE_OR_FALSE.get(text.lower(), np.nan) for text in texts], np.float32)
+    return np.array([np.nan if text in ("", "nan") else (text == positive.value) == (positive.op == "=")
+                     for text in texts], np.float32)  # fmt: skip
 
 
 def as_bags(array: pa.Array, separator: str | None) -> tuple[Codes, pa.StringArray, Codes]:
@@ -231,3 +276,24 @@ def _cast(array: pa.Array, to: pa.DataType, what: str, *, safe: bool = True) -> 
         wrong = array[low].as_py()
         shown = repr(wrong if len(str(wrong)) <= _SHOWN else str(wrong)[:_SHOWN] + "...")
         raise WrongValueError(low, f"{shown} is not {what}") from None
+
+
+def _cast_where_possible(array: pa.Array, to: pa.DataType) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
+    """Return an array cast, null where a value cannot be, and which these are, bool [n]."""
+    encoded = array.dictionary_encode()  # many wrong values are the same one
+    parts: list[pa.Array] = []
+
+    def add(part: pa.Array) -> None:
+        try:
+            parts.append(part.cast(to, safe=False))
+        except pa.ArrowInvalid:
+            if len(part) == 1:
+                parts.append(pa.nulls(1, to))
+                return
+            middle = len(part) // 2
+            add(part[:middle])
+            add(part[middle:])
+
+    add(encoded.dictionary)
+    found = pa.concat_arrays(parts).take(encoded.indices)
+    return found, pc.and_(array.is_valid(), found.is_null()).to_numpy(zero_copy_only=False)

@@ -29,6 +29,20 @@ from hostdev.kernels.strings import TextMap, hash_texts
 
 Ids = npt.NDArray[np.int64]
 
+_LARGEST = 3e38  # which float32 holds, about
+
+
+class WrongRowError(UserError):
+    """A value that a column may not have.
+
+    row     its number among those given, from 0
+    reason  with the column's name
+    """
+
+    def __init__(self, row: int, column: str, reason: str) -> None:
+        self.row, self.reason = row, f"column {column!r}: {reason}"
+        super().__init__(f"row {row + 1}, {self.reason}")
+
 
 class Encoding:
     """How the rows of a data set became ids and numbers.
@@ -43,6 +57,7 @@ class Encoding:
         self.is_criteo = preset != "table"
         scaled = data.options["dense"]
         self._scaling = fixed_scaling(scaled, self.schema.dense, data.statistics, signed=not self.is_criteo)
+        self._most = _largest(scaled, data.statistics, len(self.schema.dense))
         self._separators: Mapping[str, str | None] = data.options.get("bags") or {}
         rule = data.options.get("positive")
         self._positive = Positive.parse(rule) if rule is not None else None
@@ -72,37 +87,83 @@ class Encoding:
         """Return the names of the columns that rows need; a label is not among them."""
         return [*self.schema.dense, *(column.name for column in self.schema.columns)]
 
-    def encode(self, rows: pa.RecordBatch) -> Batch:
-        """Return rows with named columns as a batch; labels are NaN where there is no such column.
+    def require(self, have: Sequence[Any]) -> None:
+        """Raise UserError unless all columns that are needed are among these, once."""
+        known = set(have)
+        for name in self.columns():
+            if name not in known:
+                shown = ", ".join(map(str, have[:30]))
+                raise UserError(f"the rows have no column {name!r}; they have {shown or 'none'}")
+            if len(known) < len(have) and list(have).count(name) > 1:
+                raise UserError(f"the rows have {list(have).count(name)} columns of the name {name!r}")
 
-        Raises UserError for a column that is missing, and for a value that the column may not have.
+    def encode(self, rows: pa.RecordBatch) -> Batch:
+        """Return rows with named columns as a batch without labels: NaN, whether there is such a column or not.
+
+        Raises UserError for a column that is missing or of another type, and WrongRowError for a value that the column
+        may not have.
         """
-        have = rows.schema.names
-        if missing := [name for name in self.columns() if name not in have]:
-            raise UserError(f"the rows have no column {missing[0]!r}; they have {', '.join(have[:30])}")
-        name, n = "", len(rows)
-        try:
-            label = np.full(n, np.nan, np.float32)
-            if self.schema.label in have:
-                name = self.schema.label
-                label = arrow.as_labels(_plain(rows[name]), self._positive)
-            numbers = np.empty((n, len(self.schema.dense)))
-            for i, name in enumerate(self.schema.dense):
+        self._require_types(rows)
+        numbers = np.empty((len(rows), len(self.schema.dense)))
+        for i, name in enumerate(self.schema.dense):
+            try:
                 numbers[:, i] = arrow.as_numbers(_plain(rows[name]))
-            ids = np.empty((n, len(self.schema.ids)), np.int64)
-            bags = {}
-            place = 0
-            for column in self.schema.columns:
-                name = column.name
+            except WrongValueError as error:
+                raise WrongRowError(error.row, name, str(error)) from None
+            if len(large := np.flatnonzero(np.abs(numbers[:, i]) > self._most[i])):
+                raise WrongRowError(int(large[0]), name, f"{numbers[large[0], i]:g} is too large a number")
+        return self._encoded(rows, np.full(len(rows), np.nan, np.float32), numbers)
+
+    def encode_readable(self, rows: pa.RecordBatch) -> tuple[Batch, Ids]:
+        """Return those rows whose numbers can be read as a batch, and which these are, int64 [m], ascending.
+
+        Labels are NaN where they are missing or none. Raises as `encode`, but not for a number or a label.
+        """
+        self._require_types(rows)
+        label = np.full(len(rows), np.nan, np.float32)
+        if self.schema.label in rows.schema.names:
+            label = arrow.labels_where_readable(_plain(rows[self.schema.label]), self._positive)
+        numbers = np.empty((len(rows), len(self.schema.dense)))
+        unreadable = np.zeros(len(rows), np.bool_)
+        for i, name in enumerate(self.schema.dense):
+            numbers[:, i], wrong = arrow.numbers_where_readable(_plain(rows[name]))
+            wrong |= np.abs(numbers[:, i]) > self._most[i]
+            numbers[wrong, i] = np.nan
+            unreadable |= wrong
+        batch = self._encoded(rows, label, numbers)
+        kept = np.flatnonzero(~unreadable)
+        return (batch if len(kept) == len(rows) else _taken(batch, kept)), kept
+
+    def _require_types(self, rows: pa.RecordBatch) -> None:
+        """Raise UserError unless the columns that are needed are there, and of types that can be read."""
+        self.require(rows.schema.names)
+        for name in self.schema.dense:
+            if (kind := arrow.kind_of(found := rows.schema.field(name).type)) in ("list", "nested", "other"):
+                raise UserError(f"column {name!r} is of type {found}; a number in each row is expected")
+        for column in self.schema.columns:
+            kind = arrow.kind_of(found := rows.schema.field(column.name).type)
+            if column.kind == "id" and kind in ("list", "nested"):
+                raise UserError(f"column {column.name!r} is of type {found}; one value in each row is expected")
+            if column.kind == "bag" and kind != "list" and (kind == "nested" or not self._separators.get(column.name)):
+                raise UserError(f"column {column.name!r} is of type {found}; a list of values in each row is expected")
+
+    def _encoded(self, rows: pa.RecordBatch, label: npt.NDArray[np.float32], numbers: npt.NDArray[Any]) -> Batch:
+        """Return rows with these labels [n] and numbers [n, nd] as a batch."""
+        ids = np.empty((len(rows), len(self.schema.ids)), np.int64)
+        bags = {}
+        place = 0
+        for column in self.schema.columns:
+            try:
                 if column.kind == "id":
-                    codes, texts = arrow.as_text(_plain(rows[name]))
+                    codes, texts = arrow.as_text(_plain(rows[column.name]))
                     ids[:, place] = self.ids(column.space, texts)[codes]
                     place += 1
                 else:
-                    codes, texts, lengths = arrow.as_bags(_plain(rows[name]), self._separators.get(name))
-                    bags[name] = self.ids(column.space, texts)[codes].astype(self._type), lengths
-        except WrongValueError as error:
-            raise UserError(f"row {error.row + 1}, column {name!r}: {error}") from None
+                    found = _plain(rows[column.name])
+                    codes, texts, lengths = arrow.as_bags(found, self._separators.get(column.name))
+                    bags[column.name] = self.ids(column.space, texts)[codes].astype(self._type), lengths
+            except WrongValueError as error:
+                raise WrongRowError(error.row, column.name, str(error)) from None
         return Batch(label, self._scaling.transform(numbers), ids.astype(self._type), bags)
 
     def encode_few(self, rows: Mapping[str, Sequence[Any]]) -> Batch | None:
@@ -121,13 +182,18 @@ class Encoding:
             return None
         if any(type(value) not in (int, float, type(None)) for value in numbers) or None in texts:
             return None
+        if any(type(value) is int and abs(value) > _LARGEST for value in numbers):
+            return None
         if self.is_criteo:
             texts = [text.lower() for text in texts if text is not None]
         dense = np.array(numbers, np.float64).reshape(len(self.schema.dense), n).T  # None: NaN
-        if np.isinf(dense).any():
+        if (np.abs(dense) > self._most).any():
             return None
         spaces = [column.space for column in columns for _ in range(n)]
-        found = known.find_few(spaces, texts)  # type: ignore[arg-type]
+        try:
+            found = known.find_few(spaces, texts)  # type: ignore[arg-type]
+        except UnicodeEncodeError:
+            return None
         oov = np.array([self._spaces[column.space].oov for column in columns])[:, None]
         ids = found.reshape(len(columns), n)
         ids = np.ascontiguousarray(np.where(ids < 0, oov, ids).T.astype(self._type))
@@ -232,8 +298,31 @@ def _criteo_keys(texts: pa.Array) -> Ids:
 
 def rows_of(batch: Batch, start: int, stop: int) -> Batch:
     """Return the rows [start, stop) of a batch."""
-    bags = {
-        name: ragged.take(values, ragged.offsets_of(lengths), np.arange(start, min(stop, len(batch))))
-        for name, (values, lengths) in batch.bags.items()
-    }
+    stop = min(stop, len(batch))
+    if (start, stop) == (0, len(batch)):
+        return batch
+    bags = _bags_of(batch, np.arange(start, stop))
     return Batch(batch.label[start:stop], batch.dense[start:stop], batch.ids[start:stop], bags)
+
+
+def _taken(batch: Batch, rows: Ids) -> Batch:
+    """Return some rows of a batch."""
+    return Batch(batch.label[rows], batch.dense[rows], batch.ids[rows], _bags_of(batch, rows))
+
+
+def _bags_of(batch: Batch, rows: Ids) -> dict[str, Any]:
+    return {
+        name: ragged.take(values, ragged.offsets_of(lengths), rows) for name, (values, lengths) in batch.bags.items()
+    }
+
+
+def _largest(scaled: str, statistics: Mapping[str, Any], columns: int) -> npt.NDArray[np.float64]:
+    """Return the largest number of each column that is one for a model, float64 [nd].
+
+    What float32 cannot hold, now or when it is scaled, unless training had as large ones, or takes logarithms.
+    """
+    if scaled == "log":
+        return np.full(columns, np.finfo(np.float64).max)
+    known = np.array(statistics["dense_max" if scaled == "max" else "dense_deviation"], np.float64)
+    most: npt.NDArray[np.float64] = _LARGEST * np.minimum(np.where(known > 0, known, 1.0), 1.0)
+    return np.maximum(most, known) if scaled == "max" else most

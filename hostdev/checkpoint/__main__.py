@@ -1,17 +1,23 @@
 """python -m hostdev.checkpoint: look at checkpoints, check them, merge them, take them elsewhere."""
 
+if __name__ == "__main__":  # first of all, as the imports take seconds: Ctrl-C ends these, too, with one line
+    from hostdev.core import cli
+
+    raise SystemExit(cli.run_module("hostdev.checkpoint.__main__"))
+
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hostdev.checkpoint import compact, diff, export, folder
 from hostdev.checkpoint.layers import Layers
-from hostdev.checkpoint.loading import newest_whole, verify
+from hostdev.checkpoint.loading import damaged, newest_whole
 from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.checkpoint.state import state_digest, tensors_of
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.core.memory import gib
+from hostdev.core.progress import counted, note
 
 PROG = "hostdev.checkpoint"
 
@@ -25,11 +31,20 @@ def main(argv: Sequence[str]) -> int:
         made = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".", allow_abbrev=False)
         made.set_defaults(run=run)
         cli.add_debug(made)
-        made.add_argument("path", type=Path, metavar="DIR", help="a checkpoint, or a folder of them: the newest there")
+        made.add_argument(
+            "path",
+            type=Path,
+            metavar="DIR",
+            help="a checkpoint, or a folder of them, or a run directory: the newest there",
+        )
         return made
 
     add("info", _info, "say what checkpoints hold")
-    add("verify", _verify, "read every file, compare checksums, and compute the digest of the state")
+    add(
+        "verify",
+        _verify,
+        "read every file of all checkpoints there, compare checksums, and compute the digest of the newest's state",
+    )
     of_diff = add("diff", _diff, "say how a checkpoint differs from another one; exit code 1 if it does")
     of_diff.add_argument("other", type=Path, metavar="OTHER", help="the other one")
     of_compact = add("compact", _compact, "merge a checkpoint and all that it adds to into one")
@@ -44,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _info(arguments: argparse.Namespace) -> int:
     found = list(reversed(folder.candidates(arguments.path)))
-    print(f"{'checkpoint':<24}{'step':>10}  {'holds':<28}{'bytes':>10}  created")
+    print(f"{'checkpoint':<24}{'step':>10}  {'holds':<36}{'bytes':>10}  created")
     code = 0
     chain: folder.Chain | None = None
     for path in found:
@@ -56,8 +71,8 @@ def _info(arguments: argparse.Namespace) -> int:
             continue
         of_it = chain[-1].manifest
         rows = sum(file.rows for table in of_it.tables for file in table.files)
-        holds = "all rows" if of_it.parent is None else f"{rows:,} rows since {of_it.parent.name.removeprefix('step-')}"
-        print(f"{path.name:<24}{of_it.step:>10,}  {holds:<28}{gib(of_it.nbytes):>10}  {of_it.created}")
+        holds = "all rows" if of_it.parent is None else f"{counted(rows, 'row')} since {of_it.parent.name}"
+        print(f"{path.name:<24}{of_it.step:>10,}  {holds:<36}{gib(of_it.nbytes):>10}  {of_it.created}")
     if chain is None:
         return code
     newest = chain[-1]
@@ -72,24 +87,61 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    chain = folder.newest(arguments.path)
-    verify(chain)
-    layers = Layers(chain)
-    newest = chain[-1]
-    state = newest.manifest.state
-    names = [(name, key) for name, key in state.get("digest", [])] if isinstance(state, dict) else []
-    found = state_digest(layers, names, tensors_of(layers))
-    noted = newest.manifest.state_sha256
-    if noted is not None and noted != found:
-        raise BrokenCheckpointError(f"{newest.path}: state_sha256 is {found}, not {noted} as it says")
-    for checkpoint in chain:
-        print(f"{checkpoint.path}: {len(checkpoint.manifest.files)} files, {gib(checkpoint.manifest.nbytes)}: whole")
-    print(f"state_sha256 {found}{'' if noted is None else ', as the manifest says'}")
+    found = list(reversed(folder.candidates(arguments.path)))
+    chains: dict[Path, folder.Chain] = {}
+    wrong: dict[Path, str] = {}
+    for path in found:
+        try:
+            chains[path] = folder.chain_of(path)
+        except UserError as error:
+            wrong[path] = str(error)
+    for owner, damage in damaged(list(chains.values())):
+        for path, chain in chains.items():
+            if owner in (checkpoint.path for checkpoint in chain):
+                wrong.setdefault(path, str(damage))
+    digest = ""
+    newest = next((path for path in reversed(found) if path not in wrong), None)
+    if newest is not None:
+        digest, noted = _digest(chains[newest]), chains[newest][-1].manifest.state_sha256
+        if noted not in (None, digest):
+            wrong[newest] = f"{newest}: state_sha256 is {digest}, not {noted} as it says"
+        digest += "" if noted is None else ", as the manifest says"
+    if len(found) == 1 and wrong:
+        raise BrokenCheckpointError(wrong[found[0]])
+    for path in dict.fromkeys([*(each.path for each in chains.get(found[0], [])), *found]):  # one's parents, too
+        if path in wrong:
+            print(f"{path}: NOT WHOLE: {wrong[path]}")
+        else:
+            about = (chains.get(path) or [each for each in chains[found[0]] if each.path == path])[-1].manifest
+            print(f"{path}: {counted(len(about.files), 'file')}, {gib(about.nbytes)}: whole")
+    if wrong:
+        names = ", ".join(path.name for path in wrong)
+        are = "are" if len(wrong) > 1 else "is"
+        raise BrokenCheckpointError(
+            f"{len(wrong)} of {len(found)} checkpoints in {found[0].parent} {are} not whole: {names}: "
+            f"{next(iter(wrong.values()))}"
+        )
+    print(f"state_sha256 {digest}")
     return 0
 
 
+def _digest(chain: folder.Chain) -> str:
+    layers = Layers(chain)
+    state = chain[-1].manifest.state
+    names = [(name, key) for name, key in state.get("digest", [])] if isinstance(state, dict) else []
+    return state_digest(layers, names, tensors_of(layers))
+
+
+def _newest(path: Path) -> folder.Chain:
+    """Return the newest checkpoint, and say on standard error which ones were passed over."""
+    found = folder.newest(path)
+    for line in found.notes():
+        note(f"{PROG}: {line}")
+    return found.chain
+
+
 def _diff(arguments: argparse.Namespace) -> int:
-    lines = diff.differences(folder.newest(arguments.path), folder.newest(arguments.other))
+    lines = diff.differences(_newest(arguments.path), _newest(arguments.other))
     for line in lines:
         print(line)
     if not lines:
@@ -100,18 +152,14 @@ def _diff(arguments: argparse.Namespace) -> int:
 def _compact(arguments: argparse.Namespace) -> int:
     if arguments.keep is not None and arguments.keep < 1:
         raise UserError(f"--keep must be at least 1, not {arguments.keep}")
-    chain, broken = newest_whole(arguments.path)
-    for line in broken:
-        print(f"{line}; an older one is taken")
-    print(compact.compact(chain, arguments.keep))
+    found = newest_whole(arguments.path)
+    for line in found.notes():
+        note(f"{PROG}: {line}")
+    print(compact.compact(found.chain, arguments.keep))
     return 0
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    for line in export.export(folder.newest(arguments.path), export.options_of(arguments)):
+    for line in export.export(_newest(arguments.path), export.options_of(arguments)):
         print(line)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(cli.run(PROG, main))

@@ -1,6 +1,7 @@
 """Tables and dense layers of a checkpoint as files that others read: Parquet, .npy, safetensors; range by range."""
 
 import argparse
+import io
 import json
 import shutil
 from collections.abc import Iterator
@@ -15,11 +16,12 @@ import torch
 
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.layers import Layers, mapped
+from hostdev.checkpoint.loading import verify
 from hostdev.checkpoint.manifest import Table
 from hostdev.checkpoint.ranges import WEIGHTS
 from hostdev.checkpoint.state import file_in, tensors_of
 from hostdev.checkpoint.tree import from_tree
-from hostdev.core.errors import UserError
+from hostdev.core.errors import UserError, naming
 from hostdev.core.memory import gib
 from hostdev.core.progress import Progress, bar
 
@@ -56,29 +58,36 @@ def options_of(arguments: argparse.Namespace) -> Options:
 def export(chain: Chain, options: Options) -> Iterator[str]:
     """Write a checkpoint's tables and dense layers into a new folder; yield a line for each file.
 
-    Raises UserError where the folder is there already, and OSError where it cannot be written.
+    Raises UserError where the folder is there already, BrokenCheckpointError where a checksum is wrong, before anything
+    is written, and OSError where it cannot be written.
     """
     out = options.out
     if out.exists():
         raise UserError(f"{out} exists already; remove it or choose another --out")
+    verify(chain)
     layers = Layers(chain)
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        whole = sum(table.rows for table in layers.manifest.tables)
-        with bar(whole, "exporting", "row", unit_scale=True) as progress:
-            for table in layers.manifest.tables:
-                _write_table(partial, layers, table, options, progress)
-        names = _names(layers)
-        if names is not None and options.format != "parquet":
-            pq.write_table(_with_ids(names, 0, len(names)), partial / IDS)
-        _write_dense(partial, layers)
+        with naming(out):
+            _write(partial, layers, options)
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     for file in sorted(out.iterdir()):
         yield f"{file}: {gib(file.stat().st_size)}"
+
+
+def _write(out: Path, layers: Layers, options: Options) -> None:
+    whole = sum(table.rows for table in layers.manifest.tables)
+    with bar(whole, "exporting", "row", unit_scale=True) as progress:
+        for table in layers.manifest.tables:
+            _write_table(out, layers, table, options, progress)
+    names = _names(layers)
+    if names is not None and options.format != "parquet":
+        pq.write_table(_with_ids(names, 0, len(names)), out / IDS)
+    _write_dense(out, layers)
 
 
 def _columns(table: Table, options: Options) -> list[str]:
@@ -182,4 +191,6 @@ def _write_dense(out: Path, layers: Layers) -> None:
     state = layers.manifest.state
     dense = state.get("dense") if isinstance(state, dict) else None
     if isinstance(dense, dict) and "model" in dense:
-        torch.save(from_tree(dense["model"], tensors_of(layers)), out / DENSE)
+        content = io.BytesIO()  # torch's own writer says of a full disk only that it has failed
+        torch.save(from_tree(dense["model"], tensors_of(layers)), content)
+        (out / DENSE).write_bytes(content.getbuffer())

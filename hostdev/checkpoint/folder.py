@@ -19,6 +19,7 @@ from hostdev.core.errors import UserError
 
 _NAME = re.compile(r"step-(\d{10,})(?:\.(\d+))?")
 _PARTIAL, _LOCK, _REMOVED = ".partial-", ".lock", ".removed-"
+FOLDER = "checkpoints"  # in a run directory
 
 
 class Checkpoint(NamedTuple):
@@ -34,6 +35,17 @@ class Checkpoint(NamedTuple):
 
 
 Chain = list[Checkpoint]  # the whole one first, each one's parent before it
+
+
+class Found(NamedTuple):
+    """A whole checkpoint: its chain, and those newer ones that are not whole, with why."""
+
+    chain: Chain
+    broken: list[str]
+
+    def notes(self) -> list[str]:
+        """Return a line for each one that was passed over."""
+        return [f"{line}; an older one is taken: {self.chain[-1].path}" for line in self.broken]
 
 
 def name_of(step: int, number: int = 1) -> str:
@@ -67,11 +79,15 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def candidates(path: Path) -> list[Path]:
-    """Return the checkpoint that `path` is, or those in it, the newest first; UserError where there are none."""
+    """Return the checkpoint that `path` is, or those in it, the newest first; UserError where there are none.
+
+    A run directory stands for the folder `checkpoints` in it.
+    """
     if is_checkpoint(path):
         return [path]
-    if found := [path / name for name in reversed(names_in(path))]:
-        return found
+    for place in (path, path / FOLDER):
+        if found := [place / name for name in reversed(names_in(place))]:
+            return found
     raise UserError(f"{path} holds no checkpoint" if path.exists() else f"there is no {path}")
 
 
@@ -105,12 +121,12 @@ def chain_of(path: Path) -> Chain:
     return chain
 
 
-def newest(path: Path) -> Chain:
+def newest(path: Path) -> Found:
     """Return the checkpoint that `path` is, or the newest in it that `chain_of` finds whole; raises as that does."""
     broken: list[BrokenCheckpointError] = []
     for each in candidates(path):
         try:
-            return chain_of(each)
+            return Found(chain_of(each), list(map(str, broken)))
         except BrokenCheckpointError as error:
             broken.append(error)
     raise broken[0]

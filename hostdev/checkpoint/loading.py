@@ -1,18 +1,18 @@
 """From files to tables: the newest whole checkpoint, checked before anything is changed."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from hostdev.checkpoint.folder import Chain, candidates, chain_of
+from hostdev.checkpoint.folder import Chain, Found, candidates, chain_of
 from hostdev.checkpoint.layers import Layers, mapped
-from hostdev.checkpoint.manifest import BrokenCheckpointError, RangeFile, Table
-from hostdev.checkpoint.ranges import WEIGHTS, parse_range, read_file
+from hostdev.checkpoint.manifest import BrokenCheckpointError, File, RangeFile, Table
+from hostdev.checkpoint.ranges import WEIGHTS, check_file, parse_range
 from hostdev.checkpoint.state import tensors_of
 from hostdev.checkpoint.tree import from_tree
 from hostdev.core.errors import UserError
@@ -21,19 +21,29 @@ from hostdev.core.progress import bar
 _THREADS = 4
 
 
-class Found(NamedTuple):
-    """A whole checkpoint: its chain, and those newer ones that are not whole, with why."""
-
-    chain: Chain
-    broken: list[str]
-
-
 def verify(chain: Chain) -> None:
     """Read every file of a chain and compare checksums; BrokenCheckpointError names the first that is wrong."""
-    files = [(checkpoint.path / file.file, file) for checkpoint in chain for file in checkpoint.manifest.files]
+    for _, error in damaged([chain]):
+        raise error
+
+
+def damaged(chains: Sequence[Chain]) -> Iterator[tuple[Path, BrokenCheckpointError]]:
+    """Read every file of some checkpoints, once, and compare checksums; yield whose file is wrong, and how."""
+    whole = {checkpoint.path: checkpoint for chain in chains for checkpoint in chain}
+    files = [(path, file) for path, checkpoint in whole.items() for file in checkpoint.manifest.files]
+
+    def look(path: Path, file: File) -> BrokenCheckpointError | None:
+        try:
+            check_file(path / file.file, file)
+        except BrokenCheckpointError as error:
+            return error
+        return None
+
     with _workers() as pool, bar(sum(file.bytes for _, file in files), "checking", "B", unit_scale=True) as progress:
-        for (_, file), _content in zip(files, pool.map(lambda each: len(read_file(*each)), files), strict=True):
+        for (path, file), error in zip(files, pool.map(lambda each: look(*each), files), strict=True):
             progress.update(file.bytes)
+            if error is not None:
+                yield path, error
 
 
 def newest_whole(path: Path) -> Found:

@@ -13,13 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hostdev.checkpoint.manifest import BrokenCheckpointError, RangeFile, Table
+from hostdev.checkpoint.manifest import BrokenCheckpointError, File, RangeFile, Table
 
 Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
 FILE_BYTES = 1 << 26
 WEIGHTS, ID = "weights", "id"
+_PIECE = 1 << 22  # bytes
 
 
 class RowsOf(NamedTuple):
@@ -153,16 +154,19 @@ def _ascend(ids: Ids, start: int, stop: int) -> bool:
     return len(ids) > 0 and bool(start <= ids[0] and ids[-1] < stop and (np.diff(ids) > 0).all())
 
 
-def read_file(path: Path, file: Any) -> bytes:
-    """Return the content of a file; BrokenCheckpointError unless it is the one that the manifest says."""
+def check_file(path: Path, file: File) -> None:
+    """Read a file, a piece at a time; BrokenCheckpointError unless it is the one that the manifest says."""
+    digest, size = sha256(), 0
     try:
-        content = path.read_bytes()
+        with path.open("rb", buffering=0) as stream:
+            while piece := stream.read(_PIECE):
+                digest.update(piece)
+                size += len(piece)
     except FileNotFoundError:
         raise BrokenCheckpointError(f"{path} is missing") from None
     except OSError as error:
         raise BrokenCheckpointError(f"{path} cannot be read ({error.strerror})") from None
-    if len(content) != file.bytes:
-        raise BrokenCheckpointError(f"{path} is broken ({len(content)} bytes, not {file.bytes})")
-    if sha256(content).hexdigest() != file.sha256:
+    if size != file.bytes:
+        raise BrokenCheckpointError(f"{path} is broken ({size} bytes, not {file.bytes})")
+    if digest.hexdigest() != file.sha256:
         raise BrokenCheckpointError(f"{path} is broken (its checksum is wrong)")
-    return content

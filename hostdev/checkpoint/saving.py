@@ -6,7 +6,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +26,7 @@ from hostdev.checkpoint.manifest import File, Manifest, Parent, RangeFile, Table
 from hostdev.checkpoint.ranges import WEIGHTS, HashedFile, RowsOf, rows_per_file, write_range
 from hostdev.checkpoint.state import DENSE, DigestNames, state_digest
 from hostdev.checkpoint.tree import tensors_as_bytes
+from hostdev.core.workers import Workers
 
 Rows = npt.NDArray[np.float32]
 
@@ -91,6 +92,7 @@ class Saving:
         self._release = release
         self.checkpoint: Checkpoint | None = None
         self.error: BaseException | None = None
+        self.is_heard = False  # somebody has waited for it, and knows how it has ended
         self._thread = threading.Thread(target=self._run, name="hostdev-checkpoint", daemon=True)
         self._thread.start()
 
@@ -106,16 +108,27 @@ class Saving:
     def wait(self) -> Checkpoint:
         """Wait for its end, and return it; raises OSError or what else it has failed with."""
         self.join()
+        self.is_heard = True
         if self.error is not None:
             raise self.error
         assert self.checkpoint is not None
         return self.checkpoint
+
+    def unheard(self) -> str | None:
+        """Return, once, why it has failed where nobody has waited for it; None where it has not, or goes on."""
+        if self.is_running or self.error is None or self.is_heard:
+            return None
+        self.is_heard = True
+        why = in_words(self.error)
+        where = "" if str(self._path) in why else f" to {self._path}"
+        return f"the checkpoint of step {self._step:,} was not saved{where}: {why}"
 
     def _run(self) -> None:
         try:
             self._save()
         finally:
             self._release()
+            del self._items, self._content, self._on_end, self._release  # who holds this holds no table
 
     def _save(self) -> None:
         partial: Path | None = None
@@ -174,7 +187,7 @@ class Saving:
         buffers: SimpleQueue[Rows] = SimpleQueue()
         for _ in range(_WRITERS + 1):
             buffers.put(np.empty(0, np.float32))
-        with ThreadPoolExecutor(_WRITERS, "hostdev-checkpoint", _give_way) as pool:
+        with Workers(_WRITERS, "hostdev-checkpoint", _give_way) as pool:
             for number, item in enumerate(self._items):
                 (partial / "tables" / str(number)).mkdir(parents=True)
                 written: list[Future[RangeFile]] = []
@@ -205,6 +218,13 @@ class Saving:
                 replace(item.table, files=[file.result() for file in written])
                 for item, written in zip(self._items, found, strict=True)
             ]
+
+
+def in_words(error: BaseException) -> str:
+    """Return what has failed, and where, on one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _give_way() -> None:

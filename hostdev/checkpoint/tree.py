@@ -46,8 +46,8 @@ def to_tree(value: Any, tensors: dict[str, Tensor], path: str = "") -> Tree:
             return dict(pairs)
         return {"$dict": [[to_tree(key, tensors, _join(path, "key")), each] for key, each in pairs]}
     raise TypeError(
-        f"{path or 'the value'} is a {type(value).__name__}, which a checkpoint does not hold: give its state_dict(), "
-        "or dicts, lists, tensors, numbers and text"
+        f"{path or 'the value'} is of type {type(value).__name__}, which a checkpoint does not hold: give its "
+        "state_dict(), or dicts, lists, tensors, numbers and text"
     )
 
 

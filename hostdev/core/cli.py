@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import NoReturn
 
 from hostdev.core.errors import UserError
@@ -60,6 +61,17 @@ def run(prog: str, main: Callable[[Sequence[str]], int | None], argv: Sequence[s
         return int(getattr(error, "exit_code", EXIT_ERROR))
 
 
+def run_module(name: str) -> int:
+    """Import a command's module and run its `main` as `run` does: Ctrl-C during the imports ends the command, too."""
+
+    def main(arguments: Sequence[str]) -> int | None:
+        import_module("numpy")  # before torch, which takes Ctrl-C in the midst of it for a numpy that is broken
+        code: int | None = import_module(name).main(arguments)
+        return code
+
+    return run(name.removesuffix(".__main__"), main)
+
+
 def _leave(code: int) -> NoReturn:
     """End the process at once."""
     for stream in (sys.stdout, sys.stderr):
@@ -73,7 +85,8 @@ def _detail(interrupt: BaseException) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror}"
-    return " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OSError):
+        text = error.strerror or text
+        return f"{error.filename}: {text}" if error.filename else text
+    return text

@@ -5,11 +5,12 @@ Before each array goes a line with its name, dtype and shape; arrays are row-maj
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from hostdev.core.workers import Workers
 
 PIECE_BYTES = 1 << 24
 
@@ -61,9 +62,9 @@ def _one_ahead(pieces: Iterator[Any]) -> Iterator[Any]:
     if second is None:
         yield first
         return
-    with ThreadPoolExecutor(1, "hostdev-digest") as pool:
+    with Workers(1, "hostdev-digest") as pool:
         yield first
         while second is not None:
-            coming = pool.submit(next, pieces, None)
+            coming = pool.submit(lambda: next(pieces, None))
             yield second
             second = coming.result()

@@ -1,5 +1,20 @@
 """Errors that the user can mend: one line that says what, where and what to do."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class UserError(ValueError):
     """Wrong input or options; commands print it as one line and exit with code 2."""
+
+
+@contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """Let an OSError that says of no file name this one: a full disk is met in a write, which knows no path."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise

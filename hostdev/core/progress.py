@@ -168,6 +168,11 @@ class TimeLeft:
         )
 
 
+def counted(n: int, what: str) -> str:
+    """Return a number of things as text: 1 step, 2,000 steps."""
+    return f"{n:,} {what}{'s' * (n != 1)}"
+
+
 def interval(seconds: float) -> str:
     """Return a time as text: 01:05, or 1:02:03."""
     return str(tqdm.format_interval(seconds))

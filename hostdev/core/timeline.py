@@ -10,6 +10,8 @@ from typing import IO, Any
 import torch
 from torch.profiler import record_function
 
+from hostdev.core.errors import naming
+
 HOST_STAGES = ("read", "unique", "plan", "lookup", "send", "update first", "lookup late", "update")
 STAGES = ("read", "unique", "plan", "lookup", "send", "step", "update first", "lookup late", "update")
 EXCHANGES = ("exchange ids", "exchange rows", "exchange late rows", "exchange gradients")  # where there are other ranks
@@ -43,7 +45,8 @@ class Timeline:
             where = {"pid": 1, "tid": track}
             events.append({"name": "thread_name", "ph": "M", **where, "args": {"name": _NAMES.get(stage, stage)}})
             events.append({"name": "thread_sort_index", "ph": "M", **where, "args": {"sort_index": track}})
-        file.write("[\n" + ",\n".join(map(json.dumps, events)))
+        with naming(file.name):
+            file.write("[\n" + ",\n".join(map(json.dumps, events)))
         self._file = file
 
     @contextmanager
@@ -96,8 +99,8 @@ class Timeline:
         with self._lock:
             file, self._file = self._file, None
         if file is not None:
-            file.write("\n]\n")
-            file.close()
+            with naming(file.name), file:
+                file.write("\n]\n")
 
     def begin(self, stage: str) -> int:
         """Note that a stage is at work from now on; return the time."""
@@ -135,7 +138,9 @@ class Timeline:
             arrow = {"name": "batch", "cat": "batch", "ph": flow, "id": batch, "ts": at, "bp": "e", **where}
             events.append(arrow)
         with self._lock:
-            if self._file is not None:
+            if self._file is None:
+                return
+            with naming(self._file.name):
                 self._file.write(",\n" + ",\n".join(map(json.dumps, events)))
 
 

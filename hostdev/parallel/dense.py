@@ -30,7 +30,9 @@ def add_lists(left: Grads, right: Grads) -> Grads:
     return [b if a is None else a for a, b in zip(left, right, strict=True)]
 
 
-def tree_all_reduce(channel: Channel, parts: Sequence[Node[Tensor]], nodes: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
+def tree_all_reduce(
+    channel: Channel, parts: Sequence[Node[Tensor]], nodes: Sequence[Sequence[tuple[int, int]]]
+) -> Tensor:
     """Return the sum over all micro-batches of what ranks have for their nodes, on all ranks the same.
 
     parts  this rank's, each float32 [n] in host memory

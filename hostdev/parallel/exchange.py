@@ -161,7 +161,9 @@ class Exchange:
         for rank, size in enumerate(sizes):
             mine = np.unpackbits(come[at : at + -(-size // 8)], count=size).view(np.bool_)
             at += -(-size // 8)
-            for parts, each in zip(found, np.split(mine, np.cumsum([one.counts[rank] for one in asked])[:-1]), strict=True):
+            for parts, each in zip(
+                found, np.split(mine, np.cumsum([one.counts[rank] for one in asked])[:-1]), strict=True
+            ):
                 parts.append(each)
         return [np.concatenate(parts) for parts in found]
 
@@ -266,7 +268,9 @@ class Exchange:
     def _sizes(self, counts: Sequence[Sequence[int]], dims: Sequence[Sequence[int]] | None = None) -> list[int]:
         """Return how many values go to, or come from, each rank."""
         widths = [sum(each) for each in dims or self._dims]
-        return [sum(n[rank] * width for n, width in zip(counts, widths, strict=True)) for rank in range(self.ranks.size)]
+        return [
+            sum(n[rank] * width for n, width in zip(counts, widths, strict=True)) for rank in range(self.ranks.size)
+        ]
 
     def _views(
         self, flat: Rows, counts: Sequence[Sequence[int]], dims: Sequence[Sequence[int]] | None = None

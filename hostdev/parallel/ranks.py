@@ -108,7 +108,8 @@ class Ranks:
             "gloo", store=dist.PrefixStore("groups", self.store), rank=self.rank, world_size=self.size, timeout=within
         )
         self._channels = {
-            name: Channel(self.rank, self.size, dist.new_group(backend="gloo", timeout=within), self.watch.lost) for name in CHANNELS
+            name: Channel(self.rank, self.size, dist.new_group(backend="gloo", timeout=within), self.watch.lost)
+            for name in CHANNELS
         }
         self.control.barrier()
         self.watch.start()
@@ -192,5 +193,3 @@ def _interface(place: Place) -> str:
         if any(address.address == host for address in addresses):
             return name
     raise UserError(f"no network interface has the address {host}; set GLOO_SOCKET_IFNAME")
-
-

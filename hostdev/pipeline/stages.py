@@ -323,9 +323,10 @@ class Stages:
         flat = [part for group in gradients.parts for table in group for part in table or ()]
         host, flight.received = self.staging.receive(flat, flight.memory)
         left = iter(host)
-        flight.outgoing = gradients.micro_batches, [
-            [None if table is None else [next(left) for _ in table] for table in group] for group in gradients.parts
-        ]
+        flight.outgoing = (
+            gradients.micro_batches,
+            [[None if table is None else [next(left) for _ in table] for table in group] for group in gradients.parts],
+        )
         for part, group in zip(flight.groups, gradients.parts, strict=True):
             part.stepped = [table is not None for table in group]
             for rows, stepped in zip(part.rows, part.stepped, strict=True):
@@ -339,7 +340,9 @@ class Stages:
             micro_batches, parts = flight.outgoing
             flight.outgoing = None
             asked = [part.asked for part in flight.groups if part.asked is not None]
-            grads = [[None if table is None else [part.numpy() for part in table] for table in group] for group in parts]
+            grads = [
+                [None if table is None else [part.numpy() for part in table] for table in group] for group in parts
+            ]
             sums = self.exchanges[True].gradients(asked, [part.size for part in flight.groups], grads, micro_batches)
         return [[None if one is None else torch.from_numpy(one) for one in group] for group in sums]
 

@@ -1,20 +1,26 @@
 """python -m hostdev.predict: probabilities of a file's rows, or of a data set's."""
 
+if __name__ == "__main__":  # first of all, as the imports take seconds: Ctrl-C ends these, too, with one line
+    from hostdev.core import cli
+
+    raise SystemExit(cli.run_module("hostdev.predict.__main__"))
+
 import hostdev.core.environment  # noqa: F401  # isort: skip  (before torch)
 
 import argparse
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from hostdev.checkpoint import folder
 from hostdev.core import cli
-from hostdev.core.errors import UserError
-from hostdev.core.progress import bar
+from hostdev.core.errors import UserError, naming
+from hostdev.core.progress import bar, counted, note
 from hostdev.data import manifest
 from hostdev.data.preprocess.unlabelled import Part, rows_in
 from hostdev.data.shards import ShardReader
@@ -29,11 +35,11 @@ def main(argv: Sequence[str]) -> None:
     """Parse the command line and predict."""
     parser = cli.parser(PROG, "Write the probability of a positive label for each row of a file or a data set.")
     parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help=
-                        "a checkpoint of hostdev.train, or a folder of them: the newest there")  # fmt: skip
+                        "a checkpoint of hostdev.train, or a folder or run directory of them: the newest")  # fmt: skip
     parser.add_argument("--data", type=Path, required=True, metavar="FILE|DIR", help=
                         "raw rows as the data set was made of, with or without labels, or a data set")  # fmt: skip
     parser.add_argument("--split", choices=("train", "test"), help="rows of a data set (default test)")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="a new Parquet file")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="a new Parquet file, .parquet")
     parser.add_argument("--device", default="cpu", metavar="NAME", help="where the dense layers run (default cpu)")
     arguments = parser.parse_args(argv)
     run(arguments)
@@ -44,29 +50,39 @@ def run(arguments: argparse.Namespace) -> None:
     out: Path = arguments.out
     if out.exists():
         raise UserError(f"--out {out} exists; choose another file")
-    if not out.parent.is_dir():
-        raise UserError(f"--out {out}: there is no folder {out.parent}")
+    if out.suffix.lower() != ".parquet":
+        raise UserError(f"--out {out}: predictions are written as Parquet; call the file {out.stem or 'p'}.parquet")
     if not arguments.data.exists():
         raise UserError(f"--data {arguments.data}: there is no such file or data set")
     device = backend.select(arguments.device)
     backend.make_deterministic(device)
-    predictor = Predictor(arguments.checkpoint, device=device)
-    total, unit, parts = _parts(arguments, predictor)
+    checkpoint = folder.newest(arguments.checkpoint)
+    for line in checkpoint.notes():
+        note(f"{PROG}: {line}")
+    predictor = Predictor(checkpoint.chain[-1].path, device=device)
+    work = _work(arguments, predictor)
     print(f"model    {predictor.settings['model']} of {predictor.path}", flush=True)
     start = time.monotonic()
-    lines = predicted = 0
+    lines = predicted = unlabelled = 0
     scores, labels = [], []
     partial = out.with_name(f".{out.name}.partial")
     schema = pa.schema([("probability", pa.float32()), ("label", pa.float32())])
+    out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with pq.ParquetWriter(partial, schema) as writer, bar(total, "predicting", unit, unit_scale=True) as progress:
-            for part in parts:
+        with (
+            naming(out),
+            pq.ParquetWriter(partial, schema) as writer,
+            bar(work.total, "predicting", work.unit, unit_scale=True) as progress,
+        ):
+            for part in work.parts:
                 logits = predictor.logits_by_batch(part.batch)
                 writer.write_table(_table(logits, part, schema))
-                known = ~np.isnan(part.batch.label)
+                finite = np.isfinite(logits)  # numbers that are too large for the model are as good as none
+                known = finite & ~np.isnan(part.batch.label)
                 scores.append(logits[known])
                 labels.append(part.batch.label[known])
-                lines, predicted = lines + part.lines, predicted + len(logits)
+                lines, predicted = lines + part.lines, predicted + int(finite.sum())
+                unlabelled += int((finite & ~known).sum())
                 progress.update(part.size)
         partial.rename(out)
     finally:
@@ -74,7 +90,10 @@ def run(arguments: argparse.Namespace) -> None:
     seconds = time.monotonic() - start
     print(f"rows     {predicted:,} in {seconds:.1f} s to {out}")
     if lines > predicted:
-        print(f"         {lines - predicted:,} malformed lines have no probability")
+        have = "has" if lines - predicted == 1 else "have"
+        print(f"         {counted(lines - predicted, 'malformed line')} {have} no probability")
+    if unlabelled and work.labelled:
+        print(f"         {counted(unlabelled, 'row')} without a label that can be read")
     truth = np.concatenate([np.empty(0, np.float32), *labels])
     if len(truth):
         of_these = "" if len(truth) == predicted else f" of the {len(truth):,} rows with labels"
@@ -91,22 +110,30 @@ def _meaning(data: manifest.Manifest) -> list[Any]:
 
 def _table(logits: Any, part: Part, schema: pa.Schema) -> pa.Table:
     """Return the probabilities and labels of a part's lines; null where a line was malformed, or has no label."""
-    probability = probabilities(logits)
+    probability, none = probabilities(logits), ~np.isfinite(logits)
     label = part.batch.label
     missing = np.isnan(label)
     if part.places is not None:
         columns = []
-        for values, none in ((probability, np.zeros(len(label), np.bool_)), (label, missing)):
+        for values, without in ((probability, none), (label, missing)):
             whole, nulls = np.zeros(part.lines, np.float32), np.ones(part.lines, np.bool_)
-            whole[part.places], nulls[part.places] = values, none
+            whole[part.places], nulls[part.places] = values, without
             columns.append(pa.array(whole, mask=nulls))
     else:
-        columns = [pa.array(probability), pa.array(label, mask=missing)]
+        columns = [pa.array(probability, mask=none), pa.array(label, mask=missing)]
     return pa.table(columns, schema=schema)
 
 
-def _parts(arguments: argparse.Namespace, predictor: Predictor) -> tuple[int, str, Iterator[Part]]:
-    """Return how much there is to do, in which unit, and the rows."""
+class _Work(NamedTuple):
+    """How much there is to do, in which unit; whether there are labels; and the rows."""
+
+    total: int
+    unit: str
+    labelled: bool
+    parts: Iterator[Part]
+
+
+def _work(arguments: argparse.Namespace, predictor: Predictor) -> _Work:
     path: Path = arguments.data
     if path.is_dir():
         split = arguments.split or "test"
@@ -118,12 +145,8 @@ def _parts(arguments: argparse.Namespace, predictor: Predictor) -> tuple[int, st
             )
         reader = ShardReader(path, found, split)
         batches = reader.batches(predictor.batch_size)
-        return reader.rows, "row", (Part(batch, None, len(batch), len(batch)) for batch in batches)
+        return _Work(reader.rows, "row", True, (Part(batch, None, len(batch), len(batch)) for batch in batches))
     if arguments.split is not None:
         raise UserError(f"--split has no effect on {path}, which is not a data set; leave it out")
     source = rows_in(path, predictor.encoding, predictor.data.options)
-    return source.total, "B", source.parts()
-
-
-if __name__ == "__main__":
-    raise SystemExit(cli.run(PROG, main))
+    return _Work(source.total, "B", source.labelled, source.parts())

@@ -2,13 +2,13 @@
 
 import hostdev.core.environment  # noqa: F401  # isort: skip  (before torch)
 
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from hostdev.device import backend
 from hostdev.device.ops import ops_for
 from hostdev.models import registry
 from hostdev.models.model import Model
+from hostdev.predict.rows import as_batch, as_columns, as_mapping, names_of
 from hostdev.predict.tables import MappedTable
 from hostdev.runtime.features import FeatureIds, read_ids
 from hostdev.runtime.spec import Feature
@@ -41,7 +42,8 @@ class Predictor:
         predict = hostdev.Predictor("runs/20261122-073901/checkpoints")
         predict({"user": ["u1", "u2"], "item": ["m0001", "m0007"], "age": [31, 54], ...})  # float32 [2]
 
-    checkpoint  one of `python -m hostdev.train`, or a folder of them: the newest whole one
+    checkpoint  one of `python -m hostdev.train`, or a folder of them, or its run directory: the newest whole one, with
+                a warning where a newer one is not whole
     device      of the dense layers
 
     Tables are mapped into memory without their slots, so that it begins at once whatever their size, and processes on
@@ -52,7 +54,10 @@ class Predictor:
     """
 
     def __init__(self, checkpoint: Path | str, *, device: torch.device | str = "cpu") -> None:
-        chain = newest(Path(checkpoint))
+        found = newest(Path(checkpoint))
+        for line in found.notes():
+            warnings.warn(line, stacklevel=2)
+        chain = found.chain
         self.path = chain[-1].path
         values = values_of(chain)
         if not isinstance(values, dict) or "more" not in values:
@@ -83,21 +88,35 @@ class Predictor:
         return int(self.settings["batch_size"])
 
     def __call__(self, rows: Any) -> Probabilities:
-        """Return the probability of each row, float32 [n]; NaN for none.
+        """Return the probability of each row, float32 [n].
 
         rows  of columns by name, as the data set had them: a dict of lists or arrays (or of single values, for one
-              row), a pandas DataFrame, a pyarrow Table or RecordBatch. The label need not be there
+              row, in which a bag may have a list), a pandas DataFrame or Series (one row), a pyarrow Table or
+              RecordBatch. None and NaN are missing. Other columns, the label too, are not looked at
 
-        UserError for a column that is missing, and for a value that the column may not have; a value that training has
-        not seen is out of vocabulary.
+        UserError for a column that is missing or of another type, and for a value that the column may not have; a value
+        that training has not seen is out of vocabulary.
         """
+        rows = as_mapping(rows)
+        self.encoding.require(names_of(rows))
+        batch = None
         if isinstance(rows, Mapping):
-            few = {name: [value] if _is_single(value) else value for name, value in rows.items()}
-            if all(type(values) is list and len(values) <= _FEW for values in few.values()):
-                batch = self.encoding.encode_few(few)
-                if batch is not None:
-                    return self.predict(batch)
-        return self.predict(self.encoding.encode(as_rows(rows)))
+            rows = as_columns(rows, self.data.schema)
+            if all(type(values) is list and len(values) <= _FEW for values in rows.values()):
+                batch = self.encoding.encode_few(rows)
+        if batch is None:
+            batch = self.encoding.encode(as_batch(rows, self.data.schema))
+        logits = self.logits_by_batch(batch)
+        self._require_finite(batch, logits)
+        return probabilities(logits)
+
+    def _require_finite(self, batch: Batch, logits: Probabilities) -> None:
+        """Raise UserError, which says what is likely to blame, unless all logits [n] are finite."""
+        if not len(wrong := np.flatnonzero(~np.isfinite(logits))):
+            return
+        row, names = int(wrong[0]), self.data.schema.dense
+        most = f"; the row's largest number is that of column {names[np.abs(batch.dense[row]).argmax()]!r}"
+        raise UserError(f"row {row + 1}: the model's result is not a finite number{most if names else ''}")
 
     def predict(self, batch: Batch) -> Probabilities:
         """Return the probability of each row of a batch, whose ids are those of the data set, float32 [n]."""
@@ -152,24 +171,3 @@ def probabilities(logits: Probabilities) -> Probabilities:
     """Return the probabilities of logits, float32 [n]."""
     found: Probabilities = torch.sigmoid(torch.from_numpy(logits)).numpy()
     return found
-
-
-def _is_single(value: Any) -> bool:
-    return not hasattr(value, "__len__") or isinstance(value, str | bytes)
-
-
-def as_rows(rows: Any) -> pa.RecordBatch:
-    """Return rows of columns by name as one record batch; TypeError for what is none."""
-    if isinstance(rows, pa.RecordBatch):
-        return rows
-    if isinstance(rows, Mapping):
-        rows = pa.table({name: pa.array([value] if _is_single(value) else value) for name, value in rows.items()})
-    elif type(rows).__module__.partition(".")[0] == "pandas":
-        rows = pa.Table.from_pandas(rows, preserve_index=False)
-    if not isinstance(rows, pa.Table):
-        raise TypeError(
-            f"rows are a dict, a pandas DataFrame, a pyarrow Table or RecordBatch, not a {type(rows).__name__}"
-        )
-    columns = [column.combine_chunks() for column in rows.columns]
-    arrays = [column.chunk(0) if isinstance(column, pa.ChunkedArray) else column for column in columns]
-    return pa.RecordBatch.from_arrays(arrays, names=rows.schema.names)

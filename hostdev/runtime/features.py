@@ -77,7 +77,7 @@ def _tables(name: str, feature: Feature) -> tuple[Table, ...]:
     for table in tables:
         if not isinstance(table, HostTable | DeviceTable):
             raise TypeError(
-                f"feature {name!r}: its ids come from a hostdev.HostTable or a DeviceTable, not from {_kind(table)}"
+                f"feature {name!r}: its ids come from a hostdev.HostTable or a DeviceTable, not from {described(table)}"
             )
     return tables
 
@@ -176,7 +176,7 @@ def _integers(name: str, what: str, given: Any) -> npt.NDArray[Any]:
     if array.size == 0 and array.dtype == np.float64:
         array = array.astype(np.int64)  # numpy's dtype for an empty list
     if array.dtype.kind not in "iu":
-        raise TypeError(f"feature {name!r}: {what} must be integers, not {_kind(given)} of {array.dtype}")
+        raise TypeError(f"feature {name!r}: {what} must be integers, not {described(given)} of {array.dtype}")
     if array.dtype in (np.int32, np.int64):
         return array
     return array.astype(np.int32 if array.dtype.itemsize < 4 else np.int64)
@@ -222,5 +222,7 @@ def check_ranges(
     )
 
 
-def _kind(value: Any) -> str:
-    return f"a {type(value).__name__}" if not isinstance(value, str) else repr(value)
+def described(value: Any) -> str:
+    """Return text as it is, and of anything else what it is."""
+    kind = type(value).__name__
+    return repr(value) if isinstance(value, str) else f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from hostdev.pipeline.flight import Request
-from hostdev.runtime.features import FeatureIds, GroupSpec, Wanted, check_ranges, read_ids
+from hostdev.runtime.features import FeatureIds, GroupSpec, Wanted, check_ranges, described, read_ids
 
 IdsOf = Callable[[Any], Mapping[str, Any]]
 
@@ -79,7 +79,9 @@ class Reader:
             if not some:
                 return
             if self._whole and len(some) < self._together:
-                raise ValueError(f"the batches end within a step: {len(some)} of {self._together} micro-batches are there")
+                raise ValueError(
+                    f"the batches end within a step: {len(some)} of {self._together} micro-batches are there"
+                )
             micros = []
             for batch in some:
                 number += 1
@@ -106,9 +108,7 @@ class Reader:
             what = (
                 "the batches are to be dicts, or `ids` is to be given" if self._ids is None else "`ids` returns a dict"
             )
-            raise TypeError(
-                f"batch {number}: {what}: the ids of each feature by its name, not a {type(given).__name__}"
-            )
+            raise TypeError(f"batch {number}: {what}: the ids of each feature by its name, not {described(given)}")
         missing = [name for name in self._names if name not in given]
         if missing:
             raise ValueError(f"batch {number}: no ids for the features {', '.join(missing)}")

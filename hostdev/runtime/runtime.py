@@ -222,12 +222,16 @@ class Runtime:
 
         extra  what is to be kept beside the tables: `state_dict`s of the dense side, of its optimizer and of
                schedulers, the place in the data, in dicts, lists, tensors, numbers and text
-        keep   so many of the newest checkpoints in the folder are kept, with those that they add to
-        wait   for the end of the writing; else it goes on behind, and `wait()` of what is returned raises its error
+        keep   so many of the newest checkpoints in the folder are kept, with those that they add to; 1 or more
+        wait   for the end of the writing; else it goes on behind, and `wait()` of what is returned raises its error.
+               The end of the program waits for it. An error that nobody has waited for is a warning in the next `save`
+               or `load`, or a line on standard error at the end of the program
 
-        Raises OSError where it cannot be written, TypeError for what `extra` cannot hold, and UserError where another
-        process writes there.
+        Raises OSError where it cannot be written, TypeError for what `extra` cannot hold, ValueError for a wrong
+        `keep`, and UserError where the folder cannot be made or another process writes there.
         """
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise ValueError(f"keep is a number of checkpoints, 1 or more, not {keep!r}")
         self.write_back()
         return self._keeper.save(Path(path), extra, keep, wait=wait)
 

@@ -1,5 +1,7 @@
 """A runtime's tables to disk and back, with what a user's program wants to keep beside them."""
 
+import atexit
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,17 @@ from hostdev.checkpoint.loading import load_tables, newest_whole, require_tables
 from hostdev.checkpoint.saving import Content, Saving
 from hostdev.checkpoint.tree import to_tree
 
+_begun: set[Saving] = set()  # of which nobody has heard yet how they have ended
+
+
+@atexit.register
+def _await_all() -> None:
+    """Wait for what is being written when Python ends: later its threads stand still, and the checkpoint is lost."""
+    for saving in list(_begun):
+        saving.join()
+        if (told := saving.unheard()) is not None:
+            print(f"hostdev: warning: {told}", file=sys.stderr)
+
 
 class Keeper:
     """Where a runtime has saved to, so that the next checkpoint there can add to the one before."""
@@ -18,13 +31,13 @@ class Keeper:
     def __init__(self, runtime: Any) -> None:
         self._runtime = runtime
         self._folders: dict[Path, Checkpoints] = {}
+        self._last: Saving | None = None
 
     def save(self, path: Path, extra: Any, keep: int, *, wait: bool) -> Saving:
         """See `Runtime.save`."""
         tensors: dict[str, Tensor] = {}
         state = to_tree({"extra": extra}, tensors)
-        for each in self._folders.values():
-            each.join()  # a table has one snapshot at a time
+        self._join()  # a table has one snapshot at a time
         to = self._folders.setdefault(path.resolve(), Checkpoints(path))
         to.keep = keep
         self._runtime.learning_rates()  # those that a scheduler has set for the next batch
@@ -32,17 +45,20 @@ class Keeper:
         saving = to.save(
             self._runtime.tables.values(), self._runtime.pipeline.steps, Content(state, tensors, {}, [])
         )  # fmt: skip
+        self._last = saving
+        _begun.add(saving)
         if wait:
             saving.wait()
+            _begun.discard(saving)
         return saving
 
     def load(self, path: Path) -> Any:
         """See `Runtime.load`."""
-        for each in self._folders.values():
-            each.join()
-        chain, broken = newest_whole(path)
-        for line in broken:
-            warnings.warn(f"{line}; {chain[-1].path} is loaded instead", stacklevel=3)
+        self._join()
+        found = newest_whole(path)
+        chain = found.chain
+        for line in found.notes():
+            warnings.warn(line, stacklevel=3)
         tables = self._runtime.tables
         require_tables(chain, tables)
         load_tables(chain, tables)
@@ -53,7 +69,12 @@ class Keeper:
         self._runtime.pipeline.steps = chain[-1].manifest.step
         return values_of(chain)["extra"]
 
-    def close(self) -> None:
-        """Wait for what is being written."""
+    def _join(self) -> None:
+        """Wait for what is being written, and warn where it has failed and nobody has waited for it."""
         for each in self._folders.values():
-            each.close()
+            each.join()
+        if self._last is None:
+            return
+        _begun.discard(self._last)
+        if (told := self._last.unheard()) is not None:
+            warnings.warn(told, stacklevel=4)

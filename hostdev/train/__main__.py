@@ -1,5 +1,10 @@
 """python -m hostdev.train: train a model on shards, with the tables in host memory or on the device."""
 
+if __name__ == "__main__":  # first of all, as the imports take seconds: Ctrl-C ends these, too, with one line
+    from hostdev.core import cli
+
+    raise SystemExit(cli.run_module("hostdev.train.__main__"))
+
 from collections.abc import Sequence
 
 from hostdev.core import cli
@@ -19,7 +24,3 @@ def main(argv: Sequence[str]) -> int:
         return spawn(settings)
     train(settings)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(cli.run(PROG, main))

@@ -16,6 +16,7 @@ from hostdev.data.manifest import Manifest, read_counts
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
 from hostdev.host.warm_up import warm_up, warm_up_feature
+from hostdev.kernels.counter import key64
 from hostdev.models import registry
 from hostdev.models.model import Model
 from hostdev.runtime.features import read_ids
@@ -23,6 +24,11 @@ from hostdev.runtime.spec import Bag, CacheSpec, TableSpec
 from hostdev.train.config import TrainConfig
 
 _COUNTED_ROWS = 1 << 16  # at once
+
+
+def seed_torch(seed: int) -> None:
+    """Let torch's generators begin anew, from which layers such as dropout draw; before a model is made."""
+    torch.manual_seed(key64(seed, "torch") >> 1)  # of 63 bits, as some devices take signed ones
 
 
 def model_of(settings: TrainConfig, schema: Schema) -> Model:

@@ -4,26 +4,28 @@ import json
 import time
 from array import array
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hostdev.checkpoint.checkpoints import Checkpoints
-from hostdev.checkpoint.folder import Chain, is_checkpoint, names_in
+from hostdev.checkpoint.folder import FOLDER, Chain, Checkpoint, is_checkpoint, is_there, names_in
 from hostdev.checkpoint.loading import newest_whole, values_of
-from hostdev.checkpoint.saving import Saving
+from hostdev.checkpoint.saving import Saving, in_words
 from hostdev.core.errors import UserError
 from hostdev.core.progress import note
 from hostdev.data.manifest import FILE_NAME as DATA_MANIFEST
 from hostdev.data.manifest import Manifest
+from hostdev.train.build import model_of
 from hostdev.train.config import TrainConfig
 from hostdev.train.quality import Quality
 from hostdev.train.rundir import CONFIG, SUMMARY
 
-FOLDER = "checkpoints"  # in the run directory
 KEEP = 3
 # What the bits depend on, beside the data: these must be as they were.
+IN_EFFECT = ("emb_dim", "table_optimizer", "table_lr", "lr")  # of these, what the model makes of them
 FIXED = (
     "model", "emb_dim", "batch_size", "table_optimizer", "table_lr", "lr", "l2", "precision", "tf32", "seed",
     "micro_batches", "gradients", "torch_threads",
@@ -100,29 +102,48 @@ def find(settings: TrainConfig, data: Manifest) -> tuple[Start | None, str]:
         if not is_checkpoint(path) and not names_in(path):
             _require_unfinished(settings, data)
             return None, f"resume   there is no checkpoint in {path} yet: from the start"
-    chain, broken = newest_whole(path)
+    found = newest_whole(path)
+    chain = found.chain
     values = values_of(chain)
     if not isinstance(values, dict) or "more" not in values:
         raise UserError(f"{chain[-1].path} was saved by a program of its own, not by python -m hostdev.train")
     start = Start(chain, values["more"])
     _require_same(settings, data, start)
-    lines = [f"resume   {line}; an older one is taken" for line in broken]
+    lines = [f"resume   {line}" for line in found.notes()]
     return start, "\n".join([*lines, f"resume   {start.path}, after step {start.more['progress']['steps']:,}"])
 
 
 def _require_same(settings: TrainConfig, data: Manifest, start: Start) -> None:
     then = _BEFORE | start.more["settings"]
-    for name in FIXED:
-        if getattr(settings, name) != then[name]:
-            option = "--" + name.replace("_", "-")
-            raise UserError(
-                f"{start.path} was trained with {_given(option, then[name])}, not "
-                f"{_given(option, getattr(settings, name))}; give the same, or begin another run without --resume"
-            )
+    if (name := _differing(settings, then, data)) is not None:
+        option = "--" + name.replace("_", "-")
+        raise UserError(
+            f"{start.path} was trained with {_given(option, then[name])}, not "
+            f"{_given(option, getattr(settings, name))}; give the same, or begin another run without --resume"
+        )
     if start.more["data"] != data.identity:
         raise UserError(
             f"{start.path} was trained on another data set than {settings.data}; its rows, or their order, differ"
         )
+
+
+def _differing(settings: TrainConfig, then: Mapping[str, Any], data: Manifest) -> str | None:
+    """Return the first of FIXED that differs, in what it comes to: an option may say what is the model's own, too."""
+    found = [name for name in FIXED if getattr(settings, name) != then[name]]
+    if not found or not set(found) <= set(IN_EFFECT):
+        return next((name for name in found if name not in IN_EFFECT), None)
+    mine = _in_effect(settings, data)
+    for name in found:
+        if _in_effect(replace(settings, **{name: then[name]}), data) != mine:
+            return name
+    return None
+
+
+def _in_effect(settings: TrainConfig, data: Manifest) -> tuple[Any, ...]:
+    """Return a model's tables, with their optimizers, and the learning rate of its dense layers."""
+    model = model_of(settings, data.schema)
+    tables = {name: (spec.rows, spec.dim, spec.optimizer) for name, spec in model.tables.items()}
+    return tables, model.lr if settings.lr is None else settings.lr
 
 
 def _require_unfinished(settings: TrainConfig, data: Manifest) -> None:
@@ -133,7 +154,7 @@ def _require_unfinished(settings: TrainConfig, data: Manifest) -> None:
         then = _BEFORE | json.loads((settings.run_dir / CONFIG).read_text())
         summary = settings.run_dir / SUMMARY
         status = json.loads(summary.read_text())["status"] if summary.exists() else "killed"
-        same = all(getattr(settings, name) == then[name] for name in FIXED) and then["preprocess"] == data.options
+        same = _differing(settings, then, data) is None and then["preprocess"] == data.options
     except (OSError, ValueError, KeyError, TypeError):
         return
     if status in ("finished", "stopped early") or not same:
@@ -188,6 +209,7 @@ class Saver:
         self._saving: Saving | None = None
         self._step = 0  # of the last attempt
         self.saved_step: int | None = None
+        self._loaded: Checkpoint | None = None  # from the folder where they are saved
         self._failing: str | None = None  # why the last attempt failed
         self._count = self._failed = 0
         self._stalled = 0.0
@@ -209,6 +231,7 @@ class Saver:
             note(f"warning: checkpoints cannot be saved: {error}; training goes on, and tries when one is due")
         if chain is not None:
             self.to.start_from(chain, tables)
+            self._loaded = self.to.last
 
     def is_due(self, step: int) -> bool:
         """Tell whether a checkpoint is to be saved after this step."""
@@ -232,8 +255,16 @@ class Saver:
             self.to.lock()
             self._saving = self._save(self.to, step, state_sha256)
         except (UserError, OSError) as error:
-            self._fail(_words(error))
+            self._fail(in_words(error))
         self._stalled += time.monotonic() - start
+
+    def save_last(self, step: int, state_sha256: str | None = None) -> None:
+        """Save a run's last checkpoint, but not the one again that the run went on from."""
+        loaded = self._loaded
+        if loaded is None or loaded is not self.to.last or loaded.manifest.step != step or not is_there(loaded):
+            self.save(step, state_sha256)
+        else:
+            self.saved_step, self._failing = step, None
 
     def _look(self) -> None:
         """See how the last attempt has ended, if it has."""
@@ -242,7 +273,7 @@ class Saver:
             return
         self._saving = None
         if saving.error is not None:
-            self._fail(_words(saving.error))
+            self._fail(in_words(saving.error))
             return
         if self._failing is not None:
             note(f"the checkpoint of step {self._step:,} was saved")
@@ -280,9 +311,3 @@ class Saver:
             "last_step": self.saved_step,
             "stall_us": round((self._stalled + self.to.copying_seconds) * 1e6),
         }
-
-
-def _words(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return " ".join(str(error).split()) or type(error).__name__

@@ -108,7 +108,12 @@ class TrainConfig:
     early_stop: int | None = _flag(
         "stop when the AUC on the test rows has not become better for N epochs", kind=int, metavar="N"
     )
-    seed: int = _flag("of the initial values and of the rows' order", default=2020, kind=int, metavar="N")
+    seed: int = _flag(
+        "of the initial values, of the rows' order and of what layers such as dropout draw",
+        default=2020,
+        kind=int,
+        metavar="N",
+    )
     max_steps: int | None = _flag("stop after so many steps", kind=int, metavar="N")
     run_dir: Path | None = _flag("a new folder for logs and summary (runs/<time>)", kind=Path, metavar="DIR")
     checkpoint_every: int | None = _flag("save a checkpoint every N steps, and at the end", kind=int, metavar="N")

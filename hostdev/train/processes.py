@@ -190,7 +190,9 @@ def end_with_parent() -> None:
 
 def wait_for(processes: "list[subprocess.Popen[bytes]]") -> int:
     """Wait until all have ended; where one fails the others have some seconds. Signals are theirs to handle."""
-    handlers = {number: signal.signal(number, _passed_on(number, processes)) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {
+        number: signal.signal(number, _passed_on(number, processes)) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     deadline = float("inf")
     try:
         while None in (codes := [process.poll() for process in processes]):

@@ -1,5 +1,10 @@
 """python -m hostdev.train.quickstart: from raw Criteo text, or a look-alike, to a trained model in one command."""
 
+if __name__ == "__main__":  # first of all, as the imports take seconds: Ctrl-C ends these, too, with one line
+    from hostdev.core import cli
+
+    raise SystemExit(cli.run_module("hostdev.train.quickstart"))
+
 import argparse
 import json
 import shlex
@@ -88,7 +93,3 @@ def prepare(text: Path, datasets: Path, options: Options) -> Path:
 def _announce(module: str, *arguments: object) -> None:
     """Print the command that does the next step alone."""
     print(f"$ python -m {module} {shlex.join(map(str, arguments))}", flush=True)
-
-
-if __name__ == "__main__":
-    raise SystemExit(cli.run(PROG, main))

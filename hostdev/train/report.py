@@ -77,8 +77,10 @@ def summary_lines(
     epochs   that were to be trained
     undrawn  why there is no picture
     """
-    lines = ["", _quality(summary), *_op_table(summary["ops"])]
+    lines = ["", _quality(summary), *(_op_table(summary["ops"]) if summary["ops"] else [])]
     files = [LOSS_LOG, EVAL_LOG, OPS_LOG, CONFIG, SUMMARY, *([CURVE] if undrawn is None else [])]
+    gone = [name for name in files if not (run_dir / name).exists()]
+    files = [name for name in files if name not in gone]
     best = (
         f"AUC {summary['best_auc']:.4f} after epoch {summary['best_epoch']} of {epochs}"
         if summary["best_epoch"]
@@ -95,6 +97,7 @@ def summary_lines(
         f"peak memory    {gib(summary['peak_rss_bytes'])}",
         f"state_sha256   {summary['state_sha256']}",
         f"files          {run_dir}/: {', '.join(files)}{f'; {trace}' if trace is not None else ''}",
+        *([f"               {', '.join(gone)} are gone: somebody has removed them meanwhile"] if gone else []),
         *([f"no {CURVE}   {undrawn}"] if undrawn is not None else []),
     ]
     return "\n".join(lines)

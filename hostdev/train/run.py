@@ -19,11 +19,11 @@ import torch
 import hostdev
 from hostdev.checkpoint.checkpoints import Checkpoints
 from hostdev.checkpoint.saving import Saving
-from hostdev.core.errors import UserError
+from hostdev.core.errors import UserError, naming
 from hostdev.core.memory import peak_rss_bytes
 from hostdev.core.primitive import OpLog
 from hostdev.core.progress import Progress as Shown
-from hostdev.core.progress import TimeLeft, bar
+from hostdev.core.progress import TimeLeft, bar, counted
 from hostdev.core.timeline import Timeline
 from hostdev.data import lookalike, manifest
 from hostdev.data.shards import ShardReader
@@ -32,7 +32,7 @@ from hostdev.device.clock import EventClock, clock_for
 from hostdev.kernels.pool import host_threads, set_host_threads
 from hostdev.parallel.ranks import STOP
 from hostdev.train import checkpointing, curve, report
-from hostdev.train.build import cache_of, model_of, most_uses, warm_up_for
+from hostdev.train.build import cache_of, model_of, most_uses, seed_torch, warm_up_for
 from hostdev.train.checkpointing import CheckpointError, Progress, Saver
 from hostdev.train.config import TrainConfig
 from hostdev.train.interrupt import DEADLINE_SECONDS, GracefulStop, Interrupted
@@ -84,6 +84,7 @@ class Run:
                 self.timeline.write_to(_open_trace(settings.trace))
                 self.trace = settings.trace
             sample = next(self.train_rows.batches(min(self.batch_size, _SAMPLE)))
+            seed_torch(settings.seed)
             model = model_of(settings, found.schema)
             cache = cache_of(settings, model, data, found, self.train_rows)
             warm_up_for(model, sample, found.id_type, bf16=settings.precision == "bf16", cached=cache is not None)
@@ -108,6 +109,7 @@ class Run:
             self.progress, self.quality = Progress(), Quality(settings.early_stop)
             if start is not None:
                 self._go_on(start)
+            self._from = start.path if start is not None else None
             self.saver: Saver | None = None
             if settings.saves:
                 self._data_files = checkpointing.data_files(data, found)
@@ -254,7 +256,7 @@ class Run:
     def _note(self, epoch: int, step: int, result: Result, progress: Shown) -> None:
         """Write a step's losses, and show how far the epoch is."""
         losses = result.value
-        with self._books:
+        with self._books, naming(self.files.path):
             self.progress.add(losses.wide, losses.deep, result.rows)
             self.files.write_losses(epoch, step, losses.wide, losses.deep)
             self.log.flush_if_due()
@@ -275,7 +277,9 @@ class Run:
             self._left.begin()
             test, training = (
                 self.trainer.evaluate(itertools.takewhile(lambda _: not self._is_stopped(stop), batches), count)
-                for batches in (rows.batches(self.batch_size, part=self._part) for rows in (self.test_rows, self.sample))
+                for batches in (
+                    rows.batches(self.batch_size, part=self._part) for rows in (self.test_rows, self.sample)
+                )
             )
         if self._is_stopped(stop) or test is None:
             return
@@ -313,7 +317,11 @@ class Run:
         """Complete the logs while the step goes on in another thread, which gets no further: the process ends."""
         self._books.acquire()  # for good
         self._write_summary("interrupted", None)
-        return f"interrupted in the middle of a step; {self._how_far()}"
+        newest = self._from if self.saver is None else self.saver.newest or self._from
+        if newest is not None and newest.is_dir():
+            return f"interrupted in the middle of a step; {self._how_far()}; go on with --resume {newest}"
+        none = "; there is no checkpoint" if self.saver is not None else ""
+        return f"interrupted in the middle of a step; {self._how_far()}{none}"
 
     def interrupted(self, number: signal.Signals) -> Interrupted:
         """Complete the logs after a signal, and save a checkpoint if there are any; return what to raise."""
@@ -323,7 +331,7 @@ class Run:
             return Interrupted(number, self._how_far())
         if self.saver.failed is not None:
             raise self.not_saved()
-        told = f"{_counted(self.steps)} are saved; go on with --resume {self.saver.newest}"
+        told = f"{_counted(self.steps)} saved; go on with --resume {self.saver.newest}"
         return Interrupted(number, told, saved=True)
 
     def close_saver(self, digest: str | None = None, *, save: bool) -> None:
@@ -331,7 +339,7 @@ class Run:
         if self.saver is None:
             return
         if save:
-            self.saver.save(self.steps, digest)
+            self.saver.save_last(self.steps, digest)
         self.saver.finish()
 
     def not_saved(self) -> CheckpointError:
@@ -341,7 +349,9 @@ class Run:
         return CheckpointError(f"the last checkpoint was not saved: {self.saver.failed}; {newest}")
 
     def _how_far(self) -> str:
-        return f"{_counted(self.steps)} are in the logs in {self.files.path}"
+        if not self.files.has_logs:
+            return f"{counted(self.steps, 'step')} taken; the logs in {self.files.path} are gone"
+        return f"{_counted(self.steps)} in the logs in {self.files.path}"
 
     def discard(self) -> None:
         """Remove what the run wrote: nobody wants to choose other names after a failure before the first step."""
@@ -351,7 +361,8 @@ class Run:
             self.trace.unlink(missing_ok=True)
 
     def _write_summary(self, status: str, digest: str | None) -> dict[str, Any]:
-        self.log.flush()
+        with naming(self.files.path):
+            self.log.flush()
         self.log.write_to(None)
         self.timeline.close()
         content = self._summarise(status, digest)
@@ -418,7 +429,7 @@ def _one_behind(
 
 
 def _counted(steps: int) -> str:
-    return f"{steps} step{'s' * (steps != 1)}"
+    return f"{counted(steps, 'step')} {'is' if steps == 1 else 'are'}"
 
 
 def _open_trace(path: Path) -> IO[str]:

@@ -5,10 +5,12 @@ import itertools
 import json
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from hostdev.core.errors import UserError
+from hostdev.checkpoint.folder import FOLDER, names_in
+from hostdev.core.errors import UserError, naming
 from hostdev.train.quality import Point
 
 LOSS_LOG, EVAL_LOG, OPS_LOG = "loss.log", "eval.log", "ops.log"
@@ -32,7 +34,8 @@ class RunDir:
                 self.path, self._made = path, not path.exists()
             for name in (LOSS_LOG, CONFIG, SUMMARY):
                 if (self.path / name).exists() and not again:
-                    raise UserError(f"{self.path} holds a run already ({name}); choose another --run-dir")
+                    more = ", or go on with it: --resume" if names_in(self.path / FOLDER) else ""
+                    raise UserError(f"{self.path} holds a run already ({name}); choose another --run-dir{more}")
             self.path.mkdir(parents=True, exist_ok=True)
             self.loss = (self.path / LOSS_LOG).open("a", buffering=1)
             self.eval = (self.path / EVAL_LOG).open("a", buffering=1)
@@ -48,15 +51,17 @@ class RunDir:
 
     def restart(self, losses: Iterable[tuple[int, int, float, float]], points: Iterable[Point]) -> None:
         """Let the logs hold what they held when a run was at a step: losses as of `write_losses`, and evaluations."""
-        for file in (self.loss, self.eval):
-            file.truncate(0)
-        self.loss.write("".join(_loss_line(*each) for each in losses))
+        with naming(self.path):
+            for file in (self.loss, self.eval):
+                file.truncate(0)
+            self.loss.write("".join(_loss_line(*each) for each in losses))
         for point in points:
             self.write_evaluation(point)
 
     def write_config(self, content: dict[str, Any]) -> None:
         """Write config.json."""
-        _write_json(self.path / CONFIG, content)
+        with naming(self.path):
+            _write_json(self.path / CONFIG, content)
 
     def write_losses(self, epoch: int, step: int, wide: float, deep: float) -> None:
         """Append a line to loss.log; epoch and step, within the epoch, count from 1."""
@@ -70,7 +75,8 @@ class RunDir:
         if training is not None:
             line += f", training auc is {training.auc:.6f}, training logloss is {training.logloss:.6f}, "
             line += f"training rows: {training.rows}"
-        self.eval.write(f"{line}\n")
+        with naming(self.path):
+            self.eval.write(f"{line}\n")
 
     def discard(self) -> None:
         """Remove what the run wrote: it failed before its first step, and nobody wants to choose another folder."""
@@ -85,14 +91,22 @@ class RunDir:
 
     def close(self, summary: dict[str, Any] | None = None) -> None:
         """Close the logs, and write summary.json where there is one."""
-        for file in (self.loss, self.eval, self.ops):
-            file.close()
+        with naming(self.path), ExitStack() as stack:
+            for file in (self.loss, self.eval, self.ops):
+                stack.callback(file.close)  # all, though one may fail
         if summary is not None:
             self.write_summary(summary)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write summary.json, or another in its place."""
-        _write_json(self.path / SUMMARY, summary)
+        """Write summary.json, or another in its place; in a folder of its own where somebody has removed the run's."""
+        with naming(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            _write_json(self.path / SUMMARY, summary)
+
+    @property
+    def has_logs(self) -> bool:
+        """Tell whether the logs are there still."""
+        return (self.path / LOSS_LOG).exists()
 
 
 def _loss_line(epoch: int, step: int, wide: float, deep: float) -> str:

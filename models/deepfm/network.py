@@ -3,8 +3,8 @@
 Source: Guo et al., "DeepFM: A Factorization-Machine based Neural Network for CTR Prediction", IJCAI 2017. Its settings
 for Criteo: 10 columns, 400-400-400, ReLU, Adam (no learning rate is named: Adam's own, 1e-3), dropout 0.5.
 
-Deviation: no dropout unless asked for. It draws from torch's generator on the device, whose state no digest and no
-restart knows: the bits are equal in all modes only while nothing else draws from it.
+Deviation: no dropout unless asked for, by a class of one's own that passes `dropout` on. It draws from torch's
+generator on the device, which --seed seeds before the model is made, and whose state a checkpoint holds.
 
 B rows, nd dense columns, F columns of ids (bags included), D columns of a vector.
 """

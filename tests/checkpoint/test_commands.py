@@ -58,7 +58,7 @@ def test_info_and_verify(saved, capsys):
     assert names == ["step-0000000001", "step-0000000002", "step-0000000003", "step-0000000003.2"]
     assert [line.split()[0] for line in out.splitlines()[1:5]] == names
     assert "all rows" in out
-    assert "rows since 0000000001" in out
+    assert "rows since step-0000000001 " in out
     assert f"state_sha256 {digest}" in out
     assert run(checkpoint, "verify", path) == 0
     out = capsys.readouterr().out
@@ -67,8 +67,78 @@ def test_info_and_verify(saved, capsys):
     assert run(checkpoint, "verify", path / names[1]) == 0
     file = next((path / names[1]).rglob("*.arrow"))
     file.write_bytes(file.read_bytes()[:-1] + b"x")
+    capsys.readouterr()
     assert run(checkpoint, "verify", path) == 2
-    assert f"{file} is broken (its checksum is wrong)" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert err.startswith(
+        f"hostdev.checkpoint: error: 3 of 4 checkpoints in {path} are not whole: {', '.join(names[1:])}"
+    )
+    assert f"{file} is broken (its checksum is wrong)" in err
+    assert f"{path / names[0]}: " in out
+    assert (out.count(": whole"), out.count(": NOT WHOLE: ")) == (1, 3)
+    assert run(checkpoint, "verify", path / names[0]) == 0
+    assert run(checkpoint, "verify", path / names[2]) == 2
+    assert capsys.readouterr().err == f"hostdev.checkpoint: error: {file} is broken (its checksum is wrong)\n"
+
+
+def test_a_damaged_manifest_is_told_of(saved, tmp_path, capsys):
+    """What takes the newest takes the one before, and says so on standard error; `verify` looks at all."""
+    path, _ = saved
+    names = folder.names_in(path)
+    file = path / names[-1] / "checkpoint.json"
+    file.write_text(file.read_text().replace('"step": 3', '"step": 4', 1))
+    reason = f"{file} is broken (its checksum is wrong)"
+    assert run(checkpoint, "verify", path) == 2
+    out, err = capsys.readouterr()
+    assert err == f"hostdev.checkpoint: error: 1 of 4 checkpoints in {path} is not whole: {names[-1]}: {reason}\n"
+    assert [line.endswith(": whole") for line in out.splitlines()] == [True, True, True, False]
+    assert f"{path / names[-1]}: NOT WHOLE: {reason}" in out
+    taken = f"{reason}; an older one is taken: {path / names[-2]}\n"
+    assert run(checkpoint, "export", path, "--out", tmp_path / "out") == 0
+    assert capsys.readouterr().err == f"hostdev.checkpoint: {taken}"
+    assert run(checkpoint, "diff", path, path / names[-2]) == 0
+    assert capsys.readouterr().err == f"hostdev.checkpoint: {taken}"
+    assert run(checkpoint, "compact", path) == 0
+    assert capsys.readouterr().err == f"hostdev.checkpoint: {taken}"
+
+
+@pytest.mark.parametrize("name", ["tables/0/000000.arrow", "data/vocabulary.arrow", "dense.safetensors"])
+def test_damaged_data_is_not_exported(saved, tmp_path, capsys, name):
+    path, _ = saved
+    chain = folder.newest(path).chain
+    file = next(each.path / name for each in chain if (each.path / name).exists())
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert run(checkpoint, "export", path, "--out", tmp_path / "out") == 2
+    assert capsys.readouterr().err == f"hostdev.checkpoint: error: {file} is broken (its checksum is wrong)\n"
+    assert [each.name for each in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize("form", ["parquet", "npy", "safetensors"])
+def test_a_full_disk_is_named(saved, tmp_path, capsys, monkeypatch, form):
+    path, _ = saved
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Layers, "rows", fail)
+    assert run(checkpoint, "export", path, "--out", tmp_path / "out", "--format", form) == 2
+    expected = f"hostdev.checkpoint: error: {tmp_path / 'out'}: No space left on device\n"
+    assert capsys.readouterr().err == expected
+    assert [each.name for each in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_run_directory_stands_for_its_checkpoints(runs, tmp_path, capsys):
+    for command in ("info", "verify", "compact"):
+        shutil.copytree(runs / "wide", tmp_path / command)
+        assert run(checkpoint, command, tmp_path / command) == 0
+        assert f"{command}/checkpoints" in capsys.readouterr().out
+    assert run(checkpoint, "diff", runs / "wide", tmp_path / "compact") == 0
+    assert run(checkpoint, "export", runs / "wide", "--out", tmp_path / "out") == 0
+    (tmp_path / "empty/checkpoints").mkdir(parents=True)
+    assert run(checkpoint, "info", tmp_path / "empty") == 2
+    assert f"{tmp_path / 'empty'} holds no checkpoint" in capsys.readouterr().err
 
 
 def test_diff(saved, capsys):

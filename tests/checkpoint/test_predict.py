@@ -1,5 +1,6 @@
 """Probabilities from a checkpoint: those of the last evaluation; raw rows, dicts, frames, shards; unseen values."""
 
+import shutil
 import threading
 
 import numpy as np
@@ -91,7 +92,7 @@ def test_raw_text_of_rows_never_seen_is_as_its_shards(trained, tmp_path, capsys)
                "--out", tmp_path / "b.parquet") == 0  # fmt: skip
     printed = capsys.readouterr().out
     assert "AUC" not in printed
-    assert "1 malformed lines have no probability" in printed
+    assert "1 malformed line has no probability" in printed
     labelled, without = (pq.read_table(tmp_path / f"{name}.parquet") for name in "ab")
     assert without["probability"].null_count == 1
     assert without["probability"][3].as_py() is None
@@ -106,10 +107,11 @@ def test_raw_text_of_rows_never_seen_is_as_its_shards(trained, tmp_path, capsys)
 
 
 def test_a_data_sets_own_rows_from_text(trained, tmp_path):
-    """What preprocessing made of a row, encoding makes of it again: ids and numbers, to the bit."""
+    """What preprocessing made of a row, encoding makes of it again: labels, ids and numbers, to the bit."""
     predictor = hostdev.Predictor(trained / "run/checkpoints")
     columns = {name: [line.split("\t")[i] for line in raw_lines(trained)] for i, name in enumerate(COLUMNS)}
-    batch = predictor.encoding.encode(pa.RecordBatch.from_pydict(columns))
+    batch, kept = predictor.encoding.encode_readable(pa.RecordBatch.from_pydict(columns))
+    assert len(kept) == len(batch) == 3000
     found = manifest.read(trained / "data")
     rows = {split: next(ShardReader(trained / "data", found, split).batches(10_000)) for split in ("train", "test")}
     key = lambda batch, i: (batch.ids[i].tobytes(), batch.dense[i].tobytes(), float(batch.label[i]))  # noqa: E731
@@ -177,6 +179,182 @@ def test_wrong_rows(films, rows, message):
         hostdev.Predictor(films / "run/checkpoints")([1, 2])
 
 
+ROW = {"user": "u1", "item": "m0001", "age": 31.0, "genres": "Drama|War", "history": "m0005 m0007"}
+
+
+def of_two(**changed):
+    """Two rows of films, with other columns in the place of some."""
+    return {**{name: [value, value] for name, value in ROW.items()}, **changed}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (of_two(age=[1.0, 1e40]), r"row 2, column 'age': 1e\+40 is too large a number"),
+        (of_two(age=[1.0, np.inf]), "row 2, column 'age': inf is not a finite number"),
+        (of_two(age=[1.0, 10**40]), "column 'age' does not have numbers of one kind: "),
+        (of_two(age=[1, 10**400]), "column 'age' does not have numbers of one kind: "),
+        (of_two(age=[[1], [2]]), "column 'age' is of type list<.*>; a number in each row is expected"),
+        (of_two(age=[1, "x"]), "column 'age' does not have numbers of one kind: "),
+        (of_two(age=[1]), "column 'age' has 1 value, and column 'user' has 2; give one for each row"),
+        (of_two(age=3), "column 'age' has a single value, and column 'user' has 2; give one for each row"),
+        (of_two(user=[["a"], ["b"]]), "column 'user' is of type list<.*>; one value in each row is expected"),
+        (of_two(user=["a", 3]), "column 'user' does not have values of one kind: "),
+        (of_two(genres=["a", ["b"]]), "column 'genres' does not have values of one kind: "),
+        (of_two(user=["a", "\ud800"]), "column 'user' does not have values of one kind: "),
+        (of_two(age=np.ones((2, 2))), "column 'age' is of type list<.*>; a number"),
+        (pd.DataFrame(of_two(age=[1, "x"])), "column 'age' does not have numbers of one kind: "),
+        (pd.DataFrame([[1, 2]], columns=["user", "user"]), "the rows have no column 'age'; they have user, user"),
+        (pa.table([[1.0], [2.0]], ["age", "age"]), "the rows have 2 columns of the name 'age'"),
+        (pa.table(of_two(age=[[1], [2]])), "column 'age' is of type list<.*>; a number in each row is expected"),
+        (pd.Series({"user": "u1"}), "the rows have no column 'age'; they have user"),
+    ],
+)
+def test_rows_of_other_types(films, rows, message):
+    with pytest.raises(hostdev.UserError, match=message) as error:
+        hostdev.Predictor(films / "run/checkpoints")(rows)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_values_labels_and_one_row(films):
+    """None and NaN are missing in text, too; a bag of one row may be a list; a label is not looked at."""
+    predictor = hostdev.Predictor(films / "run")
+    texts = {"user": ["u1", np.nan, "u3"], "item": ["m0001", None, "m0003"], "age": [31, None, np.nan]}
+    rows = {**texts, "genres": ["Drama|War", np.nan, None], "history": [None, "m0005", "m0005 m0007"]}
+    expected = predictor(pd.DataFrame(rows))
+    plain = {name: ["" if isinstance(v, float | None) and name != "age" else v for v in rows[name]] for name in rows}
+    for given in (rows, {n: np.array(v, object) for n, v in rows.items()}, {n: pd.Series(v) for n, v in rows.items()},
+                  plain, {**rows, "liked": ["?", 7, [1]]}):  # fmt: skip
+        np.testing.assert_array_equal(predictor(given), expected)
+    [one] = predictor(ROW)
+    lists = {"genres": ["Drama", "War"], "history": ("m0005", "m0007")}
+    for given in ({**ROW, **lists}, pd.Series(ROW), {**ROW, "age": np.float64(31), **lists}):
+        np.testing.assert_array_equal(predictor(given), [one])
+    assert len(predictor({**ROW, "genres": [], "history": None})) == 1
+    two = of_two(genres=[["Drama", "War"], []], history=[np.array(["m0005", "m0007"]), None])
+    assert predictor(two)[0] == pytest.approx(one, rel=1e-6)
+
+
+def test_what_cannot_be_read_in_a_few_rows(trained):
+    """Those that Python alone encodes."""
+    predictor = hostdev.Predictor(trained / "run")
+    line = dict(zip(COLUMNS, raw_lines(trained)[0].split("\t"), strict=True))
+    row = {name: value if name[0] == "C" else 3 for name, value in line.items() if name != "label"}
+    assert 0 < predictor(row)[0] < 1
+    for wrong, message in (
+        (np.inf, "row 1, column 'I2': inf is not a finite number"),
+        (10**400, "column 'I2' does not"),
+    ):
+        with pytest.raises(hostdev.UserError, match=message):
+            predictor({**row, "I2": wrong})
+    with pytest.raises(hostdev.UserError, match="column 'C1' does not have values of one kind"):
+        predictor({**row, "C1": "\ud800"})
+
+
+def test_a_result_that_is_not_finite(films, tmp_path, capsys, monkeypatch):
+    """A number may be too large for the model, though float32 holds it."""
+    predict_logits = hostdev.Predictor.logits
+    too_large = lambda self, batch: np.where(batch.dense[:, 0] > 100, np.nan, predict_logits(self, batch))  # noqa: E731
+    monkeypatch.setattr(hostdev.Predictor, "logits", lambda *args: too_large(*args).astype(np.float32))
+    with pytest.raises(hostdev.UserError, match="row 2: the model's result is not a .* number is that of column 'age'"):
+        hostdev.Predictor(films / "run")(of_two(age=[31, 1e9]))
+    pd.DataFrame(of_two(age=[31, 1e9], liked=[1, 0])).to_csv(tmp_path / "t.csv", index=False)
+    options = ["--checkpoint", films / "run", "--data", tmp_path / "t.csv", "--out", tmp_path / "p.parquet"]
+    assert run(predict, *options) == 0
+    assert "         1 malformed line has no probability" in capsys.readouterr().out
+    assert pq.read_table(tmp_path / "p.parquet")["probability"].is_null().to_pylist() == [False, True]
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_numbers_and_labels_that_cannot_be_read(films, tmp_path, capsys, form):
+    """A row whose number is none has no probability; one whose label is none is predicted, and not in the AUC."""
+    frame = pd.read_csv(films / "films.csv", dtype=str, keep_default_na=False).head(40)
+    whole = tmp_path / "whole.csv"
+    frame.to_csv(whole, index=False)
+    wrong = {3: "old", 4: "inf", 7: "1e40", 8: "-Infinity", 20: "1.2.3"}
+    for row, value in wrong.items():
+        frame.loc[row, "age"] = value
+    frame.loc[[3, 10], "liked"] = ""
+    frame.loc[[11, 12], "liked"] = ["maybe", "2"]
+    data = tmp_path / f"some.{form}"
+    frame.to_csv(data, index=False) if form == "csv" else frame.to_parquet(data)
+    if form == "csv":  # and a line of too few values, after the first row
+        lines = data.read_text().splitlines()
+        data.write_text("\n".join([*lines[:2], "short", *lines[2:]]))
+    for name, path in (("whole", whole), ("some", data)):
+        out = tmp_path / "made" / "here" / f"{name}.parquet"
+        assert run(predict, "--checkpoint", films / "run", "--data", path, "--out", out) == 0
+    printed = capsys.readouterr().out
+    found, expected = (pq.read_table(tmp_path / "made/here" / f"{name}.parquet") for name in ("some", "whole"))
+    table = found.to_pandas()
+    if form == "csv":
+        assert np.isnan(table["probability"][1])
+        table = table.drop(index=1).reset_index(drop=True)
+    assert np.flatnonzero(table["probability"].isna()).tolist() == sorted(wrong)
+    kept = np.delete(np.arange(40), sorted(wrong))
+    np.testing.assert_allclose(table["probability"][kept], expected["probability"].to_numpy()[kept], rtol=1e-6)
+    assert set(np.flatnonzero(table["label"][kept].isna().to_numpy())) == {kept.tolist().index(n) for n in (10, 11, 12)}
+    assert f"         {5 + (form == 'csv')} malformed lines have no probability\n" in printed
+    assert "         3 rows without a label that can be read\nAUC" in printed
+    assert " of the 32 rows with labels" in printed
+
+
+def test_labels_of_criteos_text_that_cannot_be_read(trained, tmp_path, capsys):
+    lines = raw_lines(trained)[:50]
+    (tmp_path / "whole.txt").write_text("\n".join(lines))
+    for row, label in ((1, ""), (2, "2"), (3, "yes"), (49, "-1")):
+        lines[row] = label + lines[row][1:]
+    lines[5:5] = ["", "x", "\t\t"]
+    (tmp_path / "some.txt").write_text("\n".join(lines) + "\n")
+    for name in ("whole", "some"):
+        options = ["--data", tmp_path / f"{name}.txt", "--out", tmp_path / f"{name}.parquet"]
+        assert run(predict, "--checkpoint", trained / "run", *options) == 0
+    printed = capsys.readouterr().out
+    assert "         3 malformed lines have no probability\n         4 rows without a label that can be read" in printed
+    found, expected = (pq.read_table(tmp_path / f"{name}.parquet").to_pandas() for name in ("some", "whole"))
+    assert np.flatnonzero(found["probability"].isna()).tolist() == [5, 6, 7]
+    found = found.drop(index=[5, 6, 7]).reset_index(drop=True)
+    np.testing.assert_allclose(found["probability"], expected["probability"], rtol=1e-6)
+    assert np.flatnonzero(found["label"].isna()).tolist() == [1, 2, 3, 49]
+    rest = found["label"].notna()
+    np.testing.assert_array_equal(found["label"][rest], expected["label"][rest])
+
+
+def test_an_error_that_remains_names_the_row_of_the_file(films, tmp_path, capsys):
+    rows = {name: [value] * 70_000 for name, value in ROW.items()}
+    users = [1.0] * 70_000
+    users[66_000] = 0.5
+    pq.write_table(pa.table({**rows, "user": users}), tmp_path / "t.parquet")
+    options = ["--data", tmp_path / "t.parquet", "--out", tmp_path / "p.parquet"]
+    assert run(predict, "--checkpoint", films / "run", *options) == 2
+    assert f"{tmp_path / 't.parquet'}, row 66001, column 'user': 0.5 is not a whole number" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["t.parquet"]
+
+
+def test_the_newest_is_damaged(trained, tmp_path, capsys):
+    shutil.copytree(trained / "run", tmp_path / "run")
+    names = folder.names_in(tmp_path / "run/checkpoints")
+    file = tmp_path / "run/checkpoints" / names[-1] / "checkpoint.json"
+    file.write_text("{}")
+    told = f"{file} is broken ('format'); an older one is taken: {file.parent.parent / names[-2]}"
+    options = ["--data", trained / "data", "--out", tmp_path / "p.parquet"]
+    assert run(predict, "--checkpoint", tmp_path / "run", *options) == 0
+    assert capsys.readouterr().err == f"hostdev.predict: {told}\n"
+    with pytest.warns(UserWarning) as warnings:
+        assert hostdev.Predictor(tmp_path / "run").path.name == names[-2]
+    assert [str(each.message) for each in warnings] == [told]
+
+
+def test_a_full_disk_is_named(trained, tmp_path, capsys):
+    (tmp_path / ".p.parquet.partial").symlink_to("/dev/full")
+    options = ["--data", trained / "raw.txt", "--out", tmp_path / "p.parquet"]
+    assert run(predict, "--checkpoint", trained / "run", *options) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"hostdev.predict: error: {tmp_path / 'p.parquet'}: ")
+    assert "No space left on device" in error
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_many_threads(trained):
     predictor = hostdev.Predictor(trained / "run/checkpoints")
     lines = [line.split("\t") for line in raw_lines(trained)[:200]]
@@ -234,7 +412,8 @@ def test_a_chain_of_many(tmp_path):
     [
         (["--data", "nowhere"], "--data nowhere: there is no such file or data set"),
         (["--checkpoint", "nowhere"], "there is no nowhere"),
-        (["--out", "no/p.parquet"], "--out no/p.parquet: there is no folder no"),
+        (["--out", "p.csv"], "--out p.csv: predictions are written as Parquet; call the file p.parquet"),
+        (["--out", "taken/p.parquet"], "taken: File exists"),
         (["--out", "taken"], "--out taken exists; choose another file"),
         (["--split", "train"], "--split has no effect on"),
     ],
@@ -257,7 +436,7 @@ def test_no_numbers_and_columns_of_other_lengths(tmp_path):
     predictor = hostdev.Predictor(tmp_path / "run/checkpoints")
     rows = {"user": ["u1", "u2", "new"], "item": ["m1", "m2", "m3"]}
     np.testing.assert_allclose(predictor(rows), predictor(pa.table(rows)), rtol=1e-6)
-    with pytest.raises((ValueError, pa.ArrowInvalid)):
+    with pytest.raises(hostdev.UserError, match="column 'item' has 1 value, and column 'user' has 3; give one for"):
         predictor({"user": ["u1", "u2", "u3"], "item": ["m1"]})
 
 

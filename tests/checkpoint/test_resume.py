@@ -9,7 +9,9 @@ import sys
 import time
 
 import pytest
+import torch
 
+from hostdev.checkpoint import __main__ as checkpoint
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.ranges import HashedFile
 from hostdev.core import cli
@@ -87,6 +89,26 @@ def test_three_groups_with_bags_and_early_stop(trained, films, tmp_path):
     assert logs(tmp_path / "run") == logs(tmp_path / "plain")
 
 
+def test_dropout_is_seeded_and_goes_on(device, trained, small_data, tmp_path, capsys):
+    """Two fresh runs are equal, and to one that was killed in the middle of an epoch; their checkpoints say so."""
+    options = lambda name: [*small(small_data, name, *CACHE, "--model", "tests.own_models:Dropout", device=device)]  # noqa: E731
+    save = ["--checkpoint-every", 5]
+    for name in ("plain", "again"):
+        torch.rand(7)  # somebody else's draws
+        assert trained(*options(name), *save)[0] == 0
+    assert logs(tmp_path / "again") == logs(tmp_path / "plain")
+    assert trained(*options("run"), *save, "--max-steps", 13)[0] == 0
+    torch.rand(7)
+    assert trained(*options("run"), *save, "--resume")[0] == 0
+    assert logs(tmp_path / "run") == logs(tmp_path / "plain")
+    assert trained(*options("other"), "--seed", 1)[0] == 0
+    assert logs(tmp_path / "other") != logs(tmp_path / "plain")
+    for name in ("again", "run"):
+        diff = ["diff", f"{name}/checkpoints", "plain/checkpoints"]
+        assert cli.run(checkpoint.PROG, checkpoint.main, diff) == 0
+        assert capsys.readouterr().out == "equal\n"
+
+
 def test_a_named_checkpoint_and_a_folder_of_its_own(trained, small_data, tmp_path):
     options = small(small_data, "plain", *MIX)
     assert trained(*options, "--checkpoint-every", 5, "--checkpoint-dir", "all", "--keep-checkpoints", 9)[0] == 0
@@ -132,6 +154,54 @@ def test_wrong_options(trained, small_data, options, message):
     assert message in error
 
 
+def test_a_run_directory_stands_for_its_checkpoints(trained, small_data, tmp_path):
+    options = [*small(small_data, "run", *MIX), "--checkpoint-every", 5, "--max-steps"]
+    assert trained(*options, 5)[0] == 0
+    code, printed, _ = trained(*small(small_data, "other", *MIX, "--resume", "run", "--max-steps", 7))
+    assert code == 0
+    assert "resume   run/checkpoints/step-0000000005.2, after step 5\n" in printed
+    code, _, error = trained(*options, 7)
+    assert code == 2
+    assert error.endswith("run holds a run already (loss.log); choose another --run-dir, or go on with it: --resume\n")
+    code, _, error = trained(*small(small_data, "other", *MIX))
+    assert error.endswith("other holds a run already (loss.log); choose another --run-dir\n")
+
+
+def test_options_are_compared_by_what_they_come_to(trained, small_data, tmp_path):
+    """The model's own sizes and rates may be named, or not any more."""
+    options = ["--data", small_data, "--device", "cpu", "--batch-size", 500, "--model", "deepfm", *MIX]
+    options += ["--run-dir", "run", "--checkpoint-every", 9, "--resume", "--max-steps"]
+    assert trained(*options, 1)[0] == 0
+    named = ["--emb-dim", 10, "--lr", "1e-3", "--table-lr", "1e-3", "--table-optimizer", "lazy_adam"]
+    assert trained(*options, 2, *named)[0] == 0
+    assert trained(*options, 3)[0] == 0
+    for name, value in (("--emb-dim", 9), ("--lr", 0.1), ("--table-lr", 0.2), ("--table-optimizer", "sgd")):
+        code, _, error = trained(*options, 4, name, value)
+        assert (code, error.count("\n")) == (2, 1)
+        assert f"was trained with no {name}, not {name} {value};" in error
+
+
+def test_a_finished_run_that_is_gone_on_with_saves_nothing(trained, small_data, tmp_path):
+    options = [*small(small_data, "run", *MIX), "--checkpoint-every", 5, "--resume"]
+    _, first, _ = trained(*options)
+    before = names(tmp_path / "run/checkpoints")
+    assert before[-1] == "step-0000000016"
+    for more in ([], ["--checkpoint-minutes", 60]):
+        code, printed, error = trained(*options, *more)
+        assert (code, error) == (0, "")
+        assert names(tmp_path / "run/checkpoints") == before
+        assert "0 saved in run/checkpoints, the last after step 16;" in printed
+        assert "calls     mean us" in first
+        assert "calls     mean us" not in printed
+        assert [line for line in printed.splitlines() if line.startswith(("best", "state_sha256"))] == [
+            line for line in first.splitlines() if line.startswith(("best", "state_sha256"))
+        ]  # fmt: skip
+    assert trained(*options, "--checkpoint-dir", "elsewhere")[0] == 0  # which has none: all is trained anew
+    assert names(tmp_path / "elsewhere")[-1] == "step-0000000016"
+    assert trained(*small(small_data, "third", *MIX), "--checkpoint-every", 5, "--resume", "run")[0] == 0
+    assert names(tmp_path / "third/checkpoints") == ["step-0000000016"]  # of another folder, so it is saved
+
+
 def test_another_model_or_data_set_is_refused(trained, small_data, own_data, tmp_path):
     options = small(small_data, "run", *MIX)
     assert trained(*options, "--checkpoint-every", 5, "--max-steps", 5)[0] == 0
@@ -166,6 +236,32 @@ def test_a_run_without_checkpoints_is_not_overwritten(trained, small_data, tmp_p
     assert code == 0
     assert "from the start" in printed
     assert (tmp_path / "run/loss.log").read_text() == before
+
+
+@pytest.mark.parametrize("name", ["eval.log", "ops.log", ".config.json.partial", ".summary.json.partial"])
+def test_a_full_disk_under_the_run_directory_is_named(trained, small_data, tmp_path, name):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to("/dev/full")
+    code, _, error = trained(*small(small_data, "run", *MIX, "--max-steps", 2))
+    assert (code, error) == (2, "hostdev.train: error: run: No space left on device\n")
+
+
+def test_a_run_directory_that_is_removed_meanwhile(trained, small_data, tmp_path, monkeypatch):
+    look = checkpointing.Saver.is_due
+
+    def is_due(self, step):
+        if step == 7:
+            shutil.rmtree("run")
+        return look(self, step)
+
+    monkeypatch.setattr(checkpointing.Saver, "is_due", is_due)
+    save = ["--checkpoint-every", 100, "--checkpoint-dir", "saved"]
+    code, printed, error = trained(*small(small_data, "run", *MIX, *save))
+    assert (code, error) == (0, "")
+    assert printed.endswith(
+        "files          run/: summary.json, curve.png\n"
+        "               loss.log, eval.log, ops.log, config.json are gone: somebody has removed them meanwhile\n"
+    )
 
 
 class FullDisk:
@@ -305,7 +401,9 @@ def test_a_second_signal_ends_at_once_and_leaves_what_was_whole(tmp_path, comman
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=10)
     assert process.returncode == 130
-    assert "Traceback" not in error
+    (line,) = error.splitlines()
+    assert line.startswith("interrupted in the middle of a step; ")
+    assert line.endswith(" in the logs in run; go on with --resume run/checkpoints/step-0000000002")
     assert names(tmp_path / "run/checkpoints") == ["step-0000000002"]
     assert command("hostdev.checkpoint", "verify", "run/checkpoints").returncode == 0
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "interrupted"

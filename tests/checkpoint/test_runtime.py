@@ -1,10 +1,16 @@
 """`Runtime.save` and `load` in a user's own loop: the run that goes on ends with the same bits."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from hostdev import UserError
-from hostdev.checkpoint import checkpoints
+from hostdev.checkpoint import checkpoints, folder
+from hostdev.checkpoint.loading import verify
+from hostdev.checkpoint.ranges import HashedFile
+from tests.conftest import environment
 from tests.runtime.cases import BodyError, Case, batches_of, differing
 
 BATCHES = batches_of(12)
@@ -115,7 +121,7 @@ def test_no_loading_within_a_loop(tmp_path):
 
 def test_what_cannot_be_kept_is_named_and_nothing_is_written(tmp_path):
     case = Case()
-    with pytest.raises(TypeError, match=r"extra\.adam is a Adam"):
+    with pytest.raises(TypeError, match=r"extra\.adam is of type Adam"):
         case.runtime.save(tmp_path / "c", extra={"adam": case.adam})
     assert not (tmp_path / "c").exists()
 
@@ -128,6 +134,74 @@ def test_an_error_of_the_writing_is_raised_by_wait(tmp_path):
     saving = case.runtime.save(tmp_path / "c", wait=False)
     assert saving.wait().manifest.step == 2
     assert not saving.is_running
+
+
+def test_an_error_that_nobody_has_waited_for(tmp_path, monkeypatch):
+    """The next call that saves or loads warns, once."""
+    case = Case().train(BATCHES[:2])
+    case.runtime.save(tmp_path / "c")
+    full = Full(monkeypatch)
+    told = "the checkpoint of step 2 was not saved: .*/d: No space left on device"
+    for call in (lambda: case.runtime.save(tmp_path / "c"), lambda: case.runtime.load(tmp_path / "c")):
+        full.is_full = True
+        case.runtime.save(tmp_path / "d", wait=False).join()
+        full.is_full = False
+        with pytest.warns(UserWarning, match=told):
+            call()
+        case.runtime.save(tmp_path / "c")
+    full.is_full = True
+    with pytest.raises(OSError, match="No space left"):
+        case.runtime.save(tmp_path / "d", wait=False).wait()
+    full.is_full = False
+    case.runtime.save(tmp_path / "c")  # no warning: who waited knows
+
+
+class Full:
+    """A disk that can be full."""
+
+    def __init__(self, monkeypatch):
+        self.is_full = False
+        write = HashedFile.write
+
+        def limited(file, data):
+            if self.is_full:
+                raise OSError(28, "No space left on device")
+            return write(file, data)
+
+        monkeypatch.setattr(HashedFile, "write", limited)
+
+
+def test_the_end_of_the_program_waits_for_the_writing(tmp_path):
+    """And a line says so where it has failed."""
+    (tmp_path / "program.py").write_text(
+        "import time\n"
+        "import hostdev\n"
+        "from hostdev.checkpoint.ranges import HashedFile\n"
+        "write = HashedFile.write\n"
+        "def slow(file, data):\n"
+        "    time.sleep(0.1)\n"
+        "    if file.broken: raise OSError(28, 'No space left on device')\n"
+        "    return write(file, data)\n"
+        "HashedFile.write, HashedFile.broken = slow, property(lambda file: 'broken' in str(file._file.name))\n"
+        "for name in ('whole', 'broken'):\n"
+        "    tables = {n: hostdev.HostTable(1000, 4, hostdev.LazyAdam(lr=0.1), name=n) for n in 'abc'}\n"
+        "    hostdev.Runtime(tables, device='cpu').save(name, extra={'a': 1}, wait=False)\n"
+    )
+    process = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    line = "hostdev: warning: the checkpoint of step 0 was not saved: broken: No space left on device\n"
+    assert (process.returncode, process.stderr) == (0, line)
+    verify(folder.chain_of(tmp_path / "whole/step-0000000000"))
+    assert list((tmp_path / "broken").glob("*step*")) == []
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5, True])
+def test_a_wrong_number_to_keep(tmp_path, keep):
+    with pytest.raises(ValueError, match="keep is a number of checkpoints, 1 or more, not"):
+        Case().runtime.save(tmp_path / "c", keep=keep)
+    assert not (tmp_path / "c").exists()
 
 
 def test_an_error_in_the_body_leaves_the_last_checkpoint(tmp_path):

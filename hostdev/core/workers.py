@@ -1,0 +1,48 @@
+"""Threads that do work behind, until the end of the program too: an executor takes none once the interpreter ends."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Workers:
+    """Some threads that call what they are given, in order; a context, which waits for all of it at its end.
+
+    begin  what each thread calls first
+    """
+
+    def __init__(self, threads: int, name: str, begin: Callable[[], object] = lambda: None) -> None:
+        self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._begin = begin
+        self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for _ in range(threads)]
+
+    def __enter__(self) -> "Workers":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for _thread in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def submit(self, call: Callable[[], T]) -> "Future[T]":
+        """Have a call made; return its result to be."""
+        future: Future[T] = Future()
+        self._work.put((future, call))
+        return future
+
+    def _run(self) -> None:
+        self._begin()
+        while (work := self._work.get()) is not None:
+            future, call = work
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+            del work, future, call  # nobody's result is held while this waits
