@@ -23,10 +23,11 @@ class Checkpoints:
     path  the folder; made where it is not there
     keep  so many of the newest checkpoints are kept, with those that they add to
     hold  keep others from writing there until `close`, and not only while a checkpoint is written
+    ranks  the processes that save together, each its part of the tables (`parallel.ranks`); all call what one calls
     """
 
-    def __init__(self, path: Path, *, keep: int = 3, hold: bool = False) -> None:
-        self.path, self.keep, self._hold = path, keep, hold
+    def __init__(self, path: Path, *, keep: int = 3, hold: bool = False, ranks: Any = None) -> None:
+        self.path, self.keep, self._hold, self._ranks = path, keep, hold, ranks
         self.last: Checkpoint | None = None  # the one that the tables' changes are counted from
         self._increments = 0  # rows' bytes that those in its chain hold, the whole one left out
         self._saving: Saving | None = None
@@ -43,6 +44,20 @@ class Checkpoints:
 
     def lock(self) -> None:
         """Make the folder, and keep other processes from writing there; UserError where that cannot be."""
+        if self._ranks is None:
+            self._lock_it()
+            return
+        why = None
+        if self._ranks.rank == 0:
+            try:
+                self._lock_it()
+            except UserError as error:
+                why = str(error)
+        why = self._ranks.control.share(why)[0]
+        if why is not None:
+            raise UserError(why)
+
+    def _lock_it(self) -> None:
         if self._locked is not None and folder.is_locked_here(self.path, self._locked):
             return
         self._unlock()  # of a folder that is gone
@@ -59,6 +74,8 @@ class Checkpoints:
             file.rows * _row_bytes(table)
             for checkpoint in chain[1:] for table in checkpoint.manifest.tables for file in table.files
         )  # fmt: skip
+        if self._ranks is not None:
+            self._increments //= self._ranks.size  # of this one, about
         for table in tables:
             if hasattr(table, "note_changes"):
                 table.note_changes(anew=True).since = self._token(chain[-1])
@@ -108,7 +125,7 @@ class Checkpoints:
 
         saving = self._saving = Saving(
             self.path, step, items, content, parent, keep=self.keep, state_sha256=state_sha256, on_end=ended,
-            release=(lambda: None) if self._hold else self._unlock,
+            channel=None if self._ranks is None else self._ranks["save"], release=(lambda: None) if self._hold else self._unlock,
         )  # fmt: skip
         if waits:
             saving.join()
@@ -116,14 +133,22 @@ class Checkpoints:
 
     def _parent(self, tables: Sequence[Any]) -> Checkpoint | None:
         """Return the checkpoint to which the next one adds; None where that is to be whole."""
-        if self.last is None or not folder.is_there(self.last):
-            return None
-        of_before = {table.name: table.rows for table in self.last.manifest.tables}
-        if of_before != {table.name: table.rows for table in tables}:
-            return None
+        known = self.last is not None and folder.is_there(self.last) and self._is_of(self.last, tables)
         whole = sum(table.rows * _row_bytes(described(table)) for table in tables)
-        new = sum(self._changed_rows(table) * _row_bytes(described(table)) for table in tables)
-        return self.last if self._increments + new <= whole // 2 else None
+        new = sum(self._changed_rows(table) * _row_bytes(described(table)) for table in tables) if known else 0
+        votes = [[known, self._increments + new, whole]]
+        if self._ranks is not None:
+            votes = self._ranks.control.share(votes[0])
+        adds = all(vote[0] for vote in votes) and sum(vote[1] for vote in votes) <= sum(vote[2] for vote in votes) // 2
+        return self.last if adds else None
+
+    @staticmethod
+    def _is_of(last: Checkpoint, tables: Sequence[Any]) -> bool:
+        """Tell whether a checkpoint is of these tables, with their rows in the same order."""
+        mine = [described(table) for table in tables]
+        return {(table.name, table.rows, table.order) for table in last.manifest.tables} == {
+            (table.name, table.rows, table.order) for table in mine
+        }
 
     def _item(self, table: Any, budget: Budget, *, whole: bool) -> Item:
         about = described(table)
@@ -133,7 +158,8 @@ class Checkpoints:
         whole = whole or not self._knows_changes(table)
         changes = table.note_changes()
         snapshot = changes.begin(budget, everything=whole)
-        return Item(about, snapshot, whole, snapshot.end, lambda saved: changes.end(snapshot, saved=saved))
+        return Item(about, snapshot, whole, snapshot.end, lambda saved: changes.end(snapshot, saved=saved), table.start,
+                    table.rows)  # fmt: skip
 
     def _knows_changes(self, table: Any) -> bool:
         """Tell whether it is known which rows of a table were written since the last checkpoint here."""

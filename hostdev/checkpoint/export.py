@@ -15,10 +15,10 @@ import pyarrow.parquet as pq
 import torch
 
 from hostdev.checkpoint.folder import Chain
-from hostdev.checkpoint.layers import Layers, mapped
+from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import verify
 from hostdev.checkpoint.manifest import Table
-from hostdev.checkpoint.ranges import WEIGHTS
+from hostdev.checkpoint.ranges import WEIGHTS, mapped
 from hostdev.checkpoint.state import file_in, tensors_of
 from hostdev.checkpoint.tree import from_tree
 from hostdev.core.errors import UserError, naming
@@ -113,13 +113,13 @@ def _write_parquet(path: Path, layers: Layers, table: Table, columns: list[str],
     writer: pq.ParquetWriter | None = None
     try:
         for start, stop in layers.ranges(table.name):
-            rows = layers.rows(table.name, start, stop, columns)
+            found = layers.columns_of_ids(table.name, start, stop, columns)
             arrays: dict[str, Any] = {"id": np.arange(start, stop)}
             if named:
                 arrays["column"], arrays["value"] = _names_of(names, start, stop)
-            for name, values in rows.columns.items():
-                arrays[name] = pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), table.dim)
-            arrays |= rows.row_columns
+            for name, values in found.items():
+                flat = pa.array(values.ravel())
+                arrays[name] = flat if name in table.row_slots else pa.FixedSizeListArray.from_arrays(flat, table.dim)
             part = pa.table(arrays)
             writer = writer or pq.ParquetWriter(path, part.schema)
             writer.write_table(part)

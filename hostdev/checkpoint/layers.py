@@ -1,17 +1,17 @@
 """The rows of a checkpoint and all that it adds to, as one: read from the files, a range at a time."""
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from hostdev.checkpoint.folder import Chain
-from hostdev.checkpoint.manifest import BrokenCheckpointError, RangeFile, Table
-from hostdev.checkpoint.ranges import WEIGHTS, RowsOf, parse_range
+from hostdev.checkpoint.lookup import MappedTable
+from hostdev.checkpoint.manifest import RangeFile, Table
+from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, RowsOf, mapped, parse_range, require_covered
 
 Rows = npt.NDArray[np.float32]
 
@@ -25,18 +25,14 @@ class Layers:
     def __init__(self, chain: Chain) -> None:
         self.chain, self.manifest = chain, chain[-1].manifest
         self._parsed = lru_cache(maxsize=None)(self._parse)
+        self._mapped = lru_cache(maxsize=None)(partial(MappedTable, chain))
 
     def ranges(self, name: str) -> list[tuple[int, int]]:
-        """Return the ranges in which a table is stored; BrokenCheckpointError unless they cover it."""
-        table = self.manifest.table(name)
-        found = sorted((file.start, file.stop) for file in self.chain[0].manifest.table(name).files)
-        ends = [0, *(stop for _, stop in found)]
-        if [start for start, _ in found] != ends[:-1] or ends[-1] != table.rows:
-            raise BrokenCheckpointError(f"{self.chain[0].path} is broken (table {name!r} has gaps)")
-        return found
+        """Return the ranges of rows in which a table is stored; BrokenCheckpointError unless they cover it."""
+        return require_covered(self.chain, name)
 
     def rows(self, name: str, start: int, stop: int, columns: Sequence[str] | None = None) -> RowsOf:
-        """Return the rows [start, stop), one of `ranges`, of all columns or of those named."""
+        """Return the rows [start, stop), one of `ranges`, as they are stored, of all columns or of those named."""
         table = self.manifest.table(name)
         wanted = [WEIGHTS, *table.slots, *table.row_slots] if columns is None else list(columns)
         base = next(file for file in self.chain[0].manifest.table(name).files if file.start == start)
@@ -60,11 +56,17 @@ class Layers:
         return RowsOf(start, None, whole, {column: found[column] for column in table.row_slots if column in found})
 
     def column(self, name: str, column: str) -> Iterator[Rows]:
-        """Yield a column's rows range by range, float32 [n, D] or [n, 1]."""
+        """Yield a column's rows in the order of their ids, float32 [n, D] or [n, 1]."""
         for start, stop in self.ranges(name):
-            values = self.rows(name, start, stop, [column])
-            found = values.row_columns[column] if column in values.row_columns else values.columns[column]
-            yield found.reshape(len(found), -1)
+            yield self.columns_of_ids(name, start, stop, [column])[column]
+
+    def columns_of_ids(self, name: str, start: int, stop: int, columns: Sequence[str]) -> dict[str, Rows]:
+        """Return the rows of the ids [start, stop), one of `ranges`, by column: float32 [n, D] or [n, 1]."""
+        if self.manifest.table(name).order == SPREAD:
+            return {column: self._mapped(name, column).lookup(np.arange(start, stop)) for column in columns}
+        rows = self.rows(name, start, stop, columns)
+        found = {**rows.columns, **rows.row_columns}
+        return {column: found[column].reshape(stop - start, -1) for column in columns}
 
     def _rows_of(self, layer: int, table: Table, file: RangeFile) -> RowsOf:
         found: RowsOf = self._parsed(layer, table.name, file)
@@ -73,15 +75,6 @@ class Layers:
     def _parse(self, layer: int, name: str, file: RangeFile) -> RowsOf:
         path: Path = self.chain[layer].path / file.file
         return parse_range(path, mapped(path), self.manifest.table(name), file)
-
-
-def mapped(path: Path) -> Any:
-    """Return a file's content, mapped into memory; BrokenCheckpointError where it is missing."""
-    try:
-        with pa.memory_map(str(path)) as file:
-            return file.read_buffer()
-    except OSError as error:
-        raise BrokenCheckpointError(f"{path} is broken ({error})") from None
 
 
 def _column(rows: RowsOf, column: str) -> Any:

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from hostdev.checkpoint.folder import Chain, Found, candidates, chain_of
-from hostdev.checkpoint.layers import Layers, mapped
+from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import BrokenCheckpointError, File, RangeFile, Table
-from hostdev.checkpoint.ranges import WEIGHTS, check_file, parse_range
+from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, check_file, mapped, parse_range
 from hostdev.checkpoint.state import tensors_of
 from hostdev.checkpoint.tree import from_tree
 from hostdev.core.errors import UserError
 from hostdev.core.progress import bar
+from hostdev.kernels.shards import ids_of, positions_of
 
 _THREADS = 4
 
@@ -77,7 +78,7 @@ def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
         )
     for name, table in tables.items():
         there, here = held[name], table.optimizer
-        mine = (table.rows, table.dim), type(here).__name__, {**asdict(here), "lr": None}
+        mine = (table.total_rows, table.dim), type(here).__name__, {**asdict(here), "lr": None}
         theirs = (there.rows, there.dim), there.optimizer, {**there.hyperparameters, "lr": None}
         for what, a, b in zip(("shape", "optimizer", "optimizer"), theirs, mine, strict=True):
             if a != b:
@@ -89,12 +90,16 @@ def load_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
     layers = Layers(chain)
     for name in tables:
         layers.ranges(name)  # no gaps
-    whole = sum(file.bytes for checkpoint in chain for table in checkpoint.manifest.tables for file in table.files)
+    whole = sum(
+        file.bytes for checkpoint in chain for table in checkpoint.manifest.tables for file in table.files
+        if _concerns(table, file, tables[table.name])
+    )  # fmt: skip
     with _workers() as pool, bar(whole, "loading", "B", unit_scale=True) as progress:
         for checkpoint in chain:  # the rows of one come over those of the one before
             work = [
                 (checkpoint.path / file.file, table, file, tables[table.name])
                 for table in checkpoint.manifest.tables for file in table.files
+                if _concerns(table, file, tables[table.name])
             ]  # fmt: skip
             for size in pool.map(lambda each: _load(*each), work):
                 progress.update(size)
@@ -106,13 +111,37 @@ def load_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
 
 def _load(path: Path, about: Table, file: RangeFile, table: Any) -> int:
     rows = parse_range(path, mapped(path), about, file)
-    ids = rows.ids if rows.ids is not None else np.arange(file.start, file.stop)
-    block = np.stack([rows.columns[name] for name in (WEIGHTS, *about.slots)], axis=1)
-    row_slots = np.stack([rows.row_columns[name] for name in about.row_slots], axis=1) if about.row_slots else (
-        np.empty((len(ids), 0), np.float32)
-    )  # fmt: skip
-    table.write_rows(ids, block, row_slots)
+    numbers = rows.ids if rows.ids is not None else np.arange(file.start, file.stop)
+    numbers, chosen = _rows_here(about, numbers, table)
+    columns = [rows.columns[name] for name in (WEIGHTS, *about.slots)]
+    row_columns = [rows.row_columns[name] for name in about.row_slots]
+    if chosen is not None:
+        columns, row_columns = [each[chosen] for each in columns], [each[chosen] for each in row_columns]
+    row_slots = np.stack(row_columns, axis=1) if row_columns else np.empty((len(numbers), 0), np.float32)
+    table.write_rows(numbers, np.stack(columns, axis=1), row_slots)
     return file.bytes
+
+
+def _concerns(about: Table, file: RangeFile, table: Any) -> bool:
+    """Tell whether a file has rows that are here."""
+    if getattr(table, "part", None) is None or about.order != SPREAD:
+        return True
+    return file.start < table.start + table.rows and table.start < file.stop
+
+
+def _rows_here(about: Table, numbers: Any, table: Any) -> tuple[Any, Any]:
+    """Return which rows of a table here those with these numbers in a file are, and which of them are here; None: all.
+
+    numbers  ascending: ids, or positions where processes have shared the rows
+    """
+    part = getattr(table, "part", None)
+    if about.order == SPREAD and part is None:
+        return ids_of(numbers, about.rows), None
+    if part is None:
+        return numbers, None
+    positions = numbers if about.order == SPREAD else positions_of(numbers, about.rows)
+    chosen = np.flatnonzero((table.start <= positions) & (positions < table.start + table.rows))
+    return positions[chosen] - table.start, chosen
 
 
 def values_of(chain: Chain) -> Any:

@@ -48,6 +48,7 @@ class Table:
     row_slots: list[str]  # of one value a row
     step: int
     files: list[RangeFile] = field(default_factory=list)
+    order: str = "ids"  # of the rows; "spread": by their positions, as processes share them (`kernels.shards`)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +97,18 @@ class Manifest:
     @property
     def checksum(self) -> str:
         """What checkpoint.json carries as the checksum of its content."""
-        return _checksum({"format": FORMAT, "version": VERSION, **asdict(self)})
+        return _checksum(self._content())
+
+    def _content(self) -> dict[str, Any]:
+        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        for table in content["tables"]:
+            if table["order"] == "ids":
+                del table["order"]
+        return content
 
     def to_text(self) -> str:
         """Return the content of checkpoint.json; its last field is the checksum of the others."""
-        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        return json.dumps({**content, "sha256": self.checksum}, indent=1) + "\n"
+        return json.dumps({**self._content(), "sha256": self.checksum}, indent=1) + "\n"
 
 
 def serial_of(path: Path) -> int | None:

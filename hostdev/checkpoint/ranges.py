@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.manifest import BrokenCheckpointError, File, RangeFile, Table
 
 Rows = npt.NDArray[np.float32]
@@ -20,6 +21,7 @@ Ids = npt.NDArray[np.int64]
 
 FILE_BYTES = 1 << 26
 WEIGHTS, ID = "weights", "id"
+SPREAD = "spread"  # of `Table.order`
 _PIECE = 1 << 22  # bytes
 
 
@@ -152,6 +154,27 @@ def parse_range(path: Path, content: Any, table: Table, file: RangeFile, *, chec
 
 def _ascend(ids: Ids, start: int, stop: int) -> bool:
     return len(ids) > 0 and bool(start <= ids[0] and ids[-1] < stop and (np.diff(ids) > 0).all())
+
+
+def mapped(path: Path) -> Any:
+    """Return a file's content, mapped into memory; BrokenCheckpointError where it is missing."""
+    try:
+        with pa.memory_map(str(path)) as file:
+            return file.read_buffer()
+    except OSError as error:
+        raise BrokenCheckpointError(f"{path} is broken ({error})") from None
+
+
+def require_covered(chain: Chain, name: str) -> list[tuple[int, int]]:
+    """Return the ranges of rows in which a whole checkpoint, a chain's first, stores a table.
+
+    Raises BrokenCheckpointError unless they cover it.
+    """
+    found = sorted((file.start, file.stop) for file in chain[0].manifest.table(name).files)
+    ends = [0, *(stop for _, stop in found)]
+    if [start for start, _ in found] != ends[:-1] or ends[-1] != chain[-1].manifest.table(name).rows:
+        raise BrokenCheckpointError(f"{chain[0].path} is broken (table {name!r} has gaps)")
+    return found
 
 
 def check_file(path: Path, file: File) -> None:

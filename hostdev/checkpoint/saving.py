@@ -23,9 +23,11 @@ from hostdev.checkpoint import folder
 from hostdev.checkpoint.folder import Checkpoint
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import File, Manifest, Parent, RangeFile, Table
-from hostdev.checkpoint.ranges import WEIGHTS, HashedFile, RowsOf, rows_per_file, write_range
+from hostdev.checkpoint.manifest import read as read_manifest
+from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, HashedFile, RowsOf, rows_per_file, write_range
 from hostdev.checkpoint.state import DENSE, DigestNames, state_digest
 from hostdev.checkpoint.tree import tensors_as_bytes
+from hostdev.core.errors import UserError
 from hostdev.core.workers import Workers
 
 Rows = npt.NDArray[np.float32]
@@ -47,14 +49,25 @@ class Source(Protocol):
         """Copy rows of [first, last) to columns [1 + S, N, D] and [R, N]; ranges come in ascending order."""
 
 
+class Channel(Protocol):
+    """What processes tell one another of a checkpoint that they write together; `parallel.ranks.Channel` is one."""
+
+    rank: int
+
+    def share(self, value: Any) -> list[Any]:
+        """Return what each rank has to say, by rank."""
+
+
 class Item(NamedTuple):
-    """A table to be saved; `end` is called with whether it was."""
+    """A table to be saved, or this process's part of it; `end` is called with whether it was."""
 
     table: Table
     source: Source
     whole: bool  # all rows
     stop: Callable[[], None]  # all rows have been read
     end: Callable[[bool], None]
+    first: int = 0  # the number of its first row among all rows
+    rows: int | None = None  # of the part; None: all of them
 
 
 class Content(NamedTuple):
@@ -85,11 +98,12 @@ class Saving:
         keep: int,
         state_sha256: str | None,
         on_end: Callable[["Saving"], None],
+        channel: Channel | None = None,
         release: Callable[[], None] = lambda: None,
     ) -> None:
         self._path, self._step, self._items, self._content = path, step, items, content
         self._parent, self._keep, self._state_sha256, self._on_end = parent, keep, state_sha256, on_end
-        self._release = release
+        self._release, self._channel = release, channel
         self.checkpoint: Checkpoint | None = None
         self.error: BaseException | None = None
         self.is_heard = False  # somebody has waited for it, and knows how it has ended
@@ -131,12 +145,15 @@ class Saving:
             del self._items, self._content, self._on_end, self._release  # who holds this holds no table
 
     def _save(self) -> None:
-        partial: Path | None = None
+        partial, channel = None, self._channel
         try:
             _give_way()
-            name = folder.new_name(self._path, self._step)
-            partial = folder.begin(self._path, name)
-            self.checkpoint = folder.commit(partial, name, self._write(partial))
+            if self._channel is None:
+                name = folder.new_name(self._path, self._step)
+                partial = folder.begin(self._path, name)
+                self.checkpoint = folder.commit(partial, name, self._write(partial, self._write_tables(partial)))
+            else:
+                self.checkpoint = self._save_together(self._channel)
         except BaseException as error:
             if isinstance(error, OSError) and error.filename is None:
                 error.filename = str(self._path)
@@ -148,7 +165,7 @@ class Saving:
                 item.stop()
                 item.end(self.checkpoint is not None)
             self._on_end(self)
-        if self.checkpoint is not None:
+        if self.checkpoint is not None and (channel is None or channel.rank == 0):
             try:
                 folder.clean(self._path)
                 if self._keep:
@@ -156,8 +173,41 @@ class Saving:
             except OSError:
                 pass  # what is too much is removed after the next one
 
-    def _write(self, partial: Path) -> Manifest:
-        tables = self._write_tables(partial)
+    def _save_together(self, channel: Channel) -> Checkpoint:
+        """Write a checkpoint with other processes: each the files of its rows, the first one the rest."""
+        partial: Path | None = None
+
+        def begin() -> list[str]:
+            name = folder.new_name(self._path, self._step)
+            return [name, str(folder.begin(self._path, name))]
+
+        try:
+            name, where = _agree(channel, begin if channel.rank == 0 else None)[0]
+            partial = Path(where)
+
+            def write() -> list[list[dict[str, Any]]]:
+                if not partial.is_dir():
+                    raise UserError(f"{partial} is not there: all hosts are to see the folder of checkpoints")
+                return [[asdict(file) for file in table.files] for table in self._write_tables(partial)]
+
+            written = _agree(channel, write)
+            tables = [
+                replace(item.table, files=[RangeFile(**file) for files in written for file in files[number]])
+                for number, item in enumerate(self._items)
+            ]
+
+            def commit() -> str:
+                return folder.commit(partial, name, self._write(partial, tables)).manifest.to_text()
+
+            _agree(channel, commit if channel.rank == 0 else None)
+        except BaseException:
+            if channel.rank == 0 and partial is not None:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        path = self._path / name
+        return Checkpoint(path, read_manifest(path))
+
+    def _write(self, partial: Path, tables: list[Table]) -> Manifest:
         others = []
         if self._content.tensors:
             others.append(_write(partial, DENSE, [tensors_as_bytes(self._content.tensors)]))
@@ -177,7 +227,8 @@ class Saving:
             versions={"hostdev": hostdev.__version__, "torch": str(torch.__version__), "numpy": np.__version__},
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
-        if parent is None and content.state_sha256 is None:  # the files have all that it needs
+        alone = self._channel is None
+        if alone and parent is None and content.state_sha256 is None:  # the files have all that it needs
             layers = Layers([Checkpoint(partial, content)])
             content = replace(content, state_sha256=state_digest(layers, self._content.digest, self._content.tensors))
         return content
@@ -189,7 +240,8 @@ class Saving:
             buffers.put(np.empty(0, np.float32))
         with Workers(_WRITERS, "hostdev-checkpoint", _give_way) as pool:
             for number, item in enumerate(self._items):
-                (partial / "tables" / str(number)).mkdir(parents=True)
+                (partial / "tables" / str(number)).mkdir(parents=True, exist_ok=True)
+                first = item.first
                 written: list[Future[RangeFile]] = []
                 found.append(written)
                 for start, stop, ids in _ranges(item):
@@ -201,7 +253,11 @@ class Saving:
                     table = item.table
                     rows = RowsOf(start, ids, dict(zip((WEIGHTS, *table.slots), columns, strict=True)),
                                   dict(zip(table.row_slots, row_columns, strict=True)))  # fmt: skip
-                    name = f"tables/{number}/{len(written):06d}.arrow"
+                    if self._channel is not None:
+                        start, stop, ids = start + first, stop + first, None if ids is None else ids + first
+                        rows = RowsOf(start, ids, rows.columns, rows.row_columns)
+                    piece = f"{len(written):06d}.arrow"
+                    name = f"tables/{number}/{'' if self._channel is None else f'{self._channel.rank}-'}{piece}"
 
                     def write(
                         name: str = name, table: Table = table, start: int = start, stop: int = stop,
@@ -227,6 +283,23 @@ def in_words(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def _agree(channel: Channel, work: Callable[[], Any] | None) -> list[Any]:
+    """Do this process's part of some work, and return what each has come to; raises, in all, where one has failed."""
+    error: BaseException | None = None
+    found = None
+    try:
+        found = work() if work is not None else None
+    except BaseException as caught:
+        error = caught
+    told = channel.share([None if error is None else in_words(error), found])
+    if error is not None:
+        raise error
+    for rank, (why, _) in enumerate(told):
+        if why is not None:
+            raise UserError(f"rank {rank}: {why}")
+    return [each for _, each in told]
+
+
 def _give_way() -> None:
     """Let training have the cores first; this thread holds nothing that training waits for."""
     if sys.platform == "linux":  # where it is a matter of one thread
@@ -242,7 +315,7 @@ def _raise_first(written: list[Future[RangeFile]]) -> None:
 
 def _ranges(item: Item) -> Iterator[tuple[int, int, npt.NDArray[np.int64] | None]]:
     """Yield ranges of rows for a file each, with the rows in them that are to be saved; None for all."""
-    V, most = item.table.rows, rows_per_file(item.table)
+    V, most = item.table.rows if item.rows is None else item.rows, rows_per_file(item.table)
     if item.whole:
         yield from ((start, min(V, start + most), None) for start in range(0, V, most))
         return
@@ -287,11 +360,12 @@ def described(table: Any) -> Table:
     optimizer = table.optimizer
     return Table(
         name=table.name,
-        rows=table.rows,
+        rows=table.total_rows,
         dim=table.dim,
         optimizer=type(optimizer).__name__,
         hyperparameters=asdict(optimizer),
         slots=list(optimizer.slots),
         row_slots=list(optimizer.row_slots),
         step=table.step,
+        order="ids" if getattr(table, "part", None) is None else SPREAD,
     )

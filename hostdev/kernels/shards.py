@@ -79,6 +79,40 @@ def _sort(owners: Any, local: Any, ends: Any, places: Any, out: Any) -> None:
         out[np.uint64(place)] = local[i]
 
 
+@kernel
+def _positions(ids: Any, multiplier: Any, rows: Any, out: Any) -> None:
+    for i in range(len(ids)):
+        out[i] = np.uint64(ids[i]) * np.uint64(multiplier) % np.uint64(rows)
+
+
+def positions_of(ids: Ids, rows: int) -> npt.NDArray[np.int64]:
+    """Return the positions, int64 [N], of ids [N] of a table of V rows."""
+    out = np.empty(len(ids), np.int64)
+    _positions(ids, multiplier_of(rows), rows, out)
+    return out
+
+
+@kernel
+def _ids_of(positions: Any, inverse: Any, rows: Any, out: Any) -> None:
+    """By doubling, as a product may be too large."""
+    V, one = np.uint64(rows), np.uint64(1)
+    for i in range(len(positions)):
+        left, value, total = np.uint64(positions[i]), np.uint64(inverse), np.uint64(0)
+        while left:
+            if left & one:
+                total = (total + value) % V
+            value = (value + value) % V
+            left >>= one
+        out[i] = total
+
+
+def ids_of(positions: Ids, rows: int) -> npt.NDArray[np.int64]:
+    """Return the ids, int64 [N], at positions [N] of a table of V rows."""
+    out = np.empty(len(positions), np.int64)
+    _ids_of(positions, pow(multiplier_of(rows), -1, rows) if rows > 1 else 0, rows, out)
+    return out
+
+
 def partition(ids: Ids, rows: int, ranks: int) -> tuple[Ids, Places, npt.NDArray[np.int64]]:
     """Sort unique ids by the rank that holds their rows.
 

@@ -26,7 +26,7 @@ from hostdev.device.ops import ops_for
 from hostdev.models import registry
 from hostdev.models.model import Model
 from hostdev.predict.rows import as_batch, as_columns, as_mapping, names_of
-from hostdev.predict.tables import MappedTable
+from hostdev.checkpoint.lookup import MappedTable
 from hostdev.runtime.features import FeatureIds, read_ids
 from hostdev.runtime.spec import Feature
 

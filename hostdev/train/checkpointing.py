@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hostdev.checkpoint.checkpoints import Checkpoints
-from hostdev.checkpoint.folder import FOLDER, Chain, Checkpoint, is_checkpoint, is_there, names_in
+from hostdev.checkpoint.folder import FOLDER, Chain, Checkpoint, chain_of, is_checkpoint, is_there, names_in
 from hostdev.checkpoint.loading import newest_whole, values_of
 from hostdev.checkpoint.saving import Saving, in_words
 from hostdev.core.errors import UserError
 from hostdev.core.progress import note
 from hostdev.data.manifest import FILE_NAME as DATA_MANIFEST
 from hostdev.data.manifest import Manifest
+from hostdev.parallel.ranks import SAVE, Ranks
 from hostdev.train.build import model_of
 from hostdev.train.config import TrainConfig
 from hostdev.train.quality import Quality
@@ -113,6 +114,16 @@ def find(settings: TrainConfig, data: Manifest) -> tuple[Start | None, str]:
     return start, "\n".join([*lines, f"resume   {start.path}, after step {start.more['progress']['steps']:,}"])
 
 
+def find_together(settings: TrainConfig, data: Manifest, ranks: Ranks) -> tuple[Start | None, str]:
+    """Do `find` as several processes: the first looks, and checks what it finds; all go on from the same."""
+    start, line = find(settings, data) if ranks.rank == 0 else (None, "")
+    told = ranks.control.share([None if start is None else str(start.path.resolve()), line])[0]
+    if ranks.rank and told[0] is not None:
+        chain = chain_of(Path(told[0]))
+        start = Start(chain, values_of(chain)["more"])
+    return start, told[1]
+
+
 def _require_same(settings: TrainConfig, data: Manifest, start: Start) -> None:
     then = _BEFORE | start.more["settings"]
     if (name := _differing(settings, then, data)) is not None:
@@ -192,6 +203,7 @@ class Saver:
 
     prepare  brings the tables up to date; what it raises is no failure to save
     save     begins to save one: called with where to, the step, and a digest of the state where that is known
+    ranks    processes that save together; all call what one calls
     """
 
     def __init__(
@@ -200,11 +212,13 @@ class Saver:
         path: Path,
         prepare: Callable[[], None],
         save: Callable[[Checkpoints, int, str | None], Saving],
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks
         self._every = settings.checkpoint_every
         self._seconds = settings.checkpoint_minutes and settings.checkpoint_minutes * 60
         self._prepare, self._save = prepare, save
-        self.to = Checkpoints(path, keep=settings.keep_checkpoints or KEEP, hold=True)
+        self.to = Checkpoints(path, keep=settings.keep_checkpoints or KEEP, hold=True, ranks=ranks)
         self._last_began = time.monotonic()
         self._saving: Saving | None = None
         self._step = 0  # of the last attempt
@@ -236,11 +250,15 @@ class Saver:
     def is_due(self, step: int) -> bool:
         """Tell whether a checkpoint is to be saved after this step."""
         self._look()
-        if self._every is not None and step % self._every == 0:
-            return True
-        return self._seconds is not None and (
+        due = self._every is not None and step % self._every == 0
+        late = self._seconds is not None and (
             time.monotonic() - self._last_began >= self._seconds and not self.to.is_saving
         )  # fmt: skip
+        if self._ranks is None:
+            return due or late
+        due |= bool(self._ranks.told[SAVE])  # in the last step, by the first
+        self._ranks.telling[SAVE] = int(late and not due and self._ranks.rank == 0)
+        return due
 
     def save(self, step: int, state_sha256: str | None = None) -> None:
         """Begin to save a checkpoint of after this step; nothing is raised where that fails."""

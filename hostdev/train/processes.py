@@ -22,6 +22,7 @@ from hostdev.kernels.pool import host_threads, set_host_threads
 from hostdev.parallel.place import Place, find
 from hostdev.parallel.ranks import PeerLostError, Ranks
 from hostdev.train.config import TrainConfig, to_flags
+from hostdev.train.interrupt import Interrupted
 from hostdev.train.rundir import RunDir
 
 OUTPUT = "output.log"
@@ -56,7 +57,7 @@ class _Output(io.TextIOBase):
 class Company:
     """The ranks of a training run, as the command sees them.
 
-    ranks    that have met
+    ranks    that have met; root: the run directory of all
     on_fault completes what must not be lost before the process ends for another's failure; set by the run
     """
 
@@ -83,7 +84,7 @@ class Company:
 
     def folder(self, made: Path | None) -> Path:
         """Return where this rank's files go: `made` by rank 0, a folder in it for another."""
-        root = Path(self.ranks.text_of_first(str(made)))
+        self.root = root = Path(self.ranks.text_of_first(str(made)))
         if self._place.rank == 0:
             return root
         mine = root / f"rank{self._place.rank}"
@@ -124,6 +125,9 @@ def joined(settings: TrainConfig) -> Iterator[Company | None]:
     try:
         yield company
         company.ranks.leave()
+    except Interrupted:  # all were, after the same step
+        company.ranks.leave()
+        raise
     except PeerLostError:
         time.sleep(_FAULT_SECONDS)  # the watch finds out which rank it was, and ends the process
         raise

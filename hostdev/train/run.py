@@ -41,6 +41,7 @@ from hostdev.train.quality import Point, Quality
 from hostdev.train.sample import TrainingSample
 from hostdev.train.trainer import NonFiniteLossError, Result, Trainer
 
+_RANKS_DEADLINE_SECONDS = 10.0
 _SAMPLE = 1000  # rows, of which a batch's ids are looked at before the first step
 
 
@@ -113,8 +114,8 @@ class Run:
             self.saver: Saver | None = None
             if settings.saves:
                 self._data_files = checkpointing.data_files(data, found)
-                path = checkpointing.folder_of(settings, self.files.path)
-                self.saver = Saver(settings, path, self.trainer.runtime.write_back, self._save)
+                path = checkpointing.folder_of(settings, company.root if company is not None else self.files.path)
+                self.saver = Saver(settings, path, self.trainer.runtime.write_back, self._save, self.ranks)
                 self.saver.start(start.chain if start is not None else None, self.trainer.tables.values())
         except BaseException:
             self.discard()
@@ -454,8 +455,6 @@ def train(settings: TrainConfig) -> dict[str, Any]:
 def _train(settings: TrainConfig, company: Company | None) -> dict[str, Any]:
     if company is not None:
         settings = resolved(settings, company.ranks.size)
-        if settings.saves or settings.resume is not None:
-            raise UserError("several processes do not save checkpoints yet; leave --checkpoint-every and --resume out")
     data = settings.data
     if data is None:
         if company is not None and company.ranks.rank:
@@ -473,9 +472,12 @@ def _train(settings: TrainConfig, company: Company | None) -> dict[str, Any]:
         return run.abandon() if run is not None else "interrupted before the first step"
 
     start = None
-    with GracefulStop(on_deadline, None if settings.saves else DEADLINE_SECONDS) as stop, _memory_in_words():
+    with GracefulStop(on_deadline, _deadline(settings, company)) as stop, _memory_in_words():
         if settings.resume is not None:
-            start, line = checkpointing.find(settings, found)
+            if company is None:
+                start, line = checkpointing.find(settings, found)
+            else:
+                start, line = checkpointing.find_together(settings, found, company.ranks)
             print(line, flush=True)
         run = Run(settings, data, found, start, company)
         if company is not None:
@@ -514,6 +516,13 @@ def _train(settings: TrainConfig, company: Company | None) -> dict[str, Any]:
     if run.saver is not None and run.saver.failed is not None:
         raise run.not_saved()
     return summary
+
+
+def _deadline(settings: TrainConfig, company: Company | None) -> float | None:
+    """Return how many seconds a step has after a signal; with other ranks it ends with them."""
+    if settings.saves:
+        return None
+    return DEADLINE_SECONDS if company is None else _RANKS_DEADLINE_SECONDS
 
 
 @contextmanager

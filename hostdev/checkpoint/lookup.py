@@ -6,11 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.checkpoint.folder import Chain
-from hostdev.checkpoint.layers import Layers, mapped
-from hostdev.checkpoint.ranges import WEIGHTS, parse_range
+from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, mapped, parse_range, require_covered
 from hostdev.core.ids import checked_ids
 from hostdev.kernels.jit import address_of, array_at, kernel
 from hostdev.kernels.pool import grain_of, parallel_for
+from hostdev.kernels.shards import positions_of
 
 Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[Any]
@@ -52,15 +52,19 @@ def _copy(start: Any, stop: Any, ids: Any, layers: Any, files: Any, out: Any) ->
 
 
 class MappedTable:
-    """The weights of one table, float32 [rows, dim], read where they are looked up; several threads may.
+    """A column of one table, its weights or one of its slots, float32 [rows, dim], read where it is looked up.
+
+    Several threads may look up.
 
     chain  a whole checkpoint and what adds to it; only the manifests are trusted to have been looked at
     """
 
-    def __init__(self, chain: Chain, name: str) -> None:
+    def __init__(self, chain: Chain, name: str, column: str = WEIGHTS) -> None:
         about = chain[-1].manifest.table(name)
-        self.name, self.rows, self.dim = name, about.rows, about.dim
-        Layers(chain).ranges(name)  # no gaps
+        self.name, self.rows = name, about.rows
+        self.dim = 1 if column in about.row_slots else about.dim
+        self._spread = about.order == SPREAD
+        require_covered(chain, name)
         self._held: list[Any] = []  # the memory that `files` points into
         found: list[list[int]] = []
         layers = [0]
@@ -69,7 +73,7 @@ class MappedTable:
             for file in sorted(table.files, key=lambda file: file.start):
                 path = checkpoint.path / file.file
                 rows = parse_range(path, mapped(path), table, file, check_rows=False)
-                weights = rows.columns[WEIGHTS]
+                weights = rows.row_columns[column] if column in about.row_slots else rows.columns[column]
                 self._held += [weights, rows.ids]
                 ids = 0 if rows.ids is None else int(address_of(rows.ids))
                 found.append([file.start, file.stop, len(rows), ids, int(address_of(weights))])
@@ -80,5 +84,7 @@ class MappedTable:
         """Return the rows of ids int32 or int64 [N], a copy float32 [N, D]; raises as `HostTable.lookup`."""
         ids = checked_ids(ids, self.rows, self.name)
         out = np.empty((len(ids), self.dim), np.float32)
+        if self._spread:
+            ids = positions_of(ids, self.rows)
         parallel_for(_copy, len(ids), ids, self._layers, self._files, out, grain=grain_of(4 * self.dim))
         return out
