@@ -1,8 +1,10 @@
 """What two checkpoints hold differently."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hostdev.checkpoint.folder import Chain
@@ -10,6 +12,8 @@ from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import Table
 from hostdev.checkpoint.ranges import WEIGHTS
 from hostdev.checkpoint.state import tensors_of
+
+Rows = npt.NDArray[np.float32]
 
 
 def differences(one: Chain, other: Chain) -> list[str]:
@@ -40,7 +44,7 @@ def _of_table(a: Layers, b: Layers, mine: Table, theirs: Table) -> list[str]:
             continue
         count, first, most = 0, -1, 0.0
         begin = 0
-        for x, y in zip(a.column(mine.name, column), b.column(mine.name, column), strict=True):
+        for x, y in _side_by_side(a.column(mine.name, column), b.column(mine.name, column)):
             rows = np.flatnonzero((x.view(np.uint32) != y.view(np.uint32)).any(1))
             if len(rows):
                 first = begin + int(rows[0]) if first < 0 else first
@@ -53,6 +57,19 @@ def _of_table(a: Layers, b: Layers, mine: Table, theirs: Table) -> list[str]:
                 f"by at most {most:.3g}"
             )
     return lines
+
+
+def _side_by_side(ours: Iterator[Rows], theirs: Iterator[Rows]) -> Iterator[tuple[Rows, Rows]]:
+    """Yield the same rows of both, which come in pieces of different lengths."""
+    x = y = np.empty((0, 0), np.float32)
+    while True:
+        x = next(ours, None) if not len(x) else x
+        y = next(theirs, None) if not len(y) else y
+        if x is None or y is None:
+            return
+        n = min(len(x), len(y))
+        yield x[:n], y[:n]
+        x, y = x[n:], y[n:]
 
 
 def _of_tensors(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:

@@ -144,10 +144,10 @@ def _differing(settings: TrainConfig, then: Mapping[str, Any], data: Manifest) -
     if not found or not set(found) <= set(IN_EFFECT):
         return next((name for name in found if name not in IN_EFFECT), None)
     mine = _in_effect(settings, data)
-    for name in found:
-        if _in_effect(replace(settings, **{name: then[name]}), data) != mine:
-            return name
-    return None
+    if _in_effect(replace(settings, **{name: then[name] for name in found}), data) == mine:
+        return None
+    alone = (name for name in found if _in_effect(replace(settings, **{name: then[name]}), data) != mine)
+    return next(alone, found[0])
 
 
 def _in_effect(settings: TrainConfig, data: Manifest) -> tuple[Any, ...]:

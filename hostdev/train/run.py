@@ -362,8 +362,12 @@ class Run:
             self.trace.unlink(missing_ok=True)
 
     def _write_summary(self, status: str, digest: str | None) -> dict[str, Any]:
-        with naming(self.files.path):
-            self.log.flush()
+        try:
+            with naming(self.files.path):
+                self.log.flush()
+        except OSError:
+            self.files.close()
+            raise
         self.log.write_to(None)
         self.timeline.close()
         content = self._summarise(status, digest)
@@ -482,9 +486,13 @@ def _train(settings: TrainConfig, company: Company | None) -> dict[str, Any]:
         run = Run(settings, data, found, start, company)
         if company is not None:
             company.on_fault = run.abandon
-        run.files.write_config(
-            {**settings.as_json(), "data": str(data), "versions": _versions(), "preprocess": found.options}
-        )
+        config = {**settings.as_json(), "data": str(data), "versions": _versions(), "preprocess": found.options}
+        try:
+            run.files.write_config(config)
+        except OSError:
+            run.close_saver(save=False)
+            run.discard()
+            raise
         rows = {split: found.rows(split) for split in ("train", "test")}
         device = backend.describe(run.device)
         checkpoints = run.saver.describe() if run.saver is not None else None

@@ -331,10 +331,19 @@ class Trainer:
         self.runtime.write_back()
         tensors: dict[str, Tensor] = {}
         dense = {"model": self.model.state_dict(), "optimizer": self.adam.state_dict()}
-        state = {"dense": to_tree(dense, tensors), "random": to_tree(_random_states(self._device), tensors, "random"),
+        state = {"dense": to_tree(dense, tensors), "random": to_tree(self._random_states(), tensors, "random"),
                  "more": to_tree(more, tensors, "more")}  # fmt: skip
         content = Content(state, tensors, dict(files), names_in_checkpoint(self.model, self.adam))
         return to.save(self.tables.values(), step, content, state_sha256=state_sha256)
+
+    def _random_states(self) -> dict[str, Tensor]:
+        """Return the states of torch's generators, which layers such as dropout draw from."""
+        if self._micro_batches > 1:
+            return {}  # each micro-batch begins anew
+        states = {"cpu": torch.get_rng_state()}
+        if _has_generator(self._device):
+            states[self._device.type] = torch.get_device_module(self._device).get_rng_state(self._device)
+        return states
 
     def load(self, chain: Chain) -> Any:
         """Load a checkpoint that is whole; return its `more`. UserError, before anything changes, for another model."""
@@ -373,20 +382,13 @@ def _of_all(ranks: Ranks, sizes: list[int], *arrays: npt.NDArray[Any]) -> list[n
     return found
 
 
-def _random_states(device: torch.device) -> dict[str, Tensor]:
-    """Return the states of torch's generators, which layers such as dropout draw from."""
-    states = {"cpu": torch.get_rng_state()}
-    if _has_generator(device):
-        states[device.type] = torch.get_device_module(device).get_rng_state(device)
-    return states
-
-
 def _has_generator(device: torch.device) -> bool:
     return is_accelerator(device) and hasattr(torch.get_device_module(device), "set_rng_state")
 
 
 def _set_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states["cpu"])
+    if "cpu" in states:
+        torch.set_rng_state(states["cpu"])
     if _has_generator(device) and device.type in states:
         torch.get_device_module(device).set_rng_state(states[device.type], device)
 

@@ -102,8 +102,8 @@ def test_features_that_are_none():
             Runtime(features)
     for wrong, what in [
         ("t", "'t'"),
-        (torch.nn.Embedding(2, 2), "a Embedding"),
-        ((table, 3), "a int"),
+        (torch.nn.Embedding(2, 2), "an Embedding"),
+        ((table, 3), "an int"),
         (None, "a None"),
     ]:
         with pytest.raises(TypeError, match=f"feature 'x': its ids come from a hostdev.HostTable .* not from {what}"):
