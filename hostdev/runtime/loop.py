@@ -195,7 +195,8 @@ class _Loop:
         with torch.set_grad_enabled(any(leaf.trained for group in self._leaves for leaf in group)):
             features = [spec.features for spec in runtime.group_specs]
             values = values_of(runtime.wanted, features, self._leaves, uses, [ids.shape for ids in micro.ids])
-        rows = Rows(flight, uses, self._leaves, values, runtime.staging, self._flags(), due=not self._micros)
+        order = list(dict.fromkeys(at for wanted in runtime.wanted for at in wanted.tables))
+        rows = Rows(flight, uses, self._leaves, values, order, runtime.staging, self._flags(), due=not self._micros)
         self._rows.append(rows)
         return batch, rows
 

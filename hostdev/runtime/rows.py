@@ -150,6 +150,7 @@ class Rows(Mapping[str, Value]):
         uses: Sequence[GroupUses],
         leaves: Sequence[Sequence[Leaf]],
         values: dict[str, Value],
+        order: Sequence[tuple[int, int]],
         staging: Staging,
         flags: tuple[Tensor, Tensor] | None,
         *,
@@ -157,6 +158,7 @@ class Rows(Mapping[str, Value]):
     ) -> None:
         self._flight, self._staging, self._flags, self._due = flight, staging, flags, due
         self._uses, self._leaves, self._values = uses, leaves, values
+        self._order = order  # of each table its group, and its place in that: as the features name them
         self._unique: dict[str, Tensor] = {}
         self.guarded: tuple[Tensor, Outcome] | None = None  # by `guard`: the flag on the device, and what comes of it
         self.over = False
@@ -180,8 +182,8 @@ class Rows(Mapping[str, Value]):
 
     @property
     def leaves(self) -> list[Leaf]:
-        """The unique rows of every table that is trained."""
-        return [leaf for group in self._leaves for leaf in group if leaf.trained]
+        """The unique rows of every table that is trained, in an order that does not depend on where the tables are."""
+        return [leaf for group, place in self._order if (leaf := self._leaves[group][place]).trained]
 
     def parameters(self) -> list[Tensor]:
         """Return the rows as parameters whose gradients a clip by norm is to see and to scale; after `backward`.
@@ -276,7 +278,8 @@ class Rows(Mapping[str, Value]):
     def end(self) -> None:
         """Let go of everything: the loop has come back."""
         self.over = True
-        self._leaves, self._uses, self._values, self._unique, self.guarded = [], [], {}, {}, None
+        self._leaves, self._uses, self._values, self._unique, self._order = [], [], {}, {}, []
+        self.guarded = None
 
     def _require_open(self) -> None:
         if self.over:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
@@ -174,6 +174,16 @@ def check(draw, device):
 QUIET = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
 
 
+# One of three tables that a feature names lies on the device, and so in another group: the norm of a clip is the same.
+_PLAIN = TableDraw(1, 1, hostdev.LazyAdam, False, None)
+_CLIPPED = Draw(
+    0, [_PLAIN, _PLAIN._replace(on_device=True), _PLAIN, _PLAIN._replace(rows=7)],
+    [FeatureDraw((0, 3, 1), None, None, "float32", "one", weighted) for weighted in (False, True)],
+    0, 1, set(), set(), 1, True, False, {},
+)  # fmt: skip
+
+
+@example(_CLIPPED)
 @settings(max_examples=12 if devices() == ["standin"] else 40, **QUIET)
 @given(models())
 def test_any_model_has_the_bits_of_a_serial_loop(device, draw):
