@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -170,19 +170,24 @@ def spawn(settings: TrainConfig) -> int:
     if not find().alone:
         raise UserError("--spawn starts processes, but a launcher has started this one as one of several; leave it out")
     require_shares(settings, settings.spawn)
-    flags = to_flags(replace(settings, spawn=None))
+    command = [sys.executable, "-m", "hostdev.train", *to_flags(replace(settings, spawn=None))]
+    return wait_for(start_here(settings.spawn, command))
+
+
+def start_here(ranks: int, command: Sequence[str], **how: Any) -> "list[subprocess.Popen[bytes]]":
+    """Start so many processes of a command on this host, which meet one another; `how` as `subprocess.Popen` has it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(settings.spawn),
-              "LOCAL_WORLD_SIZE": str(settings.spawn)}  # fmt: skip
-    command = [sys.executable, "-m", "hostdev.train", *flags]
-    processes = [
-        subprocess.Popen(command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                         preexec_fn=end_with_parent if sys.platform == "linux" else None)
-        for rank in range(settings.spawn)
-    ]  # fmt: skip
-    return wait_for(processes)
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks),
+              "LOCAL_WORLD_SIZE": str(ranks)}  # fmt: skip
+    end = end_with_parent if sys.platform == "linux" else None
+    return [
+        subprocess.Popen(
+            command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, preexec_fn=end, **how
+        )  # fmt: skip
+        for rank in range(ranks)
+    ]
 
 
 def end_with_parent() -> None:

@@ -1,13 +1,9 @@
 """python -m hostdev.verify: train a few steps in every mode on the user's data, and compare all bits of every step."""
 
-if __name__ == "__main__":  # first of all, as the imports take seconds: Ctrl-C ends these, too, with one line
-    from hostdev.core import cli
-
-    raise SystemExit(cli.run_module("hostdev.verify"))
-
 import argparse
 import gc
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -30,6 +26,7 @@ from hostdev.kernels.buffers import identity
 from hostdev.kernels.fingerprint import hash_rows
 from hostdev.kernels.pool import host_threads, set_host_threads
 from hostdev.models.model import Model
+from hostdev.parallel.ranks import Ranks
 from hostdev.runtime.spec import CacheSpec
 from hostdev.train import config
 from hostdev.train.build import device_of, groups_of, ids_of, model_of, seed_torch, vector_tables
@@ -127,18 +124,24 @@ def caches(mode: Mode, model: Model, batches: Sequence[Batch]) -> dict[str, Cach
     return specs
 
 
-def train(settings: TrainConfig, mode: Mode, batches: Sequence[Batch], schema: Schema, broken: int | None) -> Record:
-    """Train on batches and record every step.
+def train(
+    settings: TrainConfig, mode: Mode, batches: Sequence[Batch], schema: Schema, broken: int | None,
+    micro_batches: int = 1, ranks: Ranks | None = None,
+) -> Record:  # fmt: skip
+    """Train on batches, or with other ranks on this one's parts of them, and record every step, of the rows here.
 
     broken  a group whose reads do not wait for the updates of earlier batches: what is to be caught
     """
     set_host_threads(mode.threads)
     record = Record([{} for _ in batches], [], "")
+    ids_here: list[Any] = []  # of the rows of each group; None where all are
     names: list[list[Any]] = []  # of the tables, by group; the trainer itself would be kept by what it calls
     seed_torch(settings.seed)
     model = model_of(settings, schema)
 
     def after_update(number: int, group: int, ids: Any, places: list[tuple[Any, Any]]) -> None:
+        if ids_here[group] is not None:
+            ids = ids_here[group][ids]
         for (name, slots), (block, at) in zip(names[group], places, strict=True):
             _add_rows(record.steps[number - 1], name, slots, ids, block, at)
 
@@ -150,10 +153,12 @@ def train(settings: TrainConfig, mode: Mode, batches: Sequence[Batch], schema: S
     trainer = Trainer(
         model, host_device_mix=mode.host_device_mix, device=backend.select(settings.device), l2=settings.l2,
         precision=settings.precision, seed=settings.seed, lr=settings.lr, depth=mode.depth,
-        cache=caches(mode, model, batches), after_update=after_update, **fault,
+        cache=caches(mode, model, batches), after_update=after_update, micro_batches=micro_batches, ranks=ranks, **fault,
     )  # fmt: skip
     for group in trainer.runtime.group_specs:
         names.append([(table.name, ["weights", *table.slots]) for table in group.tables])
+        table = group.tables[0]
+        ids_here.append(None if ranks is None else table.ids(0, table.rows))  # type: ignore[union-attr]
     with bar(len(batches), str(mode), "step") as progress:
         for number, result in enumerate(trainer.train(batches)):
             record.losses.append(tuple(result.value))
@@ -219,20 +224,34 @@ def _in_order(rows: tuple[npt.NDArray[Any], Hashes]) -> tuple[npt.NDArray[Any], 
     return rows[0][order], rows[1][order]
 
 
-def verify(settings: TrainConfig, steps: int, *, fault: bool, report: Callable[[str], None] = print) -> list[int]:
+def size_of(settings: TrainConfig, reader: ShardReader, steps: int) -> int:
+    """Return the rows of a step."""
+    reader.require(settings.batch_size or 1)
+    return settings.batch_size or min(config.REFERENCE_BATCH_SIZE, -(-reader.rows // steps))
+
+
+def batches_of(reader: ShardReader, size: int, seed: int, steps: int, part: tuple[int, int] = (0, 1)) -> list[Batch]:
+    """Return the batches of so many steps, or parts of them."""
+    epochs = (reader.batches(size, seed=seed, epoch=epoch, part=part) for epoch in itertools.count(1))
+    return list(itertools.islice(itertools.chain.from_iterable(epochs), steps))
+
+
+def verify(
+    settings: TrainConfig, steps: int, *, fault: bool, report: Callable[[str], None] = print,
+    worlds: Sequence[int] = (), micro_batches: int = 1,
+) -> list[int]:  # fmt: skip
     """Train in every mode and report how each compares with the serial run.
 
+    worlds   numbers of processes, which share out so many micro-batches: to be compared with one process
     fault    break the rule that a batch sees a row only after every earlier batch's update of it, in each group in turn
     returns  how many modes differ; with faults, of each group
     """
     data = settings.data or lookalike.ensure()[0]
     found = manifest.read(data)
     reader = ShardReader(data, found, "train")
-    reader.require(settings.batch_size or 1)
-    size = settings.batch_size or min(config.REFERENCE_BATCH_SIZE, -(-reader.rows // steps))
+    size = size_of(settings, reader, steps)
     device = device_of(settings.device, tf32=settings.tf32)
-    epochs = (reader.batches(size, seed=settings.seed, epoch=epoch) for epoch in itertools.count(1))
-    batches = list(itertools.islice(itertools.chain.from_iterable(epochs), steps))
+    batches = batches_of(reader, size, settings.seed, steps)
     model = model_of(settings, found.schema)
     groups, dims = groups_of(model), sorted({spec.dim for spec in vector_tables(model).values()})
     report(f"data     {data}: {steps} steps of {size:,} rows, {found.schema.rows:,} ids")
@@ -247,7 +266,12 @@ def verify(settings: TrainConfig, steps: int, *, fault: bool, report: Callable[[
     expected = train(settings, reference, batches, found.schema, None)
     report(f"{reference!s}{expected.digest[:16]}  the reference")
     if not fault:
-        return [_compare_all(settings, others, batches, found.schema, None, expected, report)]
+        different = [_compare_all(settings, others, batches, found.schema, None, expected, report)]
+        if worlds:
+            from hostdev.verify.processes import compare_worlds
+
+            different[0] += compare_worlds(settings, reference, batches, found.schema, worlds, micro_batches, report)
+        return different
     overlapped = [mode for mode in others if mode.host_device_mix and mode.depth]
     different = []
     for number, tables in enumerate(groups):
@@ -283,6 +307,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps per mode (default 20)")
     parser.add_argument("--inject-fault", action="store_true", help=
         "test the test: let lookups run ahead of the updates that they need, which must be caught")  # fmt: skip
+    parser.add_argument("--processes", metavar="W,...", help=
+        "numbers of processes on this host to compare, too, such as 2,4")  # fmt: skip
+    parser.add_argument("--micro-batches", type=int, metavar="M", help=
+        "that they share out (the least that all of them can)")  # fmt: skip
     arguments = parser.parse_args(argv)
     return run(arguments)
 
@@ -292,7 +320,10 @@ def run(arguments: argparse.Namespace) -> int:
     settings = config.from_flags(arguments, OPTIONS)
     if arguments.steps < 2:
         raise UserError(f"--steps must be at least 2, not {arguments.steps}")
-    different = verify(settings, arguments.steps, fault=arguments.inject_fault)
+    worlds, micro_batches = _worlds(arguments)
+    different = verify(
+        settings, arguments.steps, fault=arguments.inject_fault, worlds=worlds, micro_batches=micro_batches
+    )  # fmt: skip
     if arguments.inject_fault:
         if not all(different):
             raise UserError("the injected fault was not caught: no two neighbouring batches share a row; use more rows")
@@ -302,3 +333,25 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print("\nall modes agree in every bit of every step")
     return EXIT_DIFFERENT if any(different) else 0
+
+
+def _worlds(arguments: argparse.Namespace) -> tuple[list[int], int]:
+    """Return the numbers of processes, and of the micro-batches that they share."""
+    if arguments.processes is None:
+        if arguments.micro_batches is not None:
+            raise UserError("--micro-batches has no effect without --processes; leave it out")
+        return [], 1
+    if arguments.inject_fault:
+        raise UserError("--processes does not go with --inject-fault; leave one of them out")
+    try:
+        worlds = [int(each) for each in arguments.processes.split(",")]
+    except ValueError:
+        raise UserError(f"--processes are numbers such as 2,4, not {arguments.processes!r}") from None
+    if min(worlds) < 2:
+        raise UserError(f"--processes are numbers from 2 on, not {arguments.processes}")
+    least = math.lcm(*worlds)
+    M = arguments.micro_batches or least
+    if M % least:
+        raise UserError(f"--micro-batches {M} cannot be shared out by {arguments.processes} processes; give {least}, "
+                        "or a multiple of it")  # fmt: skip
+    return worlds, M
