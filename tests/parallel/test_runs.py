@@ -72,7 +72,6 @@ def test_one_process_with_and_without_a_cache_and_overlap(alone, small_data, mor
 @pytest.mark.parametrize(
     ("start", "more"),
     [
-        (spawned, ()),
         (spawned, CACHED),
         (by_torchrun, SERIAL),
         (by_launch_of_torch, CACHED + SERIAL),

@@ -1,0 +1,87 @@
+"""A user's own loop over micro-batches, alone or as one of several processes.
+
+    python -m tests.parallel.own_loop FOLDER
+
+Writes what this rank has at the end, of every choice of what must not matter, to FOLDER/rankN.pickle.
+"""
+
+import hostdev.core.environment  # isort: skip
+
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import torch
+
+import hostdev
+from hostdev.parallel.place import find
+from hostdev.parallel.ranks import Ranks
+from tests.runtime import cases
+
+M = 4  # micro-batches of a step
+CHOICES = {"serial": {"depth": 0}, "overlapped": {"depth": 2}, "cached": {"depth": 2, "cache": "20%"}}
+
+
+def steps():
+    """Of each step M micro-batches: of different sizes, some without samples, and one step with one sample only."""
+    sizes = [(12, 5, 0, 9), (3, 3, 3, 3), (0, 0, 8, 0), (1, 0, 0, 0), (7, 12, 2, 1), (0, 4, 0, 4)]
+    made = [
+        [cases.batches_of(1, seed=10 * number + part, size=size)[0] for part, size in enumerate(step)]
+        for number, step in enumerate(sizes)
+    ]
+    return made, [sum(step) for step in sizes]
+
+
+def train(ranks, options):
+    """Train on all steps; what this rank's tables, the parameters and the losses have come to."""
+    torch.set_num_threads(1)
+    rank, size = (0, 1) if ranks is None else ranks.part()
+    part = None if ranks is None else ranks.part()
+    tables = {
+        name: hostdev.HostTable(
+            rows, cases.COLUMNS[name], cases.OPTIMIZERS[name](), name=name, seed=3, init=hostdev.Normal(0.5), part=part
+        )
+        for name, rows in cases.ROWS.items()
+    }
+    runtime = hostdev.Runtime(cases.features_of(tables), device="cpu", ranks=ranks, **options)
+    model = cases.Model()
+    adam = torch.optim.Adam(model.parameters(), lr=0.02)
+    each = M // size
+    made, samples = steps()
+    mine = [batch for step in made for batch in step[rank * each : (rank + 1) * each]]
+    losses = []
+    for label, rows in runtime.train(mine, ids=cases.ids, send=cases.send, micro_batches=each):
+        values = None
+        if len(label):
+            loss = cases.loss_of(model, rows, label) * (len(label) / samples[rows.step - 1])
+            loss.backward()
+            values = loss.detach().view(1)
+        found = rows.reduce(model.parameters(), values)
+        assert (found is None) != rows.is_due
+        if rows.is_due:
+            adam.step()
+            adam.zero_grad()
+            losses.append(found.tolist())
+    runtime.write_back()
+    return {
+        "losses": losses,
+        "dense": cases.dense_state(model, adam),
+        "tables": {
+            name: (table.step, table.ids(0, table.rows), table.block.copy(), table.row_slots.copy())
+            for name, table in tables.items()
+        },
+    }
+
+
+def main(folder):
+    place = find()
+    ranks = None if place.alone else Ranks(place, lambda rank, why: os._exit(3))
+    found = {name: train(ranks, options) for name, options in CHOICES.items()}
+    (Path(folder) / f"rank{place.rank}.pickle").write_bytes(pickle.dumps(found))
+    if ranks is not None:
+        ranks.leave()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
