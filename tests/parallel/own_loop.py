@@ -20,52 +20,83 @@ from hostdev.parallel.ranks import Ranks
 from tests.runtime import cases
 
 M = 4  # micro-batches of a step
-CHOICES = {"serial": {"depth": 0}, "overlapped": {"depth": 2}, "cached": {"depth": 2, "cache": "20%"}}
+CHOICES = {
+    "serial": {"depth": 0},
+    "overlapped": {"depth": 2},
+    "cached": {"depth": 2, "cache": "20%"},
+    "left in the middle": {"depth": 2, "leave_after": 3},
+}
+SPOILT = 3, 2  # of "not finite" the step, from 1, and the micro-batch whose gradients are not
 
 
-def steps():
+def made_steps():
     """Of each step M micro-batches: of different sizes, some without samples, and one step with one sample only."""
     sizes = [(12, 5, 0, 9), (3, 3, 3, 3), (0, 0, 8, 0), (1, 0, 0, 0), (7, 12, 2, 1), (0, 4, 0, 4)]
-    made = [
+    steps = [
         [cases.batches_of(1, seed=10 * number + part, size=size)[0] for part, size in enumerate(step)]
         for number, step in enumerate(sizes)
     ]
-    return made, [sum(step) for step in sizes]
+    return steps, [sum(step) for step in sizes]
 
 
-def train(ranks, options):
-    """Train on all steps; what this rank's tables, the parameters and the losses have come to."""
-    torch.set_num_threads(1)
-    rank, size = (0, 1) if ranks is None else ranks.part()
-    part = None if ranks is None else ranks.part()
-    tables = {
+def made_tables(part):
+    return {
         name: hostdev.HostTable(
             rows, cases.COLUMNS[name], cases.OPTIMIZERS[name](), name=name, seed=3, init=hostdev.Normal(0.5), part=part
         )
         for name, rows in cases.ROWS.items()
     }
+
+
+def train(ranks, options, *, spoilt=None):
+    """Train on all steps; what this rank's tables, the parameters and the losses have come to.
+
+    options  of the runtime, and after how many steps the loop is left, and another one goes on
+    """
+    torch.set_num_threads(1)
+    options = dict(options)
+    leave_after = options.pop("leave_after", None)
+    rank, size = (0, 1) if ranks is None else ranks.part()
+    tables = made_tables(ranks and ranks.part())
     runtime = hostdev.Runtime(cases.features_of(tables), device="cpu", ranks=ranks, **options)
     model = cases.Model()
     adam = torch.optim.Adam(model.parameters(), lr=0.02)
     each = M // size
-    made, samples = steps()
-    mine = [batch for step in made for batch in step[rank * each : (rank + 1) * each]]
-    losses = []
-    for label, rows in runtime.train(mine, ids=cases.ids, send=cases.send, micro_batches=each):
-        values = None
-        if len(label):
-            loss = cases.loss_of(model, rows, label) * (len(label) / samples[rows.step - 1])
-            loss.backward()
-            values = loss.detach().view(1)
-        found = rows.reduce(model.parameters(), values)
-        assert (found is None) != rows.is_due
-        if rows.is_due:
-            adam.step()
-            adam.zero_grad()
-            losses.append(found.tolist())
+    steps, samples = made_steps()
+    numbers = [(step, part) for step in range(len(steps)) for part in range(rank * each, (rank + 1) * each)]
+    source = iter([steps[step][part] for step, part in numbers])
+    losses, wrong, to_come, goes_on = [], None, iter(numbers), True
+    while goes_on:
+        goes_on = False
+        try:
+            for label, rows in runtime.train(source, ids=cases.ids, send=cases.send, micro_batches=each):
+                step, part = next(to_come)
+                values = None
+                if len(label):
+                    loss = cases.loss_of(model, rows, label) * (len(label) / samples[step])
+                    (loss * (float("inf") if (step + 1, part) == spoilt else 1.0)).backward()
+                    values = loss.detach().view(1)
+                found = rows.reduce(model.parameters(), values)
+                assert (found is None) != rows.is_due
+                if rows.is_due:
+                    adam.step()
+                    adam.zero_grad()
+                    losses.append(found.tolist())
+                    if len(losses) == leave_after:
+                        goes_on = True
+                        break
+        except hostdev.NonFiniteError as error:
+            wrong = str(error)
+    predicted = {}
+    if wrong is None:
+        mine = [steps[step][part] for step, part in numbers]
+        for number, (_, rows) in enumerate(runtime.predict(mine, ids=cases.ids)):
+            predicted[numbers[number]] = model(rows).tolist()
     runtime.write_back()
     return {
+        "wrong": wrong,
         "losses": losses,
+        "predicted": predicted,
         "dense": cases.dense_state(model, adam),
         "tables": {
             name: (table.step, table.ids(0, table.rows), table.block.copy(), table.row_slots.copy())
@@ -78,6 +109,7 @@ def main(folder):
     place = find()
     ranks = None if place.alone else Ranks(place, lambda rank, why: os._exit(3))
     found = {name: train(ranks, options) for name, options in CHOICES.items()}
+    found["not finite"] = train(ranks, CHOICES["overlapped"], spoilt=SPOILT)
     (Path(folder) / f"rank{place.rank}.pickle").write_bytes(pickle.dumps(found))
     if ranks is not None:
         ranks.leave()

@@ -27,13 +27,20 @@ def rows_by_id(*parts):
 
 
 def assert_same(parts, wanted):
+    predicted = {number: rows for part in parts for number, rows in part["predicted"].items()}
+    assert predicted == wanted["predicted"]
     for part in parts:
+        assert part["wrong"] is None
         assert part["losses"] == wanted["losses"]
         assert differing(part["dense"], wanted["dense"]) == []
+    assert_same_tables(parts, wanted, steps=len(wanted["losses"]))
+
+
+def assert_same_tables(parts, wanted, *, steps):
     for name, table in wanted["tables"].items():
         step, block, row_slots = rows_by_id(*(part["tables"][name] for part in parts))
         wanted_step, wanted_block, wanted_slots = rows_by_id(table)
-        assert step == wanted_step == len(wanted["losses"])
+        assert step == wanted_step == steps
         assert (block.shape, row_slots.shape) == (wanted_block.shape, wanted_slots.shape)
         assert block.tobytes() == wanted_block.tobytes(), name
         assert row_slots.tobytes() == wanted_slots.tobytes(), name
@@ -44,24 +51,41 @@ def test_one_process_with_and_without_overlap_and_a_cache(alone, choice):
     assert_same([own_loop.train(None, own_loop.CHOICES[choice])], alone)
 
 
-def run(processes, count, alone):
+@pytest.fixture(scope="module")
+def spoilt():
+    """What one process comes to, where the gradients of a micro-batch are not finite."""
+    return own_loop.train(None, own_loop.CHOICES["overlapped"], spoilt=own_loop.SPOILT)
+
+
+def test_gradients_that_are_not_finite(alone, spoilt):
+    """Nothing of that step, nor of later ones, comes to the tables."""
+    step, _ = own_loop.SPOILT
+    assert spoilt["wrong"].startswith(f"step {step}: a gradient of the rows of 'users', ")
+    assert spoilt["losses"][: step - 1] == alone["losses"][: step - 1]
+    assert {table[0] for table in spoilt["tables"].values()} == {step - 1}
+
+
+def run(processes, count, alone, spoilt):
     processes.start_ranks(count, "-m", "tests.parallel.own_loop", processes.folder)
     for process in processes.ended():
         assert process.code == 0, process
     found = [pickle.loads((processes.folder / f"rank{rank}.pickle").read_bytes()) for rank in range(count)]
     for choice in own_loop.CHOICES:
         assert_same([part[choice] for part in found], alone)
+    parts = [part["not finite"] for part in found]
+    assert {part["wrong"] for part in parts} == {spoilt["wrong"]}
+    assert_same_tables(parts, spoilt, steps=own_loop.SPOILT[0] - 1)
     held = [part["serial"]["tables"]["items"][1] for part in found]
     assert max(map(len, held)) <= -(-cases.ROWS["items"] // count)
 
 
-def test_two_processes(processes, alone):
-    run(processes, 2, alone)
+def test_two_processes(processes, alone, spoilt):
+    run(processes, 2, alone, spoilt)
 
 
 @pytest.mark.slow
-def test_four_processes(processes, alone):
-    run(processes, own_loop.M, alone)
+def test_four_processes(processes, alone, spoilt):
+    run(processes, own_loop.M, alone, spoilt)
 
 
 def step(case, label, rows, weight=0.5):
