@@ -13,6 +13,8 @@ from hostdev.parallel.exchange import Exchange
 from hostdev.parallel.place import Place
 from hostdev.parallel.ranks import Channel, Ranks
 from hostdev.train import __main__ as train
+from hostdev.train.config import TrainConfig
+from hostdev.train.processes import resolved
 from tests.parallel.processes import free_port
 
 MIX = ("--host-device-mix",)
@@ -96,6 +98,12 @@ def test_what_has_no_effect_in_one_process(refused, flags):
 )
 def test_wrong_options(refused, flags, words):
     assert words in refused(*MIX, *flags)
+
+
+def test_the_batch_of_all_is_that_of_each_times_their_number():
+    settings = resolved(TrainConfig(batch_per_rank=100, micro_batches=4), 4)
+    assert (settings.batch_size, settings.batch_per_rank) == (400, None)
+    assert settings.resolved() == TrainConfig(batch_size=400, micro_batches=4).resolved()
 
 
 def test_a_place_that_is_none(refused, monkeypatch):
