@@ -25,8 +25,8 @@ class Trained:
         return f"{vars(self)}"
 
 
-def flags_of(data, run_dir, *more, M=4):
-    """The flags of a small training: M micro-batches in each of 8 steps."""
+def flags_of(data, run_dir, *more, M=6):
+    """The flags of a small training: 8 steps of M micro-batches, of which two ranks have two nodes each."""
     fixed = ["--device", "cpu", "--host-device-mix", "--batch-size", 200, "--epochs", 1, "--max-steps", 8]
     return list(map(str, ["--data", data, *fixed, "--micro-batches", M, "--run-dir", run_dir, *more]))
 
@@ -44,7 +44,7 @@ def alone(tmp_path_factory):
     """Train in this process, once with each choice of flags."""
     done = {}
 
-    def train_alone(data, *more, M=4):
+    def train_alone(data, *more, M=6):
         key = (data, *more, M)
         if key not in done:
             folder = tmp_path_factory.mktemp("alone") / "run"

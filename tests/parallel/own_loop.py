@@ -19,19 +19,22 @@ from hostdev.parallel.place import find
 from hostdev.parallel.ranks import Ranks
 from tests.runtime import cases
 
-M = 4  # micro-batches of a step
+M = 6  # micro-batches of a step: of two ranks each has more than one node of the tree
 CHOICES = {
     "serial": {"depth": 0},
     "overlapped": {"depth": 2},
     "cached": {"depth": 2, "cache": "20%"},
     "left in the middle": {"depth": 2, "leave_after": 3},
 }
-SPOILT = 3, 2  # of "not finite" the step, from 1, and the micro-batch whose gradients are not
+SPOILT = 3, 4  # of "not finite" the step, from 1, and the micro-batch whose gradients are not
 
 
 def made_steps():
     """Of each step M micro-batches: of different sizes, some without samples, and one step with one sample only."""
-    sizes = [(12, 5, 0, 9), (3, 3, 3, 3), (0, 0, 8, 0), (1, 0, 0, 0), (7, 12, 2, 1), (0, 4, 0, 4)]
+    sizes = [
+        (12, 5, 0, 9, 2, 7), (3, 3, 3, 3, 3, 3), (6, 5, 4, 8, 6, 3), (1, 0, 0, 0, 0, 0), (0, 0, 0, 0, 8, 0),
+        (0, 4, 0, 4, 5, 0), (7, 2, 2, 1, 12, 9),
+    ]  # fmt: skip
     steps = [
         [cases.batches_of(1, seed=10 * number + part, size=size)[0] for part, size in enumerate(step)]
         for number, step in enumerate(sizes)

@@ -8,7 +8,7 @@ from hostdev.data import manifest
 from hostdev.data.batch import Batch
 from hostdev.data.preprocess.build import Options
 from hostdev.data.shards import ShardReader
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hostdev.core.micro_batches import Node, TreeSum, cut, nodes_of, tree_sum
@@ -57,18 +57,21 @@ def test_an_order_in_full():
     assert tree_sum(["a", None, "c", None, None, "f"], added) == "((a+c)+f)"
 
 
+@settings(deadline=None)
 @given(some)
 def test_the_sum_is_the_tree_of_all_levels(present):
     values = named(present)
     assert tree_sum(values, added) == by_levels(values)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 16), st.integers(1, 12), st.data())
 def test_ranks_come_to_what_one_process_does(ranks, each, data):
     values = named(data.draw(st.lists(st.booleans(), min_size=ranks * each, max_size=ranks * each)))
     assert in_parts(values, range(0, len(values) + 1, each)) == tree_sum(values, added)
 
 
+@settings(deadline=None)
 @given(some, st.data())
 def test_parts_of_unequal_size_come_to_the_same(present, data):
     values = named(present)
@@ -90,6 +93,7 @@ def test_the_first_of_two_may_be_changed():
     assert values[1::2] == [[1], [3], [5]]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 200), st.integers(0, 300))
 def test_nodes_lie_end_to_end_and_are_as_large_as_they_can_be(start, count):
     nodes = nodes_of(start, start + count)
@@ -102,6 +106,7 @@ def test_nodes_lie_end_to_end_and_are_as_large_as_they_can_be(start, count):
         assert first % (2 * size) or first + 2 * size > start + count
 
 
+@settings(deadline=None)
 @given(st.integers(0, 500), st.integers(1, 40), st.integers(1, 6))
 def test_a_cut_is_as_equal_as_it_can_be(rows, each, ranks):
     parts = cut(rows, each * ranks)
@@ -135,6 +140,7 @@ def made(size, rng):
     )
 
 
+@settings(deadline=None)
 @given(st.integers(0, 30), st.integers(1, 12), st.integers(0, 99))
 def test_a_batch_is_split_with_its_bags(size, parts, seed):
     batch = made(size, np.random.default_rng(seed))

@@ -50,7 +50,7 @@ def by_rank_table(processes, flags):
     processes.start(sys.executable, "-m", "hostdev.launch", *options, "--", *TRAIN, *flags, MASTER_PORT=free_port())
 
 
-def trained(processes, start, data, *more, M=4):
+def trained(processes, start, data, *more, M=6):
     """Train by several processes, which must succeed; what rank 0 and then rank 1 have come to."""
     folder = processes.folder / "run"
     start(processes, flags_of(data, folder, *more, M=M))
@@ -117,7 +117,7 @@ MODELS = {
     "bf16": ("--precision", "bf16"),
     "deepfm": ("--model", "deepfm"),
     "dlrm": ("--model", "dlrm"),
-    "dcn": ("--model", "dcn", "--table-optimizer", "rowwise_adagrad"),
+    "dcn": ("--model", "dcn", "--table-optimizer", "row_wise_adagrad"),
 }
 
 

@@ -84,8 +84,8 @@ def test_two_processes(processes, alone, spoilt):
 
 
 @pytest.mark.slow
-def test_four_processes(processes, alone, spoilt):
-    run(processes, own_loop.M, alone, spoilt)
+def test_three_processes(processes, alone, spoilt):
+    run(processes, 3, alone, spoilt)
 
 
 def step(case, label, rows, weight=0.5):

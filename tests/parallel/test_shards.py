@@ -54,6 +54,7 @@ def test_the_ids_of_all_ranks_are_all_ids(rows, ranks):
     np.testing.assert_array_equal(np.concatenate(found), ids)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10**12))
 def test_the_multiplier_is_prime_to_the_rows_and_fits(rows):
     multiplier = multiplier_of(rows)
