@@ -1,0 +1,122 @@
+"""A user's own loop over micro-batches, alone or as one of several processes.
+
+    python -m tests.parallel.own_loop FOLDER
+
+Writes what this rank has at the end, of every choice of what must not matter, to FOLDER/rankN.pickle.
+"""
+
+import hostdev.core.environment  # isort: skip
+
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import torch
+
+import hostdev
+from hostdev.parallel.place import find
+from hostdev.parallel.ranks import Ranks
+from tests.runtime import cases
+
+M = 6  # micro-batches of a step: of two ranks each has more than one node of the tree
+CHOICES = {
+    "serial": {"depth": 0},
+    "overlapped": {"depth": 2},
+    "cached": {"depth": 2, "cache": "20%"},
+    "left in the middle": {"depth": 2, "leave_after": 3},
+}
+SPOILT = 3, 4  # of "not finite" the step, from 1, and the micro-batch whose gradients are not
+
+
+def made_steps():
+    """Of each step M micro-batches: of different sizes, some without samples, and one step with one sample only."""
+    sizes = [
+        (12, 5, 0, 9, 2, 7), (3, 3, 3, 3, 3, 3), (6, 5, 4, 8, 6, 3), (1, 0, 0, 0, 0, 0), (0, 0, 0, 0, 8, 0),
+        (0, 4, 0, 4, 5, 0), (7, 2, 2, 1, 12, 9),
+    ]  # fmt: skip
+    steps = [
+        [cases.batches_of(1, seed=10 * number + part, size=size)[0] for part, size in enumerate(step)]
+        for number, step in enumerate(sizes)
+    ]
+    return steps, [sum(step) for step in sizes]
+
+
+def made_tables(part):
+    return {
+        name: hostdev.HostTable(
+            rows, cases.COLUMNS[name], cases.OPTIMIZERS[name](), name=name, seed=3, init=hostdev.Normal(0.5), part=part
+        )
+        for name, rows in cases.ROWS.items()
+    }
+
+
+def train(ranks, options, *, spoilt=None):
+    """Train on all steps; what this rank's tables, the parameters and the losses have come to.
+
+    options  of the runtime, and after how many steps the loop is left, and another one goes on
+    """
+    torch.set_num_threads(1)
+    options = dict(options)
+    leave_after = options.pop("leave_after", None)
+    rank, size = (0, 1) if ranks is None else ranks.part()
+    tables = made_tables(ranks and ranks.part())
+    runtime = hostdev.Runtime(cases.features_of(tables), device="cpu", ranks=ranks, **options)
+    model = cases.Model()
+    adam = torch.optim.Adam(model.parameters(), lr=0.02)
+    each = M // size
+    steps, samples = made_steps()
+    numbers = [(step, part) for step in range(len(steps)) for part in range(rank * each, (rank + 1) * each)]
+    source = iter([steps[step][part] for step, part in numbers])
+    losses, wrong, to_come, goes_on = [], None, iter(numbers), True
+    while goes_on:
+        goes_on = False
+        try:
+            for label, rows in runtime.train(source, ids=cases.ids, send=cases.send, micro_batches=each):
+                step, part = next(to_come)
+                values = None
+                if len(label):
+                    loss = cases.loss_of(model, rows, label) * (len(label) / samples[step])
+                    (loss * (float("inf") if (step + 1, part) == spoilt else 1.0)).backward()
+                    values = loss.detach().view(1)
+                found = rows.reduce(model.parameters(), values)
+                assert (found is None) != rows.is_due
+                if rows.is_due:
+                    adam.step()
+                    adam.zero_grad()
+                    losses.append(found.tolist())
+                    if len(losses) == leave_after:
+                        goes_on = True
+                        break
+        except hostdev.NonFiniteError as error:
+            wrong = str(error)
+    predicted = {}
+    if wrong is None:
+        mine = [steps[step][part] for step, part in numbers]
+        for number, (_, rows) in enumerate(runtime.predict(mine, ids=cases.ids)):
+            predicted[numbers[number]] = model(rows).tolist()
+    runtime.write_back()
+    return {
+        "wrong": wrong,
+        "losses": losses,
+        "predicted": predicted,
+        "dense": cases.dense_state(model, adam),
+        "tables": {
+            name: (table.step, table.ids(0, table.rows), table.block.copy(), table.row_slots.copy())
+            for name, table in tables.items()
+        },
+    }
+
+
+def main(folder):
+    place = find()
+    ranks = None if place.alone else Ranks(place, lambda rank, why: os._exit(3))
+    found = {name: train(ranks, options) for name, options in CHOICES.items()}
+    found["not finite"] = train(ranks, CHOICES["overlapped"], spoilt=SPOILT)
+    (Path(folder) / f"rank{place.rank}.pickle").write_bytes(pickle.dumps(found))
+    if ranks is not None:
+        ranks.leave()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

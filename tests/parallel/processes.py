@@ -1,0 +1,94 @@
+"""Several processes of one training: how tests start them, wait for them, and leave none behind."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.conftest import ROOT
+
+LONGEST = 280.0  # seconds that a training of a test may take on a busy machine
+_OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Ended(NamedTuple):
+    """A process that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def free_port():
+    """A port that nobody listens at now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+class Processes:
+    """Processes whose output goes to files; those that are there at the end of the context are killed.
+
+    folder  for their output, and the one that they run in
+    shared  a cache folder, which many may use
+    """
+
+    def __init__(self, folder, shared):
+        self.folder, self.shared = Path(folder), shared
+        self.started = []
+        self._files = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.started:
+            if process.poll() is None:
+                process.kill()
+        for process in self.started:
+            process.wait()
+
+    def start(self, *command, **env):
+        """Start one."""
+        number = len(self.started)
+        files = [self.folder / f"process{number}.{name}" for name in ("out", "err")]
+        clean = {name: value for name, value in os.environ.items() if name not in _OTHERS}
+        own = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(self.shared), "COLUMNS": "200"}
+        with files[0].open("wb") as out, files[1].open("wb") as err:
+            process = subprocess.Popen(
+                list(map(str, command)), cwd=self.folder, env={**clean, **own, **{k: str(v) for k, v in env.items()}},
+                stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+            )  # fmt: skip
+        self.started.append(process)
+        self._files.append(files)
+        return process
+
+    def start_ranks(self, count, *arguments, port=None, **env):
+        """Start so many Python processes as a shell's loop does."""
+        meeting = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port or free_port()}
+        return [self.start(sys.executable, *arguments, RANK=rank, **meeting, **env) for rank in range(count)]
+
+    def ended(self, seconds=LONGEST):
+        """Wait until all have ended; what they came to."""
+        wait_until(lambda: all(process.poll() is not None for process in self.started), seconds, self._told)
+        texts = [[path.read_text() for path in files] for files in self._files]
+        return [Ended(process.returncode, *text) for process, text in zip(self.started, texts, strict=True)]
+
+    def _told(self):
+        """What has been printed so far, for a test that fails."""
+        return "\n".join(
+            f"{path.name}: code {process.poll()}\n{path.read_text()}"
+            for process, files in zip(self.started, self._files, strict=True)
+            for path in files
+        )
+
+
+def wait_until(is_so, seconds=LONGEST, told=lambda: ""):
+    """Ask again and again; fails after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, f"not within {seconds} s; {told()}"
+        time.sleep(0.02)

@@ -1,0 +1,190 @@
+"""Options that do not go together with several processes, or only with them: a line that says what would."""
+
+import queue
+import socket
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from hostdev import UserError
+from hostdev.parallel.exchange import Exchange
+from hostdev.parallel.place import Place
+from hostdev.parallel.ranks import Channel, Ranks
+from hostdev.train import __main__ as train
+from hostdev.train.config import TrainConfig
+from hostdev.train.processes import resolved
+from tests.parallel.processes import free_port
+
+MIX = ("--host-device-mix",)
+
+
+@pytest.fixture
+def refused(in_process, small_data):
+    """The one line that a command ends with, before it has met or started anybody."""
+
+    def run(*flags):
+        code, out, err = in_process(train, "--data", small_data, "--device", "cpu", *flags)
+        assert (code, out) == (2, "")
+        assert err.startswith("hostdev.train: error: ")
+        assert err.count("\n") == 1
+        return err
+
+    return run
+
+
+@pytest.fixture
+def as_one_of(monkeypatch):
+    """Let a launcher have started this process as rank 0 of so many."""
+
+    def be(ranks):
+        where = {"RANK": 0, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        for name, value in where.items():
+            monkeypatch.setenv(name, str(value))
+
+    return be
+
+
+@pytest.mark.parametrize(("M", "ranks", "suggested"), [(1, 2, 2), (4, 3, 6), (6, 4, 8), (2, 8, 8)])
+def test_micro_batches_that_processes_cannot_share_out_equally(refused, as_one_of, M, ranks, suggested):
+    words = f"--micro-batches {M} cannot be shared out equally by {ranks} processes; give --micro-batches {suggested},"
+    assert words in refused(*MIX, "--micro-batches", M, "--spawn", ranks)
+    as_one_of(ranks)
+    assert words in refused(*MIX, "--micro-batches", M)
+
+
+def test_tables_on_the_device(refused, as_one_of):
+    words = "2 processes share the tables in host memory; give --host-device-mix"
+    assert words in refused("--micro-batches", 2, "--spawn", 2)
+    as_one_of(2)
+    assert words in refused("--micro-batches", 2)
+
+
+def test_spawn_under_a_launcher(refused, as_one_of):
+    as_one_of(2)
+    assert "--spawn starts processes, but a launcher has started this one as one of several; leave it out" in refused(
+        *MIX, "--micro-batches", 2, "--spawn", 2
+    )
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--dist-timeout", 5), ("--dist-backend", "gloo"), ("--dist-url", "env://"), ("--batch-per-rank", 100)],
+    ids=lambda flags: flags[0],
+)
+def test_what_has_no_effect_in_one_process(refused, flags):
+    assert f"{flags[0]} has no effect in one process; leave it out, or start several" in refused(*MIX, *flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            ("--batch-per-rank", 100, "--batch-size", 200),
+            "--batch-size is of all processes and --batch-per-rank of each",
+        ),
+        (("--dist-timeout", 0), "--dist-timeout must be a number above 0, not 0.0"),
+        (("--dist-timeout", "nan"), "--dist-timeout must be a number above 0, not nan"),
+        (("--dist-backend", "nccl"), "invalid choice: 'nccl'"),
+        (("--micro-batches", 0), "--micro-batches must be at least 1, not 0"),
+        (("--spawn", 0), "--spawn must be at least 1, not 0"),
+        (("--batch-per-rank", 0), "--batch-per-rank must be at least 1, not 0"),
+        (("--torch-threads", 0), "--torch-threads must be at least 1, not 0"),
+        (("--gradients", "sum"), "--gradients sum has no effect without --micro-batches"),
+        (("--l2", "table", "--micro-batches", 2), "--l2 table does not go with --micro-batches"),
+    ],
+    ids=str,
+)
+def test_wrong_options(refused, flags, words):
+    assert words in refused(*MIX, *flags)
+
+
+def test_the_batch_of_all_is_that_of_each_times_their_number():
+    settings = resolved(TrainConfig(batch_per_rank=100, micro_batches=4), 4)
+    assert (settings.batch_size, settings.batch_per_rank) == (400, None)
+    assert settings.resolved() == TrainConfig(batch_size=400, micro_batches=4).resolved()
+
+
+def test_a_place_that_is_none(refused, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "RANK is 3, but WORLD_SIZE is 2: ranks count from 0" in refused(*MIX, "--micro-batches", 2)
+
+
+def test_ranks_that_do_not_come(refused, as_one_of):
+    as_one_of(4)
+    assert "ranks 1, 2, 3 of 4 did not come to 127.0.0.1:" in refused(*MIX, "--micro-batches", 4, "--dist-timeout", 1)
+
+
+def test_nobody_is_where_rank_0_should_be():
+    port = free_port()
+    with pytest.raises(UserError, match=f"rank 1 of 2 does not reach rank 0 at 127.0.0.1:{port} within 1 s"):
+        Ranks(Place(1, 2, 1, 2, "127.0.0.1", port, "test"), lambda *_: None, meeting=1)
+
+
+def test_a_port_that_is_taken():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"rank 0 cannot listen at 127.0.0.1:{port}: .*choose another MASTER_PORT"):
+            Ranks(Place(0, 2, 0, 2, "127.0.0.1", port, "test"), lambda *_: None, meeting=1)
+
+
+class _Threads:
+    """Ranks that are threads of this process: what `Exchange` wants of them."""
+
+    def __init__(self, rank, ways):
+        self.rank, self.size, self._ways, self._channels = rank, len(ways), ways, {}
+
+    def __getitem__(self, name):
+        return self._channels.setdefault(name, _ThreadChannel(self.rank, self.size, name, self._ways))
+
+
+class _ThreadChannel(Channel):
+    def __init__(self, rank, ranks, name, ways):
+        super().__init__(rank, ranks, None, lambda: None)
+        self._name, self._ways = name, ways
+
+    def all_to_all(self, values, counts, receive, row=1):
+        for rank, part in enumerate(torch.split(values, [n * row for n in counts])):
+            self._ways[rank][self.rank].put((self._name, part.clone()))
+        come = [self._ways[self.rank][rank].get(timeout=20) for rank in range(self.ranks)]
+        assert {name for name, _ in come} == {self._name}
+        assert [len(part) for _, part in come] == [n * row for n in receive]
+        return torch.cat([part for _, part in come])
+
+
+def with_ranks(count, work):
+    """Do something in a thread for each rank; what each returns, or the error that it raises."""
+    ways = [[queue.SimpleQueue() for _ in range(count)] for _ in range(count)]
+    found = [None] * count
+
+    def run(rank):
+        try:
+            found[rank] = work(_Threads(rank, ways))
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_ranks_with_different_numbers_of_steps():
+    """All are told, at the first step that some do not take."""
+
+    def work(ranks):
+        exchange = Exchange(ranks, [50, 20], [[4], [1, 2]])
+        for _ in range(3 if ranks.rank == 1 else 2):
+            exchange.ids([np.arange(9), np.arange(3)])
+        exchange.end()
+
+    for error in with_ranks(3, work):
+        assert isinstance(error, ValueError)
+        assert "the batches of the ranks 0, 2 have ended, and those of 1 go on" in str(error)
+    assert with_ranks(3, lambda ranks: Exchange(ranks, [9], [[1]]).end()) == [None, None, None]
