@@ -1,4 +1,4 @@
-"""python -m hostdev.launch: start this host's processes of a rank table, or see whether all processes reach each other."""
+"""python -m hostdev.launch: start this host's processes of a rank table; see whether all reach each other."""
 
 import contextlib
 import os
@@ -31,14 +31,12 @@ def main(argv: Sequence[str]) -> int:
         PROG, "Start this host's processes of a rank table; the program and its options follow after --."
     )
     parser.add_argument("--rank-table", type=Path, metavar="FILE", help="JSON: the servers and their devices")
-    parser.add_argument(
-        "--server", metavar="ID", help="this host's server_id in it (the one with an address of this host)"
-    )
+    parser.add_argument("--server", metavar="ID", help="this host's server_id in it (the one whose address is here)")
     parser.add_argument(
         "--log-dir", type=Path, metavar="DIR", help="a new folder, with one for each rank (launch-TIME)"
     )
     parser.add_argument("--check", action="store_true",
-                        help="exchange something between all processes, and say how fast; under any launcher")  # fmt: skip
+                        help="exchange something between all processes, and say how fast; by any launcher")  # fmt: skip
     options = parser.parse_args(own)
     if options.check and command:
         raise UserError("--check starts no program; leave out what follows after --")
@@ -89,8 +87,8 @@ def start(path: Path, table: RankTable, server: dict[str, Any], command: Sequenc
     except FileExistsError:
         raise UserError(f"--log-dir {folder} is there already; choose another") from None
     ranks = [int(device["rank_id"]) for device in server["device"]]
-    print(f"{len(ranks)} of {table.ranks} ranks here ({server['server_id']}): {', '.join(map(str, ranks))}; logs in {folder}",
-          flush=True)  # fmt: skip
+    here = ", ".join(map(str, ranks))
+    print(f"{len(ranks)} of {table.ranks} ranks here ({server['server_id']}): {here}; logs in {folder}", flush=True)
     processes, showing = [], []
     with contextlib.ExitStack() as files:
         for device in server["device"]:
@@ -116,8 +114,12 @@ def start(path: Path, table: RankTable, server: dict[str, Any], command: Sequenc
         code = wait_for(processes)
         for thread in showing:
             thread.join()
+        for process in processes:
+            if process.stdout is not None:
+                process.stdout.close()
     if not code:
-        print("training succeeded")
+        if PROG not in command:
+            print("training succeeded")
         return 0
     failed = [rank for rank, process in zip(ranks, processes, strict=True) if process.returncode]
     each = ", ".join(f"rank {rank} ended with {processes[ranks.index(rank)].returncode}" for rank in failed)

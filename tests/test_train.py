@@ -61,6 +61,8 @@ def test_the_list_of_flags():
         "--cache-rows", "--cache-policy", "--cache-window", "--model", "--table-optimizer", "--table-lr", "--lr",
         "--early-stop", "--seed", "--max-steps", "--run-dir", "--checkpoint-every", "--checkpoint-minutes",
         "--keep-checkpoints", "--checkpoint-dir", "--resume",
+        "--micro-batches", "--gradients", "--torch-threads", "--batch-per-rank", "--spawn", "--dist-backend",
+        "--dist-url", "--dist-timeout",
     }  # fmt: skip
 
 

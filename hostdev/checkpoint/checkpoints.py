@@ -125,7 +125,8 @@ class Checkpoints:
 
         saving = self._saving = Saving(
             self.path, step, items, content, parent, keep=self.keep, state_sha256=state_sha256, on_end=ended,
-            channel=None if self._ranks is None else self._ranks["save"], release=(lambda: None) if self._hold else self._unlock,
+            channel=None if self._ranks is None else self._ranks["save"],
+            release=(lambda: None) if self._hold else self._unlock,
         )  # fmt: skip
         if waits:
             saving.join()

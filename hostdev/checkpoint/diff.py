@@ -63,9 +63,10 @@ def _side_by_side(ours: Iterator[Rows], theirs: Iterator[Rows]) -> Iterator[tupl
     """Yield the same rows of both, which come in pieces of different lengths."""
     x = y = np.empty((0, 0), np.float32)
     while True:
-        x = next(ours, None) if not len(x) else x
-        y = next(theirs, None) if not len(y) else y
-        if x is None or y is None:
+        try:
+            x = x if len(x) else next(ours)
+            y = y if len(y) else next(theirs)
+        except StopIteration:
             return
         n = min(len(x), len(y))
         yield x[:n], y[:n]

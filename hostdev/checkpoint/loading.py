@@ -126,7 +126,7 @@ def _concerns(about: Table, file: RangeFile, table: Any) -> bool:
     """Tell whether a file has rows that are here."""
     if getattr(table, "part", None) is None or about.order != SPREAD:
         return True
-    return file.start < table.start + table.rows and table.start < file.stop
+    return bool(file.start < table.start + table.rows and table.start < file.stop)
 
 
 def _rows_here(about: Table, numbers: Any, table: Any) -> tuple[Any, Any]:

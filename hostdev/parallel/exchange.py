@@ -116,8 +116,9 @@ class Exchange:
             return
         done, going = np.flatnonzero(have_ended).tolist(), np.flatnonzero(~have_ended).tolist()
         raise ValueError(
-            f"the batches of the ranks {', '.join(map(str, done))} have ended, and those of {', '.join(map(str, going))}"
-            " go on; all ranks are to have equally many steps, with batches of no samples where there are none left"
+            f"the batches of the ranks {', '.join(map(str, done))} have ended, and those of "
+            f"{', '.join(map(str, going))} go on; all ranks are to have equally many steps, with empty batches where "
+            "no samples are left"
         )
 
     def early_rows(
@@ -149,7 +150,7 @@ class Exchange:
     def _told(
         self, asked: Sequence[Asked], wanted: Sequence[npt.NDArray[np.bool_]]
     ) -> list[npt.NDArray[np.bool_]]:  # fmt: skip
-        """Tell the others which of the rows that they want they get early; return which of those wanted here come so."""
+        """Tell the others which of the rows that they want come early; return which of those wanted here do."""
         W = self.ranks.size
         cut = [np.split(mask, np.cumsum(one.wanted)[:-1]) for mask, one in zip(wanted, asked, strict=True)]
         bits = [np.packbits(np.concatenate([parts[rank] for parts in cut])) for rank in range(W)]
@@ -200,8 +201,9 @@ class Exchange:
                 for table, rows in enumerate(out[group]) if receive[group][rank] else ():
                     tasks += store_tasks(rows, taking[group][rank], views[rank][group][table])
         run_tasks(tasks)
-        rows = sum(n * sum(dims) for each, dims in zip(counts, self._dims, strict=True) for n in each)
-        self.least_bytes += 4 * rows
+        self.least_bytes += 4 * sum(
+            int(n) * sum(dims) for each, dims in zip(counts, self._dims, strict=True) for n in each
+        )  # fmt: skip
 
     def gradients(
         self,
@@ -229,8 +231,7 @@ class Exchange:
         views = self._views(buffer, counts, dims)
         for group, one in enumerate(asked):
             ends = [0, *accumulate(one.counts)]
-            for table, dim in enumerate(dims[group]):
-                own = grads[group][table]
+            for table, own in enumerate(grads[group]):
                 for rank in range(W) if own is not None else ():
                     n, out = one.counts[rank], views[rank][group][table]
                     for number, part in enumerate(own or ()):

@@ -14,7 +14,7 @@ _PIECE_BYTES = 1 << 24
 
 
 def rows_in_order(channel: Channel, rows: npt.NDArray[Any], total: int) -> Iterator[npt.NDArray[Any]]:
-    """Yield on rank 0 all rows of a table in the order of their ids, by some MiB; on others nothing that means anything.
+    """Yield on rank 0 all rows of a table in the order of their ids, by some MiB; on others what means nothing.
 
     rows   float32 [any, D], those of this rank
     total  V, of all ranks

@@ -95,7 +95,7 @@ def _of_launcher(
     if mine_here >= here:
         raise UserError(f"{local_rank} is {mine_here}, but {local_ranks} is {here}: ranks count from 0")
     hosted = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true" and "MASTER_PORT" in env
-    attempt = int(env.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    attempt = _number(env, "TORCHELASTIC_RESTART_COUNT", launcher) if "TORCHELASTIC_RESTART_COUNT" in env else 0
     if all_ranks == 1:
         return Place(0, 1, 0, 1, "127.0.0.1", 0, launcher)
     address, port = _meeting_point(env, launcher, all_here=here == all_ranks)

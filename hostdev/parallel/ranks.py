@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -15,6 +14,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from hostdev.core.errors import UserError
 from hostdev.parallel.place import Place
@@ -111,7 +111,7 @@ class Ranks:
         self.told = [0] * TOLD
         within = timedelta(seconds=timeout)
         dist.init_process_group(
-            "gloo", store=dist.PrefixStore("groups", self.store), rank=self.rank, world_size=self.size, timeout=within
+            "gloo", store=PrefixStore("groups", self.store), rank=self.rank, world_size=self.size, timeout=within
         )
         self._channels = {
             name: Channel(self.rank, self.size, dist.new_group(backend="gloo", timeout=within), self.watch.lost)
@@ -139,8 +139,10 @@ class Ranks:
 
     def text_of_first(self, text: str) -> str:
         """Return what rank 0 says."""
-        said = self.control.gather(np.frombuffer(text.encode(), np.uint8) if self.rank == 0 else np.empty(0, np.uint8))
-        return said[0].tobytes().decode()
+        said: list[npt.NDArray[Any]] = self.control.gather(
+            np.frombuffer(text.encode(), np.uint8) if self.rank == 0 else np.empty(0, np.uint8)
+        )
+        return bytes(said[0]).decode()
 
     def leave(self) -> None:
         """Part from the others, when all have come here."""
@@ -155,7 +157,7 @@ def _meet(place: Place, seconds: float) -> Any:
     where = f"{place.address}:{place.port}"
     within = timedelta(seconds=seconds)
     try:
-        store = dist.TCPStore(
+        store = TCPStore(
             place.address, place.port, place.ranks, is_master=place.rank == 0 and not place.hosted,
             timeout=within, wait_for_workers=False, multi_tenant=True,
         )  # fmt: skip
@@ -167,7 +169,7 @@ def _meet(place: Place, seconds: float) -> Any:
             "and are MASTER_ADDR and MASTER_PORT right?"
         ) from None
     # A store of a launcher that starts all anew still has what was there before.
-    mine = dist.PrefixStore(f"hostdev-{place.attempt}", store)
+    mine = PrefixStore(f"hostdev-{place.attempt}", store)
     mine.set(f"here/{place.rank}", f"{socket.gethostname()} pid {os.getpid()}")
     deadline = time.monotonic() + seconds
     missing = list(range(place.ranks))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from hostdev.parallel.place import Place
 
@@ -29,8 +29,8 @@ class Watch:
 
     def __init__(self, place: Place, prefix: str, on_fault: Callable[[int, str], None]) -> None:
         self._place, self._on_fault = place, on_fault
-        store = dist.TCPStore(place.address, place.port, is_master=False, timeout=timedelta(seconds=HUNG_SECONDS))
-        self._store = dist.PrefixStore(prefix, store)
+        store = TCPStore(place.address, place.port, is_master=False, timeout=timedelta(seconds=HUNG_SECONDS))
+        self._store = PrefixStore(prefix, store)
         self._stop = threading.Event()
         self._found = threading.Lock()
         self._lost = False
@@ -108,8 +108,8 @@ class Watch:
     def _look(self, count: int, watched: list[int], seen: dict[int, tuple[bytes, float]]) -> tuple[int, str] | None:
         self._store.set(f"alive/{self._place.rank}", str(count))
         if self._store.check(["fault"]):
-            rank, _, why = self._store.get("fault").decode().partition(" ")
-            return int(rank), why
+            failed, _, why = self._store.get("fault").decode().partition(" ")
+            return int(failed), why
         patience = LOST_SECONDS if self._lost else HUNG_SECONDS
         for rank in watched:
             sign = self._store.get(f"alive/{rank}")

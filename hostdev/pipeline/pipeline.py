@@ -74,7 +74,7 @@ class Pipeline:
         self._stages.steps = steps
 
     def exchanged_bytes(self) -> dict[str, int]:
-        """Return what this rank has sent to others in training: for the rows, the least it could have been, the dense."""
+        """Return the bytes sent to others in training: for rows, the least that could have been, for the dense side."""
         assert self.ranks is not None
         sent = self.ranks.sent_bytes()
         rows = sum(sent[channel] for channel in ("ids", "rows", "late rows", "gradients"))

@@ -15,6 +15,7 @@ from torch import Tensor
 from hostdev.checkpoint.folder import newest
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import values_of
+from hostdev.checkpoint.lookup import MappedTable
 from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.checkpoint.state import file_in
 from hostdev.core.errors import UserError
@@ -26,7 +27,6 @@ from hostdev.device.ops import ops_for
 from hostdev.models import registry
 from hostdev.models.model import Model
 from hostdev.predict.rows import as_batch, as_columns, as_mapping, names_of
-from hostdev.checkpoint.lookup import MappedTable
 from hostdev.runtime.features import FeatureIds, read_ids
 from hostdev.runtime.spec import Feature
 

@@ -16,10 +16,12 @@ from hostdev.parallel.ranks import Ranks
 class _Table(Protocol):
     name: str
     step: int
-    total_rows: int
     block: Any
     row_slots: Any
     optimizer: Any
+
+    @property
+    def total_rows(self) -> int: ...
 
 
 def state_sha256(

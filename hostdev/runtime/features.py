@@ -217,8 +217,8 @@ def check_ranges(
     value = ids[spec.features[place]].values[position]
     every = _integers(name, "ids", _bag(name, given[name]).values).reshape(-1)  # with padding
     raise UserError(
-        f"feature {name!r}: id {value} at position {np.flatnonzero(every == value)[0]} is outside 0..{table.total_rows - 1}, "
-        f"the rows of table {table.name!r}"
+        f"feature {name!r}: id {value} at position {np.flatnonzero(every == value)[0]} is outside "
+        f"0..{table.total_rows - 1}, the rows of table {table.name!r}"
     )
 
 

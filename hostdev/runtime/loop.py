@@ -285,7 +285,11 @@ class TrainLoop(_Loop):
         self._require_thread()
         if self._runtime.predicting:
             raise ValueError("a loop over `predict` is open; end it, or close it, before the next step of `train`")
-        self._require_reduced()
+        try:
+            self._require_reduced()
+        except ValueError as error:
+            self._fail(error)
+            raise
         return super().__next__()
 
     def _require_reduced(self) -> None:
@@ -369,6 +373,8 @@ class TrainLoop(_Loop):
 
     def _was_stepped(self) -> bool:
         """Tell whether the body is done with the flight: an optimizer has taken its step, or the loop has none."""
+        if self._reduction is not None and not self._rows[-1].reduced:
+            return False
         return not self._micros and self._has_gradients() and (bool(self._stepped) or self._without > 0)
 
     def _is_known_to_fail(self) -> bool:
@@ -418,8 +424,7 @@ class TrainLoop(_Loop):
             assert self._flight is not None
             guarded = self._flag, self._outcome(self._flight)
         return Gradients(
-            (), *guarded, parts=[[next(parts) for _ in group] for group in self._leaves],
-            micro_batches=reduction.count,
+            (), guarded[0], guarded[1], [[next(parts) for _ in group] for group in self._leaves], reduction.count
         )  # fmt: skip
 
     def _has_gradients(self) -> bool:
@@ -524,6 +529,6 @@ _ACCUMULATE = (
     "up, too; to skip a batch, do not call backward(), or let the gradients of rows.parameters() be None"
 )
 _EARLY = (
-    "an optimizer has taken a step with each of the batches that accumulate or micro_batches lets add up; call optimizer.step() and "
+    "an optimizer has taken a step with each of the batches that are to add up; call optimizer.step() and "
     "zero_grad() where rows.is_due"
 )

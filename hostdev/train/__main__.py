@@ -5,9 +5,12 @@ if __name__ == "__main__":  # first of all, as the imports take seconds: Ctrl-C 
 
     raise SystemExit(cli.run_module("hostdev.train.__main__"))
 
+import argparse
+import os
 from collections.abc import Sequence
 
 from hostdev.core import cli
+from hostdev.core.errors import UserError
 from hostdev.train import config
 from hostdev.train.processes import spawn
 from hostdev.train.run import train
@@ -19,7 +22,12 @@ def main(argv: Sequence[str]) -> int:
     """Parse the command line and train."""
     parser = cli.parser(PROG, "Train Wide & Deep, or another model, on Arrow shards made by hostdev.data.preprocess.")
     config.add_flags(parser)
-    settings = config.from_flags(parser.parse_args(argv))
+    # torch.distributed.launch gives it, and sets LOCAL_RANK as well.
+    parser.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.local_rank is not None and os.environ.get("LOCAL_RANK") != str(arguments.local_rank):
+        raise UserError(f"--local-rank {arguments.local_rank} is for launchers, which set LOCAL_RANK to the same")
+    settings = config.from_flags(arguments)
     if settings.spawn is not None:
         return spawn(settings)
     train(settings)

@@ -138,9 +138,9 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        at_least_1 = ("epochs", "batch_size", "emb_dim", "host_threads", "max_steps", "early_stop")
-        at_least_1 += ("micro_batches", "torch_threads", "spawn", "batch_per_rank")
-        for name in (*at_least_1, "checkpoint_every", "keep_checkpoints"):
+        at_least_1 = ("epochs", "batch_size", "emb_dim", "host_threads", "max_steps", "early_stop", "checkpoint_every",
+                      "keep_checkpoints", "micro_batches", "torch_threads", "spawn", "batch_per_rank")  # fmt: skip
+        for name in at_least_1:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{_option(name)} must be at least 1, not {value}")

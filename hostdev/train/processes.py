@@ -202,10 +202,11 @@ def wait_for(processes: "list[subprocess.Popen[bytes]]") -> int:
     handlers = {
         number: signal.signal(number, _passed_on(number, processes)) for number in (signal.SIGINT, signal.SIGTERM)
     }
-    deadline = float("inf")
+    deadline, first = float("inf"), 0
     try:
         while None in (codes := [process.poll() for process in processes]):
-            if any(codes) and deadline == float("inf"):
+            if any(codes) and not first:
+                first = next(code for code in codes if code)
                 deadline = time.monotonic() + _END_SECONDS
             if time.monotonic() > deadline:
                 for process in processes:
@@ -214,8 +215,8 @@ def wait_for(processes: "list[subprocess.Popen[bytes]]") -> int:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    codes = [process.returncode for process in processes]
-    return next((128 - code if code < 0 else code for code in codes if code), 0)
+    first = first or next((code for code in codes if code), 0)
+    return 128 - first if first < 0 else first
 
 
 def _passed_on(number: signal.Signals, processes: "list[subprocess.Popen[bytes]]") -> Any:

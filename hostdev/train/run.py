@@ -304,7 +304,7 @@ class Run:
         if self.ranks is not None:
             mine = self.trainer.runtime.pipeline.exchanged_bytes()
             each = self.ranks.control.gather(np.array(list(mine.values()), np.int64))
-            self._exchanged = dict(zip(mine, sum(each).tolist(), strict=True))
+            self._exchanged = dict(zip(mine, np.sum(each, axis=0).tolist(), strict=True))
 
     def draw(self) -> str | None:
         """Draw the run's picture; return why there is none, as it is not worth a failure."""

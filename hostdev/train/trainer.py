@@ -135,11 +135,12 @@ class Trainer:
         free = _require_tables(model.tables, host_device_mix, device)
         if host_device_mix and is_accelerator(device):
             _require_staging(model.tables, most_uses, depth + 2, free, cached=cache is not None)
+        part = ranks.part() if ranks is not None else None
         self.tables: dict[str, HostTable | DeviceTable] = {}
         for name, spec in model.tables.items():
             shape = (spec.rows, spec.dim, spec.optimizer)
             self.tables[name] = (
-                self.server.add(HostTable(*shape, name=name, seed=seed, init=spec.init, part=ranks and ranks.part()))
+                self.server.add(HostTable(*shape, name=name, seed=seed, init=spec.init, part=part))
                 if host_device_mix
                 else DeviceTable(*shape, device, name=name, seed=seed, init=spec.init)
             )
@@ -220,7 +221,7 @@ class Trainer:
             yield from batch.split([0, *(stop - begin for _, stop in mine)])
 
     def _step(self, rows: Rows, batch: Batch, dense: Tensor, label: Tensor) -> Outcome | None:
-        """Queue a step: losses, gradients of rows and parameters, Adam on the dense side; None while it has more parts."""
+        """Queue a step: losses, gradients, Adam on the dense side; None while more micro-batches are to come."""
         if self._l2 == "table":
             self.runtime.write_back()  # the table is read as a whole
         self.adam.zero_grad()

@@ -153,7 +153,8 @@ def train(
     trainer = Trainer(
         model, host_device_mix=mode.host_device_mix, device=backend.select(settings.device), l2=settings.l2,
         precision=settings.precision, seed=settings.seed, lr=settings.lr, depth=mode.depth,
-        cache=caches(mode, model, batches), after_update=after_update, micro_batches=micro_batches, ranks=ranks, **fault,
+        cache=caches(mode, model, batches), after_update=after_update, micro_batches=micro_batches, ranks=ranks,
+        **fault,
     )  # fmt: skip
     for group in trainer.runtime.group_specs:
         names.append([(table.name, ["weights", *table.slots]) for table in group.tables])

@@ -16,9 +16,9 @@ from hostdev.data.shards import ShardReader
 
 import hostdev
 from hostdev.checkpoint import folder
+from hostdev.checkpoint.lookup import MappedTable
 from hostdev.core import cli
 from hostdev.predict import __main__ as predict
-from hostdev.predict.tables import MappedTable
 from hostdev.train import __main__ as train
 from hostdev.train import metrics
 from tests.data import movies
