@@ -139,10 +139,9 @@ class Ranks:
 
     def text_of_first(self, text: str) -> str:
         """Return what rank 0 says."""
-        said: list[npt.NDArray[Any]] = self.control.gather(
-            np.frombuffer(text.encode(), np.uint8) if self.rank == 0 else np.empty(0, np.uint8)
-        )
-        return bytes(said[0]).decode()
+        mine = np.frombuffer(text.encode(), np.uint8) if self.rank == 0 else np.empty(0, np.uint8)
+        first: npt.NDArray[np.uint8] = self.control.gather(mine)[0]
+        return str(bytes(first), "utf-8")
 
     def leave(self) -> None:
         """Part from the others, when all have come here."""

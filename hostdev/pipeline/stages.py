@@ -18,11 +18,12 @@ from hostdev.device.staging import Staging
 from hostdev.kernels.claims import Claims, others
 from hostdev.kernels.groups import unique_groups
 from hostdev.kernels.pool import run_tasks, urgent
-from hostdev.parallel.exchange import Exchange, Incoming
+from hostdev.parallel.exchange import Exchange
 from hostdev.pipeline.flight import End, Flight, Gradients, GroupBatch, Request, Stopped
 from hostdev.pipeline.groups import Group, Numbering, Part
 from hostdev.pipeline.hazards import LateRows, ask_for, find_late
 from hostdev.pipeline.line import Line
+from hostdev.pipeline.remote import Remote
 from hostdev.pipeline.rows import bytes_of, fetch_late, on_device, receive_rows, rows_of
 
 import numpy as np  # isort: skip
@@ -63,7 +64,7 @@ class Stages:
         after_update: AfterUpdate | None = None,
     ) -> None:
         self.groups, self.staging, self.timeline = groups, staging, timeline
-        self.exchanges = exchanges
+        self.exchanges, self.remote = exchanges, Remote(groups, staging, exchanges, timeline)
         host = Staging(torch.device("cpu")) if exchanges else staging  # rows that go on to others stay there
         self._row_stagings = [host if group.cache is None else staging for group in groups]
         self.claims, self._staleness, self._broken = claims, staleness, broken
@@ -175,7 +176,7 @@ class Stages:
         if self._on_host:
             self._look_up(flight, late)
             if self.exchanges:
-                self._exchange_early(flight, late, update, hazards=line is not None)
+                self.remote.give_early(flight, late, update, hazards=line is not None)
             flight.missing = 0 if line is None else 1  # what is sent here
             if line is not None:
                 self._await_room(flight, line)
@@ -265,86 +266,10 @@ class Stages:
             else:
                 part.values = [one.lookup(one.table, part.there) for one in group.embeddings]
         if self.exchanges:
-            self._exchange_late(flight, self.exchanges[update])
+            self.remote.give_late(flight, update)
         if self._on_host and line is not None and self.staging.copies:
             line.gather(flight.number, self.staging.mark())
         flight.clocks = begin, None
-
-    def _exchange_early(self, flight: Flight, late: LateRows | None, update: bool, *, hazards: bool) -> None:
-        """Give other ranks the rows that they have asked for and that need not wait, and take theirs.
-
-        hazards  of a batch that updates rows: some may have to wait, here or elsewhere
-        """
-        exchange = self.exchanges[update]
-        with self.timeline.span("exchange rows", flight.number):
-            asked = [part.asked for part in flight.groups if part.asked is not None]
-            values = [None if part.plan is not None else [rows.host for rows in part.rows] for part in flight.groups]
-            early = None
-            if update and (hazards or self._cached):
-                early = [np.full(part.size, part.plan is None) for part in flight.groups]
-                edges = flight.reads.edges
-                at = np.searchsorted(late.rows, edges).tolist() if late is not None else []
-                for group, (mask, part) in enumerate(zip(early, flight.groups, strict=True)):
-                    if late is not None and part.plan is None:
-                        mask[late.rows[at[group] : at[group + 1]] - edges[group]] = False
-
-            def buffer(rows: int, dim: int) -> Any:
-                return flight.memory.buffer(rows, dim).numpy()
-
-            flight.incoming = exchange.early_rows(asked, values, early, buffer)
-            if self.staging.copies:
-                flat = [torch.from_numpy(rows) for group in flight.incoming.rows for rows in group]
-                flight.arriving, mark = self.staging.send(flat, flight.memory)
-                flight.sent.append((flight.arriving, mark))
-
-    def _exchange_late(self, flight: Flight, exchange: Exchange) -> None:
-        """Give and take the rows that had to wait; let those of the batch be on the device."""
-        incoming: Incoming = flight.incoming
-        if incoming.given is not None:
-            with self.timeline.span("exchange late rows", flight.number):
-                asked = [part.asked for part in flight.groups if part.asked is not None]
-                values = [[value.cpu().numpy() for value in part.values] for part in flight.groups]
-                places = exchange.late_rows(incoming, asked, values)
-            if self.staging.copies:
-                there = iter(flight.arriving)
-                for group, at in zip(incoming.rows, places, strict=True):
-                    for rows in group:
-                        to = next(there)
-                        if len(at):
-                            mark = self.staging.patch(to, at, torch.from_numpy(rows[at]), flight.memory)
-                            self.staging.await_sent([mark], [to])
-        arrived = iter(flight.arriving if self.staging.copies else [])
-        for part, group in zip(flight.groups, incoming.rows, strict=True):
-            part.values = [next(arrived) if self.staging.copies else torch.from_numpy(rows) for rows in group]
-        flight.incoming, flight.arriving = None, []
-
-    def _begin_exchange(self, flight: Flight, gradients: Gradients) -> None:
-        """Let the gradients of the rows come to host memory, for their owners; count the tables' steps."""
-        flat = [part for group in gradients.parts for table in group for part in table or ()]
-        host, flight.received = self.staging.receive(flat, flight.memory)
-        left = iter(host)
-        flight.outgoing = (
-            gradients.micro_batches,
-            [[None if table is None else [next(left) for _ in table] for table in group] for group in gradients.parts],
-        )
-        for part, group in zip(flight.groups, gradients.parts, strict=True):
-            part.stepped = [table is not None for table in group]
-            for rows, stepped in zip(part.rows, part.stepped, strict=True):
-                if stepped and not self._cached:
-                    rows.begin_step()
-
-    def _exchange_gradients(self, flight: Flight) -> list[list[Tensor | None]]:
-        """Give the owners of the rows their gradients; return the sums of those of the rows here, in host memory."""
-        self.staging.await_mark(flight.received)
-        with self.timeline.span("exchange gradients", flight.number):
-            micro_batches, parts = flight.outgoing
-            flight.outgoing = None
-            asked = [part.asked for part in flight.groups if part.asked is not None]
-            grads = [
-                [None if table is None else [part.numpy() for part in table] for table in group] for group in parts
-            ]
-            sums = self.exchanges[True].gradients(asked, [part.size for part in flight.groups], grads, micro_batches)
-        return [[None if one is None else torch.from_numpy(one) for one in group] for group in sums]
 
     def end_step(self, flight: Flight, gradients: Gradients | None) -> None:
         """Update the rows that are on the device, and let the host have the gradients of the others.
@@ -356,7 +281,7 @@ class Stages:
             if flight.check is not None and not self.staging.copies:
                 flight.check.get()  # raises before anything is updated
             if gradients is not None and self.exchanges:
-                gradients = self._to_owners(flight, gradients)
+                gradients = self.remote.to_owners(flight, gradients)
             leaving = self._update_on_device(flight, gradients) if gradients is not None else []
             for part in flight.groups:
                 part.values = []
@@ -376,22 +301,6 @@ class Stages:
                 flight.received_first, flight.received = (shared, marks[0]), marks[1]
         finally:
             self._close_span(flight)
-
-    def _to_owners(self, flight: Flight, gradients: Gradients) -> Gradients | None:
-        """Let gradients be on their way to the owners of the rows; return those that are to be used on the device."""
-        if not gradients.parts:  # none has come, to any rank
-            return gradients
-        self._begin_exchange(flight, gradients)
-        if not self._cached:
-            return None
-        if flight.check is not None:
-            flight.check.get()
-        sums = self._exchange_gradients(flight)
-        there = [
-            [None if one is None else one.to(self.staging.device if group.cache is not None else "cpu") for one in mine]
-            for group, mine in zip(self.groups, sums, strict=True)
-        ]
-        return gradients._replace(grads=there)
 
     def abandon_step(self, flight: Flight) -> None:
         """Leave a step whose batch is given up."""
@@ -452,7 +361,7 @@ class Stages:
         if line is None:
             self.await_step(flight)
         if flight.outgoing is not None:
-            for part, sums in zip(flight.groups, self._exchange_gradients(flight), strict=True):
+            for part, sums in zip(flight.groups, self.remote.sums(flight), strict=True):
                 for rows, total in zip(part.rows, sums, strict=True):
                     rows.receive([total], None)
         shared = None

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.train import config
+from hostdev.train.command import train
 from hostdev.train.processes import spawn
-from hostdev.train.run import train
 
 PROG = "hostdev.train"
 

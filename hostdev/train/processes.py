@@ -185,7 +185,7 @@ def start_here(ranks: int, command: Sequence[str], **how: Any) -> "list[subproce
     return [
         subprocess.Popen(
             command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, preexec_fn=end, **how
-        )  # fmt: skip
+        )
         for rank in range(ranks)
     ]
 

@@ -21,7 +21,7 @@ from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.train import config
-from hostdev.train.run import train
+from hostdev.train.command import train
 
 PROG = "hostdev.train.quickstart"
 ROWS = 200_000

@@ -1,0 +1,127 @@
+"""Rows that other ranks hold, and gradients for them: what stages do where tables are spread over processes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hostdev.core.timeline import Timeline
+from hostdev.device.staging import Staging
+from hostdev.parallel.exchange import Exchange, Incoming
+from hostdev.pipeline.flight import Flight, Gradients
+from hostdev.pipeline.groups import Group
+from hostdev.pipeline.hazards import LateRows
+
+
+class Remote:
+    """Exchanges a batch's rows and gradients, in the thread of the stage that calls.
+
+    groups     the tables, of which this rank has a part each
+    staging    the way to the device and back
+    exchanges  for passes that update (True) and others
+    """
+
+    def __init__(
+        self, groups: Sequence[Group], staging: Staging, exchanges: Mapping[bool, Exchange], timeline: Timeline
+    ) -> None:
+        self.groups, self.staging, self.exchanges, self.timeline = groups, staging, exchanges, timeline
+        self._cached = any(group.cache is not None for group in groups)
+
+    @property
+    def is_behind(self) -> bool:
+        """Tell whether gradients go to the owners behind the step; those of cached rows are needed in it."""
+        return not self._cached
+
+    def to_owners(self, flight: Flight, gradients: Gradients) -> Gradients | None:
+        """Let gradients be on their way to the owners of the rows; return those that are to be used on the device."""
+        if not gradients.parts:  # none has come, to any rank
+            return gradients
+        self._send_gradients(flight, gradients)
+        if not self._cached:
+            return None
+        if flight.check is not None:
+            flight.check.get()
+        sums = self.sums(flight)
+        there = [
+            [None if one is None else one.to(self.staging.device if group.cache is not None else "cpu") for one in mine]
+            for group, mine in zip(self.groups, sums, strict=True)
+        ]
+        return gradients._replace(grads=there)
+
+    def give_early(self, flight: Flight, late: LateRows | None, update: bool, *, hazards: bool) -> None:
+        """Give other ranks the rows that they have asked for and that need not wait, and take theirs.
+
+        hazards  of a batch that updates rows: some may have to wait, here or elsewhere
+        """
+        exchange = self.exchanges[update]
+        with self.timeline.span("exchange rows", flight.number):
+            asked = [part.asked for part in flight.groups if part.asked is not None]
+            values = [None if part.plan is not None else [rows.host for rows in part.rows] for part in flight.groups]
+            early = None
+            if update and (hazards or self._cached):
+                early = [np.full(part.size, part.plan is None) for part in flight.groups]
+                edges = flight.reads.edges
+                at = np.searchsorted(late.rows, edges).tolist() if late is not None else []
+                for group, (mask, part) in enumerate(zip(early, flight.groups, strict=True)):
+                    if late is not None and part.plan is None:
+                        mask[late.rows[at[group] : at[group + 1]] - edges[group]] = False
+
+            def buffer(rows: int, dim: int) -> Any:
+                return flight.memory.buffer(rows, dim).numpy()
+
+            flight.incoming = exchange.early_rows(asked, values, early, buffer)
+            if self.staging.copies:
+                flat = [torch.from_numpy(rows) for group in flight.incoming.rows for rows in group]
+                flight.arriving, mark = self.staging.send(flat, flight.memory)
+                flight.sent.append((flight.arriving, mark))
+
+    def give_late(self, flight: Flight, update: bool) -> None:
+        """Give and take the rows that had to wait; let those of the batch be on the device."""
+        incoming: Incoming = flight.incoming
+        if incoming.given is not None:
+            with self.timeline.span("exchange late rows", flight.number):
+                asked = [part.asked for part in flight.groups if part.asked is not None]
+                values = [[value.cpu().numpy() for value in part.values] for part in flight.groups]
+                places = self.exchanges[update].late_rows(incoming, asked, values)
+            if self.staging.copies:
+                there = iter(flight.arriving)
+                for group, at in zip(incoming.rows, places, strict=True):
+                    for rows in group:
+                        to = next(there)
+                        if len(at):
+                            mark = self.staging.patch(to, at, torch.from_numpy(rows[at]), flight.memory)
+                            self.staging.await_sent([mark], [to])
+        arrived = iter(flight.arriving if self.staging.copies else [])
+        for part, group in zip(flight.groups, incoming.rows, strict=True):
+            part.values = [next(arrived) if self.staging.copies else torch.from_numpy(rows) for rows in group]
+        flight.incoming, flight.arriving = None, []
+
+    def _send_gradients(self, flight: Flight, gradients: Gradients) -> None:
+        """Let the gradients of the rows come to host memory, for their owners; count the tables' steps."""
+        flat = [part for group in gradients.parts for table in group for part in table or ()]
+        host, flight.received = self.staging.receive(flat, flight.memory)
+        left = iter(host)
+        flight.outgoing = (
+            gradients.micro_batches,
+            [[None if table is None else [next(left) for _ in table] for table in group] for group in gradients.parts],
+        )
+        for part, group in zip(flight.groups, gradients.parts, strict=True):
+            part.stepped = [table is not None for table in group]
+            for rows, stepped in zip(part.rows, part.stepped, strict=True):
+                if stepped and not self._cached:
+                    rows.begin_step()
+
+    def sums(self, flight: Flight) -> list[list[Tensor | None]]:
+        """Give the owners of the rows their gradients; return the sums of those of the rows here, in host memory."""
+        self.staging.await_mark(flight.received)
+        with self.timeline.span("exchange gradients", flight.number):
+            micro_batches, parts = flight.outgoing
+            flight.outgoing = None
+            asked = [part.asked for part in flight.groups if part.asked is not None]
+            grads = [
+                [None if table is None else [part.numpy() for part in table] for table in group] for group in parts
+            ]
+            sums = self.exchanges[True].gradients(asked, [part.size for part in flight.groups], grads, micro_batches)
+        return [[None if one is None else torch.from_numpy(one) for one in group] for group in sums]

@@ -1,0 +1,135 @@
+"""A training from its settings to the summary: alone, or as one of several processes."""
+
+import hostdev.core.environment  # isort: skip  (before torch)
+
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+import hostdev
+from hostdev.core.errors import UserError
+from hostdev.data import lookalike, manifest
+from hostdev.device import backend
+from hostdev.train import checkpointing, report
+from hostdev.train.config import TrainConfig
+from hostdev.train.interrupt import DEADLINE_SECONDS, GracefulStop, Interrupted
+from hostdev.train.processes import Company, joined, resolved
+from hostdev.train.run import Run
+
+_RANKS_DEADLINE_SECONDS = 10.0
+
+
+def train(settings: TrainConfig) -> dict[str, Any]:
+    """Train as the settings say, print what happens, and return summary.json's content.
+
+    Where a launcher has started several processes, this is one of them.
+
+    Raises UserError for wrong input or options, and Interrupted after Ctrl-C or SIGTERM, with the logs complete.
+    """
+    with joined(settings) as company:
+        return _train(settings, company)
+
+
+def _train(settings: TrainConfig, company: Company | None) -> dict[str, Any]:
+    if company is not None:
+        settings = resolved(settings, company.ranks.size)
+    data = settings.data
+    if data is None:
+        if company is not None and company.ranks.rank:
+            company.ranks.control.barrier()
+        data, made = lookalike.ensure()
+        if company is not None and not company.ranks.rank:
+            company.ranks.control.barrier()
+        print(f"no --data: a look-alike of {lookalike.ROWS:,} rows, {'made in' if made else 'from'} {data}")
+    settings = settings.resolved()
+    found = manifest.read(data)
+    run: Run | None = None
+    digest = None
+
+    def on_deadline() -> str:
+        return run.abandon() if run is not None else "interrupted before the first step"
+
+    start = None
+    with GracefulStop(on_deadline, _deadline(settings, company)) as stop, _memory_in_words():
+        if settings.resume is not None:
+            if company is None:
+                start, line = checkpointing.find(settings, found)
+            else:
+                start, line = checkpointing.find_together(settings, found, company.ranks)
+            print(line, flush=True)
+        run = Run(settings, data, found, start, company)
+        if company is not None:
+            company.on_fault = run.abandon
+        config = {**settings.as_json(), "data": str(data), "versions": _versions(), "preprocess": found.options}
+        try:
+            run.files.write_config(config)
+        except OSError:
+            run.close_saver(save=False)
+            run.discard()
+            raise
+        rows = {split: found.rows(split) for split in ("train", "test")}
+        device = backend.describe(run.device)
+        checkpoints = run.saver.describe() if run.saver is not None else None
+        lines = report.start_lines(
+            settings.as_json(), data, rows, run.trainer.tables, device, run.trainer.caches, checkpoints
+        )  # fmt: skip
+        print(lines, flush=True)
+        try:
+            status = run.train(stop)
+            if status != "interrupted":
+                digest = run.trainer.state_sha256()
+                run.count_exchanged()
+                run.close_saver(digest, save=True)
+            elif run.saver is not None:
+                assert stop.requested is not None
+                raise run.interrupted(stop.requested)
+        except Interrupted:
+            raise
+        except BaseException:
+            run.close_saver(save=False)
+            run.finish("failed")
+            if run.steps == 0:
+                run.discard()
+            raise
+    if stop.requested and (company is None or status == "interrupted"):
+        raise run.interrupted(stop.requested)
+    summary = run.finish(status, digest)
+    print(report.summary_lines(summary, run.epochs, run.files.path, run.trace, undrawn=run.draw()))
+    if run.saver is not None and run.saver.failed is not None:
+        raise run.not_saved()
+    return summary
+
+
+def _deadline(settings: TrainConfig, company: Company | None) -> float | None:
+    """Return how many seconds a step has after a signal; with other ranks it ends with them."""
+    if settings.saves:
+        return None
+    return DEADLINE_SECONDS if company is None else _RANKS_DEADLINE_SECONDS
+
+
+@contextmanager
+def _memory_in_words() -> Iterator[None]:
+    """Raise UserError where torch could not allocate; on the CPU it says so in words only."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise UserError("out of memory; use a smaller --batch-size or --emb-dim") from error
+        raise
+
+
+def _versions() -> dict[str, str | int]:
+    return {
+        "hostdev": hostdev.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "numpy": np.__version__,
+        "numba": numba.__version__,
+        "platform": platform.platform(),
+    }
