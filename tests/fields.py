@@ -28,6 +28,10 @@ class FieldsBatch:
     def dense(self):
         return np.empty((len(self.label), 0), np.float32)
 
+    @property
+    def step_rows(self):
+        return len(self)
+
     def __len__(self):
         return len(self.label)
 

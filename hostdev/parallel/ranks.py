@@ -198,5 +198,5 @@ def _interface(place: Place) -> str:
             host = probe.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == host for address in addresses):
-            return name
+            return str(name)
     raise UserError(f"no network interface has the address {host}; set GLOO_SOCKET_IFNAME")
