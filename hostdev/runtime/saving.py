@@ -38,7 +38,7 @@ class Keeper:
         tensors: dict[str, Tensor] = {}
         state = to_tree({"extra": extra}, tensors)
         self._join()  # a table has one snapshot at a time
-        to = self._folders.setdefault(path.resolve(), Checkpoints(path))
+        to = self._folders.setdefault(path.resolve(), Checkpoints(path, ranks=self._runtime.ranks))
         to.keep = keep
         self._runtime.learning_rates()  # those that a scheduler has set for the next batch
         to.lock()
@@ -64,7 +64,9 @@ class Keeper:
         load_tables(chain, tables)
         if self._runtime.has_optimizer:
             self._runtime.optimizer.take_over()
-        to = self._folders.setdefault(chain[-1].path.parent.resolve(), Checkpoints(chain[-1].path.parent))
+        to = self._folders.setdefault(
+            chain[-1].path.parent.resolve(), Checkpoints(chain[-1].path.parent, ranks=self._runtime.ranks)
+        )
         to.start_from(chain, tables.values())
         self._runtime.pipeline.steps = chain[-1].manifest.step
         return values_of(chain)["extra"]

@@ -117,7 +117,12 @@ def joined(settings: TrainConfig) -> Iterator[Company | None]:
                 raise UserError(f"{option} has no effect in one process; leave it out, or start several")
         yield None
         return
-    require_shares(settings, place.ranks)
+    try:
+        require_shares(settings, place.ranks)
+    except UserError:
+        if place.rank:
+            raise SystemExit(2) from None  # rank 0 says it
+        raise
     share_memory(place.local_ranks)
     set_host_threads(max(1, host_threads() // place.local_ranks))
     company = Company(place, settings)

@@ -38,11 +38,17 @@ def tables_line(tables: Iterable[Any]) -> str:
     """Return names, shapes and optimizers of tables (or of what has these), and the bytes of all of them."""
     shapes = sorted(tables, key=lambda table: table.name)
     size = sum(
-        table_bytes(table.rows, table.dim, len(table.optimizer.slots), len(table.optimizer.row_slots))
+        table_bytes(_rows(table), table.dim, len(table.optimizer.slots), len(table.optimizer.row_slots))
         for table in shapes
     )  # fmt: skip
-    each = [f"{table.name} {table.rows:,} x {table.dim} ({type(table.optimizer).__name__})" for table in shapes]
+    each = [f"{table.name} {_rows(table):,} x {table.dim} ({type(table.optimizer).__name__})" for table in shapes]
     return f"{', '.join(each)}: {gib(size)}"
+
+
+def _rows(table: Any) -> int:
+    """Return the rows of a table, those that other processes hold included."""
+    found: int = getattr(table, "total_rows", table.rows)
+    return found
 
 
 def _cache_line(cache: EmbeddingCache) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
 
 from hostdev.checkpoint.checkpoints import Checkpoints
 from hostdev.checkpoint.folder import Chain
@@ -124,6 +125,8 @@ class Trainer:
         if l2 == "table" and micro_batches > 1:
             raise UserError("--l2 table does not go with --micro-batches: it would be added with each of them; use "
                             "--l2 batch")  # fmt: skip
+        if ranks is not None:
+            _require_no_averages(model)
         log = log or OpLog()
         self._micro_batches, self._gradients, self._seed = micro_batches, gradients, seed
         self.ranks = ranks
@@ -360,6 +363,16 @@ class Trainer:
         self._parts_begun = chain[-1].manifest.step * self._parts_here
         _set_random_states(values["random"], self._device)
         return values["more"]
+
+
+def _require_no_averages(model: Model) -> None:
+    """Raise UserError for layers whose averages over batches would differ from rank to rank."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, _NormBase) and layer.track_running_stats:
+            raise UserError(
+                f"layer {name!r} ({type(layer).__name__}) keeps averages of what it has seen, which would differ "
+                "between processes; use LayerNorm, or track_running_stats=False"
+            )
 
 
 def _broadcast(model: Model, ranks: Ranks) -> None:

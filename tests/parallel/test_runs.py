@@ -1,11 +1,13 @@
 """Whole trainings of several processes come to the bits of one, however they were started."""
 
-import json
+import os
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.parallel.conftest import Trained, flags_of
 from tests.parallel.processes import free_port
 
@@ -19,35 +21,33 @@ def spawned(processes, flags):
     processes.start(sys.executable, *TRAIN, *flags, "--spawn", 2)
 
 
+def example(processes, name, flags, **more):
+    """Run a script of examples/launch, which finds this Python's commands."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    processes.start("bash", ROOT / "examples" / "launch" / name, *flags, MASTER_PORT=free_port(), PATH=path, **more)
+
+
 def by_torchrun(processes, flags):
-    """The command torchrun is this module."""
-    options = ("--nproc-per-node", 2, "--master-port", free_port())
-    processes.start(sys.executable, "-m", "torch.distributed.run", *options, *TRAIN, *flags)
+    example(processes, "torchrun.sh", flags)
 
 
 def by_launch_of_torch(processes, flags):
-    options = ("--use-env", "--nproc-per-node", 2, "--master-port", free_port())
+    options = ("--nproc-per-node", 2, "--master-port", free_port())
     processes.start(sys.executable, "-m", "torch.distributed.launch", *options, *TRAIN, *flags)
 
 
 def by_mpirun(processes, flags):
     if shutil.which("mpirun") is None:
         pytest.skip("Open MPI is not installed")
-    options = ("--oversubscribe", "--allow-run-as-root", "-np", 2)
-    processes.start("mpirun", *options, sys.executable, *TRAIN, *flags, MASTER_PORT=free_port())
+    example(processes, "mpirun.sh", flags, MPIRUN_OPTIONS="--oversubscribe --allow-run-as-root")
 
 
 def in_a_loop(processes, flags):
-    processes.start_ranks(2, *TRAIN, *flags)
+    example(processes, "loop.sh", flags)
 
 
 def by_rank_table(processes, flags):
-    devices = [{"device_id": str(rank), "rank_id": str(rank)} for rank in range(2)]
-    servers = [{"server_id": "here", "device": devices, "host_nic_ip": "reserve"}]
-    table = processes.folder / "table.json"
-    table.write_text(json.dumps({"server_count": "1", "server_list": servers, "status": "completed"}))
-    options = ("--rank-table", table, "--log-dir", processes.folder / "logs")
-    processes.start(sys.executable, "-m", "hostdev.launch", *options, "--", *TRAIN, *flags, MASTER_PORT=free_port())
+    example(processes, "rank_table.sh", flags)
 
 
 def trained(processes, start, data, *more, M=6):
@@ -88,7 +88,8 @@ def test_two_processes_come_to_the_bits_of_one(alone, processes, small_data, sta
     if start is by_rank_table:
         [launcher] = processes.ended()
         assert launcher.out.endswith("training succeeded\n")
-        told = (processes.folder / "logs" / "rank0" / "output.log").read_text()
+        [logs] = processes.folder.glob("launch-*")
+        told = (logs / "rank0" / "output.log").read_text()
         assert first.sha256 in told
         assert told in launcher.out
 

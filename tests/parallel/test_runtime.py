@@ -198,6 +198,19 @@ def test_a_forgotten_reduce(due):
             if rows.is_due:
                 case.adam.step()
     assert taken == 1 + due
+    assert {table.step for table in case.tables.values()} == {0}  # nor has a part of the step been taken
+
+
+def test_a_loop_that_is_left_before_its_reduce_takes_no_step():
+    case = Case()
+    for label, rows in case.loop(batches_of(4), micro_batches=2):
+        step(case, label, rows)
+        if rows.is_due:
+            case.adam.step()
+            break
+        rows.reduce(case.model.parameters())
+    del rows
+    assert {table.step for table in case.tables.values()} == {0}
 
 
 def test_reduce_twice():
