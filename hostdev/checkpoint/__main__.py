@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hostdev.checkpoint import compact, diff, export, folder
+from hostdev.checkpoint import compact, diff, export, folder, reshard
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import damaged, newest_whole
 from hostdev.checkpoint.manifest import BrokenCheckpointError
@@ -51,6 +51,11 @@ def main(argv: Sequence[str]) -> int:
     of_compact.add_argument(
         "--keep", type=int, metavar="K", help="then remove all but the K newest checkpoints and what they add to"
     )
+    of_merge = add("merge", _merge, "write a checkpoint of several processes as one of one process")
+    of_reshard = add("reshard", _reshard, "write a checkpoint for another number of processes")
+    of_reshard.add_argument("--ranks", type=int, required=True, metavar="N", help="processes that are to load it")
+    for made in (of_merge, of_reshard):
+        made.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder for it, without checkpoints")
     export.add_flags(add("export", _export, "write tables and dense layers as files that others read"))
     arguments = parser.parse_args(argv)
     result: int = arguments.run(arguments)
@@ -156,6 +161,24 @@ def _compact(arguments: argparse.Namespace) -> int:
     for line in found.notes():
         note(f"{PROG}: {line}")
     print(compact.compact(found.chain, arguments.keep))
+    return 0
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    return _rewrite(arguments, None)
+
+
+def _reshard(arguments: argparse.Namespace) -> int:
+    if arguments.ranks < 1:
+        raise UserError(f"--ranks must be at least 1, not {arguments.ranks}")
+    return _rewrite(arguments, arguments.ranks)
+
+
+def _rewrite(arguments: argparse.Namespace, ranks: int | None) -> int:
+    found = newest_whole(arguments.path)
+    for line in found.notes():
+        note(f"{PROG}: {line}")
+    print(reshard.rewrite(found.chain, arguments.out, ranks))
     return 0
 
 

@@ -60,10 +60,15 @@ class Layers:
         for start, stop in self.ranges(name):
             yield self.columns_of_ids(name, start, stop, [column])[column]
 
+    def lookup(self, name: str, column: str, ids: npt.NDArray[Any]) -> Rows:
+        """Return rows of a column by id, float32 [N, D] or [N, 1]."""
+        found: Rows = self._mapped(name, column).lookup(ids)
+        return found
+
     def columns_of_ids(self, name: str, start: int, stop: int, columns: Sequence[str]) -> dict[str, Rows]:
         """Return the rows of the ids [start, stop), one of `ranges`, by column: float32 [n, D] or [n, 1]."""
         if self.manifest.table(name).order == SPREAD:
-            return {column: self._mapped(name, column).lookup(np.arange(start, stop)) for column in columns}
+            return {column: self.lookup(name, column, np.arange(start, stop)) for column in columns}
         rows = self.rows(name, start, stop, columns)
         found = {**rows.columns, **rows.row_columns}
         return {column: found[column].reshape(stop - start, -1) for column in columns}

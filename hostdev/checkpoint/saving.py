@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
@@ -68,6 +69,7 @@ class Item(NamedTuple):
     end: Callable[[bool], None]
     first: int = 0  # the number of its first row among all rows
     rows: int | None = None  # of the part; None: all of them
+    cuts: Sequence[int] = ()  # rows with which a file is to begin
 
 
 class Content(NamedTuple):
@@ -317,7 +319,8 @@ def _ranges(item: Item) -> Iterator[tuple[int, int, npt.NDArray[np.int64] | None
     """Yield ranges of rows for a file each, with the rows in them that are to be saved; None for all."""
     V, most = item.table.rows if item.rows is None else item.rows, rows_per_file(item.table)
     if item.whole:
-        yield from ((start, min(V, start + most), None) for start in range(0, V, most))
+        edges = sorted({*range(0, V, most), *item.cuts, V})
+        yield from ((start, stop, None) for start, stop in pairwise(edges))
         return
     step = max(64, most // 8)
     waiting: list[npt.NDArray[np.int64]] = []

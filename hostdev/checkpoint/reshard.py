@@ -1,0 +1,70 @@
+"""A checkpoint for another number of processes, or for one: all rows anew in another order, range by range."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.checkpoint import folder
+from hostdev.checkpoint.folder import Chain
+from hostdev.checkpoint.layers import Layers
+from hostdev.checkpoint.manifest import Table
+from hostdev.checkpoint.ranges import SPREAD, WEIGHTS
+from hostdev.checkpoint.saving import Content, Item, Saving
+from hostdev.checkpoint.state import tensors_of
+from hostdev.core.errors import UserError
+from hostdev.kernels.shards import ids_at, range_of
+
+Rows = npt.NDArray[np.float32]
+
+
+class _Rows:
+    """A table's rows from files, in the order of their ids or of their positions, as `saving.Source`."""
+
+    def __init__(self, layers: Layers, table: Table, *, spread: bool) -> None:
+        self._layers, self._table, self._spread = layers, table, spread
+        self.count = table.rows
+
+    def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Return all."""
+        return np.arange(first, last)
+
+    def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
+        """See `saving.Source`."""
+        about = self._table
+        wanted = ids_at(about.rows, first, last) if self._spread else np.arange(first, last)
+        for to, name in zip(columns, (WEIGHTS, *about.slots), strict=True):
+            np.copyto(to, self._layers.lookup(about.name, name, wanted))
+        for to, name in zip(row_columns, about.row_slots, strict=True):
+            np.copyto(to, self._layers.lookup(about.name, name, wanted)[:, 0])
+
+
+def rewrite(chain: Chain, out: Path, ranks: int | None) -> str:
+    """Write a checkpoint, with all that it adds to, as one into the folder `out`; return what was done, in words.
+
+    ranks  a number of processes, each of which finds its rows in files of its own; None: one process, in order of ids
+
+    Raises UserError where `out` has checkpoints or another process writes there, OSError where it cannot be written.
+    """
+    if folder.names_in(out):
+        raise UserError(f"{out} has checkpoints already; choose another --out")
+    layers, newest = Layers(chain), chain[-1].manifest
+    out.mkdir(parents=True, exist_ok=True)
+    items = []
+    for table in newest.tables:
+        about = replace(table, files=[], order="ids" if ranks is None else SPREAD)
+        cuts = [range_of(table.rows, rank, ranks)[0] for rank in range(ranks or 0)]
+        rows = _Rows(layers, table, spread=ranks is not None)
+        items.append(Item(about, rows, True, lambda: None, lambda saved: None, cuts=cuts))
+    others = {
+        file.file: checkpoint.path / file.file
+        for checkpoint in chain for file in checkpoint.manifest.others if file.file.startswith("data/")
+    }  # fmt: skip
+    names = [(name, key) for name, key in newest.state.get("digest", [])]
+    content = Content(newest.state, tensors_of(layers), others, names)
+    with folder.locked(out):
+        saving = Saving(out, newest.step, items, content, None, keep=0, state_sha256=newest.state_sha256,
+                        on_end=lambda saving: None)  # fmt: skip
+        made = saving.wait().path
+    return f"{made}: {chain[-1].path} for {'one process' if ranks is None else f'{ranks} processes'}"
