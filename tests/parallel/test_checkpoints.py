@@ -62,7 +62,7 @@ def test_saved_by_two_and_gone_on_with_by_one_and_by_three(alone, processes, sma
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_killed_at_random_moments_and_started_again(alone, processes, small_data, tmp_path, world):
-    """Five times a process is killed, also while it starts, meets the others, or saves; then the run comes to its end."""
+    """Five times one is killed, also while it starts, meets the others, or saves; then the run comes to its end."""
     folder, noise = tmp_path / "run", random.Random(world)
     flags = flags_of(small_data, folder, *SMALL, *SAVED, "--cache-rows", "10%")
     for _ in range(5):
