@@ -1,5 +1,10 @@
 """python -m hostdev.launch: start this host's processes of a rank table; see whether all reach each other."""
 
+if __name__ == "__main__":  # first of all, as the imports take seconds: Ctrl-C ends these, too, with one line
+    from hostdev.core import cli
+
+    raise SystemExit(cli.run_module("hostdev.launch"))
+
 import contextlib
 import os
 import socket
@@ -172,7 +177,3 @@ def check() -> int:
             print(f"rank {rank}: {who}, {min(speeds):,.0f} to {max(speeds):,.0f} MB/s to the others")
     ranks.leave()
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(cli.run(PROG, main))

@@ -120,7 +120,7 @@ def test_another_signal_of_the_process_is_none_of_ours():
 
 
 @pytest.mark.parametrize(
-    "module", ["train", "train.quickstart", "verify", "advise", "predict", "checkpoint", "data.preprocess"]
+    "module", ["train", "train.quickstart", "verify", "advise", "predict", "checkpoint", "data.preprocess", "launch"]
 )
 def test_ctrl_c_during_the_imports_is_one_line(tmp_path, module):
     (tmp_path / "numpy.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")

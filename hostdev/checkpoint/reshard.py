@@ -54,7 +54,7 @@ def rewrite(chain: Chain, out: Path, ranks: int | None) -> str:
     items = []
     for table in newest.tables:
         about = replace(table, files=[], order="ids" if ranks is None else SPREAD)
-        cuts = [range_of(table.rows, rank, ranks)[0] for rank in range(ranks or 0)]
+        cuts = [range_of(table.rows, rank, ranks)[0] for rank in range(ranks)] if ranks else []
         rows = _Rows(layers, table, spread=ranks is not None)
         items.append(Item(about, rows, True, lambda: None, lambda saved: None, cuts=cuts))
     others = {

@@ -38,10 +38,12 @@ class Timeline:
         self._file: IO[str] | None = None
         self._zero = time.perf_counter_ns()
 
-    def write_to(self, file: IO[str]) -> None:
-        """Write a trace to a text file from now on; `close` completes it."""
+    def write_to(self, file: IO[str], *, alone: bool = True) -> None:
+        """Write a trace to a text file from now on; `close` completes it. `alone`: there are no other ranks."""
         events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "hostdev"}}]
         for stage, track in _NUMBERS.items():
+            if alone and stage in EXCHANGES:
+                continue
             where = {"pid": 1, "tid": track}
             events.append({"name": "thread_name", "ph": "M", **where, "args": {"name": _NAMES.get(stage, stage)}})
             events.append({"name": "thread_sort_index", "ph": "M", **where, "args": {"sort_index": track}})
@@ -115,7 +117,9 @@ class Timeline:
         if stage in HOST_STAGES:
             self._change(now, -1)
         if stage not in STEP_PARTS and stage not in PHASES:
-            self.busy_ns[stage] = self.busy_ns.get(stage, 0) + now - start  # a stage's spans do not overlap
+            if stage in EXCHANGES:
+                self.busy_ns.setdefault(stage, 0)
+            self.busy_ns[stage] += now - start  # a stage's spans do not overlap
         if self._file is not None:
             self._write(stage, batch, flow, start, now, args)
 

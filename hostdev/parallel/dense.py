@@ -175,6 +175,38 @@ class DenseGradients:
         self._begin()
 
 
+class DenseExchange:
+    """The `DenseGradients` of the parameters that a loop reduces; knows nothing of the loop.
+
+    ranks  that compute the micro-batches; None: there are no others
+    count  micro-batches of a step on each rank
+    """
+
+    def __init__(self, ranks: Ranks | None, count: int) -> None:
+        self._ranks, self._count = ranks, count
+        self._current: DenseGradients | None = None
+
+    def of(self, parameters: list[Tensor]) -> DenseGradients:
+        """Return what exchanges the gradients of these parameters."""
+        before = self._current
+        if before is None or [id(one) for one in before.parameters] != [id(one) for one in parameters]:
+            self.close()
+            assert self._ranks is not None
+            before = self._current = DenseGradients(self._ranks, parameters, self._count)
+        return before
+
+    def expect_last(self) -> None:
+        """The backward pass that comes is of the step's last micro-batch here."""
+        if self._current is not None:
+            self._current.expect_last()
+
+    def close(self) -> None:
+        """Let go of the parameters."""
+        if self._current is not None:
+            self._current.close()
+            self._current = None
+
+
 def _came(held: Any, number: int, _: Tensor) -> None:
     gradients = held()
     if gradients is not None:

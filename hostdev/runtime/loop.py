@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hostdev.core.errors import UserError
 from hostdev.core.signals import deferred
-from hostdev.parallel.dense import DenseGradients
+from hostdev.parallel.dense import DenseExchange
 from hostdev.pipeline.flight import Flight, Gradients
 from hostdev.pipeline.outcome import Outcome
 from hostdev.runtime import scaling
@@ -55,7 +55,7 @@ class TrainLoop(Loop):
         self._unscaled = False
         self._origin: scaling.Origin | None = None  # of the flight's gradients, where a loss was scaled
         self._overflow: Tensor | None = None  # found when the gradients were unscaled, float32 []
-        self._dense: DenseGradients | None = None  # exchanged with other ranks
+        self._dense = DenseExchange(runtime.ranks, micro_batches)
         self._late: list[Leaf] = []  # of a flight that was finished before the loop has come back
 
     def _open(self) -> Any:
@@ -98,7 +98,7 @@ class TrainLoop(Loop):
         if self._micro_batches > 1 or self._runtime.ranks is not None:
             leaves = [leaf for group in self._leaves for leaf in group]
             self._reduction = Reduction(
-                leaves, self._micro_batches, (self._flag, self._one), self._runtime.ranks, self._dense_of
+                leaves, self._micro_batches, (self._flag, self._one), self._runtime.ranks, self._dense
             )  # fmt: skip
         self._stepped, self._early = set(), set()
         self._rates = self._runtime.learning_rates()
@@ -108,23 +108,11 @@ class TrainLoop(Loop):
     def _let_go(self) -> None:
         super()._let_go()
         self._late = []
-        if self._dense is not None:
-            self._dense.close()
-            self._dense = None
+        self._dense.close()
         scaling.forget(self)
 
-    def _dense_of(self, parameters: list[Tensor]) -> DenseGradients:
-        """Return what exchanges the gradients of these parameters with other ranks."""
-        before = self._dense
-        if before is None or [id(one) for one in before.parameters] != [id(one) for one in parameters]:
-            if before is not None:
-                before.close()
-            self._dense = DenseGradients(self._runtime.ranks, parameters, self._micro_batches)
-        assert self._dense is not None
-        return self._dense
-
     def _next_batch(self) -> tuple[Any, Rows]:
-        if self._dense is not None and len(self._micros) == 1:
+        if len(self._micros) == 1:
             self._dense.expect_last()
         return super()._next_batch()
 

@@ -1,13 +1,13 @@
 """The gradients of a step's micro-batches added up, in the order of a tree: those of rows and of dense parameters."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hostdev.core.micro_batches import Node, TreeSum
-from hostdev.parallel.dense import DenseGradients, Grads, add_lists
+from hostdev.parallel.dense import DenseExchange, Grads, add_lists
 from hostdev.parallel.ranks import Ranks
 from hostdev.runtime.rows import Leaf
 
@@ -19,12 +19,12 @@ class Reduction:
     count   micro-batches of the step on each rank
     flags   a number on the device that is not 0 from the first step on that is not finite, and 1
     ranks   that have the others; None: all are here
-    dense   returns what exchanges the gradients of parameters, with other ranks
+    dense   exchanges the gradients of parameters with other ranks
     """
 
     def __init__(
         self, leaves: Sequence[Leaf], count: int, flags: tuple[Tensor, Tensor], ranks: Ranks | None,
-        dense: Callable[[list[Tensor]], DenseGradients],
+        dense: DenseExchange,
     ) -> None:  # fmt: skip
         self._leaves, self._flags, self._ranks, self.count, self._exchange = leaves, flags, ranks, count, dense
         self._rows: TreeSum[Grads] = TreeSum(add_lists)
@@ -63,7 +63,7 @@ class Reduction:
 
     def _to_ranks(self, ranks: Ranks) -> Tensor | None:
         """Give all ranks the sums over all of the parameters' gradients, and of the rows' what is to be sent."""
-        dense = self._exchange([one for one in self._parameters if one.requires_grad])
+        dense = self._exchange.of([one for one in self._parameters if one.requires_grad])
         has_dense = dense.put()
         self._next += 1
         if has_dense is None:

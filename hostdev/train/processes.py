@@ -125,7 +125,11 @@ def joined(settings: TrainConfig) -> Iterator[Company | None]:
         raise
     share_memory(place.local_ranks)
     set_host_threads(max(1, host_threads() // place.local_ranks))
-    company = Company(place, settings)
+    try:
+        company = Company(place, settings)
+    except BaseException:
+        share_memory(1)
+        raise
     watch = company.ranks.watch
     try:
         yield company

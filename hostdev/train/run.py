@@ -76,7 +76,7 @@ class Run:
         self.log = OpLog(clocks={"DEVICE": self.clock})
         try:
             if settings.trace is not None:
-                self.timeline.write_to(_open_trace(settings.trace))
+                self.timeline.write_to(_open_trace(settings.trace), alone=self.ranks is None)
                 self.trace = settings.trace
             sample = next(self.train_rows.batches(min(self.batch_size, _SAMPLE)))
             seed_torch(settings.seed)

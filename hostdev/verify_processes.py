@@ -3,7 +3,7 @@
 if __name__ == "__main__":
     from hostdev.core import cli
 
-    raise SystemExit(cli.run_module("hostdev.verify.processes"))
+    raise SystemExit(cli.run_module("hostdev.verify_processes"))
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ from hostdev.train.config import TrainConfig, to_flags
 from hostdev.train.processes import start_here, wait_for
 from hostdev.verify import OPTIONS, Mode, Record, batches_of, compare, size_of, train
 
-PROG = "hostdev.verify.processes"
+PROG = "hostdev.verify_processes"
 _WAYS = ((0, None), (2, None), (2, "10%"))  # depth, cache
 
 

@@ -1,5 +1,10 @@
 """python -m hostdev.verify: train a few steps in every mode on the user's data, and compare all bits of every step."""
 
+if __name__ == "__main__":  # first of all, as the imports take seconds: Ctrl-C ends these, too, with one line
+    from hostdev.core import cli
+
+    raise SystemExit(cli.run_module("hostdev.verify"))
+
 import argparse
 import gc
 import itertools
@@ -269,7 +274,7 @@ def verify(
     if not fault:
         different = [_compare_all(settings, others, batches, found.schema, None, expected, report)]
         if worlds:
-            from hostdev.verify.processes import compare_worlds
+            from hostdev.verify_processes import compare_worlds
 
             different[0] += compare_worlds(settings, reference, batches, found.schema, worlds, micro_batches, report)
         return different
