@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from hostdev.core.errors import UserError
 
+_RANKS = {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK_ID"}  # of one of several processes
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
@@ -69,7 +70,10 @@ def run_module(name: str) -> int:
         code: int | None = import_module(name).main(arguments)
         return code
 
-    return run(name.removesuffix(".__main__"), main)
+    code = run(name.removesuffix(".__main__"), main)
+    if _RANKS & os.environ.keys():  # what torch.distributed leaves behind may abort the interpreter's own end
+        _leave(code)
+    return code
 
 
 def _leave(code: int) -> NoReturn:
