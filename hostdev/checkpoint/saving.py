@@ -28,7 +28,7 @@ from hostdev.checkpoint.manifest import read as read_manifest
 from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, HashedFile, RowsOf, rows_per_file, write_range
 from hostdev.checkpoint.state import DENSE, DigestNames, state_digest
 from hostdev.checkpoint.tree import tensors_as_bytes
-from hostdev.core.errors import UserError
+from hostdev.core.errors import UserError, in_words
 from hostdev.core.workers import Workers
 
 Rows = npt.NDArray[np.float32]
@@ -276,13 +276,6 @@ class Saving:
                 replace(item.table, files=[file.result() for file in written])
                 for item, written in zip(self._items, found, strict=True)
             ]
-
-
-def in_words(error: BaseException) -> str:
-    """Return what has failed, and where, on one line."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _agree(channel: Channel, work: Callable[[], Any] | None) -> list[Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from hostdev.core.errors import UserError
+from hostdev.core.errors import UserError, in_words
 
 _RANKS = {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK_ID"}  # of one of several processes
 EXIT_ERROR = 2
@@ -58,7 +58,7 @@ def run(prog: str, main: Callable[[Sequence[str]], int | None], argv: Sequence[s
     except (UserError, OSError, MemoryError) as error:
         if "--debug" in arguments:
             traceback.print_exc()
-        print(f"{prog}: error: {_one_line(error)}", file=sys.stderr)
+        print(f"{prog}: error: {in_words(error)}", file=sys.stderr)
         return int(getattr(error, "exit_code", EXIT_ERROR))
 
 
@@ -86,11 +86,3 @@ def _leave(code: int) -> NoReturn:
 
 def _detail(interrupt: BaseException) -> str:
     return f"; {interrupt}" if str(interrupt) else ""
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, OSError):
-        text = error.strerror or text
-        return f"{error.filename}: {text}" if error.filename else text
-    return text

@@ -18,3 +18,12 @@ def naming(path: Path | str) -> Iterator[None]:
         if error.filename is None:
             error.filename = str(path)
         raise
+
+
+def in_words(error: BaseException) -> str:
+    """Return what has failed, and where, on one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OSError):
+        text = error.strerror or text
+        return f"{error.filename}: {text}" if error.filename else text
+    return text

@@ -13,8 +13,8 @@ import numpy as np
 from hostdev.checkpoint.checkpoints import Checkpoints
 from hostdev.checkpoint.folder import FOLDER, Chain, Checkpoint, chain_of, is_checkpoint, is_there, names_in
 from hostdev.checkpoint.loading import newest_whole, values_of
-from hostdev.checkpoint.saving import Saving, in_words
-from hostdev.core.errors import UserError
+from hostdev.checkpoint.saving import Saving
+from hostdev.core.errors import UserError, in_words
 from hostdev.core.progress import note
 from hostdev.data.manifest import FILE_NAME as DATA_MANIFEST
 from hostdev.data.manifest import Manifest

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hostdev.core.errors import UserError
+from hostdev.core.errors import UserError, in_words
 from hostdev.core.memory import share_memory
 from hostdev.kernels.pool import host_threads, set_host_threads
 from hostdev.parallel.place import Place, find
@@ -141,16 +141,9 @@ def joined(settings: TrainConfig) -> Iterator[Company | None]:
         time.sleep(_FAULT_SECONDS)  # the watch finds out which rank it was, and ends the process
         raise
     except BaseException as error:
-        watch.fail(_words(error))
+        interrupted = isinstance(error, KeyboardInterrupt)
+        watch.fail(f"interrupted {error}".strip() if interrupted else in_words(error))
         raise
-
-
-def _words(error: BaseException) -> str:
-    if isinstance(error, KeyboardInterrupt):
-        return f"interrupted{f'; {error}' if str(error) else ''}"
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def require_shares(settings: TrainConfig, ranks: int) -> None:
