@@ -1,5 +1,6 @@
 """A checkpoint and all that it adds to, merged into one: range by range, without training."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,14 +63,19 @@ def compact(chain: Chain, keep: int | None = None) -> str:
 
 def _merge(chain: Chain, path: Path) -> Path:
     layers = Layers(chain)
-    newest = chain[-1].manifest
     items = [
         Item(replace(table, files=[]), _MergedRows(layers, table.name), True, lambda: None, lambda saved: None)
-        for table in newest.tables
+        for table in layers.manifest.tables
     ]
+    return write_anew(layers, items, path)
+
+
+def write_anew(layers: Layers, items: Sequence[Item], path: Path) -> Path:
+    """Write a checkpoint of these tables, with all else that a chain has, into the folder `path`; return where."""
+    newest = layers.manifest
     others = {
         file.file: checkpoint.path / file.file
-        for checkpoint in chain for file in checkpoint.manifest.others if file.file.startswith("data/")
+        for checkpoint in layers.chain for file in checkpoint.manifest.others if file.file.startswith("data/")
     }  # fmt: skip
     names = [(name, key) for name, key in newest.state.get("digest", [])]
     content = Content(newest.state, tensors_of(layers), others, names)

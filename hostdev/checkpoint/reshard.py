@@ -7,12 +7,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.checkpoint import folder
+from hostdev.checkpoint.compact import write_anew
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import Table
 from hostdev.checkpoint.ranges import SPREAD, WEIGHTS
-from hostdev.checkpoint.saving import Content, Item, Saving
-from hostdev.checkpoint.state import tensors_of
+from hostdev.checkpoint.saving import Item
 from hostdev.core.errors import UserError
 from hostdev.kernels.shards import ids_at, range_of
 
@@ -49,22 +49,14 @@ def rewrite(chain: Chain, out: Path, ranks: int | None) -> str:
     """
     if folder.names_in(out):
         raise UserError(f"{out} has checkpoints already; choose another --out")
-    layers, newest = Layers(chain), chain[-1].manifest
+    layers = Layers(chain)
     out.mkdir(parents=True, exist_ok=True)
     items = []
-    for table in newest.tables:
+    for table in layers.manifest.tables:
         about = replace(table, files=[], order="ids" if ranks is None else SPREAD)
         cuts = [range_of(table.rows, rank, ranks)[0] for rank in range(ranks)] if ranks else []
         rows = _Rows(layers, table, spread=ranks is not None)
         items.append(Item(about, rows, True, lambda: None, lambda saved: None, cuts=cuts))
-    others = {
-        file.file: checkpoint.path / file.file
-        for checkpoint in chain for file in checkpoint.manifest.others if file.file.startswith("data/")
-    }  # fmt: skip
-    names = [(name, key) for name, key in newest.state.get("digest", [])]
-    content = Content(newest.state, tensors_of(layers), others, names)
     with folder.locked(out):
-        saving = Saving(out, newest.step, items, content, None, keep=0, state_sha256=newest.state_sha256,
-                        on_end=lambda saving: None)  # fmt: skip
-        made = saving.wait().path
+        made = write_anew(layers, items, out)
     return f"{made}: {chain[-1].path} for {'one process' if ranks is None else f'{ranks} processes'}"

@@ -6,7 +6,7 @@ start a multiple of it, cut off at M. So whoever has computed some neighbouring 
 up, and the rest is added where the nodes meet: the result does not depend on who has computed what.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -61,11 +61,3 @@ def nodes_of(start: int, stop: int) -> list[tuple[int, int]]:
     for number in range(start, stop):
         tree.put(Node(number, 1, None))
     return [(node.start, node.size) for node in tree.nodes]
-
-
-def tree_sum(values: Iterable[T | None], add: Callable[[T, T], T]) -> T | None:
-    """Return the sum over the values of all micro-batches in the tree's order."""
-    tree = TreeSum(add)
-    for number, value in enumerate(values):
-        tree.put(Node(number, 1, value))
-    return tree.total()

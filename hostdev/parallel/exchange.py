@@ -91,9 +91,7 @@ class Exchange:
             for rank in range(self.ranks.size)
             for (local, _, _), end in zip(found, ends, strict=True)
         ]
-        flat = np.concatenate(parts, dtype=self._dtype, casting="same_kind") if self._dtype == np.int64 else (
-            np.concatenate(parts).astype(self._dtype, copy=False)
-        )  # fmt: skip
+        flat = np.concatenate(parts).astype(self._dtype, copy=False)
         sums, receive = counts.sum(1).tolist(), wanted.sum(1).tolist()
         come = self._ids.all_to_all(torch.from_numpy(flat), sums, receive).numpy()
         self.least_bytes += (len(flat) - sums[self.ranks.rank]) * flat.itemsize

@@ -137,12 +137,6 @@ class Ranks:
         """Return the bytes sent to others so far, by channel."""
         return {name: channel.sent_bytes for name, channel in self._channels.items()}
 
-    def text_of_first(self, text: str) -> str:
-        """Return what rank 0 says."""
-        mine = np.frombuffer(text.encode(), np.uint8) if self.rank == 0 else np.empty(0, np.uint8)
-        first: npt.NDArray[np.uint8] = self.control.gather(mine)[0]
-        return str(bytes(first), "utf-8")
-
     def leave(self) -> None:
         """Part from the others, when all have come here."""
         self.control.barrier()

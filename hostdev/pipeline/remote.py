@@ -29,11 +29,6 @@ class Remote:
         self.groups, self.staging, self.exchanges, self.timeline = groups, staging, exchanges, timeline
         self._cached = any(group.cache is not None for group in groups)
 
-    @property
-    def is_behind(self) -> bool:
-        """Tell whether gradients go to the owners behind the step; those of cached rows are needed in it."""
-        return not self._cached
-
     def to_owners(self, flight: Flight, gradients: Gradients) -> Gradients | None:
         """Let gradients be on their way to the owners of the rows; return those that are to be used on the device."""
         if not gradients.parts:  # none has come, to any rank

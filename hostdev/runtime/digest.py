@@ -42,7 +42,7 @@ def state_sha256(
         rows = values if values.ndim else values.reshape(1)
         dtype = str(values.dtype).removeprefix("torch.")
         digest.array(name, dtype, values.shape, pieces_of(rows, fetched))
-    return digest.hexdigest() if ranks is None else ranks.text_of_first(digest.hexdigest())
+    return digest.hexdigest() if ranks is None else str(ranks.control.share(digest.hexdigest())[0])
 
 
 def columns_of(table: _Table, ranks: Ranks | None = None) -> list[Column]:

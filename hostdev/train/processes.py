@@ -20,7 +20,7 @@ from hostdev.core.errors import UserError, in_words
 from hostdev.core.memory import share_memory
 from hostdev.kernels.pool import host_threads, set_host_threads
 from hostdev.parallel.place import Place, find
-from hostdev.parallel.ranks import PeerLostError, Ranks
+from hostdev.parallel.ranks import MEETING, TIMEOUT, PeerLostError, Ranks
 from hostdev.train.config import TrainConfig, to_flags
 from hostdev.train.interrupt import Interrupted
 from hostdev.train.rundir import RunDir
@@ -66,7 +66,10 @@ class Company:
         self._place = place
         self.output = _Output() if place.rank else None
         self.ranks = Ranks(
-            place, self._fault, timeout=settings.dist_timeout or 600.0, meeting=min(settings.dist_timeout or 60.0, 60.0)
+            place,
+            self._fault,
+            timeout=settings.dist_timeout or TIMEOUT,
+            meeting=min(settings.dist_timeout or MEETING, MEETING),
         )
         if self.output is not None:
             sys.stdout = sys.stderr = self.output
@@ -84,7 +87,7 @@ class Company:
 
     def folder(self, made: Path | None) -> Path:
         """Return where this rank's files go: `made` by rank 0, a folder in it for another."""
-        self.root = root = Path(self.ranks.text_of_first(str(made)))
+        self.root = root = Path(self.ranks.control.share(str(made))[0])
         if self._place.rank == 0:
             return root
         mine = root / f"rank{self._place.rank}"

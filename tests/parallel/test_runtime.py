@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import hostdev
-from hostdev.core.micro_batches import tree_sum
 from tests.parallel import own_loop
+from tests.parallel.trees import tree_sum
 from tests.runtime import cases
 from tests.runtime.cases import Case, batches_of, differing, ids
 

@@ -4,9 +4,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostdev.core.micro_batches import Node, TreeSum, nodes_of, tree_sum
+from hostdev.core.micro_batches import Node, TreeSum, nodes_of
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.tree import tree_sums
+from tests.parallel.trees import tree_sum
 
 
 def plus(left, right):
