@@ -11,8 +11,9 @@ from hostdev.data.shards import ShardReader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostdev.core.micro_batches import Node, TreeSum, cut, nodes_of, tree_sum
+from hostdev.core.micro_batches import Node, TreeSum, cut, nodes_of
 from tests.data import movies, twins
+from tests.parallel.trees import tree_sum
 
 BATCH = 130
 
