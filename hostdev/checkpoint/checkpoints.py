@@ -31,6 +31,7 @@ class Checkpoints:
         self.last: Checkpoint | None = None  # the one that the tables' changes are counted from
         self._increments = 0  # rows' bytes that those in its chain hold, the whole one left out
         self._saving: Saving | None = None
+        self._channel: Any = None  # to the other ranks, for the thread that writes
         self._lock = ExitStack()
         self._locked: IO[Any] | None = None
         self.most_copied = 0  # bytes of rows that were copied aside at once
@@ -96,6 +97,8 @@ class Checkpoints:
         tables  nobody writes them until this returns; host tables are up to date with their caches
         """
         self.join()
+        if self._ranks is not None and self._channel is None:
+            self._channel = self._ranks.channel()
         tables = sorted(tables, key=lambda table: table.name)
         budget = Budget(COPIES_BYTES)
         parent = self._parent(tables)
@@ -125,7 +128,7 @@ class Checkpoints:
 
         saving = self._saving = Saving(
             self.path, step, items, content, parent, keep=self.keep, state_sha256=state_sha256, on_end=ended,
-            channel=None if self._ranks is None else self._ranks["save"],
+            channel=self._channel,
             release=(lambda: None) if self._hold else self._unlock,
         )  # fmt: skip
         if waits:

@@ -10,13 +10,14 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hostdev.core.micro_batches import Node, TreeSum, nodes_of
-from hostdev.parallel.ranks import Channel, Ranks
+from hostdev.parallel.ranks import Channel
 
 BUCKET_BYTES = 4 << 20
 Grads = list[Tensor | None]
@@ -30,49 +31,66 @@ def add_lists(left: Grads, right: Grads) -> Grads:
     return [b if a is None else a for a, b in zip(left, right, strict=True)]
 
 
-def tree_all_reduce(
-    channel: Channel, parts: Sequence[Node[Tensor]], nodes: Sequence[Sequence[tuple[int, int]]]
-) -> Tensor:
-    """Return the sum over all micro-batches of what ranks have for their nodes, on all ranks the same.
+class TreeAllReduce:
+    """Sums over all micro-batches, in the tree's order, of what ranks have for their nodes: on all ranks the same.
 
-    parts  this rank's, each float32 [n] in host memory
-    nodes  (start, size) of the nodes of every rank
+    channel  to the others
+    nodes    (start, size) of the nodes of every rank
+    n        values of each
     """
-    values = [part.value for part in parts if part.value is not None]
-    n, W = len(values[0]), channel.ranks
-    edges = [n * rank // W for rank in range(W + 1)]
-    widths = [edges[rank + 1] - edges[rank] for rank in range(W)]
-    mine = widths[channel.rank]
-    flat = values[0]
-    if len(values) > 1:
-        flat = torch.cat([value[edges[rank] : edges[rank + 1]] for rank in range(W) for value in values])
-    receive = [mine * len(each) for each in nodes]
-    come = channel.all_to_all(flat, [width * len(values) for width in widths], receive)
-    tree: TreeSum[Tensor] = TreeSum(lambda left, right: left.add_(right))
-    at = 0
-    for each in nodes:
-        for start, size in each:
-            tree.put(Node(start, size, come[at : at + mine]))
-            at += mine
-    total = tree.total()
-    assert total is not None
-    return channel.all_to_all(total.repeat(W), [mine] * W, widths)
+
+    def __init__(self, channel: Channel, nodes: Sequence[Sequence[tuple[int, int]]], n: int) -> None:
+        self._channel, self._nodes, self.n = channel, nodes, n
+        W, mine = channel.ranks, channel.rank
+        self._edges = [n * rank // W for rank in range(W + 1)]
+        self._widths = [stop - start for start, stop in pairwise(self._edges)]
+        own = len(nodes[mine])
+        self.flat = torch.empty(n if own == 1 else 0)  # to be filled for `sum`, where the rank has one node
+        self._send = torch.empty(0 if own == 1 else own * n)
+        self._come = torch.empty(self._widths[mine] * sum(map(len, nodes)))
+        self._equal = -(-n // W)  # what each gives to all: the widest slice
+        self._total = torch.empty(self._equal)
+
+    def sum(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the sum, float32 [n], in new memory; parts float32 [n], of this rank's nodes, in host memory."""
+        channel, mine = self._channel, self._channel.rank
+        edges, widths, own = self._edges, self._widths, len(parts)
+        send = parts[0]
+        if own > 1:
+            send = self._send
+            torch.cat([part[start:stop] for start, stop in pairwise(edges) for part in parts], out=send)
+        receive = [widths[mine] * len(each) for each in self._nodes]
+        channel.all_to_all(send, [width * own for width in widths], receive, out=self._come)
+        tree: TreeSum[Tensor] = TreeSum(lambda left, right: left.add_(right))
+        width, at = widths[mine], 0
+        for start, size in (node for nodes in self._nodes for node in nodes):
+            tree.put(Node(start, size, self._come[at : at + width]))
+            at += width
+        total = tree.total()
+        assert total is not None
+        torch.add(total, 0.0, out=self._total[:width])  # a sum of nothing but -0 is 0, as with one process
+        gathered = channel.all_gather(self._total).view(channel.ranks, self._equal)
+        if all(width == self._equal for width in widths):
+            return gathered.view(-1)
+        return torch.cat([row[:width] for row, width in zip(gathered, widths, strict=True)])
 
 
 class DenseGradients:
     """The parameters' gradients of one step after the other.
 
-    ranks       that compute the micro-batches
+    channel     to the ranks that compute the micro-batches
     parameters  those that have gradients, on all ranks the same
     count       micro-batches of a step on each rank
     """
 
-    def __init__(self, ranks: Ranks, parameters: Sequence[Tensor], count: int) -> None:
-        self._channel, self._count = ranks["dense"], count
+    def __init__(self, channel: Channel, parameters: Sequence[Tensor], count: int) -> None:
+        self._channel, self._count = channel, count
         self.parameters = list(parameters)
-        self._first = ranks.rank * count
-        self._nodes = [nodes_of(rank * count, (rank + 1) * count) for rank in range(ranks.size)]
+        self._first = channel.rank * count
+        self._nodes = [nodes_of(rank * count, (rank + 1) * count) for rank in range(channel.ranks)]
         self._buckets = _buckets(self.parameters)
+        self._sums = [TreeAllReduce(channel, self._nodes, sum(map(self._size, bucket))) for bucket in self._buckets]
+        self._small: TreeAllReduce | None = None
         self._bucket_of = {number: b for b, bucket in enumerate(self._buckets) for number in bucket}
         self._worker = ThreadPoolExecutor(1, "hostdev-dense")
         this = weakref.ref(self)
@@ -147,20 +165,31 @@ class DenseGradients:
                 self._has[number] |= grad is not None
                 like = self.parameters[number]
                 pieces.append((torch.zeros_like(like, requires_grad=False) if grad is None else grad).reshape(-1))
-            parts.append(Node(node.start, node.size, torch.cat(pieces).float()))
-        self._totals.append(self._worker.submit(self._exchange, parts, _mark(parts[0].value)))
+            parts.append(self._joined(bucket, pieces))
+        self._trees[bucket] = TreeSum(add_lists)
+        self._totals.append(self._worker.submit(self._exchange, bucket, parts, _mark(parts[0])))
 
-    def _exchange(self, parts: Sequence[Node[Tensor]], mark: Any) -> Tensor:
+    def _joined(self, bucket: int, pieces: Sequence[Tensor]) -> Tensor:
+        """Return a node's gradients end to end, float32, where they are."""
+        flat = self._sums[bucket].flat
+        if not len(flat) or any(piece.device != flat.device or piece.dtype != flat.dtype for piece in pieces):
+            return torch.cat(list(pieces)).float()
+        return torch.cat(list(pieces), out=flat)
+
+    def _size(self, number: int) -> int:
+        return self.parameters[number].numel()
+
+    def _exchange(self, bucket: int, parts: Sequence[Tensor], mark: Any) -> Tensor:
         if mark is not None:
             mark.synchronize()
-        here = [part._replace(value=part.value.cpu()) for part in parts if part.value is not None]
-        return tree_all_reduce(self._channel, here, self._nodes)
+        return self._sums[bucket].sum([part.cpu() for part in parts])
 
     def small(self, values: Tensor) -> Tensor:
         """Return the sum over all ranks of a few numbers, float32 [n], after the step's gradients."""
-        parts = [Node(start, size, values.cpu() if not place else torch.zeros(len(values)))
-                 for place, (start, size) in enumerate(self._nodes[self._channel.rank])]  # fmt: skip
-        return self._worker.submit(tree_all_reduce, self._channel, parts, self._nodes).result()
+        if self._small is None or self._small.n != len(values):
+            self._small = TreeAllReduce(self._channel, self._nodes, len(values))
+        parts = [values.cpu()] + [torch.zeros(len(values))] * (len(self._nodes[self._channel.rank]) - 1)
+        return self._worker.submit(self._small.sum, parts).result()
 
     def finish(self, given: Sequence[bool]) -> None:
         """Give the parameters the sums; None to those of which no rank has had a gradient."""
@@ -170,7 +199,7 @@ class DenseGradients:
                 parameter = self.parameters[number]
                 n = parameter.numel()
                 grad = flat[at : at + n].view_as(parameter).to(parameter.device, parameter.dtype)
-                parameter.grad = grad.add_(0.0) if given[number] else None
+                parameter.grad = grad if given[number] else None
                 at += n
         self._begin()
 
@@ -178,12 +207,12 @@ class DenseGradients:
 class DenseExchange:
     """The `DenseGradients` of the parameters that a loop reduces; knows nothing of the loop.
 
-    ranks  that compute the micro-batches; None: there are no others
-    count  micro-batches of a step on each rank
+    channel  to the ranks that compute the micro-batches; None: there are no others
+    count    micro-batches of a step on each rank
     """
 
-    def __init__(self, ranks: Ranks | None, count: int) -> None:
-        self._ranks, self._count = ranks, count
+    def __init__(self, channel: Channel | None, count: int) -> None:
+        self._channel, self._count = channel, count
         self._current: DenseGradients | None = None
 
     def of(self, parameters: list[Tensor]) -> DenseGradients:
@@ -191,8 +220,8 @@ class DenseExchange:
         before = self._current
         if before is None or [id(one) for one in before.parameters] != [id(one) for one in parameters]:
             self.close()
-            assert self._ranks is not None
-            before = self._current = DenseGradients(self._ranks, parameters, self._count)
+            assert self._channel is not None
+            before = self._current = DenseGradients(self._channel, parameters, self._count)
         return before
 
     def expect_last(self) -> None:

@@ -66,15 +66,20 @@ class Exchange:
     ranks  with which
     rows   of each group, those of its tables on all ranks
     dims   of each group, the columns of its tables
-    kind   "" in training, or "predict ": with channels of its own
+
+    All ranks make theirs in the same order.
     """
 
-    def __init__(self, ranks: Ranks, rows: Sequence[int], dims: Sequence[Sequence[int]], kind: str = "") -> None:
+    def __init__(self, ranks: Ranks, rows: Sequence[int], dims: Sequence[Sequence[int]]) -> None:
         self.ranks, self._rows, self._dims = ranks, list(rows), [list(each) for each in dims]
-        self._ids, self._values = ranks[f"{kind}ids"], ranks[f"{kind}rows"]
-        self._late, self._gradients = ranks["late rows"], ranks["gradients"]
+        self._channels = self._ids, self._values, self._late, self._gradients = [ranks.channel() for _ in range(4)]
         self.least_bytes = 0  # that could have been sent to others, in place of what was: ids, rows and gradients once
         self._dtype = np.dtype(np.int32 if max(rows) < 2**31 else np.int64)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes sent to others so far."""
+        return sum(channel.sent_bytes for channel in self._channels)
 
     def ids(self, groups: Sequence[Ids]) -> list[tuple[Ids, Asked]]:
         """Ask the owners for rows; return of each group the unique rows that are asked for here, and who asks.

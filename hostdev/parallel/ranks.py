@@ -1,10 +1,13 @@
 """The processes of one training: how they meet, and what they exchange, on torch.distributed."""
 
+import contextlib
 import json
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -22,8 +25,6 @@ from hostdev.parallel.watch import Watch
 
 TIMEOUT = 600.0  # seconds that one waits for another within a step
 MEETING = 60.0  # seconds until all have come, where nobody says otherwise
-# Every thread that exchanges something has a channel of its own: the order within one is the same on every rank.
-CHANNELS = ("ids", "rows", "late rows", "gradients", "dense", "control", "save", "predict ids", "predict rows")
 TOLD = 2
 STOP, SAVE = range(TOLD)  # a signal's number; whether a checkpoint is due
 
@@ -42,24 +43,40 @@ class Channel:
         self.rank, self.ranks, self._group, self._lost = rank, ranks, group, lost
         self.sent_bytes = 0  # to others
 
-    def all_to_all(self, values: Tensor, counts: Sequence[int], receive: Sequence[int], row: int = 1) -> Tensor:
+    def all_to_all(
+        self, values: Tensor, counts: Sequence[int], receive: Sequence[int], row: int = 1, out: Tensor | None = None
+    ) -> Tensor:
         """Give each rank its part of what lies end to end, and return what they give, by rank.
 
         values   of any dtype, 1-dimensional, C-contiguous
         counts   how many rows go to each rank; receive: how many come from each
         row      values of a row
+        out      where it goes; None: new memory
         """
-        out = torch.empty(sum(receive) * row, dtype=values.dtype)
+        if out is None:
+            out = torch.empty(sum(receive) * row, dtype=values.dtype)
         own = slice(sum(counts[: self.rank]) * row, sum(counts[: self.rank + 1]) * row)
         self.sent_bytes += (len(values) - (own.stop - own.start)) * values.element_size()
+        splits = [n * row for n in receive], [n * row for n in counts]
+        with self._answering():
+            dist.all_to_all_single(out, values, *splits, group=self._group)
+        return out
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        """Return what all ranks have, equally many, 1-dimensional, end to end by rank."""
+        out = torch.empty(self.ranks * len(values), dtype=values.dtype)
+        self.sent_bytes += (self.ranks - 1) * values.nbytes
+        with self._answering():
+            dist.all_gather_into_tensor(out, values, group=self._group)
+        return out
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
         try:
-            dist.all_to_all_single(
-                out, values, [n * row for n in receive], [n * row for n in counts], group=self._group
-            )  # fmt: skip
+            yield
         except RuntimeError as error:
             self._lost()
             raise PeerLostError(f"another rank does not answer any more ({_short(error)})") from None
-        return out
 
     def exchange_counts(self, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Give each rank its row of numbers, int64 [W, any]; return what each has for this one."""
@@ -109,33 +126,27 @@ class Ranks:
         # What this rank tells the others with each step, and what of it they all know since the last one: the largest.
         self.telling = [0] * TOLD
         self.told = [0] * TOLD
-        within = timedelta(seconds=timeout)
+        self._within = timedelta(seconds=timeout)
         dist.init_process_group(
-            "gloo", store=PrefixStore("groups", self.store), rank=self.rank, world_size=self.size, timeout=within
+            "gloo", store=PrefixStore("groups", self.store), rank=self.rank, world_size=self.size, timeout=self._within
         )
-        self._channels = {
-            name: Channel(self.rank, self.size, dist.new_group(backend="gloo", timeout=within), self.watch.lost)
-            for name in CHANNELS
-        }
+        self.control = self.channel()  # the main thread's
         self.control.barrier()
         self.watch.start()
 
-    def __getitem__(self, channel: str) -> Channel:
-        """Return a channel."""
-        return self._channels[channel]
+    def channel(self) -> Channel:
+        """Return a new channel; all ranks make theirs in the same order.
 
-    @property
-    def control(self) -> Channel:
-        """The channel of the main thread."""
-        return self._channels["control"]
+        Every thread that exchanges something has one of its own: the order within one is the same on every rank.
+        """
+        group = dist.new_group(backend="gloo", timeout=self._within)
+        channel = Channel(self.rank, self.size, group, self.watch.lost)
+        weakref.finalize(channel, _close, group).atexit = False  # sockets and threads are few
+        return channel
 
     def part(self) -> tuple[int, int]:
         """Return this rank and their number, as `HostTable` takes it."""
         return self.rank, self.size
-
-    def sent_bytes(self) -> dict[str, int]:
-        """Return the bytes sent to others so far, by channel."""
-        return {name: channel.sent_bytes for name, channel in self._channels.items()}
 
     def leave(self) -> None:
         """Part from the others, when all have come here."""
@@ -143,6 +154,12 @@ class Ranks:
         self.watch.stop()
         self.control.barrier()
         dist.destroy_process_group()
+
+
+def _close(group: Any) -> None:
+    if dist.is_initialized():
+        with contextlib.suppress(ValueError):  # all have been closed
+            dist.destroy_process_group(group)
 
 
 def _meet(place: Place, seconds: float) -> Any:

@@ -56,7 +56,7 @@ class Pipeline:
         if ranks is not None:
             tables = [[one.table for one in group.embeddings] for group in groups]
             shapes = [each[0].total_rows for each in tables], [[table.dim for table in each] for each in tables]
-            exchanges = {update: Exchange(ranks, *shapes, "" if update else "predict ") for update in (True, False)}
+            exchanges = {update: Exchange(ranks, *shapes) for update in (True, False)}
         self._stages = Stages(
             groups, staging, Claims(rows), self.timeline, log=log, exchanges=exchanges, staleness=staleness,
             broken=broken, before_stage=before_stage, after_update=after_update,
@@ -74,11 +74,9 @@ class Pipeline:
         self._stages.steps = steps
 
     def exchanged_bytes(self) -> dict[str, int]:
-        """Return the bytes sent to others in training: for rows, the least that could have been, for the dense side."""
-        assert self.ranks is not None
-        sent = self.ranks.sent_bytes()
-        rows = sum(sent[channel] for channel in ("ids", "rows", "late rows", "gradients"))
-        return {"rows": rows, "least": self._stages.exchanges[True].least_bytes, "dense": sent["dense"]}
+        """Return the bytes sent to others in training: for rows, and the least that could have been."""
+        exchange = self._stages.exchanges[True]
+        return {"rows": exchange.sent_bytes, "least": exchange.least_bytes}
 
     @contextmanager
     def train(self, batches: Iterable[Request]) -> Iterator[Pass]:

@@ -73,7 +73,7 @@ class Reduction:
                     for leaf in range(len(self._leaves))]  # fmt: skip
         shape = next((value.shape for value in self._values if value is not None), torch.Size([0]))
         telling = np.array([[*has_rows, *has_dense, shape.numel(), *ranks.telling]], np.int64)
-        told = ranks["control"].exchange_counts(np.repeat(telling, ranks.size, axis=0)).max(0).tolist()
+        told = ranks.control.exchange_counts(np.repeat(telling, ranks.size, axis=0)).max(0).tolist()
         given_rows, told = told[: len(has_rows)], told[len(has_rows) :]
         given_dense, told = told[: len(has_dense)], told[len(has_dense) :]
         size, ranks.told = told[0], told[1:]

@@ -52,7 +52,8 @@ class Runtime:
     cache     hot rows on the device: a number of rows or a share of each table such as "10%", or a `CacheSpec`; or a
               dict of these by the name of a table, for it and those that are looked up with the same ids. None for none
     depth     how many batches ahead are read and looked up while one is in its step; 0: one stage after the other
-    ranks     the processes that have met (`hostdev.parallel`), each with a part of every table; None: this one is alone
+    ranks     the processes that have met (`hostdev.parallel`), each with a part of every table; all make their runtimes in
+              the same order. None: this one is alone
     log       where every op's durations go
     timeline  where the stages' durations go
     seams     for tests and `hostdev.verify`: staleness, broken, before_stage, after_update of `Pipeline`
@@ -95,6 +96,7 @@ class Runtime:
                 )  # fmt: skip
             groups.append(Group(group.tables, made, log))  # type: ignore[arg-type]
         self.pipeline = Pipeline(groups, self.staging, depth=depth, timeline=timeline, log=log, ranks=ranks, **seams)
+        self.dense_channel = None if ranks is None else ranks.channel()
         self.predicting = 0  # loops over `predict` that are open
         self._open: ReferenceType[TrainLoop] | None = None  # the open loop over `train`, which ends when it is dropped
         self._frozen: set[str] = set()
@@ -112,6 +114,11 @@ class Runtime:
     def caches(self) -> list[EmbeddingCache]:
         """The caches of the groups that have one."""
         return [group.cache for group in self.pipeline.groups if group.cache is not None]
+
+    def exchanged_bytes(self) -> dict[str, int]:
+        """Return the bytes sent to other ranks in training: for rows, the least that could have been, for the others."""
+        assert self.dense_channel is not None
+        return {**self.pipeline.exchanged_bytes(), "dense": self.dense_channel.sent_bytes}
 
     @property
     def optimizer(self) -> TableOptimizer:

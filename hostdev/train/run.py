@@ -296,7 +296,7 @@ class Run:
     def count_exchanged(self) -> None:
         """Add up what all ranks have sent; all of them call it."""
         if self.ranks is not None:
-            mine = self.trainer.runtime.pipeline.exchanged_bytes()
+            mine = self.trainer.runtime.exchanged_bytes()
             each = self.ranks.control.gather(np.array(list(mine.values()), np.int64))
             self._exchanged = dict(zip(mine, np.sum(each, axis=0).tolist(), strict=True))
 

@@ -1,0 +1,194 @@
+"""Claims: two ranks of one core train at 1.6x the samples/s of one; the tree's exchange costs at most 1.2x DDP's.
+
+Each rank has one thread for kernels, one for torch, and one CPU, to which it is bound; one rank and two take turns,
+with the same micro-batches, round after round; medians, of the ratios too. Training is Wide & Deep, of the full size
+and of a smaller one, on ids as Criteo's. What is exchanged is printed beside the least that could have been.
+
+The tree's exchange is compared with a backward pass under torch.nn.parallel.DistributedDataParallel, which exchanges
+the same gradients of the same parameters, and with bare all-reduces of as many bytes.
+
+With a simulated device, which waits and then exchanges its gradients: a step at depth 2 against the larger of what host
+and device take alone, each with its exchange. At most 1.15x is claimed of it.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numba
+import torch
+from record import record
+
+import hostdev
+from hostdev.train.processes import start_here
+
+WORKER = Path(__file__).with_name("ranks_worker.py")
+SIZES = ((80, None), (16, [256, 128]))  # D and the dense layers; None: the full ones
+FULL_LAYERS = [1024, 512, 256, 128]
+FACTORS = (0.5, 1.0, 2.0)  # of the device's time to the host's
+DEPTH, MICRO_BATCHES = 2, 4
+LEAST_SPEEDUP, MOST_OVER_LARGER, MOST_OVER_DDP = 1.6, 1.15, 1.2
+
+
+class Team:
+    """Processes that do the same at the same time."""
+
+    def __init__(self, ranks: int) -> None:
+        command = [sys.executable, str(WORKER)]
+        how: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._processes = start_here(ranks, command, **how)
+        self._heard()
+
+    def ask(self, call: str, **what: Any) -> list[Any]:
+        """Let all do something; return what each says."""
+        for process in self._processes:
+            process.stdin.write(json.dumps({"call": call, **what}) + "\n")  # type: ignore[union-attr, arg-type]
+            process.stdin.flush()  # type: ignore[union-attr]
+        return self._heard()
+
+    def most(self, call: str, **what: Any) -> float:
+        """Let all do something; return the largest number."""
+        return float(max(self.ask(call, **what)))
+
+    def _heard(self) -> list[Any]:
+        lines = [process.stdout.readline() for process in self._processes]  # type: ignore[union-attr]
+        if not all(lines):
+            sys.exit("bench_ranks: a process has failed")
+        return [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        """End them."""
+        for process in self._processes:
+            process.stdin.close()  # type: ignore[union-attr]
+        for process in self._processes:
+            process.wait()
+
+
+def train(one: Team, two: Team, rows: int, batches: list[int], steps: int, rounds: int) -> list[dict[str, Any]]:
+    """Measure training of one rank and of two; print and return a row per setting."""
+    print(f"\n{'training':<34}{'one rank':>12}{'two ranks':>12}{'samples/s':>12}{'two / one':>11}{'bytes / least':>15}")
+    found = []
+    for dim, layers in SIZES:
+        for batch in batches:
+            what = {"rows": rows, "dim": dim, "batch": batch, "layers": layers, "depth": DEPTH}
+            for team in (one, two):
+                team.ask("training", **what, micro_batches=MICRO_BATCHES)
+            before, turns = two.ask("sent"), []
+            for _ in range(rounds):
+                turns.append((one.most("take", steps=steps), two.most("take", steps=steps)))
+            after = two.ask("sent")
+            for team in (one, two):
+                team.ask("close")
+            sent = {key: sum(b[key] - a[key] for a, b in zip(before, after, strict=True)) for key in after[0]}
+            alone, together = (statistics.median(each) for each in zip(*turns, strict=True))
+            ratio = statistics.median(first / second for first, second in turns)
+            over = sent["rows"] / sent["least"]
+            print(
+                f"D = {dim}, {'full' if layers is None else layers}, batch {batch:,}".ljust(34)
+                + f"{alone * 1e3:>9.0f} ms{together * 1e3:>9.0f} ms{batch / together:>12,.0f}{ratio:>11.2f}{over:>15.4f}"
+            )
+            found.append({"dim": dim, "layers": layers or "full", "batch": batch, "one_ms": round(alone * 1e3, 2),
+                          "two_ms": round(together * 1e3, 2), "speedup": round(ratio, 3),
+                          "bytes_over_least": round(over, 5)})  # fmt: skip
+    least = min(row["speedup"] for row in found if row["layers"] == "full")
+    met = "met" if least >= LEAST_SPEEDUP else "not met"
+    print(f"full size: {least:.2f} times the samples/s of one rank, at least {LEAST_SPEEDUP}: {met}")
+    return found
+
+
+def overlap(two: Team, rows: int, batches: list[int], steps: int, rounds: int) -> list[dict[str, Any]]:
+    """Measure steps on a simulated device; print and return a row per setting."""
+    dim = SIZES[0][0]
+    print(f"\n{'simulated device':<26}{'device/host':>12}{'host':>11}{'device':>11}{'step':>11}{'over the larger':>17}")
+    found = []
+    for kind in ("uniform", "Zipf"):
+        for batch in batches:
+            two.ask("pipeline", rows=rows, dim=dim, batch=batch, kind=kind, depths=[0, DEPTH], layers=FULL_LAYERS)
+            turns: dict[float, list[tuple[float, float, float]]] = {factor: [] for factor in FACTORS}
+            for _ in range(rounds):
+                for factor in FACTORS:
+                    host = two.most("pipeline_steps", depth=0, steps=steps, seconds=0.0, dense=False)
+                    exchange = two.most("dense_steps", steps=steps)
+                    wait = max(host * factor - exchange, 0.0)
+                    step = two.most("pipeline_steps", depth=DEPTH, steps=steps, seconds=wait, dense=True)
+                    turns[factor].append((host, wait + exchange, step))
+            two.ask("close")
+            for factor, each in turns.items():
+                host, device, step = (statistics.median(column) for column in zip(*each, strict=True))
+                over = statistics.median(step / max(host, device) for host, device, step in each)
+                print(f"{kind + f' ids, batch {batch:,}':<26}{factor:>12}{host * 1e3:>8.1f} ms{device * 1e3:>8.1f} ms"
+                      f"{step * 1e3:>8.1f} ms{over:>17.2f}")  # fmt: skip
+                found.append({"ids": kind, "batch": batch, "device_over_host": factor, "host_ms": round(host * 1e3, 2),
+                              "device_ms": round(device * 1e3, 2), "step_ms": round(step * 1e3, 2),
+                              "over_larger": round(over, 3)})  # fmt: skip
+    for kind in ("uniform", "Zipf"):
+        most = max(row["over_larger"] for row in found if row["ids"] == kind)
+        met = "met" if most <= MOST_OVER_LARGER else "not met"
+        print(f"{kind} ids: at most {most:.2f} times the larger, {MOST_OVER_LARGER} claimed: {met}")
+    return found
+
+
+def trees(two: Team, rounds: int) -> list[dict[str, Any]]:
+    """Measure the exchange of dense gradients; print and return a row per setting."""
+    print(
+        f"\n{'dense gradients':<34}{'tree':>10}{'DDP':>10}{'tree / DDP':>12}{'all-reduce alone':>18}{'backward alone':>16}"
+    )
+    found = []
+    for dim, layers in ((16, [256, 128]), (80, FULL_LAYERS)):
+        for micro_batches in (2, 4):
+            [one, *_] = two.ask("trees", dim=dim, layers=layers, micro_batches=micro_batches, rounds=rounds)
+            name = f"{one['bytes'] / 1e6:.1f} MB, {micro_batches} micro-batches"
+            print(
+                f"{name:<34}"
+                + "".join(f"{one[key] * 1e3:>7.2f} ms" for key in ("tree", "ddp"))
+                + f"{one['tree / ddp']:>12.2f}{one['all_reduce'] * 1e3:>15.2f} ms{one['backward'] * 1e3:>13.2f} ms"
+            )
+            found.append(
+                {
+                    "bytes": one["bytes"],
+                    "micro_batches": micro_batches,
+                    "over_ddp": round(one["tree / ddp"], 3),
+                    **{f"{key}_ms": round(one[key] * 1e3, 3) for key in ("tree", "ddp", "all_reduce", "backward")},
+                }
+            )
+    most = max(row["over_ddp"] for row in found if row["micro_batches"] == 2)
+    met = "met" if most <= MOST_OVER_DDP else "not met"
+    print(f"one micro-batch a rank, as DDP has it: {most:.2f} times DDP, at most {MOST_OVER_DDP}: {met}")
+    return found
+
+
+def main() -> None:
+    """Measure, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=1_000_000, help="of the tables")
+    parser.add_argument("--batch-sizes", type=int, nargs="*", default=[4000, 16_000])
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=("training", "overlap", "trees"), help="one part instead of all")
+    parser.add_argument("--out", type=Path, help="where the result goes instead of bench/results/")
+    arguments = parser.parse_args()
+    if (os.cpu_count() or 1) < 2:
+        sys.exit("bench_ranks: two ranks need two CPUs")
+    content: dict[str, Any] = {}
+    two, how = Team(2), (arguments.rows, arguments.batch_sizes)
+    if arguments.only in (None, "trees"):
+        content["trees"] = trees(two, 4 * arguments.rounds)
+    if arguments.only in (None, "overlap"):
+        content["overlap"] = overlap(two, *how, 3 * arguments.steps, arguments.rounds)
+    if arguments.only in (None, "training"):
+        one = Team(1)
+        content["training"] = train(one, two, *how, arguments.steps, arguments.rounds)
+        one.close()
+    two.close()
+    versions = {"hostdev": hostdev.__version__, "numba": numba.__version__, "torch": torch.__version__}
+    content = {"versions": versions, "micro_batches": MICRO_BATCHES, **content}
+    print(f"\nwritten to {record('ranks', content, arguments.out)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""One of the processes that `bench_ranks` measures: does what it is told, a JSON object a line, and tells what came of it.
+
+Every process has one thread for kernels and one for torch, and is bound to one CPU: so a rank is a machine of one core.
+"""
+
+import hostdev.core.environment  # isort: skip  (before torch)
+
+import itertools
+import json
+import os
+import sys
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from bench_pipeline import batches_of
+from hostdev.data.batch import Batch
+from hostdev.data.schema import Column, Schema, Space
+from hostdev.models.wide_deep.network import LAYERS, WideDeep
+from simulated import Simulated
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from wide_deep import FIELDS
+from workload import training_ids
+
+from hostdev.core.micro_batches import cut, nodes_of
+from hostdev.core.optimizers import FTRL, LazyAdam
+from hostdev.device.staging import Staging
+from hostdev.host.table import HostTable
+from hostdev.kernels.pool import set_host_threads
+from hostdev.parallel.dense import DenseGradients
+from hostdev.parallel.place import find
+from hostdev.parallel.ranks import Ranks
+from hostdev.pipeline.flight import Flight, Gradients, Request
+from hostdev.pipeline.groups import Group
+from hostdev.pipeline.pipeline import Pipeline
+from hostdev.train.trainer import Trainer
+
+BATCHES = 20  # then they come again
+SETTLE = 4  # steps
+EXCHANGED = ("ids", "rows", "late rows", "gradients")
+
+
+def dense_side(dim: int, layers: list[int]) -> list[nn.Parameter]:
+    """Return parameters of the sizes of Wide & Deep's dense side."""
+    sizes = [FIELDS * dim, *layers, 1]
+    shapes = [shape for first, second in itertools.pairwise(sizes) for shape in ((first, second), (second,))]
+    return [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+
+
+class Sum(nn.Module):
+    """Parameters whose gradients are there at once: what follows is their exchange."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.held = nn.ParameterList(parameters)
+
+    def forward(self, one: Tensor) -> Tensor:
+        return torch.stack([parameter.sum() for parameter in self.held]).sum() * one
+
+
+class Worker:
+    """What a process can be told; each method is one thing, and returns what JSON can hold."""
+
+    def __init__(self, ranks: Ranks | None) -> None:
+        self.ranks = ranks
+        self.rank, self.size = (0, 1) if ranks is None else ranks.part()
+        self._open = ExitStack()
+        self._steps: Any = None  # an iterator that takes a step
+        self._sent: Any = None  # returns bytes sent for rows, and the least that could have been
+
+    def close(self) -> None:
+        """End what runs."""
+        self._open.close()
+        self._open, self._steps = ExitStack(), None
+
+    def training(
+        self, rows: int, dim: int, batch: int, layers: list[int] | None, micro_batches: int, depth: int
+    ) -> None:
+        """Begin to train Wide & Deep, whose tables the ranks share."""
+        columns = tuple(Column(f"c{i}", "id", "values") for i in range(FIELDS))
+        schema = Schema("label", (), columns, (Space("values", 0, 1, rows - 1),), rows)
+        model = WideDeep(schema, dim, seed=1, layers=LAYERS if layers is None else layers)
+        trainer = Trainer(
+            model, host_device_mix=True, device=torch.device("cpu"), seed=1, depth=depth,
+            micro_batches=micro_batches, ranks=self.ranks,
+        )  # fmt: skip
+        start, stop = cut(batch, self.size)[self.rank]
+        rng, made = np.random.default_rng(0), []
+        ids = training_ids(rows, batch)
+        for _ in range(BATCHES):
+            mine = rng.permuted(ids, axis=0)[start:stop]
+            label = (rng.random(batch) < 0.25).astype(np.float32)[start:stop]
+            made.append(Batch(label, np.empty((len(mine), 0), np.float32), mine, {}, batch))
+        steps = trainer.train(itertools.cycle(made))
+        self._open.callback(steps.close)
+        self._steps = steps
+        self._sent = trainer.runtime.exchanged_bytes if self.ranks is not None else None
+
+    def pipeline(self, rows: int, dim: int, batch: int, kind: str, depths: list[int], layers: list[int]) -> None:
+        """Begin passes on a simulated device, which waits and then exchanges gradients of a dense side with others."""
+        batches = [ids[slice(*cut(batch, self.size)[self.rank])] for ids in batches_of(kind, rows, batch, BATCHES)]
+        self._runs = {depth: _Run(self, batches, rows, dim, depth) for depth in depths}
+        for run in self._runs.values():
+            self._open.callback(run.close)
+        self._dense = None
+        if self.ranks is not None:
+            self._parameters = dense_side(dim, layers)
+            self._grads = [torch.full_like(each, 1e-3, requires_grad=False) for each in self._parameters]
+            self._dense = DenseGradients(self.ranks.channel(), self._parameters, 1)
+            self._open.callback(self._dense.close)
+
+    def pipeline_steps(self, depth: int, steps: int, seconds: float, dense: bool) -> float:
+        """Return the seconds of a step whose device waits so long, with its exchange or without."""
+        run = self._runs[depth]
+        run.device.seconds, run.dense = seconds, dense
+        return run.per_step(steps)
+
+    def dense_steps(self, steps: int) -> float:
+        """Return the seconds of a step's exchange of the dense side."""
+        return _timed(self.exchange_dense, steps)
+
+    def exchange_dense(self) -> None:
+        """Add up the gradients of all ranks, with what they tell each other in a step."""
+        if self._dense is None or self.ranks is None:
+            return
+        for parameter, grad in zip(self._parameters, self._grads, strict=True):
+            parameter.grad = grad
+        has = self._dense.put()
+        self.ranks.control.exchange_counts(np.zeros((self.size, 8), np.int64))
+        self._dense.small(torch.zeros(3))
+        self._dense.finish(has or [])
+
+    def take(self, steps: int) -> float:
+        """Return the seconds of a training step."""
+        for _ in range(SETTLE if self._settle else 0):
+            next(self._steps)
+        return _timed(lambda: next(self._steps), steps)
+
+    _settle = True
+
+    def sent(self) -> dict[str, int] | None:
+        """Return the bytes sent to others so far."""
+        return None if self._sent is None else dict(self._sent())
+
+    def trees(self, dim: int, layers: list[int], micro_batches: int, rounds: int) -> dict[str, float]:
+        """Return the seconds of exchanging a dense side's gradients: ours, DDP's, and bare all-reduces of its buckets.
+
+        Of both the whole backward pass of a sum over all parameters, whose own time is `backward`.
+        """
+        assert self.ranks is not None
+        each = micro_batches // self.size
+        one = torch.ones(())
+        ours, theirs, alone = (Sum(dense_side(dim, layers)) for _ in range(3))
+        dense = DenseGradients(self.ranks.channel(), list(ours.parameters()), each)
+        data_parallel = DistributedDataParallel(theirs)
+        flat = torch.cat([parameter.detach().view(-1) for parameter in alone.parameters()])
+
+        def backward() -> None:
+            alone.zero_grad()
+            alone(one).backward()
+
+        def tree() -> None:
+            for part in range(each):
+                if part == each - 1:
+                    dense.expect_last()
+                ours(one).backward()
+                has = dense.put()
+            dense.finish(has or [])
+
+        def tree_of_one() -> None:
+            dense.expect_last()
+            ours(one).backward()
+            dense.finish(dense.put() or [])
+
+        def ddp() -> None:
+            theirs.zero_grad()
+            data_parallel(one).backward()
+
+        def all_reduce() -> None:
+            for bucket in flat.split(25 << 18):
+                dist.all_reduce(bucket)
+
+        what = {"backward": backward, "tree": tree if each > 1 else tree_of_one, "ddp": ddp, "all_reduce": all_reduce}
+        found: dict[str, list[float]] = {name: [] for name in what}
+        for number in range(rounds + 3):
+            for name, call in what.items():
+                self.ranks.control.barrier()
+                seconds = _timed(call, 1)
+                if number >= 3:
+                    found[name].append(seconds)
+        dense.close()
+        return {**{name: float(np.median(each)) for name, each in found.items()},
+                **{f"{name} / ddp": float(np.median(np.array(found[name]) / np.array(found["ddp"]))) for name in what},
+                "bytes": 4 * len(flat), "nodes": len(nodes_of(0, each))}  # fmt: skip
+
+    def links(self, rounds: int) -> dict[str, float]:
+        """Return what it takes to give others something: seconds of nothing, and bytes a second of 16 MiB."""
+        assert self.ranks is not None
+        channel, count = self.ranks.control, 4 << 20
+        values = torch.zeros(count * (self.size - 1))
+        counts = [0 if rank == self.rank else count for rank in range(self.size)]
+        nothing, none = torch.zeros(0), [0] * self.size
+        least, most = [], []
+        for _ in range(rounds):
+            channel.barrier()
+            least.append(_timed(lambda: channel.all_to_all(nothing, none, none), 5))
+            most.append(_timed(lambda: channel.all_to_all(values, counts, counts), 2))
+        return {"seconds": float(np.median(least)), "bytes_per_s": values.nbytes / float(np.median(most))}
+
+
+class _Run:
+    """A pipeline of depth d on the simulated device."""
+
+    def __init__(self, worker: Worker, batches: list[np.ndarray], rows: int, dim: int, depth: int) -> None:
+        ranks = worker.ranks
+        part = None if ranks is None else ranks.part()
+        tables = [
+            HostTable(rows, 1, FTRL(), name="wide", part=part),
+            HostTable(rows, dim, LazyAdam(), name="deep", part=part),
+        ]
+        most = max(len(np.unique(ids)) for ids in batches)
+        self.device, self.dense = Simulated(most, (1, dim)), False
+        self._worker = worker
+        self._pipeline = Pipeline([Group(tables, None)], Staging(torch.device("cpu")), depth=depth, ranks=ranks)
+        requests = [Request(None, len(ids), [[ids.ravel()]]) for ids in batches]
+        self._open = ExitStack()
+        self._pass = self._open.enter_context(self._pipeline.train(itertools.cycle(requests)))
+
+    def step(self) -> None:
+        """Take the next step."""
+        flight = self._pass.take()
+        gradients = self.device.step_of(flight)
+        if self.dense:
+            self._worker.exchange_dense()
+        self._pass.finish(flight, self._to_others(flight, gradients))
+
+    def _to_others(self, flight: Flight, gradients: Gradients) -> Gradients:
+        if self._worker.ranks is None:
+            return gradients
+        parts = [[[grad] for grad in self.device.gradients(part.own_size)] for part in flight.groups]
+        return Gradients(gradients.grads, parts=parts)
+
+    def per_step(self, steps: int) -> float:
+        """Return the seconds of a step, when the ones before have settled."""
+        for _ in range(SETTLE):
+            self.step()
+        return _timed(self.step, steps)
+
+    def close(self) -> None:
+        self._open.close()
+
+
+def _timed(call: Any, times: int) -> float:
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - start) / times
+
+
+def main() -> None:
+    """Meet the others, and do what comes line by line until there is no more."""
+    torch.set_num_threads(1)
+    set_host_threads(1)
+    place = find()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[place.rank]})
+
+    def fault(rank: int, why: str) -> None:
+        os.write(2, f"rank {rank} of {place.ranks}: {why}\n".encode())
+        os._exit(2)
+
+    worker = Worker(None if place.alone else Ranks(place, fault))
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        what = json.loads(line)
+        print(json.dumps(getattr(worker, what.pop("call"))(**what)), flush=True)
+    worker.close()
+    if worker.ranks is not None:
+        worker.ranks.leave()
+
+
+if __name__ == "__main__":
+    main()
