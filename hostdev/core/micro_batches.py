@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
+EXCHANGES = ("tree", "all-reduce")  # how ranks add up what all of them have; the latter in an order of its own
 
 
 def cut(rows: int, parts: int) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hostdev.core.micro_batches import Node, TreeSum, nodes_of
+from hostdev.core.micro_batches import EXCHANGES, Node, TreeSum, nodes_of
 from hostdev.parallel.ranks import Channel
 
 BUCKET_BYTES = 4 << 20
@@ -75,21 +75,40 @@ class TreeAllReduce:
         return torch.cat([row[:width] for row, width in zip(gathered, widths, strict=True)])
 
 
+class AllReduce:
+    """Sums over all micro-batches, in an order that depends on the ranks; otherwise as `TreeAllReduce`."""
+
+    def __init__(self, channel: Channel, nodes: Sequence[Sequence[tuple[int, int]]], n: int) -> None:
+        self._channel, self.flat = channel, torch.empty(0)
+
+    def sum(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the sum, float32 [n], in new memory; parts float32 [n], of this rank's nodes, in host memory."""
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total.add_(part)
+        self._channel.all_reduce(total)
+        return total.add_(0.0)
+
+
 class DenseGradients:
     """The parameters' gradients of one step after the other.
 
     channel     to the ranks that compute the micro-batches
     parameters  those that have gradients, on all ranks the same
     count       micro-batches of a step on each rank
+    exchange    one of `EXCHANGES`
     """
 
-    def __init__(self, channel: Channel, parameters: Sequence[Tensor], count: int) -> None:
+    def __init__(
+        self, channel: Channel, parameters: Sequence[Tensor], count: int, exchange: str = EXCHANGES[0]
+    ) -> None:
         self._channel, self._count = channel, count
         self.parameters = list(parameters)
         self._first = channel.rank * count
         self._nodes = [nodes_of(rank * count, (rank + 1) * count) for rank in range(channel.ranks)]
         self._buckets = _buckets(self.parameters)
-        self._sums = [TreeAllReduce(channel, self._nodes, sum(map(self._size, bucket))) for bucket in self._buckets]
+        made = TreeAllReduce if exchange == EXCHANGES[0] else AllReduce
+        self._sums = [made(channel, self._nodes, sum(map(self._size, bucket))) for bucket in self._buckets]
         self._small: TreeAllReduce | None = None
         self._bucket_of = {number: b for b, bucket in enumerate(self._buckets) for number in bucket}
         self._worker = ThreadPoolExecutor(1, "hostdev-dense")
@@ -209,10 +228,11 @@ class DenseExchange:
 
     channel  to the ranks that compute the micro-batches; None: there are no others
     count    micro-batches of a step on each rank
+    kind     one of `EXCHANGES`
     """
 
-    def __init__(self, channel: Channel | None, count: int) -> None:
-        self._channel, self._count = channel, count
+    def __init__(self, channel: Channel | None, count: int, kind: str) -> None:
+        self._channel, self._count, self._kind = channel, count, kind
         self._current: DenseGradients | None = None
 
     def of(self, parameters: list[Tensor]) -> DenseGradients:
@@ -221,7 +241,7 @@ class DenseExchange:
         if before is None or [id(one) for one in before.parameters] != [id(one) for one in parameters]:
             self.close()
             assert self._channel is not None
-            before = self._current = DenseGradients(self._channel, parameters, self._count)
+            before = self._current = DenseGradients(self._channel, parameters, self._count, self._kind)
         return before
 
     def expect_last(self) -> None:

@@ -55,7 +55,7 @@ class TrainLoop(Loop):
         self._unscaled = False
         self._origin: scaling.Origin | None = None  # of the flight's gradients, where a loss was scaled
         self._overflow: Tensor | None = None  # found when the gradients were unscaled, float32 []
-        self._dense = DenseExchange(runtime.dense_channel, micro_batches)
+        self._dense = DenseExchange(runtime.dense_channel, micro_batches, runtime.dense_exchange)
         self._late: list[Leaf] = []  # of a flight that was finished before the loop has come back
 
     def _open(self) -> Any:

@@ -9,6 +9,7 @@ import torch
 
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.core.errors import UserError
+from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.primitive import OpLog
 from hostdev.core.timeline import Timeline
 from hostdev.device import backend
@@ -52,8 +53,10 @@ class Runtime:
     cache     hot rows on the device: a number of rows or a share of each table such as "10%", or a `CacheSpec`; or a
               dict of these by the name of a table, for it and those that are looked up with the same ids. None for none
     depth     how many batches ahead are read and looked up while one is in its step; 0: one stage after the other
-    ranks     the processes that have met (`hostdev.parallel`), each with a part of every table; all make their runtimes in
-              the same order. None: this one is alone
+    ranks     the processes that have met (`hostdev.parallel`), each with a part of every table; all make their
+              runtimes in the same order. None: this one is alone
+    dense_exchange  how ranks add up the gradients of `Rows.reduce`: "tree", in an order that does not depend on their
+              number, or "all-reduce", as DistributedDataParallel does
     log       where every op's durations go
     timeline  where the stages' durations go
     seams     for tests and `hostdev.verify`: staleness, broken, before_stage, after_update of `Pipeline`
@@ -72,12 +75,15 @@ class Runtime:
         cache: Any = None,
         depth: int = 2,
         ranks: Ranks | None = None,
+        dense_exchange: str = EXCHANGES[0],
         log: OpLog | None = None,
         timeline: Timeline | None = None,
         **seams: Any,
     ) -> None:
         self.wanted, self.group_specs = resolve(features)
-        self.ranks = ranks
+        self.ranks, self.dense_exchange = ranks, dense_exchange
+        if dense_exchange not in EXCHANGES:
+            raise ValueError(f"dense_exchange must be one of {', '.join(EXCHANGES)}, not {dense_exchange!r}")
         _require_parts(self.group_specs, ranks)
         self.device = backend.require(device)
         _require_place(self.group_specs, self.device)
@@ -116,7 +122,7 @@ class Runtime:
         return [group.cache for group in self.pipeline.groups if group.cache is not None]
 
     def exchanged_bytes(self) -> dict[str, int]:
-        """Return the bytes sent to other ranks in training: for rows, the least that could have been, for the others."""
+        """Return the bytes sent to other ranks in training: for rows, the least that could have been, for the rest."""
         assert self.dense_channel is not None
         return {**self.pipeline.exchanged_bytes(), "dense": self.dense_channel.sent_bytes}
 

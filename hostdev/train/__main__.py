@@ -13,7 +13,7 @@ from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.train import config
 from hostdev.train.command import train
-from hostdev.train.processes import spawn
+from hostdev.train.processes import is_told_by_another, spawn
 
 PROG = "hostdev.train"
 
@@ -24,10 +24,15 @@ def main(argv: Sequence[str]) -> int:
     config.add_flags(parser)
     # torch.distributed.launch gives it, and sets LOCAL_RANK as well.
     parser.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
-    if arguments.local_rank is not None and os.environ.get("LOCAL_RANK") != str(arguments.local_rank):
-        raise UserError(f"--local-rank {arguments.local_rank} is for launchers, which set LOCAL_RANK to the same")
-    settings = config.from_flags(arguments)
+    try:
+        arguments = parser.parse_args(argv)
+        if arguments.local_rank is not None and os.environ.get("LOCAL_RANK") != str(arguments.local_rank):
+            raise UserError(f"--local-rank {arguments.local_rank} is for launchers, which set LOCAL_RANK to the same")
+        settings = config.from_flags(arguments)
+    except UserError:
+        if is_told_by_another():
+            raise SystemExit(cli.EXIT_ERROR) from None
+        raise
     if settings.spawn is not None:
         return spawn(settings)
     train(settings)

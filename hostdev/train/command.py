@@ -5,6 +5,7 @@ import hostdev.core.environment  # isort: skip  (before torch)
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numba
@@ -64,7 +65,7 @@ def _train(settings: TrainConfig, company: Company | None) -> dict[str, Any]:
             print(line, flush=True)
         run = Run(settings, data, found, start, company)
         if company is not None:
-            company.on_fault = run.abandon
+            company.on_fault = partial(run.abandon, "failed")
         config = {**settings.as_json(), "data": str(data), "versions": _versions(), "preprocess": found.options}
         try:
             run.files.write_config(config)

@@ -9,6 +9,7 @@ from typing import Any
 
 from hostdev.cache.options import MOST_WINDOW, POLICIES, WINDOW, rows_of
 from hostdev.core.errors import UserError
+from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.optimizers import OPTIMIZERS
 
 REFERENCE_BATCH_SIZE = 16_000
@@ -81,6 +82,12 @@ class TrainConfig:
     )
     spawn: int | None = _flag(
         "start so many processes on this host, which share the tables and the micro-batches", kind=int, metavar="N"
+    )
+    dense_exchange: str | None = _flag(
+        "how processes add up the dense layers' gradients: tree, in an order that does not depend on their number, or "
+        "all-reduce, NOT EXACT, as DistributedDataParallel does (tree)",
+        kind=str,
+        choices=EXCHANGES,
     )
     dist_backend: str | None = _flag("of torch.distributed (gloo)", kind=str, choices=("gloo",))
     dist_url: str | None = _flag("where processes meet: env:// (the default)", kind=str, choices=("env://",))

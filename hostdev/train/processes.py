@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.memory import share_memory
@@ -23,7 +23,7 @@ from hostdev.parallel.place import Place, find
 from hostdev.parallel.ranks import MEETING, TIMEOUT, PeerLostError, Ranks
 from hostdev.train.config import TrainConfig, to_flags
 from hostdev.train.interrupt import Interrupted
-from hostdev.train.rundir import RunDir
+from hostdev.train.rundir import EVAL_LOG, LOSS_LOG, OPS_LOG, RunDir
 
 OUTPUT = "output.log"
 _FAULT_SECONDS = 30.0  # until it is known which rank it was that is gone
@@ -31,22 +31,33 @@ _END_SECONDS = 8.0  # that others have after one has failed
 
 
 class _Output(io.TextIOBase):
-    """What a rank other than the first prints: kept until there is a file for it."""
+    """What a rank prints, for a file in its folder: kept until there is one; of the first one shown, too.
 
-    def __init__(self) -> None:
+    shown  where
+    """
+
+    def __init__(self, shown: TextIO | None) -> None:
         self._kept: list[str] = []
         self._file: Any = None
+        self._shown = shown
 
     def write(self, text: str) -> int:
         if self._file is None:
             self._kept.append(text)
         else:
             self._file.write(text)
-        return len(text)
+        return len(text) if self._shown is None else self._shown.write(text)
 
     def flush(self) -> None:
-        if self._file is not None:
-            self._file.flush()
+        for file in (self._file, self._shown):
+            if file is not None:
+                file.flush()
+
+    def isatty(self) -> bool:
+        return self._shown is not None and self._shown.isatty()
+
+    def fileno(self) -> int:
+        return super().fileno() if self._shown is None else self._shown.fileno()
 
     def go_to(self, path: Path) -> None:
         """Write to this file from now on."""
@@ -64,15 +75,27 @@ class Company:
     def __init__(self, place: Place, settings: TrainConfig) -> None:
         self.on_fault: Callable[[], object] = lambda: None
         self._place = place
-        self.output = _Output() if place.rank else None
+        self.output = _Output(None if place.rank else sys.stdout)
         self.ranks = Ranks(
             place,
             self._fault,
             timeout=settings.dist_timeout or TIMEOUT,
             meeting=min(settings.dist_timeout or MEETING, MEETING),
         )
-        if self.output is not None:
+        if place.rank:
             sys.stdout = sys.stderr = self.output
+
+    @contextmanager
+    def printing(self) -> Iterator[None]:
+        """Let what rank 0 prints go to a file, too; what others print goes there only, to their end."""
+        if self._place.rank:
+            yield
+            return
+        shown, sys.stdout = sys.stdout, self.output
+        try:
+            yield
+        finally:
+            sys.stdout = shown
 
     def _fault(self, rank: int, why: str) -> None:
         """End this process, in the watching thread: another rank has failed."""
@@ -80,21 +103,23 @@ class Company:
             self.on_fault()
         if self._place.rank == (0 if rank else 1):  # one of all tells the user
             os.write(2, f"hostdev.train: error: rank {rank} of {self._place.ranks}: {why}\n".encode())
-        elif self.output is not None:
+        else:
             self.output.write(f"rank {rank} of {self._place.ranks}: {why}\n")
         self.ranks.watch.answer()
         os._exit(2)
 
     def folder(self, made: Path | None) -> Path:
-        """Return where this rank's files go: `made` by rank 0, a folder in it for another."""
+        """Return where this rank's files go: `made` by rank 0, whose own folder has links to them; or one in it."""
         self.root = root = Path(self.ranks.control.share(str(made))[0])
-        if self._place.rank == 0:
-            return root
         mine = root / f"rank{self._place.rank}"
         mine.mkdir(exist_ok=True)
-        assert self.output is not None
         self.output.go_to(mine / OUTPUT)
-        return mine
+        if self._place.rank:
+            return mine
+        for name in (LOSS_LOG, EVAL_LOG, OPS_LOG):
+            with contextlib.suppress(OSError):  # there already, or no links here
+                (mine / name).symlink_to(f"../{name}")
+        return root
 
 
 def run_dir(settings: TrainConfig, company: Company | None) -> RunDir:
@@ -114,7 +139,7 @@ def joined(settings: TrainConfig) -> Iterator[Company | None]:
     """Meet the other processes that a launcher has started; None where there are none."""
     place = find()
     if place.alone:
-        for name in ("dist_timeout", "dist_backend", "dist_url", "batch_per_rank"):
+        for name in ("dist_timeout", "dist_backend", "dist_url", "batch_per_rank", "dense_exchange"):
             if getattr(settings, name) is not None:
                 option = "--" + name.replace("_", "-")
                 raise UserError(f"{option} has no effect in one process; leave it out, or start several")
@@ -135,7 +160,8 @@ def joined(settings: TrainConfig) -> Iterator[Company | None]:
         raise
     watch = company.ranks.watch
     try:
-        yield company
+        with company.printing():
+            yield company
         company.ranks.leave()
     except Interrupted:  # all were, after the same step
         company.ranks.leave()
@@ -160,6 +186,13 @@ def require_shares(settings: TrainConfig, ranks: int) -> None:
             f"--micro-batches {M} cannot be shared out equally by {ranks} processes; give --micro-batches {up}, or "
             "another multiple of the number of processes"
         )
+
+
+def is_told_by_another() -> bool:
+    """Tell whether another process of this host, with the same command line, says what is wrong with it."""
+    with contextlib.suppress(UserError):  # about the place: all say it
+        return find().local_rank > 0
+    return False
 
 
 def resolved(settings: TrainConfig, ranks: int) -> TrainConfig:

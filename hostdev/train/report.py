@@ -81,7 +81,7 @@ def summary_lines(
     """Return the summary as text: quality, speed, the time of every op, where the files are.
 
     epochs   that were to be trained
-    undrawn  why there is no picture
+    undrawn  why there is no picture; "": nobody wanted one here
     """
     lines = ["", _quality(summary), *(_op_table(summary["ops"]) if summary["ops"] else [])]
     files = [LOSS_LOG, EVAL_LOG, OPS_LOG, CONFIG, SUMMARY, *([CURVE] if undrawn is None else [])]
@@ -104,7 +104,7 @@ def summary_lines(
         f"state_sha256   {summary['state_sha256']}",
         f"files          {run_dir}/: {', '.join(files)}{f'; {trace}' if trace is not None else ''}",
         *([f"               {', '.join(gone)} are gone: somebody has removed them meanwhile"] if gone else []),
-        *([f"no {CURVE}   {undrawn}"] if undrawn is not None else []),
+        *([f"no {CURVE}   {undrawn}"] if undrawn else []),
     ]
     return "\n".join(lines)
 
@@ -154,7 +154,9 @@ def _ranks(ranks: dict[str, Any], steps: int) -> str:
     rows, least, dense = (sent[name] / max(1, steps) for name in ("rows", "least", "dense"))
     more = f", {rows / least - 1:.1%} more than the least possible" if least else ""
     return (
-        f"{ranks['size']}; a step exchanges {gib(round(rows))} for rows{more}, and {gib(round(dense))} for the dense "
+        f"{ranks['size']}; "
+        + ("" if ranks["exact"] else f"NOT EXACT: --dense-exchange {ranks['dense_exchange']}; ")
+        + f"a step exchanges {gib(round(rows))} for rows{more}, and {gib(round(dense))} for the dense "
         "layers' gradients"
     )
 

@@ -16,6 +16,7 @@ from hostdev.checkpoint.checkpoints import Checkpoints
 from hostdev.checkpoint.saving import Saving
 from hostdev.core.errors import UserError, naming
 from hostdev.core.memory import peak_rss_bytes
+from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.primitive import OpLog
 from hostdev.core.progress import Progress as Shown
 from hostdev.core.progress import TimeLeft, bar, counted
@@ -25,7 +26,7 @@ from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.device.clock import EventClock, clock_for
 from hostdev.kernels.pool import host_threads, set_host_threads
-from hostdev.parallel.ranks import STOP
+from hostdev.parallel.ranks import STOP, Ranks
 from hostdev.train import checkpointing, curve, report
 from hostdev.train.build import cache_of, model_of, most_uses, seed_torch, warm_up_for
 from hostdev.train.checkpointing import CheckpointError, Progress, Saver
@@ -100,6 +101,7 @@ class Run:
                 micro_batches=settings.micro_batches,
                 gradients=settings.gradients or "mean",
                 ranks=self.ranks,
+                dense_exchange=settings.dense_exchange or EXCHANGES[0],
             )
             self.progress, self.quality = Progress(), Quality(settings.early_stop)
             if start is not None:
@@ -301,17 +303,19 @@ class Run:
             self._exchanged = dict(zip(mine, np.sum(each, axis=0).tolist(), strict=True))
 
     def draw(self) -> str | None:
-        """Draw the run's picture; return why there is none, as it is not worth a failure."""
+        """Draw the run's picture; return why there is none, as it is not worth a failure; "" where rank 0 draws it."""
+        if self.ranks is not None and self.ranks.rank:
+            return ""
         try:
             curve.draw(self.files.curve, self.progress.wide, self.progress.rows, self.quality)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return None
 
-    def abandon(self) -> str:
+    def abandon(self, status: str = "interrupted") -> str:
         """Complete the logs while the step goes on in another thread, which gets no further: the process ends."""
         self._books.acquire()  # for good
-        self._write_summary("interrupted", None)
+        self._write_summary(status, None)
         newest = self._from if self.saver is None else self.saver.newest or self._from
         if newest is not None and newest.is_dir():
             return f"interrupted in the middle of a step; {self._how_far()}; go on with --resume {newest}"
@@ -388,10 +392,15 @@ class Run:
                 **self.timeline.summary(),
             },
             **self._cache_summary(optimum=False),
-            **({"ranks": {"size": self.ranks.size, "sent_bytes": self._exchanged}} if self.ranks is not None else {}),
+            **({"ranks": self._ranks_summary(self.ranks)} if self.ranks is not None else {}),
             **({"checkpoints": self.saver.summary()} if self.saver is not None else {}),
             "ops": self.log.summary(),
         }
+
+    def _ranks_summary(self, ranks: Ranks) -> dict[str, Any]:
+        exchange = self.trainer.runtime.dense_exchange
+        return {"size": ranks.size, "dense_exchange": exchange, "exact": exchange == EXCHANGES[0],
+                "sent_bytes": self._exchanged}  # fmt: skip
 
     def _cache_summary(self, *, optimum: bool) -> dict[str, Any]:
         """The cache's figures; of several groups by the names of their tables."""

@@ -438,7 +438,7 @@ def kill_and_go_on(tmp_path, kills, seed, *options):
 
 def test_killed_and_gone_on(tmp_path, small_data):
     options = ["--data", small_data, "--device", "cpu", "--batch-size", 250, "--emb-dim", 4, "--epochs", 2, *CACHE]
-    kill_and_go_on(tmp_path, 2, 1, *options)
+    kill_and_go_on(tmp_path, 1, 1, *options)
 
 
 @pytest.mark.slow

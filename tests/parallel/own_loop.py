@@ -112,6 +112,7 @@ def main(folder):
     place = find()
     ranks = None if place.alone else Ranks(place, lambda rank, why: os._exit(3))
     found = {name: train(ranks, options) for name, options in CHOICES.items()}
+    found["all-reduce"] = train(ranks, {"depth": 2, "dense_exchange": "all-reduce"})
     found["not finite"] = train(ranks, CHOICES["overlapped"], spoilt=SPOILT)
     (Path(folder) / f"rank{place.rank}.pickle").write_bytes(pickle.dumps(found))
     if ranks is not None:

@@ -1,5 +1,6 @@
 """Options that do not go together with several processes, or only with them: a line that says what would."""
 
+import itertools
 import queue
 import socket
 import threading
@@ -136,10 +137,10 @@ class _Threads:
     """Ranks that are threads of this process: what `Exchange` wants of them."""
 
     def __init__(self, rank, ways):
-        self.rank, self.size, self._ways, self._channels = rank, len(ways), ways, {}
+        self.rank, self.size, self._ways, self._made = rank, len(ways), ways, itertools.count()
 
-    def __getitem__(self, name):
-        return self._channels.setdefault(name, _ThreadChannel(self.rank, self.size, name, self._ways))
+    def channel(self):
+        return _ThreadChannel(self.rank, self.size, next(self._made), self._ways)
 
 
 class _ThreadChannel(Channel):
