@@ -12,6 +12,7 @@ and device take alone, each with its exchange. At most 1.15x is claimed of it.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -23,6 +24,8 @@ from typing import Any
 import numba
 import torch
 from record import record
+from scaling import Work, dense_seconds, fitted, host_seconds
+from wide_deep import FIELDS
 
 import hostdev
 from hostdev.train.processes import start_here
@@ -32,13 +35,14 @@ SIZES = ((80, None), (16, [256, 128]))  # D and the dense layers; None: the full
 FULL_LAYERS = [1024, 512, 256, 128]
 FACTORS = (0.5, 1.0, 2.0)  # of the device's time to the host's
 DEPTH, MICRO_BATCHES = 2, 4
-LEAST_SPEEDUP, MOST_OVER_LARGER, MOST_OVER_DDP = 1.6, 1.15, 1.2
+LEAST_SPEEDUP, MOST_OVER_LARGER, MOST_OVER_DDP, MOST_OFF = 1.6, 1.15, 1.2, 0.2
 
 
 class Team:
     """Processes that do the same at the same time."""
 
     def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
         command = [sys.executable, str(WORKER)]
         how: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._processes = start_here(ranks, command, **how)
@@ -90,7 +94,8 @@ def train(one: Team, two: Team, rows: int, batches: list[int], steps: int, round
             over = sent["rows"] / sent["least"]
             print(
                 f"D = {dim}, {'full' if layers is None else layers}, batch {batch:,}".ljust(34)
-                + f"{alone * 1e3:>9.0f} ms{together * 1e3:>9.0f} ms{batch / together:>12,.0f}{ratio:>11.2f}{over:>15.4f}"
+                + f"{alone * 1e3:>9.0f} ms{together * 1e3:>9.0f} ms{batch / together:>12,.0f}{ratio:>11.2f}"
+                + f"{over:>15.4f}"
             )
             found.append({"dim": dim, "layers": layers or "full", "batch": batch, "one_ms": round(alone * 1e3, 2),
                           "two_ms": round(together * 1e3, 2), "speedup": round(ratio, 3),
@@ -136,7 +141,8 @@ def overlap(two: Team, rows: int, batches: list[int], steps: int, rounds: int) -
 def trees(two: Team, rounds: int) -> list[dict[str, Any]]:
     """Measure the exchange of dense gradients; print and return a row per setting."""
     print(
-        f"\n{'dense gradients':<34}{'tree':>10}{'DDP':>10}{'tree / DDP':>12}{'all-reduce alone':>18}{'backward alone':>16}"
+        f"\n{'dense gradients':<34}{'tree':>10}{'DDP':>10}{'tree / DDP':>12}{'all-reduce alone':>18}"
+        f"{'backward alone':>16}"
     )
     found = []
     for dim, layers in ((16, [256, 128]), (80, FULL_LAYERS)):
@@ -162,6 +168,48 @@ def trees(two: Team, rounds: int) -> list[dict[str, Any]]:
     return found
 
 
+def formula(one: Team, two: Team, rows: int, batches: list[int], steps: int, rounds: int) -> dict[str, Any]:
+    """Take the formula's constants from one rank, and see how far it is from two; print and return both.
+
+    The host's part is that of a step at depth 0 without a device, the dense one an exchange.
+    """
+    link, copied = two.ask("links", rounds=4 * rounds)[0], two.most("copying", rounds=rounds)
+
+    def measured(team: Team, kind: str, batch: int, dim: int, layers: list[int]) -> tuple[Work, float, float]:
+        team.ask("pipeline", rows=rows, dim=dim, batch=batch, kind=kind, depths=[0], layers=layers)
+        how = {"depth": 0, "steps": steps, "seconds": 0.0, "dense": False}
+        host = statistics.median(team.most("pipeline_steps", **how) for _ in range(rounds))
+        dense = statistics.median(team.most("dense_steps", steps=steps) for _ in range(rounds))
+        shape = {key: statistics.mean(each[key] for each in team.ask("shape")) for key in ("ids", "asked", "owned")}
+        sizes = [FIELDS * dim, *layers, 1]
+        parameters = sum(first * second + second for first, second in itertools.pairwise(sizes))
+        team.ask("close")
+        return Work(**shape, columns=dim + 1, ranks=team.ranks, parameters=parameters), host, dense
+
+    cases = [(kind, batch, dim) for kind in ("uniform", "Zipf") for batch in batches for dim in (16, 80)]
+    alone = [measured(one, *case, [128])[:2] for case in cases]
+    machine = fitted(alone, copied, 1 / link["bytes_per_s"], link["seconds"])
+    print(f"\n{'formula':<32}{'host ms':>9}{'says':>9}{'off':>7}{'dense exchange ms':>20}{'says':>9}{'off':>7}")
+    found = []
+    for kind, batch, dim in cases:
+        for scale, layers in ((1, FULL_LAYERS),):
+            work, host, dense = measured(two, kind, scale * batch, dim, layers)
+            says, says_dense = host_seconds(work, machine), dense_seconds(work, machine, 0.0)
+            off, off_dense = says / host - 1, says_dense / dense - 1
+            print(
+                f"{kind} ids, batch {scale * batch:,}, D = {dim}".ljust(32)
+                + f"{host * 1e3:>9.1f}{says * 1e3:>9.1f}{off:>+7.0%}{dense * 1e3:>20.1f}{says_dense * 1e3:>9.1f}"
+                + f"{off_dense:>+7.0%}"
+            )
+            found.append({"ids": kind, "batch": batch, "dim": dim, "host_ms": round(host * 1e3, 2),
+                          "says_ms": round(says * 1e3, 2), "off": round(off, 3), "dense_ms": round(dense * 1e3, 2),
+                          "dense_says_ms": round(says_dense * 1e3, 2), "dense_off": round(off_dense, 3)})  # fmt: skip
+    most = max(abs(row[key]) for row in found for key in ("off", "dense_off"))
+    met = "met" if most <= MOST_OFF else "not met"
+    print(f"the formula is off by at most {most:.0%}, {MOST_OFF:.0%} claimed: {met}")
+    return {"machine": machine._asdict(), "points": found}
+
+
 def main() -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -169,7 +217,7 @@ def main() -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="*", default=[4000, 16_000])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=("training", "overlap", "trees"), help="one part instead of all")
+    parser.add_argument("--only", choices=("training", "overlap", "trees", "formula"), help="one part instead of all")
     parser.add_argument("--out", type=Path, help="where the result goes instead of bench/results/")
     arguments = parser.parse_args()
     if (os.cpu_count() or 1) < 2:
@@ -180,10 +228,12 @@ def main() -> None:
         content["trees"] = trees(two, 4 * arguments.rounds)
     if arguments.only in (None, "overlap"):
         content["overlap"] = overlap(two, *how, 3 * arguments.steps, arguments.rounds)
+    one = Team(1)
+    if arguments.only in (None, "formula"):
+        content["formula"] = formula(one, two, *how, 2 * arguments.steps, arguments.rounds)
     if arguments.only in (None, "training"):
-        one = Team(1)
         content["training"] = train(one, two, *how, arguments.steps, arguments.rounds)
-        one.close()
+    one.close()
     two.close()
     versions = {"hostdev": hostdev.__version__, "numba": numba.__version__, "torch": torch.__version__}
     content = {"versions": versions, "micro_batches": MICRO_BATCHES, **content}

@@ -1,9 +1,9 @@
-"""One of the processes that `bench_ranks` measures: does what it is told, a JSON object a line, and tells what came of it.
+"""One of the processes that `bench_ranks` measures: does what it is told, a JSON object a line, and says what it took.
 
 Every process has one thread for kernels and one for torch, and is bound to one CPU: so a rank is a machine of one core.
 """
 
-import hostdev.core.environment  # isort: skip  (before torch)
+import hostdev.core.environment  # isort: skip  # noqa: F401  (before torch)
 
 import itertools
 import json
@@ -113,6 +113,12 @@ class Worker:
             self._dense = DenseGradients(self.ranks.channel(), self._parameters, 1)
             self._open.callback(self._dense.close)
 
+    def shape(self) -> dict[str, float]:
+        """Return the mean ids and unique ids of this rank's batches, and the unique rows here that all ask for."""
+        run = next(iter(self._runs.values()))
+        return {"ids": float(np.mean([ids.size for ids in run.batches])),
+                "asked": float(np.mean([len(np.unique(ids)) for ids in run.batches])), "owned": run.owned}  # fmt: skip
+
     def pipeline_steps(self, depth: int, steps: int, seconds: float, dense: bool) -> float:
         """Return the seconds of a step whose device waits so long, with its exchange or without."""
         run = self._runs[depth]
@@ -197,6 +203,11 @@ class Worker:
                 **{f"{name} / ddp": float(np.median(np.array(found[name]) / np.array(found["ddp"]))) for name in what},
                 "bytes": 4 * len(flat), "nodes": len(nodes_of(0, each))}  # fmt: skip
 
+    def copying(self, rounds: int) -> float:
+        """Return the seconds of copying a byte, of 64 MiB."""
+        values, there = np.zeros(16 << 20, np.float32), np.zeros(16 << 20, np.float32)
+        return float(np.median([_timed(lambda: np.copyto(there, values), 2) for _ in range(rounds)])) / values.nbytes
+
     def links(self, rounds: int) -> dict[str, float]:
         """Return what it takes to give others something: seconds of nothing, and bytes a second of 16 MiB."""
         assert self.ranks is not None
@@ -224,7 +235,8 @@ class _Run:
         ]
         most = max(len(np.unique(ids)) for ids in batches)
         self.device, self.dense = Simulated(most, (1, dim)), False
-        self._worker = worker
+        self._worker, self.batches = worker, batches
+        self._sizes: list[int] = []
         self._pipeline = Pipeline([Group(tables, None)], Staging(torch.device("cpu")), depth=depth, ranks=ranks)
         requests = [Request(None, len(ids), [[ids.ravel()]]) for ids in batches]
         self._open = ExitStack()
@@ -233,6 +245,7 @@ class _Run:
     def step(self) -> None:
         """Take the next step."""
         flight = self._pass.take()
+        self._sizes.append(flight.groups[0].size)
         gradients = self.device.step_of(flight)
         if self.dense:
             self._worker.exchange_dense()
@@ -243,6 +256,11 @@ class _Run:
             return gradients
         parts = [[[grad] for grad in self.device.gradients(part.own_size)] for part in flight.groups]
         return Gradients(gradients.grads, parts=parts)
+
+    @property
+    def owned(self) -> float:
+        """The mean of unique rows that were asked for here."""
+        return float(np.mean(self._sizes))
 
     def per_step(self, steps: int) -> float:
         """Return the seconds of a step, when the ones before have settled."""

@@ -26,7 +26,7 @@ def verified(in_process):
 
 def small(data, *more, device=None):
     name = "cpu" if device is None else device.type
-    return ["--data", data, "--device", name, "--batch-size", 200, "--emb-dim", 4, "--steps", 8, *more]
+    return ["--data", data, "--device", name, "--batch-size", 200, "--emb-dim", 4, "--steps", 5, *more]
 
 
 @pytest.mark.parametrize("l2", ["none", "batch", "table"])
@@ -82,7 +82,7 @@ MODEL = ["--model", "tests.own_models:ThreeTables"]
 
 
 def test_three_groups_some_of_them_cached(device, verified, films):
-    code, out, err = verified(*small(films, *MODEL, "--steps", 5, "--host-threads", 2, device=device))
+    code, out, err = verified(*small(films, *MODEL, "--steps", 4, "--host-threads", 2, device=device))
     assert (code, err) == (0, "")
     assert "model    tests.own_models:ThreeTables: first and weight; second; others" in out
     assert re.search(r"cache some and none +[0-9a-f]{16}  equal", out)
