@@ -22,6 +22,7 @@ from hostdev.data import lookalike, manifest
 from hostdev.data.batch import Batch
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
+from hostdev.device.backend import take_turns
 from hostdev.parallel.place import find
 from hostdev.parallel.ranks import Ranks
 from hostdev.train import config
@@ -106,6 +107,7 @@ def main(argv: Sequence[str]) -> int:
         os.write(2, f"rank {rank} of {place.ranks}: {why}\n".encode())
         os._exit(2)
 
+    take_turns(place.local_rank)
     ranks = Ranks(place, fault)
     try:
         record = _record(settings, ranks, int(steps), int(micro_batches), Mode(True, int(depth), 1, cache or None))

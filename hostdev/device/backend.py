@@ -46,6 +46,15 @@ def select(name: str, option: str = "--device ") -> torch.device:
     return device
 
 
+def take_turns(number: int) -> None:
+    """Let the processes of a host have a device each, as many as there are: make this one's the current one.
+
+    number  of the process among those of this host, or of the device that it was told to take
+    """
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(number % torch.accelerator.device_count())
+
+
 def require(device: torch.device | str) -> torch.device:
     """Return the device that a caller of the Python API gives, by its name as `select` takes it or as torch's object.
 

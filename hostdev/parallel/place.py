@@ -23,6 +23,7 @@ class Place(NamedTuple):
     launcher: str  # who says so
     hosted: bool = False  # the launcher itself has a store there
     attempt: int = 0  # how often the launcher has started all anew
+    device: int | None = None  # the number of the one that it is to take, where somebody says so
 
     @property
     def alone(self) -> bool:
@@ -178,11 +179,17 @@ def _of_table(env: Mapping[str, str]) -> Place:
         raise UserError(
             f"DEVICE_ID is {env['DEVICE_ID']}, but rank {rank} of the rank table has device {device['device_id']}"
         )
+    number = device.get("device_id")
+    if number is not None and not str(number).isdecimal():
+        raise UserError(
+            f"rank {rank} of the rank table {env[_TABLE[0]]} has the device_id {number!r}, which is no number"
+        )
+    number = None if number is None else int(number)
     if table.ranks == 1:
-        return Place(0, 1, 0, 1, "127.0.0.1", 0, _TABLE[0])
+        return Place(0, 1, 0, 1, "127.0.0.1", 0, _TABLE[0], device=number)
     first = table.servers[0]
     address = first.get("host_nic_ip")
     if not address or address == "reserve":
         address = "127.0.0.1" if len(table.servers) == 1 else first["server_id"]
     port = _number(env, "MASTER_PORT", _TABLE[0]) if "MASTER_PORT" in env else DEFAULT_PORT
-    return Place(rank, table.ranks, local_rank, len(server["device"]), address, port, _TABLE[0])
+    return Place(rank, table.ranks, local_rank, len(server["device"]), address, port, _TABLE[0], device=number)

@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.memory import share_memory
+from hostdev.device.backend import take_turns
 from hostdev.kernels.pool import host_threads, set_host_threads
 from hostdev.parallel.place import Place, find
 from hostdev.parallel.ranks import MEETING, TIMEOUT, PeerLostError, Ranks
@@ -151,6 +152,7 @@ def joined(settings: TrainConfig) -> Iterator[Company | None]:
         if place.rank:
             raise SystemExit(2) from None  # rank 0 says it
         raise
+    take_turns(place.local_rank if place.device is None else place.device)
     share_memory(place.local_ranks)
     set_host_threads(max(1, host_threads() // place.local_ranks))
     try:

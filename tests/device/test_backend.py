@@ -47,6 +47,16 @@ def test_an_accelerator_has_an_index(monkeypatch, name, index):
         backend.select("cuda:3")
 
 
+def test_processes_of_a_host_take_turns(monkeypatch):
+    """Each has the next device; where there are fewer, they share them."""
+    Machine("cuda", 2).patch(monkeypatch)
+    for number, index in enumerate([0, 1, 0]):
+        backend.take_turns(number)
+        assert backend.select("auto") == backend.select("cuda") == torch.device("cuda", index)
+    assert backend.select("cuda:1") == torch.device("cuda", 1)
+    backend.take_turns(0)
+
+
 def test_a_device_without_streams_is_refused(monkeypatch):
     Machine("mps", 1, names=("Event",)).patch(monkeypatch)
     with pytest.raises(UserError, match="--device mps: torch has no streams there, .*; use --device cpu"):

@@ -149,7 +149,7 @@ def written(tmp_path):
 def test_a_rank_table_of_one_server(written):
     for rank in (0, 1):
         place = find(written(ONE, rank, DEVICE_ID=str(rank)))
-        assert place == Place(rank, 2, rank, 2, "127.0.0.1", DEFAULT_PORT, "RANK_TABLE_FILE")
+        assert place == Place(rank, 2, rank, 2, "127.0.0.1", DEFAULT_PORT, "RANK_TABLE_FILE", device=rank)
     assert find(written(ONE, 1, MASTER_PORT="31000")).port == 31000
 
 
@@ -170,7 +170,8 @@ def test_a_rank_table_with_the_devices_of_a_server_in_another_order(written):
     """A rank's place is where it stands, whatever the device's number."""
     devices = [{"device_id": "7", "rank_id": "0"}, {"device_id": "2", "rank_id": "1"}]
     given = table({"server_id": "a", "device": devices})
-    assert find(written(given, 1, DEVICE_ID="2"))[:4] == (1, 2, 1, 2)
+    place = find(written(given, 1, DEVICE_ID="2"))
+    assert (place[:4], place.device) == ((1, 2, 1, 2), 2)
 
 
 def test_a_rank_table_of_one_device_is_alone(written):
@@ -197,6 +198,10 @@ def test_a_rank_table_goes_with_a_launcher_that_agrees(written):
         (table({"server_id": "a", "device": [{"rank_id": "x"}]}), "is none: ValueError"),
         (table(server("a", [0, 1]), server_count="2"), "says that there are 2 servers, and lists 1"),
         (table(server("a", [0, 1]), status="initializing"), "has the status 'initializing', not 'completed'"),
+        (
+            table({"server_id": "a", "device": [{"device_id": "x", "rank_id": "0"}]}),
+            "has the device_id 'x', which is no number",
+        ),
         (table(server("a", [0, 2])), "the rank_ids, in the order of the server_ids, are [0, 2], not 0, 1, 2, ..."),
         (table(server("a", [1, 0])), "are [1, 0], not 0, 1, 2"),
         (table(server("b", [0]), server("a", [1])), "are [1, 0], not 0, 1, 2"),
