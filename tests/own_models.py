@@ -53,6 +53,39 @@ class ThreeTables(nn.Module):
         return weight.squeeze(1) + self.top(torch.cat([first, rows["second"], *others, dense], 1)).squeeze(1)
 
 
+class FewRows(nn.Module):
+    """A table of two rows, one of four, and a bag feature that few samples have ids of."""
+
+    lr = 1e-3
+    default_dim = 4
+    rare = 13  # of so many users one
+
+    def __init__(self, schema, dim, *, seed, optimizer=None):
+        super().__init__()
+        torch.manual_seed(seed)
+        made = lambda: optimizer or LazyAdam(lr=1e-2)  # noqa: E731
+        rows = {"two": 2, "four": 4, "rest": schema.rows}
+        self.tables = {name: TableSpec(count, dim, made()) for name, count in rows.items()}
+        self.features = {
+            "two": Feature("two"), "four": Feature("four", pooling="mean"), "item": Feature("rest"),
+            "rare": Feature("rest", pooling="sum"),
+        }  # fmt: skip
+        self.top = nn.Linear(4 * dim + len(schema.dense), 1)
+
+    def ids(self, batch):
+        user, item = batch.ids[:, 0], batch.ids[:, 1]
+        has = user % self.rare == 0
+        return {
+            "two": user % 2,
+            "four": Bag(np.stack([user % 4, item % 4], 1)),
+            "item": item,
+            "rare": Bag(item[has], lengths=has.astype(np.int64)),
+        }
+
+    def forward(self, dense, rows):
+        return self.top(torch.cat([*(rows[name] for name in self.features), dense], 1)).squeeze(1)
+
+
 class Dropout(DeepFM):
     """Layers that draw from torch's generator in every step, and when they are made."""
 

@@ -27,6 +27,8 @@ TIMEOUT = 600.0  # seconds that one waits for another within a step
 MEETING = 60.0  # seconds until all have come, where nobody says otherwise
 TOLD = 2
 STOP, SAVE = range(TOLD)  # a signal's number; whether a checkpoint is due
+# Of torch before 2.13 it has another name, whose use newer ones warn of.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class PeerLostError(UserError):
@@ -67,7 +69,7 @@ class Channel:
         out = torch.empty(self.ranks * len(values), dtype=values.dtype)
         self.sent_bytes += (self.ranks - 1) * values.nbytes
         with self._answering():
-            dist.all_gather_into_tensor(out, values, group=self._group)
+            _all_gather(out, values, group=self._group)
         return out
 
     def all_reduce(self, values: Tensor) -> None:

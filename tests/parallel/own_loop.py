@@ -42,31 +42,37 @@ def made_steps():
     return steps, [sum(step) for step in sizes]
 
 
-def made_tables(part):
+def made_tables(part, seed=3):
     return {
         name: hostdev.HostTable(
-            rows, cases.COLUMNS[name], cases.OPTIMIZERS[name](), name=name, seed=3, init=hostdev.Normal(0.5), part=part
+            rows, cases.COLUMNS[name], cases.OPTIMIZERS[name](), name=name, seed=seed, init=hostdev.Normal(0.5),
+            part=part,
         )
         for name, rows in cases.ROWS.items()
-    }
+    }  # fmt: skip
 
 
-def train(ranks, options, *, spoilt=None):
+def train(ranks, options, *, spoilt=None, made=None, seed=None, saved=None):
     """Train on all steps; what this rank's tables, the parameters and the losses have come to.
 
     options  of the runtime, and after how many steps the loop is left, and another one goes on
+    made     the steps, in place of those of `made_steps`
+    seed     of the initial values, in place of the usual ones
+    saved    begins with a step, and is called after each: `saved_loop`
     """
     torch.set_num_threads(1)
     options = dict(options)
     leave_after = options.pop("leave_after", None)
     rank, size = (0, 1) if ranks is None else ranks.part()
-    tables = made_tables(ranks and ranks.part())
+    seeds = () if seed is None else (seed,)
+    tables = made_tables(ranks and ranks.part(), *seeds)
     runtime = hostdev.Runtime(cases.features_of(tables), device="cpu", ranks=ranks, **options)
-    model = cases.Model()
+    model = cases.Model(*seeds)
     adam = torch.optim.Adam(model.parameters(), lr=0.02)
     each = M // size
-    steps, samples = made_steps()
-    numbers = [(step, part) for step in range(len(steps)) for part in range(rank * each, (rank + 1) * each)]
+    steps, samples = made or made_steps()
+    first = 0 if saved is None else saved.begin(runtime, model, adam)
+    numbers = [(step, part) for step in range(first, len(steps)) for part in range(rank * each, (rank + 1) * each)]
     source = iter([steps[step][part] for step, part in numbers])
     losses, wrong, to_come, goes_on = [], None, iter(numbers), True
     while goes_on:
@@ -80,11 +86,13 @@ def train(ranks, options, *, spoilt=None):
                     (loss * (float("inf") if (step + 1, part) == spoilt else 1.0)).backward()
                     values = loss.detach().view(1)
                 found = rows.reduce(model.parameters(), values)
-                assert (found is None) != rows.is_due
+                assert (found is None) != (rows.is_due and samples[step] > 0)
                 if rows.is_due:
                     adam.step()
                     adam.zero_grad()
-                    losses.append(found.tolist())
+                    losses.append(None if found is None else found.tolist())
+                    if saved is not None:
+                        saved.after(step + 1, runtime, model, adam)
                     if len(losses) == leave_after:
                         goes_on = True
                         break

@@ -8,6 +8,7 @@ import torch
 
 import hostdev
 from tests.parallel import own_loop
+from tests.parallel.same import assert_same, assert_same_tables
 from tests.parallel.trees import tree_sum
 from tests.runtime import cases
 from tests.runtime.cases import Case, batches_of, differing, ids
@@ -19,23 +20,6 @@ def alone():
     return own_loop.train(None, own_loop.CHOICES["serial"])
 
 
-def rows_by_id(*parts):
-    """Steps, and all rows in the order of their ids, of the parts of a table."""
-    [step] = {part[0] for part in parts}
-    order = np.argsort(np.concatenate([part[1] for part in parts]))
-    return step, *(np.concatenate([part[place] for part in parts])[order] for place in (2, 3))
-
-
-def assert_same(parts, wanted):
-    predicted = {number: rows for part in parts for number, rows in part["predicted"].items()}
-    assert predicted == wanted["predicted"]
-    for part in parts:
-        assert part["wrong"] is None
-        assert part["losses"] == wanted["losses"]
-        assert differing(part["dense"], wanted["dense"]) == []
-    assert_same_tables(parts, wanted, steps=len(wanted["losses"]))
-
-
 def assert_about_the_same(parts, wanted):
     """All ranks have the same, which is that of one process but for rounding."""
     for part in parts[1:]:
@@ -43,16 +27,6 @@ def assert_about_the_same(parts, wanted):
         assert part["losses"] == parts[0]["losses"]
     for mine, theirs in zip(parts[0]["losses"], wanted["losses"], strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4)
-
-
-def assert_same_tables(parts, wanted, *, steps):
-    for name, table in wanted["tables"].items():
-        step, block, row_slots = rows_by_id(*(part["tables"][name] for part in parts))
-        wanted_step, wanted_block, wanted_slots = rows_by_id(table)
-        assert step == wanted_step == steps
-        assert (block.shape, row_slots.shape) == (wanted_block.shape, wanted_slots.shape)
-        assert block.tobytes() == wanted_block.tobytes(), name
-        assert row_slots.tobytes() == wanted_slots.tobytes(), name
 
 
 @pytest.mark.parametrize("choice", own_loop.CHOICES)
