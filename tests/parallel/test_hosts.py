@@ -11,7 +11,6 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.parallel.conftest import Trained, flags_of
-from tests.parallel.hosts import Hosts
 from tests.parallel.processes import wait_until
 from tests.parallel.test_faults import MANY, SOON, TRAIN, begun, one_line
 
@@ -21,12 +20,6 @@ SMALL = ("--emb-dim", 4)
 PORT = 29500  # a host's ports are its own
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 PASSED_ON = ("PATH", "PYTHONPATH", "XDG_CACHE_HOME")  # a new login has none of these
-
-
-@pytest.fixture
-def hosts(tmp_path):
-    with Hosts(tmp_path) as made:
-        yield made
 
 
 def example(processes, hosts, number, name, *flags, **more):
