@@ -148,6 +148,8 @@ def check() -> int:
     place = find()
     if place.alone:
         raise UserError("there is one process only; start --check by torchrun, mpirun or --rank-table FILE --check")
+    import hostdev.core.environment  # isort: skip  # noqa: F401  (before torch)
+
     import numpy as np
     import torch
 

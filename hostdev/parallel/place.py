@@ -1,5 +1,6 @@
 """A process's place among many, from what launchers set in the environment."""
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -53,6 +54,8 @@ def find(environment: Mapping[str, str] | None = None) -> Place:
     for launcher, (rank, ranks, local_rank, local_ranks) in _LAUNCHERS:
         if rank in env or ranks in env:
             found.append(_of_launcher(env, launcher, rank, ranks, local_rank, local_ranks))
+    if "PMI_PORT" in env and "PMI_RANK" not in env:
+        raise UserError("MPICH says no ranks with -pmi-port; leave that out")
     if _TABLE[0] in env:
         found.append(_of_table(env))
     elif _TABLE[1] in env:
@@ -116,8 +119,19 @@ def _meeting_point(env: Mapping[str, str], launcher: str, *, all_here: bool) -> 
         )
     if "MASTER_PORT" in env:
         return "127.0.0.1", _number(env, "MASTER_PORT", launcher)
-    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or env.get("PMI_ID", "") + str(os.getppid())
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or _starter()
     return "127.0.0.1", _port_of(job)
+
+
+def _starter() -> str:
+    """Return what all ranks of MPICH on this host have in common: who has started them, be there scripts between."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process().parents():
+            if "PMI_RANK" not in process.environ():
+                return str(process.pid)
+    return str(os.getppid())
 
 
 def _port_of(job: str) -> int:

@@ -25,6 +25,8 @@ from hostdev.parallel.watch import Watch
 
 TIMEOUT = 600.0  # seconds that one waits for another within a step
 MEETING = 60.0  # seconds until all have come, where nobody says otherwise
+_TOLD_SECONDS = 0.5  # that others have to look what is wrong, before the store ends with rank 0
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
 TOLD = 2
 STOP, SAVE = range(TOLD)  # a signal's number; whether a checkpoint is due
 # Of torch before 2.13 it has another name, whose use newer ones warn of.
@@ -135,10 +137,16 @@ class Ranks:
         self.telling = [0] * TOLD
         self.told = [0] * TOLD
         self._within = timedelta(seconds=timeout)
-        dist.init_process_group(
-            "gloo", store=PrefixStore("groups", self.store), rank=self.rank, world_size=self.size, timeout=self._within
-        )
-        self.control = self.channel()  # the main thread's
+        try:
+            dist.init_process_group(
+                "gloo", store=PrefixStore("groups", self.store), rank=self.rank, world_size=self.size,
+                timeout=timedelta(seconds=meeting),
+            )  # fmt: skip
+            self.control = self.channel()  # the main thread's
+        except RuntimeError as error:
+            raise UserError(
+                f"rank {self.rank} of {self.size}: all have met, but do not reach one another: {_short(error)}"
+            ) from None
         self.control.barrier()
         self.watch.start()
 
@@ -188,19 +196,45 @@ def _meet(place: Place, seconds: float) -> Any:
         ) from None
     # A store of a launcher that starts all anew still has what was there before.
     mine = PrefixStore(f"hostdev-{place.attempt}", store)
-    mine.set(f"here/{place.rank}", f"{socket.gethostname()} pid {os.getpid()}")
-    deadline = time.monotonic() + seconds
     missing = list(range(place.ranks))
-    while missing and time.monotonic() < deadline:
-        missing = [rank for rank in missing if not mine.check([f"here/{rank}"])]
-        if missing:
-            time.sleep(0.05)  # others are starting
-    if missing:
-        names = ", ".join(map(str, missing[:8])) + ", ..." * (len(missing) > 8)
+    try:
+        _come(mine, place)
+        deadline = time.monotonic() + seconds
+        while missing and time.monotonic() < deadline:
+            if mine.check(["wrong"]):
+                wrong = mine.get("wrong").decode()
+                time.sleep(_TOLD_SECONDS)
+                raise UserError(wrong)
+            missing = [rank for rank in missing if not mine.check([f"here/{rank}"])]
+            if missing:
+                time.sleep(0.05)  # others are starting
+    except RuntimeError:
         raise UserError(
-            f"rank{'s' * (len(missing) > 1)} {names} of {place.ranks} did not come to {where} within {seconds:g} s"
-        )
+            f"rank {place.rank} of {place.ranks}: rank 0 at {where} has ended before {_names(missing)} came"
+        ) from None
+    if missing:
+        raise UserError(f"{_names(missing)} of {place.ranks} did not come to {where} within {seconds:g} s")
     return mine
+
+
+def _come(store: Any, place: Place) -> None:
+    """Say that this rank is here; UserError, of all that are or come, where that contradicts what others have said."""
+    me = f"{socket.gethostname()} pid {os.getpid()}"
+    ranks = store.compare_set("ranks", "", f"{place.ranks}").decode()
+    first = store.compare_set(f"here/{place.rank}", "", me).decode()
+    wrong = None
+    if ranks != f"{place.ranks}":
+        wrong = f"rank {place.rank} ({me}) was started as one of {place.ranks}, another as one of {ranks}"
+    elif first != me:
+        wrong = f"two processes were started as rank {place.rank}: {first} and {me}"
+    if wrong is not None:
+        store.set("wrong", wrong)
+        time.sleep(_TOLD_SECONDS)
+        raise UserError(wrong)
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
 
 
 def _short(error: BaseException) -> str:

@@ -7,6 +7,7 @@ import torch
 
 from hostdev.core import cli
 from hostdev.train import __main__ as train
+from tests.parallel.hosts import Hosts
 from tests.parallel.processes import Processes
 
 
@@ -63,4 +64,11 @@ def cache_folder(tmp_path_factory):
 @pytest.fixture
 def processes(tmp_path, cache_folder):
     with Processes(tmp_path, cache_folder) as made:
+        yield made
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    """Two hosts with addresses of their own."""
+    with Hosts(tmp_path) as made:
         yield made

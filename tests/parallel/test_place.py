@@ -1,11 +1,14 @@
 """A process's place among many, from the environment that launchers leave it; wrong ones get a line."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from hostdev import UserError
 from hostdev.parallel.place import ALONE, DEFAULT_PORT, Place, find
+from tests.conftest import ROOT
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node0",
@@ -58,6 +61,21 @@ def test_mpich():
     assert find(MPICH).port == find(MPICH | {"PMI_RANK": "0", "MPI_LOCALRANKID": "0"}).port
 
 
+def test_mpich_with_a_script_between(tmp_path):
+    """Each rank's parent is a script of its own then; the port is that of the job nevertheless."""
+    program = "from hostdev.parallel.place import find; print(*find()[:2], find().port)"
+    command = ["sh", "-c", '"$0" -c "$1"; true', sys.executable, program]
+    told = [
+        subprocess.run(
+            command, env={"PYTHONPATH": str(ROOT), **MPICH, "PMI_RANK": rank, "MPI_LOCALRANKID": rank},
+            capture_output=True, text=True, check=True,
+        ).stdout.split()
+        for rank in ("0", "1")
+    ]  # fmt: skip
+    assert [one[:2] for one in told] == [["0", "2"], ["1", "2"]]
+    assert told[0][2] == told[1][2]
+
+
 def test_a_plain_loop():
     assert find(LOOP) == Place(1, 2, 1, 2, "127.0.0.1", 4000, "RANK and WORLD_SIZE")
     assert find(without(LOOP, "MASTER_PORT")).port == DEFAULT_PORT
@@ -86,6 +104,7 @@ WRONG = [
     (without(LOOP, "WORLD_SIZE"), "sets no WORLD_SIZE"),
     (without(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), "Open MPI sets no OMPI_COMM_WORLD_SIZE"),
     (without(MPICH, "PMI_RANK"), "MPICH sets no PMI_RANK"),
+    ({"PMI_PORT": "a:1", "PMI_ID": "0", "MPI_LOCALNRANKS": "2"}, "MPICH says no ranks with -pmi-port; leave that out"),
     (LOOP | {"RANK": "one"}, "RANK is 'one', which is no number"),
     (LOOP | {"RANK": ""}, "RANK is '', which is no number"),
     (LOOP | {"WORLD_SIZE": "2.0"}, "WORLD_SIZE is '2.0', which is no number"),

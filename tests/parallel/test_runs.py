@@ -99,6 +99,7 @@ def test_groups_of_tables_and_bags(alone, processes, films):
     own = ("--model", "tests.own_models:ThreeTables", "--emb-dim", 3)
     first, _ = trained(processes, in_a_loop, films, *own, *CACHED)
     assert first == alone(films, *own)
+    assert "Warning" not in processes.ended()[0].err
 
 
 @pytest.mark.slow

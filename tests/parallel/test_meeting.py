@@ -1,0 +1,69 @@
+"""Processes that do not find together: each says in one line what is wrong, and ends with 2."""
+
+import re
+import sys
+
+import pytest
+
+from tests.parallel.conftest import flags_of
+from tests.parallel.processes import free_port
+
+TRAIN = ("-m", "hostdev.train")
+CHECK = ("-m", "hostdev.launch", "--check")
+
+
+def refused(processes):
+    """Wait for all, which must fail with a line each; these."""
+    lines = []
+    for process in processes.ended():
+        assert process.code == 2, process
+        [line] = process.err.splitlines()
+        lines.append(line.split(": error: ")[1])
+    return lines
+
+
+def start(processes, *arguments, port, **env):
+    processes.start(sys.executable, *arguments, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **env)
+
+
+def test_different_numbers_of_ranks(processes):
+    port = free_port()
+    for rank, ranks in enumerate((2, 4)):
+        start(processes, *CHECK, RANK=rank, WORLD_SIZE=ranks, port=port)
+    first, second = refused(processes)
+    assert first == second
+    assert re.fullmatch(r"rank [01] \(.* pid \d+\) was started as one of [24], another as one of [24]", first)
+
+
+def test_a_rank_that_is_started_twice(processes):
+    port = free_port()
+    for rank in (0, 1, 1):
+        start(processes, *CHECK, RANK=rank, WORLD_SIZE=3, port=port)
+    lines = refused(processes)
+    assert len(set(lines)) == 1
+    assert lines[0].startswith("two processes were started as rank 1: ")
+    assert all(f"pid {process.pid}" in lines[0] for process in processes.started[1:])
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_comes(processes, small_data):
+    port, flags = free_port(), flags_of(small_data, processes.folder / "run", "--dist-timeout", 15)
+    for rank in (0, 1):
+        start(processes, *TRAIN, *flags, RANK=rank, WORLD_SIZE=3, port=port)
+    where = f"127.0.0.1:{port}"
+    first, second = refused(processes)
+    words = f"rank 2 of 3 did not come to {where} within 15 s"
+    assert first == words
+    assert second in (words, f"rank 1 of 3: rank 0 at {where} has ended before rank 2 came")
+
+
+@pytest.mark.slow
+def test_a_network_interface_that_is_none(processes, small_data):
+    """On one of two: the other, too, waits no longer than for the meeting."""
+    port, flags = free_port(), flags_of(small_data, processes.folder / "run", "--dist-timeout", 15)
+    for rank, more in enumerate(({}, {"GLOO_SOCKET_IFNAME": "none7"})):
+        start(processes, *TRAIN, *flags, RANK=rank, WORLD_SIZE=2, port=port, **more)
+    first, second = refused(processes)
+    assert first.startswith("rank 0 of 2: all have met, but do not reach one another: ")
+    assert second.startswith("rank 1 of 2: all have met, but do not reach one another: ")
+    assert "none7" in second
