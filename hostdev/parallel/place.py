@@ -61,6 +61,7 @@ def find(environment: Mapping[str, str] | None = None) -> Place:
     elif _TABLE[1] in env:
         raise UserError("RANK_ID is set, but RANK_TABLE_FILE is not; set both or none")
     if not found:
+        _require_no_other(env)
         return ALONE
     first = found[0]
     for other in found[1:]:
@@ -71,6 +72,17 @@ def find(environment: Mapping[str, str] | None = None) -> Place:
                     f"{other.rank} of {other.ranks}; unset the variables of one of them ({what} differs)"
                 )
     return found[-1] if found[-1].launcher == _TABLE[0] else first
+
+
+def _require_no_other(env: Mapping[str, str]) -> None:
+    """UserError where Slurm has started several processes, each of which would take itself for the only one."""
+    ranks = env.get("SLURM_STEP_NUM_TASKS", "1")  # a batch script itself has none
+    if ranks != "1" and "SLURM_PROCID" in env:
+        raise UserError(
+            f"Slurm has started {ranks} processes, but not where they meet: in what srun starts, set RANK=$SLURM_PROCID "
+            "WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID, MASTER_ADDR (the host of rank 0) and MASTER_PORT; or "
+            "RANK=0 WORLD_SIZE=1 where each is to be alone"
+        )
 
 
 def _number(env: Mapping[str, str], name: str, launcher: str) -> int:

@@ -29,8 +29,6 @@ _TOLD_SECONDS = 0.5  # that others have to look what is wrong, before the store 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
 TOLD = 2
 STOP, SAVE = range(TOLD)  # a signal's number; whether a checkpoint is due
-# Of torch before 2.13 it has another name, whose use newer ones warn of.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class PeerLostError(UserError):

@@ -120,6 +120,7 @@ WRONG = [
      "Open MPI says rank 1 of 4, but RANK and WORLD_SIZE says rank 0 of 4; unset the variables of one"),
     (OPEN_MPI | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x"},
      "Open MPI says rank 1 of 4, but RANK and WORLD_SIZE says rank 1 of 2"),
+    ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}, "Slurm has started 4 processes, but not where they meet"),
     ({"RANK_ID": "0"}, "RANK_ID is set, but RANK_TABLE_FILE is not"),
     ({"RANK_TABLE_FILE": "/nowhere/hccl.json", "RANK_ID": "0"}, "rank table /nowhere/hccl.json: No such file"),
 ]  # fmt: skip
