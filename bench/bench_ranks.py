@@ -213,7 +213,7 @@ def formula(one: Team, two: Team, rows: int, batches: list[int], steps: int, rou
 def main() -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=1_000_000, help="of the tables")
+    parser.add_argument("--rows", type=int, default=5_000_000, help="of the tables")
     parser.add_argument("--batch-sizes", type=int, nargs="*", default=[4000, 16_000])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=5)

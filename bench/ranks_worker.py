@@ -69,13 +69,14 @@ class Worker:
         self.ranks = ranks
         self.rank, self.size = (0, 1) if ranks is None else ranks.part()
         self._open = ExitStack()
+        self._runs: dict[int, _Run] = {}
         self._steps: Any = None  # an iterator that takes a step
         self._sent: Any = None  # returns bytes sent for rows, and the least that could have been
 
     def close(self) -> None:
         """End what runs."""
         self._open.close()
-        self._open, self._steps = ExitStack(), None
+        self._open, self._steps, self._runs = ExitStack(), None, {}  # what they hold is given back
 
     def training(
         self, rows: int, dim: int, batch: int, layers: list[int] | None, micro_batches: int, depth: int
@@ -126,7 +127,8 @@ class Worker:
         return run.per_step(steps)
 
     def dense_steps(self, steps: int) -> float:
-        """Return the seconds of a step's exchange of the dense side."""
+        """Return the seconds of a step's exchange of the dense side, when the ones before have settled."""
+        _timed(self.exchange_dense, SETTLE)
         return _timed(self.exchange_dense, steps)
 
     def exchange_dense(self) -> None:
@@ -142,11 +144,9 @@ class Worker:
 
     def take(self, steps: int) -> float:
         """Return the seconds of a training step."""
-        for _ in range(SETTLE if self._settle else 0):
+        for _ in range(SETTLE):
             next(self._steps)
         return _timed(lambda: next(self._steps), steps)
-
-    _settle = True
 
     def sent(self) -> dict[str, int] | None:
         """Return the bytes sent to others so far."""
@@ -170,17 +170,13 @@ class Worker:
             alone(one).backward()
 
         def tree() -> None:
+            ours.zero_grad()
             for part in range(each):
                 if part == each - 1:
                     dense.expect_last()
                 ours(one).backward()
                 has = dense.put()
             dense.finish(has or [])
-
-        def tree_of_one() -> None:
-            dense.expect_last()
-            ours(one).backward()
-            dense.finish(dense.put() or [])
 
         def ddp() -> None:
             theirs.zero_grad()
@@ -190,7 +186,7 @@ class Worker:
             for bucket in flat.split(25 << 18):
                 dist.all_reduce(bucket)
 
-        what = {"backward": backward, "tree": tree if each > 1 else tree_of_one, "ddp": ddp, "all_reduce": all_reduce}
+        what = {"backward": backward, "tree": tree, "ddp": ddp, "all_reduce": all_reduce}
         found: dict[str, list[float]] = {name: [] for name in what}
         for number in range(rounds + 3):
             for name, call in what.items():

@@ -4,17 +4,18 @@ N gradients from all ranks, of U rows with D columns.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.kernels.jit import inline, kernel
+from hostdev.kernels.jit import inline, kernel, prefetch_to_read
 from hostdev.kernels.pool import parallel_for
 from hostdev.kernels.segment import sort_uses
 
 _MOST_HEIGHT = 64
 _GRAIN = 256  # rows
+_AHEAD = 8  # uses; the latency of memory over the time of a row
 
 
 @inline
@@ -29,12 +30,13 @@ def _height(a: Any, b: Any) -> Any:
 
 @kernel
 def _sum_rows(
-    start: Any, stop: Any, ends: Any, order: Any, source: Any, node_ends: Any, nodes: Any, strides: Any, grads: Any,
-    out: Any,
+    start: Any, stop: Any, ends: Any, order: Any, source: Any, node_ends: Any, nodes: Any, strides: Any, own_rank: Any,
+    own: Any, grads: Any, out: Any,
 ) -> None:  # fmt: skip
     one, D = np.uint64(1), np.uint64(out.shape[1])
     stack = np.empty((_MOST_HEIGHT, out.shape[1]), np.float32)
     places = np.empty(_MOST_HEIGHT, np.int64)
+    last = np.uint64(ends[stop])
     for u in range(np.uint64(start), np.uint64(stop)):
         total = out[u]
         begin, end = np.uint64(ends[u]), np.uint64(ends[u + one])
@@ -44,9 +46,22 @@ def _sum_rows(
             continue
         height = 0
         for k in range(begin, end):
+            ahead = k + np.uint64(_AHEAD)
+            if ahead < last:  # the first one of its nodes
+                use = np.uint64(order[ahead])
+                rank = np.uint64(source[use])
+                row = np.uint64(strides[np.uint64(node_ends[rank])]) + use * D
+                prefetch_to_read(own if rank == own_rank else grads, row, D * 4)
             use = np.uint64(order[k])
             rank = np.uint64(source[use])
-            for node in range(np.uint64(node_ends[rank]), np.uint64(node_ends[rank + one])):
+            values = own if rank == own_rank else grads
+            first, after = np.uint64(node_ends[rank]), np.uint64(node_ends[rank + one])
+            if begin + one == end and first + one == after:  # nobody else has a gradient for the row
+                row = np.uint64(strides[first]) + use * D
+                for j in range(D):
+                    total[j] = values[row + j] + np.float32(0)
+                break
+            for node in range(first, after):
                 place = nodes[node]
                 while height > 1 and _height(places[height - 2], places[height - 1]) < _height(
                     places[height - 1], place
@@ -58,9 +73,11 @@ def _sum_rows(
                 row = np.uint64(strides[node]) + use * D
                 top = stack[height]
                 for j in range(D):
-                    top[j] = grads[row + j]
+                    top[j] = values[row + j]
                 places[height] = place
                 height += 1
+        if not height:
+            continue
         while height > 1:
             below, above = stack[height - 2], stack[height - 1]
             for j in range(D):
@@ -70,30 +87,50 @@ def _sum_rows(
             total[j] = stack[0, j] + np.float32(0)
 
 
+class Uses(NamedTuple):
+    """The uses of U rows by several ranks, row by row.
+
+    ends    int64 [U + 2], where a row's uses end among all
+    order   int32 [N], the uses, by row, and of a row by rank
+    source  int32 [N], the rank of each use
+    counts  how many each rank has
+    """
+
+    ends: npt.NDArray[np.int64]
+    order: npt.NDArray[np.int32]
+    source: npt.NDArray[np.int32]
+    counts: Sequence[int]
+
+
+def uses_of(inverse: npt.NDArray[np.int32], counts: Sequence[int], rows: int) -> Uses:
+    """Return the uses of so many rows; inverse int32 [N] has the row of each use, rank by rank."""
+    ends, order = np.empty(rows + 2, np.int64), np.empty(len(inverse), np.int32)
+    sort_uses(inverse, ends, order)
+    return Uses(ends, order, np.repeat(np.arange(len(counts), dtype=np.int32), counts), counts)
+
+
 def tree_sums(
     grads: npt.NDArray[np.float32],
-    inverse: npt.NDArray[np.int32],
-    counts: Sequence[int],
+    uses: Uses,
     nodes: Sequence[Sequence[int]],
     begins: Sequence[Sequence[int]],
     out: npt.NDArray[np.float32],
+    own_rank: int = -1,
+    own: npt.NDArray[np.float32] | None = None,
 ) -> None:
     """Add what ranks give for the rows that they use.
 
-    grads    float32, 1-dimensional: what has come
-    inverse  int32 [N], the row of each use, rank by rank
-    counts   how many uses each rank has
-    nodes    of each rank the first micro-batches of its nodes, ascending
-    begins   of each rank and node, where its rows [uses of the rank, D] begin in `grads`
-    out      float32 [U, D], written; 0 without uses, and never -0
+    grads   float32, 1-dimensional: what has come
+    nodes   of each rank the first micro-batches of its nodes, ascending
+    begins  of each rank and node, where its rows [uses of the rank, D] begin in `grads`
+    out     float32 [U, D], written; 0 without uses, and never -0
+    own     float32, 1-dimensional: where those of `own_rank` begin, in place of `grads`
     """
-    ends, order = np.empty(len(out) + 2, np.int64), np.empty(len(inverse), np.int32)
-    sort_uses(inverse, ends, order)
-    source = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    firsts = np.cumsum(counts) - counts  # a rank's uses, in the numbers of all
+    firsts = np.cumsum(uses.counts) - uses.counts  # a rank's uses, in the numbers of all
     D = out.shape[1]
     strides = [begin - int(firsts[rank]) * D for rank, each in enumerate(begins) for begin in each]
     node_ends = np.concatenate([[0], np.cumsum([len(each) for each in nodes])])
     flat = np.array([node for each in nodes for node in each], np.int64)
-    arguments = (ends, order, source, node_ends, flat, np.array(strides, np.int64), grads, out)
+    arguments = (uses.ends, uses.order, uses.source, node_ends, flat, np.array(strides, np.int64), own_rank,
+                 grads if own is None else own, grads, out)  # fmt: skip
     parallel_for(_sum_rows, len(out), *arguments, grain=_GRAIN)

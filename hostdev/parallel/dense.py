@@ -47,32 +47,50 @@ class TreeAllReduce:
         own = len(nodes[mine])
         self.flat = torch.empty(n if own == 1 else 0)  # to be filled for `sum`, where the rank has one node
         self._send = torch.empty(0 if own == 1 else own * n)
-        self._come = torch.empty(self._widths[mine] * sum(map(len, nodes)))
-        self._equal = -(-n // W)  # what each gives to all: the widest slice
-        self._total = torch.empty(self._equal)
+        # What stays here need not be sent, where the rest is in one piece.
+        self._at_end = mine in (0, W - 1)
+        self._received = [0 if rank == mine and self._at_end else len(each) for rank, each in enumerate(nodes)]
+        self._come = torch.empty(self._widths[mine] * sum(self._received))
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the sum, float32 [n], in new memory; parts float32 [n], of this rank's nodes, in host memory."""
-        channel, mine = self._channel, self._channel.rank
-        edges, widths, own = self._edges, self._widths, len(parts)
+        mine, edges, widths, own = self._channel.rank, self._edges, self._widths, len(parts)
+        width, begin, end = widths[mine], edges[mine], edges[mine + 1]
         send = parts[0]
         if own > 1:
             send = self._send
             torch.cat([part[start:stop] for start, stop in pairwise(edges) for part in parts], out=send)
-        receive = [widths[mine] * len(each) for each in self._nodes]
-        channel.all_to_all(send, [width * own for width in widths], receive, out=self._come)
+        counts = [width * own for width in widths]
+        self._channel.all_to_all(*self._others(send, counts), [width * n for n in self._received], out=self._come)
         tree: TreeSum[Tensor] = TreeSum(lambda left, right: left.add_(right))
-        width, at = widths[mine], 0
-        for start, size in (node for nodes in self._nodes for node in nodes):
-            tree.put(Node(start, size, self._come[at : at + width]))
-            at += width
+        here = [send[begin * own + number * width :][:width] for number in range(own)]
+        come = iter(self._come.view(-1, width) if width else [self._come] * sum(self._received))
+        for rank, nodes in enumerate(self._nodes):
+            for number, (start, size) in enumerate(nodes):
+                tree.put(Node(start, size, next(come) if self._received[rank] else here[number]))
         total = tree.total()
         assert total is not None
-        torch.add(total, 0.0, out=self._total[:width])  # a sum of nothing but -0 is 0, as with one process
-        gathered = channel.all_gather(self._total).view(channel.ranks, self._equal)
-        if all(width == self._equal for width in widths):
-            return gathered.view(-1)
-        return torch.cat([row[:width] for row, width in zip(gathered, widths, strict=True)])
+        found = torch.empty(self.n)
+        torch.add(total, 0.0, out=found[begin:end])  # a sum of nothing but -0 is 0, as with one process
+        self._spread(found, begin, end)
+        return found
+
+    def _others(self, values: Tensor, counts: list[int]) -> tuple[Tensor, list[int]]:
+        """Return of what lies end to end, by rank, what is for others, where that is in one piece, and the counts."""
+        if not self._at_end:
+            return values, counts
+        mine = self._channel.rank
+        rest = values[counts[0] :] if mine == 0 else values[: sum(counts[:mine])]
+        return rest, [0 if rank == mine else count for rank, count in enumerate(counts)]
+
+    def _spread(self, found: Tensor, begin: int, end: int) -> None:
+        """Give all others the slice that has been added up here, and take theirs, each in its place."""
+        mine, W = self._channel.rank, self._channel.ranks
+        give = [0 if rank == mine and self._at_end else end - begin for rank in range(W)]
+        copies = W - 1 if self._at_end else W
+        total = found[begin:end]
+        rest, take = self._others(found, list(self._widths))
+        self._channel.all_to_all(total if copies == 1 else total.repeat(copies), give, take, out=rest)
 
 
 class AllReduce:

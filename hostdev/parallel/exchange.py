@@ -19,7 +19,7 @@ from hostdev.kernels.groups import unique_groups
 from hostdev.kernels.lookup import lookup_tasks, store_tasks
 from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.shards import partition
-from hostdev.kernels.tree import tree_sums
+from hostdev.kernels.tree import tree_sums, uses_of
 from hostdev.parallel.ranks import Channel, Ranks
 
 Ids = npt.NDArray[Any]
@@ -224,49 +224,60 @@ class Exchange:
         """
         W, mine = self.ranks.size, self.ranks.rank
         nodes = [nodes_of(rank * micro_batches, (rank + 1) * micro_batches) for rank in range(W)]
-        wanted = [[one.wanted[rank] * len(nodes[rank]) for rank in range(W)] for one in asked]
-        counts = [[n * len(nodes[mine]) for n in one.counts] for one in asked]
+        others = [rank for rank in range(W) if rank != mine]  # what stays here is added up where it is
+        wanted = [[one.wanted[rank] * len(nodes[rank]) * (rank != mine) for rank in range(W)] for one in asked]
+        counts = [[n * len(nodes[mine]) * (rank != mine) for rank, n in enumerate(one.counts)] for one in asked]
         dims = [
             [0 if grad is None else dim for dim, grad in zip(each, group, strict=True)]
             for each, group in zip(self._dims, grads, strict=True)
         ]
-        buffer = np.empty(sum(self._sizes(counts, dims)), np.float32)
+        sizes_there = self._sizes(counts, dims)
+        buffer = np.empty(sum(sizes_there), np.float32)
         views = self._views(buffer, counts, dims)
+        own: list[list[Rows | None]] = [[None] * len(each) for each in dims]
         for group, one in enumerate(asked):
             ends = [0, *accumulate(one.counts)]
-            for table, own in enumerate(grads[group]):
-                for rank in range(W) if own is not None else ():
+            for table, parts in enumerate(grads[group]):
+                if parts is None:
+                    continue
+                here = [part[ends[mine] : ends[mine + 1]].reshape(-1) for part in parts]
+                own[group][table] = here[0] if len(here) == 1 else np.concatenate(here)
+                for rank in others:
                     n, out = one.counts[rank], views[rank][group][table]
-                    for number, part in enumerate(own or ()):
+                    for number, part in enumerate(parts):
                         out[number * n : (number + 1) * n] = part[ends[rank] : ends[rank + 1]]
-        receive = self._sizes(wanted, dims)
-        come = self._give(self._gradients, buffer, self._sizes(counts, dims), receive)
+        come = self._give(self._gradients, buffer, sizes_there, self._sizes(wanted, dims))
         self.least_bytes += sum(
             4 * (one.size - one.counts[mine]) * sum(each) for one, each in zip(asked, dims, strict=True)
         )  # fmt: skip
-        return self._sums(come, asked, sizes, dims, nodes)
+        return self._sums(come, own, asked, sizes, dims, nodes)
 
     def _sums(
-        self, come: Rows, asked: Sequence[Asked], sizes: Sequence[int], dims: Sequence[Sequence[int]],
-        nodes: Sequence[Sequence[tuple[int, int]]],
+        self, come: Rows, own: Sequence[Sequence[Rows | None]], asked: Sequence[Asked], sizes: Sequence[int],
+        dims: Sequence[Sequence[int]], nodes: Sequence[Sequence[tuple[int, int]]],
     ) -> list[list[Rows | None]]:  # fmt: skip
+        mine = self.ranks.rank
         firsts = [[start for start, _ in each] for each in nodes]
         sums: list[list[Rows | None]] = [[None] * len(each) for each in dims]
         begins: dict[tuple[int, int], list[list[int]]] = {}
         at = 0
-        for rank in range(self.ranks.size):  # as `_views` has it
+        for rank in range(self.ranks.size):  # as `_views` has it; what is here begins where it is
+            place = at
             for group, one in enumerate(asked):
                 for table, dim in enumerate(dims[group]):
-                    each = one.wanted[rank] * dim
-                    places = [at + number * each for number in range(len(firsts[rank]))]
-                    begins.setdefault((group, table), []).append(places)
-                    at += each * len(places)
-        for (group, table), places_of in begins.items():
-            if dims[group][table]:
-                out = np.empty((sizes[group], dims[group][table]), np.float32)
-                one = asked[group]
-                tree_sums(come, one.inverse, one.wanted, firsts, places_of, out)
-                sums[group][table] = out
+                    each, first = one.wanted[rank] * dim, 0 if rank == mine else place
+                    begins.setdefault((group, table), []).append(
+                        [first + number * each for number in range(len(firsts[rank]))]
+                    )
+                    place += each * len(firsts[rank])
+            at = at if rank == mine else place
+        for group, one in enumerate(asked):
+            uses = uses_of(one.inverse, one.wanted, sizes[group]) if any(dims[group]) else None
+            for table, dim in enumerate(dims[group]):
+                if dim and uses is not None:
+                    out = np.empty((sizes[group], dim), np.float32)
+                    tree_sums(come, uses, firsts, begins[group, table], out, mine, own[group][table])
+                    sums[group][table] = out
         return sums
 
     def _sizes(self, counts: Sequence[Sequence[int]], dims: Sequence[Sequence[int]] | None = None) -> list[int]:

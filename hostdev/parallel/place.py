@@ -79,9 +79,9 @@ def _require_no_other(env: Mapping[str, str]) -> None:
     ranks = env.get("SLURM_STEP_NUM_TASKS", "1")  # a batch script itself has none
     if ranks != "1" and "SLURM_PROCID" in env:
         raise UserError(
-            f"Slurm has started {ranks} processes, but not where they meet: in what srun starts, set RANK=$SLURM_PROCID "
-            "WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID, MASTER_ADDR (the host of rank 0) and MASTER_PORT; or "
-            "RANK=0 WORLD_SIZE=1 where each is to be alone"
+            f"Slurm has started {ranks} processes, but not where they meet: in what srun starts, set "
+            "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID, MASTER_ADDR (the host of rank 0) "
+            "and MASTER_PORT; or RANK=0 WORLD_SIZE=1 where each is to be alone"
         )
 
 

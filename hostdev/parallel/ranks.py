@@ -26,7 +26,6 @@ from hostdev.parallel.watch import Watch
 TIMEOUT = 600.0  # seconds that one waits for another within a step
 MEETING = 60.0  # seconds until all have come, where nobody says otherwise
 _TOLD_SECONDS = 0.5  # that others have to look what is wrong, before the store ends with rank 0
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
 TOLD = 2
 STOP, SAVE = range(TOLD)  # a signal's number; whether a checkpoint is due
 
@@ -62,14 +61,6 @@ class Channel:
         splits = [n * row for n in receive], [n * row for n in counts]
         with self._answering():
             dist.all_to_all_single(out, values, *splits, group=self._group)
-        return out
-
-    def all_gather(self, values: Tensor) -> Tensor:
-        """Return what all ranks have, equally many, 1-dimensional, end to end by rank."""
-        out = torch.empty(self.ranks * len(values), dtype=values.dtype)
-        self.sent_bytes += (self.ranks - 1) * values.nbytes
-        with self._answering():
-            _all_gather(out, values, group=self._group)
         return out
 
     def all_reduce(self, values: Tensor) -> None:

@@ -1,12 +1,14 @@
 """The kernel that adds gradients of several ranks against a twin that adds one row after the other, to the bit."""
 
+from itertools import accumulate
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hostdev.core.micro_batches import Node, TreeSum, nodes_of
 from hostdev.kernels.pool import set_host_threads
-from hostdev.kernels.tree import tree_sums
+from hostdev.kernels.tree import tree_sums, uses_of
 from tests.parallel.trees import tree_sum
 
 
@@ -43,10 +45,15 @@ def run(nodes, uses, values, rows, dim):
             flat.append(one.ravel())
             at += one.size
     out = np.full((rows, dim), np.nan, np.float32)
-    tree_sums(
-        np.concatenate(flat), np.concatenate(uses).astype(np.int32), [len(mine) for mine in uses],
-        [[start for start, _ in each] for each in nodes], begins, out,
-    )  # fmt: skip
+    found = uses_of(np.concatenate(uses).astype(np.int32), [len(mine) for mine in uses], rows)
+    firsts = [[start for start, _ in each] for each in nodes]
+    tree_sums(np.concatenate(flat), found, firsts, begins, out)
+    for own, of_rank in enumerate(values):  # one rank's lie elsewhere
+        again, there = np.full((rows, dim), np.nan, np.float32), [0, *accumulate(one.size for one in of_rank)][:-1]
+        where = [there if rank == own else each for rank, each in enumerate(begins)]
+        mine = np.concatenate([one.ravel() for one in of_rank])
+        tree_sums(np.concatenate(flat), found, firsts, where, again, own, mine)
+        same(again, out)
     return out
 
 
