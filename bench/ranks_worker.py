@@ -69,6 +69,7 @@ class Worker:
         self.ranks = ranks
         self.rank, self.size = (0, 1) if ranks is None else ranks.part()
         self._open = ExitStack()
+        self.not_ready, self.in_two = True, False  # whether it is known on all ranks whose gradients go first
         self._runs: dict[int, _Run] = {}
         self._steps: Any = None  # an iterator that takes a step
         self._sent: Any = None  # returns bytes sent for rows, and the least that could have been
@@ -138,7 +139,8 @@ class Worker:
         for parameter, grad in zip(self._parameters, self._grads, strict=True):
             parameter.grad = grad
         has = self._dense.put()
-        self.ranks.control.exchange_counts(np.zeros((self.size, 8), np.int64))
+        not_ready = self.ranks.control.exchange_counts(np.full((self.size, 8), self.not_ready, np.int64))
+        self.in_two = not not_ready.any()
         self._dense.small(torch.zeros(3))
         self._dense.finish(has or [])
 
@@ -243,6 +245,7 @@ class _Run:
         flight = self._pass.take()
         self._sizes.append(flight.groups[0].size)
         gradients = self.device.step_of(flight)
+        self._worker.not_ready = flight.first is None
         if self.dense:
             self._worker.exchange_dense()
         self._pass.finish(flight, self._to_others(flight, gradients))
@@ -251,7 +254,7 @@ class _Run:
         if self._worker.ranks is None:
             return gradients
         parts = [[[grad] for grad in self.device.gradients(part.own_size)] for part in flight.groups]
-        return Gradients(gradients.grads, parts=parts)
+        return Gradients(gradients.grads, parts=parts, in_two=self.dense and self._worker.in_two)
 
     @property
     def owned(self) -> float:

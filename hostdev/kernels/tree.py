@@ -14,6 +14,7 @@ from hostdev.kernels.pool import parallel_for
 from hostdev.kernels.segment import sort_uses
 
 _MOST_HEIGHT = 64
+_NONE = np.empty(0, np.bool_)
 _GRAIN = 256  # rows
 _AHEAD = 8  # uses; the latency of memory over the time of a row
 
@@ -31,13 +32,15 @@ def _height(a: Any, b: Any) -> Any:
 @kernel
 def _sum_rows(
     start: Any, stop: Any, ends: Any, order: Any, source: Any, node_ends: Any, nodes: Any, strides: Any, own_rank: Any,
-    own: Any, grads: Any, out: Any,
+    own: Any, grads: Any, only: Any, out: Any,
 ) -> None:  # fmt: skip
     one, D = np.uint64(1), np.uint64(out.shape[1])
     stack = np.empty((_MOST_HEIGHT, out.shape[1]), np.float32)
     places = np.empty(_MOST_HEIGHT, np.int64)
     last = np.uint64(ends[stop])
     for u in range(np.uint64(start), np.uint64(stop)):
+        if len(only) and not only[u]:
+            continue
         total = out[u]
         begin, end = np.uint64(ends[u]), np.uint64(ends[u + one])
         if begin == end:
@@ -117,6 +120,7 @@ def tree_sums(
     out: npt.NDArray[np.float32],
     own_rank: int = -1,
     own: npt.NDArray[np.float32] | None = None,
+    only: npt.NDArray[np.bool_] | None = None,
 ) -> None:
     """Add what ranks give for the rows that they use.
 
@@ -125,6 +129,7 @@ def tree_sums(
     begins  of each rank and node, where its rows [uses of the rank, D] begin in `grads`
     out     float32 [U, D], written; 0 without uses, and never -0
     own     float32, 1-dimensional: where those of `own_rank` begin, in place of `grads`
+    only    [U], the rows that are written; None: all
     """
     firsts = np.cumsum(uses.counts) - uses.counts  # a rank's uses, in the numbers of all
     D = out.shape[1]
@@ -132,5 +137,5 @@ def tree_sums(
     node_ends = np.concatenate([[0], np.cumsum([len(each) for each in nodes])])
     flat = np.array([node for each in nodes for node in each], np.int64)
     arguments = (uses.ends, uses.order, uses.source, node_ends, flat, np.array(strides, np.int64), own_rank,
-                 grads if own is None else own, grads, out)  # fmt: skip
+                 grads if own is None else own, grads, _NONE if only is None else only, out)  # fmt: skip
     parallel_for(_sum_rows, len(out), *arguments, grain=_GRAIN)

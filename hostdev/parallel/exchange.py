@@ -14,18 +14,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hostdev.core.micro_batches import nodes_of
 from hostdev.kernels.groups import unique_groups
 from hostdev.kernels.lookup import lookup_tasks, store_tasks
 from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.shards import partition
-from hostdev.kernels.tree import tree_sums, uses_of
+from hostdev.parallel.buffers import sizes_of, views_of
+from hostdev.parallel.gradients import Chosen, Parts, give_gradients
 from hostdev.parallel.ranks import Channel, Ranks
 
 Ids = npt.NDArray[Any]
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
 Places = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.bool_]
 _END = -1  # in place of a number of ids: there is no further batch
 
 
@@ -47,11 +48,12 @@ class Incoming(NamedTuple):
     """The rows of a batch that are on their way from their owners."""
 
     rows: list[list[Rows]]  # of each group and table, float32 [U, D]; late ones are missing
-    given: list[npt.NDArray[np.bool_]] | None  # of each group which of the rows wanted here have been given; None: all
-    come: list[npt.NDArray[np.bool_]] | None  # which of those that this rank asks for have come
+    given: list[Mask] | None = None  # of each group which of the rows wanted here have been given; None: all
+    come: list[Mask] | None = None  # which of those that this rank asks for have come
+    shared: Sequence[Mask] = ()  # which of those that it asked for in the batch before are to be given late here
 
 
-def _chosen(counts: Sequence[int], mask: npt.NDArray[np.bool_] | None) -> list[Places]:
+def _chosen(counts: Sequence[int], mask: Mask | None) -> list[Places]:
     """Return the places of each rank's rows among those of all; those in the mask only."""
     if mask is None:
         ends = [0, *accumulate(counts)]
@@ -126,20 +128,24 @@ class Exchange:
 
     def early_rows(
         self, asked: Sequence[Asked], values: Sequence[Sequence[Rows] | None],
-        early: Sequence[npt.NDArray[np.bool_]] | None, buffer: Callable[[int, int], Rows],
+        early: Sequence[Mask] | None, buffer: Callable[[int, int], Rows], before: Sequence[Asked] = (),
+        shared: Sequence[Mask] = (),
     ) -> "Incoming":  # fmt: skip
         """Give the others those rows that may be given now, and take theirs; `late_rows` is to follow for the rest.
 
         values  of each group and table the unique rows here, float32 [any, D]; None for a group of which none are early
         early   of each group which of them, [any]; None: all of every group, and nothing follows
         buffer  makes the memory for rows [U, D] of a table
+        before  what was asked for in the batch before, on all ranks or on none
+        shared  of each group which of the rows wanted then are to be given late, so that their gradients come first
         """
         incoming = Incoming(
-            [[buffer(one.size, dim) for dim in dims] for one, dims in zip(asked, self._dims, strict=True)], None, None
+            [[buffer(one.size, dim) for dim in dims] for one, dims in zip(asked, self._dims, strict=True)]
         )
         if early is not None:
             wanted = [mask[one.inverse] for mask, one in zip(early, asked, strict=True)]
-            incoming = incoming._replace(given=wanted, come=self._told(asked, wanted))
+            told = self._told([*asked, *before], [*wanted, *shared])
+            incoming = incoming._replace(given=wanted, come=told[: len(asked)], shared=told[len(asked) :])
         self._move(self._values, asked, values, incoming.given, incoming.come, incoming.rows)
         return incoming
 
@@ -151,8 +157,8 @@ class Exchange:
         return [np.flatnonzero(mask).astype(np.int32) for mask in come]
 
     def _told(
-        self, asked: Sequence[Asked], wanted: Sequence[npt.NDArray[np.bool_]]
-    ) -> list[npt.NDArray[np.bool_]]:  # fmt: skip
+        self, asked: Sequence[Asked], wanted: Sequence[Mask]
+    ) -> list[Mask]:  # fmt: skip
         """Tell the others which of the rows that they want come early; return which of those wanted here do."""
         W = self.ranks.size
         cut = [np.split(mask, np.cumsum(one.wanted)[:-1]) for mask, one in zip(wanted, asked, strict=True)]
@@ -173,7 +179,7 @@ class Exchange:
 
     def _move(
         self, channel: Channel, asked: Sequence[Asked], values: Sequence[Sequence[Rows] | None],
-        given: Sequence[npt.NDArray[np.bool_]] | None, come: Sequence[npt.NDArray[np.bool_]] | None,
+        given: Sequence[Mask] | None, come: Sequence[Mask] | None,
         out: Sequence[Sequence[Rows]],
     ) -> None:  # fmt: skip
         """Give rows of `values`, of those wanted where `given`, and write into `out` what is given, where `come`."""
@@ -187,9 +193,9 @@ class Exchange:
                 tasks += lookup_tasks(block[:, None], ids, out[group][table], taking[group][own])
         counts = [[0 if rank == own else len(each[rank]) for rank in range(W)] for each in giving]
         receive = [[0 if rank == own else len(each[rank]) for rank in range(W)] for each in taking]
-        sizes = self._sizes(counts)
+        sizes = sizes_of(counts, self._dims)
         buffer = np.empty(sum(sizes), np.float32)
-        views = self._views(buffer, counts)
+        views = views_of(buffer, counts, self._dims)
         for group, one in enumerate(asked):
             for rank in range(W):
                 if counts[group][rank]:
@@ -197,8 +203,8 @@ class Exchange:
                     for table, block in enumerate(values[group] or ()):
                         tasks += lookup_tasks(block[:, None], ids, views[rank][group][table])
         run_tasks(tasks)
-        there = self._give(channel, buffer, sizes, self._sizes(receive))
-        views, tasks = self._views(there, receive), []
+        there = self._give(channel, buffer, sizes, sizes_of(receive, self._dims))
+        views, tasks = views_of(there, receive, self._dims), []
         for group in range(len(asked)):
             for rank in range(W):
                 for table, rows in enumerate(out[group]) if receive[group][rank] else ():
@@ -209,99 +215,11 @@ class Exchange:
         )  # fmt: skip
 
     def gradients(
-        self,
-        asked: Sequence[Asked],
-        sizes: Sequence[int],
-        grads: Sequence[Sequence[Sequence[Rows] | None]],
-        micro_batches: int,
-    ) -> list[list[Rows | None]]:
-        """Give the owners the gradients of the rows that they gave; return the sums of those here, [any, D].
-
-        sizes  how many unique rows of each group are here
-        grads  of each group and table those of this rank's nodes (`core.micro_batches`), float32 [U, D]; None where
-               none has come to any rank, and so is what is returned
-        micro_batches  of a step on each rank
-        """
-        W, mine = self.ranks.size, self.ranks.rank
-        nodes = [nodes_of(rank * micro_batches, (rank + 1) * micro_batches) for rank in range(W)]
-        others = [rank for rank in range(W) if rank != mine]  # what stays here is added up where it is
-        wanted = [[one.wanted[rank] * len(nodes[rank]) * (rank != mine) for rank in range(W)] for one in asked]
-        counts = [[n * len(nodes[mine]) * (rank != mine) for rank, n in enumerate(one.counts)] for one in asked]
-        dims = [
-            [0 if grad is None else dim for dim, grad in zip(each, group, strict=True)]
-            for each, group in zip(self._dims, grads, strict=True)
-        ]
-        sizes_there = self._sizes(counts, dims)
-        buffer = np.empty(sum(sizes_there), np.float32)
-        views = self._views(buffer, counts, dims)
-        own: list[list[Rows | None]] = [[None] * len(each) for each in dims]
-        for group, one in enumerate(asked):
-            ends = [0, *accumulate(one.counts)]
-            for table, parts in enumerate(grads[group]):
-                if parts is None:
-                    continue
-                here = [part[ends[mine] : ends[mine + 1]].reshape(-1) for part in parts]
-                own[group][table] = here[0] if len(here) == 1 else np.concatenate(here)
-                for rank in others:
-                    n, out = one.counts[rank], views[rank][group][table]
-                    for number, part in enumerate(parts):
-                        out[number * n : (number + 1) * n] = part[ends[rank] : ends[rank + 1]]
-        come = self._give(self._gradients, buffer, sizes_there, self._sizes(wanted, dims))
-        self.least_bytes += sum(
-            4 * (one.size - one.counts[mine]) * sum(each) for one, each in zip(asked, dims, strict=True)
-        )  # fmt: skip
-        return self._sums(come, own, asked, sizes, dims, nodes)
-
-    def _sums(
-        self, come: Rows, own: Sequence[Sequence[Rows | None]], asked: Sequence[Asked], sizes: Sequence[int],
-        dims: Sequence[Sequence[int]], nodes: Sequence[Sequence[tuple[int, int]]],
-    ) -> list[list[Rows | None]]:  # fmt: skip
-        mine = self.ranks.rank
-        firsts = [[start for start, _ in each] for each in nodes]
-        sums: list[list[Rows | None]] = [[None] * len(each) for each in dims]
-        begins: dict[tuple[int, int], list[list[int]]] = {}
-        at = 0
-        for rank in range(self.ranks.size):  # as `_views` has it; what is here begins where it is
-            place = at
-            for group, one in enumerate(asked):
-                for table, dim in enumerate(dims[group]):
-                    each, first = one.wanted[rank] * dim, 0 if rank == mine else place
-                    begins.setdefault((group, table), []).append(
-                        [first + number * each for number in range(len(firsts[rank]))]
-                    )
-                    place += each * len(firsts[rank])
-            at = at if rank == mine else place
-        for group, one in enumerate(asked):
-            uses = uses_of(one.inverse, one.wanted, sizes[group]) if any(dims[group]) else None
-            for table, dim in enumerate(dims[group]):
-                if dim and uses is not None:
-                    out = np.empty((sizes[group], dim), np.float32)
-                    tree_sums(come, uses, firsts, begins[group, table], out, mine, own[group][table])
-                    sums[group][table] = out
-        return sums
-
-    def _sizes(self, counts: Sequence[Sequence[int]], dims: Sequence[Sequence[int]] | None = None) -> list[int]:
-        """Return how many values go to, or come from, each rank."""
-        widths = [sum(each) for each in dims or self._dims]
-        return [
-            sum(n[rank] * width for n, width in zip(counts, widths, strict=True)) for rank in range(self.ranks.size)
-        ]
-
-    def _views(
-        self, flat: Rows, counts: Sequence[Sequence[int]], dims: Sequence[Sequence[int]] | None = None
-    ) -> list[list[list[Rows]]]:
-        """Return the parts of a buffer: by rank, group and table, each [counts[group][rank], D]."""
-        at, views = 0, []
-        for rank in range(self.ranks.size):
-            of_rank = []
-            for n, each in zip(counts, dims or self._dims, strict=True):
-                tables = []
-                for dim in each:
-                    tables.append(flat[at : at + n[rank] * dim].reshape(n[rank], dim))
-                    at += n[rank] * dim
-                of_rank.append(tables)
-            views.append(of_rank)
-        return views
+        self, asked: Sequence[Asked], grads: Parts, micro_batches: int, sums: Sequence[Sequence[Rows | None]],
+        chosen: Sequence[Chosen] | None = None,
+    ) -> None:  # fmt: skip
+        """See `give_gradients`."""
+        self.least_bytes += give_gradients(self._gradients, asked, grads, micro_batches, sums, chosen)
 
     def _give(self, channel: Channel, values: Rows, counts: Sequence[int], receive: Sequence[int]) -> Rows:
         out: Rows = channel.all_to_all(torch.from_numpy(values), counts, receive).numpy()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hostdev.cache.planner import Plan
 from hostdev.parallel.exchange import Asked
+from hostdev.parallel.gradients import Chosen, Parts, Rows
 from hostdev.pipeline.groups import Ids, Joint, Part
 from hostdev.pipeline.rows import BatchRows
 
@@ -34,6 +35,7 @@ class Gradients(NamedTuple):
     check: Any = None  # an `Outcome`, waited for before the host's rows change; raises if they must not
     parts: Sequence[Sequence[Sequence[Tensor] | None]] = ()  # in place of grads, for other ranks: those of its nodes
     micro_batches: int = 1  # of the step, here
+    in_two: bool = False  # those for other ranks: on all ranks it is known which rows the next batch waits for
 
 
 class GroupBatch:
@@ -100,7 +102,8 @@ class Flight:
         self.received_first: tuple[Shared | None, Any] = None, None  # what of it came before the rest, and its mark
         self.incoming: Any = None  # rows on their way from other ranks; arriving: those on the device
         self.arriving: list[Tensor] = []
-        self.outgoing: Any = None  # gradients for other ranks
+        self.outgoing: Outgoing | None = None  # gradients for other ranks
+        self.first: list[Chosen] | None = None  # rows that the next batch waits for, where other ranks know of them
         self.clocks: tuple[Any, Any] = (None, None)
         self.span: Any = None  # of its step
 
@@ -116,6 +119,15 @@ class Flight:
         self.shared, self.outcomes, self.check = None, [], None
         self.memory.release()
         self.memory = None
+
+
+class Outgoing(NamedTuple):
+    """A batch's gradients for the owners of the rows, in host memory."""
+
+    grads: Parts
+    micro_batches: int
+    chosen: list[Chosen] | None  # rows whose gradients go first; None: all at once
+    sums: list[list[Rows | None]]  # of each group and table, what the rows here come to, float32 [any, D]
 
 
 class Shared(NamedTuple):

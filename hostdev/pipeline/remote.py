@@ -9,10 +9,13 @@ from torch import Tensor
 
 from hostdev.core.timeline import Timeline
 from hostdev.device.staging import Staging
-from hostdev.parallel.exchange import Exchange, Incoming
-from hostdev.pipeline.flight import Flight, Gradients
+from hostdev.parallel.exchange import Asked, Exchange, Incoming
+from hostdev.parallel.gradients import Chosen
+from hostdev.pipeline.flight import Flight, Gradients, Outgoing
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.hazards import LateRows
+
+_NONE = np.empty(0, np.int32)
 
 
 class Remote:
@@ -28,6 +31,7 @@ class Remote:
     ) -> None:
         self.groups, self.staging, self.exchanges, self.timeline = groups, staging, exchanges, timeline
         self._cached = any(group.cache is not None for group in groups)
+        self._before: tuple[int, list[Asked]] = 0, []  # the last batch in training, and what was asked for in it
 
     def to_owners(self, flight: Flight, gradients: Gradients) -> Gradients | None:
         """Let gradients be on their way to the owners of the rows; return those that are to be used on the device."""
@@ -39,16 +43,20 @@ class Remote:
         if flight.check is not None:
             flight.check.get()
         sums = self.sums(flight)
+        flight.outgoing = None
         there = [
             [None if one is None else one.to(self.staging.device if group.cache is not None else "cpu") for one in mine]
             for group, mine in zip(self.groups, sums, strict=True)
         ]
         return gradients._replace(grads=there)
 
-    def give_early(self, flight: Flight, late: LateRows | None, update: bool, *, hazards: bool) -> None:
+    def give_early(
+        self, flight: Flight, late: LateRows | None, update: bool, *, hazards: bool, before: Flight | None = None
+    ) -> None:
         """Give other ranks the rows that they have asked for and that need not wait, and take theirs.
 
         hazards  of a batch that updates rows: some may have to wait, here or elsewhere
+        before   the batch right before, if it is unfinished here
         """
         exchange = self.exchanges[update]
         with self.timeline.span("exchange rows", flight.number):
@@ -66,11 +74,36 @@ class Remote:
             def buffer(rows: int, dim: int) -> Any:
                 return flight.memory.buffer(rows, dim).numpy()
 
-            flight.incoming = exchange.early_rows(asked, values, early, buffer)
+            in_two = update and hazards and not self._cached
+            known = self._before[1] if in_two and self._before[0] == flight.number - 1 else []
+            shared = self._shared(known, late, before)
+            flight.incoming = exchange.early_rows(asked, values, early, buffer, known, [one.wanted for one in shared])
+            if in_two:
+                self._before = flight.number, asked
+            if known and before is not None:
+                before.first = [
+                    one._replace(asked=mask) for one, mask in zip(shared, flight.incoming.shared, strict=True)
+                ]
             if self.staging.copies:
                 flat = [torch.from_numpy(rows) for group in flight.incoming.rows for rows in group]
                 flight.arriving, mark = self.staging.send(flat, flight.memory)
                 flight.sent.append((flight.arriving, mark))
+
+    def _shared(self, asked: Sequence[Asked], late: LateRows | None, before: Flight | None) -> list[Chosen]:
+        """Return which rows of the batch before are late in this one, here."""
+        found = []
+        edges = before.writes.edges if before is not None else [0] * (len(asked) + 1)
+        positions = _NONE
+        if before is not None and late is not None and late.shared is not None:
+            assert late.shared.first.positions is not None
+            positions = late.shared.first.positions
+        at = np.searchsorted(positions, edges)
+        for group, one in enumerate(asked):
+            rows = np.zeros(edges[group + 1] - edges[group], np.bool_)
+            rows[positions[at[group] : at[group + 1]] - edges[group]] = True
+            wanted = rows[one.inverse] if before is not None else np.zeros(len(one.inverse), np.bool_)
+            found.append(Chosen(rows[:0], wanted, rows))
+        return found
 
     def give_late(self, flight: Flight, update: bool) -> None:
         """Give and take the rows that had to wait; let those of the batch be on the device."""
@@ -98,10 +131,18 @@ class Remote:
         flat = [part for group in gradients.parts for table in group for part in table or ()]
         host, flight.received = self.staging.receive(flat, flight.memory)
         left = iter(host)
-        flight.outgoing = (
-            gradients.micro_batches,
-            [[None if table is None else [next(left) for _ in table] for table in group] for group in gradients.parts],
-        )
+        parts = [
+            [None if table is None else [next(left).numpy() for _ in table] for table in group]
+            for group in gradients.parts
+        ]
+        sums = [
+            [
+                None if table is None else np.empty((part.size, one.table.dim), np.float32)
+                for table, one in zip(mine, group.embeddings, strict=True)
+            ]
+            for mine, part, group in zip(parts, flight.groups, self.groups, strict=True)
+        ]
+        flight.outgoing = Outgoing(parts, gradients.micro_batches, flight.first if gradients.in_two else None, sums)
         for part, group in zip(flight.groups, gradients.parts, strict=True):
             part.stepped = [table is not None for table in group]
             for rows, stepped in zip(part.rows, part.stepped, strict=True):
@@ -109,14 +150,23 @@ class Remote:
                     rows.begin_step()
 
     def sums(self, flight: Flight) -> list[list[Tensor | None]]:
-        """Give the owners of the rows their gradients; return the sums of those of the rows here, in host memory."""
+        """Give the owners of the rows their gradients; return the sums of those of the rows here, in host memory.
+
+        Where some rows' go first, these; `rest_of_sums` is to follow.
+        """
         self.staging.await_mark(flight.received)
+        outgoing = flight.outgoing
+        assert outgoing is not None
+        self._give(flight, outgoing, outgoing.chosen)
+        return [[None if one is None else torch.from_numpy(one) for one in group] for group in outgoing.sums]
+
+    def rest_of_sums(self, flight: Flight) -> None:
+        """Give the gradients that `sums` has left out, and complete the sums."""
+        outgoing, flight.outgoing = flight.outgoing, None
+        if outgoing is not None and outgoing.chosen is not None:
+            self._give(flight, outgoing, [one.others() for one in outgoing.chosen])
+
+    def _give(self, flight: Flight, outgoing: Outgoing, chosen: list[Chosen] | None) -> None:
         with self.timeline.span("exchange gradients", flight.number):
-            micro_batches, parts = flight.outgoing
-            flight.outgoing = None
             asked = [part.asked for part in flight.groups if part.asked is not None]
-            grads = [
-                [None if table is None else [part.numpy() for part in table] for table in group] for group in parts
-            ]
-            sums = self.exchanges[True].gradients(asked, [part.size for part in flight.groups], grads, micro_batches)
-        return [[None if one is None else torch.from_numpy(one) for one in group] for group in sums]
+            self.exchanges[True].gradients(asked, outgoing.grads, outgoing.micro_batches, outgoing.sums, chosen)

@@ -176,7 +176,8 @@ class Stages:
         if self._on_host:
             self._look_up(flight, late)
             if self.exchanges:
-                self.remote.give_early(flight, late, update, hazards=line is not None)
+                before = line.flights.get(flight.number - 1) if line is not None else None
+                self.remote.give_early(flight, late, update, hazards=line is not None, before=before)
             flight.missing = 0 if line is None else 1  # what is sent here
             if line is not None:
                 self._await_room(flight, line)
@@ -380,6 +381,7 @@ class Stages:
             with line.changed:
                 shared.next.late.append(shared.late)
                 line.changed.notify_all()
+        self.remote.rest_of_sums(flight)
         self.staging.await_mark(flight.received)
         with self.timeline.span("update", flight.number, flow="f") as span:
             span["rows"] = len(rest)

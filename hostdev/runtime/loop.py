@@ -98,7 +98,7 @@ class TrainLoop(Loop):
         if self._micro_batches > 1 or self._runtime.ranks is not None:
             leaves = [leaf for group in self._leaves for leaf in group]
             self._reduction = Reduction(
-                leaves, self._micro_batches, (self._flag, self._one), self._runtime.ranks, self._dense
+                leaves, self._micro_batches, (self._flag, self._one), self._runtime.ranks, self._dense, flight
             )  # fmt: skip
         self._stepped, self._early = set(), set()
         self._rates = self._runtime.learning_rates()
@@ -198,7 +198,8 @@ class TrainLoop(Loop):
             assert self._flight is not None
             guarded = self._flag, self._outcome(self._flight)
         return Gradients(
-            (), guarded[0], guarded[1], [[next(parts) for _ in group] for group in self._leaves], reduction.count
+            (), guarded[0], guarded[1], [[next(parts) for _ in group] for group in self._leaves], reduction.count,
+            reduction.in_two,
         )  # fmt: skip
 
     def _has_gradients(self) -> bool:

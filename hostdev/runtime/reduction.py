@@ -9,6 +9,7 @@ from torch import Tensor
 from hostdev.core.micro_batches import Node, TreeSum
 from hostdev.parallel.dense import DenseExchange, Grads, add_lists
 from hostdev.parallel.ranks import Ranks
+from hostdev.pipeline.flight import Flight
 from hostdev.runtime.rows import Leaf
 
 
@@ -20,12 +21,14 @@ class Reduction:
     flags   a number on the device that is not 0 from the first step on that is not finite, and 1
     ranks   that have the others; None: all are here
     dense   exchanges the gradients of parameters with other ranks
+    flight  the step's batch
     """
 
     def __init__(
         self, leaves: Sequence[Leaf], count: int, flags: tuple[Tensor, Tensor], ranks: Ranks | None,
-        dense: DenseExchange,
+        dense: DenseExchange, flight: Flight,
     ) -> None:  # fmt: skip
+        self._flight = flight
         self._leaves, self._flags, self._ranks, self.count, self._exchange = leaves, flags, ranks, count, dense
         self._rows: TreeSum[Grads] = TreeSum(add_lists)
         self._dense: TreeSum[Grads] = TreeSum(add_lists)
@@ -33,6 +36,7 @@ class Reduction:
         self._next = self._first
         self._parameters: list[Tensor] = []
         self._values: list[Tensor | None] = []
+        self.in_two = False  # on all ranks it is known whose gradients go first
         self.parts: list[list[Tensor] | None] = []  # with other ranks, of each leaf the gradients of this one's nodes
 
     @property
@@ -72,11 +76,12 @@ class Reduction:
         has_rows = [any(node.value is not None and node.value[leaf] is not None for node in rows)
                     for leaf in range(len(self._leaves))]  # fmt: skip
         shape = next((value.shape for value in self._values if value is not None), torch.Size([0]))
-        telling = np.array([[*has_rows, *has_dense, shape.numel(), *ranks.telling]], np.int64)
+        not_ready = self._flight.first is None
+        telling = np.array([[*has_rows, *has_dense, shape.numel(), not_ready, *ranks.telling]], np.int64)
         told = ranks.control.exchange_counts(np.repeat(telling, ranks.size, axis=0)).max(0).tolist()
         given_rows, told = told[: len(has_rows)], told[len(has_rows) :]
         given_dense, told = told[: len(has_dense)], told[len(has_dense) :]
-        size, ranks.told = told[0], told[1:]
+        size, self.in_two, ranks.told = told[0], not told[1], told[2:]
         found = [part for node in rows for part in node.value or () if part is not None]
         flag, one = self._flags
         if found:  # of the dense side's gradients the sums show it
