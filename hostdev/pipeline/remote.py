@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hostdev.core.timeline import Timeline
 from hostdev.device.staging import Staging
+from hostdev.kernels.pool import urgent
 from hostdev.parallel.exchange import Asked, Exchange, Incoming
 from hostdev.parallel.gradients import Chosen
 from hostdev.pipeline.flight import Flight, Gradients, Outgoing
@@ -109,7 +110,7 @@ class Remote:
         """Give and take the rows that had to wait; let those of the batch be on the device."""
         incoming: Incoming = flight.incoming
         if incoming.given is not None:
-            with self.timeline.span("exchange late rows", flight.number):
+            with urgent(), self.timeline.span("exchange late rows", flight.number):
                 asked = [part.asked for part in flight.groups if part.asked is not None]
                 values = [[value.cpu().numpy() for value in part.values] for part in flight.groups]
                 places = self.exchanges[update].late_rows(incoming, asked, values)
@@ -157,7 +158,11 @@ class Remote:
         self.staging.await_mark(flight.received)
         outgoing = flight.outgoing
         assert outgoing is not None
-        self._give(flight, outgoing, outgoing.chosen)
+        if outgoing.chosen is None:
+            self._give(flight, outgoing, None)
+        else:
+            with urgent():
+                self._give(flight, outgoing, outgoing.chosen)
         return [[None if one is None else torch.from_numpy(one) for one in group] for group in outgoing.sums]
 
     def rest_of_sums(self, flight: Flight) -> None:
