@@ -9,7 +9,10 @@ B samples a batch, W ranks, n ids of a rank, u of them unique, o unique rows of 
 for, D columns of all tables, P dense parameters, k nodes of the tree that a rank's micro-batches make up.
 """
 
+import argparse
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -85,3 +88,55 @@ def dense_seconds(work: Work, machine: Machine, alone: float) -> float:
     sent = size * (work.nodes + 1) * (work.ranks - 1) / work.ranks
     calls = DENSE_CALLS + 2 * -(-size // BUCKET_BYTES)
     return alone + machine.per_sent_byte * sent + machine.per_call * calls
+
+
+# What the table below assumes of a host, where nothing could be measured: 32 cores, of which as many as a kernel can
+# use, 100 Gb/s, an accelerator that takes 25 ms for 16,000 samples of Wide & Deep.
+CORES, SENT_BYTES_PER_S, PER_PEER, DENSE_SECONDS, DENSE_SAMPLES = 8, 10e9, 20e-6, 25e-3, 16_000
+ROWS, FIELDS, DIM, PARAMETERS, EXPONENT = 5_000_000, 39, 80, 3_885_057, 1.1
+
+
+def unique_of(ids: float) -> float:
+    """Return the expected number of different ids among so many, Zipf's as `workload.ids_of` draws them."""
+    chance = np.arange(1, ROWS + 1, dtype=np.float64) ** -EXPONENT
+    chance /= chance.sum()
+    return float(-np.expm1(ids * np.log1p(-chance)).sum())
+
+
+def scaled(machine: Machine, ranks: int) -> Machine:
+    """Return the constants of a host as assumed, from those of one core here."""
+    cores = 1 / CORES
+    return machine._replace(
+        per_id=machine.per_id * cores, per_row=machine.per_row * cores, per_value=machine.per_value * cores,
+        per_copied_byte=machine.per_copied_byte * cores, per_sent_byte=1 / SENT_BYTES_PER_S,
+        per_call=PER_PEER * (ranks - 1),
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Print what the formula says of many hosts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("result", type=Path, help="of bench_ranks.py, with the constants of one core")
+    machine = Machine(**json.loads(parser.parse_args().result.read_text())["formula"]["machine"])
+    print(
+        f"{'ranks':>5}{'samples a batch':>17}{'host ms':>9}{'dense ms':>10}{'step ms':>9}{'samples/s':>13}"
+        f"{'of linear':>11}"
+    )
+    for fixed in (False, True):
+        first = 0.0
+        for ranks in (1, 2, 8, 64, 512):
+            batch = (1 << 16) if fixed else DENSE_SAMPLES * ranks
+            ids = FIELDS * batch / ranks
+            work = Work(ids, unique_of(ids), unique_of(ids * ranks) / ranks, DIM + 1, ranks, 1, PARAMETERS)
+            host = host_seconds(work, scaled(machine, ranks))
+            alone = DENSE_SECONDS * batch / ranks / DENSE_SAMPLES
+            dense = dense_seconds(work, scaled(machine, ranks), alone)
+            step = max(host, dense)
+            first = first or batch / step
+            print(f"{ranks:>5}{batch:>17,}{host * 1e3:>9.1f}{dense * 1e3:>10.1f}{step * 1e3:>9.1f}"
+                  f"{batch / step:>13,.0f}{batch / step / first / ranks:>11.0%}")  # fmt: skip
+        print()
+
+
+if __name__ == "__main__":
+    main()

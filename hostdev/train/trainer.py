@@ -30,6 +30,7 @@ from hostdev.host.server import ParameterServer
 from hostdev.host.table import HostTable
 from hostdev.kernels.counter import key64
 from hostdev.kernels.norm import total
+from hostdev.kernels.shards import range_of
 from hostdev.models.model import Model
 from hostdev.models.wide_deep.loss import L2_COEFFICIENT, deep_l2, wide_loss
 from hostdev.parallel.ranks import Ranks
@@ -135,10 +136,10 @@ class Trainer:
         self._first_part = rank * self._parts_here
         self._device, self._l2, self._precision = device, l2, precision
         self.server = ParameterServer()
-        free = _require_tables(model.tables, host_device_mix, device)
+        part = ranks.part() if ranks is not None else None
+        free = _require_tables(model.tables, host_device_mix, device, part)
         if host_device_mix and is_accelerator(device):
             _require_staging(model.tables, most_uses, depth + 2, free, cached=cache is not None)
-        part = ranks.part() if ranks is not None else None
         self.tables: dict[str, HostTable | DeviceTable] = {}
         for name, spec in model.tables.items():
             shape = (spec.rows, spec.dim, spec.optimizer)
@@ -438,14 +439,20 @@ def _read_losses(
     return Losses(wide, deep)
 
 
-def _require_tables(tables: Mapping[str, TableSpec], host_device_mix: bool, device: torch.device) -> int:
-    """Raise UserError unless all tables together fit, before the first is allocated; return what is free beside."""
+def _require_tables(
+    tables: Mapping[str, TableSpec], host_device_mix: bool, device: torch.device, part: tuple[int, int] | None
+) -> int:
+    """Raise UserError unless all tables, or this rank's part of them, fit together, before the first is allocated.
+
+    Returns what is free beside.
+    """
     where = "host" if host_device_mix else "device"
     free = available_bytes() if host_device_mix else free_bytes(device)
     if free is None:
         return 0
     for name, spec in sorted(tables.items()):
-        free -= require_table(name, spec.rows, spec.dim, spec.optimizer, free, where)
+        start, stop = (0, spec.rows) if part is None else range_of(spec.rows, *part)
+        free -= require_table(name, stop - start, spec.dim, spec.optimizer, free, where)
     return free
 
 

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from hostdev import UserError
+from hostdev import LazyAdam, UserError
 from hostdev.parallel.exchange import Exchange
 from hostdev.parallel.place import Place
 from hostdev.parallel.ranks import Channel, Ranks
+from hostdev.runtime.spec import TableSpec
 from hostdev.train import __main__ as train
+from hostdev.train import trainer
 from hostdev.train.config import TrainConfig
 from hostdev.train.processes import resolved
 from tests.parallel.processes import free_port
@@ -189,3 +191,13 @@ def test_ranks_with_different_numbers_of_steps():
         assert isinstance(error, ValueError)
         assert "the batches of the ranks 0, 2 have ended, and those of 1 go on" in str(error)
     assert with_ranks(3, lambda ranks: Exchange(ranks, [9], [[1]]).end()) == [None, None, None]
+
+
+def test_memory_for_the_part_of_a_table(monkeypatch):
+    """A process is to have room for its own rows, and not for all."""
+    tables = {"deep": TableSpec(1000, 8, LazyAdam())}
+    monkeypatch.setattr(trainer, "available_bytes", lambda: 60_000)
+    cpu = torch.device("cpu")
+    assert trainer._require_tables(tables, True, cpu, (1, 2)) == 60_000 - 500 * 8 * 3 * 4
+    with pytest.raises(UserError, match="table 'deep' needs 1000 rows x 8 x"):
+        trainer._require_tables(tables, True, cpu, None)
