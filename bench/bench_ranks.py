@@ -15,6 +15,7 @@ import argparse
 import itertools
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from typing import Any
 
 import numba
 import torch
+from ranks_worker import ALONE_WITH_RANKS
 from record import record
 from scaling import Work, dense_seconds, fitted, host_seconds
 from wide_deep import FIELDS
@@ -41,11 +43,14 @@ LEAST_SPEEDUP, MOST_OVER_LARGER, MOST_OVER_DDP, MOST_OFF = 1.6, 1.15, 1.2, 0.2
 class Team:
     """Processes that do the same at the same time."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, **environment: str) -> None:
         self.ranks = ranks
         command = [sys.executable, str(WORKER)]
+        os.environ.update(environment)
         how: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._processes = start_here(ranks, command, **how)
+        for name in environment:
+            del os.environ[name]
         self._heard()
 
     def ask(self, call: str, **what: Any) -> list[Any]:
@@ -187,7 +192,13 @@ def formula(one: Team, two: Team, rows: int, batches: list[int], steps: int, rou
         return Work(**shape, columns=dim + 1, ranks=team.ranks, parameters=parameters), host, dense
 
     cases = [(kind, batch, dim) for kind in ("uniform", "Zipf") for batch in batches for dim in (16, 80)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
     alone = [measured(one, *case, [128])[:2] for case in cases]
+    with_itself = Team(1, **{ALONE_WITH_RANKS: port})
+    alone = [(*point, measured(with_itself, *case, [128])[1]) for point, case in zip(alone, cases, strict=True)]
+    with_itself.close()
     machine = fitted(alone, copied, 1 / link["bytes_per_s"], link["seconds"])
     print(f"\n{'formula':<32}{'host ms':>9}{'says':>9}{'off':>7}{'dense exchange ms':>20}{'says':>9}{'off':>7}")
     found = []

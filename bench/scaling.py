@@ -3,7 +3,7 @@
     step = max(dense, host), where a rank has cores to spare for both; dense + host, where it has one core
 
     dense = t_sample B / W + 4 P (k + 1) (W - 1) / W / bandwidth + calls latency
-    host  = t_id n + t_row(D) o + copies / t_copy + bytes (W - 1) / W / bandwidth + calls latency
+    host  = a + t_id n + t_row(D) o + t_asked(D) u + t_copy copies + bytes (W - 1) / W / bandwidth + calls latency
 
 B samples a batch, W ranks, n ids of a rank, u of them unique, o unique rows of a rank's part of the tables that all ask
 for, D columns of all tables, P dense parameters, k nodes of the tree that a rank's micro-batches make up.
@@ -28,6 +28,8 @@ class Machine(NamedTuple):
     per_id: float
     per_row: float  # and unique row: finding it
     per_value: float  # and unique row and column: lookup and update
+    per_asked: float  # and unique row that is asked for: finding its owner, finding it among what others ask for
+    per_asked_value: float  # and column of it: bringing it from its place to where it is asked for
     per_copied_byte: float
     per_sent_byte: float
     per_call: float  # a collective of nothing
@@ -45,12 +47,18 @@ class Work(NamedTuple):
     parameters: int = 0  # P
 
 
-def fitted(points: Sequence[tuple[Work, float]], copied: float, sent: float, call: float) -> Machine:
-    """Return the constants of steps of one rank, without a dense side, and of what they took in seconds."""
-    rows = np.array([[1.0, work.ids, work.owned, work.owned * work.columns] for work, _ in points])
-    seconds = np.array([taken for _, taken in points])
-    found = _non_negative(rows / seconds[:, None], np.ones(len(points)))
-    return Machine(*found, copied, sent, call)
+def fitted(points: Sequence[tuple[Work, float, float]], copied: float, sent: float, call: float) -> Machine:
+    """Return the constants of steps of one rank, without a dense side.
+
+    points  each with the seconds that it took, and those with an exchange of the rank with itself
+    """
+    rows = np.array([[1.0, work.ids, work.owned, work.owned * work.columns] for work, _, _ in points])
+    more = np.array([[work.asked, work.asked * work.columns] for work, _, _ in points])
+    alone, with_itself = (np.array(each) for each in list(zip(*points, strict=True))[1:])
+    found = _non_negative(rows / alone[:, None], np.ones(len(points)))
+    extra = np.maximum(with_itself - alone - ROW_CALLS * call, 0)
+    asked = _non_negative(more / with_itself[:, None], extra / with_itself)
+    return Machine(*found, *asked, copied, sent, call)
 
 
 def _non_negative(a: np.ndarray, b: np.ndarray) -> list[float]:
@@ -74,9 +82,9 @@ def host_seconds(work: Work, machine: Machine) -> float:
     away = (w.ranks - 1) / w.ranks
     row = 4 * w.columns
     sent = w.asked * away * (4 + row + w.nodes * row)
-    # Rows are put into a buffer and taken out of one; gradients too, and are added up where they come.
-    copied = w.asked * row * (2 * 2 + 2 * w.nodes + w.nodes + 1)
-    taken += m.per_id * w.asked  # they are made unique once more at their owner
+    # Beside what is brought to where it is asked for: rows that cross go through two buffers, gradients too.
+    copied = w.asked * away * row * (2 + 2 * w.nodes)
+    taken += (m.per_asked + m.per_asked_value * w.columns) * w.asked
     return taken + m.per_copied_byte * copied + m.per_sent_byte * sent + m.per_call * ROW_CALLS
 
 
@@ -85,6 +93,7 @@ def dense_seconds(work: Work, machine: Machine, alone: float) -> float:
     if work.ranks == 1:
         return alone
     size = 4 * work.parameters
+    alone += machine.per_copied_byte * size * (work.nodes + 1)  # into a buffer, and added up
     sent = size * (work.nodes + 1) * (work.ranks - 1) / work.ranks
     calls = DENSE_CALLS + 2 * -(-size // BUCKET_BYTES)
     return alone + machine.per_sent_byte * sent + machine.per_call * calls
@@ -108,6 +117,7 @@ def scaled(machine: Machine, ranks: int) -> Machine:
     cores = 1 / CORES
     return machine._replace(
         per_id=machine.per_id * cores, per_row=machine.per_row * cores, per_value=machine.per_value * cores,
+        per_asked=machine.per_asked * cores, per_asked_value=machine.per_asked_value * cores,
         per_copied_byte=machine.per_copied_byte * cores, per_sent_byte=1 / SENT_BYTES_PER_S,
         per_call=PER_PEER * (ranks - 1),
     )  # fmt: skip

@@ -6,6 +6,7 @@ on its way as soon as the last micro-batch's backward pass has brought all of it
 torch.nn.parallel.DistributedDataParallel (Li et al., VLDB 2020).
 """
 
+import sys
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +14,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from hostdev.core.micro_batches import EXCHANGES, Node, TreeSum, nodes_of
 from hostdev.parallel.ranks import Channel
 
 BUCKET_BYTES = 4 << 20
+_FREE = 2  # references to memory that no tensor has any more: the attribute's and that of who asks
 Grads = list[Tensor | None]
 
 
@@ -51,9 +54,13 @@ class TreeAllReduce:
         self._at_end = mine in (0, W - 1)
         self._received = [0 if rank == mine and self._at_end else len(each) for rank, each in enumerate(nodes)]
         self._come = torch.empty(self._widths[mine] * sum(self._received))
+        self._memory = np.empty(n, np.float32)  # of what was returned last
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the sum, float32 [n], in new memory; parts float32 [n], of this rank's nodes, in host memory."""
+        """Return the sum, float32 [n]; parts float32 [n], of this rank's nodes, in host memory.
+
+        It is overwritten by the next one, unless somebody still has a part of it by then.
+        """
         mine, edges, widths, own = self._channel.rank, self._edges, self._widths, len(parts)
         width, begin, end = widths[mine], edges[mine], edges[mine + 1]
         send = parts[0]
@@ -70,7 +77,9 @@ class TreeAllReduce:
                 tree.put(Node(start, size, next(come) if self._received[rank] else here[number]))
         total = tree.total()
         assert total is not None
-        found = torch.empty(self.n)
+        if sys.getrefcount(self._memory) > _FREE:  # fresh memory costs a fault for each page
+            self._memory = np.empty(self.n, np.float32)
+        found = torch.from_numpy(self._memory)
         torch.add(total, 0.0, out=found[begin:end])  # a sum of nothing but -0 is 0, as with one process
         self._spread(found, begin, end)
         return found
