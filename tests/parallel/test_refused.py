@@ -1,9 +1,6 @@
 """Options that do not go together with several processes, or only with them: a line that says what would."""
 
-import itertools
-import queue
 import socket
-import threading
 
 import numpy as np
 import pytest
@@ -12,13 +9,14 @@ import torch
 from hostdev import LazyAdam, UserError
 from hostdev.parallel.exchange import Exchange
 from hostdev.parallel.place import Place
-from hostdev.parallel.ranks import Channel, Ranks
+from hostdev.parallel.ranks import Ranks
 from hostdev.runtime.spec import TableSpec
 from hostdev.train import __main__ as train
 from hostdev.train import trainer
 from hostdev.train.config import TrainConfig
 from hostdev.train.processes import resolved
 from tests.parallel.processes import free_port
+from tests.parallel.threads import with_ranks
 
 MIX = ("--host-device-mix",)
 
@@ -133,49 +131,6 @@ def test_a_port_that_is_taken():
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"rank 0 cannot listen at 127.0.0.1:{port}: .*choose another MASTER_PORT"):
             Ranks(Place(0, 2, 0, 2, "127.0.0.1", port, "test"), lambda *_: None, meeting=1)
-
-
-class _Threads:
-    """Ranks that are threads of this process: what `Exchange` wants of them."""
-
-    def __init__(self, rank, ways):
-        self.rank, self.size, self._ways, self._made = rank, len(ways), ways, itertools.count()
-
-    def channel(self):
-        return _ThreadChannel(self.rank, self.size, next(self._made), self._ways)
-
-
-class _ThreadChannel(Channel):
-    def __init__(self, rank, ranks, name, ways):
-        super().__init__(rank, ranks, None, lambda: None)
-        self._name, self._ways = name, ways
-
-    def all_to_all(self, values, counts, receive, row=1):
-        for rank, part in enumerate(torch.split(values, [n * row for n in counts])):
-            self._ways[rank][self.rank].put((self._name, part.clone()))
-        come = [self._ways[self.rank][rank].get(timeout=20) for rank in range(self.ranks)]
-        assert {name for name, _ in come} == {self._name}
-        assert [len(part) for _, part in come] == [n * row for n in receive]
-        return torch.cat([part for _, part in come])
-
-
-def with_ranks(count, work):
-    """Do something in a thread for each rank; what each returns, or the error that it raises."""
-    ways = [[queue.SimpleQueue() for _ in range(count)] for _ in range(count)]
-    found = [None] * count
-
-    def run(rank):
-        try:
-            found[rank] = work(_Threads(rank, ways))
-        except Exception as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
 
 
 def test_ranks_with_different_numbers_of_steps():
