@@ -37,6 +37,7 @@ SIZES = ((80, None), (16, [256, 128]))  # D and the dense layers; None: the full
 FULL_LAYERS = [1024, 512, 256, 128]
 FACTORS = (0.5, 1.0, 2.0)  # of the device's time to the host's
 DEPTH, MICRO_BATCHES = 2, 4
+FORMULA_ROWS = 1_000_000  # at most: steps do not overlap there, so that rows may be shared
 LEAST_SPEEDUP, MOST_OVER_LARGER, MOST_OVER_DDP, MOST_OFF = 1.6, 1.15, 1.2, 0.2
 
 
@@ -241,7 +242,9 @@ def main() -> None:
         content["overlap"] = overlap(two, *how, 3 * arguments.steps, arguments.rounds)
     one = Team(1)
     if arguments.only in (None, "formula"):
-        content["formula"] = formula(one, two, *how, 2 * arguments.steps, arguments.rounds)
+        content["formula"] = formula(
+            one, two, min(arguments.rows, FORMULA_ROWS), arguments.batch_sizes, 2 * arguments.steps, arguments.rounds
+        )
     if arguments.only in (None, "training"):
         content["training"] = train(one, two, *how, arguments.steps, arguments.rounds)
     one.close()

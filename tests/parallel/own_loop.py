@@ -116,10 +116,27 @@ def train(ranks, options, *, spoilt=None, made=None, seed=None, saved=None):
     }
 
 
+class Beside:
+    """Another training, in the middle of one: two loops are open at once."""
+
+    def __init__(self, ranks):
+        self._ranks, self.found = ranks, None
+
+    def begin(self, runtime, model, adam):
+        return 0
+
+    def after(self, step, runtime, model, adam):
+        if step == 2:
+            self.found = train(self._ranks, CHOICES["overlapped"])
+
+
 def main(folder):
     place = find()
     ranks = None if place.alone else Ranks(place, lambda rank, why: os._exit(3))
     found = {name: train(ranks, options) for name, options in CHOICES.items()}
+    beside = Beside(ranks)
+    found["with another"] = train(ranks, CHOICES["overlapped"], saved=beside)
+    found["beside"] = beside.found
     found["all-reduce"] = train(ranks, {"depth": 2, "dense_exchange": "all-reduce"})
     found["not finite"] = train(ranks, CHOICES["overlapped"], spoilt=SPOILT)
     (Path(folder) / f"rank{place.rank}.pickle").write_bytes(pickle.dumps(found))

@@ -53,7 +53,7 @@ def run(processes, count, alone, spoilt):
     for process in processes.ended():
         assert process.code == 0, process
     found = [pickle.loads((processes.folder / f"rank{rank}.pickle").read_bytes()) for rank in range(count)]
-    for choice in own_loop.CHOICES:
+    for choice in (*own_loop.CHOICES, "with another", "beside"):
         assert_same([part[choice] for part in found], alone)
     assert_about_the_same([part["all-reduce"] for part in found], alone)
     parts = [part["not finite"] for part in found]
