@@ -96,7 +96,7 @@ def stress(seeds, device=CPU):
 
 
 def test_random_delays_in_every_stage():
-    stress(range(12))
+    stress(range(8))
 
 
 @pytest.mark.slow
@@ -357,7 +357,7 @@ def test_an_id_beyond_the_table_and_a_loss_that_is_not_finite(device, depth, cac
     assert trainer.state_sha256() == outcome(batches[:6], depth=0, device=device)[2]
 
 
-@pytest.mark.parametrize(("depth", "window"), [(1, None), (4, None), (2, 3)])
+@pytest.mark.parametrize(("depth", "window"), [pytest.param(1, None, marks=pytest.mark.slow), (4, None), (2, 3)])
 def test_memory_is_bounded(depth, window):
     """At most depth + 2 batches are alive, whichever stage is slow, and 1,000 steps do not need more than 300.
 

@@ -198,7 +198,7 @@ def test_only_the_next_batch_waits_on_the_device(copying, depth, cache):
 
 
 def test_random_delays_with_copies(copying):
-    stress(range(8))
+    stress(range(5))
 
 
 def test_rows_on_their_way_take_no_more_memory_with_depth(copying, monkeypatch):

@@ -42,6 +42,7 @@ def one_line(err):
     return line
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed(processes, small_data):
     folder = processes.folder / "run"
     first, second = processes.start_ranks(2, *TRAIN, *flags_of(small_data, folder, *MANY))

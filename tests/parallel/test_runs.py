@@ -56,7 +56,8 @@ def trained(processes, start, data, *more, M=6):
     start(processes, flags_of(data, folder, *more, M=M))
     for process in processes.ended():
         assert process.code == 0, process
-        assert "Warning" not in process.err, process
+        if start is not by_launch_of_torch:  # which warns of itself
+            assert "Warning" not in process.err, process
     return Trained(folder), Trained(folder / "rank1")
 
 
