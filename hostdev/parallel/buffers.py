@@ -1,11 +1,14 @@
 """Buffers of what ranks give each other: by rank, group and table, end to end."""
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Rows = npt.NDArray[np.float32]
+Mask = npt.NDArray[np.bool_]
 
 
 def sizes_of(counts: Sequence[Sequence[int]], dims: Sequence[Sequence[int]]) -> list[int]:
@@ -31,3 +34,12 @@ def views_of(flat: Rows, counts: Sequence[Sequence[int]], dims: Sequence[Sequenc
             groups.append(tables)
         views.append(groups)
     return views
+
+
+def places_of(counts: Sequence[int], mask: Mask | None) -> list[Any]:
+    """Return the places of each rank's rows among those of all, ascending: a range, or int32 of those in the mask."""
+    edges = [0, *accumulate(counts)]
+    if mask is None:
+        return [range(start, stop) for start, stop in pairwise(edges)]
+    chosen = np.flatnonzero(mask).astype(np.int32)
+    return np.split(chosen, np.searchsorted(chosen, edges[1:-1]))

@@ -7,7 +7,6 @@ W ranks, G groups of tables that share ids, U unique ids of a group on this rank
 """
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ from hostdev.kernels.groups import unique_groups
 from hostdev.kernels.lookup import lookup_tasks, store_tasks
 from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.shards import partition
-from hostdev.parallel.buffers import sizes_of, views_of
+from hostdev.parallel.buffers import Mask, places_of, sizes_of, views_of
 from hostdev.parallel.gradients import Chosen, Parts, give_gradients
 from hostdev.parallel.ranks import Channel, Ranks
 
@@ -26,7 +25,6 @@ Ids = npt.NDArray[Any]
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
 Places = npt.NDArray[np.int32]
-Mask = npt.NDArray[np.bool_]
 _END = -1  # in place of a number of ids: there is no further batch
 
 
@@ -54,12 +52,10 @@ class Incoming(NamedTuple):
 
 
 def _chosen(counts: Sequence[int], mask: Mask | None) -> list[Places]:
-    """Return the places of each rank's rows among those of all; those in the mask only."""
-    if mask is None:
-        ends = [0, *accumulate(counts)]
-        return [np.arange(begin, end, dtype=np.int32) for begin, end in pairwise(ends)]
-    chosen = np.flatnonzero(mask).astype(np.int32)
-    return np.split(chosen, np.searchsorted(chosen, np.cumsum(counts)[:-1]))
+    """Return `places_of` as arrays."""
+    return [
+        np.arange(at.start, at.stop, dtype=np.int32) if isinstance(at, range) else at for at in places_of(counts, mask)
+    ]
 
 
 class Exchange:

@@ -12,11 +12,10 @@ from hostdev.core.micro_batches import nodes_of
 from hostdev.kernels.lookup import lookup_tasks
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.tree import tree_sums, uses_of
-from hostdev.parallel.buffers import sizes_of, views_of
+from hostdev.parallel.buffers import Mask, places_of, sizes_of, views_of
 from hostdev.parallel.ranks import Channel
 
 Rows = npt.NDArray[np.float32]
-Mask = npt.NDArray[np.bool_]
 Parts = Sequence[Sequence[Sequence[Rows] | None]]
 
 
@@ -54,7 +53,7 @@ def give_gradients(
     W, mine = channel.ranks, channel.rank
     nodes = [nodes_of(rank * micro_batches, (rank + 1) * micro_batches) for rank in range(W)]
     dims = [[0 if out is None else out.shape[1] for out in each] for each in sums]
-    giving = [_places(one.counts, None if chosen is None else chosen[g].asked) for g, one in enumerate(asked)]
+    giving = [places_of(one.counts, None if chosen is None else chosen[g].asked) for g, one in enumerate(asked)]
     taking = [_counts(one.wanted, None if chosen is None else chosen[g].wanted) for g, one in enumerate(asked)]
     # What stays here is added up from where it is.
     counts = [[len(at) * len(nodes[mine]) * (rank != mine) for rank, at in enumerate(each)] for each in giving]
@@ -95,15 +94,6 @@ def give_gradients(
         len(at) * sum(each) for places, each in zip(giving, dims, strict=True)
         for rank, at in enumerate(places) if rank != mine
     )  # fmt: skip
-
-
-def _places(counts: Sequence[int], mask: Mask | None) -> list[Any]:
-    """Return which of the rows that this rank asks for go to each rank, ascending."""
-    edges = [0, *accumulate(counts)]
-    if mask is None:
-        return [range(start, stop) for start, stop in pairwise(edges)]
-    chosen = np.flatnonzero(mask).astype(np.int32)
-    return np.split(chosen, np.searchsorted(chosen, edges[1:-1]))
 
 
 def _counts(wanted: Sequence[int], mask: Mask | None) -> list[int]:
