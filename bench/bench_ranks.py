@@ -24,7 +24,7 @@ from typing import Any
 
 import numba
 import torch
-from ranks_worker import ALONE_WITH_RANKS
+from ranks_worker import ALONE_WITH_RANKS, FIRST_CPU
 from record import record
 from scaling import Work, dense_seconds, fitted, host_seconds
 from wide_deep import FIELDS
@@ -42,16 +42,23 @@ LEAST_SPEEDUP, MOST_OVER_LARGER, MOST_OVER_DDP, MOST_OFF = 1.6, 1.15, 1.2, 0.2
 
 
 class Team:
-    """Processes that do the same at the same time."""
+    """Processes that do the same at the same time: ranks of a training, or of `copies` that know nothing of each other.
 
-    def __init__(self, ranks: int, **environment: str) -> None:
+    with_itself  a rank that is alone exchanges with itself
+    """
+
+    def __init__(self, ranks: int, copies: int = 1, *, with_itself: bool = False) -> None:
         self.ranks = ranks
         command = [sys.executable, str(WORKER)]
-        os.environ.update(environment)
         how: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self._processes = start_here(ranks, command, **how)
-        for name in environment:
-            del os.environ[name]
+        self._processes = []
+        for copy in range(copies):
+            os.environ[FIRST_CPU] = str(copy * ranks)
+            if with_itself:
+                os.environ[ALONE_WITH_RANKS] = _free_port()
+            self._processes += start_here(ranks, command, **how)
+            os.environ.pop(ALONE_WITH_RANKS, None)
+        del os.environ[FIRST_CPU]
         self._heard()
 
     def ask(self, call: str, **what: Any) -> list[Any]:
@@ -77,6 +84,12 @@ class Team:
             process.stdin.close()  # type: ignore[union-attr]
         for process in self._processes:
             process.wait()
+
+
+def _free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
 
 
 def train(one: Team, two: Team, rows: int, batches: list[int], steps: int, rounds: int) -> list[dict[str, Any]]:
@@ -174,9 +187,10 @@ def trees(two: Team, rounds: int) -> list[dict[str, Any]]:
     return found
 
 
-def formula(one: Team, two: Team, rows: int, batches: list[int], steps: int, rounds: int) -> dict[str, Any]:
-    """Take the formula's constants from one rank, and see how far it is from two; print and return both.
+def formula(two: Team, rows: int, batches: list[int], steps: int, rounds: int) -> dict[str, Any]:
+    """Take the formula's constants from ranks that are alone, and see how far it is from two; print and return both.
 
+    Those that are alone run two at a time, as the ranks of a host do: they share its memory and its cores' parts.
     The host's part is that of a step at depth 0 without a device, the dense one an exchange.
     """
     link, copied = two.ask("links", rounds=4 * rounds)[0], two.most("copying", rounds=rounds)
@@ -193,11 +207,10 @@ def formula(one: Team, two: Team, rows: int, batches: list[int], steps: int, rou
         return Work(**shape, columns=dim + 1, ranks=team.ranks, parameters=parameters), host, dense
 
     cases = [(kind, batch, dim) for kind in ("uniform", "Zipf") for batch in batches for dim in (16, 80)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    one = Team(1, copies=2)
     alone = [measured(one, *case, [128])[:2] for case in cases]
-    with_itself = Team(1, **{ALONE_WITH_RANKS: port})
+    one.close()
+    with_itself = Team(1, copies=2, with_itself=True)
     alone = [(*point, measured(with_itself, *case, [128])[1]) for point, case in zip(alone, cases, strict=True)]
     with_itself.close()
     machine = fitted(alone, copied, 1 / link["bytes_per_s"], link["seconds"])
@@ -240,14 +253,14 @@ def main() -> None:
         content["trees"] = trees(two, 4 * arguments.rounds)
     if arguments.only in (None, "overlap"):
         content["overlap"] = overlap(two, *how, 3 * arguments.steps, arguments.rounds)
-    one = Team(1)
     if arguments.only in (None, "formula"):
         content["formula"] = formula(
-            one, two, min(arguments.rows, FORMULA_ROWS), arguments.batch_sizes, 2 * arguments.steps, arguments.rounds
+            two, min(arguments.rows, FORMULA_ROWS), arguments.batch_sizes, 2 * arguments.steps, arguments.rounds
         )
     if arguments.only in (None, "training"):
+        one = Team(1)
         content["training"] = train(one, two, *how, arguments.steps, arguments.rounds)
-    one.close()
+        one.close()
     two.close()
     versions = {"hostdev": hostdev.__version__, "numba": numba.__version__, "torch": torch.__version__}
     content = {"versions": versions, "micro_batches": MICRO_BATCHES, **content}

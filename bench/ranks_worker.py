@@ -40,6 +40,7 @@ from hostdev.pipeline.pipeline import Pipeline
 from hostdev.train.trainer import Trainer
 
 ALONE_WITH_RANKS = "BENCH_RANKS_PORT"  # a port for a rank that exchanges with itself
+FIRST_CPU = "BENCH_RANKS_CPU"  # the number, among those that there are, of the first rank's
 BATCHES = 20  # then they come again
 SETTLE = 4  # steps
 EXCHANGED = ("ids", "rows", "late rows", "gradients")
@@ -218,7 +219,7 @@ class Worker:
         least, most = [], []
         for _ in range(rounds):
             channel.barrier()
-            least.append(_timed(lambda: channel.all_to_all(nothing, none, none), 5))
+            least.append(_timed(lambda: channel.all_to_all(nothing, none, none), 20))  # the mean: some wait for a tick
             most.append(_timed(lambda: channel.all_to_all(next(turns), counts, counts, out=next(turns)), 3))
         return {"seconds": float(np.median(least)), "bytes_per_s": values.nbytes / float(np.median(most))}
 
@@ -286,10 +287,11 @@ def main() -> None:
     set_host_threads(1)
     place = find()
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[place.rank]})
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[place.rank + int(os.environ[FIRST_CPU])]})
 
     def fault(rank: int, why: str) -> None:
         os.write(2, f"rank {rank} of {place.ranks}: {why}\n".encode())
+        import faulthandler; faulthandler.dump_traceback()
         os._exit(2)
 
     if ALONE_WITH_RANKS in os.environ:

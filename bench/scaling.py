@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-ROW_CALLS, DENSE_CALLS = 6, 4  # collectives of a step: for rows; for the dense side, and two for each of its buckets
+ROW_CALLS, DENSE_CALLS = 6, 2  # collectives of a step, one after the other: for rows; for the dense side's few numbers,
+# beside two for each of its buckets
 BUCKET_BYTES = 4 << 20
 
 

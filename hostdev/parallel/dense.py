@@ -24,6 +24,7 @@ from hostdev.parallel.ranks import Channel
 BUCKET_BYTES = 4 << 20
 _FREE = 2  # references to memory that no tensor has any more: the attribute's and that of who asks
 Grads = list[Tensor | None]
+Sum = tuple[Tensor, Any]  # and a mark in the device's stream when it is there; None in host memory
 
 
 def add_lists(left: Grads, right: Grads) -> Grads:
@@ -40,24 +41,29 @@ class TreeAllReduce:
     channel  to the others
     nodes    (start, size) of the nodes of every rank
     n        values of each
+
+    On an accelerator's channel all is queued on the current stream.
     """
 
     def __init__(self, channel: Channel, nodes: Sequence[Sequence[tuple[int, int]]], n: int) -> None:
         self._channel, self._nodes, self.n = channel, nodes, n
+        device = channel.device
         W, mine = channel.ranks, channel.rank
         self._edges = [n * rank // W for rank in range(W + 1)]
         self._widths = [stop - start for start, stop in pairwise(self._edges)]
         own = len(nodes[mine])
-        self.flat = torch.empty(n if own == 1 else 0)  # to be filled for `sum`, where the rank has one node
-        self._send = torch.empty(0 if own == 1 else own * n)
+        self.flat = torch.empty(
+            n if own == 1 else 0, device=device
+        )  # to be filled for `sum`, where the rank has one node
+        self._send = torch.empty(0 if own == 1 else own * n, device=device)
         # What stays here need not be sent, where the rest is in one piece.
         self._at_end = mine in (0, W - 1)
         self._received = [0 if rank == mine and self._at_end else len(each) for rank, each in enumerate(nodes)]
-        self._come = torch.empty(self._widths[mine] * sum(self._received))
+        self._come = torch.empty(self._widths[mine] * sum(self._received), device=device)
         self._memory = np.empty(n, np.float32)  # of what was returned last
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the sum, float32 [n]; parts float32 [n], of this rank's nodes, in host memory.
+        """Return the sum, float32 [n]; parts float32 [n], of this rank's nodes, where the channel's buffers are.
 
         It is overwritten by the next one, unless somebody still has a part of it by then.
         """
@@ -77,12 +83,18 @@ class TreeAllReduce:
                 tree.put(Node(start, size, next(come) if self._received[rank] else here[number]))
         total = tree.total()
         assert total is not None
-        if sys.getrefcount(self._memory) > _FREE:  # fresh memory costs a fault for each page
-            self._memory = np.empty(self.n, np.float32)
-        found = torch.from_numpy(self._memory)
+        found = self._free()
         torch.add(total, 0.0, out=found[begin:end])  # a sum of nothing but -0 is 0, as with one process
         self._spread(found, begin, end)
         return found
+
+    def _free(self) -> Tensor:
+        """Return memory for a sum."""
+        if self._channel.device.type != "cpu":
+            return torch.empty(self.n, device=self._channel.device)  # which torch keeps for reuse
+        if sys.getrefcount(self._memory) > _FREE:  # fresh memory costs a fault for each page
+            self._memory = np.empty(self.n, np.float32)
+        return torch.from_numpy(self._memory)
 
     def _others(self, values: Tensor, counts: list[int]) -> tuple[Tensor, list[int]]:
         """Return of what lies end to end, by rank, what is for others, where that is in one piece, and the counts."""
@@ -106,10 +118,10 @@ class AllReduce:
     """Sums over all micro-batches, in an order that depends on the ranks; otherwise as `TreeAllReduce`."""
 
     def __init__(self, channel: Channel, nodes: Sequence[Sequence[tuple[int, int]]], n: int) -> None:
-        self._channel, self.flat = channel, torch.empty(0)
+        self._channel, self.flat = channel, torch.empty(0, device=channel.device)
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the sum, float32 [n], in new memory; parts float32 [n], of this rank's nodes, in host memory."""
+        """Return the sum, float32 [n], in new memory; parts as `TreeAllReduce.sum` has them."""
         total = parts[0].clone()
         for part in parts[1:]:
             total.add_(part)
@@ -139,6 +151,7 @@ class DenseGradients:
         self._small: TreeAllReduce | None = None
         self._bucket_of = {number: b for b, bucket in enumerate(self._buckets) for number in bucket}
         self._worker = ThreadPoolExecutor(1, "hostdev-dense")
+        self._stream = _new_stream(channel.device)
         this = weakref.ref(self)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(_came, this, number))  # type: ignore[no-untyped-call]
@@ -156,7 +169,7 @@ class DenseGradients:
 
     def _begin(self) -> None:
         self._trees: list[TreeSum[Grads]] = [TreeSum(add_lists) for _ in self._buckets]
-        self._totals: list[Future[Tensor]] = []
+        self._totals: list[Future[Sum]] = []
         self._next = self._first
         self._missing: list[set[int]] | None = None  # of each bucket in the last micro-batch
 
@@ -213,7 +226,7 @@ class DenseGradients:
                 pieces.append((torch.zeros_like(like, requires_grad=False) if grad is None else grad).reshape(-1))
             parts.append(self._joined(bucket, pieces))
         self._trees[bucket] = TreeSum(add_lists)
-        self._totals.append(self._worker.submit(self._exchange, bucket, parts, _mark(parts[0])))
+        self._totals.append(self._submit(self._sums[bucket], parts))
 
     def _joined(self, bucket: int, pieces: Sequence[Tensor]) -> Tensor:
         """Return a node's gradients end to end, float32, where they are."""
@@ -225,22 +238,42 @@ class DenseGradients:
     def _size(self, number: int) -> int:
         return self.parameters[number].numel()
 
-    def _exchange(self, bucket: int, parts: Sequence[Tensor], mark: Any) -> Tensor:
-        if mark is not None:
-            mark.synchronize()
-        return self._sums[bucket].sum([part.cpu() for part in parts])
+    def _submit(self, tree: "TreeAllReduce | AllReduce", parts: Sequence[Tensor]) -> Future[Sum]:
+        return self._worker.submit(self._exchange, tree, parts, _mark(parts[0]))
+
+    def _exchange(self, tree: "TreeAllReduce | AllReduce", parts: Sequence[Tensor], mark: Any) -> Sum:
+        """Add up over all ranks, in the worker's thread."""
+        if self._stream is None:  # by way of host memory
+            if mark is not None:
+                mark.synchronize()
+            return tree.sum([part.cpu() for part in parts]), None
+        with torch.get_device_module(self._channel.device).stream(self._stream):
+            mark.wait(self._stream)
+            for part in parts:
+                part.record_stream(self._stream)
+            return tree.sum(parts), self._stream.record_event()
+
+    def _summed(self, found: Future[Sum]) -> Tensor:
+        """Return a sum that the current stream may read."""
+        total, done = found.result()
+        if done is not None:
+            current = torch.get_device_module(total.device).current_stream(total.device)
+            done.wait(current)
+            total.record_stream(current)
+        return total
 
     def small(self, values: Tensor) -> Tensor:
         """Return the sum over all ranks of a few numbers, float32 [n], after the step's gradients."""
         if self._small is None or self._small.n != len(values):
             self._small = TreeAllReduce(self._channel, self._nodes, len(values))
-        parts = [values.cpu()] + [torch.zeros(len(values))] * (len(self._nodes[self._channel.rank]) - 1)
-        return self._worker.submit(self._small.sum, parts).result()
+        values = values.to(self._channel.device)
+        parts = [values] + [torch.zeros_like(values)] * (len(self._nodes[self._channel.rank]) - 1)
+        return self._summed(self._submit(self._small, parts))
 
     def finish(self, given: Sequence[bool]) -> None:
         """Give the parameters the sums; None to those of which no rank has had a gradient."""
         for bucket, total in zip(self._buckets, self._totals, strict=True):
-            flat, at = total.result(), 0
+            flat, at = self._summed(total), 0
             for number in bucket:
                 parameter = self.parameters[number]
                 n = parameter.numel()
@@ -297,6 +330,11 @@ def _mark(tensor: Tensor | None) -> Any:
     event = module.Event()
     event.record(module.current_stream(tensor.device))
     return event
+
+
+def _new_stream(device: torch.device) -> Any:
+    """Return a stream of the device; None on the CPU."""
+    return None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
 
 
 def _buckets(parameters: Sequence[Tensor]) -> list[list[int]]:

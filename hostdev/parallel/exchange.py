@@ -142,15 +142,29 @@ class Exchange:
             wanted = [mask[one.inverse] for mask, one in zip(early, asked, strict=True)]
             told = self._told([*asked, *before], [*wanted, *shared])
             incoming = incoming._replace(given=wanted, come=told[: len(asked)], shared=told[len(asked) :])
-        self._move(self._values, asked, values, incoming.given, incoming.come, incoming.rows)
+        self._move(self._values, asked, values, incoming.given, _taking(asked, incoming.come), incoming.rows)
         return incoming
 
-    def late_rows(self, incoming: "Incoming", asked: Sequence[Asked], values: Sequence[Sequence[Rows]]) -> list[Places]:
-        """Give and take the rows that `early_rows` has left out; return which ones of each group have come, [any]."""
+    def late_rows(
+        self, incoming: "Incoming", asked: Sequence[Asked], values: Sequence[Sequence[Rows]],
+        buffer: Callable[[int, int], Rows] | None = None,
+    ) -> tuple[list[Places], list[list[Rows]]]:  # fmt: skip
+        """Give and take the rows that `early_rows` has left out; return which ones of each group have come, [L].
+
+        buffer  makes the memory for what comes, [L, D], which is returned too; None: it goes to its places among the
+                rows that came early
+        """
         assert incoming.given is not None and incoming.come is not None
         given, come = [~mask for mask in incoming.given], [~mask for mask in incoming.come]
-        self._move(self._late, asked, values, given, come, incoming.rows)
-        return [np.flatnonzero(mask).astype(np.int32) for mask in come]
+        if buffer is None:
+            out, taking = incoming.rows, _taking(asked, come)
+        else:
+            numbers = [[int(part.sum()) for part in np.split(mask, np.cumsum(one.counts)[:-1])]
+                       for mask, one in zip(come, asked, strict=True)]  # fmt: skip
+            out = [[buffer(sum(each), dim) for dim in dims] for each, dims in zip(numbers, self._dims, strict=True)]
+            taking = [_chosen(each, None) for each in numbers]
+        self._move(self._late, asked, values, given, taking, out)
+        return [np.flatnonzero(mask).astype(np.int32) for mask in come], out
 
     def _told(
         self, asked: Sequence[Asked], wanted: Sequence[Mask]
@@ -175,13 +189,14 @@ class Exchange:
 
     def _move(
         self, channel: Channel, asked: Sequence[Asked], values: Sequence[Sequence[Rows] | None],
-        given: Sequence[Mask] | None, come: Sequence[Mask] | None,
-        out: Sequence[Sequence[Rows]],
+        given: Sequence[Mask] | None, taking: Sequence[Sequence[Any]], out: Sequence[Sequence[Rows]],
     ) -> None:  # fmt: skip
-        """Give rows of `values`, of those wanted where `given`, and write into `out` what is given, where `come`."""
+        """Give rows of `values`, of those wanted where `given`, and write what is given to `out`, where `taking` says.
+
+        taking  of each group and rank the places
+        """
         W, own = self.ranks.size, self.ranks.rank
         giving = [_chosen(one.wanted, None if given is None else given[g]) for g, one in enumerate(asked)]
-        taking = [_chosen(one.counts, None if come is None else come[g]) for g, one in enumerate(asked)]
         tasks = []
         for group, one in enumerate(asked):  # what stays here need not be copied twice
             for table, block in enumerate(values[group] or ()):
@@ -220,3 +235,8 @@ class Exchange:
     def _give(self, channel: Channel, values: Rows, counts: Sequence[int], receive: Sequence[int]) -> Rows:
         out: Rows = channel.all_to_all(torch.from_numpy(values), counts, receive).numpy()
         return out
+
+
+def _taking(asked: Sequence[Asked], come: Sequence[Mask] | None) -> list[list[Any]]:
+    """Return of each group, by rank, the places of the rows that come, among those that are asked for."""
+    return [_chosen(one.counts, None if come is None else come[g]) for g, one in enumerate(asked)]

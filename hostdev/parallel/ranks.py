@@ -23,6 +23,7 @@ from hostdev.core.errors import UserError
 from hostdev.parallel.place import Place
 from hostdev.parallel.watch import Watch
 
+HOST_BACKEND = "gloo"
 TIMEOUT = 600.0  # seconds that one waits for another within a step
 MEETING = 60.0  # seconds until all have come, where nobody says otherwise
 _TOLD_SECONDS = 0.5  # that others have to look what is wrong, before the store ends with rank 0
@@ -37,11 +38,16 @@ class PeerLostError(UserError):
 class Channel:
     """A process group whose collectives one thread at a time calls, on every rank in the same order.
 
-    All buffers are in host memory.
+    backend  of torch.distributed; device: where the buffers of `all_to_all` and `all_reduce` are; None: host memory.
+             On an accelerator these are queued on the current stream, and there is no other collective
     """
 
-    def __init__(self, rank: int, ranks: int, group: Any, lost: Callable[[], None]) -> None:
+    def __init__(
+        self, rank: int, ranks: int, group: Any, lost: Callable[[], None], backend: str = HOST_BACKEND,
+        device: torch.device | None = None,
+    ) -> None:  # fmt: skip
         self.rank, self.ranks, self._group, self._lost = rank, ranks, group, lost
+        self.backend, self.device = backend, torch.device("cpu") if device is None else device
         self.sent_bytes = 0  # to others
 
     def all_to_all(
@@ -55,7 +61,7 @@ class Channel:
         out      where it goes; None: new memory
         """
         if out is None:
-            out = torch.empty(sum(receive) * row, dtype=values.dtype)
+            out = torch.empty(sum(receive) * row, dtype=values.dtype, device=self.device)
         own = slice(sum(counts[: self.rank]) * row, sum(counts[: self.rank + 1]) * row)
         self.sent_bytes += (len(values) - (own.stop - own.start)) * values.element_size()
         splits = [n * row for n in receive], [n * row for n in counts]
@@ -112,12 +118,14 @@ class Ranks:
     on_fault  called with the rank and the cause, in a thread of its own, where another rank has failed
     timeout   seconds that it waits for another within a step
     meeting   seconds until all have come
+    backend   for buffers on devices: see `device_channel`
     """
 
     def __init__(
-        self, place: Place, on_fault: Callable[[int, str], None], *, timeout: float = TIMEOUT, meeting: float = MEETING
-    ) -> None:
-        self.place = place
+        self, place: Place, on_fault: Callable[[int, str], None], *, timeout: float = TIMEOUT, meeting: float = MEETING,
+        backend: str | None = None,
+    ) -> None:  # fmt: skip
+        self.place, self._backend = place, backend
         self.rank, self.size = place.rank, place.ranks
         self.store = _meet(place, meeting)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface(place))
@@ -128,7 +136,7 @@ class Ranks:
         self._within = timedelta(seconds=timeout)
         try:
             dist.init_process_group(
-                "gloo", store=PrefixStore("groups", self.store), rank=self.rank, world_size=self.size,
+                HOST_BACKEND, store=PrefixStore("groups", self.store), rank=self.rank, world_size=self.size,
                 timeout=timedelta(seconds=meeting),
             )  # fmt: skip
             self.control = self.channel()  # the main thread's
@@ -144,8 +152,33 @@ class Ranks:
 
         Every thread that exchanges something has one of its own: the order within one is the same on every rank.
         """
-        group = dist.new_group(backend="gloo", timeout=self._within)
-        channel = Channel(self.rank, self.size, group, self.watch.lost)
+        return self._channel(HOST_BACKEND, None)
+
+    def device_channel(self, device: torch.device) -> Channel:
+        """Return a new channel for what is on a device; all ranks make theirs in the same order.
+
+        Its buffers are on the device, where torch has a backend for devices of this kind, such as NCCL, and each rank
+        has one of its own; else in host memory. UserError where another backend than that was asked for.
+        """
+        own = _backend_of(device)
+        said = self.control.share([self._backend, own, _name_of(device)])
+        wanted, backends, names = map(list, zip(*said, strict=True))
+        possible = own is not None and len(set(backends)) == 1 and len(set(names)) == self.size
+        for rank, name in enumerate(wanted):
+            if name in (None, HOST_BACKEND, own if possible else None):
+                continue
+            where = f"rank {rank}'s dense layers are on {names[rank]}"
+            why = "which another rank has too, or others have another kind" if name == backends[rank] else (
+                f"for which this torch has {backends[rank] or 'no backend but ' + HOST_BACKEND}"
+            )  # fmt: skip
+            raise UserError(f"--dist-backend {name}: {where}, {why}; leave it out, or use {HOST_BACKEND}")
+        if own is None or not possible or HOST_BACKEND in wanted:
+            return self.channel()
+        return self._channel(own, device)
+
+    def _channel(self, backend: str, device: torch.device | None) -> Channel:
+        group = dist.new_group(backend=backend, timeout=self._within)
+        channel = Channel(self.rank, self.size, group, self.watch.lost, backend, device)
         weakref.finalize(channel, _close, group).atexit = False  # sockets and threads are few
         return channel
 
@@ -159,6 +192,23 @@ class Ranks:
         self.watch.stop()
         self.control.barrier()
         dist.destroy_process_group()
+
+
+def _backend_of(device: torch.device) -> str | None:
+    """Return torch's backend for collectives on devices of this kind; None: there is none, or not in this build."""
+    if device.type == "cpu":
+        return None
+    backend = dist.Backend.default_device_backend_map.get(device.type)
+    return backend if backend is not None and dist.is_backend_available(backend) else None
+
+
+def _name_of(device: torch.device) -> str:
+    """Return a device's name among those of all hosts: by its index two processes may mean different ones."""
+    if device.type == "cpu":
+        return f"the CPU of {socket.gethostname()}"
+    module = torch.get_device_module(device)
+    about = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
+    return f"{device.type} {getattr(about, 'uuid', device.index)} of {socket.gethostname()}"
 
 
 def _close(group: Any) -> None:

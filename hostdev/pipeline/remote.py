@@ -1,6 +1,6 @@
 """Rows that other ranks hold, and gradients for them: what stages do where tables are spread over processes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,11 @@ from hostdev.pipeline.groups import Group
 from hostdev.pipeline.hazards import LateRows
 
 _NONE = np.empty(0, np.int32)
+
+
+def _buffer(flight: Flight) -> Callable[[int, int], Any]:
+    """Return what makes a batch's host memory for rows."""
+    return lambda rows, dim: flight.memory.buffer(rows, dim).numpy()
 
 
 class Remote:
@@ -72,9 +77,7 @@ class Remote:
                     if late is not None and part.plan is None:
                         mask[late.rows[at[group] : at[group + 1]] - edges[group]] = False
 
-            def buffer(rows: int, dim: int) -> Any:
-                return flight.memory.buffer(rows, dim).numpy()
-
+            buffer = _buffer(flight)
             in_two = update and hazards and not self._cached
             known = self._before[1] if in_two and self._before[0] == flight.number - 1 else []
             shared = self._shared(known, late, before)
@@ -113,14 +116,16 @@ class Remote:
             with urgent(), self.timeline.span("exchange late rows", flight.number):
                 asked = [part.asked for part in flight.groups if part.asked is not None]
                 values = [[value.cpu().numpy() for value in part.values] for part in flight.groups]
-                places = self.exchanges[update].late_rows(incoming, asked, values)
+                # Those that came early may still be on their way to the device, from where they are.
+                buffer = _buffer(flight) if self.staging.copies else None
+                places, late = self.exchanges[update].late_rows(incoming, asked, values, buffer)
             if self.staging.copies:
                 there = iter(flight.arriving)
-                for group, at in zip(incoming.rows, places, strict=True):
+                for group, at in zip(late, places, strict=True):
                     for rows in group:
                         to = next(there)
                         if len(at):
-                            mark = self.staging.patch(to, at, torch.from_numpy(rows[at]), flight.memory)
+                            mark = self.staging.patch(to, at, torch.from_numpy(rows), flight.memory)
                             self.staging.await_sent([mark], [to])
         arrived = iter(flight.arriving if self.staging.copies else [])
         for part, group in zip(flight.groups, incoming.rows, strict=True):

@@ -102,7 +102,7 @@ class Runtime:
                 )  # fmt: skip
             groups.append(Group(group.tables, made, log))  # type: ignore[arg-type]
         self.pipeline = Pipeline(groups, self.staging, depth=depth, timeline=timeline, log=log, ranks=ranks, **seams)
-        self.dense_channel = None if ranks is None else ranks.channel()
+        self.dense_channel = None if ranks is None else ranks.device_channel(self.device)
         self.predicting = 0  # loops over `predict` that are open
         self._open: ReferenceType[TrainLoop] | None = None  # the open loop over `train`, which ends when it is dropped
         self._frozen: set[str] = set()

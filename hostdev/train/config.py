@@ -89,7 +89,12 @@ class TrainConfig:
         kind=str,
         choices=EXCHANGES,
     )
-    dist_backend: str | None = _flag("of torch.distributed (gloo)", kind=str, choices=("gloo",))
+    dist_backend: str | None = _flag(
+        "of torch.distributed, for the dense layers' gradients (the device's own, such as nccl, where each process has "
+        "a device of its own, else gloo); rows are exchanged by gloo",
+        kind=str,
+        choices=("gloo", "nccl", "xccl"),
+    )
     dist_url: str | None = _flag("where processes meet: env:// (the default)", kind=str, choices=("env://",))
     dist_timeout: float | None = _flag(
         "seconds that a process waits for another within a step (600), and for all to come (60)",

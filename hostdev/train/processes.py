@@ -82,6 +82,7 @@ class Company:
             self._fault,
             timeout=settings.dist_timeout or TIMEOUT,
             meeting=min(settings.dist_timeout or MEETING, MEETING),
+            backend=settings.dist_backend,
         )
         if place.rank:
             sys.stdout = sys.stderr = self.output

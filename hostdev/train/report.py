@@ -157,7 +157,7 @@ def _ranks(ranks: dict[str, Any], steps: int) -> str:
         f"{ranks['size']}; "
         + ("" if ranks["exact"] else f"NOT EXACT: --dense-exchange {ranks['dense_exchange']}; ")
         + f"a step exchanges {gib(round(rows))} for rows{more}, and {gib(round(dense))} for the dense "
-        "layers' gradients"
+        f"layers' gradients by {ranks['backend']}"
     )
 
 

@@ -398,9 +398,10 @@ class Run:
         }
 
     def _ranks_summary(self, ranks: Ranks) -> dict[str, Any]:
-        exchange = self.trainer.runtime.dense_exchange
-        return {"size": ranks.size, "dense_exchange": exchange, "exact": exchange == EXCHANGES[0],
-                "sent_bytes": self._exchanged}  # fmt: skip
+        runtime = self.trainer.runtime
+        assert runtime.dense_channel is not None
+        return {"size": ranks.size, "dense_exchange": runtime.dense_exchange, "backend": runtime.dense_channel.backend,
+                "exact": runtime.dense_exchange == EXCHANGES[0], "sent_bytes": self._exchanged}  # fmt: skip
 
     def _cache_summary(self, *, optimum: bool) -> dict[str, Any]:
         """The cache's figures; of several groups by the names of their tables."""

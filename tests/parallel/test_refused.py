@@ -87,7 +87,7 @@ def test_what_has_no_effect_in_one_process(refused, flags):
         ),
         (("--dist-timeout", 0), "--dist-timeout must be a number above 0, not 0.0"),
         (("--dist-timeout", "nan"), "--dist-timeout must be a number above 0, not nan"),
-        (("--dist-backend", "nccl"), "invalid choice: 'nccl'"),
+        (("--dist-backend", "mpi"), "invalid choice: 'mpi'"),
         (("--micro-batches", 0), "--micro-batches must be at least 1, not 0"),
         (("--spawn", 0), "--spawn must be at least 1, not 0"),
         (("--batch-per-rank", 0), "--batch-per-rank must be at least 1, not 0"),

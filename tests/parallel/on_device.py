@@ -1,0 +1,30 @@
+"""hostdev.train where torch has the simulated accelerator, and a backend for its tensors; what it came to, at the end.
+
+One argument before the flags: the schedule, and "-" with it where torch is to have no such backend.
+"""
+
+import hostdev.core.environment  # isort: skip  # noqa: F401  (before torch)
+
+import sys
+
+import torch
+
+from hostdev.core import cli
+from hostdev.train import __main__ as train
+from tests import standin
+from tests.standin import group
+
+
+def main():
+    schedule, *flags = sys.argv[1:]
+    torch.set_num_threads(1)
+    if not schedule.endswith("-"):
+        group.register()
+    standin.configure(schedule=schedule.removesuffix("-"), seed=1, check=True)
+    code = cli.run(train.PROG, train.main, flags)
+    standin.settle()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
