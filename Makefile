@@ -13,7 +13,7 @@ train: $(VENV)/.ready
 test: lint types unit test-device wheel
 
 # Two tests at a time. Torch's threads of one must not spin while they wait: the other's would have no core.
-PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal --durations 25
 
 # On a simulated accelerator, in a process of its own: it is registered with torch for the whole process.
 ON_DEVICE := $(PYTEST) -p tests.standin.plugin
@@ -22,7 +22,7 @@ test-device: $(VENV)/.ready
 	$(ON_DEVICE) -m "device and not slow"
 
 test-slow: $(VENV)/.ready
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 	$(ON_DEVICE) -m "device and slow"
 	$(ON_DEVICE) -m "device and not slow" --standin-schedule eager
 	$(ON_DEVICE) -m "device and not slow" --standin-schedule random

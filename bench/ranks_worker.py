@@ -291,7 +291,6 @@ def main() -> None:
 
     def fault(rank: int, why: str) -> None:
         os.write(2, f"rank {rank} of {place.ranks}: {why}\n".encode())
-        import faulthandler; faulthandler.dump_traceback()
         os._exit(2)
 
     if ALONE_WITH_RANKS in os.environ:

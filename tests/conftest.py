@@ -59,6 +59,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "device" in getattr(item, "fixturenames", ()):
             item.add_marker("device")
+        if "tests.standin.plugin" in sys.modules and item.get_closest_marker("slow_on_standin"):
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session")

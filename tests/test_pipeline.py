@@ -66,7 +66,7 @@ def _no_thread_is_left():
     assert threads() == set()
 
 
-@pytest.mark.parametrize("l2", ["none", "batch", "table"])
+@pytest.mark.parametrize("l2", ["none", pytest.param("batch", marks=pytest.mark.slow_on_standin), "table"])
 def test_every_depth_gives_the_serial_bits(device, l2):
     batches = adversarial(0, 25 if device.type == "cpu" else 10)
     expected = outcome(batches, depth=0, l2=l2, device=device)

@@ -58,7 +58,7 @@ def compare_with_twin(folder, size, count, dim, l2, device=CPU):
     assert twin.t == trainer.tables["deep"].step == count
 
 
-@pytest.mark.parametrize("l2", ["none", "batch", "table"])
+@pytest.mark.parametrize("l2", ["none", pytest.param("batch", marks=pytest.mark.slow_on_standin), "table"])
 def test_losses_equal_a_plain_torch_twins(device, small_data, l2):
     compare_with_twin(small_data, 256, 50, 16, l2, device=device)
 

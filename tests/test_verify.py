@@ -29,7 +29,7 @@ def small(data, *more, device=None):
     return ["--data", data, "--device", name, "--batch-size", 200, "--emb-dim", 4, "--steps", 5, *more]
 
 
-@pytest.mark.parametrize("l2", ["none", "batch", "table"])
+@pytest.mark.parametrize("l2", ["none", pytest.param("batch", marks=pytest.mark.slow_on_standin), "table"])
 def test_all_modes_agree(device, verified, small_data, tmp_path, l2):
     code, out, err = verified(*small(small_data, "--host-threads", 2, "--l2", l2, device=device))
     assert f"dense    fp32 on {device.type}" in out
@@ -89,6 +89,7 @@ def test_three_groups_some_of_them_cached(device, verified, films):
     assert "all modes agree in every bit of every step" in out
 
 
+@pytest.mark.slow_on_standin
 def test_a_fault_in_each_of_three_groups_is_caught(device, verified, films):
     code, out, _ = verified(*small(films, *MODEL, "--steps", 3, "--inject-fault", device=device))
     assert code == 1

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from hostdev.parallel.place import Place
 
-HUNG_SECONDS = 15.0  # without a sign of life
+HUNG_SECONDS = 24.0  # without a sign of life: a machine that is short of memory may stall a process for some
 LOST_SECONDS = 3.0  # the same, where a connection has broken
 _EVERY = 0.5
 _ANSWER_SECONDS = 3.0

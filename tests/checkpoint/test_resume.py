@@ -61,7 +61,11 @@ def names(path):
     ("steps", "then"),
     [
         (3, MIX),
-        (8, [*MIX, "--pipeline-depth", 0, "--host-threads", 1]),  # the end of the first epoch
+        pytest.param(
+            8,
+            [*MIX, "--pipeline-depth", 0, "--host-threads", 1],  # the end of the first epoch
+            marks=pytest.mark.slow_on_standin,
+        ),
         (11, CACHE),
         (16, []),  # all on the device; nothing is left to train
     ],
