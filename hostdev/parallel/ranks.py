@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from hostdev.core.errors import UserError
 from hostdev.parallel.place import Place
-from hostdev.parallel.watch import Watch
+from hostdev.parallel.watch import LOST_SECONDS, Watch
 
 HOST_BACKEND = "gloo"
 TIMEOUT = 600.0  # seconds that one waits for another within a step
@@ -134,18 +134,20 @@ class Ranks:
         self.telling = [0] * TOLD
         self.told = [0] * TOLD
         self._within = timedelta(seconds=timeout)
+        self.watch.start()
         try:
             dist.init_process_group(
                 HOST_BACKEND, store=PrefixStore("groups", self.store), rank=self.rank, world_size=self.size,
                 timeout=timedelta(seconds=meeting),
             )  # fmt: skip
             self.control = self.channel()  # the main thread's
-        except RuntimeError as error:
-            raise UserError(
-                f"rank {self.rank} of {self.size}: all have met, but do not reach one another: {_short(error)}"
-            ) from None
-        self.control.barrier()
-        self.watch.start()
+            self.control.barrier()
+        except (RuntimeError, PeerLostError) as error:
+            self.watch.lost()
+            time.sleep(LOST_SECONDS + 1)  # if a rank is gone, that is found meanwhile, and this process ended
+            why = f"all have met, but do not reach one another: {_short(error)}"
+            self.watch.fail(why)
+            raise UserError(f"rank {self.rank} of {self.size}: {why}") from None
 
     def channel(self) -> Channel:
         """Return a new channel; all ranks make theirs in the same order.

@@ -112,7 +112,7 @@ class Watch:
             return int(failed), why
         patience = LOST_SECONDS if self._lost else HUNG_SECONDS
         for rank in watched:
-            sign = self._store.get(f"alive/{rank}")
+            sign = self._store.get(f"alive/{rank}") if self._store.check([f"alive/{rank}"]) else b""
             now = time.monotonic()
             if rank not in seen or seen[rank][0] != sign:
                 seen[rank] = sign, now

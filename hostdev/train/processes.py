@@ -75,6 +75,7 @@ class Company:
 
     def __init__(self, place: Place, settings: TrainConfig) -> None:
         self.on_fault: Callable[[], object] = lambda: None
+        self._answer: Callable[[], object] = lambda: None  # a rank may fail before all have been here
         self._place = place
         self.output = _Output(None if place.rank else sys.stdout)
         self.ranks = Ranks(
@@ -84,6 +85,7 @@ class Company:
             meeting=min(settings.dist_timeout or MEETING, MEETING),
             backend=settings.dist_backend,
         )
+        self._answer = self.ranks.watch.answer
         if place.rank:
             sys.stdout = sys.stderr = self.output
 
@@ -107,7 +109,7 @@ class Company:
             os.write(2, f"hostdev.train: error: rank {rank} of {self._place.ranks}: {why}\n".encode())
         else:
             self.output.write(f"rank {rank} of {self._place.ranks}: {why}\n")
-        self.ranks.watch.answer()
+        self._answer()
         os._exit(2)
 
     def folder(self, made: Path | None) -> Path:

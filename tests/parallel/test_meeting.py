@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from hostdev.parallel.watch import HUNG_SECONDS
 from tests.parallel.conftest import flags_of
 from tests.parallel.processes import free_port
 
@@ -59,11 +60,23 @@ def test_a_rank_that_never_comes(processes, small_data):
 
 @pytest.mark.slow
 def test_a_network_interface_that_is_none(processes, small_data):
-    """On one of two: the other, too, waits no longer than for the meeting."""
+    """On one of two: the other hears of it."""
     port, flags = free_port(), flags_of(small_data, processes.folder / "run", "--dist-timeout", 15)
     for rank, more in enumerate(({}, {"GLOO_SOCKET_IFNAME": "none7"})):
         start(processes, *TRAIN, *flags, RANK=rank, WORLD_SIZE=2, port=port, **more)
-    first, second = refused(processes)
-    assert first.startswith("rank 0 of 2: all have met, but do not reach one another: ")
-    assert second.startswith("rank 1 of 2: all have met, but do not reach one another: ")
-    assert "none7" in second
+    for line in refused(processes):
+        assert line.startswith("rank 1 of 2: all have met, but do not reach one another: ")
+        assert "none7" in line
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends_when_all_have_met(processes, small_data):
+    port, flags = free_port(), flags_of(small_data, processes.folder / "run")
+    code = "import os; from hostdev.parallel import place, ranks; ranks._meet(place.find(), 60); os._exit(0)"
+    start(processes, *TRAIN, *flags, RANK=0, WORLD_SIZE=2, port=port)
+    start(processes, "-c", code, RANK=1, WORLD_SIZE=2, port=port)
+    first, second = processes.ended()
+    assert (first.code, second.code) == (2, 0)
+    assert (
+        first.err == f"hostdev.train: error: rank 1 of 2: has given no sign of life for {HUNG_SECONDS:g} s; it hangs\n"
+    )
