@@ -150,7 +150,9 @@ class DenseGradients:
         self._sums = [made(channel, self._nodes, sum(map(self._size, bucket))) for bucket in self._buckets]
         self._small: TreeAllReduce | None = None
         self._bucket_of = {number: b for b, bucket in enumerate(self._buckets) for number in bucket}
-        self._worker = ThreadPoolExecutor(1, "hostdev-dense")
+        if any(parameter.dtype != torch.float32 for parameter in self.parameters):
+            raise ValueError("ranks add up gradients of float32 only; keep the parameters float32, as autocast does")
+        self._worker = ThreadPoolExecutor(1, "hostdev-dense", partial(_enter, channel.device))
         self._stream = _new_stream(channel.device)
         this = weakref.ref(self)
         self._hooks = [
@@ -248,10 +250,11 @@ class DenseGradients:
                 mark.synchronize()
             return tree.sum([part.cpu() for part in parts]), None
         with torch.get_device_module(self._channel.device).stream(self._stream):
-            mark.wait(self._stream)
-            for part in parts:
-                part.record_stream(self._stream)
-            return tree.sum(parts), self._stream.record_event()
+            if mark is not None:  # else they are on the CPU
+                mark.wait(self._stream)
+                for part in parts:
+                    part.record_stream(self._stream)
+            return tree.sum([part.to(self._channel.device) for part in parts]), self._stream.record_event()
 
     def _summed(self, found: Future[Sum]) -> Tensor:
         """Return a sum that the current stream may read."""
@@ -330,6 +333,12 @@ def _mark(tensor: Tensor | None) -> Any:
     event = module.Event()
     event.record(module.current_stream(tensor.device))
     return event
+
+
+def _enter(device: torch.device) -> None:
+    """Make the device the current one of a new thread, whose own would be the first."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
 
 
 def _new_stream(device: torch.device) -> Any:

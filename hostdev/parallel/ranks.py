@@ -69,6 +69,16 @@ class Channel:
             dist.all_to_all_single(out, values, *splits, group=self._group)
         return out
 
+    def try_out(self) -> str:
+        """Give each rank a number; return what went wrong, or nothing. The first time takes memory on the device."""
+        try:
+            one = torch.ones(self.ranks, device=self.device)
+            come = torch.empty_like(one)
+            dist.all_to_all_single(come, one, group=self._group)
+            return "" if bool((come == 1).all()) else "it brings wrong values"
+        except RuntimeError as error:
+            return str(error).strip().replace("\n", " ")
+
     def all_reduce(self, values: Tensor) -> None:
         """Overwrite values with the sum over all ranks, in whatever order."""
         self.sent_bytes += 2 * (self.ranks - 1) * values.nbytes // self.ranks
@@ -126,6 +136,7 @@ class Ranks:
         backend: str | None = None,
     ) -> None:  # fmt: skip
         self.place, self._backend = place, backend
+        self._kept: list[Channel] = []
         self.rank, self.size = place.rank, place.ranks
         self.store = _meet(place, meeting)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface(place))
@@ -176,7 +187,16 @@ class Ranks:
             raise UserError(f"--dist-backend {name}: {where}, {why}; leave it out, or use {HOST_BACKEND}")
         if own is None or not possible or HOST_BACKEND in wanted:
             return self.channel()
-        return self._channel(own, device)
+        # The watch ends all ranks where one is gone, and says which; NCCL's own would abort this process before.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        channel = self._channel(own, device)
+        for rank, error in enumerate(self.control.share(channel.try_out())):
+            if error:
+                raise UserError(
+                    f"rank {rank}: {own} does not work with {names[rank]}: {error}; use --dist-backend gloo"
+                )
+        self._kept.append(channel)  # to close one may wait for other ranks, and so is not left to chance
+        return channel
 
     def _channel(self, backend: str, device: torch.device | None) -> Channel:
         group = dist.new_group(backend=backend, timeout=self._within)
@@ -193,6 +213,7 @@ class Ranks:
         self.control.barrier()
         self.watch.stop()
         self.control.barrier()
+        self._kept.clear()
         dist.destroy_process_group()
 
 

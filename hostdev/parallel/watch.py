@@ -67,11 +67,11 @@ class Watch:
             while not self._store.check(["answer"]):
                 time.sleep(_EVERY / 10)  # others look now and then
 
-        _within(_ANSWER_SECONDS, tell)
+        within(_ANSWER_SECONDS, tell)
 
     def answer(self) -> None:
         """Tell who has failed that it is known."""
-        _within(1.0, lambda: self._store.set("answer", ""))
+        within(1.0, lambda: self._store.set("answer", ""))
 
     def _tell(self, rank: int, why: str) -> None:
         self._store.compare_set("fault", "", f"{rank} {why}")
@@ -102,7 +102,7 @@ class Watch:
         if not self._found.acquire(blocking=False) or self._stop.is_set():
             return
         self._stop.set()
-        _within(1.0, lambda: self._tell(rank, why))
+        within(1.0, lambda: self._tell(rank, why))
         self._on_fault(rank, why)
 
     def _look(self, count: int, watched: list[int], seen: dict[int, tuple[bytes, float]]) -> tuple[int, str] | None:
@@ -121,8 +121,8 @@ class Watch:
         return None
 
 
-def _within(seconds: float, work: Callable[[], Any]) -> None:
-    """Do something that may wait for ever, and wait only so long for it."""
+def within(seconds: float, work: Callable[[], Any]) -> None:
+    """Do something that may wait for ever, or fail, and wait only so long for it."""
 
     def quietly() -> None:
         with contextlib.suppress(Exception):

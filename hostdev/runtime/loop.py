@@ -40,8 +40,12 @@ class TrainLoop(Loop):
     tables behind its step; a batch without any is skipped, and changes nothing.
     """
 
-    def __init__(self, runtime: Any, batches: Iterable[Any], reader: Reader, micro_batches: int = 0) -> None:
+    def __init__(
+        self, runtime: Any, batches: Iterable[Any], reader: Reader, micro_batches: int = 0, *,
+        reduce_early: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(runtime, batches, reader)
+        self._reduce_early = reduce_early
         self._micro_batches = micro_batches  # of a step; 0: what it has is not added in the order of a tree
         self.thread = threading.get_ident()
         self._flag = _scalar(0.0, runtime.device)  # not 0 from the first step on that is not finite
@@ -112,7 +116,7 @@ class TrainLoop(Loop):
         scaling.forget(self)
 
     def _next_batch(self) -> tuple[Any, Rows]:
-        if len(self._micros) == 1:
+        if len(self._micros) == 1 and self._reduce_early:
             self._dense.expect_last()
         return super()._next_batch()
 
@@ -271,11 +275,15 @@ class TrainLoop(Loop):
 
     def unscale(self, scaler: Any) -> dict[torch.device, Tensor]:
         """See `scaling.Watcher`."""
-        grads = [grad for group in self._leaves for leaf in group for grad in leaf.grads()]
-        if self._unscaled or not grads or not self.is_scaled():
+        if self._unscaled or not self.is_scaled():
             return {}
         scaled = scaling.scaler_since(self._losses)
         if scaled is None or scaled[0] is not scaler:
+            return {}
+        if self._runtime.ranks is not None:
+            raise ValueError(_SCALED)
+        grads = [grad for group in self._leaves for leaf in group for grad in leaf.grads()]
+        if not grads:
             return {}
         self._unscaled = True
         found = _scalar(0.0, self._runtime.device)
@@ -302,6 +310,10 @@ _ACCUMULATE = (
     "gradients of {} batches have come without a step of an optimizer, and those of others with one. To let the "
     "gradients of N batches add up before a step, say runtime.train(..., accumulate=N), so that those of the rows add "
     "up, too; to skip a batch, do not call backward(), or let the gradients of rows.parameters() be None"
+)
+_SCALED = (
+    "a loss was scaled, and the gradients of its rows go to other ranks, which would have to know of an overflow here; "
+    "leave GradScaler out with ranks: bfloat16 needs none"
 )
 _EARLY = (
     "an optimizer has taken a step with each of the batches that are to add up; call optimizer.step() and "

@@ -39,6 +39,16 @@ class Reduction:
         self.in_two = False  # on all ranks it is known whose gradients go first
         self.parts: list[list[Tensor] | None] = []  # with other ranks, of each leaf the gradients of this one's nodes
 
+    def require_sums(self, *, reduced: bool) -> None:
+        """ValueError where this process does not have, now or ever, the rows' gradients of the whole step."""
+        if self._ranks is not None:
+            raise ValueError(
+                "the gradients of rows are added up where the rows are, so that no rank has their norm: with ranks, "
+                "clip those of model.parameters() alone"
+            )
+        if not reduced or self._next < self.count:
+            raise ValueError("rows.parameters() is for the step's sums: call it after the last reduce() of the step")
+
     @property
     def has_rows(self) -> bool:
         """Tell whether gradients of rows have come, to whatever rank."""
@@ -50,7 +60,9 @@ class Reduction:
         if self._values and [id(one) for one in given] != [id(one) for one in self._parameters]:
             raise ValueError("reduce() was given other parameters with another micro-batch of the same step")
         self._parameters = given
-        self._values.append(None if values is None else values.detach())
+        if values is not None and values.ndim > 1:
+            raise ValueError(f"the values of a micro-batch are one number or a list of them, not {list(values.shape)}")
+        self._values.append(None if values is None else values.detach().float())
         self._rows.put(Node(self._next, 1, _taken([leaf.rows for leaf in self._leaves])))
         if self._ranks is not None:
             return self._to_ranks(self._ranks)
@@ -75,13 +87,14 @@ class Reduction:
         rows = self._rows.nodes
         has_rows = [any(node.value is not None and node.value[leaf] is not None for node in rows)
                     for leaf in range(len(self._leaves))]  # fmt: skip
-        shape = next((value.shape for value in self._values if value is not None), torch.Size([0]))
+        shape = next((value.shape for value in self._values if value is not None), None)
+        size, single = (0, False) if shape is None else (shape.numel(), not shape)
         not_ready = self._flight.first is None
-        telling = np.array([[*has_rows, *has_dense, shape.numel(), not_ready, *ranks.telling]], np.int64)
+        telling = np.array([[*has_rows, *has_dense, size, single, not_ready, *ranks.telling]], np.int64)
         told = ranks.control.exchange_counts(np.repeat(telling, ranks.size, axis=0)).max(0).tolist()
         given_rows, told = told[: len(has_rows)], told[len(has_rows) :]
         given_dense, told = told[: len(has_dense)], told[len(has_dense) :]
-        size, self.in_two, ranks.told = told[0], not told[1], told[2:]
+        size, single, self.in_two, ranks.told = told[0], bool(told[1]), not told[2], told[3:]
         found = [part for node in rows for part in node.value or () if part is not None]
         flag, one = self._flags
         if found:  # of the dense side's gradients the sums show it
@@ -97,7 +110,7 @@ class Reduction:
         known = dense.small(torch.cat([all_values.view(-1), flag.view(1)])).to(flag.device)
         flag.copy_(known[-1])
         dense.finish(given_dense)
-        shape = shape if shape.numel() else torch.Size([size])
+        shape = torch.Size([] if single else [size])
         return known[:-1].view(ranks.size * self.count, *shape) if size else None
 
 

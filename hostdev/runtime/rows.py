@@ -195,9 +195,12 @@ class Rows(Mapping[str, Value]):
 
             clip_grad_norm_([*model.parameters(), *rows.parameters()], 1.0)
 
-        Each is float32 [U, D], a row for each different id of the batch, in order of first occurrence.
+        Each is float32 [U, D], a row for each different id of the batch, in order of first occurrence. With
+        micro-batches after the last `reduce`. ValueError with other ranks, where no rank has the sums over all.
         """
         self._require_open()
+        if self._reduction is not None:
+            self._reduction.require_sums(reduced=self.reduced)
         return [leaf.parameter() for leaf in self.leaves]
 
     def reduce(self, parameters: Iterable[Tensor], values: Tensor | None = None) -> Tensor | None:
@@ -216,8 +219,11 @@ class Rows(Mapping[str, Value]):
         has nothing to add, but is to be counted, too. Without `micro_batches` nothing changes.
 
         parameters  of the dense side, the same ones each time
-        values      small and of one shape each time, such as losses; or None
-        returns     with the last micro-batch the values of all [M, ...], 0 where there were none; else None
+        values      small and of one shape each time, [] or [n], such as losses; or None
+        returns     with the last micro-batch the values of all, float32 [M, ...], 0 where there were none; else None
+
+        ValueError for other shapes, for other parameters than with the micro-batch before, and with other ranks for
+        gradients that are not float32.
         """
         self._require_open()
         if self._reduction is None:

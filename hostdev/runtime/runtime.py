@@ -146,6 +146,7 @@ class Runtime:
         send: Callable[[Any], Any] | None = None,
         accumulate: int = 1,
         micro_batches: int | None = None,
+        reduce_early: bool = False,
     ) -> TrainLoop:
         """Return an iterator of (batch, rows): each batch with its `Rows`, whose gradients go to the tables.
 
@@ -159,6 +160,9 @@ class Runtime:
         micro_batches  as `accumulate`, and in an order that does not depend on who computes them: see `Rows.reduce`,
                     which is to be called with each. With other ranks, how many of a step's each of them has. None:
                     the batches are whole
+        reduce_early  with other ranks, a parameter's gradient is on its way as soon as the last micro-batch's backward
+                    pass has brought it, as with DistributedDataParallel, and not only with `reduce`. Then nothing may
+                    change it between the two, and a loop may not be left there
 
         A table takes a step with a batch if a gradient has come to its rows by then. When a step is skipped, as there
         was no `backward`, nothing changes. Breaking off, or an error, ends the loop: what has been stepped is in the
@@ -169,6 +173,8 @@ class Runtime:
         if accumulate < 1:
             raise ValueError(f"accumulate is a number of batches, not {accumulate}")
         if micro_batches is None and self.ranks is None:
+            if reduce_early:
+                raise ValueError("reduce_early is about micro-batches; say how many, with micro_batches=")
             return TrainLoop(self, batches, Reader(self.wanted, self.group_specs, ids, send, accumulate))
         micro_batches = 1 if micro_batches is None else micro_batches
         if micro_batches < 1 or accumulate != 1:
@@ -178,7 +184,7 @@ class Runtime:
                 else "micro_batches and accumulate are two ways to say how many batches make a step; give one"
             )
         reader = Reader(self.wanted, self.group_specs, ids, send, micro_batches, whole=True)
-        return TrainLoop(self, batches, reader, micro_batches)
+        return TrainLoop(self, batches, reader, micro_batches, reduce_early=reduce_early)
 
     def predict(
         self, batches: Iterable[Any], *, ids: IdsOf | None = None, send: Callable[[Any], Any] | None = None

@@ -279,7 +279,10 @@ class Saver:
     def save_last(self, step: int, state_sha256: str | None = None) -> None:
         """Save a run's last checkpoint, but not the one again that the run went on from."""
         loaded = self._loaded
-        if loaded is None or loaded is not self.to.last or loaded.manifest.step != step or not is_there(loaded):
+        due = loaded is None or loaded is not self.to.last or loaded.manifest.step != step or not is_there(loaded)
+        if self._ranks is not None:  # not all may see the same files at once
+            due = self._ranks.control.share(due)[0]
+        if due:
             self.save(step, state_sha256)
         else:
             self.saved_step, self._failing = step, None

@@ -22,12 +22,14 @@ from hostdev.device.backend import take_turns
 from hostdev.kernels.pool import host_threads, set_host_threads
 from hostdev.parallel.place import Place, find
 from hostdev.parallel.ranks import MEETING, TIMEOUT, PeerLostError, Ranks
+from hostdev.parallel.watch import within
 from hostdev.train.config import TrainConfig, to_flags
 from hostdev.train.interrupt import Interrupted
 from hostdev.train.rundir import EVAL_LOG, LOSS_LOG, OPS_LOG, RunDir
 
 OUTPUT = "output.log"
 _FAULT_SECONDS = 30.0  # until it is known which rank it was that is gone
+_BOOKS_SECONDS = 5.0  # for the logs of a rank that is ended
 _END_SECONDS = 8.0  # that others have after one has failed
 
 
@@ -103,8 +105,7 @@ class Company:
 
     def _fault(self, rank: int, why: str) -> None:
         """End this process, in the watching thread: another rank has failed."""
-        with contextlib.suppress(Exception):
-            self.on_fault()
+        within(_BOOKS_SECONDS, self.on_fault)  # a thread that has its locks may wait for a device that does not answer
         if self._place.rank == (0 if rank else 1):  # one of all tells the user
             os.write(2, f"hostdev.train: error: rank {rank} of {self._place.ranks}: {why}\n".encode())
         else:
@@ -171,8 +172,9 @@ def joined(settings: TrainConfig) -> Iterator[Company | None]:
     except Interrupted:  # all were, after the same step
         company.ranks.leave()
         raise
-    except PeerLostError:
-        time.sleep(_FAULT_SECONDS)  # the watch finds out which rank it was, and ends the process
+    except PeerLostError as error:
+        time.sleep(_FAULT_SECONDS)  # the watch finds out which rank it was, and ends the process; or all are there
+        watch.fail(in_words(error))
         raise
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)

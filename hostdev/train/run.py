@@ -288,7 +288,8 @@ class Run:
         """Complete the logs and summary.json, and return its content."""
         with self._books:
             if isinstance(self.clock, EventClock):
-                self.clock.drain(wait=True)
+                # A device that waits for a rank that is gone would never be done.
+                self.clock.drain(wait=self.ranks is None or status != "failed")
             content = self._write_summary(status, digest)
         if digest is not None and self.trainer.caches:  # last, as it takes time and memory
             content |= self._cache_summary(optimum=True)

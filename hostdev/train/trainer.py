@@ -139,7 +139,8 @@ class Trainer:
         part = ranks.part() if ranks is not None else None
         free = _require_tables(model.tables, host_device_mix, device, part)
         if host_device_mix and is_accelerator(device):
-            _require_staging(model.tables, most_uses, depth + 2, free, cached=cache is not None)
+            uses = -(-most_uses // (1 if ranks is None else ranks.size))
+            _require_staging(model.tables, uses, depth + 2, free, cached=cache is not None)
         self.tables: dict[str, HostTable | DeviceTable] = {}
         for name, spec in model.tables.items():
             shape = (spec.rows, spec.dim, spec.optimizer)
@@ -204,7 +205,7 @@ class Trainer:
         many = self._micro_batches > 1
         parts = self._parts(batches)
         loop = self.runtime.train(
-            parts, ids=self.model.ids, send=_sent, micro_batches=self._parts_here if many else None
+            parts, ids=self.model.ids, send=_sent, micro_batches=self._parts_here if many else None, reduce_early=many
         )
         with loop:
             for (batch, dense, label), rows in loop:

@@ -25,7 +25,9 @@ CHOICES = {
     "overlapped": {"depth": 2},
     "cached": {"depth": 2, "cache": "20%"},
     "left in the middle": {"depth": 2, "leave_after": 3},
+    "early": {"depth": 2, "reduce_early": True},
 }
+SCALED = {"serial": {"depth": 0, "factor": 0.3}, "cached": {"depth": 2, "cache": "20%", "factor": 0.3}}
 SPOILT = 3, 4  # of "not finite" the step, from 1, and the micro-batch whose gradients are not
 
 
@@ -55,14 +57,16 @@ def made_tables(part, seed=3):
 def train(ranks, options, *, spoilt=None, made=None, seed=None, saved=None):
     """Train on all steps; what this rank's tables, the parameters and the losses have come to.
 
-    options  of the runtime, and after how many steps the loop is left, and another one goes on
+    options  of the runtime and of the loop, after how many steps the loop is left, and another one goes on, and by what
+             each micro-batch's dense gradients are multiplied before they are added up
     made     the steps, in place of those of `made_steps`
     seed     of the initial values, in place of the usual ones
     saved    begins with a step, and is called after each: `saved_loop`
     """
     torch.set_num_threads(1)
     options = dict(options)
-    leave_after = options.pop("leave_after", None)
+    leave_after, factor = options.pop("leave_after", None), options.pop("factor", None)
+    early = options.pop("reduce_early", False)
     rank, size = (0, 1) if ranks is None else ranks.part()
     seeds = () if seed is None else (seed,)
     tables = made_tables(ranks and ranks.part(), *seeds)
@@ -78,13 +82,16 @@ def train(ranks, options, *, spoilt=None, made=None, seed=None, saved=None):
     while goes_on:
         goes_on = False
         try:
-            for label, rows in runtime.train(source, ids=cases.ids, send=cases.send, micro_batches=each):
+            how = {"micro_batches": each, "reduce_early": early}
+            for label, rows in runtime.train(source, ids=cases.ids, send=cases.send, **how):
                 step, part = next(to_come)
                 values = None
                 if len(label):
                     loss = cases.loss_of(model, rows, label) * (len(label) / samples[step])
                     (loss * (float("inf") if (step + 1, part) == spoilt else 1.0)).backward()
-                    values = loss.detach().view(1)
+                    values = loss.detach()
+                    for parameter in model.parameters() if factor is not None else ():
+                        parameter.grad.mul_(factor)
                 found = rows.reduce(model.parameters(), values)
                 assert (found is None) != (rows.is_due and samples[step] > 0)
                 if rows.is_due:
@@ -130,6 +137,38 @@ class Beside:
             self.found = train(self._ranks, CHOICES["overlapped"])
 
 
+def misused(ranks):
+    """What is said, on this rank, where the gradients of ranks cannot do what is asked of them."""
+
+    def scaled(rows, model, loss):
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(loss).backward()
+        rows.reduce(model.parameters())
+        scaler.step(torch.optim.Adam(model.parameters()))
+
+    def clipped(rows, model, loss):
+        loss.backward()
+        rows.reduce(model.parameters())
+        rows.parameters()
+
+    def double(rows, model, loss):
+        rows.reduce([torch.zeros(3, dtype=torch.float64, requires_grad=True)])
+
+    def table(rows, model, loss):
+        rows.reduce([], torch.zeros(2, 2))
+
+    said = {}
+    for use in (scaled, clipped, double, table):
+        runtime = hostdev.Runtime(cases.features_of(made_tables(ranks.part())), device="cpu", ranks=ranks)
+        model = cases.Model()
+        try:
+            for label, rows in runtime.train(cases.batches_of(1), ids=cases.ids, send=cases.send, micro_batches=1):
+                use(rows, model, cases.loss_of(model, rows, label))
+        except ValueError as error:
+            said[use.__name__] = str(error)
+    return said
+
+
 def main(folder):
     place = find()
     ranks = None if place.alone else Ranks(place, lambda rank, why: os._exit(3))
@@ -138,6 +177,8 @@ def main(folder):
     found["with another"] = train(ranks, CHOICES["overlapped"], saved=beside)
     found["beside"] = beside.found
     found["all-reduce"] = train(ranks, {"depth": 2, "dense_exchange": "all-reduce"})
+    found |= {f"{name}, scaled": train(ranks, options) for name, options in SCALED.items()}
+    found["misused"] = ranks and misused(ranks)
     found["not finite"] = train(ranks, CHOICES["overlapped"], spoilt=SPOILT)
     (Path(folder) / f"rank{place.rank}.pickle").write_bytes(pickle.dumps(found))
     if ranks is not None:

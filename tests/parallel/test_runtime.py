@@ -48,6 +48,14 @@ def test_gradients_that_are_not_finite(alone, spoilt):
     assert {table[0] for table in spoilt["tables"].values()} == {step - 1}
 
 
+MISUSED = (
+    "leave GradScaler out with ranks",
+    "clip those of model.parameters() alone",
+    "ranks add up gradients of float32 only",
+    "one number or a list of them, not [2, 2]",
+)
+
+
 def run(processes, count, alone, spoilt):
     processes.start_ranks(count, "-m", "tests.parallel.own_loop", processes.folder)
     for process in processes.ended():
@@ -56,6 +64,13 @@ def run(processes, count, alone, spoilt):
     for choice in (*own_loop.CHOICES, "with another", "beside"):
         assert_same([part[choice] for part in found], alone)
     assert_about_the_same([part["all-reduce"] for part in found], alone)
+    scaled = own_loop.train(None, own_loop.SCALED["serial"])
+    for choice in own_loop.SCALED:
+        assert_same([part[f"{choice}, scaled"] for part in found], scaled)
+    for part in found:
+        assert list(part["misused"]) == ["scaled", "clipped", "double", "table"]
+        for said, words in zip(part["misused"].values(), MISUSED, strict=True):
+            assert words in said
     parts = [part["not finite"] for part in found]
     assert {part["wrong"] for part in parts} == {spoilt["wrong"]}
     assert_same_tables(parts, spoilt, steps=own_loop.SPOILT[0] - 1)
