@@ -29,7 +29,7 @@ def multiplier_of(rows: int) -> int:
         found
         for distance in range(rows + 1)
         for found in (wanted - distance, wanted + distance)
-        if found > 0 and math.gcd(found, rows) == 1
+        if found > 0 and found * (rows - 1) <= _MOST_PRODUCT and math.gcd(found, rows) == 1
     )
 
 
