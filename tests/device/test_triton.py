@@ -19,7 +19,7 @@ from tests.conftest import ROOT, environment
 pytestmark = pytest.mark.skipif(not available(), reason="Triton is not installed")
 
 OPTIMIZERS = [LazyAdam(), LazyAdam(nesterov=True), FTRL(), SGD(), Adagrad(), RowWiseAdagrad()]
-DIMS = [1, 3, 80, 128]
+DIMS = [3, 80, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (1, 128))]
 FLOAT_OPERATION = re.compile(r"\b((?:add|sub|mul|div|sqrt|fma|mad|rcp|rsqrt|ex2|lg2)\.[\w.]*f(?:32|64))\b")
 
 
@@ -172,7 +172,7 @@ def test_the_contract_holds_in_the_interpreter(tmp_path):
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 200
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 150
 
 
 def test_the_interpreters_arithmetic_is_float32_and_rounded(tmp_path):

@@ -89,6 +89,7 @@ def test_one_process_is_interrupted(processes, small_data, rank):
     assert (folder / "rank1" / "loss.log").read_bytes() == lines
 
 
+@pytest.mark.slow
 def test_a_shard_that_is_damaged_on_one_host(processes, own_data):
     """The rank that reads it says what is wrong in its log, and the first one says which rank it was and what."""
     folder, port = processes.folder / "run", free_port()

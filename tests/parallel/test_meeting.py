@@ -36,6 +36,7 @@ def test_different_numbers_of_ranks(processes):
     assert re.fullmatch(r"rank [01] \(.* pid \d+\) was started as one of [24], another as one of [24]", first)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_started_twice(processes):
     port = free_port()
     for rank in (0, 1, 1):
