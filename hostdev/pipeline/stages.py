@@ -172,6 +172,10 @@ class Stages:
             for group, part in zip(self.groups, flight.groups, strict=True) if copied
         )  # fmt: skip
         needs += sum(tensor.nbytes for tensor in flight.request.tensors if copied)
+        needs += sum(  # from other ranks, and gradients for them
+            2 * part.asked.size * group.row_bytes
+            for group, part in zip(self.groups, flight.groups, strict=True) if copied and part.asked is not None
+        )  # fmt: skip
         flight.memory = self.staging.slabs.take(needs)
         if self._on_host:
             self._look_up(flight, late)
