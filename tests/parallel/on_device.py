@@ -5,6 +5,7 @@ One argument before the flags: the schedule, and "-" with it where torch is to h
 
 import hostdev.core.environment  # isort: skip  # noqa: F401  (before torch)
 
+import os
 import sys
 
 import torch
@@ -34,4 +35,7 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # as `hostdev.train` does: libraries' threads are still there
