@@ -64,6 +64,7 @@ def test_all_modes_agree_on_the_real_sample(device, verified, criteo_sample, tmp
     assert len(digests) == 1
 
 
+@pytest.mark.slow_on_standin
 def test_layers_that_draw_are_seeded_in_each_mode(device, verified, small_data):
     options = small(small_data, "--host-threads", 1, "--model", "tests.own_models:Dropout", device=device)
     code, out, err = verified(*options)
@@ -89,7 +90,7 @@ def test_three_groups_some_of_them_cached(device, verified, films):
     assert "all modes agree in every bit of every step" in out
 
 
-@pytest.mark.slow_on_standin
+@pytest.mark.slow
 def test_a_fault_in_each_of_three_groups_is_caught(device, verified, films):
     code, out, _ = verified(*small(films, *MODEL, "--steps", 3, "--inject-fault", device=device))
     assert code == 1

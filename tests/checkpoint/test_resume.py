@@ -93,6 +93,7 @@ def test_three_groups_with_bags_and_early_stop(trained, films, tmp_path):
     assert logs(tmp_path / "run") == logs(tmp_path / "plain")
 
 
+@pytest.mark.slow_on_standin
 def test_dropout_is_seeded_and_goes_on(device, trained, small_data, tmp_path, capsys):
     """Two fresh runs are equal, and to one that was killed in the middle of an epoch; their checkpoints say so."""
     options = lambda name: [*small(small_data, name, *CACHE, "--model", "tests.own_models:Dropout", device=device)]  # noqa: E731

@@ -38,7 +38,9 @@ def go_on(case, path):
     return extra["batches"]
 
 
-@pytest.mark.parametrize("first", OPTIONS)
+@pytest.mark.parametrize(
+    "first", [pytest.param(first, marks=pytest.mark.slow_on_standin) for first in ("serial", "depth 2")] + ["cache"]
+)
 @pytest.mark.parametrize("then", OPTIONS)
 def test_what_goes_on_ends_the_same(device, tmp_path, first, then):
     """Saved in the middle of a loop, which goes on; loaded by another program, in another mode."""

@@ -82,6 +82,7 @@ def rows_of(rng, optimizer, rows, dim, extreme=False):
     return block, row_slots
 
 
+@pytest.mark.slow_on_standin
 @pytest.mark.parametrize("extreme", [False, True], ids=["usual", "extreme"])
 @pytest.mark.parametrize(("optimizer", "dim"), UPDATES, ids=str)
 def test_update(device, optimizer, dim, extreme):
@@ -147,6 +148,7 @@ def test_other_powers_are_not_supported():
     assert not ops.supports("FusedSparseFtrl", FTRL(lr_power=-0.3).scalars(1, 8))
 
 
+@pytest.mark.slow_on_standin
 @pytest.mark.parametrize(("H", "A", "M"), [(50, 7, 30), (0, 3, 2), (4, 0, 0), (0, 0, 5), (0, 0, 0)])
 @pytest.mark.parametrize("dim", [*DIMS, 1500])
 def test_assemble_and_lookup(device, dim, H, A, M):
@@ -159,6 +161,7 @@ def test_assemble_and_lookup(device, dim, H, A, M):
     same(ops.lookup(block, slots.long()), hits)
 
 
+@pytest.mark.slow_on_standin
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", DIMS[1::2] if INTERPRETED else DIMS)
@@ -203,6 +206,7 @@ def check_sums(device, rng, counts, dim, dtype, scaled):
         same(naive.segment_sum(terms, order, len(counts)), out.cpu().numpy()[inverse[np.sort(first)]])
 
 
+@pytest.mark.slow_on_standin
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [3, 80] if INTERPRETED else [1, 3, 80])
 @pytest.mark.parametrize("counts", COUNTS, ids=lambda counts: f"{counts[:6]}")
@@ -271,6 +275,7 @@ def test_sum_of_uses_that_share_gradients(device, dim, dtype):
             same(out, naive.sum_uses(terms, inverse, rows))
 
 
+@pytest.mark.slow_on_standin
 @pytest.mark.parametrize(("A", "E"), [(20, 7), (20, 0), (20, 20), (0, 0), (1, 1)])
 @pytest.mark.parametrize(("dim", "S", "R"), [(1, 0, 0), (1, 2, 0), (3, 1, 1), (80, 2, 0), (128, 0, 1), (80, 1, 3)])
 def test_exchange(device, dim, S, R, A, E):

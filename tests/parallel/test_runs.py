@@ -96,6 +96,7 @@ def test_two_processes_come_to_the_bits_of_one(alone, processes, small_data, sta
         assert told in launcher.out
 
 
+@pytest.mark.slow
 def test_groups_of_tables_and_bags(alone, processes, films):
     own = ("--model", "tests.own_models:ThreeTables", "--emb-dim", 3)
     first, _ = trained(processes, in_a_loop, films, *own, *CACHED)
