@@ -6,6 +6,7 @@ every batch, also where there is nothing to give: none depends on the data.
 W ranks, G groups of tables that share ids, U unique ids of a group on this rank.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -72,6 +73,7 @@ class Exchange:
         self.ranks, self._rows, self._dims = ranks, list(rows), [list(each) for each in dims]
         self._channels = self._ids, self._values, self._late, self._gradients = [ranks.channel() for _ in range(4)]
         self.least_bytes = 0  # that could have been sent to others, in place of what was: ids, rows and gradients once
+        self._counting = threading.Lock()  # several threads exchange
         self._dtype = np.dtype(np.int32 if max(rows) < 2**31 else np.int64)
 
     @property
@@ -97,7 +99,7 @@ class Exchange:
         flat = np.concatenate(parts).astype(self._dtype, copy=False)
         sums, receive = counts.sum(1).tolist(), wanted.sum(1).tolist()
         come = self._ids.all_to_all(torch.from_numpy(flat), sums, receive).numpy()
-        self.least_bytes += (len(flat) - sums[self.ranks.rank]) * flat.itemsize
+        self._count((len(flat) - sums[self.ranks.rank]) * flat.itemsize)
         pieces = np.split(come, np.cumsum(wanted.ravel())[:-1])  # by rank, by group
         here = unique_groups([pieces[group :: len(groups)] for group in range(len(groups))])
         return [
@@ -221,16 +223,18 @@ class Exchange:
                 for table, rows in enumerate(out[group]) if receive[group][rank] else ():
                     tasks += store_tasks(rows, taking[group][rank], views[rank][group][table])
         run_tasks(tasks)
-        self.least_bytes += 4 * sum(
-            int(n) * sum(dims) for each, dims in zip(counts, self._dims, strict=True) for n in each
-        )  # fmt: skip
+        self._count(4 * sum(int(n) * sum(dims) for each, dims in zip(counts, self._dims, strict=True) for n in each))
 
     def gradients(
         self, asked: Sequence[Asked], grads: Parts, micro_batches: int, sums: Sequence[Sequence[Rows | None]],
         chosen: Sequence[Chosen] | None = None,
     ) -> None:  # fmt: skip
         """See `give_gradients`."""
-        self.least_bytes += give_gradients(self._gradients, asked, grads, micro_batches, sums, chosen)
+        self._count(give_gradients(self._gradients, asked, grads, micro_batches, sums, chosen))
+
+    def _count(self, least: int) -> None:
+        with self._counting:
+            self.least_bytes += least
 
     def _give(self, channel: Channel, values: Rows, counts: Sequence[int], receive: Sequence[int]) -> Rows:
         out: Rows = channel.all_to_all(torch.from_numpy(values), counts, receive).numpy()
