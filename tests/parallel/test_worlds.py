@@ -1,5 +1,7 @@
 """The digest of a training by the number of its micro-batches alone: real rows, and a model of three groups."""
 
+import json
+
 import pytest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
@@ -37,6 +39,17 @@ def check(processes, alone, data, M, world, own, choices):
 @pytest.mark.parametrize(("M", "world"), WORLDS)
 def test_real_rows(processes, alone, real, M, world):
     check(processes, alone, real, M, world, SMALL, CHOICES[world // 2 % 2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [0, 2])
+def test_hardly_more_bytes_cross_than_must(processes, real, depth):
+    folder = processes.folder / "run"
+    own = ("--emb-dim", 16, "--batch-size", 1000, "--max-steps", 12, "--pipeline-depth", depth)
+    processes.start_ranks(2, *TRAIN, *flags_of(real, folder, *own, M=4))
+    assert [process.code for process in processes.ended()] == [0, 0]
+    sent = json.loads((folder / "summary.json").read_text())["ranks"]["sent_bytes"]
+    assert 0 < sent["least"] <= sent["rows"] <= 1.05 * sent["least"]
 
 
 @pytest.mark.slow
