@@ -209,17 +209,32 @@ class Worker:
         return float(np.median([_timed(lambda: np.copyto(there, values), 2) for _ in range(rounds)])) / values.nbytes
 
     def links(self, rounds: int) -> dict[str, float]:
-        """Return what it takes to give others something: seconds of nothing, and bytes a second of 16 MiB."""
+        """Return what it takes to give others something: seconds of nothing, and bytes a second of 16 MiB.
+
+        Nothing is given after a millisecond's work, as in a step: then who waits is asleep, and one comes last. The
+        mean, as some wait for the scheduler's next tick.
+        """
         assert self.ranks is not None
         channel, count = self.ranks.control, 4 << 20
         values = torch.zeros(count * (self.size - 1))
         counts = [0 if rank == self.rank else count for rank in range(self.size)]
         turns = itertools.cycle([torch.ones_like(values) for _ in range(8)])  # what comes is not in the cache
         nothing, none = torch.zeros(0), [0] * self.size
+        source, there = np.zeros(1 << 20, np.float32), np.zeros(1 << 20, np.float32)
+
+        def works() -> None:
+            np.copyto(there, source)
+
+        def meets() -> None:
+            works()
+            channel.all_to_all(nothing, none, none)
+
         least, most = [], []
         for _ in range(rounds):
             channel.barrier()
-            least.append(_timed(lambda: channel.all_to_all(nothing, none, none), 20))  # the mean: some wait for a tick
+            alone = _timed(works, 20)
+            channel.barrier()
+            least.append(max(_timed(meets, 20) - alone, 0.0))
             most.append(_timed(lambda: channel.all_to_all(next(turns), counts, counts, out=next(turns)), 3))
         return {"seconds": float(np.median(least)), "bytes_per_s": values.nbytes / float(np.median(most))}
 
