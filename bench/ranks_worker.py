@@ -5,6 +5,7 @@ Every process has one thread for kernels and one for torch, and is bound to one 
 
 import hostdev.core.environment  # isort: skip  # noqa: F401  (before torch)
 
+import gc
 import itertools
 import json
 import os
@@ -79,7 +80,8 @@ class Worker:
     def close(self) -> None:
         """End what runs."""
         self._open.close()
-        self._open, self._steps, self._runs = ExitStack(), None, {}  # what they hold is given back
+        self._open, self._steps, self._sent, self._runs = ExitStack(), None, None, {}
+        gc.collect()  # tables that something in a cycle holds would be there beside the next ones
 
     def training(
         self, rows: int, dim: int, batch: int, layers: list[int] | None, micro_batches: int, depth: int
