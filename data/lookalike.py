@@ -29,10 +29,20 @@ def cache_folder() -> Path:
     return (home / "Library/Caches" if sys.platform == "darwin" else home / ".cache") / "hostdev"
 
 
+def there() -> Path | None:
+    """Return the look-alike's folder where it has been made."""
+    folder = _folder()
+    return folder if (folder / FILE_NAME).is_file() else None
+
+
+def _folder() -> Path:
+    recipe = json.dumps([ROWS, SEED, asdict(OPTIONS), GENERATOR_VERSION, VERSION])
+    return cache_folder() / f"lookalike-{sha256(recipe.encode()).hexdigest()[:8]}"
+
+
 def ensure() -> tuple[Path, bool]:
     """Return the look-alike's folder, and whether it had to be made; processes that start together share it."""
-    recipe = json.dumps([ROWS, SEED, asdict(OPTIONS), GENERATOR_VERSION, VERSION])
-    folder = cache_folder() / f"lookalike-{sha256(recipe.encode()).hexdigest()[:8]}"
+    folder = _folder()
     if (folder / FILE_NAME).is_file():
         return folder, False
     try:

@@ -3,11 +3,13 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from hostdev.core.initializers import Constant, Initializer, Normal, initial_array
+from hostdev.core.pieces import Piece
 
 
 def perceptron(widths: Sequence[int], *, dropout: float = 0.0, linear: bool = True) -> nn.Sequential:
@@ -24,12 +26,20 @@ def perceptron(widths: Sequence[int], *, dropout: float = 0.0, linear: bool = Tr
     return nn.Sequential(*modules[: -2 if dropout else -1] if linear else modules)
 
 
-def logits_of(layers: nn.Sequential, inputs: Tensor) -> Tensor:
-    """Return what layers with one output give, float32 [B], the last of them calculated in float32."""
-    *hidden, last = layers
-    for layer in hidden:
-        inputs = layer(inputs)
-    return in_float32(last, inputs)
+def hidden_pieces(name: str, layers: nn.Sequential, *, alone: bool = False) -> list[Piece]:
+    """Return a network's layers but the last as pieces.
+
+    alone  they take one value; else two, of which the first goes by
+    """
+    return [
+        Piece(f"{name}.{number}", layer if alone else partial(beside, layer), (layer,))
+        for number, layer in enumerate(list(layers)[:-1])
+    ]
+
+
+def beside(layer: nn.Module, by: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a value that goes by, and what a layer makes of another one."""
+    return by, layer(value)
 
 
 def in_float32(last: nn.Module, inputs: Tensor) -> Tensor:

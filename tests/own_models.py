@@ -6,6 +6,7 @@ from hostdev.models.deepfm.network import DeepFM
 from torch import nn
 
 from hostdev import SGD, Bag, Feature, LazyAdam, TableSpec
+from hostdev.core.pieces import Piece, run
 
 
 class ThreeTables(nn.Module):
@@ -48,9 +49,21 @@ class ThreeTables(nn.Module):
         }
 
     def forward(self, dense, rows):
+        return run(self.pieces(), dense, rows)
+
+    def pieces(self):
+        first, relu, last = self.top
+        return [
+            Piece("input", self._input),
+            Piece("top.0", lambda by, value: (by, first(value)), (first,)),
+            Piece("top.1", lambda by, value: (by, relu(value))),
+            Piece("output", lambda by, value: by + last(value).squeeze(1), (last,)),
+        ]
+
+    def _input(self, dense, rows):
         first, weight = rows["first"]
         others = [rows[name] for name in self.features if name not in ("first", "second")]
-        return weight.squeeze(1) + self.top(torch.cat([first, rows["second"], *others, dense], 1)).squeeze(1)
+        return weight.squeeze(1), torch.cat([first, rows["second"], *others, dense], 1)
 
 
 class FewRows(nn.Module):
@@ -91,3 +104,59 @@ class Dropout(DeepFM):
 
     def __init__(self, schema, dim, *, seed, optimizer=None):
         super().__init__(schema, dim, seed=seed, optimizer=optimizer, layers=(16, 8), dropout=0.5)
+
+
+class FailsInTheEnd(DeepFM):
+    """A network whose last piece fails, when it computes something."""
+
+    def pieces(self):
+        *pieces, last = super().pieces()
+        return [*pieces, last._replace(call=self._fail)]
+
+    def _fail(self, base, deep):
+        if type(base) is torch.Tensor:
+            raise ValueError("the end of the network fails")
+        return base + deep.sum(1)
+
+
+class Tied(DeepFM):
+    """A network whose first and last hidden layers share their weights."""
+
+    def __init__(self, schema, dim, *, seed, optimizer=None):
+        width = (len(schema.dense) + len(schema.columns)) * dim
+        super().__init__(schema, dim, seed=seed, optimizer=optimizer, layers=(width, 8, width, width))
+        self.deep[6].weight = self.deep[0].weight
+
+
+class Overflowing(DeepFM):
+    """The gradient of the last layer's weights, and no other, is infinite."""
+
+    def __init__(self, schema, dim, *, seed, optimizer=None):
+        super().__init__(schema, dim, seed=seed, optimizer=optimizer, layers=(16, 8))
+        self.deep[-1].weight.register_hook(lambda grad: grad * float("inf"))
+
+
+class Unused(DeepFM):
+    """A value that goes by, and that nobody uses in the end; what it is made of takes no step. And frozen weights."""
+
+    def __init__(self, schema, dim, *, seed, optimizer=None):
+        super().__init__(schema, dim, seed=seed, optimizer=optimizer, layers=(8, 8, 8))
+        self.aside = nn.Parameter(torch.ones(()))
+        self.frozen = nn.Parameter(torch.full((), 0.5), requires_grad=False)
+
+    def pieces(self):
+        first, *pieces, last = super().pieces()
+        beside = [
+            piece._replace(call=lambda base, deep, aside, call=piece.call: (*call(base, deep), aside))
+            for piece in pieces
+        ]
+        beside[0] = beside[0]._replace(holds=(*beside[0].holds, self.frozen))
+        return [
+            first._replace(call=lambda *given: self._with_aside(first.call(*given)), holds=(*first.holds, self.aside)),
+            *beside,
+            last._replace(call=lambda base, deep, aside: last.call(base * self.frozen, deep),
+                          holds=(*last.holds, self.frozen)),
+        ]  # fmt: skip
+
+    def _with_aside(self, given):
+        return (*given, given[0] * self.aside)

@@ -15,7 +15,7 @@ import torch
 
 from hostdev import UserError
 from hostdev.core.timeline import STAGES
-from hostdev.train.trainer import NonFiniteLossError
+from hostdev.train.losses import NonFiniteLossError
 from tests import fields
 from tests.fields import FIELDS, FieldsBatch
 

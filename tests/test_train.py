@@ -20,7 +20,7 @@ from hostdev.cache import optimum
 from hostdev.core import cli
 from hostdev.device import backend
 from hostdev.train import __main__ as train
-from hostdev.train import config, trainer
+from hostdev.train import config, room
 from tests.conftest import environment
 from tests.test_shards import rewrite
 
@@ -62,7 +62,7 @@ def test_the_list_of_flags():
         "--early-stop", "--seed", "--max-steps", "--run-dir", "--checkpoint-every", "--checkpoint-minutes",
         "--keep-checkpoints", "--checkpoint-dir", "--resume",
         "--micro-batches", "--gradients", "--torch-threads", "--batch-per-rank", "--spawn", "--dist-backend",
-        "--dist-url", "--dist-timeout", "--dense-exchange",
+        "--dist-url", "--dist-timeout", "--dense-exchange", "--mesh", "--schedule", "--stage-cut",
     }  # fmt: skip
 
 
@@ -267,8 +267,8 @@ def test_a_device_that_is_not_there(trained, small_data, tmp_path, capsys):
 @pytest.mark.parametrize("mix", [True, False])
 def test_a_table_that_does_not_fit(device, trained, small_data, tmp_path, capsys, monkeypatch, mix):
     rows = manifest.read(small_data).vocabulary_size
-    monkeypatch.setattr(trainer, "available_bytes", lambda: 10**6)
-    monkeypatch.setattr(trainer, "free_bytes", lambda device: 10**6)
+    monkeypatch.setattr(room, "available_bytes", lambda: 10**6)
+    monkeypatch.setattr(room, "free_bytes", lambda device: 10**6)
     assert trained(*small(small_data, *["--host-device-mix"][:mix], "--emb-dim", 1000, device=device)) == 2
     needed = rows * 1000 * 3 * 4
     assert f"needs {rows} rows x 1000 x (1 + 2 slots) x 4 = {needed} bytes" in (error := error_of(capsys))

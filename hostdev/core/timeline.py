@@ -36,15 +36,17 @@ class Timeline:
         self._at_work = 0
         self._since = 0
         self._file: IO[str] | None = None
+        self._pid = 1
         self._zero = time.perf_counter_ns()
 
-    def write_to(self, file: IO[str], *, alone: bool = True) -> None:
-        """Write a trace to a text file from now on; `close` completes it. `alone`: there are no other ranks."""
-        events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "hostdev"}}]
+    def write_to(self, file: IO[str], *, rank: int | None = None) -> None:
+        """Write a trace to a text file from now on; `close` completes it. `rank`: this one's among others."""
+        self._pid, name = (1, "hostdev") if rank is None else (1 + rank, f"hostdev rank {rank}")
+        events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": self._pid, "args": {"name": name}}]
         for stage, track in _NUMBERS.items():
-            if alone and stage in EXCHANGES:
+            if rank is None and stage in EXCHANGES:
                 continue
-            where = {"pid": 1, "tid": track}
+            where = {"pid": self._pid, "tid": track}
             events.append({"name": "thread_name", "ph": "M", **where, "args": {"name": _NAMES.get(stage, stage)}})
             events.append({"name": "thread_sort_index", "ph": "M", **where, "args": {"sort_index": track}})
         with naming(file.name):
@@ -131,7 +133,7 @@ class Timeline:
             self._at_work += by
 
     def _write(self, stage: str, batch: int, flow: str, start: int, end: int, args: dict[str, int]) -> None:
-        where = {"pid": 1, "tid": _NUMBERS[stage]}
+        where = {"pid": self._pid, "tid": _NUMBERS[stage]}
         at, length = (start - self._zero) / 1e3, (end - start) / 1e3
         number = {{"checkpoint": "step"}.get(stage, "epoch" if stage in PHASES else "batch"): batch}
         events: list[dict[str, Any]] = [

@@ -208,6 +208,16 @@ class DenseGradients:
         self._missing = None
         return [self._has[number] for number in range(len(self.parameters))]
 
+    def put_nodes(self, nodes: Sequence[Node[Grads]]) -> list[bool]:
+        """Take the gradients of all micro-batches of the step here, in place of `put` for each; returns the same."""
+        for bucket, numbers in enumerate(self._buckets):
+            self._trees[bucket].nodes = [
+                Node(start, size, None if value is None else [value[number] for number in numbers])
+                for start, size, value in nodes
+            ]
+            self._hand_on(bucket)
+        return [self._has[number] for number in range(len(self.parameters))]
+
     def _take(self, bucket: int) -> None:
         parameters = [self.parameters[number] for number in self._buckets[bucket]]
         self._trees[bucket].put(Node(self._next, 1, [parameter.grad for parameter in parameters]))
@@ -217,6 +227,9 @@ class DenseGradients:
     def _send(self, bucket: int) -> None:
         """Let a bucket be on its way; all ranks do so in the same order."""
         self._take(bucket)
+        self._hand_on(bucket)
+
+    def _hand_on(self, bucket: int) -> None:
         if not bucket:
             self._has = [False] * len(self.parameters)
         parts = []
@@ -273,7 +286,7 @@ class DenseGradients:
         parts = [values] + [torch.zeros_like(values)] * (len(self._nodes[self._channel.rank]) - 1)
         return self._summed(self._submit(self._small, parts))
 
-    def finish(self, given: Sequence[bool]) -> None:
+    def finish(self, given: Sequence[int]) -> None:
         """Give the parameters the sums; None to those of which no rank has had a gradient."""
         for bucket, total in zip(self._buckets, self._totals, strict=True):
             flat, at = self._summed(total), 0
@@ -289,14 +302,38 @@ class DenseGradients:
 class DenseExchange:
     """The `DenseGradients` of the parameters that a loop reduces; knows nothing of the loop.
 
-    channel  to the ranks that compute the micro-batches; None: there are no others
+    channel  to the ranks that compute the micro-batches with the same parameters; None: there are no others
     count    micro-batches of a step on each rank
     kind     one of `EXCHANGES`
+    others   channels of the host to the same ranks, and to all; None: these are all
     """
 
-    def __init__(self, channel: Channel | None, count: int, kind: str) -> None:
-        self._channel, self._count, self._kind = channel, count, kind
+    def __init__(
+        self, channel: Channel | None, count: int, kind: str, others: tuple[Channel, Channel] | None = None
+    ) -> None:
+        self._channel, self._count, self._kind, self._others = channel, count, kind, others
         self._current: DenseGradients | None = None
+        self._sums: dict[int, TreeAllReduce] = {}  # over all ranks, by the number of values
+
+    @property
+    def is_of_all(self) -> bool:
+        """Tell whether all ranks have the same parameters."""
+        return self._others is None
+
+    def told(self, has: Sequence[bool]) -> list[bool]:
+        """Return which parameters have a gradient on any of the ranks that have these."""
+        assert self._others is not None
+        [found] = np.max([self._others[0].gather(np.array(has, np.int64))], axis=1)
+        return [bool(one) for one in found]
+
+    def small(self, dense: DenseGradients, values: Tensor) -> Tensor:
+        """Return the sum over all ranks of a few numbers, float32 [n]."""
+        if self._others is None:
+            return dense.small(values)
+        to_all, n = self._others[1], len(values)
+        if n not in self._sums:
+            self._sums[n] = TreeAllReduce(to_all, [[(rank, 1)] for rank in range(to_all.ranks)], n)
+        return self._sums[n].sum([values.cpu()])
 
     def of(self, parameters: list[Tensor]) -> DenseGradients:
         """Return what exchanges the gradients of these parameters."""

@@ -230,7 +230,8 @@ class Exchange:
         chosen: Sequence[Chosen] | None = None,
     ) -> None:  # fmt: skip
         """See `give_gradients`."""
-        self._count(give_gradients(self._gradients, asked, grads, micro_batches, sums, chosen))
+        nodes = self.ranks.mesh.nodes(micro_batches)
+        self._count(give_gradients(self._gradients, asked, grads, nodes, sums, chosen))
 
     def _count(self, least: int) -> None:
         with self._counting:

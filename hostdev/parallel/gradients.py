@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hostdev.core.micro_batches import nodes_of
 from hostdev.kernels.lookup import lookup_tasks
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.tree import tree_sums, uses_of
@@ -35,7 +34,7 @@ def give_gradients(
     channel: Channel,
     asked: Sequence[Any],
     grads: Parts,
-    micro_batches: int,
+    nodes: Sequence[Sequence[tuple[int, int]]],
     sums: Sequence[Sequence[Rows | None]],
     chosen: Sequence[Chosen] | None = None,
 ) -> int:
@@ -44,14 +43,13 @@ def give_gradients(
     asked   of each group, what this rank asks for and is asked for (`exchange.Asked`)
     grads   of each group and table those of this rank's nodes (`core.micro_batches`), float32 [U, D]; None where none
             has come to any rank
-    micro_batches  of a step on each rank
+    nodes   (start, size) of those of each rank; none of one that asks for nothing
     sums    of each group and table, float32 [any, D], where gradients have come: written, those rows that are chosen
     chosen  of each group; None: all rows
 
     Returns the bytes that have to be sent to others.
     """
-    W, mine = channel.ranks, channel.rank
-    nodes = [nodes_of(rank * micro_batches, (rank + 1) * micro_batches) for rank in range(W)]
+    mine = channel.rank
     dims = [[0 if out is None else out.shape[1] for out in each] for each in sums]
     giving = [places_of(one.counts, None if chosen is None else chosen[g].asked) for g, one in enumerate(asked)]
     taking = [_counts(one.wanted, None if chosen is None else chosen[g].wanted) for g, one in enumerate(asked)]

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from hostdev.core.errors import UserError
+from hostdev.parallel.mesh import Mesh, MeshPlace
 from hostdev.parallel.place import Place
 from hostdev.parallel.watch import LOST_SECONDS, Watch
 
@@ -46,7 +47,7 @@ class Channel:
         self, rank: int, ranks: int, group: Any, lost: Callable[[], None], backend: str = HOST_BACKEND,
         device: torch.device | None = None,
     ) -> None:  # fmt: skip
-        self.rank, self.ranks, self._group, self._lost = rank, ranks, group, lost
+        self.rank, self.ranks, self.group, self._lost = rank, ranks, group, lost
         self.backend, self.device = backend, torch.device("cpu") if device is None else device
         self.sent_bytes = 0  # to others
 
@@ -65,8 +66,8 @@ class Channel:
         own = slice(sum(counts[: self.rank]) * row, sum(counts[: self.rank + 1]) * row)
         self.sent_bytes += (len(values) - (own.stop - own.start)) * values.element_size()
         splits = [n * row for n in receive], [n * row for n in counts]
-        with self._answering():
-            dist.all_to_all_single(out, values, *splits, group=self._group)
+        with self.answering():
+            dist.all_to_all_single(out, values, *splits, group=self.group)
         return out
 
     def try_out(self) -> str:
@@ -74,7 +75,7 @@ class Channel:
         try:
             one = torch.ones(self.ranks, device=self.device)
             come = torch.empty_like(one)
-            dist.all_to_all_single(come, one, group=self._group)
+            dist.all_to_all_single(come, one, group=self.group)
             return "" if bool((come == 1).all()) else "it brings wrong values"
         except RuntimeError as error:
             return str(error).strip().replace("\n", " ")
@@ -82,11 +83,12 @@ class Channel:
     def all_reduce(self, values: Tensor) -> None:
         """Overwrite values with the sum over all ranks, in whatever order."""
         self.sent_bytes += 2 * (self.ranks - 1) * values.nbytes // self.ranks
-        with self._answering():
-            dist.all_reduce(values, group=self._group)
+        with self.answering():
+            dist.all_reduce(values, group=self.group)
 
     @contextmanager
-    def _answering(self) -> Iterator[None]:
+    def answering(self) -> Iterator[None]:
+        """PeerLostError where another rank does not answer within."""
         try:
             yield
         except RuntimeError as error:
@@ -114,7 +116,7 @@ class Channel:
 
     def broadcast(self, values: Tensor) -> None:
         """Overwrite values in host memory with those of rank 0."""
-        dist.broadcast(values, 0, group=self._group)
+        dist.broadcast(values, 0, group=self.group)
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
@@ -129,13 +131,17 @@ class Ranks:
     timeout   seconds that it waits for another within a step
     meeting   seconds until all have come
     backend   for buffers on devices: see `device_channel`
+    mesh      how they share out the network; None: each has all of it, and its part of the samples
     """
 
     def __init__(
         self, place: Place, on_fault: Callable[[int, str], None], *, timeout: float = TIMEOUT, meeting: float = MEETING,
-        backend: str | None = None,
+        backend: str | None = None, mesh: Mesh | None = None,
     ) -> None:  # fmt: skip
         self.place, self._backend = place, backend
+        self.mesh = mesh or Mesh(data=place.ranks)
+        if self.mesh.size != place.ranks:
+            raise ValueError(f"the mesh {self.mesh} is of {self.mesh.size} ranks, and there are {place.ranks}")
         self._kept: list[Channel] = []
         self.rank, self.size = place.rank, place.ranks
         self.store = _meet(place, meeting)
@@ -160,14 +166,30 @@ class Ranks:
             self.watch.fail(why)
             raise UserError(f"rank {self.rank} of {self.size}: {why}") from None
 
-    def channel(self) -> Channel:
+    @property
+    def at(self) -> MeshPlace:
+        """Where this rank is in the mesh."""
+        return self.mesh.place(self.rank)
+
+    def share(self) -> tuple[int, int]:
+        """Return which share of the samples this rank computes, and of how many."""
+        return self.at.data, self.mesh.data
+
+    @property
+    def leads(self) -> bool:
+        """Tell whether this rank looks up the rows of its samples."""
+        return self.mesh.leads(self.rank)
+
+    def channel(self, axis: str | None = None) -> Channel:
         """Return a new channel; all ranks make theirs in the same order.
 
         Every thread that exchanges something has one of its own: the order within one is the same on every rank.
-        """
-        return self._channel(HOST_BACKEND, None)
 
-    def device_channel(self, device: torch.device) -> Channel:
+        axis  of the mesh, to the ranks along it; None: to all
+        """
+        return self._channel(HOST_BACKEND, None, axis)
+
+    def device_channel(self, device: torch.device, axis: str | None = None) -> Channel:
         """Return a new channel for what is on a device; all ranks make theirs in the same order.
 
         Its buffers are on the device, where torch has a backend for devices of this kind, such as NCCL, and each rank
@@ -186,10 +208,10 @@ class Ranks:
             )  # fmt: skip
             raise UserError(f"--dist-backend {name}: {where}, {why}; leave it out, or use {HOST_BACKEND}")
         if own is None or not possible or HOST_BACKEND in wanted:
-            return self.channel()
+            return self.channel(axis)
         # The watch ends all ranks where one is gone, and says which; NCCL's own would abort this process before.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        channel = self._channel(own, device)
+        channel = self._channel(own, device, axis)
         for rank, error in enumerate(self.control.share(channel.try_out())):
             if error:
                 raise UserError(
@@ -198,9 +220,13 @@ class Ranks:
         self._kept.append(channel)  # to close one may wait for other ranks, and so is not left to chance
         return channel
 
-    def _channel(self, backend: str, device: torch.device | None) -> Channel:
-        group = dist.new_group(backend=backend, timeout=self._within)
-        channel = Channel(self.rank, self.size, group, self.watch.lost, backend, device)
+    def _channel(self, backend: str, device: torch.device | None, axis: str | None) -> Channel:
+        mine, group = list(range(self.size)), None
+        for members in [mine] if axis is None else self.mesh.groups(axis):  # torch wants all ranks to make all groups
+            made = dist.new_group(members, backend=backend, timeout=self._within)
+            if self.rank in members:
+                mine, group = members, made
+        channel = Channel(mine.index(self.rank), len(mine), group, self.watch.lost, backend, device)
         weakref.finalize(channel, _close, group).atexit = False  # sockets and threads are few
         return channel
 

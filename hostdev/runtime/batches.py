@@ -16,6 +16,7 @@ from hostdev.runtime.read_ahead import ReadAhead
 from hostdev.runtime.reduction import Reduction
 from hostdev.runtime.requests import Micro, Reader
 from hostdev.runtime.rows import Leaf, Order, Rows, values_of
+from hostdev.runtime.step import Step
 
 _open_loops: WeakSet[Any] = WeakSet()
 
@@ -31,8 +32,10 @@ def _close_all() -> None:
 class Loop:
     """Batches in order, each with its rows."""
 
-    def __init__(self, runtime: Any, batches: Iterable[Any], reader: Reader) -> None:
+    def __init__(self, runtime: Any, batches: Iterable[Any], reader: Reader, *, by_step: bool = False) -> None:
+        self._by_step = by_step
         self._runtime, self._reader, self._batches = runtime, reader, batches
+        self._asks = runtime.ranks is None or runtime.ranks.leads  # else other ranks have the rows of its samples
         self._stack = ExitStack()  # whose callbacks do not refer to the loop: it is to end when nobody holds it
         self._pass: Any = None  # None before the first batch and after the last
         self._ended = False
@@ -119,13 +122,13 @@ class Loop:
         """For `Rows.guard`: what is not 0 from the first step on that is not finite, and 1; both on the device."""
         return None
 
-    def __next__(self) -> tuple[Any, Rows]:
-        """Finish the batch before, and return the next one with its rows."""
+    def __next__(self) -> Any:
+        """Finish the batch before, and return the next one with its rows, or the next step's."""
         if self._ended:
             raise StopIteration
         try:
             with torch.inference_mode(False):  # or tensors that a step changes would not allow it
-                if not self._micros:
+                if self._by_step or not self._micros:
                     self._end_flight()
                     if self._pass is None:
                         self._pass = self._open()
@@ -138,6 +141,10 @@ class Loop:
                         self._stack.close()
                         raise StopIteration
                     self._take(flight)
+                    if self._by_step:
+                        return Step(
+                            flight.number, [micro.samples for micro in self._micros], self._next_batch, self._reduction
+                        )
                 return self._next_batch()
         except StopIteration:
             raise
@@ -171,23 +178,28 @@ class Loop:
         assert flight is not None
         if self._ahead is not None:
             self._ahead.given()
-        located = []
-        for ids, wanted in zip(micro.ids, runtime.wanted, strict=True):
-            offsets = self._sent.pop(0) if ids.offsets is not None else None
-            weights = self._sent.pop(0) if ids.weights is not None else None
-            located.append((offsets, weights, wanted.feature.pooling == "mean"))
-        batch = micro.batch([self._sent.pop(0) for _ in micro.tensors])
-        uses = [self._uses(flight, group, micro, located) for group in range(len(runtime.group_specs))]
-        with torch.set_grad_enabled(any(leaf.trained for group in self._leaves for leaf in group)):
-            features = [spec.features for spec in runtime.group_specs]
-            values = values_of(runtime.wanted, features, self._leaves, uses, [ids.shape for ids in micro.ids])
         order = list(dict.fromkeys(at for wanted in runtime.wanted for at in wanted.tables))
+        uses, values = self._looked_up(flight, micro) if self._asks else ([], {})
+        batch = micro.batch([self._sent.pop(0) for _ in micro.tensors])
         rows = Rows(
             flight, uses, self._leaves, values, order, runtime.staging, self._flags(), due=not self._micros,
             reduction=self._reduction,
         )  # fmt: skip
         self._rows.append(rows)
         return batch, rows
+
+    def _looked_up(self, flight: Flight, micro: Micro) -> tuple[list[GroupUses], dict[str, Any]]:
+        """Return where a micro-batch uses the rows, and these by feature."""
+        runtime, located = self._runtime, []
+        for ids, wanted in zip(micro.ids, runtime.wanted, strict=True):
+            offsets = self._sent.pop(0) if ids.offsets is not None else None
+            weights = self._sent.pop(0) if ids.weights is not None else None
+            located.append((offsets, weights, wanted.feature.pooling == "mean"))
+        uses = [self._uses(flight, group, micro, located) for group in range(len(runtime.group_specs))]
+        with torch.set_grad_enabled(any(leaf.trained for group in self._leaves for leaf in group)):
+            features = [spec.features for spec in runtime.group_specs]
+            values = values_of(runtime.wanted, features, self._leaves, uses, [ids.shape for ids in micro.ids])
+        return uses, values
 
     def _uses(self, flight: Flight, group: int, micro: Micro, located: list[Any]) -> GroupUses:
         part, features, left = flight.groups[group], [], self._inverses[group]

@@ -1,8 +1,8 @@
 """`core.digest` of tables and of torch's modules, wherever they lie."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,21 +24,47 @@ class _Table(Protocol):
     def total_rows(self) -> int: ...
 
 
-def state_sha256(
-    tables: Iterable[_Table], network: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks | None = None
-) -> str:
+class DenseState(NamedTuple):
+    """A dense side that is whole, in the words of torch's `state_dict`s."""
+
+    model: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    names: Sequence[str]  # of the parameters, each once, in the optimizer's order
+    buffers: Sequence[str]  # names of those that are persistent
+
+
+def state_of(network: nn.Module, optimizer: torch.optim.Optimizer) -> DenseState:
+    """Return the state of a dense side that is whole here."""
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    numbered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    return DenseState(network.state_dict(), optimizer.state_dict(), numbered, buffers_of(network))
+
+
+def buffers_of(network: nn.Module) -> list[str]:
+    """Return the names of a network's persistent buffers."""
+    parameters = dict(network.named_parameters(remove_duplicate=False))
+    return [
+        name
+        for name, value in network.state_dict().items()
+        if name not in parameters and isinstance(value, torch.Tensor)
+    ]
+
+
+def state_sha256(tables: Iterable[_Table], dense: DenseState, ranks: Ranks | None = None) -> str:
     """Return the SHA-256, in hexadecimal, of the logical state; with other ranks, all of them call it.
 
     Tables by name: the number of steps, the weights, then the slots by name; then the dense parameters by name, each
     followed by its optimizer state by name; then the network's persistent buffers by name. Before each array goes a
     line with its name, dtype and shape; arrays are row-major and little-endian. Where a table lies, and how its rows
     are laid out in memory, does not matter.
+
+    dense  the same on all ranks, or on rank 0
     """
     digest = StateDigest()
     for table in sorted(tables, key=lambda table: table.name):
         weights, *slots = columns_of(table, ranks)
         digest.table(table.name, table.step, weights, slots)
-    for name, values in dense_arrays(network, optimizer):
+    for name, values, _ in dense_arrays(dense):
         rows = values if values.ndim else values.reshape(1)
         dtype = str(values.dtype).removeprefix("torch.")
         digest.array(name, dtype, values.shape, pieces_of(rows, fetched))
@@ -59,17 +85,16 @@ def columns_of(table: _Table, ranks: Ranks | None = None) -> list[Column]:
     return [Column(name, tuple(rows.shape), partial(pieces_of, rows, fetched)) for name, rows in found]
 
 
-def dense_arrays(network: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what the digest says of the dense side, in order."""
-    for name, parameter in sorted(network.named_parameters()):
-        yield name, parameter.detach()
-        state = optimizer.state.get(parameter, {})
+def dense_arrays(dense: DenseState) -> Iterator[tuple[str, torch.Tensor, str]]:
+    """Yield what the digest says of the dense side, in order: its name, and where it is in {"model", "optimizer"}."""
+    numbers = {name: number for number, name in enumerate(dense.names)}
+    for name in sorted(dense.names):
+        yield name, dense.model[name].detach(), f"model.{name}"
+        state = dense.optimizer["state"].get(numbers[name], {})
         for key in sorted(state):
-            yield f"{name}/{key}", torch.as_tensor(state[key])
-    parameters = dict(network.named_parameters(remove_duplicate=False))
-    for name, value in sorted(network.state_dict().items()):
-        if name not in parameters and isinstance(value, torch.Tensor):
-            yield name, value
+            yield f"{name}/{key}", torch.as_tensor(state[key]), f"optimizer.state.{numbers[name]}.{key}"
+    for name in sorted(dense.buffers):
+        yield name, dense.model[name], f"model.{name}"
 
 
 def fetched(rows: Any) -> Any:
@@ -82,16 +107,6 @@ def fetched(rows: Any) -> Any:
     return np.ascontiguousarray(rows)
 
 
-def names_in_checkpoint(network: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
+def names_in_checkpoint(dense: DenseState) -> list[tuple[str, str]]:
     """Return for each of `dense_arrays` its name and where it is among {"model", "optimizer"}'s `state_dict`s."""
-    numbers = {id(parameter): number for number, parameter in enumerate(_parameters(optimizer))}
-    places = {}
-    for name, parameter in network.named_parameters():
-        places[name] = f"model.{name}"
-        for key in optimizer.state.get(parameter, {}):
-            places[f"{name}/{key}"] = f"optimizer.state.{numbers[id(parameter)]}.{key}"
-    return [(name, places.get(name, f"model.{name}")) for name, _ in dense_arrays(network, optimizer)]
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return [(name, place) for name, _, place in dense_arrays(dense)]

@@ -42,9 +42,9 @@ class TrainLoop(Loop):
 
     def __init__(
         self, runtime: Any, batches: Iterable[Any], reader: Reader, micro_batches: int = 0, *,
-        reduce_early: bool = False,
+        reduce_early: bool = False, by_step: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(runtime, batches, reader)
+        super().__init__(runtime, batches, reader, by_step=by_step)
         self._reduce_early = reduce_early
         self._micro_batches = micro_batches  # of a step; 0: what it has is not added in the order of a tree
         self.thread = threading.get_ident()
@@ -59,7 +59,9 @@ class TrainLoop(Loop):
         self._unscaled = False
         self._origin: scaling.Origin | None = None  # of the flight's gradients, where a loss was scaled
         self._overflow: Tensor | None = None  # found when the gradients were unscaled, float32 []
-        self._dense = DenseExchange(runtime.dense_channel, micro_batches, runtime.dense_exchange)
+        self._dense = DenseExchange(
+            runtime.dense_channel, micro_batches, runtime.dense_exchange, runtime.other_channels
+        )
         self._late: list[Leaf] = []  # of a flight that was finished before the loop has come back
 
     def _open(self) -> Any:
@@ -70,7 +72,7 @@ class TrainLoop(Loop):
         scaling.watch(self)
         return self._stack.enter_context(runtime.pipeline.train(self._reader.requests(source)))
 
-    def __next__(self) -> tuple[Any, Rows]:
+    def __next__(self) -> Any:
         """Send the gradients of the batch before on their way, and return the next one with its rows."""
         self._require_thread()
         if self._runtime.predicting:
@@ -84,7 +86,7 @@ class TrainLoop(Loop):
 
     def _require_reduced(self) -> None:
         """ValueError where gradients of a micro-batch have come, and were not added to the step's."""
-        if self._reduction is None or self._rows[-1].reduced:
+        if self._reduction is None or (self._rows and self._rows[-1].reduced):
             return
         if self._micros or any(leaf.grads() for group in self._leaves for leaf in group):
             raise ValueError(
@@ -151,7 +153,7 @@ class TrainLoop(Loop):
 
     def _was_stepped(self) -> bool:
         """Tell whether the body is done with the flight: an optimizer has taken its step, or the loop has none."""
-        if self._reduction is not None and not self._rows[-1].reduced:
+        if self._reduction is not None and not (self._rows and self._rows[-1].reduced):
             return False
         return not self._micros and self._has_gradients() and (bool(self._stepped) or self._without > 0)
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from hostdev.core.micro_batches import Node, TreeSum
-from hostdev.parallel.dense import DenseExchange, Grads, add_lists
-from hostdev.parallel.ranks import Ranks
+from hostdev.parallel.dense import DenseExchange, DenseGradients, Grads, add_lists
+from hostdev.parallel.ranks import Channel, Ranks
 from hostdev.pipeline.flight import Flight
 from hostdev.runtime.rows import Leaf
 
@@ -32,7 +32,8 @@ class Reduction:
         self._leaves, self._flags, self._ranks, self.count, self._exchange = leaves, flags, ranks, count, dense
         self._rows: TreeSum[Grads] = TreeSum(add_lists)
         self._dense: TreeSum[Grads] = TreeSum(add_lists)
-        self._first = 0 if ranks is None else ranks.rank * count
+        self._first = 0 if ranks is None else ranks.share()[0] * count
+        self._rows_come: dict[int, Grads] = {}  # of micro-batches, where these come in an order of their own
         self._next = self._first
         self._parameters: list[Tensor] = []
         self._values: list[Tensor | None] = []
@@ -77,23 +78,49 @@ class Reduction:
             parameter.grad = None if total is None else total.add_(0.0)
         return _stacked(self._values)
 
+    def rows_came(self, number: int) -> None:
+        """See `Step.came`."""
+        self._rows_come[number] = _taken([leaf.rows for leaf in self._leaves])
+        while self._next - self._first in self._rows_come:
+            self._put_rows(self._rows_come.pop(self._next - self._first))
+
+    def _put_rows(self, grads: Grads) -> None:
+        self._rows.put(Node(self._next, 1, grads))
+        self._next += 1
+
+    def add_step(
+        self, parameters: Sequence[Tensor], nodes: Sequence[Node[Grads]], values: Sequence[Tensor | None]
+    ) -> Tensor | None:
+        """See `Step.reduce`."""
+        assert self._ranks is not None
+        if self._ranks.leads:  # a micro-batch without samples has nothing to add, and is counted
+            for number in range(self._next - self._first, self.count):
+                self._put_rows(self._rows_come.pop(number, [None] * len(self._leaves)))
+        self._values = [None if value is None else value.detach().float() for value in values]
+        dense = self._exchange.of(list(parameters))
+        return self._exchanged(self._ranks, dense, dense.put_nodes(nodes))
+
     def _to_ranks(self, ranks: Ranks) -> Tensor | None:
         """Give all ranks the sums over all of the parameters' gradients, and of the rows' what is to be sent."""
         dense = self._exchange.of([one for one in self._parameters if one.requires_grad])
         has_dense = dense.put()
         self._next += 1
-        if has_dense is None:
-            return None
+        return None if has_dense is None else self._exchanged(ranks, dense, has_dense)
+
+    def _exchanged(self, ranks: Ranks, dense: DenseGradients, has_dense: Sequence[bool]) -> Tensor | None:
         rows = self._rows.nodes
         has_rows = [any(node.value is not None and node.value[leaf] is not None for node in rows)
                     for leaf in range(len(self._leaves))]  # fmt: skip
         shape = next((value.shape for value in self._values if value is not None), None)
         size, single = (0, False) if shape is None else (shape.numel(), not shape)
         not_ready = self._flight.first is None
-        telling = np.array([[*has_rows, *has_dense, size, single, not_ready, *ranks.telling]], np.int64)
-        told = ranks.control.exchange_counts(np.repeat(telling, ranks.size, axis=0)).max(0).tolist()
+        alike = self._exchange.is_of_all  # else others have other parameters
+        given_dense: Sequence[int] = has_dense if alike else self._exchange.told(has_dense)
+        telling = [*has_rows, *(has_dense if alike else ()), size, single, not_ready, *ranks.telling]
+        told = _largest(ranks.control, telling)
         given_rows, told = told[: len(has_rows)], told[len(has_rows) :]
-        given_dense, told = told[: len(has_dense)], told[len(has_dense) :]
+        if alike:
+            given_dense, told = told[: len(has_dense)], told[len(has_dense) :]
         size, single, self.in_two, ranks.told = told[0], bool(told[1]), not told[2], told[3:]
         found = [part for node in rows for part in node.value or () if part is not None]
         flag, one = self._flags
@@ -103,15 +130,29 @@ class Reduction:
             [_or_zeros(node.value, number, leaf.rows) for node in rows] if has else None
             for number, (leaf, has) in enumerate(zip(self._leaves, given_rows, strict=True))
         ]
-        all_values = torch.zeros((ranks.size * self.count, size), device=flag.device)
+        M = ranks.mesh.data * self.count
+        all_values = torch.zeros((M, size), device=flag.device)
         for number, value in enumerate(self._values, self._first):
             if value is not None:
                 all_values[number] = value.view(-1)
-        known = dense.small(torch.cat([all_values.view(-1), flag.view(1)])).to(flag.device)
+        if not alike:  # those who have other parameters do not see these sums
+            dense.finish(given_dense)
+            summed = [one.grad for one in dense.parameters if one.grad is not None]
+            if summed:
+                torch._amp_foreach_non_finite_check_and_unscale_(summed, flag, one)
+        known = self._exchange.small(dense, torch.cat([all_values.view(-1), flag.view(1)])).to(flag.device)
         flag.copy_(known[-1])
-        dense.finish(given_dense)
+        if alike:
+            dense.finish(given_dense)
         shape = torch.Size([] if single else [size])
-        return known[:-1].view(ranks.size * self.count, *shape) if size else None
+        return known[:-1].view(M, *shape) if size else None
+
+
+def _largest(channel: Channel, telling: Sequence[int]) -> list[int]:
+    """Tell all ranks some numbers; return the largest of each."""
+    rows = np.repeat(np.array([telling], np.int64), channel.ranks, axis=0)
+    found: list[int] = channel.exchange_counts(rows).max(0).tolist()
+    return found
 
 
 def _or_zeros(grads: Grads | None, number: int, like: Tensor) -> Tensor:

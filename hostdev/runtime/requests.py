@@ -23,6 +23,11 @@ class Micro(NamedTuple):
     ids: list[FeatureIds]
 
     @property
+    def samples(self) -> int:
+        """How many samples it has."""
+        return self.ids[0].samples
+
+    @property
     def tensors(self) -> list[Tensor]:
         """What is sent to the device."""
         return [] if self.structure is None else [leaf for leaf in self.leaves if _is_sent(leaf)]
@@ -55,6 +60,7 @@ class Reader:
     send            returns what of a batch is to be on the device, in any structure, with what else the loop needs
     together        batches that make one step
     whole           no step may have fewer: they are micro-batches
+    asks            the rows are looked up; else another rank does that, for the same samples
     """
 
     def __init__(
@@ -66,7 +72,9 @@ class Reader:
         together: int = 1,
         *,
         whole: bool = False,
+        asks: bool = True,
     ) -> None:
+        self._asks = asks
         self._wanted, self._groups, self._ids, self._send, self._together = wanted, groups, ids, send, together
         self._whole = whole
         self._names = [feature.name for feature in wanted]
@@ -124,14 +132,15 @@ class Reader:
         ids = []
         for group in self._groups:
             flat = [micro.ids[feature].values for micro in micros for feature in group.features]
+            flat = flat if self._asks else [part[:0] for part in flat]
             wide = len({part.dtype for part in flat}) > 1
             ids.append([part.astype(np.int64, copy=False) for part in flat] if wide else flat)
         tensors: list[Tensor] = []
         for micro in micros:
-            for feature in micro.ids:
+            for feature in micro.ids if self._asks else ():
                 tensors += [tensor for tensor in (feature.offsets, feature.weights) if tensor is not None]
             tensors += micro.tensors
-        return Request(None, sum(micro.ids[0].samples for micro in micros), ids, tensors, micros)
+        return Request(None, sum(micro.samples for micro in micros), ids, tensors, micros)
 
     def length(self, batches: Iterable[Any]) -> int:
         """Return how many batches a loop yields; TypeError where the loader does not say."""

@@ -315,6 +315,10 @@ class Rows(Mapping[str, Value]):
         """The batch's number in its loop, from 1."""
         return self._flight.position
 
+    def let_go(self) -> None:
+        """Let go of the features' rows: their gradients have come."""
+        self._values, self._unique = {}, {}
+
     def end(self) -> None:
         """Let go of everything: the loop has come back."""
         self.over = True

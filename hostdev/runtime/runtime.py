@@ -102,7 +102,11 @@ class Runtime:
                 )  # fmt: skip
             groups.append(Group(group.tables, made, log))  # type: ignore[arg-type]
         self.pipeline = Pipeline(groups, self.staging, depth=depth, timeline=timeline, log=log, ranks=ranks, **seams)
-        self.dense_channel = None if ranks is None else ranks.device_channel(self.device)
+        self.dense_channel = self.other_channels = None
+        if ranks is not None:
+            alike = ranks.mesh.data == ranks.size  # all ranks have the same parameters
+            self.dense_channel = ranks.device_channel(self.device, None if alike else "data")
+            self.other_channels = None if alike else (ranks.channel("data"), ranks.channel())
         self.predicting = 0  # loops over `predict` that are open
         self._open: ReferenceType[TrainLoop] | None = None  # the open loop over `train`, which ends when it is dropped
         self._frozen: set[str] = set()
@@ -147,6 +151,7 @@ class Runtime:
         accumulate: int = 1,
         micro_batches: int | None = None,
         reduce_early: bool = False,
+        by_step: bool = False,
     ) -> TrainLoop:
         """Return an iterator of (batch, rows): each batch with its `Rows`, whose gradients go to the tables.
 
@@ -163,6 +168,8 @@ class Runtime:
         reduce_early  with other ranks, a parameter's gradient is on its way as soon as the last micro-batch's backward
                     pass has brought it, as with DistributedDataParallel, and not only with `reduce`. Then nothing may
                     change it between the two, and a loop may not be left there
+        by_step     with other ranks, give a step's micro-batches at once, as a `Step`: for those who take them in an
+                    order of their own, as stages do
 
         A table takes a step with a batch if a gradient has come to its rows by then. When a step is skipped, as there
         was no `backward`, nothing changes. Breaking off, or an error, ends the loop: what has been stepped is in the
@@ -183,17 +190,31 @@ class Runtime:
                 if micro_batches < 1
                 else "micro_batches and accumulate are two ways to say how many batches make a step; give one"
             )
-        reader = Reader(self.wanted, self.group_specs, ids, send, micro_batches, whole=True)
-        return TrainLoop(self, batches, reader, micro_batches, reduce_early=reduce_early)
+        if by_step and self.ranks is None:
+            raise ValueError("by_step is for stages on several ranks, and this process is alone")
+        reader = Reader(self.wanted, self.group_specs, ids, send, micro_batches, whole=True, asks=self._asks)
+        return TrainLoop(self, batches, reader, micro_batches, reduce_early=reduce_early, by_step=by_step)
+
+    @property
+    def _asks(self) -> bool:
+        """Tell whether this rank looks up the rows of its samples."""
+        return self.ranks is None or self.ranks.leads
 
     def predict(
-        self, batches: Iterable[Any], *, ids: IdsOf | None = None, send: Callable[[Any], Any] | None = None
-    ) -> PredictLoop:
+        self, batches: Iterable[Any], *, ids: IdsOf | None = None, send: Callable[[Any], Any] | None = None,
+        micro_batches: int | None = None,
+    ) -> PredictLoop:  # fmt: skip
         """Return an iterator of (batch, rows) as `train` does, with rows that no gradient goes to; nothing changes.
+
+        micro_batches  so many batches at once, as a `Step`; None: one after the other
 
         Within a loop over `train` the tables are as after its last optimizer step.
         """
-        return PredictLoop(self, batches, Reader(self.wanted, self.group_specs, ids, send))
+        together = 1 if micro_batches is None else micro_batches
+        reader = Reader(
+            self.wanted, self.group_specs, ids, send, together, whole=micro_batches is not None, asks=self._asks
+        )
+        return PredictLoop(self, batches, reader, by_step=micro_batches is not None)
 
     def look_up(self, ids: Mapping[str, Any]) -> dict[str, Any]:
         """Return the rows of one batch of ids, by feature, as `predict` gives them."""

@@ -1,5 +1,6 @@
 """From options to a model and its trainer; what `train`, `verify` and `advise` share."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hostdev.cache.planner import warm_up as warm_up_planner
 from hostdev.core.errors import UserError
 from hostdev.core.optimizers import optimizer_of
 from hostdev.core.progress import bar
+from hostdev.data import manifest
 from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest, read_counts
 from hostdev.data.schema import Schema
@@ -19,9 +21,12 @@ from hostdev.host.warm_up import warm_up, warm_up_feature
 from hostdev.kernels.counter import key64
 from hostdev.models import registry
 from hostdev.models.model import Model
+from hostdev.parallel.mesh import SCHEDULES, mesh_of
+from hostdev.parallel.pieces import pieces_of
 from hostdev.runtime.features import read_ids
 from hostdev.runtime.spec import Bag, CacheSpec, TableSpec
 from hostdev.train.config import TrainConfig
+from hostdev.train.staged import Layout, begins_of, inputs_like
 
 _COUNTED_ROWS = 1 << 16  # at once
 
@@ -45,6 +50,23 @@ def model_of(settings: TrainConfig, schema: Schema) -> Model:
             except ValueError as error:
                 raise UserError(f"--table-lr {settings.table_lr}: {error}") from None
     return model
+
+
+def layout_of(settings: TrainConfig) -> Layout:
+    """Return how the options cut the model into stages."""
+    begins = None if settings.stage_cut is None else settings.stage_cut.split(",")
+    return Layout(settings.schedule or SCHEDULES[0], begins)
+
+
+def require_layout(settings: TrainConfig, data: Path) -> None:
+    """UserError where the options do not cut the model into stages; before any process waits for another."""
+    mesh = None if settings.mesh is None else mesh_of(settings.mesh)
+    if mesh is None or mesh.pipe == 1:
+        return
+    found = manifest.read(data)
+    model = model_of(settings, found.schema)
+    [sample] = itertools.islice(ShardReader(data, found, "train").batches(1), 1)
+    begins_of(pieces_of(model), layout_of(settings), mesh.pipe, lambda: inputs_like(model, sample, 2, None))
 
 
 def vector_tables(model: Model) -> dict[str, TableSpec]:

@@ -17,6 +17,7 @@ from hostdev.core.errors import UserError
 from hostdev.data import lookalike, manifest
 from hostdev.device import backend
 from hostdev.train import checkpointing, report
+from hostdev.train.build import require_layout
 from hostdev.train.config import TrainConfig
 from hostdev.train.interrupt import DEADLINE_SECONDS, GracefulStop, Interrupted
 from hostdev.train.processes import Company, joined, resolved
@@ -32,13 +33,20 @@ def train(settings: TrainConfig) -> dict[str, Any]:
 
     Raises UserError for wrong input or options, and Interrupted after Ctrl-C or SIGTERM, with the logs complete.
     """
-    with joined(settings) as company:
+    with joined(settings, partial(_require, settings)) as company:
         return _train(settings, company)
+
+
+def _require(settings: TrainConfig) -> None:
+    """Look at what can be wrong with the options before others are met; without data that is looked at later."""
+    data = settings.data or lookalike.there()
+    if data is not None:
+        require_layout(settings, data)
 
 
 def _train(settings: TrainConfig, company: Company | None) -> dict[str, Any]:
     if company is not None:
-        settings = resolved(settings, company.ranks.size)
+        settings = resolved(settings, company.ranks.mesh.data)
     data = settings.data
     if data is None:
         if company is not None and company.ranks.rank:
@@ -77,7 +85,8 @@ def _train(settings: TrainConfig, company: Company | None) -> dict[str, Any]:
         device = backend.describe(run.device)
         checkpoints = run.saver.describe() if run.saver is not None else None
         lines = report.start_lines(
-            settings.as_json(), data, rows, run.trainer.tables, device, run.trainer.caches, checkpoints
+            settings.as_json(), data, rows, run.trainer.tables, device, run.trainer.caches, checkpoints,
+            run.trainer.cut,
         )  # fmt: skip
         print(lines, flush=True)
         try:

@@ -11,6 +11,7 @@ from hostdev.cache.options import MOST_WINDOW, POLICIES, WINDOW, rows_of
 from hostdev.core.errors import UserError
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.optimizers import OPTIMIZERS
+from hostdev.parallel.mesh import SCHEDULES, mesh_of
 
 REFERENCE_BATCH_SIZE = 16_000
 MOST_DEPTH = 64  # more ahead than that helps nobody
@@ -62,7 +63,9 @@ class TrainConfig:
     tf32: bool = _flag("round the inputs of the dense layers' float32 products to TF32, on CUDA", default=False)
     host_threads: int | None = _flag("threads of the host's kernels (all CPUs of the process)", kind=int, metavar="N")
     batch_per_rank: int | None = _flag(
-        "rows in a step of each process, in place of --batch-size", kind=int, metavar="N"
+        "rows in a step of each process (of each place along data of --mesh), in place of --batch-size",
+        kind=int,
+        metavar="N",
     )
     micro_batches: int = _flag(
         "cut a batch into so many, each computed on its own and added in a fixed order; processes share them out",
@@ -74,6 +77,20 @@ class TrainConfig:
         "of micro-batches: the mean over the batch, or the sum of the means of each (mean)",
         kind=str,
         choices=("mean", "sum"),
+    )
+    mesh: str | None = _flag(
+        "how processes share out the network: data=N by samples, pipe=N by stages, such as data=2,pipe=2 (data)",
+        kind=str,
+        metavar="AXES",
+    )
+    schedule: str | None = _flag(
+        "in which order micro-batches go through the stages of --mesh pipe=N (1f1b)", kind=str, choices=SCHEDULES
+    )
+    stage_cut: str | None = _flag(
+        "the pieces of the network with which the second and later stages begin, such as deep.2,deep.4 (so that all "
+        "stages cost the same)",
+        kind=str,
+        metavar="NAMES",
     )
     torch_threads: int | None = _flag(
         "threads of the dense layers on the CPU, on which some of their bits depend (all CPUs; with --micro-batches 1)",
@@ -174,6 +191,10 @@ class TrainConfig:
             raise UserError("--batch-size is of all processes and --batch-per-rank of each; give one of them")
         if self.dist_timeout is not None and not (math.isfinite(self.dist_timeout) and self.dist_timeout > 0):
             raise UserError(f"--dist-timeout must be a number above 0, not {self.dist_timeout}")
+        if self.mesh is None or mesh_of(self.mesh).pipe == 1:
+            for name in ("schedule", "stage_cut"):
+                if getattr(self, name) is not None:
+                    raise UserError(f"{_option(name)} has no effect without --mesh pipe=N; leave it out")
         if self.gradients is not None and self.micro_batches == 1:
             raise UserError(f"--gradients {self.gradients} has no effect without --micro-batches; leave it out")
         if self.l2 == "table" and self.micro_batches > 1:

@@ -20,6 +20,7 @@ from hostdev.core.errors import UserError, in_words
 from hostdev.core.memory import share_memory
 from hostdev.device.backend import take_turns
 from hostdev.kernels.pool import host_threads, set_host_threads
+from hostdev.parallel.mesh import Mesh, mesh_of
 from hostdev.parallel.place import Place, find
 from hostdev.parallel.ranks import MEETING, TIMEOUT, PeerLostError, Ranks
 from hostdev.parallel.watch import within
@@ -86,6 +87,7 @@ class Company:
             timeout=settings.dist_timeout or TIMEOUT,
             meeting=min(settings.dist_timeout or MEETING, MEETING),
             backend=settings.dist_backend,
+            mesh=mesh_of(settings.mesh) if settings.mesh is not None else None,
         )
         self._answer = self.ranks.watch.answer
         if place.rank:
@@ -140,11 +142,14 @@ def run_dir(settings: TrainConfig, company: Company | None) -> RunDir:
 
 
 @contextmanager
-def joined(settings: TrainConfig) -> Iterator[Company | None]:
-    """Meet the other processes that a launcher has started; None where there are none."""
+def joined(settings: TrainConfig, require: Callable[[], object] = lambda: None) -> Iterator[Company | None]:
+    """Meet the other processes that a launcher has started; None where there are none.
+
+    require  raises UserError where there is no use in meeting them
+    """
     place = find()
     if place.alone:
-        for name in ("dist_timeout", "dist_backend", "dist_url", "batch_per_rank", "dense_exchange"):
+        for name in ("dist_timeout", "dist_backend", "dist_url", "batch_per_rank", "dense_exchange", "mesh"):
             if getattr(settings, name) is not None:
                 option = "--" + name.replace("_", "-")
                 raise UserError(f"{option} has no effect in one process; leave it out, or start several")
@@ -152,6 +157,7 @@ def joined(settings: TrainConfig) -> Iterator[Company | None]:
         return
     try:
         require_shares(settings, place.ranks)
+        require()
     except UserError:
         if place.rank:
             raise SystemExit(2) from None  # rank 0 says it
@@ -186,12 +192,36 @@ def require_shares(settings: TrainConfig, ranks: int) -> None:
     """Raise UserError unless so many processes can share out the work that the settings name."""
     if not settings.host_device_mix:
         raise UserError(f"{ranks} processes share the tables in host memory; give --host-device-mix")
-    M = settings.micro_batches
-    if M % ranks:
-        up = -(-M // ranks) * ranks
+    mesh = Mesh(data=ranks) if settings.mesh is None else mesh_of(settings.mesh)
+    if mesh.size != ranks:
         raise UserError(
-            f"--micro-batches {M} cannot be shared out equally by {ranks} processes; give --micro-batches {up}, or "
-            "another multiple of the number of processes"
+            f"--mesh {settings.mesh} is of {mesh.size} processes, and {ranks} were started; the sizes of its axes "
+            "multiply to their number"
+        )
+    if settings.dense_exchange is not None and mesh.data == 1:
+        raise UserError(
+            f"--dense-exchange {settings.dense_exchange} has no effect with --mesh {settings.mesh}, where each process "
+            "has layers of its own; leave it out"
+        )
+    M = settings.micro_batches
+    if M % mesh.data:
+        up = -(-M // mesh.data) * mesh.data
+        who = f"{ranks} processes" if mesh.data == ranks else f"the {mesh.data} shares of --mesh {settings.mesh}"
+        raise UserError(
+            f"--micro-batches {M} cannot be shared out equally by {who}; give --micro-batches {up}, or another "
+            f"multiple of {mesh.data}"
+        )
+    count = M // mesh.data
+    if settings.schedule == "interleaved" and count % max(1, count // mesh.pipe):
+        up = -(-count // mesh.pipe) * mesh.pipe * mesh.data
+        raise UserError(
+            f"--schedule interleaved takes micro-batches in rounds of {mesh.pipe}, and --micro-batches {M} gives each "
+            f"process {count}; give --micro-batches {up}, or another schedule"
+        )
+    if mesh.data * mesh.pipe > M:
+        raise UserError(
+            f"--mesh {settings.mesh} has {mesh.pipe} stages, which want at least as many micro-batches; give "
+            f"--micro-batches {mesh.data * mesh.pipe} or more"
         )
 
 
@@ -202,11 +232,11 @@ def is_told_by_another() -> bool:
     return False
 
 
-def resolved(settings: TrainConfig, ranks: int) -> TrainConfig:
+def resolved(settings: TrainConfig, shares: int) -> TrainConfig:
     """Return the settings with the batch of all ranks where that of each was given."""
     if settings.batch_per_rank is None:
         return settings
-    return replace(settings, batch_size=settings.batch_per_rank * ranks, batch_per_rank=None)
+    return replace(settings, batch_size=settings.batch_per_rank * shares, batch_per_rank=None)
 
 
 def spawn(settings: TrainConfig) -> int:

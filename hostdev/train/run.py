@@ -28,14 +28,15 @@ from hostdev.device.clock import EventClock, clock_for
 from hostdev.kernels.pool import host_threads, set_host_threads
 from hostdev.parallel.ranks import STOP, Ranks
 from hostdev.train import checkpointing, curve, report
-from hostdev.train.build import cache_of, model_of, most_uses, seed_torch, warm_up_for
+from hostdev.train.build import cache_of, layout_of, model_of, most_uses, seed_torch, warm_up_for
 from hostdev.train.checkpointing import CheckpointError, Progress, Saver
 from hostdev.train.config import TrainConfig
 from hostdev.train.interrupt import GracefulStop, Interrupted
+from hostdev.train.losses import NonFiniteLossError
 from hostdev.train.processes import Company, run_dir
 from hostdev.train.quality import Point, Quality
 from hostdev.train.sample import TrainingSample
-from hostdev.train.trainer import NonFiniteLossError, Result, Trainer
+from hostdev.train.trainer import Result, Trainer
 
 _SAMPLE = 1000  # rows, of which a batch's ids are looked at before the first step
 
@@ -48,7 +49,7 @@ class Run:
         company: Company | None = None,
     ) -> None:  # fmt: skip
         self.ranks = company.ranks if company is not None else None
-        self._part = (0, 1) if self.ranks is None else self.ranks.part()
+        self._part = (0, 1) if self.ranks is None else self.ranks.share()
         assert settings.epochs is not None
         assert settings.batch_size is not None
         self.settings, self.data = settings, found
@@ -68,17 +69,18 @@ class Run:
         if settings.torch_threads is not None:
             torch.set_num_threads(settings.torch_threads)
         backend.make_deterministic(self.device)
-        if settings.trace is not None and settings.trace.exists():
-            raise UserError(f"--trace {settings.trace} exists; choose another file")
+        trace = _trace_of(settings.trace, self.ranks)
+        if trace is not None and trace.exists():
+            raise UserError(f"--trace {trace} exists; choose another file")
         self.files = run_dir(settings, company)
         self.timeline = Timeline()
         self.trace: Path | None = None
         self.clock = clock_for(self.device)
         self.log = OpLog(clocks={"DEVICE": self.clock})
         try:
-            if settings.trace is not None:
-                self.timeline.write_to(_open_trace(settings.trace), alone=self.ranks is None)
-                self.trace = settings.trace
+            if trace is not None:
+                self.timeline.write_to(_open_trace(trace), rank=None if self.ranks is None else self.ranks.rank)
+                self.trace = trace
             sample = next(self.train_rows.batches(min(self.batch_size, _SAMPLE)))
             seed_torch(settings.seed)
             model = model_of(settings, found.schema)
@@ -102,6 +104,8 @@ class Run:
                 gradients=settings.gradients or "mean",
                 ranks=self.ranks,
                 dense_exchange=settings.dense_exchange or EXCHANGES[0],
+                layout=layout_of(settings) if self.ranks is not None and self.ranks.mesh.pipe > 1 else None,
+                sample=sample,
             )
             self.progress, self.quality = Progress(), Quality(settings.early_stop)
             if start is not None:
@@ -299,7 +303,7 @@ class Run:
     def count_exchanged(self) -> None:
         """Add up what all ranks have sent; all of them call it."""
         if self.ranks is not None:
-            mine = self.trainer.runtime.exchanged_bytes()
+            mine = self.trainer.exchanged_bytes()
             each = self.ranks.control.gather(np.array(list(mine.values()), np.int64))
             self._exchanged = dict(zip(mine, np.sum(each, axis=0).tolist(), strict=True))
 
@@ -401,8 +405,15 @@ class Run:
     def _ranks_summary(self, ranks: Ranks) -> dict[str, Any]:
         runtime = self.trainer.runtime
         assert runtime.dense_channel is not None
-        return {"size": ranks.size, "dense_exchange": runtime.dense_exchange, "backend": runtime.dense_channel.backend,
-                "exact": runtime.dense_exchange == EXCHANGES[0], "sent_bytes": self._exchanged}  # fmt: skip
+        return {
+            "size": ranks.size,
+            "mesh": self.settings.mesh,
+            "stages": self.trainer.cut,
+            "dense_exchange": runtime.dense_exchange,
+            "backend": runtime.dense_channel.backend,
+            "exact": runtime.dense_exchange == EXCHANGES[0],
+            "sent_bytes": self._exchanged,
+        }
 
     def _cache_summary(self, *, optimum: bool) -> dict[str, Any]:
         """The cache's figures; of several groups by the names of their tables."""
@@ -440,6 +451,13 @@ def _one_behind(
 
 def _counted(steps: int) -> str:
     return f"{counted(steps, 'step')} {'is' if steps == 1 else 'are'}"
+
+
+def _trace_of(path: Path | None, ranks: Ranks | None) -> Path | None:
+    """Return where a rank's trace goes: rank 0's to the file named, that of rank k to NAME.rank<k> beside it."""
+    if path is None or ranks is None or not ranks.rank:
+        return path
+    return path.with_name(f"{path.stem}.rank{ranks.rank}{path.suffix}")
 
 
 def _open_trace(path: Path) -> IO[str]:

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _NormBase
 
 from hostdev.checkpoint.checkpoints import Checkpoints
 from hostdev.checkpoint.folder import Chain
@@ -19,38 +18,33 @@ from hostdev.checkpoint.loading import load_tables, require_tables, values_of
 from hostdev.checkpoint.saving import Content, Saving
 from hostdev.checkpoint.tree import to_tree
 from hostdev.core.errors import UserError
-from hostdev.core.memory import available_bytes, copied_bytes, gib, pinned_size, require_table, row_bytes
 from hostdev.core.micro_batches import cut
 from hostdev.core.primitive import OpLog, Primitive
 from hostdev.core.timeline import Timeline
 from hostdev.data.batch import Batch
-from hostdev.device.backend import free_bytes, is_accelerator
+from hostdev.device.backend import is_accelerator
 from hostdev.device.table import DeviceTable
 from hostdev.host.server import ParameterServer
 from hostdev.host.table import HostTable
 from hostdev.kernels.counter import key64
 from hostdev.kernels.norm import total
-from hostdev.kernels.shards import range_of
 from hostdev.models.model import Model
-from hostdev.models.wide_deep.loss import L2_COEFFICIENT, deep_l2, wide_loss
+from hostdev.models.wide_deep.loss import deep_l2, wide_loss
 from hostdev.parallel.ranks import Ranks
 from hostdev.pipeline.outcome import Outcome
-from hostdev.runtime.digest import names_in_checkpoint, state_sha256
-from hostdev.runtime.loop import NonFiniteError
+from hostdev.runtime.digest import DenseState, names_in_checkpoint, state_of, state_sha256
 from hostdev.runtime.rows import Rows
 from hostdev.runtime.runtime import Runtime
-from hostdev.runtime.spec import CacheSpec, Feature, TableSpec
+from hostdev.runtime.spec import CacheSpec, Feature
+from hostdev.runtime.step import Step
 from hostdev.train import metrics
+from hostdev.train.losses import Losses, read_losses
+from hostdev.train.room import require_copies, require_room
+from hostdev.train.staged import Layout, Staged
+from hostdev.train.together import broadcast, of_all, require_no_averages
 
 DENSE_EPS = 1e-8
 DEEP = "deep"  # the table that --l2 is about
-
-
-class Losses(NamedTuple):
-    """A step's losses."""
-
-    wide: float
-    deep: float
 
 
 class Evaluation(NamedTuple):
@@ -59,10 +53,6 @@ class Evaluation(NamedTuple):
     auc: float
     logloss: float
     rows: int
-
-
-class NonFiniteLossError(NonFiniteError):
-    """A loss or a gradient is not a number or infinite; the message says which, and that no row was updated."""
 
 
 class Result:
@@ -95,6 +85,8 @@ class Trainer:
     micro_batches    into which a batch is cut: what they come to is added in an order that depends on nothing else
     gradients        "mean": a micro-batch counts by its rows; "sum": each one's mean counts whole
     ranks            processes that share out the micro-batches and the tables' rows; None: this one is alone
+    layout           how the model is cut into stages, where the ranks' mesh has any
+    sample           a batch, of which stages see what the model's inputs look like
     overlap          depth, timeline, staleness, ... of `Runtime`
     """
 
@@ -116,6 +108,8 @@ class Trainer:
         micro_batches: int = 1,
         gradients: str = "mean",
         ranks: Ranks | None = None,
+        layout: Layout | None = None,
+        sample: Batch | None = None,
         **overlap: Any,
     ) -> None:
         if l2 != "none" and DEEP not in model.tables:
@@ -127,20 +121,20 @@ class Trainer:
             raise UserError("--l2 table does not go with --micro-batches: it would be added with each of them; use "
                             "--l2 batch")  # fmt: skip
         if ranks is not None:
-            _require_no_averages(model)
+            require_no_averages(model)
         log = log or OpLog()
         self._micro_batches, self._gradients, self._seed = micro_batches, gradients, seed
         self.ranks = ranks
-        rank, size = (0, 1) if ranks is None else ranks.part()
-        self._parts_here = micro_batches // size
-        self._first_part = rank * self._parts_here
+        share, shares = (0, 1) if ranks is None else ranks.share()
+        self._parts_here = micro_batches // shares
+        self._first_part = share * self._parts_here
         self._device, self._l2, self._precision = device, l2, precision
         self.server = ParameterServer()
         part = ranks.part() if ranks is not None else None
-        free = _require_tables(model.tables, host_device_mix, device, part)
+        free = require_room(model.tables, host_device_mix, device, part)
         if host_device_mix and is_accelerator(device):
-            uses = -(-most_uses // (1 if ranks is None else ranks.size))
-            _require_staging(model.tables, uses, depth + 2, free, cached=cache is not None)
+            uses = -(-most_uses // shares)
+            require_copies(model.tables, uses, depth + 2, free, cached=cache is not None)
         self.tables: dict[str, HostTable | DeviceTable] = {}
         for name, spec in model.tables.items():
             shape = (spec.rows, spec.dim, spec.optimizer)
@@ -154,12 +148,21 @@ class Trainer:
             features, device=device, cache=cache, depth=depth, ranks=ranks, log=log, timeline=timeline, **overlap
         )  # fmt: skip
         self.timeline = self.runtime.pipeline.timeline
-        self.model = model.to(self.runtime.device)
-        self.adam = torch.optim.Adam(model.parameters(), lr=model.lr if lr is None else lr, eps=DENSE_EPS, fused=True)
+        self.model, self._staged = model, None
         if ranks is not None:
-            _broadcast(model, ranks)
+            broadcast(model, ranks)
+        if layout is not None:
+            assert ranks is not None
+            assert sample is not None
+            autocast = torch.bfloat16 if precision == "bf16" else None
+            extra = self._extra if l2 != "none" else None
+            ops = [Primitive(name, _call, scope="network", log=log) for name in ("DenseForward", "DenseBackward")]
+            self._staged = Staged(model, layout, ranks, self._device, autocast, sample, extra, self.timeline, ops)
+            self._parameters = self._staged.parameters or [torch.nn.Parameter(torch.zeros(0, device=device))]
+        else:
+            self._parameters = list(model.to(self.runtime.device).parameters())
+        self.adam = torch.optim.Adam(self._parameters, lr=model.lr if lr is None else lr, eps=DENSE_EPS, fused=True)
         self._start_adam()
-        self._parameters = list(model.parameters())
         self._parts_begun = 0  # micro-batches here of all steps
         self._forward = Primitive("DenseForward", _objective, scope="network", log=log)  # no cycle: tables go with it
         self._backward = Primitive("DenseBackward", Tensor.backward, scope="network", log=log)
@@ -179,7 +182,7 @@ class Trainer:
 
     def _start_adam(self) -> None:
         """Make the optimizer's state, by a step that is skipped: a first step that is not finite changes nothing."""
-        for parameter in self.model.parameters():
+        for parameter in self._parameters:
             parameter.grad = torch.zeros_like(parameter)
         self.adam.found_inf = torch.ones((), device=self._device)  # type: ignore[attr-defined]
         self.adam.step()
@@ -189,6 +192,16 @@ class Trainer:
     def caches(self) -> list[Any]:
         """The caches of the tables' groups."""
         return self.runtime.caches
+
+    def exchanged_bytes(self) -> dict[str, int]:
+        """Return the bytes sent to other ranks in training: those of `Runtime`, and between stages."""
+        between = {} if self._staged is None else {"stages": self._staged.sent_bytes}
+        return {**self.runtime.exchanged_bytes(), **between}
+
+    @property
+    def cut(self) -> str | None:
+        """How the network is cut, as text; None where every rank has all of it."""
+        return None if self._staged is None else self._staged.describe()
 
     @property
     def steps(self) -> int:
@@ -204,6 +217,9 @@ class Trainer:
         self.model.train()
         many = self._micro_batches > 1
         parts = self._parts(batches)
+        if self._staged is not None:
+            yield from self._train_stages(self._staged, parts)
+            return
         loop = self.runtime.train(
             parts, ids=self.model.ids, send=_sent, micro_batches=self._parts_here if many else None, reduce_early=many
         )
@@ -214,6 +230,42 @@ class Trainer:
                 del batch, dense, label, rows, outcome  # the loop reads on when nobody has them
                 if result:
                     yield result.pop()
+
+    def _train_stages(self, staged: Staged, parts: Iterable[Batch]) -> Generator[Result, None, None]:
+        """See `train`."""
+        loop = self.runtime.train(parts, ids=self.model.ids, send=_sent, micro_batches=self._parts_here, by_step=True)
+        with loop:
+            for step in loop:
+                outcome, rows = self._step_stages(staged, step)
+                yield Result(rows, outcome)
+                del step, outcome
+
+    def _step_stages(self, staged: Staged, step: Step) -> tuple[Outcome, int]:
+        """Queue a step of stages; return its losses and its samples."""
+        self.adam.zero_grad()
+
+        def inputs(number: int) -> tuple[Any, ...]:
+            (_, dense, _), rows = step.micro_batch(number)
+            self._draw_anew(number)
+            return dense, rows
+
+        def loss(number: int, logits: Tensor, extra: Tensor | None) -> tuple[Tensor, Tensor]:
+            (batch, _, label), _ = step.micro_batch(number)
+            wide = wide_loss(logits, label)
+            objective = wide * (self._weight(batch) or 1.0)
+            objective = objective if extra is None else objective + extra
+            return objective, torch.stack([wide.detach(), objective.detach()])
+
+        losses = staged.step(step, inputs, loss)
+        self._parts_begun += self._parts_here
+        assert losses is not None
+        [batch, *_], rows = step.micro_batch(len(step.sizes) - 1)
+        return self._finish(rows, batch, losses, None), batch.step_rows
+
+    def _extra(self, rows: Rows) -> Tensor:
+        """Return the L2 term."""
+        unique, counts = rows.unique(DEEP)
+        return deep_l2(unique, counts)
 
     def _parts(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the micro-batches of each batch, or of this rank's part of it."""
@@ -232,7 +284,7 @@ class Trainer:
         self.adam.zero_grad()
         values = squares = None
         if len(batch):
-            self._draw_anew()
+            self._draw_anew(self._parts_begun % self._parts_here)
             with self.timeline.span("forward", rows.number):
                 wide, objective, deep = self._forward(self, rows, dense, label, self._weight(batch))
             squares = self._table_l2() if self._l2 == "table" else None
@@ -244,6 +296,10 @@ class Trainer:
         if not rows.is_due:
             return None
         assert losses is not None  # the last micro-batch has a row
+        return self._finish(rows, batch, losses, squares)
+
+    def _finish(self, rows: Rows, batch: Batch, losses: Tensor, squares: Any) -> Outcome:
+        """Queue what follows when all gradients have come: the look whether they are finite, and Adam."""
         looked_at, results = [losses], [losses]
         if isinstance(squares, Tensor):  # on the device, so not here yet
             looked_at.append(squares.sum().float())
@@ -251,7 +307,7 @@ class Trainer:
         elif squares is not None:
             looked_at.append(torch.full((), total(squares), device=self._device))
         sizes = [stop - start for start, stop in cut(batch.step_rows, self._micro_batches)]
-        read = partial(_read_losses, squares, [size / batch.step_rows for size in sizes], self._l2 != "none", rows.step)
+        read = partial(read_losses, squares, [size / batch.step_rows for size in sizes], self._l2 != "none", rows.step)
         outcome = rows.guard(self.adam, looked_at, results, read)
         with self.timeline.span("optimizer", rows.number):
             self._adam_step()
@@ -263,10 +319,10 @@ class Trainer:
             return None
         return len(batch) / batch.step_rows if self._gradients == "mean" else 1.0
 
-    def _draw_anew(self) -> None:
+    def _draw_anew(self, part: int) -> None:
         """Let what a micro-batch draws, as dropout does, be a function of its number."""
         if self._micro_batches > 1:
-            step, part = divmod(self._parts_begun, self._parts_here)
+            step = self._parts_begun // self._parts_here
             number = step * self._micro_batches + self._first_part + part
             torch.manual_seed(key64(self._seed, "micro-batch", number) >> 1)
 
@@ -298,13 +354,11 @@ class Trainer:
         sizes: list[int] = []  # of the batches
         training = self.model.training
         self.model.eval()
-        loop = self.runtime.predict(self._parts(batches), ids=self.model.ids, send=_sent)
         try:
-            with torch.no_grad(), closing(loop):
-                for number, ((batch, dense, _), rows) in enumerate(loop, 1):
-                    if len(batch):
-                        outcome = rows.to_host([self._logits(dense, rows)], lambda results: results[0])
-                        logits.append(outcome.get())
+            with torch.no_grad():
+                for number, (scores, batch) in enumerate(self._scored(batches), 1):
+                    if scores is not None:
+                        logits.append(scores)
                         labels.append(batch.label)
                     if number % self._parts_here == 0:
                         sizes.append(sum(len(each) for each in labels) - sum(sizes))
@@ -313,7 +367,7 @@ class Trainer:
             self.model.train(training)
         scores, truth = (np.concatenate(each) if each else np.empty(0, np.float32) for each in (logits, labels))
         if self.ranks is not None:
-            scores, truth = _of_all(self.ranks, sizes, scores, truth)
+            scores, truth = of_all(self.ranks, sizes, scores, truth)
         if not len(truth):
             return None
         wrong = len(scores) - np.count_nonzero(np.isfinite(scores))
@@ -321,10 +375,34 @@ class Trainer:
             raise UserError(f"the predictions of {wrong} of {len(scores)} rows are not finite; the model has diverged")
         return Evaluation(metrics.auc(scores, truth), metrics.log_loss(scores, truth), len(scores))
 
+    def _scored(self, batches: Iterable[Batch]) -> Iterator[tuple[npt.NDArray[Any] | None, Batch]]:
+        """Yield the logits of each micro-batch here; None where it has no samples, or another rank has them."""
+        parts = self._parts(batches)
+        if self._staged is None:
+            with closing(self.runtime.predict(parts, ids=self.model.ids, send=_sent)) as loop:
+                for (batch, dense, _), rows in loop:
+                    outcome = None
+                    if len(batch):
+                        outcome = rows.to_host([self._logits(dense, rows)], lambda results: results[0])
+                    yield None if outcome is None else outcome.get(), batch
+            return
+        loop = self.runtime.predict(parts, ids=self.model.ids, send=_sent, micro_batches=self._parts_here)
+        with closing(loop):
+            for step in loop:
+                found = dict(self._staged.predict(step, partial(_inputs, step)))
+                for number in range(len(step.sizes)):
+                    (batch, _, _), _ = step.micro_batch(number)
+                    scores = found.get(number)
+                    yield None if scores is None else scores.float().cpu().numpy(), batch
+
     def state_sha256(self) -> str:
         """Return the digest of the tables and of the dense side."""
         self.runtime.write_back()
-        return state_sha256(self.tables.values(), self.model, self.adam, self.ranks)
+        return state_sha256(self.tables.values(), self._dense_state(), self.ranks)
+
+    def _dense_state(self) -> DenseState:
+        """Return the dense side's state; of stages the whole one, on rank 0."""
+        return state_of(self.model, self.adam) if self._staged is None else self._staged.state(self.adam)
 
     def save(
         self, to: Checkpoints, step: int, more: Any, files: Mapping[str, Path], *, state_sha256: str | None = None
@@ -336,10 +414,11 @@ class Trainer:
         """
         self.runtime.write_back()
         tensors: dict[str, Tensor] = {}
-        dense = {"model": self.model.state_dict(), "optimizer": self.adam.state_dict()}
+        whole = self._dense_state()
+        dense = {"model": whole.model, "optimizer": whole.optimizer}
         state = {"dense": to_tree(dense, tensors), "random": to_tree(self._random_states(), tensors, "random"),
                  "more": to_tree(more, tensors, "more")}  # fmt: skip
-        content = Content(state, tensors, dict(files), names_in_checkpoint(self.model, self.adam))
+        content = Content(state, tensors, dict(files), names_in_checkpoint(whole))
         return to.save(self.tables.values(), step, content, state_sha256=state_sha256)
 
     def _random_states(self) -> dict[str, Tensor]:
@@ -355,47 +434,20 @@ class Trainer:
         """Load a checkpoint that is whole; return its `more`. UserError, before anything changes, for another model."""
         require_tables(chain, self.tables)
         values = values_of(chain)
+        dense = values["dense"]
         try:
-            self.model.load_state_dict(values["dense"]["model"])
-        except RuntimeError as error:
+            if self._staged is not None:
+                self._staged.load(dense["model"], self.adam, dense["optimizer"])
+            else:
+                self.model.load_state_dict(dense["model"])
+                self.adam.load_state_dict(dense["optimizer"])
+        except (RuntimeError, UserError) as error:
             raise UserError(f"{chain[-1].path} is of another model: {' '.join(str(error).split())}") from None
-        self.adam.load_state_dict(values["dense"]["optimizer"])
         load_tables(chain, self.tables)
         self.runtime.pipeline.steps = chain[-1].manifest.step
         self._parts_begun = chain[-1].manifest.step * self._parts_here
         _set_random_states(values["random"], self._device)
         return values["more"]
-
-
-def _require_no_averages(model: Model) -> None:
-    """Raise UserError for layers whose averages over batches would differ from rank to rank."""
-    for name, layer in model.named_modules():
-        if isinstance(layer, _NormBase) and layer.track_running_stats:
-            raise UserError(
-                f"layer {name!r} ({type(layer).__name__}) keeps averages of what it has seen, which would differ "
-                "between processes; use LayerNorm, or track_running_stats=False"
-            )
-
-
-def _broadcast(model: Model, ranks: Ranks) -> None:
-    """Let all ranks begin with the parameters and buffers of rank 0."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        there = tensor.detach().cpu().contiguous()
-        ranks.control.broadcast(there)
-        tensor.data.copy_(there)
-
-
-def _of_all(ranks: Ranks, sizes: list[int], *arrays: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-    """Return the values of all ranks in the order of the rows: batch by batch, each by rank.
-
-    sizes  of this rank's parts of the batches, end to end in each array
-    """
-    edges = [np.cumsum(each)[:-1] for each in ranks.control.gather(np.array(sizes, np.int64))]
-    found = []
-    for array in arrays:
-        parts = [np.split(each, edge) for each, edge in zip(ranks.control.gather(array), edges, strict=True)]
-        found.append(np.concatenate([part[batch] for batch in range(len(sizes)) for part in parts] or [array]))
-    return found
 
 
 def _has_generator(device: torch.device) -> bool:
@@ -413,58 +465,15 @@ def _objective(trainer: Trainer, *arguments: Any) -> tuple[Tensor, Tensor, Tenso
     return trainer.objective(*arguments)
 
 
+def _call(call: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    return call(*values, **named)
+
+
+def _inputs(step: Step, number: int) -> tuple[Any, ...]:
+    (_, dense, _), rows = step.micro_batch(number)
+    return dense, rows
+
+
 def _sent(batch: Batch) -> tuple[Batch, Tensor, Tensor]:
     """What the loop needs of a batch: itself, its dense columns and labels on the device."""
     return batch, torch.from_numpy(batch.dense), torch.from_numpy(batch.label)
-
-
-def _read_losses(
-    squares: Any, shares: list[float], has_l2: bool, step: int, results: list[npt.NDArray[Any]]
-) -> Losses:  # fmt: skip
-    """Make losses of a step's results.
-
-    squares  the table's, where its L2 is added
-    shares   of the micro-batches in the batch's rows
-    has_l2   the deep losses, which are weighted already, have a term of their own
-    """
-    losses, *more, skipped = results
-    each = losses.tolist()
-    wide = sum(share * wide for share, (wide, _) in zip(shares, each, strict=True) if share)
-    deep = sum(deep for _, deep in each) if has_l2 else wide
-    if squares is not None:
-        deep = wide + L2_COEFFICIENT / 2 * total(more[0] if more else squares)
-    if skipped[0] or not np.isfinite([wide, deep]).all():
-        what = f"wide_loss {wide}, deep_loss {deep}"
-        which = "the loss" if not np.isfinite([wide, deep]).all() else "a gradient"
-        raise NonFiniteLossError(f"{which} is not finite ({what}); no row was updated", step)
-    return Losses(wide, deep)
-
-
-def _require_tables(
-    tables: Mapping[str, TableSpec], host_device_mix: bool, device: torch.device, part: tuple[int, int] | None
-) -> int:
-    """Raise UserError unless all tables, or this rank's part of them, fit together, before the first is allocated.
-
-    Returns what is free beside.
-    """
-    where = "host" if host_device_mix else "device"
-    free = available_bytes() if host_device_mix else free_bytes(device)
-    if free is None:
-        return 0
-    for name, spec in sorted(tables.items()):
-        start, stop = (0, spec.rows) if part is None else range_of(spec.rows, *part)
-        free -= require_table(name, stop - start, spec.dim, spec.optimizer, free, where)
-    return free
-
-
-def _require_staging(tables: Mapping[str, TableSpec], uses: int, batches: int, free: int, *, cached: bool) -> None:
-    """Raise UserError unless the pinned memory of the copies fits beside the tables, where no id comes twice."""
-    row, whole = row_bytes((spec.dim, spec.optimizer) for spec in tables.values())
-    most = min(max(spec.rows for spec in tables.values()), uses)
-    each = copied_bytes(most, 2 * most if cached else 0, uses, row, whole)
-    needed = batches * pinned_size(each)
-    if needed > free:
-        raise UserError(
-            f"the copies of {batches} batches need up to {gib(needed)} of pinned host memory, but beside the tables "
-            f"{gib(free)} are free; use a smaller --batch-size or --pipeline-depth"
-        )

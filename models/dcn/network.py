@@ -12,15 +12,17 @@ B rows, nd dense columns, F columns of ids (bags included), n = nd + F * D.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from hostdev.data.schema import Schema
 from hostdev.models.fields import features_of, ids_of, side_by_side
-from hostdev.models.layers import he_normal, in_float32, initialize, perceptron, zeros_and
+from hostdev.models.layers import beside, he_normal, in_float32, initialize, perceptron, zeros_and
 from hostdev.models.model import Batch, Ids, Model, Rows
 from torch import Tensor, nn
 
 from hostdev.core.optimizers import Adagrad, SparseOptimizer
+from hostdev.core.pieces import Piece, run
 from hostdev.runtime.spec import TableSpec
 
 LAYERS = (1024, 1024, 512, 256)
@@ -82,13 +84,33 @@ class DCN(Model):
 
     def forward(self, dense: Tensor, rows: Rows) -> Tensor:
         """Return logits float32 [B]; under autocast the input, what is added to it, and the last layer are float32."""
+        logits: Tensor = run(self.pieces(), dense, rows)
+        return logits
+
+    def pieces(self) -> list[Piece]:
+        """Return the network's pieces in order: "input", "cross.0", ..., "deep.0", ..., and "output"."""
+        crosses = [Piece(f"cross.{i}", partial(_crossed, layer), (layer,)) for i, layer in enumerate(self.cross)]
+        if self.stacked:  # from the last cross layer on the input is not needed any more
+            begin = Piece("cross", lambda first, crossed: crossed)
+            end = Piece("output", lambda deep: in_float32(self.last, deep), (self.last,))
+        else:
+            begin = Piece("cross", lambda first, crossed: (crossed, first))
+            end = Piece(
+                "output", lambda crossed, deep: in_float32(self.last, torch.cat([crossed, deep], 1)), (self.last,)
+            )
+        deep = [
+            Piece(f"deep.{i}", layer if self.stacked else partial(beside, layer), (layer,))
+            for i, layer in enumerate(self.deep)
+        ]
+        return [Piece("input", self._input), *crosses, begin, *deep, end]
+
+    def _input(self, dense: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         first = torch.cat([dense, side_by_side(rows, self.features).flatten(1).float()], 1)
-        crossed = first
-        for layer in self.cross:
-            crossed = first * layer(crossed) + crossed
-        if self.stacked:
-            return in_float32(self.last, self.deep(crossed))
-        return in_float32(self.last, torch.cat([crossed, self.deep(first)], 1))
+        return first, first
+
+
+def _crossed(layer: nn.Module, first: Tensor, crossed: Tensor) -> tuple[Tensor, Tensor]:
+    return first, first * layer(crossed) + crossed
 
 
 def _cross_layer(n: int, rank: int | None) -> nn.Module:

@@ -14,12 +14,13 @@ from collections.abc import Sequence
 import torch
 from hostdev.data.schema import Schema
 from hostdev.models.fields import features_of, ids_of, side_by_side
-from hostdev.models.layers import glorot_normal, initialize, logits_of, perceptron
+from hostdev.models.layers import glorot_normal, hidden_pieces, in_float32, initialize, perceptron
 from hostdev.models.model import Batch, Ids, Model, Rows
 from torch import Tensor, nn
 
 from hostdev.core.initializers import Constant, Initializer, Normal
 from hostdev.core.optimizers import LazyAdam, SparseOptimizer
+from hostdev.core.pieces import Piece, run
 from hostdev.runtime.spec import TableSpec
 
 LAYERS = (400, 400, 400)
@@ -74,6 +75,19 @@ class DeepFM(Model):
 
     def forward(self, dense: Tensor, rows: Rows) -> Tensor:
         """Return logits float32 [B]; all but the network's hidden layers is float32 under autocast, too."""
+        logits: Tensor = run(self.pieces(), dense, rows)
+        return logits
+
+    def pieces(self) -> list[Piece]:
+        """Return the network's pieces in order: "input", the layers "deep.0", "deep.1", ..., and "output"."""
+        own = (self.bias, self.dense_first_order, self.dense_vectors)
+        return [
+            Piece("input", self._input, tuple(one for one in own if one is not None)),
+            *hidden_pieces("deep", self.deep),
+            Piece("output", lambda base, deep: base + in_float32(self.deep[-1], deep), (self.deep[-1],)),
+        ]
+
+    def _input(self, dense: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         weights, vectors = (side_by_side(rows, self.features, table).float() for table in range(2))
         first_order = weights.squeeze(-1).sum(1)
         if self.dense_first_order is not None and self.dense_vectors is not None:
@@ -81,7 +95,7 @@ class DeepFM(Model):
             vectors = torch.cat([dense.unsqueeze(2) * self.dense_vectors, vectors], 1)
         # The pairs' products, each counted once: half of what the square of the sum has beside the sum of the squares.
         pairs = (vectors.sum(1).square() - vectors.square().sum(1)).sum(1) / 2
-        return self.bias + first_order + pairs + logits_of(self.deep, vectors.flatten(1))
+        return self.bias + first_order + pairs, vectors.flatten(1)
 
 
 def _init(name: str, parameter: Tensor) -> Initializer:

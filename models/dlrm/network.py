@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from hostdev.data.schema import Schema
 from hostdev.models.fields import features_of, ids_of, side_by_side
-from hostdev.models.layers import glorot_normal, initialize, logits_of, perceptron
+from hostdev.models.layers import glorot_normal, hidden_pieces, in_float32, initialize, perceptron
 from hostdev.models.model import Batch, Ids, Model, Rows
 from torch import Tensor
 from torch.nn import functional
@@ -26,6 +26,7 @@ from torch.nn import functional
 from hostdev.core.errors import UserError
 from hostdev.core.initializers import Initializer, Normal
 from hostdev.core.optimizers import RowWiseAdagrad, SparseOptimizer
+from hostdev.core.pieces import Piece, run
 from hostdev.runtime.spec import TableSpec
 
 BOTTOM = (512, 256)
@@ -77,6 +78,19 @@ class DLRM(Model):
 
     def forward(self, dense: Tensor, rows: Rows) -> Tensor:
         """Return logits float32 [B]; the top network's last layer is calculated in float32 under autocast, too."""
+        logits: Tensor = run(self.pieces(), dense, rows)
+        return logits
+
+    def pieces(self) -> list[Piece]:
+        """Return the network's pieces in order: "input" with the bottom network, "top.0", ..., and "output"."""
+        bottom = () if self.bottom is None else (self.bottom,)
+        return [
+            Piece("input", self._input, bottom),
+            *hidden_pieces("top", self.top, alone=True),
+            Piece("output", lambda top: in_float32(self.top[-1], top), (self.top[-1],)),
+        ]
+
+    def _input(self, dense: Tensor, rows: Rows) -> Tensor:
         vectors = side_by_side(rows, self.features)
         found = []
         if self.bottom is not None:
@@ -84,7 +98,7 @@ class DLRM(Model):
             vectors = torch.cat([found[0].unsqueeze(1), vectors], 1)
         products = torch.bmm(vectors, vectors.transpose(1, 2))
         found.append(_Pick.apply(products.flatten(1), self._places, self._back))  # type: ignore[no-untyped-call]
-        return logits_of(self.top, torch.cat(found, 1))
+        return torch.cat(found, 1)
 
 
 class _Pick(torch.autograd.Function):

@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from hostdev.data.schema import Schema
 from hostdev.models.fields import FIELDS, bags_of, features_of, side_by_side
-from hostdev.models.layers import initialize, logits_of, perceptron
+from hostdev.models.layers import hidden_pieces, in_float32, initialize, perceptron
 from hostdev.models.model import Batch, Ids, Model, Rows
 from torch import Tensor, nn
 
 from hostdev.core.initializers import Normal
 from hostdev.core.optimizers import FTRL, LazyAdam, SparseOptimizer
+from hostdev.core.pieces import Piece, run
 from hostdev.runtime.spec import Bag, TableSpec
 
 LAYERS = (1024, 512, 256, 128)
@@ -73,5 +74,17 @@ class WideDeep(Model):
         dense  not used: the values are in the rows
         rows   by feature (wide, deep), times their weights: wide float32, deep under autocast in its dtype
         """
+        logits: Tensor = run(self.pieces(), dense, rows)
+        return logits
+
+    def pieces(self) -> list[Piece]:
+        """Return the network's pieces in order: "input", the layers "deep.0", "deep.1", ..., and "output"."""
+        return [
+            Piece("input", self._input, (self.bias,)),
+            *hidden_pieces("deep", self.deep),
+            Piece("output", lambda base, deep: base + in_float32(self.deep[-1], deep), (self.deep[-1],)),
+        ]
+
+    def _input(self, dense: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         wide, deep = (side_by_side(rows, self.features, table) for table in range(2))
-        return wide.squeeze(-1).sum(1) + self.bias + logits_of(self.deep, deep.flatten(1))
+        return wide.squeeze(-1).sum(1) + self.bias, deep.flatten(1)

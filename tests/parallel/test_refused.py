@@ -12,7 +12,7 @@ from hostdev.parallel.place import Place
 from hostdev.parallel.ranks import Ranks
 from hostdev.runtime.spec import TableSpec
 from hostdev.train import __main__ as train
-from hostdev.train import trainer
+from hostdev.train import room
 from hostdev.train.config import TrainConfig
 from hostdev.train.processes import resolved
 from tests.parallel.processes import free_port
@@ -53,6 +53,41 @@ def test_micro_batches_that_processes_cannot_share_out_equally(refused, as_one_o
     assert words in refused(*MIX, "--micro-batches", M, "--spawn", ranks)
     as_one_of(ranks)
     assert words in refused(*MIX, "--micro-batches", M)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--mesh pipe=3", "--mesh pipe=3 is of 3 processes, and 2 were started"),
+        ("--mesh data=2,data=2", "data is there twice"),
+        (
+            "--mesh pipe=2 --stage-cut deep.99",
+            "--stage-cut deep.99: the network has no such piece; they are input, deep.0,",
+        ),
+        ("--mesh pipe=2 --stage-cut deep.2,deep.4", "makes 3 stages, and --mesh pipe=2 has a process for each of 2"),
+        (
+            "--mesh pipe=2 --schedule interleaved --stage-cut deep.2",
+            "makes 2 stages, and --schedule interleaved has two",
+        ),
+        ("--mesh pipe=2 --model tests.own_models:FewRows", "FewRows cannot be cut into stages"),
+        ("--mesh pipe=2 --dense-exchange tree", "--dense-exchange tree has no effect with --mesh pipe=2"),
+        ("--mesh pipe=2 --schedule interleaved --micro-batches 5", "takes micro-batches in rounds of 2, and"),
+        ("--mesh data=2 --schedule gpipe", "--schedule has no effect without --mesh pipe=N"),
+        ("--stage-cut deep.2", "--stage-cut has no effect without --mesh pipe=N"),
+    ],
+)
+def test_meshes_cuts_and_schedules(refused, as_one_of, options, words):
+    """Before any process waits for another: this one has none."""
+    as_one_of(2)
+    assert words in refused(*MIX, "--micro-batches", 4, *options.split())
+
+
+def test_more_stages_than_micro_batches(refused, as_one_of):
+    as_one_of(4)
+    words = (
+        "--mesh data=2,pipe=2 has 2 stages, which want at least as many micro-batches; give --micro-batches 4 or more"
+    )
+    assert words in refused(*MIX, "--micro-batches", 2, "--mesh", "data=2,pipe=2")
 
 
 def test_tables_on_the_device(refused, as_one_of):
@@ -151,8 +186,8 @@ def test_ranks_with_different_numbers_of_steps():
 def test_memory_for_the_part_of_a_table(monkeypatch):
     """A process is to have room for its own rows, and not for all."""
     tables = {"deep": TableSpec(1000, 8, LazyAdam())}
-    monkeypatch.setattr(trainer, "available_bytes", lambda: 60_000)
+    monkeypatch.setattr(room, "available_bytes", lambda: 60_000)
     cpu = torch.device("cpu")
-    assert trainer._require_tables(tables, True, cpu, (1, 2)) == 60_000 - 500 * 8 * 3 * 4
+    assert room.require_room(tables, True, cpu, (1, 2)) == 60_000 - 500 * 8 * 3 * 4
     with pytest.raises(UserError, match="table 'deep' needs 1000 rows x 8 x"):
-        trainer._require_tables(tables, True, cpu, None)
+        room.require_room(tables, True, cpu, None)

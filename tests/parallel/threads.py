@@ -6,6 +6,7 @@ import threading
 
 import torch
 
+from hostdev.parallel.mesh import Mesh
 from hostdev.parallel.ranks import Channel
 
 
@@ -14,6 +15,7 @@ class _Threads:
 
     def __init__(self, rank, ways):
         self.rank, self.size, self._ways, self._made = rank, len(ways), ways, itertools.count()
+        self.mesh = Mesh(data=self.size)
 
     def channel(self):
         return _ThreadChannel(self.rank, self.size, next(self._made), self._ways)

@@ -1,0 +1,89 @@
+"""How ranks share out a network: by samples (data), by stages (pipe) and by slices of its layers (model).
+
+The names and the order are those of torch.distributed.device_mesh: neighbours along `model` are neighbouring ranks, as
+they exchange most, and stages lie farthest apart.
+"""
+
+from typing import NamedTuple
+
+from hostdev.core.errors import UserError
+from hostdev.core.micro_batches import nodes_of
+
+AXES = ("pipe", "data", "model")  # outermost first
+SCHEDULES = ("1f1b", "gpipe", "interleaved")  # of stages
+
+
+class Mesh(NamedTuple):
+    """So many ranks along each axis."""
+
+    data: int = 1
+    model: int = 1
+    pipe: int = 1
+
+    @property
+    def size(self) -> int:
+        """All ranks."""
+        return self.data * self.model * self.pipe
+
+    def place(self, rank: int) -> "MeshPlace":
+        """Return where a rank is."""
+        outer, model = divmod(rank, self.model)
+        pipe, data = divmod(outer, self.data)
+        return MeshPlace(data, model, pipe)
+
+    def rank(self, place: "MeshPlace") -> int:
+        """Return the rank at a place."""
+        return (place.pipe * self.data + place.data) * self.model + place.model
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """Return the ranks that differ along one axis only, in order."""
+        found: dict[MeshPlace, list[int]] = {}
+        for rank in range(self.size):
+            found.setdefault(self.place(rank)._replace(**{axis: 0}), []).append(rank)
+        return list(found.values())
+
+    def leads(self, rank: int) -> bool:
+        """Tell whether a rank looks up the rows of its samples: where the network begins, one for all slices."""
+        place = self.place(rank)
+        return place.pipe == 0 and place.model == 0
+
+    def nodes(self, micro_batches: int) -> list[list[tuple[int, int]]]:
+        """Return of each rank the nodes (start, size) of the gradients of rows that it has.
+
+        micro_batches  of a step along each place of the data axis
+        """
+        shares = [range(self.place(rank).data * micro_batches, (self.place(rank).data + 1) * micro_batches)
+                  for rank in range(self.size)]  # fmt: skip
+        return [nodes_of(share.start, share.stop) if self.leads(rank) else [] for rank, share in enumerate(shares)]
+
+    def __str__(self) -> str:
+        """As `--mesh` takes it."""
+        return ",".join(f"{axis}={getattr(self, axis)}" for axis in self._fields if getattr(self, axis) > 1) or "data=1"
+
+
+class MeshPlace(NamedTuple):
+    """Where a rank is along each axis, from 0."""
+
+    data: int
+    model: int
+    pipe: int
+
+
+def mesh_of(text: str) -> Mesh:
+    """Return the mesh that `--mesh` names, such as data=2,pipe=2; UserError where it names none."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, equals, number = (each.strip() for each in part.partition("="))
+        if axis not in Mesh._fields or not equals:
+            raise UserError(
+                f"--mesh {text}: {part.strip() or 'nothing'!r} is none of data=N, model=N and pipe=N; give those that "
+                "are above 1, with commas between"
+            )
+        if axis in sizes:
+            raise UserError(f"--mesh {text}: {axis} is there twice; give it once")
+        if not (number.isascii() and number.isdigit() and int(number) > 0):
+            raise UserError(f"--mesh {text}: {axis}={number} is not a number of processes, 1 or more")
+        sizes[axis] = int(number)
+    if sizes.get("model", 1) > 1:
+        raise UserError(f"--mesh {text}: slices of layers (model) are not there yet; use data and pipe")
+    return Mesh(**sizes)

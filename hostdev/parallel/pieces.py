@@ -1,0 +1,274 @@
+"""A network as pieces in order, of which stages take some each: where it may be cut, and what crosses there."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from hostdev.core.errors import UserError
+from hostdev.core.pieces import Piece, run
+
+
+class Stage(nn.Module):
+    """Some neighbouring pieces of a network as one module."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        super().__init__()
+        self.pieces = list(pieces)
+        self.modules_held = nn.ModuleList(
+            _once(one for piece in pieces for one in piece.holds if isinstance(one, nn.Module))
+        )
+        self.parameters_held = nn.ParameterList(
+            _once(one for piece in pieces for one in piece.holds if isinstance(one, nn.Parameter))
+        )
+
+    def forward(self, *values: Any) -> Any:
+        """Return what the last piece makes of what the first one is given."""
+        return run(self.pieces, *values)
+
+
+def pieces_of(network: nn.Module) -> list[Piece]:
+    """Return the pieces of a network: what its method `pieces` says, or the modules of an nn.Sequential.
+
+    UserError for another one: nobody knows what its `forward` does between its modules.
+    """
+    if callable(getattr(network, "pieces", None)):
+        pieces = list(network.pieces())  # type: ignore[operator]
+    elif isinstance(network, nn.Sequential):
+        pieces = _sequential(network)
+    else:
+        raise UserError(
+            f"{type(network).__name__} cannot be cut into stages: it is no nn.Sequential, and has no method pieces() "
+            "that says which parts follow each other (docs/parallel.md)"
+        )
+    held = {id(parameter) for piece in pieces for parameter in piece.parameters}
+    if not pieces or len({piece.name for piece in pieces}) < len(pieces):
+        raise UserError(f"pieces() of {type(network).__name__} gives {'none' if not pieces else 'two with one name'}")
+    own = {id(parameter) for parameter in network.parameters()}
+    for piece in pieces:
+        if any(id(parameter) not in own for parameter in piece.parameters):
+            raise UserError(
+                f"piece {piece.name!r} of {type(network).__name__} holds a parameter that the network does not have"
+            )
+    left = [name for name, parameter in network.named_parameters() if id(parameter) not in held]
+    if left:
+        raise UserError(f"no piece of {type(network).__name__} holds its parameter {left[0]}; name it in pieces()")
+    return pieces
+
+
+def _sequential(network: nn.Sequential, prefix: str = "") -> list[Piece]:
+    found = []
+    for name, module in network.named_children():
+        if type(module) is nn.Sequential:
+            found += _sequential(module, f"{prefix}{name}.")
+        else:
+            found.append(Piece(prefix + name, module, (module,)))
+    return found
+
+
+def cut(pieces: Sequence[Piece], begins: Sequence[str]) -> list[list[Piece]]:
+    """Return the pieces of each stage; each but the first begins with one that is named. UserError for wrong names."""
+    names = [piece.name for piece in pieces]
+    at = [0]
+    for name in begins:
+        if name not in names:
+            raise UserError(f"--stage-cut {name}: the network has no such piece; they are {', '.join(names)}")
+        number = names.index(name)
+        if number <= at[-1]:
+            raise UserError(
+                f"--stage-cut {','.join(begins)}: {name} is "
+                + (
+                    "the first piece, with which the first stage begins"
+                    if number == 0
+                    else f"not after {names[at[-1]]}"
+                )
+                + f"; the pieces in order are {', '.join(names)}"
+            )
+        at.append(number)
+    return [list(pieces[start:stop]) for start, stop in pairwise([*at, len(pieces)])]
+
+
+_SAMPLES = (2, 3, 5)  # with which a network is run to find out what crosses
+
+
+class Shape(NamedTuple):
+    """A tensor's shape as a function of the samples B: each dimension is slope * B + constant."""
+
+    slopes: tuple[int, ...]
+    constants: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool  # gradients come back to it
+
+    def of(self, samples: int) -> list[int]:
+        """Return the shape for so many samples."""
+        return [slope * samples + constant for slope, constant in zip(self.slopes, self.constants, strict=True)]
+
+
+class Traced(NamedTuple):
+    """What a stage gives to the next one.
+
+    shapes  of the values that cross, each once
+    places  of each value that the stage returns, which of these it is: one may be there twice
+    draws   the stage draws from torch's generator, as dropout does
+    """
+
+    shapes: list[Shape]
+    places: list[int]
+    draws: bool
+
+    def once(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Return of what the stage returns each value once."""
+        return [values[self.places.index(number)] for number in range(len(self.shapes))]
+
+    def all_of(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Return what the stage returns of the values that have crossed: one leaf for one tensor, as without a cut."""
+        return [values[number] for number in self.places]
+
+
+def trace(
+    stages: Sequence[Sequence[Piece]], inputs: Callable[[int], Any], *, device: str = "cpu",
+    autocast: torch.dtype | None = None,
+) -> list[Traced]:  # fmt: skip
+    """Return what crosses after each stage, found by running all of them without computing anything.
+
+    inputs    returns the first stage's arguments for so many samples
+    device    its type, on which they will run
+    autocast  the dtype under which they run
+
+    UserError for what cannot cross: what is no tensor, is not contiguous, or has a size that is not a multiple of
+    the number of samples, and a constant.
+    """
+    runs = [_run_fake(stages, inputs(samples), device, autocast) for samples in _SAMPLES]
+    found = []
+    for number, stage in enumerate(stages):
+        each = [one[number] for one in runs]
+        last = number == len(stages) - 1
+        name = stage[-1].name
+        places, shapes = each[0].places, []
+        for at in range(len(each[0].values)):
+            values = [one.values[at] for one in each]
+            if not last:
+                _require_crossing(name, values)
+            sizes = list(zip(*(value.shape for value in values), strict=True))
+            slopes = tuple(second - first for first, second, _ in sizes)
+            constants = tuple(first - _SAMPLES[0] * slope for (first, _, _), slope in zip(sizes, slopes, strict=True))
+            shapes.append(Shape(slopes, constants, values[0].dtype, each[0].trained[at]))
+            if not last and shapes[-1].of(_SAMPLES[2]) != list(values[2].shape):
+                raise UserError(
+                    f"piece {name!r} gives a value whose size is not so many for each sample: no stage ends there"
+                )
+        found.append(Traced(shapes, places, each[0].draws))
+    return found
+
+
+def _require_crossing(name: str, values: Sequence[Any]) -> None:
+    if not all(isinstance(value, Tensor) for value in values):
+        raise UserError(
+            f"piece {name!r} gives a {type(values[0]).__name__}, and only tensors cross to another stage: no "
+            "stage ends there"
+        )
+    if not all(value.is_contiguous() for value in values):
+        raise UserError(
+            f"piece {name!r} gives a value that is not contiguous; let it call contiguous(), or cut elsewhere"
+        )
+    if len({value.dim() for value in values}) > 1:
+        raise UserError(f"piece {name!r} gives a value of so many dimensions as there are samples: no stage ends there")
+
+
+def costs_of(pieces: Sequence[Piece], inputs: tuple[Any, ...]) -> list[int]:
+    """Return the floating-point operations of each piece, forward; nothing is computed."""
+    found = []
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        result: Any = torch.utils._pytree.tree_map_only(Tensor, fake.from_tensor, inputs)
+        for piece in pieces:
+            with FlopCounterMode(display=False) as counter:
+                result = run([piece], *(result if isinstance(result, tuple) else (result,)))
+            found.append(counter.get_total_flops())
+    return found
+
+
+def balanced(pieces: Sequence[Piece], costs: Sequence[int], count: int) -> list[str]:
+    """Return the pieces with which the second and later of `count` stages begin, so that the costliest costs least.
+
+    Of equal cuts those where a stage begins with a piece that has parameters. UserError where there are too few pieces.
+    """
+    n = len(pieces)
+    if n < count:
+        raise UserError(f"the network has {n} pieces, too few for {count} stages")
+    sums = [0, *accumulate(costs)]
+    # best[k][i]: the costliest of k stages over the first i pieces, and how many begin without parameters
+    best: list[list[tuple[float, int, int]]] = [[(float("inf"), 0, 0)] * (n + 1) for _ in range(count + 1)]
+    best[0][0] = (0, 0, 0)
+    for k in range(1, count + 1):
+        for i in range(k, n + 1):
+            best[k][i] = min(
+                (max(best[k - 1][j][0], sums[i] - sums[j]), best[k - 1][j][1] + (not pieces[j].parameters), j)
+                for j in range(k - 1, i)
+            )
+    begins, at = [], n
+    for k in range(count, 1, -1):
+        at = best[k][at][2]
+        begins.append(pieces[at].name)
+    return begins[::-1]
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether something is drawn from torch's generator."""
+
+    seen = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+class _Given(NamedTuple):
+    """What a stage has returned, without values: each tensor once, and which of these each is."""
+
+    values: list[Any]
+    places: list[int]
+    draws: bool
+    trained: list[bool]
+
+
+def _run_fake(
+    stages: Sequence[Sequence[Piece]], values: tuple[Any, ...], device: str, autocast: torch.dtype | None
+) -> list[_Given]:
+    found = []
+    cast = torch.autocast(device, autocast or torch.bfloat16, enabled=autocast is not None)
+    draws = _Draws()  # type: ignore[no-untyped-call]
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, draws, torch.enable_grad():
+        result: Any = torch.utils._pytree.tree_map_only(Tensor, fake.from_tensor, values)
+        for stage in stages:
+            draws.seen = False
+            with cast:
+                result = run(stage, *(result if isinstance(result, tuple) else (result,)))
+            given = list(result) if isinstance(result, tuple) else [result]
+            numbers = {number: place for place, number in enumerate(dict.fromkeys(map(id, given)))}
+            found.append(_Given(_once(given), [numbers[id(one)] for one in given], draws.seen, []))
+        ends = [one for one in found[-1].values if isinstance(one, Tensor) and one.requires_grad]
+        for each in found:
+            each.trained.extend(_reached(ends, each.values))
+    return found
+
+
+def _reached(ends: Sequence[Tensor], values: Sequence[Any]) -> list[bool]:
+    """Tell of each value whether gradients of the network's outputs come back to it."""
+    at = [number for number, one in enumerate(values) if isinstance(one, Tensor) and one.requires_grad]
+    if not at or not ends:
+        return [False] * len(values)
+    ones = [torch.ones_like(end) for end in ends]
+    grads = torch.autograd.grad(ends, [values[number] for number in at], ones, retain_graph=True, allow_unused=True)
+    come = {number for number, grad in zip(at, grads, strict=True) if grad is not None}
+    return [number in come for number in range(len(values))]
+
+
+def _once(values: Iterable[Any]) -> list[Any]:
+    return list({id(value): value for value in values}.values())

@@ -1,0 +1,352 @@
+"""Stages of a network on ranks: micro-batches go from one to the next and gradients back, by torch's schedules.
+
+GPipe (Huang et al., NeurIPS 2019): all forward passes, then all backward ones. 1F1B (Narayanan et al., SOSP 2019): as
+soon as a stage can, a backward pass after each forward one, so that it holds the activations of as many micro-batches
+as there are stages behind it, and no more. Interleaved (Narayanan et al., SC 2021): with several stages
+a rank.
+
+Beside what torch.distributed.pipelining has: micro-batches of different sizes, the state of torch's generator that goes
+along, so that dropout draws what it draws in one process, and shapes that are known before anything is computed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import ScheduleLoopedBFS
+
+from hostdev.core.errors import UserError
+from hostdev.core.pieces import Piece
+from hostdev.core.timeline import Timeline
+from hostdev.parallel.pieces import Shape, Stage, Traced
+from hostdev.parallel.ranks import Channel
+
+_EXAMPLE = 2  # samples, of tensors that only show dtypes
+
+
+def _called(call: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    return call(*values, **named)
+
+
+class Ops(NamedTuple):
+    """What times a micro-batch's way through a stage: spans of a trace, and calls that call their first argument."""
+
+    timeline: Timeline
+    forward: Callable[..., Any] = _called
+    backward: Callable[..., Any] = _called
+
+
+class Stages:
+    """This rank's stages of a network.
+
+    stages    the pieces of all stages
+    traced    what each gives to the next
+    channel   to the ranks along the pipe axis; of S stages and P ranks, rank r has r, r + P, r + 2 P, ...
+    schedule  one of `mesh.SCHEDULES`
+    device    of the stages here
+    autocast  the dtype under which they run, or None
+    ops       time what a stage does with a micro-batch
+    """
+
+    def __init__(
+        self, stages: Sequence[Sequence[Piece]], traced: Sequence[Traced], channel: Channel, schedule: str,
+        device: torch.device, autocast: torch.dtype | None = None, ops: "Ops | None" = None,
+    ) -> None:  # fmt: skip
+        self._channel, self._schedule, self._device = channel, schedule, device
+        self.count = len(stages)
+        self.numbers = list(range(channel.rank, self.count, channel.ranks))
+        self.modules = [Stage(stages[number]) for number in self.numbers]
+        draws = any(each.draws for each in traced)
+        self._stages = []
+        for number, module in zip(self.numbers, self.modules, strict=True):
+            before = traced[number - 1] if number else None
+            after = traced[number] if number < self.count - 1 else None
+            state = [_state_shape(device)] if draws else []
+            body = _Body(module, device, autocast, before, after, takes_state=draws and before is not None,
+                         gives_state=draws and after is not None)  # fmt: skip
+            self._stages.append(
+                _SizedStage(
+                    body,
+                    number,
+                    self.count,
+                    device,
+                    channel,
+                    ops or Ops(Timeline()),
+                    [] if before is None else [*before.shapes, *state],
+                    [] if after is None else [*after.shapes, *state],
+                )
+            )
+        self._made: dict[tuple[int, bool], Any] = {}  # schedules, by number of micro-batches
+
+    @property
+    def first(self) -> bool:
+        """Tell whether the network begins here."""
+        return self.numbers[0] == 0
+
+    @property
+    def last(self) -> bool:
+        """Tell whether the network ends here."""
+        return self.numbers[-1] == self.count - 1
+
+    def train(
+        self,
+        batch: int,
+        sizes: Sequence[int],
+        inputs: Callable[[int], tuple[Any, ...]],
+        loss: Callable[[int, Any], Tensor],
+        came: Callable[[int, int], None],
+    ) -> None:
+        """Take micro-batches forward and back.
+
+        batch   its number, for the trace
+        sizes   samples of each, at least 1
+        inputs  returns the network's arguments of a micro-batch; called where it begins
+        loss    returns what to differentiate of a micro-batch, of its number and the network's output; where it ends
+        came    called with the number of one of the stages here and that of a micro-batch, whose gradients have come
+        """
+        if not sizes:
+            return
+        schedule = self._schedule_of(len(sizes), backward=True)
+        schedule._loss_fn = lambda output, number: _own(loss, number, output)
+        for stage in self._stages:
+            stage.begin(batch, sizes, inputs, came, backward=True)
+        try:
+            with self._answering():
+                numbers = list(range(len(sizes)))
+                schedule._step_microbatches([()] * len(sizes), None, numbers, None, return_outputs=False)
+        finally:  # or a step would be held until the next one of so many micro-batches
+            schedule._loss_fn = _nothing
+            for stage in self._stages:
+                stage.end()
+
+    def predict(self, batch: int, sizes: Sequence[int], inputs: Callable[[int], tuple[Any, ...]]) -> list[Any]:
+        """Take micro-batches forward; return what the network gives for each, where it ends."""
+        found: list[Any] = []
+        if not sizes:
+            return found
+        schedule = self._schedule_of(len(sizes), backward=False)
+        for stage in self._stages:
+            stage.begin(batch, sizes, inputs, _nothing, backward=False)
+        try:
+            with self._answering(), torch.no_grad():
+                schedule._step_microbatches([()] * len(sizes), None, None, None, return_outputs=True)
+            found = list(self._stages[-1].output_chunks)
+        finally:
+            for stage in self._stages:
+                stage.end()
+        return found
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Raise an error of this rank's network as it is, and PeerLostError where another rank does not answer."""
+        try:
+            with self._channel.answering():
+                yield
+        except _Failed as failed:
+            raise failed.error from None
+
+    def _schedule_of(self, count: int, *, backward: bool) -> Any:
+        """Return what takes so many micro-batches; the bits are the same with each."""
+        found = self._made.get((count, backward))
+        if found is None:
+            loss = _nothing if backward else None
+            if len(self._stages) > 1:
+                rounds = max(1, count // self._channel.ranks)
+                kind: Any = ScheduleLoopedBFS if count % rounds or not backward else ScheduleInterleaved1F1B
+                found = kind(self._stages, count, loss_fn=loss, scale_grads=False)
+            else:
+                # A last batch may be of fewer than 1F1B takes.
+                kind = Schedule1F1B if self._schedule == "1f1b" and backward and count >= self.count else ScheduleGPipe
+                found = kind(self._stages[0], count, loss_fn=loss, scale_grads=False)
+            self._made[count, backward] = found
+        return found
+
+
+class _Failed(BaseException):
+    """An error of the network itself; torch, which wraps exceptions in others, lets it pass."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
+def _own(call: Callable[..., Any], *values: Any) -> Any:
+    """Call what is the network's own; errors are none of the exchange's."""
+    try:
+        return call(*values)
+    except Exception as error:
+        raise _Failed(error) from None
+
+
+class _Body(nn.Module):
+    """A stage with what goes along beside its values."""
+
+    def __init__(
+        self, stage: Stage, device: torch.device, autocast: torch.dtype | None, takes: Traced | None,
+        gives: Traced | None, *, takes_state: bool, gives_state: bool,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._takes, self._gives = takes, gives
+        self.stage, self._device, self._autocast = stage, device, autocast
+        self._takes_state, self._gives_state = takes_state, gives_state
+        self.inputs: tuple[Any, ...] = ()  # of the micro-batch that comes, where the network begins
+
+    def forward(self, *values: Any) -> Any:
+        return _own(self._forward, *values)
+
+    def _forward(self, *values: Any) -> Any:
+        if self.inputs:
+            values, self.inputs = self.inputs, ()
+        if self._takes_state:
+            *values, state = values  # type: ignore[assignment]
+            set_random_state(self._device, state)
+        with torch.autocast(self._device.type, self._autocast or torch.bfloat16, enabled=self._autocast is not None):
+            result = self.stage(*(values if self._takes is None else self._takes.all_of(values)))
+        if self._gives is None:
+            return result
+        given = [
+            value if shape.trained else value.detach()
+            for value, shape in zip(self._gives.once(_as_tuple(result)), self._gives.shapes, strict=True)
+        ]
+        return (*given, random_state(self._device)) if self._gives_state else tuple(given)
+
+
+class _SizedStage(PipelineStage):
+    """A stage whose micro-batches may have different sizes."""
+
+    def __init__(
+        self, body: _Body, number: int, count: int, device: torch.device, channel: Channel, ops: "Ops",
+        takes: Sequence[Shape], gives: Sequence[Shape],
+    ) -> None:  # fmt: skip
+        super().__init__(
+            body, number, count, device, group=channel.group,
+            input_args=tuple(_example(shape) for shape in takes),
+            output_args=tuple(_example(shape) for shape in gives) or (torch.empty(0, device="meta"),),
+        )  # fmt: skip
+        self._runtime_validate = False  # of sizes that are all the same
+        self._takes, self._gives, self._channel, self._ops = takes, gives, channel, ops
+        self._batch = 0
+        self._sizes: Sequence[int] = ()
+        self._inputs: Callable[[int], tuple[Any, ...]] = _no_inputs
+        self._told: Callable[[int, int], None] = _nothing
+
+    def begin(
+        self, batch: int, sizes: Sequence[int], inputs: Callable[[int], tuple[Any, ...]],
+        came: Callable[[int, int], None], *, backward: bool,
+    ) -> None:  # fmt: skip
+        """Be ready for micro-batches of these sizes."""
+        self.has_backward = backward
+        self.clear_runtime_states()
+        self.chunks = len(sizes)  # torch's is that of the schedule that came first
+        self._batch, self._sizes, self._inputs, self._told = batch, sizes, inputs, came
+
+    def end(self) -> None:
+        """Let go of them."""
+        self.clear_runtime_states()
+        self._sizes, self._inputs, self._told = (), _no_inputs, _nothing
+        for infos in [*self.args_recv_info.values(), *self.grad_recv_info.values()]:
+            for info in infos:
+                info.buffer = None
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+        _own(self._fit, self.args_recv_info[fwd_chunk_id], self._takes, fwd_chunk_id, False)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        if self.has_backward and not self.is_last:
+            _own(self._fit, self.grad_recv_info[bwd_chunk_id], self._gives, bwd_chunk_id, True)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
+        return [] if self.is_last else self._counted(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
+        return self._counted(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _counted(self, ops: Sequence[Any]) -> Sequence[Any]:
+        if self.has_backward:  # what is sent in training
+            self._channel.sent_bytes += sum(op.tensor.nbytes for op in ops)
+        return ops
+
+    def _fit(self, infos: Sequence[Any], shapes: Sequence[Shape], chunk: int, only_trained: bool) -> None:
+        """Let what comes of a micro-batch have memory of its size."""
+        for info, shape in zip(infos, shapes, strict=True) if infos and not infos[0].is_root_arg else ():
+            if shape.trained or not only_trained:
+                info.buffer = torch.empty(shape.of(self._sizes[chunk]), dtype=shape.dtype, device=self.device)
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+    ) -> Any:
+        if self.is_first:  # beside torch's arguments, whose gradients it would take away
+            self.submod.inputs = _own(self._inputs, fwd_chunk_id)
+        with self._ops.timeline.span("forward", self._batch, at=self.stage_index, micro_batch=fwd_chunk_id):
+            output = self._ops.forward(_own, super().forward_one_chunk, fwd_chunk_id, (), kwargs, save_forward_output)
+        if not self.is_last:
+            _own(self._require_known, _as_tuple(output), self._sizes[fwd_chunk_id])
+        return output
+
+    def _require_known(self, values: Sequence[Tensor], samples: int) -> None:
+        """UserError for what the next stage has no memory for: it would take it for something else."""
+        for value, shape in zip(values, self._gives, strict=True):
+            if list(value.shape) != shape.of(samples) or value.dtype != shape.dtype or not value.is_contiguous():
+                raise UserError(
+                    f"stage {self.stage_index} gives {list(value.shape)} {value.dtype} for {samples} samples, where a "
+                    f"contiguous {shape.of(samples)} {shape.dtype} was found before the first step: what crosses to "
+                    "another stage is to depend on the number of samples alone"
+                )
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        if not self.has_backward:
+            return
+        _, values = self.fwd_cache[bwd_chunk_id]
+        try:
+            with self._ops.timeline.span("backward", self._batch, at=self.stage_index, micro_batch=bwd_chunk_id):
+                self._ops.backward(super().backward_one_chunk, bwd_chunk_id, *args, **kwargs)
+        except Exception as error:  # torch's has one line for each tensor
+            cause = error.__cause__
+            raise _Failed(cause if isinstance(cause, Exception) else error) from None
+        if not self.is_first:  # the stage before waits for a gradient of all that may have one
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                torch.zeros_like(value) if grad is None and shape.trained else grad
+                for grad, value, shape in zip(self.bwd_cache[bwd_chunk_id], values, self._takes, strict=True)
+            )
+        _own(self._told, self.stage_index, bwd_chunk_id)
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _no_inputs(number: int) -> tuple[Any, ...]:
+    raise AssertionError("no micro-batch has begun")
+
+
+def _nothing(*_: Any) -> Any:
+    return None
+
+
+def _example(shape: Shape) -> Tensor:
+    return torch.empty(shape.of(_EXAMPLE), dtype=shape.dtype, device="meta", requires_grad=shape.trained)
+
+
+def _state_shape(device: torch.device) -> Shape:
+    return Shape((0,), (len(random_state(device)),), torch.uint8, trained=False)
+
+
+def random_state(device: torch.device) -> Tensor:
+    """Return the state of torch's generator on a device, uint8 [any], there."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state.to(device)
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Let torch's generator on a device go on from a state."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state.cpu(), device)
