@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from hostdev.host.table import HostTable
     from hostdev.kernels.pool import set_host_threads
     from hostdev.kernels.unique import unique
+    from hostdev.parallel.join import join
+    from hostdev.parallel.network import Network
+    from hostdev.parallel.plan import sliced
     from hostdev.predict.predictor import Predictor
     from hostdev.runtime.runtime import Runtime
     from hostdev.runtime.spec import Bag, CacheSpec, Feature, TableSpec
@@ -55,13 +58,16 @@ _PUBLIC = {
     "TableSpec": "hostdev.runtime.spec",
     "HostTable": "hostdev.host.table",
     "LazyAdam": "hostdev.core.optimizers",
+    "Network": "hostdev.parallel.network",
     "NonFiniteError": "hostdev.runtime.loop",
     "Normal": "hostdev.core.initializers",
     "ParameterServer": "hostdev.host.server",
     "Predictor": "hostdev.predict.predictor",
     "Primitive": "hostdev.core.primitive",
     "UserError": "hostdev.core.errors",
+    "join": "hostdev.parallel.join",
     "set_host_threads": "hostdev.kernels.pool",
+    "sliced": "hostdev.parallel.plan",
     "unique": "hostdev.kernels.unique",
 }
 
@@ -83,6 +89,7 @@ __all__ = [
     "FusedSparseSGD",
     "HostTable",
     "LazyAdam",
+    "Network",
     "NonFiniteError",
     "Normal",
     "ParameterServer",
@@ -92,7 +99,9 @@ __all__ = [
     "Runtime",
     "TableSpec",
     "UserError",
+    "join",
     "set_host_threads",
+    "sliced",
     "unique",
 ]
 

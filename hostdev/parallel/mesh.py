@@ -84,6 +84,4 @@ def mesh_of(text: str) -> Mesh:
         if not (number.isascii() and number.isdigit() and int(number) > 0):
             raise UserError(f"--mesh {text}: {axis}={number} is not a number of processes, 1 or more")
         sizes[axis] = int(number)
-    if sizes.get("model", 1) > 1:
-        raise UserError(f"--mesh {text}: slices of layers (model) are not there yet; use data and pipe")
     return Mesh(**sizes)

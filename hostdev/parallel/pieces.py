@@ -1,12 +1,14 @@
 """A network as pieces in order, of which stages take some each: where it may be cut, and what crosses there."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -183,8 +185,8 @@ def _require_crossing(name: str, values: Sequence[Any]) -> None:
 def costs_of(pieces: Sequence[Piece], inputs: tuple[Any, ...]) -> list[int]:
     """Return the floating-point operations of each piece, forward; nothing is computed."""
     found = []
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        result: Any = torch.utils._pytree.tree_map_only(Tensor, fake.from_tensor, inputs)
+    with not_computing(one for piece in pieces for one in piece.holds) as fake:
+        result: Any = fake(inputs)
         for piece in pieces:
             with FlopCounterMode(display=False) as counter:
                 result = run([piece], *(result if isinstance(result, tuple) else (result,)))
@@ -217,6 +219,45 @@ def balanced(pieces: Sequence[Piece], costs: Sequence[int], count: int) -> list[
     return begins[::-1]
 
 
+def with_aside(pieces: Sequence[Piece]) -> list[Piece]:
+    """Return the pieces with a further value that goes by, from the last of the first one's inputs to the end."""
+
+    def beside(call: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+        def both(*values: Any) -> tuple[Any, ...]:
+            result = call(*values[:-1])
+            return (*(result if isinstance(result, tuple) else (result,)), values[-1])
+
+        return both
+
+    return [piece._replace(call=beside(piece.call)) for piece in pieces]
+
+
+@contextmanager
+def not_computing(held: Iterable[Any]) -> Iterator[Callable[[Any], Any]]:
+    """Within, torch finds shapes and computes nothing; yields what makes such values of tensors.
+
+    held  the modules that are run: their buffers stay as they are
+    """
+    modules = [module for one in held if isinstance(one, nn.Module) for module in one.modules()]
+    # such a layer asks for the value of its count
+    counting = [one for one in modules if isinstance(one, _NormBase) and one.momentum is None]
+    buffers = [
+        (module, name, value) for module in modules for name, value in module._buffers.items() if value is not None
+    ]
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.enable_grad():
+        for module, name, value in buffers:
+            module._buffers[name] = fake.from_tensor(value)
+        for one in counting:
+            one.momentum = 0.5
+        try:
+            yield lambda values: torch.utils._pytree.tree_map_only(Tensor, fake.from_tensor, values)
+        finally:
+            for module, name, value in buffers:
+                module._buffers[name] = value
+            for one in counting:
+                one.momentum = None
+
+
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes whether something is drawn from torch's generator."""
 
@@ -244,8 +285,8 @@ def _run_fake(
     found = []
     cast = torch.autocast(device, autocast or torch.bfloat16, enabled=autocast is not None)
     draws = _Draws()  # type: ignore[no-untyped-call]
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, draws, torch.enable_grad():
-        result: Any = torch.utils._pytree.tree_map_only(Tensor, fake.from_tensor, values)
+    with not_computing(one for stage in stages for piece in stage for one in piece.holds) as fake, draws:
+        result: Any = fake(values)
         for stage in stages:
             draws.seen = False
             with cast:

@@ -115,8 +115,9 @@ class Channel:
         return [json.loads(each.tobytes()) for each in self.gather(text)]
 
     def broadcast(self, values: Tensor) -> None:
-        """Overwrite values in host memory with those of rank 0."""
-        dist.broadcast(values, 0, group=self.group)
+        """Overwrite values in host memory with those of the channel's first rank."""
+        with self.answering():
+            dist.broadcast(values, group_src=0, group=self.group)
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
@@ -174,6 +175,11 @@ class Ranks:
     def share(self) -> tuple[int, int]:
         """Return which share of the samples this rank computes, and of how many."""
         return self.at.data, self.mesh.data
+
+    @property
+    def has_parts(self) -> bool:
+        """Tell whether ranks have different parts of the network."""
+        return self.mesh.data < self.size
 
     @property
     def leads(self) -> bool:

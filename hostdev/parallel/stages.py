@@ -10,7 +10,7 @@ along, so that dropout draws what it draws in one process, and shapes that are k
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -23,20 +23,23 @@ from hostdev.core.pieces import Piece
 from hostdev.core.timeline import Timeline
 from hostdev.parallel.pieces import Shape, Stage, Traced
 from hostdev.parallel.ranks import Channel
+from hostdev.parallel.whole import called
 
 _EXAMPLE = 2  # samples, of tensors that only show dtypes
 
 
-def _called(call: Callable[..., Any], *values: Any, **named: Any) -> Any:
-    return call(*values, **named)
-
-
 class Ops(NamedTuple):
-    """What times a micro-batch's way through a stage: spans of a trace, and calls that call their first argument."""
+    """What is around a micro-batch's way through a stage.
+
+    timeline           gets a span of each pass
+    forward, backward  call their first argument: what times these
+    watching           within what a forward pass is, of the micro-batch's number
+    """
 
     timeline: Timeline
-    forward: Callable[..., Any] = _called
-    backward: Callable[..., Any] = _called
+    forward: Callable[..., Any] = called
+    backward: Callable[..., Any] = called
+    watching: Callable[[int], AbstractContextManager[None]] = nullcontext  # type: ignore[assignment]
 
 
 class Stages:
@@ -282,7 +285,8 @@ class _SizedStage(PipelineStage):
     ) -> Any:
         if self.is_first:  # beside torch's arguments, whose gradients it would take away
             self.submod.inputs = _own(self._inputs, fwd_chunk_id)
-        with self._ops.timeline.span("forward", self._batch, at=self.stage_index, micro_batch=fwd_chunk_id):
+        span = self._ops.timeline.span("forward", self._batch, at=self.stage_index, micro_batch=fwd_chunk_id)
+        with span, self._ops.watching(fwd_chunk_id):
             output = self._ops.forward(_own, super().forward_one_chunk, fwd_chunk_id, (), kwargs, save_forward_output)
         if not self.is_last:
             _own(self._require_known, _as_tuple(output), self._sizes[fwd_chunk_id])

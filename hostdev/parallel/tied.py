@@ -4,13 +4,14 @@ Of a micro-batch the uses of later stages come first, as in a backward pass of o
 where no stage uses the parameter twice and another one too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 
 import torch
 from torch import Tensor
 
 from hostdev.core.pieces import Piece
+from hostdev.parallel.leaves import Leaves
 from hostdev.parallel.ranks import Channel
 
 Come = dict[tuple[int, int], Tensor | None]  # by stage and micro-batch
@@ -20,20 +21,20 @@ class Tied:
     """The parameters that more than one stage uses.
 
     stages   the pieces of all stages
-    names    of the parameters, by `id`
+    leaves   of the parameters: what is added up and spread
     channel  of the host to the ranks along the pipe axis
     """
 
-    def __init__(self, stages: Sequence[Sequence[Piece]], names: Mapping[int, str], channel: Channel) -> None:
+    def __init__(self, stages: Sequence[Sequence[Piece]], leaves: Leaves, channel: Channel) -> None:
         self._channel = channel
         users: dict[str, list[int]] = {}
         self._parameters: dict[str, Tensor] = {}
         for number, stage in enumerate(stages):
-            for parameter in {id(one): one for piece in stage for one in piece.parameters}.values():
+            for parameter in leaves.of(one for piece in stage for one in piece.parameters):
                 if not parameter.requires_grad:  # copies that nothing changes stay equal
                     continue
-                users.setdefault(names[id(parameter)], []).append(number)
-                self._parameters[names[id(parameter)]] = parameter
+                users.setdefault(leaves.name(parameter), []).append(number)
+                self._parameters[leaves.name(parameter)] = parameter
         self.users = {name: stages for name, stages in users.items() if len(stages) > 1}
         self._parameters = {name: self._parameters[name] for name in self.users}
         self._come: dict[str, Come] = {name: {} for name in self.users}

@@ -1,16 +1,16 @@
 """`core.digest` of tables and of torch's modules, wherever they lie."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import nn
 
 from hostdev.core.digest import Column, StateDigest, pieces_of
 from hostdev.parallel.gather import rows_in_order
 from hostdev.parallel.ranks import Ranks
+from hostdev.parallel.state import DenseState
 
 
 class _Table(Protocol):
@@ -22,32 +22,6 @@ class _Table(Protocol):
 
     @property
     def total_rows(self) -> int: ...
-
-
-class DenseState(NamedTuple):
-    """A dense side that is whole, in the words of torch's `state_dict`s."""
-
-    model: Mapping[str, Any]
-    optimizer: Mapping[str, Any]
-    names: Sequence[str]  # of the parameters, each once, in the optimizer's order
-    buffers: Sequence[str]  # names of those that are persistent
-
-
-def state_of(network: nn.Module, optimizer: torch.optim.Optimizer) -> DenseState:
-    """Return the state of a dense side that is whole here."""
-    names = {id(parameter): name for name, parameter in network.named_parameters()}
-    numbered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    return DenseState(network.state_dict(), optimizer.state_dict(), numbered, buffers_of(network))
-
-
-def buffers_of(network: nn.Module) -> list[str]:
-    """Return the names of a network's persistent buffers."""
-    parameters = dict(network.named_parameters(remove_duplicate=False))
-    return [
-        name
-        for name, value in network.state_dict().items()
-        if name not in parameters and isinstance(value, torch.Tensor)
-    ]
 
 
 def state_sha256(tables: Iterable[_Table], dense: DenseState, ranks: Ranks | None = None) -> str:

@@ -1,6 +1,7 @@
 """From options to a model and its trainer; what `train`, `verify` and `advise` share."""
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from hostdev.host.warm_up import warm_up, warm_up_feature
 from hostdev.kernels.counter import key64
 from hostdev.models import registry
 from hostdev.models.model import Model
+from hostdev.parallel.layout import Layout, settle
 from hostdev.parallel.mesh import SCHEDULES, mesh_of
-from hostdev.parallel.pieces import pieces_of
+from hostdev.parallel.plan import plan_of
 from hostdev.runtime.features import read_ids
 from hostdev.runtime.spec import Bag, CacheSpec, TableSpec
 from hostdev.train.config import TrainConfig
-from hostdev.train.staged import Layout, begins_of, inputs_like
+from hostdev.train.staged import inputs_like
 
 _COUNTED_ROWS = 1 << 16  # at once
 
@@ -53,20 +55,20 @@ def model_of(settings: TrainConfig, schema: Schema) -> Model:
 
 
 def layout_of(settings: TrainConfig) -> Layout:
-    """Return how the options cut the model into stages."""
+    """Return how the options cut the model into stages and slices."""
     begins = None if settings.stage_cut is None else settings.stage_cut.split(",")
-    return Layout(settings.schedule or SCHEDULES[0], begins)
+    return Layout(settings.schedule or SCHEDULES[0], begins, plan_of(settings.plan) if settings.plan else ())
 
 
 def require_layout(settings: TrainConfig, data: Path) -> None:
-    """UserError where the options do not cut the model into stages; before any process waits for another."""
+    """UserError where the options do not fit the model's layers; before any process waits for another."""
     mesh = None if settings.mesh is None else mesh_of(settings.mesh)
-    if mesh is None or mesh.pipe == 1:
+    if mesh is None or mesh.pipe == mesh.model == 1:
         return
     found = manifest.read(data)
     model = model_of(settings, found.schema)
     [sample] = itertools.islice(ShardReader(data, found, "train").batches(1), 1)
-    begins_of(pieces_of(model), layout_of(settings), mesh.pipe, lambda: inputs_like(model, sample, 2, None))
+    settle(model, layout_of(settings), mesh, partial(inputs_like, model, sample, None))
 
 
 def vector_tables(model: Model) -> dict[str, TableSpec]:

@@ -12,6 +12,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.optimizers import OPTIMIZERS
 from hostdev.parallel.mesh import SCHEDULES, mesh_of
+from hostdev.parallel.plan import plan_of
 
 REFERENCE_BATCH_SIZE = 16_000
 MOST_DEPTH = 64  # more ahead than that helps nobody
@@ -79,7 +80,8 @@ class TrainConfig:
         choices=("mean", "sum"),
     )
     mesh: str | None = _flag(
-        "how processes share out the network: data=N by samples, pipe=N by stages, such as data=2,pipe=2 (data)",
+        "how processes share out the network: data=N by samples, model=N by slices of layers, pipe=N by stages, such "
+        "as data=2,pipe=2 (data)",
         kind=str,
         metavar="AXES",
     )
@@ -91,6 +93,12 @@ class TrainConfig:
         "stages cost the same)",
         kind=str,
         metavar="NAMES",
+    )
+    plan: str | None = _flag(
+        "how --mesh model=N slices layers: colwise their outputs, rowwise their inputs, by name or pattern, such as "
+        "deep.0=colwise,deep.2=rowwise; those that are not named are replicated",
+        kind=str,
+        metavar="STRATEGIES",
     )
     torch_threads: int | None = _flag(
         "threads of the dense layers on the CPU, on which some of their bits depend (all CPUs; with --micro-batches 1)",
@@ -195,6 +203,10 @@ class TrainConfig:
             for name in ("schedule", "stage_cut"):
                 if getattr(self, name) is not None:
                     raise UserError(f"{_option(name)} has no effect without --mesh pipe=N; leave it out")
+        if self.plan is not None:
+            plan_of(self.plan)
+            if self.mesh is None or mesh_of(self.mesh).model == 1:
+                raise UserError("--plan has no effect without --mesh model=N; leave it out")
         if self.gradients is not None and self.micro_batches == 1:
             raise UserError(f"--gradients {self.gradients} has no effect without --micro-batches; leave it out")
         if self.l2 == "table" and self.micro_batches > 1:

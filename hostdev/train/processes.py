@@ -16,20 +16,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from hostdev.core.errors import UserError, in_words
+from hostdev.core.errors import UserError
 from hostdev.core.memory import share_memory
-from hostdev.device.backend import take_turns
-from hostdev.kernels.pool import host_threads, set_host_threads
+from hostdev.parallel.join import share_host, together
 from hostdev.parallel.mesh import Mesh, mesh_of
 from hostdev.parallel.place import Place, find
-from hostdev.parallel.ranks import MEETING, TIMEOUT, PeerLostError, Ranks
+from hostdev.parallel.ranks import MEETING, TIMEOUT, Ranks
 from hostdev.parallel.watch import within
 from hostdev.train.config import TrainConfig, to_flags
 from hostdev.train.interrupt import Interrupted
 from hostdev.train.rundir import EVAL_LOG, LOSS_LOG, OPS_LOG, RunDir
 
 OUTPUT = "output.log"
-_FAULT_SECONDS = 30.0  # until it is known which rank it was that is gone
 _BOOKS_SECONDS = 5.0  # for the logs of a rank that is ended
 _END_SECONDS = 8.0  # that others have after one has failed
 
@@ -162,30 +160,14 @@ def joined(settings: TrainConfig, require: Callable[[], object] = lambda: None) 
         if place.rank:
             raise SystemExit(2) from None  # rank 0 says it
         raise
-    take_turns(place.local_rank if place.device is None else place.device)
-    share_memory(place.local_ranks)
-    set_host_threads(max(1, host_threads() // place.local_ranks))
+    share_host(place)
     try:
         company = Company(place, settings)
     except BaseException:
         share_memory(1)
         raise
-    watch = company.ranks.watch
-    try:
-        with company.printing():
-            yield company
-        company.ranks.leave()
-    except Interrupted:  # all were, after the same step
-        company.ranks.leave()
-        raise
-    except PeerLostError as error:
-        time.sleep(_FAULT_SECONDS)  # the watch finds out which rank it was, and ends the process; or all are there
-        watch.fail(in_words(error))
-        raise
-    except BaseException as error:
-        interrupted = isinstance(error, KeyboardInterrupt)
-        watch.fail(f"interrupted {error}".strip() if interrupted else in_words(error))
-        raise
+    with together(company.ranks, alike=(Interrupted,)), company.printing():
+        yield company
 
 
 def require_shares(settings: TrainConfig, ranks: int) -> None:

@@ -18,12 +18,12 @@ def start_lines(
     device: str,
     caches: list[EmbeddingCache],
     checkpoints: str | None = None,
-    stages: str | None = None,
+    parts: str | None = None,
 ) -> str:
     """Return what is about to be trained, on what, and where its files go.
 
     checkpoints  when and where they are saved
-    stages       how the network is cut
+    parts        how the network is cut
     """
     place = "host memory" if config["host_device_mix"] else "device memory"
     arithmetic = config["precision"] + " with TF32" * config["tf32"]
@@ -35,7 +35,7 @@ def start_lines(
         f"tables   {tables_line(tables.values())} of {place}",
         *map(_cache_line, caches),
         f"dense    {arithmetic} on {device}; batch size {config['batch_size']:,}, {epochs}",
-        *([f"stages   {stages}"] if stages else []),
+        *([f"parts    {parts}"] if parts else []),
         *([f"save     {checkpoints}"] if checkpoints else []),
     ])  # fmt: skip
 
@@ -160,8 +160,8 @@ def _ranks(ranks: dict[str, Any], steps: int) -> str:
     rows, least, dense = (sent[name] / max(1, steps) for name in ("rows", "least", "dense"))
     more = f", {rows / least - 1:.1%} more than the least possible" if least else ""
     what = [f"{gib(round(rows))} for rows{more}"]
-    if "stages" in sent:
-        what.append(f"{gib(round(sent['stages'] / max(1, steps)))} between stages")
+    if "parts" in sent:
+        what.append(f"{gib(round(sent['parts'] / max(1, steps)))} between parts of the network")
     if dense:
         what.append(f"{gib(round(dense))} for the dense layers' gradients by {ranks['backend']}")
     told = " and ".join([", ".join(what[:-1]), what[-1]]) if len(what) > 2 else ", and ".join(what)

@@ -104,7 +104,7 @@ class Run:
                 gradients=settings.gradients or "mean",
                 ranks=self.ranks,
                 dense_exchange=settings.dense_exchange or EXCHANGES[0],
-                layout=layout_of(settings) if self.ranks is not None and self.ranks.mesh.pipe > 1 else None,
+                layout=layout_of(settings) if self.ranks is not None and self.ranks.has_parts else None,
                 sample=sample,
             )
             self.progress, self.quality = Progress(), Quality(settings.early_stop)

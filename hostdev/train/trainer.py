@@ -30,9 +30,13 @@ from hostdev.kernels.counter import key64
 from hostdev.kernels.norm import total
 from hostdev.models.model import Model
 from hostdev.models.wide_deep.loss import deep_l2, wide_loss
+from hostdev.parallel.averages import Averages, require_own_averages
+from hostdev.parallel.layout import Layout
+from hostdev.parallel.parts import begin_alike
 from hostdev.parallel.ranks import Ranks
+from hostdev.parallel.state import DenseState, state_of
 from hostdev.pipeline.outcome import Outcome
-from hostdev.runtime.digest import DenseState, names_in_checkpoint, state_of, state_sha256
+from hostdev.runtime.digest import names_in_checkpoint, state_sha256
 from hostdev.runtime.rows import Rows
 from hostdev.runtime.runtime import Runtime
 from hostdev.runtime.spec import CacheSpec, Feature
@@ -40,8 +44,8 @@ from hostdev.runtime.step import Step
 from hostdev.train import metrics
 from hostdev.train.losses import Losses, read_losses
 from hostdev.train.room import require_copies, require_room
-from hostdev.train.staged import Layout, Staged
-from hostdev.train.together import broadcast, of_all, require_no_averages
+from hostdev.train.staged import Staged
+from hostdev.train.together import of_all
 
 DENSE_EPS = 1e-8
 DEEP = "deep"  # the table that --l2 is about
@@ -85,8 +89,8 @@ class Trainer:
     micro_batches    into which a batch is cut: what they come to is added in an order that depends on nothing else
     gradients        "mean": a micro-batch counts by its rows; "sum": each one's mean counts whole
     ranks            processes that share out the micro-batches and the tables' rows; None: this one is alone
-    layout           how the model is cut into stages, where the ranks' mesh has any
-    sample           a batch, of which stages see what the model's inputs look like
+    layout           how the model is cut into stages and slices, where the ranks' mesh has any
+    sample           a batch, of which its parts see what the model's inputs look like
     overlap          depth, timeline, staleness, ... of `Runtime`
     """
 
@@ -120,8 +124,7 @@ class Trainer:
         if l2 == "table" and micro_batches > 1:
             raise UserError("--l2 table does not go with --micro-batches: it would be added with each of them; use "
                             "--l2 batch")  # fmt: skip
-        if ranks is not None:
-            require_no_averages(model)
+        require_own_averages(model)
         log = log or OpLog()
         self._micro_batches, self._gradients, self._seed = micro_batches, gradients, seed
         self.ranks = ranks
@@ -149,8 +152,6 @@ class Trainer:
         )  # fmt: skip
         self.timeline = self.runtime.pipeline.timeline
         self.model, self._staged = model, None
-        if ranks is not None:
-            broadcast(model, ranks)
         if layout is not None:
             assert ranks is not None
             assert sample is not None
@@ -158,9 +159,14 @@ class Trainer:
             extra = self._extra if l2 != "none" else None
             ops = [Primitive(name, _call, scope="network", log=log) for name in ("DenseForward", "DenseBackward")]
             self._staged = Staged(model, layout, ranks, self._device, autocast, sample, extra, self.timeline, ops)
+            self._averages = Averages([], None)
             self._parameters = self._staged.parameters or [torch.nn.Parameter(torch.zeros(0, device=device))]
         else:
+            if ranks is not None:
+                begin_alike(model, ranks)
             self._parameters = list(model.to(self.runtime.device).parameters())
+            # with whole batches the layers themselves move theirs
+            self._averages = Averages([model] if micro_batches > 1 else [], None if ranks is None else ranks.channel())
         self.adam = torch.optim.Adam(self._parameters, lr=model.lr if lr is None else lr, eps=DENSE_EPS, fused=True)
         self._start_adam()
         self._parts_begun = 0  # micro-batches here of all steps
@@ -195,7 +201,7 @@ class Trainer:
 
     def exchanged_bytes(self) -> dict[str, int]:
         """Return the bytes sent to other ranks in training: those of `Runtime`, and between stages."""
-        between = {} if self._staged is None else {"stages": self._staged.sent_bytes}
+        between = {} if self._staged is None else {"parts": self._staged.sent_bytes}
         return {**self.runtime.exchanged_bytes(), **between}
 
     @property
@@ -244,7 +250,7 @@ class Trainer:
         """Queue a step of stages; return its losses and its samples."""
         self.adam.zero_grad()
 
-        def inputs(number: int) -> tuple[Any, ...]:
+        def given(number: int) -> tuple[Tensor, Rows]:
             (_, dense, _), rows = step.micro_batch(number)
             self._draw_anew(number)
             return dense, rows
@@ -256,7 +262,7 @@ class Trainer:
             objective = objective if extra is None else objective + extra
             return objective, torch.stack([wide.detach(), objective.detach()])
 
-        losses = staged.step(step, inputs, loss)
+        losses = staged.step(step, given, loss)
         self._parts_begun += self._parts_here
         assert losses is not None
         [batch, *_], rows = step.micro_batch(len(step.sizes) - 1)
@@ -285,7 +291,8 @@ class Trainer:
         values = squares = None
         if len(batch):
             self._draw_anew(self._parts_begun % self._parts_here)
-            with self.timeline.span("forward", rows.number):
+            watching = self._averages.watching(self._parts_begun % self._parts_here)
+            with self.timeline.span("forward", rows.number), watching:
                 wide, objective, deep = self._forward(self, rows, dense, label, self._weight(batch))
             squares = self._table_l2() if self._l2 == "table" else None
             with self.timeline.span("backward", rows.number):
@@ -295,6 +302,7 @@ class Trainer:
         self._parts_begun += 1
         if not rows.is_due:
             return None
+        self._averages.move()
         assert losses is not None  # the last micro-batch has a row
         return self._finish(rows, batch, losses, squares)
 
@@ -389,7 +397,7 @@ class Trainer:
         loop = self.runtime.predict(parts, ids=self.model.ids, send=_sent, micro_batches=self._parts_here)
         with closing(loop):
             for step in loop:
-                found = dict(self._staged.predict(step, partial(_inputs, step)))
+                found = dict(self._staged.predict(step, partial(_given, step)))
                 for number in range(len(step.sizes)):
                     (batch, _, _), _ = step.micro_batch(number)
                     scores = found.get(number)
@@ -469,7 +477,7 @@ def _call(call: Callable[..., Any], *values: Any, **named: Any) -> Any:
     return call(*values, **named)
 
 
-def _inputs(step: Step, number: int) -> tuple[Any, ...]:
+def _given(step: Step, number: int) -> tuple[Tensor, Rows]:
     (_, dense, _), rows = step.micro_batch(number)
     return dense, rows
 

@@ -1,0 +1,86 @@
+"""Processes that a launcher has started meet, and end together: all when they are done, or when one of them fails."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from hostdev.core.errors import UserError, in_words
+from hostdev.core.memory import share_memory
+from hostdev.device.backend import take_turns
+from hostdev.kernels.pool import host_threads, set_host_threads
+from hostdev.parallel.mesh import Mesh, mesh_of
+from hostdev.parallel.place import Place, find
+from hostdev.parallel.ranks import MEETING, TIMEOUT, PeerLostError, Ranks
+
+_FAULT_SECONDS = 30.0  # until it is known which rank it was that is gone
+
+
+@contextmanager
+def join(
+    mesh: str | None = None, *, timeout: float = TIMEOUT, meeting: float = MEETING, backend: str | None = None
+) -> Iterator[Ranks | None]:
+    """Within, this process is one of those that a launcher has started; None where it is alone.
+
+    mesh     how they share out a network, such as "data=2,pipe=2"; None: all along data
+    timeout  seconds that one waits for another within a step; meeting: until all have come
+    backend  of torch.distributed between devices; None: the devices' own
+
+    Where one of them fails, all end, with exit code 2 and one line on stderr about which and why. UserError for a mesh
+    of another size, and where they do not meet.
+    """
+    place = find()
+    wanted = None if mesh is None else mesh_of(mesh)
+    if wanted is not None and wanted.size != place.ranks:
+        there = "this one is alone" if place.alone else f"{place.ranks} were started"
+        if place.rank:
+            raise SystemExit(2)  # rank 0 says it
+        raise UserError(
+            f"the mesh {mesh} is of {wanted.size} processes, and {there}; start so many, such as with torchrun "
+            f"--nproc-per-node {wanted.size}"
+        )
+    if place.alone:
+        yield None
+        return
+    share_host(place)
+    ranks = Ranks(place, partial(_ended, place), timeout=timeout, meeting=meeting, backend=backend,
+                  mesh=wanted or Mesh(data=place.ranks))  # fmt: skip
+    with together(ranks):
+        yield ranks
+
+
+def share_host(place: Place) -> None:
+    """Let this process take its share of the host: of its devices, its memory and its CPUs."""
+    take_turns(place.local_rank if place.device is None else place.device)
+    share_memory(place.local_ranks)
+    set_host_threads(max(1, host_threads() // place.local_ranks))
+
+
+@contextmanager
+def together(ranks: Ranks, alike: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+    """Within, an error tells all other ranks to end; without one they leave together.
+
+    alike  exceptions that all ranks raise after the same step
+    """
+    try:
+        yield
+        ranks.leave()
+    except alike:
+        ranks.leave()
+        raise
+    except PeerLostError as error:
+        time.sleep(_FAULT_SECONDS)  # the watch finds out which rank it was, and ends the process; or all are there
+        ranks.watch.fail(in_words(error))
+        raise
+    except BaseException as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        ranks.watch.fail(f"interrupted {error}".strip() if interrupted else in_words(error))
+        raise
+
+
+def _ended(place: Place, rank: int, why: str) -> None:
+    """End this process, in the watching thread: another rank has failed."""
+    if place.rank == (0 if rank else 1):  # one of all tells the user
+        os.write(2, f"error: rank {rank} of {place.ranks}: {why}\n".encode())
+    os._exit(2)

@@ -1,0 +1,105 @@
+"""How a network is shared out by layers: where it is cut into stages, and which layers are cut into slices."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hostdev.core.errors import UserError
+from hostdev.core.pieces import Piece
+from hostdev.parallel.mesh import SCHEDULES, Mesh
+from hostdev.parallel.pieces import balanced, costs_of, cut, pieces_of
+from hostdev.parallel.plan import Plan, Strategies, settled
+
+Inputs = Callable[[int], tuple[Any, ...]]  # zeros in place of the network's inputs, for so many samples
+
+
+class Layout(NamedTuple):
+    """What a user says of it.
+
+    schedule  in which order micro-batches go through the stages: one of `mesh.SCHEDULES`
+    begins    pieces with which the second and later stages begin; None: so that all cost the same
+    plan      strategies of layers, by name or pattern: see `plan`
+    """
+
+    schedule: str = SCHEDULES[0]
+    begins: Sequence[str] | None = None
+    plan: Plan = ()
+
+
+class Settled(NamedTuple):
+    """What comes of it.
+
+    pieces      of the network; none where it is not cut into stages
+    begins      with which the second and later stages begin
+    strategies  of the layers that are cut into slices
+    """
+
+    pieces: list[Piece]
+    begins: list[str]
+    strategies: Strategies
+
+    def stages(self, pieces: Sequence[Piece]) -> list[list[Piece]]:
+        """Return the pieces of each stage."""
+        return cut(pieces, self.begins)
+
+
+def settle(network: nn.Module, layout: Layout, mesh: Mesh, inputs: Inputs) -> Settled:
+    """Return how a network is laid out on a mesh; UserError where the layout does not fit. Nothing is computed."""
+    pieces: list[Piece] = []
+    begins: list[str] = []
+    if mesh.pipe > 1:
+        pieces = pieces_of(network)
+        begins = _begins(pieces, layout, mesh.pipe, lambda: inputs(2))
+    elif layout.begins is not None:
+        raise UserError(f"--stage-cut {','.join(layout.begins)} has no effect without --mesh pipe=N; leave it out")
+    if layout.plan and mesh.model == 1:
+        raise UserError("--plan has no effect without --mesh model=N; leave it out")
+    stages = cut(pieces, begins) if pieces else []
+    return Settled(pieces, begins, settled(network, layout.plan, mesh.model, stages, lambda: inputs(2)))
+
+
+def _begins(pieces: Sequence[Piece], layout: Layout, pipe: int, inputs: Callable[[], tuple[Any, ...]]) -> list[str]:
+    several = layout.schedule == "interleaved"
+    if layout.begins is None:
+        return balanced(pieces, costs_of(pieces, inputs()), pipe * (1 + several))
+    cut(pieces, layout.begins)
+    stages = len(layout.begins) + 1
+    if several and (stages % pipe or stages == pipe):
+        raise UserError(
+            f"--stage-cut {','.join(layout.begins)} makes {stages} stages, and --schedule interleaved has two or more "
+            f"on each of {pipe} processes; give {2 * pipe - 1} names, or {3 * pipe - 1}, ..."
+        )
+    if not several and stages != pipe:
+        raise UserError(
+            f"--stage-cut {','.join(layout.begins)} makes {stages} stages, and --mesh pipe={pipe} has a process for "
+            f"each of {pipe}; give {pipe - 1} name{'s' * (pipe > 2)}"
+        )
+    return list(layout.begins)
+
+
+def described(settled: Settled, layout: Layout, mesh: Mesh) -> str:
+    """Return how the network is laid out, as text."""
+    parts = []
+    if settled.begins:
+        stages = [(stage[0].name, stage[-1].name) for stage in settled.stages(settled.pieces)]
+        names = [first if first == last else f"{first} to {last}" for first, last in stages]
+        parts.append(f"{len(names)} stages by {layout.schedule}: {', '.join(names)}")
+    if settled.strategies:
+        each = ", ".join(f"{name} {one.strategy}" for name, one in settled.strategies.items())
+        parts.append(f"slices over {mesh.model}: {each}")
+    return "; ".join(parts)
+
+
+def like(example: Mapping[str, Any] | Sequence[Any]) -> Inputs:
+    """Return zeros like an example of the network's inputs, tensors [B, ...] each, for any number of samples."""
+
+    def zeros(samples: int) -> tuple[Any, ...]:
+        return torch.utils._pytree.tree_map_only(  # type: ignore[no-any-return]
+            torch.Tensor,
+            lambda one: torch.zeros((samples, *one.shape[1:]), dtype=one.dtype, requires_grad=one.requires_grad),
+            tuple(example),
+        )
+
+    return zeros

@@ -1,0 +1,185 @@
+"""A network without tables, on as many processes as there are: what a training loop of one's own needs of it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hostdev.core.errors import UserError
+from hostdev.core.micro_batches import EXCHANGES, TreeSum, cut
+from hostdev.kernels.counter import key64
+from hostdev.parallel.dense import DenseExchange, Grads, add_lists
+from hostdev.parallel.layout import Layout, like
+from hostdev.parallel.mesh import SCHEDULES
+from hostdev.parallel.parts import Parts, Ran
+from hostdev.parallel.plan import plan_of
+from hostdev.parallel.ranks import Ranks
+from hostdev.parallel.state import DenseState
+
+Inputs = Callable[[slice], tuple[Any, ...]]
+
+
+class Network:
+    """A network, or this rank's part of it, and steps through it.
+
+    ::
+
+        with hostdev.join("data=2,pipe=2") as ranks:
+            network = hostdev.Network(resnet, (images[:1],), ranks=ranks, micro_batches=8)
+            sgd = torch.optim.SGD(network.parameters, lr=0.01, momentum=0.9)
+            for images, labels in batches:
+                loss = network.step(
+                    len(images), lambda part: (images[part],), lambda output, part: cross_entropy(output, labels[part])
+                )
+                sgd.step()
+                sgd.zero_grad()
+
+    Losses and parameters are a function of the number of micro-batches, to the bit, whatever the ranks share out along
+    data and pipe; with slices (model) to rounding.
+
+    module         it loses what other ranks have of it
+    example        its inputs for some samples: tensors [B, ...], or what has such
+    ranks          as `join` gives them; None: there are no others
+    micro_batches  into which a batch is cut
+    gradients      "mean": of the loss of the whole batch; "sum": of the sum of the micro-batches' losses
+    schedule, stage_cut, plan  as the options --schedule, --stage-cut and --plan of hostdev.train
+    device         where it goes
+    precision      "fp32", or "bf16" for arithmetic over float32 parameters
+    seed           of what its layers draw, such as dropout: with several micro-batches a function of this, the step and
+                   the micro-batch's number
+
+    UserError where the layout does not fit the network or the ranks.
+    """
+
+    def __init__(
+        self, module: nn.Module, example: Sequence[Any], *, ranks: Ranks | None = None, micro_batches: int = 1,
+        gradients: str = "mean", schedule: str | None = None, stage_cut: str | None = None, plan: str | None = None,
+        device: torch.device | str = "cpu", precision: str = "fp32", seed: int = 1,
+    ) -> None:  # fmt: skip
+        shares = 1 if ranks is None else ranks.mesh.data
+        stages = 1 if ranks is None else ranks.mesh.pipe
+        if micro_batches < 1 or micro_batches % shares:
+            raise UserError(f"{micro_batches} micro-batches cannot be shared out equally by {shares} ranks along data")
+        if micro_batches < shares * stages:
+            raise UserError(
+                f"{stages} stages want at least as many micro-batches: give {shares * stages} or more, not "
+                f"{micro_batches}"
+            )
+        for name, value, known in (
+            ("gradients", gradients, ("mean", "sum")),
+            ("schedule", schedule or SCHEDULES[0], SCHEDULES),
+            ("precision", precision, ("fp32", "bf16")),
+        ):
+            if value not in known:
+                raise UserError(f"{name} is one of {', '.join(known)}, not {value!r}")
+        self.module, self.ranks, self.micro_batches = module, ranks, micro_batches
+        self._mean, self._seed, self._steps = gradients == "mean", seed, 0
+        self._count = micro_batches // shares
+        self._first = 0 if ranks is None else ranks.share()[0] * self._count
+        layout = Layout(
+            schedule or SCHEDULES[0], None if stage_cut is None else stage_cut.split(","), plan_of(plan) if plan else ()
+        )
+        autocast = torch.bfloat16 if precision == "bf16" else None
+        self._parts = Parts(module, layout, ranks, like(example), torch.device(device), autocast=autocast)
+        self.parameters: list[nn.Parameter] = self._parts.parameters
+        self._exchange: DenseExchange | None = None
+        if ranks is not None:
+            along_data = ranks.device_channel(torch.device(device), "data")
+            self._exchange = DenseExchange(
+                along_data, self._count, EXCHANGES[0], (ranks.channel("data"), ranks.channel())
+            )
+
+    def describe(self) -> str:
+        """Return how it is laid out, as text; nothing where it is whole here."""
+        return self._parts.text
+
+    def step(self, samples: int, inputs: Inputs, loss: Callable[[Any, slice], Tensor]) -> float:
+        """Take a batch forward and back; the parameters have its gradients then. Return the loss.
+
+        samples  of the whole batch, on all ranks the same
+        inputs   returns the network's inputs for a part of them; called where the network begins
+        loss     returns the mean loss, [], of what the network gives for a part; called where it ends
+        """
+        if samples < 1:
+            raise ValueError(f"a step is of at least one sample, not {samples}")
+        self.module.train()
+        spans = self._spans(samples)
+        weights = [(stop - start) / samples if self._mean else 1.0 for start, stop in cut(samples, self.micro_batches)]
+
+        def weighted(number: int, output: Any) -> tuple[Tensor, Tensor]:
+            mean = loss(output, slice(*spans[number]))
+            weight = weights[self._first + number]
+            return (mean * weight if self.micro_batches > 1 else mean), mean.detach()
+
+        def given(number: int) -> tuple[Any, ...]:
+            if self.micro_batches > 1:
+                drawn = self._steps * self.micro_batches + self._first + number
+                torch.manual_seed(key64(self._seed, "micro-batch", drawn) >> 1)
+            return inputs(slice(*spans[number]))
+
+        ran = self._parts.step(self._steps, [stop - start for start, stop in spans], given, weighted)
+        self._steps += 1
+        self._reduce(ran)
+        self._parts.finish()
+        values = self._of_all(ran.values)[:, 0]
+        return float(sum(value * weight for value, weight in zip(values.tolist(), weights, strict=True)))
+
+    def evaluate(self, samples: int, inputs: Inputs, measure: Callable[[Any, slice], Tensor]) -> list[float]:
+        """Take a batch forward, in evaluation mode; return the sums over all parts of what `measure` returns of each.
+
+        samples, inputs  as in `step`
+        measure          returns numbers, [] or [k], of what the network gives for a part; called where it ends
+        """
+        training = self.module.training
+        self.module.eval()
+        try:
+            spans = self._spans(samples)
+            sizes = [stop - start for start, stop in spans]
+            found = dict(self._parts.predict(self._steps, sizes, lambda number: inputs(slice(*spans[number]))))
+            values = [
+                measure(found[number], slice(*span)).detach() if number in found else None
+                for number, span in enumerate(spans)
+            ]
+        finally:
+            self.module.train(training)
+        return self._of_all(values).double().sum(0).tolist()
+
+    def state(self, optimizer: torch.optim.Optimizer) -> DenseState:
+        """Return the whole network's state and the optimizer's, in host memory, on rank 0; all ranks call it."""
+        return self._parts.state(optimizer)
+
+    def load(self, state: DenseState, optimizer: torch.optim.Optimizer) -> None:
+        """Take this rank's part of a whole state, of any mesh; UserError where it is of another network."""
+        self._parts.load(dict(state.model), optimizer, dict(state.optimizer))
+
+    def _spans(self, samples: int) -> list[tuple[int, int]]:
+        """Return where the micro-batches here begin and end."""
+        return cut(samples, self.micro_batches)[self._first : self._first + self._count]
+
+    def _reduce(self, ran: Ran) -> None:
+        """Give the parameters the sums over all micro-batches."""
+        if self._exchange is None:
+            tree: TreeSum[Grads] = TreeSum(add_lists)
+            tree.nodes = list(ran.nodes)
+            for parameter, total in zip(ran.parameters, tree.total() or (), strict=False):
+                parameter.grad = None if total is None else total.add_(0.0)
+            return
+        dense = self._exchange.of(ran.parameters)
+        dense.finish(self._exchange.told(dense.put_nodes(ran.nodes)))
+
+    def _of_all(self, values: Sequence[Tensor | None]) -> Tensor:
+        """Return what all micro-batches of the step have come to, float32 [M, k]; 0 of those without samples."""
+        k = next((one.numel() for one in values if one is not None), 0)
+        mine = torch.zeros(self._count, k)
+        for number, one in enumerate(values):
+            if one is not None:
+                mine[number] = one.reshape(-1).float().cpu()
+        if self.ranks is None:
+            return mine
+        mesh = self.ranks.mesh
+        come = self.ranks.control.gather(mine.reshape(-1).numpy())
+        ends = [mesh.rank(self.ranks.at._replace(data=data, model=0, pipe=mesh.pipe - 1)) for data in range(mesh.data)]
+        k = max(len(come[rank]) for rank in ends) // self._count
+        parts = [torch.from_numpy(come[rank]) if len(come[rank]) else torch.zeros(self._count * k) for rank in ends]
+        return torch.cat(parts).view(-1, k)

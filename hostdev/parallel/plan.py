@@ -1,0 +1,255 @@
+"""Strategies of layers: which are cut into slices over the ranks along the model axis, and how.
+
+colwise cuts a layer's outputs, rowwise its inputs (Shoeybi et al., "Megatron-LM", 2019): where a rowwise layer takes
+what a colwise one gives, with nothing but elementwise functions between, each rank goes on with its own slice, and one
+sum over the ranks follows. Elsewhere a colwise layer's slices are brought together. What has no strategy is replicated:
+each rank of the axis computes all of it. The slices, and what the ranks exchange, are torch.distributed.tensor's.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hostdev.core.errors import UserError
+from hostdev.core.pieces import Piece, run
+from hostdev.parallel.pieces import not_computing
+
+STRATEGIES = ("colwise", "rowwise", "replicate")
+Plan = Sequence[tuple[str, str]]  # a layer's name or a pattern of names, and its strategy
+
+# Of each layer that can be cut: the dimension of each of its parameters that a strategy cuts; None: it is replicated.
+_CUTS: Mapping[type[nn.Module], Mapping[str, Mapping[str, int | None]]] = {
+    nn.Linear: {"colwise": {"weight": 0, "bias": 0}, "rowwise": {"weight": 1, "bias": None}},
+    nn.Embedding: {"colwise": {"weight": 1}, "rowwise": {"weight": 0}},
+}
+_ELEMENTWISE = (
+    nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Identity, nn.Softplus, nn.ReLU6,
+    nn.Mish, nn.Hardswish,
+)  # fmt: skip
+
+
+class Sliced(NamedTuple):
+    """A layer that is cut.
+
+    strategy  "colwise" or "rowwise"
+    dims      of its parameters, the dimension that is cut; None: replicated
+    joined    a colwise one's slices are brought together at once; a rowwise one is given all, and takes its slice
+    """
+
+    strategy: str
+    dims: Mapping[str, int | None]
+    joined: bool
+
+
+Strategies = dict[str, Sliced]  # by the layer's name
+
+
+def plan_of(text: str) -> Plan:
+    """Return the plan that `--plan` names, such as deep.0=colwise,deep.2=rowwise; UserError where it names none."""
+    found: list[tuple[str, str]] = []
+    for part in text.split(","):
+        name, equals, strategy = (each.strip() for each in part.partition("="))
+        if not name or not equals or strategy not in STRATEGIES:
+            raise UserError(
+                f"--plan {text}: {part.strip() or 'nothing'!r} names no layer and one of {', '.join(STRATEGIES)}; give "
+                "such as deep.0=colwise,deep.2=rowwise"
+            )
+        if name in dict(found):
+            raise UserError(f"--plan {text}: {name} is there twice; give it once")
+        found.append((name, strategy))
+    return found
+
+
+def settled(
+    network: nn.Module, plan: Plan, ranks: int, stages: Sequence[Sequence[Piece]], inputs: Callable[[], tuple[Any, ...]]
+) -> Strategies:
+    """Return how each layer is cut over so many ranks; UserError where a plan does not fit. Nothing is computed.
+
+    stages  the network's pieces, by stage; none: it is not cut into stages
+    inputs  returns tensors in place of the network's inputs
+    """
+    wanted = _matched(network, plan)
+    modules = dict(network.named_modules())
+    for name, strategy in wanted.items():
+        for parameter, dim in _CUTS[type(modules[name])][strategy].items():
+            value = getattr(modules[name], parameter)
+            if value is not None and slice_of(value) is not None:
+                raise UserError(f"--plan {name}={strategy}: its {parameter} is marked as sliced by hand; leave it out")
+            if dim is not None and value is not None and value.shape[dim] % ranks:
+                raise UserError(
+                    f"--plan {name}={strategy}: its {parameter} is {list(value.shape)}, and {value.shape[dim]} cannot "
+                    f"be cut into {ranks} slices of one size; use another --mesh, or {name}=replicate"
+                )
+    _require_alike(network, wanted)
+    pairs = _pairs(network, wanted, stages, inputs) if "colwise" in wanted.values() else set()
+    kept = {name for pair in pairs for name in pair}
+    return {
+        name: Sliced(strategy, _CUTS[type(modules[name])][strategy], name not in kept)
+        for name, strategy in wanted.items()
+    }
+
+
+def _matched(network: nn.Module, plan: Plan) -> dict[str, str]:
+    """Return the strategy of each layer that is to be cut."""
+    modules = dict(network.named_modules())
+    able = [name for name, module in modules.items() if type(module) in _CUTS]
+    found: dict[str, tuple[str, str]] = {}
+    for pattern, strategy in plan:
+        exact = pattern in modules
+        names = [pattern] if exact else [name for name in able if fnmatchcase(name, pattern)]
+        if exact and pattern not in able:
+            raise UserError(
+                f"--plan {pattern}={strategy}: {pattern} is of {type(modules[pattern]).__name__}; only Linear and "
+                "Embedding layers can be cut"
+            )
+        if not names:
+            raise UserError(f"--plan {pattern}={strategy}: no layer has such a name; they are {', '.join(able)}")
+        for name in names:
+            before = found.get(name)
+            if before is None or exact:  # what names it counts more than what matches it
+                found[name] = (pattern, strategy)
+            elif before[0] != name and before[1] != strategy:
+                raise UserError(
+                    f"--plan: {before[0]}={before[1]} and {pattern}={strategy} both are about {name}; name it itself"
+                )
+    return {name: found[name][1] for name in able if name in found and found[name][1] != "replicate"}
+
+
+def _require_alike(network: nn.Module, wanted: Mapping[str, str]) -> None:
+    """UserError where two layers use one parameter and cut it differently."""
+    users: dict[int, tuple[str, int | None]] = {}
+    for name, module in network.named_modules():
+        for parameter, value in module._parameters.items():
+            if value is None:
+                continue
+            dim = _CUTS[type(module)][wanted[name]][parameter] if name in wanted else None
+            other, its = users.setdefault(id(value), (name, dim))
+            if its != dim:
+                say = {each: f"{each}={wanted.get(each, 'replicate')}" for each in (other, name)}
+                raise UserError(
+                    f"--plan: {other} and {name} use one parameter, and {say[other]} and {say[name]} cut it "
+                    "differently; give strategies that cut it alike"
+                )
+
+
+def _pairs(
+    network: nn.Module, wanted: Mapping[str, str], stages: Sequence[Sequence[Piece]],
+    inputs: Callable[[], tuple[Any, ...]],
+) -> set[tuple[str, str]]:  # fmt: skip
+    """Return the colwise layers whose output goes to a rowwise one and nowhere else, elementwise, within one stage."""
+    names = {id(module): name for name, module in network.named_modules() if name in wanted}
+    calls: dict[str, int] = dict.fromkeys(wanted, 0)
+    source: dict[int, tuple[str, list[Tensor]]] = {}  # of a value: the colwise layer, and what it has been on the way
+    found: dict[str, tuple[str, list[Tensor]]] = {}  # of a rowwise layer
+    hooks = []
+
+    def after(module: nn.Module, given: tuple[Any, ...], result: Any) -> None:
+        name = names.get(id(module))
+        if name is not None:
+            calls[name] += 1
+        value = given[0] if given else None
+        if name is not None and wanted[name] == "rowwise" and id(value) in source:
+            found[name] = source[id(value)]
+        if name is not None and wanted[name] == "colwise":
+            source[id(result)] = (name, [result])
+        elif type(module) in _ELEMENTWISE and id(value) in source:
+            begin, way = source[id(value)]
+            source[id(result)] = (begin, [*way, result])
+
+    for module in network.modules():
+        if id(module) in names or type(module) in _ELEMENTWISE:
+            hooks.append(module.register_forward_hook(after))
+    try:
+        with not_computing([network]) as fake:
+            given = fake(inputs())
+            pieces = [piece for stage in stages for piece in stage]
+            result = run(pieces, *given) if pieces else network(*given)
+            uses = _uses(result)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    stage_of = {
+        id(module): number
+        for number, stage in enumerate(stages)
+        for piece in stage
+        for one in piece.holds
+        if isinstance(one, nn.Module)
+        for module in one.modules()
+    }
+    modules = dict(network.named_modules())
+    return {
+        (begin, name)
+        for name, (begin, way) in found.items()
+        if calls[begin] == calls[name] == 1
+        and all(uses.get(value.grad_fn, 0) == 1 for value in way)
+        and stage_of.get(id(modules[begin])) == stage_of.get(id(modules[name]))
+    }
+
+
+def _uses(result: Any) -> dict[Any, int]:
+    """Return of each step of the computation of some values how many others take what it gives."""
+    found: dict[Any, int] = {}
+    todo = [one.grad_fn for one in torch.utils._pytree.tree_leaves(result) if isinstance(one, Tensor)]
+    seen = set(todo)
+    while todo:
+        step = todo.pop()
+        for before, _ in step.next_functions if step is not None else ():
+            if before is not None:
+                found[before] = found.get(before, 0) + 1
+                if before not in seen:
+                    seen.add(before)
+                    todo.append(before)
+    return found
+
+
+def sliced(parameter: nn.Parameter, dim: int = 0) -> nn.Parameter:
+    """Mark a parameter as this rank's slice of one that is cut along a dimension over the ranks of the model axis.
+
+    It is saved as slices, and brought together where a checkpoint is of one process; its gradient is added up with
+    those of ranks that have the same slice only. What the ranks exchange to compute with it is the caller's own.
+    """
+    parameter._hostdev_slice = dim  # type: ignore[attr-defined]
+    return parameter
+
+
+def slice_of(parameter: Tensor) -> int | None:
+    """Return the dimension along which a parameter is a slice; None: it is whole."""
+    found: int | None = getattr(parameter, "_hostdev_slice", None)
+    return found
+
+
+def cut_layers(network: nn.Module, strategies: Mapping[str, Sliced], group: Any, device: torch.device) -> None:
+    """Cut the layers that are here over the ranks of a process group, by torch's parallelize_module.
+
+    Their parameters become slices, marked as `sliced` does: leaves that optimizers take, of which the layers' own
+    DTensors are views.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("model",))
+    aliases = _aliases(network)
+    modules = dict(network.named_modules())
+    for name, one in strategies.items():
+        whole = Replicate()
+        if one.strategy == "colwise":
+            style: Any = ColwiseParallel(output_layouts=whole if one.joined else Shard(-1))
+        else:
+            style = RowwiseParallel(input_layouts=whole if one.joined else Shard(-1))
+        parallelize_module(modules[name], mesh, style, src_data_rank=None)
+    for (first, key), *others in aliases:  # a parameter of several layers stays one
+        for module, other in others:
+            module._parameters[other] = first._parameters[key]
+
+
+def _aliases(network: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
+    found: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in network.modules():
+        for key, value in module._parameters.items():
+            if value is not None:
+                found.setdefault(id(value), []).append((module, key))
+    return (users for users in found.values() if len(users) > 1)

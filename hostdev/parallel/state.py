@@ -1,0 +1,177 @@
+"""The dense side's state as a whole, from what each rank has of it, and back."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hostdev.core.errors import UserError
+from hostdev.core.pieces import Piece
+from hostdev.parallel.leaves import Leaves
+from hostdev.parallel.plan import slice_of
+from hostdev.parallel.ranks import Ranks
+
+
+class DenseState(NamedTuple):
+    """A dense side that is whole, in the words of torch's `state_dict`s."""
+
+    model: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    names: Sequence[str]  # of the parameters, each once, in the optimizer's order
+    buffers: Sequence[str]  # names of those that are persistent
+
+
+def state_of(network: nn.Module, optimizer: torch.optim.Optimizer) -> DenseState:
+    """Return the state of a dense side that is whole here."""
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    numbered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    return DenseState(network.state_dict(), optimizer.state_dict(), numbered, buffers_of(network))
+
+
+def buffers_of(network: nn.Module) -> list[str]:
+    """Return the names of a network's persistent buffers."""
+    parameters = dict(network.named_parameters(remove_duplicate=False))
+    return [
+        name for name, value in network.state_dict().items() if name not in parameters and isinstance(value, Tensor)
+    ]
+
+
+class State:
+    """The state of a network of which each rank has a part.
+
+    network  as it is whole
+    stages   its pieces, by stage; none: it is not cut into stages
+    ranks    that have the parts; None: there are no others
+
+    UserError for state that is no tensor.
+    """
+
+    def __init__(self, network: nn.Module, stages: Sequence[Sequence[Piece]], ranks: Ranks | None) -> None:
+        self._network, self._ranks = network, ranks
+        self._order = [name for name, _ in network.named_parameters()]
+        names = {id(parameter): name for name, parameter in network.named_parameters()}
+        every = dict(network.named_parameters(remove_duplicate=False))
+        self._keys = {key: names[id(every[key])] if key in every else key for key in network.state_dict()}
+        self._buffers = buffers_of(network)
+        if any(key not in every and key not in self._buffers for key in self._keys):
+            raise UserError(
+                "the network has state that is no tensor (get_extra_state), which ranks do not bring together"
+            )
+        self._owners = dict.fromkeys([*self._order, *self._buffers], 0)  # of the first slice
+        if ranks is not None and stages:
+            self._owners |= _owners(network, stages, ranks)
+
+    def whole(self, leaves: Leaves, optimizer: torch.optim.Optimizer) -> DenseState:
+        """Return all of it in host memory, on rank 0, and nothing on others; all call it."""
+        if len(optimizer.param_groups) != 1:
+            raise UserError("ranks save the state of an optimizer with one parameter group only, not of several")
+        mine = leaves.named()
+        state, numbers = optimizer.state_dict()["state"], _numbers(optimizer)
+        model: dict[str, Any] = {}
+        slots: dict[int, dict[str, Any]] = {}
+        for number, name in enumerate(self._order):
+            leaf = mine.get(name)
+            own: dict[str, Any] = {}
+            if leaf is not None and id(leaf) in numbers:
+                slots_of = {key: torch.as_tensor(value) for key, value in state.get(numbers[id(leaf)], {}).items()}
+                own = {"": leaf.detach(), **slots_of}
+            slots[number] = self._brought(name, own, None if leaf is None else slice_of(leaf))
+            model[name] = slots[number].pop("", None)
+        for name in self._buffers:
+            model[name] = self._brought(name, {"": self._buffer(name)}, None).get("")
+        if self._ranks is not None and self._ranks.rank:
+            return DenseState({}, {"state": {}, "param_groups": []}, [], [])
+        model = {key: model[name] for key, name in self._keys.items() if name in model}
+        groups = [{**optimizer.state_dict()["param_groups"][0], "params": list(range(len(self._order)))}]
+        return DenseState(model, {"state": slots, "param_groups": groups}, self._order, self._buffers)
+
+    def _buffer(self, name: str) -> Tensor:
+        """Return a buffer as it is now: a module may have put another tensor there."""
+        return dict(self._network.named_buffers(remove_duplicate=False))[name]
+
+    def _brought(self, name: str, values: dict[str, Any], dim: int | None) -> dict[str, Any]:
+        """Return what those who own it have, on rank 0, with slices end to end; nothing on others."""
+        if self._ranks is None:
+            return {key: value.detach().cpu() for key, value in values.items()}
+        control, ranks, first = self._ranks.control, self._ranks, self._owners[name]
+        owners = range(first, first + ranks.mesh.model)
+        mine = ranks.rank in owners
+        about = {
+            key: [str(value.dtype).removeprefix("torch."), list(value.shape), dim] for key, value in values.items()
+        }
+        told = control.share(about if mine else None)
+        found = {}
+        for key, (dtype, shape, along) in told[first].items():
+            cut = along is not None and len(shape) > along
+            sources = owners if cut else owners[:1]
+            sizes = [torch.Size(told[rank][key][1]) for rank in sources]
+            has = ranks.rank in sources
+            flat = (
+                values[key].detach().cpu().contiguous().view(-1) if has else torch.empty(0, dtype=getattr(torch, dtype))
+            )
+            give = [len(flat) if rank == 0 else 0 for rank in range(ranks.size)]
+            take = [0] * ranks.size
+            if ranks.rank == 0:
+                for rank, size in zip(sources, sizes, strict=True):
+                    take[rank] = size.numel()
+            come = control.all_to_all(flat, give, take)
+            if ranks.rank == 0:
+                flats = torch.split(come, [size.numel() for size in sizes])
+                parts = [part.view(size) for part, size in zip(flats, sizes, strict=True)]
+                found[key] = torch.cat(parts, along) if cut else parts[0]
+        return found
+
+    def load(
+        self, leaves: Leaves, model: Mapping[str, Any], optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        """Take what is here of the whole state; UserError where it is of another network, before anything changes."""
+        unknown = sorted(set(model) ^ set(self._keys))
+        if unknown:
+            raise UserError(f"it {'has' if unknown[0] in model else 'lacks'} {unknown[0]}")
+        mine = leaves.named()
+        here: dict[str, Tensor] = {**mine, **{name: self._buffer(name) for name in self._buffers}}
+        parts = {name: self._part(model[name], value) for name, value in here.items()}
+        for name, value in here.items():
+            if parts[name].shape != value.shape:
+                raise UserError(f"{name} has the shape {list(parts[name].shape)}, not {list(value.shape)}")
+        for name, value in here.items():
+            with torch.no_grad():
+                value.copy_(parts[name])
+        numbers, slots = _numbers(optimizer), {}
+        for number, name in enumerate(self._order):
+            if name in mine and number in state["state"] and id(mine[name]) in numbers:
+                own = state["state"][number]
+                slots[numbers[id(mine[name])]] = {key: self._part(value, mine[name]) for key, value in own.items()}
+        if mine:
+            groups = [{**state["param_groups"][0], "params": list(range(len(numbers)))}]
+            optimizer.load_state_dict({"state": slots, "param_groups": groups})
+
+    def _part(self, value: Any, like: Tensor) -> Any:
+        """Return this rank's slice of a whole value."""
+        dim = slice_of(like)
+        if dim is None or self._ranks is None or value.dim() <= dim:
+            return value
+        n = like.shape[dim]
+        fits = value.shape[dim] == n * self._ranks.mesh.model
+        return value.narrow(dim, self._ranks.at.model * n, n) if fits else value
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {id(parameter): number for number, parameter in enumerate(given)}
+
+
+def _owners(network: nn.Module, stages: Sequence[Sequence[Piece]], ranks: Ranks) -> dict[str, int]:
+    """Return of each parameter and buffer the first rank that has it."""
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    found: dict[str, int] = {}
+    for number, stage in enumerate(stages):
+        rank = ranks.mesh.rank(ranks.at._replace(data=0, model=0, pipe=number % ranks.mesh.pipe))
+        for piece in stage:
+            for parameter in piece.parameters:
+                found.setdefault(names[id(parameter)], rank)
+        held = {id(value) for piece in stage for one in piece.holds if isinstance(one, nn.Module)
+                for value in one.buffers()}  # fmt: skip
+        found |= {name: rank for name, value in network.named_buffers() if id(value) in held and name not in found}
+    return found

@@ -1,0 +1,87 @@
+"""A network that is not cut into stages, as `stages.Stages` has those that are: micro-batches one after the other."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hostdev.core.timeline import Timeline
+from hostdev.parallel.ranks import Channel
+
+
+def called(call: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    """Call the first argument with the others."""
+    return call(*values, **named)
+
+
+class Whole:
+    """A network of which each rank has all layers, or slices of these.
+
+    channel   to the ranks with the other slices; None: there are none
+    device    where it is
+    autocast  the dtype under which it runs, or None
+    timeline  where forward and backward passes go
+    ops       call their first argument: what times these
+    aside     the last input goes by the network
+    watching  within what a micro-batch's forward pass is, of its number
+    """
+
+    numbers = (0,)
+
+    def __init__(
+        self, network: nn.Module, channel: Channel | None, device: torch.device, autocast: torch.dtype | None,
+        timeline: Timeline | None = None, ops: Sequence[Callable[..., Any]] = (called, called),
+        watching: Callable[[int], AbstractContextManager[None]] = nullcontext,  # type: ignore[assignment]
+        *, aside: bool = False,
+    ) -> None:  # fmt: skip
+        self.modules = [network]
+        self._channel, self._device, self._autocast = channel, device, autocast
+        self._timeline = timeline or Timeline()
+        self._run_forward, self._run_backward = ops
+        self._watching, self._aside = watching, aside
+
+    def train(
+        self, batch: int, sizes: Sequence[int], inputs: Callable[[int], tuple[Any, ...]],
+        loss: Callable[[int, Any], Tensor], came: Callable[[int, int], None],
+    ) -> None:  # fmt: skip
+        """Take micro-batches forward and back; see `stages.Stages.train`."""
+        for number in range(len(sizes)):
+            given = inputs(number)
+            with self._answering():
+                with self._timeline.span("forward", batch, micro_batch=number), self._watching(number):
+                    objective = self._run_forward(self._objective, number, given, loss)
+                with self._timeline.span("backward", batch, micro_batch=number):
+                    self._run_backward(Tensor.backward, objective)
+            came(0, number)
+
+    def predict(self, batch: int, sizes: Sequence[int], inputs: Callable[[int], tuple[Any, ...]]) -> list[Any]:
+        """Take micro-batches forward; return what the network gives for each."""
+        found = []
+        with torch.no_grad():
+            for number in range(len(sizes)):
+                given = inputs(number)
+                with self._answering():
+                    found.append(self._output(given))
+        return found
+
+    def _objective(self, number: int, given: tuple[Any, ...], loss: Callable[[int, Any], Tensor]) -> Tensor:
+        return loss(number, self._output(given))
+
+    def _output(self, given: tuple[Any, ...]) -> Any:
+        enabled = self._autocast is not None
+        with torch.autocast(self._device.type, self._autocast or torch.bfloat16, enabled=enabled):
+            return (self.modules[0](*given[:-1]), given[-1]) if self._aside else self.modules[0](*given)
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """PeerLostError where a rank with other slices does not answer; the network's own errors stay as they are."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._channel is None or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+                raise
+            with self._channel.answering():
+                raise

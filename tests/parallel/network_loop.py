@@ -1,0 +1,127 @@
+"""One of the processes of `test_network`: networks without tables, in a loop of one's own.
+
+    python -m tests.parallel.network_loop CASE [MESH]
+
+The first rank prints the losses, what the evaluation came to, and the digest of the state, as JSON.
+"""
+
+import hostdev.core.environment  # isort: skip  (before torch)
+
+import json
+import os
+import sys
+
+import torch
+from torch import nn
+
+import hostdev
+from hostdev.runtime.digest import state_sha256
+
+SAMPLES = (48, 48, 47, 33, 48)  # of each step, of which the last ones do not divide
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, and one of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+
+    def forward(self, values):
+        return self.last(torch.relu(self.middle(torch.relu(self.first(values)))))
+
+
+def by_hand(ranks):
+    """A network whose first layer is one slice of each rank's, and all of it where there are no others."""
+    count, at = (1, 0) if ranks is None else (ranks.mesh.model, ranks.at.model)
+
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            whole = 0.1 * torch.randn(16, 8)
+            self.weight = hostdev.sliced(nn.Parameter(whole.chunk(count)[at].clone()))
+
+        def forward(self, values):
+            return nn.functional.linear(values, self.weight).square().sum(1, keepdim=True)
+
+    class Summed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, part, channel):
+            total = part.clone()
+            if channel is not None:
+                channel.all_reduce(total)
+            return total
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, None
+
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.channel = None if ranks is None else ranks.channel("model")
+
+        def forward(self, part):
+            return Summed.apply(part, self.channel)
+
+    return nn.Sequential(Half(), Sum(), nn.Linear(1, 8))
+
+
+def network(case, ranks):
+    torch.manual_seed(0)
+    if case == "by hand":
+        return by_hand(ranks)
+    if case == "tied":
+        return Tied()
+    if case == "averages":
+        layers = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None)]
+    elif case == "dropout":
+        layers = [nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 8)]
+    else:
+        layers = [nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 8)]
+    return nn.Sequential(*layers)
+
+
+def main():
+    case, mesh = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
+    options = json.loads(os.environ.get("OPTIONS", "{}"))
+    torch.set_num_threads(1)
+    steps = [torch.randn(n, 8, generator=torch.Generator().manual_seed(n)) for n in SAMPLES]
+    with hostdev.join(mesh) as ranks:
+        options = options if ranks is not None else {}
+        one = hostdev.Network(network(case, ranks), (steps[0],), ranks=ranks, micro_batches=4, **options)
+        sgd = torch.optim.SGD(one.parameters or [nn.Parameter(torch.zeros(0))], lr=0.05, momentum=0.9)
+        losses = []
+        for number, values in enumerate(steps):
+            if number == 3:  # what has been saved goes on
+                one.load(shared(one.state(sgd), ranks), sgd)
+            loss = one.step(
+                len(values), lambda part, x=values: (x[part],), lambda y, part, x=values: error(y, x[part])
+            )  # fmt: skip
+            losses.append(loss)
+            sgd.step()
+            sgd.zero_grad()
+        values = steps[0]
+        found = one.evaluate(len(values), lambda part: (values[part],), lambda y, part: y.double().sum())
+        state = one.state(sgd)
+        if ranks is None or ranks.rank == 0:
+            digest = state_sha256([], state)
+            numbers = {name: value.double().sum().item() for name, value in state.model.items()}
+            print(json.dumps([losses, found, digest, numbers]))
+
+
+def error(output, values):
+    return (output - values.flip(1)).square().mean()
+
+
+def shared(state, ranks):
+    """What rank 0 has, on all."""
+    found = [state]
+    if ranks is not None:
+        torch.distributed.broadcast_object_list(found, 0)
+    return found[0]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Networks without tables, in a loop of one's own: the same bits along data and pipe, slices to rounding."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from hostdev.core.errors import UserError
+from hostdev.parallel.averages import Averages
+from hostdev.parallel.layout import Layout, like, settle
+from hostdev.parallel.mesh import Mesh
+from hostdev.parallel.network import Network
+from hostdev.parallel.plan import plan_of, sliced
+from tests.conftest import ROOT
+
+LOOP = ("-m", "tests.parallel.network_loop")
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What one process comes to in a case."""
+    found = {}
+
+    def run(case):
+        if case not in found:
+            made = subprocess.run([sys.executable, *LOOP, case], cwd=ROOT, env={**os.environ}, text=True, check=True,
+                                  capture_output=True)  # fmt: skip
+            found[case] = json.loads(made.stdout)
+        return found[case]
+
+    return run
+
+
+def run(processes, case, mesh, world, **options):
+    processes.start_ranks(world, *LOOP, case, mesh, OPTIONS=json.dumps(options))
+    first, *others = processes.ended()
+    for process in (first, *others):
+        assert process.code == 0, process
+        assert "Warning" not in process.err, process
+    assert [process.out for process in others] == [""] * len(others)
+    return json.loads(first.out)
+
+
+@pytest.mark.parametrize(
+    ("case", "mesh", "options"),
+    [
+        ("averages", "data=2", {}),
+        ("averages", "pipe=2", {"schedule": "interleaved"}),
+        ("dropout", "pipe=2", {"schedule": "gpipe", "stage_cut": "3"}),
+    ],
+)
+def test_two_ranks_have_the_bits_of_one(processes, alone, case, mesh, options):
+    assert run(processes, case, mesh, 2, **options) == alone(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["averages", "dropout", "plain"])
+@pytest.mark.parametrize("mesh", ["data=4", "pipe=4", "data=2,pipe=2"])
+def test_four_ranks_have_the_bits_of_one(processes, alone, case, mesh):
+    assert run(processes, case, mesh, 4) == alone(case)
+
+
+SLICED = [
+    ("plain", "0=colwise,2=rowwise"),
+    ("by hand", None),
+    ("tied", "first=colwise,middle=rowwise,last=colwise"),
+    ("dropout", "0=colwise,3=rowwise,5=colwise"),
+    ("averages", "*=rowwise"),
+]
+
+
+def require_near(found, wanted):
+    losses, evaluated, _, state = found
+    assert losses == pytest.approx(wanted[0], rel=1e-5)
+    assert evaluated == pytest.approx(wanted[1], rel=1e-5)
+    assert state.keys() == wanted[3].keys()
+    for name, value in state.items():
+        assert value == pytest.approx(wanted[3][name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize(("case", "plan"), SLICED)
+def test_slices_come_to_the_same(processes, alone, case, plan):
+    found = run(processes, case, "model=2", 2, **({"plan": plan} if plan else {}))
+    require_near(found, alone(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "plan"), SLICED)
+@pytest.mark.parametrize("mesh", ["model=4", "data=2,model=2", "model=2,pipe=2"])
+def test_slices_of_four_ranks_come_to_the_same(processes, alone, case, plan, mesh):
+    if "pipe" in mesh and case in ("by hand", "tied"):
+        pytest.skip("no nn.Sequential, or one whose parameters a stage would have to own whole")
+    require_near(run(processes, case, mesh, 4, **({"plan": plan} if plan else {})), alone(case))
+
+
+@pytest.mark.slow
+def test_data_does_not_change_slices(processes):
+    """Ranks along data add micro-batches up in the same order, sliced or not."""
+    first = run(processes, "plain", "model=2", 2, plan="0=colwise,2=rowwise")
+    processes.started.clear()
+    assert run(processes, "plain", "data=2,model=2", 4, plan="0=colwise,2=rowwise") == first
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.two.weight = self.one.weight
+
+    def forward(self, values):
+        return self.three(torch.relu(self.two(torch.relu(self.one(values)))))
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ("one", "'one' names no layer and one of colwise, rowwise, replicate"),
+        ("one=", "'one=' names no layer and one of"),
+        ("one=cols", "'one=cols' names no layer"),
+        ("", "'nothing' names no layer"),
+        ("one=colwise,one=rowwise", "one is there twice"),
+        ("four=colwise", "no layer has such a name; they are one, two, three"),
+        ("f*=colwise", "no layer has such a name; they are one, two, three"),
+        ("one=colwise", "one and two use one parameter, and one=colwise and two=replicate cut it differently"),
+        ("one=colwise,two=rowwise", "one=colwise and two=rowwise cut it differently"),
+        ("three=colwise", r"its weight is \[3, 4\], and 3 cannot be cut into 2 slices of one size"),
+        ("t*=colwise,*o=rowwise", r"t\*=colwise and \*o=rowwise both are about two; name it itself"),
+    ],
+)  # fmt: skip
+def test_a_wrong_plan_is_named(plan, says):
+    with pytest.raises(UserError, match=says):
+        settle(Shared(), Layout(plan=plan_of(plan)), Mesh(model=2), like((torch.zeros(1, 4),)))
+
+
+def test_what_cannot_be_cut_is_named():
+    network = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    for plan, mesh, says in (
+        ("1=colwise", Mesh(model=2), "1 is of ReLU; only Linear and Embedding layers can be cut"),
+        ("0=colwise", Mesh(data=2), "--plan has no effect without --mesh model=N"),
+    ):
+        with pytest.raises(UserError, match=says):
+            settle(network, Layout(plan=plan_of(plan)), mesh, like((torch.zeros(1, 4),)))
+    sliced(network[2].weight)
+    with pytest.raises(UserError, match="its weight is marked as sliced by hand"):
+        settle(network, Layout(plan=plan_of("2=rowwise")), Mesh(model=2), like((torch.zeros(1, 4),)))
+    with pytest.raises(UserError, match="--stage-cut 1 has no effect without --mesh pipe=N"):
+        settle(network, Layout(begins=["1"]), Mesh(model=2), like((torch.zeros(1, 4),)))
+
+
+def joined(network, plan, mesh=None):
+    found = settle(network, Layout(plan=plan_of(plan)), mesh or Mesh(model=2), like((torch.zeros(1, 4),)))
+    return {name: one.joined for name, one in found.strategies.items()}
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)
+
+    def forward(self, values):
+        hidden = self.act(self.up(values))
+        return self.down(hidden) + hidden
+
+
+def test_slices_stay_apart_only_where_nobody_else_needs_them():
+    plain = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4), nn.Linear(4, 4))
+    assert joined(plain, "0=colwise,2=rowwise") == {"0": False, "2": False}
+    assert joined(plain, "0=colwise") == {"0": True}
+    assert joined(plain, "2=colwise,4=rowwise") == {"2": True, "4": True}, "dropout would draw the same for each slice"
+    assert joined(plain, "4=colwise,5=rowwise") == {"4": False, "5": False}
+    assert joined(plain, "*=colwise,2=rowwise") == {"0": False, "2": False, "4": True, "5": True}
+    assert joined(Residual(), "up=colwise,down=rowwise") == {"up": True, "down": True}
+    assert joined(plain, "0=colwise,2=rowwise", Mesh(model=2, pipe=2)) == {"0": False, "2": False}
+    layout = Layout(begins=["1"], plan=plan_of("0=colwise,2=rowwise"))
+    found = settle(plain, layout, Mesh(model=2, pipe=2), like((torch.zeros(1, 4),)))
+    assert [one.joined for one in found.strategies.values()] == [True, True], "a stage ends between them"
+
+
+def test_averages_are_torchs_own():
+    """One micro-batch after the other, they are what torch's layers have, to rounding."""
+    for made in (lambda: nn.BatchNorm1d(3), lambda: nn.BatchNorm1d(3, momentum=None, affine=False)):
+        plain, watched = made(), made()
+        averages = Averages([watched], None)
+        torch.manual_seed(1)
+        for step in range(3):
+            for number in range(4):
+                values = torch.randn(5, 3) * (step + 1)
+                with averages.watching(number):
+                    torch.testing.assert_close(watched(values), plain(values), rtol=0, atol=0)
+            averages.move()
+        for name, value in plain.named_buffers():
+            torch.testing.assert_close(dict(watched.named_buffers())[name], value)
+        assert watched.momentum == plain.momentum
+
+
+def test_wrong_arguments_are_named():
+    network, example = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (torch.zeros(1, 4),)
+    for how, says in (
+        ({"micro_batches": 0}, "0 micro-batches"),
+        ({"gradients": "max"}, "gradients is one of mean, sum, not 'max'"),
+        ({"schedule": "2f2b"}, "schedule is one of 1f1b, gpipe, interleaved"),
+        ({"precision": "fp8"}, "precision is one of fp32, bf16"),
+        ({"plan": "0=colwise"}, "--plan has no effect"),
+    ):
+        with pytest.raises(UserError, match=says):
+            Network(network, example, **how)
+    with pytest.raises(UserError, match=r"layer '0' \(SyncBatchNorm\) exchanges with other processes"):
+        Network(nn.Sequential(nn.SyncBatchNorm(4)), example)
+    with pytest.raises(ValueError, match="a step is of at least one sample"):
+        Network(network, example).step(0, lambda part: example, lambda output, part: output.sum())
+
+
+def test_the_sum_of_losses():
+    """Where the sum is wanted each micro-batch's mean counts whole."""
+    torch.manual_seed(0)
+    network, values = nn.Sequential(nn.Linear(4, 4)), torch.randn(10, 4)
+    one = Network(network, (values,), micro_batches=4, gradients="sum")
+    loss = one.step(10, lambda part: (values[part],), lambda output, part: output.square().mean())
+    parts = [network(part).square().mean() for part in (values[:2], values[2:5], values[5:7], values[7:])]
+    assert loss == pytest.approx(sum(part.item() for part in parts), rel=1e-6)
+    grad = torch.autograd.grad(sum(parts), network[0].weight)[0]
+    torch.testing.assert_close(one.parameters[0].grad, grad)
