@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hostdev.parallel.join import join
     from hostdev.parallel.network import Network
     from hostdev.parallel.plan import sliced
+    from hostdev.parallel.ranks import current as ranks
     from hostdev.predict.predictor import Predictor
     from hostdev.runtime.runtime import Runtime
     from hostdev.runtime.spec import Bag, CacheSpec, Feature, TableSpec
@@ -66,10 +67,13 @@ _PUBLIC = {
     "Primitive": "hostdev.core.primitive",
     "UserError": "hostdev.core.errors",
     "join": "hostdev.parallel.join",
+    "ranks": "hostdev.parallel.ranks",
     "set_host_threads": "hostdev.kernels.pool",
     "sliced": "hostdev.parallel.plan",
     "unique": "hostdev.kernels.unique",
 }
+
+_NAMED = {"ranks": "current"}  # there
 
 __all__ = [
     "FTRL",
@@ -100,6 +104,7 @@ __all__ = [
     "TableSpec",
     "UserError",
     "join",
+    "ranks",
     "set_host_threads",
     "sliced",
     "unique",
@@ -108,5 +113,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
-        return getattr(import_module(_PUBLIC[name]), name)
+        return getattr(import_module(_PUBLIC[name]), _NAMED.get(name, name))
     raise AttributeError(f"module 'hostdev' has no attribute {name!r}")

@@ -9,7 +9,7 @@ import argparse
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,15 @@ from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.kernels.pool import set_host_threads
 from hostdev.models.model import Model
+from hostdev.parallel.place import find
 from hostdev.runtime.spec import TableSpec
 from hostdev.train import config
 from hostdev.train.build import counts_of, groups_of, ids_of, model_of
 from hostdev.train.config import TrainConfig
 
 PROG = "hostdev.advise"
-OPTIONS = ("data", "model", "table_optimizer", "device", "batch_size", "emb_dim", "host_threads", "seed")
+MESH_OPTIONS = ("micro_batches", "plan", "stage_cut", "schedule", "precision")
+OPTIONS = ("data", "model", "table_optimizer", "device", "batch_size", "emb_dim", "host_threads", "seed", *MESH_OPTIONS)
 SHARES = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "20%", "50%", "100%")
 _WORTH = 1.05  # more bytes than this factor of the fewest are not taken for a smaller cache
 
@@ -291,6 +293,21 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
     return chosen
 
 
+def advise_mesh(settings: TrainConfig, arguments: argparse.Namespace) -> None:
+    """Start the processes, or be one of them, and print which layouts of the model take how long."""
+    from hostdev.train.layouts import advise_alone, advise_together
+
+    for name, given in (("--memory", arguments.memory), ("--out", arguments.out)):
+        if given is not None:
+            raise UserError(f"{name} is about caches, and has no effect with --mesh; leave it out")
+    if arguments.mesh < 2:
+        raise UserError(f"--mesh is a number of processes of 2 or more, not {arguments.mesh}")
+    settings = replace(settings, data=settings.data or lookalike.ensure()[0], parallel="auto")
+    if find().alone:
+        raise SystemExit(advise_alone(settings, arguments.mesh))
+    advise_together(settings)
+
+
 def group_dim(group: Group) -> int:
     """Return the columns of a group's widest table."""
     return max(dim for dim, _ in group.tables)
@@ -331,6 +348,9 @@ def main(argv: Sequence[str]) -> None:
         "device memory for the cache, such as 16GiB (what is free and the training leaves)")  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE", help=
         "a new file for the picture (advise.png, or with a number where that is taken)")  # fmt: skip
+    parser.add_argument("--mesh", type=int, metavar="N", help=
+        "find out instead how N processes of this host share out the model in the least time: by samples, slices of "
+        "layers, stages")  # fmt: skip
     run(parser.parse_args(argv))
 
 
@@ -343,6 +363,12 @@ def _new_picture() -> Path:
 def run(arguments: argparse.Namespace) -> None:
     """Advise as the parsed flags say."""
     settings = config.from_flags(arguments, OPTIONS)
+    if arguments.mesh is not None:
+        advise_mesh(settings, arguments)
+        return
+    for name in MESH_OPTIONS:
+        if getattr(settings, name) != getattr(TrainConfig, name):
+            raise UserError(f"--{name.replace('_', '-')} has no effect without --mesh; leave it out")
     if not 0 <= arguments.cache_window <= MOST_WINDOW:
         raise UserError(f"--cache-window must be in 0..{MOST_WINDOW}, not {arguments.cache_window}")
     memory = parse_bytes(arguments.memory) if arguments.memory is not None else None

@@ -83,7 +83,7 @@ def start(path: Path, table: RankTable, server: dict[str, Any], command: Sequenc
 
     Rank 0, where it is here, is in front: what it prints is shown, too.
     """
-    from hostdev.train.processes import end_with_parent, wait_for
+    from hostdev.parallel.start import end_with_parent, wait_for
 
     with_python = command[0].startswith("-") or command[0].endswith(".py")
     whole = [sys.executable, *command] if with_python else list(command)

@@ -25,10 +25,10 @@ from hostdev.data.shards import ShardReader
 from hostdev.device.backend import take_turns
 from hostdev.parallel.place import find
 from hostdev.parallel.ranks import Ranks
+from hostdev.parallel.start import start_here, wait_for
 from hostdev.train import config
 from hostdev.train.build import device_of
 from hostdev.train.config import TrainConfig, to_flags
-from hostdev.train.processes import start_here, wait_for
 from hostdev.verify import OPTIONS, Mode, Record, batches_of, compare, size_of, train
 
 PROG = "hostdev.verify_processes"

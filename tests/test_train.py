@@ -62,7 +62,8 @@ def test_the_list_of_flags():
         "--early-stop", "--seed", "--max-steps", "--run-dir", "--checkpoint-every", "--checkpoint-minutes",
         "--keep-checkpoints", "--checkpoint-dir", "--resume",
         "--micro-batches", "--gradients", "--torch-threads", "--batch-per-rank", "--spawn", "--dist-backend",
-        "--dist-url", "--dist-timeout", "--dense-exchange", "--mesh", "--schedule", "--stage-cut", "--plan",
+        "--dist-url", "--dist-timeout", "--dense-exchange", "--parallel", "--mesh", "--schedule", "--stage-cut",
+        "--plan",
     }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.pieces import Piece
 from hostdev.parallel.mesh import SCHEDULES, Mesh
 from hostdev.parallel.pieces import balanced, costs_of, cut, pieces_of
-from hostdev.parallel.plan import Plan, Strategies, settled
+from hostdev.parallel.plan import Plan, Strategies, settled, slice_of
 
 Inputs = Callable[[int], tuple[Any, ...]]  # zeros in place of the network's inputs, for so many samples
 
@@ -57,7 +57,13 @@ def settle(network: nn.Module, layout: Layout, mesh: Mesh, inputs: Inputs) -> Se
     if layout.plan and mesh.model == 1:
         raise UserError("--plan has no effect without --mesh model=N; leave it out")
     stages = cut(pieces, begins) if pieces else []
-    return Settled(pieces, begins, settled(network, layout.plan, mesh.model, stages, lambda: inputs(2)))
+    strategies = settled(network, layout.plan, mesh.model, stages, lambda: inputs(2))
+    if mesh.model > 1 and not strategies and all(slice_of(one) is None for one in network.parameters()):
+        raise UserError(
+            f"--mesh {mesh} has {mesh.model} processes for slices, and no layer is sliced; give --plan, or mark "
+            "parameters as sliced by hand"
+        )
+    return Settled(pieces, begins, strategies)
 
 
 def _begins(pieces: Sequence[Piece], layout: Layout, pipe: int, inputs: Callable[[], tuple[Any, ...]]) -> list[str]:

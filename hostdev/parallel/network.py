@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from hostdev.core.errors import UserError
 from hostdev.core.micro_batches import EXCHANGES, TreeSum, cut
 from hostdev.kernels.counter import key64
+from hostdev.parallel.auto import Chosen, choose
 from hostdev.parallel.dense import DenseExchange, Grads, add_lists
 from hostdev.parallel.layout import Layout, like
 from hostdev.parallel.mesh import SCHEDULES
@@ -46,6 +47,8 @@ class Network:
     schedule, stage_cut, plan  as the options --schedule, --stage-cut and --plan of hostdev.train
     device         where it goes
     precision      "fp32", or "bf16" for arithmetic over float32 parameters
+    auto           samples of a batch: so that the mesh and the layout that take the least time for it are found, beside
+                   those strategies and cuts that are given; `choice` says what was tried
     seed           of what its layers draw, such as dropout: with several micro-batches a function of this, the step and
                    the micro-batch's number
 
@@ -55,8 +58,19 @@ class Network:
     def __init__(
         self, module: nn.Module, example: Sequence[Any], *, ranks: Ranks | None = None, micro_batches: int = 1,
         gradients: str = "mean", schedule: str | None = None, stage_cut: str | None = None, plan: str | None = None,
-        device: torch.device | str = "cpu", precision: str = "fp32", seed: int = 1,
+        device: torch.device | str = "cpu", precision: str = "fp32", seed: int = 1, auto: int | None = None,
     ) -> None:  # fmt: skip
+        layout = Layout(
+            schedule or SCHEDULES[0], None if stage_cut is None else stage_cut.split(","), plan_of(plan) if plan else ()
+        )
+        autocast = torch.bfloat16 if precision == "bf16" else None
+        self.choice: Chosen | None = None
+        if auto is not None and ranks is not None:
+            self.choice = choose(
+                module, like(example), ranks, samples=auto, micro_batches=micro_batches, given=layout, mesh=None,
+                device=torch.device(device), autocast=autocast,
+            )  # fmt: skip
+            ranks.mesh, layout = self.choice.mesh, self.choice.layout
         shares = 1 if ranks is None else ranks.mesh.data
         stages = 1 if ranks is None else ranks.mesh.pipe
         if micro_batches < 1 or micro_batches % shares:
@@ -77,10 +91,6 @@ class Network:
         self._mean, self._seed, self._steps = gradients == "mean", seed, 0
         self._count = micro_batches // shares
         self._first = 0 if ranks is None else ranks.share()[0] * self._count
-        layout = Layout(
-            schedule or SCHEDULES[0], None if stage_cut is None else stage_cut.split(","), plan_of(plan) if plan else ()
-        )
-        autocast = torch.bfloat16 if precision == "bf16" else None
         self._parts = Parts(module, layout, ranks, like(example), torch.device(device), autocast=autocast)
         self.parameters: list[nn.Parameter] = self._parts.parameters
         self._exchange: DenseExchange | None = None

@@ -16,7 +16,7 @@ from hostdev.parallel.layout import Inputs, Layout, described, settle
 from hostdev.parallel.leaves import Leaves
 from hostdev.parallel.mesh import Mesh
 from hostdev.parallel.pieces import pieces_of, trace, with_aside
-from hostdev.parallel.plan import cut_layers, slice_of
+from hostdev.parallel.plan import Traffic, cut_layers, slice_of
 from hostdev.parallel.ranks import Channel, Ranks
 from hostdev.parallel.state import DenseState, State
 from hostdev.parallel.tied import Tied
@@ -69,10 +69,11 @@ class Parts:
         if ranks is not None:
             begin_alike(network, ranks)
         self._channels: list[Channel] = []
+        self._traffic = Traffic(mesh.model)
         slices = self._own_backend("model") if mesh.model > 1 else None
         if slices is not None:
             network.to(device)
-            cut_layers(network, found.strategies, slices.group, device)
+            self._traffic = cut_layers(network, found.strategies, slices.group, device)
         self.leaves = Leaves(network, found.strategies)
         stages = found.stages(own(pieces_of(network))) if found.begins else []
         self._state = State(network, stages, ranks)
@@ -118,8 +119,8 @@ class Parts:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes sent to other stages in training."""
-        return sum(channel.sent_bytes for channel in self._channels)
+        """Bytes sent to other stages, and between slices, in training."""
+        return round(self._traffic.sent) + sum(channel.sent_bytes for channel in self._channels)
 
     @property
     def speaks(self) -> bool:

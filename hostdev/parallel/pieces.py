@@ -194,28 +194,42 @@ def costs_of(pieces: Sequence[Piece], inputs: tuple[Any, ...]) -> list[int]:
     return found
 
 
-def balanced(pieces: Sequence[Piece], costs: Sequence[int], count: int) -> list[str]:
+def balanced(pieces: Sequence[Piece], costs: Sequence[float], count: int) -> list[str]:
     """Return the pieces with which the second and later of `count` stages begin, so that the costliest costs least.
 
     Of equal cuts those where a stage begins with a piece that has parameters. UserError where there are too few pieces.
     """
-    n = len(pieces)
-    if n < count:
-        raise UserError(f"the network has {n} pieces, too few for {count} stages")
-    sums = [0, *accumulate(costs)]
-    # best[k][i]: the costliest of k stages over the first i pieces, and how many begin without parameters
+    if len(pieces) < count:
+        raise UserError(f"the network has {len(pieces)} pieces, too few for {count} stages")
+    bare = [not piece.parameters for piece in pieces]
+    return [pieces[start].name for start in best_cut(costs, [0.0] * len(pieces), count, bare)[1:]]
+
+
+def best_cut(
+    costs: Sequence[float], crossing: Sequence[float], count: int, unwanted: Sequence[bool] | None = None
+) -> list[int]:
+    """Return where `count` parts of a sequence begin, so that the costliest costs least.
+
+    costs     of each element
+    crossing  what it adds to both parts where one ends with it
+    unwanted  elements with which a part rather does not begin, where that costs nothing
+    """
+    n, sums = len(costs), [0, *accumulate(costs)]
+    ends = [0.0, *crossing[:-1], 0.0]
+    bad = unwanted or [False] * n
+    # best[k][i]: the costliest of k parts of the first i elements, and how many begin with an unwanted one
     best: list[list[tuple[float, int, int]]] = [[(float("inf"), 0, 0)] * (n + 1) for _ in range(count + 1)]
     best[0][0] = (0, 0, 0)
     for k in range(1, count + 1):
         for i in range(k, n + 1):
             best[k][i] = min(
-                (max(best[k - 1][j][0], sums[i] - sums[j]), best[k - 1][j][1] + (not pieces[j].parameters), j)
+                (max(best[k - 1][j][0], sums[i] - sums[j] + ends[j] + ends[i]), best[k - 1][j][1] + bad[j], j)
                 for j in range(k - 1, i)
             )
     begins, at = [], n
-    for k in range(count, 1, -1):
+    for k in range(count, 0, -1):
         at = best[k][at][2]
-        begins.append(pieces[at].name)
+        begins.append(at)
     return begins[::-1]
 
 

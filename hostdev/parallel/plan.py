@@ -8,6 +8,7 @@ each rank of the axis computes all of it. The slices, and what the ranks exchang
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -71,14 +72,14 @@ def settled(
     stages  the network's pieces, by stage; none: it is not cut into stages
     inputs  returns tensors in place of the network's inputs
     """
-    wanted = _matched(network, plan)
+    wanted = {name: strategy for name, strategy in matched(network, plan).items() if strategy != "replicate"}
     modules = dict(network.named_modules())
     for name, strategy in wanted.items():
         for parameter, dim in _CUTS[type(modules[name])][strategy].items():
             value = getattr(modules[name], parameter)
             if value is not None and slice_of(value) is not None:
                 raise UserError(f"--plan {name}={strategy}: its {parameter} is marked as sliced by hand; leave it out")
-            if dim is not None and value is not None and value.shape[dim] % ranks:
+            if dim is not None and value is not None and value.shape[dim] % ranks:  # as `divides` has it
                 raise UserError(
                     f"--plan {name}={strategy}: its {parameter} is {list(value.shape)}, and {value.shape[dim]} cannot "
                     f"be cut into {ranks} slices of one size; use another --mesh, or {name}=replicate"
@@ -92,8 +93,8 @@ def settled(
     }
 
 
-def _matched(network: nn.Module, plan: Plan) -> dict[str, str]:
-    """Return the strategy of each layer that is to be cut."""
+def matched(network: nn.Module, plan: Plan) -> dict[str, str]:
+    """Return the strategy of each layer that a plan names; UserError where it names what cannot be cut."""
     modules = dict(network.named_modules())
     able = [name for name, module in modules.items() if type(module) in _CUTS]
     found: dict[str, tuple[str, str]] = {}
@@ -115,7 +116,7 @@ def _matched(network: nn.Module, plan: Plan) -> dict[str, str]:
                 raise UserError(
                     f"--plan: {before[0]}={before[1]} and {pattern}={strategy} both are about {name}; name it itself"
                 )
-    return {name: found[name][1] for name in able if name in found and found[name][1] != "replicate"}
+    return {name: found[name][1] for name in able if name in found}
 
 
 def _require_alike(network: nn.Module, wanted: Mapping[str, str]) -> None:
@@ -221,18 +222,42 @@ def slice_of(parameter: Tensor) -> int | None:
     return found
 
 
-def cut_layers(network: nn.Module, strategies: Mapping[str, Sliced], group: Any, device: torch.device) -> None:
+class Traffic:
+    """Bytes that this rank sends to those with other slices in training, where gathers and sums go round a ring."""
+
+    def __init__(self, ranks: int) -> None:
+        self._away = (ranks - 1) / ranks
+        self.sent = 0.0
+
+    def watch(self, layer: nn.Module, how: Sliced) -> None:
+        """Count what a layer that is cut exchanges, forward and back."""
+        layer.register_forward_hook(partial(self._count, how))
+
+    def _count(self, how: Sliced, layer: nn.Module, taken: tuple[Any, ...], given: Tensor) -> None:
+        if not torch.is_grad_enabled():
+            return
+        came = (
+            taken[0].numel() * taken[0].element_size() if taken[0].requires_grad else 0
+        )  # a DTensor's are the whole's
+        gave = given.numel() * given.element_size()
+        if how.strategy == "colwise":
+            self.sent += self._away * (gave * how.joined + 2 * came)
+        else:
+            self.sent += self._away * (2 * gave + came * how.joined)
+
+
+def cut_layers(network: nn.Module, strategies: Mapping[str, Sliced], group: Any, device: torch.device) -> Traffic:
     """Cut the layers that are here over the ranks of a process group, by torch's parallelize_module.
 
     Their parameters become slices, marked as `sliced` does: leaves that optimizers take, of which the layers' own
-    DTensors are views.
+    DTensors are views. Returns what counts the bytes that they exchange.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("model",))
-    aliases = _aliases(network)
+    aliases, traffic = _aliases(network), Traffic(mesh.size())
     modules = dict(network.named_modules())
     for name, one in strategies.items():
         whole = Replicate()
@@ -241,9 +266,11 @@ def cut_layers(network: nn.Module, strategies: Mapping[str, Sliced], group: Any,
         else:
             style = RowwiseParallel(input_layouts=whole if one.joined else Shard(-1))
         parallelize_module(modules[name], mesh, style, src_data_rank=None)
+        traffic.watch(modules[name], one)
     for (first, key), *others in aliases:  # a parameter of several layers stays one
         for module, other in others:
             module._parameters[other] = first._parameters[key]
+    return traffic
 
 
 def _aliases(network: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
@@ -253,3 +280,33 @@ def _aliases(network: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
             if value is not None:
                 found.setdefault(id(value), []).append((module, key))
     return (users for users in found.values() if len(users) > 1)
+
+
+def cuttable(module: nn.Module) -> bool:
+    """Tell whether a layer is of a kind that can be cut."""
+    return type(module) in _CUTS
+
+
+def divides(module: nn.Module, strategy: str, ranks: int) -> bool:
+    """Tell whether a layer can be cut by a strategy into so many slices of one size."""
+    values = [(getattr(module, name), dim) for name, dim in _CUTS[type(module)][strategy].items()]
+    return all(value is None or dim is None or value.shape[dim] % ranks == 0 for value, dim in values) and not any(
+        value is not None and slice_of(value) is not None for value, _ in values
+    )
+
+
+def is_shared(network: nn.Module) -> set[str]:
+    """Return the layers that have a parameter which another one has, too."""
+    names = {id(module): name for name, module in network.named_modules()}
+    return {names[id(module)] for users in _aliases(network) for module, _ in users}
+
+
+def pairable(network: nn.Module, inputs: Callable[[], tuple[Any, ...]]) -> set[tuple[str, str]]:
+    """Return the layers of which the second takes what the first gives, elementwise, and nobody else does."""
+    names = [name for name, module in network.named_modules() if type(module) is nn.Linear]
+    found: set[tuple[str, str]] = set()
+    for first in range(2):
+        kinds = ("colwise", "rowwise") if not first else ("rowwise", "colwise")
+        wanted = {name: kinds[number % 2] for number, name in enumerate(names)}
+        found |= _pairs(network, wanted, [], inputs)
+    return found

@@ -32,6 +32,14 @@ TOLD = 2
 STOP, SAVE = range(TOLD)  # a signal's number; whether a checkpoint is due
 
 
+_joined: "list[weakref.ref[Ranks]]" = []
+
+
+def current() -> "Ranks | None":
+    """Return the processes that this one has joined; None where it is alone. Networks are made within."""
+    return _joined[-1]() if _joined else None
+
+
 class PeerLostError(UserError):
     """A rank that was to exchange something is gone; which one, and why, the watch says."""
 
@@ -140,6 +148,7 @@ class Ranks:
         backend: str | None = None, mesh: Mesh | None = None,
     ) -> None:  # fmt: skip
         self.place, self._backend = place, backend
+        _joined[:] = [weakref.ref(self)]
         self.mesh = mesh or Mesh(data=place.ranks)
         if self.mesh.size != place.ranks:
             raise ValueError(f"the mesh {self.mesh} is of {self.mesh.size} ranks, and there are {place.ranks}")
@@ -245,6 +254,7 @@ class Ranks:
         self.control.barrier()
         self.watch.stop()
         self.control.barrier()
+        _joined.clear()
         self._kept.clear()
         dist.destroy_process_group()
 

@@ -24,7 +24,8 @@ from hostdev.models import registry
 from hostdev.models.model import Model
 from hostdev.parallel.layout import Layout, settle
 from hostdev.parallel.mesh import SCHEDULES, mesh_of
-from hostdev.parallel.plan import plan_of
+from hostdev.parallel.pieces import cut, pieces_of
+from hostdev.parallel.plan import matched, plan_of
 from hostdev.runtime.features import read_ids
 from hostdev.runtime.spec import Bag, CacheSpec, TableSpec
 from hostdev.train.config import TrainConfig
@@ -63,11 +64,17 @@ def layout_of(settings: TrainConfig) -> Layout:
 def require_layout(settings: TrainConfig, data: Path) -> None:
     """UserError where the options do not fit the model's layers; before any process waits for another."""
     mesh = None if settings.mesh is None else mesh_of(settings.mesh)
-    if mesh is None or mesh.pipe == mesh.model == 1:
+    is_open = mesh is None and settings.parallel == "auto"
+    if not is_open and (mesh is None or mesh.pipe == mesh.model == 1):
         return
     found = manifest.read(data)
     model = model_of(settings, found.schema)
     [sample] = itertools.islice(ShardReader(data, found, "train").batches(1), 1)
+    if mesh is None:
+        matched(model, layout_of(settings).plan)
+        if settings.stage_cut is not None:
+            cut(pieces_of(model), settings.stage_cut.split(","))
+        return
     settle(model, layout_of(settings), mesh, partial(inputs_like, model, sample, None))
 
 

@@ -20,6 +20,7 @@ from hostdev.train import checkpointing, report
 from hostdev.train.build import require_layout
 from hostdev.train.config import TrainConfig
 from hostdev.train.interrupt import DEADLINE_SECONDS, GracefulStop, Interrupted
+from hostdev.train.layouts import laid_out
 from hostdev.train.processes import Company, joined, resolved
 from hostdev.train.run import Run
 
@@ -33,7 +34,7 @@ def train(settings: TrainConfig) -> dict[str, Any]:
 
     Raises UserError for wrong input or options, and Interrupted after Ctrl-C or SIGTERM, with the logs complete.
     """
-    with joined(settings, partial(_require, settings)) as company:
+    with joined(settings, _require) as company:
         return _train(settings, company)
 
 
@@ -46,7 +47,7 @@ def _require(settings: TrainConfig) -> None:
 
 def _train(settings: TrainConfig, company: Company | None) -> dict[str, Any]:
     if company is not None:
-        settings = resolved(settings, company.ranks.mesh.data)
+        settings = resolved(company.settings, company.ranks.mesh.data)
     data = settings.data
     if data is None:
         if company is not None and company.ranks.rank:
@@ -57,6 +58,9 @@ def _train(settings: TrainConfig, company: Company | None) -> dict[str, Any]:
         print(f"no --data: a look-alike of {lookalike.ROWS:,} rows, {'made in' if made else 'from'} {data}")
     settings = settings.resolved()
     found = manifest.read(data)
+    if company is not None and settings.parallel == "auto":
+        settings, why = laid_out(settings, data, found, company.ranks)
+        print("\n".join(why), flush=True)
     run: Run | None = None
     digest = None
 

@@ -79,6 +79,12 @@ class TrainConfig:
         kind=str,
         choices=("mean", "sum"),
     )
+    parallel: str | None = _flag(
+        "none: one process; data: samples are shared out; semi: layers, too, by --mesh, --plan and --stage-cut; auto: "
+        "the mesh, stages and slices that take the least time, found by measuring (data, or what --mesh says)",
+        kind=str,
+        choices=("none", "data", "semi", "auto"),
+    )
     mesh: str | None = _flag(
         "how processes share out the network: data=N by samples, model=N by slices of layers, pipe=N by stages, such "
         "as data=2,pipe=2 (data)",
@@ -199,13 +205,14 @@ class TrainConfig:
             raise UserError("--batch-size is of all processes and --batch-per-rank of each; give one of them")
         if self.dist_timeout is not None and not (math.isfinite(self.dist_timeout) and self.dist_timeout > 0):
             raise UserError(f"--dist-timeout must be a number above 0, not {self.dist_timeout}")
-        if self.mesh is None or mesh_of(self.mesh).pipe == 1:
+        is_open = self.parallel in ("semi", "auto") and self.mesh is None
+        if not is_open and (self.mesh is None or mesh_of(self.mesh).pipe == 1):
             for name in ("schedule", "stage_cut"):
                 if getattr(self, name) is not None:
                     raise UserError(f"{_option(name)} has no effect without --mesh pipe=N; leave it out")
         if self.plan is not None:
-            plan_of(self.plan)
-            if self.mesh is None or mesh_of(self.mesh).model == 1:
+            plan_of(self.plan)  # says what is wrong
+            if not is_open and (self.mesh is None or mesh_of(self.mesh).model == 1):
                 raise UserError("--plan has no effect without --mesh model=N; leave it out")
         if self.gradients is not None and self.micro_batches == 1:
             raise UserError(f"--gradients {self.gradients} has no effect without --micro-batches; leave it out")

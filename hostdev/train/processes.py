@@ -5,12 +5,8 @@ import hostdev.core.environment  # isort: skip  # noqa: F401  (before torch)
 import contextlib
 import io
 import os
-import signal
-import socket
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,14 +18,15 @@ from hostdev.parallel.join import share_host, together
 from hostdev.parallel.mesh import Mesh, mesh_of
 from hostdev.parallel.place import Place, find
 from hostdev.parallel.ranks import MEETING, TIMEOUT, Ranks
+from hostdev.parallel.start import start_here, wait_for
 from hostdev.parallel.watch import within
 from hostdev.train.config import TrainConfig, to_flags
 from hostdev.train.interrupt import Interrupted
+from hostdev.train.layouts import meshed
 from hostdev.train.rundir import EVAL_LOG, LOSS_LOG, OPS_LOG, RunDir
 
 OUTPUT = "output.log"
 _BOOKS_SECONDS = 5.0  # for the logs of a rank that is ended
-_END_SECONDS = 8.0  # that others have after one has failed
 
 
 class _Output(io.TextIOBase):
@@ -71,13 +68,14 @@ class Company:
     """The ranks of a training run, as the command sees them.
 
     ranks    that have met; root: the run directory of all
+    settings with the mesh that these mean
     on_fault completes what must not be lost before the process ends for another's failure; set by the run
     """
 
     def __init__(self, place: Place, settings: TrainConfig) -> None:
         self.on_fault: Callable[[], object] = lambda: None
         self._answer: Callable[[], object] = lambda: None  # a rank may fail before all have been here
-        self._place = place
+        self._place, self.settings = place, settings
         self.output = _Output(None if place.rank else sys.stdout)
         self.ranks = Ranks(
             place,
@@ -140,13 +138,14 @@ def run_dir(settings: TrainConfig, company: Company | None) -> RunDir:
 
 
 @contextmanager
-def joined(settings: TrainConfig, require: Callable[[], object] = lambda: None) -> Iterator[Company | None]:
+def joined(settings: TrainConfig, require: Callable[[TrainConfig], object]) -> Iterator[Company | None]:
     """Meet the other processes that a launcher has started; None where there are none.
 
     require  raises UserError where there is no use in meeting them
     """
     place = find()
     if place.alone:
+        meshed(settings, 1)
         for name in ("dist_timeout", "dist_backend", "dist_url", "batch_per_rank", "dense_exchange", "mesh"):
             if getattr(settings, name) is not None:
                 option = "--" + name.replace("_", "-")
@@ -154,8 +153,9 @@ def joined(settings: TrainConfig, require: Callable[[], object] = lambda: None) 
         yield None
         return
     try:
+        settings = meshed(settings, place.ranks)
         require_shares(settings, place.ranks)
-        require()
+        require(settings)
     except UserError:
         if place.rank:
             raise SystemExit(2) from None  # rank 0 says it
@@ -174,6 +174,8 @@ def require_shares(settings: TrainConfig, ranks: int) -> None:
     """Raise UserError unless so many processes can share out the work that the settings name."""
     if not settings.host_device_mix:
         raise UserError(f"{ranks} processes share the tables in host memory; give --host-device-mix")
+    if settings.mesh is None and settings.parallel == "auto":  # it will be one that fits
+        return
     mesh = Mesh(data=ranks) if settings.mesh is None else mesh_of(settings.mesh)
     if mesh.size != ranks:
         raise UserError(
@@ -226,62 +228,6 @@ def spawn(settings: TrainConfig) -> int:
     assert settings.spawn is not None
     if not find().alone:
         raise UserError("--spawn starts processes, but a launcher has started this one as one of several; leave it out")
-    require_shares(settings, settings.spawn)
+    require_shares(meshed(settings, settings.spawn), settings.spawn)
     command = [sys.executable, "-m", "hostdev.train", *to_flags(replace(settings, spawn=None))]
     return wait_for(start_here(settings.spawn, command))
-
-
-def start_here(ranks: int, command: Sequence[str], **how: Any) -> "list[subprocess.Popen[bytes]]":
-    """Start so many processes of a command on this host, which meet one another; `how` as `subprocess.Popen` has it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks),
-              "LOCAL_WORLD_SIZE": str(ranks)}  # fmt: skip
-    end = end_with_parent if sys.platform == "linux" else None
-    return [
-        subprocess.Popen(
-            command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, preexec_fn=end, **how
-        )
-        for rank in range(ranks)
-    ]
-
-
-def end_with_parent() -> None:
-    """In a child, before its program begins: be killed where the parent is (Linux)."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def wait_for(processes: "list[subprocess.Popen[bytes]]") -> int:
-    """Wait until all have ended; where one fails the others have some seconds. Signals are theirs to handle."""
-    handlers = {
-        number: signal.signal(number, _passed_on(number, processes)) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    deadline, first = float("inf"), 0
-    try:
-        while None in (codes := [process.poll() for process in processes]):
-            if any(codes) and not first:
-                first = next(code for code in codes if code)
-                deadline = time.monotonic() + _END_SECONDS
-            if time.monotonic() > deadline:
-                for process in processes:
-                    process.kill()
-            time.sleep(0.05)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    first = first or next((code for code in codes if code), 0)
-    return 128 - first if first < 0 else first
-
-
-def _passed_on(number: signal.Signals, processes: "list[subprocess.Popen[bytes]]") -> Any:
-    def handle(*_: object) -> None:
-        if number == signal.SIGINT and os.isatty(0):
-            return  # the terminal has told them
-        for process in processes:
-            if process.poll() is None:
-                process.send_signal(number)
-
-    return handle

@@ -41,6 +41,7 @@ class Staged:
             ops=ops,
         )  # fmt: skip
         self.parameters, self.state, self.load = self._parts.parameters, self._parts.state, self._parts.load
+        self._sent = 0  # values of rows, to ranks with other slices
         self._slices = ranks.channel("model") if ranks.mesh.model > 1 else None
 
     def describe(self) -> str:
@@ -50,7 +51,7 @@ class Staged:
     @property
     def sent_bytes(self) -> int:
         """Bytes sent to ranks with other parts, in training."""
-        return self._parts.sent_bytes + (0 if self._slices is None else self._slices.sent_bytes)
+        return self._parts.sent_bytes + self._sent
 
     def step(
         self, step: Step, given: Given, loss: Callable[[int, Tensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -97,6 +98,7 @@ class Staged:
             if mine is not None:
                 torch.cat([one.detach().reshape(-1).cpu().float() for one in mine], out=flat)
             self._slices.broadcast(flat)
+            self._sent += flat.nbytes * (self._slices.ranks - 1) * (mine is not None and torch.is_grad_enabled())
             if mine is not None:
                 return dense, rows, *extra
             parts = [

@@ -1,0 +1,99 @@
+"""ResNet-50 and a small net for MNIST as nn.Sequential of named parts, which can be cut between any two.
+
+Weights are drawn from torch's generator: seed it before. B images, C channels, H x W pixels.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import Tensor, nn
+
+EXPANSION = 4
+
+
+class Bottleneck(nn.Module):
+    """relu(x + f(x)), f being 1 x 1, 3 x 3 and 1 x 1 convolutions, each with BatchNorm, a ReLU between them.
+
+    channels  that come in
+    width     of the 3 x 3 convolution; 4 * width channels go out
+    stride    of the 3 x 3 convolution, as in all that is called v1.5; in the paper the first 1 x 1 has it
+    """
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        out = EXPANSION * width
+        self.conv1, self.bn1 = _conv(channels, width, 1), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = _conv(width, width, 3, stride), nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = _conv(width, out, 1), nn.BatchNorm2d(out)
+        self.relu = nn.ReLU()
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels != out:
+            self.shortcut = nn.Sequential(_conv(channels, out, 1, stride), nn.BatchNorm2d(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [B, 4 * width, H / stride, W / stride] of [B, channels, H, W]."""
+        found = self.relu(self.bn1(self.conv1(x)))
+        found = self.relu(self.bn2(self.conv2(found)))
+        both: Tensor = self.relu(self.bn3(self.conv3(found)) + self.shortcut(x))
+        return both
+
+
+def resnet50(
+    width: int = 64, classes: int = 10, blocks: Sequence[int] = (3, 4, 6, 3), *, small_images: bool = False
+) -> nn.Sequential:
+    """Return ResNet-50: [B, 3, H, W] to logits [B, classes].
+
+    Source: He et al., "Deep Residual Learning for Image Recognition", CVPR 2016; initial values as of He et al., ICCV
+    2015, by what goes out of a convolution. Its parts are head.conv, head.bn, head.relu, head.pool, layer1.0 and so on,
+    a block each, pool, flatten and fc.
+
+    width         channels of the head, and of the first blocks' 3 x 3 convolutions; each layer doubles it
+    blocks        of each layer
+    small_images  such as 32 x 32: the head is 3 x 3 with stride 1 and no pooling, instead of 7 x 7 with 2 and pooling
+    """
+    head: OrderedDict[str, nn.Module] = OrderedDict(
+        conv=_conv(3, width, 3) if small_images else _conv(3, width, 7, 2), bn=nn.BatchNorm2d(width), relu=nn.ReLU()
+    )
+    if not small_images:
+        head["pool"] = nn.MaxPool2d(3, stride=2, padding=1)
+    parts: OrderedDict[str, nn.Module] = OrderedDict(head=nn.Sequential(head))
+    channels = width
+    for number, count in enumerate(blocks):
+        inner = width << number
+        layer = []
+        for block in range(count):
+            layer.append(Bottleneck(channels, inner, 2 if number and not block else 1))
+            channels = EXPANSION * inner
+        parts[f"layer{number + 1}"] = nn.Sequential(*layer)
+    parts.update(pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), fc=nn.Linear(channels, classes))
+    return nn.Sequential(parts)
+
+
+def mnist_net(hidden: Sequence[int] = (), pixels: int = 784, *, bias: float = 0.0) -> nn.Sequential:
+    """Return a net from images [B, 1, H, W] of so many pixels to logits [B, 10], which are not negative.
+
+    Its parts are flatten, dense1, relu1 and so on: the last layer has a ReLU, too. Its weights begin with N(0, 0.01^2);
+    those before with He's, as a signal would fade through several of 0.01.
+
+    hidden  widths of the layers before the last
+    bias    the last layer's initial one, those before have 0. Softmax does not see it; but a class whose logit is below
+            0 for all images learns nothing ever more: with 0 that befalls some on small data, with 3 none has been seen
+    """
+    parts: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
+    for number, (width, out) in enumerate(pairwise([pixels, *hidden, 10]), 1):
+        dense = nn.Linear(width, out)
+        if number <= len(hidden):
+            nn.init.kaiming_normal_(dense.weight, nonlinearity="relu")
+            nn.init.zeros_(dense.bias)
+        else:
+            nn.init.normal_(dense.weight, std=0.01)
+            nn.init.constant_(dense.bias, bias)
+        parts.update({f"dense{number}": dense, f"relu{number}": nn.ReLU()})
+    return nn.Sequential(parts)
+
+
+def _conv(channels: int, out: int, size: int, stride: int = 1) -> nn.Conv2d:
+    made = nn.Conv2d(channels, out, size, stride=stride, padding=size // 2, bias=False)
+    nn.init.kaiming_normal_(made.weight, mode="fan_out", nonlinearity="relu")
+    return made

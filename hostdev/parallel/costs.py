@@ -1,0 +1,256 @@
+"""What a network's pieces and a machine's exchanges cost, measured: what a search for a layout goes by."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from hostdev.core.pieces import Piece, run
+from hostdev.parallel.layout import Inputs
+from hostdev.parallel.pieces import not_computing
+from hostdev.parallel.plan import cut_layers, cuttable, settled
+from hostdev.parallel.ranks import Channel, Ranks
+
+_REPEATS = 3
+_BLOCK = 1 << 22  # bytes that are exchanged, and added, to find a bandwidth
+_PASSES = 7  # over a parameter's bytes by Adam: it reads four arrays and writes three
+
+
+class PieceCost(NamedTuple):
+    """What a piece costs for one micro-batch.
+
+    seconds     forward and backward
+    flops       floating-point operations, forward
+    parameters  their bytes
+    saved       bytes that the backward pass keeps
+    given       bytes of what it gives
+    """
+
+    name: str
+    seconds: float
+    flops: int
+    parameters: int
+    saved: int
+    given: int
+
+
+class LayerCost(NamedTuple):
+    """What a layer that can be cut costs for one micro-batch.
+
+    piece       its number
+    share       of its piece's operations
+    parameters  their bytes
+    taken       bytes that it takes, given: that it gives
+    """
+
+    name: str
+    piece: int
+    share: float
+    parameters: int
+    taken: int
+    given: int
+
+
+class Machine(NamedTuple):
+    """What ranks cost one another.
+
+    bandwidth  bytes a second from one rank to others, while all do the same
+    latency    seconds of an exchange of nothing
+    memory     bytes a second that are read and written where arrays are added
+    slicing    seconds that a layer that is cut takes more for one micro-batch, forward and back, beside its exchanges
+    available  bytes of memory for each rank
+    """
+
+    bandwidth: float
+    latency: float
+    memory: float
+    slicing: float
+    available: int
+
+    def exchange(self, size: float) -> float:
+        """Return the seconds of an exchange."""
+        return self.latency + size / self.bandwidth
+
+    def update(self, parameters: float) -> float:
+        """Return the seconds of an optimizer's step over so many bytes."""
+        return _PASSES * parameters / self.memory
+
+    def add(self, parameters: float) -> float:
+        """Return the seconds of adding so many bytes to others."""
+        return 3 * parameters / self.memory
+
+
+class Profile(NamedTuple):
+    """What a network costs.
+
+    inputs  bytes of its inputs for one micro-batch that are looked up by one rank, and brought to those with slices
+    """
+
+    pieces: list[PieceCost]
+    layers: list[LayerCost]
+    inputs: int
+
+
+def profile_of(
+    network: nn.Module, pieces: Sequence[Piece], inputs: Inputs, samples: int, device: torch.device,
+    autocast: torch.dtype | None, looked_up: bool,
+) -> Profile:  # fmt: skip
+    """Return what the pieces of a network cost for so many samples, on this rank; the network stays as it is."""
+    buffers = [(one, one.clone()) for one in network.buffers()]
+    training = network.training
+    network.train()
+    try:
+        with torch.random.fork_rng(enabled=device.type == "cpu"):
+            given = _filled(inputs(samples), device)
+            network.to(device)
+            timed = [_timed(pieces, given, device, autocast) for _ in range(_REPEATS)]
+    finally:
+        network.train(training)
+        with torch.no_grad():
+            for one, before in buffers:
+                one.copy_(before)
+    flops, layers = _counted(network, pieces, inputs(samples))
+    seconds = [min(each) for each in zip(*(one for one, _ in timed), strict=True)]
+    costs = [
+        PieceCost(piece.name, second, flop, sum(one.nbytes for one in piece.parameters), *about)
+        for piece, second, flop, about in zip(pieces, seconds, flops, timed[0][1], strict=True)
+    ]
+    floats = [one for one in torch.utils._pytree.tree_leaves(given) if isinstance(one, Tensor)]
+    return Profile(costs, layers, sum(one.nbytes for one in floats) if looked_up else 0)
+
+
+def of_all(ranks: Ranks | None, profile: Profile) -> Profile:
+    """Return the profile of the slowest rank in each piece: on all ranks the same."""
+    if ranks is None:
+        return profile
+    come = ranks.control.share([piece.seconds for piece in profile.pieces])
+    slowest = [max(each) for each in zip(*come, strict=True)]
+    return profile._replace(
+        pieces=[piece._replace(seconds=second) for piece, second in zip(profile.pieces, slowest, strict=True)]
+    )
+
+
+def machine_of(ranks: Ranks, available: int, *, slices: bool) -> Machine:
+    """Return what exchanges between ranks cost, measured while all do the same; all ranks call it.
+
+    slices  measure what a layer that is cut takes more, too
+    """
+    channel, W = ranks.channel(), ranks.size
+    part = _BLOCK // 4 // W
+    values, counts = torch.zeros(part * W), [part] * W
+    nothing = torch.zeros(W)
+    send = _best(channel, lambda: channel.all_to_all(values, counts, counts))
+    wait = _best(channel, lambda: channel.all_to_all(nothing, [1] * W, [1] * W))
+    one, other = torch.zeros(_BLOCK // 4), torch.zeros(_BLOCK // 4)
+    added = _best(channel, lambda: one.add_(other))
+    found = [
+        _BLOCK * (W - 1) / W / max(send - wait, 1e-9), wait, 3 * _BLOCK / added,
+        _slicing(channel) if slices else 0.0, float(available),
+    ]  # fmt: skip
+    told = list(zip(*ranks.control.share(found), strict=True))
+    bandwidth, latency, memory, slicing, free = min(told[0]), max(told[1]), min(told[2]), max(told[3]), min(told[4])
+    return Machine(bandwidth, latency, memory, max(0.0, slicing - 2 * latency), int(free))
+
+
+def _slicing(channel: Channel) -> float:
+    """Return the seconds that a tiny layer that is cut takes more than another one."""
+    W = channel.ranks
+    plain, cut = (nn.Sequential(nn.Linear(W, W), nn.Linear(W, W)) for _ in range(2))
+    plan = [("0", "colwise"), ("1", "rowwise")]
+    cut_layers(cut, settled(cut, plan, W, [], lambda: (torch.zeros(1, W),)), channel.group, torch.device("cpu"))
+    values = torch.zeros(1, W, requires_grad=True)
+    each = [_best(channel, lambda net=net: net(values).sum().backward()) for net in (plain, cut)]  # type: ignore[misc]
+    return (each[1] - each[0]) / 2
+
+
+def _best(channel: Channel, call: Callable[[], object]) -> float:
+    """Return the seconds of a call, the median of some that begin together."""
+    found = []
+    for _ in range(9):
+        channel.barrier()
+        begin = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - begin)
+    return sorted(found)[len(found) // 2]
+
+
+def _filled(values: Any, device: torch.device) -> Any:
+    """Return values like zeros of the network's inputs: numbers that are drawn, where they are floating-point."""
+
+    def drawn(one: Tensor) -> Tensor:
+        if not one.is_floating_point():
+            return one.to(device)
+        return torch.randn(one.shape).to(device, one.dtype).requires_grad_(one.requires_grad)
+
+    return torch.utils._pytree.tree_map_only(Tensor, drawn, values)
+
+
+def _timed(
+    pieces: Sequence[Piece], given: Any, device: torch.device, autocast: torch.dtype | None
+) -> tuple[list[float], list[tuple[int, int]]]:
+    """Return of each piece the seconds forward and back, and the bytes that it saves and gives."""
+    seconds, about, values = [], [], given
+    for piece in pieces:
+        values = values if isinstance(values, tuple) else (values,)
+        own = {id(one) for one in piece.parameters}
+        kept: dict[int, int] = {}
+
+        def keep(one: Tensor, own: set[int] = own, kept: dict[int, int] = kept) -> Tensor:
+            if id(one) not in own:
+                kept[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+            return one
+
+        begin = _now(device)
+        enabled = autocast is not None
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one)
+        with hooks, torch.autocast(device.type, autocast or torch.bfloat16, enabled=enabled):
+            result = run([piece], *values)
+        given_here = [one for one in (result if isinstance(result, tuple) else (result,)) if isinstance(one, Tensor)]
+        trained = [one for one in given_here if one.requires_grad]
+        leaves = [one for one in torch.utils._pytree.tree_leaves(values) if isinstance(one, Tensor)]
+        wanted = [one for one in (*leaves, *piece.parameters) if one.requires_grad]
+        if trained and wanted:
+            torch.autograd.grad(trained, wanted, [torch.ones_like(one) for one in trained], allow_unused=True)
+        seconds.append(_now(device) - begin)
+        about.append((sum(kept.values()), sum(one.nbytes for one in given_here)))
+        values = torch.utils._pytree.tree_map_only(
+            Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), result
+        )
+    return seconds, about
+
+
+def _now(device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def _counted(
+    network: nn.Module, pieces: Sequence[Piece], given: tuple[Any, ...]
+) -> tuple[list[int], list[LayerCost]]:  # fmt: skip
+    """Return the operations of each piece, and what the layers that can be cut take and give."""
+    names = {id(module): name for name, module in network.named_modules() if cuttable(module)}
+    found: dict[str, LayerCost] = {}
+    flops: list[int] = []
+
+    def after(module: nn.Module, taken: tuple[Any, ...], result: Tensor) -> None:
+        name, size = names[id(module)], sum(one.nbytes for one in module.parameters())
+        work = 2 * taken[0].numel() * result.shape[-1] if isinstance(module, nn.Linear) else 0
+        found[name] = LayerCost(name, len(flops), work, size, taken[0].nbytes, result.nbytes)
+
+    hooks = [module.register_forward_hook(after) for module in network.modules() if id(module) in names]
+    try:
+        with not_computing([network]) as fake:
+            result: Any = fake(given)
+            for piece in pieces:
+                with FlopCounterMode(display=False) as counter:
+                    result = run([piece], *(result if isinstance(result, tuple) else (result,)))
+                flops.append(counter.get_total_flops())
+    finally:
+        for hook in hooks:
+            hook.remove()
+    layers = [one._replace(share=one.share / max(1, flops[one.piece])) for one in found.values()]
+    return flops, layers

@@ -1,0 +1,229 @@
+"""Which layout of a network takes the least time: meshes, cuts and strategies, by a model of what each costs.
+
+A step of M micro-batches on a mesh of D x T x P (data, model, pipe), M / D of them on each rank, takes
+
+    (M / D + P - 1) * t        micro-batches through the stages, the slowest of which takes t for one
+    + additions of gradients, their exchange along data, the optimizer's step
+
+and t is what the stage's pieces take, less what slices save, plus what goes to other stages and between slices. Stages
+are cut so that t is least (Narayanan et al., SC 2021, have the same bubble); strategies of layers are the shortest way
+through them, as in Jia et al., "Beyond Data and Model Parallelism", MLSys 2019. All figures are measured: `costs`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from hostdev.core.errors import UserError
+from hostdev.parallel.costs import LayerCost, Machine, PieceCost, Profile
+from hostdev.parallel.mesh import Mesh
+from hostdev.parallel.pieces import best_cut
+from hostdev.parallel.plan import Plan
+
+
+class Wanted(NamedTuple):
+    """What is given, and kept.
+
+    ranks          how many there are
+    micro_batches  of a step, on all ranks
+    mesh, begins   None: to be found
+    strategies     of layers by name
+    interleaved    two stages on each rank
+    gpipe          all forward passes first
+    """
+
+    ranks: int
+    micro_batches: int
+    mesh: Mesh | None = None
+    begins: Sequence[str] | None = None
+    strategies: Mapping[str, str] = {}
+    interleaved: bool = False
+    gpipe: bool = False
+
+
+class Layers(NamedTuple):
+    """What can be cut.
+
+    able    tells whether a layer can be cut by a strategy over so many ranks
+    pairs   of layers of which the second takes what the first gives, elementwise
+    stages  the network can be cut into stages
+    """
+
+    able: Callable[[str, str, int], bool]
+    pairs: set[tuple[str, str]]
+    stages: bool
+
+
+class Candidate(NamedTuple):
+    """A layout, and what it costs by the model.
+
+    seconds   of a step: compute + waiting + exchange + update
+    memory    bytes on the fullest rank: parameters, gradients, an optimizer's two slots, what backward passes keep
+    """
+
+    mesh: Mesh
+    begins: list[str]
+    plan: Plan
+    compute: float
+    waiting: float
+    exchange: float
+    update: float
+    memory: int
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.compute + self.waiting + self.exchange + self.update
+
+
+class _Sliced(NamedTuple):
+    """What strategies change for one micro-batch of a stage."""
+
+    plan: list[tuple[str, str]]
+    saved: float  # seconds of compute
+    exchange: float  # seconds
+    parameters: float  # bytes that are elsewhere
+
+
+def candidates(profile: Profile, machine: Machine, layers: Layers, wanted: Wanted) -> list[Candidate]:
+    """Return a candidate for each mesh that is possible, the fastest that fit first; UserError where there is none."""
+    found = []
+    for mesh in [wanted.mesh] if wanted.mesh is not None else meshes(wanted.ranks):
+        stages = mesh.pipe * (1 + wanted.interleaved) if mesh.pipe > 1 else 1
+        if wanted.micro_batches % mesh.data or wanted.micro_batches < mesh.data * mesh.pipe:
+            continue
+        if mesh.pipe > 1 and (not layers.stages or len(profile.pieces) < stages):
+            continue
+        if mesh.pipe == 1 and wanted.begins is not None:
+            continue
+        if mesh.model == 1 and any(one != "replicate" for one in wanted.strategies.values()):
+            continue
+        one = _candidate(profile, machine, layers, wanted, mesh, stages)
+        if mesh.model > 1 and not one.plan and wanted.mesh is None:
+            continue  # nothing is cut
+        found.append(one)
+    if not found:
+        raise UserError(
+            f"no layout of {wanted.ranks} processes goes with {wanted.micro_batches} micro-batches and what was given"
+        )
+    return sorted(found, key=lambda one: (one.memory > machine.available, one.seconds))
+
+
+def meshes(ranks: int) -> list[Mesh]:
+    """Return all meshes of so many ranks."""
+    return [
+        Mesh(data, model, ranks // data // model)
+        for data in range(1, ranks + 1)
+        if ranks % data == 0
+        for model in range(1, ranks // data + 1)
+        if ranks // data % model == 0
+    ]
+
+
+def _candidate(
+    profile: Profile, machine: Machine, layers: Layers, wanted: Wanted, mesh: Mesh, stages: int
+) -> Candidate:  # fmt: skip
+    pieces, count = profile.pieces, wanted.micro_batches // mesh.data
+    names = [piece.name for piece in pieces]
+    if stages == 1:
+        starts = [0]
+    elif wanted.begins is not None:
+        starts = [0, *(names.index(name) for name in wanted.begins)]
+    else:
+        crossing = [2 * machine.exchange(piece.given) for piece in pieces]
+        starts = best_cut([piece.seconds for piece in pieces], crossing, stages)
+    edges = [*starts, len(pieces)]
+    plan: list[tuple[str, str]] = []
+    compute, exchange, parameters, saved = [], [], [], []
+    for number in range(len(starts)):
+        here = range(edges[number], edges[number + 1])
+        own = [layer for layer in profile.layers if layer.piece in here]
+        sliced = _strategies(own, pieces, machine, layers, wanted, mesh, count)
+        plan += sliced.plan
+        compute.append(sum(pieces[one].seconds for one in here) - sliced.saved)
+        crossing_bytes = [pieces[edge - 1].given for edge in edges[number : number + 2] if 0 < edge < len(pieces)]
+        looked_up = machine.exchange(profile.inputs) if mesh.model > 1 and number == 0 and profile.inputs else 0.0
+        exchange.append(sliced.exchange + looked_up + sum(2 * machine.exchange(size) for size in crossing_bytes))
+        parameters.append(sum(pieces[one].parameters for one in here) - sliced.parameters)
+        saved.append(sum(pieces[one].saved for one in here))
+    by_rank = [range(rank, len(starts), mesh.pipe) for rank in range(mesh.pipe)]
+    busy = [sum(compute[one] + exchange[one] for one in own) for own in by_rank]
+    rounds = 1 + wanted.interleaved if mesh.pipe > 1 else 1
+    slowest = max(range(mesh.pipe), key=busy.__getitem__)
+    held = max(sum(parameters[one] for one in own) for own in by_rank)
+    work = count * sum(compute[one] for one in by_rank[slowest])
+    moved = count * sum(exchange[one] for one in by_rank[slowest])
+    along_data = 0.0
+    if mesh.data > 1:
+        part = held * (mesh.data - 1) / mesh.data
+        along_data = 2 * machine.exchange(part) + machine.add(held)
+    memory = max(
+        sum(4 * parameters[one] + saved[one] * _in_flight(wanted, mesh, count, rank) for one in own)
+        for rank, own in enumerate(by_rank)
+    )
+    return Candidate(
+        mesh, [names[start] for start in starts[1:]], plan, work, (mesh.pipe - 1) * busy[slowest] / rounds,
+        moved + along_data, (count - 1) * machine.add(held) + machine.update(held), int(memory),
+    )  # fmt: skip
+
+
+def _in_flight(wanted: Wanted, mesh: Mesh, count: int, rank: int) -> int:
+    """Return of how many micro-batches a stage keeps what its backward passes need."""
+    if mesh.pipe == 1:
+        return 1
+    return count if wanted.gpipe else min(count, mesh.pipe - rank + (mesh.pipe if wanted.interleaved else 0))
+
+
+def _strategies(
+    own: Sequence[LayerCost], pieces: Sequence[PieceCost], machine: Machine, layers: Layers, wanted: Wanted,
+    mesh: Mesh, count: int,
+) -> _Sliced:  # fmt: skip
+    """Return the strategies of a stage's layers that take the least time."""
+    T = mesh.model
+    if T == 1:
+        return _Sliced([], 0.0, 0.0, 0.0)
+    away = (T - 1) / T
+
+    def gain(layer: LayerCost) -> float:
+        return pieces[layer.piece].seconds * layer.share * away
+
+    def held(layer: LayerCost) -> float:
+        """Seconds of one micro-batch's share of what a step does with parameters."""
+        size = layer.parameters * away
+        return (machine.update(size) + count * machine.add(size)) / count
+
+    def joined(layer: LayerCost, strategy: str) -> float:
+        gathered, summed = (layer.given, layer.taken) if strategy == "colwise" else (layer.taken, layer.given)
+        return machine.slicing + machine.exchange(gathered * away) + machine.exchange(2 * summed * away)
+
+    def may(layer: LayerCost, strategy: str) -> bool:
+        given = wanted.strategies.get(layer.name)
+        return given == strategy or (given is None and layers.able(layer.name, strategy, T))
+
+    # best[i]: the seconds of the first i layers, and how they are cut
+    best: list[tuple[float, _Sliced]] = [(0.0, _Sliced([], 0.0, 0.0, 0.0))]
+    for at, layer in enumerate(own):
+        before = best[at][1]
+        ways: list[tuple[_Sliced, list[tuple[str, str]], float, list[LayerCost]]] = []
+        if wanted.strategies.get(layer.name, "replicate") == "replicate":
+            ways.append((before, [], 0.0, []))
+        for strategy in ("colwise", "rowwise"):
+            if may(layer, strategy):
+                ways.append((before, [(layer.name, strategy)], joined(layer, strategy), [layer]))
+        if at and (own[at - 1].name, layer.name) in layers.pairs:
+            first = own[at - 1]
+            if may(first, "colwise") and may(layer, "rowwise"):
+                cost = 2 * machine.slicing
+                cost += machine.exchange(2 * layer.given * away) + machine.exchange(2 * first.taken * away)
+                ways.append((best[at - 1][1], [(first.name, "colwise"), (layer.name, "rowwise")], cost, [first, layer]))
+        made = []
+        for base, plan, cost, cut in ways:
+            sliced = _Sliced(
+                base.plan + plan, base.saved + sum(map(gain, cut)), base.exchange + cost,
+                base.parameters + sum(one.parameters * away for one in cut),
+            )  # fmt: skip
+            less = sum(held(one) for one in own[: at + 1] if one.name in dict(sliced.plan))
+            made.append((sliced.exchange - sliced.saved - less, sliced))
+        if not made:
+            raise UserError(f"--plan: {layer.name} cannot be cut as it says over {T} processes")
+        best.append(min(made, key=lambda one: one[0]))
+    return best[-1][1]

@@ -1,0 +1,92 @@
+"""--parallel: which mesh, stages and slices a training has; found by measuring where it is `auto`."""
+
+import itertools
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from hostdev.core.errors import UserError
+from hostdev.data import manifest
+from hostdev.data.manifest import Manifest
+from hostdev.data.shards import ShardReader
+from hostdev.parallel.auto import choose
+from hostdev.parallel.join import join
+from hostdev.parallel.mesh import mesh_of
+from hostdev.parallel.ranks import Ranks
+from hostdev.parallel.start import start_here, wait_for
+from hostdev.train.build import device_of, layout_of, model_of, require_layout, seed_torch
+from hostdev.train.config import TrainConfig
+from hostdev.train.staged import inputs_like
+
+
+def meshed(settings: TrainConfig, ranks: int) -> TrainConfig:
+    """Return the settings with the mesh that --parallel means; UserError where it contradicts the others."""
+    how = settings.parallel
+    mesh = None if settings.mesh is None else mesh_of(settings.mesh)
+    if how is None:
+        return settings
+    if how == "none":
+        if ranks > 1:
+            raise UserError(f"--parallel none is for one process, and {ranks} were started; start one, or leave it out")
+        return settings
+    if ranks == 1:
+        raise UserError(f"--parallel {how} has no effect in one process; leave it out, or start several")
+    if how == "data" and mesh is not None and mesh.data != mesh.size:
+        raise UserError(f"--parallel data is along data alone, not --mesh {mesh}; leave --parallel out, or use semi")
+    if how == "semi" and mesh is None:
+        return replace(settings, mesh=f"model={ranks}")
+    return settings
+
+
+def laid_out(settings: TrainConfig, data: Path, found: Manifest, ranks: Ranks) -> tuple[TrainConfig, list[str]]:
+    """Return the settings with the mesh, the stages and the slices that take the least time, and why, as lines.
+
+    All ranks call it, before anything is made along the mesh's axes; it becomes that of the ranks.
+    """
+    assert settings.batch_size is not None
+    seed_torch(settings.seed)
+    model = model_of(settings, found.schema)
+    [sample] = itertools.islice(ShardReader(data, found, "train").batches(1), 1)
+    autocast = torch.bfloat16 if settings.precision == "bf16" else None
+    chosen = choose(
+        model, partial(inputs_like, model, sample, autocast), ranks, samples=settings.batch_size,
+        micro_batches=settings.micro_batches, given=layout_of(settings),
+        mesh=None if settings.mesh is None else mesh_of(settings.mesh),
+        device=device_of(settings.device, tf32=settings.tf32), autocast=autocast, looked_up=True,
+    )  # fmt: skip
+    ranks.mesh = chosen.mesh
+    plan = ",".join(f"{name}={strategy}" for name, strategy in chosen.layout.plan)
+    cut = ",".join(chosen.layout.begins or ())
+    return replace(settings, mesh=str(chosen.mesh), plan=plan or None, stage_cut=cut or None), chosen.lines()
+
+
+def advise_alone(settings: TrainConfig, processes: int) -> int:
+    """Start so many processes of this command on this host; return the exit code. UserError for wrong options."""
+    require_layout(settings, _data(settings))
+    command = [sys.executable, "-m", "hostdev.advise", *sys.argv[1:]]
+    return wait_for(start_here(processes, command))
+
+
+def advise_together(settings: TrainConfig) -> None:
+    """Print, on rank 0, what layouts of a model take on these processes."""
+    with join() as ranks:
+        assert ranks is not None
+        torch.set_num_threads(settings.torch_threads or 1)
+        found = manifest.read(_data(settings))
+        reader = ShardReader(_data(settings), found, "train")
+        size = settings.resolved().batch_size
+        assert size is not None
+        reader.require(size)
+        _, lines = laid_out(replace(settings, batch_size=size), _data(settings), found, ranks)
+        if ranks.rank == 0:
+            parts = f"batches of {size:,} in {settings.micro_batches} micro-batches"
+            print(f"model    {settings.model}: {parts}, {ranks.size} processes of one thread on {settings.device}")
+            print("\n".join(lines))
+
+
+def _data(settings: TrainConfig) -> Path:
+    assert settings.data is not None
+    return settings.data
