@@ -10,7 +10,8 @@ import gc
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,11 +32,17 @@ from hostdev.kernels.buffers import identity
 from hostdev.kernels.fingerprint import hash_rows
 from hostdev.kernels.pool import host_threads, set_host_threads
 from hostdev.models.model import Model
+from hostdev.parallel.layout import Layout, settle
+from hostdev.parallel.mesh import SCHEDULES, Mesh, mesh_of
+from hostdev.parallel.plan import STRATEGIES, divides, pairable, plan_of
 from hostdev.parallel.ranks import Ranks
+from hostdev.parallel.state import DenseState
+from hostdev.runtime.digest import dense_arrays
 from hostdev.runtime.spec import CacheSpec
 from hostdev.train import config
 from hostdev.train.build import device_of, groups_of, ids_of, model_of, seed_torch, vector_tables
 from hostdev.train.config import TrainConfig
+from hostdev.train.staged import inputs_like
 from hostdev.train.trainer import Trainer
 
 PROG = "hostdev.verify"
@@ -68,11 +75,14 @@ class Mode(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What a run left behind: per step, each tensor's ids of rows, and a hash of each row; the losses; the digest."""
+    """What a run left behind: per step, each tensor's ids of rows, and a hash of each row; the losses; the digest; and
+    the dense layers' weights at the end.
+    """
 
     steps: list[Step]
     losses: list[tuple[float, ...]]
     digest: str
+    weights: Mapping[str, npt.NDArray[Any]] = {}
 
 
 class Difference(NamedTuple):
@@ -131,11 +141,12 @@ def caches(mode: Mode, model: Model, batches: Sequence[Batch]) -> dict[str, Cach
 
 def train(
     settings: TrainConfig, mode: Mode, batches: Sequence[Batch], schema: Schema, broken: int | None,
-    micro_batches: int = 1, ranks: Ranks | None = None,
+    micro_batches: int = 1, ranks: Ranks | None = None, layout: Layout | None = None,
 ) -> Record:  # fmt: skip
     """Train on batches, or with other ranks on this one's parts of them, and record every step, of the rows here.
 
     broken  a group whose reads do not wait for the updates of earlier batches: what is to be caught
+    layout  how the ranks share out the network, where they have parts of it
     """
     set_host_threads(mode.threads)
     record = Record([{} for _ in batches], [], "")
@@ -159,7 +170,7 @@ def train(
         model, host_device_mix=mode.host_device_mix, device=backend.select(settings.device), l2=settings.l2,
         precision=settings.precision, seed=settings.seed, lr=settings.lr, depth=mode.depth,
         cache=caches(mode, model, batches), after_update=after_update, micro_batches=micro_batches, ranks=ranks,
-        **fault,
+        layout=layout, sample=batches[0], **fault,
     )  # fmt: skip
     for group in trainer.runtime.group_specs:
         names.append([(table.name, ["weights", *table.slots]) for table in group.tables])
@@ -168,9 +179,11 @@ def train(
     with bar(len(batches), str(mode), "step") as progress:
         for number, result in enumerate(trainer.train(batches)):
             record.losses.append(tuple(result.value))
-            record.steps[number] |= _hash_dense(trainer)
+            record.steps[number] |= _hash_dense(trainer.dense_state())
             progress.update()
-    return record._replace(digest=trainer.state_sha256())
+    dense = trainer.dense_state()
+    weights = {name: np.array(dense.model[name].detach().cpu().float()) for name in dense.names}
+    return record._replace(digest=trainer.state_sha256(), weights=weights)
 
 
 def _count(model: Model, batches: Sequence[Batch], table: str) -> npt.NDArray[np.int64]:
@@ -195,14 +208,13 @@ def _add_rows(step: Step, table: str, slots: Sequence[str], ids: Any, block: Any
         step[key] = (np.concatenate([before[0], ids]), np.concatenate([before[1], hashes[:, i]]))
 
 
-def _hash_dense(trainer: Trainer) -> Step:
+def _hash_dense(dense: DenseState) -> Step:
+    """Return the hashes of a dense side's rows; none where another rank has brought it together."""
     tensors: Step = {}
-    for name, parameter in trainer.model.named_parameters():
-        parts = {"": parameter.detach(), **{f"/{key}": value for key, value in trainer.adam.state[parameter].items()}}
-        for key, value in parts.items():
-            rows = value.float().cpu().numpy().reshape(value.shape[0] if value.ndim else 1, 1, -1)
-            ids = identity(len(rows))
-            tensors[f"dense/{name}{key}"] = (ids, hash_rows(np.ascontiguousarray(rows), ids)[:, 0])
+    for name, value, _ in dense_arrays(dense):
+        rows = value.float().cpu().numpy().reshape(value.shape[0] if value.ndim else 1, 1, -1)
+        ids = identity(len(rows))
+        tensors[f"dense/{name}"] = (ids, hash_rows(np.ascontiguousarray(rows), ids)[:, 0])
     return tensors
 
 
@@ -244,11 +256,12 @@ def batches_of(reader: ShardReader, size: int, seed: int, steps: int, part: tupl
 
 def verify(
     settings: TrainConfig, steps: int, *, fault: bool, report: Callable[[str], None] = print,
-    worlds: Sequence[int] = (), micro_batches: int = 1,
+    meshes: Sequence[Mesh] = (), layout: Layout | None = None, micro_batches: int = 1,
 ) -> list[int]:  # fmt: skip
     """Train in every mode and report how each compares with the serial run.
 
-    worlds   numbers of processes, which share out so many micro-batches: to be compared with one process
+    meshes   of processes, which share out so many micro-batches: to be compared with one process
+    layout   of the network on those that share it out, too
     fault    break the rule that a batch sees a row only after every earlier batch's update of it, in each group in turn
     returns  how many modes differ; with faults, of each group
     """
@@ -273,10 +286,11 @@ def verify(
     report(f"{reference!s}{expected.digest[:16]}  the reference")
     if not fault:
         different = [_compare_all(settings, others, batches, found.schema, None, expected, report)]
-        if worlds:
-            from hostdev.verify_processes import compare_worlds
+        if meshes:
+            from hostdev.verify_processes import compare_meshes
 
-            different[0] += compare_worlds(settings, reference, batches, found.schema, worlds, micro_batches, report)
+            ways_of = [(mesh, layout_on(mesh, layout or Layout(), model, batches[0])) for mesh in meshes]
+            different[0] += compare_meshes(settings, reference, batches, found.schema, ways_of, micro_batches, report)
         return different
     overlapped = [mode for mode in others if mode.host_device_mix and mode.depth]
     different = []
@@ -285,6 +299,23 @@ def verify(
             report(f"a fault in {' and '.join(tables)}")
         different.append(_compare_all(settings, overlapped, batches, found.schema, number, expected, report))
     return different
+
+
+def layout_on(mesh: Mesh, layout: Layout, model: Model, sample: Batch) -> Layout:
+    """Return what of a layout is about a mesh, layers in pairs where it has no plan; UserError if it does not fit."""
+    inputs = partial(inputs_like, model, sample, None)
+    plan = layout.plan
+    if mesh.model > 1 and not plan:
+        modules, taken = dict(model.named_modules()), set[str]()
+        for pair in sorted(pairable(model, lambda: inputs(2))):
+            able = all(divides(modules[name], how, mesh.model) for name, how in zip(pair, STRATEGIES, strict=False))
+            if able and not taken.intersection(pair):
+                taken.update(pair)
+                plan = [*plan, *zip(pair, STRATEGIES, strict=False)]
+    mine = Layout(layout.schedule, layout.begins if mesh.pipe > 1 else None, plan if mesh.model > 1 else ())
+    if mesh.size > mesh.data:
+        settle(model, mine, mesh, inputs)
+    return mine
 
 
 def _compare_all(
@@ -315,6 +346,12 @@ def main(argv: Sequence[str]) -> int:
         "test the test: let lookups run ahead of the updates that they need, which must be caught")  # fmt: skip
     parser.add_argument("--processes", metavar="W,...", help=
         "numbers of processes on this host to compare, too, such as 2,4")  # fmt: skip
+    parser.add_argument("--mesh", action="append", default=[], metavar="AXES", help=
+        "processes on this host that share out the network, too, such as data=2,pipe=2; several times for several; "
+        "slices (model=N) are compared by tolerance")  # fmt: skip
+    parser.add_argument("--plan", metavar="STRATEGIES", help="of --mesh model=N (layers in pairs)")
+    parser.add_argument("--schedule", choices=SCHEDULES, help="of --mesh pipe=N (1f1b)")
+    parser.add_argument("--stage-cut", metavar="NAMES", help="of --mesh pipe=N (by cost)")
     parser.add_argument("--micro-batches", type=int, metavar="M", help=
         "that they share out (the least that all of them can)")  # fmt: skip
     arguments = parser.parse_args(argv)
@@ -326,9 +363,12 @@ def run(arguments: argparse.Namespace) -> int:
     settings = config.from_flags(arguments, OPTIONS)
     if arguments.steps < 2:
         raise UserError(f"--steps must be at least 2, not {arguments.steps}")
-    worlds, micro_batches = _worlds(arguments)
+    meshes, micro_batches = _meshes(arguments)
+    cut = None if arguments.stage_cut is None else arguments.stage_cut.split(",")
+    layout = Layout(arguments.schedule or SCHEDULES[0], cut, plan_of(arguments.plan) if arguments.plan else ())
     different = verify(
-        settings, arguments.steps, fault=arguments.inject_fault, worlds=worlds, micro_batches=micro_batches
+        settings, arguments.steps, fault=arguments.inject_fault, meshes=meshes, micro_batches=micro_batches,
+        layout=layout,
     )  # fmt: skip
     if arguments.inject_fault:
         if not all(different):
@@ -337,27 +377,38 @@ def run(arguments: argparse.Namespace) -> int:
     elif any(different):
         print(f"\n{different[0]} modes differ from the serial run")
     else:
-        print("\nall modes agree in every bit of every step")
+        near = "; sliced layers to rounding" * any(mesh.model > 1 for mesh in meshes)
+        print(f"\nall modes agree in every bit of every step{near}")
     return EXIT_DIFFERENT if any(different) else 0
 
 
-def _worlds(arguments: argparse.Namespace) -> tuple[list[int], int]:
-    """Return the numbers of processes, and of the micro-batches that they share."""
-    if arguments.processes is None:
+def _meshes(arguments: argparse.Namespace) -> tuple[list[Mesh], int]:
+    """Return the meshes of processes, and the number of the micro-batches that they share."""
+    for name, axis in (("plan", "model"), ("schedule", "pipe"), ("stage_cut", "pipe")):
+        if getattr(arguments, name) is not None and all(getattr(mesh_of(each), axis) == 1 for each in arguments.mesh):
+            raise UserError(f"--{name.replace('_', '-')} has no effect without --mesh {axis}=N; leave it out")
+    if arguments.processes is None and not arguments.mesh:
         if arguments.micro_batches is not None:
-            raise UserError("--micro-batches has no effect without --processes; leave it out")
+            raise UserError("--micro-batches has no effect without --processes or --mesh; leave it out")
         return [], 1
     if arguments.inject_fault:
-        raise UserError("--processes does not go with --inject-fault; leave one of them out")
+        what = "--processes" if arguments.processes is not None else "--mesh"
+        raise UserError(f"{what} does not go with --inject-fault; leave one of them out")
     try:
-        worlds = [int(each) for each in arguments.processes.split(",")]
+        worlds = [int(each) for each in (arguments.processes or "").split(",") if each or arguments.processes]
     except ValueError:
         raise UserError(f"--processes are numbers such as 2,4, not {arguments.processes!r}") from None
-    if min(worlds) < 2:
+    if min(worlds, default=2) < 2:
         raise UserError(f"--processes are numbers from 2 on, not {arguments.processes}")
-    least = math.lcm(*worlds)
+    meshes = [*(Mesh(data=world) for world in worlds), *map(mesh_of, arguments.mesh)]
+    if any(mesh.size == 1 for mesh in meshes):
+        raise UserError("--mesh is of 2 processes or more, such as pipe=2")
+    each = math.lcm(*(mesh.data for mesh in meshes))
+    least = each * -(-max(mesh.data * mesh.pipe for mesh in meshes) // each)
     M = arguments.micro_batches or least
-    if M % least:
-        raise UserError(f"--micro-batches {M} cannot be shared out by {arguments.processes} processes; give {least}, "
-                        "or a multiple of it")  # fmt: skip
-    return worlds, M
+    if M % each or least > M:
+        who = f"{arguments.processes} processes" if not arguments.mesh else f"--mesh {' --mesh '.join(arguments.mesh)}"
+        raise UserError(
+            f"--micro-batches {M} cannot be shared out by {who}; give {least}, or a larger multiple of {each}"
+        )
+    return meshes, M

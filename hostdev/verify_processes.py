@@ -5,7 +5,7 @@ if __name__ == "__main__":
 
     raise SystemExit(cli.run_module("hostdev.verify_processes"))
 
-import os
+import json
 import subprocess
 import sys
 import tempfile
@@ -22,8 +22,9 @@ from hostdev.data import lookalike, manifest
 from hostdev.data.batch import Batch
 from hostdev.data.schema import Schema
 from hostdev.data.shards import ShardReader
-from hostdev.device.backend import take_turns
-from hostdev.parallel.place import find
+from hostdev.parallel.join import join
+from hostdev.parallel.layout import Layout
+from hostdev.parallel.mesh import Mesh
 from hostdev.parallel.ranks import Ranks
 from hostdev.parallel.start import start_here, wait_for
 from hostdev.train import config
@@ -33,13 +34,15 @@ from hostdev.verify import OPTIONS, Mode, Record, batches_of, compare, size_of, 
 
 PROG = "hostdev.verify_processes"
 _WAYS = ((0, None), (2, None), (2, "10%"))  # depth, cache
+_TOLERANCE = 1e-5  # relative, of the losses of sliced layers, whose sums are of another order
+_WEIGHTS = 1e-4  # and of what the dense layers have learned: of the norm of their weights
 
 
-def compare_worlds(
-    settings: TrainConfig, reference: Mode, batches: Sequence[Batch], schema: Schema, worlds: Sequence[int],
-    micro_batches: int, report: Callable[[str], None],
+def compare_meshes(
+    settings: TrainConfig, reference: Mode, batches: Sequence[Batch], schema: Schema,
+    meshes: Sequence[tuple[Mesh, Layout]], micro_batches: int, report: Callable[[str], None],
 ) -> int:  # fmt: skip
-    """Train with each number of processes, report how each compares with one, and return how many differ."""
+    """Train with each mesh of processes, report how each compares with one, and return how many differ."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as several processes do: some bits of a sum depend on it
     try:
@@ -48,27 +51,47 @@ def compare_worlds(
         torch.set_num_threads(threads)
     report(f"\n{micro_batches} micro-batches\n{reference!s}{expected.digest[:16]}  the reference")
     different = 0
-    for world in worlds:
+    for mesh, layout in meshes:
         for depth, cache in _WAYS:
-            record = _of_processes(settings, world, Mode(True, depth, 1, cache), len(batches), micro_batches)
-            difference = compare(expected, record)
-            different += difference is not None
+            record = _of_processes(settings, mesh, layout, Mode(True, depth, 1, cache), len(batches), micro_batches)
+            if mesh.model == 1:
+                found = compare(expected, record)
+                wrong, says = found is not None, str(found or "equal")
+            else:
+                wrong, says = _near(expected, record)
+            different += wrong
             what = f"depth {depth}" + (f", cache {cache}" if cache else "")
-            report(f"{f'{world} processes':<14}{what:<47}{record.digest[:16]}  {difference or 'equal'}")
+            who = f"{mesh.size} processes" if mesh.data == mesh.size else str(mesh)
+            report(f"{who:<24}{what:<37}{record.digest[:16]}  {says}")
     return different
 
 
-def _of_processes(settings: TrainConfig, world: int, mode: Mode, steps: int, micro_batches: int) -> Record:
+def _near(expected: Record, record: Record) -> tuple[bool, str]:
+    """Tell whether sliced layers have come too far away, and in words how far."""
+    losses, theirs = np.array(expected.losses), np.array(record.losses)
+    far = float(np.max(np.abs(losses - theirs) / np.abs(losses)))
+    apart = sum(float(np.sum((value - record.weights[name]) ** 2.0)) for name, value in expected.weights.items())
+    size = sum(float(np.sum(value**2.0)) for value in expected.weights.values())
+    weights = (apart / size) ** 0.5
+    wrong = not (far <= _TOLERANCE and weights <= _WEIGHTS)
+    how = "TOO FAR" if wrong else "near"
+    return wrong, f"{how}: losses {far:.1e} (up to {_TOLERANCE:g}), weights {weights:.1e} (up to {_WEIGHTS:g})"
+
+
+def _of_processes(
+    settings: TrainConfig, mesh: Mesh, layout: Layout, mode: Mode, steps: int, micro_batches: int
+) -> Record:  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        more = [str(steps), str(micro_batches), str(mode.depth), mode.cache or "", folder]
+        more = [str(steps), str(micro_batches), str(mode.depth), mode.cache or "", folder, str(mesh),
+                json.dumps(layout)]  # fmt: skip
         output = Path(folder) / "output.log"
         with output.open("wb") as log:
             command = [sys.executable, "-m", PROG, *more, *to_flags(settings)]
-            code = wait_for(start_here(world, command, stdout=log, stderr=subprocess.STDOUT))
+            code = wait_for(start_here(mesh.size, command, stdout=log, stderr=subprocess.STDOUT))
         if code:
             lines = output.read_text().strip().splitlines()
-            raise UserError(f"{world} processes have failed: {lines[-1] if lines else f'exit code {code}'}")
-        return _joined([Path(folder) / f"{rank}.npz" for rank in range(world)], steps)
+            raise UserError(f"{mesh.size} processes have failed: {lines[-1] if lines else f'exit code {code}'}")
+        return _joined([Path(folder) / f"{rank}.npz" for rank in range(mesh.size)], steps)
 
 
 def _joined(files: Sequence[Path], steps: int) -> Record:
@@ -78,8 +101,9 @@ def _joined(files: Sequence[Path], steps: int) -> Record:
         with np.load(file) as held:
             if rank == 0:
                 record = record._replace(
-                    digest=str(held["digest"]), losses=[tuple(each) for each in held["losses"].tolist()]
-                )
+                    digest=str(held["digest"]), losses=[tuple(each) for each in held["losses"].tolist()],
+                    weights={key.partition("|")[2]: held[key] for key in held.files if key.startswith("weights|")},
+                )  # fmt: skip
             for key in held.files:
                 what, _, rest = key.partition("|")
                 if what != "ids":
@@ -97,37 +121,31 @@ def _joined(files: Sequence[Path], steps: int) -> Record:
 
 def main(argv: Sequence[str]) -> int:
     """Be one of several processes, and write down what it has trained."""
-    steps, micro_batches, depth, cache, folder = argv[:5]
+    steps, micro_batches, depth, cache, folder, mesh, layout = argv[:7]
     parser = cli.parser(PROG, "One of the processes that hostdev.verify starts.")
     config.add_flags(parser, OPTIONS)
-    settings = config.from_flags(parser.parse_args(argv[5:]), OPTIONS)
-    place = find()
-
-    def fault(rank: int, why: str) -> None:
-        os.write(2, f"rank {rank} of {place.ranks}: {why}\n".encode())
-        os._exit(2)
-
-    take_turns(place.local_rank)
-    ranks = Ranks(place, fault)
-    try:
-        record = _record(settings, ranks, int(steps), int(micro_batches), Mode(True, int(depth), 1, cache or None))
-    except Exception as error:
-        ranks.watch.fail(str(error))
-        raise
+    settings = config.from_flags(parser.parse_args(argv[7:]), OPTIONS)
+    mode = Mode(True, int(depth), 1, cache or None)
+    with join(mesh) as ranks:
+        assert ranks is not None
+        how = Layout(*json.loads(layout)) if ranks.has_parts else None
+        record = _record(settings, ranks, int(steps), int(micro_batches), mode, how)
     values: dict[str, Any] = {"digest": record.digest, "losses": np.array(record.losses)}
     for number, step in enumerate(record.steps):
         for tensor, (ids, hashes) in step.items():
             values[f"ids|{number}|{tensor}"], values[f"hashes|{number}|{tensor}"] = ids, hashes
-    np.savez(Path(folder) / f"{place.rank}.npz", **values)
-    ranks.leave()
+    values |= {f"weights|{name}": value for name, value in record.weights.items()}
+    np.savez(Path(folder) / f"{ranks.rank}.npz", **values)
     return 0
 
 
-def _record(settings: TrainConfig, ranks: Ranks, steps: int, micro_batches: int, mode: Mode) -> Record:
+def _record(
+    settings: TrainConfig, ranks: Ranks, steps: int, micro_batches: int, mode: Mode, layout: Layout | None
+) -> Record:
     torch.set_num_threads(1)
     data = settings.data or lookalike.ensure()[0]
     found = manifest.read(data)
     reader = ShardReader(data, found, "train")
     device_of(settings.device, tf32=settings.tf32)
-    batches = batches_of(reader, size_of(settings, reader, steps), settings.seed, steps, ranks.part())
-    return train(settings, mode, batches, found.schema, None, micro_batches, ranks)
+    batches = batches_of(reader, size_of(settings, reader, steps), settings.seed, steps, ranks.share())
+    return train(settings, mode, batches, found.schema, None, micro_batches, ranks, layout)

@@ -406,9 +406,9 @@ class Trainer:
     def state_sha256(self) -> str:
         """Return the digest of the tables and of the dense side."""
         self.runtime.write_back()
-        return state_sha256(self.tables.values(), self._dense_state(), self.ranks)
+        return state_sha256(self.tables.values(), self.dense_state(), self.ranks)
 
-    def _dense_state(self) -> DenseState:
+    def dense_state(self) -> DenseState:
         """Return the dense side's state; of stages the whole one, on rank 0."""
         return state_of(self.model, self.adam) if self._staged is None else self._staged.state(self.adam)
 
@@ -422,7 +422,7 @@ class Trainer:
         """
         self.runtime.write_back()
         tensors: dict[str, Tensor] = {}
-        whole = self._dense_state()
+        whole = self.dense_state()
         dense = {"model": whole.model, "optimizer": whole.optimizer}
         state = {"dense": to_tree(dense, tensors), "random": to_tree(self._random_states(), tensors, "random"),
                  "more": to_tree(more, tensors, "more")}  # fmt: skip
