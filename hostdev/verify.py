@@ -272,6 +272,7 @@ def verify(
     device = device_of(settings.device, tf32=settings.tf32)
     batches = batches_of(reader, size, settings.seed, steps)
     model = model_of(settings, found.schema)
+    laid_out = [(mesh, layout_on(mesh, layout or Layout(), model, batches[0])) for mesh in meshes]
     groups, dims = groups_of(model), sorted({spec.dim for spec in vector_tables(model).values()})
     report(f"data     {data}: {steps} steps of {size:,} rows, {found.schema.rows:,} ids")
     report(f"model    {settings.model}: " + "; ".join(" and ".join(tables) for tables in groups))
@@ -289,8 +290,7 @@ def verify(
         if meshes:
             from hostdev.verify_processes import compare_meshes
 
-            ways_of = [(mesh, layout_on(mesh, layout or Layout(), model, batches[0])) for mesh in meshes]
-            different[0] += compare_meshes(settings, reference, batches, found.schema, ways_of, micro_batches, report)
+            different[0] += compare_meshes(settings, reference, batches, found.schema, laid_out, micro_batches, report)
         return different
     overlapped = [mode for mode in others if mode.host_device_mix and mode.depth]
     different = []

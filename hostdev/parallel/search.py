@@ -189,7 +189,10 @@ def _strategies(
     def held(layer: LayerCost) -> float:
         """Seconds of one micro-batch's share of what a step does with parameters."""
         size = layer.parameters * away
-        return (machine.update(size) + count * machine.add(size)) / count
+        along_data = 0.0
+        if mesh.data > 1:
+            along_data = machine.add(size) + 2 * size * (mesh.data - 1) / mesh.data / machine.bandwidth
+        return (machine.update(size) + (count - 1) * machine.add(size) + along_data) / count
 
     def joined(layer: LayerCost, strategy: str) -> float:
         gathered, summed = (layer.given, layer.taken) if strategy == "colwise" else (layer.taken, layer.given)

@@ -1,0 +1,155 @@
+"""The search for a layout: what it must find where the costs are plain, and that it is as good as trying all."""
+
+import itertools
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from hostdev.core.errors import UserError
+from hostdev.parallel.auto import Chosen
+from hostdev.parallel.costs import LayerCost, Machine, PieceCost, Profile, profile_of
+from hostdev.parallel.layout import Layout, like
+from hostdev.parallel.mesh import Mesh
+from hostdev.parallel.pieces import best_cut, pieces_of
+from hostdev.parallel.search import Layers, Wanted, candidates, meshes
+
+FAST = Machine(bandwidth=1e12, latency=1e-7, memory=1e12, slicing=1e-7, available=1 << 40)
+SLOW = Machine(bandwidth=1e6, latency=1e-3, memory=1e12, slicing=1e-3, available=1 << 40)
+
+
+def layers(*pairs, able=lambda name, strategy, ranks: True, stages=True):
+    return Layers(able, set(pairs), stages)
+
+
+def profile(*seconds, parameters=1000, given=1000, saved=1000):
+    pieces = [PieceCost(f"{i}", one, 1, parameters, saved, given) for i, one in enumerate(seconds)]
+    found = [LayerCost(f"{i}", i, 1.0, parameters, given, given) for i in range(len(seconds))]
+    return Profile(pieces, found, 0)
+
+
+def test_all_meshes_of_eight():
+    found = meshes(8)
+    assert len(found) == len(set(found)) == 10
+    assert all(mesh.size == 8 for mesh in found)
+
+
+def test_data_where_parameters_are_few():
+    [first, *_] = candidates(profile(0.1, 0.1, 0.1), SLOW, layers(), Wanted(2, 8))
+    assert first.mesh == Mesh(data=2)
+
+
+def test_stages_where_parameters_are_many_and_little_crosses():
+    [first, *_] = candidates(profile(0.1, 0.1, parameters=10**8, given=8), SLOW, layers(), Wanted(2, 32))
+    assert (first.mesh, first.begins) == (Mesh(pipe=2), ["1"])
+
+
+def test_slices_where_one_layer_has_all_the_work():
+    found = candidates(profile(1e-6, 0.5, 1e-6, parameters=10**9, given=8), FAST, layers(), Wanted(2, 1))
+    assert found[0].mesh == Mesh(model=2)
+    assert "1" in dict(found[0].plan)
+    assert [one.mesh for one in found] == [Mesh(model=2)], "one micro-batch is for one stage, and one share"
+
+
+def test_layers_in_pairs_where_an_exchange_costs():
+    machine = FAST._replace(latency=0.01)
+    [first, *_] = candidates(profile(0.1, 0.1), machine, layers(("0", "1")), Wanted(2, 1))
+    assert first.plan == [("0", "colwise"), ("1", "rowwise")]
+
+
+def test_what_is_given_is_kept():
+    known = profile(0.1, 0.1, 0.1)
+    found = candidates(known, FAST, layers(), Wanted(2, 8, strategies={"0": "rowwise", "1": "replicate"}))
+    assert found
+    for one in found:
+        assert one.mesh.model == 2
+        assert dict(one.plan)["0"] == "rowwise"
+        assert "1" not in dict(one.plan)
+    assert {one.mesh for one in candidates(known, FAST, layers(), Wanted(2, 8, Mesh(pipe=2)))} == {Mesh(pipe=2)}
+    [one] = candidates(known, FAST, layers(), Wanted(2, 8, begins=["2"]))
+    assert (one.mesh, one.begins) == (Mesh(pipe=2), ["2"])
+
+
+def test_what_does_not_fit_comes_last():
+    known = profile(0.1, 0.1, parameters=1000, saved=0)
+    machine = FAST._replace(available=4500)  # of 8,000 on each rank along data
+    found = candidates(known, machine, layers(able=lambda *_: False), Wanted(2, 8))
+    assert [one.mesh for one in found] == [Mesh(pipe=2), Mesh(data=2)]
+    chosen = Chosen(found[0].mesh, Layout(), found, known, machine)
+    assert "(does not fit)" in chosen.lines()[-2]
+    assert chosen.lines()[-1].endswith("the only one that fits")
+
+
+def test_nothing_is_possible():
+    with pytest.raises(UserError, match="no layout of 2 processes goes with 1 micro-batches and what was given"):
+        candidates(profile(0.1), FAST, layers(stages=False, able=lambda *_: False), Wanted(2, 1))
+    with pytest.raises(UserError, match="no layout of 3 processes goes with 4 micro-batches"):
+        candidates(profile(0.1), FAST, layers(stages=False, able=lambda *_: False), Wanted(3, 4))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_strategies_are_the_best_of_all(seed):
+    """Every combination of three layers' strategies, priced by giving it, is no faster than what is found."""
+    torch.manual_seed(seed)
+    numbers = torch.rand(3, 3).tolist()
+    known = Profile(
+        [PieceCost(f"{i}", 0.02 * a, 1, int(1e6 * b), 0, int(1e5 * c)) for i, (a, b, c) in enumerate(numbers)],
+        [LayerCost(f"{i}", i, 1.0, int(1e6 * b), int(1e5 * a), int(1e5 * c)) for i, (a, b, c) in enumerate(numbers)],
+        0,
+    )  # fmt: skip
+    machine = Machine(1e8, 1e-3, 1e9, 1e-3, 1 << 40)
+    may = layers(("0", "1"), ("1", "2"))
+    [found] = candidates(known, machine, may, Wanted(2, 4, Mesh(model=2)))
+    tried = []
+    for combination in itertools.product(("replicate", "colwise", "rowwise"), repeat=3):
+        strategies = {f"{i}": one for i, one in enumerate(combination)}
+        [one] = candidates(known, machine, may, Wanted(2, 4, Mesh(model=2), strategies=strategies))
+        tried.append(one.seconds)
+    assert found.seconds == pytest.approx(min(tried))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_cuts_are_the_best_of_all(seed):
+    torch.manual_seed(seed)
+    costs, crossing = torch.rand(2, 8).tolist()
+
+    def worst(starts):
+        edges = [0, *starts, 8]
+        return max(
+            sum(costs[a:b]) + (crossing[a - 1] if a else 0) + (crossing[b - 1] if b < 8 else 0)
+            for a, b in itertools.pairwise(edges)
+        )
+
+    found = best_cut(costs, crossing, 3)
+    assert found[0] == 0
+    assert worst(found[1:]) == min(worst(each) for each in itertools.combinations(range(1, 8), 2))
+
+
+def test_a_profile_says_what_a_network_has():
+    network = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 8))
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    state = torch.get_rng_state()
+    cpu = torch.device("cpu")
+    found = profile_of(network, pieces_of(network), like((torch.zeros(1, 64),)), 16, cpu, None, looked_up=False)
+    assert [piece.flops for piece in found.pieces] == [2 * 16 * 64 * 32, 0, 0, 2 * 16 * 32 * 8]
+    assert [piece.given for piece in found.pieces] == [16 * 32 * 4] * 3 + [16 * 8 * 4]
+    assert [piece.parameters for piece in found.pieces] == [4 * (64 * 32 + 32), 4 * 64, 0, 4 * (32 * 8 + 8)]
+    assert found.pieces[0].saved == 16 * 64 * 4, "its input"
+    assert [(layer.name, layer.piece, layer.share) for layer in found.layers] == [("0", 0, 1.0), ("3", 3, 1.0)]
+    assert all(piece.seconds > 0 for piece in found.pieces)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    assert all(parameter.grad is None for parameter in network.parameters())
+    assert not found.inputs
+
+
+def test_the_lines():
+    found = candidates(profile(0.1, 0.1, parameters=10**8, given=8), SLOW, layers(), Wanted(2, 32))
+    lines = Chosen(found[0].mesh, Layout(), found, profile(0.1, 0.1), SLOW).lines()
+    assert lines[0].startswith("measured: 0.00 GB/s between processes, 1,000 us an exchange")
+    assert lines[1].split() == ["ms", "a", "step", "compute", "waiting", "exchange", "update", "memory", "layout"]
+    assert re.match(
+        r"chosen: --mesh pipe=2 --stage-cut 1, as --mesh .* would take \d+% longer, most of it for", lines[-1]
+    )
+    assert len(lines) == 3 + len(found)
