@@ -27,6 +27,7 @@ class Bottleneck(nn.Module):
         self.conv2, self.bn2 = _conv(width, width, 3, stride), nn.BatchNorm2d(width)
         self.conv3, self.bn3 = _conv(width, out, 1), nn.BatchNorm2d(out)
         self.relu = nn.ReLU()
+        nn.init.zeros_(self.bn3.weight)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or channels != out:
             self.shortcut = nn.Sequential(_conv(channels, out, 1, stride), nn.BatchNorm2d(out))
@@ -45,7 +46,8 @@ def resnet50(
     """Return ResNet-50: [B, 3, H, W] to logits [B, classes].
 
     Source: He et al., "Deep Residual Learning for Image Recognition", CVPR 2016; initial values as of He et al., ICCV
-    2015, by what goes out of a convolution. Its parts are head.conv, head.bn, head.relu, head.pool, layer1.0 and so on,
+    2015, by what goes out of a convolution, and 0 for each block's last scale, so that a block begins as its shortcut
+    (Goyal et al., "Accurate, Large Minibatch SGD", 2017). Its parts are head.conv, head.bn, head.relu, head.pool, layer1.0 and so on,
     a block each, pool, flatten and fc.
 
     width         channels of the head, and of the first blocks' 3 x 3 convolutions; each layer doubles it

@@ -92,7 +92,8 @@ class Network:
         self._count = micro_batches // shares
         self._first = 0 if ranks is None else ranks.share()[0] * self._count
         self._parts = Parts(module, layout, ranks, like(example), torch.device(device), autocast=autocast)
-        self.parameters: list[nn.Parameter] = self._parts.parameters
+        # an optimizer wants one, where a stage has none
+        self.parameters = self._parts.parameters or [nn.Parameter(torch.zeros(0))]
         self._exchange: DenseExchange | None = None
         if ranks is not None:
             along_data = ranks.device_channel(torch.device(device), "data")

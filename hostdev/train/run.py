@@ -408,7 +408,7 @@ class Run:
         return {
             "size": ranks.size,
             "mesh": self.settings.mesh,
-            "stages": self.trainer.cut,
+            "parts": self.trainer.cut,
             "dense_exchange": runtime.dense_exchange,
             "backend": runtime.dense_channel.backend,
             "exact": runtime.dense_exchange == EXCHANGES[0],

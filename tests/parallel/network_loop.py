@@ -91,7 +91,7 @@ def main():
     with hostdev.join(mesh) as ranks:
         options = options if ranks is not None else {}
         one = hostdev.Network(network(case, ranks), (steps[0],), ranks=ranks, micro_batches=4, **options)
-        sgd = torch.optim.SGD(one.parameters or [nn.Parameter(torch.zeros(0))], lr=0.05, momentum=0.9)
+        sgd = torch.optim.SGD(one.parameters, lr=0.05, momentum=0.9)
         losses = []
         for number, values in enumerate(steps):
             if number == 3:  # what has been saved goes on

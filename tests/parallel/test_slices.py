@@ -1,0 +1,125 @@
+"""Slices of a model with tables: near one process, the same at every depth and along data; what they refuse."""
+
+import json
+import sys
+
+import pytest
+
+from tests.parallel.conftest import Trained, flags_of
+from tests.parallel.processes import wait_until
+
+TRAIN = ("-m", "hostdev.train")
+SLICES = ("--mesh", "model=2", "--plan", "deep.0=colwise,deep.2=rowwise,deep.4=colwise")
+OWN = ("--emb-dim", 4, "--l2", "batch")
+
+
+def losses(trained):
+    return [[float(each) for each in line.replace(",", "").split() if each[0].isdigit() and "." in each]
+            for line in trained.losses.decode().splitlines()]  # fmt: skip
+
+
+def trained(processes, data, world, *more, name="run"):
+    folder = processes.folder / name
+    processes.start_ranks(world, *TRAIN, *flags_of(data, folder, *more))
+    for process in processes.ended():
+        assert process.code == 0, process
+        assert "Warning" not in process.err, process
+    processes.started.clear()
+    processes._files.clear()
+    return Trained(folder)
+
+
+def require_near(found, wanted):
+    assert found.steps == wanted.steps
+    for ours, theirs in zip(losses(found), losses(wanted), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_two_slices(processes, alone, small_data):
+    """The rows of one process go to both, and the bits do not depend on what is cached or overlapped."""
+    first = trained(processes, small_data, 2, *OWN, *SLICES)
+    require_near(first, alone(small_data, *OWN))
+    summary = json.loads((processes.folder / "run" / "summary.json").read_text())
+    assert summary["ranks"]["sent_bytes"]["parts"] > 0
+    assert "deep.0 colwise, deep.2 rowwise" in summary["ranks"]["parts"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [OWN, ("--emb-dim", 4, "--model", "dlrm"), ("--emb-dim", 4, "--model", "dcn")], ids=str)
+def test_slices_are_the_same_in_every_mode(processes, alone, small_data, own):
+    plan = {"dlrm": "top.0=colwise,top.2=rowwise", "dcn": "deep.*=colwise,deep.2=rowwise"}.get(
+        own[-1], "deep.0=colwise,deep.2=rowwise"
+    )
+    slices = ("--mesh", "model=2", "--plan", plan)
+    first = trained(processes, small_data, 2, *own, *slices)
+    require_near(first, alone(small_data, *own))
+    for number, (world, more) in enumerate([
+        (2, (*slices, "--pipeline-depth", 0)),
+        (2, (*slices, "--cache-rows", "10%")),
+        (4, ("--mesh", "data=2,model=2", "--plan", plan)),
+    ]):  # fmt: skip
+        assert trained(processes, small_data, world, *own, *more, name=f"again{number}") == first
+
+
+@pytest.mark.slow
+def test_slices_and_stages_at_once(processes, alone, small_data):
+    mesh = (
+        "--mesh",
+        "model=2,pipe=2",
+        "--plan",
+        "deep.0=colwise,deep.2=rowwise,deep.6=colwise",
+        "--stage-cut",
+        "deep.4",
+    )
+    require_near(trained(processes, small_data, 4, *OWN, *mesh), alone(small_data, *OWN))
+
+
+@pytest.mark.slow
+def test_any_mesh_goes_on_from_slices(processes, small_data):
+    """Killed and gone on with slices: the bits of slices; on one process, stages or samples: all the same."""
+    saves = ("--checkpoint-every", 2, "--checkpoint-dir", processes.folder / "saved")
+    whole = trained(processes, small_data, 2, *OWN, *SLICES, name="whole")
+    trained(processes, small_data, 2, *OWN, *SLICES, *saves, "--max-steps", 4, name="half")
+    on = ("--resume", processes.folder / "saved" / "step-000000000004")
+    four = ("--mesh", "data=2,model=2", *SLICES[2:])
+    came = [
+        trained(processes, small_data, world, *OWN, *mesh, *on, name=f"on{world}{number}").sha256
+        for number, (world, mesh) in enumerate([(2, SLICES), (1, ()), (2, ("--mesh", "pipe=2")), (4, four)])
+    ]
+    assert came[0] == whole.sha256 == came[3]
+    assert came[1] == came[2]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("--mesh", "model=2"), "has 2 processes for slices, and no layer is sliced; give --plan"),
+        (("--plan", "deep.0=colwise"), "--plan has no effect without --mesh model=N"),
+        (("--mesh", "model=2", "--plan", "deep.1=colwise"), "deep.1 is of ReLU; only Linear and Embedding"),
+        (("--parallel", "none"), "--parallel none is for one process, and 2 were started"),
+        (("--parallel", "data", "--mesh", "pipe=2"), "--parallel data is along data alone, not --mesh pipe=2"),
+        (("--parallel", "auto", "--plan", "x=colwise"), "--plan x=colwise: no layer has such a name"),
+        (("--parallel", "auto", "--stage-cut", "deep.99"), "--stage-cut deep.99: the network has no such piece"),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_told_before_anybody_waits(processes, small_data, more, says):
+    """Of the other rank there is none: whoever waited would wait a minute."""
+    processes.start(*[sys.executable, *TRAIN, *flags_of(small_data, processes.folder / "run", *more)],
+                    RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=1)  # fmt: skip
+    [process] = processes.ended(30)
+    assert process.code == 2
+    assert says in process.err
+    assert process.err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_rank_with_slices_that_is_killed_ends_all(processes, small_data):
+    flags = flags_of(small_data, processes.folder / "run", *OWN, *SLICES, "--epochs", 50)
+    flags[flags.index("--max-steps") + 1] = "1000"
+    _, second = processes.start_ranks(2, *TRAIN, *flags)
+    wait_until(lambda: (processes.folder / "run" / "loss.log").is_file())
+    second.kill()
+    first, _ = processes.ended(30)
+    assert first.code == 2
+    assert "rank 1 of 2" in first.err
+    assert first.err.count("error:") == 1
