@@ -1,6 +1,7 @@
 """A network without tables, on as many processes as there are: what a training loop of one's own needs of it."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -159,6 +160,22 @@ class Network:
     def state(self, optimizer: torch.optim.Optimizer) -> DenseState:
         """Return the whole network's state and the optimizer's, in host memory, on rank 0; all ranks call it."""
         return self._parts.state(optimizer)
+
+    def save(self, folder: Path | str, optimizer: torch.optim.Optimizer, *, integrated: bool = True) -> None:
+        """Write the network's state and the optimizer's to a new folder; all ranks, which see the same one, call it.
+
+        integrated  brought together by rank 0, in one file; else each rank writes the slices and stages that it has
+
+        UserError, on all ranks, where it cannot be written; then nothing is there.
+        """
+        self._parts.save(Path(folder), optimizer, self._steps, integrated=integrated)
+
+    def restore(self, folder: Path | str, optimizer: torch.optim.Optimizer) -> None:
+        """Take this rank's part of a folder that `save` wrote, on any mesh; all ranks call it.
+
+        UserError where it is damaged, or of another network; before anything changes.
+        """
+        self._steps = self._parts.restore(Path(folder), optimizer)
 
     def load(self, state: DenseState, optimizer: torch.optim.Optimizer) -> None:
         """Take this rank's part of a whole state, of any mesh; UserError where it is of another network."""

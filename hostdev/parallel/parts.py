@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from hostdev.parallel.mesh import Mesh
 from hostdev.parallel.pieces import pieces_of, trace, with_aside
 from hostdev.parallel.plan import Traffic, cut_layers, slice_of
 from hostdev.parallel.ranks import Channel, Ranks
+from hostdev.parallel.saving import save
 from hostdev.parallel.state import DenseState, State
 from hostdev.parallel.tied import Tied
 from hostdev.parallel.whole import Whole, called
@@ -209,6 +211,20 @@ class Parts:
     def state(self, optimizer: torch.optim.Optimizer) -> DenseState:
         """Return the whole dense side's state in host memory, on rank 0, and nothing on others; all call it."""
         return self._state.whole(self.leaves, optimizer)
+
+    def save(self, folder: Path, optimizer: torch.optim.Optimizer, steps: int, *, integrated: bool) -> None:
+        """See `network.Network.save`."""
+        about = {"steps": steps, **self._state.about(optimizer)}
+        if integrated:
+            own = self._state.whole_as_own(self.state(optimizer))
+            save(folder, "state.safetensors", own, about, self._ranks)
+            return
+        rank = 0 if self._ranks is None else self._ranks.rank
+        save(folder, f"rank{rank}.safetensors", self._state.own(self.leaves, optimizer), about, self._ranks)
+
+    def restore(self, folder: Path, optimizer: torch.optim.Optimizer) -> int:
+        """See `network.Network.restore`; return the steps that had been taken."""
+        return int(self._state.read(self.leaves, folder, optimizer)["steps"])
 
     def load(self, model: dict[str, Any], optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Take what is here of the whole dense side's state; UserError where it is of another network."""

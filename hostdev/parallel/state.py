@@ -1,6 +1,7 @@
 """The dense side's state as a whole, from what each rank has of it, and back."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from hostdev.core.pieces import Piece
 from hostdev.parallel.leaves import Leaves
 from hostdev.parallel.plan import slice_of
 from hostdev.parallel.ranks import Ranks
+from hostdev.parallel.saving import Own, load
 
 
 class DenseState(NamedTuple):
@@ -73,9 +75,9 @@ class State:
         for number, name in enumerate(self._order):
             leaf = mine.get(name)
             own: dict[str, Any] = {}
-            if leaf is not None and id(leaf) in numbers:
-                slots_of = {key: torch.as_tensor(value) for key, value in state.get(numbers[id(leaf)], {}).items()}
-                own = {"": leaf.detach(), **slots_of}
+            if leaf is not None:
+                mine_of = state.get(numbers.get(id(leaf)), {})
+                own = {"": leaf.detach(), **{key: torch.as_tensor(value) for key, value in mine_of.items()}}
             slots[number] = self._brought(name, own, None if leaf is None else slice_of(leaf))
             model[name] = slots[number].pop("", None)
         for name in self._buffers:
@@ -122,6 +124,60 @@ class State:
                 found[key] = torch.cat(parts, along) if cut else parts[0]
         return found
 
+    def own(self, leaves: Leaves, optimizer: torch.optim.Optimizer) -> Own:
+        """Return the tensors that this rank writes where they are not brought together: of what several have, one's."""
+        state, numbers = optimizer.state_dict()["state"], _numbers(optimizer)
+        found: dict[str, tuple[Tensor, int | None]] = {}
+        for name, leaf in leaves.named().items():
+            dim = slice_of(leaf)
+            if self._writes(name, dim):
+                found[f"model.{name}"] = leaf, dim
+                for key, value in state.get(numbers.get(id(leaf)), {}).items():
+                    slot = torch.as_tensor(value)
+                    found[f"optimizer.{name}.{key}"] = slot, dim if dim is not None and slot.dim() > dim else None
+        found |= {f"model.{name}": (self._buffer(name), None) for name in self._buffers if self._writes(name, None)}
+        return found
+
+    def whole_as_own(self, state: DenseState) -> Own:
+        """Return the tensors of a state that has been brought together, by the same names; nothing where it is not."""
+        found = {f"model.{name}": state.model[name] for name in [*state.names, *state.buffers]}
+        for number, name in enumerate(state.names):
+            slots = state.optimizer["state"].get(number, {})
+            found |= {f"optimizer.{name}.{key}": torch.as_tensor(value) for key, value in slots.items()}
+        return {key: (value, None) for key, value in found.items()}
+
+    def _writes(self, name: str, dim: int | None) -> bool:
+        if self._ranks is None:
+            return True
+        model = self._ranks.at.model if dim is not None else 0
+        return self._ranks.rank == self._owners[name] + model
+
+    def about(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return what a manifest says of it."""
+        group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        return {"parameters": self._order, "buffers": self._buffers, "optimizer": group}
+
+    def read(self, leaves: Leaves, folder: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Take what is here from a folder; return its manifest. UserError where it is damaged, or of another network."""
+        here = {*leaves.named(), *self._buffers}
+        tensors, about = load(folder, lambda key: key.split(".", 1)[1] in here or _named(key) in here)
+        model = {key: tensors.get(f"model.{name}") for key, name in self._keys.items() if f"model.{name}" in tensors}
+        known = {*self._order, *self._buffers}
+        model |= {name: None for name in [*about["parameters"], *about["buffers"]] if name not in known}
+        state = {
+            number: {
+                key.rpartition(".")[2]: value for key, value in tensors.items() if key.startswith("optimizer.")
+                and _named(key) == name and value is not None
+            }
+            for number, name in enumerate(self._order)
+        }  # fmt: skip
+        try:
+            group = {key: tuple(one) if isinstance(one, list) else one for key, one in about["optimizer"].items()}
+            self.load(leaves, model, optimizer, {"state": state, "param_groups": [group]})
+        except UserError as error:
+            raise UserError(f"{folder} is of another network: {error}") from None
+        return about
+
     def load(
         self, leaves: Leaves, model: Mapping[str, Any], optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
@@ -155,6 +211,11 @@ class State:
         n = like.shape[dim]
         fits = value.shape[dim] == n * self._ranks.mesh.model
         return value.narrow(dim, self._ranks.at.model * n, n) if fits else value
+
+
+def _named(key: str) -> str:
+    """Return the parameter's name in an optimizer's tensor: optimizer.NAME.slot."""
+    return key.partition(".")[2].rpartition(".")[0]
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:

@@ -1,8 +1,10 @@
 """One of the processes of `test_network`: networks without tables, in a loop of one's own.
 
-    python -m tests.parallel.network_loop CASE [MESH]
+    python -m tests.parallel.network_loop CASE [MESH [FOLDER]]
 
-The first rank prints the losses, what the evaluation came to, and the digest of the state, as JSON.
+With FOLDER the state is saved there after three steps, in both ways; or, where it is there, read from it, and the
+training goes on from there. The first rank prints the losses, what the evaluation came to, the digest of the state, and
+sums of its values, as JSON.
 """
 
 import hostdev.core.environment  # isort: skip  (before torch)
@@ -10,6 +12,7 @@ import hostdev.core.environment  # isort: skip  (before torch)
 import json
 import os
 import sys
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -84,7 +87,7 @@ def network(case, ranks):
 
 
 def main():
-    case, mesh = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
+    case, mesh = sys.argv[1], (sys.argv[2] if len(sys.argv) > 2 else "") or None
     options = json.loads(os.environ.get("OPTIONS", "{}"))
     torch.set_num_threads(1)
     steps = [torch.randn(n, 8, generator=torch.Generator().manual_seed(n)) for n in SAMPLES]
@@ -93,7 +96,16 @@ def main():
         one = hostdev.Network(network(case, ranks), (steps[0],), ranks=ranks, micro_batches=4, **options)
         sgd = torch.optim.SGD(one.parameters, lr=0.05, momentum=0.9)
         losses = []
+        folder = Path(sys.argv[3]) if len(sys.argv) > 3 else None
+        goes_on = folder is not None and folder.is_dir()
+        if goes_on:
+            one.restore(folder, sgd)
         for number, values in enumerate(steps):
+            if goes_on and number < 3:
+                continue
+            if number == 3 and folder is not None and not goes_on:
+                one.save(folder.with_name("integrated"), sgd)
+                one.save(folder.with_name("parts"), sgd, integrated=False)
             if number == 3:  # what has been saved goes on
                 one.load(shared(one.state(sgd), ranks), sgd)
             loss = one.step(

@@ -105,6 +105,80 @@ def test_data_does_not_change_slices(processes):
     assert run(processes, "plain", "data=2,model=2", 4, plan="0=colwise,2=rowwise") == first
 
 
+def gone_on(processes, world, mesh, folder, **options):
+    processes.start_ranks(world, *LOOP, "dropout", mesh, folder, OPTIONS=json.dumps(options))
+    first, *others = processes.ended()
+    assert [process.code for process in (first, *others)] == [0] * world, (first, others)
+    processes.started.clear()
+    processes._files.clear()
+    return json.loads(first.out)
+
+
+PLAN = {"plan": "0=colwise,3=rowwise"}
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_any_mesh_goes_on_from_what_was_saved(processes, tmp_path, world):
+    """Brought together, or as the slices and stages that ranks have."""
+    mesh = {2: "model=2", 4: "model=2,pipe=2"}[world]
+    whole = gone_on(processes, world, mesh, tmp_path / "none", **PLAN)
+    manifest = json.loads((tmp_path / "parts" / "manifest.json").read_text())
+    assert len(manifest["files"]) == world
+    assert len(manifest["tensors"]["model.0.weight"]) == 2
+    assert [*json.loads((tmp_path / "integrated" / "manifest.json").read_text())["files"]] == ["state.safetensors"]
+    again = [gone_on(processes, world, mesh, tmp_path / name, **PLAN) for name in ("parts", "integrated")]
+    for one in again:
+        assert one[0] == whole[0][3:]
+        assert one[1:] == whole[1:]
+    alone = gone_on(processes, 1, "", tmp_path / "parts")
+    assert alone == gone_on(processes, 1, "", tmp_path / "integrated")
+    assert alone == gone_on(processes, 2, "pipe=2", tmp_path / "parts")
+    assert alone[0] == pytest.approx(whole[0][3:], rel=1e-5)
+
+
+def test_what_was_saved_and_is_damaged_is_named(tmp_path):
+    def made(width):
+        network = Network(nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width)), (torch.zeros(2, 4),))
+        return network, torch.optim.Adam(network.parameters, lr=0.1)
+
+    network, adam = made(4)
+    network.step(4, lambda part: (torch.randn(4, 4)[part],), lambda output, part: output.square().mean())
+    adam.step()
+    for integrated in (True, False):
+        folder = tmp_path / str(integrated)
+        network.save(folder, adam, integrated=integrated)
+        other, its = made(4)
+        other.restore(folder, its)
+        for name, value in network.module.state_dict().items():
+            assert torch.equal(value, other.module.state_dict()[name]), name
+        assert str(its.state_dict()) == str(adam.state_dict())
+        with pytest.raises(UserError, match="exists; choose another folder"):
+            network.save(folder, adam, integrated=integrated)
+        with pytest.raises(UserError, match=r"of another network: 0.weight has the shape \[5, 4\], not \[4, 4\]"):
+            wide, optimizer = made(5)
+            wide.save(tmp_path / f"wide{integrated}", optimizer, integrated=integrated)
+            other.restore(tmp_path / f"wide{integrated}", its)
+        [file] = folder.glob("*.safetensors")
+        data = bytearray(file.read_bytes())
+        data[-3] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(UserError, match="is damaged: its SHA-256 is not that of manifest.json"):
+            other.restore(folder, its)
+        file.unlink()
+        with pytest.raises(UserError, match="No such file or directory; the saved network is not whole"):
+            other.restore(folder, its)
+    with pytest.raises(UserError, match="no saved network"):
+        other.restore(tmp_path / "nothing", its)
+    with pytest.raises(UserError, match=r"of another network: it has extra, |lacks"):
+        network = Network(nn.Sequential(nn.Linear(4, 4)), (torch.zeros(2, 4),))
+        network.save(tmp_path / "small", torch.optim.SGD(network.parameters))
+        other.restore(tmp_path / "small", its)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="choose a folder that can be written"):
+        network.save(tmp_path / "file" / "folder", torch.optim.SGD(network.parameters))
+    assert not list(tmp_path.glob(".*")), "nothing is left over"
+
+
 class Shared(nn.Module):
     def __init__(self):
         super().__init__()
