@@ -158,7 +158,7 @@ class State:
         return {"parameters": self._order, "buffers": self._buffers, "optimizer": group}
 
     def read(self, leaves: Leaves, folder: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Take what is here from a folder; return its manifest. UserError where it is damaged, or of another network."""
+        """Take what is here from a folder, and return its manifest; UserError where it is damaged, or of another."""
         here = {*leaves.named(), *self._buffers}
         tensors, about = load(folder, lambda key: key.split(".", 1)[1] in here or _named(key) in here)
         model = {key: tensors.get(f"model.{name}") for key, name in self._keys.items() if f"model.{name}" in tensors}

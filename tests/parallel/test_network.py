@@ -117,7 +117,8 @@ def gone_on(processes, world, mesh, folder, **options):
 PLAN = {"plan": "0=colwise,3=rowwise"}
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
 def test_any_mesh_goes_on_from_what_was_saved(processes, tmp_path, world):
     """Brought together, or as the slices and stages that ranks have."""
     mesh = {2: "model=2", 4: "model=2,pipe=2"}[world]
