@@ -302,7 +302,7 @@ def advise_mesh(settings: TrainConfig, arguments: argparse.Namespace) -> None:
             raise UserError(f"{name} is about caches, and has no effect with --mesh; leave it out")
     if arguments.mesh < 2:
         raise UserError(f"--mesh is a number of processes of 2 or more, not {arguments.mesh}")
-    settings = replace(settings, data=settings.data or lookalike.ensure()[0], parallel="auto")
+    settings = replace(settings, data=settings.data or lookalike.ensure()[0])
     if find().alone:
         raise SystemExit(advise_alone(settings, arguments.mesh))
     advise_together(settings)
@@ -362,10 +362,11 @@ def _new_picture() -> Path:
 
 def run(arguments: argparse.Namespace) -> None:
     """Advise as the parsed flags say."""
-    settings = config.from_flags(arguments, OPTIONS)
     if arguments.mesh is not None:
-        advise_mesh(settings, arguments)
+        arguments.parallel = "auto"
+        advise_mesh(config.from_flags(arguments, [*OPTIONS, "parallel"]), arguments)
         return
+    settings = config.from_flags(arguments, OPTIONS)
     for name in MESH_OPTIONS:
         if getattr(settings, name) != getattr(TrainConfig, name):
             raise UserError(f"--{name.replace('_', '-')} has no effect without --mesh; leave it out")

@@ -2,7 +2,10 @@
 
 import functools
 import itertools
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from hostdev import FTRL, SGD, LazyAdam, UserError, advise
 from hostdev.cache.planner import Statistics
 from hostdev.core.memory import parse_bytes
 from hostdev.device import backend
+from tests.conftest import ROOT
 
 
 @pytest.fixture
@@ -180,3 +184,33 @@ def test_an_earlier_picture_stays(tmp_path, monkeypatch):
     for name in ("advise.png", "advise-2.png", "advise-3.png"):
         assert advise._new_picture() == Path(name)
         (tmp_path / name).write_text("")
+
+
+def test_a_mesh_for_two_processes(tmp_path, small_data):
+    """Two processes measure, and the first prints the table."""
+    options = ["--data", small_data, "--mesh", 2, "--micro-batches", 4, "--batch-size", 200, "--emb-dim", 4]
+    made = subprocess.run(
+        [sys.executable, "-m", "hostdev.advise", *map(str, options), "--device", "cpu"], cwd=tmp_path, text=True,
+        capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
+    )  # fmt: skip
+    assert made.returncode == 0, made
+    first, *lines, last = made.stdout.splitlines()
+    assert first.startswith("model    wide_deep: batches of 200 in 4 micro-batches, 2 processes of one thread on cpu")
+    assert {"data=2", "pipe=2"} <= {found for line in lines for found in re.findall("  --mesh ([^ ]+)", line)}
+    assert last.startswith("chosen: --mesh ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--mesh", 1], "--mesh is a number of processes of 2 or more, not 1"),
+        (["--mesh", 2, "--memory", "1GiB"], "--memory is about caches, and has no effect with --mesh"),
+        (["--micro-batches", 4], "--micro-batches has no effect without --mesh"),
+        (["--mesh", 2, "--plan", "deep.99=colwise"], "--plan deep.99=colwise: no layer has such a name"),
+    ],
+)
+def test_wrong_options_of_a_mesh(advised, small_data, options, says):
+    code, _, err = advised("--data", small_data, *options)
+    assert code == 2
+    assert says in err

@@ -12,6 +12,7 @@ from hostdev.core.errors import UserError
 from hostdev.data import manifest
 from hostdev.data.manifest import Manifest
 from hostdev.data.shards import ShardReader
+from hostdev.device.backend import describe, select
 from hostdev.parallel.auto import choose
 from hostdev.parallel.join import join
 from hostdev.parallel.mesh import mesh_of
@@ -81,9 +82,10 @@ def advise_together(settings: TrainConfig) -> None:
         assert size is not None
         reader.require(size)
         _, lines = laid_out(replace(settings, batch_size=size), _data(settings), found, ranks)
+        device = select(settings.device)
         if ranks.rank == 0:
             parts = f"batches of {size:,} in {settings.micro_batches} micro-batches"
-            print(f"model    {settings.model}: {parts}, {ranks.size} processes of one thread on {settings.device}")
+            print(f"model    {settings.model}: {parts}, {ranks.size} processes of one thread on {describe(device)}")
             print("\n".join(lines))
 
 
