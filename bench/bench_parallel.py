@@ -27,7 +27,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,10 +51,11 @@ NETWORKS = Path(__file__).resolve().parents[1] / "examples" / "parallel"
 RANKS, MICRO_BATCHES = 2, 8
 EFFICIENCY, MOST_OVER_TORCH = 0.85, 1.05
 CLAIMED = SCHEDULES[:2]  # the third is there for information
-WARM_UP = 2  # steps
 CLOSE = 1e-4  # of the loss: torch adds gradients in another order
-MEMORY_STAGES, MEMORY_LAYERS, MEMORY_WIDTH, MEMORY_SAMPLES = (2, 4), 4, 128, 256  # layers of a stage; of a micro-batch
+MEMORY_STAGES, MEMORY_COUNTS = (RANKS, 4), (2, 4, 8, 16)  # of micro-batches
+MEMORY_LAYERS, MEMORY_WIDTH, MEMORY_SAMPLES = 4, 128, 256  # of a stage, of each layer, of a micro-batch
 OURS, TORCH = "hostdev", "torch"
+Times = dict[str, dict[str, list[float]]]  # seconds of steps, by schedule and by whose they are
 
 
 class Case(NamedTuple):
@@ -63,6 +64,7 @@ class Case(NamedTuple):
     name: str
     network: dict[str, Any]
     batch: int
+    schedules: Sequence[str] = SCHEDULES
 
 
 CASES = [
@@ -71,7 +73,7 @@ CASES = [
 ]
 QUICK_CASES = [
     Case("8 x Linear(64), ReLU", {"kind": "layers", "layers": 8, "width": 64}, 256),
-    Case("ResNet, width 4", {"kind": "resnet50", "width": 4, "blocks": [1, 1, 1, 1]}, 16),
+    Case("ResNet, width 4", {"kind": "resnet50", "width": 4, "blocks": [1, 1, 1, 1]}, 16, CLAIMED[:1]),
 ]
 
 
@@ -109,20 +111,23 @@ class Ours:
         )  # fmt: skip
         self.parameters = self._network.parameters
         self._optimizer = torch.optim.SGD(self.parameters, lr=0.01)
+        self.on_part: Callable[[], object] = lambda: None  # called when a micro-batch begins, where the network does
 
-    def take(self) -> float | None:
-        """Take the batch forward and back; return the loss, where it is known."""
+    def step(self) -> float | None:
+        """Take a step; return the loss, where it is known."""
+        loss = self._pass()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss
+
+    def _pass(self) -> float | None:
         return self._network.step(
             len(self.inputs), self._part, lambda output, part: cross_entropy(output, self.labels[part])
         )
 
     def _part(self, part: slice) -> tuple[Tensor]:
+        self.on_part()
         return (self.inputs[part],)
-
-    def update(self) -> None:
-        """Change the parameters by their gradients."""
-        self._optimizer.step()
-        self._optimizer.zero_grad()
 
 
 class Torchs(Ours):
@@ -152,12 +157,12 @@ class Torchs(Ours):
         self.parameters = [parameter for module in modules for parameter in module.parameters()]
         self._optimizer = torch.optim.SGD(self.parameters, lr=0.01)
 
-    def take(self) -> float | None:
+    def _pass(self) -> float | None:
         losses: list[Tensor] = []
         given = (self.inputs,) if self._first else ()
         wanted = {"target": self.labels, "losses": losses} if self._last else {}
         self._schedule.step(*given, **wanted, return_outputs=False)
-        return float(torch.stack(losses).sum()) if self._last else None
+        return float(torch.stack(losses).detach().sum()) if self._last else None
 
 
 class Saved:
@@ -246,13 +251,9 @@ class Worker:
         self._runs[key] = {OURS: Ours(begins=begins, ranks=self._ranks, **what)}
         if self._ranks is not None:
             self._runs[key][TORCH] = Torchs(begins=begins, ranks=self._ranks, **what)
-        first = {}
-        for who, run in self._runs[key].items():
-            first[who] = run.take()
-            run.update()
-            for _ in range(WARM_UP - 1):
-                run.take()
-                run.update()
+        first = {who: run.step() for who, run in self._runs[key].items()}
+        for run in self._runs[key].values():  # once more, to warm up
+            run.step()
         return first
 
     def take(self, key: str, steps: int) -> dict[str, list[float]]:
@@ -264,8 +265,7 @@ class Worker:
                 if self._ranks is not None:
                     self._ranks.control.barrier()
                 start = time.perf_counter()
-                run.take()
-                run.update()
+                run.step()
                 found[who].append(time.perf_counter() - start)
         return found
 
@@ -274,24 +274,21 @@ class Worker:
         assert self._ranks is not None
         found = {}
         for who, run in ((OURS, Ours(ranks=self._ranks, **what)), (TORCH, Torchs(ranks=self._ranks, **what))):
-            run.take()
-            run.update()
-            saved, first = Saved([*run.parameters, run.inputs, run.labels]), []
-            if who == OURS:  # those that are there when the second micro-batch begins
-                run._part = lambda part, part_of=run._part: (first.append(saved.now), part_of(part))[1]  # type: ignore
+            run.step()
+            saved = Saved([*run.parameters, run.inputs, run.labels])
+            first: list[int] = []  # what is kept when each micro-batch begins
+            if who == OURS:
+                run.on_part = lambda first=first, saved=saved: first.append(saved.now)  # type: ignore[misc]
             with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda kept: kept.tensor):
-                run.take()
-            run.update()
+                run.step()
             with Alive() as alive:
-                run.take()
-            run.update()
+                run.step()
             found |= {f"{who} saved": saved.peak, f"{who} left": saved.now, f"{who} all": alive.peak}
-            if len(first) > 1:
+            if first:
                 found["micro-batch"] = first[1]
         return found
 
     def close(self) -> None:
-        """Let go of all networks."""
         self._runs = {}
 
 
@@ -301,22 +298,20 @@ class Team:
     def __init__(self, ranks: int, copies: int = 1) -> None:
         how: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._processes: list[Any] = []
+        self._ready = False
         for copy in range(copies):
             command = [sys.executable, __file__, "--worker", str(copy * ranks)]
             self._processes += start_here(ranks, command, **how)
-        self._heard(self._processes)
 
     def ask(self, call: str, *, first: bool = False, **what: Any) -> list[Any]:
         """Let all do something, or the first one only; return what each says."""
+        if not self._ready:
+            self._ready = bool(self._heard(self._processes))
         asked = self._processes[: 1 if first else None]
         for process in asked:
             process.stdin.write(json.dumps({"call": call, **what}) + "\n")
             process.stdin.flush()
         return self._heard(asked)
-
-    def steps(self, key: str, steps: int, *, first: bool = False) -> list[dict[str, list[float]]]:
-        """Return of each process the seconds of steps."""
-        return self.ask("take", key=key, steps=steps, first=first)
 
     def _heard(self, asked: Sequence[Any]) -> list[Any]:
         lines = [process.stdout.readline() for process in asked]
@@ -325,7 +320,6 @@ class Team:
         return [json.loads(line) for line in lines]
 
     def close(self) -> None:
-        """End them."""
         for process in self._processes:
             process.stdin.close()
         for process in self._processes:
@@ -343,44 +337,42 @@ def stages_of(case: Case, costs: Sequence[tuple[str, float]], count: int) -> tup
     return begins, [sum(seconds[start:stop]) / sum(seconds) for start, stop in itertools.pairwise(edges)]
 
 
-def speed(one: Team, two: Team, case: Case, steps: int, rounds: int, repeats: int) -> dict[str, Any]:
+def speed(one: Team, two: Team, case: Case, steps: int, rounds: int, *, quick: bool) -> dict[str, Any]:
     """Measure a network's steps, (a) and (b) above; print and return what comes of it."""
-    [costs] = one.ask(
-        "costs", network=case.network, samples=case.batch // MICRO_BATCHES, repeats=repeats, first=True
-    )  # fmt: skip
+    each = {"samples": case.batch // MICRO_BATCHES, "repeats": 1 if quick else 5}
+    [costs] = one.ask("costs", network=case.network, first=True, **each)
     what = {"network": case.network, "batch": case.batch, "micro_batches": MICRO_BATCHES}
     losses = [first[OURS] for first in one.ask("make", key="", begins=[], schedule="", **what)]
     content: dict[str, Any] = {"network": case.name, "batch": case.batch, "schedules": []}
-    for schedule in SCHEDULES:
+    for schedule in case.schedules:
         begins, shares = stages_of(case, costs, RANKS * (1 + (schedule == "interleaved")))
         found = two.ask("make", key=schedule, begins=begins, schedule=schedule, **what)
         if any(first[OURS] != losses[0] for first in found) or abs(found[-1][TORCH] - losses[0]) > CLOSE:
             sys.exit(f"bench_parallel: {case.name}: the losses differ: one rank has {losses[0]}, others {found}")
         ranks = [sum(shares[rank::RANKS]) for rank in range(RANKS)]
-        content["schedules"].append(
-            {"schedule": schedule, "begins": begins, "shares": [round(one, 4) for one in ranks]}
-        )
-    turns: dict[str, list[float]] = {"alone": [], "beside": [], **{schedule: [] for schedule in SCHEDULES}}
-    each: dict[str, dict[str, list[float]]] = {schedule: {OURS: [], TORCH: []} for schedule in SCHEDULES}
+        row = {"schedule": schedule, "begins": begins, "shares": [round(share, 4) for share in ranks]}
+        content["schedules"].append(row)
+    turns: dict[str, list[float]] = {"alone": [], "beside": [], **{schedule: [] for schedule in case.schedules}}
+    taken: Times = {schedule: {OURS: [], TORCH: []} for schedule in case.schedules}
     for _ in range(rounds):
-        [alone] = one.steps("", steps, first=True)
+        [alone] = one.ask("take", key="", steps=steps, first=True)
         turns["alone"].append(statistics.median(alone[OURS]))
-        beside = [statistics.median(found[OURS]) for found in one.steps("", steps)]
+        beside = [statistics.median(found[OURS]) for found in one.ask("take", key="", steps=steps)]
         turns["beside"].append(statistics.harmonic_mean(beside))  # of the mean of both rates
-        for schedule in SCHEDULES:
-            come = two.steps(schedule, steps)
-            for who, so_far in each[schedule].items():
+        for schedule in case.schedules:
+            come = two.ask("take", key=schedule, steps=steps)
+            for who, so_far in taken[schedule].items():
                 now = [max(seconds) for seconds in zip(*(found[who] for found in come), strict=True)]
                 so_far += now
                 if who == OURS:
                     turns[schedule].append(statistics.median(now))
     for team in (one, two):
         team.ask("close")
-    return told(case, content, turns, each)
+    return told(case, content, turns, taken, claims=not quick)
 
 
 def told(
-    case: Case, content: dict[str, Any], turns: dict[str, list[float]], each: dict[str, dict[str, list[float]]]
+    case: Case, content: dict[str, Any], turns: dict[str, list[float]], taken: Times, *, claims: bool
 ) -> dict[str, Any]:
     """Print what has been measured of a network; return it with what was known before."""
     goal = EFFICIENCY * MICRO_BATCHES / (MICRO_BATCHES + RANKS - 1) * RANKS
@@ -392,15 +384,11 @@ def told(
     content |= {"one_ms": _ms(medians["alone"]), "one_beside_ms": _ms(medians["beside"]), "goal": round(goal, 4)}
     for row in content["schedules"]:
         name, shares = row["schedule"], row["shares"]
-        ours, theirs = (statistics.median(each[name][who]) for who in (OURS, TORCH))
-        over = {
-            kind: statistics.median(one / two for one, two in zip(turns[kind], turns[name], strict=True))
-            for kind in ("alone", "beside")
-        }
-        pairs = zip(each[name][OURS], each[name][TORCH], strict=True)
-        in_turn = statistics.median(mine / other for mine, other in pairs)
-        chunks = len(row["begins"]) + 1
-        possible = MICRO_BATCHES / (MICRO_BATCHES + (RANKS - 1) * RANKS / chunks) / max(shares)
+        ours, theirs = (statistics.median(taken[name][who]) for who in (OURS, TORCH))
+        over = {kind: _ratio(turns[kind], turns[name]) for kind in ("alone", "beside")}
+        in_turn = _ratio(taken[name][OURS], taken[name][TORCH])
+        each_rank = (len(row["begins"]) + 1) // RANKS  # stages
+        possible = MICRO_BATCHES / (MICRO_BATCHES * max(shares) + (1 - max(shares)) / each_rank)
         parts = " + ".join(f"{share:.1%}" for share in shares)
         print(f"{name:<14}{parts:<20}{possible:>9.2f}{ours * 1e3:>9,.0f} ms{case.batch / ours:>11,.0f}"
               f"{over['alone']:>10.2f}{over['beside']:>17.2f}{theirs * 1e3:>10,.0f} ms{ours / theirs:>9.3f}"
@@ -408,13 +396,13 @@ def told(
         row |= {"two_ms": _ms(ours), "torch_ms": _ms(theirs), "possible": round(possible, 3),
                 "over_one": round(over["alone"], 3), "over_one_beside": round(over["beside"], 3),
                 "over_torch": round(ours / theirs, 3), "over_torch_in_turn": round(in_turn, 3)}  # fmt: skip
-        if name in CLAIMED:
-            for kind, words in (("alone", "one rank"), ("beside", "one rank beside another")):
-                _tell(
-                    f"{name}: {over[kind]:.2f} times the samples/s of {words}, at least {goal:.3f}", over[kind] >= goal
-                )
-            _tell(f"{name}: {ours / theirs:.3f} times torch's own step, at most {MOST_OVER_TORCH}",
-                  ours / theirs <= MOST_OVER_TORCH)  # fmt: skip
+    for row in content["schedules"]:
+        if claims and row["schedule"] in CLAIMED:
+            for key, words in (("over_one", "one rank"), ("over_one_beside", "one rank beside another")):
+                what = f"{row['schedule']}: {row[key]:.3f} times the samples/s of {words}, at least {goal:.3f}"
+                _tell(row[key] >= goal, what)
+            what = f"{row['schedule']}: {row['over_torch']:.3f} times torch's own step, at most {MOST_OVER_TORCH}"
+            _tell(row["over_torch"] <= MOST_OVER_TORCH, what)
     return content
 
 
@@ -422,8 +410,8 @@ def memory(teams: dict[int, Team], counts: Sequence[int]) -> list[dict[str, Any]
     """Count the bytes of a step, (c) above; print and return a row per number of stages and of micro-batches."""
     print(f"\nbytes at their peak; {MEMORY_LAYERS} x Linear({MEMORY_WIDTH}), ReLU a stage, micro-batches of "
           f"{MEMORY_SAMPLES}, {MEMORY_LAYERS * (MEMORY_WIDTH + 1) * MEMORY_WIDTH * 4:,} of parameters")  # fmt: skip
-    print(f"{'':<8}{'stages':>7}{'M':>4}{'kept for backward':>19}{'micro-batches':>15}{'bare torch':>12}"
-          f"{'all, stage 0':>15}{'bare torch':>12}{'all, last stage':>17}{'bare torch':>12}")  # fmt: skip
+    print(f"{'':<8}{'stages':>7}{'M':>4}{'micro-batches':>14}{'kept on 0':>14}{'torch':>10}{'all on 0':>17}"
+          f"{'torch':>13}{'all on last':>17}{'torch':>13}")  # fmt: skip
     rows = []
     for schedule in CLAIMED:
         for stages, team in teams.items():
@@ -432,28 +420,29 @@ def memory(teams: dict[int, Team], counts: Sequence[int]) -> list[dict[str, Any]
             for count in (one for one in counts if one >= stages):
                 come = team.ask("memory", network=network, batch=count * MEMORY_SAMPLES, micro_batches=count,
                                 schedule=schedule, begins=begins)  # fmt: skip
-                if any(found[f"{who} left"] for found in come for who in (OURS, TORCH)):
-                    sys.exit(f"bench_parallel: autograd keeps something after a step: {come}")
+                assert not any(found[f"{who} left"] for found in come for who in (OURS, TORCH)), "autograd still keeps"
                 [first, *_, last] = come
                 units = first[f"{OURS} saved"] / first["micro-batch"]
-                print(f"{schedule:<8}{stages:>7}{count:>4}{first[f'{OURS} saved']:>19,}{units:>15g}"
-                      f"{first[f'{TORCH} saved']:>12,}{first[f'{OURS} all']:>15,}{first[f'{TORCH} all']:>12,}"
-                      f"{last[f'{OURS} all']:>17,}{last[f'{TORCH} all']:>12,}")  # fmt: skip
-                rows.append({"schedule": schedule, "stages": stages, "micro_batches": count, "saved_micro_batches": units,
-                             "saved": first[f"{OURS} saved"], "saved_by_torch": first[f"{TORCH} saved"],
-                             "all_first": first[f"{OURS} all"], "all_first_by_torch": first[f"{TORCH} all"],
-                             "all_last": last[f"{OURS} all"], "all_last_by_torch": last[f"{TORCH} all"]})  # fmt: skip
-    mine = [row for row in rows if row["schedule"] == CLAIMED[0]]
-    _tell(f"{CLAIMED[0]}: stage 0 keeps as many micro-batches as there are stages, whatever M",
-          all(row["saved_micro_batches"] == row["stages"] for row in mine))  # fmt: skip
+                columns = ((first, "saved", 10), (first, "all", 13), (last, "all", 13))
+                print(f"{schedule:<8}{stages:>7}{count:>4}{units:>14g}" + "".join(
+                    f"{found[f'{who} {key}']:>{width + 4 * (who == OURS)},}"
+                    for found, key, width in columns for who in (OURS, TORCH)))  # fmt: skip
+                rows.append({"schedule": schedule, "stages": stages, "micro_batches": count, "kept": units,
+                             "stage_0": first, "last_stage": last})  # fmt: skip
+    as_stages = all(row["kept"] == row["stages"] for row in rows if row["schedule"] == CLAIMED[0])
+    _tell(as_stages, f"{CLAIMED[0]}: stage 0 keeps as many micro-batches as there are stages, whatever M")
     return rows
+
+
+def _ratio(these: Sequence[float], others: Sequence[float]) -> float:
+    return statistics.median(this / other for this, other in zip(these, others, strict=True))
 
 
 def _ms(seconds: float) -> float:
     return round(seconds * 1e3, 2)
 
 
-def _tell(what: str, met: bool) -> None:
+def _tell(met: bool, what: str) -> None:
     print(f"{what}: {'met' if met else 'not met'}")
 
 
@@ -476,8 +465,8 @@ def work(first_cpu: int) -> None:
 def main() -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2, help="of a round")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, help="of a round (2)")
+    parser.add_argument("--rounds", type=int, help="(5)")
     parser.add_argument("--only", choices=("speed", "memory"), help="one part instead of both")
     parser.add_argument("--quick", action="store_true", help="tiny networks, which show that all works, and no speed")
     parser.add_argument("--out", type=Path, help="where the result goes instead of bench/results/")
@@ -490,19 +479,20 @@ def main() -> None:
         sys.exit("bench_parallel: two ranks need two CPUs")
     content: dict[str, Any] = {"versions": {"hostdev": hostdev.__version__, "torch": torch.__version__}}
     content |= {"quick": arguments.quick, "micro_batches": MICRO_BATCHES, "ranks": RANKS}
-    two = Team(RANKS)
-    if arguments.only in (None, "speed"):
-        one, how = Team(1, copies=2), (arguments.steps, arguments.rounds, 1 if arguments.quick else 5)
-        content["speed"] = [speed(one, two, case, *how) for case in (QUICK_CASES if arguments.quick else CASES)]
-        one.close()
+    quick, two = arguments.quick, Team(RANKS)
+    one = None if arguments.only == "memory" else Team(1, copies=1 if quick else 2)
     if arguments.only in (None, "memory"):
         teams = {stages: two if stages == RANKS else Team(stages) for stages in MEMORY_STAGES}
-        content["memory"] = memory(teams, (2, 4, 8) if arguments.quick else (2, 4, 8, 16))
+        content["memory"] = memory(teams, MEMORY_COUNTS[1:3] if quick else MEMORY_COUNTS)
         for team in teams.values():
             if team is not two:
                 team.close()
+    if one is not None:
+        how = arguments.steps or (1 if quick else 2), arguments.rounds or (1 if quick else 5)
+        content["speed"] = [speed(one, two, case, *how, quick=quick) for case in (QUICK_CASES if quick else CASES)]
+        one.close()
     two.close()
-    name = "parallel-quick" if arguments.quick else "parallel"
+    name = "parallel-quick" if quick else "parallel"
     print(f"\nwritten to {record(name, content, arguments.out)}")
 
 

@@ -148,19 +148,20 @@ def machine_of(ranks: Ranks, available: int, *, slices: bool) -> Machine:
     added = _best(channel, lambda: one.add_(other))
     found = [
         _BLOCK * (W - 1) / W / max(send - wait, 1e-9), wait, 3 * _BLOCK / added,
-        _slicing(channel) if slices else 0.0, float(available),
+        _slicing(ranks) if slices else 0.0, float(available),
     ]  # fmt: skip
     told = list(zip(*ranks.control.share(found), strict=True))
     bandwidth, latency, memory, slicing, free = min(told[0]), max(told[1]), min(told[2]), max(told[3]), min(told[4])
     return Machine(bandwidth, latency, memory, max(0.0, slicing - 2 * latency), int(free))
 
 
-def _slicing(channel: Channel) -> float:
+def _slicing(ranks: Ranks) -> float:
     """Return the seconds that a tiny layer that is cut takes more than another one."""
+    channel, mesh = ranks.slices(torch.device("cpu"))
     W = channel.ranks
     plain, cut = (nn.Sequential(nn.Linear(W, W), nn.Linear(W, W)) for _ in range(2))
     plan = [("0", "colwise"), ("1", "rowwise")]
-    cut_layers(cut, settled(cut, plan, W, [], lambda: (torch.zeros(1, W),)), channel.group, torch.device("cpu"))
+    cut_layers(cut, settled(cut, plan, W, [], lambda: (torch.zeros(1, W),)), mesh)
     values = torch.zeros(1, W, requires_grad=True)
     each = [_best(channel, lambda net=net: net(values).sum().backward()) for net in (plain, cut)]  # type: ignore[misc]
     return (each[1] - each[0]) / 2

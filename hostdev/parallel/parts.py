@@ -72,10 +72,13 @@ class Parts:
             begin_alike(network, ranks)
         self._channels: list[Channel] = []
         self._traffic = Traffic(mesh.model)
-        slices = self._own_backend("model") if mesh.model > 1 else None
-        if slices is not None:
+        slices: Channel | None = None
+        if mesh.model > 1:
+            assert ranks is not None
+            slices, device_mesh = ranks.slices(device, "model")
+            self._require_own_backend(slices, "model")
             network.to(device)
-            self._traffic = cut_layers(network, found.strategies, slices.group, device)
+            self._traffic = cut_layers(network, found.strategies, device_mesh)
         self.leaves = Leaves(network, found.strategies)
         stages = found.stages(own(pieces_of(network))) if found.begins else []
         self._state = State(network, stages, ranks)
@@ -108,13 +111,16 @@ class Parts:
         """Return a channel that brings values from device to device along an axis; UserError where there is none."""
         assert self._ranks is not None
         channel = self._ranks.device_channel(self._device, axis)
+        self._require_own_backend(channel, axis)
+        self._channels.append(channel)
+        return channel
+
+    def _require_own_backend(self, channel: Channel, axis: str) -> None:
         if channel.device.type != self._device.type:
             raise UserError(
                 f"--mesh {self._mesh} gives values from device to device along {axis}, for which each process is to "
                 "have one of its own, and torch a backend for them; use --device cpu, or data alone"
             )
-        self._channels.append(channel)
-        return channel
 
     def _watching(self, number: int) -> AbstractContextManager[None]:
         return self._averages.watching(number)

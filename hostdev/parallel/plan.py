@@ -246,17 +246,15 @@ class Traffic:
             self.sent += self._away * (2 * gave + came * how.joined)
 
 
-def cut_layers(network: nn.Module, strategies: Mapping[str, Sliced], group: Any, device: torch.device) -> Traffic:
-    """Cut the layers that are here over the ranks of a process group, by torch's parallelize_module.
+def cut_layers(network: nn.Module, strategies: Mapping[str, Sliced], mesh: Any) -> Traffic:
+    """Cut the layers that are here over the ranks of a DeviceMesh, by torch's parallelize_module.
 
     Their parameters become slices, marked as `sliced` does: leaves that optimizers take, of which the layers' own
     DTensors are views. Returns what counts the bytes that they exchange.
     """
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("model",))
     aliases, traffic = _aliases(network), Traffic(mesh.size())
     modules = dict(network.named_modules())
     for name, one in strategies.items():

@@ -153,6 +153,7 @@ class Ranks:
         if self.mesh.size != place.ranks:
             raise ValueError(f"the mesh {self.mesh} is of {self.mesh.size} ranks, and there are {place.ranks}")
         self._kept: list[Channel] = []
+        self._slices: dict[Any, tuple[Channel, Any]] = {}
         self.rank, self.size = place.rank, place.ranks
         self.store = _meet(place, meeting)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface(place))
@@ -235,6 +236,22 @@ class Ranks:
         self._kept.append(channel)  # to close one may wait for other ranks, and so is not left to chance
         return channel
 
+    def slices(self, device: torch.device, axis: str | None = None) -> tuple[Channel, Any]:
+        """Return a channel for what is on a device, and torch's DeviceMesh over it; all ranks call it in one order.
+
+        It lasts as long as the ranks, and is the same for the same groups of ranks: DTensor takes two meshes of the
+        same ranks for one, and goes on with the first.
+        """
+        from torch.distributed.device_mesh import DeviceMesh  # what it stands on takes a second to load
+
+        groups = self.mesh.groups(axis) if axis is not None else [list(range(self.size))]
+        key = device.type, tuple(map(tuple, groups))
+        if key not in self._slices:
+            channel = self.device_channel(device, axis)
+            mesh = DeviceMesh.from_group(channel.group, device.type, mesh_dim_names=("model",))
+            self._slices[key] = channel, mesh
+        return self._slices[key]
+
     def _channel(self, backend: str, device: torch.device | None, axis: str | None) -> Channel:
         mine, group = list(range(self.size)), None
         for members in [mine] if axis is None else self.mesh.groups(axis):  # torch wants all ranks to make all groups
@@ -256,6 +273,7 @@ class Ranks:
         self.control.barrier()
         _joined.clear()
         self._kept.clear()
+        self._slices.clear()
         dist.destroy_process_group()
 
 

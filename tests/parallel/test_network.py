@@ -50,7 +50,7 @@ def run(processes, case, mesh, world, **options):
     [
         ("averages", "data=2", {}),
         ("averages", "pipe=2", {"schedule": "interleaved"}),
-        ("dropout", "pipe=2", {"schedule": "gpipe", "stage_cut": "3"}),
+        pytest.param("dropout", "pipe=2", {"schedule": "gpipe", "stage_cut": "3"}, marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_have_the_bits_of_one(processes, alone, case, mesh, options):
@@ -82,7 +82,9 @@ def require_near(found, wanted):
         assert value == pytest.approx(wanted[3][name], rel=1e-4, abs=1e-6), name
 
 
-@pytest.mark.parametrize(("case", "plan"), SLICED)
+@pytest.mark.parametrize(
+    ("case", "plan"), [*SLICED[:3], *(pytest.param(*each, marks=pytest.mark.slow) for each in SLICED[3:])]
+)
 def test_slices_come_to_the_same(processes, alone, case, plan):
     found = run(processes, case, "model=2", 2, **({"plan": plan} if plan else {}))
     require_near(found, alone(case))
@@ -95,6 +97,11 @@ def test_slices_of_four_ranks_come_to_the_same(processes, alone, case, plan, mes
     if "pipe" in mesh and case in ("by hand", "tied"):
         pytest.skip("no nn.Sequential, or one whose parameters a stage would have to own whole")
     require_near(run(processes, case, mesh, 4, **({"plan": plan} if plan else {})), alone(case))
+
+
+def test_slices_that_were_found(processes, alone):
+    """The search has sliced layers of its own before."""
+    require_near(run(processes, "plain", "", 2, plan="0=colwise,2=rowwise", auto=48), alone("plain"))
 
 
 @pytest.mark.slow
