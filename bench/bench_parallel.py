@@ -141,7 +141,7 @@ class Torchs(Ours):
         self.inputs, self.labels = batch_of(network, batch)
         parts = cut(pieces_of(made(**network)), begins)
         numbers = range(ranks.rank, len(parts), ranks.size)
-        modules = [nn.Sequential(*(piece.call for piece in parts[number])) for number in numbers]  # type: ignore[misc]
+        modules = [nn.Sequential(*(piece.call for piece in parts[number])) for number in numbers]  # type: ignore
         group = dist.new_group(list(range(ranks.size)))
         stages = [
             pipelining.PipelineStage(module, number, len(parts), torch.device("cpu"), group=group)
@@ -272,7 +272,7 @@ class Worker:
     def memory(self, **what: Any) -> dict[str, int]:
         """Return the bytes of a step here at their peak: saved by autograd, of a micro-batch first; and all of them."""
         assert self._ranks is not None
-        found = {}
+        found: dict[str, int] = {}
         for who, run in ((OURS, Ours(ranks=self._ranks, **what)), (TORCH, Torchs(ranks=self._ranks, **what))):
             run.step()
             saved = Saved([*run.parameters, run.inputs, run.labels])
@@ -339,9 +339,9 @@ def stages_of(case: Case, costs: Sequence[tuple[str, float]], count: int) -> tup
 
 def speed(one: Team, two: Team, case: Case, steps: int, rounds: int, *, quick: bool) -> dict[str, Any]:
     """Measure a network's steps, (a) and (b) above; print and return what comes of it."""
-    each = {"samples": case.batch // MICRO_BATCHES, "repeats": 1 if quick else 5}
+    each: dict[str, Any] = {"samples": case.batch // MICRO_BATCHES, "repeats": 1 if quick else 5}
     [costs] = one.ask("costs", network=case.network, first=True, **each)
-    what = {"network": case.network, "batch": case.batch, "micro_batches": MICRO_BATCHES}
+    what: dict[str, Any] = {"network": case.network, "batch": case.batch, "micro_batches": MICRO_BATCHES}
     losses = [first[OURS] for first in one.ask("make", key="", begins=[], schedule="", **what)]
     content: dict[str, Any] = {"network": case.name, "batch": case.batch, "schedules": []}
     for schedule in case.schedules:

@@ -47,8 +47,8 @@ def resnet50(
 
     Source: He et al., "Deep Residual Learning for Image Recognition", CVPR 2016; initial values as of He et al., ICCV
     2015, by what goes out of a convolution, and 0 for each block's last scale, so that a block begins as its shortcut
-    (Goyal et al., "Accurate, Large Minibatch SGD", 2017). Its parts are head.conv, head.bn, head.relu, head.pool, layer1.0 and so on,
-    a block each, pool, flatten and fc.
+    (Goyal et al., "Accurate, Large Minibatch SGD", 2017). Its parts are head.conv, head.bn, head.relu, head.pool,
+    layer1.0 and so on, a block each, pool, flatten and fc.
 
     width         channels of the head, and of the first blocks' 3 x 3 convolutions; each layer doubles it
     blocks        of each layer
