@@ -105,7 +105,7 @@ class Ours:
         ranks: Ranks | None,
     ) -> None:  # fmt: skip
         self.inputs, self.labels = batch_of(network, batch)
-        layout = {} if ranks is None else {"schedule": schedule, "stage_cut": ",".join(begins)}
+        layout: dict[str, Any] = {} if ranks is None else {"schedule": schedule, "stage_cut": ",".join(begins)}
         self._network = hostdev.Network(
             made(**network), (self.inputs[:1],), ranks=ranks, micro_batches=micro_batches, **layout
         )  # fmt: skip
