@@ -153,3 +153,11 @@ def describe(device: torch.device) -> str:
     module = torch.get_device_module(device)
     product = module.get_device_name(device) if hasattr(module, "get_device_name") else ""
     return f"{device} ({product})" if product else str(device)
+
+
+def seed_draws(device: torch.device, seed: int) -> None:
+    """Let torch's generators begin anew, from which layers on a device draw; torch.manual_seed takes longer."""
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)

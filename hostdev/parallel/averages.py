@@ -5,9 +5,11 @@ are told those of the step, and move the averages by each in turn, as one proces
 the other: Ioffe & Szegedy, ICML 2015.
 """
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,61 +27,102 @@ class Averages:
     """
 
     def __init__(self, modules: Sequence[nn.Module], channel: Channel | None) -> None:
-        found = {id(layer): layer for module in modules for layer in averaging(module)}
-        self._layers = list(found.values())
+        self._layers = list({id(layer): layer for module in modules for layer in averaging(module)}.values())
         self._channel = channel
-        self._seen: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}  # by micro-batch and layer: each call's
+        self._number: int | None = None  # of the micro-batch that is watched
+        self._kept: dict[int, _Kept] = {}  # of layers that are within their forward pass
+        self._seen: list[list[tuple[int, Tensor, Tensor]]] = [[] for _ in self._layers]  # of each call: micro-batch
+        this = weakref.ref(self)
+        for at, layer in enumerate(self._layers):
+            layer.register_forward_pre_hook(partial(_begun, this, at))
+            layer.register_forward_hook(partial(_ended, this, at))
 
     @contextmanager
     def watching(self, number: int) -> Iterator[None]:
         """Within, layers that train tell what they see of a micro-batch, and their averages stay as they are."""
-        changed = []
-        for at, layer in enumerate(self._layers):
-            if not layer.training:
-                continue
-            kept = layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum
-            changed.append((layer, kept))
-            # moved by all of it, they are what is seen
-            layer.momentum = 1.0
-            layer.running_mean = torch.zeros_like(kept[0])
-            layer.running_var = torch.zeros_like(kept[1])
-            layer.num_batches_tracked = torch.zeros_like(kept[2])
-            layer._hostdev_told = layer.register_forward_hook(self._told(number, at))
+        self._number = number
         try:
             yield
         finally:
-            for layer, kept in changed:
-                layer._hostdev_told.remove()
-                del layer._hostdev_told
-                layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum = kept
+            self._number = None
+            for at in list(self._kept):  # whose forward pass has failed
+                self._restore(at)
 
-    def _told(self, number: int, at: int) -> Any:
-        def told(layer: Any, *_: Any) -> None:
-            seen = layer.running_mean.clone(), layer.running_var.clone()
-            self._seen.setdefault((number, at), []).append(seen)
+    def begun(self, at: int) -> None:
+        """Let a layer have other averages, which it moves by all of what it sees: then they are that."""
+        layer = self._layers[at]
+        if self._number is None or not layer.training:
+            return
+        buffers = layer._buffers  # past nn.Module.__setattr__, which takes its time
+        self._kept[at] = _Kept(*(buffers[name] for name in _NAMES), layer.momentum)
+        layer.__dict__["momentum"] = 1.0
+        for name in _NAMES:
+            buffers[name] = torch.zeros_like(buffers[name])
 
-        return told
+    def ended(self, at: int) -> None:
+        """Take what a layer has seen, and give it its averages back."""
+        if at in self._kept:
+            assert self._number is not None
+            mean, variance = (self._layers[at]._buffers[name] for name in _NAMES[:2])
+            self._seen[at].append((self._number, mean, variance))
+            self._restore(at)
+
+    def _restore(self, at: int) -> None:
+        *buffers, momentum = self._kept.pop(at)
+        self._layers[at].__dict__["momentum"] = momentum
+        self._layers[at]._buffers.update(zip(_NAMES, buffers, strict=True))
 
     def move(self) -> None:
         """Move the averages by what has been seen in a step; all ranks of the channel call it."""
         if not self._layers:
             return
-        seen, self._seen = self._seen, {}
-        for at, layer in enumerate(self._layers):
-            mine = [one for number, where in sorted(seen) if where == at for one in seen[number, at]]
-            for mean, variance in self._of_all(mine, layer.num_features):
-                layer.num_batches_tracked.add_(1)
-                by = layer.momentum if layer.momentum is not None else 1.0 / float(layer.num_batches_tracked)
-                for average, value in ((layer.running_mean, mean), (layer.running_var, variance)):
-                    average.mul_(1.0 - by).add_(value.to(average.device), alpha=by)
+        seen = [sorted(each, key=lambda one: one[0]) for each in self._seen]
+        self._seen = [[] for _ in self._layers]
+        for layer, values in zip(self._layers, self._of_all(seen), strict=True):
+            mean, variance, count = (layer._buffers[name] for name in _NAMES)
+            for value, other in values:
+                count.add_(1)
+                by = layer.momentum if layer.momentum is not None else 1.0 / float(count)
+                torch._foreach_mul_([mean, variance], 1.0 - by)
+                torch._foreach_add_([mean, variance], [value.to(mean.device), other.to(mean.device)], alpha=by)
 
-    def _of_all(self, mine: Sequence[tuple[Tensor, Tensor]], features: int) -> list[tuple[Tensor, Tensor]]:
+    def _of_all(self, seen: list[list[tuple[int, Tensor, Tensor]]]) -> list[list[tuple[Tensor, Tensor]]]:
+        """Return what the layers of all ranks have seen, in the order of the micro-batches."""
         if self._channel is None or self._channel.ranks == 1:
-            return list(mine)
-        flat = [value.cpu().numpy() for each in mine for value in each]
+            return [[(mean, variance) for _, mean, variance in each] for each in seen]
+        flat = [value.cpu().numpy() for each in seen for _, *both in each for value in both]
+        counts = self._channel.gather(np.array([len(each) for each in seen], np.int64))
         come = self._channel.gather(np.concatenate(flat) if flat else np.empty(0, np.float32))
-        rows = torch.from_numpy(np.concatenate(come)).view(-1, 2, features)
-        return [(mean, variance) for mean, variance in rows]
+        found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self._layers]
+        for values, calls in zip(map(torch.from_numpy, come), counts, strict=True):
+            begin = 0
+            for at, (layer, count) in enumerate(zip(self._layers, calls.tolist(), strict=True)):
+                end = begin + count * 2 * layer.num_features
+                found[at] += [(mean, variance) for mean, variance in values[begin:end].view(count, 2, layer.num_features)]
+                begin = end
+        return found
+
+
+class _Kept(NamedTuple):
+    """A layer's own averages while it has others."""
+
+    mean: Any
+    variance: Any
+    count: Any
+    momentum: float | None
+
+
+_NAMES = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def _begun(averages: Any, at: int, *_: Any) -> None:
+    if (found := averages()) is not None:
+        found.begun(at)
+
+
+def _ended(averages: Any, at: int, *_: Any) -> None:
+    if (found := averages()) is not None:
+        found.ended(at)
 
 
 def averaging(module: nn.Module) -> list[Any]:

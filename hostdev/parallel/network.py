@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hostdev.core.errors import UserError
 from hostdev.core.micro_batches import EXCHANGES, TreeSum, cut
+from hostdev.device.backend import seed_draws
 from hostdev.kernels.counter import key64
 from hostdev.parallel.auto import Chosen, choose
 from hostdev.parallel.dense import DenseExchange, Grads, add_lists
@@ -92,11 +93,13 @@ class Network:
         self._mean, self._seed, self._steps = gradients == "mean", seed, 0
         self._count = micro_batches // shares
         self._first = 0 if ranks is None else ranks.share()[0] * self._count
+        self._device = torch.device(device)
         self._parts = Parts(module, layout, ranks, like(example), torch.device(device), autocast=autocast)
         # an optimizer wants one, where a stage has none
         self.parameters = self._parts.parameters or [nn.Parameter(torch.zeros(0))]
         self._exchange: DenseExchange | None = None
-        if ranks is not None:
+        if shares > 1:
+            assert ranks is not None
             along_data = ranks.device_channel(torch.device(device), "data")
             self._exchange = DenseExchange(
                 along_data, self._count, EXCHANGES[0], (ranks.channel("data"), ranks.channel())
@@ -127,7 +130,7 @@ class Network:
         def given(number: int) -> tuple[Any, ...]:
             if self.micro_batches > 1:
                 drawn = self._steps * self.micro_batches + self._first + number
-                torch.manual_seed(key64(self._seed, "micro-batch", drawn) >> 1)
+                seed_draws(self._device, key64(self._seed, "micro-batch", drawn) >> 1)
             return inputs(slice(*spans[number]))
 
         ran = self._parts.step(self._steps, [stop - start for start, stop in spans], given, weighted)

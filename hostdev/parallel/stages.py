@@ -317,6 +317,9 @@ class _SizedStage(PipelineStage):
                 torch.zeros_like(value) if grad is None and shape.trained else grad
                 for grad, value, shape in zip(self.bwd_cache[bwd_chunk_id], values, self._takes, strict=True)
             )
+        for infos in (self.args_recv_info.get(bwd_chunk_id, ()), self.grad_recv_info.get(bwd_chunk_id, ())):
+            for info in infos:
+                info.buffer = None  # what came of the micro-batch is not needed any more
         _own(self._told, self.stage_index, bwd_chunk_id)
 
 

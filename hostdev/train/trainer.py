@@ -22,7 +22,7 @@ from hostdev.core.micro_batches import cut
 from hostdev.core.primitive import OpLog, Primitive
 from hostdev.core.timeline import Timeline
 from hostdev.data.batch import Batch
-from hostdev.device.backend import is_accelerator
+from hostdev.device.backend import is_accelerator, seed_draws
 from hostdev.device.table import DeviceTable
 from hostdev.host.server import ParameterServer
 from hostdev.host.table import HostTable
@@ -332,7 +332,7 @@ class Trainer:
         if self._micro_batches > 1:
             step = self._parts_begun // self._parts_here
             number = step * self._micro_batches + self._first_part + part
-            torch.manual_seed(key64(self._seed, "micro-batch", number) >> 1)
+            seed_draws(self._device, key64(self._seed, "micro-batch", number) >> 1)
 
     def objective(
         self, rows: Rows, dense: Tensor, label: Tensor, weight: float | None
