@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hostdev.parallel.join import join
     from hostdev.parallel.network import Network
     from hostdev.parallel.plan import sliced
-    from hostdev.parallel.ranks import current as ranks
+    from hostdev.parallel.ranks import ranks
     from hostdev.predict.predictor import Predictor
     from hostdev.runtime.runtime import Runtime
     from hostdev.runtime.spec import Bag, CacheSpec, Feature, TableSpec
@@ -73,7 +73,6 @@ _PUBLIC = {
     "unique": "hostdev.kernels.unique",
 }
 
-_NAMED = {"ranks": "current"}  # there
 
 __all__ = [
     "FTRL",
@@ -113,5 +112,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
-        return getattr(import_module(_PUBLIC[name]), _NAMED.get(name, name))
+        return getattr(import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module 'hostdev' has no attribute {name!r}")

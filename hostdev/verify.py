@@ -182,7 +182,7 @@ def train(
             record.steps[number] |= _hash_dense(trainer.dense_state())
             progress.update()
     dense = trainer.dense_state()
-    weights = {name: np.array(dense.model[name].detach().cpu().float()) for name in dense.names}
+    weights = {name: dense.model[name].detach().cpu().float().numpy().copy() for name in dense.names}
     return record._replace(digest=trainer.state_sha256(), weights=weights)
 
 

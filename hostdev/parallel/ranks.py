@@ -35,7 +35,7 @@ STOP, SAVE = range(TOLD)  # a signal's number; whether a checkpoint is due
 _joined: "list[weakref.ref[Ranks]]" = []
 
 
-def current() -> "Ranks | None":
+def ranks() -> "Ranks | None":
     """Return the processes that this one has joined; None where it is alone. Networks are made within."""
     return _joined[-1]() if _joined else None
 
