@@ -6,9 +6,8 @@ the other: Ioffe & Szegedy, ICML 2015.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,10 +31,9 @@ class Averages:
         self._number: int | None = None  # of the micro-batch that is watched
         self._kept: dict[int, _Kept] = {}  # of layers that are within their forward pass
         self._seen: list[list[tuple[int, Tensor, Tensor]]] = [[] for _ in self._layers]  # of each call: micro-batch
-        this = weakref.ref(self)
         for at, layer in enumerate(self._layers):
-            layer.register_forward_pre_hook(partial(_begun, this, at))
-            layer.register_forward_hook(partial(_ended, this, at))
+            layer.register_forward_pre_hook(_Hook(self, Averages._begun, at))
+            layer.register_forward_hook(_Hook(self, Averages._ended, at))
 
     @contextmanager
     def watching(self, number: int) -> Iterator[None]:
@@ -48,7 +46,7 @@ class Averages:
             for at in list(self._kept):  # whose forward pass has failed
                 self._restore(at)
 
-    def begun(self, at: int) -> None:
+    def _begun(self, at: int) -> None:
         """Let a layer have other averages, which it moves by all of what it sees: then they are that."""
         layer = self._layers[at]
         if self._number is None or not layer.training:
@@ -59,7 +57,7 @@ class Averages:
         for name in _NAMES:
             buffers[name] = torch.zeros_like(buffers[name])
 
-    def ended(self, at: int) -> None:
+    def _ended(self, at: int) -> None:
         """Take what a layer has seen, and give it its averages back."""
         if at in self._kept:
             assert self._number is not None
@@ -98,7 +96,8 @@ class Averages:
             begin = 0
             for at, (layer, count) in enumerate(zip(self._layers, calls.tolist(), strict=True)):
                 end = begin + count * 2 * layer.num_features
-                found[at] += [(mean, variance) for mean, variance in values[begin:end].view(count, 2, layer.num_features)]
+                pairs = values[begin:end].view(count, 2, layer.num_features)
+                found[at] += [(mean, variance) for mean, variance in pairs]
                 begin = end
         return found
 
@@ -115,14 +114,21 @@ class _Kept(NamedTuple):
 _NAMES = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def _begun(averages: Any, at: int, *_: Any) -> None:
-    if (found := averages()) is not None:
-        found.begun(at)
+class _Hook:
+    """Calls a method of averages, as long as they live, for a layer; not for a copy of the layer."""
 
+    def __init__(
+        self, averages: Averages | None = None, method: Callable[[Averages, int], None] | None = None, at: int = 0
+    ) -> None:
+        self._averages = weakref.ref(averages) if averages is not None else None
+        self._method, self._at = method, at
 
-def _ended(averages: Any, at: int, *_: Any) -> None:
-    if (found := averages()) is not None:
-        found.ended(at)
+    def __call__(self, *_: Any) -> None:
+        if self._averages is not None and self._method is not None and (averages := self._averages()) is not None:
+            self._method(averages, self._at)
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()
 
 
 def averaging(module: nn.Module) -> list[Any]:

@@ -114,8 +114,15 @@ class Stages:
             return
         schedule = self._schedule_of(len(sizes), backward=True)
         schedule._loss_fn = lambda output, number: _own(loss, number, output)
+        losses = schedule._internal_losses
+
+        def told(stage: int, number: int) -> None:
+            if stage == self.count - 1:  # the schedule keeps losses to its end, and their graphs by that
+                losses[number] = losses[number].detach()
+            came(stage, number)
+
         for stage in self._stages:
-            stage.begin(batch, sizes, inputs, came, backward=True)
+            stage.begin(batch, sizes, inputs, told, backward=True)
         try:
             with self._answering():
                 numbers = list(range(len(sizes)))
