@@ -52,7 +52,8 @@ class Averages:
         if self._number is None or not layer.training:
             return
         buffers = layer._buffers  # past nn.Module.__setattr__, which takes its time
-        self._kept[at] = _Kept(*(buffers[name] for name in _NAMES), layer.momentum)
+        mean, variance, count = (buffers[name] for name in _NAMES)
+        self._kept[at] = _Kept(mean, variance, count, layer.momentum)
         layer.__dict__["momentum"] = 1.0
         for name in _NAMES:
             buffers[name] = torch.zeros_like(buffers[name])

@@ -1,7 +1,9 @@
 """Networks without tables, in a loop of one's own: the same bits along data and pipe, slices to rounding."""
 
+import copy
 import json
 import os
+import pickle
 import subprocess
 import sys
 
@@ -277,6 +279,19 @@ def test_averages_are_torchs_own():
         for name, value in plain.named_buffers():
             torch.testing.assert_close(dict(watched.named_buffers())[name], value)
         assert watched.momentum == plain.momentum
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_copies_of_a_network_keep_their_own_averages(copy_of):
+    layers = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
+    averages = Averages([layers], None)
+    copied = copy_of(layers)
+    before = layers[1].running_mean.clone()
+    with averages.watching(0):
+        copied(torch.ones(4, 3))
+    averages.move()
+    assert torch.equal(layers[1].running_mean, before)
+    assert not torch.equal(copied[1].running_mean, before)
 
 
 def test_wrong_arguments_are_named():
