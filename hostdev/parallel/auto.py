@@ -16,8 +16,11 @@ from hostdev.parallel.pieces import pieces_of
 from hostdev.parallel.plan import cuttable, divides, is_shared, matched, pairable
 from hostdev.parallel.ranks import Ranks
 from hostdev.parallel.search import Candidate, Layers, Wanted, candidates
+from hostdev.parallel.trial import can_be_tried, steps_of
 
 _SHOWN = 8
+_FINALISTS = 4  # at most so many of which steps are taken
+_NEAR = 2.0  # times the best one's expected time, at most, that theirs is
 
 
 class Chosen(NamedTuple):
@@ -39,12 +42,14 @@ class Chosen(NamedTuple):
         found = [
             f"measured: {machine.bandwidth / 1e9:.2f} GB/s between processes, {machine.latency * 1e6:,.0f} us an "
             f"exchange, {machine.memory / 1e9:.1f} GB/s to add{slicing}",
-            f"{'ms a step':>10} {'compute':>8} {'waiting':>8} {'exchange':>8} {'update':>8} {'memory':>10}  layout",
+            f"{'ms a step':>10} {'expected':>8} {'compute':>8} {'waiting':>8} {'exchange':>8} {'update':>8} "
+            f"{'memory':>10}  layout",
         ]
         for one in self.tried[:_SHOWN]:
             each = (one.seconds, one.compute, one.waiting, one.exchange, one.update)
             fits = "" if one.memory <= machine.available else "  (does not fit)"
-            numbers = f"{each[0] * 1e3:10.1f} " + " ".join(f"{value * 1e3:8.1f}" for value in each[1:])
+            taken = "-" if one.measured is None else f"{one.measured * 1e3:.1f}"
+            numbers = f"{taken:>10} " + " ".join(f"{value * 1e3:8.1f}" for value in each)
             found.append(f"{numbers} {gib(one.memory):>10}  {described(one)}{fits}")
         more = len(self.tried) - _SHOWN
         if more > 0:
@@ -67,13 +72,21 @@ def reason(tried: list[Candidate], machine: Machine) -> str:
     if not others:
         return "the only one that is possible" if len(tried) == 1 else "the only one that fits"
     other = others[0]
+    if best.measured is not None and other.measured is not None:
+        longer = (other.measured / best.measured - 1) * 100
+        return f"as steps of --mesh {other.mesh} took {longer:.0f}% longer{_most(best, other)}"
+    longer = (other.seconds / best.seconds - 1) * 100
+    return f"as --mesh {other.mesh} would take {longer:.0f}% longer{_most(best, other)}"
+
+
+def _most(best: Candidate, other: Candidate) -> str:
+    """Return what a candidate takes longer for, by the model; nothing where that has it the other way round."""
     costs = {
         "compute": other.compute - best.compute, "waiting for stages": other.waiting - best.waiting,
         "exchanges": other.exchange - best.exchange, "the optimizer": other.update - best.update,
     }  # fmt: skip
     most = max(costs, key=lambda name: costs[name])
-    longer = (other.seconds / best.seconds - 1) * 100
-    return f"as --mesh {other.mesh} would take {longer:.0f}% longer, most of it for {most} ({costs[most] * 1e3:.1f} ms)"
+    return f", most of it for {most} ({costs[most] * 1e3:.1f} ms)" if other.seconds > best.seconds else ""
 
 
 def choose(
@@ -110,8 +123,36 @@ def choose(
     )  # fmt: skip
     free = available_bytes() if device.type == "cpu" else free_bytes(device)
     slices = any(cuttable(module) for module in network.modules()) and (mesh is None or mesh.model > 1)
-    machine = machine_of(ranks, free or 1 << 62, slices=slices)
+    parameters = sum(one.nbytes for one in network.parameters())
+    machine = machine_of(ranks, free or 1 << 62, parameters, slices=slices)
     tried = candidates(profile, machine, layers, wanted)
+
+    def layout_of(one: Candidate) -> Layout:
+        return Layout(given.schedule, one.begins or None, one.plan)
+
+    last = _finalists(tried, machine)
+    if len(last) > 1 and can_be_tried(network, ranks):
+        seconds = steps_of(
+            network, inputs, ranks, [(one.mesh, layout_of(one)) for one in last], [one.seconds for one in last],
+            samples=samples, micro_batches=micro_batches, device=device, autocast=autocast,
+        )  # fmt: skip
+        carried = micro_batches * machine.exchange(profile.inputs) if looked_up else 0.0
+        taken = [
+            one._replace(measured=second + carried / one.mesh.data * (one.mesh.model > 1))
+            for one, second in zip(last, seconds, strict=True)
+            if second is not None
+        ]
+        rest = [one for one in tried if one not in last]
+        tried = [*sorted(taken, key=lambda one: one.measured or 0.0), *rest] or tried
     best = tried[0]
-    layout = Layout(given.schedule, best.begins or None, best.plan)
-    return Chosen(best.mesh, layout, tried, profile, machine)
+    return Chosen(best.mesh, layout_of(best), tried, profile, machine)
+
+
+def _finalists(tried: list[Candidate], machine: Machine) -> list[Candidate]:
+    """Return the best candidates, between which the model may be wrong; together they are to fit into memory."""
+    found: list[Candidate] = []
+    for one in tried[:_FINALISTS]:
+        fits = one.memory + sum(each.memory for each in found) <= machine.available
+        if fits and one.seconds <= _NEAR * tried[0].seconds:
+            found.append(one)
+    return found

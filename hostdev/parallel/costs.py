@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +15,10 @@ from hostdev.parallel.pieces import not_computing
 from hostdev.parallel.plan import cut_layers, cuttable, settled
 from hostdev.parallel.ranks import Channel, Ranks
 
-_REPEATS = 3
-_BLOCK = 1 << 22  # bytes that are exchanged, and added, to find a bandwidth
+_REPEATS = 4
+_BLOCK = 1 << 22  # bytes that are exchanged to find a bandwidth
+_ADDED = 1 << 20, 1 << 26  # bytes that are added to find one: as many as the parameters have, within these
+_ROW = 4  # calls one after the other: the ranks do not begin at quite the same moment
 _PASSES = 7  # over a parameter's bytes by Adam: it reads four arrays and writes three
 
 
@@ -104,19 +107,19 @@ def profile_of(
     network.train()
     try:
         with torch.random.fork_rng(enabled=device.type == "cpu"):
-            given = _filled(inputs(samples), device)
+            given = filled(inputs(samples), device)
             network.to(device)
-            timed = [_timed(pieces, given, device, autocast) for _ in range(_REPEATS)]
+            about = _timed(pieces, given, device, autocast, looking=True)[1]
+            timed = [_timed(pieces, given, device, autocast)[0] for _ in range(_REPEATS)]
     finally:
         network.train(training)
         with torch.no_grad():
             for one, before in buffers:
                 one.copy_(before)
     flops, layers = _counted(network, pieces, inputs(samples))
-    seconds = [min(each) for each in zip(*(one for one, _ in timed), strict=True)]
     costs = [
-        PieceCost(piece.name, second, flop, sum(one.nbytes for one in piece.parameters), *about)
-        for piece, second, flop, about in zip(pieces, seconds, flops, timed[0][1], strict=True)
+        PieceCost(piece.name, min(seconds), flop, sum(one.nbytes for one in piece.parameters), *sizes)
+        for piece, seconds, flop, sizes in zip(pieces, zip(*timed, strict=True), flops, about, strict=True)
     ]
     floats = [one for one in torch.utils._pytree.tree_leaves(given) if isinstance(one, Tensor)]
     return Profile(costs, layers, sum(one.nbytes for one in floats) if looked_up else 0)
@@ -133,52 +136,55 @@ def of_all(ranks: Ranks | None, profile: Profile) -> Profile:
     )
 
 
-def machine_of(ranks: Ranks, available: int, *, slices: bool) -> Machine:
+def machine_of(ranks: Ranks, available: int, parameters: int, *, slices: bool) -> Machine:
     """Return what exchanges between ranks cost, measured while all do the same; all ranks call it.
 
-    slices  measure what a layer that is cut takes more, too
+    parameters  their bytes
+    slices      measure what a layer that is cut takes more, too
     """
     channel, W = ranks.channel(), ranks.size
     part = _BLOCK // 4 // W
     values, counts = torch.zeros(part * W), [part] * W
     nothing = torch.zeros(W)
-    send = _best(channel, lambda: channel.all_to_all(values, counts, counts))
-    wait = _best(channel, lambda: channel.all_to_all(nothing, [1] * W, [1] * W))
-    one, other = torch.zeros(_BLOCK // 4), torch.zeros(_BLOCK // 4)
-    added = _best(channel, lambda: one.add_(other))
+    send = _usual(channel, lambda: channel.all_to_all(values, counts, counts))
+    wait = _usual(channel, lambda: channel.all_to_all(nothing, [1] * W, [1] * W))
+    size = min(max(parameters, _ADDED[0]), _ADDED[1])
+    one, other = torch.zeros(size // 4), torch.zeros(size // 4)
+    added = _usual(channel, lambda: one.add_(other))
     found = [
-        _BLOCK * (W - 1) / W / max(send - wait, 1e-9), wait, 3 * _BLOCK / added,
+        _BLOCK * (W - 1) / W / max(send - wait, 1e-9), wait, 3 * size / added,
         _slicing(ranks) if slices else 0.0, float(available),
     ]  # fmt: skip
     told = list(zip(*ranks.control.share(found), strict=True))
     bandwidth, latency, memory, slicing, free = min(told[0]), max(told[1]), min(told[2]), max(told[3]), min(told[4])
-    return Machine(bandwidth, latency, memory, max(0.0, slicing - 2 * latency), int(free))
+    return Machine(bandwidth, latency, memory, max(0.0, slicing - latency), int(free))
 
 
 def _slicing(ranks: Ranks) -> float:
-    """Return the seconds that a tiny layer that is cut takes more than another one."""
+    """Return the seconds that a tiny layer of a pair that is cut takes more than another one, an exchange in it."""
     channel, mesh = ranks.slices(torch.device("cpu"))
     W = channel.ranks
     plain, cut = (nn.Sequential(nn.Linear(W, W), nn.Linear(W, W)) for _ in range(2))
     plan = [("0", "colwise"), ("1", "rowwise")]
     cut_layers(cut, settled(cut, plan, W, [], lambda: (torch.zeros(1, W),)), mesh)
     values = torch.zeros(1, W, requires_grad=True)
-    each = [_best(channel, lambda net=net: net(values).sum().backward()) for net in (plain, cut)]  # type: ignore[misc]
+    each = [_usual(channel, lambda net=net: net(values).sum().backward()) for net in (plain, cut)]  # type: ignore[misc]
     return (each[1] - each[0]) / 2
 
 
-def _best(channel: Channel, call: Callable[[], object]) -> float:
-    """Return the seconds of a call, the median of some that begin together."""
+def _usual(channel: Channel, call: Callable[[], object]) -> float:
+    """Return the seconds of a call, the median of several rows of some, which begin together."""
     found = []
     for _ in range(9):
         channel.barrier()
         begin = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - begin)
+        for _ in range(_ROW):
+            call()
+        found.append((time.perf_counter() - begin) / _ROW)
     return sorted(found)[len(found) // 2]
 
 
-def _filled(values: Any, device: torch.device) -> Any:
+def filled(values: Any, device: torch.device) -> Any:
     """Return values like zeros of the network's inputs: numbers that are drawn, where they are floating-point."""
 
     def drawn(one: Tensor) -> Tensor:
@@ -190,9 +196,9 @@ def _filled(values: Any, device: torch.device) -> Any:
 
 
 def _timed(
-    pieces: Sequence[Piece], given: Any, device: torch.device, autocast: torch.dtype | None
+    pieces: Sequence[Piece], given: Any, device: torch.device, autocast: torch.dtype | None, *, looking: bool = False
 ) -> tuple[list[float], list[tuple[int, int]]]:
-    """Return of each piece the seconds forward and back, and the bytes that it saves and gives."""
+    """Return of each piece the seconds forward and back, and the bytes that it saves (0 if not looking) and gives."""
     seconds, about, values = [], [], given
     for piece in pieces:
         values = values if isinstance(values, tuple) else (values,)
@@ -204,9 +210,9 @@ def _timed(
                 kept[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
             return one
 
-        begin = _now(device)
+        begin = now(device)
         enabled = autocast is not None
-        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one)
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one) if looking else nullcontext()
         with hooks, torch.autocast(device.type, autocast or torch.bfloat16, enabled=enabled):
             result = run([piece], *values)
         given_here = [one for one in (result if isinstance(result, tuple) else (result,)) if isinstance(one, Tensor)]
@@ -215,7 +221,7 @@ def _timed(
         wanted = [one for one in (*leaves, *piece.parameters) if one.requires_grad]
         if trained and wanted:
             torch.autograd.grad(trained, wanted, [torch.ones_like(one) for one in trained], allow_unused=True)
-        seconds.append(_now(device) - begin)
+        seconds.append(now(device) - begin)
         about.append((sum(kept.values()), sum(one.nbytes for one in given_here)))
         values = torch.utils._pytree.tree_map_only(
             Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), result
@@ -223,7 +229,8 @@ def _timed(
     return seconds, about
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Return the seconds of a clock, when a device has done all that it was given."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()

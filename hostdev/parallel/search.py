@@ -57,6 +57,7 @@ class Candidate(NamedTuple):
     """A layout, and what it costs by the model.
 
     seconds   of a step: compute + waiting + exchange + update
+    measured  seconds of steps that were taken; None: there were none
     memory    bytes on the fullest rank: parameters, gradients, an optimizer's two slots, what backward passes keep
     """
 
@@ -68,6 +69,7 @@ class Candidate(NamedTuple):
     exchange: float
     update: float
     memory: int
+    measured: float | None = None
 
     @property
     def seconds(self) -> float:

@@ -62,12 +62,15 @@ class Watch:
         """Tell all that this rank has failed, and wait a little until another knows: a launcher may end all then."""
         self._stop.set()
 
+        until = time.monotonic() + _ANSWER_SECONDS
+
         def tell() -> None:
             self._tell(self._place.rank, why)
-            while not self._store.check(["answer"]):
+            while not self._store.check(["answer"]) and time.monotonic() < until:
                 time.sleep(_EVERY / 10)  # others look now and then
 
-        within(_ANSWER_SECONDS, tell)
+        # A thread that is still in torch's code when Python ends would abort the process.
+        within(2 * _ANSWER_SECONDS, tell)
 
     def answer(self) -> None:
         """Tell who has failed that it is known."""

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import hostdev
+from hostdev.parallel import auto
 from hostdev.runtime.digest import state_sha256
 
 SAMPLES = (48, 48, 47, 33, 48)  # of each step, of which the last ones do not divide
@@ -93,7 +94,14 @@ def main():
     steps = [torch.randn(n, 8, generator=torch.Generator().manual_seed(n)) for n in SAMPLES]
     with hostdev.join(mesh) as ranks:
         options = options if ranks is not None else {}
+        auto._NEAR = 1e9  # steps are taken, whatever is expected of so small a network
         one = hostdev.Network(network(case, ranks), (steps[0],), ranks=ranks, micro_batches=4, **options)
+        if "auto" in options:
+            assert len({repr(found) for found in ranks.control.share([*one.choice[:2]])}) == 1, "all choose the same"
+            measured = [found.measured for found in one.choice.tried if found.measured is not None]
+            assert measured == sorted(measured)
+            assert len(measured) == (0 if len(one.choice.tried) == 1 else min(4, len(one.choice.tried)))
+            assert ranks.mesh == one.choice.mesh
         sgd = torch.optim.SGD(one.parameters, lr=0.05, momentum=0.9)
         losses = []
         folder = Path(sys.argv[3]) if len(sys.argv) > 3 else None

@@ -106,6 +106,21 @@ def test_a_shard_that_is_damaged_on_one_host(processes, own_data):
     assert "Traceback" not in first.err + second.err
 
 
+FAILING = """
+import hostdev, torch
+with hostdev.join() as ranks:
+    raise ValueError("a program's own error")
+"""
+
+
+def test_all_processes_fail_at_once(processes):
+    """Python ends in each with its own error, while others still ask; none is aborted."""
+    processes.start_ranks(3, "-c", FAILING)
+    for done in processes.ended():
+        assert done.code == 1, done
+        assert done.err.rstrip().endswith("ValueError: a program's own error"), done
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_that_hangs(processes, small_data, rank):

@@ -101,9 +101,10 @@ def test_slices_of_four_ranks_come_to_the_same(processes, alone, case, plan, mes
     require_near(run(processes, case, mesh, 4, **({"plan": plan} if plan else {})), alone(case))
 
 
-def test_slices_that_were_found(processes, alone):
-    """The search has sliced layers of its own before."""
-    require_near(run(processes, "plain", "", 2, plan="0=colwise,2=rowwise", auto=48), alone("plain"))
+@pytest.mark.parametrize("options", [{"plan": "0=colwise,2=rowwise"}, {}])
+def test_what_was_found(processes, alone, options):
+    """The search has sliced layers of its own before, and taken steps of copies; no weight has moved."""
+    require_near(run(processes, "plain", "", 2, auto=48, **options), alone("plain"))
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hostdev.core.errors import UserError
-from hostdev.parallel.auto import Chosen
+from hostdev.parallel.auto import Chosen, _finalists, reason
 from hostdev.parallel.costs import LayerCost, Machine, PieceCost, Profile, profile_of
 from hostdev.parallel.layout import Layout, like
 from hostdev.parallel.mesh import Mesh
@@ -148,8 +148,27 @@ def test_the_lines():
     found = candidates(profile(0.1, 0.1, parameters=10**8, given=8), SLOW, layers(), Wanted(2, 32))
     lines = Chosen(found[0].mesh, Layout(), found, profile(0.1, 0.1), SLOW).lines()
     assert lines[0].startswith("measured: 0.00 GB/s between processes, 1,000 us an exchange")
-    assert lines[1].split() == ["ms", "a", "step", "compute", "waiting", "exchange", "update", "memory", "layout"]
+    assert lines[1].split() == "ms a step expected compute waiting exchange update memory layout".split()
+    assert all(line.split()[0] == "-" for line in lines[2:-1])
     assert re.match(
         r"chosen: --mesh pipe=2 --stage-cut 1, as --mesh .* would take \d+% longer, most of it for", lines[-1]
     )
     assert len(lines) == 3 + len(found)
+
+
+def test_the_reason_is_what_was_measured_where_it_was():
+    found = candidates(profile(0.1, 0.1, parameters=10**8, given=8), SLOW, layers(), Wanted(2, 32))
+    measured = [found[0]._replace(measured=0.2), found[1]._replace(measured=0.25), *found[2:]]
+    lines = Chosen(found[0].mesh, Layout(), measured, profile(0.1, 0.1), SLOW).lines()
+    assert [line.split()[0] for line in lines[2:5]] == ["200.0", "250.0", "-"]
+    assert f"as steps of --mesh {found[1].mesh} took 25% longer, most of it for" in lines[-1]
+    other_way = [measured[1], measured[0], *found[2:]]
+    assert reason(other_way, SLOW).endswith("% longer"), "the model has it the other way round, and so cannot say why"
+
+
+def test_steps_are_taken_of_what_is_near_and_fits():
+    found = candidates(profile(0.1, 0.1, 0.1, parameters=10**6, given=8), FAST, layers(), Wanted(2, 8))
+    near = _finalists(found, FAST)
+    assert 2 <= len(near) <= 4
+    assert near == [one for one in found if one.seconds <= 2 * found[0].seconds][: len(near)]
+    assert _finalists(found, FAST._replace(available=found[0].memory)) == found[:1], "two would not fit at once"

@@ -1,0 +1,112 @@
+"""A few steps of each of the layouts that a search has found best: what they take, measured in turn."""
+
+import copy
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hostdev.core.errors import UserError
+from hostdev.parallel.costs import filled, now
+from hostdev.parallel.layout import Inputs, Layout
+from hostdev.parallel.mesh import Mesh
+from hostdev.parallel.plan import slice_of
+from hostdev.parallel.ranks import Ranks
+
+_SECONDS = 4.0  # of all trials, about
+_ROUNDS = 3, 15  # at least, and at most
+
+
+def can_be_tried(network: nn.Module, ranks: Ranks) -> bool:
+    """Tell whether all ranks can copy a network; slices made by hand are of one mesh alone."""
+    possible = all(slice_of(one) is None for one in network.parameters())
+    if possible:
+        try:
+            copy.deepcopy(network)
+        except Exception:
+            possible = False
+    return all(ranks.control.share(possible))
+
+
+def steps_of(
+    network: nn.Module, inputs: Inputs, ranks: Ranks, layouts: Sequence[tuple[Mesh, Layout]], expected: Sequence[float],
+    *, samples: int, micro_batches: int, device: torch.device, autocast: torch.dtype | None,
+) -> list[float | None]:  # fmt: skip
+    """Return the seconds of a step of each layout with Adam; None: it is not possible. All ranks call it.
+
+    expected  seconds of each, the same on all ranks
+
+    The network stays as it is; copies of it take what the layouts do, all at once.
+    """
+    before = ranks.mesh
+    kind = None if device.type == "cpu" else device.type
+    with torch.random.fork_rng([device] if kind else [], device_type=kind or "cuda"):
+        torch.manual_seed(1)  # on all ranks the same values
+        values = filled(inputs(samples), device)
+        try:
+            trials = [_made(network, inputs, ranks, *each, micro_batches, device, autocast) for each in layouts]
+            there = [one for one in trials if one is not None]
+            for one in there:
+                one.step(samples, values)
+            least, most = _ROUNDS
+            rounds = min(most, max(least, round(_SECONDS / max(sum(expected), 1e-9))))
+            seconds = [[one.step(samples, values) for one in there] for _ in range(rounds)]
+        finally:
+            ranks.mesh = before
+    medians = iter([statistics.median(each) for each in zip(*seconds, strict=True)])
+    return [None if one is None else next(medians) for one in trials]
+
+
+class _Trial:
+    """A copy of a network that is laid out."""
+
+    def __init__(self, network: Any, ranks: Ranks, mesh: Mesh, device: torch.device) -> None:
+        self._network, self._ranks, self._mesh, self._device = network, ranks, mesh, device
+        self._adam = torch.optim.Adam(network.parameters, fused=True)
+
+    def step(self, samples: int, values: tuple[Any, ...]) -> float:
+        """Take a step; return the seconds of the slowest rank."""
+        self._ranks.mesh = self._mesh
+        self._ranks.control.barrier()
+        begin = now(self._device)
+        self._network.step(samples, lambda part: _part_of(values, part), lambda output, _: _mean(output))
+        self._adam.step()
+        self._adam.zero_grad()
+        return float(max(self._ranks.control.share(now(self._device) - begin)))
+
+
+def _made(
+    network: nn.Module, inputs: Inputs, ranks: Ranks, mesh: Mesh, layout: Layout, micro_batches: int,
+    device: torch.device, autocast: torch.dtype | None,
+) -> _Trial | None:  # fmt: skip
+    """Return a trial; None where the layout does not fit, which all ranks find alike."""
+    from hostdev.parallel.network import Network  # whose layout may be chosen here
+
+    ranks.mesh = mesh
+    try:
+        made = Network(
+            copy.deepcopy(network), inputs(1), ranks=ranks, micro_batches=micro_batches, schedule=layout.schedule,
+            stage_cut=",".join(layout.begins) if layout.begins else None,
+            plan=",".join(f"{name}={strategy}" for name, strategy in layout.plan) or None, device=device,
+            precision="fp32" if autocast is None else "bf16",
+        )  # fmt: skip
+    except UserError:
+        return None
+    return _Trial(made, ranks, mesh, device)
+
+
+def _part_of(values: tuple[Any, ...], part: slice) -> tuple[Any, ...]:
+    """Return some samples of the network's inputs, as new ones."""
+
+    def taken(one: Tensor) -> Tensor:
+        return one.detach()[part].requires_grad_(one.requires_grad)
+
+    return torch.utils._pytree.tree_map_only(Tensor, taken, values)  # type: ignore[no-any-return]
+
+
+def _mean(output: Any) -> Tensor:
+    """Return something to differentiate of whatever a network gives."""
+    trained = [one for one in torch.utils._pytree.tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
+    return torch.stack([one.float().mean() for one in trained]).sum()
