@@ -58,6 +58,13 @@ class Channel:
         self.rank, self.ranks, self.group, self._lost = rank, ranks, group, lost
         self.backend, self.device = backend, torch.device("cpu") if device is None else device
         self.sent_bytes = 0  # to others
+        self._end = weakref.finalize(self, _close, group)
+        self._end.atexit = False  # sockets and threads are few
+
+    def let_go(self) -> None:
+        """Forget the group, which has been destroyed; returns when its threads have ended."""
+        self._end.detach()
+        self.group = None  # the last reference
 
     def all_to_all(
         self, values: Tensor, counts: Sequence[int], receive: Sequence[int], row: int = 1, out: Tensor | None = None
@@ -152,6 +159,7 @@ class Ranks:
         self.mesh = mesh or Mesh(data=place.ranks)
         if self.mesh.size != place.ranks:
             raise ValueError(f"the mesh {self.mesh} is of {self.mesh.size} ranks, and there are {place.ranks}")
+        self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._kept: list[Channel] = []
         self._slices: dict[Any, tuple[Channel, Any]] = {}
         self.rank, self.size = place.rank, place.ranks
@@ -259,7 +267,7 @@ class Ranks:
             if self.rank in members:
                 mine, group = members, made
         channel = Channel(mine.index(self.rank), len(mine), group, self.watch.lost, backend, device)
-        weakref.finalize(channel, _close, group).atexit = False  # sockets and threads are few
+        self._channels.add(channel)
         return channel
 
     def part(self) -> tuple[int, int]:
@@ -275,6 +283,10 @@ class Ranks:
         self._kept.clear()
         self._slices.clear()
         dist.destroy_process_group()
+        # A thread of a group that lets go of an exchange's tensors while Python ends asks for the interpreter's lock, and
+        # aborts the process (torch 2.13).
+        for channel in list(self._channels):
+            channel.let_go()
 
 
 def _backend_of(device: torch.device) -> str | None:

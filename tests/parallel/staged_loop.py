@@ -16,9 +16,9 @@ from hostdev.parallel.ranks import Ranks
 from hostdev.parallel.stages import Stages
 
 CPU = torch.device("cpu")
-CUTS = {False: ["3"], True: ["1", "3", "6"]}  # of two stages, and of four, of which one has no parameters
+CUTS = {2: ["3"], 3: ["2", "4"], 4: ["1", "3", "6"], 6: ["1", "2", "3", "4", "6"]}  # by stages; some without parameters
 CASES = [  # micro-batches and samples: of equal sizes, uneven, fewer than stages, one sample, none
-    (4, 32), (4, 30), (8, 61), (5, 23), (4, 3), (4, 1), (2, 8), (4, 0), (8, 61), (4, 32),
+    (4, 32), (4, 30), (8, 61), (5, 23), (4, 3), (4, 1), (2, 8), (3, 9), (6, 31), (7, 20), (4, 0), (8, 61), (4, 32),
 ]  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def alone(case):
 def check(ranks, channel, schedule):
     whole = network()
     names = {id(parameter): name for name, parameter in whole.named_parameters()}
-    parts = cut(pieces_of(whole), CUTS[schedule == "interleaved" or ranks.size == 4])
+    parts = cut(pieces_of(whole), CUTS[ranks.size * (1 + (schedule == "interleaved"))])
     stages = Stages(parts, trace(parts, lambda n: (torch.zeros(n, 8),)), channel, schedule, CPU)
     for micro_batches, samples in CASES:
         wanted, grads, predicted = alone(Case(micro_batches, samples))

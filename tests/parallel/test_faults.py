@@ -121,6 +121,24 @@ def test_all_processes_fail_at_once(processes):
         assert done.err.rstrip().endswith("ValueError: a program's own error"), done
 
 
+LEAVING = """
+import glob, hostdev, torch
+with hostdev.join() as ranks:
+    network = hostdev.Network(torch.nn.Linear(8, 8), (torch.zeros(1, 8),), ranks=ranks, micro_batches=2)
+    network.step(4, lambda part: (torch.ones(4, 8)[part],), lambda output, part: output.sum())
+names = [open(name).read() for name in glob.glob("/proc/self/task/*/comm")]
+assert len(names) > 1
+assert "pt_gloo_runloop\\n" not in names, names
+"""
+
+
+def test_no_thread_exchanges_anything_after_leaving(processes):
+    """One that let go of its tensors when Python ends would abort the process."""
+    processes.start_ranks(2, "-c", LEAVING)
+    for done in processes.ended():
+        assert done.code == 0, done
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_that_hangs(processes, small_data, rank):

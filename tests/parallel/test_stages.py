@@ -23,9 +23,10 @@ def test_two_ranks_without_tables(processes):
 
 
 @pytest.mark.slow
-def test_four_ranks_without_tables(processes):
-    """The second has no parameters."""
-    processes.start_ranks(4, LOOP, "1f1b", "gpipe")
+@pytest.mark.parametrize(("ranks", "schedules"), [(3, ("1f1b", "gpipe", "interleaved")), (4, ("1f1b", "gpipe"))])
+def test_more_ranks_without_tables(processes, ranks, schedules):
+    """One has no parameters."""
+    processes.start_ranks(ranks, LOOP, *schedules)
     for process in processes.ended():
         assert (process.code, process.out) == (0, "the same\n"), process
 
