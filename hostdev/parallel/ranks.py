@@ -283,8 +283,8 @@ class Ranks:
         self._kept.clear()
         self._slices.clear()
         dist.destroy_process_group()
-        # A thread of a group that lets go of an exchange's tensors while Python ends asks for the interpreter's lock, and
-        # aborts the process (torch 2.13).
+        # A thread of a group that lets go of an exchange's tensors while Python ends asks for the interpreter's lock,
+        # and aborts the process (torch 2.13).
         for channel in list(self._channels):
             channel.let_go()
 

@@ -148,7 +148,7 @@ def test_the_lines():
     found = candidates(profile(0.1, 0.1, parameters=10**8, given=8), SLOW, layers(), Wanted(2, 32))
     lines = Chosen(found[0].mesh, Layout(), found, profile(0.1, 0.1), SLOW).lines()
     assert lines[0].startswith("measured: 0.00 GB/s between processes, 1,000 us an exchange")
-    assert lines[1].split() == "ms a step expected compute waiting exchange update memory layout".split()
+    assert " ".join(lines[1].split()) == "ms a step expected compute waiting exchange update memory layout"
     assert all(line.split()[0] == "-" for line in lines[2:-1])
     assert re.match(
         r"chosen: --mesh pipe=2 --stage-cut 1, as --mesh .* would take \d+% longer, most of it for", lines[-1]
