@@ -21,6 +21,7 @@ from hostdev.parallel.trial import can_be_tried, steps_of
 _SHOWN = 8
 _FINALISTS = 4  # at most so many of which steps are taken
 _NEAR = 2.0  # times the best one's expected time, at most, that theirs is
+_ALIKE = 1.05  # times the least that steps took: between what is within, what was expected decides
 
 
 class Chosen(NamedTuple):
@@ -74,6 +75,8 @@ def reason(tried: list[Candidate], machine: Machine) -> str:
     other = others[0]
     if best.measured is not None and other.measured is not None:
         longer = (other.measured / best.measured - 1) * 100
+        if abs(longer) < (_ALIKE - 1) * 100:
+            return f"as steps of --mesh {other.mesh} took about as long, and are not expected to be faster"
         return f"as steps of --mesh {other.mesh} took {longer:.0f}% longer{_most(best, other)}"
     longer = (other.seconds / best.seconds - 1) * 100
     return f"as --mesh {other.mesh} would take {longer:.0f}% longer{_most(best, other)}"
@@ -143,9 +146,16 @@ def choose(
             if second is not None
         ]
         rest = [one for one in tried if one not in last]
-        tried = [*sorted(taken, key=lambda one: one.measured or 0.0), *rest] or tried
+        tried = [*_ordered(taken), *rest] or tried
     best = tried[0]
     return Chosen(best.mesh, layout_of(best), tried, profile, machine)
+
+
+def _ordered(taken: list[Candidate]) -> list[Candidate]:
+    """Return candidates of which steps were taken, the one to choose first, the others by what they took."""
+    order = sorted(taken, key=lambda one: one.measured or 0.0)
+    alike = [one for one in order if (one.measured or 0.0) <= _ALIKE * (order[0].measured or 0.0)]
+    return sorted(order, key=lambda one: one is not min(alike, key=lambda each: each.seconds))
 
 
 def _finalists(tried: list[Candidate], machine: Machine) -> list[Candidate]:

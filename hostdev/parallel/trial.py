@@ -15,8 +15,8 @@ from hostdev.parallel.mesh import Mesh
 from hostdev.parallel.plan import slice_of
 from hostdev.parallel.ranks import Ranks
 
-_SECONDS = 4.0  # of all trials, about
-_ROUNDS = 3, 15  # at least, and at most
+_SECONDS = 6.0  # of all trials, about
+_ROUNDS = 3, 25  # at least, and at most
 
 
 def can_be_tried(network: nn.Module, ranks: Ranks) -> bool:

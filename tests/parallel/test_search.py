@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hostdev.core.errors import UserError
-from hostdev.parallel.auto import Chosen, _finalists, reason
+from hostdev.parallel.auto import Chosen, _finalists, _ordered, reason
 from hostdev.parallel.costs import LayerCost, Machine, PieceCost, Profile, profile_of
 from hostdev.parallel.layout import Layout, like
 from hostdev.parallel.mesh import Mesh
@@ -164,6 +164,17 @@ def test_the_reason_is_what_was_measured_where_it_was():
     assert f"as steps of --mesh {found[1].mesh} took 25% longer, most of it for" in lines[-1]
     other_way = [measured[1], measured[0], *found[2:]]
     assert reason(other_way, SLOW).endswith("% longer"), "the model has it the other way round, and so cannot say why"
+
+
+def test_between_what_takes_about_as_long_the_expected_time_decides():
+    first, second, third = candidates(profile(0.1, 0.1, 0.1), FAST, layers(), Wanted(2, 8))[:3]
+    taken = [third._replace(measured=0.3), second._replace(measured=0.2), first._replace(measured=0.208)]
+    assert [one.measured for one in _ordered(taken)] == [0.208, 0.2, 0.3]
+    assert reason(_ordered(taken), FAST) == (
+        f"as steps of --mesh {second.mesh} took about as long, and are not expected to be faster"
+    )
+    taken[2] = first._replace(measured=0.22)
+    assert [one.measured for one in _ordered(taken)] == [0.2, 0.22, 0.3]
 
 
 def test_steps_are_taken_of_what_is_near_and_fits():
