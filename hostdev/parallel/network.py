@@ -110,7 +110,7 @@ class Network:
         return self._parts.text
 
     def step(self, samples: int, inputs: Inputs, loss: Callable[[Any, slice], Tensor]) -> float:
-        """Take a batch forward and back; the parameters have its gradients then. Return the loss.
+        """Take a batch forward and back, and add its gradients to those that parameters have. Return the loss.
 
         samples  of the whole batch, on all ranks the same
         inputs   returns the network's inputs for a part of them; called where the network begins
@@ -133,12 +133,30 @@ class Network:
                 seed_draws(self._device, key64(self._seed, "micro-batch", drawn) >> 1)
             return inputs(slice(*spans[number]))
 
+        before = [None if one.grad is None else one.grad.clone() for one in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
         ran = self._parts.step(self._steps, [stop - start for start, stop in spans], given, weighted)
         self._steps += 1
         self._reduce(ran)
         self._parts.finish()
+        for parameter, grad in zip(self.parameters, before, strict=True):
+            if grad is not None:
+                parameter.grad = grad if parameter.grad is None else grad + parameter.grad
         values = self._of_all(ran.values)[:, 0]
         return float(sum(value * weight for value, weight in zip(values.tolist(), weights, strict=True)))
+
+    def clip_grad_norm(self, most: float) -> float:
+        """Scale the gradients so that their 2-norm is at most so much; return what it was. All ranks call it.
+
+        As torch.nn.utils.clip_grad_norm_, which sees the slices and stages of this rank alone.
+        """
+        norm = self._parts.norm()
+        factor = (most / (norm + 1e-6)).clamp(max=1.0)
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor.to(parameter.grad.device))
+        return float(norm)
 
     def evaluate(self, samples: int, inputs: Inputs, measure: Callable[[Any, slice], Tensor]) -> list[float]:
         """Take a batch forward, in evaluation mode; return the sums over all parts of what `measure` returns of each.

@@ -214,6 +214,10 @@ class Parts:
         found = self._passes.predict(number, [sizes[one] for one in numbers], lambda at: inputs(numbers[at]))
         return list(zip(numbers, found, strict=False)) if self.speaks else []
 
+    def norm(self) -> Tensor:
+        """Return the 2-norm, [], of the whole network's gradients; all ranks call it."""
+        return self._state.norm(self.leaves)
+
     def state(self, optimizer: torch.optim.Optimizer) -> DenseState:
         """Return the whole dense side's state in host memory, on rank 0, and nothing on others; all call it."""
         return self._state.whole(self.leaves, optimizer)

@@ -12,7 +12,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +24,7 @@ from hostdev.parallel.ranks import Ranks
 
 MANIFEST, VERSION = "manifest.json", 1
 _CHUNK = 1 << 22
+T = TypeVar("T")
 
 
 class Part(NamedTuple):
@@ -100,6 +101,17 @@ def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor |
             values = [opened[part.file].get_tensor(key) for part in parts]
             found[key] = values[0] if parts[0].dim is None else torch.cat(values, parts[0].dim)
     return found, manifest
+
+
+def agreed(ranks: Ranks | None, call: Callable[[], T]) -> T:
+    """Return what a call returns, if it raises UserError on no rank; all ranks call it, and all raise it."""
+    found, problem = None, ""
+    try:
+        found = call()
+    except UserError as error:
+        problem = str(error)
+    _require_all(ranks, problem)
+    return cast(T, found)
 
 
 def _made(folder: Path, temporary: Path) -> str:

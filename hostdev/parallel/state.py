@@ -12,7 +12,7 @@ from hostdev.core.pieces import Piece
 from hostdev.parallel.leaves import Leaves
 from hostdev.parallel.plan import slice_of
 from hostdev.parallel.ranks import Ranks
-from hostdev.parallel.saving import Own, load
+from hostdev.parallel.saving import Own, agreed, load
 
 
 class DenseState(NamedTuple):
@@ -66,8 +66,7 @@ class State:
 
     def whole(self, leaves: Leaves, optimizer: torch.optim.Optimizer) -> DenseState:
         """Return all of it in host memory, on rank 0, and nothing on others; all call it."""
-        if len(optimizer.param_groups) != 1:
-            raise UserError("ranks save the state of an optimizer with one parameter group only, not of several")
+        _require_one_group(optimizer)
         mine = leaves.named()
         state, numbers = optimizer.state_dict()["state"], _numbers(optimizer)
         model: dict[str, Any] = {}
@@ -146,6 +145,24 @@ class State:
             found |= {f"optimizer.{name}.{key}": torch.as_tensor(value) for key, value in slots.items()}
         return {key: (value, None) for key, value in found.items()}
 
+    def norm(self, leaves: Leaves) -> Tensor:
+        """Return the 2-norm of all gradients, [], the same on all ranks, which all call it.
+
+        From each parameter's in the network's order, as torch.nn.utils.get_total_norm has it: so the same bits whatever
+        stages there are.
+        """
+        mine = {
+            name: float(torch.linalg.vector_norm(leaf.grad))
+            for name, leaf in leaves.named().items()
+            if leaf.grad is not None and self._writes(name, slice_of(leaf))
+        }
+        told = [mine] if self._ranks is None else self._ranks.control.share(mine)
+        found = [[each[name] for each in told if name in each] for name in self._order]
+        each = [torch.tensor(parts) for parts in found if parts]
+        return torch.linalg.vector_norm(torch.stack([
+            one[0] if len(one) == 1 else torch.linalg.vector_norm(one) for one in each
+        ] or [torch.zeros(())]))  # fmt: skip
+
     def _writes(self, name: str, dim: int | None) -> bool:
         if self._ranks is None:
             return True
@@ -153,12 +170,23 @@ class State:
         return self._ranks.rank == self._owners[name] + model
 
     def about(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return what a manifest says of it."""
+        """Return what a manifest says of it; UserError for several parameter groups."""
+        _require_one_group(optimizer)
         group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         return {"parameters": self._order, "buffers": self._buffers, "optimizer": group}
 
     def read(self, leaves: Leaves, folder: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Take what is here from a folder, and return its manifest; UserError where it is damaged, or of another."""
+        """Take what is here from a folder, and return its manifest; all ranks call it.
+
+        UserError, on all ranks, where it is damaged, or of another network; before anything changes.
+        """
+        fitting, about = agreed(self._ranks, lambda: self._read(leaves, folder, optimizer))
+        self._take(leaves, optimizer, fitting)
+        return about
+
+    def _read(
+        self, leaves: Leaves, folder: Path, optimizer: torch.optim.Optimizer
+    ) -> tuple["_Fitting", dict[str, Any]]:
         here = {*leaves.named(), *self._buffers}
         tensors, about = load(folder, lambda key: key.split(".", 1)[1] in here or _named(key) in here)
         model = {key: tensors.get(f"model.{name}") for key, name in self._keys.items() if f"model.{name}" in tensors}
@@ -173,15 +201,24 @@ class State:
         }  # fmt: skip
         try:
             group = {key: tuple(one) if isinstance(one, list) else one for key, one in about["optimizer"].items()}
-            self.load(leaves, model, optimizer, {"state": state, "param_groups": [group]})
+            return self._fitting(leaves, model, optimizer, {"state": state, "param_groups": [group]}), about
         except UserError as error:
             raise UserError(f"{folder} is of another network: {error}") from None
-        return about
 
     def load(
         self, leaves: Leaves, model: Mapping[str, Any], optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """Take what is here of the whole state; UserError where it is of another network, before anything changes."""
+        """Take what is here of the whole state; all ranks call it.
+
+        UserError, on all ranks, where it is of another network; before anything changes.
+        """
+        self._take(leaves, optimizer, agreed(self._ranks, lambda: self._fitting(leaves, model, optimizer, state)))
+
+    def _fitting(
+        self, leaves: Leaves, model: Mapping[str, Any], optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    ) -> "_Fitting":
+        """Return what is here of the whole state; UserError where it is of another network or optimizer."""
+        _require_one_group(optimizer)
         unknown = sorted(set(model) ^ set(self._keys))
         if unknown:
             raise UserError(f"it {'has' if unknown[0] in model else 'lacks'} {unknown[0]}")
@@ -191,17 +228,24 @@ class State:
         for name, value in here.items():
             if parts[name].shape != value.shape:
                 raise UserError(f"{name} has the shape {list(parts[name].shape)}, not {list(value.shape)}")
-        for name, value in here.items():
-            with torch.no_grad():
-                value.copy_(parts[name])
+        lacking = sorted({*optimizer.param_groups[0]} - {"params", *state["param_groups"][0]})
+        if mine and lacking:
+            raise UserError(f"its optimizer is another one, without {', '.join(lacking)}")
         numbers, slots = _numbers(optimizer), {}
         for number, name in enumerate(self._order):
             if name in mine and number in state["state"] and id(mine[name]) in numbers:
                 own = state["state"][number]
                 slots[numbers[id(mine[name])]] = {key: self._part(value, mine[name]) for key, value in own.items()}
-        if mine:
-            groups = [{**state["param_groups"][0], "params": list(range(len(numbers)))}]
-            optimizer.load_state_dict({"state": slots, "param_groups": groups})
+        groups = [{**state["param_groups"][0], "params": list(range(len(numbers)))}]
+        return _Fitting(parts, {"state": slots, "param_groups": groups} if mine else None)
+
+    def _take(self, leaves: Leaves, optimizer: torch.optim.Optimizer, found: "_Fitting") -> None:
+        mine = leaves.named()
+        with torch.no_grad():
+            for name, value in found.values.items():
+                (mine[name] if name in mine else self._buffer(name)).copy_(value)
+        if found.optimizer is not None:
+            optimizer.load_state_dict(dict(found.optimizer))
 
     def _part(self, value: Any, like: Tensor) -> Any:
         """Return this rank's slice of a whole value."""
@@ -211,6 +255,18 @@ class State:
         n = like.shape[dim]
         fits = value.shape[dim] == n * self._ranks.mesh.model
         return value.narrow(dim, self._ranks.at.model * n, n) if fits else value
+
+
+class _Fitting(NamedTuple):
+    """What a rank takes of a state: values by name, the optimizer's if it has parameters."""
+
+    values: dict[str, Any]
+    optimizer: dict[str, Any] | None
+
+
+def _require_one_group(optimizer: torch.optim.Optimizer) -> None:
+    if len(optimizer.param_groups) != 1:
+        raise UserError("ranks save the state of an optimizer with one parameter group only, not of several")
 
 
 def _named(key: str) -> str:

@@ -119,9 +119,10 @@ def main():
             loss = one.step(
                 len(values), lambda part, x=values: (x[part],), lambda y, part, x=values: error(y, x[part])
             )  # fmt: skip
-            losses.append(loss)
+            losses += [loss, one.clip_grad_norm(0.4)]
             sgd.step()
-            sgd.zero_grad()
+            if number != 1:  # to which those of the next one are added
+                sgd.zero_grad()
         values = steps[0]
         found = one.evaluate(len(values), lambda part: (values[part],), lambda y, part: y.double().sum())
         state = one.state(sgd)

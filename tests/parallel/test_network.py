@@ -139,12 +139,24 @@ def test_any_mesh_goes_on_from_what_was_saved(processes, tmp_path, world):
     assert [*json.loads((tmp_path / "integrated" / "manifest.json").read_text())["files"]] == ["state.safetensors"]
     again = [gone_on(processes, world, mesh, tmp_path / name, **PLAN) for name in ("parts", "integrated")]
     for one in again:
-        assert one[0] == whole[0][3:]
+        assert one[0] == whole[0][6:]
         assert one[1:] == whole[1:]
     alone = gone_on(processes, 1, "", tmp_path / "parts")
     assert alone == gone_on(processes, 1, "", tmp_path / "integrated")
     assert alone == gone_on(processes, 2, "pipe=2", tmp_path / "parts")
-    assert alone[0] == pytest.approx(whole[0][3:], rel=1e-5)
+    assert alone[0] == pytest.approx(whole[0][6:], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_file_that_one_rank_alone_reads_is_damaged(processes, tmp_path):
+    """All ranks raise the same, so that one that goes on in spite of it does not leave the others waiting."""
+    gone_on(processes, 2, "pipe=2", tmp_path / "none")
+    file = tmp_path / "parts" / "rank1.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    processes.start_ranks(2, *LOOP, "dropout", "pipe=2", tmp_path / "parts")
+    for process in processes.ended():
+        assert process.code == 1, process
+        assert f"UserError: {file} is damaged" in process.err, process
 
 
 def test_what_was_saved_and_is_damaged_is_named(tmp_path):
@@ -310,6 +322,31 @@ def test_wrong_arguments_are_named():
         Network(nn.Sequential(nn.SyncBatchNorm(4)), example)
     with pytest.raises(ValueError, match="a step is of at least one sample"):
         Network(network, example).step(0, lambda part: example, lambda output, part: output.sum())
+
+
+def test_gradients_are_added_up_and_clipped_as_torch_does_it():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    network = Network(copy.deepcopy(plain), (torch.zeros(1, 8),))
+    for values in torch.randn(3, 16, 8):
+        plain(values).square().mean().backward()
+        network.step(16, lambda part, x=values: (x[part],), lambda output, part: output.square().mean())
+        for most in (1e9, 0.01):
+            wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), most)
+            assert network.clip_grad_norm(most) == wanted.item()
+        for ours, theirs in zip(network.parameters, plain.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_a_state_of_another_optimizer_is_named(tmp_path):
+    network = Network(nn.Linear(4, 4), (torch.zeros(2, 4),))
+    network.save(tmp_path / "saved", torch.optim.SGD(network.parameters, lr=0.1))
+    with pytest.raises(UserError, match="saved is of another network: its optimizer is another one, without amsgrad"):
+        network.restore(tmp_path / "saved", torch.optim.Adam(network.parameters))
+    groups = torch.optim.SGD([{"params": network.parameters[:1]}, {"params": network.parameters[1:]}], lr=0.1)
+    for integrated in (True, False):
+        with pytest.raises(UserError, match="with one parameter group only"):
+            network.save(tmp_path / "other", groups, integrated=integrated)
 
 
 def test_the_sum_of_losses():
