@@ -123,7 +123,10 @@ def test_another_signal_of_the_process_is_none_of_ours():
     "module", ["train", "train.quickstart", "verify", "advise", "predict", "checkpoint", "data.preprocess", "launch"]
 )
 def test_ctrl_c_during_the_imports_is_one_line(tmp_path, module):
-    (tmp_path / "numpy.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    # Short sleeps: a signal between a check of the interpreter's and a call that blocks is seen after that call.
+    (tmp_path / "numpy.py").write_text(
+        "import time\nprint('importing', flush=True)\nfor _ in range(6000):\n    time.sleep(0.01)\n"
+    )
     found = environment(tmp_path)
     found["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{found['PYTHONPATH']}"
     process = subprocess.Popen(

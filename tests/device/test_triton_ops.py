@@ -28,10 +28,17 @@ OPTIMIZERS = [
     RowWiseAdagrad(lr=1.0),
 ]  # fmt: skip
 DIMS = [1, 3, 20, 80, 128]
-# The interpreter takes every other size for an optimizer, and the other ones for the next: it is slow.
+
+
+def later(*case):
+    """A case that is slow in the interpreter, in which `make test` leaves it out."""
+    return pytest.param(*case, marks=pytest.mark.slow if INTERPRETED else ())
+
+
+# The interpreter takes every other size for an optimizer, and the other ones for the next.
 UPDATES = [
-    (optimizer, dim) for number, optimizer in enumerate(OPTIMIZERS)
-    for dim in (DIMS[number % 2 :: 2] if INTERPRETED else DIMS)
+    later(optimizer, dim) if at else (optimizer, dim) for number, optimizer in enumerate(OPTIMIZERS)
+    for at, dim in enumerate(DIMS[number % 2 :: 2] if INTERPRETED else DIMS)
 ]  # fmt: skip
 EXTREMES = np.array([0.0, -0.0, 1e-42, -1e-45, 1e-38, 1e38, -3.4e38, np.inf, -np.inf, np.nan, 1.0], np.float32)
 
@@ -208,7 +215,7 @@ def check_sums(device, rng, counts, dim, dtype, scaled):
 
 @pytest.mark.slow_on_standin
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [3, 80] if INTERPRETED else [1, 3, 80])
+@pytest.mark.parametrize("dim", [3, later(80)] if INTERPRETED else [1, 3, 80])
 @pytest.mark.parametrize("counts", COUNTS, ids=lambda counts: f"{counts[:6]}")
 def test_sum_uses(device, counts, dim, dtype):
     if dim == 80 and sum(counts) > 1000:
@@ -258,7 +265,7 @@ def test_pool(device, dim, mean, scaled):
 
 
 @pytest.mark.parametrize(
-    ("dim", "dtype"), [(1, torch.float32), (3, torch.bfloat16), (20, torch.float32), (20, torch.bfloat16)]
+    ("dim", "dtype"), [(1, torch.float32), (3, torch.bfloat16), later(20, torch.float32), later(20, torch.bfloat16)]
 )
 def test_sum_of_uses_that_share_gradients(device, dim, dtype):
     """Those of a bag have one, a row of fewer gradients than uses; beyond 64 uses a row's sum goes by segments."""
