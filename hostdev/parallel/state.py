@@ -159,9 +159,9 @@ class State:
         told = [mine] if self._ranks is None else self._ranks.control.share(mine)
         found = [[each[name] for each in told if name in each] for name in self._order]
         each = [torch.tensor(parts) for parts in found if parts]
-        return torch.linalg.vector_norm(torch.stack([
-            one[0] if len(one) == 1 else torch.linalg.vector_norm(one) for one in each
-        ] or [torch.zeros(())]))  # fmt: skip
+        of_each = [one[0] if len(one) == 1 else torch.linalg.vector_norm(one) for one in each]
+        total: Tensor = torch.linalg.vector_norm(torch.stack(of_each or [torch.zeros(())]))
+        return total
 
     def _writes(self, name: str, dim: int | None) -> bool:
         if self._ranks is None:
