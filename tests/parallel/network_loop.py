@@ -1,10 +1,10 @@
 """One of the processes of `test_network`: networks without tables, in a loop of one's own.
 
-    python -m tests.parallel.network_loop CASE [MESH [FOLDER]]
+    python -m tests.parallel.network_loop CASE[,CASE...] [MESH [FOLDER]]
 
 With FOLDER the state is saved there after three steps, in both ways; or, where it is there, read from it, and the
-training goes on from there. The first rank prints the losses, what the evaluation came to, the digest of the state, and
-sums of its values, as JSON.
+training goes on from there. The first rank prints the losses and norms, what the evaluation came to, the digest of the
+state, and sums of its values, of each case, as JSON.
 """
 
 import hostdev.core.environment  # isort: skip  (before torch)
@@ -88,48 +88,54 @@ def network(case, ranks):
 
 
 def main():
-    case, mesh = sys.argv[1], (sys.argv[2] if len(sys.argv) > 2 else "") or None
+    cases, mesh = sys.argv[1].split(","), (sys.argv[2] if len(sys.argv) > 2 else "") or None
+    folder = Path(sys.argv[3]) if len(sys.argv) > 3 else None
     options = json.loads(os.environ.get("OPTIONS", "{}"))
+    plans = options.pop("plans", {})
     torch.set_num_threads(1)
-    steps = [torch.randn(n, 8, generator=torch.Generator().manual_seed(n)) for n in SAMPLES]
+    auto._NEAR = 1e9  # steps are taken, whatever is expected of so small a network
     with hostdev.join(mesh) as ranks:
-        options = options if ranks is not None else {}
-        auto._NEAR = 1e9  # steps are taken, whatever is expected of so small a network
-        one = hostdev.Network(network(case, ranks), (steps[0],), ranks=ranks, micro_batches=4, **options)
-        if "auto" in options:
-            assert len({repr(found) for found in ranks.control.share([*one.choice[:2]])}) == 1, "all choose the same"
-            measured = [found.measured for found in one.choice.tried if found.measured is not None]
-            assert measured[1:] == sorted(measured[1:])
-            assert len(measured) == (0 if len(one.choice.tried) == 1 else min(4, len(one.choice.tried)))
-            assert ranks.mesh == one.choice.mesh
-        sgd = torch.optim.SGD(one.parameters, lr=0.05, momentum=0.9)
-        losses = []
-        folder = Path(sys.argv[3]) if len(sys.argv) > 3 else None
-        goes_on = folder is not None and folder.is_dir()
-        if goes_on:
-            one.restore(folder, sgd)
-        for number, values in enumerate(steps):
-            if goes_on and number < 3:
-                continue
-            if number == 3 and folder is not None and not goes_on:
-                one.save(folder.with_name("integrated"), sgd)
-                one.save(folder.with_name("parts"), sgd, integrated=False)
-            if number == 3:  # what has been saved goes on
-                one.load(shared(one.state(sgd), ranks), sgd)
-            loss = one.step(
-                len(values), lambda part, x=values: (x[part],), lambda y, part, x=values: error(y, x[part])
-            )  # fmt: skip
-            losses += [loss, one.clip_grad_norm(0.4)]
-            sgd.step()
-            if number != 1:  # to which those of the next one are added
-                sgd.zero_grad()
-        values = steps[0]
-        found = one.evaluate(len(values), lambda part: (values[part],), lambda y, part: y.double().sum())
-        state = one.state(sgd)
+        found = [
+            trained(case, ranks, folder, **(options | ({"plan": plans[case]} if case in plans else {})))
+            for case in cases
+        ]
         if ranks is None or ranks.rank == 0:
-            digest = state_sha256([], state)
-            numbers = {name: value.double().sum().item() for name, value in state.model.items()}
-            print(json.dumps([losses, found, digest, numbers]))
+            print(json.dumps(found))
+
+
+def trained(case, ranks, folder, **options):
+    steps = [torch.randn(n, 8, generator=torch.Generator().manual_seed(n)) for n in SAMPLES]
+    options = options if ranks is not None else {}
+    one = hostdev.Network(network(case, ranks), (steps[0],), ranks=ranks, micro_batches=4, **options)
+    if "auto" in options:
+        assert len({repr(found) for found in ranks.control.share([*one.choice[:2]])}) == 1, "all choose the same"
+        measured = [found.measured for found in one.choice.tried if found.measured is not None]
+        assert measured[1:] == sorted(measured[1:])
+        assert len(measured) == (0 if len(one.choice.tried) == 1 else min(4, len(one.choice.tried)))
+        assert ranks.mesh == one.choice.mesh
+    sgd = torch.optim.SGD(one.parameters, lr=0.05, momentum=0.9)
+    losses = []
+    goes_on = folder is not None and folder.is_dir()
+    if goes_on:
+        one.restore(folder, sgd)
+    for number, values in enumerate(steps):
+        if goes_on and number < 3:
+            continue
+        if number == 3 and folder is not None and not goes_on:
+            one.save(folder.with_name("integrated"), sgd)
+            one.save(folder.with_name("parts"), sgd, integrated=False)
+        if number == 3:  # what has been saved goes on
+            one.load(shared(one.state(sgd), ranks), sgd)
+        loss = one.step(len(values), lambda part, x=values: (x[part],), lambda y, part, x=values: error(y, x[part]))
+        losses += [loss, one.clip_grad_norm(0.4)]
+        sgd.step()
+        if number != 1:  # to which those of the next one are added
+            sgd.zero_grad()
+    values = steps[0]
+    found = one.evaluate(len(values), lambda part: (values[part],), lambda y, part: y.double().sum())
+    state = one.state(sgd)
+    digest = state_sha256([], state)
+    return losses, found, digest, {name: value.double().sum().item() for name, value in state.model.items()}
 
 
 def error(output, values):

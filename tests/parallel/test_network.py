@@ -24,21 +24,22 @@ LOOP = ("-m", "tests.parallel.network_loop")
 
 @pytest.fixture(scope="module")
 def alone():
-    """What one process comes to in a case."""
+    """What one process comes to in cases."""
     found = {}
 
-    def run(case):
-        if case not in found:
-            made = subprocess.run([sys.executable, *LOOP, case], cwd=ROOT, env={**os.environ}, text=True, check=True,
-                                  capture_output=True)  # fmt: skip
-            found[case] = json.loads(made.stdout)
-        return found[case]
+    def run(*cases):
+        missing = [case for case in cases if case not in found]
+        if missing:
+            made = subprocess.run([sys.executable, *LOOP, ",".join(missing)], cwd=ROOT, env={**os.environ}, text=True,
+                                  check=True, capture_output=True)  # fmt: skip
+            found.update(zip(missing, json.loads(made.stdout), strict=True))
+        return [found[case] for case in cases]
 
     return run
 
 
-def run(processes, case, mesh, world, **options):
-    processes.start_ranks(world, *LOOP, case, mesh, OPTIONS=json.dumps(options))
+def run(processes, cases, mesh, world, **options):
+    processes.start_ranks(world, *LOOP, cases, mesh, OPTIONS=json.dumps(options))
     first, *others = processes.ended()
     for process in (first, *others):
         assert process.code == 0, process
@@ -60,45 +61,46 @@ def test_two_ranks_have_the_bits_of_one(processes, alone, case, mesh, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["averages", "dropout", "plain"])
 @pytest.mark.parametrize("mesh", ["data=4", "pipe=4", "data=2,pipe=2"])
-def test_four_ranks_have_the_bits_of_one(processes, alone, case, mesh):
-    assert run(processes, case, mesh, 4) == alone(case)
+def test_four_ranks_have_the_bits_of_one(processes, alone, mesh):
+    cases = ("averages", "dropout", "plain")
+    assert run(processes, ",".join(cases), mesh, 4) == alone(*cases)
 
 
-SLICED = [
-    ("plain", "0=colwise,2=rowwise"),
-    ("by hand", None),
-    ("tied", "first=colwise,middle=rowwise,last=colwise"),
-    ("dropout", "0=colwise,3=rowwise,5=colwise"),
-    ("averages", "*=rowwise"),
-]
+SLICED = {
+    "plain": "0=colwise,2=rowwise",
+    "by hand": None,
+    "tied": "first=colwise,middle=rowwise,last=colwise",
+    "dropout": "0=colwise,3=rowwise,5=colwise",
+    "averages": "*=rowwise",
+}
 
 
 def require_near(found, wanted):
-    losses, evaluated, _, state = found
-    assert losses == pytest.approx(wanted[0], rel=1e-5)
-    assert evaluated == pytest.approx(wanted[1], rel=1e-5)
-    assert state.keys() == wanted[3].keys()
-    for name, value in state.items():
-        assert value == pytest.approx(wanted[3][name], rel=1e-4, abs=1e-6), name
+    assert len(found) == len(wanted)
+    for (losses, evaluated, _, state), (its_losses, its_evaluated, _, its_state) in zip(found, wanted, strict=True):
+        assert losses == pytest.approx(its_losses, rel=1e-5)
+        assert evaluated == pytest.approx(its_evaluated, rel=1e-5)
+        assert state.keys() == its_state.keys()
+        for name, value in state.items():
+            assert value == pytest.approx(its_state[name], rel=1e-4, abs=1e-6), name
 
 
-@pytest.mark.parametrize(
-    ("case", "plan"), [*SLICED[:3], *(pytest.param(*each, marks=pytest.mark.slow) for each in SLICED[3:])]
-)
-def test_slices_come_to_the_same(processes, alone, case, plan):
-    found = run(processes, case, "model=2", 2, **({"plan": plan} if plan else {}))
-    require_near(found, alone(case))
+def require_slices(processes, alone, cases, mesh, world):
+    found = run(processes, ",".join(cases), mesh, world, plans={case: SLICED[case] for case in cases})
+    require_near(found, alone(*cases))
+
+
+def test_slices_come_to_the_same(processes, alone):
+    require_slices(processes, alone, [*SLICED], "model=2", 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "plan"), SLICED)
 @pytest.mark.parametrize("mesh", ["model=4", "data=2,model=2", "model=2,pipe=2"])
-def test_slices_of_four_ranks_come_to_the_same(processes, alone, case, plan, mesh):
-    if "pipe" in mesh and case in ("by hand", "tied"):
-        pytest.skip("no nn.Sequential, or one whose parameters a stage would have to own whole")
-    require_near(run(processes, case, mesh, 4, **({"plan": plan} if plan else {})), alone(case))
+def test_slices_of_four_ranks_come_to_the_same(processes, alone, mesh):
+    # by hand: no nn.Sequential; tied: one whose parameters a stage would have to own whole
+    cases = [case for case in SLICED if "pipe" not in mesh or case not in ("by hand", "tied")]
+    require_slices(processes, alone, cases, mesh, 4)
 
 
 @pytest.mark.parametrize("options", [{"plan": "0=colwise,2=rowwise"}, {}])
@@ -121,7 +123,7 @@ def gone_on(processes, world, mesh, folder, **options):
     assert [process.code for process in (first, *others)] == [0] * world, (first, others)
     processes.started.clear()
     processes._files.clear()
-    return json.loads(first.out)
+    return json.loads(first.out)[0]
 
 
 PLAN = {"plan": "0=colwise,3=rowwise"}
