@@ -380,7 +380,9 @@ def test_nothing_but_the_flag(command, tmp_path):
     assert len(list((elsewhere / "runs").iterdir())) == 2
 
 
-@pytest.mark.parametrize(("number", "batch_size"), [(signal.SIGINT, 15_000), (signal.SIGTERM, 100)])
+@pytest.mark.parametrize(
+    ("number", "batch_size"), [pytest.param(signal.SIGINT, 15_000, marks=pytest.mark.slow), (signal.SIGTERM, 100)]
+)
 def test_a_signal_ends_the_run_with_complete_logs(tmp_path, command, number, batch_size):
     """Between short steps, and in the middle of one that takes seconds."""
     command("hostdev.data.preprocess", "synthetic", "--rows", 18_000, "--out", "data")

@@ -29,7 +29,7 @@ def small(data, *more, device=None):
     return ["--data", data, "--device", name, "--batch-size", 200, "--emb-dim", 4, "--steps", 5, *more]
 
 
-@pytest.mark.parametrize("l2", ["none", pytest.param("batch", marks=pytest.mark.slow_on_standin), "table"])
+@pytest.mark.parametrize("l2", ["none", pytest.param("batch", marks=pytest.mark.slow), "table"])
 def test_all_modes_agree(device, verified, small_data, tmp_path, l2):
     code, out, err = verified(*small(small_data, "--host-threads", 2, "--l2", l2, device=device))
     assert f"dense    fp32 on {device.type}" in out

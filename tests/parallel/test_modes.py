@@ -121,6 +121,7 @@ def test_the_examples_run_as_stages(processes, images, one):
     assert found == one("mnist", "digits", *FEW)
 
 
+@pytest.mark.slow
 def test_a_slice_by_hand(processes, images, one):
     options = ("--width", "4", "--blocks", "1", "1", "1", "1", *FEW, "--lr", "0.001")
     found = trained(processes, 2, "resnet50", images("cifar10"), "--parallel", "hybrid", *options)

@@ -76,9 +76,9 @@ def test_one_process_with_and_without_a_cache_and_overlap(alone, small_data, mor
     [
         (spawned, CACHED),
         (by_torchrun, SERIAL),
-        (by_launch_of_torch, CACHED + SERIAL),
+        pytest.param(by_launch_of_torch, CACHED + SERIAL, marks=pytest.mark.slow),
         (by_mpirun, ()),
-        (in_a_loop, (*CACHED, "--cache-policy", "lru")),
+        pytest.param(in_a_loop, (*CACHED, "--cache-policy", "lru"), marks=pytest.mark.slow),
         (by_rank_table, ("--pipeline-depth", 4)),
     ],
     ids=lambda value: value.__name__ if callable(value) else " ".join(map(str, value)) or "defaults",

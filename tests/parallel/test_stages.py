@@ -43,8 +43,9 @@ def check(processes, alone, data, world, own, more, M=6):
 @pytest.mark.parametrize(
     ("own", "more"),
     [
-        (("--l2", "batch"), PIPE),
-        (("--precision", "bf16"), (*INTERLEAVED, "--cache-rows", "10%", "--pipeline-depth", 0)),
+        (("--l2", "batch"), (*INTERLEAVED, *CACHED)),
+        pytest.param(("--l2", "batch"), PIPE, marks=pytest.mark.slow),
+        pytest.param(("--precision", "bf16"), (*INTERLEAVED, *CACHED, "--pipeline-depth", 0), marks=pytest.mark.slow),
     ],
 )
 def test_two_stages(processes, alone, small_data, own, more):
@@ -57,7 +58,6 @@ def test_two_stages(processes, alone, small_data, own, more):
     [
         ((), (*PIPE, "--schedule", "gpipe", "--pipeline-depth", 0)),
         ((), (*PIPE, "--stage-cut", "output", *CACHED)),
-        (("--l2", "batch"), (*INTERLEAVED, *CACHED)),
         (("--batch-size", 3), (*PIPE, *CACHED)),
         (("--batch-size", 5), INTERLEAVED),
         (("--model", "dlrm"), PIPE),
