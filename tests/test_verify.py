@@ -72,6 +72,7 @@ def test_layers_that_draw_are_seeded_in_each_mode(device, verified, small_data):
     assert "all modes agree" in out
 
 
+@pytest.mark.slow_on_standin
 def test_an_injected_fault_is_caught(device, verified, small_data):
     code, out, _ = verified(*small(small_data, "--inject-fault", device=device))
     assert code == 1
@@ -82,6 +83,7 @@ def test_an_injected_fault_is_caught(device, verified, small_data):
 MODEL = ["--model", "tests.own_models:ThreeTables"]
 
 
+@pytest.mark.slow_on_standin
 def test_three_groups_some_of_them_cached(device, verified, films):
     code, out, err = verified(*small(films, *MODEL, "--steps", 4, "--host-threads", 2, device=device))
     assert (code, err) == (0, "")

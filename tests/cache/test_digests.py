@@ -25,6 +25,7 @@ def cached(size, policy="lookahead", window=3):
     return {"cache": {"capacity_rows": size, "policy": policy, "window": window, "counts": COUNTS}}
 
 
+@pytest.mark.slow_on_standin
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("size", SIZES)
 def test_every_policy_and_size_gives_the_bits_without_a_cache(device, policy, size):

@@ -47,6 +47,7 @@ def rows_that_differ(trainer, other):
     return differ
 
 
+@pytest.mark.slow_on_standin
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize(
     ("owner", "name", "call"),

@@ -63,6 +63,7 @@ def test_breaking_off(device, depth, cache):
     assert differing(case.state(), wanted_of(device, batches)) == []
 
 
+@pytest.mark.slow_on_standin
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("where", ["before", "between", "after"])
 @overlapped
@@ -102,6 +103,7 @@ def test_a_loop_without_an_optimizer():
     assert case.tables["users"].step == 3
 
 
+@pytest.mark.slow_on_standin
 @pytest.mark.parametrize("where", ["loader", "ids", "send", "iter"])
 @overlapped
 def test_an_error_before_the_step_comes_in_its_turn(device, depth, cache, where):
@@ -144,6 +146,7 @@ def test_an_error_before_the_step_comes_in_its_turn(device, depth, cache, where)
     assert differing(case.state(), wanted_of(device, batches)) == []
 
 
+@pytest.mark.slow_on_standin
 @pytest.mark.parametrize("stage", ["unique", "plan", "lookup", "send", "step", "update", "lookup late"])
 @overlapped
 def test_an_error_in_a_stage(device, depth, cache, stage):
@@ -448,6 +451,7 @@ def _label_of(item):
     return torch.from_numpy(np.array(item[0]["label"])), item[1]
 
 
+@pytest.mark.slow_on_standin
 @pytest.mark.parametrize(("depth", "cache"), [(0, None), (0, "20%"), (2, None), (2, "20%")])
 @pytest.mark.parametrize("end", ["well", "break", "body", "loader", "stage", "not finite", "late"])
 def test_tables_go_with_the_runtime(device, depth, cache, end):

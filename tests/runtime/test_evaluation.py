@@ -29,6 +29,7 @@ def equal(one, other):
     return all(a.equal(b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.slow_on_standin
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
 @overlapped
 def test_predictions_are_those_of_the_steps_so_far(device, depth, cache, mode):
