@@ -6,6 +6,7 @@ sum over the ranks follows. Elsewhere a colwise layer's slices are brought toget
 each rank of the axis computes all of it. The slices, and what the ranks exchange, are torch.distributed.tensor's.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from hostdev.core.errors import UserError
 from hostdev.core.pieces import Piece, run
@@ -143,22 +145,26 @@ def _pairs(
     """Return the colwise layers whose output goes to a rowwise one and nowhere else, elementwise, within one stage."""
     names = {id(module): name for name, module in network.named_modules() if name in wanted}
     calls: dict[str, int] = dict.fromkeys(wanted, 0)
-    source: dict[int, tuple[str, list[Tensor]]] = {}  # of a value: the colwise layer, and what it has been on the way
+    # Of a value: the colwise layer, what it has been on the way, and its version, which changes where it is written to.
+    source: dict[int, tuple[str, list[Tensor], int]] = {}
     found: dict[str, tuple[str, list[Tensor]]] = {}  # of a rowwise layer
-    hooks = []
+    hooks, uses = [], _Uses()
 
     def after(module: nn.Module, given: tuple[Any, ...], result: Any) -> None:
         name = names.get(id(module))
         if name is not None:
             calls[name] += 1
         value = given[0] if given else None
-        if name is not None and wanted[name] == "rowwise" and id(value) in source:
-            found[name] = source[id(value)]
+        begin, way, version = source.get(id(value), ("", [], 0))
+        as_given = value is not None and bool(way) and value._version - getattr(module, "inplace", False) == version
+        if name is not None and wanted[name] == "rowwise" and as_given:
+            found[name] = begin, way
+        if id(result) != id(value):
+            uses.of.pop(id(result), None)  # those of another one that was there before
         if name is not None and wanted[name] == "colwise":
-            source[id(result)] = (name, [result])
-        elif type(module) in _ELEMENTWISE and id(value) in source:
-            begin, way = source[id(value)]
-            source[id(result)] = (begin, [*way, result])
+            source[id(result)] = (name, [result], result._version)
+        elif type(module) in _ELEMENTWISE and as_given:
+            source[id(result)] = (begin, [*way, result], result._version)
 
     for module in network.modules():
         if id(module) in names or type(module) in _ELEMENTWISE:
@@ -167,8 +173,8 @@ def _pairs(
         with not_computing([network]) as fake:
             given = fake(inputs())
             pieces = [piece for stage in stages for piece in stage]
-            result = run(pieces, *given) if pieces else network(*given)
-            uses = _uses(result)
+            with uses:
+                uses.count(run(pieces, *given) if pieces else network(*given))
     finally:
         for hook in hooks:
             hook.remove()
@@ -185,25 +191,29 @@ def _pairs(
         (begin, name)
         for name, (begin, way) in found.items()
         if calls[begin] == calls[name] == 1
-        and all(uses.get(value.grad_fn, 0) == 1 for value in way)
+        and all(uses.of[id(value)] == 1 for value in way)
         and stage_of.get(id(modules[begin])) == stage_of.get(id(modules[name]))
     }
 
 
-def _uses(result: Any) -> dict[Any, int]:
-    """Return of each step of the computation of some values how many others take what it gives."""
-    found: dict[Any, int] = {}
-    todo = [one.grad_fn for one in torch.utils._pytree.tree_leaves(result) if isinstance(one, Tensor)]
-    seen = set(todo)
-    while todo:
-        step = todo.pop()
-        for before, _ in step.next_functions if step is not None else ():
-            if before is not None:
-                found[before] = found.get(before, 0) + 1
-                if before not in seen:
-                    seen.add(before)
-                    todo.append(before)
-    return found
+class _Uses(TorchFunctionMode):
+    """Counts of tensors the calls of torch's that take one, and do not give itself: looks at its shape among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: Counter[int] = Counter()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func != Tensor._version.__get__:  # type: ignore[attr-defined]
+            self.count((args, kwargs), but=result)
+        return result
+
+    def count(self, values: Any, but: Any = None) -> None:
+        leaves = torch.utils._pytree.tree_leaves(values)
+        self.of.update(id(one) for one in leaves if isinstance(one, Tensor) and one is not but)
 
 
 def sliced(parameter: nn.Parameter, dim: int = 0) -> nn.Parameter:

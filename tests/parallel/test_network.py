@@ -255,6 +255,22 @@ def joined(network, plan, mesh=None):
     return {name: one.joined for name, one in found.strategies.items()}
 
 
+class Two(nn.Module):
+    """Two layers, and how they are used."""
+
+    def __init__(self, used):
+        super().__init__()
+        self.up, self.down, self.used = nn.Linear(4, 4), nn.Linear(4, 4), used
+
+    def forward(self, values):
+        return self.used(self.up, self.down, values)
+
+
+def written(values):
+    values[:, 1:] = 0
+    return values
+
+
 class Residual(nn.Module):
     def __init__(self):
         super().__init__()
@@ -273,6 +289,17 @@ def test_slices_stay_apart_only_where_nobody_else_needs_them():
     assert joined(plain, "4=colwise,5=rowwise") == {"4": False, "5": False}
     assert joined(plain, "*=colwise,2=rowwise") == {"0": False, "2": False, "4": True, "5": True}
     assert joined(Residual(), "up=colwise,down=rowwise") == {"up": True, "down": True}
+    for used in (
+        lambda up, down, x: down(h := up(x)) * h.detach().mean(),
+        lambda up, down, x: (down(h := up(x)), h),
+        lambda up, down, x: down(h := up(x)) / h.shape[1],
+        lambda up, down, x: down(written(up(x))),
+    ):
+        assert joined(Two(used), "up=colwise,down=rowwise") == {"up": True, "down": True}
+    for used in (lambda up, down, x: down(up(x)), lambda up, down, x: down(up(x).float())):  # in float32: itself
+        assert joined(Two(used), "up=colwise,down=rowwise") == {"up": False, "down": False}
+    in_place = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
+    assert joined(in_place, "0=colwise,2=rowwise") == {"0": False, "2": False}
     assert joined(plain, "0=colwise,2=rowwise", Mesh(model=2, pipe=2)) == {"0": False, "2": False}
     layout = Layout(begins=["1"], plan=plan_of("0=colwise,2=rowwise"))
     found = settle(plain, layout, Mesh(model=2, pipe=2), like((torch.zeros(1, 4),)))
