@@ -22,6 +22,7 @@ test-device: $(VENV)/.ready
 	$(ON_DEVICE) -m "device and not slow"
 
 test-slow: $(VENV)/.ready
+	$(BIN)/python tests/smoke_wheel.py --alone
 	$(PYTEST) -m slow
 	$(ON_DEVICE) -m "device and slow"
 	$(ON_DEVICE) -m "device and (not slow or slow_on_standin)" --standin-schedule eager

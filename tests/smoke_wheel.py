@@ -1,9 +1,14 @@
-"""Build the wheel, install it in an empty environment, and train with it from another folder: `make wheel`."""
+"""Build the wheel, install it in an environment of its own, and train with it from another folder: `make wheel`.
+
+What it depends on is installed there too with --alone, which takes minutes; else it is this environment's, and pip says
+whether it is all there.
+"""
 
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import zipfile
@@ -44,13 +49,22 @@ def main():
         run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", work / "dist", ROOT, cwd=work)
         [wheel] = (work / "dist").glob("*.whl")
         check_contents(wheel)
-        run(sys.executable, "-m", "venv", work / "env", cwd=work)
+        run(sys.executable, "-m", "venv", "--without-pip", work / "env", cwd=work)
         python = work / "env/bin/python"
-        run(python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel, cwd=work)
+        alone = sys.argv[1:] == ["--alone"]
+        if not alone:  # a .pth file's paths are searched, and the checkout that is installed there is not found
+            [site] = (work / "env").glob("lib/python*/site-packages")
+            (site / "of_the_tests.pth").write_text(sysconfig.get_path("purelib"))
+        given = ["-c", ROOT / "constraints.txt"] if alone else ["--no-deps", "--ignore-installed"]
+        pip = (sys.executable, "-m", "pip", "--python", python)
+        run(*pip, "install", "--quiet", *given, wheel, cwd=work)
+        run(*pip, "check", cwd=work)
         elsewhere = work / "elsewhere"
         elsewhere.mkdir()
         for package in ("models", "data", "tests"):
             run(python, "-c", f"import {package}", cwd=elsewhere, expect=1)
+        place = run(python, "-c", "import hostdev; print(hostdev.__file__)", cwd=elsewhere)
+        assert Path(place).is_relative_to(work), place
         run(python, "-c", "import hostdev; hostdev.HostTable(3, 2, hostdev.FTRL(), name='t')", cwd=elsewhere)
         assert "--host-device-mix" in run(python, "-m", "hostdev.train", "--help", cwd=elsewhere)
         out = run(python, "-m", "hostdev.train", "--host-device-mix", "--max-steps", 5, cwd=elsewhere)

@@ -361,7 +361,7 @@ def test_an_id_beyond_the_table_and_a_loss_that_is_not_finite(device, depth, cac
     ("depth", "window"), [(1, None), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, None), (2, 3)))]
 )
 def test_memory_is_bounded(depth, window):
-    """At most depth + 2 batches are alive, whichever stage is slow, and 1,000 steps do not need more than 300.
+    """At most depth + 2 batches are alive, whichever stage is slow, and 600 steps do not need more than 300.
 
     With a cache its window comes on top.
     """
@@ -369,7 +369,7 @@ def test_memory_is_bounded(depth, window):
     batches = adversarial(6, 8)
 
     def source():
-        for number in range(1000):
+        for number in range(600):
             batch = batches[number % len(batches)]
             batch = FieldsBatch(batch.label.copy(), batch.ids, batch.weights)
             alive.add(batch)
@@ -383,7 +383,7 @@ def test_memory_is_bounded(depth, window):
 
     cache = None if window is None else {"capacity_rows": "20%", "window": window}
     results = trainer_of(depth=depth, cache=cache, before_stage=hold_up).train(source())
-    for number in range(1000):  # not enumerate, which keeps its last item
+    for number in range(600):  # not enumerate, which keeps its last item
         next(results)
         if number >= 300 and number % 50 == 0:
             resident.append(psutil.Process().memory_info().rss)

@@ -29,7 +29,7 @@ def cached(size, policy="lookahead", window=3):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("size", SIZES)
 def test_every_policy_and_size_gives_the_bits_without_a_cache(device, policy, size):
-    for seed, shared in ((0, 0.9), (1, 0.3))[: 2 if device.type == "cpu" else 1]:
+    for seed, shared in ((0, 0.9), (1, 0.3))[: 2 if device.type == "cpu" and policy == POLICIES[0] else 1]:
         batches = adversarial(seed, 12, shared=shared)
         expected = outcome(batches, depth=0, device=device)
         for depth in (0, 2):

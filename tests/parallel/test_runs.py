@@ -79,7 +79,7 @@ def test_one_process_with_and_without_a_cache_and_overlap(alone, small_data, mor
         pytest.param(by_launch_of_torch, CACHED + SERIAL, marks=pytest.mark.slow),
         (by_mpirun, ()),
         pytest.param(in_a_loop, (*CACHED, "--cache-policy", "lru"), marks=pytest.mark.slow),
-        (by_rank_table, ("--pipeline-depth", 4)),
+        pytest.param(by_rank_table, ("--pipeline-depth", 4), marks=pytest.mark.slow),
     ],
     ids=lambda value: value.__name__ if callable(value) else " ".join(map(str, value)) or "defaults",
 )

@@ -90,16 +90,20 @@ def test_any_mesh_goes_on_from_slices(processes, small_data):
     assert came[1] == came[2]
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [
         (("--mesh", "model=2"), "has 2 processes for slices, and no layer is sliced; give --plan"),
         (("--plan", "deep.0=colwise"), "--plan has no effect without --mesh model=N"),
-        (("--mesh", "model=2", "--plan", "deep.1=colwise"), "deep.1 is of ReLU; only Linear and Embedding"),
-        (("--parallel", "none"), "--parallel none is for one process, and 2 were started"),
-        (("--parallel", "data", "--mesh", "pipe=2"), "--parallel data is along data alone, not --mesh pipe=2"),
+        slow(("--mesh", "model=2", "--plan", "deep.1=colwise"), "deep.1 is of ReLU; only Linear and Embedding"),
+        slow(("--parallel", "none"), "--parallel none is for one process, and 2 were started"),
+        slow(("--parallel", "data", "--mesh", "pipe=2"), "--parallel data is along data alone, not --mesh pipe=2"),
         (("--parallel", "auto", "--plan", "x=colwise"), "--plan x=colwise: no layer has such a name"),
-        (("--parallel", "auto", "--stage-cut", "deep.99"), "--stage-cut deep.99: the network has no such piece"),
+        slow(("--parallel", "auto", "--stage-cut", "deep.99"), "--stage-cut deep.99: the network has no such piece"),
     ],
 )  # fmt: skip
 def test_wrong_options_are_told_before_anybody_waits(processes, small_data, more, says):
