@@ -77,6 +77,11 @@ class Processes:
         texts = [[path.read_text() for path in files] for files in self._files]
         return [Ended(process.returncode, *text) for process, text in zip(self.started, texts, strict=True)]
 
+    def forget(self):
+        """Forget those that have ended; the next is the first again."""
+        self.started.clear()
+        self._files.clear()
+
     def _told(self):
         """What has been printed so far, for a test that fails."""
         return "\n".join(

@@ -83,8 +83,7 @@ def trained(processes, ranks, network, folder, *options, start=None):
     else:
         processes.start(*start, sys.executable, *command)
     ended = processes.ended()
-    processes.started.clear()
-    processes._files.clear()
+    processes.forget()
     for process in ended:
         assert process.code == 0, process
     out = ended[0].out

@@ -113,7 +113,7 @@ def test_what_was_found(processes, alone, options):
 def test_data_does_not_change_slices(processes):
     """Ranks along data add micro-batches up in the same order, sliced or not."""
     first = run(processes, "plain", "model=2", 2, plan="0=colwise,2=rowwise")
-    processes.started.clear()
+    processes.forget()
     assert run(processes, "plain", "data=2,model=2", 4, plan="0=colwise,2=rowwise") == first
 
 
@@ -121,8 +121,7 @@ def gone_on(processes, world, mesh, folder, **options):
     processes.start_ranks(world, *LOOP, "dropout", mesh, folder, OPTIONS=json.dumps(options))
     first, *others = processes.ended()
     assert [process.code for process in (first, *others)] == [0] * world, (first, others)
-    processes.started.clear()
-    processes._files.clear()
+    processes.forget()
     return json.loads(first.out)[0]
 
 

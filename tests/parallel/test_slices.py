@@ -24,8 +24,7 @@ def trained(processes, data, world, *more, name="run"):
     for process in processes.ended():
         assert process.code == 0, process
         assert "Warning" not in process.err, process
-    processes.started.clear()
-    processes._files.clear()
+    processes.forget()
     return Trained(folder)
 
 
