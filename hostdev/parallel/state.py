@@ -253,8 +253,10 @@ class State:
         if dim is None or self._ranks is None or value.dim() <= dim:
             return value
         n = like.shape[dim]
-        fits = value.shape[dim] == n * self._ranks.mesh.model
-        return value.narrow(dim, self._ranks.at.model * n, n) if fits else value
+        if value.shape[dim] != n * self._ranks.mesh.model:
+            return value
+        # In its own memory: a view's strides send torch's optimizers another way, to other bits.
+        return value.narrow(dim, self._ranks.at.model * n, n).clone(memory_format=torch.contiguous_format)
 
 
 class _Fitting(NamedTuple):

@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from torch import nn
 from hostdev.core.errors import UserError
 from hostdev.parallel.averages import Averages
 from hostdev.parallel.layout import Layout, like, settle
+from hostdev.parallel.leaves import Leaves
 from hostdev.parallel.mesh import Mesh
 from hostdev.parallel.network import Network
 from hostdev.parallel.plan import plan_of, sliced
+from hostdev.parallel.state import State
 from tests.conftest import ROOT
 
 LOOP = ("-m", "tests.parallel.network_loop")
@@ -146,6 +149,24 @@ def test_any_mesh_goes_on_from_what_was_saved(processes, tmp_path, world):
     assert alone == gone_on(processes, 1, "", tmp_path / "integrated")
     assert alone == gone_on(processes, 2, "pipe=2", tmp_path / "parts")
     assert alone[0] == pytest.approx(whole[0][6:], rel=1e-5)
+
+
+def test_slots_of_a_slice_are_as_if_they_had_been_made_here():
+    """An optimizer goes another way over a view of the whole slots, and the bits after loading would be others."""
+
+    wide, narrow = nn.Linear(66, 33, bias=False), nn.Linear(33, 33, bias=False)
+    sliced(narrow.weight, 1)
+    one, at = SimpleNamespace(model=2), SimpleNamespace(model=1)
+    ranks = SimpleNamespace(mesh=one, at=at, rank=1, control=SimpleNamespace(share=lambda value: [value]))
+    adam, its = (torch.optim.Adam(network.parameters(), lr=0.1) for network in (wide, narrow))
+    wide(torch.randn(2, 66)).sum().backward()
+    adam.step()
+    State(narrow, [], ranks).load(Leaves(narrow, {}), wide.state_dict(), its, adam.state_dict())
+    for key in ("exp_avg", "exp_avg_sq"):
+        slot = its.state[narrow.weight][key]
+        assert torch.equal(slot, adam.state[wide.weight][key][:, 33:])
+        assert slot.stride() == narrow.weight.stride()
+        assert slot.untyped_storage().nbytes() == 4 * 33 * 33
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import json
 import sys
 
+import numpy as np
 import pytest
 
 from tests.parallel.conftest import Trained, flags_of
@@ -28,10 +29,16 @@ def trained(processes, data, world, *more, name="run"):
     return Trained(folder)
 
 
-def require_near(found, wanted):
+def require_near(found, wanted, within=1e-5):
     assert found.steps == wanted.steps
     for ours, theirs in zip(losses(found), losses(wanted), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
+        assert ours == pytest.approx(theirs, rel=within)
+
+
+def apart(one, other):
+    """The largest relative difference of two trainings' losses."""
+    pairs = zip(losses(one), losses(other), strict=True)
+    return max(abs(ours - theirs) / theirs for pair in pairs for ours, theirs in zip(*pair, strict=True))
 
 
 def test_two_slices(processes, alone, small_data):
@@ -51,7 +58,11 @@ def test_slices_are_the_same_in_every_mode(processes, alone, small_data, own):
     )
     slices = ("--mesh", "model=2", "--plan", plan)
     first = trained(processes, small_data, 2, *own, *slices)
-    require_near(first, alone(small_data, *own))
+    whole = alone(small_data, *own)
+    # dcn amplifies what is rounded otherwise, on one process, too: 1e-4 after 7 steps where a batch is not cut
+    chaos = 10 * apart(alone(small_data, *own, M=1), whole) if own[-1] == "dcn" else 0
+    require_near(first, whole, max(1e-5, chaos))
+    assert np.allclose(losses(first)[:3], losses(whole)[:3], rtol=1e-6)
     for number, (world, more) in enumerate([
         (2, (*slices, "--pipeline-depth", 0)),
         (2, (*slices, "--cache-rows", "10%")),
@@ -79,7 +90,7 @@ def test_any_mesh_goes_on_from_slices(processes, small_data):
     saves = ("--checkpoint-every", 2, "--checkpoint-dir", processes.folder / "saved")
     whole = trained(processes, small_data, 2, *OWN, *SLICES, name="whole")
     trained(processes, small_data, 2, *OWN, *SLICES, *saves, "--max-steps", 4, name="half")
-    on = ("--resume", processes.folder / "saved" / "step-000000000004")
+    on = ("--resume", processes.folder / "saved" / "step-0000000004")
     four = ("--mesh", "data=2,model=2", *SLICES[2:])
     came = [
         trained(processes, small_data, world, *OWN, *mesh, *on, name=f"on{world}{number}").sha256
