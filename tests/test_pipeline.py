@@ -140,6 +140,7 @@ def test_staleness_is_bounded(device, staleness):
     assert max(seen) >= 1
 
 
+@pytest.mark.slow_on_standin
 @pytest.mark.parametrize("cache", [None, {"capacity_rows": "20%", "window": 5}], ids=["", "cache"])
 @pytest.mark.parametrize("depth", [0, 1, 4])
 @pytest.mark.parametrize("stage", STAGES)
@@ -215,6 +216,7 @@ def _many_switches():
     sys.setswitchinterval(interval)
 
 
+@pytest.mark.slow_on_standin
 @pytest.mark.usefixtures("_many_switches")
 def test_threads_that_take_turns_at_every_instruction(device):
     """What the threads share is changed and walked under its lock."""
@@ -361,7 +363,7 @@ def test_an_id_beyond_the_table_and_a_loss_that_is_not_finite(device, depth, cac
     ("depth", "window"), [(1, None), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, None), (2, 3)))]
 )
 def test_memory_is_bounded(depth, window):
-    """At most depth + 2 batches are alive, whichever stage is slow, and 600 steps do not need more than 300.
+    """At most depth + 2 batches are alive, whichever stage is slow, and 400 steps do not need more than 200.
 
     With a cache its window comes on top.
     """
@@ -369,7 +371,7 @@ def test_memory_is_bounded(depth, window):
     batches = adversarial(6, 8)
 
     def source():
-        for number in range(600):
+        for number in range(400):
             batch = batches[number % len(batches)]
             batch = FieldsBatch(batch.label.copy(), batch.ids, batch.weights)
             alive.add(batch)
@@ -383,9 +385,9 @@ def test_memory_is_bounded(depth, window):
 
     cache = None if window is None else {"capacity_rows": "20%", "window": window}
     results = trainer_of(depth=depth, cache=cache, before_stage=hold_up).train(source())
-    for number in range(600):  # not enumerate, which keeps its last item
+    for number in range(400):  # not enumerate, which keeps its last item
         next(results)
-        if number >= 300 and number % 50 == 0:
+        if number >= 200 and number % 40 == 0:
             resident.append(psutil.Process().memory_info().rss)
     assert next(results, None) is None
     assert max(most) <= depth + 2 + (window or 0)

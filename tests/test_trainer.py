@@ -80,7 +80,13 @@ def test_a_rate_of_zero_is_a_rate(small_data):
 
 
 @pytest.mark.parametrize(
-    ("l2", "precision"), [("none", "fp32"), ("batch", "fp32"), ("table", "fp32"), ("batch", "bf16")]
+    ("l2", "precision"),
+    [
+        pytest.param("none", "fp32", marks=pytest.mark.slow_on_standin),
+        pytest.param("batch", "fp32", marks=pytest.mark.slow),
+        ("table", "fp32"),
+        ("batch", "bf16"),
+    ],
 )
 def test_the_same_bits_in_every_mode(device, small_data, l2, precision):
     rows, steps = batches(small_data, 300, 8 if precision == "fp32" else 4)

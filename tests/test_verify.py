@@ -83,7 +83,7 @@ def test_an_injected_fault_is_caught(device, verified, small_data):
 MODEL = ["--model", "tests.own_models:ThreeTables"]
 
 
-@pytest.mark.slow_on_standin
+@pytest.mark.slow
 def test_three_groups_some_of_them_cached(device, verified, films):
     code, out, err = verified(*small(films, *MODEL, "--steps", 4, "--host-threads", 2, device=device))
     assert (code, err) == (0, "")

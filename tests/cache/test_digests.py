@@ -36,6 +36,7 @@ def test_every_policy_and_size_gives_the_bits_without_a_cache(device, policy, si
             assert outcome(batches, depth=depth, **cached(size, policy), device=device) == expected, (depth, seed)
 
 
+@pytest.mark.slow_on_standin
 def test_with_l2(device, l2="batch"):
     batches = adversarial(2, 12)
     expected = outcome(batches, depth=0, l2=l2, device=device)

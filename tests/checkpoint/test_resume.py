@@ -372,6 +372,7 @@ def test_a_signal_saves_what_was_trained(tmp_path, command, number, code):
     assert command("hostdev.checkpoint", "verify", "run/checkpoints").returncode == 0
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once_and_leaves_what_was_whole(tmp_path, command):
     """The first one asks for a checkpoint that takes long."""
     command("hostdev.data.preprocess", "synthetic", "--rows", 18_000, "--out", "data")

@@ -106,7 +106,8 @@ def test_slices_of_four_ranks_come_to_the_same(processes, alone, mesh):
     require_slices(processes, alone, cases, mesh, 4)
 
 
-@pytest.mark.parametrize("options", [{"plan": "0=colwise,2=rowwise"}, pytest.param({}, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"plan": "0=colwise,2=rowwise"}, {}])
 def test_what_was_found(processes, alone, options):
     """The search has sliced layers of its own before, and taken steps of copies; no weight has moved."""
     require_near(run(processes, "plain", "", 2, auto=48, **options), alone("plain"))

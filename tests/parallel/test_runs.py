@@ -75,7 +75,7 @@ def test_one_process_with_and_without_a_cache_and_overlap(alone, small_data, mor
     ("start", "more"),
     [
         (spawned, CACHED),
-        (by_torchrun, SERIAL),
+        pytest.param(by_torchrun, SERIAL, marks=pytest.mark.slow),
         pytest.param(by_launch_of_torch, CACHED + SERIAL, marks=pytest.mark.slow),
         (by_mpirun, ()),
         pytest.param(in_a_loop, (*CACHED, "--cache-policy", "lru"), marks=pytest.mark.slow),

@@ -130,6 +130,7 @@ def test_one_process_goes_on_from_two_stages_and_the_other_way_round(processes, 
     assert found == alone(small_data, *own)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_on_one_stage_changes_nothing(processes, small_data):
     """Of the last layer's weights alone: nobody else sees it."""
     more = ("--emb-dim", 4, *PIPE, "--model", "tests.own_models:Overflowing")

@@ -291,6 +291,7 @@ def test_an_error_after_the_last_step_is_told_by_the_next_call(device, monkeypat
     case.runtime.write_back()
 
 
+@pytest.mark.slow_on_standin
 @overlapped
 def test_a_loop_that_is_kept(device, depth, cache):
     """It may be gone on with; another one cannot begin beside it; it is closed by hand or by `with`."""
@@ -325,6 +326,7 @@ def test_a_loop_that_is_kept(device, depth, cache):
     assert differing(case.state(), wanted_of(device, batches)) == []
 
 
+@pytest.mark.slow_on_standin
 @overlapped
 def test_a_loop_that_is_dropped(device, depth, cache):
     """It ends when nobody holds it, without the garbage collector; or with it, where it is in a cycle."""

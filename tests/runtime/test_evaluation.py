@@ -123,6 +123,7 @@ def test_gradients_after_an_evaluation_are_refused(device, depth, cache):
     assert case.tables["users"].step == 3
 
 
+@pytest.mark.slow_on_standin
 @overlapped
 def test_writing_back_in_the_middle(device, depth, cache):
     """The host's tables are then those of the steps so far."""

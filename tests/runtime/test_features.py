@@ -92,6 +92,7 @@ def kinds():
 KINDS = kinds()
 
 
+@pytest.mark.slow_on_standin
 @pytest.mark.parametrize("where", ["host", "host, cached", "device"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_feature(device, kind, where):

@@ -9,6 +9,7 @@ from hostdev.pipeline import passes
 from tests.runtime.cases import BodyError, Case, batches_of, differing, ids, overlapped, wanted_of
 
 
+@pytest.mark.slow_on_standin
 @overlapped
 def test_an_iterator_is_gone_on_with(device, depth, cache):
     """What was read of it and not given out comes first in the next loop; in an evaluation as well."""

@@ -16,6 +16,7 @@ def spoiled(rows, at, value):
     leaf.rows.grad[len(leaf.rows) // 2, 0] = value
 
 
+@pytest.mark.slow_on_standin
 @pytest.mark.parametrize(("at", "value"), [("users", float("nan")), ("first", float("inf")), ("words", -float("inf"))])
 @PLACES
 @overlapped
@@ -97,6 +98,7 @@ def guarded(case, batches, spoil, *, only=None):
     return [outcome.get() for outcome in outcomes]
 
 
+@pytest.mark.slow_on_standin
 @pytest.mark.parametrize("where", ["dense", "rows", "loss"])
 @PLACES
 @overlapped

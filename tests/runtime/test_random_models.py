@@ -197,6 +197,7 @@ def test_any_model_has_the_bits_of_a_serial_loop_200_examples(device, draw):
     check(draw, device)
 
 
+@pytest.mark.slow_on_standin
 @pytest.mark.parametrize("cache", [None, "lru"])
 @pytest.mark.parametrize("group", range(4))
 def test_a_hazard_that_is_not_seen_is_found(device, group, cache):
