@@ -304,6 +304,7 @@ def _run_some() -> None:
 
 def _work(queue: Queue) -> None:
     """A stream's thread: run its tasks, and end when there are none."""
+    torch.set_num_threads(torch.get_num_threads())  # or a new thread's first products take more, to other last bits
     while True:
         with queue.changed:
             if not queue.pending:
