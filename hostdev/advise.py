@@ -17,6 +17,7 @@ from torch import nn
 
 from hostdev.cache.options import MOST_WINDOW, POLICIES, WINDOW, rows_of
 from hostdev.cache.planner import Statistics, planner_bytes
+from hostdev.cache.prices import Costs
 from hostdev.cache.simulation import OPTIMUM, Simulation, add_up
 from hostdev.core import cli
 from hostdev.core.errors import UserError
@@ -216,16 +217,15 @@ def simulate(
     different = dict.fromkeys(tuple(max(1, rows_of(share, group.rows)) for group in groups) for share in SHARES)
     sizes = list(zip(*different, strict=True))  # of each group
     needed = sum(
-        planner_bytes(group.rows, capacity, policy, window)
+        len(POLICIES) * planner_bytes(group.rows, capacity)
         for group, mine in zip(groups, sizes, strict=True)
         for capacity in mine
-        for policy in POLICIES
     )
     if needed > available_bytes():
         raise UserError(f"the simulation needs {gib(needed)}, but {gib(available_bytes())} of host memory are free")
     counts = counts_of(model, settings.data or lookalike.ensure()[0], found, reader)
     simulations = [
-        Simulation(group.rows, mine, steps, each, window)
+        Simulation(group.rows, mine, steps, each, window, Costs.of_bytes(group.passing, group.whole))
         for group, mine, each in zip(groups, sizes, counts, strict=True)
     ]  # fmt: skip
     with bar(steps, "simulating", "step") as progress:

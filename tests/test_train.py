@@ -170,6 +170,9 @@ def test_a_run_with_a_cache(device, trained, small_data, tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"cache    {cache['rows']:,} rows of each table, " in out
     assert f"{cache['hit_rate']:.2%} of uses hit, the offline optimum {cache['optimal_hit_rate']:.2%}; a step" in out
+    assert cache["bytes_of_these"] == cache["bytes_to_device"] + cache["bytes_to_host"]
+    assert 0 < cache["least_bytes"] <= cache["bytes_of_these"]
+    assert f", {cache['bytes_of_these'] / cache['least_bytes']:.3f} times the least possible" in out
 
 
 def test_the_summary_is_there_before_the_optimum(trained, small_data, tmp_path, capsys, monkeypatch):

@@ -10,9 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hostdev.cache import bound
 from hostdev.cache.optimum import fits, optimal
 from hostdev.cache.options import WINDOW, rows_of
 from hostdev.cache.planner import Ids, Plan, Planner, Positions, Statistics, planner_bytes
+from hostdev.cache.prices import Costs
 from hostdev.cache.slots import CachedTable, DeviceSlots
 from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, gib, row_bytes
@@ -41,7 +43,7 @@ class EmbeddingCache:
     policy         "lookahead", "lru", "lfu" or "static"; see `hostdev.cache.planner.Planner`
     device         of the slots
     window         batches to look ahead
-    counts         [V], how often each row is used: for "static"
+    counts         [V], how often each row is used, in any unit: "static" needs it, and "lookahead" moves fewer bytes
     record         keep the batches' ids, at most 16 million: `summary` then has the offline optimum
     log            where the planning's durations go
 
@@ -71,11 +73,12 @@ class EmbeddingCache:
         capacity = rows_of(capacity_rows, self.rows)
         self.device = require(device)
         _require(capacity, self.tables, self.device)
-        needed, free = planner_bytes(self.rows, capacity, policy, window), available_bytes()
+        needed, free = planner_bytes(self.rows, capacity), available_bytes()
         if needed > free:
             raise UserError(f"the cache's plan needs {gib(needed)}, but {gib(free)} of host memory are free")
-        moves = max(1 + len(table.optimizer.slots) for table in self.tables)
-        self.planner = Planner(self.rows, capacity, policy, window=window, counts=counts, moves=moves)
+        self._row_bytes = row_bytes((table.dim, table.optimizer) for table in self.tables)
+        self._costs = Costs.of_bytes(*self._row_bytes)
+        self.planner = Planner(self.rows, capacity, policy, window=window, counts=counts, costs=self._costs)
         self.slots = [DeviceSlots(capacity, table, self.device) for table in self.tables]
         self._resident = [np.full(capacity, -1, np.int32) for _ in self.tables]  # the row in each slot, after steps
         self._exchanged: deque[tuple[Plan, int]] = deque()  # by steps, and not yet in `_resident`
@@ -200,16 +203,19 @@ class EmbeddingCache:
                 yield table, slots, resident[part], part
 
     def summary(self, *, optimum: bool = True) -> dict[str, Any]:
-        """Return the statistics, and beside them the hit rate of the offline optimum over the first batches.
+        """Return the statistics, and beside them what the best cache could have done on the first batches.
 
-        optimum  simulate it, which takes up to seconds, unless memory is short or nothing was recorded; over
+        optimum  compute it, which takes up to seconds, unless memory is short or nothing was recorded; over
                  `optimal_batches` batches, of at most 16 million unique ids, on which the cache itself had
-                 `hit_rate_of_these`
+                 `hit_rate_of_these` and moved `bytes_of_these`: the highest hit rate, and, of another cache, the
+                 fewest bytes, both ways
         """
-        total = self.planner.statistics
-        down, up = total.bytes_moved(*row_bytes((table.dim, table.optimizer) for table in self.tables))
-        possible = optimum and bool(self._recorded) and fits(self._recorded, self.rows, self.capacity)
+        total, these = self.planner.statistics, self._at_first
+        down, up = total.bytes_moved(*self._row_bytes)
+        unique = sum(len(ids) for ids, _ in self._recorded)
+        possible = optimum and unique and fits(self._recorded, self.rows, self.capacity) and bound.fits(unique)
         best = optimal(self._recorded, self.rows, self.capacity) if possible else None
+        uses = bound.uses_of([ids for ids, _ in self._recorded]) if possible else None
         return {
             "rows": self.capacity,
             "policy": self.planner.policy,
@@ -219,12 +225,14 @@ class EmbeddingCache:
             "unique_hit_rate": round(total.unique_hit_rate, 6),
             "optimal_hit_rate": round(best.hit_rate, 6) if best is not None else None,
             "optimal_batches": best.batches if best is not None else None,
-            "hit_rate_of_these": round(self._at_first.hit_rate, 6),
+            "hit_rate_of_these": round(these.hit_rate, 6),
             "admitted": total.admitted,
             "evicted": total.evicted,
             "bypassed": total.passed,
             "bytes_to_device": down,
             "bytes_to_host": up,
+            "least_bytes": round(bound.least_cost(uses, self.capacity, self._costs)) if uses is not None else None,
+            "bytes_of_these": sum(these.bytes_moved(*self._row_bytes)),
         }
 
 

@@ -4,7 +4,6 @@ A row enters when a batch uses it and leaves when a better one needs its slot; a
 after the batch's step, so rows that the batch uses may leave too. What is not worth its transfers passes by.
 """
 
-import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ import numpy.typing as npt
 
 from hostdev.cache import planning
 from hostdev.cache.options import MOST_WINDOW, POLICIES, WINDOW
-from hostdev.cache.planning import KEYS, LOOKAHEAD, STATIC, STEPS_PER_OCTAVE
+from hostdev.cache.planning import FINE_BITS, KEYS, LOOKAHEAD, STATIC, Now
+from hostdev.cache.prices import MOST_BITS, Costs, index_of, prices
 from hostdev.kernels.buffers import aligned_empty, identity, scratch
 from hostdev.kernels.pool import parallel_for, ranges, run_tasks
 from hostdev.kernels.unique import count_uses
@@ -25,6 +25,12 @@ Positions = npt.NDArray[np.int32]
 
 _MOST_ROWS = 2**31 - 1  # a slot is an int32
 _GRAIN = 1 << 14
+_GATE, _LOWEST_GATE = 0.85, 0.01  # of what the last member saves in a batch, and rows
+_DECAY = 2 ** (-1 / 15)  # a batch, of what was used of late
+_WATCHED, _WATCHED_OF_BATCH = 1024, 64  # rows
+_FORGOTTEN = 0.97  # of what a batch has told of the counts is left with the next
+_WEIGHTS = np.array([planning.SURE, 64, 32, 16, 8, 4, 2, 1, 0.5], np.float32)
+_DECAYS = np.float32(_DECAY) ** np.arange(planning.DECAYS, dtype=np.float32)
 _SCANNED, _SCANNED_PER_SWAP = 1 << 14, 8  # slots, at least
 
 
@@ -102,9 +108,9 @@ class Statistics:
         return self.unique_hits / self.unique if self.unique else 0.0
 
 
-def planner_bytes(rows: int, capacity: int, policy: str, window: int) -> int:
+def planner_bytes(rows: int, capacity: int) -> int:
     """Return the bytes of a planner."""
-    return rows * 2 * _ring_of(policy, window) + capacity * 4
+    return rows * 4 * planning.WORDS + capacity * 4
 
 
 class Planner:
@@ -112,15 +118,16 @@ class Planner:
 
     rows      V, at most 2^31 - 1
     capacity  slots, in 0..V
-    policy    "lookahead": the density of the next use within the window, the frequency beyond it; "lru"; "lfu", by the
-              uses so far, of rows that are not cached too; "static": those with the largest `counts`. Of more than
-              16,384 slots a part in turn is searched for the rows that leave, with each batch another
-    window    how many batches the caller announces ahead of the one that is planned, at most 32; lookahead only
-    counts    [V], how often each row is used: "static" needs it, others ignore it
-    moves     rows that go each way when one is exchanged, 1 + slots of the optimizer: lookahead exchanges rows only for
-              a gain of a factor 1 + moves / 6 in density
+    policy    "lookahead": what costs least, by the uses within the window and how likely a row is beyond it; "lru";
+              "lfu", by the uses so far, of rows that are not cached too; "static": those with the largest `counts`. Of
+              more than 16,384 slots a part in turn is searched for the rows that leave, with each batch another
+    window    how many batches the caller announces ahead of the one that is planned, at most 32, of which the first 16
+              are told apart and all count for how likely a row is; lookahead only
+    counts    [V], how often each row is used, in any unit: "static" needs it; lookahead goes by it where it tells what
+              comes, and by what came where that tells more; others ignore it
+    costs     of a row that passes by, is admitted, is evicted: lookahead only
 
-    Memory: 32 bytes a row, 64 for a window above 16, and 4 a slot; the ids of the announced batches are kept.
+    Memory: 32 bytes a row, and 4 a slot; the ids of the announced batches are kept.
     """
 
     def __init__(
@@ -131,29 +138,35 @@ class Planner:
         *,
         window: int = WINDOW,
         counts: npt.NDArray[Any] | None = None,
-        moves: float = 3.0,
+        costs: Costs = Costs(),  # noqa: B008 (immutable)
     ) -> None:
         kind = _kind(policy)
         if not 0 <= capacity <= rows <= _MOST_ROWS:
             raise ValueError(f"a cache needs 0 <= capacity <= rows <= {_MOST_ROWS}, not {capacity} of {rows}")
         if not 0 <= window <= MOST_WINDOW:
             raise ValueError(f"the window must be in 0..{MOST_WINDOW} batches, not {window}")
+        if counts is not None and np.shape(counts) != (rows,):
+            raise ValueError(f"counts must have the shape ({rows},), not {np.shape(counts)}")
         self.rows, self.capacity, self.policy = rows, capacity, policy
         self.window = window if kind == LOOKAHEAD else 0
         self.statistics = Statistics()
         self.filled = 0  # slots taken; one that was never becomes free again
         self.slot_ids = np.full(capacity, -1, np.int32)  # the row in each slot
         self._kind = kind
-        self._margin = round(math.log2(1 + moves / 6) * STEPS_PER_OCTAVE) if kind == LOOKAHEAD else 0
-        self._ring = _ring_of(policy, window)
-        self._coming = aligned_empty((rows, 2 * self._ring), np.uint8)  # 32 or 64 bytes a row: within a cache line
-        self._coming.fill(0)
-        self._rows = self._coming.view(np.int32)
+        self._margin = (1 << FINE_BITS) - 1 if kind == LOOKAHEAD else 0
+        self._values = aligned_empty((rows, planning.WORDS), np.float32)  # 32 bytes a row: within a cache line
+        self._values.fill(0)
+        self._rows = self._values.view(np.int32)
         self._rows[:, planning.LAST] = self._rows[:, planning.SLOT] = -1
         if kind == STATIC:
             self._rows[:, planning.COUNT] = _most_used(counts, rows, capacity)
-        self._prices = np.empty((MOST_WINDOW + 1, 256), np.uint16)
-        planning.densities(self._prices)
+        self._bits = min(self.window, MOST_BITS)
+        self._indices = prices(costs, self._bits)  # of 0 bits, and not used, for others
+        self._counts = counts if kind == LOOKAHEAD else None  # until the first batch tells how many uses a batch has
+        self._least: np.float32 = np.float32(0)
+        self._gate, self._counted = 0, False
+        self._watched = np.empty(0, np.int32)  # rows by which the counts are judged
+        self._scores, self._believed = np.zeros(len(_WEIGHTS)), _WEIGHTS[0]
         self._scanned = 0  # slots, so far, for those to leave
         self._swapped = 0  # rows that left with the batch before
         self._announced: deque[tuple[Ids, Positions]] = deque()
@@ -171,18 +184,22 @@ class Planner:
         """
         if len(self._announced) > self.window:
             raise ValueError(f"{len(self._announced)} batches are announced; plan one before the next")
-        number = self._planned + len(self._announced)
+        if self._counts is not None:
+            self._expect(self._counts, int(uses.sum()))
+        now = self._now(self._planned + len(self._announced))
         self._announced.append((ids, uses))
-        args = (ids, uses, number, self._ring, self._kind, self._rows, self._coming)
+        args = (ids, uses, now, self._rows, self._values, _DECAYS)
         parallel_for(planning.announce, len(ids), *args, grain=_GRAIN)
+        if self._kind == LOOKAHEAD:
+            self._learn(ids, now)
 
     def plan(self) -> Plan:
         """Plan the earliest announced batch."""
+        now = self._now(self._planned + len(self._announced) - 1)
         ids, uses = self._announced.popleft()
-        number, U = self._planned, len(ids)
+        U = len(ids)
         self._planned += 1
-        rate, far = np.float32(1 / (self._planned + len(self._announced))), np.float32(1 / (self.window + 1))
-        known = (number, self._ring, self._kind, rate, far, self._rows, self._coming, self._prices)
+        known = (now, self._rows, self._values, _DECAYS, self._indices)
         hits, hit_slots, missed = (scratch(name, (U,), np.int32) for name in ("hits", "hit_slots", "missed"))
         keys = scratch("keys", (U,), np.uint16)
         pieces = ranges(U, _GRAIN)
@@ -213,6 +230,49 @@ class Planner:
         self._count(plan, int(hit_uses.sum()), int(all_uses.sum()))
         return plan
 
+    def _now(self, latest: int) -> Now:
+        """Return what rows are valued by; `latest` is the last announced batch."""
+        return Now(
+            number=self._planned,
+            latest=latest,
+            kind=self._kind,
+            bits=self._bits,
+            believed=self._believed,
+            per_batch=np.float32((1 - _DECAY) / (1 - _DECAY ** (latest + 1))),
+            per_announced=np.float32(0 if self._counted else 1 / (latest + 1)),
+            least=self._least,
+            gate=self._gate if self._believed >= planning.SURE else 0,
+        )
+
+    def _learn(self, ids: Ids, now: Now) -> None:
+        """Weigh counts against uses of late by how well both have told which rows the new batch uses."""
+        if now.latest > 0:
+            self._scores *= _FORGOTTEN
+            known = self._now(now.latest - 1)._replace(latest=now.latest)  # rates of before
+            planning.judge(self._watched, known, self._rows, self._values, _DECAYS, _WEIGHTS, self._scores)
+            self._believed = _WEIGHTS[np.argmax(self._scores)]
+        fresh = ids[:: max(1, len(ids) // _WATCHED_OF_BATCH)][:_WATCHED_OF_BATCH]
+        self._watched = np.concatenate([self._watched, fresh.astype(np.int32)])[-_WATCHED:]
+
+    def _expect(self, counts: npt.NDArray[Any], uses: int) -> None:
+        """Take down how likely a batch of so many uses has each row, by the counts, and the rows that it has most."""
+        self._counts = None
+        total = float(counts.sum(dtype=np.float64))
+        self._counted = total > 0
+        if not self._counted or not self.capacity:
+            return
+        weights = np.ascontiguousarray(counts, np.float32)
+        parallel_for(planning.chances, self.rows, weights, np.float32(uses / total), self._values, grain=_GRAIN)
+        chances = self._values[:, planning.CHANCE]
+        self._least = np.partition(chances, self.rows - self.capacity)[self.rows - self.capacity]
+        member = chances > self._least
+        alike = np.flatnonzero(chances == self._least)
+        member[alike[: self.capacity - np.count_nonzero(member)]] = True
+        if np.issubdtype(counts.dtype, np.integer):
+            member &= counts > 1  # a row that is used once in an epoch pays for no transfer
+        self._rows[:, planning.MEMBER] = member
+        self._gate = index_of(2 * _GATE * float(self._least) + _LOWEST_GATE) << FINE_BITS
+
     def restore(self, slot_ids: Positions) -> None:
         """Forget what is announced, and take over these rows [C] as cached, -1 for none, behind all others.
 
@@ -222,7 +282,8 @@ class Planner:
         if len(taken) and taken[-1] >= len(taken):
             raise ValueError("slots are taken from the first on, and here some before the last row's are free")
         for ids, uses in self._announced if self._kind != STATIC else ():
-            counts = self._rows[ids, planning.COUNT] - uses  # of which an interrupted `announce` has added only some
+            added = 1 if self._kind == LOOKAHEAD else uses
+            counts = self._rows[ids, planning.COUNT] - added  # of which an interrupted `announce` has added only some
             self._rows[ids, planning.COUNT] = np.maximum(counts, 0)
         self._announced.clear()
         self.slot_ids[:] = slot_ids
@@ -280,11 +341,6 @@ class Planner:
         total.evicted += len(plan.evicted)
 
 
-def _ring_of(policy: str, window: int) -> int:
-    """How many batches a row remembers; 16 fit into 32 bytes, 32 into 64."""
-    return 32 if window > 16 and _kind(policy) == LOOKAHEAD else 16
-
-
 def _kind(policy: str) -> int:
     if policy not in POLICIES:
         raise ValueError(f"the policy must be one of {', '.join(POLICIES)}, not {policy!r}")
@@ -293,9 +349,8 @@ def _kind(policy: str) -> int:
 
 def _most_used(counts: npt.NDArray[Any] | None, rows: int, capacity: int) -> npt.NDArray[np.int32]:
     """Mark the most frequent rows, int32 [V]: the first of equally frequent ones."""
-    shape = None if counts is None else np.shape(counts)
-    if counts is None or shape != (rows,):
-        raise ValueError(f"the policy static needs counts of shape ({rows},), not {shape}")
+    if counts is None:
+        raise ValueError(f"the policy static needs counts of shape ({rows},), not None")
     chosen = np.zeros(rows, np.int32)
     chosen[np.argsort(-np.asarray(counts, np.float64), kind="stable")[:capacity]] = 1
     return chosen
@@ -337,8 +392,9 @@ def renumber(inverse: Positions, places: Positions) -> Positions:
 
 def warm_up(id_dtype: npt.DTypeLike) -> None:
     """Compile, or load from numba's cache, all kernels of a planner for ids of this dtype."""
-    planner = Planner(8, 1, window=1)
-    for row, uses in ((0, 1), (1, 8), (1, 8), (2, 1)):
-        planner.announce(np.array([row], id_dtype), count_uses(np.zeros(uses, np.int32), 1))
-        if len(planner) > 1:
-            renumber(np.zeros(1, np.int32), planner.plan().places)
+    for counts in (None, np.arange(8)):
+        planner = Planner(8, 1, window=1, counts=counts)
+        for row, uses in ((0, 1), (1, 8), (1, 8), (2, 1)):
+            planner.announce(np.array([row], id_dtype), count_uses(np.zeros(uses, np.int32), 1))
+            if len(planner) > 1:
+                renumber(np.zeros(1, np.int32), planner.plan().places)

@@ -1,41 +1,52 @@
 """The kernels of `planner`: what is known of rows and coming batches, what a row is worth, who enters and leaves.
 
-V rows, C slots, U unique ids of a batch. All that is known of a row lies in one cache line:
+V rows, C slots, U unique ids of a batch. All that is known of a row lies in half a cache line:
 
-    rows    int32 [V, width / 4]: the last announced batch that uses the row; a bit for each of the 32 batches up to
-            that one, bit k for the one k before it; the row's slot or -1; its uses in all batches announced so far;
-            the others for `coming`
-    coming  uint8 [V, width], a view of `rows`: from byte 16 on a ring of R batches, how often each uses the row, as a
-            code of 8 bits: exact below 16, above in steps of 1/8 to 1/16
+    rows    int32 [V, 8]: the last announced batch that uses the row; a bit for each of the 32 batches up to that one,
+            bit k for the one k before it; the row's slot or -1; its uses in all batches announced so far, for lookahead
+            the batches that use it, for static 1 if it is to be cached
+    values  float32 [V, 8], a view of `rows`: at 4 how often batches have used it, the last ones most, as of the last
+            that did; at 5 how likely a batch uses it by its count; in `rows`, at 6, 1 for the C likeliest by that
 
-A row is worth a key of 12 bits, 64 steps an octave, so that ranks come from a histogram. The lookahead key is the
-density of a row's next use: its uses in the next batch that has it, over the number of batches until then. To keep a
-row from one use to the next takes a slot for that long and spares that many misses, so by the linear program of offline
-caching an interval is worth keeping if its density is above the price of a slot. Belady's rule, the nearest next use
-first, is the same with every batch counting one use.
-
-Sources: Belady, "A Study of Replacement Algorithms for a Virtual-Storage Computer", IBM Systems Journal 5 (1966);
-Berger, Beckmann & Harchol-Balter, "Practical Bounds on Optimal Caching with Variable Object Sizes", SIGMETRICS 2018
-(intervals as flow); Albers, Arora & Khanna, "Page Replacement for General Caching Problems", SODA 1999 (the program).
+A row is worth a key of 12 bits, so that ranks come from a histogram. That of lookahead is the index of `prices`, by the
+batches that are known and by how likely one beyond them uses the row, and then that likelihood; others have 64 steps
+an octave of a number.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from hostdev.cache.prices import ENTER, RATES, STAY
 from hostdev.kernels.jit import inline, kernel, prefetch_to_read
 
 LOOKAHEAD, LRU, LFU, STATIC = range(4)  # as in `options.POLICIES`
 
 KEYS = 1 << 12
-STEPS_PER_OCTAVE = 64
+FINE_BITS = 4  # of a key, below the index
 _DROPPED_BITS = 17  # of float32's 23 bits behind the point; 6 are kept
 _LOWEST = (127 - 32) << 6  # the key of 2 ** -32
-LAST, BEFORE, SLOT, COUNT = range(4)  # of a row
-RING = 16  # the byte of a row where its ring begins
+LAST, BEFORE, SLOT, COUNT, RECENT, CHANCE, MEMBER = range(7)  # of a row
+WORDS = 8  # of a row
+SURE = 1e6  # uses; what is believed as much is not doubted
+DECAYS = 512  # batches, after which a use is forgotten
 _AHEAD = 64  # rows; asked for to be read, a line comes to the second cache, of which more may be on their way
 _BLOCK = 256  # rows, which stay in the nearest caches
 _MOST_USES = 2**30
+
+
+class Now(NamedTuple):
+    """What all rows of a batch that is planned are valued by."""
+
+    number: int  # of the batch that is planned
+    latest: int  # of the last that is announced
+    kind: int
+    bits: int  # of the index table: batches that it tells apart
+    believed: np.float32  # uses seen of late that weigh as much as what the counts say
+    per_batch: np.float32  # 1 / the batches that count for what was used of late, decayed alike
+    per_announced: np.float32  # 1 / batches so far, where they are all that tells how likely a row is; else 0
+    least: np.float32  # a chance that is sure to enter free slots
+    gate: int  # the key above which others do
 
 
 @inline
@@ -46,91 +57,88 @@ def _key_of(value: Any) -> Any:
 
 
 @inline
-def _encode(uses: Any) -> Any:
-    """Uses in 8 bits: below 16 as they are, above as a float32's exponent and first 3 bits."""
-    steps: Any = np.int64(np.float32(uses).view(np.uint32)) >> 20
-    return np.uint8(uses if uses < 16 else steps - 1032)
+def _coming(rows: Any, row: Any, now: Any) -> Any:
+    """Return the announced batches that use the row, as the index table has them: the nearest is the highest bit."""
+    later: Any = min(max(np.int64(rows[row, LAST]) - np.int64(now.number), 0), 32)
+    used = np.uint64(np.uint32(rows[row, BEFORE])) & ((np.uint64(1) << np.uint64(later)) - np.uint64(1))
+    return (used << np.uint64(32)) >> np.uint64(later + 32 - now.bits)
 
 
 @inline
-def _decode(code: Any) -> Any:
-    step: Any = max(np.int64(code) - 16, 0)
-    return np.int32(code if code < 16 else (8 + (step & 7)) << ((step >> 3) + 1))
+def _mean(counted: Any, of_late: Any, believed: Any, per_batch: Any) -> Any:
+    """Return the mean of two chances, the first of which weighs as much as `believed` uses seen of late."""
+    weight = believed / (believed + max(counted, of_late) / per_batch)
+    return of_late + (counted - of_late) * weight
+
+
+@inline
+def _chance(rows: Any, values: Any, row: Any, now: Any, decays: Any) -> Any:
+    """Return how likely a batch uses the row that nobody knows yet."""
+    ago = np.uint64(min(now.latest - rows[row, LAST], DECAYS - 1))
+    counted = values[row, CHANCE] + np.float32(rows[row, COUNT]) * now.per_announced
+    of_late = values[row, RECENT] * decays[ago] * now.per_batch
+    return min(_mean(counted, of_late, now.believed, now.per_batch), np.float32(1))
+
+
+@inline
+def _index(chance: Any, coming: Any, indices: Any) -> Any:
+    """Return the key of a row of this chance: its index, of `indices` [RATES, 2 ** bits], and 4 bits of the chance."""
+    steps: Any = np.int64(np.float32(chance).view(np.uint32))
+    rate = min(max((127 << 1) - (steps >> 22), 0), RATES - 1)
+    fine = (steps >> (22 - FINE_BITS)) & ((1 << FINE_BITS) - 1)
+    return (np.int64(indices[np.uint64(rate), coming]) << FINE_BITS) | fine
 
 
 @kernel
-def densities(keys: Any) -> None:
-    """Write the key of each next use, uint16 [1 + most batches ahead, 256]: so many ahead, with uses of that code."""
-    keys[0] = 0
-    for ahead in range(1, len(keys)):
-        for code in range(256):
-            keys[ahead, code] = _key_of(np.float32(_decode(code)) / np.float32(ahead))
-
-
-@inline
-def _next_use(rows: Any, row: Any, number: Any) -> Any:
-    """Return how many batches after `number` the next announced one comes that uses the row; 0: none does."""
-    later: Any = np.int64(rows[row, LAST]) - np.int64(number)  # batches
-    used = np.int64(np.uint32(rows[row, BEFORE])) & ((np.int64(1) << np.int64(max(later, 0))) - 1)
-    highest = (np.float64(used).view(np.int64) >> 52) - 1023  # the exponent of a number is the place of its first bit
-    return later - highest if used else np.int64(0)
-
-
-@inline
-def _density(ahead: Any, number: Any, ring: Any, coming: Any, row: Any, prices: Any) -> Any:
-    """Return the key of the row's next use, `ahead` batches after `number`; 0 for none."""
-    place = np.uint64(RING) + (np.uint64(number + ahead) & np.uint64(ring - 1))
-    return prices[np.uint64(ahead), np.uint64(coming[row, place])]
-
-
-@inline
-def _frequency(count: Any, rate: Any, far: Any) -> Any:
-    """Return the key of a row whose next use is not known.
-
-    count  its uses so far
-    rate   1 / number of batches known so far
-    far    1 / batches until a use that is not known, at least
-    """
-    value = np.float32(min(np.float32(max(count, 1)) * rate, far))
-    steps: Any = np.int64(value.view(np.uint32)) >> _DROPPED_BITS
-    return np.uint16(steps - _LOWEST)  # of 2 ** -31 to 1: no need to look for the ends
-
-
-@kernel
-def announce(
-    start: Any, stop: Any, ids: Any, uses: Any, number: Any, ring: Any, kind: Any, rows: Any, coming: Any,
-) -> None:  # fmt: skip
-    """Take in ids[start:stop] of batch `number`; `ring` is the length of that, a power of two."""
-    end, place = np.uint64(stop), np.uint64(RING) + (np.uint64(number) & np.uint64(ring - 1))
+def announce(start: Any, stop: Any, ids: Any, uses: Any, now: Any, rows: Any, values: Any, decays: Any) -> None:
+    """Take in ids[start:stop] of batch `now.latest`."""
+    end, number = np.uint64(stop), np.int64(now.latest)
     for p in range(np.uint64(start), end):
         if p + np.uint64(_AHEAD) < end:
             prefetch_to_read(rows, ids[p + np.uint64(_AHEAD)], 1)
         row = np.uint64(ids[p])
-        gone: Any = min(np.int64(number) - np.int64(rows[row, LAST]), 63)
-        before = np.uint64(np.uint32(rows[row, BEFORE])) << np.uint64(gone)
+        gone: Any = number - np.int64(rows[row, LAST])
+        before = np.uint64(np.uint32(rows[row, BEFORE])) << np.uint64(min(gone, 63))
         rows[row, LAST], rows[row, BEFORE] = number, np.uint32(before | np.uint64(1))
-        coming[row, place] = _encode(uses[p])
-        if kind != STATIC:
+        if now.kind == LOOKAHEAD:
+            values[row, RECENT] = values[row, RECENT] * decays[np.uint64(min(gone, DECAYS - 1))] + np.float32(1)
+            rows[row, COUNT] += 1
+        elif now.kind != STATIC:
             rows[row, COUNT] = min(np.int64(rows[row, COUNT]) + uses[p], _MOST_USES)
 
 
 @kernel
+def judge(watched: Any, now: Any, rows: Any, values: Any, decays: Any, weights: Any, scores: Any) -> None:
+    """Add to `scores` [K] how likely batch `now.latest` was, if counts weigh weights[k] uses.
+
+    The logarithm, of Poisson's law, over rows `watched`, once that batch is announced; rates in `now` are of before.
+    """
+    decay = decays[1]
+    for i in range(len(watched)):
+        row = np.uint64(watched[i])
+        used = np.int64(rows[row, LAST] == now.latest)
+        ago = np.uint64(min(now.latest - rows[row, LAST], DECAYS - 1))
+        counted = values[row, CHANCE] + np.float32(rows[row, COUNT] - used) * now.per_announced
+        of_late = (values[row, RECENT] * decays[ago] - np.float32(used)) / decay * now.per_batch
+        for k in range(len(weights)):
+            chance = min(max(_mean(counted, of_late, weights[k], now.per_batch), np.float32(1e-4)), np.float32(1))
+            scores[k] += (np.log(chance) if used else np.float32(0)) - chance
+
+
+@kernel
 def classify(
-    start: Any, stop: Any, ids: Any, uses: Any, number: Any, ring: Any, kind: Any, rate: Any, far: Any,
-    rows: Any, coming: Any, prices: Any,
+    start: Any, stop: Any, ids: Any, uses: Any, now: Any, rows: Any, values: Any, decays: Any, indices: Any,
     hits: Any, hit_slots: Any, missed: Any, keys: Any, histograms: Any, totals: Any, piece: Any,
 ) -> None:  # fmt: skip
-    """Find the slots of ids[start:stop] of batch `number`, and what those are worth that have none.
+    """Find the slots of ids[start:stop] of batch `now.number`, and what those are worth that have none.
 
-    rate, far        as `_frequency` takes them
-    prices           uint16 [any, 256], by `densities`
+    indices          uint8 [2, RATES, 2 ** bits], by `prices`
     hits, hit_slots  int32 [U], written from `start` on: the positions of ids with a slot, and these; ascending
     missed, keys     int32 and uint16 [U], the same for those without one, and their keys; 0 for one that is to pass by
     histograms       int32 [pieces, KEYS], histograms[piece] added to: how many ids without a slot have each key
     totals           int64 [pieces, 3], written: ids with a slot, their uses, all uses
     """
-    histogram, end, block = histograms[piece], np.uint64(stop), np.uint64(_BLOCK)
-    choice = np.ones(4, np.uint16)  # 0: nothing speaks for the row, which may go where a slot is free
+    histogram, end, block, entering = histograms[piece], np.uint64(stop), np.uint64(_BLOCK), indices[ENTER]
     h = m = valued = np.uint64(start)
     hit_uses = all_uses = np.int64(0)
     for begin in range(np.uint64(start), end, block):
@@ -143,16 +151,15 @@ def classify(
             h, m = h + np.uint64(hit), m + np.uint64(not hit)
             hit_uses, all_uses = hit_uses + used * np.int64(hit), all_uses + used
         for i in range(valued, m):
-            at = np.uint64(missed[i])
-            row = np.uint64(ids[at])
-            count = rows[row, COUNT]
-            if kind == LOOKAHEAD:
-                ahead = _next_use(rows, row, number)
-                choice[1], choice[2] = _frequency(count, rate, far), _density(ahead, number, ring, coming, row, prices)
-                choice[3] = choice[2]
-                key = choice[np.uint64(ahead > 0) << np.uint64(1) | np.uint64(count > uses[at])]
+            row = np.uint64(ids[np.uint64(missed[i])])
+            if now.kind == LOOKAHEAD:
+                chance = _chance(rows, values, row, now, decays)
+                index: Any = _index(chance, _coming(rows, row, now), entering)
+                sure = (rows[row, MEMBER] > 0) | ((now.believed < SURE) & (chance >= now.least))
+                willing = (sure & (index >= 1 << FINE_BITS)) | (index > now.gate)
+                key = np.uint16(index * np.int64(willing))
             else:
-                key = _key_of(1.0) if kind == LRU else _key_of(count)  # static: more than 0 if it is to be cached
+                key = _key_of(1.0) if now.kind == LRU else _key_of(rows[row, COUNT])  # static: above 0 to be cached
             keys[i] = key
             histogram[np.uint64(key)] += 1
         valued = m
@@ -161,29 +168,34 @@ def classify(
 
 @kernel
 def score(
-    start: Any, stop: Any, slot_ids: Any, number: Any, ring: Any, kind: Any, rate: Any, far: Any,
-    rows: Any, coming: Any, prices: Any, first: Any, keys: Any, histograms: Any, piece: Any,
+    start: Any, stop: Any, slot_ids: Any, now: Any, rows: Any, values: Any, decays: Any, indices: Any,
+    first: Any, keys: Any, histograms: Any, piece: Any,
 ) -> None:  # fmt: skip
     """Write the keys of the rows in slots [start, stop) to keys uint16 from `start` - `first` on, and count them.
 
     A row goes if a newcomer's key is larger, by the margin.
     """
-    histogram, end, choice = histograms[piece], np.uint64(stop), np.empty(2, np.uint16)
+    histogram, end, staying = histograms[piece], np.uint64(stop), indices[STAY]
     for s in range(np.uint64(start), end):
         if s + np.uint64(_AHEAD) < end:
             prefetch_to_read(rows, slot_ids[s + np.uint64(_AHEAD)], 1)
         row = np.uint64(slot_ids[s])
-        if kind == LOOKAHEAD:
-            ahead = _next_use(rows, row, number)
-            choice[0] = _frequency(rows[row, COUNT], rate, far)
-            choice[1] = _density(ahead, number, ring, coming, row, prices)
-            key = choice[np.uint64(ahead > 0)]
-        elif kind == LRU:
-            key = _key_of(np.float32(1) / np.float32(number - rows[row, LAST] + 1))
+        if now.kind == LOOKAHEAD:
+            chance = _chance(rows, values, row, now, decays)
+            key = np.uint16(_index(chance, _coming(rows, row, now), staying))
+        elif now.kind == LRU:
+            key = _key_of(np.float32(1) / np.float32(now.number - rows[row, LAST] + 1))
         else:
             key = _key_of(rows[row, COUNT])
         keys[s - np.uint64(first)] = key
         histogram[np.uint64(key)] += 1
+
+
+@kernel
+def chances(start: Any, stop: Any, counts: Any, per_use: Any, values: Any) -> None:
+    """Write the chances that a batch uses the rows [start, stop); `per_use` is its uses over the sum of counts."""
+    for row in range(np.uint64(start), np.uint64(stop)):
+        values[row, CHANCE] = np.float32(1) - np.exp(np.float32(-per_use * np.float32(counts[row])))
 
 
 @kernel

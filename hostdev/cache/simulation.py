@@ -10,6 +10,7 @@ import numpy.typing as npt
 from hostdev.cache.optimum import optimal
 from hostdev.cache.options import POLICIES
 from hostdev.cache.planner import Planner, Statistics
+from hostdev.cache.prices import Costs
 from hostdev.kernels.unique import count_uses, unique
 
 OPTIMUM = "optimum"
@@ -24,13 +25,22 @@ class Simulation:
     steps   batches to come; what is returned is about the second half of them
     counts  [V], for "static"; without them it is left out
     window  batches that lookahead knows in advance
+    costs   of a row's ways, which lookahead keeps low
     """
 
-    def __init__(self, rows: int, sizes: Sequence[int], steps: int, counts: Any, window: int) -> None:
+    def __init__(
+        self,
+        rows: int,
+        sizes: Sequence[int],
+        steps: int,
+        counts: Any,
+        window: int,
+        costs: Costs = Costs(),  # noqa: B008
+    ) -> None:
         self._rows, self._sizes, self._steps, self._half = rows, list(sizes), steps, steps // 2
         self.policies = [policy for policy in POLICIES if policy != "static" or counts is not None]
         self._planners = {
-            (policy, number): Planner(rows, size, policy, window=window, counts=counts)
+            (policy, number): Planner(rows, size, policy, window=window, counts=counts, costs=costs)
             for policy in self.policies
             for number, size in enumerate(sizes)
         }

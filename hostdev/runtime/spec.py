@@ -86,7 +86,7 @@ class CacheSpec:
     rows    of each table, a number or a share such as "10%"
     policy  "lookahead", "lru", "lfu" or "static"
     window  batches that lookahead knows in advance
-    counts  [V], how often each row is used: for "static"
+    counts  [V], how often each row is used, in any unit: "static" needs it, and "lookahead" moves fewer bytes
     record  keep the batches' ids, at most 16 million of each cache, for the optimum in its `summary()`
     """
 

@@ -110,19 +110,28 @@ def ids_of(model: Model, batch: Batch, table: str) -> npt.NDArray[Any]:
     return np.concatenate([read_ids(name, model.features[name], given[name]).values for name in features])
 
 
+def known_counts(model: Model, data: Path, found: Manifest, reader: ShardReader) -> npt.NDArray[np.int64] | None:
+    """Return the vocabulary's counts, int64 [V], if all columns share one group of tables; else None."""
+    groups = groups_of(model)
+    if len(groups) > 1 or model.tables[groups[0][0]].rows != found.schema.rows or found.vocabulary is None:
+        return None
+    counts = read_counts(data, found).copy()
+    dense = len(found.schema.dense)
+    if not (ids_of(model, next(reader.batches(1)), groups[0][0]) < dense).any():
+        counts[:dense] = 0  # rows of their own, which only Wide & Deep looks up
+    return counts
+
+
 def counts_of(model: Model, data: Path, found: Manifest, reader: ShardReader) -> list[npt.NDArray[np.int64]]:
     """Return for each group of tables how often the training rows use each row, int64 [V].
 
     From the vocabulary, if all columns share one group, as the models that come with hostdev have it; else by a pass
     over the training rows.
     """
+    known = known_counts(model, data, found, reader)
+    if known is not None:
+        return [known]
     groups = groups_of(model)
-    if len(groups) == 1 and model.tables[groups[0][0]].rows == found.schema.rows and found.vocabulary is not None:
-        counts = read_counts(data, found).copy()
-        dense = len(found.schema.dense)
-        if not (ids_of(model, next(reader.batches(1)), groups[0][0]) < dense).any():
-            counts[:dense] = 0  # rows of their own, which only Wide & Deep looks up
-        return [counts]
     made = [np.zeros(model.tables[tables[0]].rows, np.int64) for tables in groups]
     with bar(reader.steps(_COUNTED_ROWS), "counting", "step") as progress:
         for batch in reader.batches(_COUNTED_ROWS):
@@ -143,6 +152,8 @@ def cache_of(
     counts: list[Any] = [None] * len(groups)
     if settings.cache_policy == "static":
         counts[:] = counts_of(model, data, found, reader)
+    elif settings.cache_policy == "lookahead":
+        counts[0] = known_counts(model, data, found, reader)
     how = settings.cache_rows, settings.cache_policy, settings.cache_window or 0
     return {tables[0]: CacheSpec(*how, each, record=True) for tables, each in zip(groups, counts, strict=True)}
 

@@ -137,7 +137,7 @@ def _pipeline(pipeline: dict[str, Any]) -> str:
 
 
 def _cache(cache: dict[str, Any]) -> str:
-    """How often it had the row, and how often it could have had it."""
+    """How often it had the row, and what it moved, beside the best that any cache could have done."""
     steps = max(1, cache["batches"])
     moved = (cache["bytes_to_device"] + cache["bytes_to_host"]) // steps
     if cache["optimal_hit_rate"] is None:
@@ -147,10 +147,13 @@ def _cache(cache: dict[str, Any]) -> str:
         if cache["optimal_batches"] != cache["batches"]:
             batches, rate = cache["optimal_batches"], cache["hit_rate_of_these"]
             optimum += f" over the first {batches:,} batches, where it hit {rate:.2%}"
+    least = ""
+    if cache["least_bytes"]:
+        least = f", {cache['bytes_of_these'] / cache['least_bytes']:.3f} times the least possible"
     return (
         f"{cache['rows']:,} rows, {cache['policy']}: {cache['hit_rate']:.2%} of uses hit{optimum}; "
         f"a step admits {cache['admitted'] // steps:,} rows, evicts {cache['evicted'] // steps:,}, passes "
-        f"{cache['bypassed'] // steps:,} and moves {gib(moved)}"
+        f"{cache['bypassed'] // steps:,} and moves {gib(moved)}{least}"
     )
 
 

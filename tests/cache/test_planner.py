@@ -1,4 +1,4 @@
-"""The planner against an obvious twin, its promises for every policy, and its hit rates against the offline optimum."""
+"""The planner against an obvious twin, its promises for every policy, and what it costs against the least possible."""
 
 import itertools
 
@@ -9,11 +9,16 @@ from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.shards import ShardReader
 
+from hostdev.cache.bound import least_cost, uses_of
 from hostdev.cache.optimum import optimal
 from hostdev.cache.options import POLICIES, rows_of
 from hostdev.cache.planner import Planner
+from hostdev.cache.prices import Costs, index_of, prices
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import count_uses, unique
+
+WEIGHTS = np.array([1e6, 64, 32, 16, 8, 4, 2, 1, 0.5], np.float32)  # uses
+DECAYS = np.float32(2 ** (-1 / 15)) ** np.arange(512, dtype=np.float32)
 
 
 def zipf(rows, count, size=400, exponent=1.05, seed=0, dtype=np.int32):
@@ -54,47 +59,106 @@ def key(value):
     return min(max((exponent - 1 + 32) * 64 + int((mantissa * 2 - 1) * 64), 0), 4095)
 
 
-def rounded(uses):
-    """Down to 4 bits."""
-    drop = max(int(uses).bit_length() - 4, 0)
-    return uses >> drop << drop
+class Expected:
+    """What lookahead knows of rows, with an array over all of them and sets of each batch."""
+
+    def __init__(self, rows, capacity, counts, uses):
+        self.batches, self.watched = [], []
+        self.last, self.times = np.full(rows, -1), np.zeros(rows, np.float32)
+        self.recent, self.chances = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
+        self.scores, self.believed = np.zeros(len(WEIGHTS)), WEIGHTS[0]
+        self.known, self.gate, self.least, self.members = counts is not None, 0, np.float32(0), set()
+        if self.known and capacity:
+            self.chances = 1 - np.exp(-counts.astype(np.float32) * np.float32(uses / counts.sum()))
+            order = np.argsort(-counts, kind="stable")
+            self.members = {row for row in order[:capacity].tolist() if counts[row] > 1}
+            self.least = self.chances[order[capacity - 1]]
+            self.gate = index_of(1.7 * self.least + 0.01) << 4
+
+    def mean(self, believed, known, of_late, times):
+        """Of the counts' chance, or that of all `known` batches, and the chance of late, which count by uses."""
+        per_batch = np.float32((1 - 2 ** (-1 / 15)) / (1 - 2 ** (-known / 15)))
+        of_late = of_late * per_batch
+        counted = self.chances if self.known else times * np.float32(1 / known)
+        weight = believed / (believed + np.maximum(counted, of_late) / per_batch)
+        return np.minimum(of_late + (counted - of_late) * weight, np.float32(1))
+
+    def tell(self, batch):
+        known, used = len(self.batches), np.isin(np.arange(len(self.last)), list(batch))
+        if known:
+            self.scores *= 0.97
+            for k, weight in enumerate(WEIGHTS):
+                chance = self.mean(weight, known, self.recent * DECAYS[known - 1 - self.last], self.times)
+                chance = np.maximum(chance, 1e-4)[self.watched]
+                self.scores[k] += np.sum(used[self.watched] * np.log(chance) - chance)
+            self.believed = WEIGHTS[np.argmax(self.scores)]
+        self.recent[used] = self.recent[used] * DECAYS[known - self.last[used]] + 1
+        self.last[used] = known
+        self.times[used] += 1
+        self.batches.append(set(batch))
+        self.watched = (self.watched + list(batch)[:: max(1, len(batch) // 64)][:64])[-1024:]
+
+    def keys(self, now, indices):
+        """Of all rows, and their chances."""
+        window, known = int(np.log2(indices.shape[-1])), len(self.batches)
+        chances = self.mean(self.believed, known, self.recent * DECAYS[known - 1 - self.last], self.times)
+        keys = []
+        for row, chance in enumerate(chances):
+            nearest = list(enumerate(self.batches[now + 1 : now + 1 + window]))
+            coming = sum(1 << (window - 1 - ahead) for ahead, batch in nearest if row in batch)
+            mantissa, exponent = np.frexp(chance)  # of [1/2, 1); classes begin at powers of two, and at 3/4 of them
+            rate = min(max(2 * (1 - exponent) - (mantissa >= 0.75) + 0, 0), 21) if chance else 21
+            keys.append((int(indices[rate, coming]) << 4) + (int(mantissa * 64) & 15))
+        return keys, chances
+
+    def worths(self, now, table):
+        """Of all rows, to enter and to stay."""
+        keys, chances = self.keys(now, table[1])
+        sure = [
+            row in self.members or (self.believed < WEIGHTS[0] and chances[row] >= self.least)
+            for row in range(len(keys))
+        ]
+        entering = [key if (sure[row] and key >= 16) or key > self.gate else 0 for row, key in enumerate(keys)]
+        return entering, self.keys(now, table[0])[0]
 
 
 def naive(batches, rows, capacity, policy, window, counts):
     """The same plans with lists and sorting: the rows that hit, those admitted with their slots, those evicted."""
     slots, last = [], {}
-    static = set(np.argsort(-counts, kind="stable")[:capacity].tolist())
-    margin = 37 if policy == "lookahead" else 0  # a factor 1.5
+    static = set(np.argsort(-counts, kind="stable")[:capacity].tolist()) if counts is not None else None
+    margin = 15 if policy == "lookahead" else 0
     window = window if policy == "lookahead" else 0
+    table = prices(Costs(), min(window, 16))
     batches = [dict(zip(ids.tolist(), uses.tolist(), strict=True)) for ids, uses in batches]
+    expected = Expected(rows, capacity, counts, sum(batches[0].values())) if policy == "lookahead" else None
     for now, batch in enumerate(batches):
         known = batches[: now + window + 1]
         last |= dict.fromkeys(batch, now)
+        if expected is not None:
+            for other in known[len(expected.batches) :]:
+                expected.tell(other)
+            both = expected.worths(now, table)
 
-        def worth(row, resident, now=now, known=known, batch=batch, last=last):
-            count = sum(other.get(row, 0) for other in known)
+        def worth(row, resident, now=now, known=known, last=last, both=None if expected is None else both):
             if policy == "lru":
                 return key(np.float32(1) / np.float32(now - last[row] + 1))
             if policy == "lfu":
-                return key(count)
+                return key(sum(other.get(row, 0) for other in known))
             if policy == "static":
                 return 4095 if resident else key(int(row in static))
-            for later in range(now + 1, len(known)):
-                if row in known[later]:
-                    return key(np.float32(rounded(known[later][row])) / np.float32(later - now))
-            if not resident and count == batch[row]:
-                return 1
-            return key(min(np.float32(count) * np.float32(1 / len(known)), np.float32(1 / (window + 1))))
+            return both[resident][row]
 
         positions = {row: position for position, row in enumerate(batch)}
-        newcomers = [row for row in batch if row not in slots and worth(row, False)]
-        newcomers.sort(key=lambda row: (-worth(row, False), positions[row]))
+        worths = {row: worth(row, False) for row in batch if row not in slots}
+        newcomers = [row for row in worths if worths[row]]
+        newcomers.sort(key=lambda row: (-worths[row], positions[row]))
         free = range(len(slots), min(capacity, len(slots) + len(newcomers)))
         leaving = []
         if policy != "static":
-            worst = sorted(range(len(slots)), key=lambda slot: (worth(slots[slot], True), slot))
+            kept = [worth(row, True) for row in slots]
+            worst = sorted(range(len(slots)), key=lambda slot: (kept[slot], slot))
             for row, slot in zip(newcomers[len(free) :], worst, strict=False):
-                if worth(row, False) <= worth(slots[slot], True) + margin:
+                if worths[row] <= kept[slot] + margin:
                     break
                 leaving.append(slot)
         leaving.sort()
@@ -106,15 +170,16 @@ def naive(batches, rows, capacity, policy, window, counts):
             slots[slot] = row
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, "lookahead without counts"])
 @pytest.mark.parametrize("capacity", [0, 1, 5, 23, 80])
-@pytest.mark.parametrize("window", [0, 1, 4, 16, 17, 32])
+@pytest.mark.parametrize("window", [0, 4, 16, pytest.param(17, marks=pytest.mark.slow), 32])
 def test_plans_are_those_of_the_obvious_twin(policy, capacity, window):
     for seed, dtype in ((0, np.int32), (1, np.int64)):
         rows, batches = 80, zipf(80, 45, size=40 + 200 * seed, seed=seed, dtype=dtype)
-        counts = counts_of(batches, rows)
-        planner = Planner(rows, capacity, policy, window=window, counts=counts)
-        expected = naive(batches, rows, capacity, policy, window, counts)
+        counts = counts_of(batches, rows) if "without" not in policy else None
+        of = policy.partition(" ")[0]
+        planner = Planner(rows, capacity, of, window=window, counts=counts)
+        expected = naive(batches, rows, capacity, of, window, counts)
         for plan, (hits, entering, leaving) in zip(plans(batches, planner), expected, strict=True):
             assert set(plan.ids[plan.hits].tolist()) == hits
             assert dict(zip(plan.admitted_slots.tolist(), plan.ids[plan.admitted].tolist(), strict=True)) == entering
@@ -191,27 +256,46 @@ def test_count_uses():
         assert np.array_equal(count_uses(inverse[:n], 1000), np.bincount(inverse[:n], minlength=1000))
 
 
-def check_hit_rates(batches, rows):
-    for share in ("1%", "5%", "10%"):
+def check_costs(batches, rows, most=(1.05, 1.05, 1.10)):
+    """Against the least possible, and against every other policy; 0.3% of what the bound is not exact by."""
+    uses = uses_of([ids for ids, _ in batches])
+    for share, factor in zip(("2%", "10%", "20%"), most, strict=True):
         capacity = rows_of(share, rows)
-        best = optimal(batches, rows, capacity).hit_rate
-        rates = {}
+        least, costs = least_cost(uses, capacity, Costs()), {}
         for policy in POLICIES:
             planner = Planner(rows, capacity, policy, counts=counts_of(batches, rows))
             for _ in plans(batches, planner):
                 pass
-            rates[policy] = planner.statistics.hit_rate
-        assert rates["lookahead"] >= 0.99 * best, (share, rates, best)
-        assert rates["lookahead"] > max(rates["lru"], rates["lfu"], rates["static"]), (share, rates)
+            total = planner.statistics
+            costs[policy] = np.dot((total.passed, total.admitted, total.evicted), Costs())
+        assert least <= min(costs.values())
+        assert costs["lookahead"] <= factor * least, (share, costs, least)
+        assert costs["lookahead"] <= 1.003 * min(costs.values()), (share, costs, least)
+
+
+def drifting(rows, count, size, changed):
+    """Batches of Zipf ids, with so many rows of another popularity in each batch."""
+    rng, ids_of = np.random.default_rng(0), np.random.default_rng(1).permutation(rows)
+    edges, made = np.cumsum(1 / np.arange(1, rows + 1) ** 1.05), []
+    for _ in range(count):
+        some = rng.permutation(rows)[:changed]
+        ids_of[some] = ids_of[np.roll(some, 1)]
+        ids, inverse = unique(ids_of[np.searchsorted(edges, rng.random(size) * edges[-1])].astype(np.int32))
+        made.append((ids, count_uses(inverse, len(ids))))
+    return made
+
+
+def test_lookahead_costs_little_more_than_the_least_where_the_popular_rows_drift():
+    check_costs(drifting(20_000, 100, 7800, 100), 20_000)
 
 
 @pytest.mark.parametrize("rows", [20_000, 200_000])
-def test_lookahead_is_near_the_optimum_on_zipf(rows):
-    check_hit_rates(zipf(rows, 60, size=39_000), rows)
+def test_lookahead_costs_little_more_than_the_least_on_zipf(rows):
+    check_costs(zipf(rows, 60, size=39_000), rows)
 
 
 @pytest.mark.parametrize("threshold", [0, 10])
-def test_lookahead_is_near_the_optimum_on_the_real_sample(criteo_sample, tmp_path, threshold):
+def test_lookahead_costs_little_more_than_the_least_on_the_real_sample(criteo_sample, tmp_path, threshold):
     build(CriteoText([criteo_sample]), tmp_path / "data", Options(threshold=threshold))
     found = manifest.read(tmp_path / "data")
     batches = []
@@ -219,7 +303,7 @@ def test_lookahead_is_near_the_optimum_on_the_real_sample(criteo_sample, tmp_pat
     for batch in ShardReader(tmp_path / "data", found, "train").batches(1000, seed=1, epoch=1):
         ids, inverse = unique(np.concatenate([np.tile(dense, len(batch)), batch.ids.ravel()]))
         batches.append((ids, count_uses(inverse, len(ids))))
-    check_hit_rates(batches, found.vocabulary_size)
+    check_costs(batches, found.vocabulary_size)
 
 
 def best_by_trying(batches, rows, capacity):

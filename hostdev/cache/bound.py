@@ -1,0 +1,129 @@
+"""The least that any cache could cost on batches that are known: a bound of the linear program of offline caching.
+
+Between two uses of a row a cache either keeps it, which takes a slot in every batch between, or lets it go and pays
+again; and at most C rows at a time are kept. Each slot of each batch given a price, every row decides for itself, by
+dynamic programming over its uses; what all rows then pay, less the price of the slots that there are, is a lower bound
+for every cache, and the largest such bound is the program's value.
+
+Rows may be there before the first batch, for what admitting them costs. What is cached after the last batch is not
+written back.
+
+Sources: Albers, Arora & Khanna, "Page Replacement for General Caching Problems", SODA 1999 (the program); Held, Wolfe &
+Crowder, "Validation of Subgradient Optimization", Mathematical Programming 6 (1974); Polyak (1969) (the steps).
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.cache.prices import Costs
+from hostdev.core.memory import available_bytes
+from hostdev.kernels.jit import kernel
+
+_SEARCHED, _STEPS = 16, 120
+_SHRINK_AFTER = 4  # steps without a better bound
+
+
+class Uses(NamedTuple):
+    """The batches that use each row that any uses: batches[starts[i]:starts[i + 1]] for the i-th, ascending."""
+
+    starts: npt.NDArray[np.int64]
+    batches: npt.NDArray[np.int32]
+    total: int  # of all batches
+
+
+def fits(unique: int) -> bool:
+    """Tell whether there is host memory for the uses of so many unique ids, summed over batches, and for the bound."""
+    return 40 * unique <= available_bytes()
+
+
+def uses_of(batches: Sequence[npt.NDArray[Any]]) -> Uses:
+    """Return the uses of rows from the unique ids [U] of each batch."""
+    ids = np.concatenate([*batches, np.empty(0, np.int32)])
+    order = np.argsort(ids, kind="stable")
+    numbers = np.repeat(np.arange(len(batches), dtype=np.int32), [len(batch) for batch in batches])[order]
+    ids = ids[order]
+    first = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]]) if len(ids) else np.empty(0, np.int64)
+    return Uses(np.r_[first, len(ids)].astype(np.int64), numbers, len(batches))
+
+
+def least_cost(uses: Uses, capacity: int, costs: Costs) -> float:
+    """Return a lower bound for the cost of these uses with `capacity` slots, within about 0.3% of the program's.
+
+    The prices of slots are found by subgradient steps from the best one that is the same for all batches.
+    """
+    batches = uses.total
+    if not len(uses.batches):
+        return 0.0
+    prices, kept = np.zeros(batches + 1), np.empty(batches + 2, np.int64)
+    choices = np.empty((int(np.diff(uses.starts).max()) + 1, 2), np.bool_)
+
+    def bound(prices: npt.NDArray[np.float64]) -> tuple[float, npt.NDArray[np.float64]]:
+        """What all pay at these prices, and how many rows more than there are slots want one before each batch."""
+        paid: float = _pay(uses.starts, uses.batches, np.r_[0.0, np.cumsum(prices)], *costs, choices, kept)
+        wanted: npt.NDArray[np.float64] = np.cumsum(kept)[: batches + 1] - np.float64(capacity)
+        return paid - capacity * float(prices.sum()), wanted
+
+    best, wanted = bound(prices)
+    low, high = 0.0, float(costs.passed)
+    at = prices
+    for _ in range(_SEARCHED):  # the bound is concave: towards where as many rows as slots are kept
+        middle = np.full(batches + 1, (low + high) / 2)
+        value, more = bound(middle)
+        if value > best:
+            best, wanted, at = value, more, middle
+        low, high = (middle[0], high) if more.sum() > 0 else (low, middle[0])
+    prices, value, gap, stale = at.copy(), best, 0.02 * best, 0
+    for _ in range(_STEPS):
+        steepness = float(wanted @ wanted)
+        if steepness == 0 or gap < 1e-6 * max(best, 1.0):
+            break
+        prices = np.maximum(prices + (best + gap - value) / steepness * wanted, 0)
+        value, wanted = bound(prices)
+        stale = 0 if value > best + 0.1 * gap else stale + 1
+        if value > best:
+            best, at = value, prices.copy()
+        if stale >= _SHRINK_AFTER:
+            gap, stale, prices = gap / 2, 0, at.copy()
+            value, wanted = bound(prices)
+    return max(best, 0.0)
+
+
+@kernel
+def _pay(
+    starts: Any, batches: Any, until: Any, passed: Any, admitted: Any, evicted: Any, choices: Any, kept: Any
+) -> Any:
+    """Return what all rows pay, slots included, each at its least.
+
+    until    float64 [T + 2], the prices of a slot before the batches up to each, summed
+    choices  bool [most uses of a row + 1, 2], for this kernel's own use
+    kept     int64 [T + 2], written: by how many more rows are kept before each batch than before the one before
+    """
+    total, last = 0.0, len(until) - 1
+    kept[:] = 0
+    for i in range(len(starts) - 1):
+        start, stop = starts[i], starts[i + 1]
+        uses = stop - start
+        # Before each use: the least cost so far without the row and with it; choices say where these came from.
+        without, cached = 0.0, admitted + until[batches[start] + 1]
+        choices[0, 0], choices[0, 1] = False, False
+        for k in range(uses):
+            batch = batches[start + k]
+            until_next = until[batches[start + k + 1] + 1] if k + 1 < uses else until[last]
+            slot = until_next - until[batch + 1]
+            from_host, let_go = without + passed, cached + evicted
+            entered, stayed = without + admitted + slot, cached + slot
+            choices[k + 1, 0], choices[k + 1, 1] = let_go < from_host, stayed <= entered
+            without, cached = min(from_host, let_go), min(entered, stayed)
+        held = cached < without
+        total += min(without, cached)
+        for k in range(uses, -1, -1):
+            if held:
+                begin = batches[start + k - 1] + 1 if k else 0
+                end = batches[start + k] + 1 if k < uses else last
+                kept[begin] += 1
+                kept[end] -= 1
+            held = choices[k, np.int64(held)]
+    return total

@@ -1,0 +1,89 @@
+"""The least possible cost against trying everything, and the indices against their definition."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from hostdev.cache.bound import least_cost, uses_of
+from hostdev.cache.prices import HORIZON, PRICES, RATES, Costs, chance_of, index_of, prices
+
+COSTS = [Costs(), Costs(2, 1, 1), Costs(2, 5, 3), Costs.of_bytes(320, 960)]
+
+
+def best_by_trying(batches, rows, capacity, costs):
+    """The least cost of any sequence of caches: all subsets of rows, before the first batch and after each."""
+    caches = [frozenset(kept) for n in range(capacity + 1) for kept in itertools.combinations(range(rows), n)]
+    value = {kept: costs.admitted * len(kept) for kept in caches}
+    for ids in batches:
+        used, after = set(ids.tolist()), {}
+        for cache, cost in value.items():
+            for kept in caches:
+                if kept <= cache | used:
+                    admitted = len(kept - cache)
+                    paid = cost + costs.evicted * len(cache - kept) + costs.admitted * admitted
+                    paid += costs.passed * (len(used - cache) - admitted)
+                    after[kept] = min(after.get(kept, np.inf), paid)
+        value = after
+    return min(value.values())
+
+
+@pytest.mark.parametrize("costs", COSTS)
+def test_the_bound_is_below_all_that_is_possible_and_close(costs):
+    ratios = []
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        batches = [np.unique(rng.zipf(1.4, 4) % 5).astype(np.int32) for _ in range(9)]
+        for capacity in (1, 2, 4):
+            best = best_by_trying(batches, 5, capacity, costs)
+            found = least_cost(uses_of(batches), capacity, costs)
+            assert found <= best * (1 + 1e-9)
+            ratios.append(found / best)
+    assert np.mean(ratios) > 0.97
+
+
+def test_the_bound_without_slots_and_with_one_for_every_row():
+    batches = [np.array(ids, np.int64) for ids in ([3, 1], [1], [2, 1, 3], [1])]
+    assert least_cost(uses_of(batches), 0, Costs()) == pytest.approx(2 * 7)
+    # Row 1 is used four times and stays: 3, or 8 if it passed by; row 3 twice: 3 to 4; row 2 once: 2 to 3.
+    assert least_cost(uses_of(batches), 9, Costs()) == pytest.approx(3 + 3 + 2)
+    assert least_cost(uses_of([]), 3, Costs()) == 0
+
+
+@pytest.mark.parametrize("costs", COSTS)
+def test_indices_are_what_a_slot_may_cost(costs):
+    """By the definition: what going on without the row costs more than with it, for some states and every price."""
+    table, rng = prices(costs, 5), np.random.default_rng(0)
+    passed, admitted, evicted = np.array(costs) / costs.passed
+    of = [1.01 * 2 ** ((i - PRICES + 1) / 16) for i in range(PRICES)]
+    for rate, state in [
+        (0, 0),
+        (RATES - 1, 31),
+        *zip(rng.integers(0, RATES, 12), rng.integers(0, 32, 12), strict=True),
+    ]:
+        stay, enter, close = 0, 0, 0
+        for price in of:
+            x, chance = 0.0, chance_of(rate)
+            for _ in range(HORIZON):
+                used = np.clip(x, -evicted, admitted - passed) + passed
+                x = chance * used + (1 - chance) * max(x, -evicted) - price
+            for ahead in range(5):  # from the farthest known batch, the lowest bit, to the next one
+                if state >> ahead & 1:
+                    x = np.clip(x, -evicted, admitted - passed) + passed - price
+                else:
+                    x = max(x, -evicted) - price
+            stay, enter = stay + (x > -evicted), enter + (x > admitted - passed)
+            close += min(abs(x + evicted), abs(x - admitted + passed)) < 1e-4
+        assert abs(int(table[0, rate, state]) - stay) <= close
+        assert abs(int(table[1, rate, state]) - enter) <= close
+
+
+def test_indices_rise_with_what_is_known():
+    table = prices(Costs(), 4).astype(int)
+    assert (np.diff(table, axis=1) <= 0).all()  # less likely rows
+    for state in range(16):
+        for bit in range(4):
+            assert (table[:, :, state | 1 << bit] >= table[:, :, state]).all()
+    assert (index_of(0), index_of(0.5), index_of(2.02), index_of(99)) == (0, 129, 161, 161)
+    with pytest.raises(ValueError, match="0 to 16"):
+        prices(Costs(), 17)
