@@ -9,7 +9,8 @@ Rows may be there before the first batch, for what admitting them costs. What is
 written back.
 
 Sources: Albers, Arora & Khanna, "Page Replacement for General Caching Problems", SODA 1999 (the program); Held, Wolfe &
-Crowder, "Validation of Subgradient Optimization", Mathematical Programming 6 (1974); Polyak (1969) (the steps).
+Crowder, "Validation of Subgradient Optimization", Mathematical Programming 6 (1974) (the steps); Camerini, Fratta &
+Maffioli, "On Improving Relaxation Methods by Modified Gradient Techniques", Mathematical Programming Study 3 (1975).
 """
 
 from collections.abc import Sequence
@@ -22,8 +23,10 @@ from hostdev.cache.prices import Costs
 from hostdev.core.memory import available_bytes
 from hostdev.kernels.jit import kernel
 
-_SEARCHED, _STEPS = 16, 120
-_SHRINK_AFTER = 4  # steps without a better bound
+_SEARCHED, _LEAST_STEPS, _MOST_STEPS = 16, 60, 300
+_MOST_VISITS = 4e8  # of uses, in all steps: a few seconds
+_SHRINK_AFTER = 12  # steps without a better bound
+_DEFLECTION = 1.5
 
 
 class Uses(NamedTuple):
@@ -76,17 +79,21 @@ def least_cost(uses: Uses, capacity: int, costs: Costs) -> float:
             best, wanted, at = value, more, middle
         low, high = (middle[0], high) if more.sum() > 0 else (low, middle[0])
     prices, value, gap, stale = at.copy(), best, 0.02 * best, 0
-    for _ in range(_STEPS):
-        steepness = float(wanted @ wanted)
+    direction = np.zeros(batches + 1)
+    for _ in range(int(np.clip(_MOST_VISITS / len(uses.batches), _LEAST_STEPS, _MOST_STEPS))):
+        steepness = float(direction @ direction)
+        back = max(0.0, -_DEFLECTION * float(direction @ wanted) / steepness) if steepness else 0.0
+        direction = wanted + back * direction
+        steepness = float(direction @ direction)
         if steepness == 0 or gap < 1e-6 * max(best, 1.0):
             break
-        prices = np.maximum(prices + (best + gap - value) / steepness * wanted, 0)
+        prices = np.maximum(prices + (best + gap - value) / steepness * direction, 0)
         value, wanted = bound(prices)
         stale = 0 if value > best + 0.1 * gap else stale + 1
         if value > best:
             best, at = value, prices.copy()
         if stale >= _SHRINK_AFTER:
-            gap, stale, prices = gap / 2, 0, at.copy()
+            gap, stale, prices, direction = gap / 2, 0, at.copy(), np.zeros(batches + 1)
             value, wanted = bound(prices)
     return max(best, 0.0)
 

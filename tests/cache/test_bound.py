@@ -4,6 +4,8 @@ import itertools
 
 import numpy as np
 import pytest
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
 
 from hostdev.cache.bound import least_cost, uses_of
 from hostdev.cache.prices import HORIZON, PRICES, RATES, Costs, chance_of, index_of, prices
@@ -40,6 +42,50 @@ def test_the_bound_is_below_all_that_is_possible_and_close(costs):
             assert found <= best * (1 + 1e-9)
             ratios.append(found / best)
     assert np.mean(ratios) > 0.97
+
+
+def best_of_the_program(batches, capacity, costs):
+    """The linear program's value, by a solver: for each row and interval the share of it that is kept over this."""
+    uses = {}
+    for number, ids in enumerate(batches):
+        for row in ids.tolist():
+            uses.setdefault(row, []).append(number)
+    cost, kept, moves, variables = [], [], [], itertools.count()
+    for times in uses.values():
+        before = None
+        for begin, end in itertools.pairwise([-1, *times, len(batches)]):
+            share = next(variables)
+            cost.append(costs.admitted * (before is None) - costs.passed * (end < len(batches)))
+            kept += [(slot, share) for slot in range(begin + 1, end + 1)]
+            if before is not None:
+                moves.append((before, share, next(variables), next(variables)))
+                cost += [costs.admitted - costs.passed, costs.evicted]
+            before = share
+    shape = (len(moves), next(variables))
+    of_moves = [
+        (i, column, value) for i, four in enumerate(moves) for column, value in zip(four, (-1, 1, -1, 1), strict=True)
+    ]
+    i, j, value = map(np.array, zip(*of_moves, strict=True))
+    slots, shares = map(np.array, zip(*kept, strict=True))
+    found = linprog(
+        cost,
+        A_ub=coo_array((np.ones(len(slots)), (slots, shares)), (len(batches) + 1, shape[1])),
+        b_ub=np.full(len(batches) + 1, capacity),
+        A_eq=coo_array((value, (i, j)), shape),
+        b_eq=np.zeros(len(moves)),
+        bounds=(0, 1),
+        method="highs",
+    )
+    return found.fun + costs.passed * sum(map(len, uses.values()))
+
+
+@pytest.mark.parametrize("exponent", [1.1, 1.6])
+def test_the_bound_is_the_programs_value(exponent):
+    rng = np.random.default_rng(0)
+    batches = [np.unique(rng.zipf(exponent, 150) % 400).astype(np.int32) for _ in range(40)]
+    for capacity in (4, 20, 80, 200):
+        exact = best_of_the_program(batches, capacity, Costs())
+        assert 0.995 * exact <= least_cost(uses_of(batches), capacity, Costs()) <= exact * (1 + 1e-6)
 
 
 def test_the_bound_without_slots_and_with_one_for_every_row():
