@@ -29,6 +29,7 @@ _GATE, _LOWEST_GATE = 0.85, 0.01  # of what the last member saves in a batch, an
 _DECAY = 2 ** (-1 / 15)  # a batch, of what was used of late
 _WATCHED, _WATCHED_OF_BATCH = 1024, 64  # rows
 _FORGOTTEN = 0.97  # of what a batch has told of the counts is left with the next
+# Uses of late that the counts may weigh as much as.
 _WEIGHTS = np.array([planning.SURE, 64, 32, 16, 8, 4, 2, 1, 0.5], np.float32)
 _DECAYS = np.float32(_DECAY) ** np.arange(planning.DECAYS, dtype=np.float32)
 _SCANNED, _SCANNED_PER_SWAP = 1 << 14, 8  # slots, at least
@@ -162,7 +163,9 @@ class Planner:
             self._rows[:, planning.COUNT] = _most_used(counts, rows, capacity)
         self._bits = min(self.window, MOST_BITS)
         self._indices = prices(costs, self._bits)  # of 0 bits, and not used, for others
-        self._counts = counts if kind == LOOKAHEAD else None  # until the first batch tells how many uses a batch has
+        self._counts = (
+            np.asarray(counts) if kind == LOOKAHEAD and counts is not None else None
+        )  # until the first batch tells how many uses a batch has
         self._least: np.float32 = np.float32(0)
         self._gate, self._counted = 0, False
         self._watched = np.empty(0, np.int32)  # rows by which the counts are judged
@@ -184,8 +187,9 @@ class Planner:
         """
         if len(self._announced) > self.window:
             raise ValueError(f"{len(self._announced)} batches are announced; plan one before the next")
-        if self._counts is not None:
+        if self._counts is not None and len(ids):
             self._expect(self._counts, int(uses.sum()))
+            self._counts = None
         now = self._now(self._planned + len(self._announced))
         self._announced.append((ids, uses))
         args = (ids, uses, now, self._rows, self._values, _DECAYS)
@@ -256,7 +260,6 @@ class Planner:
 
     def _expect(self, counts: npt.NDArray[Any], uses: int) -> None:
         """Take down how likely a batch of so many uses has each row, by the counts, and the rows that it has most."""
-        self._counts = None
         total = float(counts.sum(dtype=np.float64))
         self._counted = total > 0
         if not self._counted or not self.capacity:

@@ -357,3 +357,15 @@ def test_wrong_arguments():
     planner.announce(*batch)
     with pytest.raises(ValueError, match="plan one before"):
         planner.announce(*batch)
+
+
+def test_counts_speak_from_the_first_batch_that_has_ids():
+    """An empty one tells nothing of how many uses a batch has."""
+    batches = zipf(80, 30, size=60)
+    empty = (np.empty(0, np.int32), np.empty(0, np.int32))
+    found = []
+    for more in ([], [empty]):
+        planner = Planner(80, 20, window=0, counts=counts_of(batches, 80).tolist())
+        found.append([plan.ids[plan.admitted].tolist() for plan in plans([*more, *batches], planner)][len(more) :])
+    assert found[0] == found[1]
+    assert any(found[0])
