@@ -25,7 +25,10 @@ Positions = npt.NDArray[np.int32]
 
 _MOST_ROWS = 2**31 - 1  # a slot is an int32
 _GRAIN = 1 << 14
-_GATE, _LOWEST_GATE = 0.85, 0.01  # of what the last member saves in a batch, and rows
+# What enters is to save in a batch: of what the C-th likeliest row does, where counts are believed, and else, as more
+# comes that nobody expects; and rows.
+_GATE, _OPEN_GATE, _LOWEST_GATE = 1.0, 0.5, 0.03
+_SAMPLED, _SAMPLED_EVERY = 1024, 4  # rows, batches: how likely the C-th likeliest is
 _DECAY = 2 ** (-1 / 15)  # a batch, of what was used of late
 _WATCHED, _WATCHED_OF_BATCH = 1024, 64  # rows
 _FORGOTTEN = 0.97  # of what a batch has told of the counts is left with the next
@@ -166,8 +169,8 @@ class Planner:
         self._counts = (
             np.asarray(counts) if kind == LOOKAHEAD and counts is not None else None
         )  # until the first batch tells how many uses a batch has
-        self._least: np.float32 = np.float32(0)
-        self._gate, self._counted = 0, False
+        self._least, self._gate, self._counted = np.float32(0), 0, False  # by the counts
+        self._least_of_late, self._gate_of_late = np.float32(0), 0
         self._watched = np.empty(0, np.int32)  # rows by which the counts are judged
         self._scores, self._believed = np.zeros(len(_WEIGHTS)), _WEIGHTS[0]
         self._scanned = 0  # slots, so far, for those to leave
@@ -236,6 +239,7 @@ class Planner:
 
     def _now(self, latest: int) -> Now:
         """Return what rows are valued by; `latest` is the last announced batch."""
+        by_counts = self._counted and self._believed >= planning.SURE
         return Now(
             number=self._planned,
             latest=latest,
@@ -244,8 +248,8 @@ class Planner:
             believed=self._believed,
             per_batch=np.float32((1 - _DECAY) / (1 - _DECAY ** (latest + 1))),
             per_announced=np.float32(0 if self._counted else 1 / (latest + 1)),
-            least=self._least,
-            gate=self._gate if self._believed >= planning.SURE else 0,
+            least=self._least if by_counts else self._least_of_late,
+            gate=self._gate if by_counts else self._gate_of_late,
         )
 
     def _learn(self, ids: Ids, now: Now) -> None:
@@ -257,6 +261,11 @@ class Planner:
             self._believed = _WEIGHTS[np.argmax(self._scores)]
         fresh = ids[:: max(1, len(ids) // _WATCHED_OF_BATCH)][:_WATCHED_OF_BATCH]
         self._watched = np.concatenate([self._watched, fresh.astype(np.int32)])[-_WATCHED:]
+        if now.latest % _SAMPLED_EVERY == 0 and self.capacity:
+            some = np.arange(0, self.rows, max(1, self.rows // _SAMPLED), np.int32)
+            chances = np.empty(len(some), np.float32)
+            planning.likely(some, self._now(now.latest), self._rows, self._values, _DECAYS, chances)
+            self._least_of_late, self._gate_of_late = _last_in(chances, self.capacity / self.rows, _OPEN_GATE)
 
     def _expect(self, counts: npt.NDArray[Any], uses: int) -> None:
         """Take down how likely a batch of so many uses has each row, by the counts, and the rows that it has most."""
@@ -267,14 +276,13 @@ class Planner:
         weights = np.ascontiguousarray(counts, np.float32)
         parallel_for(planning.chances, self.rows, weights, np.float32(uses / total), self._values, grain=_GRAIN)
         chances = self._values[:, planning.CHANCE]
-        self._least = np.partition(chances, self.rows - self.capacity)[self.rows - self.capacity]
+        self._least, self._gate = _last_in(chances, self.capacity / self.rows, _GATE)
         member = chances > self._least
         alike = np.flatnonzero(chances == self._least)
         member[alike[: self.capacity - np.count_nonzero(member)]] = True
         if np.issubdtype(counts.dtype, np.integer):
             member &= counts > 1  # a row that is used once in an epoch pays for no transfer
         self._rows[:, planning.MEMBER] = member
-        self._gate = index_of(2 * _GATE * float(self._least) + _LOWEST_GATE) << FINE_BITS
 
     def restore(self, slot_ids: Positions) -> None:
         """Forget what is announced, and take over these rows [C] as cached, -1 for none, behind all others.
@@ -357,6 +365,13 @@ def _most_used(counts: npt.NDArray[Any] | None, rows: int, capacity: int) -> npt
     chosen = np.zeros(rows, np.int32)
     chosen[np.argsort(-np.asarray(counts, np.float64), kind="stable")[:capacity]] = 1
     return chosen
+
+
+def _last_in(chances: npt.NDArray[np.float32], share: float, gate: float) -> tuple[np.float32, int]:
+    """Return the chance down to which this share of rows is, and the key that a newcomer's has to be above."""
+    last = min(round(len(chances) * (1 - share)), len(chances) - 1)
+    least: np.float32 = np.partition(chances, last)[last]
+    return least, index_of(2 * gate * float(least) + _LOWEST_GATE) << FINE_BITS
 
 
 def _until(histogram: npt.NDArray[np.int64], count: int) -> tuple[int, int]:

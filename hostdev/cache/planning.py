@@ -45,7 +45,7 @@ class Now(NamedTuple):
     believed: np.float32  # uses seen of late that weigh as much as what the counts say
     per_batch: np.float32  # 1 / the batches that count for what was used of late, decayed alike
     per_announced: np.float32  # 1 / batches so far, where they are all that tells how likely a row is; else 0
-    least: np.float32  # a chance that is sure to enter free slots
+    least: np.float32  # a chance that is sure to enter
     gate: int  # the key above which others do
 
 
@@ -196,6 +196,13 @@ def chances(start: Any, stop: Any, counts: Any, per_use: Any, values: Any) -> No
     """Write the chances that a batch uses the rows [start, stop); `per_use` is its uses over the sum of counts."""
     for row in range(np.uint64(start), np.uint64(stop)):
         values[row, CHANCE] = np.float32(1) - np.exp(np.float32(-per_use * np.float32(counts[row])))
+
+
+@kernel
+def likely(some: Any, now: Any, rows: Any, values: Any, decays: Any, out: Any) -> None:
+    """Write how likely a batch uses these rows that nobody knows yet."""
+    for i in range(len(some)):
+        out[i] = _chance(rows, values, np.uint64(some[i]), now, decays)
 
 
 @kernel

@@ -67,13 +67,18 @@ class Expected:
         self.last, self.times = np.full(rows, -1), np.zeros(rows, np.float32)
         self.recent, self.chances = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
         self.scores, self.believed = np.zeros(len(WEIGHTS)), WEIGHTS[0]
-        self.known, self.gate, self.least, self.members = counts is not None, 0, np.float32(0), set()
+        self.known, self.members, self.capacity = counts is not None, set(), capacity
+        self.gates = {True: (0, 0), False: (0, 0)}  # chance and key of those that are sure, above which others enter
         if self.known and capacity:
             self.chances = 1 - np.exp(-counts.astype(np.float32) * np.float32(uses / counts.sum()))
             order = np.argsort(-counts, kind="stable")
             self.members = {row for row in order[:capacity].tolist() if counts[row] > 1}
-            self.least = self.chances[order[capacity - 1]]
-            self.gate = index_of(1.7 * self.least + 0.01) << 4
+            self.gates[True] = self.gate(self.chances, 2.0)
+
+    def gate(self, chances, factor):
+        """Of the row that is the last in, if the likeliest are."""
+        least = np.sort(chances)[::-1][max(self.capacity - 1, 0)]
+        return least, index_of(factor * least + 0.03) << 4
 
     def mean(self, believed, known, of_late, times):
         """Of the counts' chance, or that of all `known` batches, and the chance of late, which count by uses."""
@@ -97,6 +102,9 @@ class Expected:
         self.times[used] += 1
         self.batches.append(set(batch))
         self.watched = (self.watched + list(batch)[:: max(1, len(batch) // 64)][:64])[-1024:]
+        if known % 4 == 0 and self.capacity:
+            chances = self.mean(self.believed, known + 1, self.recent * DECAYS[known - self.last], self.times)
+            self.gates[False] = self.gate(chances, 1.0)
 
     def keys(self, now, indices):
         """Of all rows, and their chances."""
@@ -114,11 +122,11 @@ class Expected:
     def worths(self, now, table):
         """Of all rows, to enter and to stay."""
         keys, chances = self.keys(now, table[1])
+        least, gate = self.gates[self.known and self.believed == WEIGHTS[0]]
         sure = [
-            row in self.members or (self.believed < WEIGHTS[0] and chances[row] >= self.least)
-            for row in range(len(keys))
+            row in self.members or (self.believed < WEIGHTS[0] and chances[row] >= least) for row in range(len(keys))
         ]
-        entering = [key if (sure[row] and key >= 16) or key > self.gate else 0 for row, key in enumerate(keys)]
+        entering = [key if (sure[row] and key >= 16) or key > gate else 0 for row, key in enumerate(keys)]
         return entering, self.keys(now, table[0])[0]
 
 
@@ -220,7 +228,7 @@ def test_plans_do_not_depend_on_threads(policy):
     outcomes = []
     for threads in (1, 2, 5):
         set_host_threads(threads)
-        planner = Planner(rows, 90_000, policy, window=4, counts=counts_of(batches, rows))
+        planner = Planner(rows, 30_000, policy, window=4, counts=counts_of(batches, rows))
         outcomes.append([array.tobytes() for plan in plans(batches, planner) for array in plan])
     assert outcomes[0] == outcomes[1] == outcomes[2]
     assert planner.statistics.evicted > 0 or policy == "static"
@@ -257,7 +265,7 @@ def test_count_uses():
 
 
 def check_costs(batches, rows, most=(1.05, 1.05, 1.10)):
-    """Against the least possible, and against every other policy; 0.3% of what the bound is not exact by."""
+    """Against the least possible, and against every other policy; 0.1% of what they have by chance."""
     uses = uses_of([ids for ids, _ in batches])
     for share, factor in zip(("2%", "10%", "20%"), most, strict=True):
         capacity = rows_of(share, rows)
@@ -270,7 +278,7 @@ def check_costs(batches, rows, most=(1.05, 1.05, 1.10)):
             costs[policy] = np.dot((total.passed, total.admitted, total.evicted), Costs())
         assert least <= min(costs.values())
         assert costs["lookahead"] <= factor * least, (share, costs, least)
-        assert costs["lookahead"] <= 1.003 * min(costs.values()), (share, costs, least)
+        assert costs["lookahead"] <= 1.001 * min(costs.values()), (share, costs, least)
 
 
 def drifting(rows, count, size, changed):
