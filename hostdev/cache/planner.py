@@ -165,7 +165,7 @@ class Planner:
         if kind == STATIC:
             self._rows[:, planning.COUNT] = _most_used(counts, rows, capacity)
         self._bits = min(self.window, MOST_BITS)
-        self._indices = prices(costs, self._bits)  # of 0 bits, and not used, for others
+        self._indices = prices(costs, self._bits).reshape(2, -1)  # of 0 bits, and not used, for others
         self._counts = (
             np.asarray(counts) if kind == LOOKAHEAD and counts is not None else None
         )  # until the first batch tells how many uses a batch has

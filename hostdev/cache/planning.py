@@ -80,13 +80,45 @@ def _chance(rows: Any, values: Any, row: Any, now: Any, decays: Any) -> Any:
     return min(_mean(counted, of_late, now.believed, now.per_batch), np.float32(1))
 
 
+@kernel
+def _value(
+    some: Any, count: Any, now: Any, rows: Any, values: Any, decays: Any, table: Any, chances: Any, of_late: Any,
+    places: Any, keys: Any,
+) -> None:  # fmt: skip
+    """Write the chances and the keys of the first `count` rows of a block: index, of a table [RATES << bits], and 4 bits.
+
+    In loops of their own: what is read from anywhere, what is calculated, which the compiler does for several rows at
+    once, what is read from the table, which is larger than the nearest caches.
+    """
+    believed, per_batch, per_announced, bits = now.believed, now.per_batch, now.per_announced, np.uint32(now.bits)
+    last = np.int64(now.latest)
+    n = np.uint64(count)
+    for i in range(np.uint64(0), n):
+        row = np.uint64(some[i])
+        ago = np.uint64(min(last - np.int64(rows[row, LAST]), DECAYS - 1))
+        chances[i] = values[row, CHANCE] + np.float32(rows[row, COUNT]) * per_announced
+        of_late[i] = values[row, RECENT] * decays[ago] * per_batch
+        places[i] = np.uint32(_coming(rows, row, now))
+    for i in range(np.uint64(0), n):
+        chances[i] = min(_mean(chances[i], of_late[i], believed, per_batch), np.float32(1))
+    steps = chances.view(np.int32)
+    for i in range(np.uint64(0), n):
+        rate = min(max(np.int32(127 << 1) - (steps[i] >> np.int32(22)), np.int32(0)), np.int32(RATES - 1))
+        places[i] |= np.uint32(rate) << bits
+        keys[i] = np.uint16((steps[i] >> np.int32(22 - FINE_BITS)) & np.int32((1 << FINE_BITS) - 1))
+    for i in range(np.uint64(0), n):
+        prefetch_to_read(table, places[i], 1)
+    for i in range(np.uint64(0), n):
+        keys[i] |= np.uint16(table[np.uint64(places[i])]) << np.uint16(FINE_BITS)
+
+
 @inline
-def _index(chance: Any, coming: Any, indices: Any) -> Any:
-    """Return the key of a row of this chance: its index, of `indices` [RATES, 2 ** bits], and 4 bits of the chance."""
-    steps: Any = np.int64(np.float32(chance).view(np.uint32))
-    rate = min(max((127 << 1) - (steps >> 22), 0), RATES - 1)
-    fine = (steps >> (22 - FINE_BITS)) & ((1 << FINE_BITS) - 1)
-    return (np.int64(indices[np.uint64(rate), coming]) << FINE_BITS) | fine
+def _block() -> Any:
+    """Return room for what `_value` reads and writes."""
+    return (
+        np.empty(_BLOCK, np.int64), np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32),
+        np.empty(_BLOCK, np.uint32), np.empty(_BLOCK, np.uint16),
+    )  # fmt: skip
 
 
 @kernel
@@ -132,13 +164,14 @@ def classify(
 ) -> None:  # fmt: skip
     """Find the slots of ids[start:stop] of batch `now.number`, and what those are worth that have none.
 
-    indices          uint8 [2, RATES, 2 ** bits], by `prices`
+    indices          uint8 [2, RATES << bits], by `prices`
     hits, hit_slots  int32 [U], written from `start` on: the positions of ids with a slot, and these; ascending
     missed, keys     int32 and uint16 [U], the same for those without one, and their keys; 0 for one that is to pass by
     histograms       int32 [pieces, KEYS], histograms[piece] added to: how many ids without a slot have each key
     totals           int64 [pieces, 3], written: ids with a slot, their uses, all uses
     """
     histogram, end, block, entering = histograms[piece], np.uint64(stop), np.uint64(_BLOCK), indices[ENTER]
+    some, chances, of_late, places, block_keys = _block()
     h = m = valued = np.uint64(start)
     hit_uses = all_uses = np.int64(0)
     for begin in range(np.uint64(start), end, block):
@@ -150,17 +183,21 @@ def classify(
             hit = slot >= 0
             h, m = h + np.uint64(hit), m + np.uint64(not hit)
             hit_uses, all_uses = hit_uses + used * np.int64(hit), all_uses + used
-        for i in range(valued, m):
-            row = np.uint64(ids[np.uint64(missed[i])])
+        found = m - valued
+        for i in range(np.uint64(0), found):
+            some[i] = ids[np.uint64(missed[valued + i])]
+        if now.kind == LOOKAHEAD:
+            _value(some, found, now, rows, values, decays, entering, chances, of_late, places, block_keys)
+        for i in range(np.uint64(0), found):
+            row = np.uint64(some[i])
             if now.kind == LOOKAHEAD:
-                chance = _chance(rows, values, row, now, decays)
-                index: Any = _index(chance, _coming(rows, row, now), entering)
-                sure = (rows[row, MEMBER] > 0) | ((now.believed < SURE) & (chance >= now.least))
+                index = np.int64(block_keys[i])
+                sure = (rows[row, MEMBER] > 0) | ((now.believed < SURE) & (chances[i] >= now.least))
                 willing = (sure & (index >= 1 << FINE_BITS)) | (index > now.gate)
                 key = np.uint16(index * np.int64(willing))
             else:
                 key = _key_of(1.0) if now.kind == LRU else _key_of(rows[row, COUNT])  # static: above 0 to be cached
-            keys[i] = key
+            keys[valued + i] = key
             histogram[np.uint64(key)] += 1
         valued = m
     totals[piece, 0], totals[piece, 1], totals[piece, 2] = np.int64(h) - start, hit_uses, all_uses
@@ -175,20 +212,26 @@ def score(
 
     A row goes if a newcomer's key is larger, by the margin.
     """
-    histogram, end, staying = histograms[piece], np.uint64(stop), indices[STAY]
-    for s in range(np.uint64(start), end):
-        if s + np.uint64(_AHEAD) < end:
-            prefetch_to_read(rows, slot_ids[s + np.uint64(_AHEAD)], 1)
-        row = np.uint64(slot_ids[s])
+    histogram, end, block, staying = histograms[piece], np.uint64(stop), np.uint64(_BLOCK), indices[STAY]
+    some, chances, of_late, places, block_keys = _block()
+    for begin in range(np.uint64(start), end, block):
+        found = min(begin + block, end) - begin
+        for i in range(np.uint64(0), found):
+            if begin + i + np.uint64(_AHEAD) < end:
+                prefetch_to_read(rows, slot_ids[begin + i + np.uint64(_AHEAD)], 1)
+            some[i] = slot_ids[begin + i]
         if now.kind == LOOKAHEAD:
-            chance = _chance(rows, values, row, now, decays)
-            key = np.uint16(_index(chance, _coming(rows, row, now), staying))
-        elif now.kind == LRU:
-            key = _key_of(np.float32(1) / np.float32(now.number - rows[row, LAST] + 1))
-        else:
-            key = _key_of(rows[row, COUNT])
-        keys[s - np.uint64(first)] = key
-        histogram[np.uint64(key)] += 1
+            _value(some, found, now, rows, values, decays, staying, chances, of_late, places, block_keys)
+        for i in range(np.uint64(0), found):
+            row = np.uint64(some[i])
+            if now.kind == LOOKAHEAD:
+                key = block_keys[i]
+            elif now.kind == LRU:
+                key = _key_of(np.float32(1) / np.float32(now.number - rows[row, LAST] + 1))
+            else:
+                key = _key_of(rows[row, COUNT])
+            keys[begin + i - np.uint64(first)] = key
+            histogram[np.uint64(key)] += 1
 
 
 @kernel
