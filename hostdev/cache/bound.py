@@ -5,8 +5,8 @@ again; and at most C rows at a time are kept. Each slot of each batch given a pr
 dynamic programming over its uses; what all rows then pay, less the price of the slots that there are, is a lower bound
 for every cache, and the largest such bound is the program's value.
 
-Rows may be there before the first batch, for what admitting them costs. What is cached after the last batch is not
-written back.
+Rows may be there before the first batch, for what admitting them costs, or for nothing where earlier batches are not
+looked at. What is cached after the last batch is not written back.
 
 Sources: Albers, Arora & Khanna, "Page Replacement for General Caching Problems", SODA 1999 (the program); Held, Wolfe &
 Crowder, "Validation of Subgradient Optimization", Mathematical Programming 6 (1974) (the steps); Camerini, Fratta &
@@ -22,9 +22,11 @@ import numpy.typing as npt
 from hostdev.cache.prices import Costs
 from hostdev.core.memory import available_bytes
 from hostdev.kernels.jit import kernel
+from hostdev.kernels.pool import ranges, run_tasks
 
 _SEARCHED, _LEAST_STEPS, _MOST_STEPS = 16, 60, 300
-_MOST_VISITS = 4e8  # of uses, in all steps: a few seconds
+VISITS = 4e8  # of uses, in all steps: a few seconds
+_GRAIN = 1 << 13  # rows
 _SHRINK_AFTER = 12  # steps without a better bound
 _DEFLECTION = 1.5
 
@@ -52,22 +54,30 @@ def uses_of(batches: Sequence[npt.NDArray[Any]]) -> Uses:
     return Uses(np.r_[first, len(ids)].astype(np.int64), numbers, len(batches))
 
 
-def least_cost(uses: Uses, capacity: int, costs: Costs) -> float:
+def least_cost(uses: Uses, capacity: int, costs: Costs, *, first: float | None = None, visits: float = VISITS) -> float:
     """Return a lower bound for the cost of these uses with `capacity` slots, within about 0.3% of the program's.
 
     The prices of slots are found by subgradient steps from the best one that is the same for all batches.
+
+    first   what a row costs that is there before the first batch: `costs.admitted` unless said; 0: it came in batches
+            that are not looked at
+    visits  of uses, about how many in all steps; with fewer the bound may be lower
     """
     batches = uses.total
     if not len(uses.batches):
         return 0.0
-    prices, kept = np.zeros(batches + 1), np.empty(batches + 2, np.int64)
-    choices = np.empty((int(np.diff(uses.starts).max()) + 1, 2), np.bool_)
+    pieces = ranges(len(uses.starts) - 1, _GRAIN)
+    prices, kept = np.zeros(batches + 1), np.empty((len(pieces), batches + 2), np.int64)
+    choices = np.empty((len(pieces), int(np.diff(uses.starts).max()) + 1, 2), np.bool_)
+    totals, entry = np.empty(len(pieces)), float(costs.admitted if first is None else first)
 
     def bound(prices: npt.NDArray[np.float64]) -> tuple[float, npt.NDArray[np.float64]]:
         """What all pay at these prices, and how many rows more than there are slots want one before each batch."""
-        paid: float = _pay(uses.starts, uses.batches, np.r_[0.0, np.cumsum(prices)], *costs, choices, kept)
-        wanted: npt.NDArray[np.float64] = np.cumsum(kept)[: batches + 1] - np.float64(capacity)
-        return paid - capacity * float(prices.sum()), wanted
+        until = np.r_[0.0, np.cumsum(prices)]
+        shared = (uses.starts, uses.batches, until, entry, *map(float, costs), choices, kept, totals)
+        run_tasks([(_pay, start, stop, (*shared, i)) for i, (start, stop) in enumerate(pieces)])
+        wanted: npt.NDArray[np.float64] = np.cumsum(kept.sum(0))[: batches + 1] - np.float64(capacity)
+        return float(totals.sum()) - capacity * float(prices.sum()), wanted
 
     best, wanted = bound(prices)
     low, high = 0.0, float(costs.passed)
@@ -80,7 +90,7 @@ def least_cost(uses: Uses, capacity: int, costs: Costs) -> float:
         low, high = (middle[0], high) if more.sum() > 0 else (low, middle[0])
     prices, value, gap, stale = at.copy(), best, 0.02 * best, 0
     direction = np.zeros(batches + 1)
-    for _ in range(int(np.clip(_MOST_VISITS / len(uses.batches), _LEAST_STEPS, _MOST_STEPS))):
+    for _ in range(int(np.clip(visits / len(uses.batches), _LEAST_STEPS, _MOST_STEPS))):
         steepness = float(direction @ direction)
         back = max(0.0, -_DEFLECTION * float(direction @ wanted) / steepness) if steepness else 0.0
         direction = wanted + back * direction
@@ -100,37 +110,38 @@ def least_cost(uses: Uses, capacity: int, costs: Costs) -> float:
 
 @kernel
 def _pay(
-    starts: Any, batches: Any, until: Any, passed: Any, admitted: Any, evicted: Any, choices: Any, kept: Any
-) -> Any:
-    """Return what all rows pay, slots included, each at its least.
+    start: Any, stop: Any, starts: Any, batches: Any, until: Any, entry: Any, passed: Any, admitted: Any, evicted: Any,
+    choices: Any, kept: Any, totals: Any, piece: Any,
+) -> None:  # fmt: skip
+    """Find what the rows [start, stop) pay, slots included, each at its least.
 
     until    float64 [T + 2], the prices of a slot before the batches up to each, summed
-    choices  bool [most uses of a row + 1, 2], for this kernel's own use
-    kept     int64 [T + 2], written: by how many more rows are kept before each batch than before the one before
+    entry    what it costs to be there before the first batch
+    choices  bool [pieces, most uses of a row + 1, 2], for this kernel's own use
+    kept     int64 [pieces, T + 2], written: by how many more rows are kept before each batch than before the one before
+    totals   float64 [pieces], written: what they pay
     """
-    total, last = 0.0, len(until) - 1
-    kept[:] = 0
-    for i in range(len(starts) - 1):
-        start, stop = starts[i], starts[i + 1]
-        uses = stop - start
+    total, last, held_more, choice = 0.0, len(until) - 1, kept[piece], choices[piece]
+    held_more[:] = 0
+    for i in range(start, stop):
+        begin, end = starts[i], starts[i + 1]
+        uses = end - begin
         # Before each use: the least cost so far without the row and with it; choices say where these came from.
-        without, cached = 0.0, admitted + until[batches[start] + 1]
-        choices[0, 0], choices[0, 1] = False, False
+        without, cached = 0.0, entry + until[batches[begin] + 1]
+        choice[0, 0], choice[0, 1] = False, False
         for k in range(uses):
-            batch = batches[start + k]
-            until_next = until[batches[start + k + 1] + 1] if k + 1 < uses else until[last]
+            batch = batches[begin + k]
+            until_next = until[batches[begin + k + 1] + 1] if k + 1 < uses else until[last]
             slot = until_next - until[batch + 1]
             from_host, let_go = without + passed, cached + evicted
             entered, stayed = without + admitted + slot, cached + slot
-            choices[k + 1, 0], choices[k + 1, 1] = let_go < from_host, stayed <= entered
+            choice[k + 1, 0], choice[k + 1, 1] = let_go < from_host, stayed <= entered
             without, cached = min(from_host, let_go), min(entered, stayed)
         held = cached < without
         total += min(without, cached)
         for k in range(uses, -1, -1):
             if held:
-                begin = batches[start + k - 1] + 1 if k else 0
-                end = batches[start + k] + 1 if k < uses else last
-                kept[begin] += 1
-                kept[end] -= 1
-            held = choices[k, np.int64(held)]
-    return total
+                held_more[batches[begin + k - 1] + 1 if k else 0] += 1
+                held_more[batches[begin + k] + 1 if k < uses else last] -= 1
+            held = choice[k, np.int64(held)]
+    totals[piece] = total

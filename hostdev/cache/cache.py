@@ -77,7 +77,7 @@ class EmbeddingCache:
         if needed > free:
             raise UserError(f"the cache's plan needs {gib(needed)}, but {gib(free)} of host memory are free")
         self._row_bytes = row_bytes((table.dim, table.optimizer) for table in self.tables)
-        self._costs = Costs.of_bytes(*self._row_bytes)
+        self._costs = Costs.of(*self._row_bytes)
         self.planner = Planner(self.rows, capacity, policy, window=window, counts=counts, costs=self._costs)
         self.slots = [DeviceSlots(capacity, table, self.device) for table in self.tables]
         self._resident = [np.full(capacity, -1, np.int32) for _ in self.tables]  # the row in each slot, after steps

@@ -5,6 +5,7 @@ import math
 from hostdev.core.errors import UserError
 
 POLICIES = ("lookahead", "lru", "lfu", "static")
+AUTO = "auto"  # a size that `hostdev.train` finds
 WINDOW = 16  # batches, unless said otherwise
 MOST_WINDOW = 32  # batches: the bits that a row has for them
 

@@ -410,9 +410,13 @@ def renumber(inverse: Positions, places: Positions) -> Positions:
 
 def warm_up(id_dtype: npt.DTypeLike) -> None:
     """Compile, or load from numba's cache, all kernels of a planner for ids of this dtype."""
-    for counts in (None, np.arange(8)):
-        planner = Planner(8, 1, window=1, counts=counts)
+    for policy, counts in (
+        ("lookahead", None),
+        ("lookahead", np.arange(8)),
+        ("lru", None),
+    ):  # which swaps rows each time
+        planner = Planner(8, 1, policy, window=1, counts=counts)
         for row, uses in ((0, 1), (1, 8), (1, 8), (2, 1)):
             planner.announce(np.array([row], id_dtype), count_uses(np.zeros(uses, np.int32), 1))
-            if len(planner) > 1:
+            if len(planner) > planner.window:
                 renumber(np.zeros(1, np.int32), planner.plan().places)

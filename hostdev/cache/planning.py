@@ -85,7 +85,7 @@ def _value(
     some: Any, count: Any, now: Any, rows: Any, values: Any, decays: Any, table: Any, chances: Any, of_late: Any,
     places: Any, keys: Any,
 ) -> None:  # fmt: skip
-    """Write the chances and the keys of the first `count` rows of a block: index, of a table [RATES << bits], and 4 bits.
+    """Write chances and keys of the first `count` rows of a block: indices, of a table [RATES << bits], and 4 bits.
 
     In loops of their own: what is read from anywhere, what is calculated, which the compiler does for several rows at
     once, what is read from the table, which is larger than the nearest caches.

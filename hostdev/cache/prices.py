@@ -35,16 +35,29 @@ STAY, ENTER = 0, 1
 
 
 class Costs(NamedTuple):
-    """What a row's ways cost, in any one unit: bytes, or nanoseconds."""
+    """What a row's ways cost, in any one unit: bytes, or nanoseconds of the host, or both weighed."""
 
     passed: float = 2.0  # a batch uses it from the host: its weights go down, its gradient comes up
     admitted: float = 3.0  # it goes down with its slots
     evicted: float = 3.0  # it comes up with them
 
     @classmethod
-    def of_bytes(cls, passing: int, whole: int) -> "Costs":
-        """Those of the bus: bytes of a row that passes by, each way, and of one with its slots."""
-        return cls(2.0 * passing, whole, whole)
+    def of(
+        cls, passing: int, whole: int, *, down: float = 1.0, up: float = 1.0, host: "Costs | None" = None
+    ) -> "Costs":
+        """Those of the bus, and of the host's work.
+
+        passing   bytes of a row that passes by, each way
+        whole     of one with its slots
+        down, up  what a byte to the device costs, and one to the host; 1 counts bytes
+        host      what the host takes for a row that passes by, is admitted, is evicted, in the same unit
+        """
+        bus = cls((down + up) * passing, down * whole, up * whole)
+        return bus if host is None else cls(*(one + other for one, other in zip(bus, host, strict=True)))
+
+    def paid(self, passed: float, admitted: float, evicted: float) -> float:
+        """Return what so many rows cost."""
+        return passed * self.passed + admitted * self.admitted + evicted * self.evicted
 
 
 @lru_cache(maxsize=4)

@@ -1,13 +1,15 @@
 """Planners of every policy and size over one pass of batches: what caches would do, without rows."""
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.cache.optimum import optimal
+from hostdev.cache import bound
+from hostdev.cache.optimum import fits, optimal
 from hostdev.cache.options import POLICIES
 from hostdev.cache.planner import Planner, Statistics
 from hostdev.cache.prices import Costs
@@ -15,17 +17,29 @@ from hostdev.kernels.unique import count_uses, unique
 
 OPTIMUM = "optimum"
 _MOST_RECORDED = 1 << 25  # unique ids, for the optimum
+_VISITS = 1e8  # of uses, for each bound
+
+
+class Simulated(NamedTuple):
+    """What a cache has done, or of the optimum what none can do better: each figure that of another cache."""
+
+    statistics: Statistics
+    planning: float = 0.0  # seconds, over the same batches
+    least: tuple[float, ...] = ()  # of the optimum: by each of the costs
 
 
 class Simulation:
     """Caches of the tables of a group, of every policy and several sizes, over the same batches.
 
-    rows    of the tables
-    sizes   of the caches, in rows
-    steps   batches to come; what is returned is about the second half of them
-    counts  [V], for "static"; without them it is left out
-    window  batches that lookahead knows in advance
-    costs   of a row's ways, which lookahead keeps low
+    rows      of the tables
+    sizes     of the caches, in rows
+    steps     batches to come; what is returned is about the second half of them
+    counts    [V], for "static"; without them it is left out
+    window    batches that lookahead knows in advance
+    costs     of a row's ways, which lookahead keeps low
+    policies  of `POLICIES`
+    optimum   find it, too: the most hits, and the least by each of `others`, such as bytes and nanoseconds
+    others    costs
     """
 
     def __init__(
@@ -36,54 +50,82 @@ class Simulation:
         counts: Any,
         window: int,
         costs: Costs = Costs(),  # noqa: B008
+        *,
+        policies: Sequence[str] = POLICIES,
+        optimum: bool = True,
+        others: Sequence[Costs] = (),
     ) -> None:
         self._rows, self._sizes, self._steps, self._half = rows, list(sizes), steps, steps // 2
-        self.policies = [policy for policy in POLICIES if policy != "static" or counts is not None]
+        self._others = others
+        self.policies = [policy for policy in policies if policy != "static" or counts is not None]
         self._planners = {
             (policy, number): Planner(rows, size, policy, window=window, counts=counts, costs=costs)
             for policy in self.policies
             for number, size in enumerate(sizes)
         }
-        self._at_half = {key: Statistics() for key in self._planners}
+        self._at_half = {key: Simulated(Statistics()) for key in self._planners}
         self._planned = dict.fromkeys(self._planners, 0)
+        self._seconds = dict.fromkeys(self._planners, 0.0)
         self._recorded: list[tuple[npt.NDArray[Any], npt.NDArray[np.int32]]] = []
-        self._room = _MOST_RECORDED
+        self._room = _MOST_RECORDED if optimum else -1
 
     def add(self, ids: npt.NDArray[Any]) -> None:
         """Take in the next batch: all its ids, int32 or int64 [N]."""
         found, inverse = unique(ids)
-        uses = count_uses(inverse, len(found))
-        self._room -= len(found)
+        self.add_unique(found, count_uses(inverse, len(found)))
+
+    def add_unique(self, ids: npt.NDArray[Any], uses: npt.NDArray[np.int32]) -> None:
+        """Take in the next batch: its unique ids, and the uses of each, int32 [U]."""
+        self._room -= len(ids)
         if self._room >= 0:
-            self._recorded.append((found, uses))
+            self._recorded.append((ids, uses))
         for key, planner in self._planners.items():
-            planner.announce(found, uses)
+            start = time.perf_counter()
+            planner.announce(ids, uses)
+            self._seconds[key] += time.perf_counter() - start
             if len(planner) > planner.window:
                 self._plan(key)
 
     def _plan(self, key: tuple[str, int]) -> None:
+        start = time.perf_counter()
         self._planners[key].plan()
+        self._seconds[key] += time.perf_counter() - start
         self._planned[key] += 1
         if self._planned[key] == self._half:
-            self._at_half[key] = replace(self._planners[key].statistics)
+            self._at_half[key] = Simulated(replace(self._planners[key].statistics), self._seconds[key])
 
-    def end(self) -> dict[str, list[Statistics]]:
+    def end(self) -> dict[str, list[Simulated]]:
         """Return what the caches of each policy have done, by size; the optimum's where its batches fit in memory."""
         for key, planner in self._planners.items():
             while len(planner):
                 self._plan(key)
         numbers = range(len(self._sizes))
-        found = {
-            policy: [_since(self._planners[policy, i].statistics, self._at_half[policy, i]) for i in numbers]
-            for policy in self.policies
-        }
-        if len(self._recorded) == self._steps:
-            found[OPTIMUM] = [optimal(self._recorded, self._rows, size, since=self._half) for size in self._sizes]
+        found = {policy: [self._since_half((policy, i)) for i in numbers] for policy in self.policies}
+        if len(self._recorded) == self._steps and self._can_know():
+            found[OPTIMUM] = self._optimum()
         return found
 
+    def _since_half(self, key: tuple[str, int]) -> Simulated:
+        before, total = self._at_half[key], self._planners[key].statistics
+        since = Statistics(**{name: value - getattr(before.statistics, name) for name, value in vars(total).items()})
+        return Simulated(since, self._seconds[key] - before.planning)
 
-def _since(total: Statistics, before: Statistics) -> Statistics:
-    return Statistics(**{name: value - getattr(before, name) for name, value in vars(total).items()})
+    def _can_know(self) -> bool:
+        unique = sum(len(ids) for ids, _ in self._recorded)
+        return bound.fits(unique) and fits(self._recorded, self._rows, max(self._sizes, default=0))
+
+    def _optimum(self) -> list[Simulated]:
+        """What the best caches do in the second half; those of the least cost may have what they want before it."""
+        uses = bound.uses_of([ids for ids, _ in self._recorded[self._half :]])
+        return [
+            Simulated(
+                optimal(self._recorded, self._rows, size, since=self._half),
+                least=tuple(
+                    bound.least_cost(uses, size, costs, first=0.0, visits=_VISITS) for costs in self._others
+                ),
+            )
+            for size in self._sizes
+        ]  # fmt: skip
 
 
 def add_up(parts: Iterable[Statistics]) -> Statistics:

@@ -10,7 +10,7 @@ from scipy.sparse import coo_array
 from hostdev.cache.bound import least_cost, uses_of
 from hostdev.cache.prices import HORIZON, PRICES, RATES, Costs, chance_of, index_of, prices
 
-COSTS = [Costs(), Costs(2, 1, 1), Costs(2, 5, 3), Costs.of_bytes(320, 960)]
+COSTS = [Costs(), Costs(2, 1, 1), Costs(2, 5, 3), Costs.of(320, 960)]
 
 
 def best_by_trying(batches, rows, capacity, costs):
