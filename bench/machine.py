@@ -7,10 +7,7 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,7 @@ import torch
 from record import processor
 
 import hostdev
-from hostdev.device import backend, triton
+from hostdev.device import backend, bus, triton
 
 COPIED, ROUNDS = 1 << 28, 10
 
@@ -39,34 +36,11 @@ def query(field: str, device: torch.device) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """Return the median seconds of a call on the device."""
-    module: Any = torch.get_device_module(device) if backend.is_accelerator(device) else None
-    times = []
-    for _ in range(ROUNDS + 2):
-        if module is None:
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-            continue
-        begin, end = (module.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times[2:])
-
-
 def bandwidths(device: torch.device) -> dict[str, Any]:
     """Return the GB/s of copies to the device and back, through pinned memory where there is an accelerator."""
-    pin = backend.is_accelerator(device)
-    host = torch.zeros(COPIED, dtype=torch.uint8, pin_memory=pin)
-    there = torch.zeros(COPIED, dtype=torch.uint8, device=device)
-    down = seconds_of(lambda: there.copy_(host, non_blocking=True), device)
-    up = seconds_of(lambda: host.copy_(there, non_blocking=True), device)
-    return {"pinned": pin, "to_device_gb_per_s": round(COPIED / down / 1e9, 2),
-            "to_host_gb_per_s": round(COPIED / up / 1e9, 2)}  # fmt: skip
+    found = bus.measure(device, COPIED, ROUNDS)
+    return {"pinned": backend.is_accelerator(device), "to_device_gb_per_s": round(found.down / 1e9, 2),
+            "to_host_gb_per_s": round(found.up / 1e9, 2)}  # fmt: skip
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:

@@ -31,6 +31,7 @@ _GATE, _OPEN_GATE, _LOWEST_GATE = 1.0, 0.5, 0.03
 _SAMPLED, _SAMPLED_EVERY = 1024, 4  # rows, batches: how likely the C-th likeliest is
 _DECAY = 2 ** (-1 / 15)  # a batch, of what was used of late
 _WATCHED, _WATCHED_OF_BATCH = 1024, 64  # rows
+_JUDGED_OF = 4  # with each batch one row of so many
 _FORGOTTEN = 0.97  # of what a batch has told of the counts is left with the next
 # Uses of late that the counts may weigh as much as.
 _WEIGHTS = np.array([planning.SURE, 64, 32, 16, 8, 4, 2, 1, 0.5], np.float32)
@@ -257,12 +258,13 @@ class Planner:
         if now.latest > 0:
             self._scores *= _FORGOTTEN
             known = self._now(now.latest - 1)._replace(latest=now.latest)  # rates of before
-            planning.judge(self._watched, known, self._rows, self._values, _DECAYS, _WEIGHTS, self._scores)
+            some = self._watched[now.latest % _JUDGED_OF :: _JUDGED_OF].copy()
+            planning.judge(some, known, self._rows, self._values, _DECAYS, _WEIGHTS, self._scores)
             self._believed = _WEIGHTS[np.argmax(self._scores)]
         fresh = ids[:: max(1, len(ids) // _WATCHED_OF_BATCH)][:_WATCHED_OF_BATCH]
         self._watched = np.concatenate([self._watched, fresh.astype(np.int32)])[-_WATCHED:]
         if now.latest % _SAMPLED_EVERY == 0 and self.capacity:
-            some = np.arange(0, self.rows, max(1, self.rows // _SAMPLED), np.int32)
+            some = np.arange(0, self.rows, max(1, self.rows // _SAMPLED), dtype=np.int32)
             chances = np.empty(len(some), np.float32)
             planning.likely(some, self._now(now.latest), self._rows, self._values, _DECAYS, chances)
             self._least_of_late, self._gate_of_late = _last_in(chances, self.capacity / self.rows, _OPEN_GATE)

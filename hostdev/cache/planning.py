@@ -91,7 +91,7 @@ def _value(
     once, what is read from the table, which is larger than the nearest caches.
     """
     believed, per_batch, per_announced, bits = now.believed, now.per_batch, now.per_announced, np.uint32(now.bits)
-    last = np.int64(now.latest)
+    last: Any = np.int64(now.latest)
     n = np.uint64(count)
     for i in range(np.uint64(0), n):
         row = np.uint64(some[i])
@@ -103,7 +103,7 @@ def _value(
         chances[i] = min(_mean(chances[i], of_late[i], believed, per_batch), np.float32(1))
     steps = chances.view(np.int32)
     for i in range(np.uint64(0), n):
-        rate = min(max(np.int32(127 << 1) - (steps[i] >> np.int32(22)), np.int32(0)), np.int32(RATES - 1))
+        rate: Any = min(max(np.int32(127 << 1) - (steps[i] >> np.int32(22)), np.int32(0)), np.int32(RATES - 1))
         places[i] |= np.uint32(rate) << bits
         keys[i] = np.uint16((steps[i] >> np.int32(22 - FINE_BITS)) & np.int32((1 << FINE_BITS) - 1))
     for i in range(np.uint64(0), n):

@@ -17,6 +17,7 @@ from hostdev.core.errors import UserError
 from hostdev.data import lookalike, manifest
 from hostdev.device import backend
 from hostdev.train import checkpointing, report
+from hostdev.train.auto_cache import decided
 from hostdev.train.build import require_layout
 from hostdev.train.config import TrainConfig
 from hostdev.train.interrupt import DEADLINE_SECONDS, GracefulStop, Interrupted
@@ -61,6 +62,9 @@ def _train(settings: TrainConfig, company: Company | None) -> dict[str, Any]:
     if company is not None and settings.parallel == "auto":
         settings, why = laid_out(settings, data, found, company.ranks)
         print("\n".join(why), flush=True)
+    settings, why = decided(settings, data, found, company.ranks if company is not None else None)
+    for line in why:
+        print(line, flush=True)
     run: Run | None = None
     digest = None
 

@@ -7,7 +7,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from hostdev.cache.options import MOST_WINDOW, POLICIES, WINDOW, rows_of
+from hostdev.cache.options import AUTO, MOST_WINDOW, POLICIES, WINDOW, rows_of
 from hostdev.core.errors import UserError
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.optimizers import OPTIMIZERS
@@ -142,7 +142,8 @@ class TrainConfig:
         "NOT EXACT if above 0: a lookup may miss the updates of the last N batches", default=0, kind=int, metavar="N"
     )
     cache_rows: str | None = _flag(
-        "rows of each table that the device holds, a number or a share such as 5%% (0: no cache)",
+        "rows of each table that the device holds: a number, a share such as 5%%, or auto: what makes steps shortest "
+        "(0: no cache)",
         kind=str,
         metavar="N",
     )
@@ -256,7 +257,7 @@ class TrainConfig:
                 if getattr(self, name) is not None:
                     raise UserError(f"{_option(name)} has no effect without --cache-rows; leave it out")
             return
-        if not rows_of(self.cache_rows, 1 << 30):
+        if self.cache_rows != AUTO and not rows_of(self.cache_rows, 1 << 30):
             return
         if not self.host_device_mix:
             raise UserError(f"--cache-rows {self.cache_rows} has no effect without --host-device-mix; give both")
@@ -279,6 +280,8 @@ class TrainConfig:
         filled = replace(self, epochs=self.epochs or epochs, batch_size=self.batch_size or batch_size)
         if self.micro_batches > 1:  # nor the threads of who computes them
             filled = replace(filled, torch_threads=self.torch_threads or 1, gradients=self.gradients or "mean")
+        if self.cache_rows == AUTO:
+            return filled
         if self.cache_rows is None or not rows_of(self.cache_rows, 1 << 30):
             return replace(filled, cache_rows="0", cache_policy=None, cache_window=None)
         policy = self.cache_policy or POLICIES[0]

@@ -1,14 +1,19 @@
-"""Whether a model's tables, and the copies of their rows, fit in memory, before any of it is allocated."""
+"""Whether a model's tables, and the copies of their rows, fit in memory, before it is allocated; what is left."""
 
 from collections.abc import Mapping
 
 import torch
+from torch.utils._pytree import tree_map
 
 from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, copied_bytes, gib, pinned_size, require_table, row_bytes
+from hostdev.data.batch import Batch
 from hostdev.device.backend import free_bytes
 from hostdev.kernels.shards import range_of
+from hostdev.models.model import Model
+from hostdev.models.wide_deep.loss import wide_loss
 from hostdev.runtime.spec import TableSpec
+from hostdev.train.staged import inputs_like
 
 
 def require_room(
@@ -39,3 +44,35 @@ def require_copies(tables: Mapping[str, TableSpec], uses: int, batches: int, fre
             f"the copies of {batches} batches need up to {gib(needed)} of pinned host memory, but beside the tables "
             f"{gib(free)} are free; use a smaller --batch-size or --pipeline-depth"
         )
+
+
+def left_by_a_step(
+    model: Model, sample: Batch, samples: int, device: torch.device, autocast: torch.dtype | None
+) -> int | None:
+    """Return what is free on an accelerator when the dense layers have taken a step; None where torch cannot tell.
+
+    The model goes there and is of no more use: it has had a step of zeros.
+
+    sample   a batch, which shows what the model's inputs look like
+    samples  of the step
+
+    Raises UserError where the inputs' sizes cannot be known before, and where the step does not fit.
+    """
+    dense, rows = tree_map(
+        lambda value: value.detach().to(device).requires_grad_(value.requires_grad),
+        inputs_like(model, sample, autocast, samples),
+    )  # fmt: skip
+    parameters = list(model.to(device).parameters())
+    adam = torch.optim.Adam(parameters, fused=True)
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast is not None):
+        logits = model(dense, rows)
+    wide_loss(logits, torch.zeros(samples, device=device)).backward()  # type: ignore[no-untyped-call]
+    adam.step()
+    torch.accelerator.synchronize(device)
+    left = free_bytes(device)  # with what torch keeps of what it took at its peak
+    del dense, rows, logits, adam, parameters
+    model.to("meta")
+    module = torch.get_device_module(device)
+    if hasattr(module, "empty_cache"):
+        module.empty_cache()
+    return left

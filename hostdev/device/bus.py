@@ -1,0 +1,48 @@
+"""How fast bytes go to a device and come back, measured."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from hostdev.device.backend import is_accelerator
+
+
+class Bus(NamedTuple):
+    """Bytes a second."""
+
+    down: float  # to the device
+    up: float
+
+
+def measure(device: torch.device, nbytes: int = 1 << 26, rounds: int = 5) -> Bus:
+    """Return the medians over copies of so many bytes, through pinned memory.
+
+    Of the CPU, which has no bus, those of copies in host memory.
+    """
+    host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=is_accelerator(device))
+    there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    down = _seconds_of(lambda: there.copy_(host, non_blocking=True), device, rounds)
+    up = _seconds_of(lambda: host.copy_(there, non_blocking=True), device, rounds)
+    return Bus(nbytes / down, nbytes / up)
+
+
+def _seconds_of(call: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Return the median seconds of a call on the device."""
+    module: Any = torch.get_device_module(device) if is_accelerator(device) else None
+    times = []
+    for _ in range(rounds + 2):
+        if module is None:
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+            continue
+        begin, end = (module.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return max(statistics.median(times[2:]), 1e-9)

@@ -1,0 +1,167 @@
+"""--cache-rows auto: the cache that `advise` would choose, by the first batches and what a dense step leaves free."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hostdev.cache.options import AUTO, POLICIES, WINDOW
+from hostdev.cache.planner import planner_bytes
+from hostdev.cache.simulation import Simulated, Simulation
+from hostdev.core.errors import UserError
+from hostdev.core.memory import available_bytes, cache_room, gib, table_bytes
+from hostdev.core.progress import bar
+from hostdev.data.manifest import Manifest
+from hostdev.data.shards import ShardReader
+from hostdev.device.backend import describe, is_accelerator
+from hostdev.device.bus import measure
+from hostdev.kernels.pool import set_host_threads
+from hostdev.kernels.unique import count_uses, unique
+from hostdev.models.model import Model
+from hostdev.parallel.ranks import Ranks
+from hostdev.train.build import device_of, ids_of, known_counts, model_of
+from hostdev.train.cache_advice import Curves, Group, Point, curves_of, gains, measured, recommend, size_of, sizes_of
+from hostdev.train.config import TrainConfig
+from hostdev.train.room import left_by_a_step
+
+_LEAST_BATCHES, _MOST_BATCHES, _MOST_IDS = 48, 256, 1 << 24  # of the sample
+_SAMPLE = 1000  # rows, of which the model's inputs are made
+
+Sampled = list[tuple[npt.NDArray[Any], npt.NDArray[np.int32]]]  # unique ids and uses of each batch
+
+
+def decided(
+    settings: TrainConfig, data: Path, found: Manifest, ranks: Ranks | None
+) -> tuple[TrainConfig, list[str]]:  # fmt: skip
+    """Return the settings with a cache's rows and policy in place of auto, and why, as lines.
+
+    All ranks call it: the first of them chooses, for the device that has the least memory free.
+    """
+    if settings.cache_rows != AUTO:
+        return settings, []
+    assert settings.batch_size is not None
+    if settings.host_threads is not None:
+        set_host_threads(settings.host_threads)
+    model, device = model_of(settings, found.schema), device_of(settings.device, tf32=settings.tf32)
+    reader = ShardReader(data, found, "train")
+    reader.require(settings.batch_size)
+    groups = measured(model, reader, settings.batch_size, settings.seed)
+    batches = _sample(model, groups, reader, settings)
+    room = _room(settings, model, reader, device, groups, batches, ranks)
+    if ranks is not None:
+        rooms = ranks.control.share(room)
+        room = min(rooms) * len(rooms)  # each has its part of the rows
+    told: Any = None
+    if ranks is None or ranks.rank == 0:
+        counts: list[Any] = [None] * len(groups)
+        counts[0] = known_counts(model, data, found, reader)
+        curves = _simulate(settings, groups, batches, counts, room, device)
+        chosen = recommend(curves, room) if curves else None
+        line = _line(chosen, room, device, len(batches[0]))
+        told = [_size(chosen[1], ranks), chosen[0], line] if chosen is not None else ["0", None, line]
+    if ranks is not None:
+        told = ranks.control.share(told)[0]
+    rows, policy, line = told
+    window = settings.cache_window if policy == POLICIES[0] else None
+    return replace(settings, cache_rows=rows, cache_policy=policy, cache_window=window).resolved(), [line]
+
+
+def _sample(model: Model, groups: Sequence[Group], reader: ShardReader, settings: TrainConfig) -> list[Sampled]:
+    """Return the first batches of the training, of each group."""
+    assert settings.batch_size is not None
+    sampled: list[Sampled] = [[] for _ in groups]
+    ids = 0
+    batches = reader.batches(settings.batch_size, seed=settings.seed, epoch=1)
+    for batch in itertools.islice(batches, _MOST_BATCHES):
+        for group, mine in zip(groups, sampled, strict=True):
+            one, inverse = unique(ids_of(model, batch, group.names[0]))
+            mine.append((one, count_uses(inverse, len(one))))
+            ids += len(inverse)
+        if ids > _MOST_IDS and len(sampled[0]) >= _LEAST_BATCHES:
+            break
+    return sampled
+
+
+def _room(
+    settings: TrainConfig, model: Model, reader: ShardReader, device: torch.device, groups: Sequence[Group],
+    batches: Sequence[Sampled], ranks: Ranks | None,
+) -> int:  # fmt: skip
+    """Return the bytes that this process's device has for slots."""
+    shares = 1 if ranks is None else ranks.share()[1]
+    if not is_accelerator(device):
+        parts = 1 if ranks is None else ranks.size
+        tables = sum(
+            table_bytes(spec.rows, spec.dim, len(spec.optimizer.slots), len(spec.optimizer.row_slots))
+            for spec in model.tables.values()
+        )
+        plans = sum(planner_bytes(group.rows, group.rows) for group in groups)
+        return max(0, available_bytes() - (tables + plans) // parts)
+    assert settings.batch_size is not None
+    [sample] = itertools.islice(reader.batches(_SAMPLE), 1)
+    autocast = torch.bfloat16 if settings.precision == "bf16" else None
+    samples = -(-settings.batch_size // settings.micro_batches)
+    left = left_by_a_step(model, sample, samples, device, autocast)
+    if left is None:
+        raise UserError(
+            f"--cache-rows auto: torch does not tell how much memory {describe(device)} has free; give a number"
+        )
+    step = sum(
+        group.passing * max((len(ids) for ids, _ in mine), default=0)
+        for group, mine in zip(groups, batches, strict=True)
+    )
+    return cache_room(left, (settings.pipeline_depth + 3) * step // shares)
+
+
+def _simulate(
+    settings: TrainConfig, groups: list[Group], batches: Sequence[Sampled], counts: Sequence[Any], room: int,
+    device: torch.device,
+) -> Curves:  # fmt: skip
+    """Return what caches that fit do with the sample: one at a time, as a plan takes memory for all rows."""
+    policies = [settings.cache_policy] if settings.cache_policy is not None else [POLICIES[0], "static"]
+    policies = [policy for policy in policies if policy != "static" or all(each is not None for each in counts)]
+    window = WINDOW if settings.cache_window is None else settings.cache_window
+    sizes = [
+        mine for mine in zip(*sizes_of(groups), strict=True)
+        if sum(size * group.whole for size, group in zip(mine, groups, strict=True)) <= room
+    ]  # fmt: skip
+    if not sizes or not policies:
+        return {}
+    steps = len(batches[0])
+    ended: list[dict[str, list[Simulated]]] = [{policy: [] for policy in policies} for _ in groups]
+    with bar(len(policies) * len(sizes) * len(groups), "choosing a cache", "try") as progress:
+        for policy, mine in itertools.product(policies, sizes):
+            for group, size, sampled, each, one in zip(groups, mine, batches, counts, ended, strict=True):
+                simulation = Simulation(
+                    group.rows, [size], steps, each, window, group.costs, policies=[policy], optimum=False
+                )
+                for ids, uses in sampled:
+                    simulation.add_unique(ids, uses)
+                one[policy] += simulation.end()[policy]
+                progress.update()
+    return curves_of(groups, [list(mine) for mine in zip(*sizes, strict=True)], ended, measure(device))
+
+
+def _size(point: Point, ranks: Ranks | None) -> str:
+    """Return what --cache-rows takes; of several processes, which have a part of the rows each, a share."""
+    if ranks is None:
+        return size_of(point)
+    return f"{100 * point.rows / sum(group.rows for group in point.groups):.4g}%"
+
+
+def _line(chosen: tuple[str, Point] | None, room: int, device: torch.device, batches: int) -> str:
+    """Return what was chosen, and why."""
+    where = f"{gib(room)} that a dense step leaves on {describe(device)}"
+    if not is_accelerator(device):
+        where = f"{gib(room)} that the tables leave of the host's memory"
+    if chosen is None:
+        return f"cache    auto: none; of those that fit into the {where}, none makes a step shorter"
+    policy, point = chosen
+    return (
+        f"cache    auto: {point.rows:,} rows, {policy}, {gib(point.nbytes)} of the {where}; by {batches} batches "
+        f"{gains(point)}"
+    )
