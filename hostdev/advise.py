@@ -21,15 +21,17 @@ from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, dense_bytes, gib, parse_bytes
 from hostdev.data import lookalike, manifest
+from hostdev.data.batch import Batch
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.device.bus import Bus, measure
 from hostdev.kernels.pool import set_host_threads
+from hostdev.kernels.unique import unique
 from hostdev.models.model import Model
 from hostdev.parallel.place import find
 from hostdev.runtime.spec import TableSpec
 from hostdev.train import config
-from hostdev.train.build import model_of
+from hostdev.train.build import groups_of, ids_of, model_of
 from hostdev.train.cache_advice import Curves, Group, Point, flags, gains, recommend, simulate
 from hostdev.train.config import TrainConfig
 
@@ -148,16 +150,14 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
         set_host_threads(settings.host_threads)
     device = backend.select(settings.device)
     model = model_of(settings, found.schema)
-    bus = measure(device)
-    curves = simulate(model, data, found, reader, size, seed=settings.seed, window=window, bus=bus)
-    first, whole = curves[POLICIES[0]][0], curves[POLICIES[0]][-1]
-    beside = int(first.without)
-    if on_accelerator := backend.is_accelerator(device):
-        inputs = int(first.total.uses / max(1, first.total.batches) / size * max(group_dim(g) for g in first.groups))
-        beside += dense_bytes(size, inputs, hidden_layers(model))
+    on_accelerator = backend.is_accelerator(device)
+    beside = _beside(model, next(reader.batches(size, seed=settings.seed, epoch=1)), dense=on_accelerator)
     if memory is None:
         room = backend.room_for_cache(device, beside)
         memory = available_bytes() if room is None else room
+    bus = measure(device)
+    curves = simulate(model, data, found, reader, size, seed=settings.seed, window=window, bus=bus, memory=memory)
+    first, whole = curves[POLICIES[0]][0], curves[POLICIES[0]][-1]
     chosen = recommend(curves, memory)
     fits = "" if whole.nbytes <= available_bytes() else f", but only {gib(available_bytes())} are free"
     print(f"data     {data}: {reader.rows:,} training rows in {reader.steps(size):,} batches of {size:,}, "
@@ -177,6 +177,16 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
         print("on this CPU there is nothing to win: the device's memory is the host's, and a cache costs its plan; the "
               "figures are those of an accelerator")  # fmt: skip
     return chosen
+
+
+def _beside(model: Model, batch: Batch, *, dense: bool) -> int:
+    """Return about the bytes that a step needs beside a cache: a batch's rows, both ways, and its `dense` layers."""
+    needed = inputs = 0
+    for group in (Group.of(model, names) for names in groups_of(model)):
+        ids = ids_of(model, batch, group.names[0])
+        needed += 2 * group.passing * len(unique(ids)[0])
+        inputs += len(ids) // len(batch) * group_dim(group)
+    return needed + dense_bytes(len(batch), inputs, hidden_layers(model)) if dense else needed
 
 
 def advise_mesh(settings: TrainConfig, arguments: argparse.Namespace) -> None:

@@ -172,7 +172,12 @@ def test_a_run_with_a_cache(device, trained, small_data, tmp_path, capsys):
     assert f"{cache['hit_rate']:.2%} of uses hit, the offline optimum {cache['optimal_hit_rate']:.2%}; a step" in out
     assert cache["bytes_of_these"] == cache["bytes_to_device"] + cache["bytes_to_host"]
     assert 0 < cache["least_bytes"] <= cache["bytes_of_these"]
-    assert f", {cache['bytes_of_these'] / cache['least_bytes']:.3f} times the least possible" in out
+    assert f", {cache['bytes_of_these'] / cache['least_bytes']:.3f} times the least possible; it " in out
+    assert 0 < cache["host_us_saved_of_these"] <= cache["most_host_us_saved"] * 1.0001
+    assert cache["host_us_saved"] < cache["host_us_saved_of_these"]  # which do not count the plan
+    steps = summary["steps"]
+    most = (cache[name] / steps / 1e3 for name in ("host_us_saved_of_these", "most_host_us_saved"))
+    assert "({:.2f} but for its plan, of {:.2f} at most)".format(*most) in out
 
 
 def test_the_summary_is_there_before_the_optimum(trained, small_data, tmp_path, capsys, monkeypatch):

@@ -126,7 +126,7 @@ def _simulate(
     policies = [policy for policy in policies if policy != "static" or all(each is not None for each in counts)]
     window = WINDOW if settings.cache_window is None else settings.cache_window
     sizes = [
-        mine for mine in zip(*sizes_of(groups), strict=True)
+        mine for mine in zip(*sizes_of(groups, room), strict=True)
         if sum(size * group.whole for size, group in zip(mine, groups, strict=True)) <= room
     ]  # fmt: skip
     if not sizes or not policies:

@@ -218,18 +218,22 @@ def measured(model: Model, reader: ShardReader, size: int, seed: int) -> list[Gr
     ]  # fmt: skip
 
 
-def sizes_of(groups: Sequence[Group]) -> list[list[int]]:
-    """Return the sizes to try, of each group as many."""
-    different = dict.fromkeys(tuple(max(1, rows_of(share, group.rows)) for group in groups) for share in SHARES)
-    return [list(mine) for mine in zip(*different, strict=True)]
+def sizes_of(groups: Sequence[Group], memory: int) -> list[list[int]]:
+    """Return the sizes to try, of each group as many: shares of its rows, and what just fits into `memory` bytes."""
+    tried = {tuple(max(1, rows_of(share, group.rows)) for group in groups) for share in SHARES}
+    fitting = min(1.0, memory / sum(group.rows * group.whole for group in groups))
+    if all(exact := tuple(int(fitting * group.rows) for group in groups)):
+        tried.add(exact)
+    return [list(mine) for mine in zip(*sorted(tried), strict=True)]
 
 
 def simulate(
-    model: Model, data: Path, found: Manifest, reader: ShardReader, size: int, *, seed: int, window: int, bus: Bus
-) -> Curves:
-    """Run caches of every policy and size over one pass of the training rows."""
+    model: Model, data: Path, found: Manifest, reader: ShardReader, size: int, *, seed: int, window: int, bus: Bus,
+    memory: int,
+) -> Curves:  # fmt: skip
+    """Run caches of every policy and size over one pass of the training rows; one size is what fits into `memory`."""
     groups, steps = measured(model, reader, size, seed), reader.steps(size)
-    sizes = sizes_of(groups)
+    sizes = sizes_of(groups, memory)
     needed = sum(
         len(POLICIES) * planner_bytes(group.rows, capacity)
         for group, mine in zip(groups, sizes, strict=True)

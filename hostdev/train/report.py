@@ -150,10 +150,19 @@ def _cache(cache: dict[str, Any]) -> str:
     least = ""
     if cache["least_bytes"]:
         least = f", {cache['bytes_of_these'] / cache['least_bytes']:.3f} times the least possible"
+    time = ""
+    if cache["host_us_saved"] is not None:
+        time = f"; it saves the host {cache['host_us_saved'] / steps / 1e3:.2f} ms a step"
+        if cache["host_us_saved"] < 0:
+            time = f"; it costs the host {-cache['host_us_saved'] / steps / 1e3:.2f} ms a step more than it saves"
+        if cache["most_host_us_saved"] is not None:
+            plain, most = (cache[name] / max(1, cache["optimal_batches"]) / 1e3
+                           for name in ("host_us_saved_of_these", "most_host_us_saved"))  # fmt: skip
+            time += f" ({plain:.2f} but for its plan, of {most:.2f} at most)"
     return (
         f"{cache['rows']:,} rows, {cache['policy']}: {cache['hit_rate']:.2%} of uses hit{optimum}; "
         f"a step admits {cache['admitted'] // steps:,} rows, evicts {cache['evicted'] // steps:,}, passes "
-        f"{cache['bypassed'] // steps:,} and moves {gib(moved)}{least}"
+        f"{cache['bypassed'] // steps:,} and moves {gib(moved)}{least}{time}"
     )
 
 

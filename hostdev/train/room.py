@@ -66,10 +66,13 @@ def left_by_a_step(
     adam = torch.optim.Adam(parameters, fused=True)
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast is not None):
         logits = model(dense, rows)
+    torch.accelerator.synchronize(device)
+    between = free_bytes(device)  # while what the backward pass needs is there
     wide_loss(logits, torch.zeros(samples, device=device)).backward()  # type: ignore[no-untyped-call]
     adam.step()
     torch.accelerator.synchronize(device)
-    left = free_bytes(device)  # with what torch keeps of what it took at its peak
+    after = free_bytes(device)  # where torch keeps what it took at its peak
+    left = None if after is None or between is None else min(after, between)
     del dense, rows, logits, adam, parameters
     model.to("meta")
     module = torch.get_device_module(device)

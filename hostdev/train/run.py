@@ -31,6 +31,7 @@ from hostdev.train import checkpointing, curve, report
 from hostdev.train.build import cache_of, layout_of, model_of, most_uses, seed_torch, warm_up_for
 from hostdev.train.checkpointing import CheckpointError, Progress, Saver
 from hostdev.train.config import TrainConfig
+from hostdev.train.host_time import host_costs_of
 from hostdev.train.interrupt import GracefulStop, Interrupted
 from hostdev.train.losses import NonFiniteLossError
 from hostdev.train.processes import Company, run_dir
@@ -418,7 +419,11 @@ class Run:
     def _cache_summary(self, *, optimum: bool) -> dict[str, Any]:
         """The cache's figures; of several groups by the names of their tables."""
         caches = {" and ".join(table.name for table in cache.tables): cache for cache in self.trainer.caches}
-        found = {name: cache.summary(optimum=optimum) for name, cache in caches.items()}
+        ops = self.log.summary() if caches else {}
+        found = {
+            name: cache.summary(optimum=optimum, host=host_costs_of(ops, cache.tables))
+            for name, cache in caches.items()
+        }
         if not found:
             return {}
         return {"cache": next(iter(found.values()))} if len(found) == 1 else {"caches": found}
