@@ -36,7 +36,7 @@ _FORGOTTEN = 0.97  # of what a batch has told of the counts is left with the nex
 # Uses of late that the counts may weigh as much as.
 _WEIGHTS = np.array([planning.SURE, 64, 32, 16, 8, 4, 2, 1, 0.5], np.float32)
 _DECAYS = np.float32(_DECAY) ** np.arange(planning.DECAYS, dtype=np.float32)
-_SCANNED, _SCANNED_PER_SWAP = 1 << 14, 8  # slots, at least
+_SCANNED, _SCANNED_PER_SWAP = 1 << 13, 8  # slots, at least
 
 
 class Plan(NamedTuple):
@@ -125,7 +125,7 @@ class Planner:
     capacity  slots, in 0..V
     policy    "lookahead": what costs least, by the uses within the window and how likely a row is beyond it; "lru";
               "lfu", by the uses so far, of rows that are not cached too; "static": those with the largest `counts`. Of
-              more than 16,384 slots a part in turn is searched for the rows that leave, with each batch another
+              more than 8,192 slots a part in turn is searched for the rows that leave, with each batch another
     window    how many batches the caller announces ahead of the one that is planned, at most 32, of which the first 16
               are told apart and all count for how likely a row is; lookahead only
     counts    [V], how often each row is used, in any unit: "static" needs it; lookahead goes by it where it tells what
