@@ -5,8 +5,8 @@ quarter of the host's time that the cache saves.
 Rows moved, those that pass by twice, those that enter or leave with two slots: over the linear program's bound, with
 Zipf ids, Zipf ids of which 0.5% of the rows have another popularity in each batch, and data sets given by --data.
 Planning: counting uses, announcing and planning, with other memory read in between, as a step does; Zipf(1.1) ids, over
-the second half of the batches. What it saves: the host's time for rows of Wide & Deep's tables, 80 columns with LazyAdam
-and one with FTRL, as their kernels take on up to 512 MiB of them.
+the second half of the batches. What it saves: the host's time for rows of Wide & Deep's tables, 80 columns with
+LazyAdam and one with FTRL, as their kernels take on up to 512 MiB of them.
 """
 
 import argparse

@@ -376,5 +376,5 @@ def test_counts_speak_from_the_first_batch_that_has_ids():
     for more in ([], [empty]):
         planner = Planner(80, 20, window=0, counts=counts_of(batches, 80).tolist())
         found.append([plan.ids[plan.admitted].tolist() for plan in plans([*more, *batches], planner)][len(more) :])
-    assert found[0] == found[1]
-    assert any(found[0])
+    assert found[0][:5] == found[1][:5]  # later ones are judged by other samples of rows
+    assert any(found[0][:5])
