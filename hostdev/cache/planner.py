@@ -25,9 +25,9 @@ Positions = npt.NDArray[np.int32]
 
 _MOST_ROWS = 2**31 - 1  # a slot is an int32
 _GRAIN = 1 << 14
-# What enters is to save in a batch: of what the C-th likeliest row does, where counts are believed, and else, as more
-# comes that nobody expects; and rows.
-_GATE, _OPEN_GATE, _LOWEST_GATE = 1.0, 0.5, 0.03
+# What enters is to save in a batch: of what the C-th likeliest row does, and rows; less where counts do not tell what
+# comes, as there comes more that nobody expects.
+_GATE, _OPEN_GATE = (0.7, 0.045), (0.5, 0.03)
 _SAMPLED, _SAMPLED_EVERY = 1024, 4  # rows, batches: how likely the C-th likeliest is
 _DECAY = 2 ** (-1 / 15)  # a batch, of what was used of late
 _WATCHED, _WATCHED_OF_BATCH = 1024, 64  # rows
@@ -369,11 +369,11 @@ def _most_used(counts: npt.NDArray[Any] | None, rows: int, capacity: int) -> npt
     return chosen
 
 
-def _last_in(chances: npt.NDArray[np.float32], share: float, gate: float) -> tuple[np.float32, int]:
+def _last_in(chances: npt.NDArray[np.float32], share: float, gate: tuple[float, float]) -> tuple[np.float32, int]:
     """Return the chance down to which this share of rows is, and the key that a newcomer's has to be above."""
     last = min(round(len(chances) * (1 - share)), len(chances) - 1)
     least: np.float32 = np.partition(chances, last)[last]
-    return least, index_of(2 * gate * float(least) + _LOWEST_GATE) << FINE_BITS
+    return least, index_of(2 * gate[0] * float(least) + gate[1]) << FINE_BITS
 
 
 def _until(histogram: npt.NDArray[np.int64], count: int) -> tuple[int, int]:
