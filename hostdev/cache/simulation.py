@@ -35,6 +35,7 @@ class Simulation:
     sizes     of the caches, in rows
     steps     batches to come; what is returned is about the second half of them
     counts    [V], for "static"; without them it is left out
+    told      lookahead has the counts, too
     window    batches that lookahead knows in advance
     costs     of a row's ways, which lookahead keeps low
     policies  of `POLICIES`
@@ -51,6 +52,7 @@ class Simulation:
         window: int,
         costs: Costs = Costs(),  # noqa: B008
         *,
+        told: bool = True,
         policies: Sequence[str] = POLICIES,
         optimum: bool = True,
         others: Sequence[Costs] = (),
@@ -58,8 +60,9 @@ class Simulation:
         self._rows, self._sizes, self._steps, self._half = rows, list(sizes), steps, steps // 2
         self._others = others
         self.policies = [policy for policy in policies if policy != "static" or counts is not None]
+        known = {policy: counts if told or policy == "static" else None for policy in self.policies}
         self._planners = {
-            (policy, number): Planner(rows, size, policy, window=window, counts=counts, costs=costs)
+            (policy, number): Planner(rows, size, policy, window=window, counts=known[policy], costs=costs)
             for policy in self.policies
             for number, size in enumerate(sizes)
         }

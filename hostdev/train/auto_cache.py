@@ -25,7 +25,18 @@ from hostdev.kernels.unique import count_uses, unique
 from hostdev.models.model import Model
 from hostdev.parallel.ranks import Ranks
 from hostdev.train.build import device_of, ids_of, known_counts, model_of
-from hostdev.train.cache_advice import Curves, Group, Point, curves_of, gains, measured, recommend, size_of, sizes_of
+from hostdev.train.cache_advice import (
+    Curves,
+    Group,
+    Point,
+    curves_of,
+    gains,
+    measured,
+    recommend,
+    require_memory,
+    size_of,
+    sizes_of,
+)
 from hostdev.train.config import TrainConfig
 from hostdev.train.room import left_by_a_step
 
@@ -131,6 +142,7 @@ def _simulate(
     ]  # fmt: skip
     if not sizes or not policies:
         return {}
+    require_memory(sum(planner_bytes(group.rows, size) for group, size in zip(groups, sizes[-1], strict=True)))
     steps = len(batches[0])
     ended: list[dict[str, list[Simulated]]] = [{policy: [] for policy in policies} for _ in groups]
     with bar(len(policies) * len(sizes) * len(groups), "choosing a cache", "try") as progress:

@@ -22,7 +22,7 @@ from hostdev.data.shards import ShardReader
 from hostdev.device.bus import Bus
 from hostdev.kernels.unique import unique
 from hostdev.models.model import Model
-from hostdev.train.build import counts_of, groups_of, ids_of
+from hostdev.train.build import counts_of, groups_of, ids_of, known_counts
 from hostdev.train.rates import host_costs
 
 SHARES = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "20%", "50%", "100%")
@@ -239,10 +239,11 @@ def simulate(
         for group, mine in zip(groups, sizes, strict=True)
         for capacity in mine
     )
-    _require(needed)
+    require_memory(needed)
     counts = counts_of(model, data, found, reader)
+    told = known_counts(model, data, found, reader) is not None  # else a training has none for lookahead
     simulations = [
-        Simulation(group.rows, mine, steps, each, window, group.costs, others=(group.costs, group.host))
+        Simulation(group.rows, mine, steps, each, window, group.costs, told=told, others=(group.costs, group.host))
         for group, mine, each in zip(groups, sizes, counts, strict=True)
     ]  # fmt: skip
     with bar(steps, "simulating", "step") as progress:
@@ -253,7 +254,8 @@ def simulate(
     return curves_of(groups, sizes, [simulation.end() for simulation in simulations], bus)
 
 
-def _require(needed: int) -> None:
+def require_memory(needed: int) -> None:
+    """Raise UserError where planners of so many bytes do not fit."""
     free = available_bytes()
     if needed > free:
         raise UserError(f"the simulation needs {gib(needed)}, but {gib(free)} of host memory are free")
