@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hostdev.data import manifest
 from matplotlib.figure import Figure
@@ -17,10 +18,11 @@ from hostdev.cache.planner import Statistics
 from hostdev.cache.prices import Costs
 from hostdev.cache.simulation import Simulated
 from hostdev.core.memory import parse_bytes
-from hostdev.device import backend
+from hostdev.device import backend, bus
 from hostdev.device.bus import Bus
-from hostdev.train import cache_advice
+from hostdev.train import cache_advice, rates
 from hostdev.train.cache_advice import Group, Point, recommend
+from hostdev.train.host_time import host_costs_of
 from tests.conftest import ROOT
 
 
@@ -97,8 +99,8 @@ def test_bytes_and_times_of_a_step():
         Simulated(Statistics(batches=2, unique=100, unique_hits=60, admitted=10, evicted=4), planning=6e-6),
         Simulated(Statistics(batches=2, unique=8, unique_hits=2, admitted=0, evicted=0)),
     ]
-    bus = Bus(down=2e9, up=1e9)
-    alone = Point([10], caches[:1], [wide_deep], bus)
+    both_ways = Bus(down=2e9, up=1e9)
+    alone = Point([10], caches[:1], [wide_deep], both_ways)
     assert alone.bytes == ((30 * 4 * 81 + 10 * 4 * 243) / 2, (30 * 4 * 81 + 4 * 4 * 243) / 2)
     assert alone.moved == sum(alone.bytes)
     assert (alone.without, alone.nbytes) == (2 * 4 * 81 * 50, 10 * wide_deep.whole)
@@ -106,12 +108,12 @@ def test_bytes_and_times_of_a_step():
     assert alone.host_without == pytest.approx(50 * 400e-9)
     assert alone.seconds == pytest.approx(alone.host + alone.bytes[0] / 2e9 + alone.bytes[1] / 1e9)
     assert alone.seconds_without == pytest.approx(50 * (400e-9 + 4 * 81 / 2e9 + 4 * 81 / 1e9))
-    both = Point([10, 5], caches, [wide_deep, users], bus)
+    both = Point([10, 5], caches, [wide_deep, users], both_ways)
     assert both.moved == alone.moved + 2 * 6 * 40 / 2
     assert both.host == pytest.approx(alone.host + 6 * 30e-9 / 2)
     assert (both.rows, both.nbytes, both.unique) == (15, alone.nbytes + 5 * 40, 54)
     assert both.total.unique_hits == 62
-    best = Point([10], [Simulated(caches[0].statistics, least=(500.0, 900.0))], [wide_deep], bus)
+    best = Point([10], [Simulated(caches[0].statistics, least=(500.0, 900.0))], [wide_deep], both_ways)
     assert (best.moved, best.host) == (250, 450e-9)
 
 
@@ -129,6 +131,33 @@ def test_a_cache_is_recommended_by_the_time_that_it_saves():
     slow = {"lookahead": [point(100, 900, 1e-3)], "static": [point(100, 500, 1e-6)]}
     assert recommend(slow, 10**9) == ("static", slow["static"][0])
     assert recommend({"lookahead": slow["lookahead"]}, 10**9) is None
+
+
+def test_what_rows_take_the_host_is_measured():
+    """By the kernels, on a table like the model's; and in a run by its own ops."""
+    tables = ((16, LazyAdam()), (1, FTRL()))
+    batches = [np.arange(start, start + 3000, dtype=np.int32) for start in (0, 50_000)]
+    for rows in (100_000, 2000):  # fewer than the ids say: they are taken by what is left over
+        costs = rates.host_costs(rows, tables, batches)
+        assert min(costs) > 0
+    assert rates.host_costs(10, tables, [np.empty(0, np.int32)]) == (0, 0, 0)
+
+    class Table:
+        name, dim, optimizer = "t", 16, LazyAdam()
+
+    lookup, update = {"total_us": 6.0, "bytes": 2 * 64 * 30}, {"total_us": 14.0, "bytes": 7 * 64 * 20}
+    ops = {"EmbeddingLookup": {"total_us": 1e9, "bytes": 1, "by_scope": {"t": lookup, "u": {}}},
+           "FusedSparseLazyAdam": update}  # fmt: skip
+    passed, admitted, evicted = host_costs_of(ops, [Table()])
+    assert passed == pytest.approx(200 + 700)
+    assert admitted == evicted == pytest.approx(3 * 200)
+    assert host_costs_of({"EmbeddingLookup": lookup}, [Table()]) is None
+    assert host_costs_of({}, [Table()]) is None
+
+
+def test_the_rate_of_the_bus(device):
+    found = bus.measure(device, nbytes=1 << 20, rounds=3)
+    assert min(found) > 0
 
 
 def test_several_groups(advised, small_data):
