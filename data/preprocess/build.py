@@ -1,30 +1,35 @@
-"""A data set from a source in two passes: learn from the training rows, then encode all rows into shards."""
+"""A data set from a source in two passes: learn from the training rows, then encode all rows into shards.
 
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator
+The source is read once: the first pass parses it into pieces on disk, which the second reads. What is finished stays if
+the process ends, and the same command goes on from there; the result depends on the rows and the options alone.
+"""
+
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
-from hostdev.data.manifest import Manifest, checksum
-from hostdev.data.preprocess.dense import MODES, scaling_of
-from hostdev.data.preprocess.raw import Bags, Layout, RawRows, Rejected, Source
-from hostdev.data.preprocess.vocabulary import Encoder, HashBuckets, Vocabulary
-from hostdev.data.preprocess.writer import ShardWriter
+from hostdev.data import schema as schemas
+from hostdev.data.manifest import Manifest, Shard, checksum
+from hostdev.data.preprocess import second_pass
+from hostdev.data.preprocess.dense import MODES, Scaling, fixed_scaling, scaling_of
+from hostdev.data.preprocess.first_pass import FirstPass
+from hostdev.data.preprocess.pieces import SPLITS, Facts, Piece, checksum_of
+from hostdev.data.preprocess.raw import Layout, Source
+from hostdev.data.preprocess.vocabulary import HashBuckets, Vocabulary
+from hostdev.data.preprocess.work import Work, claim
+from hostdev.data.preprocess.writer import write_shard
+from hostdev.data.schema import Schema
 
 from hostdev.core.errors import UserError
 from hostdev.core.progress import bar
-from hostdev.kernels.counter import key64, uniform
+from hostdev.core.workers import Workers
+from hostdev.kernels.pool import host_threads
 
-MAX_REJECTED = 0.01
 REJECTED_FILE = "rejected.tsv"
 VOCABULARY_FILE = "vocabulary.arrow"
-SPLITS = ("train", "test")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,179 +55,210 @@ class Options:
         if self.rows_per_shard < 1:
             raise UserError(f"--rows-per-shard must be at least 1, not {self.rows_per_shard}")
 
-    def encoder(self, layout: Layout) -> Encoder:
-        """Return the encoder that these options ask for, with nothing learned."""
-        if self.hash_buckets is not None:
-            return HashBuckets(self.hash_buckets, layout)
-        assert self.threshold is not None
-        return Vocabulary(self.threshold, layout)
-
     def as_json(self) -> dict[str, Any]:
         """Return what the manifest records: all but what has no effect."""
         drawn = self.test_fraction is not None
         return {name: value for name, value in asdict(self).items() if drawn or name not in ("test_fraction", "seed")}
 
 
-def build(source: Source, out: Path, options: Options) -> Manifest:
+def build(source: Source, out: Path, options: Options, *, threads: int | None = None) -> Manifest:
     """Write a data set into the new folder `out` and return its manifest.
 
-    The folder appears under its name when it is whole; after an error or an interruption nothing is left.
+    threads  None: as many as host kernels use
 
-    Raises UserError where `out` is taken, where more than 1% of the lines are malformed, or where the training or
-    the test split is empty.
+    The folder appears under its name when it is whole. After an interruption what is finished is left beside it, for the
+    next call with the same arguments; after a UserError nothing is.
+
+    Raises UserError where `out` is taken, where more than 1% of the lines are malformed, where the training or the test
+    split is empty, or where the vocabulary does not fit into memory.
     """
-    if os.path.lexists(out):  # an empty folder too: it may be a mount point, which nothing can be renamed onto
-        raise UserError(f"{out} exists already; remove it or choose another --out")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
-    try:
-        manifest = _build_in(partial, source, options)
-        partial.chmod(0o777 & ~_umask())  # mkdtemp's is for its owner alone
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with claim(out) as work:
+        manifest = _Build(source, work, options, threads or host_threads()).run()
+        work.finish()
     return manifest
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+class _Build:
+    """The making of one data set."""
 
+    def __init__(self, source: Source, work: Work, options: Options, threads: int) -> None:
+        self._source, self._work, self._options, self._threads = source, work, options, threads
+        self._layout: Layout = source.layout
+        buckets = options.hash_buckets
+        self._hashed = None if buckets is None else HashBuckets(buckets, self._layout)
+        self._facts: list[Facts] = []
+        self._paths: list[Path] = []
 
-def _build_in(folder: Path, source: Source, options: Options) -> Manifest:
-    layout = source.layout
-    encoder = options.encoder(layout)
-    scaling = scaling_of(options.dense, layout.dense, signed=source.signed)
-    rejects = _RejectFile(folder / REJECTED_FILE)
-    rows_of = dict.fromkeys(SPLITS, 0)
-    positives = dict.fromkeys(SPLITS, 0)
-    with rejects:
-        for rows, test in _split_rows(source, options, "first pass"):
-            rejects.write(rows.rejected)
-            rejects.check(source.most_rows)  # no need to read on
-            training = rows.select(~test)
-            encoder.observe(training)
-            scaling.observe(training.numbers)
-            for split, chosen in (("train", ~test), ("test", test)):
-                rows_of[split] += int(chosen.sum())
-                positives[split] += int(rows.label[chosen].sum())
-    total = sum(rows_of.values())
-    rejects.check(total)
-    if total == 0:
-        raise UserError("the input has no rows")
-    for split, count in rows_of.items():
-        if count == 0:
-            how = "--test-fraction" if options.test_fraction is not None else "--test-column or --test-after"
-            raise UserError(f"none of the {total} rows is in the {split} split; give more rows or another {how}")
-    encoder.freeze()
-
-    schema = encoder.schema
-    id_type = "int32" if schema.rows <= 2**31 else "int64"
-    writers = {split: ShardWriter(folder, split, options.rows_per_shard, schema, id_type) for split in SPLITS}
-    uses = _Uses(layout, schema.first_value)
-    try:
-        for rows, test in _split_rows(source, options, "second pass"):
-            for split, chosen in (("train", ~test), ("test", test)):
-                part = rows.select(chosen)
-                ids, bags = encoder.encode(part)
-                writers[split].write(part.label, scaling.transform(part.numbers), ids, bags)
-                uses.add(split, ids, bags)
-        shards = {split: writer.close() for split, writer in writers.items()}
-    finally:
-        for writer in writers.values():
-            writer.abandon()
-    if sum(shard.rows for split in shards.values() for shard in split) != total:
-        raise UserError("the input changed between the first and the second pass; run again once it is still")
-
-    vocabulary = encoder.table(source)
-    if vocabulary is not None:
-        with pa.ipc.new_file(folder / VOCABULARY_FILE, vocabulary.schema) as file:
-            file.write_table(vocabulary)
-    manifest = Manifest(
-        schema=schema,
-        id_type=id_type,
-        train=shards["train"],
-        test=shards["test"],
-        vocabulary=None if vocabulary is None else VOCABULARY_FILE,
-        vocabulary_sha256=None if vocabulary is None else checksum(folder / VOCABULARY_FILE),
-        options={**source.options(), **options.as_json()},
-        statistics={
-            "rows": rows_of,
-            "rejected": rejects.count,
-            "label_mean": {split: positives[split] / rows_of[split] for split in SPLITS},
-            **scaling.statistics(),
-            **uses.statistics(),
-        },
-        sources=source.describe(),
-    )
-    manifest.write(folder)
-    return manifest
-
-
-def _split_rows(source: Source, options: Options, title: str) -> Iterator[tuple[RawRows, npt.NDArray[np.bool_]]]:
-    """Iterate over chunks of rows and which of them are test rows: as the source says, or by seed and row number."""
-    key = key64(options.seed, "test split")
-    number = 0
-    with bar(source.total, title, source.unit, unit_scale=True) as progress:
-        for rows, size in source.chunks(hashed=options.hash_buckets is not None):
-            if options.test_fraction is None:
-                assert rows.test is not None
-                yield rows, rows.test
+    def run(self) -> Manifest:
+        stamp = self._source.stamp()
+        recipe = None if stamp is None else [stamp, self._source.options(), self._options.as_json()]
+        entries = self._work.begin(json.loads(json.dumps(recipe)))
+        first = FirstPass(
+            self._source, self._work, test_fraction=self._options.test_fraction, seed=self._options.seed,
+            hashed=self._hashed,
+        )  # fmt: skip
+        pieces = [entry for entry in entries if "piece" in entry]
+        facts = [Facts.from_json(entry["piece"]) for entry in pieces]
+        with Workers(self._threads, "hostdev-preprocess") as workers, workers.dropping_what_waits():
+            intact = self._intact([first.path(i) for i in range(len(facts))], facts, workers)
+            later = entries[len(pieces) :] if intact == len(facts) else []
+            self._work.rewrite(pieces[:intact] + later)
+            if not later:
+                first.run(facts[:intact], workers, self._threads)
+                self._work.note(parsed=True)
             else:
-                counters = np.arange(number, number + len(rows), dtype=np.uint64)
-                number += len(rows)
-                yield rows, uniform(key, counters) < options.test_fraction
-            progress.update(size)
+                first.facts = facts
+            self._facts = first.facts
+            self._paths = [first.path(i) for i in range(len(self._facts))]
+            rows = self._rows()
+            schema, scaling = self._learned(later, rows, workers)
+            shards, out_of_vocabulary = self._shards(later, schema, scaling, workers)
+        return self._manifest(schema, scaling, rows, shards, out_of_vocabulary)
+
+    def _intact(self, paths: Sequence[Path], facts: Sequence[Facts], workers: Workers) -> int:
+        """Return how many pieces, from the first on, are what the journal says."""
+
+        def check(path: Path, fact: Facts) -> bool:
+            return path.is_file() and checksum_of(path) == fact.checksum
+
+        tasks = [workers.submit(lambda one=one: check(*one)) for one in zip(paths, facts, strict=True)]  # type: ignore[misc]
+        return next((i for i, task in enumerate(tasks) if not task.result()), len(tasks))
+
+    def _rows(self) -> dict[str, int]:
+        """Return the rows of each split; UserError where one has none."""
+        rows = {split: sum(fact.rows[i] for fact in self._facts) for i, split in enumerate(SPLITS)}
+        total = sum(rows.values())
+        if total == 0:
+            raise UserError("the input has no rows")
+        for split, count in rows.items():
+            if count == 0:
+                how = "--test-fraction" if self._options.test_fraction is not None else "--test-column or --test-after"
+                raise UserError(f"none of the {total} rows is in the {split} split; give more rows or another {how}")
+        return rows
+
+    def _learned(
+        self, entries: Sequence[dict[str, Any]], rows: dict[str, int], workers: Workers
+    ) -> tuple[Schema, Scaling]:  # fmt: skip
+        """Return the columns with their ids, and the scaling; the vocabulary is written, and values have their ids."""
+        mode, dense, signed = self._options.dense, self._layout.dense, self._source.signed
+        for entry in entries:
+            if "learned" in entry:
+                found = entry["learned"]
+                return schemas.from_json(found["schema"]), fixed_scaling(mode, dense, found["scaling"], signed=signed)
+        scaling = scaling_of(mode, dense, signed=signed)
+        vocabulary = None
+        if self._hashed is None:
+            assert self._options.threshold is not None
+            texts = not self._are_integers()
+            vocabulary = Vocabulary(self._options.threshold, self._layout, texts=texts)
+        second_pass.learn(self._paths, self._facts, self._layout, scaling, vocabulary, workers)
+        if vocabulary is None:
+            assert self._hashed is not None
+            schema = self._hashed.schema
+        else:
+            schema = vocabulary.freeze()
+            second_pass.number(self._paths, vocabulary, _id_type(schema), workers)
+            vocabulary.write(self._work.result / VOCABULARY_FILE, self._source, rows["train"])
+        self._work.note(learned={"schema": schema.as_json(), "scaling": scaling.statistics()})
+        return schema, fixed_scaling(mode, dense, scaling.statistics(), signed=signed)
+
+    def _are_integers(self) -> bool:
+        return isinstance(Piece(self._paths[0]).keys(0), np.ndarray)
+
+    def _shards(
+        self, entries: Sequence[dict[str, Any]], schema: Schema, scaling: Scaling, workers: Workers
+    ) -> tuple[dict[str, list[Shard]], dict[str, float]]:  # fmt: skip
+        """Write the shards that are not there yet; return all, and the share of ids that are out of vocabulary."""
+        folder = self._work.result
+        there = {entry["shard"]["file"]: entry["shard"] for entry in entries if "shard" in entry}
+        shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}
+        share = {}
+        rows_in_all = sum(sum(fact.rows) for fact in self._facts)
+        with bar(rows_in_all, "second pass", "rows", unit_scale=True) as progress:
+            for i, split in enumerate(SPLITS):
+                (folder / split).mkdir(exist_ok=True)
+
+                def write(ranges: Sequence[second_pass.Range], name: str, i: int = i) -> dict[str, Any]:
+                    done = there.get(name)
+                    if done is not None and (folder / name).is_file() and checksum(folder / name) == done["sha256"]:
+                        return done
+                    rows = second_pass.rows_of(
+                        ranges, i, self._paths, self._facts, schema, self._layout, scaling, _id_type(schema),
+                        hashed=self._hashed is not None,
+                    )  # fmt: skip
+                    out, uses = rows.out_of_vocabulary(schema.first_value)
+                    sha256 = write_shard(folder / name, rows, schema, _id_type(schema))
+                    made = {"file": name, "rows": len(rows.label), "sha256": sha256, "out": out, "uses": uses}
+                    self._work.note(shard=made)
+                    return made
+
+                parts = second_pass.shards_of(self._facts, i, self._options.rows_per_shard)
+                tasks = [
+                    workers.submit(lambda ranges=ranges, name=f"{split}/part-{number:05d}.arrow": write(ranges, name))  # type: ignore[misc]
+                    for number, ranges in enumerate(parts)
+                ]
+                out = uses = 0
+                for task in tasks:
+                    made = task.result()
+                    shards[split].append(Shard(file=made["file"], rows=made["rows"], sha256=made["sha256"]))
+                    out, uses = out + made["out"], uses + made["uses"]
+                    progress.update(made["rows"])
+                share[split] = out / max(1, uses)
+        return shards, share
+
+    def _manifest(
+        self, schema: Schema, scaling: Scaling, rows: dict[str, int], shards: dict[str, list[Shard]],
+        out_of_vocabulary: dict[str, float],
+    ) -> Manifest:  # fmt: skip
+        """Write what is left: the malformed lines and the manifest."""
+        folder = self._work.result
+        with (folder / REJECTED_FILE).open("w", encoding="utf-8", errors="replace") as file:
+            for path, fact in zip(self._paths, self._facts, strict=True):
+                for line in Piece(path).rejected() if fact.rejected else ():
+                    file.write(f"{line.file}\t{line.line}\t{line.reason}\t{line.text}\n")
+        vocabulary = folder / VOCABULARY_FILE if self._hashed is None else None
+        positives = self._by_split(lambda fact, i: fact.positives[i])
+        manifest = Manifest(
+            schema=schema,
+            id_type=_id_type(schema),
+            train=shards["train"],
+            test=shards["test"],
+            vocabulary=None if vocabulary is None else vocabulary.name,
+            vocabulary_sha256=None if vocabulary is None else checksum(vocabulary),
+            options={**self._source.options(), **self._options.as_json()},
+            statistics={
+                "rows": rows,
+                "rejected": sum(fact.rejected for fact in self._facts),
+                "label_mean": {split: found / rows[split] for split, found in positives.items()},
+                **scaling.statistics(),
+                "out_of_vocabulary": out_of_vocabulary,
+                **self._bag_values(),
+                "missing": self._missing(rows),
+            },
+            sources=self._source.describe(),
+        )
+        manifest.write(folder)
+        return manifest
+
+    def _by_split(self, of: Callable[[Facts, int], float]) -> dict[str, float]:
+        """Return the sum over pieces by split."""
+        return {split: sum(of(fact, i) for fact in self._facts) for i, split in enumerate(SPLITS)}
+
+    def _bag_values(self) -> dict[str, Any]:
+        bags = enumerate(self._layout.bags)
+        values = {bag.name: self._by_split(lambda fact, i, k=k: fact.bag_values[i][k]) for k, bag in bags}  # type: ignore[misc]
+        return {"bag_values": values} if values else {}
+
+    def _missing(self, rows: dict[str, int]) -> dict[str, dict[str, float]]:
+        """Return the share of missing values by split and column; bags leave these out."""
+        names = [*self._layout.dense, *(column.name for column in self._layout.ids)]
+        return {
+            split: {
+                name: sum(fact.missing[i][k] for fact in self._facts) / rows[split] for k, name in enumerate(names)
+            }
+            for i, split in enumerate(SPLITS)
+        }
 
 
-class _Uses:
-    """How many ids the rows of each split have, and how many of these are out of vocabulary."""
-
-    def __init__(self, layout: Layout, first_value: int) -> None:
-        self._first_value = first_value
-        self._all, self._out = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
-        self._bags = {column.name: dict.fromkeys(SPLITS, 0) for column in layout.bags}
-
-    def add(self, split: str, ids: npt.NDArray[np.int64], bags: Bags) -> None:
-        """Count the ids of some rows."""
-        for values in (ids, *(values for values, _ in bags)):
-            self._all[split] += values.size
-            self._out[split] += int((values < self._first_value).sum())
-        for (values, _), count in zip(bags, self._bags.values(), strict=True):
-            count[split] += len(values)
-
-    def statistics(self) -> dict[str, Any]:
-        """Return what the manifest records."""
-        share = {split: self._out[split] / max(1, self._all[split]) for split in SPLITS}
-        return {"out_of_vocabulary": share, **({"bag_values": self._bags} if self._bags else {})}
-
-
-class _RejectFile:
-    """rejected.tsv: file, line number, reason, and then the line; bytes that no valid line has are replaced."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w", encoding="utf-8", errors="replace")
-        self.count = 0
-        self._first: Rejected | None = None
-
-    def __enter__(self) -> "_RejectFile":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
-
-    def write(self, rejected: list[Rejected]) -> None:
-        for line in rejected:
-            self._first = self._first or line
-            self._file.write(f"{line.file}\t{line.line}\t{line.reason}\t{line.text}\n")
-        self.count += len(rejected)
-
-    def check(self, accepted: int) -> None:
-        """Raise UserError where more than 1% are malformed of the lines so far and so many well-formed ones."""
-        if self._first is not None and self.count > MAX_REJECTED * (accepted + self.count):
-            first = self._first
-            raise UserError(
-                f"{self.count} lines are malformed, more than {MAX_REJECTED:.0%} of all; "
-                f"the first is {first.file}:{first.line}: {first.reason}"
-            )
+def _id_type(schema: Schema) -> str:
+    return "int32" if schema.rows <= 2**31 else "int64"

@@ -22,6 +22,22 @@ _ORDERS: dict[str, Callable[[Any, Any], Any]] = {
 _SHOWN = 40  # characters of a wrong value in a message
 
 
+def bytes_of(texts: pa.Array) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8]]:
+    """Return texts without nulls as offsets, int32 or int64 [n + 1], and bytes."""
+    _, offsets, data = texts.buffers()
+    dtype = np.dtype(np.int64 if pa.types.is_large_string(texts.type) else np.int32)
+    begin = np.zeros(1, dtype)
+    if len(texts):
+        begin = np.frombuffer(offsets, dtype, len(texts) + 1, dtype.itemsize * texts.offset)
+    content = np.frombuffer(data, np.uint8) if data is not None and data.size else np.zeros(0, np.uint8)
+    return begin, content
+
+
+def text_from(offsets: npt.NDArray[np.int64], data: npt.NDArray[np.uint8]) -> pa.LargeStringArray:
+    """Return the texts that `bytes_of` gave."""
+    return pa.Array.from_buffers(pa.large_string(), len(offsets) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(data)])
+
+
 class WrongValueError(Exception):
     """A value that the column may not have: its row in the chunk, from 0, and what is wrong with it."""
 

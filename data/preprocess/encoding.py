@@ -217,7 +217,7 @@ class Encoding:
             texts = pc.utf8_lower(texts)
         if isinstance(known, HashBuckets):
             column = next(i for i, column in enumerate(self.schema.columns) if column.space == space)
-            keys = _criteo_keys(texts) if self.is_criteo else hash_texts(*_bytes_of(texts)).view(np.int64)
+            keys = _criteo_keys(texts) if self.is_criteo else hash_texts(*arrow.bytes_of(texts)).view(np.int64)
             return known.ids_of(keys, column)
         found = known.find(space, texts)
         return np.where(found < 0, self._spaces[space].oov, found)
@@ -239,7 +239,7 @@ class _Values:
             self._prefixes = {name: f"{number}\0" for number, name in enumerate(dict.fromkeys(spaces))}
             for name, first, last in zip(spaces, starts, [*starts[1:], len(table)], strict=True):
                 for chunk in table["value"].slice(first, last - first).chunks:
-                    self._texts.add(*_bytes_of(self._named(name, chunk)))
+                    self._texts.add(*arrow.bytes_of(self._named(name, chunk)))
         except (pa.ArrowException, OSError, KeyError, IndexError) as error:
             raise UserError(f"{path} is broken ({error})") from None
         if len(self._texts) != len(table) - self._first:
@@ -252,7 +252,7 @@ class _Values:
         """Return the id of each text, -1 for one that has none."""
         if space not in self._prefixes:  # no value of it is frequent enough
             return np.full(len(texts), -1, np.int64)
-        return self._ids(*_bytes_of(self._named(space, texts)))
+        return self._ids(*arrow.bytes_of(self._named(space, texts)))
 
     def find_few(self, spaces: Sequence[str], texts: Sequence[str]) -> Ids:
         """Return the id of each text in its own space, as `find`."""
@@ -277,14 +277,6 @@ def _text_of(value: Any) -> str | None:
 
 def _plain(array: Any) -> pa.Array:
     return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
-
-
-def _bytes_of(texts: pa.Array) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
-    """Return texts without nulls as offsets and bytes."""
-    _, offsets, data = texts.buffers()
-    begin = np.frombuffer(offsets, np.int32, len(texts) + 1, 4 * texts.offset) if len(texts) else np.zeros(1, np.int32)
-    content = np.frombuffer(data, np.uint8) if data is not None and data.size else np.zeros(0, np.uint8)
-    return begin, content
 
 
 def _criteo_keys(texts: pa.Array) -> Ids:

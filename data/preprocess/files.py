@@ -1,12 +1,13 @@
-"""Tables in files: Parquet, Arrow (IPC files and streams, Feather) and delimited text, in chunks of rows."""
+"""Tables in files: Parquet, Arrow (IPC files and streams, Feather) and delimited text, in parts of their rows."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from hostdev.data.preprocess.inputs import AnyInput, Input
 from hostdev.data.preprocess.raw import Rejected
 
 from hostdev.core.errors import UserError
@@ -15,35 +16,48 @@ CHUNK_ROWS = 1 << 16
 _FORMATS = ((b"PAR1", "Parquet"), (b"ARROW1", "an Arrow file"), (b"\xff\xff\xff\xff", "an Arrow stream"))
 
 
+class Part(NamedTuple):
+    """Some rows of a file, to be parsed."""
+
+    content: Any
+    offset: int  # of their end in the file, in a unit of its own
+    taken: int  # bytes of the file, about
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Some rows of a file.
 
     batch     the columns asked for
-    first     well-formed rows of the file before these
-    rejected  malformed rows, new since the last chunk
+    first     rows of the file before these, malformed ones too
+    rejected  malformed rows among these
     size      bytes of the file that it took, about
-    skipped   numbers of all malformed rows so far, from 1
+    skipped   the malformed rows' numbers among these, from 1
     """
 
     batch: pa.RecordBatch
-    first: int
+    first: int = 0
     rejected: list[Rejected] = field(default_factory=list)
     size: int = 0
     skipped: Sequence[int] = ()
 
+    @property
+    def lines(self) -> int:
+        """Rows of the file, malformed ones too."""
+        return len(self.batch) + len(self.skipped)
+
     def number(self, row: int) -> int:
         """Return the number in its file, from 1, of a row of this chunk, from 0."""
-        number = self.first + row + 1
+        number = row + 1
         for skipped in self.skipped:
             number += skipped <= number
-        return number
+        return self.first + number
 
 
 class TableFile(Protocol):
     """A file of rows with named columns."""
 
-    path: Path
+    input: AnyInput
     names: tuple[str, ...]
     most_rows: int
     """No more rows than this."""
@@ -51,15 +65,27 @@ class TableFile(Protocol):
     def type_of(self, name: str) -> pa.DataType:
         """Return a column's type."""
 
-    def chunks(self, used: Sequence[str]) -> Iterator[Chunk]:
-        """Iterate over the rows, with the columns that are used."""
+    def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
+        """Iterate over the rows, with the columns that are used: from the beginning (0), or where a part ended."""
+
+    def parse(self, part: Part, used: Sequence[str]) -> Chunk:
+        """Return a part's rows; several threads may call at once."""
+
+
+def chunks(file: TableFile, used: Sequence[str]) -> Iterator[Chunk]:
+    """Iterate over a file's rows, parsed in this thread."""
+    first = 0
+    for part in file.parts(used, 0):
+        chunk = replace(file.parse(part, used), first=first)
+        yield chunk
+        first += chunk.lines
 
 
 class ParquetTable:
     """A Parquet file."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, source: Input) -> None:
+        self.input, path = source, source.path
         try:
             with pq.ParquetFile(path) as file:
                 self._schema = file.schema_arrow
@@ -72,16 +98,27 @@ class ParquetTable:
         """Return a column's type."""
         return self._schema.field(name).type
 
-    def chunks(self, used: Sequence[str]) -> Iterator[Chunk]:
-        """Iterate over the rows."""
-        first, each = 0, self.path.stat().st_size / max(1, self.most_rows)
+    def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
+        """Iterate over the rows from that of a number on."""
+        path = self.input.path
+        each = self.input.size / max(1, self.most_rows)
         try:
-            with pq.ParquetFile(self.path) as file:
-                for batch in file.iter_batches(CHUNK_ROWS, columns=list(used)):
-                    yield Chunk(batch, first, size=int(len(batch) * each))
-                    first += len(batch)
+            with pq.ParquetFile(path) as file:
+                ends = np.cumsum([file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)])
+                first = int(np.searchsorted(ends, offset, "right"))  # the group with that row
+                groups = list(range(first, len(ends)))
+                row = int(ends[first - 1]) if first else 0
+                for batch in file.iter_batches(CHUNK_ROWS, row_groups=groups, columns=list(used)):
+                    part = batch.slice(max(0, offset - row))
+                    row += len(batch)
+                    if len(part):
+                        yield Part(part, row, int(len(part) * each))
         except (pa.ArrowException, OSError) as error:
-            raise UserError(f"{self.path}: the Parquet file is broken ({error})") from None
+            raise UserError(f"{path}: the Parquet file is broken ({error})") from None
+
+    def parse(self, part: Part, used: Sequence[str]) -> Chunk:
+        """Return a part's rows."""
+        return Chunk(part.content, size=part.taken)
 
 
 class ArrowTable:
@@ -89,8 +126,8 @@ class ArrowTable:
 
     most_rows = 2**62  # which only reading all of it would tell
 
-    def __init__(self, path: Path, *, stream: bool) -> None:
-        self.path, self._stream = path, stream
+    def __init__(self, source: Input, *, stream: bool) -> None:
+        self.input, self._stream, path = source, stream, source.path
         try:
             with pa.memory_map(str(path)) as source:
                 self._schema = (pa.ipc.open_stream(source) if stream else pa.ipc.open_file(source)).schema
@@ -102,23 +139,29 @@ class ArrowTable:
         """Return a column's type."""
         return self._schema.field(name).type
 
-    def chunks(self, used: Sequence[str]) -> Iterator[Chunk]:
-        """Iterate over the rows."""
+    def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
+        """Iterate over the rows from that of a number on."""
         fields = [self.names.index(name) for name in used]
         options = pa.ipc.IpcReadOptions(included_fields=fields)
-        first, before = 0, 0
+        row, before = 0, 0
         try:
-            with pa.memory_map(str(self.path)) as source:
+            with pa.memory_map(str(self.input.path)) as source:
                 for batch, position in self._batches(source, options):
-                    batch.validate(full=True)  # it may have been made by anyone
                     each = (position - before) / max(1, len(batch))
+                    before = position
+                    batch, row = batch.slice(max(0, offset - row)), row + len(batch)
+                    if not len(batch):
+                        continue
+                    batch.validate(full=True)  # it may have been made by anyone
                     for start in range(0, len(batch), CHUNK_ROWS):
                         part = batch.slice(start, CHUNK_ROWS)
-                        yield Chunk(part, first, size=int(len(part) * each))
-                        first += len(part)
-                    before = position
+                        yield Part(part, row - len(batch) + start + len(part), int(len(part) * each))
         except (pa.ArrowException, OSError) as error:
-            raise UserError(f"{self.path}: the Arrow file is broken ({error})") from None
+            raise UserError(f"{self.input.path}: the Arrow file is broken ({error})") from None
+
+    def parse(self, part: Part, used: Sequence[str]) -> Chunk:
+        """Return a part's rows."""
+        return Chunk(part.content, size=part.taken)
 
     def _batches(
         self, source: pa.MemoryMappedFile, options: pa.ipc.IpcReadOptions
@@ -133,17 +176,12 @@ class ArrowTable:
             yield reader.get_batch(i), source.size() * (i + 1) // reader.num_record_batches
 
 
-def format_of(path: Path) -> str:
-    """Return "Parquet", "an Arrow file", "an Arrow stream" or "text", by what a file begins with.
-
-    Raises UserError where there is none, or nothing in it.
-    """
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
-    with path.open("rb") as file:
-        start = file.read(8)
-    if not start:
-        raise UserError(f"{path}: the file is empty")
+def format_of(source: AnyInput) -> str:
+    """Return "Parquet", "an Arrow file", "an Arrow stream" or "text", by what a file begins with."""
+    start = source.head(8)
     if start.startswith(b"FEA1"):
-        raise UserError(f"{path}: this is Feather version 1; write it again as version 2, or as Parquet")
-    return next((name for magic, name in _FORMATS if start.startswith(magic)), "text")
+        raise UserError(f"{source.name}: this is Feather version 1; write it again as version 2, or as Parquet")
+    found = next((name for magic, name in _FORMATS if start.startswith(magic)), "text")
+    if found != "text" and not source.plain:
+        raise UserError(f"{source.name}: {found} is read as a file of its own only; decompress it, or unpack it")
+    return found

@@ -1,8 +1,8 @@
 """Rows as the source has them, before ids and scaling; what parsers and the generator all produce."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +43,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A malformed line: where it stands, what is wrong with it, and the line itself."""
+    """A malformed line: where it stands, what is wrong with it, and the line itself.
+
+    line  its number, from 1; in rows that were just parsed, among those of their block
+    """
 
     file: str
     line: int
@@ -51,11 +54,19 @@ class Rejected:
     text: str
 
 
+class WrongRowError(Exception):
+    """A row with a value that the options do not allow: its file, its number among the block's, and what is wrong."""
+
+    def __init__(self, file: str, row: int, reason: str) -> None:
+        super().__init__(reason)
+        self.file, self.row, self.reason = file, row, reason
+
+
 @dataclass(frozen=True)
 class RawRows:
     """n rows of a layout's columns, and the malformed lines that were met on the way to them.
 
-    A key is a number that stands for a value of the column's space, such as the value itself or its hash.
+    A key is a number that stands for a value of the column's space: the value itself, its hash, or its number in `texts`.
     """
 
     label: npt.NDArray[np.float32]  # [n], 0 or 1
@@ -64,41 +75,74 @@ class RawRows:
     bags: Bags = ()  # of each bag the keys of all rows end to end [N], and how many each has [n]
     rejected: list[Rejected] = field(default_factory=list)
     test: npt.NDArray[np.bool_] | None = None  # [n], which rows are for testing; None: they are to be drawn
+    texts: Mapping[str, pa.Array] | None = None  # by space, the values of which keys are the numbers
+    missing: Mapping[str, int] = field(default_factory=dict)  # by space, the key of a missing value
 
     def __len__(self) -> int:
         """Return n."""
         return len(self.label)
 
-    def select(self, chosen: npt.NDArray[np.bool_]) -> "RawRows":
-        """Return the rows for which `chosen` [n] is true."""
-        rows = np.flatnonzero(chosen)
+    def take(self, rows: npt.NDArray[np.int64]) -> "RawRows":
+        """Return the rows with these numbers; nothing was malformed among them."""
         bags = tuple(ragged.take(keys, ragged.offsets_of(lengths), rows) for keys, lengths in self.bags)
-        return RawRows(self.label[rows], self.numbers[rows], self.keys[rows], bags)
+        keys = np.empty((self.keys.shape[1], len(rows)), np.int64)
+        for i, column in enumerate(keys):
+            np.take(self.keys[:, i], rows, out=column)
+        return RawRows(
+            self.label[rows], self.numbers[rows], keys.T, bags, texts=self.texts, missing=self.missing
+        )  # fmt: skip
+
+
+class Place(NamedTuple):
+    """Where a source's rows go on: the number of the input, and how far into it, in a unit of the source's own."""
+
+    input: int
+    offset: int
+
+
+class Block(NamedTuple):
+    """Some of a source's rows, to be parsed: a piece of one input."""
+
+    content: Any
+    file: str  # in errors
+    end: Place
+    size: int  # in the source's `unit`s
 
 
 class Source(Protocol):
-    """Rows in a fixed order, as often as they are asked for."""
+    """Rows in a fixed order, in blocks; how many there are at once changes nothing."""
 
     layout: Layout
     total: int
-    """The whole's size in `unit`s, for the progress bar."""
+    """The whole's size in `unit`s, for the progress bar; 0 where nobody knows it."""
     unit: str
     most_rows: int
     """No more well-formed rows than this."""
     signed: bool
     """Whether numbers below 0 are scaled as those above are; Criteo's few are marks."""
 
-    def chunks(self, *, hashed: bool = False) -> Iterator[tuple[RawRows, int]]:
-        """Iterate over all rows in chunks, each with its size in `unit`s.
+    def blocks(self, start: Place) -> Iterator[Block]:
+        """Iterate over the rows from a place on: Place(0, 0), or where a block ended."""
+
+    def parse(self, block: Block, *, hashed: bool) -> RawRows:
+        """Return a block's rows; several threads may call at once.
 
         hashed  keys are only going to be hashed: they need not lead back to the values
+
+        Raises WrongRowError, and UserError for what cannot be read at all.
         """
 
-    def text(self, space: str, keys: npt.NDArray[np.int64]) -> pa.Array:
-        """Return the values of a space that keys stand for, as text; "" for a missing one."""
+    def text(self, keys: npt.NDArray[np.int64]) -> pa.Array:
+        """Return the values that keys stand for where rows have no `texts`; "" for a missing one."""
 
     def describe(self) -> list[dict[str, Any]]:
         """Return what the manifest records of where the rows come from."""
+
+    def stamp(self) -> list[Any] | None:
+        """Return what tells whether the rows are the same as another time; None where they can be read once only."""
+
+    def check_unchanged(self) -> None:
+        """Raise UserError where an input has changed since this was made."""
 
     def options(self) -> dict[str, Any]:
         """Return what the manifest records of how they were read."""

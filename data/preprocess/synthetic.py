@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from hostdev.data.preprocess.criteo import CATEGORICAL, COLUMNS, DENSE, EMPTY, LAYOUT, hex_text
-from hostdev.data.preprocess.raw import RawRows
+from hostdev.data.preprocess.raw import Block, Place, RawRows
 from pyarrow import csv
 
 from hostdev.core.progress import bar
@@ -58,17 +58,33 @@ class Synthetic:
         self._value_keys = np.array([key64(0, "value", c) for c in range(CATEGORICAL)], np.uint64)
         self._effect_keys = np.array([key64(0, "effect", c) for c in range(CATEGORICAL)], np.uint64)
 
-    def chunks(self, *, hashed: bool = False) -> Iterator[tuple[RawRows, int]]:
+    def chunks(self) -> Iterator[RawRows]:
         """Iterate over the rows, 65,536 at a time."""
-        for number in range(-(-self.total // CHUNK_ROWS)):
-            rows = self._chunk(number, min(CHUNK_ROWS, self.total - number * CHUNK_ROWS))
-            yield rows, len(rows)
+        for block in self.blocks():
+            yield self.parse(block)
+
+    def blocks(self, start: Place = Place(0, 0)) -> Iterator[Block]:  # noqa: B008 (immutable)
+        """Iterate over the numbers of chunks of 65,536 rows."""
+        for number in range(start.offset, -(-self.total // CHUNK_ROWS)):
+            n = min(CHUNK_ROWS, self.total - number * CHUNK_ROWS)
+            yield Block((number, n), "synthetic", Place(0, number + 1), n)
+
+    def parse(self, block: Block, *, hashed: bool = False) -> RawRows:
+        """Return a chunk's rows."""
+        return self._chunk(*block.content)
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the generator's arguments."""
         return [{"synthetic": True, "rows": self.total, "seed": self.seed}]
 
-    def text(self, space: str, keys: npt.NDArray[np.int64]) -> pa.Array:
+    def stamp(self) -> list[Any]:
+        """Return the generator's arguments."""
+        return [GENERATOR_VERSION, self.total, self.seed]
+
+    def check_unchanged(self) -> None:
+        """A function does not change."""
+
+    def text(self, keys: npt.NDArray[np.int64]) -> pa.Array:
         """Return hexadecimal values as text, as Criteo has them."""
         return hex_text(keys)
 
@@ -90,7 +106,8 @@ class Synthetic:
         logit += (np.where(missing, 0.0, normal) * SLOPES).sum(axis=1)
         label = rng.random(CHUNK_ROWS)[:n] < 1 / (1 + np.exp(-logit))
         return RawRows(
-            label.astype(np.float32), np.where(missing, np.nan, integers), np.where(ranks < 0, EMPTY, values)
+            label.astype(np.float32), np.where(missing, np.nan, integers), np.where(ranks < 0, EMPTY, values),
+            missing=dict.fromkeys(LAYOUT.spaces, EMPTY),
         )
 
 
@@ -124,9 +141,9 @@ def write_text(source: Synthetic, path: Path) -> None:
             csv.CSVWriter(file, columns, write_options=options) as writer,
             bar(source.total, f"writing {path.name}", "rows") as progress,
         ):
-            for rows, size in source.chunks():
+            for rows in source.chunks():
                 writer.write(_text_table(rows))
-                progress.update(size)
+                progress.update(len(rows))
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

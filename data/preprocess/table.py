@@ -12,8 +12,9 @@ import pyarrow.compute as pc
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import Positive, WrongValueError
 from hostdev.data.preprocess.delimited import DelimitedFile
-from hostdev.data.preprocess.files import ArrowTable, Chunk, ParquetTable, TableFile, format_of
-from hostdev.data.preprocess.raw import Layout, RawRows
+from hostdev.data.preprocess.files import ArrowTable, ParquetTable, Part, TableFile, format_of
+from hostdev.data.preprocess.inputs import Input, expand, open_input
+from hostdev.data.preprocess.raw import Block, Layout, Place, RawRows, WrongRowError
 from hostdev.data.schema import Column
 
 from hostdev.core.errors import UserError
@@ -83,8 +84,12 @@ class TableOptions:
         return {**vars(self), "bags": dict(self.bags), "share": dict(self.share)}
 
 
+_NOTHING = np.zeros(2, np.int32), np.zeros(0, np.uint8)  # the text "", of a missing value
+_SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc", ".csv", ".tsv", ".tab", ".txt", ".gz", ".bz2", ".zst", ".lz4")
+
+
 class Table:
-    """The rows of one or more files, in the order given.
+    """The rows of files in the order given, of the tables in folders, or of "-".
 
     Raises UserError for files that cannot be read or do not have the columns, at once or when a row is met.
     """
@@ -96,36 +101,49 @@ class Table:
         self._options = options
         self._positive = None if options.positive is None else Positive.parse(options.positive)
         self._used = options.used()
-        self._files = [_open(path, options) for path in files]
+        self._files = [_open(path, options) for path in expand(files, _SUFFIXES)]
         for file in self._files:
             self._check_columns(file)
         self.layout = options.layout()
-        self.total = sum(file.path.stat().st_size for file in self._files)
+        self.total = sum(file.input.size for file in self._files)
         self.most_rows = sum(file.most_rows for file in self._files)
-        self._texts = {space: TextMap() for space in self.layout.spaces}
 
     def describe(self) -> list[dict[str, Any]]:
         """Return each file's absolute path and size."""
-        return [{"file": str(file.path.resolve()), "bytes": file.path.stat().st_size} for file in self._files]
+        return [file.input.describe() for file in self._files]
+
+    def stamp(self) -> list[Any] | None:
+        """Return each file's path, size and time."""
+        stamps = [file.input.stamp() for file in self._files]
+        return None if None in stamps else stamps
+
+    def check_unchanged(self) -> None:
+        """Raise UserError where a file has changed since this was made."""
+        for file in self._files:
+            file.input.check_unchanged()
 
     def options(self) -> dict[str, Any]:
         """Return which columns are what."""
         return {"preset": "table", **self._options.as_json()}
 
-    def text(self, space: str, keys: npt.NDArray[np.int64]) -> pa.Array:
-        """Return the values of a space that keys stand for."""
-        offsets, data = self._texts[space].take(keys)
-        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
-        return pa.Array.from_buffers(pa.large_string(), len(keys), buffers).cast(pa.string())
+    def text(self, keys: npt.NDArray[np.int64]) -> pa.Array:
+        """Keys stand for the texts that come with the rows."""
+        raise NotImplementedError
 
-    def chunks(self, *, hashed: bool = False) -> Iterator[tuple[RawRows, int]]:
-        """Iterate over the rows; a key is the number of the value's text in its space, or its hash."""
-        for file in self._files:
-            for chunk in file.chunks(self._used):
-                yield self._rows(file, chunk, hashed), chunk.size
+    def blocks(self, start: Place = Place(0, 0)) -> Iterator[Block]:  # noqa: B008 (immutable)
+        """Iterate over the rows from a place on."""
+        for number, file in enumerate(self._files[start.input :], start.input):
+            for part in file.parts(self._used, start.offset if number == start.input else 0):
+                yield Block((file, part), file.input.name, Place(number, part.offset), part.taken)
 
-    def _rows(self, file: TableFile, chunk: Chunk, hashed: bool) -> RawRows:
-        name = ""
+    def parse(self, block: Block, *, hashed: bool = False) -> RawRows:
+        """Return a block's rows; a key is the number of the value's text among those of its space, or its hash."""
+        file, part = block.content
+        return self._rows(file, part, hashed)
+
+    def _rows(self, file: TableFile, part: Part, hashed: bool) -> RawRows:
+        chunk, name = file.parse(part, self._used), ""
+        seen = {space: TextMap() for space in self.layout.spaces}
 
         def column(of: str) -> pa.Array:
             nonlocal name
@@ -133,17 +151,19 @@ class Table:
             return chunk.batch.column(chunk.batch.schema.get_field_index(of))
 
         def keys(space: str, codes: arrow.Codes, texts: pa.StringArray) -> npt.NDArray[np.int64]:
-            return self._keys(space, texts, hashed)[codes]
+            offsets, content = arrow.bytes_of(texts)
+            found = hash_texts(offsets, content).view(np.int64) if hashed else seen[space].add(offsets, content)
+            return found.astype(np.int64)[codes]
 
         options, layout, n = self._options, self.layout, len(chunk.batch)
-        numbers, ids, bags = np.empty((n, len(layout.dense))), np.empty((n, len(layout.ids)), np.int64), []
+        numbers, ids, bags = np.empty((n, len(layout.dense))), np.empty((len(layout.ids), n), np.int64), []
         test = None
         try:
             label = arrow.as_labels(column(options.label), self._positive)
             for i, of in enumerate(layout.dense):
                 numbers[:, i] = arrow.as_numbers(column(of))
             for i, one in enumerate(layout.ids):
-                ids[:, i] = keys(one.space, *arrow.as_text(column(one.name)))
+                ids[i] = keys(one.space, *arrow.as_text(column(one.name)))
             for bag, (_, separator) in zip(layout.bags, options.bags, strict=True):
                 codes, texts, lengths = arrow.as_bags(column(bag.name), separator)
                 bags.append((keys(bag.space, codes, texts), lengths))
@@ -153,20 +173,16 @@ class Table:
             if options.test_after is not None:
                 test = arrow.is_after(column(options.test_after[0]), options.test_after[1])
         except WrongValueError as error:
-            where = f"{file.path}, row {chunk.number(error.row)}, column {name!r}"
-            raise UserError(f"{where}: {error}{self._hint(name)}") from None
-        return RawRows(label, numbers, ids, tuple(bags), chunk.rejected, test)
-
-    def _keys(self, space: str, texts: pa.StringArray, hashed: bool) -> npt.NDArray[np.int64]:
-        """Return a key for each text."""
-        _, offsets, data = texts.buffers()
-        begin = (
-            np.frombuffer(offsets, np.int32, len(texts) + 1, 4 * texts.offset) if len(texts) else np.zeros(1, np.int32)
-        )
-        content = np.frombuffer(data, np.uint8) if data is not None and data.size else np.zeros(0, np.uint8)
+            reason = f"column {name!r}: {error}{self._hint(name)}"
+            raise WrongRowError(file.input.name, chunk.number(error.row), reason) from None
         if hashed:
-            return hash_texts(begin, content).view(np.int64)
-        return self._texts[space].add(begin, content).astype(np.int64)
+            texts_of, missing = None, dict.fromkeys(layout.spaces, int(hash_texts(*_NOTHING).view(np.int64)[0]))
+        else:
+            texts_of = {space: arrow.text_from(*values.take(np.arange(len(values)))) for space, values in seen.items()}
+            missing = {space: int(values.find(*_NOTHING)[0]) for space, values in seen.items()}
+        return RawRows(
+            label, numbers, ids.T, tuple(bags), chunk.rejected, test, texts=texts_of, missing=missing
+        )  # fmt: skip
 
     def _hint(self, name: str) -> str:
         """Return what to do about a value that is not what the column's option says."""
@@ -177,17 +193,17 @@ class Table:
     def _check_columns(self, file: TableFile) -> None:
         first = self._files[0]
         if missing := [name for name in self._used if name not in file.names]:
-            raise UserError(f"{file.path} has no column {missing[0]!r}; it has {_listed(file.names)}"
+            raise UserError(f"{file.input.name} has no column {missing[0]!r}; it has {_listed(file.names)}"
                             f"{self._about_headers(file)}")  # fmt: skip
         if sorted(file.names) != sorted(first.names):
             one = sorted(set(file.names) ^ set(first.names))
             difference = f"only one of them has {_listed(one)}" if one else "some are there twice"
-            raise UserError(f"{file.path} has other columns than {first.path}: {difference}")
+            raise UserError(f"{file.input.name} has other columns than {first.input.name}: {difference}")
         for name in self._used:
             if file.names.count(name) > 1:
-                raise UserError(f"{file.path} has {file.names.count(name)} columns of the name {name!r}")
+                raise UserError(f"{file.input.name} has {file.names.count(name)} columns of the name {name!r}")
             if reason := self._against(name, file.type_of(name)):
-                raise UserError(f"{file.path}, column {name!r}: {reason}")
+                raise UserError(f"{file.input.name}, column {name!r}: {reason}")
 
     def _about_headers(self, file: TableFile) -> str:
         by_header = isinstance(file, DelimitedFile) and self._options.columns is None
@@ -211,17 +227,20 @@ class Table:
 
 def _open(path: Path, options: TableOptions) -> TableFile:
     """Open a file by what it begins with."""
-    found = format_of(path)
+    source = open_input(path)
+    found = format_of(source)
     if found == "text":
-        return DelimitedFile(path, columns=options.columns, delimiter=options.delimiter, quotes=options.quotes)
+        return DelimitedFile(source, columns=options.columns, delimiter=options.delimiter, quotes=options.quotes)
     for flag, given in (
         ("--columns", options.columns is not None),
         ("--delimiter", options.delimiter is not None),
         ("--no-quotes", not options.quotes),
     ):
         if given:
-            raise UserError(f"{flag} has no effect on {path}, which is {found}; leave it out")
-    return ParquetTable(path) if found == "Parquet" else ArrowTable(path, stream=found == "an Arrow stream")
+            raise UserError(f"{flag} has no effect on {source.name}, which is {found}; leave it out")
+    if not isinstance(source, Input):
+        raise UserError(f"{source.name}: {found} is read from files only")
+    return ParquetTable(source) if found == "Parquet" else ArrowTable(source, stream=found == "an Arrow stream")
 
 
 def _listed(names: Sequence[str]) -> str:

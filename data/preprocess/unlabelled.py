@@ -13,7 +13,8 @@ from hostdev.data.preprocess import criteo
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.delimited import DelimitedFile
 from hostdev.data.preprocess.encoding import Encoding, WrongRowError
-from hostdev.data.preprocess.files import ArrowTable, ParquetTable, TableFile, format_of
+from hostdev.data.preprocess.files import ArrowTable, ParquetTable, TableFile, chunks, format_of
+from hostdev.data.preprocess.inputs import HEAD_BYTES, AnyInput, Input, open_input
 
 from hostdev.core.errors import UserError
 
@@ -42,27 +43,30 @@ def rows_in(path: Path, encoding: Encoding, options: Mapping[str, Any]) -> Rows:
 
     options  of the data set's manifest: how its files were read
     """
-    found = format_of(path)
+    source = open_input(path)
+    found = format_of(source)
     if encoding.is_criteo and found == "text":
-        return _Criteo(path, encoding)
+        return _Criteo(source, encoding)
     if found == "text":
         file: TableFile = DelimitedFile(
-            path,
-            columns=_columns(path, options),
+            source,
+            columns=_columns(source, options),
             delimiter=options.get("delimiter"),
             quotes=options.get("quotes", True),
         )
     else:
-        file = ParquetTable(path) if found == "Parquet" else ArrowTable(path, stream=found == "an Arrow stream")
+        if not isinstance(source, Input):
+            raise UserError(f"{source.name}: {found} is read from files only")
+        file = ParquetTable(source) if found == "Parquet" else ArrowTable(source, stream=found == "an Arrow stream")
     return _Table(file, encoding)
 
 
-def _columns(path: Path, options: Mapping[str, Any]) -> list[str] | None:
+def _columns(source: AnyInput, options: Mapping[str, Any]) -> list[str] | None:
     """Return the names of text without a header; without the label where a line has one value less."""
     names = options.get("columns")
     if names is None:
         return None
-    first = DelimitedFile(path, delimiter=options.get("delimiter"), quotes=options.get("quotes", True)).names
+    first = DelimitedFile(source, delimiter=options.get("delimiter"), quotes=options.get("quotes", True)).names
     if len(first) == len(names) - 1:
         return [name for name in names if name != options["label"]]
     return list(names)
@@ -71,24 +75,23 @@ def _columns(path: Path, options: Mapping[str, Any]) -> list[str] | None:
 class _Criteo:
     """Criteo's text; of lines with 39 values the label is missing."""
 
-    def __init__(self, path: Path, encoding: Encoding) -> None:
-        self._text, self._encoding = CriteoText([path]), encoding
+    def __init__(self, source: AnyInput, encoding: Encoding) -> None:
+        self._text, self._encoding = CriteoText(inputs=[source]), encoding
         self.total = self._text.total
-        with path.open("rb") as file:
-            self.labelled = file.readline().count(b"\t") >= len(criteo.COLUMNS) - 1
+        first = source.head(HEAD_BYTES).split(b"\n", 1)[0]
+        self.labelled = first.count(b"\t") >= len(criteo.COLUMNS) - 1
 
     def parts(self) -> Iterator[Part]:
         """Iterate over the rows, some MiB of text at a time; malformed lines have no place."""
-        for file, block, first in self._text.blocks():
-            size = len(block)
-            block, unlabelled = _with_labels(block) if self.labelled else (_labelled(block), None)
-            rows, lines = criteo.parse(block, file=str(file), first_line=first)
-            batch = self._encoding.encode_criteo(rows)
-            wrong = np.array([line.line - first for line in rows.rejected], np.int64)
+        for block in self._text.blocks():
+            text, unlabelled = _with_labels(block.content) if self.labelled else (_labelled(block.content), None)
+            rows = criteo.parse(text, file=block.file)
+            batch, lines = self._encoding.encode_criteo(rows), len(rows) + len(rows.rejected)
+            wrong = np.array([line.line - 1 for line in rows.rejected], np.int64)
             places = np.delete(np.arange(lines), wrong)
             without = np.isin(places, unlabelled) if unlabelled is not None else np.ones(len(places), np.bool_)
             label = np.where(without, np.nan, batch.label).astype(np.float32)
-            yield Part(replace(batch, label=label), places if len(wrong) else None, lines, size)
+            yield Part(replace(batch, label=label), places if len(wrong) else None, lines, block.size)
 
 
 def _labelled(block: bytes) -> bytes:
@@ -118,35 +121,28 @@ class _Table:
 
     def __init__(self, file: TableFile, encoding: Encoding) -> None:
         self._file, self._encoding = file, encoding
-        self.total = file.path.stat().st_size
+        self.total = file.input.size
         if missing := [name for name in encoding.columns() if name not in file.names]:
-            raise UserError(f"{file.path} has no column {missing[0]!r}; it has {', '.join(file.names[:30])}")
+            raise UserError(f"{file.input.name} has no column {missing[0]!r}; it has {', '.join(file.names[:30])}")
         if twice := [name for name in encoding.columns() if file.names.count(name) > 1]:
-            raise UserError(f"{file.path} has {file.names.count(twice[0])} columns of the name {twice[0]!r}")
+            raise UserError(f"{file.input.name} has {file.names.count(twice[0])} columns of the name {twice[0]!r}")
         label = encoding.schema.label
         self.labelled = file.names.count(label) == 1
         self._used = [*encoding.columns(), *([label] if self.labelled else [])]
 
     def parts(self) -> Iterator[Part]:
         """Iterate over the rows."""
-        done = 0
-        for chunk in self._file.chunks(self._used):
+        for chunk in chunks(self._file, self._used):
             n = len(chunk.batch)
             columns = [chunk.batch.column(chunk.batch.schema.get_field_index(name)) for name in self._used]
             try:
                 batch, kept = self._encoding.encode_readable(pa.RecordBatch.from_arrays(columns, names=self._used))
             except WrongRowError as error:
-                raise UserError(f"{self._file.path}, row {chunk.number(error.row)}, {error.reason}") from None
+                raise UserError(f"{self._file.input.name}, row {chunk.number(error.row)}, {error.reason}") from None
             except UserError as error:
-                raise UserError(f"{self._file.path}: {error}") from None
+                raise UserError(f"{self._file.input.name}: {error}") from None
             if not chunk.skipped and len(kept) == n:
                 yield Part(batch, None, n, chunk.size)
-                done += n
                 continue
-            numbers = chunk.first + np.arange(1, n + 1)
-            for skipped in chunk.skipped:
-                numbers += skipped <= numbers
-            numbers -= 1 + done
-            lines = max([int(numbers[-1]) + 1 if n else 0, *(number - done for number in chunk.skipped)])
-            yield Part(batch, numbers[kept], lines, chunk.size)
-            done += lines
+            places = np.delete(np.arange(chunk.lines), np.array(chunk.skipped, np.int64) - 1)
+            yield Part(batch, places[kept], chunk.lines, chunk.size)

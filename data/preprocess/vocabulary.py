@@ -1,72 +1,74 @@
 """Values to ids: a vocabulary counted on the training rows, or a hash that needs none."""
 
-from typing import Protocol
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from hostdev.data import ragged
+from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.raw import Bags, Layout, RawRows, Source
 from hostdev.data.schema import Schema, Space
 
+from hostdev.core.errors import UserError
+from hostdev.core.memory import available_bytes, gib
 from hostdev.kernels.counter import key64, mix64
-from hostdev.kernels.unique import IdMap, tally
+from hostdev.kernels.dictionary import BYTES_A_VALUE, Dictionary
+from hostdev.kernels.strings import BYTES_A_TEXT, TextMap
 
 Ids = npt.NDArray[np.int64]
 
-_MOST_VALUES = 1 << 24  # in one piece of the vocabulary's file: the lengths of Arrow's text are int32
+_WRITTEN_AT_ONCE = 1 << 20  # rows of the vocabulary's file
+_ID_BYTES = 8  # of each value, once they are numbered
+_MARGIN = 1.03  # of what is estimated, see kernels/cardinality.py
 
 
-class Encoder(Protocol):
-    """How values become ids: `observe` the training rows, `freeze`, `encode` all rows."""
-
-    schema: Schema
-    """The columns with their ids; there once frozen."""
-
-    def observe(self, rows: RawRows) -> None:
-        """Take in training rows."""
-
-    def freeze(self) -> None:
-        """Assign the ids."""
-
-    def encode(self, rows: RawRows) -> tuple[Ids, Bags]:
-        """Return ids int64 [n, columns with one id], and each bag's ids int64 [N] with lengths [n]."""
-
-    def table(self, source: Source) -> pa.Table | None:
-        """Return column or space, value and count by id, for the vocabulary's file."""
-
-
-class _Values:
-    """The values of one space: those seen so far, in order of first occurrence, and how often."""
+class _Integers:
+    """The values of a space that are integers."""
 
     def __init__(self) -> None:
-        self.seen = IdMap(np.int64)
-        self._counts = np.zeros(0, np.int64)
-        self._ids = np.zeros(1, np.int64)
+        self._seen = Dictionary()
 
     @property
-    def counts(self) -> Ids:
-        """Uses of each value seen."""
-        return self._counts[: len(self.seen)]
+    def uses(self) -> Ids:
+        """Uses of each value, in order of first occurrence."""
+        return self._seen.uses
 
-    def count(self, keys: Ids) -> None:
-        positions = self.seen.add(keys)
-        if len(self.seen) > len(self._counts):
-            grown = np.zeros(max(len(self.seen), 2 * len(self._counts)), np.int64)
-            grown[: len(self._counts)] = self._counts
-            self._counts = grown
-        tally(positions, self._counts)
+    def count(self, keys: Ids, uses: npt.NDArray[Any]) -> None:
+        self._seen.count(keys, uses)
 
-    def assign(self, kept: npt.NDArray[np.bool_], oov: int, first: int) -> int:
-        """Number the values that are kept; return how many those are."""
-        size = int(kept.sum())
-        self._ids = np.full(len(self.seen) + 1, oov, np.int64)  # the last entry is for values never seen
-        self._ids[:-1][kept] = np.arange(first, first + size)
-        return size
+    def find(self, keys: Ids) -> Ids:
+        return self._seen.find(keys)
 
-    def ids(self, keys: Ids) -> Ids:
-        found: Ids = self._ids[self.seen.find(keys)]  # -1: the last entry
-        return found
+    def texts(self, numbers: Ids, source: Source) -> pa.Array:
+        """Return the values with these numbers as text."""
+        return source.text(self._seen.keys[numbers])
+
+
+class _Texts:
+    """The values of a space that are texts."""
+
+    def __init__(self) -> None:
+        self._seen = TextMap()
+        self._uses = np.zeros(1024, np.int64)
+
+    @property
+    def uses(self) -> Ids:
+        """Uses of each value, in order of first occurrence."""
+        return self._uses[: len(self._seen)]
+
+    def count(self, keys: pa.LargeStringArray, uses: npt.NDArray[Any]) -> None:
+        positions = self._seen.add(*arrow.bytes_of(keys))
+        if len(self._seen) > len(self._uses):
+            self._uses.resize(len(self._seen) + len(self._seen) // 4, refcheck=False)
+        self._uses[positions] += uses  # which are of different values
+
+    def find(self, keys: pa.LargeStringArray) -> Ids:
+        return self._seen.find(*arrow.bytes_of(keys)).astype(np.int64)
+
+    def texts(self, numbers: Ids, source: Source) -> pa.Array:
+        """Return the values with these numbers."""
+        return arrow.text_from(*self._seen.take(numbers)).cast(pa.string())
 
 
 class Vocabulary:
@@ -74,77 +76,72 @@ class Vocabulary:
 
     Ids are assigned by space, in order of first occurrence (within a row, in the order of the columns); a rarer or
     unseen value gets its space's out-of-vocabulary id.
+
+    texts  values are texts, and not integers
     """
 
-    def __init__(self, threshold: int, layout: Layout) -> None:
-        self.threshold, self.layout = threshold, layout
-        self._rows = 0
-        self._values = {name: _Values() for name in layout.spaces}
+    def __init__(self, threshold: int, layout: Layout, *, texts: bool) -> None:
+        self._threshold, self._layout = threshold, layout
+        self._values: list[Any] = [_Texts() if texts else _Integers() for _ in layout.spaces]
+        self._ids: list[Ids] = []
 
-    def observe(self, rows: RawRows) -> None:
-        """Count the values of training rows."""
-        self._rows += len(rows)
-        for name, values in self._values.items():
-            values.count(_keys_of(rows, self.layout, name))
+    def count(self, space: int, keys: Any, uses: npt.NDArray[Any]) -> None:
+        """Count uses [N] of values [N] of a space, each there once; other threads may count those of other spaces."""
+        self._values[space].count(keys, uses)
 
-    def freeze(self) -> None:
+    def freeze(self) -> Schema:
         """Assign the ids."""
-        spaces, fixed = [], len(self.layout.dense) + len(self._values)
-        rows = fixed
-        for oov, (name, values) in enumerate(self._values.items(), len(self.layout.dense)):
-            size = values.assign(values.counts > self.threshold, oov, rows)
-            spaces.append(Space(name, oov, rows, size))
-            rows += size
-        self.schema = Schema(self.layout.label, self.layout.dense, self.layout.columns, tuple(spaces), rows)
+        spaces, first = [], len(self._layout.dense) + len(self._values)
+        for oov, (name, values) in enumerate(zip(self._layout.spaces, self._values, strict=True), len(self._layout.dense)):
+            kept = values.uses > self._threshold
+            size = int(np.count_nonzero(kept))
+            ids = np.full(len(kept) + 1, oov, np.int64)  # the last is for values never seen: found at -1
+            ids[:-1][kept] = np.arange(first, first + size)
+            self._ids.append(ids)
+            spaces.append(Space(name, oov, first, size))
+            first += size
+        self.schema = Schema(self._layout.label, self._layout.dense, self._layout.columns, tuple(spaces), first)
+        return self.schema
 
-    def encode(self, rows: RawRows) -> tuple[Ids, Bags]:
-        """Return ids int64 [n, columns with one id], and each bag's ids int64 [N] with lengths [n]."""
-        ids = np.empty(rows.keys.shape, np.int64)
-        for i, column in enumerate(self.layout.ids):
-            ids[:, i] = self._values[column.space].ids(np.ascontiguousarray(rows.keys[:, i]))
-        bags = zip(rows.bags, self.layout.bags, strict=True)
-        return ids, tuple((self._values[column.space].ids(keys), lengths) for (keys, lengths), column in bags)
+    def ids(self, space: int, keys: Any) -> Ids:
+        """Return the ids of values [N] of a space, once they are assigned; several threads may call."""
+        found: Ids = self._ids[space][self._values[space].find(keys)]
+        return found
 
-    def table(self, source: Source) -> pa.Table:
-        """Return a row per id: the column or space, the value (null for the fixed ids), the uses in training rows."""
-        kept = [values.counts > self.threshold for values in self._values.values()]
-        rare = [int(values.counts[~k].sum()) for values, k in zip(self._values.values(), kept, strict=True)]
-        names, fixed = [*self.layout.dense, *self._values], self.schema.first_value
-        fields = [np.arange(fixed)]
-        texts = [pa.nulls(fixed, pa.string())]
-        counts = [np.array([self._rows] * len(self.layout.dense) + rare, np.int64)]
-        for space, (name, values), k in zip(self.schema.spaces, self._values.items(), kept, strict=True):
-            keys = values.seen.ids[k]
-            fields.append(np.full(len(keys), space.oov))
-            counts.append(values.counts[k])
-            texts += [source.text(name, keys[i : i + _MOST_VALUES]) for i in range(0, len(keys), _MOST_VALUES)]
-        texts = texts if self.schema.rows > _MOST_VALUES else [pa.concat_arrays(texts)]
-        field = pa.array(np.concatenate(fields), pa.int32())
-        return pa.table({
-            "field": pa.DictionaryArray.from_arrays(field, pa.array(names, pa.string())),
-            "value": pa.chunked_array(texts, pa.string()),
-            "count": np.concatenate(counts),
-        })  # fmt: skip
+    def write(self, path: Path, source: Source, rows: int) -> None:
+        """Write a row per id: column or space, value (null for the fixed ids), uses in the `rows` training rows."""
+        names = pa.array([*self._layout.dense, *self._layout.spaces], pa.string())
+        kinds = [("field", pa.dictionary(pa.int32(), pa.string())), ("value", pa.string()), ("count", pa.int64())]
+        with pa.ipc.new_file(path, pa.schema(kinds)) as file:
+
+            def write(fields: npt.NDArray[Any], texts: pa.Array, counts: Ids) -> None:
+                of = pa.DictionaryArray.from_arrays(pa.array(fields, pa.int32()), names)
+                file.write_batch(pa.RecordBatch.from_arrays([of, texts, pa.array(counts)], schema=pa.schema(kinds)))
+
+            fixed = len(names)
+            rare = [int(values.uses[values.uses <= self._threshold].sum()) for values in self._values]
+            counts = np.array([rows] * len(self._layout.dense) + rare, np.int64)
+            write(np.arange(fixed), pa.nulls(fixed, pa.string()), counts)
+            for space, values in zip(self.schema.spaces, self._values, strict=True):
+                kept = np.flatnonzero(values.uses > self._threshold)
+                for start in range(0, len(kept), _WRITTEN_AT_ONCE):
+                    numbers = kept[start : start + _WRITTEN_AT_ONCE]
+                    write(np.full(len(numbers), space.oov), values.texts(numbers, source), values.uses[numbers])
 
 
-def _keys_of(rows: RawRows, layout: Layout, space: str) -> Ids:
-    """Return the keys that rows have in a space, row by row, in the order of the columns."""
-    ones = [i for i, column in enumerate(layout.ids) if column.space == space]
-    bags = [bag for bag, column in zip(rows.bags, layout.bags, strict=True) if column.space == space]
-    if len(ones) == 1 and not bags:
-        return np.ascontiguousarray(rows.keys[:, ones[0]])
-    if not ones and len(bags) == 1:
-        return bags[0][0]
-    lengths = np.sum([bag[1] for bag in bags], axis=0, dtype=np.int64) + np.full(len(rows), len(ones))
-    place = ragged.offsets_of(lengths)[:-1]  # where each row's next key goes
-    keys = np.empty(int(lengths.sum()), np.int64)
-    for i in ones:
-        keys[place] = rows.keys[:, i]
-        place = place + 1
-    for values, count in bags:
-        keys[ragged.places_of(place, count)] = values
-        place = place + count
-    return keys
+def require_memory(values: float, text_bytes: float | None) -> None:
+    """Raise UserError unless so many distinct values can be counted in the memory that is free.
+
+    text_bytes  of all of them, where they are texts
+    """
+    each = BYTES_A_VALUE if text_bytes is None else BYTES_A_TEXT
+    needed = int(_MARGIN * (values * (each + _ID_BYTES) + 1.25 * (text_bytes or 0.0)))
+    free = available_bytes()
+    if needed > free:
+        raise UserError(
+            f"the training rows have about {values:,.0f} distinct values, and a vocabulary of them needs {gib(needed)}, "
+            f"but {gib(free)} of memory are free; hash them with --hash-buckets N, which needs none"
+        )
 
 
 class HashBuckets:
@@ -162,12 +159,6 @@ class HashBuckets:
         keys = {space: key64(0, "bucket", name) for space, name in names}
         self._keys = np.array([keys[column.space] for column in layout.columns], np.uint64)
 
-    def observe(self, rows: RawRows) -> None:
-        """Nothing to learn."""
-
-    def freeze(self) -> None:
-        """Nothing to assign."""
-
     def encode(self, rows: RawRows) -> tuple[Ids, Bags]:
         """Return ids int64 [n, columns with one id], and each bag's ids int64 [N] with lengths [n]."""
         ones = rows.keys.shape[1]
@@ -183,6 +174,3 @@ class HashBuckets:
     def _ids(self, keys: Ids, of_columns: npt.NDArray[np.uint64] | np.uint64) -> Ids:
         hashed = mix64(keys.astype(np.uint64) ^ of_columns)
         return self.schema.first_value + (hashed % self._buckets).astype(np.int64)
-
-    def table(self, source: Source) -> None:
-        """There is no vocabulary."""

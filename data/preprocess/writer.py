@@ -1,73 +1,85 @@
-"""Encoded rows into Arrow IPC shards of a bounded length."""
+"""Encoded rows into Arrow IPC shards: one record batch in each, whose columns can be mapped."""
 
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from hostdev.data import ragged
-from hostdev.data.manifest import Shard, checksum, shard_schema
-from hostdev.data.preprocess.raw import Bags
+from hostdev.data.manifest import shard_schema
 from hostdev.data.schema import Schema
 
+from hostdev.core.errors import naming
 
-class ShardWriter:
-    """Writes one split; `close` returns its shards. Rows are on disk in the order in which they came."""
+MOST_VALUES = 2**31 - 1  # of a bag in a record batch: offsets are int32
 
-    def __init__(self, root: Path, split: str, rows_per_shard: int, schema: Schema, id_type: str) -> None:
-        self._root = root
-        self._split = split
-        self._rows_per_shard = rows_per_shard
-        self._schema = shard_schema(schema, id_type)
-        self._id_dtype = np.dtype(id_type)
-        self._shards: list[Shard] = []
-        self._writer: pa.ipc.RecordBatchFileWriter | None = None
-        self._rows = 0
-        (root / split).mkdir()
 
-    def write(
-        self, label: npt.NDArray[np.float32], dense: npt.NDArray[np.float32], ids: npt.NDArray[np.int64], bags: Bags
-    ) -> None:
-        """Append rows: label [n], dense [n, columns], ids [n, columns], and each bag's ids [N] with lengths [n]."""
-        offsets = [ragged.offsets_of(lengths) for _, lengths in bags]
-        start = 0
-        while start < len(label):
-            stop = min(len(label), start + self._rows_per_shard - self._rows)
-            columns = [pa.array(label[start:stop])]
-            for values in (dense[start:stop], ids[start:stop].astype(self._id_dtype)):
-                if values.shape[1]:
-                    columns.append(pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1]))
-            for (values, _), begin in zip(bags, offsets, strict=True):
-                part = begin[start : stop + 1]
-                inside = pa.array(values[part[0] : part[-1]].astype(self._id_dtype))
-                columns.append(pa.ListArray.from_arrays(pa.array(part - part[0], pa.int32()), inside))
-            if self._writer is None:
-                self._writer = pa.ipc.new_file(self._root / self._name(), self._schema)
-            self._writer.write(pa.record_batch(columns, schema=self._schema))
-            self._rows += stop - start
-            start = stop
-            if self._rows == self._rows_per_shard:
-                self._finish()
+@dataclass(frozen=True)
+class Rows:
+    """n encoded rows."""
 
-    def close(self) -> list[Shard]:
-        """Finish the last shard and return them all."""
-        self._finish()
-        return self._shards
+    label: npt.NDArray[np.float32]  # [n]
+    dense: npt.NDArray[np.float32]  # [n, dense columns]
+    ids: npt.NDArray[Any]  # [n, columns with one id]
+    bags: list[tuple[Any, ...]]  # of each the ids of all rows end to end [N], and how many each row has [n]
 
-    def abandon(self) -> None:
-        """Let go of an unfinished file."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+    def out_of_vocabulary(self, first_value: int) -> tuple[int, int]:
+        """Return how many ids are below the first that stands for a value, and how many there are."""
+        some = [self.ids, *(values for values, _ in self.bags)]
+        return sum(int(np.count_nonzero(ids < first_value)) for ids in some), sum(ids.size for ids in some)
 
-    def _name(self) -> str:
-        return f"{self._split}/part-{len(self._shards):05d}.arrow"
 
-    def _finish(self) -> None:
-        if self._writer is None:
-            return
-        self._writer.close()
-        self._writer = None
-        name = self._name()
-        self._shards.append(Shard(file=name, rows=self._rows, sha256=checksum(self._root / name)))
-        self._rows = 0
+def write_shard(path: Path, rows: Rows, schema: Schema, id_type: str) -> str:
+    """Write a shard, which appears under its name when it is whole; return its SHA-256."""
+    kinds = shard_schema(schema, id_type)
+    partial = path.with_suffix(".partial")
+    with naming(path), partial.open("wb") as file:
+        hashed = _Hashed(file)
+        with pa.ipc.new_file(pa.PythonFile(hashed, mode="w"), kinds) as writer:
+            for batch in _batches(rows, kinds):
+                writer.write_batch(batch)
+    os.replace(partial, path)
+    return hashed.digest.hexdigest()
+
+
+def _batches(rows: Rows, kinds: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """Iterate over rows: in one batch, but where a bag has more values than that may have."""
+    offsets = [ragged.offsets_of(lengths) for _, lengths in rows.bags]
+    start, n = 0, len(rows.label)
+    while start < n:
+        stop = min([n, *(int(np.searchsorted(begin, begin[start] + MOST_VALUES, "right")) - 1 for begin in offsets)])
+        columns = [pa.array(rows.label[start:stop])]
+        for values in (rows.dense[start:stop], rows.ids[start:stop]):
+            if values.shape[1]:
+                columns.append(pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1]))
+        for (values, _), begin in zip(rows.bags, offsets, strict=True):
+            part = begin[start : stop + 1]
+            inside = pa.array(values[part[0] : part[-1]])
+            columns.append(pa.ListArray.from_arrays(pa.array(part - part[0], pa.int32()), inside))
+        yield pa.record_batch(columns, schema=kinds)
+        start = stop
+
+
+class _Hashed:
+    """A file that hashes what is written."""
+
+    closed = False
+
+    def __init__(self, file: Any) -> None:
+        self._file, self.digest = file, sha256()
+
+    def write(self, data: Any) -> int:
+        """Write bytes."""
+        view = memoryview(data)
+        self.digest.update(view)
+        self._file.write(view)
+        return view.nbytes
+
+    def flush(self) -> None:
+        """Hand on what is buffered."""
+        self._file.flush()

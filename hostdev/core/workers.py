@@ -1,9 +1,10 @@
 """Threads that do work behind, until the end of the program too: an executor takes none once the interpreter ends."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from queue import SimpleQueue
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -36,6 +37,17 @@ class Workers:
         future: Future[T] = Future()
         self._work.put((future, call))
         return future
+
+    @contextmanager
+    def dropping_what_waits(self) -> Iterator[None]:
+        """Drop the calls that have not begun where there is an error within."""
+        try:
+            yield
+        except BaseException:
+            with suppress(Empty):
+                while True:
+                    self._work.get_nowait()
+            raise
 
     def _run(self) -> None:
         self._begin()

@@ -14,7 +14,11 @@ Positions = npt.NDArray[np.int32]
 
 _EMPTY = -1
 _SPARE_BITS = 1  # the table is at most half full
+_MOST_TEXTS = 2**31 - 2
+BYTES_A_TEXT = 46  # of the map, at most: hash and end with a quarter to spare, slots of which a quarter are taken; and
+# 10 of a count beside it. The text's own bytes come on top, with a quarter to spare
 _FNV_BASIS, _FNV_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
+IN_QUOTES = 2  # a state of `scan_quotes`
 _PHI = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -108,7 +112,7 @@ class TextMap:
         bits = 10
         self._shift = 64 - bits
         self._table = np.full(1 << bits, _EMPTY, np.int32)
-        self._known = np.empty(1 << (bits - _SPARE_BITS), np.uint64)  # the hash of each text
+        self._known = np.zeros(1 << (bits - _SPARE_BITS), np.uint64)  # the hash of each text
         self._ends = np.zeros(len(self._known) + 1, np.int64)
         self._texts = np.empty(1 << 14, np.uint8)
         self._count = 0
@@ -149,23 +153,20 @@ class TextMap:
     def _grow(self, length: int) -> None:
         """Make room for a text of so many bytes."""
         if self._count == len(self._known):
-            if self._count > 2**31 // 4:
+            if self._count > _MOST_TEXTS:
                 raise OverflowError(f"more than {self._count} distinct texts in one map")
-            self._shift -= 2
-            self._table = np.full(len(self._table) * 4, _EMPTY, np.int32)
-            room = len(self._table) >> _SPARE_BITS
-            self._known = _enlarged(self._known, room)
-            self._ends = _enlarged(self._ends, room + 1)
-            _rehash(self._table, self._shift, self._known, self._count)
+            if self._count == len(self._table) >> _SPARE_BITS:
+                self._shift -= 1
+                size = 2 * len(self._table)
+                self._table = np.empty(0, np.int32)  # before there is a new one
+                self._table = np.full(size, _EMPTY, np.int32)
+                _rehash(self._table, self._shift, self._known, self._count)
+            room = min(len(self._table) >> _SPARE_BITS, self._count + self._count // 4 + 1024)
+            self._known.resize(room, refcheck=False)  # large memory moves without a copy
+            self._ends.resize(room + 1, refcheck=False)
         needed = int(self._ends[self._count]) + length
         if needed > len(self._texts):
-            self._texts = _enlarged(self._texts, max(needed, 2 * len(self._texts)))
-
-
-def _enlarged(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
-    grown = np.empty(size, array.dtype)
-    grown[: len(array)] = array
-    return grown
+            self._texts.resize(max(needed, len(self._texts) + len(self._texts) // 4), refcheck=False)
 
 
 @kernel
@@ -178,12 +179,16 @@ def scan_quotes(text: Any, delimiter: Any, state: Any, lines: Any, opened: Any) 
     lines      line ends so far
     opened     the line, from 1, on which the last quotes begin
 
-    Returns the new (state, lines, opened); at first (0, 0, 0).
+    Returns the new (state, lines, opened), at first (0, 0, 0), and how many bytes are up to the last line end that is
+    not in quotes.
     """
+    end = 0
     for i in range(len(text)):
         c = text[i]
         if c == 10:
             lines += 1
+            if state != 2:
+                end = i + 1
         if state == 2:
             if c == 34:
                 state = 3
@@ -195,4 +200,4 @@ def scan_quotes(text: Any, delimiter: Any, state: Any, lines: Any, opened: Any) 
             state = 0
         else:
             state = 1
-    return state, lines, opened
+    return state, lines, opened, end

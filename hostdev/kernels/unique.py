@@ -22,6 +22,7 @@ Positions = npt.NDArray[np.int32]
 _EMPTY = -1
 _AHEAD = 32  # ids
 _SPARE_BITS = 1  # the table is at most half full
+_FEW = 32  # slots for each key: to empty those of the keys takes less time than to empty all
 _MAX_DISTINCT = 2**31  # positions are int32
 _MOST_PARTS = 4  # of a batch, deduplicated at once; the rest is serial, and more parts make more of it
 _SMALLEST_PART = 1 << 15
@@ -86,6 +87,18 @@ def _find(ids: Any, entries: Any, shift: Any, positions: Any) -> None:
             slot = (slot + one) & mask
 
 
+@kernel
+def _forget(entries: Any, shift: Any, keys: Any, count: Any) -> None:
+    """Empty the slots of keys, the last one first: what came before it has not been in its way."""
+    mask, one = np.uint64(len(entries) - 1), np.uint64(1)
+    for i in range(np.uint64(count)):
+        key = keys[np.uint64(count) - one - i]
+        slot = slot_of(key, shift)
+        while entries[slot, 1] < 0 or entries[slot, 0] != key:
+            slot = (slot + one) & mask
+        entries[slot, 0], entries[slot, 1] = _EMPTY, _EMPTY
+
+
 def _entries(n: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """Empty slots [n, 2]: an id and its position, side by side in one cache line; -1 where there is none."""
     entries: npt.NDArray[Any] = aligned_empty((n, 2), dtype)
@@ -118,7 +131,10 @@ class IdMap:
 
     def clear(self) -> None:
         """Forget all ids; the memory stays."""
-        self._entries.fill(_EMPTY)
+        if self._count * _FEW < len(self._entries):
+            _forget(self._entries, self._shift, self._keys, self._count)
+        else:
+            self._entries.fill(_EMPTY)
         self._count = 0
 
     def add(self, ids: npt.NDArray[Any], positions: Positions | None = None) -> Positions:

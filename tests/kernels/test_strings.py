@@ -84,5 +84,6 @@ def open_quotes(text, size):
     state = 0, 0, 0
     data = np.frombuffer(text.encode(), np.uint8)
     for start in range(0, len(data), size):
-        state = scan_quotes(data[start : start + size], ord(","), *state)
+        *state, end = scan_quotes(data[start : start + size], ord(","), *state)
+        assert end == 0 or data[start + end - 1] == ord("\n")
     return state[2] if state[0] == 2 else None

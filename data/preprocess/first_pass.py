@@ -1,0 +1,147 @@
+"""The first pass: a source's blocks are parsed on all cores and written as pieces, in the order of the source."""
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hostdev.data.preprocess.pieces import Facts, Piece, Survey, survey, write_piece
+from hostdev.data.preprocess.raw import Block, Place, RawRows, Rejected, Source, WrongRowError
+from hostdev.data.preprocess.vocabulary import HashBuckets, require_memory
+from hostdev.data.preprocess.work import Work
+
+from hostdev.core.errors import UserError
+from hostdev.core.progress import bar
+from hostdev.core.workers import Workers
+from hostdev.kernels.counter import key64, uniform
+
+MAX_REJECTED = 0.01
+
+Written = tuple[dict[str, Any], Survey | None]
+
+
+class FirstPass:
+    """Parses a source into pieces, from where an earlier process has ended.
+
+    test_fraction, seed  of the rows that are drawn for testing; None: the source says which
+    hashed               what turns values into ids; None: they are to be counted
+    """
+
+    def __init__(
+        self, source: Source, work: Work, *, test_fraction: float | None, seed: int, hashed: HashBuckets | None
+    ) -> None:
+        self._source, self._work = source, work
+        self._fraction, self._key, self._hashed = test_fraction, key64(seed, "test split"), hashed
+        self.facts: list[Facts] = []  # of the pieces that are written
+        self._input = self._lines = self._rows = self._rejected = 0  # of what is parsed; lines are those of the input
+        self._first: Rejected | None = None
+        self._survey: Survey | None = None
+
+    def path(self, number: int) -> Path:
+        """Return a piece's file."""
+        return self._work.pieces / f"{number:06d}.arrow"
+
+    def run(self, facts: list[Facts], workers: Workers, threads: int) -> None:
+        """Parse all that comes after the pieces that are finished, of which these are the facts.
+
+        Raises UserError where more than 1% of the lines are malformed, where the values would not fit into memory, and
+        for what cannot be read.
+        """
+        for number, one in enumerate(facts):
+            self._pass(one.end.input, one.lines, sum(one.rows), one.rejected)
+            piece = Piece(self.path(number))
+            if one.rejected and self._first is None:
+                self._first = piece.rejected()[0]
+            self._require_memory(None if self._hashed is not None else survey(piece, len(self._source.layout.spaces)))
+        self.facts = list(facts)
+        place = facts[-1].end if facts else Place(0, 0)
+        done = sum(one.size for one in facts)
+        parsing: deque[tuple[Block, Future[RawRows]]] = deque()
+        writing: deque[tuple[Block, Future[Written]]] = deque()
+        with bar(self._source.total, "first pass", self._source.unit, unit_scale=True, begin=done) as progress:
+            for block in _until_error(self._source.blocks(place)):
+                if isinstance(block, Block):
+                    parsing.append((block, workers.submit(lambda block=block: self._parse(block))))  # type: ignore[misc]
+                while parsing and (len(parsing) > threads or block is None or isinstance(block, UserError)):
+                    parsed, future = parsing.popleft()
+                    writing.append((parsed, self._write(parsed, future, workers, len(self.facts) + len(writing))))
+                while writing and (len(writing) > threads or not parsing):
+                    written, result = writing.popleft()
+                    self._note(written, result.result())
+                    progress.update(written.size)
+                if isinstance(block, UserError):
+                    raise block
+        self._check_rejected(self._rows)
+        self._source.check_unchanged()
+
+    def _parse(self, block: Block) -> RawRows:
+        return self._source.parse(block, hashed=self._hashed is not None)
+
+    def _write(self, block: Block, parsed: Future[RawRows], workers: Workers, number: int) -> Future[Written]:
+        """Have a block's rows written, now that it is known which rows of the whole they are."""
+        before = self._lines if block.end.input == self._input else 0
+        try:
+            rows = parsed.result()
+        except WrongRowError as error:
+            raise UserError(f"{error.file}, row {before + error.row}, {error.reason}") from None
+        if rows.rejected:
+            rejected = [replace(line, line=before + line.line) for line in rows.rejected]
+            rows = replace(rows, rejected=rejected)
+            self._first = self._first or rejected[0]
+        begin = self._rows
+        self._pass(block.end.input, len(rows) + len(rows.rejected), len(rows), len(rows.rejected))
+        self._check_rejected(self._source.most_rows)  # no need to read on
+
+        def write() -> Written:
+            test = rows.test
+            if self._fraction is not None:
+                counters = np.arange(begin, begin + len(rows), dtype=np.uint64)
+                test = uniform(self._key, counters) < self._fraction
+            assert test is not None
+            return write_piece(self.path(number), rows, test, self._source.layout, self._hashed)
+
+        return workers.submit(write)
+
+    def _note(self, block: Block, result: Written) -> None:
+        """Take in what is known of the next piece."""
+        found, survey = result
+        facts = Facts(**found, end=block.end, size=block.size)
+        self._work.note(piece=facts.as_json())
+        self.facts.append(facts)
+        self._require_memory(survey)
+
+    def _require_memory(self, survey: Survey | None) -> None:
+        """Raise UserError where so many values as were met, these among them, would not fit into memory."""
+        if survey is None:
+            return
+        self._survey = survey if self._survey is None else self._survey.with_those_of(survey)
+        require_memory(self._survey.values(), self._survey.text_bytes())
+
+    def _pass(self, source: int, lines: int, rows: int, rejected: int) -> None:
+        """Count what is parsed."""
+        self._lines = lines + (self._lines if source == self._input else 0)
+        self._input = source
+        self._rows += rows
+        self._rejected += rejected
+
+    def _check_rejected(self, accepted: int) -> None:
+        """Raise UserError where more than 1% are malformed of the lines so far and so many well-formed ones."""
+        if self._first is not None and self._rejected > MAX_REJECTED * (accepted + self._rejected):
+            first = self._first
+            raise UserError(
+                f"{self._rejected} lines are malformed, more than {MAX_REJECTED:.0%} of all; "
+                f"the first is {first.file}:{first.line}: {first.reason}"
+            )
+
+
+def _until_error(blocks: Iterator[Block]) -> Iterator[Block | UserError | None]:
+    """Iterate over blocks, and then give the error that has ended them, or None."""
+    try:
+        yield from blocks
+    except UserError as error:  # which comes after those of blocks that are on their way
+        yield error
+        return
+    yield None

@@ -1,0 +1,315 @@
+"""What is read: plain files, compressed ones, files in tar archives, whole folders, standard input; as streams of bytes.
+
+What a file is, is told by its first bytes and not by its name.
+"""
+
+import os
+import re
+import sys
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+
+from hostdev.core.errors import UserError
+
+STANDARD_INPUT = Path("-")
+HEAD_BYTES = 1 << 20  # of standard input, that can be looked at before it is read
+
+_CODECS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\x28\xb5\x2f\xfd": "zstd", b"\x04\x22\x4d\x18": "lz4"}
+_OTHERS = {b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip", b"7z\xbc\xaf": "7z", b"\x1f\x9d": "compress"}
+_TAR_MAGIC, _TAR_AT = b"ustar", 257
+_MAGIC_BYTES = 512
+_SKIPPED_AT_ONCE = 1 << 22
+
+
+class Stream:
+    """An input's bytes in order.
+
+    source    has `read`, and `seek` where it is seekable
+    name      in errors
+    taken     tells how many bytes of the file have been read so far, compressed as they are
+    """
+
+    def __init__(self, source: Any, name: str, taken: Callable[[], int], *, seekable: bool = False) -> None:
+        self._source, self._name, self._seekable = source, name, seekable
+        self.taken = taken
+
+    def read(self, size: int) -> bytes:
+        """Return the next `size` bytes, fewer only at the end. UserError where they cannot be read."""
+        pieces: list[bytes] = []
+        while size > 0:
+            try:
+                piece = bytes(self._source.read(size))
+            except (OSError, EOFError, pa.ArrowException, tarfile.TarError) as error:
+                raise UserError(f"{self._name}: the file cannot be read ({_reason(error)})") from None
+            if not piece:
+                break
+            pieces.append(piece)
+            size -= len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def skip(self, size: int) -> None:
+        """Pass over so many bytes. UserError where there are fewer."""
+        if self._seekable:
+            self._source.seek(size, os.SEEK_CUR)
+            return
+        if sum(map(len, self.pieces(size))) < size:
+            raise UserError(f"{self._name}: the file is shorter than it was; it has changed")
+
+    def pieces(self, size: int) -> Iterator[bytes]:
+        """Iterate over the next `size` bytes, some MiB at a time."""
+        while size > 0 and (piece := self.read(min(size, _SKIPPED_AT_ONCE))):
+            yield piece
+            size -= len(piece)
+
+
+class Input:
+    """A file of bytes, a compressed one, or one in an archive.
+
+    path    the file
+    wanted  which file of an archive is meant, by its name without folders; None: the only one
+    """
+
+    def __init__(self, path: Path, wanted: Callable[[str], bool] | None = None) -> None:
+        if not path.is_file():
+            raise UserError(f"{path}: no such file")
+        if path.stat().st_size == 0:
+            raise UserError(f"{path}: the file is empty")
+        self.path, self.name = path, str(path)
+        self._codec = _codec_of(path)
+        self._wanted = wanted
+        with self._decompressed() as stream:
+            start = stream.read(_MAGIC_BYTES)
+        self._archive = start[_TAR_AT : _TAR_AT + len(_TAR_MAGIC)] == _TAR_MAGIC
+        if self._archive:
+            self._member = self._find()
+            self.name = f"{path}:{self._member}"
+        self.plain = self._codec is None and not self._archive
+        self.size = path.stat().st_size
+        self._seen = _stamp(path)
+
+    @contextmanager
+    def open(self) -> Iterator[Stream]:
+        """Read it from its beginning."""
+        with self._decompressed() as stream:
+            if not self._archive:
+                yield stream
+                return
+            with self._reading(), tarfile.open(fileobj=_Readable(stream), mode="r|") as archive:
+                for member in archive:
+                    if member.name == self._member:
+                        yield Stream(archive.extractfile(member), self.name, stream.taken)
+                        return
+            raise UserError(f"{self.path}: {self._member} is no longer in the archive")
+
+    def head(self, size: int) -> bytes:
+        """Return its first bytes."""
+        with self.open() as stream:
+            return stream.read(size)
+
+    def describe(self) -> dict[str, Any]:
+        """Return its absolute path and size."""
+        member = {"member": self._member} if self._archive else {}
+        return {"file": str(self.path.resolve()), "bytes": self.path.stat().st_size, **member}
+
+    def stamp(self) -> list[Any] | None:
+        """Return what changes with the file; None where it can be read once only."""
+        return [str(self.path.resolve()), *_stamp(self.path)]
+
+    def check_unchanged(self) -> None:
+        """Raise UserError if the file has changed since this was made."""
+        if _stamp(self.path) != self._seen:
+            raise UserError(f"{self.path}: the file changed while it was read; run again once it is still")
+
+    @contextmanager
+    def _decompressed(self) -> Iterator[Stream]:
+        with self.path.open("rb", buffering=0 if self._codec is None else -1) as file:
+            if self._codec is None:
+                yield Stream(file, str(self.path), file.tell, seekable=True)
+                return
+            with pa.CompressedInputStream(pa.PythonFile(file, mode="r"), self._codec) as source:
+                yield Stream(source, str(self.path), file.tell)
+
+    def _find(self) -> str:
+        """Return the name of the archive's file that is meant."""
+        with self._decompressed() as stream, self._reading():
+            with tarfile.open(fileobj=_Readable(stream), mode="r|") as archive:
+                names = []
+                for member in archive:
+                    base = member.name.rpartition("/")[2]
+                    if not member.isfile() or base.startswith("."):
+                        continue
+                    if self._wanted is not None and self._wanted(base):
+                        return member.name
+                    names.append(member.name)
+        if self._wanted is None and len(names) == 1:
+            return names[0]
+        shown = ", ".join(names[:10]) or "no file"
+        meant = "a train.txt is looked for" if self._wanted is not None else "one file is expected"
+        raise UserError(f"{self.path}: {meant} in the archive, which has {shown}; unpack the one that is meant")
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (tarfile.TarError, EOFError) as error:
+            raise UserError(f"{self.path}: the archive cannot be read ({_reason(error)})") from None
+
+
+class ReadOnce:
+    """Standard input or a named pipe, plain or compressed: what is looked at before is kept for reading."""
+
+    plain, size = False, 0
+
+    def __init__(self, path: Path, source: BinaryIO) -> None:
+        self.path, self.name = path, "standard input" if path == STANDARD_INPUT else str(path)
+        raw = _Counted(source)
+        start = raw.peek(_MAGIC_BYTES)
+        if not start:
+            raise UserError(f"{self.name}: the file is empty")
+        codec = _codec(start, self.name)
+        decompressed = raw if codec is None else pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), codec)
+        self._stream = Stream(decompressed, self.name, lambda: raw.taken)
+        self._head = self._stream.read(HEAD_BYTES)
+        if self._head[_TAR_AT : _TAR_AT + len(_TAR_MAGIC)] == _TAR_MAGIC:
+            raise UserError(f"{self.name}: this is a tar archive; give it as a file, or only the file in it that is meant")
+
+    @contextmanager
+    def open(self) -> Iterator[Stream]:
+        """Read it, once."""
+        yield Stream(_Rest(self._head, self._stream), self.name, self._stream.taken)
+
+    def head(self, size: int) -> bytes:
+        """Return its first bytes, at most HEAD_BYTES."""
+        return self._head[:size]
+
+    def describe(self) -> dict[str, Any]:
+        """Return that it was `-`, or the pipe."""
+        return {"file": str(self.path)}
+
+    def stamp(self) -> list[Any] | None:
+        """Return that it can be read once only."""
+        return None
+
+    def check_unchanged(self) -> None:
+        """It is read once."""
+
+
+AnyInput = Input | ReadOnce
+
+
+def expand(paths: Sequence[Path], suffixes: tuple[str, ...] = ()) -> list[Path]:
+    """Return the files that are meant: those of folders in the order of the numbers in their names.
+
+    suffixes  of the files of a folder that are read; none: all
+
+    Files that begin with a dot or an underscore are left out, as other programs leave such beside what they write.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            found.append(path)
+            continue
+        inside = [
+            Path(folder) / name
+            for folder, folders, names in os.walk(path, onerror=_raise)
+            for name in names
+            if not _is_hidden(name) and (not suffixes or name.lower().endswith(suffixes))
+            if not any(_is_hidden(part) for part in Path(folder).relative_to(path).parts)
+        ]
+        if not inside:
+            kinds = f" ({', '.join(suffixes)})" if suffixes else ""
+            raise UserError(f"{path}: the folder has no file that could be read{kinds}")
+        found += sorted(inside, key=lambda file: _natural(str(file.relative_to(path))))
+    if found.count(STANDARD_INPUT) > 1:
+        raise UserError("- is standard input, which can be read once only")
+    return found
+
+
+def open_input(path: Path, wanted: Callable[[str], bool] | None = None) -> AnyInput:
+    """Return a file, or standard input for "-"; UserError where there is none, or nothing in it."""
+    if path == STANDARD_INPUT:
+        return ReadOnce(path, sys.stdin.buffer)
+    return ReadOnce(path, path.open("rb")) if path.is_fifo() else Input(path, wanted)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith((".", "_"))
+
+
+def _natural(text: str) -> list[tuple[int, str]]:
+    """Order day_2 before day_10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", text) if part]
+
+
+def _codec_of(path: Path) -> str | None:
+    with path.open("rb") as file:
+        return _codec(file.read(_MAGIC_BYTES), str(path))
+
+
+def _codec(start: bytes, name: str) -> str | None:
+    for magic, other in _OTHERS.items():
+        if start.startswith(magic):
+            raise UserError(f"{name}: {other} files are not read; decompress it, or write it as .gz or .zst")
+    return next((codec for magic, codec in _CODECS.items() if start.startswith(magic)), None)
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+class _Readable:
+    """A stream as a file for tarfile, whose errors of reading are left as they are."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.read = stream.read
+
+
+class _Counted:
+    """A source of bytes that counts them, and of which the first can be looked at."""
+
+    closed = False
+
+    def __init__(self, source: BinaryIO) -> None:
+        self._source, self._start = source, b""
+        self.taken = 0
+
+    def peek(self, size: int) -> bytes:
+        self._start += self._source.read(size - len(self._start))
+        return self._start
+
+    def read(self, size: int) -> bytes:
+        piece, self._start = (self._start[:size], self._start[size:]) if self._start else (self._source.read(size), b"")
+        self.taken += len(piece)
+        return piece
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Somebody else's."""
+
+
+class _Rest:
+    """Bytes that were looked at, and then the rest."""
+
+    def __init__(self, head: bytes, rest: Stream) -> None:
+        self._head, self._rest = head, rest
+
+    def read(self, size: int) -> bytes:
+        piece, self._head = (self._head[:size], self._head[size:]) if self._head else (self._rest.read(size), b"")
+        return piece
+

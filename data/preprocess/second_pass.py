@@ -1,0 +1,133 @@
+"""The second pass: what the pieces' training rows have is learned, their values are numbered, all rows become shards."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from hostdev.data import ragged
+from hostdev.data.preprocess.dense import Scaling
+from hostdev.data.preprocess.pieces import SPLITS, Facts, Piece, write_lists
+from hostdev.data.preprocess.raw import Layout
+from hostdev.data.preprocess.vocabulary import Vocabulary
+from hostdev.data.preprocess.writer import Rows
+from hostdev.data.schema import Schema
+
+from hostdev.core.progress import bar
+from hostdev.core.workers import Workers
+from hostdev.kernels.columns import place_column
+
+Array = npt.NDArray[Any]
+
+
+def numbers_of(piece: Piece, columns: int) -> npt.NDArray[np.float64]:
+    """Return the numeric columns of a piece's rows, float64 [n, columns]."""
+    return piece.array("numbers").reshape(len(piece.array("label")), columns).astype(np.float64)
+
+
+def learn(
+    paths: Sequence[Path], facts: Sequence[Facts], layout: Layout, scaling: Scaling, vocabulary: Vocabulary | None,
+    workers: Workers,
+) -> None:  # fmt: skip
+    """Let a scaling and a vocabulary take in all training rows, in order; each space on a thread of its own."""
+    kinds = 1 + (len(layout.spaces) if vocabulary is not None else 0)
+    with bar(len(paths) * kinds, "counting", "pieces") as progress:
+
+        def numbers() -> None:
+            for path, fact in zip(paths, facts, strict=True):
+                scaling.observe(numbers_of(Piece(path), len(layout.dense))[: fact.rows[0]])
+                progress.update()
+
+        def values(space: int) -> None:
+            assert vocabulary is not None
+            for path in paths:
+                piece = Piece(path)
+                uses = piece.array(f"uses {space}")
+                vocabulary.count(space, piece.keys(space)[: len(uses)], uses)
+                progress.update()
+
+        tasks = [workers.submit(numbers)]
+        if vocabulary is not None:
+            tasks += [workers.submit(lambda space=space: values(space)) for space in range(len(layout.spaces))]  # type: ignore[misc]
+        _wait(tasks)
+
+
+def number(paths: Sequence[Path], vocabulary: Vocabulary, id_type: str, workers: Workers) -> None:
+    """Write the id of each value of each piece beside the piece."""
+
+    def ids(path: Path) -> None:
+        piece, spaces = Piece(path), len(vocabulary.schema.spaces)
+        found = {f"ids {space}": vocabulary.ids(space, piece.keys(space)).astype(id_type) for space in range(spaces)}
+        write_lists(ids_path(path), found)
+
+    _wait([workers.submit(lambda path=path: ids(path)) for path in paths])  # type: ignore[misc]
+
+
+def ids_path(path: Path) -> Path:
+    """Return the file with the ids of a piece's values."""
+    return path.with_suffix(".ids")
+
+
+def _wait(tasks: Sequence[Future[Any]]) -> None:
+    for task in tasks:
+        task.result()
+
+
+@dataclass(frozen=True)
+class Range:
+    """Rows [start, stop) of a piece's split, counted within the piece's split."""
+
+    piece: int
+    start: int
+    stop: int
+
+
+def shards_of(facts: Sequence[Facts], split: int, rows_per_shard: int) -> Iterator[list[Range]]:
+    """Iterate over the shards of a split, each by the rows of pieces that it has, in order."""
+    ends = ragged.offsets_of(np.array([fact.rows[split] for fact in facts], np.int64))
+    total = int(ends[-1])
+    for first in range(0, total, rows_per_shard):
+        last = min(total, first + rows_per_shard)
+        begin, end = int(np.searchsorted(ends, first, "right")) - 1, int(np.searchsorted(ends, last, "left"))
+        ranges = (
+            Range(piece, max(first, int(start)) - int(start), min(last, int(stop)) - int(start))
+            for piece, (start, stop) in zip(range(begin, end), pairwise(ends[begin : end + 1]), strict=True)
+        )
+        yield [one for one in ranges if one.start < one.stop]
+
+
+def rows_of(
+    ranges: Sequence[Range], split: int, paths: Sequence[Path], facts: Sequence[Facts], schema: Schema, layout: Layout,
+    scaling: Scaling, id_type: str, *, hashed: bool,
+) -> Rows:  # fmt: skip
+    """Return the rows of a shard: their values' ids, their numbers scaled."""
+    n, columns = sum(one.stop - one.start for one in ranges), len(layout.ids)
+    label = np.empty(n, np.float32)
+    dense = np.empty((n, len(layout.dense)), np.float32)
+    ids = np.empty((n, columns), id_type)
+    bags: list[list[tuple[Array, Array]]] = [[] for _ in layout.bags]
+    of_space = {space: number for number, space in enumerate(layout.spaces)}
+    done = 0
+    for one in ranges:
+        path, fact = paths[one.piece], facts[one.piece]
+        piece, known = Piece(path), None if hashed else Piece(ids_path(path))
+        before = fact.rows[0] * split
+        rows = slice(before + one.start, before + one.stop)
+        here = slice(done, done + one.stop - one.start)
+        label[here] = piece.array("label")[rows]
+        dense[here] = scaling.transform(numbers_of(piece, len(layout.dense))[rows])
+        for i, column in enumerate(layout.ids):
+            codes = piece.array(f"codes {i}")[rows]
+            place_column(codes, None if known is None else known.array(f"ids {of_space[column.space]}"), ids[here], i)
+        for i, column in enumerate(layout.bags):
+            lengths = piece.array(f"lengths {i}")
+            begin, end = int(lengths[: rows.start].sum(dtype=np.int64)), int(lengths[: rows.stop].sum(dtype=np.int64))
+            codes = piece.array(f"codes {columns + i}")[begin:end]
+            values = codes if known is None else known.array(f"ids {of_space[column.space]}")[codes]
+            bags[i].append((values.astype(id_type), lengths[rows]))
+        done = here.stop
+    return Rows(label, dense, ids, [tuple(map(np.concatenate, zip(*bag, strict=True))) for bag in bags])

@@ -1,0 +1,188 @@
+"""Where a data set is made: a folder beside the one to be, and a journal of what is finished there.
+
+A process that ends at any moment leaves whole pieces, and the same command goes on from them. Files appear under their
+names when they are whole; the journal has their checksums, by which those are left out that a loss of power has damaged.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from hostdev.core.errors import UserError, naming
+from hostdev.core.memory import gib
+from hostdev.core.progress import note
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: nobody is waited for
+    fcntl = None  # type: ignore[assignment]
+
+_VERSION = 1  # of what is in the folder
+_LOCK, _RECIPE, _JOURNAL, _PIECES, _RESULT = "lock", "recipe.json", "journal.jsonl", "pieces", "result"
+
+
+class Work:
+    """The folder of work for a data set; a context of `claim`."""
+
+    def __init__(self, folder: Path, out: Path) -> None:
+        self.folder, self._out = folder, out
+        self.pieces, self.result = folder / _PIECES, folder / _RESULT
+        self._journal: Any = None
+
+    def begin(self, recipe: Any) -> list[dict[str, Any]]:
+        """Return the journal of the same work's earlier part; of other work, or with no recipe, nothing is left.
+
+        recipe  all that the result depends on; None: it cannot be told whether that is the same
+        """
+        content = json.dumps([_VERSION, recipe], sort_keys=True)
+        entries: list[dict[str, Any]] = []
+        path = self.folder / _RECIPE
+        if recipe is not None and path.is_file() and path.read_text() == content:
+            entries = _read_journal(self.folder / _JOURNAL)
+        if not entries:
+            self.clear()
+            path.write_text(content)
+        for folder in (self.pieces, self.result):
+            folder.mkdir(exist_ok=True)
+        self.rewrite(entries)
+        return entries
+
+    def rewrite(self, entries: list[dict[str, Any]]) -> None:
+        """Let the journal have these entries."""
+        self._close()
+        path = self.folder / _JOURNAL
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        os.replace(partial, path)
+        self._journal = path.open("a")
+
+    def note(self, **entry: Any) -> None:
+        """Add an entry to the journal: what it names is finished."""
+        with naming(self.folder / _JOURNAL):
+            self._journal.write(json.dumps(entry) + "\n")
+            self._journal.flush()
+
+    def finish(self) -> None:
+        """Give the result its name."""
+        self.result.rename(self._out)
+        self._remove()
+
+    def clear(self) -> None:
+        """Remove all but the lock."""
+        self._close()
+        for path in self.folder.iterdir():
+            if path.name == _LOCK:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+    def _remove(self) -> None:
+        self._close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _close(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
+    def left(self) -> int:
+        """Return the bytes of what is finished, 0 if that is not worth to be kept."""
+        self._close()
+        if not _read_journal(self.folder / _JOURNAL):
+            return 0
+        return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
+
+
+@contextmanager
+def claim(out: Path) -> Iterator[Work]:
+    """Give the folder of work for a data set to this process; another one that is at it is waited for.
+
+    After a UserError nothing is left. After another error or an interruption what is finished is left, and a line says
+    so.
+
+    Raises UserError where `out` exists.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = out.parent / f".{out.name}.partial"
+    if os.path.lexists(out) and folder.is_dir() and not (folder / _RESULT).exists():  # its end was not reached
+        shutil.rmtree(folder, ignore_errors=True)
+    _refuse_existing(out)
+    with _locked(folder):
+        work = Work(folder, out)
+        try:
+            _refuse_existing(out)  # another process may have made it meanwhile
+            yield work
+        except UserError:
+            work._remove()
+            raise
+        except BaseException:
+            if size := work.left():
+                note(f"{gib(size)} of finished work is kept in {folder}; the same command goes on from there")
+            else:
+                work._remove()
+            raise
+
+
+def _refuse_existing(out: Path) -> None:
+    if os.path.lexists(out):  # an empty folder too: it may be a mount point, which nothing can be renamed onto
+        raise UserError(f"{out} exists already; remove it or choose another --out")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    lock = None
+    while lock is None:  # or the folder was removed when the work of who had it was done
+        folder.mkdir(exist_ok=True)
+        lock = _lock(folder)
+    with lock:
+        yield
+
+
+def _lock(folder: Path) -> IO[str] | None:
+    """Return the folder's lock, once it is this process's; None where the folder has gone meanwhile."""
+    try:
+        lock = (folder / _LOCK).open("w")
+    except FileNotFoundError:
+        return None
+    if fcntl is not None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            note(f"another process is at work in {folder}; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+    if _is_current(folder / _LOCK, lock):
+        return lock
+    lock.close()
+    return None
+
+
+def _is_current(path: Path, lock: IO[str]) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(lock.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _read_journal(path: Path) -> list[dict[str, Any]]:
+    """Return the entries up to the first that is not whole."""
+    entries = []
+    try:
+        lines = path.read_text().splitlines(keepends=True)
+    except (FileNotFoundError, UnicodeDecodeError):
+        return []
+    for line in lines:
+        try:
+            entry = json.loads(line) if line.endswith("\n") else None
+        except ValueError:
+            entry = None
+        if not isinstance(entry, dict):
+            break
+        entries.append(entry)
+    return entries
+

@@ -1,0 +1,137 @@
+"""A dictionary of many values: their numbers in order of first occurrence, and how often each was used.
+
+Lean, as it holds hundreds of millions: a value's key and uses, 16 bytes, and a slot of 4 bytes, of which at most three of
+four are taken. Keys are looked for in blocks, so that many lines of memory are on their way at once.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.kernels.jit import kernel, prefetch_to_read
+from hostdev.kernels.unique import slot_of
+
+Keys = npt.NDArray[np.int64]
+
+BYTES_A_VALUE = 31  # at most: key and uses with a fifth to spare, slots of which 3/8 are taken
+_EMPTY = -1
+_LEAST_BITS = 10
+_FULL, _OF = 3, 4  # slots that may be taken
+_AHEAD = 16  # keys
+_MOST_VALUES = 2**31 - 1
+
+
+@kernel
+def _add(keys: Any, uses: Any, start: Any, slots: Any, shift: Any, known: Any, counts: Any, count: Any) -> Any:
+    """Count keys[start:]; stop early where there is no room. Returns (next key, number of values)."""
+    mask, one, stop = np.uint64(len(slots) - 1), np.uint64(1), np.uint64(len(keys))
+    for i in range(np.uint64(start), stop):
+        ahead = i + np.uint64(_AHEAD)
+        if ahead + np.uint64(_AHEAD) < stop:
+            prefetch_to_read(slots, slot_of(keys[ahead + np.uint64(_AHEAD)], shift), 1)
+        if ahead < stop:
+            position = slots[slot_of(keys[ahead], shift)]
+            prefetch_to_read(known, max(position, np.int32(0)), 1)
+            prefetch_to_read(counts, max(position, np.int32(0)), 1)
+        key = keys[i]
+        slot = slot_of(key, shift)
+        while True:
+            position = np.int64(slots[slot])
+            if position < 0:
+                if count == len(known):
+                    return np.int64(i), count
+                slots[slot] = position = count
+                known[np.uint64(count)], counts[np.uint64(count)] = key, 0
+                count += 1
+                break
+            if known[np.uint64(position)] == key:
+                break
+            slot = (slot + one) & mask
+        counts[np.uint64(position)] += np.int64(uses[i])
+    return np.int64(stop), count
+
+
+@kernel
+def _find(keys: Any, slots: Any, shift: Any, known: Any, positions: Any) -> None:
+    mask, one, stop = np.uint64(len(slots) - 1), np.uint64(1), np.uint64(len(keys))
+    for i in range(stop):
+        ahead = i + np.uint64(_AHEAD)
+        if ahead + np.uint64(_AHEAD) < stop:
+            prefetch_to_read(slots, slot_of(keys[ahead + np.uint64(_AHEAD)], shift), 1)
+        if ahead < stop:
+            prefetch_to_read(known, max(slots[slot_of(keys[ahead], shift)], np.int32(0)), 1)
+        slot = slot_of(keys[i], shift)
+        while True:
+            position = np.int64(slots[slot])
+            if position < 0 or known[np.uint64(position)] == keys[i]:
+                positions[i] = position
+                break
+            slot = (slot + one) & mask
+
+
+@kernel
+def _rebuild(slots: Any, shift: Any, known: Any, count: Any) -> None:
+    mask, one = np.uint64(len(slots) - 1), np.uint64(1)
+    for position in range(np.uint64(count)):
+        slot = slot_of(known[position], shift)
+        while slots[slot] >= 0:
+            slot = (slot + one) & mask
+        slots[slot] = position
+
+
+class Dictionary:
+    """Grows with the distinct keys that are counted; several threads may `find` at once."""
+
+    def __init__(self) -> None:
+        self._shift = 64 - _LEAST_BITS
+        self._slots = np.full(1 << _LEAST_BITS, _EMPTY, np.int32)
+        room = (1 << _LEAST_BITS) * _FULL // _OF
+        self._keys, self._uses = np.empty(room, np.int64), np.empty(room, np.int64)
+        self._count = 0
+
+    def __len__(self) -> int:
+        """Return the number of distinct keys."""
+        return self._count
+
+    @property
+    def keys(self) -> Keys:
+        """The distinct keys in order of first occurrence, int64 [len(self)]; a view until the next `count`."""
+        return self._keys[: self._count]
+
+    @property
+    def uses(self) -> Keys:
+        """Uses of each key, int64 [len(self)]; a view until the next `count`."""
+        return self._uses[: self._count]
+
+    def count(self, keys: Keys, uses: npt.NDArray[Any]) -> None:
+        """Add uses [N] of keys int64 [N]."""
+        done = 0
+        while True:
+            done, self._count = _add(
+                keys, uses, done, self._slots, self._shift, self._keys, self._uses, self._count
+            )  # fmt: skip
+            if done == len(keys):
+                return
+            self._grow()
+
+    def find(self, keys: Keys) -> npt.NDArray[np.int64]:
+        """Return each key's number, int64 [N]; -1 for one that was never counted."""
+        positions = np.empty(len(keys), np.int64)
+        _find(keys, self._slots, self._shift, self._keys, positions)
+        return positions
+
+    def _grow(self) -> None:
+        if self._count == _MOST_VALUES:
+            raise OverflowError(f"more than {self._count} distinct values in one dictionary")
+        room = min(len(self._slots) * _FULL // _OF, _MOST_VALUES)
+        if self._count == room:
+            self._shift -= 1
+            size = 2 * len(self._slots)
+            self._slots = np.empty(0, np.int32)  # before there are new ones
+            self._slots = np.full(size, _EMPTY, np.int32)
+            _rebuild(self._slots, self._shift, self._keys, self._count)
+            room = min(size * _FULL // _OF, _MOST_VALUES)
+        size = min(room, self._count + self._count // 4 + 1024)
+        for array in (self._keys, self._uses):
+            array.resize(size, refcheck=False)  # large memory moves without a copy
