@@ -111,22 +111,34 @@ class Vocabulary:
     def write(self, path: Path, source: Source, rows: int) -> None:
         """Write a row per id: column or space, value (null for the fixed ids), uses in the `rows` training rows."""
         names = pa.array([*self._layout.dense, *self._layout.spaces], pa.string())
-        kinds = [("field", pa.dictionary(pa.int32(), pa.string())), ("value", pa.string()), ("count", pa.int64())]
-        with pa.ipc.new_file(path, pa.schema(kinds)) as file:
+        kinds = pa.schema(
+            [("field", pa.dictionary(pa.int32(), pa.string())), ("value", pa.string()), ("count", pa.int64())]
+        )
+        fixed = len(names)
+        rare = [int(values.uses[values.uses <= self._threshold].sum()) for values in self._values]
+        counts = np.array([rows] * len(self._layout.dense) + rare, np.int64)
+        waiting: list[tuple[npt.NDArray[Any], pa.Array, Ids]] = [(np.arange(fixed), pa.nulls(fixed, pa.string()), counts)]
+        with pa.ipc.new_file(path, kinds) as file:
 
-            def write(fields: npt.NDArray[Any], texts: pa.Array, counts: Ids) -> None:
-                of = pa.DictionaryArray.from_arrays(pa.array(fields, pa.int32()), names)
-                file.write_batch(pa.RecordBatch.from_arrays([of, texts, pa.array(counts)], schema=pa.schema(kinds)))
+            def write() -> None:
+                fields, texts, counts = zip(*waiting, strict=True)
+                of = pa.DictionaryArray.from_arrays(pa.array(np.concatenate(fields), pa.int32()), names)
+                columns = [of, pa.concat_arrays(texts), pa.array(np.concatenate(counts))]
+                file.write_batch(pa.RecordBatch.from_arrays(columns, schema=kinds))
+                waiting.clear()
 
-            fixed = len(names)
-            rare = [int(values.uses[values.uses <= self._threshold].sum()) for values in self._values]
-            counts = np.array([rows] * len(self._layout.dense) + rare, np.int64)
-            write(np.arange(fixed), pa.nulls(fixed, pa.string()), counts)
+            room = _WRITTEN_AT_ONCE - fixed
             for space, values in zip(self.schema.spaces, self._values, strict=True):
                 kept = np.flatnonzero(values.uses > self._threshold)
-                for start in range(0, len(kept), _WRITTEN_AT_ONCE):
-                    numbers = kept[start : start + _WRITTEN_AT_ONCE]
-                    write(np.full(len(numbers), space.oov), values.texts(numbers, source), values.uses[numbers])
+                while len(kept):
+                    some, kept = kept[:room], kept[room:]
+                    waiting.append((np.full(len(some), space.oov), values.texts(some, source), values.uses[some]))
+                    room -= len(some)
+                    if room == 0:
+                        write()
+                        room = _WRITTEN_AT_ONCE
+            if waiting:
+                write()
 
 
 def require_memory(values: float, text_bytes: float | None) -> None:

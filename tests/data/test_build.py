@@ -1,5 +1,6 @@
 """Data sets from hand-computed rows: ids, scaling, splits, rejects, and what the folder holds."""
 
+import itertools
 import json
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
+from hostdev.data.preprocess.raw import Place
 from hostdev.data.preprocess.synthetic import CHUNK_ROWS, Synthetic, write_text
 
 from hostdev import UserError
@@ -168,15 +170,50 @@ def test_too_many_rejects_leave_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
 
 
-def test_an_interruption_leaves_nothing(tmp_path):
-    class Interrupted(Synthetic):
-        def chunks(self, *, hashed=False):
-            yield next(super().chunks(hashed=hashed))
-            raise KeyboardInterrupt
+class Interrupted(Synthetic):
+    """Rows that come until a chunk, and then an interruption."""
 
+    until = 3
+
+    def blocks(self, start=Place(0, 0)):
+        yield from itertools.islice(super().blocks(start), self.until - start.offset)
+        raise KeyboardInterrupt
+
+
+def test_an_interruption_before_anything_is_finished_leaves_nothing(tmp_path):
+    source = Interrupted(200_000, 1)
+    source.until = 0
     with pytest.raises(KeyboardInterrupt):
-        build(Interrupted(200_000, 1), tmp_path / "out", Options())
+        build(source, tmp_path / "out", Options())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_after_an_interruption_the_same_call_goes_on(tmp_path, capsys):
+    for n, said in ((200_000, "finished work is kept in"), (200_000, "the same command goes on from there")):
+        with pytest.raises(KeyboardInterrupt):
+            build(Interrupted(n, 1), tmp_path / "out", Options(), threads=1)
+        assert said in capsys.readouterr().err
+    [work] = tmp_path.iterdir()
+    kept = {path.name: path.stat().st_mtime_ns for path in (work / "pieces").iterdir()}
+    assert len(kept) >= 1
+    seen = []
+
+    class Rest(Synthetic):
+        def parse(self, block, *, hashed=False):
+            seen.append(block.content[0])
+            return super().parse(block, hashed=hashed)
+
+    made = build(Rest(200_000, 1), tmp_path / "out", Options(), threads=1)
+    assert sorted(seen) == list(range(len(kept), 4))  # nothing that was finished is parsed again
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert made == build(Synthetic(200_000, 1), tmp_path / "straight", Options())
+
+
+def test_other_work_is_not_gone_on_with(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        build(Interrupted(200_000, 1), tmp_path / "out", Options(), threads=1)
+    made = build(Synthetic(140_000, 1), tmp_path / "out", Options(threshold=5))
+    assert made == build(Synthetic(140_000, 1), tmp_path / "straight", Options(threshold=5))
 
 
 def test_an_existing_folder_is_left_alone(tmp_path):
@@ -295,22 +332,22 @@ def test_wrong_options(wrong):
 class TestSynthetic:
     def test_text_and_rows_agree(self, tmp_path):
         write_text(Synthetic(3000, 5), tmp_path / "rows.tsv")
-        text = [rows for rows, _ in CriteoText([tmp_path / "rows.tsv"]).chunks()]
-        made, _ = next(Synthetic(3000, 5).chunks())
+        text = list(CriteoText([tmp_path / "rows.tsv"]).chunks())
+        made = next(Synthetic(3000, 5).chunks())
         assert len(text) == 1
         for name in ("label", "numbers", "keys"):
             np.testing.assert_array_equal(getattr(text[0], name), getattr(made, name), err_msg=name)
         assert text[0].rejected == []
 
     def test_a_longer_set_begins_with_the_shorter_one(self):
-        short = [rows for rows, _ in Synthetic(CHUNK_ROWS + 10, 5).chunks()]
-        long = [rows for rows, _ in Synthetic(CHUNK_ROWS + 500, 5).chunks()]
+        short = list(Synthetic(CHUNK_ROWS + 10, 5).chunks())
+        long = list(Synthetic(CHUNK_ROWS + 500, 5).chunks())
         np.testing.assert_array_equal(short[0].keys, long[0].keys)
         np.testing.assert_array_equal(short[1].numbers, long[1].numbers[:10])
-        assert not np.array_equal(next(Synthetic(10, 6).chunks())[0].keys, short[0].keys[:10])
+        assert not np.array_equal(next(Synthetic(10, 6).chunks()).keys, short[0].keys[:10])
 
     def test_it_looks_like_criteo(self):
-        rows, _ = next(Synthetic(CHUNK_ROWS, 5).chunks())
+        rows = next(Synthetic(CHUNK_ROWS, 5).chunks())
         assert 0.2 < rows.label.mean() < 0.3
         counts = np.sort(np.unique(rows.keys[:, 2], return_counts=True)[1])[::-1]
         assert len(counts) > 10_000  # of ten million values

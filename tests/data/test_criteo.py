@@ -14,7 +14,7 @@ def line(label="0", integers=(), categories=()):
 
 
 def parse_lines(*lines, end="\n"):
-    return parse((end.join(lines) + end).encode("latin-1"), file="f", first_line=1)[0]
+    return parse((end.join(lines) + end).encode("latin-1"), file="f")
 
 
 def test_values():
@@ -67,12 +67,16 @@ def test_blocks_cut_the_file_at_line_ends(tmp_path, end, last, block_bytes):
     path = tmp_path / "f.txt"
     path.write_bytes((end.join(lines) + (end if last else "")).encode())
     source = CriteoText([path, path], block_bytes=block_bytes)
-    chunks = list(source.chunks())
-    found = np.concatenate([rows.numbers[:, 0] for rows, _ in chunks])
+    blocks = list(source.blocks())
+    chunks = [source.parse(block) for block in blocks]
+    found = np.concatenate([rows.numbers[:, 0] for rows in chunks])
     expected = [i for i in range(50) if i != 20]
     np.testing.assert_array_equal(found, expected * 2)
-    assert [reject.line for rows, _ in chunks for reject in rows.rejected] == [21, 21]
-    assert sum(size for _, size in chunks) == source.total == 2 * path.stat().st_size
+    assert [reject.text for rows in chunks for reject in rows.rejected] == ["broken", "broken"]
+    assert sum(block.size for block in blocks) == source.total == 2 * path.stat().st_size
+    for i, block in enumerate(blocks):
+        rest = b"".join(later.content for later in source.blocks(block.end))
+        assert rest == b"".join(later.content for later in blocks[i + 1 :])
 
 
 def test_files_that_cannot_be(tmp_path):

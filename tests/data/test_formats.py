@@ -153,12 +153,18 @@ def test_chunks_say_how_much_of_the_files_they_are(tmp_path, monkeypatch):
     ]
     for path in paths:
         table = Table([path], TableOptions(label="label", categorical=("item",), bags=(("seen", "|"),)))
-        chunks = list(table.chunks())
-        sizes = [size for _, size in chunks]
+        blocks = list(table.blocks())
+        sizes = [block.size for block in blocks]
         assert len(sizes) > 5
         assert min(sizes) >= 0
         assert path.stat().st_size * 0.9 < sum(sizes) <= table.total == path.stat().st_size
-        assert sum(len(rows) for rows, _ in chunks) == 2000 <= table.most_rows
+        rows = [table.parse(block) for block in blocks]
+        assert sum(map(len, rows)) == 2000 <= table.most_rows
+        for i in (0, len(blocks) // 2):
+            rest = [table.parse(block) for block in table.blocks(blocks[i].end)]
+            assert np.concatenate([one.label for one in rest]).tolist() == np.concatenate(
+                [one.label for one in rows[i + 1 :]]
+            ).tolist()
         assert [row["file"] for row in table.describe()] == [str(path.resolve())]
 
 

@@ -97,7 +97,7 @@ def test_no_column_with_ids(refused, good):
     ("", [], "t.csv: the file is empty"),
     ("\n\n", [], "t.csv: the file is empty"),
     ("y,c\n", [], "the input has no rows"),
-    ("y,c", [], "t.csv: the file has no rows"),
+    ("y,c", [], "the input has no rows"),
     ("y,c\n1,a\n,b\n0,a\n", [], "t.csv, row 2, column 'y': it is missing"),
     ("y,c\n1,a\nNA,b\n0,a\n", ["--positive", ">0"], "t.csv, row 2, column 'y': it is missing"),
     ("y,c\n1,a\n,b\n0,a\n", ["--positive", "1"], "t.csv, row 2, column 'y': it is missing"),
@@ -150,11 +150,10 @@ def test_text_that_is_not_utf8(refused, tmp_path, monkeypatch):
 
 
 def test_compressed_text_that_is_none(refused, tmp_path):
-    (tmp_path / "t.csv.gz").write_text(GOOD)
-    assert "t.csv.gz: the file cannot be read (" in refused("t.csv.gz")
     whole = gzip.compress(GOOD.encode() * 1000)
-    (tmp_path / "half.csv.gz").write_bytes(whole[: len(whole) // 2])
-    assert "half.csv.gz: the file" in refused("half.csv.gz")
+    for size in (len(whole) // 2, len(whole) - 1):
+        (tmp_path / "half.csv.gz").write_bytes(whole[:size])
+        assert "half.csv.gz: the file cannot be read (" in refused("half.csv.gz")
 
 
 def test_a_row_that_is_too_long(refused, tmp_path, monkeypatch):
