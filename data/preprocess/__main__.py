@@ -92,12 +92,14 @@ def main(argv: Sequence[str]) -> None:
     parser = cli.parser(PROG, "Turn any table, Criteo text, or a synthetic look-alike, into Arrow shards.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="table|criteo|synthetic")
     table = commands.add_parser("table", help="from CSV, TSV, Parquet or Arrow files", allow_abbrev=False)
-    table.add_argument("files", nargs="+", type=Path, metavar="FILE", help="tables with the same columns")
+    table.add_argument("files", nargs="+", type=Path, metavar="FILE",
+                       help="tables with the same columns, folders of them, - for standard input")  # fmt: skip
     table.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new data set's folder")
     table_flags.add_flags(table)
     table_flags.add_split(table)
     criteo = commands.add_parser("criteo", help="from Criteo text", allow_abbrev=False)
-    criteo.add_argument("files", nargs="+", type=Path, metavar="FILE", help="label, 13 integers, 26 hex, tab separated")
+    criteo.add_argument("files", nargs="+", type=Path, metavar="FILE",
+                        help="label, 13 integers, 26 hex, tab separated; also compressed, in folders, -")  # fmt: skip
     criteo.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new data set's folder")
     synthetic = commands.add_parser("synthetic", help="a look-alike of any length", allow_abbrev=False)
     synthetic.add_argument("--rows", type=int, required=True, metavar="N", help="how many rows")
@@ -110,16 +112,21 @@ def main(argv: Sequence[str]) -> None:
         add_options(command)
         add_seed(command, Options().seed)
     for command in (table, criteo, synthetic):
+        command.add_argument(
+            "--threads", type=int, metavar="N", help="that parse, count and encode (default: all cores)"
+        )
         cli.add_debug(command)
     arguments = parser.parse_args(argv)
 
+    if arguments.threads is not None and arguments.threads < 1:
+        raise UserError(f"--threads must be at least 1, not {arguments.threads}")
     start = time.monotonic()
     if arguments.command == "synthetic" and arguments.tsv is not None:
         write_look_alike(arguments)
         print(f"{arguments.tsv}: {arguments.rows:,} rows, {time.monotonic() - start:.1f} s")
         return
     source, options = source_of(arguments)
-    manifest = build(source, arguments.out, options)
+    manifest = build(source, arguments.out, options, threads=arguments.threads)
     print(summary(manifest, arguments.out, time.monotonic() - start))
 
 
@@ -157,7 +164,7 @@ def look_alike(arguments: argparse.Namespace) -> Synthetic:
 def write_look_alike(arguments: argparse.Namespace) -> None:
     """Write raw text as parsed flags say."""
     source = look_alike(arguments)
-    for name in OPTIONS:
+    for name in (*OPTIONS, "threads"):
         if getattr(arguments, name) is not None:
             raise UserError(f"--{name.replace('_', '-')} has no effect with --tsv; leave it out")
     write_text(source, arguments.tsv)

@@ -66,8 +66,8 @@ def build(source: Source, out: Path, options: Options, *, threads: int | None = 
 
     threads  None: as many as host kernels use
 
-    The folder appears under its name when it is whole. After an interruption what is finished is left beside it, for the
-    next call with the same arguments; after a UserError nothing is.
+    The folder appears under its name when it is whole. After an interruption what is finished is left beside it, for
+    the next call with the same arguments; after a UserError nothing is.
 
     Raises UserError where `out` is taken, where more than 1% of the lines are malformed, where the training or the test
     split is empty, or where the vocabulary does not fit into memory.
@@ -179,7 +179,7 @@ class _Build:
                 (folder / split).mkdir(exist_ok=True)
 
                 def write(ranges: Sequence[second_pass.Range], name: str, i: int = i) -> dict[str, Any]:
-                    done = there.get(name)
+                    done: dict[str, Any] | None = there.get(name)
                     if done is not None and (folder / name).is_file() and checksum(folder / name) == done["sha256"]:
                         return done
                     rows = second_pass.rows_of(
@@ -253,9 +253,7 @@ class _Build:
         """Return the share of missing values by split and column; bags leave these out."""
         names = [*self._layout.dense, *(column.name for column in self._layout.ids)]
         return {
-            split: {
-                name: sum(fact.missing[i][k] for fact in self._facts) / rows[split] for k, name in enumerate(names)
-            }
+            split: {name: sum(fact.missing[i][k] for fact in self._facts) / rows[split] for k, name in enumerate(names)}
             for i, split in enumerate(SPLITS)
         }
 

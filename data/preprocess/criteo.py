@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from hostdev.data.preprocess.inputs import AnyInput, expand, open_input
-from hostdev.data.preprocess.raw import Block, Layout, Place, RawRows, Rejected
+from hostdev.data.preprocess.raw import BEGINNING, Block, Layout, Place, RawRows, Rejected
 from hostdev.data.preprocess.text import whole_lines
 from hostdev.data.schema import Column
 
@@ -37,7 +37,7 @@ _MISSING = dict.fromkeys(LAYOUT.spaces, EMPTY)
 
 
 class CriteoText:
-    """The rows of text files in the order given: plain or compressed, in tar archives (train.txt), folders of day_N, "-".
+    """The rows of text files in the order given: plain or compressed, train.txt in tar archives, all files of folders.
 
     Raises UserError for files that cannot be read, at once or when they are.
     """
@@ -57,7 +57,7 @@ class CriteoText:
         self.most_rows = self.total // _SHORTEST_LINE + len(self._inputs) if plain else 2**62
         self._block_bytes = block_bytes or BLOCK_BYTES
 
-    def blocks(self, start: Place = Place(0, 0)) -> Iterator[Block]:  # noqa: B008 (immutable)
+    def blocks(self, start: Place = BEGINNING) -> Iterator[Block]:
         """Iterate over the text in whole lines."""
         for number, source in enumerate(self._inputs[start.input :], start.input):
 

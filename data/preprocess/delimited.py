@@ -51,8 +51,8 @@ class DelimitedFile:
         self.names = self._header(start)
         if columns is not None:
             if len(columns) != len(self.names):
-                raise UserError(f"{source.name}: the first line has {len(self.names)} values between {self._shown}, but "
-                                f"--columns names {len(columns)} columns")  # fmt: skip
+                raise UserError(f"{source.name}: the first line has {len(self.names)} values between {self._shown}, "
+                                f"but --columns names {len(columns)} columns")  # fmt: skip
             self._columns, self.names = list(columns), tuple(columns)
         self.most_rows = source.size // max(1, len(self.names)) + 1 if source.plain else 2**62
 

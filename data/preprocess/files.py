@@ -57,7 +57,10 @@ class Chunk:
 class TableFile(Protocol):
     """A file of rows with named columns."""
 
-    input: AnyInput
+    @property
+    def input(self) -> AnyInput:
+        """The file."""
+
     names: tuple[str, ...]
     most_rows: int
     """No more rows than this."""

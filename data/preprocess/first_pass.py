@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from hostdev.data.preprocess.pieces import Facts, Piece, Survey, survey, write_piece
-from hostdev.data.preprocess.raw import Block, Place, RawRows, Rejected, Source, WrongRowError
+from hostdev.data.preprocess.raw import BEGINNING, Block, RawRows, Rejected, Source, WrongRowError
 from hostdev.data.preprocess.vocabulary import HashBuckets, require_memory
 from hostdev.data.preprocess.work import Work
 
@@ -57,7 +57,7 @@ class FirstPass:
                 self._first = piece.rejected()[0]
             self._require_memory(None if self._hashed is not None else survey(piece, len(self._source.layout.spaces)))
         self.facts = list(facts)
-        place = facts[-1].end if facts else Place(0, 0)
+        place = facts[-1].end if facts else BEGINNING
         done = sum(one.size for one in facts)
         parsing: deque[tuple[Block, Future[RawRows]]] = deque()
         writing: deque[tuple[Block, Future[Written]]] = deque()

@@ -1,4 +1,4 @@
-"""What is read: plain files, compressed ones, files in tar archives, whole folders, standard input; as streams of bytes.
+"""What is read, as streams of bytes: files plain or compressed, files in tar archives, folders, standard input.
 
 What a file is, is told by its first bytes and not by its name.
 """
@@ -99,7 +99,7 @@ class Input:
             if not self._archive:
                 yield stream
                 return
-            with self._reading(), tarfile.open(fileobj=_Readable(stream), mode="r|") as archive:
+            with self._reading(), _archive_of(stream) as archive:
                 for member in archive:
                     if member.name == self._member:
                         yield Stream(archive.extractfile(member), self.name, stream.taken)
@@ -136,16 +136,16 @@ class Input:
 
     def _find(self) -> str:
         """Return the name of the archive's file that is meant."""
-        with self._decompressed() as stream, self._reading():
-            with tarfile.open(fileobj=_Readable(stream), mode="r|") as archive:
-                names = []
-                for member in archive:
-                    base = member.name.rpartition("/")[2]
-                    if not member.isfile() or base.startswith("."):
-                        continue
-                    if self._wanted is not None and self._wanted(base):
-                        return member.name
-                    names.append(member.name)
+        names: list[str] = []
+        with self._decompressed() as stream, self._reading(), _archive_of(stream) as archive:
+            for member in archive:
+                name = str(member.name)
+                base = name.rpartition("/")[2]
+                if not member.isfile() or base.startswith("."):
+                    continue
+                if self._wanted is not None and self._wanted(base):
+                    return name
+                names.append(name)
         if self._wanted is None and len(names) == 1:
             return names[0]
         shown = ", ".join(names[:10]) or "no file"
@@ -176,7 +176,9 @@ class ReadOnce:
         self._stream = Stream(decompressed, self.name, lambda: raw.taken)
         self._head = self._stream.read(HEAD_BYTES)
         if self._head[_TAR_AT : _TAR_AT + len(_TAR_MAGIC)] == _TAR_MAGIC:
-            raise UserError(f"{self.name}: this is a tar archive; give it as a file, or only the file in it that is meant")
+            raise UserError(
+                f"{self.name}: this is a tar archive; give it as a file, or only the file in it that is meant"
+            )
 
     @contextmanager
     def open(self) -> Iterator[Stream]:
@@ -271,11 +273,9 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-class _Readable:
-    """A stream as a file for tarfile, whose errors of reading are left as they are."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.read = stream.read
+def _archive_of(stream: Any) -> tarfile.TarFile:
+    """Return the archive that a stream has, to be read in order."""
+    return tarfile.open(fileobj=stream, mode="r|")
 
 
 class _Counted:
@@ -312,4 +312,3 @@ class _Rest:
     def read(self, size: int) -> bytes:
         piece, self._head = (self._head[:size], self._head[size:]) if self._head else (self._rest.read(size), b"")
         return piece
-

@@ -7,7 +7,6 @@ uses. So values are compared with those of other pieces once a piece, and not on
 A piece is an Arrow file of one record, whose columns are lists: what is looked at is mapped, and nothing is copied.
 """
 
-import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ from hostdev.data.preprocess.raw import Layout, Place, RawRows, Rejected
 from hostdev.data.preprocess.vocabulary import HashBuckets
 
 from hostdev.kernels.cardinality import estimate, registers_of
+from hostdev.kernels.columns import narrowed
 from hostdev.kernels.strings import hash_texts
 from hostdev.kernels.unique import IdMap, id_map, tally
 
@@ -104,7 +104,7 @@ def write_piece(
     part = rows.take(np.concatenate([np.flatnonzero(~test), np.flatnonzero(test)]))
     n = int(len(test) - np.count_nonzero(test)), int(np.count_nonzero(test))
     label = part.label.astype(np.uint8)
-    content: dict[str, Any] = {"label": label, "numbers": _narrow_numbers(part.numbers).ravel()}
+    content: dict[str, Any] = {"label": label, "numbers": narrowed(part.numbers.ravel())}
     missing = [[int(np.isnan(some).sum()) for some in (column[: n[0]], column[n[0] :])] for column in part.numbers.T]
     for i, (_, lengths) in enumerate(part.bags):
         content[f"lengths {i}"] = lengths
@@ -250,13 +250,6 @@ def _narrow(codes: Array, size: int) -> Array:
     return codes.astype(dtype)
 
 
-def _narrow_numbers(numbers: npt.NDArray[np.float64]) -> Array:
-    """Return numbers as float32 where that holds all of them exactly."""
-    with np.errstate(over="ignore"):
-        short = numbers.astype(np.float32)
-    return short if np.array_equal(short, numbers, equal_nan=True) else numbers
-
-
 class _Summed:
     """A file that adds up a checksum of what is written."""
 
@@ -285,7 +278,7 @@ def write_lists(path: Path, content: Mapping[str, Any]) -> int:
         summed = _Summed(file)
         with pa.ipc.new_file(pa.PythonFile(summed, mode="w"), record.schema) as writer:
             writer.write_batch(record)
-    os.replace(partial, path)
+    partial.replace(path)
     return summed.checksum
 
 

@@ -66,7 +66,7 @@ class WrongRowError(Exception):
 class RawRows:
     """n rows of a layout's columns, and the malformed lines that were met on the way to them.
 
-    A key is a number that stands for a value of the column's space: the value itself, its hash, or its number in `texts`.
+    A key is a number that stands for a value of the column's space: the value, its hash, or its number in `texts`.
     """
 
     label: npt.NDArray[np.float32]  # [n], 0 or 1
@@ -100,6 +100,9 @@ class Place(NamedTuple):
     offset: int
 
 
+BEGINNING = Place(0, 0)
+
+
 class Block(NamedTuple):
     """Some of a source's rows, to be parsed: a piece of one input."""
 
@@ -122,7 +125,7 @@ class Source(Protocol):
     """Whether numbers below 0 are scaled as those above are; Criteo's few are marks."""
 
     def blocks(self, start: Place) -> Iterator[Block]:
-        """Iterate over the rows from a place on: Place(0, 0), or where a block ended."""
+        """Iterate over the rows from a place on: BEGINNING, or where a block ended."""
 
     def parse(self, block: Block, *, hashed: bool) -> RawRows:
         """Return a block's rows; several threads may call at once.

@@ -1,4 +1,4 @@
-"""The second pass: what the pieces' training rows have is learned, their values are numbered, all rows become shards."""
+"""The second pass: what the pieces' training rows have is learned, values get their ids, and rows become shards."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from hostdev.data import ragged
 from hostdev.data.preprocess.dense import Scaling
-from hostdev.data.preprocess.pieces import SPLITS, Facts, Piece, write_lists
+from hostdev.data.preprocess.pieces import Facts, Piece, write_lists
 from hostdev.data.preprocess.raw import Layout
 from hostdev.data.preprocess.vocabulary import Vocabulary
 from hostdev.data.preprocess.writer import Rows

@@ -13,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from hostdev.data.preprocess.criteo import CATEGORICAL, COLUMNS, DENSE, EMPTY, LAYOUT, hex_text
-from hostdev.data.preprocess.raw import Block, Place, RawRows
+from hostdev.data.preprocess.criteo import CATEGORICAL, COLUMNS, DENSE, LAYOUT, hex_text
+from hostdev.data.preprocess.raw import BEGINNING, Block, Place, RawRows
 from pyarrow import csv
 
 from hostdev.core.progress import bar
 from hostdev.kernels.counter import key64, mix64
+from hostdev.kernels.criteo import EMPTY
 
 GENERATOR_VERSION = 1  # of the rows that a seed gives
 CHUNK_ROWS = 1 << 16
@@ -63,7 +64,7 @@ class Synthetic:
         for block in self.blocks():
             yield self.parse(block)
 
-    def blocks(self, start: Place = Place(0, 0)) -> Iterator[Block]:  # noqa: B008 (immutable)
+    def blocks(self, start: Place = BEGINNING) -> Iterator[Block]:
         """Iterate over the numbers of chunks of 65,536 rows."""
         for number in range(start.offset, -(-self.total // CHUNK_ROWS)):
             n = min(CHUNK_ROWS, self.total - number * CHUNK_ROWS)
@@ -106,7 +107,9 @@ class Synthetic:
         logit += (np.where(missing, 0.0, normal) * SLOPES).sum(axis=1)
         label = rng.random(CHUNK_ROWS)[:n] < 1 / (1 + np.exp(-logit))
         return RawRows(
-            label.astype(np.float32), np.where(missing, np.nan, integers), np.where(ranks < 0, EMPTY, values),
+            label.astype(np.float32),
+            np.where(missing, np.nan, integers),
+            np.where(ranks < 0, EMPTY, values),
             missing=dict.fromkeys(LAYOUT.spaces, EMPTY),
         )
 

@@ -14,7 +14,7 @@ from hostdev.data.preprocess.columns import Positive, WrongValueError
 from hostdev.data.preprocess.delimited import DelimitedFile
 from hostdev.data.preprocess.files import ArrowTable, ParquetTable, Part, TableFile, format_of
 from hostdev.data.preprocess.inputs import Input, expand, open_input
-from hostdev.data.preprocess.raw import Block, Layout, Place, RawRows, WrongRowError
+from hostdev.data.preprocess.raw import BEGINNING, Block, Layout, Place, RawRows, WrongRowError
 from hostdev.data.schema import Column
 
 from hostdev.core.errors import UserError
@@ -130,7 +130,7 @@ class Table:
         """Keys stand for the texts that come with the rows."""
         raise NotImplementedError
 
-    def blocks(self, start: Place = Place(0, 0)) -> Iterator[Block]:  # noqa: B008 (immutable)
+    def blocks(self, start: Place = BEGINNING) -> Iterator[Block]:
         """Iterate over the rows from a place on."""
         for number, file in enumerate(self._files[start.input :], start.input):
             for part in file.parts(self._used, start.offset if number == start.input else 0):

@@ -35,7 +35,7 @@ def whole_lines(
             if end == 0:
                 rest += piece
                 continue
-            text, rest = rest + piece[:end] if rest else piece[:end], piece[end:]
+            text, rest = b"".join((rest, memoryview(piece)[:end])), piece[end:]
             offset, taken = offset + len(text), stream.taken()
             yield Lines(text, offset, taken - before)
             before = taken

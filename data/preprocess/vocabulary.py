@@ -92,7 +92,9 @@ class Vocabulary:
     def freeze(self) -> Schema:
         """Assign the ids."""
         spaces, first = [], len(self._layout.dense) + len(self._values)
-        for oov, (name, values) in enumerate(zip(self._layout.spaces, self._values, strict=True), len(self._layout.dense)):
+        for oov, (name, values) in enumerate(
+            zip(self._layout.spaces, self._values, strict=True), len(self._layout.dense)
+        ):
             kept = values.uses > self._threshold
             size = int(np.count_nonzero(kept))
             ids = np.full(len(kept) + 1, oov, np.int64)  # the last is for values never seen: found at -1
@@ -117,7 +119,9 @@ class Vocabulary:
         fixed = len(names)
         rare = [int(values.uses[values.uses <= self._threshold].sum()) for values in self._values]
         counts = np.array([rows] * len(self._layout.dense) + rare, np.int64)
-        waiting: list[tuple[npt.NDArray[Any], pa.Array, Ids]] = [(np.arange(fixed), pa.nulls(fixed, pa.string()), counts)]
+        waiting: list[tuple[npt.NDArray[Any], pa.Array, Ids]] = [
+            (np.arange(fixed), pa.nulls(fixed, pa.string()), counts)
+        ]
         with pa.ipc.new_file(path, kinds) as file:
 
             def write() -> None:
@@ -151,8 +155,8 @@ def require_memory(values: float, text_bytes: float | None) -> None:
     free = available_bytes()
     if needed > free:
         raise UserError(
-            f"the training rows have about {values:,.0f} distinct values, and a vocabulary of them needs {gib(needed)}, "
-            f"but {gib(free)} of memory are free; hash them with --hash-buckets N, which needs none"
+            f"the training rows have about {values:,.0f} distinct values, and a vocabulary of them needs "
+            f"{gib(needed)}, but {gib(free)} of memory are free; hash them with --hash-buckets N, which needs none"
         )
 
 

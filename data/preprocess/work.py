@@ -1,7 +1,7 @@
 """Where a data set is made: a folder beside the one to be, and a journal of what is finished there.
 
 A process that ends at any moment leaves whole pieces, and the same command goes on from them. Files appear under their
-names when they are whole; the journal has their checksums, by which those are left out that a loss of power has damaged.
+names when they are whole; the journal has their checksums, which tell what a loss of power has damaged.
 """
 
 import json
@@ -57,7 +57,7 @@ class Work:
         path = self.folder / _JOURNAL
         partial = path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-        os.replace(partial, path)
+        partial.replace(path)
         self._journal = path.open("a")
 
     def note(self, **entry: Any) -> None:
@@ -185,4 +185,3 @@ def _read_journal(path: Path) -> list[dict[str, Any]]:
             break
         entries.append(entry)
     return entries
-

@@ -1,6 +1,5 @@
 """Encoded rows into Arrow IPC shards: one record batch in each, whose columns can be mapped."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
@@ -43,7 +42,7 @@ def write_shard(path: Path, rows: Rows, schema: Schema, id_type: str) -> str:
         with pa.ipc.new_file(pa.PythonFile(hashed, mode="w"), kinds) as writer:
             for batch in _batches(rows, kinds):
                 writer.write_batch(batch)
-    os.replace(partial, path)
+    partial.replace(path)
     return hashed.digest.hexdigest()
 
 

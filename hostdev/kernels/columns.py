@@ -1,4 +1,4 @@
-"""Columns of a table that lies row by row."""
+"""Columns of a table that lies row by row, and its numbers in fewer bytes."""
 
 from typing import Any
 
@@ -22,11 +22,26 @@ def _copy(values: Any, rows: Any, column: Any) -> None:
         rows[i, at] = values[i]
 
 
-def place_column(
-    codes: npt.NDArray[Any], values: npt.NDArray[Any] | None, rows: npt.NDArray[Any], column: int
-) -> None:
+def place_column(codes: npt.NDArray[Any], values: npt.NDArray[Any] | None, rows: npt.NDArray[Any], column: int) -> None:
     """Write a column of rows [n, C]: values[codes] [n], or the codes themselves."""
     if values is None:
         _copy(codes, rows, column)
     else:
         _place(codes, values, rows, column)
+
+
+@kernel
+def _narrow(numbers: Any, short: Any) -> Any:
+    """Write numbers as float32; return how many these hold, up to the first that they do not."""
+    for i in range(np.uint64(0), np.uint64(len(numbers))):
+        number = numbers[i]
+        short[i] = np.float32(number)
+        if np.float64(short[i]) != number and number == number:
+            return np.int64(i)
+    return np.int64(len(numbers))
+
+
+def narrowed(numbers: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
+    """Return numbers [N] as float32 where that holds all of them exactly, NaN too, else as they are."""
+    short = np.empty(len(numbers), np.float32)
+    return short if _narrow(numbers, short) == len(numbers) else numbers

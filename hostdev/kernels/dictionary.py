@@ -1,7 +1,7 @@
 """A dictionary of many values: their numbers in order of first occurrence, and how often each was used.
 
-Lean, as it holds hundreds of millions: a value's key and uses, 16 bytes, and a slot of 4 bytes, of which at most three of
-four are taken. Keys are looked for in blocks, so that many lines of memory are on their way at once.
+Lean, as it holds hundreds of millions: a value's key and uses, 16 bytes, and slots of 4 bytes, of which at most three
+of four are taken. Lines of memory are asked for some keys ahead, so that many are on their way at once.
 """
 
 from typing import Any

@@ -9,7 +9,7 @@ import pytest
 from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
-from hostdev.data.preprocess.raw import Place
+from hostdev.data.preprocess.raw import BEGINNING
 from hostdev.data.preprocess.synthetic import CHUNK_ROWS, Synthetic, write_text
 
 from hostdev import UserError
@@ -175,7 +175,7 @@ class Interrupted(Synthetic):
 
     until = 3
 
-    def blocks(self, start=Place(0, 0)):
+    def blocks(self, start=BEGINNING):
         yield from itertools.islice(super().blocks(start), self.until - start.offset)
         raise KeyboardInterrupt
 

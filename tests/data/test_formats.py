@@ -162,9 +162,10 @@ def test_chunks_say_how_much_of_the_files_they_are(tmp_path, monkeypatch):
         assert sum(map(len, rows)) == 2000 <= table.most_rows
         for i in (0, len(blocks) // 2):
             rest = [table.parse(block) for block in table.blocks(blocks[i].end)]
-            assert np.concatenate([one.label for one in rest]).tolist() == np.concatenate(
-                [one.label for one in rows[i + 1 :]]
-            ).tolist()
+            assert (
+                np.concatenate([one.label for one in rest]).tolist()
+                == np.concatenate([one.label for one in rows[i + 1 :]]).tolist()
+            )
         assert [row["file"] for row in table.describe()] == [str(path.resolve())]
 
 

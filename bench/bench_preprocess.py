@@ -1,0 +1,115 @@
+"""Claim: Criteo's text becomes shards at 0.4 times the rate at which pyarrow's parser only reads it, with a vocabulary,
+and 0.6 times with hashed values; as many threads for both.
+
+Given rows (--criteo; without it, those of the look-alike), repeated to --size. The peer: pyarrow.csv.read_csv into
+typed columns, integers and text, which nothing is done with. Times are those of whole calls, in turn, with the text in
+the page cache; shards are written, hashed and named.
+"""
+
+import argparse
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+from hostdev.data.preprocess.build import Options, build
+from hostdev.data.preprocess.criteo import COLUMNS, CriteoText
+from hostdev.data.preprocess.synthetic import Synthetic, write_text
+from pyarrow import csv
+from record import record
+
+import hostdev
+from hostdev.core.memory import gib, parse_bytes
+from hostdev.kernels.pool import host_threads
+
+WANTED = {"vocabulary": 0.4, "hash buckets": 0.6}
+_TYPES = {name: pa.int64() if name.startswith("I") else pa.string() for name in COLUMNS} | {"label": pa.int8()}
+
+
+def repeated(text: Path, out: Path, size: int) -> int:
+    """Write a text's lines again and again; return how often."""
+    content = text.read_bytes()
+    times = max(1, size // len(content))
+    with out.open("wb") as file:
+        for _ in range(times):
+            file.write(content)
+    return times
+
+
+def read_only(text: Path) -> int:
+    """Read a text as typed columns; return its rows."""
+    table = csv.read_csv(
+        text,
+        read_options=csv.ReadOptions(column_names=COLUMNS),
+        parse_options=csv.ParseOptions(delimiter="\t"),
+        convert_options=csv.ConvertOptions(column_types=_TYPES, strings_can_be_null=False),
+    )
+    return len(table)
+
+
+def prepare(text: Path, out: Path, options: Options) -> int:
+    """Make a data set and remove it; return its rows."""
+    made = build(CriteoText([text]), out, options)
+    shutil.rmtree(out)
+    return sum(made.statistics["rows"].values())
+
+
+def timed(call: Callable[[], int]) -> tuple[float, int]:
+    """Return the seconds that a call takes, and its rows."""
+    start = time.perf_counter()
+    rows = call()
+    return time.perf_counter() - start, rows
+
+
+def main() -> None:
+    """Measure, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--criteo", type=Path, help="Criteo text; without it, rows of the look-alike")
+    parser.add_argument("--size", default="2GB", help="of the text (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    pa.set_cpu_count(host_threads())
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        text, out = Path(folder) / "text", Path(folder) / "out"
+        sample = arguments.criteo
+        if sample is None:
+            sample = Path(folder) / "sample"
+            write_text(Synthetic(100_000, 0), sample)
+        times = repeated(sample, text, parse_bytes(arguments.size))
+        size = text.stat().st_size
+        ways: dict[str, Callable[[], int]] = {
+            "pyarrow": lambda: read_only(text),
+            "vocabulary": lambda: prepare(text, out, Options(threshold=10, dense="log")),
+            "hash buckets": lambda: prepare(text, out, Options(threshold=None, hash_buckets=1 << 20, dense="log")),
+        }
+        prepare(sample, out, Options(threshold=10))  # compiles the kernels
+        prepare(sample, out, Options(threshold=None, hash_buckets=9))
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(arguments.rounds):
+            for name, call in ways.items():
+                took, rows = timed(call)
+                seconds[name].append(took)
+                print(
+                    f"{name:>12}: {took:6.2f} s, {size / took / 1e6:6.0f} MB/s, {rows / took:10,.0f} rows/s", flush=True
+                )
+    print()
+    found: dict[str, Any] = {}
+    for name, wanted in WANTED.items():
+        ratios = [peer / own for peer, own in zip(seconds["pyarrow"], seconds[name], strict=True)]
+        found[name] = {"ratios": [round(ratio, 3) for ratio in ratios], "median": round(statistics.median(ratios), 3)}
+        print(f"{name:>12}: {found[name]['median']:.2f} of pyarrow's rate (wanted: {wanted}); {found[name]['ratios']}")
+    peak = psutil.Process().memory_info().rss
+    versions = {"hostdev": hostdev.__version__, "pyarrow": pa.__version__}
+    content = {"threads": host_threads(), "bytes": size, "times_repeated": times, "rows": rows, "seconds": seconds,
+               "versions": versions, "against_pyarrow": found}  # fmt: skip
+    print(f"{gib(size)} of text, {host_threads()} threads, {gib(peak)} of memory at the end; "
+          f"written to {record('preprocess', content)}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
