@@ -1,5 +1,7 @@
 """Obvious NumPy twins of every kernel, in float32, in the stated order of operations: equal to the bit."""
 
+import math
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -227,3 +229,21 @@ def open_quotes(text, delimiter=","):
         field_start = not in_quotes and c in (delimiter, "\n", "\r")
         i += 1
     return start if in_quotes else None
+
+
+def criteo_lines(text):
+    """The well-formed lines of Criteo's text, as label, numbers and keys, and the numbers of the others, from 1."""
+    well, malformed = [], []
+    lines = text.split(b"\n")
+    if lines[-1] == b"":
+        lines.pop()
+    for number, line in enumerate(lines, 1):
+        is_last = number == len(lines) and not text.endswith(b"\n")
+        values = (line if is_last else line.removesuffix(b"\r")).split(b"\t")
+        rules = [rb"[01]"] + [rb"-?[0-9]{1,18}|"] * 13 + [rb"[0-9a-fA-F]{8}|"] * 26
+        if len(values) != 40 or not all(map(re.fullmatch, rules, values)):
+            malformed.append(number)
+            continue
+        numbers = [float(int(value)) if value else math.nan for value in values[1:14]]
+        well.append((int(values[0]), numbers, [int(value, 16) if value else 1 << 32 for value in values[14:]]))
+    return well, malformed

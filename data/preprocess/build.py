@@ -6,6 +6,7 @@ the process ends, and the same command goes on from there; the result depends on
 
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -100,8 +101,11 @@ class _Build:
         pieces = [entry for entry in entries if "piece" in entry]
         facts = [Facts.from_json(entry["piece"]) for entry in pieces]
         with Workers(self._threads, "hostdev-preprocess") as workers, workers.dropping_what_waits():
-            intact = self._intact([first.path(i) for i in range(len(facts))], facts, workers)
+            self._paths = [first.path(i) for i in range(len(facts))]
+            intact = _intact(self._paths, [fact.checksum for fact in facts], workers)
             later = entries[len(pieces) :] if intact == len(facts) else []
+            if not self._are_numbered(later, workers):
+                later = later[:1]  # that all is parsed
             self._work.rewrite(pieces[:intact] + later)
             if not later:
                 first.run(facts[:intact], workers, self._threads)
@@ -115,14 +119,13 @@ class _Build:
             shards, out_of_vocabulary = self._shards(later, schema, scaling, workers)
         return self._manifest(schema, scaling, rows, shards, out_of_vocabulary)
 
-    def _intact(self, paths: Sequence[Path], facts: Sequence[Facts], workers: Workers) -> int:
-        """Return how many pieces, from the first on, are what the journal says."""
-
-        def check(path: Path, fact: Facts) -> bool:
-            return path.is_file() and checksum_of(path) == fact.checksum
-
-        tasks = [workers.submit(lambda one=one: check(*one)) for one in zip(paths, facts, strict=True)]  # type: ignore[misc]
-        return next((i for i, task in enumerate(tasks) if not task.result()), len(tasks))
+    def _are_numbered(self, entries: Sequence[dict[str, Any]], workers: Workers) -> bool:
+        """Tell whether what was learned is there, as the journal says."""
+        found = next((entry["learned"] for entry in entries if "learned" in entry), None)
+        if found is None or self._hashed is not None:
+            return found is not None
+        paths = [*map(second_pass.ids_path, self._paths), self._work.result / VOCABULARY_FILE]
+        return _intact(paths, found["checksums"], workers) == len(paths)
 
     def _rows(self) -> dict[str, int]:
         """Return the rows of each split; UserError where one has none."""
@@ -146,7 +149,7 @@ class _Build:
                 found = entry["learned"]
                 return schemas.from_json(found["schema"]), fixed_scaling(mode, dense, found["scaling"], signed=signed)
         scaling = scaling_of(mode, dense, signed=signed)
-        vocabulary = None
+        vocabulary, checksums = None, []
         if self._hashed is None:
             assert self._options.threshold is not None
             texts = not self._are_integers()
@@ -157,9 +160,11 @@ class _Build:
             schema = self._hashed.schema
         else:
             schema = vocabulary.freeze()
-            second_pass.number(self._paths, vocabulary, _id_type(schema), workers)
+            checksums = second_pass.number(self._paths, vocabulary, _id_type(schema), workers)
             vocabulary.write(self._work.result / VOCABULARY_FILE, self._source, rows["train"])
-        self._work.note(learned={"schema": schema.as_json(), "scaling": scaling.statistics()})
+            checksums.append(checksum_of(self._work.result / VOCABULARY_FILE))
+        found = {"schema": schema.as_json(), "scaling": scaling.statistics(), "checksums": checksums}
+        self._work.note(learned=found)
         return schema, fixed_scaling(mode, dense, scaling.statistics(), signed=signed)
 
     def _are_integers(self) -> bool:
@@ -260,3 +265,16 @@ class _Build:
 
 def _id_type(schema: Schema) -> str:
     return "int32" if schema.rows <= 2**31 else "int64"
+
+
+def _intact(paths: Sequence[Path], checksums: Sequence[int], workers: Workers) -> int:
+    """Return how many files, from the first on, have these CRC-32."""
+
+    def check(path: Path, checksum: int) -> bool:
+        return path.is_file() and checksum_of(path) == checksum
+
+    tasks: list[Future[bool]] = [
+        workers.submit(lambda one=one: check(*one))  # type: ignore[misc]
+        for one in zip(paths, checksums, strict=True)
+    ]
+    return next((i for i, task in enumerate(tasks) if not task.result()), len(tasks))

@@ -32,10 +32,13 @@ class Stream:
     source    has `read`, and `seek` where it is seekable
     name      in errors
     taken     tells how many bytes of the file have been read so far, compressed as they are
+    after     what comes behind it in the file, whose checksum may come last: read, too, at the end
     """
 
-    def __init__(self, source: Any, name: str, taken: Callable[[], int], *, seekable: bool = False) -> None:
-        self._source, self._name, self._seekable = source, name, seekable
+    def __init__(
+        self, source: Any, name: str, taken: Callable[[], int], *, seekable: bool = False, after: "Stream | None" = None
+    ) -> None:
+        self._source, self._name, self._seekable, self._after = source, name, seekable, after
         self.taken = taken
 
     def read(self, size: int) -> bytes:
@@ -47,6 +50,9 @@ class Stream:
             except (OSError, EOFError, pa.ArrowException, tarfile.TarError) as error:
                 raise UserError(f"{self._name}: the file cannot be read ({_reason(error)})") from None
             if not piece:
+                after, self._after = self._after, None
+                while after is not None and after.read(_SKIPPED_AT_ONCE):
+                    pass
                 break
             pieces.append(piece)
             size -= len(piece)
@@ -102,7 +108,7 @@ class Input:
             with self._reading(), _archive_of(stream) as archive:
                 for member in archive:
                     if member.name == self._member:
-                        yield Stream(archive.extractfile(member), self.name, stream.taken)
+                        yield Stream(archive.extractfile(member), self.name, stream.taken, after=stream)
                         return
             raise UserError(f"{self.path}: {self._member} is no longer in the archive")
 

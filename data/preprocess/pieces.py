@@ -21,6 +21,7 @@ from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.raw import Layout, Place, RawRows, Rejected
 from hostdev.data.preprocess.vocabulary import HashBuckets
 
+from hostdev.core.errors import naming
 from hostdev.kernels.cardinality import estimate, registers_of
 from hostdev.kernels.columns import narrowed
 from hostdev.kernels.strings import hash_texts
@@ -274,7 +275,7 @@ def write_lists(path: Path, content: Mapping[str, Any]) -> int:
     lists = [pa.LargeListArray.from_arrays([0, len(values)], values) for values in arrays.values()]
     record = pa.RecordBatch.from_arrays(lists, names=list(arrays))
     partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
+    with naming(path), partial.open("wb") as file:
         summed = _Summed(file)
         with pa.ipc.new_file(pa.PythonFile(summed, mode="w"), record.schema) as writer:
             writer.write_batch(record)

@@ -53,28 +53,25 @@ def learn(
         tasks = [workers.submit(numbers)]
         if vocabulary is not None:
             tasks += [workers.submit(lambda space=space: values(space)) for space in range(len(layout.spaces))]  # type: ignore[misc]
-        _wait(tasks)
+        for task in tasks:
+            task.result()
 
 
-def number(paths: Sequence[Path], vocabulary: Vocabulary, id_type: str, workers: Workers) -> None:
-    """Write the id of each value of each piece beside the piece."""
+def number(paths: Sequence[Path], vocabulary: Vocabulary, id_type: str, workers: Workers) -> list[int]:
+    """Write the id of each value of each piece beside the piece; return the files' CRC-32."""
 
-    def ids(path: Path) -> None:
+    def ids(path: Path) -> int:
         piece, spaces = Piece(path), len(vocabulary.schema.spaces)
         found = {f"ids {space}": vocabulary.ids(space, piece.keys(space)).astype(id_type) for space in range(spaces)}
-        write_lists(ids_path(path), found)
+        return write_lists(ids_path(path), found)
 
-    _wait([workers.submit(lambda path=path: ids(path)) for path in paths])  # type: ignore[misc]
+    tasks: list[Future[int]] = [workers.submit(lambda path=path: ids(path)) for path in paths]  # type: ignore[misc]
+    return [task.result() for task in tasks]
 
 
 def ids_path(path: Path) -> Path:
     """Return the file with the ids of a piece's values."""
     return path.with_suffix(".ids")
-
-
-def _wait(tasks: Sequence[Future[Any]]) -> None:
-    for task in tasks:
-        task.result()
 
 
 @dataclass(frozen=True)

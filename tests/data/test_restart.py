@@ -1,0 +1,180 @@
+"""A preparation that ends at any moment: the same command goes on to the same bytes."""
+
+import errno
+import itertools
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from hostdev.data.preprocess import pieces, second_pass
+from hostdev.data.preprocess.build import Options, build
+from hostdev.data.preprocess.criteo import CriteoText
+from hostdev.data.preprocess.synthetic import Synthetic, write_text
+from hostdev.data.preprocess.table import Table, TableOptions
+
+from hostdev import UserError
+from tests.data.test_sources import contents
+
+OPTIONS = Options(threshold=1, dense="standard", rows_per_shard=900)
+ROWS, BLOCK = 8000, 100_000
+
+# Kills itself at a random moment of the work.
+KILLED = """
+import os, random, signal, sys, threading, time
+from pathlib import Path
+from hostdev.data.preprocess import criteo
+from tests.data import test_restart as test
+
+after, text, out = float(sys.argv[1]), *map(Path, sys.argv[2:])
+test.warm()
+threading.Thread(target=lambda: (time.sleep(after), os.kill(os.getpid(), signal.SIGKILL)), daemon=True).start()
+test.make(text, out)
+"""
+
+
+def make(text, out, **how):
+    return build(CriteoText([text], block_bytes=BLOCK), out, OPTIONS, **how)
+
+
+def warm():
+    """Load what the work calls, so that moments lie within it."""
+    import hostdev.kernels.columns  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "rows.tsv"
+    write_text(Synthetic(ROWS, 3), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def straight(text):
+    """The data set that nobody disturbed, and the seconds that it took."""
+    make(text, text.parent / "warm")
+    start = time.monotonic()
+    make(text, text.parent / "straight")
+    return contents(text.parent / "straight"), time.monotonic() - start
+
+
+def kill_and_go_on(tmp_path, text, straight, kills, seed):
+    expected, seconds = straight
+    moments = random.Random(seed)
+    out, killed = tmp_path / "out", 0
+    for _ in range(kills):
+        after = str(moments.uniform(0, 1.2) * seconds)
+        done = subprocess.run(
+            [sys.executable, "-c", KILLED, after, text, out], capture_output=True, text=True, check=False
+        )
+        assert done.returncode in (0, -signal.SIGKILL), done.stderr
+        killed += done.returncode != 0
+        if out.exists():  # it was done before
+            assert contents(out) == expected
+            for path in (out, out.with_name(f".{out.name}.partial")):
+                shutil.rmtree(path, ignore_errors=True)
+    if not out.exists():
+        make(text, out)
+    assert contents(out) == expected
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    return killed
+
+
+def test_killed_at_random_moments(tmp_path, text, straight):
+    kill_and_go_on(tmp_path, text, straight, 3, time.time_ns())
+
+
+@pytest.mark.slow
+def test_killed_at_20_random_moments(tmp_path, text, straight):
+    assert kill_and_go_on(tmp_path, text, straight, 30, time.time_ns()) >= 20
+
+
+def fail_at(monkeypatch, owner, name, at, error):
+    """Let a function raise in its call of this number, from 0."""
+    calls, real = itertools.count(), getattr(owner, name)
+
+    def failing(*args, **kwargs):
+        if next(calls) == at:
+            raise error
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+@pytest.mark.parametrize(("owner", "name", "at"), [
+    (pieces._Summed, "write", 0), (pieces._Summed, "write", 200), ("work", "note", 5), ("vocabulary", "write", 0),
+    (second_pass, "write_lists", 2), ("build", "write_shard", 3), ("manifest", "write", 0),
+])  # fmt: skip
+def test_a_full_disk_in_any_stage(tmp_path, text, straight, monkeypatch, owner, name, at, capsys):
+    from hostdev.data import manifest
+    from hostdev.data.preprocess import build as building
+    from hostdev.data.preprocess import vocabulary, work
+
+    named = {"work": work.Work, "vocabulary": vocabulary.Vocabulary, "build": building, "manifest": manifest.Manifest}
+    with monkeypatch.context() as patched:
+        fail_at(patched, named.get(owner, owner), name, at, OSError(errno.ENOSPC, "No space left on device"))
+        with pytest.raises(OSError, match="No space left"):
+            make(text, tmp_path / "out", threads=2)
+    assert not (tmp_path / "out").exists()
+    make(text, tmp_path / "out")
+    assert contents(tmp_path / "out") == straight[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_damaged_pieces_are_made_again(tmp_path, text, straight, monkeypatch):
+    for damaged in ("000001.arrow", "000000.ids"):
+        with monkeypatch.context() as patched:
+            fail_at(patched, second_pass, "rows_of", 2, KeyboardInterrupt())
+            with pytest.raises(KeyboardInterrupt):
+                make(text, tmp_path / "out", threads=1)
+        path = tmp_path / ".out.partial" / "pieces" / damaged
+        content = bytearray(path.read_bytes())
+        content[len(content) // 4 : -len(content) // 4 : 40] = b"\1" * len(
+            content[len(content) // 4 : -len(content) // 4 : 40]
+        )
+        path.write_bytes(content)
+        make(text, tmp_path / "out")
+        assert contents(tmp_path / "out") == straight[0]
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_two_at_once_share_the_work(tmp_path, text, straight, capfd):
+    found = []
+
+    def run():
+        try:
+            make(text, tmp_path / "out", threads=1)
+        except UserError as error:
+            found.append(str(error))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [f"{tmp_path / 'out'} exists already; remove it or choose another --out"]
+    assert contents(tmp_path / "out") == straight[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(("owner", "name", "at"), [
+    (pieces._Summed, "write", 60), (pieces._Summed, "write", 250), (second_pass, "learn", 0),
+    (second_pass, "rows_of", 1),
+])  # fmt: skip
+def test_tables_go_on_too(tmp_path, monkeypatch, owner, name, at):
+    """With quotes over several lines, bags and shared ids."""
+    monkeypatch.setattr("hostdev.data.preprocess.delimited.BLOCK_BYTES", 2000)
+    rows = [f'{i % 2},{i % 17},"v{i % 23}\n{i % 3}","{i % 5}|{i % 11}"' for i in range(600)]
+    (tmp_path / "t.csv").write_text("y,x,c,g\n" + "\n".join(rows) + "\n")
+    columns = TableOptions(label="y", numeric=("x",), categorical=("c",), bags=(("g", "|"),), share=(("g", "c"),))
+    options = Options(threshold=1, dense="standard")
+    build(Table([tmp_path / "t.csv"], columns), tmp_path / "straight", options)
+    fail_at(monkeypatch, owner, name, at, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        build(Table([tmp_path / "t.csv"], columns), tmp_path / "out", options, threads=1)
+    build(Table([tmp_path / "t.csv"], columns), tmp_path / "out", options, threads=3)
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")

@@ -1,0 +1,213 @@
+"""Where rows come from changes nothing: plain, compressed, in archives, in one file or many, on any number of threads."""
+
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hostdev.data import manifest
+from hostdev.data.preprocess import criteo
+from hostdev.data.preprocess.build import Options, build
+from hostdev.data.preprocess.criteo import CriteoText
+from hostdev.data.preprocess.inputs import expand
+from hostdev.data.preprocess.synthetic import Synthetic, write_text
+from hostdev.data.preprocess.table import Table, TableOptions
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hostdev import UserError
+from tests import naive
+from tests.data.test_criteo import line
+
+ROWS = 3000
+
+
+def contents(folder):
+    """All bytes of a data set but what its manifest says of the sources."""
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    found = json.loads(files.pop(manifest.FILE_NAME))
+    found.pop("sources")
+    return files, found
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """Criteo text as lines, with some malformed ones."""
+    path = tmp_path_factory.mktemp("rows") / "rows.tsv"
+    write_text(Synthetic(ROWS, 7), path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[5], lines[2000], lines[2001] = b"broken\n", b"\0" * 50 + b"\n", b"\n"
+    return lines
+
+
+def write_all(folder, lines):
+    """The same rows in many ways: what is to be read, by name."""
+    text = b"".join(lines)
+    compressed = {"text.gz": gzip.compress(text), "two.gz": gzip.compress(text[:1000]) + gzip.compress(text[1000:])}
+    compressed |= {f"text.{name}": pa.compress(text, codec, asbytes=True) for name, codec in [("zst", "zstd")]}
+    ways = {"plain": [folder / "plain.txt"]}
+    (folder / "plain.txt").write_bytes(text)
+    (folder / "crlf.txt").write_bytes(text.replace(b"\n", b"\r\n"))
+    ways["crlf"] = [folder / "crlf.txt"]
+    for name, content in compressed.items():
+        (folder / name).write_bytes(content)
+        ways[name] = [folder / name]
+    for name, mode in (("dac.tar.gz", "w:gz"), ("dac.tar", "w:")):
+        with tarfile.open(folder / name, mode) as archive:
+            for member, content in (("dac/readme.txt", b"x"), ("dac/test.txt", b"y\n"), ("dac/train.txt", text)):
+                found = tarfile.TarInfo(member)
+                found.size = len(content)
+                archive.addfile(found, io.BytesIO(content))
+        ways[name] = [folder / name]
+    days = folder / "days"
+    days.mkdir()
+    edges = np.linspace(0, len(lines), 25).astype(int)
+    for day in range(24):
+        content = b"".join(lines[edges[day] : edges[day + 1]])
+        path = days / (f"day_{day}" if day % 2 else f"day_{day}.gz")
+        path.write_bytes(content if day % 2 else gzip.compress(content))
+    (days / ".hidden").write_text("not a row")
+    ways["24 days"] = [days]
+    return ways
+
+
+def test_the_same_shards_from_every_source_and_number_of_threads(tmp_path, rows, monkeypatch):
+    expected = None
+    options = Options(threshold=1, dense="log", rows_per_shard=700)
+    for number, (name, files) in enumerate(write_all(tmp_path, rows).items()):
+        monkeypatch.setattr(criteo, "BLOCK_BYTES", [1 << 25, 100_000, 9_000][number % 3])
+        out = tmp_path / f"{name}.out"
+        build(CriteoText(files), out, options, threads=1 + number % 3)
+        files_found, found = contents(out)
+        rejected = [text.split("\t", 3)[1:] for text in files_found.pop("rejected.tsv").decode().split("\n")[:-1]]
+        assert [text[1:] for text in rejected] == [
+            ["1 columns, not 40", "broken"], ["1 columns, not 40", "\0" * 50], ["1 columns, not 40", ""],
+        ], name  # fmt: skip
+        if name != "24 days":
+            assert [text[0] for text in rejected] == ["6", "2001", "2002"]
+        expected = expected or (files_found, found)
+        assert (files_found, found) == expected, name
+    assert len(expected[0]) >= 6
+
+
+def test_standard_input(tmp_path, rows):
+    (tmp_path / "plain.txt").write_bytes(b"".join(rows))
+    options = ["--out", "out", "--threshold", "1", "--dense", "log", "--rows-per-shard", "700"]
+    command = [sys.executable, "-m", "hostdev.data.preprocess", "criteo", "-", *options]
+    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=False) as process:
+        output, _ = process.communicate(gzip.compress(b"".join(rows)))
+    assert process.returncode == 0
+    assert b"malformed lines were set aside" in output
+    options = Options(threshold=1, dense="log", rows_per_shard=700)
+    made = build(CriteoText([tmp_path / "plain.txt"]), tmp_path / "plain", options)
+    assert manifest.read(tmp_path / "out").identity == made.identity
+    assert manifest.read(tmp_path / "out").sources == [{"file": "-"}]
+
+
+def test_a_table_on_standard_input_and_in_folders(tmp_path, monkeypatch):
+    text = "y,c\n" + "".join(f"{i % 2},v{i % 7}\n" for i in range(300))
+    (tmp_path / "one.csv").write_text(text)
+    folder = tmp_path / "parts"
+    (folder / "deeper").mkdir(parents=True)
+    for i, name in enumerate(("part-2.parquet", "part-10.parquet", "deeper/part-1.parquet")):
+        rows = range(100 * i, 100 * i + 100) if i < 2 else range(200, 300)
+        pq.write_table(pa.table({"y": [j % 2 for j in rows], "c": [f"v{j % 7}" for j in rows]}), folder / name)
+    (folder / "_SUCCESS").touch()
+    assert [path.name for path in expand([folder])] == ["part-1.parquet", "part-2.parquet", "part-10.parquet"]
+    options, columns = Options(threshold=1), TableOptions(label="y", categorical=("c",))
+    made = [build(Table([tmp_path / "one.csv"], columns), tmp_path / "a", options)]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    source = Table([tmp_path.__class__("-")], columns)
+    made.append(build(source, tmp_path / "b", options))
+    assert made[0].identity == made[1].identity
+    parts = build(Table([folder], columns), tmp_path / "c", options)
+    assert parts.statistics["rows"] == made[0].statistics["rows"]
+
+
+@pytest.mark.parametrize("name", ["text.gz", "text.zst", "dac.tar.gz", "dac.tar"])
+def test_truncated_files_are_told(tmp_path, rows, name):
+    write_all(tmp_path, rows)
+    path = tmp_path / name
+    content = path.read_bytes()
+    for size in (len(content) - 1 if name != "dac.tar" else len(content) // 3, len(content) // 2, 600):
+        path.write_bytes(content[:size])
+        with pytest.raises(UserError, match=rf"{name}.*: the (file|archive) cannot be read \("):
+            build(CriteoText([path]), tmp_path / "out", Options())
+        assert not [found for found in tmp_path.iterdir() if "out" in found.name]
+
+
+def test_archives_and_formats_that_are_not_read(tmp_path, rows):
+    with tarfile.open(tmp_path / "two.tar", "w") as archive:
+        for name in ("a.txt", "b.txt"):
+            archive.addfile(tarfile.TarInfo(name))
+    with pytest.raises(UserError, match=r"two.tar: a train.txt is looked for in the archive, which has a.txt, b.txt"):
+        CriteoText([tmp_path / "two.tar"])
+    (tmp_path / "text.xz").write_bytes(b"\xfd7zXZ\0")
+    with pytest.raises(UserError, match=r"text.xz: xz files are not read; decompress it"):
+        CriteoText([tmp_path / "text.xz"])
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(UserError, match=r"nothing: the folder has no file that could be read"):
+        CriteoText([tmp_path / "nothing"])
+    with pytest.raises(UserError, match=r"- is standard input, which can be read once only"):
+        CriteoText([tmp_path.__class__("-")] * 2)
+
+
+def test_a_line_that_is_too_long(tmp_path):
+    (tmp_path / "long").write_bytes(line("1").encode() + b"\n" + b"x" * 1000)
+    with pytest.raises(UserError, match=r"long: no line end in 400 bytes; this is not Criteo text"):
+        build(CriteoText([tmp_path / "long"], block_bytes=200), tmp_path / "out", Options())
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path, rows):
+    path = tmp_path / "rows"
+    path.write_bytes(b"".join(rows))
+
+    class Growing(CriteoText):
+        def parse(self, block, *, hashed=False):
+            with path.open("ab") as file:
+                file.write(rows[0])
+            os.utime(path, ns=(1, 1))
+            return super().parse(block, hashed=hashed)
+
+    with pytest.raises(UserError, match="rows: the file changed while it was read; run again once it is still"):
+        build(Growing([path]), tmp_path / "out", Options(threshold=1))
+    assert [found.name for found in tmp_path.iterdir()] == ["rows"]
+
+
+VALUES = st.sampled_from([b"", b"0", b"1", b"-7", b"123456789012345678", b"1234567890123456789", b"-", b"0000abCD",
+                          b"0000abc", b"0000abcg", b"\xff", b"\0", b"\r", b"12 "])  # fmt: skip
+
+
+@st.composite
+def texts(draw):
+    """Lines of which some are well-formed."""
+    lines = []
+    for _ in range(draw(st.integers(0, 6))):
+        values = [draw(st.sampled_from([b"0", b"1"])), *[b"5"] * 13, *[b"89abcdef"] * 26]
+        for _ in range(draw(st.integers(0, 3))):
+            values[draw(st.integers(0, 39))] = draw(VALUES)
+        if draw(st.integers(0, 4)) == 0:
+            values = values[: draw(st.integers(1, 40))] + draw(st.lists(VALUES, max_size=2))
+        lines.append(b"\t".join(values))
+    end = draw(st.sampled_from([b"\n", b"\r\n"]))
+    return end.join(lines) + (end if draw(st.booleans()) else b"")
+
+
+@settings(max_examples=300, deadline=None)
+@given(texts())
+def test_lines_are_parsed_as_by_the_naive_twin(text):
+    rows = criteo.parse(text, file="f")
+    well, malformed = naive.criteo_lines(text)
+    assert [reject.line for reject in rows.rejected] == malformed
+    assert len(rows) == len(well)
+    for i, (label, numbers, keys) in enumerate(well):
+        assert rows.label[i] == label
+        np.testing.assert_array_equal(rows.numbers[i], numbers)
+        assert rows.keys[i].tolist() == keys
