@@ -1,4 +1,4 @@
-"""Where rows come from changes nothing: plain, compressed, in archives, in one file or many, on any number of threads."""
+"""Where rows come from changes nothing: compressed, in archives, in one file or many, on any number of threads."""
 
 import gzip
 import io
