@@ -13,8 +13,15 @@ from hostdev.data.manifest import Manifest, Shard
 from hostdev.data.preprocess.build import REJECTED_FILE, SPLITS
 from hostdev.data.preprocess.counting import Counter, count_bytes, require_room
 from hostdev.data.preprocess.stored import (
-    REMEDY, DamagedError, Part, Wrong, each_shard, parts_of, size_of, wrong_values,
-)  # fmt: skip
+    REMEDY,
+    DamagedError,
+    Part,
+    Wrong,
+    each_shard,
+    parts_of,
+    size_of,
+    wrong_values,
+)
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
 
 from hostdev.core.errors import UserError
@@ -141,7 +148,7 @@ def _is_version_1(found: Manifest) -> bool:
 
 
 def _wrong_ids(vocabulary: StoredVocabulary, found: Manifest, counts: npt.NDArray[Any] | None) -> Iterator[str]:
-    """Find what is wrong with values and counts; `counts` are those of the training rows, None if they are not known."""
+    """Find what is wrong with values and counts; `counts` are those of the training rows, None: not known."""
     path, fixed = vocabulary.path, found.schema.first_value
     values = vocabulary.table["value"]
     if values.slice(0, fixed).null_count != fixed or values.null_count != fixed:

@@ -67,10 +67,14 @@ class Totals:
     def empty(found: Manifest) -> "Totals":
         """Return those of no rows."""
         dense, columns = len(found.schema.dense), len(found.schema.columns)
+
+        def zeros(n: int) -> Counts:
+            return np.zeros(n, np.int64)
+
         return Totals(
-            *(np.zeros(PLACES, np.int64) for _ in range(2)),
-            np.zeros(dense, np.int64), np.zeros(dense), np.full(dense, np.inf), np.full(dense, -np.inf),
-            *(np.zeros(columns, np.int64) for _ in range(3)),
+            positive=zeros(PLACES), rows=zeros(PLACES),
+            zeros=zeros(dense), sums=np.zeros(dense), low=np.full(dense, np.inf), high=np.full(dense, -np.inf),
+            uses=zeros(columns), out=zeros(columns), seen=zeros(columns),
         )  # fmt: skip
 
     def add(self, other: "Totals") -> None:
@@ -201,9 +205,9 @@ def _count_hashed(folder: Path, found: Manifest, test: Totals) -> dict[str, Curv
     schema = found.schema
     if not schema.spaces:
         return {}
-    first, buckets = schema.spaces[0].first, schema.spaces[0].size
+    buckets = schema.spaces[0].size  # of all spaces
     size = buckets * count_bytes(found.uses("train"))
-    beside = size + 16 * buckets  # a curve: sorted counts, and their sums
+    beside = size + 8 * buckets  # a curve: sorted counts, and their sums
     require_room(folder, buckets, size + beside)
     together = max(1, min(len(schema.spaces), (available_bytes() // 2 - beside) // size))
     curves: dict[str, Curve] = {}
@@ -237,8 +241,13 @@ def _count_hashed(folder: Path, found: Manifest, test: Totals) -> dict[str, Curv
 
 
 def _of_spaces(part: Part, found: Manifest, spaces: Sequence[Space]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """Iterate over the columns of some spaces: their number, and their buckets, those of each space after the other's."""
+    """Iterate over the columns of some spaces: their number, and their buckets, one space's after the other's."""
     places = {space.name: i * space.size - space.first for i, space in enumerate(spaces)}
     for i, column in enumerate(found.schema.columns):
         if column.space in places:
             yield i, part.ids_of(found.schema, column).astype(np.int64) + places[column.space]
+
+
+def shortened(name: str, most: int) -> str:
+    """Return a name in at most so many characters, without its middle: columns' names differ at their ends."""
+    return name if len(name) <= most else f"{name[: (most - 1) // 2]}…{name[-(most // 2) :]}"

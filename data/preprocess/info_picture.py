@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from hostdev.data.preprocess.build import SPLITS
-from hostdev.data.preprocess.info import PLACES, Information
+from hostdev.data.preprocess.info import PLACES, Information, shortened
 
 from hostdev.core import pictures
 
@@ -24,20 +24,26 @@ def draw(info: Information, out: Path) -> None:
     rates = _rates(info)
     features = len(info.found.schema.columns)
     bars = [name for name, n in (("rates", len(rates[1])), ("coverage", features)) if n]
-    beside = max(len(rates[1]), features) <= _SIDE_BY_SIDE
-    top = ["labels", "curves"] if features else ["labels", "labels"]
-    lower = [bars if len(bars) == 2 else bars * 2] if beside and bars else [[name] * 2 for name in bars]
-    figure = pictures.figure(15, 5 + 4.6 * len(lower))
-    panels = figure.subplot_mosaic([top, *lower])
+    narrow = max(len(rates[1]), features) <= _SIDE_BY_SIDE
+    top = ["labels", "curves"] if features else ["labels"]
+    if narrow:
+        rows = [top, bars] if len(top) == len(bars) else [[*top, *bars]]
+    else:
+        rows = [top, *([name] * len(top) for name in bars)]
+    figure = pictures.figure(15, 0.6 + 4.6 * len(rows))
+    panels = figure.subplot_mosaic(rows)
+    lines = 2 if len(rows[0]) == 3 else 1
     _draw_labels(panels["labels"], info)
+    _entitle(panels["labels"], "Label mean by position", lines=lines)
     if "curves" in panels:
         _draw_curves(panels["curves"], info)
-    wide = lower != [bars]
+        panels["curves"].set_title("Frequency curves", pad=9 + 15 * lines)
     if "rates" in panels:
-        _draw_rates(panels["rates"], *rates[1:], wide)
-        _entitle(panels["rates"], rates[0])
+        _draw_rates(panels["rates"], *rates[1:], wide=not narrow)
+        _entitle(panels["rates"], rates[0], lines=lines)
     if "coverage" in panels:
-        _draw_coverage(panels["coverage"], info, wide)
+        _draw_coverage(panels["coverage"], info, wide=not narrow)
+        _entitle(panels["coverage"], "Ids of the test rows", lines=lines)
     pictures.save(figure, out)
 
 
@@ -49,8 +55,8 @@ def _draw_labels(axes: Any, info: Information) -> None:
     whole = train.label_mean
     chance = _DEVIATIONS * np.sqrt(whole * (1 - whole) / train.rows[has])
     low, high = np.maximum(0, whole - chance), np.minimum(1, whole + chance)
-    axes.fill_between(place, low, high, color="grey", alpha=0.15, linewidth=0, label="95% by chance")
-    axes.plot(place, mean, color=_COLORS["train"], marker=".", linewidth=1, label=f"{has.sum()} parts of the training rows")
+    axes.fill_between(place, low, high, color="grey", alpha=0.15, linewidth=0, label="95% by chance alone")
+    axes.plot(place, mean, color=_COLORS["train"], marker=".", linewidth=1, label=f"training, in {has.sum()} parts")
     for split, name in zip(SPLITS, ("training", "test"), strict=True):
         share = info.totals[split].label_mean
         axes.axhline(share, color=_COLORS[split], linestyle="--", linewidth=1, label=f"{name}: {share:.2%}")
@@ -60,26 +66,28 @@ def _draw_labels(axes: Any, info: Information) -> None:
     _percent(axes.xaxis)
     _percent(axes.yaxis)
     axes.grid(alpha=0.3)
-    _entitle(axes, "Label mean by position")
 
 
 def _draw_curves(axes: Any, info: Information) -> None:
+    from matplotlib.ticker import NullFormatter, StrMethodFormatter
+
     curves = [(name, curve) for name, curve in info.curves.items() if curve.ids]
     largest = sorted(curves, key=lambda each: -each[1].ids)[:_NAMED]
     for name, curve in curves:
         if (name, curve) not in largest:
             axes.plot(curve.ranks, curve.shares, color="grey", alpha=0.4, linewidth=0.8)
     for i, (name, curve) in enumerate(largest):
-        label = f"{_short(', '.join(info.shared(name)))}: {curve.ids:,} ids"
+        label = f"{shortened(', '.join(info.shared(name)), _MOST_LETTERS)}: {curve.ids:,} ids"
         axes.plot(curve.ranks, curve.shares, color=f"C{i}", label=label, marker="." if len(curve.ranks) < 20 else "")
     if len(curves) > len(largest):
         axes.plot([], [], color="grey", alpha=0.4, linewidth=0.8, label=f"{len(curves) - len(largest)} others")
     if curves:
         axes.set(xscale="log", yscale="log")
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.legend(fontsize=9)
     else:
         axes.text(0.5, 0.5, "no value is in the vocabulary", transform=axes.transAxes, ha="center")
-    axes.set_title("Frequency curves", pad=24)
     axes.set(xlabel="rank of the id", ylabel="share of training uses")
     axes.grid(alpha=0.3)
 
@@ -96,33 +104,34 @@ def _rates(info: Information) -> tuple[str, list[str], dict[str, list[float]]]:
     return "Numeric columns: zeros, missing values among them", list(dense), zeros
 
 
-def _draw_coverage(axes: Any, info: Information, wide: bool) -> None:
+def _draw_coverage(axes: Any, info: Information, *, wide: bool) -> None:
     test = info.totals["test"]
     seen = test.seen / np.maximum(1, test.uses)
-    rest = "a bucket that none uses" if info.hashed else "out of vocabulary"
+    rest = "not in training rows" if info.hashed else "out of vocabulary"
     names = [column.name for column in info.found.schema.columns]
     place = np.arange(len(names))
-    axes.bar(place, seen, 0.8, color="C2", label="an id that training rows use")
+    axes.bar(place, seen, 0.8, color="C2", label="in training rows, too")
     axes.bar(place, np.where(test.uses > 0, 1 - seen, 0), 0.8, bottom=seen, color="C3", alpha=0.5, label=rest)
-    _name_bars(axes, names, wide)
+    _name_bars(axes, names, wide=wide)
     axes.set(ylabel="share of uses", ylim=(0, 1))
-    _entitle(axes, "Ids of the test rows")
 
 
-def _draw_rates(axes: Any, names: Sequence[str], rates: dict[str, list[float]], wide: bool) -> None:
+def _draw_rates(axes: Any, names: Sequence[str], rates: dict[str, list[float]], *, wide: bool) -> None:
     """Draw two bars for each name."""
     place = np.arange(len(names))
     for split, name, side in (("train", "training rows", -0.2), ("test", "test rows", 0.2)):
         axes.bar(place + side, rates[split], 0.4, color=_COLORS[split], label=name)
-    _name_bars(axes, names, wide)
-    known = np.array([rates[split] for split in SPLITS])
-    axes.set(ylabel="share of rows", ylim=(0, max(0.01, 1.05 * np.nanmax(known))))
+    _name_bars(axes, names, wide=wide)
+    largest = max((rate for split in SPLITS for rate in rates[split] if rate > 0), default=0.0)
+    axes.set(ylabel="share of rows", ylim=(0, max(0.01, 1.05 * largest)))
+    if not largest:
+        axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center")
 
 
-def _name_bars(axes: Any, names: Sequence[str], wide: bool) -> None:
+def _name_bars(axes: Any, names: Sequence[str], *, wide: bool) -> None:
     """Write names under the bars at 0, 1, ..., upright where they would touch; not all where those would, too."""
     step = -(-len(names) // (_MOST_NAMES if wide else _MOST_NAMES // 2))
-    shown = [_short(name) for name in names[::step]]
+    shown = [shortened(name, _MOST_LETTERS) for name in names[::step]]
     upright = (max(map(len, shown), default=0) + 2) * len(shown) > _LETTERS * (1 + wide)
     size = 9 if len(shown) <= _MOST_NAMES // 2 else 7
     axes.set_xticks(np.arange(len(names))[::step], shown, rotation=90 if upright else 0, fontsize=size)
@@ -133,17 +142,14 @@ def _name_bars(axes: Any, names: Sequence[str], wide: bool) -> None:
     axes.set_axisbelow(True)
 
 
-def _entitle(axes: Any, title: str) -> None:
-    """Write a title, and the legend below it, over no bar and no line."""
-    axes.set_title(title, pad=24)
-    axes.legend(fontsize=9, loc="lower center", bbox_to_anchor=(0.5, 0.99), ncols=4, frameon=False, borderpad=0.2)
+def _entitle(axes: Any, title: str, *, lines: int) -> None:
+    """Write a title, and below it a legend of so many lines, over no bar and no curve."""
+    axes.set_title(title, pad=9 + 15 * lines)
+    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.99)}
+    axes.legend(fontsize=9, ncols=4 // lines, frameon=False, borderpad=0.2, **place)
 
 
 def _percent(axis: Any) -> None:
     from matplotlib.ticker import PercentFormatter
 
     axis.set_major_formatter(PercentFormatter(1))
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= _MOST_LETTERS else name[: _MOST_LETTERS - 1] + "…"

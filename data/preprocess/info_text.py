@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from hostdev.data.preprocess.build import SPLITS
-from hostdev.data.preprocess.info import TOPS, Curve, Information
+from hostdev.data.preprocess.info import TOPS, Curve, Information, shortened
 from hostdev.data.schema import Column
 
 from hostdev.core.memory import gib
@@ -85,7 +85,7 @@ def _missing(info: Information, names: Sequence[str]) -> list[_Group]:
 
 def _table(title: str, names: Sequence[str], groups: Sequence[_Group]) -> Iterator[str]:
     """Return a table with a line for each name, its columns in groups with a title of their own."""
-    names = [_short(name) for name in names]
+    names = [shortened(name, _MOST_NAME) for name in names]
     first = max(map(len, [title, *names]))
     above, below, lines = " " * first, f"{title:<{first}}", [f"{name:<{first}}" for name in names]
     for what, heads, columns in groups:
@@ -100,10 +100,6 @@ def _table(title: str, names: Sequence[str], groups: Sequence[_Group]) -> Iterat
 
 def _label(column: Column) -> str:
     return f"{column.name} (bag)" if column.kind == "bag" else column.name
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= _MOST_NAME else name[: _MOST_NAME - 1] + "…"
 
 
 def _share(part: int, whole: int) -> str:

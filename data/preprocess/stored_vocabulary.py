@@ -55,7 +55,7 @@ class StoredVocabulary:
         chunks = [chunk.to_numpy() for chunk in self.table["count"].chunks]
         return chunks[0] if len(chunks) == 1 else np.concatenate([np.zeros(0, np.int64), *chunks])
 
-    def owners(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+    def _owners(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
         """Iterate over all ids in order: the first of some, and the fixed id of each one's column or space, or -1."""
         numbers = {name: i for i, name in enumerate(self._names)}
         start = 0
@@ -72,19 +72,20 @@ class StoredVocabulary:
 
         Raises DamagedError where they are not by space, in the order of the spaces.
         """
-        fixed, sizes, last = self._schema.first_value, np.zeros(len(self._names), np.int64), 0
-        for start, owners in self.owners():
+        fixed, dense = self._schema.first_value, len(self._schema.dense)
+        sizes, last = np.zeros(fixed, np.int64), dense
+        for start, owners in self._owners():
             at = np.arange(start, start + len(owners))
             values = owners[at >= fixed]
-            wrong = (owners < 0) | ((at < fixed) & (owners != at)) | ((at >= fixed) & (owners < len(self._schema.dense)))
-            wrong[at >= fixed] |= np.diff(values, prepend=last) < 0
-            if wrong.any():
-                number = int(at[wrong.argmax()])
+            right = owners == at
+            right[at >= fixed] = np.diff(values, prepend=last) >= 0
+            if not right.all():
+                number = int(at[right.argmin()])
                 name = self.table["field"][number].as_py()
                 raise DamagedError(self.path, f"id {number} is of {name!r}, which is out of order or not in the schema")
-            sizes += np.bincount(values, minlength=len(sizes))
+            sizes += np.bincount(values, minlength=fixed)
             last = int(values[-1]) if len(values) else last
-        edges = fixed + np.concatenate([[0], np.cumsum(sizes[len(self._schema.dense) :])])
+        edges = fixed + np.concatenate([[0], np.cumsum(sizes[dense:])])
         return {
             space.name: Space(space.name, space.oov, int(first), int(end - first))
             for space, (first, end) in zip(self._schema.spaces, pairwise(edges), strict=True)
