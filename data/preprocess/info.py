@@ -107,7 +107,8 @@ class Information:
     def missing(self) -> dict[str, dict[str, float]]:
         """The share of missing values by split and column; empty where the manifest does not say."""
         recorded = self.found.statistics.get("missing")
-        return recorded if isinstance(recorded, dict) else {}
+        known = recorded if isinstance(recorded, dict) else {}
+        return {split: known[split] for split in SPLITS if isinstance(known.get(split), dict)}
 
     @property
     def hashed(self) -> bool:

@@ -13,7 +13,7 @@ from hostdev.data.manifest import Manifest, Shard, checksum, shard_schema
 from hostdev.data.schema import Column, Schema
 
 from hostdev.core.errors import UserError, in_words
-from hostdev.core.progress import bar
+from hostdev.core.progress import bar, counted
 from hostdev.kernels.pool import host_threads
 
 T = TypeVar("T")
@@ -159,18 +159,20 @@ def types(found: pa.Schema) -> str:
 class Wrong:
     """Values of a part that no data set has.
 
-    what   such as "3 labels are not 0 or 1"
+    kind   what they are, such as "label"
+    what   is wrong with them, such as "not 0 or 1"
     count  how many
     first  the first of them, and its row in the shard
     """
 
+    kind: str
     what: str
     count: int
     first: str
 
     def text(self) -> str:
         """Return how many there are, and the first."""
-        return f"{self.count:,} {self.what}, the first in {self.first}"
+        return f"{counted(self.count, self.kind)} {self.what}, the first in {self.first}"
 
 
 def wrong_values(part: Part, schema: Schema) -> list[Wrong]:
@@ -187,13 +189,13 @@ def wrong_values(part: Part, schema: Schema) -> list[Wrong]:
                 row = int(np.searchsorted(part.bags[column.name][1], row, "right")) - 1
             allowed = f"{space.oov} or in {space.first}..{end - 1}" if space.size else f"{space.oov}"
             first = f"row {part.start + row}: {ids[at[0]]} is not {allowed}"
-            found.append(Wrong(f"ids of column {column.name!r} are outside its range", len(at), first))
+            found.append(Wrong("id", f"of column {column.name!r} outside its range", len(at), first))
     at = np.flatnonzero((part.label != 0) & (part.label != 1))
     if len(at):
-        found.append(Wrong("labels are not 0 or 1", len(at), f"row {part.start + at[0]}: {part.label[at[0]]}"))
+        found.append(Wrong("label", "not 0 or 1", len(at), f"row {part.start + at[0]}: {part.label[at[0]]}"))
     finite = np.isfinite(part.dense)
     if not finite.all():
         row, number = np.argwhere(~finite)[0]
         first = f"row {part.start + row}, column {schema.dense[number]!r}: {part.dense[row, number]}"
-        found.append(Wrong("numbers are not finite", int((~finite).sum()), first))
+        found.append(Wrong("number", "not finite", int((~finite).sum()), first))
     return found
