@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,9 @@ def curve_of(counts: npt.NDArray[Any]) -> Curve:
 def _totals(folder: Path, found: Manifest, split: str, known: npt.NDArray[np.bool_] | None) -> Totals:
     """Add up the rows of a split; `known` tells of each id, bool [V], whether training rows have its value."""
     shards = found.shards(split)
-    begins = dict(zip((shard.file for shard in shards), _begins(shards), strict=True))
+    begins = dict(
+        zip((shard.file for shard in shards), accumulate((each.rows for each in shards), initial=0), strict=False)
+    )
     whole = found.rows(split)
 
     def look(shard: Shard) -> Totals:
@@ -171,11 +174,6 @@ def _totals(folder: Path, found: Manifest, split: str, known: npt.NDArray[np.boo
     for of_shard in each_shard(look, folder, shards, f"reading {split} rows"):
         result.add(of_shard)
     return result
-
-
-def _begins(shards: Sequence[Shard]) -> list[int]:
-    """Return the number of each shard's first row in the split."""
-    return [sum(before.rows for before in shards[:i]) for i in range(len(shards))]
 
 
 def _add_part(
