@@ -6,7 +6,6 @@ if __name__ == "__main__":  # first of all, as the imports take seconds: Ctrl-C 
     raise SystemExit(cli.run_module("hostdev.advise"))
 
 import argparse
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from torch import nn
 
 from hostdev.cache.options import MOST_WINDOW, POLICIES, WINDOW
 from hostdev.cache.simulation import OPTIMUM
-from hostdev.core import cli
+from hostdev.core import cli, pictures
 from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, dense_bytes, gib, parse_bytes
 from hostdev.data import lookalike, manifest
@@ -70,11 +69,7 @@ def tables_of(curves: Curves, memory: int, chosen: tuple[str, Point] | None) -> 
 
 def draw(curves: Curves, memory: int, chosen: tuple[str, Point] | None, path: Path) -> None:
     """Draw bytes, time of the host and misses by size; UserError where the file cannot be written."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 5.4), layout="constrained")
-    FigureCanvasAgg(figure)  # and no pyplot, which is the user's
+    figure = pictures.figure(15, 5.4)
     crossing, hosting, missing = figure.subplots(1, 3)
     for policy, points in curves.items():
         style: dict[str, Any] = {"color": "black", "linestyle": "--"} if policy == OPTIMUM else {"marker": "o"}
@@ -103,10 +98,7 @@ def draw(curves: Curves, memory: int, chosen: tuple[str, Point] | None, path: Pa
     for axes in (crossing, hosting):
         axes.set_ylim(bottom=0)
     figure.legend(loc="outside lower center", ncols=4, fontsize=9)  # over no line
-    try:
-        figure.savefig(path, dpi=100)
-    except OSError as error:
-        raise _not_writable(path, error) from None
+    pictures.save(figure, path)
 
 
 def _percent_axis(axes: Any, shares: Sequence[float]) -> None:
@@ -126,21 +118,9 @@ def _percent_axis(axes: Any, shares: Sequence[float]) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=decimals))
 
 
-def _not_writable(path: Path, error: OSError) -> UserError:
-    return UserError(f"--out {path}: {error.strerror}; choose a file that can be written")
-
-
 def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) -> tuple[str, Point] | None:
     """Simulate one pass over the training rows, print and draw what caches would do; return policy and sizes."""
-    if out.exists():
-        raise UserError(f"--out {out} exists; choose another file")
-    if out.suffix.lower() not in (".png", ".pdf", ".svg") or not out.parent.is_dir():
-        raise UserError(f"--out {out} must be a .png, .pdf or .svg file in a folder that exists")
-    try:
-        out.open("x").close()  # before the work
-    except OSError as error:
-        raise _not_writable(out, error) from None
-    out.unlink()
+    pictures.require_new(out)
     data = settings.data or lookalike.ensure()[0]
     found = manifest.read(data)
     reader = ShardReader(data, found, "train")
@@ -258,12 +238,6 @@ def main(argv: Sequence[str]) -> None:
     run(parser.parse_args(argv))
 
 
-def _new_picture() -> Path:
-    """Return advise.png, or advise-2.png, ... where an earlier one is kept."""
-    names = (f"advise{'' if number == 1 else f'-{number}'}.png" for number in itertools.count(1))
-    return next(path for path in map(Path, names) if not path.exists())
-
-
 def run(arguments: argparse.Namespace) -> None:
     """Advise as the parsed flags say."""
     if arguments.mesh is not None:
@@ -277,4 +251,4 @@ def run(arguments: argparse.Namespace) -> None:
     if not 0 <= arguments.cache_window <= MOST_WINDOW:
         raise UserError(f"--cache-window must be in 0..{MOST_WINDOW}, not {arguments.cache_window}")
     memory = parse_bytes(arguments.memory) if arguments.memory is not None else None
-    advise(settings, memory, arguments.cache_window, arguments.out or _new_picture())
+    advise(settings, memory, arguments.cache_window, arguments.out or pictures.new_path("advise"))

@@ -17,6 +17,7 @@ from hostdev import FTRL, SGD, LazyAdam, UserError, advise
 from hostdev.cache.planner import Statistics
 from hostdev.cache.prices import Costs
 from hostdev.cache.simulation import Simulated
+from hostdev.core import pictures
 from hostdev.core.memory import parse_bytes
 from hostdev.device import backend, bus
 from hostdev.device.bus import Bus
@@ -254,7 +255,7 @@ def test_sizes_of_memory():
 def test_an_earlier_picture_stays(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("advise.png", "advise-2.png", "advise-3.png"):
-        assert advise._new_picture() == Path(name)
+        assert pictures.new_path("advise") == Path(name)
         (tmp_path / name).write_text("")
 
 

@@ -1,4 +1,7 @@
-"""python -m hostdev.data.preprocess table|criteo|synthetic: any table, Criteo text or a look-alike to Arrow shards."""
+"""python -m hostdev.data.preprocess table|criteo|synthetic: any table, Criteo text or a look-alike to Arrow shards.
+
+And check|info: whether a data set is whole, and what is in it.
+"""
 
 if __name__ == "__main__":  # first of all, as the imports take seconds: Ctrl-C ends these, too, with one line
     from hostdev.core import cli
@@ -12,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hostdev.data.manifest import Manifest
-from hostdev.data.preprocess import table_flags
+from hostdev.data.preprocess import looking, table_flags
 from hostdev.data.preprocess.build import REJECTED_FILE, Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.dense import MODES
@@ -90,7 +93,7 @@ def summary(manifest: Manifest, out: Path, seconds: float) -> str:
 def main(argv: Sequence[str]) -> None:
     """Parse the command line and build the data set."""
     parser = cli.parser(PROG, "Turn any table, Criteo text, or a synthetic look-alike, into Arrow shards.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="table|criteo|synthetic")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="table|criteo|synthetic|check|info")
     table = commands.add_parser("table", help="from CSV, TSV, Parquet or Arrow files", allow_abbrev=False)
     table.add_argument("files", nargs="+", type=Path, metavar="FILE",
                        help="tables with the same columns, folders of them, - for standard input")  # fmt: skip
@@ -116,7 +119,11 @@ def main(argv: Sequence[str]) -> None:
             "--threads", type=int, metavar="N", help="that parse, count and encode (default: all cores)"
         )
         cli.add_debug(command)
+    looking.add_commands(commands)
     arguments = parser.parse_args(argv)
+    if arguments.command in looking.COMMANDS:
+        looking.COMMANDS[arguments.command](arguments)
+        return
 
     if arguments.threads is not None and arguments.threads < 1:
         raise UserError(f"--threads must be at least 1, not {arguments.threads}")

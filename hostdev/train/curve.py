@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.core import pictures
 from hostdev.train.quality import Quality
 
 _SMOOTHED_PARTS = 25  # the smoothed loss is a mean over one of so many parts of all steps
@@ -22,11 +23,7 @@ def draw(path: Path, losses: Sequence[float], rows: Sequence[int], quality: Qual
     losses  of each step, the mean of its batch's rows
     rows    of each step's batch
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)  # and no pyplot, which is the user's
+    figure = pictures.figure(12, 4.6)
     left, right = figure.subplots(1, 2)
     _draw_losses(left, np.array(losses), np.array(rows), quality)
     _draw_auc(right, quality)

@@ -1,0 +1,257 @@
+"""preprocess check DIR: read all of a data set and find whatever in it is not as the manifest says."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.compute as pc
+from hostdev.data import manifest
+from hostdev.data.manifest import Manifest, Shard
+from hostdev.data.preprocess.build import REJECTED_FILE, SPLITS
+from hostdev.data.preprocess.counting import Counter, count_bytes, require_room
+from hostdev.data.preprocess.stored import (
+    REMEDY,
+    DamagedError,
+    Part,
+    Wrong,
+    each_shard,
+    parts_of,
+    size_of,
+    wrong_values,
+)
+from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
+
+from hostdev.core.errors import UserError
+from hostdev.core.memory import gib
+from hostdev.core.progress import counted
+
+_CLOSE = 1e-9  # shares that are the same but for the order of a sum
+
+
+class NotWholeError(UserError):
+    """A data set has something wrong with it."""
+
+    exit_code = 1
+
+
+@dataclass
+class Report:
+    """What was found: a line for each part of the data set and each thing that is wrong, and the latter alone."""
+
+    lines: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    def say(self, path: Path, about: str, wrong: list[str]) -> None:
+        """Note a part of the data set, and what is wrong with it, lines with path, what, and what to do."""
+        self.lines += wrong
+        self.wrong += wrong
+        verdict = f"NOT WHOLE, {counted(len(wrong), 'finding')}" if wrong else "whole"
+        self.lines.append(": ".join([str(path), *([about] if about else []), verdict]))
+
+
+@dataclass
+class Totals:
+    """What the rows of a shard, or of a split, add up to.
+
+    known  all of them could be read, and none is wrong: what follows may be compared
+    out    uses that are out of vocabulary
+    bags   values of each bag, by name
+    """
+
+    known: bool = True
+    rows: int = 0
+    positive: int = 0
+    uses: int = 0
+    out: int = 0
+    bags: dict[str, int] = field(default_factory=dict)
+
+    def add(self, other: "Totals") -> None:
+        """Add those of other rows."""
+        self.known = self.known and other.known
+        for name in ("rows", "positive", "uses", "out"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name, values in other.bags.items():
+            self.bags[name] = self.bags.get(name, 0) + values
+
+
+def run(folder: Path) -> None:
+    """Check a data set, and print what was found; NotWholeError unless it is whole."""
+    report = check(folder)
+    for line in report.lines:
+        print(line)
+    if report.wrong:
+        findings = counted(len(report.wrong), "finding")
+        raise NotWholeError(f"{folder} is not whole: {findings}: {report.wrong[0]}")
+
+
+def check(folder: Path) -> Report:
+    """Read every file of a data set and return all that is wrong; UserError where the folder is none."""
+    report = Report()
+    path = folder / manifest.FILE_NAME
+    if not path.is_file():
+        manifest.read(folder)  # which says so
+    try:
+        found = manifest.read(folder)
+    except UserError as error:
+        report.say(path, "", [str(error)])
+        return report
+    vocabulary, wrong = _open_vocabulary(folder, found, report)
+    counter = None
+    if vocabulary is not None:
+        ids, uses = found.schema.rows, found.uses("train")
+        largest = max((space.size for space in found.schema.spaces), default=0)
+        require_room(folder, ids, max(ids * count_bytes(uses), 8 * largest))
+        counter = Counter(ids, uses)
+    totals = {split: _check_shards(folder, found, split, counter, report) for split in SPLITS}
+    if vocabulary is not None and counter is not None:
+        counts = counter.total() if totals["train"].known else None
+        about = f"{found.schema.rows:,} ids, {gib(size_of(vocabulary.path))}"
+        if counts is None:
+            about += ", counts not compared"
+        if found.vocabulary_sha256 is None:
+            about += ", no checksum recorded"
+        report.say(vocabulary.path, about, [*wrong, *_wrong_ids(vocabulary, found, counts)])
+    lines = [f"{path}: {what}; {REMEDY}" for split in SPLITS for what in _wrong_statistics(found, split, totals[split])]
+    unknown = [split for split in SPLITS if not totals[split].known]
+    report.say(path, f"statistics of {' and '.join(unknown)} rows not compared" if unknown else "", lines)
+    report.lines += [f"{extra}: not of the data set" for extra in _others(folder, found)]
+    return report
+
+
+def _open_vocabulary(folder: Path, found: Manifest, report: Report) -> tuple[StoredVocabulary | None, list[str]]:
+    """Return the vocabulary if there is one that can be read, and what is wrong with whose its ids are."""
+    if found.vocabulary is None:
+        return None, []
+    try:
+        vocabulary = StoredVocabulary(folder, found)
+    except DamagedError as error:
+        report.say(folder / found.vocabulary, "", [str(error)])
+        return None, []
+    try:
+        spaces = vocabulary.spaces
+    except DamagedError as error:
+        return vocabulary, [str(error)]
+    lines = []
+    for space in found.schema.spaces if not _is_version_1(found) else ():
+        if spaces[space.name] != space:
+            here, there = (f"{each.first}..{each.first + each.size - 1}" for each in (spaces[space.name], space))
+            lines.append(f"{vocabulary.path}: space {space.name!r} has the ids {here}, not {there}; {REMEDY}")
+    return vocabulary, lines
+
+
+def _is_version_1(found: Manifest) -> bool:
+    """Tell whether the manifest does not say which ids are whose, though there is a vocabulary."""
+    return len(found.schema.spaces) > 1 and len({(space.first, space.size) for space in found.schema.spaces}) == 1
+
+
+def _wrong_ids(vocabulary: StoredVocabulary, found: Manifest, counts: npt.NDArray[Any] | None) -> Iterator[str]:
+    """Find what is wrong with values and counts; `counts` are those of the training rows, None: not known."""
+    path, fixed = vocabulary.path, found.schema.first_value
+    values = vocabulary.table["value"]
+    if values.slice(0, fixed).null_count != fixed or values.null_count != fixed:
+        yield f"{path}: not exactly its {fixed} fixed ids have no value; {REMEDY}"
+        return
+    try:
+        spaces = vocabulary.spaces
+    except DamagedError:
+        spaces = {}
+    for space in spaces.values():
+        twice = vocabulary.value_twice(space)
+        if twice is not None:
+            yield f"{path}: ids {twice[0]} and {twice[1]} are both {vocabulary.text(twice[0])}; {REMEDY}"
+    least, total = pc.min(vocabulary.table["count"]).as_py(), pc.sum(vocabulary.table["count"]).as_py()
+    if least is not None and least < 0:
+        yield f"{path}: counts below 0; {REMEDY}"
+    elif (total or 0) != found.uses("train"):
+        yield f"{path}: its counts add up to {total:,}, not to the {found.uses('train'):,} uses in training; {REMEDY}"
+    if counts is None:
+        return
+    counts[: len(found.schema.dense)] = found.rows("train")
+    differ = 0
+    first = -1
+    for begin in range(0, len(counts), 1 << 20):
+        at = np.flatnonzero(counts[begin : begin + (1 << 20)] != vocabulary.counts[begin : begin + (1 << 20)])
+        differ += len(at)
+        if first < 0 and len(at):
+            first = begin + int(at[0])
+    if differ:
+        yield (
+            f"{path}: {counted(differ, 'count')} of uses not those of the training rows, the first of id {first} "
+            f"({vocabulary.text(first)}): {vocabulary.counts[first]:,}, not {counts[first]:,}; {REMEDY}"
+        )
+
+
+def _check_shards(folder: Path, found: Manifest, split: str, counter: Counter | None, report: Report) -> Totals:
+    """Read the shards of a split; count the ids of training rows."""
+    wrong: list[str] = []
+    totals, shards = Totals(), found.shards(split)
+    counting = counter if split == "train" else None
+    looked = each_shard(lambda shard: _look(folder, found, shard, counting), folder, shards, f"checking {split} rows")
+    for of_shard, lines in looked:
+        totals.add(of_shard)
+        wrong += lines
+    nbytes = sum(size_of(folder / shard.file) for shard in shards)
+    about = f"{counted(found.rows(split), 'row')}, {gib(nbytes)}"
+    report.say(folder / split, f"{counted(len(shards), 'shard')}, {about}", wrong)
+    return totals
+
+
+def _look(folder: Path, found: Manifest, shard: Shard, counter: Counter | None) -> tuple[Totals, list[str]]:
+    """Read a shard; return what its rows add up to, and what is wrong with it."""
+    totals = Totals()
+    wrong: dict[str, Wrong] = {}
+    try:
+        for part in parts_of(folder, found, shard):
+            values = wrong_values(part, found.schema)
+            for one in values:
+                before = wrong.get(one.what)
+                wrong[one.what] = one if before is None else replace(before, count=before.count + one.count)
+            if not values:
+                _add_part(totals, part, found, counter)
+    except DamagedError as error:
+        return Totals(known=False), [str(error)]
+    totals.known = not wrong
+    return totals, [f"{folder / shard.file}: {one.text()}; {REMEDY}" for one in wrong.values()]
+
+
+def _add_part(totals: Totals, part: Part, found: Manifest, counter: Counter | None) -> None:
+    totals.rows += len(part.label)
+    totals.positive += int(part.label.sum(dtype=np.float64))
+    for ids in (part.ids.ravel(), *(values for values, _ in part.bags.values())):
+        totals.uses += len(ids)
+        totals.out += int((ids < found.schema.first_value).sum())
+        if counter is not None:
+            counter.add(ids)
+    for name, (values, _) in part.bags.items():
+        totals.bags[name] = totals.bags.get(name, 0) + len(values)
+
+
+def _wrong_statistics(found: Manifest, split: str, totals: Totals) -> Iterator[str]:
+    """Find statistics of a split that are not those of its rows."""
+    if not totals.known:
+        return
+    recorded = found.statistics
+    expected: list[tuple[str, Any, float]] = [
+        ("rows", recorded.get("rows"), totals.rows),
+        ("label_mean", recorded.get("label_mean"), totals.positive / max(1, totals.rows)),
+        ("out_of_vocabulary", recorded.get("out_of_vocabulary"), totals.out / max(1, totals.uses)),
+        *(
+            (f"bag_values of {name!r}", recorded["bag_values"][name], totals.bags.get(name, 0))
+            for name in found.schema.bags
+        ),
+    ]
+    for what, given, right in expected:
+        value = given.get(split) if isinstance(given, dict) else None
+        if not isinstance(value, int | float) or not abs(value - right) <= _CLOSE:
+            yield f"statistics say that {what} of the {split} rows is {value}, which it is not: {right}"
+
+
+def _others(folder: Path, found: Manifest) -> Iterator[Path]:
+    """Iterate over files in a data set's folder that are none of its own."""
+    own = {manifest.FILE_NAME, REJECTED_FILE, found.vocabulary, *(shard.file for shard in [*found.train, *found.test])}
+    for path in sorted(folder.rglob("*")):
+        if not path.is_dir() and path.relative_to(folder).as_posix() not in own:
+            yield path

@@ -1,0 +1,252 @@
+"""preprocess info DIR: what a data set has in it, from all of its rows."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from hostdev.data import manifest
+from hostdev.data.manifest import Manifest, Shard
+from hostdev.data.preprocess.build import SPLITS
+from hostdev.data.preprocess.counting import Counter, count_bytes, require_room
+from hostdev.data.preprocess.stored import DamagedError, Part, each_shard, parts_of, size_of, wrong_values
+from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
+from hostdev.data.schema import Space
+
+from hostdev.core.memory import available_bytes
+
+Counts = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.float64]
+
+TOPS = (1, 10, 100, 1000)
+PLACES = 50  # parts of the training rows, in their order
+_MOST_POINTS = 200  # of a curve
+
+
+@dataclass(frozen=True)
+class Curve:
+    """How the training uses of a space's values spread over its ids; those out of vocabulary are not among them.
+
+    ids     how many ids training rows use
+    top     share of the uses that the TOPS most frequent ids have, float64 [4]
+    half    so many ids make up half of the uses, and `most` 90% of them
+    ranks   from 1, int64 [N]; some of all, evenly by their logarithm
+    shares  of the uses that the id of each of these ranks has, float64 [N]
+    """
+
+    ids: int
+    top: Numbers
+    half: int
+    most: int
+    ranks: Counts
+    shares: Numbers
+
+
+@dataclass
+class Totals:
+    """What the rows of a split add up to: C dense columns, F columns with ids.
+
+    positive, rows  by place in the split, [PLACES]
+    zeros, sums, low, high  of the scaled numbers, [C]
+    uses, out, seen  ids [F]: all, those out of vocabulary, those that training rows have, too
+    """
+
+    positive: Counts
+    rows: Counts
+    zeros: Counts
+    sums: Numbers
+    low: Numbers
+    high: Numbers
+    uses: Counts
+    out: Counts
+    seen: Counts
+
+    @staticmethod
+    def empty(found: Manifest) -> "Totals":
+        """Return those of no rows."""
+        dense, columns = len(found.schema.dense), len(found.schema.columns)
+
+        def zeros(n: int) -> Counts:
+            return np.zeros(n, np.int64)
+
+        return Totals(
+            positive=zeros(PLACES), rows=zeros(PLACES),
+            zeros=zeros(dense), sums=np.zeros(dense), low=np.full(dense, np.inf), high=np.full(dense, -np.inf),
+            uses=zeros(columns), out=zeros(columns), seen=zeros(columns),
+        )  # fmt: skip
+
+    def add(self, other: "Totals") -> None:
+        """Add those of other rows."""
+        for name, values in vars(other).items():
+            combine = {"low": np.minimum, "high": np.maximum}.get(name, np.add)
+            setattr(self, name, combine(getattr(self, name), values))
+
+    @property
+    def label_mean(self) -> float:
+        """The share of positive labels."""
+        return float(self.positive.sum() / self.rows.sum())
+
+
+@dataclass(frozen=True)
+class Information:
+    """What is in a data set.
+
+    nbytes  of the shards, by split
+    curves  by space
+    """
+
+    folder: Path
+    found: Manifest
+    nbytes: dict[str, int]
+    totals: dict[str, Totals]
+    curves: dict[str, Curve]
+
+    @property
+    def missing(self) -> dict[str, dict[str, float]]:
+        """The share of missing values by split and column; empty where the manifest does not say."""
+        recorded = self.found.statistics.get("missing")
+        known = recorded if isinstance(recorded, dict) else {}
+        return {split: known[split] for split in SPLITS if isinstance(known.get(split), dict)}
+
+    @property
+    def hashed(self) -> bool:
+        """Whether ids are hashed, so that there is no vocabulary."""
+        return self.found.vocabulary is None
+
+    def shared(self, space: str) -> list[str]:
+        """Return the columns that have the ids of a space."""
+        return [column.name for column in self.found.schema.columns if column.space == space]
+
+
+def gather(folder: Path) -> Information:
+    """Read all rows of a data set; UserError for a file that is damaged, and where memory does not suffice."""
+    found = manifest.read(folder)
+    if found.vocabulary is None:
+        totals = {split: _totals(folder, found, split, None) for split in SPLITS}
+        curves = _count_hashed(folder, found, totals["test"])
+    else:
+        vocabulary = StoredVocabulary(folder, found)
+        largest = max((space.size for space in vocabulary.spaces.values()), default=0)
+        require_room(folder, found.schema.rows, found.schema.rows + 16 * largest)  # known; sorted counts, their sums
+        known = vocabulary.counts > 0
+        known[: found.schema.first_value] = False
+        totals = {split: _totals(folder, found, split, known) for split in SPLITS}
+        curves = {
+            name: curve_of(vocabulary.counts[space.first : space.first + space.size])
+            for name, space in vocabulary.spaces.items()
+        }
+    nbytes = {split: sum(size_of(folder / shard.file) for shard in found.shards(split)) for split in SPLITS}
+    return Information(folder, found, nbytes, totals, curves)
+
+
+def curve_of(counts: npt.NDArray[Any]) -> Curve:
+    """Return the curve of ids that are used so often, [V], in any order; 16 bytes of memory for each."""
+    ordered = np.sort(counts)[::-1]
+    used = int(np.count_nonzero(counts))
+    sums = np.cumsum(ordered[:used], dtype=np.int64)
+    total = int(sums[-1]) if used else 0
+    top = np.array([sums[min(n, used) - 1] / total if total else 0.0 for n in TOPS])
+    ranks = np.unique(np.geomspace(1, used, _MOST_POINTS).round().astype(np.int64)) if used else np.zeros(0, np.int64)
+    half, most = (int(np.searchsorted(sums, -(-total * part // 10))) + 1 if used else 0 for part in (5, 9))
+    return Curve(used, top, half, most, ranks, ordered[ranks - 1] / max(1, total))
+
+
+def _totals(folder: Path, found: Manifest, split: str, known: npt.NDArray[np.bool_] | None) -> Totals:
+    """Add up the rows of a split; `known` tells of each id, bool [V], whether training rows have its value."""
+    shards = found.shards(split)
+    begins = dict(
+        zip((shard.file for shard in shards), accumulate((each.rows for each in shards), initial=0), strict=False)
+    )
+    whole = found.rows(split)
+
+    def look(shard: Shard) -> Totals:
+        totals = Totals.empty(found)
+        for part in parts_of(folder, found, shard):
+            for wrong in wrong_values(part, found.schema):
+                raise DamagedError(folder / shard.file, wrong.text())
+            _add_part(totals, part, found, begins[shard.file], whole, known)
+        return totals
+
+    result = Totals.empty(found)
+    for of_shard in each_shard(look, folder, shards, f"reading {split} rows"):
+        result.add(of_shard)
+    return result
+
+
+def _add_part(
+    totals: Totals, part: Part, found: Manifest, begin: int, whole: int, known: npt.NDArray[np.bool_] | None
+) -> None:
+    rows = begin + part.start + np.arange(len(part.label))
+    place = rows * PLACES // whole
+    totals.rows += np.bincount(place, minlength=PLACES)
+    totals.positive += np.bincount(place[part.label == 1], minlength=PLACES)
+    if found.schema.dense:
+        totals.zeros += (part.dense == 0).sum(axis=0)
+        totals.sums += part.dense.sum(axis=0, dtype=np.float64)
+        totals.low = np.minimum(totals.low, part.dense.min(axis=0))
+        totals.high = np.maximum(totals.high, part.dense.max(axis=0))
+    for i, column in enumerate(found.schema.columns):
+        ids = part.ids_of(found.schema, column)
+        totals.uses[i] += len(ids)
+        totals.out[i] += np.count_nonzero(ids < found.schema.first_value)
+        if known is not None:
+            totals.seen[i] += np.count_nonzero(known[ids])
+
+
+def _count_hashed(folder: Path, found: Manifest, test: Totals) -> dict[str, Curve]:
+    """Count the training uses of each bucket by space, as many spaces at once as fit into memory; complete `test`.
+
+    A pass over the rows for each group of spaces: 4 bytes for each of its buckets, 8 where there are more uses.
+    """
+    schema = found.schema
+    if not schema.spaces:
+        return {}
+    buckets = schema.spaces[0].size  # of all spaces
+    size = buckets * count_bytes(found.uses("train"))
+    beside = size + 8 * buckets  # a curve: sorted counts, and their sums
+    require_room(folder, buckets, size + beside)
+    together = max(1, min(len(schema.spaces), (available_bytes() // 2 - beside) // size))
+    curves: dict[str, Curve] = {}
+    for start in range(0, len(schema.spaces), together):
+        spaces = schema.spaces[start : start + together]
+        counter = Counter(buckets * len(spaces), found.uses("train"))
+
+        def count(shard: Shard, spaces: Sequence[Space] = spaces, counter: Counter = counter) -> None:
+            for part in parts_of(folder, found, shard, known=True):
+                for _, ids in _of_spaces(part, found, spaces):
+                    counter.add(ids)
+
+        for _ in each_shard(count, folder, found.train, f"counting ids of {len(spaces)} columns"):
+            pass
+        counts = counter.total()
+
+        def look(
+            shard: Shard, spaces: Sequence[Space] = spaces, counts: npt.NDArray[Any] = counts
+        ) -> npt.NDArray[np.int64]:
+            seen = np.zeros(len(schema.columns), np.int64)
+            for part in parts_of(folder, found, shard, known=True):
+                for i, ids in _of_spaces(part, found, spaces):
+                    seen[i] += np.count_nonzero(counts[ids])
+            return seen
+
+        for seen in each_shard(look, folder, found.test, f"comparing ids of {len(spaces)} columns"):
+            test.seen += seen
+        for i, space in enumerate(spaces):
+            curves[space.name] = curve_of(counts[i * buckets : (i + 1) * buckets])
+    return curves
+
+
+def _of_spaces(part: Part, found: Manifest, spaces: Sequence[Space]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+    """Iterate over the columns of some spaces: their number, and their buckets, one space's after the other's."""
+    places = {space.name: i * space.size - space.first for i, space in enumerate(spaces)}
+    for i, column in enumerate(found.schema.columns):
+        if column.space in places:
+            yield i, part.ids_of(found.schema, column).astype(np.int64) + places[column.space]
+
+
+def shortened(name: str, most: int) -> str:
+    """Return a name in at most so many characters, without its middle: columns' names differ at their ends."""
+    return name if len(name) <= most else f"{name[: (most - 1) // 2]}…{name[-(most // 2) :]}"

@@ -1,0 +1,155 @@
+"""The picture that `preprocess info` draws."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hostdev.data.preprocess.build import SPLITS
+from hostdev.data.preprocess.info import PLACES, Information, shortened
+
+from hostdev.core import pictures
+
+_COLORS = {"train": "C0", "test": "C1"}
+_NAMED = 6  # curves with a colour and a name
+_SIDE_BY_SIDE = 30  # columns of a panel of half the width
+_MOST_NAMES = 120  # at an axis
+_MOST_LETTERS = 18  # of a name
+_LETTERS = 90  # beside each other, under a panel of half the width
+_DEVIATIONS = 2  # of the mean of a place, by chance alone
+
+
+def draw(info: Information, out: Path) -> None:
+    """Draw labels by position, frequencies, missing values and coverage; UserError where that cannot be written."""
+    rates = _rates(info)
+    features = len(info.found.schema.columns)
+    bars = [name for name, n in (("rates", len(rates[1])), ("coverage", features)) if n]
+    narrow = max(len(rates[1]), features) <= _SIDE_BY_SIDE
+    top = ["labels", "curves"] if features else ["labels"]
+    if narrow:
+        rows = [top, bars] if len(top) == len(bars) else [[*top, *bars]]
+    else:
+        rows = [top, *([name] * len(top) for name in bars)]
+    figure = pictures.figure(15, 0.6 + 4.6 * len(rows))
+    panels = figure.subplot_mosaic(rows)
+    lines = 2 if len(rows[0]) == 3 else 1
+    _draw_labels(panels["labels"], info)
+    _entitle(panels["labels"], "Label mean by position", lines=lines)
+    if "curves" in panels:
+        _draw_curves(panels["curves"], info)
+        panels["curves"].set_title("Frequency curves", pad=9 + 15 * lines)
+    if "rates" in panels:
+        _draw_rates(panels["rates"], *rates[1:], wide=not narrow)
+        _entitle(panels["rates"], rates[0], lines=lines)
+    if "coverage" in panels:
+        _draw_coverage(panels["coverage"], info, wide=not narrow)
+        _entitle(panels["coverage"], "Ids of the test rows", lines=lines)
+    pictures.save(figure, out)
+
+
+def _draw_labels(axes: Any, info: Information) -> None:
+    train = info.totals["train"]
+    has = train.rows > 0
+    place = (np.flatnonzero(has) + 0.5) / PLACES
+    mean = train.positive[has] / train.rows[has]
+    whole = train.label_mean
+    chance = _DEVIATIONS * np.sqrt(whole * (1 - whole) / train.rows[has])
+    low, high = np.maximum(0, whole - chance), np.minimum(1, whole + chance)
+    axes.fill_between(place, low, high, color="grey", alpha=0.15, linewidth=0, label="95% by chance alone")
+    axes.plot(place, mean, color=_COLORS["train"], marker=".", linewidth=1, label=f"training, in {has.sum()} parts")
+    for split, name in zip(SPLITS, ("training", "test"), strict=True):
+        share = info.totals[split].label_mean
+        axes.axhline(share, color=_COLORS[split], linestyle="--", linewidth=1, label=f"{name}: {share:.2%}")
+    axes.set(xlabel="position in the training rows", ylabel="label mean", xlim=(0, 1))
+    bottom, above = axes.get_ylim()
+    axes.set_ylim(max(0, bottom), min(1, above))
+    _percent(axes.xaxis)
+    _percent(axes.yaxis)
+    axes.grid(alpha=0.3)
+
+
+def _draw_curves(axes: Any, info: Information) -> None:
+    from matplotlib.ticker import NullFormatter, StrMethodFormatter
+
+    curves = [(name, curve) for name, curve in info.curves.items() if curve.ids]
+    largest = sorted(curves, key=lambda each: -each[1].ids)[:_NAMED]
+    for name, curve in curves:
+        if (name, curve) not in largest:
+            axes.plot(curve.ranks, curve.shares, color="grey", alpha=0.4, linewidth=0.8)
+    for i, (name, curve) in enumerate(largest):
+        label = f"{shortened(', '.join(info.shared(name)), _MOST_LETTERS)}: {curve.ids:,} ids"
+        axes.plot(curve.ranks, curve.shares, color=f"C{i}", label=label, marker="." if len(curve.ranks) < 20 else "")
+    if len(curves) > len(largest):
+        axes.plot([], [], color="grey", alpha=0.4, linewidth=0.8, label=f"{len(curves) - len(largest)} others")
+    if curves:
+        axes.set(xscale="log", yscale="log")
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.legend(fontsize=9)
+    else:
+        axes.text(0.5, 0.5, "no value is in the vocabulary", transform=axes.transAxes, ha="center")
+    axes.set(xlabel="rank of the id", ylabel="share of training uses")
+    axes.grid(alpha=0.3)
+
+
+def _rates(info: Information) -> tuple[str, list[str], dict[str, list[float]]]:
+    """Return the title of missing rates, or zeros where these are not known, the columns, and the rates by split."""
+    dense = info.found.schema.dense
+    if info.missing:
+        every = [*dense, *(column.name for column in info.found.schema.columns)]
+        names = [name for name in every if any(name in info.missing.get(split, {}) for split in SPLITS)]
+        rates = {split: [info.missing.get(split, {}).get(name, np.nan) for name in names] for split in SPLITS}
+        return "Missing values", names, rates
+    zeros = {split: (info.totals[split].zeros / info.found.rows(split)).tolist() for split in SPLITS}
+    return "Numeric columns: zeros, missing values among them", list(dense), zeros
+
+
+def _draw_coverage(axes: Any, info: Information, *, wide: bool) -> None:
+    test = info.totals["test"]
+    seen = test.seen / np.maximum(1, test.uses)
+    rest = "not in training rows" if info.hashed else "out of vocabulary"
+    names = [column.name for column in info.found.schema.columns]
+    place = np.arange(len(names))
+    axes.bar(place, seen, 0.8, color="C2", label="in training rows, too")
+    axes.bar(place, np.where(test.uses > 0, 1 - seen, 0), 0.8, bottom=seen, color="C3", alpha=0.5, label=rest)
+    _name_bars(axes, names, wide=wide)
+    axes.set(ylabel="share of uses", ylim=(0, 1))
+
+
+def _draw_rates(axes: Any, names: Sequence[str], rates: dict[str, list[float]], *, wide: bool) -> None:
+    """Draw two bars for each name."""
+    place = np.arange(len(names))
+    for split, name, side in (("train", "training rows", -0.2), ("test", "test rows", 0.2)):
+        axes.bar(place + side, rates[split], 0.4, color=_COLORS[split], label=name)
+    _name_bars(axes, names, wide=wide)
+    largest = max((rate for split in SPLITS for rate in rates[split] if rate > 0), default=0.0)
+    axes.set(ylabel="share of rows", ylim=(0, max(0.01, 1.05 * largest)))
+    if not largest:
+        axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center")
+
+
+def _name_bars(axes: Any, names: Sequence[str], *, wide: bool) -> None:
+    """Write names under the bars at 0, 1, ..., upright where they would touch; not all where those would, too."""
+    step = -(-len(names) // (_MOST_NAMES if wide else _MOST_NAMES // 2))
+    shown = [shortened(name, _MOST_LETTERS) for name in names[::step]]
+    upright = (max(map(len, shown), default=0) + 2) * len(shown) > _LETTERS * (1 + wide)
+    size = 9 if len(shown) <= _MOST_NAMES // 2 else 7
+    axes.set_xticks(np.arange(len(names))[::step], shown, rotation=90 if upright else 0, fontsize=size)
+    edge = max(0.6, (4 - len(names)) / 2)  # so that few bars are not wide
+    axes.set_xlim(-edge, len(names) - 1 + edge)
+    _percent(axes.yaxis)
+    axes.grid(alpha=0.3, axis="y")
+    axes.set_axisbelow(True)
+
+
+def _entitle(axes: Any, title: str, *, lines: int) -> None:
+    """Write a title, and below it a legend of so many lines, over no bar and no curve."""
+    axes.set_title(title, pad=9 + 15 * lines)
+    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.99)}
+    axes.legend(fontsize=9, ncols=4 // lines, frameon=False, borderpad=0.2, **place)
+
+
+def _percent(axis: Any) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    axis.set_major_formatter(PercentFormatter(1))

@@ -1,0 +1,106 @@
+"""The tables that `preprocess info` prints."""
+
+from collections.abc import Iterator, Sequence
+
+from hostdev.data.preprocess.build import SPLITS
+from hostdev.data.preprocess.info import TOPS, Curve, Information, shortened
+from hostdev.data.schema import Column
+
+from hostdev.core.memory import gib
+from hostdev.core.progress import counted
+
+_MOST_NAME = 24  # characters of a column's name
+_NO_FIGURE = "-"
+_Group = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, heads, and for each head a cell for each line
+
+
+def lines_of(info: Information) -> Iterator[str]:
+    """Return what is in a data set, as lines."""
+    found = info.found
+    ids = f"{found.schema.rows:,} ids" + ", hashed" * info.hashed
+    yield f"data     {info.folder}: {counted(len(found.schema.dense), 'numeric column')}, " \
+          f"{counted(len(found.schema.columns), 'column')} with ids, {ids}"  # fmt: skip
+    yield ""
+    yield f"{'split':<8}{'rows':>16}{'shards':>9}{'on disk':>12}{'label mean':>13}"
+    for split in SPLITS:
+        totals = info.totals[split]
+        yield (
+            f"{split:<8}{found.rows(split):>16,}{len(found.shards(split)):>9,}{gib(info.nbytes[split]):>12}"
+            f"{totals.label_mean:>13.2%}"
+        )
+    if found.schema.dense:
+        yield ""
+        yield from _numeric(info)
+    if found.schema.columns:
+        yield ""
+        yield from _features(info)
+
+
+def _numeric(info: Information) -> Iterator[str]:
+    names, found = info.found.schema.dense, info.found
+    both = [(info.totals[split], found.rows(split)) for split in SPLITS]
+    groups = [
+        *_missing(info, names),
+        ("zeros", SPLITS, [[_share(n, of) for n in totals.zeros] for totals, of in both]),
+        ("mean", SPLITS, [[f"{value / of:.4f}" for value in totals.sums] for totals, of in both]),
+        ("min", SPLITS, [[f"{value:.4f}" for value in totals.low] for totals, _ in both]),
+        ("max", SPLITS, [[f"{value:.4f}" for value in totals.high] for totals, _ in both]),
+    ]
+    yield from _table("numeric, scaled", names, groups)
+
+
+def _features(info: Information) -> Iterator[str]:
+    columns = info.found.schema.columns
+    train, test = (info.totals[split] for split in SPLITS)
+    curves = [info.curves[column.space] for column in columns]
+    rows = info.found.rows("train")
+    out = [[_share(*pair) for pair in zip(totals.out, totals.uses, strict=True)] for totals in (train, test)]
+    top = [[f"{curve.top[i]:.1%}" if curve.ids else _NO_FIGURE for curve in curves] for i in range(len(TOPS))]
+    whose = "" if info.hashed else " in vocabulary"
+    groups: list[_Group] = [
+        ("ids", ["used"], [[f"{curve.ids:,}" for curve in curves]]),
+        ("uses", ["a row"], [[f"{uses / rows:.1f}" for uses in train.uses]]),
+        *_missing(info, [column.name for column in columns]),
+        *([] if info.hashed else [("out of vocabulary", SPLITS, out)]),
+        ("test uses", ["seen"], [[_share(*pair) for pair in zip(test.seen, test.uses, strict=True)]]),
+        (f"training uses{whose} of the top", [f"{n:,}" for n in TOPS], top),
+        ("ids that have", ["50%", "90%"], [[f"{n:,}" for n in ns] for ns in zip(*_parts(curves), strict=True)]),
+    ]
+    yield from _table("feature", [_label(column) for column in columns], groups)
+    for space in info.found.schema.spaces:
+        if len(names := info.shared(space.name)) > 1:
+            yield f"{', '.join(names)} share their ids: ids and training uses of the top are those of all together"
+
+
+def _parts(curves: Sequence[Curve]) -> list[tuple[int, int]]:
+    return [(curve.half, curve.most) for curve in curves]
+
+
+def _missing(info: Information, names: Sequence[str]) -> list[_Group]:
+    """Return the columns of missing rates, where these are known."""
+    rates = [info.missing.get(split, {}) for split in SPLITS]
+    cells = [[f"{of[name]:.1%}" if name in of else _NO_FIGURE for name in names] for of in rates]
+    return [("missing", SPLITS, cells)] if info.missing else []
+
+
+def _table(title: str, names: Sequence[str], groups: Sequence[_Group]) -> Iterator[str]:
+    """Return a table with a line for each name, its columns in groups with a title of their own."""
+    names = [shortened(name, _MOST_NAME) for name in names]
+    first = max(map(len, [title, *names]))
+    above, below, lines = " " * first, f"{title:<{first}}", [f"{name:<{first}}" for name in names]
+    for what, heads, columns in groups:
+        width = max(len(text) for text in [*heads, *(cell for cells in columns for cell in cells)])
+        width = max(width, -(-len(what) // len(heads)) - (len(heads) > 1)) + 2
+        above += " " + f"{what:>{width * len(heads) - 1}}"
+        below += "".join(f"{head:>{width}}" for head in heads)
+        for cells in columns:
+            lines = [f"{line}{cell:>{width}}" for line, cell in zip(lines, cells, strict=True)]
+    return iter([above, below, *lines])
+
+
+def _label(column: Column) -> str:
+    return f"{column.name} (bag)" if column.kind == "bag" else column.name
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else _NO_FIGURE

@@ -1,0 +1,201 @@
+"""A data set's shards, mapped into memory and read in parts by several threads: what `check` and `info` stand on."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from hostdev.data.manifest import Manifest, Shard, checksum, shard_schema
+from hostdev.data.schema import Column, Schema
+
+from hostdev.core.errors import UserError, in_words
+from hostdev.core.progress import bar, counted
+from hostdev.kernels.pool import host_threads
+
+T = TypeVar("T")
+Ids = npt.NDArray[Any]
+
+MOST_ROWS = 1 << 16  # in a part
+REMEDY = "preprocess the data again, or copy it again from where it is whole"
+
+
+class DamagedError(UserError):
+    """A file of a data set that is not what it should be."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(f"{path}: {what}; {REMEDY}")
+
+
+@dataclass(frozen=True)
+class Part:
+    """n neighbouring rows of a shard, views of its memory.
+
+    start  the number of the first row in the shard
+    label  float32 [n]
+    dense  float32 [n, dense columns]
+    ids    int32 or int64 [n, columns with one id a row]
+    bags   by column: ids of all rows end to end [N], and where each row's begin, [n + 1]
+    """
+
+    start: int
+    label: npt.NDArray[np.float32]
+    dense: npt.NDArray[np.float32]
+    ids: Ids
+    bags: dict[str, tuple[Ids, Ids]]
+
+    def ids_of(self, schema: Schema, column: Column) -> Ids:
+        """Return a column's ids [N], n of them but for a bag."""
+        return self.bags[column.name][0] if column.kind == "bag" else self.ids[:, schema.ids.index(column.name)]
+
+
+def each_shard(look: Callable[[Shard], T], folder: Path, shards: Sequence[Shard], title: str) -> Iterator[T]:
+    """Call `look` for shards, several at once, and yield what it returns in their order; with a progress bar."""
+    sizes = [size_of(folder / shard.file) for shard in shards]
+    threads = min(host_threads(), len(shards))
+    with (
+        ThreadPoolExecutor(threads, "hostdev-shards") as pool,
+        bar(sum(sizes), title, "B", unit_scale=True) as progress,
+    ):
+        for size, result in zip(sizes, pool.map(look, shards), strict=True):
+            progress.update(size)
+            yield result
+
+
+def size_of(path: Path) -> int:
+    """Return a file's bytes; 0 where it cannot be seen."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def parts_of(folder: Path, found: Manifest, shard: Shard, *, known: bool = False) -> Iterator[Part]:
+    """Iterate over a shard's rows, in parts of bounded size.
+
+    known  it has been read before: its checksum and its values are not looked at again
+
+    Raises DamagedError before the first part unless checksum, schema and number of rows are right, and before a part
+    whose lists are broken or that has missing values.
+    """
+    path = folder / shard.file
+    if not known:
+        require_checksum(path, shard.sha256)
+    batches = _batches_of(path, shard_schema(found.schema, found.id_type))
+    rows = sum(batch.num_rows for batch in batches)
+    if rows != shard.rows:
+        raise DamagedError(path, f"{rows:,} rows, not {shard.rows:,}")
+    start = 0
+    for batch in batches:
+        if not known:
+            _require_whole(path, batch)
+        for begin in range(0, batch.num_rows, MOST_ROWS):
+            piece = batch.slice(begin, MOST_ROWS)
+            yield _part_of(piece, start + begin, found)
+        start += batch.num_rows
+
+
+def require_checksum(path: Path, expected: str) -> None:
+    """Raise DamagedError unless a file is there and has this SHA-256."""
+    try:
+        if checksum(path) != expected:
+            raise DamagedError(path, "a wrong checksum: it is damaged or was changed")
+    except FileNotFoundError:
+        raise DamagedError(path, "it is missing") from None
+    except OSError as error:
+        raise DamagedError(path, f"it cannot be read ({in_words(error)})") from None
+
+
+def _batches_of(path: Path, expected: pa.Schema) -> list[pa.RecordBatch]:
+    """Map a file of this schema into memory."""
+    try:
+        file = pa.ipc.open_file(pa.memory_map(str(path)))
+        batches = [file.get_batch(i) for i in range(file.num_record_batches)]
+    except (pa.ArrowException, OSError) as error:
+        raise DamagedError(path, f"not an Arrow file ({in_words(error)})") from None
+    if not file.schema.equals(expected):
+        raise DamagedError(path, f"a wrong schema: {types(file.schema)}, not {types(expected)}")
+    return batches
+
+
+def _require_whole(path: Path, batch: pa.RecordBatch) -> None:
+    try:
+        batch.validate(full=True)  # the lists' offsets
+    except pa.ArrowInvalid as error:
+        raise DamagedError(path, f"broken lists ({in_words(error)})") from None
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if column.null_count or _inside(column).null_count:
+            raise DamagedError(path, f"missing values in {name!r}")
+
+
+def _part_of(batch: pa.RecordBatch, start: int, found: Manifest) -> Part:
+    n, schema = batch.num_rows, found.schema
+    dense, ids = np.zeros((n, 0), np.float32), np.zeros((n, 0), found.id_type)
+    if schema.dense:
+        dense = _inside(batch["dense"]).to_numpy().reshape(n, -1)
+    if schema.ids:
+        ids = _inside(batch["cat"]).to_numpy().reshape(n, -1)
+    bags = {}
+    for name in schema.bags:
+        offsets = batch[f"bag:{name}"].offsets.to_numpy()
+        bags[name] = _inside(batch[f"bag:{name}"]).to_numpy(), offsets - offsets[:1]
+    return Part(start, batch["label"].to_numpy(), dense, ids, bags)
+
+
+def _inside(array: Any) -> Any:
+    """Return the values of lists end to end; those of a column without lists are its own."""
+    return array.flatten() if pa.types.is_nested(array.type) else array
+
+
+def types(found: pa.Schema) -> str:
+    """Return names and types of a schema's fields."""
+    return ", ".join(f"{field.name} {field.type}" for field in found)
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """Values of a part that no data set has.
+
+    kind   what they are, such as "label"
+    what   is wrong with them, such as "not 0 or 1"
+    count  how many
+    first  the first of them, and its row in the shard
+    """
+
+    kind: str
+    what: str
+    count: int
+    first: str
+
+    def text(self) -> str:
+        """Return how many there are, and the first."""
+        return f"{counted(self.count, self.kind)} {self.what}, the first in {self.first}"
+
+
+def wrong_values(part: Part, schema: Schema) -> list[Wrong]:
+    """Find ids outside their column's, labels that are none and numbers that are not finite; one item for each kind."""
+    found = []
+    spaces = {space.name: space for space in schema.spaces}
+    for column in schema.columns:
+        ids, space = part.ids_of(schema, column), spaces[column.space]
+        end = space.first + space.size
+        at = np.flatnonzero(((ids < space.first) | (ids >= end)) & (ids != space.oov))
+        if len(at):
+            row = int(at[0])
+            if column.kind == "bag":
+                row = int(np.searchsorted(part.bags[column.name][1], row, "right")) - 1
+            allowed = f"{space.oov} or in {space.first}..{end - 1}" if space.size else f"{space.oov}"
+            first = f"row {part.start + row}: {ids[at[0]]} is not {allowed}"
+            found.append(Wrong("id", f"of column {column.name!r} outside its range", len(at), first))
+    at = np.flatnonzero((part.label != 0) & (part.label != 1))
+    if len(at):
+        found.append(Wrong("label", "not 0 or 1", len(at), f"row {part.start + at[0]}: {part.label[at[0]]}"))
+    finite = np.isfinite(part.dense)
+    if not finite.all():
+        row, number = np.argwhere(~finite)[0]
+        first = f"row {part.start + row}, column {schema.dense[number]!r}: {part.dense[row, number]}"
+        found.append(Wrong("number", "not finite", int((~finite).sum()), first))
+    return found

@@ -1,0 +1,130 @@
+"""A data set's vocabulary, mapped into memory: whose each id is, which value it stands for, how often it is used."""
+
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from hostdev.data.manifest import Manifest
+from hostdev.data.preprocess.stored import DamagedError, require_checksum, types
+from hostdev.data.schema import Space
+
+from hostdev.core.errors import in_words
+from hostdev.kernels.strings import hash_texts
+
+_MOST_IDS = 1 << 20  # looked at together
+
+
+class StoredVocabulary:
+    """The vocabulary of a data set that has one.
+
+    Raises DamagedError unless its checksum, its columns and the number of its ids are right.
+    """
+
+    def __init__(self, folder: Path, found: Manifest) -> None:
+        assert found.vocabulary is not None
+        self.path = folder / found.vocabulary
+        self._schema = found.schema
+        self._names = [*found.schema.dense, *(space.name for space in found.schema.spaces)]
+        if found.vocabulary_sha256 is not None:
+            require_checksum(self.path, found.vocabulary_sha256)
+        try:
+            self.table = pa.ipc.open_file(pa.memory_map(str(self.path))).read_all()
+            self.table.validate(full=True)
+        except FileNotFoundError:
+            raise DamagedError(self.path, "it is missing") from None
+        except (pa.ArrowException, OSError) as error:
+            raise DamagedError(self.path, f"not an Arrow file ({in_words(error)})") from None
+        schema = self.table.schema
+        field = schema.types[0] if schema.types and pa.types.is_dictionary(schema.types[0]) else None
+        kinds = [field and field.value_type, *schema.types[1:]]
+        if schema.names != ["field", "value", "count"] or kinds != [pa.string(), pa.string(), pa.int64()]:
+            raise DamagedError(self.path, f"a wrong schema: {types(schema)}")
+        if len(self.table) != found.schema.rows:
+            raise DamagedError(self.path, f"{len(self.table):,} ids, not {found.schema.rows:,}")
+        for name in ("field", "count"):
+            if self.table[name].null_count:
+                raise DamagedError(self.path, f"missing values in {name!r}")
+
+    @cached_property
+    def counts(self) -> npt.NDArray[np.int64]:
+        """Uses of each id in the training rows, int64 [V]; mapped, where the file has them in one piece."""
+        chunks = [chunk.to_numpy() for chunk in self.table["count"].chunks]
+        return chunks[0] if len(chunks) == 1 else np.concatenate([np.zeros(0, np.int64), *chunks])
+
+    def _owners(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """Iterate over all ids in order: the first of some, and the fixed id of each one's column or space, or -1."""
+        numbers = {name: i for i, name in enumerate(self._names)}
+        start = 0
+        for chunk in self.table["field"].chunks:
+            of_name = np.array([numbers.get(name, -1) for name in chunk.dictionary.to_pylist()], np.int64)
+            for begin in range(0, len(chunk), _MOST_IDS):
+                indices = chunk.indices.slice(begin, _MOST_IDS).to_numpy()
+                yield start + begin, of_name[indices]
+            start += len(chunk)
+
+    @cached_property
+    def spaces(self) -> dict[str, Space]:
+        """The ids of each space by its name, as the file has them: data sets of version 1 record them nowhere else.
+
+        Raises DamagedError where they are not by space, in the order of the spaces.
+        """
+        fixed, dense = self._schema.first_value, len(self._schema.dense)
+        sizes, last = np.zeros(fixed, np.int64), dense
+        for start, owners in self._owners():
+            at = np.arange(start, start + len(owners))
+            values = owners[at >= fixed]
+            right = owners == at
+            right[at >= fixed] = np.diff(values, prepend=last) >= 0
+            if not right.all():
+                number = int(at[right.argmin()])
+                name = self.table["field"][number].as_py()
+                raise DamagedError(self.path, f"id {number} is of {name!r}, which is out of order or not in the schema")
+            sizes += np.bincount(values, minlength=fixed)
+            last = int(values[-1]) if len(values) else last
+        edges = fixed + np.concatenate([[0], np.cumsum(sizes[dense:])])
+        return {
+            space.name: Space(space.name, space.oov, int(first), int(end - first))
+            for space, (first, end) in zip(self._schema.spaces, pairwise(edges), strict=True)
+        }
+
+    def text(self, number: int) -> str:
+        """Return what an id stands for."""
+        field, value = (self.table[name][number].as_py() for name in ("field", "value"))
+        return f"{field!r}" if value is None else f"{field!r} value {value!r}"
+
+    def value_twice(self, space: Space) -> tuple[int, int] | None:
+        """Return two ids of a space that stand for one value; 8 bytes of memory for each id of the space."""
+        values = self.table["value"].slice(space.first, space.size)
+        hashes = np.empty(space.size, np.uint64)
+        start = 0
+        for piece in _pieces(values):
+            hashes[start : start + len(piece)] = _hashes(piece)
+            start += len(piece)
+        hashes.sort()
+        alike = np.unique(hashes[1:][hashes[1:] == hashes[:-1]])
+        seen: dict[str, int] = {}  # of those with a hash that is there twice, which may differ nevertheless
+        start = space.first
+        for piece in _pieces(values) if len(alike) else ():
+            for at in np.flatnonzero(np.isin(_hashes(piece), alike)).tolist():
+                value = piece[at].as_py()
+                if value in seen:
+                    return seen[value], start + at
+                seen[value] = start + at
+            start += len(piece)
+        return None
+
+
+def _pieces(values: pa.ChunkedArray) -> Iterator[pa.StringArray]:
+    for chunk in values.chunks:
+        for begin in range(0, len(chunk), _MOST_IDS):
+            yield chunk.slice(begin, _MOST_IDS)
+
+
+def _hashes(texts: pa.StringArray) -> npt.NDArray[np.uint64]:
+    _, offsets, data = texts.buffers()
+    begin = np.frombuffer(offsets, np.int32, len(texts) + 1, texts.offset * 4)
+    return hash_texts(begin, np.frombuffer(data if data is not None else b"", np.uint8))

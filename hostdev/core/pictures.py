@@ -1,0 +1,50 @@
+"""Pictures that commands draw: a new file, a figure that leaves the user's pyplot alone."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+from hostdev.core.errors import UserError
+
+_SUFFIXES = (".png", ".pdf", ".svg")
+
+
+def new_path(stem: str) -> Path:
+    """Return STEM.png, or STEM-2.png, ... where an earlier one is kept."""
+    names = (f"{stem}{'' if number == 1 else f'-{number}'}.png" for number in itertools.count(1))
+    return next(path for path in map(Path, names) if not path.exists())
+
+
+def require_new(out: Path) -> None:
+    """Raise UserError unless --out is a picture that can be written and is not there, before the work."""
+    if out.exists():
+        raise UserError(f"--out {out} exists; choose another file")
+    if out.suffix.lower() not in _SUFFIXES or not out.parent.is_dir():
+        raise UserError(f"--out {out} must be a .png, .pdf or .svg file in a folder that exists")
+    try:
+        out.open("x").close()
+    except OSError as error:
+        raise _not_writable(out, error) from None
+    out.unlink()
+
+
+def figure(width: float, height: float) -> Any:
+    """Return an empty figure of so many inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(made)  # and no pyplot, which is the user's
+    return made
+
+
+def save(made: Any, out: Path) -> None:
+    """Write a figure to --out; UserError where that cannot be written."""
+    try:
+        made.savefig(out, dpi=100)
+    except OSError as error:
+        raise _not_writable(out, error) from None
+
+
+def _not_writable(path: Path, error: OSError) -> UserError:
+    return UserError(f"--out {path}: {error.strerror}; choose a file that can be written")

@@ -1,0 +1,320 @@
+"""preprocess check: whole data sets of every kind are whole; damage of every kind is found, named, and not the end."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hostdev.data import manifest
+from hostdev.data.preprocess import __main__ as preprocess
+from hostdev.data.preprocess import counting, stored, stored_vocabulary
+from hostdev.data.preprocess.build import Options, build
+from hostdev.data.preprocess.check import check
+from hostdev.data.preprocess.synthetic import Synthetic
+from hostdev.data.preprocess.table import Table, TableOptions
+
+from hostdev import UserError
+from hostdev.kernels.pool import set_host_threads
+from tests.data import twins
+from tests.data.test_manifest import VERSION_1
+from tests.test_shards import bag_columns, rewrite, rewrite_bag
+
+REMEDY = "; preprocess the data again, or copy it again from where it is whole"
+
+
+@pytest.fixture
+def bag_data(tmp_path):
+    """A data set with bags, in shards of 200 rows with two record batches each."""
+    path = twins.write_arrow(tmp_path / "t.arrow", bag_columns(), rows_per_batch=100)
+    bags = {"bags": (("often", None), ("rare", None)), "share": (("rare", "often"),)}
+    table = Table([path], TableOptions(label="y", numeric=("x",), categorical=("c",), **bags))
+    build(table, tmp_path / "data", Options(threshold=0, rows_per_shard=200))
+    return tmp_path / "data"
+
+
+def hashed(folder):
+    build(Synthetic(300, 3), folder / "hashed", Options(threshold=None, hash_buckets=50))
+    return folder / "hashed"
+
+
+def wrong(folder):
+    """What is wrong with a data set, by file: paths below its folder, and the lines' texts without what to do."""
+    lines = check(folder).wrong
+    assert all(line.endswith(REMEDY) and line.startswith(f"{folder}/") for line in lines)
+    return [line.removesuffix(REMEDY).removeprefix(f"{folder}/") for line in lines]
+
+
+def edit_manifest(folder, change):
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def edit_vocabulary(folder, change):
+    """Replace the vocabulary, given it as {name: list}; the manifest has its new checksum."""
+    path = folder / "vocabulary.arrow"
+    table = pa.ipc.open_file(pa.OSFile(str(path))).read_all()
+    columns = table.to_pydict()
+    change(columns)
+    arrays = [pa.array(columns["field"]).dictionary_encode(), pa.array(columns["value"], pa.string())]
+    table = pa.table([*arrays, pa.array(columns["count"], pa.int64())], names=list(columns))
+    with pa.ipc.new_file(path, table.schema) as file:
+        file.write_table(table)
+    edit_manifest(folder, lambda content: content.update(vocabulary_sha256=manifest.checksum(path)))
+
+
+def test_whole_data_sets(tmp_path, in_process, small_data, films, bag_data):
+    for folder in (small_data, films, bag_data, hashed(tmp_path), VERSION_1):
+        code, out, err = in_process(preprocess, "check", folder)
+        assert (code, err) == (0, "")
+        assert all(line.endswith(": whole") for line in out.splitlines())
+    assert check(films).lines == [
+        f"{films}/train: 1 shard, 2,682 rows, {stored_size(films / 'train')}: whole",
+        f"{films}/test: 1 shard, 318 rows, {stored_size(films / 'test')}: whole",
+        f"{films}/vocabulary.arrow: 154 ids, {stored_size(films / 'vocabulary.arrow')}: whole",
+        f"{films}/manifest.json: whole",
+    ]
+
+
+def stored_size(path):
+    return counting.gib(sum(file.stat().st_size for file in [path, *path.glob("*")] if file.is_file()))
+
+
+def test_files_that_are_not_of_it_are_no_error(own_data, in_process):
+    (own_data / "train/notes.txt").write_text("mine")
+    code, out, _ = in_process(preprocess, "check", own_data)
+    assert code == 0
+    assert out.splitlines()[-1] == f"{own_data}/train/notes.txt: not of the data set"
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_it_goes_on_after_damage_and_lists_all_of_it(own_data, in_process):
+    flip(own_data / "train/part-00001.arrow")
+    (own_data / "train/part-00002.arrow").unlink()
+    flip(own_data / "vocabulary.arrow")
+    edit_manifest(own_data, lambda content: content["statistics"]["label_mean"].update(test=0.5))
+    code, out, err = in_process(preprocess, "check", own_data)
+    lines = out.splitlines()
+    damaged = "a wrong checksum: it is damaged or was changed"
+    missing = f"{own_data}/train/part-00002.arrow: it is missing{REMEDY}"
+    shards = f"{counting.gib((own_data / 'train/part-00000.arrow').stat().st_size * 2)}"
+    assert code == 1
+    assert lines[:3] == [
+        f"{own_data}/vocabulary.arrow: {damaged}{REMEDY}", f"{own_data}/vocabulary.arrow: NOT WHOLE, 1 finding",
+        f"{own_data}/train/part-00001.arrow: {damaged}{REMEDY}",
+    ]  # fmt: skip
+    assert lines[3] == missing
+    assert lines[4].startswith(f"{own_data}/train: 3 shards, ")
+    assert lines[4].endswith(" rows, " + shards + ": NOT WHOLE, 2 findings")
+    assert lines[5].endswith("whole")
+    assert lines[6].startswith(f"{own_data}/manifest.json: statistics say that label_mean of the test rows is 0.5, ")
+    assert lines[7:] == [
+        f"{own_data}/manifest.json: statistics of train rows not compared: NOT WHOLE, 1 finding",
+    ]  # fmt: skip
+    assert err == (
+        f"hostdev.data.preprocess: error: {own_data} is not whole: 4 findings: {own_data}/vocabulary.arrow: "
+        f"{damaged}{REMEDY}\n"
+    )
+
+
+def column(name, change):
+    """A change of a shard's column, given as Python values."""
+
+    def changed(table):
+        values = table[name].to_pylist()
+        change(values)
+        return table.set_column(table.schema.names.index(name), name, pa.array(values, table.schema.field(name).type))
+
+    return changed
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda table: table.slice(1), "199 rows, not 200"),
+    (lambda table: table.drop_columns(["dense"]), "a wrong schema: label float, cat fixed_size_list"),
+    (column("label", lambda values: values.__setitem__(3, None)), "missing values in 'label'"),
+    (column("cat", lambda values: values[7].__setitem__(3, None)), "missing values in 'cat'"),
+    (column("label", lambda values: values.__setitem__(slice(9, 11), [0.5, 2])),
+     "2 labels not 0 or 1, the first in row 9: 0.5"),
+    (column("dense", lambda values: values[150].__setitem__(2, float("nan"))),
+     "1 number not finite, the first in row 150, column 'I3': nan"),
+    (column("cat", lambda values: values[17].__setitem__(4, -1)),
+     "1 id of column 'C5' outside its range, the first in row 17: -1 is not 17 or in "),
+    (column("cat", lambda values: values[17].__setitem__(4, 10**6)),
+     "1 id of column 'C5' outside its range, the first in row 17: 1000000 is not 17 or in "),
+    (column("cat", lambda values: values[199].__setitem__(4, 18)),  # of the table, but of the next column
+     "1 id of column 'C5' outside its range, the first in row 199: 18 is not 17 or in "),
+])  # fmt: skip
+def test_what_is_wrong_with_a_shard(own_data, monkeypatch, change, message):
+    rewrite(own_data, change)
+    for rows, threads in ((stored.MOST_ROWS, 1), (70, 3)):
+        monkeypatch.setattr(stored, "MOST_ROWS", rows)
+        set_host_threads(threads)
+        [found] = wrong(own_data)
+        assert found.startswith(f"train/part-00001.arrow: {message}")
+
+
+def test_not_an_arrow_file(own_data):
+    (own_data / "train/part-00001.arrow").write_bytes(b"")
+    path = own_data / "train/part-00001.arrow"
+    edit_manifest(own_data, lambda content: content["train"][1].update(sha256=manifest.checksum(path)))
+    [found] = wrong(own_data)
+    assert found.startswith("train/part-00001.arrow: not an Arrow file (")
+
+
+def test_all_that_is_wrong_with_one_shard(own_data):
+    def change(table):
+        table = column("label", lambda values: values.__setitem__(0, 3))(table)
+        return column("cat", lambda values: values[1].__setitem__(0, 14))(table)
+
+    rewrite(own_data, change)
+    assert [line.split(",")[0] for line in wrong(own_data)] == [
+        "train/part-00001.arrow: 1 id of column 'C1' outside its range",
+        "train/part-00001.arrow: 1 label not 0 or 1",
+    ]
+
+
+def test_the_ids_of_bags(bag_data):
+    at = []
+
+    def change(offsets, values):
+        at.append(int(np.flatnonzero(np.diff(offsets))[50]))
+        values[offsets[at[0]]] = 0
+
+    rewrite_bag(bag_data, change)
+    [found] = wrong(bag_data)
+    message = f"1 id of column 'often' outside its range, the first in row {at[0]}: 0 is not 2 or in "
+    assert found.startswith(f"train/part-00001.arrow: {message}")
+
+
+@pytest.mark.parametrize("change", [
+    lambda offsets, values: offsets.__setitem__(50, offsets[52] + 1),
+    lambda offsets, values: offsets.__setitem__(50, -1),
+    lambda offsets, values: offsets.__setitem__(slice(50, 60), 10**6),
+])  # fmt: skip
+def test_offsets_of_a_bag_that_cannot_be(bag_data, change):
+    rewrite_bag(bag_data, change)
+    [found] = wrong(bag_data)
+    assert found.startswith(("train/part-00001.arrow: broken lists (", "train/part-00001.arrow: not an Arrow file ("))
+
+
+def move_a_use(columns):
+    columns["count"][40] += 1
+    columns["count"][41] -= 1
+
+
+def copy_value(columns):
+    columns["value"][40] = columns["value"][39]
+
+
+def swap_fields(columns):
+    fields = columns["field"]
+    at = next(i for i in range(40, len(fields)) if fields[i] != fields[i - 1])
+    fields[at - 1], fields[at] = fields[at], fields[at - 1]
+
+
+def widen_field(columns):
+    fields = columns["field"]
+    at = next(i for i in range(40, len(fields)) if fields[i] != fields[i - 1])
+    fields[at] = fields[at - 1]
+
+
+@pytest.mark.parametrize(("change", "messages"), [
+    (move_a_use, ["2 counts of uses not those of the training rows, the first of id 40 ('C1' value "]),
+    (lambda columns: columns["count"].__setitem__(5, 7),
+     ["its counts add up to ", "1 count of uses not those of the training rows, the first of id 5 ('I6'): 7, not "]),
+    (lambda columns: columns["count"].__setitem__(40, -1),
+     ["counts below 0", "1 count of uses not those of the training rows, the first of id 40 "]),
+    (copy_value, ["ids 39 and 40 are both 'C1' value "]),
+    (lambda columns: columns["value"].__setitem__(3, "x"), ["not exactly its 39 fixed ids have no value"]),
+    (lambda columns: columns["value"].__setitem__(41, None), ["not exactly its 39 fixed ids have no value"]),
+    (lambda columns: columns["field"].__setitem__(41, "C99"), ["id 41 is of 'C99', which is out of order or not in "]),
+    (swap_fields, ["id "]),
+    (widen_field, ["space 'C1' has the ids 39..", "space 'C2' has the ids "]),
+    (lambda columns: [values.pop() for values in columns.values()], ["153 ids, not 154"]),
+    (lambda columns: columns["count"].__setitem__(3, None), ["missing values in 'count'"]),
+])  # fmt: skip
+def test_what_is_wrong_with_the_vocabulary(tmp_path, change, messages):
+    found = build(Synthetic(120, 2), tmp_path / "data", Options(threshold=3, rows_per_shard=50))
+    messages = [text.replace("153 ids, not 154", f"{found.schema.rows - 1} ids, not {found.schema.rows}")
+                for text in messages]  # fmt: skip
+    edit_vocabulary(tmp_path / "data", change)
+    lines = wrong(tmp_path / "data")
+    assert len(lines) == len(messages)
+    for line, message in zip(lines, messages, strict=True):
+        assert line.startswith(f"vocabulary.arrow: {message}")
+
+
+def test_a_value_twice_far_apart(tmp_path, monkeypatch):
+    """Pieces of the vocabulary are looked at together; the same value of another column is none twice."""
+    monkeypatch.setattr(stored_vocabulary, "_MOST_IDS", 3)
+    columns = {"y": [i % 2 for i in range(90)], "a": [f"v{i % 9}" for i in range(90)]}
+    columns["b"] = columns["a"]
+    path = twins.write_arrow(tmp_path / "t.arrow", columns)
+    twins.build_table(path, tmp_path / "data", label="y", categorical=("a", "b"), options=Options(threshold=0))
+    assert wrong(tmp_path / "data") == []
+    edit_vocabulary(tmp_path / "data", lambda columns: columns["value"].__setitem__(10, columns["value"][3]))
+    [found] = wrong(tmp_path / "data")
+    assert found.startswith("vocabulary.arrow: ids 3 and 10 are both 'a' value 'v")
+
+
+@pytest.mark.parametrize("name", ["rows", "label_mean", "out_of_vocabulary"])
+@pytest.mark.parametrize("value", [0.123, None])
+def test_statistics_that_are_not_those_of_the_rows(own_data, name, value):
+    edit_manifest(own_data, lambda content: content["statistics"][name].update(train=value))
+    [found] = wrong(own_data)
+    assert found.startswith(f"manifest.json: statistics say that {name} of the train rows is {value}, which it is not")
+
+
+def test_the_number_of_values_of_a_bag(bag_data):
+    edit_manifest(bag_data, lambda content: content["statistics"]["bag_values"]["often"].update(test=3))
+    [found] = wrong(bag_data)
+    assert found.startswith("manifest.json: statistics say that bag_values of 'often' of the test rows is 3, which it")
+
+
+def test_version_1(tmp_path):
+    """Which ids are whose only the vocabulary says there; its checksum may be missing."""
+    for path in [path for path in VERSION_1.rglob("*") if path.is_file()]:
+        copy = tmp_path / path.relative_to(VERSION_1)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    edit_vocabulary(tmp_path, move_a_use)
+    edit_manifest(tmp_path, lambda content: content.pop("vocabulary_sha256"))
+    [found] = wrong(tmp_path)
+    assert found.startswith("vocabulary.arrow: 2 counts of uses not those of the training rows, the first of id 40 ")
+    assert "no checksum recorded: NOT WHOLE" in "\n".join(check(tmp_path).lines)
+
+
+def test_counts_are_compared_for_every_id(own_data):
+    """Whatever the number of threads, and however many arrays they count in."""
+    for threads in (1, 4):
+        set_host_threads(threads)
+        assert wrong(own_data) == []
+
+
+def test_a_broken_manifest(own_data, in_process):
+    (own_data / "manifest.json").write_text("{")
+    code, out, err = in_process(preprocess, "check", own_data)
+    assert code == 1
+    assert out.splitlines()[0].startswith(f"{own_data}/manifest.json is broken (")
+    assert "is not whole: 1 finding: " in err
+
+
+def test_no_data_set(tmp_path, in_process):
+    code, out, err = in_process(preprocess, "check", tmp_path)
+    assert (code, out) == (2, "")
+    assert err == (
+        f"hostdev.data.preprocess: error: {tmp_path} is not a data set: it has no manifest.json; make one with python "
+        "-m hostdev.data.preprocess\n"
+    )
+
+
+def test_too_little_memory(own_data, monkeypatch):
+    monkeypatch.setattr(counting, "available_bytes", lambda: 1000)
+    with pytest.raises(UserError, match=r"counting its .* ids needs \d+ bytes .* of memory, but 1000 .* are free; use"):
+        check(own_data)
