@@ -278,7 +278,9 @@ class Run:
 
             self._left.begin()
             test, training = (
-                self.trainer.evaluate(itertools.takewhile(lambda _: not self._is_stopped(stop), batches), count)
+                self.trainer.evaluate(
+                    itertools.takewhile(lambda _: not self._is_stopped(stop), batches), count, self.files.path
+                )
                 for batches in (
                     rows.batches(self.batch_size, part=self._part) for rows in (self.test_rows, self.sample)
                 )
