@@ -4,6 +4,8 @@ import math
 import subprocess
 import sys
 from fractions import Fraction
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -92,7 +94,8 @@ def test_a_folder_that_is_gone_is_not_needed(tmp_path):
 
 
 def test_a_full_disk_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(scores.tempfile, "TemporaryFile", lambda dir: open("/dev/full", "r+b", buffering=0))
+    full = partial(Path("/dev/full").open, "r+b", buffering=0)
+    monkeypatch.setattr(scores.tempfile, "TemporaryFile", lambda dir: full())
     with pytest.raises(OSError, match="No space left") as found:
         collected(*drawn("normal"), 100, tmp_path)
     assert found.value.filename == str(tmp_path)

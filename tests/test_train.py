@@ -63,7 +63,7 @@ def test_the_list_of_flags():
         "--keep-checkpoints", "--checkpoint-dir", "--resume",
         "--micro-batches", "--gradients", "--torch-threads", "--batch-per-rank", "--spawn", "--dist-backend",
         "--dist-url", "--dist-timeout", "--dense-exchange", "--parallel", "--mesh", "--schedule", "--stage-cut",
-        "--plan",
+        "--plan", "--ops-log",
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""AUC and log loss of any number of rows in bounded memory: sorted runs in a file, of which a range is read at a time."""
+"""AUC and log loss of any number of rows in bounded memory: sorted runs in a file, read a range at a time."""
 
 import math
 import tempfile
@@ -32,8 +32,8 @@ class Figures(NamedTuple):
 class Scores:
     """Collects logits and labels; a context, which lets go of its file at its end.
 
-    Up to a block of rows the figures are to the bit those of `metrics.auc` and `metrics.log_loss`, and beyond it the AUC
-    is: pairs are counted in integers. The log loss is then the sum over the blocks, each summed as one array, rounded
+    Up to a block of rows the figures are to the bit those of `metrics.auc` and `metrics.log_loss`. Beyond it the AUC is
+    still, as pairs are counted in integers; the log loss is of the sum over blocks, each summed as one array, rounded
     once. Neither depends on how the rows come.
 
     folder  where there is a file without a name for more than a block of rows, 4 bytes a row; None: the system's folder
@@ -99,7 +99,7 @@ class Scores:
         folder = self._folder if self._folder is not None and self._folder.is_dir() else None  # somebody removed it
         with naming(folder or tempfile.gettempdir()):
             if self._file is None:
-                self._file = tempfile.TemporaryFile(dir=folder)
+                self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (until the end of the context)
             total, parts = self._block_of()
             self._losses.append(total)
             self._held = 0
@@ -111,14 +111,14 @@ class Scores:
         """Do `metrics.twice_above` over all runs, a range of keys at a time that holds at most a block of rows."""
         runs = [*self._runs[0], *self._runs[1]]
         negatives = len(self._runs[0])
+
+        def rows_below(key: int) -> int:
+            return sum(run.below(key, file) for run in runs)
+
         low, at = _FIRST, [0] * len(runs)
         twice = before = 0  # negatives in the ranges before
         while low < _BEHIND:
-            taken = sum(at)
-            fitting = bisect_right(
-                range(low + 1, _BEHIND + 1), self._block,
-                key=lambda key, taken=taken: sum(run.below(key, file) for run in runs) - taken,
-            )  # fmt: skip
+            fitting = bisect_right(range(low + 1, _BEHIND + 1), sum(at) + self._block, key=rows_below)
             high = low + max(1, fitting)
             ends = [run.below(high, file) for run in runs]
             counts = [end - start for start, end in zip(at, ends, strict=True)]
