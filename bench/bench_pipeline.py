@@ -229,7 +229,7 @@ def planning_cost(cached: Running, uncached: Running, steps: int, rounds: int) -
 def planning_seconds(run: Running, steps: int) -> float:
     """Return the seconds of a step's planning in the last steps: counting uses, announcing, planning."""
     cache = run.pipeline.groups[0].cache
-    times = [list(op.times.nanoseconds)[-steps:] for op in (cache.counting, cache.announcing, cache.planning)]
+    times = [list(op.times.durations().latest)[-steps:] for op in (cache.counting, cache.announcing, cache.planning)]
     return sum(map(sum, times)) / 1e9 / steps
 
 

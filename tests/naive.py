@@ -202,8 +202,8 @@ def partial_squares(weights):
 def auc(scores, labels):
     """The fraction of (positive, negative) pairs in the right order; ties count half."""
     positive, negative = scores[labels == 1], scores[labels == 0]
-    difference = positive[:, None] - negative[None, :]
-    return float((difference > 0).mean() + 0.5 * (difference == 0).mean())
+    higher, equal = positive[:, None] > negative[None, :], positive[:, None] == negative[None, :]
+    return float(higher.mean() + 0.5 * equal.mean())
 
 
 def fnv1a(text):

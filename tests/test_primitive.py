@@ -1,10 +1,12 @@
 import io
 import re
+import threading
 
 import numpy as np
 import pytest
 
 from hostdev import FTRL, EmbeddingLookup, FusedSparseFtrl, FusedSparseLazyAdam, HostTable, LazyAdam, Primitive
+from hostdev.core import primitive
 from hostdev.core.primitive import OpLog
 
 LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO (cpu|device) kernel: (\S+) costs (\d+) us\.$")
@@ -43,7 +45,7 @@ def test_lines_of_the_log():
     update(table, np.array([1, 2]), rows)
     lookup(table, np.array([1]))
     other()
-    log.flush()
+    log.close()
     lines = [LINE.match(line).groups() for line in file.getvalue().splitlines()]
     assert lines[:3] == [
         ("cpu", "Default/deep/EmbeddingLookup-op1", "1500"),
@@ -51,6 +53,74 @@ def test_lines_of_the_log():
         ("cpu", "Default/deep/EmbeddingLookup-op1", "1500"),
     ]
     assert lines[3][:2] == ("device", "Default/Adam-op3")
+
+
+class SlowFile:
+    """Takes lines when it may."""
+
+    def __init__(self):
+        self.lines, self.threads = [], set()
+        self.may = threading.Event()
+
+    def writelines(self, lines):
+        assert self.may.wait(30)
+        self.threads.add(threading.current_thread().name)
+        self.lines += lines
+
+    def flush(self):
+        pass
+
+
+class FullDisk(SlowFile):
+    """Takes none."""
+
+    def writelines(self, lines):
+        raise OSError(28, "No space left on device")
+
+
+def test_lines_are_written_behind_and_none_is_left_out(monkeypatch):
+    """An op waits where too many lines do, and for nothing else."""
+    monkeypatch.setattr(primitive, "_MOST_WAITING", 100)
+    monkeypatch.setattr(primitive, "_EVERY_SECONDS", 0.001)
+    file, log = SlowFile(), OpLog(clocks={"DEVICE": FixedClock()})
+    log.write_to(file)
+    op = Primitive("Step", lambda: None, log=log)
+    calls = [0]
+
+    def call():
+        for _ in range(1000):
+            op()
+            calls[0] += 1
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    caller.join(0.2)
+    assert caller.is_alive()
+    assert calls[0] < 300  # those that wait, and those that were on their way to the file
+    file.may.set()
+    caller.join(30)
+    assert file.threads == {"hostdev-ops-log"}
+    log.close()
+    assert len(file.lines) == calls[0] == 1000
+    assert "hostdev-ops-log" not in {thread.name for thread in threading.enumerate()}
+    op()  # not written any more
+    assert (len(file.lines), log.summary()["Step"]["count"]) == (1000, 1001)
+
+
+def test_what_writing_meets_is_raised_and_keeps_no_op_waiting(monkeypatch):
+    monkeypatch.setattr(primitive, "_MOST_WAITING", 10)
+    log = OpLog(clocks={"DEVICE": FixedClock()})
+    log.write_to(FullDisk())
+    op = Primitive("Step", lambda: None, log=log)
+    for _ in range(50):
+        op()
+    with pytest.raises(OSError, match="No space left"):
+        log.flush()
+    with pytest.raises(OSError, match="No space left"):
+        log.check()
+    with pytest.raises(OSError, match="No space left"):
+        log.close()
+    assert log.summary()["Step"]["count"] == 50
 
 
 def test_summary_by_name_and_scope():

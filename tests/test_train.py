@@ -15,8 +15,6 @@ from hostdev.data import lookalike, manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 
-from hostdev.cache import cache as cache_module
-from hostdev.cache import optimum
 from hostdev.core import cli
 from hostdev.device import backend
 from hostdev.train import __main__ as train
@@ -63,7 +61,7 @@ def test_the_list_of_flags():
         "--keep-checkpoints", "--checkpoint-dir", "--resume",
         "--micro-batches", "--gradients", "--torch-threads", "--batch-per-rank", "--spawn", "--dist-backend",
         "--dist-url", "--dist-timeout", "--dense-exchange", "--parallel", "--mesh", "--schedule", "--stage-cut",
-        "--plan",
+        "--plan", "--ops-log",
     }  # fmt: skip
 
 
@@ -178,34 +176,6 @@ def test_a_run_with_a_cache(device, trained, small_data, tmp_path, capsys):
     steps = summary["steps"]
     most = (cache[name] / steps / 1e3 for name in ("host_us_saved_of_these", "most_host_us_saved"))
     assert "({:.2f} but for its plan, of {:.2f} at most)".format(*most) in out
-
-
-def test_the_summary_is_there_before_the_optimum(trained, small_data, tmp_path, capsys, monkeypatch):
-    """It may take long, or more memory than there is: what an hour has given is written first."""
-
-    def fail(*arguments, **options):
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(cache_module, "optimal", fail)
-        assert trained(*small(small_data, "--host-device-mix", "--cache-rows", "10%", "--max-steps", 3)) != 0
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["status"], summary["cache"]["optimal_hit_rate"]) == ("finished", None)
-    assert len(summary["state_sha256"]) == 64
-    capsys.readouterr()
-
-    monkeypatch.setattr(optimum, "available_bytes", lambda: 1000)
-    options = ["--host-device-mix", "--cache-rows", "10%", "--max-steps", 3, "--run-dir", "other"]
-    assert trained(*small(small_data, *options)) == 0
-    summary = json.loads((tmp_path / "other" / "summary.json").read_text())
-    assert (summary["cache"]["optimal_hit_rate"], summary["cache"]["optimal_batches"]) == (None, None)
-    assert (
-        f"{summary['cache']['hit_rate']:.2%} of uses hit (no offline optimum: too little free memory); a step admits"
-        in (capsys.readouterr().out)
-    )
-    assert sorted(path.name for path in (tmp_path / "other").iterdir()) == [
-        "config.json", "curve.png", "eval.log", "loss.log", "ops.log", "summary.json",
-    ]  # fmt: skip
 
 
 def test_without_the_mix_the_ops_are_the_devices(device, trained, small_data, tmp_path):

@@ -13,7 +13,7 @@ Crowder, "Validation of Subgradient Optimization", Mathematical Programming 6 (1
 Maffioli, "On Improving Relaxation Methods by Modified Gradient Techniques", Mathematical Programming Study 3 (1975).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,9 +39,19 @@ class Uses(NamedTuple):
     total: int  # of all batches
 
 
-def fits(unique: int) -> bool:
+def fits(unique: int, batches: int) -> bool:
     """Tell whether there is host memory for the uses of so many unique ids, summed over batches, and for the bound."""
-    return 40 * unique <= available_bytes()
+    pieces = len(ranges(unique, _GRAIN))
+    return 40 * unique + (10 * pieces + 64) * (batches + 2) <= available_bytes()
+
+
+def most_steps(unique: int, visits: float = VISITS) -> int:
+    """Return how many steps `least_cost` takes at most, each over so many uses."""
+    return _SEARCHED + _steepest(unique, visits)
+
+
+def _steepest(unique: int, visits: float) -> int:
+    return int(np.clip(visits / max(1, unique), _LEAST_STEPS, _MOST_STEPS))
 
 
 def uses_of(batches: Sequence[npt.NDArray[Any]]) -> Uses:
@@ -54,14 +64,23 @@ def uses_of(batches: Sequence[npt.NDArray[Any]]) -> Uses:
     return Uses(np.r_[first, len(ids)].astype(np.int64), numbers, len(batches))
 
 
-def least_cost(uses: Uses, capacity: int, costs: Costs, *, first: float | None = None, visits: float = VISITS) -> float:
+def least_cost(
+    uses: Uses,
+    capacity: int,
+    costs: Costs,
+    *,
+    first: float | None = None,
+    visits: float = VISITS,
+    progress: Callable[[], object] = lambda: None,
+) -> float:
     """Return a lower bound for the cost of these uses with `capacity` slots, within about 0.3% of the program's.
 
     The prices of slots are found by subgradient steps from the best one that is the same for all batches.
 
-    first   what a row costs that is there before the first batch: `costs.admitted` unless said; 0: it came in batches
-            that are not looked at
-    visits  of uses, about how many in all steps; with fewer the bound may be lower
+    first     what a row costs that is there before the first batch: `costs.admitted` unless said; 0: it came in batches
+              that are not looked at
+    visits    of uses, about how many in all steps; with fewer the bound may be lower
+    progress  called after each step; what it raises is raised
     """
     batches = uses.total
     if not len(uses.batches):
@@ -88,9 +107,10 @@ def least_cost(uses: Uses, capacity: int, costs: Costs, *, first: float | None =
         if value > best:
             best, wanted, at = value, more, middle
         low, high = (middle[0], high) if more.sum() > 0 else (low, middle[0])
+        progress()
     prices, value, gap, stale = at.copy(), best, 0.02 * best, 0
     direction = np.zeros(batches + 1)
-    for _ in range(int(np.clip(visits / len(uses.batches), _LEAST_STEPS, _MOST_STEPS))):
+    for _ in range(_steepest(len(uses.batches), visits)):
         steepness = float(direction @ direction)
         back = max(0.0, -_DEFLECTION * float(direction @ wanted) / steepness) if steepness else 0.0
         direction = wanted + back * direction
@@ -105,6 +125,7 @@ def least_cost(uses: Uses, capacity: int, costs: Costs, *, first: float | None =
         if stale >= _SHRINK_AFTER:
             gap, stale, prices, direction = gap / 2, 0, at.copy(), np.zeros(batches + 1)
             value, wanted = bound(prices)
+        progress()
     return max(best, 0.0)
 
 

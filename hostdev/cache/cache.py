@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from hostdev.cache import bound
-from hostdev.cache.optimum import fits, optimal
+from hostdev.cache.optimum import fits, optimal, visits
 from hostdev.cache.options import WINDOW, rows_of
 from hostdev.cache.planner import Ids, Plan, Planner, Positions, Statistics, planner_bytes
 from hostdev.cache.prices import Costs
@@ -23,6 +23,7 @@ from hostdev.device.backend import is_accelerator, require, room_for_cache
 from hostdev.kernels.unique import count_uses
 
 _MOST_RECORDED = 1 << 24  # unique ids, for the comparison with the optimum
+_MOST_VISITS = 1 << 29  # of rows, to find it: some 20 seconds
 _AT_ONCE_BYTES = 1 << 26  # to the host, or from there
 
 
@@ -44,7 +45,8 @@ class EmbeddingCache:
     device         of the slots
     window         batches to look ahead
     counts         [V], how often each row is used, in any unit: "static" needs it, and "lookahead" moves fewer bytes
-    record         keep the batches' ids, at most 16 million: `summary` then has the offline optimum
+    record         keep the ids of the first batches: `summary` then has the offline optimum over these, at most 16
+                   million unique ids, and fewer where slots or batches are so many that it would take minutes
     log            where the planning's durations go
 
     One thread at a time may call. While a row is cached its host copy is stale: call `write_back` before reading the
@@ -90,7 +92,7 @@ class EmbeddingCache:
         self._changed = False  # on the device, since the last writing back
         self._recorded: list[tuple[Ids, Positions]] = []
         self._recording = record
-        self._recorded_ids = 0
+        self._recorded_ids = self._visits = 0
         self._at_first = Statistics()  # over the recorded batches
 
     @property
@@ -114,7 +116,8 @@ class EmbeddingCache:
         self.announcing(ids, uses)
         if self._recording:
             self._recorded_ids += len(ids)
-            self._recording = self._recorded_ids <= _MOST_RECORDED
+            self._visits += visits(len(ids), self.rows, self.capacity)
+            self._recording = self._recorded_ids <= _MOST_RECORDED and self._visits <= _MOST_VISITS
         if self._recording:
             self._recorded.append((ids, uses))
 
@@ -202,22 +205,45 @@ class EmbeddingCache:
                 part = taken[start : start + step]
                 yield table, slots, resident[part], part
 
-    def summary(self, *, optimum: bool = True, host: Costs | None = None) -> dict[str, Any]:
+    @property
+    def optimum_steps(self) -> int:
+        """How often `summary` calls its `progress` to find the optimum, at most."""
+        return len(self._recorded) + 2 * bound.most_steps(self._unique)
+
+    @property
+    def _unique(self) -> int:
+        return sum(len(ids) for ids, _ in self._recorded)
+
+    def _no_optimum(self) -> str | None:
+        """Return why the optimum cannot be found; None: it can."""
+        if not self._unique:
+            return "no batch was recorded for it"
+        batches = self._recorded
+        enough = fits(batches, self.rows, self.capacity) and bound.fits(self._unique, len(batches))
+        return None if enough else "too little free memory"
+
+    def summary(
+        self, *, optimum: bool = True, host: Costs | None = None, progress: Callable[[], object] = lambda: None
+    ) -> dict[str, Any]:
         """Return the statistics, and beside them what the best cache could have done on the first batches.
 
-        optimum  compute it, which takes up to seconds, unless memory is short or nothing was recorded; over
-                 `optimal_batches` batches, of at most 16 million unique ids, on which the cache itself had
-                 `hit_rate_of_these`, moved `bytes_of_these` and saved `host_us_saved_of_these`, its plan not counted:
-                 the highest hit rate, and, each of another cache, the fewest bytes, both ways, and the most time
-        host     nanoseconds of the host for a row that passes by, is admitted, is evicted; without it, what it saves,
-                 less its plan's time, is null
+        optimum   compute it, which takes up to a minute, unless memory is short or nothing was recorded, which
+                  `no_optimum` then says; over `optimal_batches` batches, those that were recorded, on which the cache
+                  itself had `hit_rate_of_these`, moved `bytes_of_these` and saved `host_us_saved_of_these`, its plan
+                  not counted: the highest hit rate, and, each of another cache, the fewest bytes, both ways, and the
+                  most time
+        host      nanoseconds of the host for a row that passes by, is admitted, is evicted; without it, what it saves,
+                  less its plan's time, is null
+        progress  called now and then on the way to the optimum; what it raises is raised
         """
         total, these = self.planner.statistics, self._at_first
         down, up = total.bytes_moved(*self._row_bytes)
-        unique = sum(len(ids) for ids, _ in self._recorded)
-        possible = optimum and unique and fits(self._recorded, self.rows, self.capacity) and bound.fits(unique)
-        best = optimal(self._recorded, self.rows, self.capacity) if possible else None
-        uses = bound.uses_of([ids for ids, _ in self._recorded]) if possible else None
+        why = self._no_optimum() if optimum else "nobody has asked for it"
+        best = uses = least = None
+        if why is None:
+            best = optimal(self._recorded, self.rows, self.capacity, progress=progress)
+            uses = bound.uses_of([ids for ids, _ in self._recorded])
+            least = round(bound.least_cost(uses, self.capacity, self._costs, progress=progress))
         return {
             "rows": self.capacity,
             "policy": self.planner.policy,
@@ -227,26 +253,30 @@ class EmbeddingCache:
             "unique_hit_rate": round(total.unique_hit_rate, 6),
             "optimal_hit_rate": round(best.hit_rate, 6) if best is not None else None,
             "optimal_batches": best.batches if best is not None else None,
+            "no_optimum": why,
             "hit_rate_of_these": round(these.hit_rate, 6),
             "admitted": total.admitted,
             "evicted": total.evicted,
             "bypassed": total.passed,
             "bytes_to_device": down,
             "bytes_to_host": up,
-            "least_bytes": round(bound.least_cost(uses, self.capacity, self._costs)) if uses is not None else None,
+            "least_bytes": least,
             "bytes_of_these": sum(these.bytes_moved(*self._row_bytes)),
-            **self._host_time(host, uses),
+            **self._host_time(host, uses, progress),
         }
 
-    def _host_time(self, host: Costs | None, uses: bound.Uses | None) -> dict[str, float | None]:
+    def _host_time(
+        self, host: Costs | None, uses: bound.Uses | None, progress: Callable[[], object]
+    ) -> dict[str, float | None]:
         """Return what the cache saves the host, and at most could on the recorded batches, in microseconds."""
         saved = most = of_these = None
         if host is not None:
-            spent = sum(sum(op.times.nanoseconds) for op in (self.counting, self.announcing, self.planning))
+            spent = sum(op.times.durations().total for op in (self.counting, self.announcing, self.planning))
             saved = _saved(self.planner.statistics, host) - spent
             of_these = _saved(self._at_first, host)
             if uses is not None:
-                most = host.passed * len(uses.batches) - bound.least_cost(uses, self.capacity, host)
+                most = host.passed * len(uses.batches)
+                most -= bound.least_cost(uses, self.capacity, host, progress=progress)
         names = "host_us_saved", "host_us_saved_of_these", "most_host_us_saved"
         values = saved, of_these, most
         return {name: None if one is None else round(one / 1e3, 1) for name, one in zip(names, values, strict=True)}

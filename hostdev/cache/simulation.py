@@ -115,7 +115,7 @@ class Simulation:
 
     def _can_know(self) -> bool:
         unique = sum(len(ids) for ids, _ in self._recorded)
-        return bound.fits(unique) and fits(self._recorded, self._rows, max(self._sizes, default=0))
+        return bound.fits(unique, self._steps) and fits(self._recorded, self._rows, max(self._sizes, default=0))
 
     def _optimum(self) -> list[Simulated]:
         """What the best caches do in the second half; those of the least cost may have what they want before it."""

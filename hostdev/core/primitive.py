@@ -3,21 +3,21 @@
 The table that an op works on decides where it runs; the op's `primitive_target` must say the same.
 """
 
+import contextlib
 import threading
 import time
-from array import array
 from collections import deque
-from collections.abc import Callable
-from typing import IO, Any, ClassVar, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Protocol
 
-import numpy as np
-
+from hostdev.core.durations import Durations, statistics
 from hostdev.kernels.pool import Task
 
 TARGETS = ("CPU", "DEVICE")
 Report = Callable[[int], None]
 
-_KEPT = 1 << 12  # durations of an op, where nobody asks for a log
+_MOST_WAITING = 1 << 16  # lines for the thread that writes them
+_EVERY_SECONDS = 1.0
 
 
 class Clock(Protocol):
@@ -42,6 +42,16 @@ class HostClock:
         report(time.perf_counter_ns() - mark)
 
 
+class Lines(Protocol):
+    """What lines can be written to: a text file, or a `RotatedFile`."""
+
+    def writelines(self, lines: Iterable[str], /) -> Any:
+        """Append lines."""
+
+    def flush(self) -> Any:
+        """Hand everything to the system."""
+
+
 class OpTimes:
     """The durations of one op, and how many bytes it moved."""
 
@@ -50,8 +60,8 @@ class OpTimes:
         self._line = line
         self.scope = scope
         self.name = name
-        self.nanoseconds: Any = array("q") if log.keep is None else deque(maxlen=log.keep)
         self.bytes = 0
+        self._durations = Durations()
         self._adding = threading.Lock()
 
     def count(self, nbytes: int) -> None:
@@ -61,29 +71,42 @@ class OpTimes:
 
     def add(self, nanoseconds: int) -> None:
         """Take in one call's duration."""
-        self.nanoseconds.append(nanoseconds)
+        with self._adding:
+            self._durations.add(nanoseconds)
         self._log.append(self._line, nanoseconds)
+
+    def durations(self) -> Durations:
+        """Return the durations so far."""
+        with self._adding:
+            return self._durations.copy()
 
 
 class OpLog:
-    """Collects the durations of all ops; writes ops.log.
+    """Collects the durations of all ops; a thread writes ops.log.
 
     clocks  by target; the host's clock for a target without one
-    keep    how many durations of an op are kept, the last ones, 8 bytes each; None for all
+
+    Lines are written once a second, so that the file can be followed. None is left out: an op that ends while 65,536
+    lines wait for a slow disk waits, too.
     """
 
-    def __init__(self, clocks: dict[str, Clock] | None = None, keep: int | None = None) -> None:
-        self.keep = keep
-        self._file: IO[str] | None = None
-        self._flushed = 0.0
+    def __init__(self, clocks: dict[str, Clock] | None = None) -> None:
+        self._file: Lines | None = None
         self._clocks = clocks or {}
         self._ops: list[OpTimes] = []
         self._buffer: deque[tuple[float, str, int]] = deque()
         self._registering = threading.Lock()
+        self._writing = threading.Lock()
+        self._wake = threading.Event()
+        self._written = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._failed: Exception | None = None
 
-    def write_to(self, file: IO[str] | None) -> None:
-        """Write a line per call to a text file from now on; with None, keep the durations only, as at the start."""
+    def write_to(self, file: Lines) -> None:
+        """Have a line per call written from now on, until `close`."""
         self._file = file
+        self._thread = threading.Thread(target=self._write, name="hostdev-ops-log", daemon=True)
+        self._thread.start()
 
     def clock(self, target: str) -> Clock:
         """Return the clock for ops of this target."""
@@ -99,29 +122,65 @@ class OpLog:
         return op
 
     def append(self, line: str, nanoseconds: int) -> None:
-        """Take in a line; it is formatted and written by `flush`."""
-        if self._file is not None:
-            self._buffer.append((time.time(), line, nanoseconds))
+        """Take in a line; it is formatted and written by the thread."""
+        if self._file is None or self._failed is not None:
+            return
+        self._buffer.append((time.time(), line, nanoseconds))
+        if len(self._buffer) >= _MOST_WAITING:
+            self._wake.set()
+            with self._written:
+                self._written.wait_for(self._has_room)
 
-    def flush_if_due(self) -> None:
-        """Flush once a second, so that the file can be followed."""
-        if time.monotonic() - self._flushed > 1:
-            self.flush()
+    def _has_room(self) -> bool:
+        return len(self._buffer) < _MOST_WAITING or self._file is None or self._failed is not None
+
+    def _write(self) -> None:
+        """Write until the end, or until that fails."""
+        while self._file is not None and self._failed is None:
+            self._wake.wait(_EVERY_SECONDS)
+            self._wake.clear()
+            with contextlib.suppress(Exception):  # `check` raises it
+                self.flush()
+
+    def check(self) -> None:
+        """Raise what writing has met, such as an OSError."""
+        if self._failed is not None:
+            raise self._failed
 
     def flush(self) -> None:
-        """Write what was collected since the last flush."""
-        self._flushed = time.monotonic()
-        if self._file is None:
-            return
-        lines = (self._buffer.popleft() for _ in range(len(self._buffer)))  # other threads append meanwhile
-        self._file.writelines(f"{_stamp(at)} INFO {line} {ns // 1000} us.\n" for at, line, ns in lines)
-        self._file.flush()
+        """Write what was collected since the last flush, in the caller's thread; raises what that meets, or has met."""
+        with self._writing:
+            self.check()
+            if self._file is None:
+                return
+            lines = (self._buffer.popleft() for _ in range(len(self._buffer)))  # other threads append meanwhile
+            try:
+                self._file.writelines(f"{_stamp(at)} INFO {line} {ns // 1000} us.\n" for at, line, ns in lines)
+                self._file.flush()
+            except Exception as error:
+                self._failed = error
+                raise
+            finally:
+                with self._written:
+                    self._written.notify_all()
+
+    def close(self) -> None:
+        """Write what is left, and keep durations only from now on; raises as `flush`."""
+        try:
+            self.flush()
+        finally:
+            with self._writing, self._written:
+                self._file = None
+                self._written.notify_all()
+            self._wake.set()
+            if self._thread is not None:
+                self._thread.join()
 
     def summary(self) -> dict[str, dict[str, Any]]:
         """Return count, total, mean, median and 99th percentile by op name, in microseconds, and by scope within."""
         by_name: dict[str, dict[str, list[OpTimes]]] = {}
         for op in self._ops:
-            if len(op.nanoseconds):
+            if len(op.durations()):
                 by_name.setdefault(op.name, {}).setdefault(op.scope, []).append(op)
         result = {}
         for name, scopes in by_name.items():
@@ -136,16 +195,7 @@ def _stamp(at: float) -> str:
 
 
 def _statistics(ops: list[OpTimes]) -> dict[str, Any]:
-    us = np.concatenate([np.array(op.nanoseconds, np.int64) for op in ops]) / 1e3
-    p50, p99 = np.percentile(us, [50, 99])
-    return {
-        "count": len(us),
-        "total_us": round(float(us.sum()), 1),
-        "mean_us": round(float(us.mean()), 1),
-        "p50_us": round(float(p50), 1),
-        "p99_us": round(float(p99), 1),
-        "bytes": sum(op.bytes for op in ops),
-    }
+    return {**statistics([op.durations() for op in ops]), "bytes": sum(op.bytes for op in ops)}
 
 
 class Primitive:
@@ -154,7 +204,7 @@ class Primitive:
     name    such as "EmbeddingLookup"
     run     what a call does
     scope   the part of the model it works for, such as "deep"
-    log     where its durations go; if None, a log of its own that keeps the last 4,096
+    log     where its durations go; if None, a log of its own
 
     The attribute "primitive_target" is "CPU" (the host) or "DEVICE", the default.
     """
@@ -172,7 +222,7 @@ class Primitive:
         self.attrs: dict[str, Any] = {"primitive_target": "DEVICE"}
         self._name = name or type(self).name
         self._scope = scope
-        self._log = log or OpLog(keep=_KEPT)
+        self._log = log or OpLog()
         self._times: OpTimes | None = None
         self._clock: Clock = HostClock()
         self._registering = threading.Lock()

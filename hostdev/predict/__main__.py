@@ -26,7 +26,7 @@ from hostdev.data.preprocess.unlabelled import Part, rows_in
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
 from hostdev.predict.predictor import Predictor, probabilities
-from hostdev.train import metrics
+from hostdev.train.scores import Scores
 
 PROG = "hostdev.predict"
 
@@ -64,13 +64,13 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"model    {predictor.settings['model']} of {predictor.path}", flush=True)
     start = time.monotonic()
     lines = predicted = unlabelled = 0
-    scores, labels = [], []
     partial = out.with_name(f".{out.name}.partial")
     schema = pa.schema([("probability", pa.float32()), ("label", pa.float32())])
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         with (
             naming(out),
+            Scores(out.parent) as scores,
             pq.ParquetWriter(partial, schema) as writer,
             bar(work.total, "predicting", work.unit, unit_scale=True) as progress,
         ):
@@ -79,11 +79,11 @@ def run(arguments: argparse.Namespace) -> None:
                 writer.write_table(_table(logits, part, schema))
                 finite = np.isfinite(logits)  # numbers that are too large for the model are as good as none
                 known = finite & ~np.isnan(part.batch.label)
-                scores.append(logits[known])
-                labels.append(part.batch.label[known])
+                scores.add(logits[known], part.batch.label[known])
                 lines, predicted = lines + part.lines, predicted + int(finite.sum())
                 unlabelled += int((finite & ~known).sum())
                 progress.update(part.size)
+            quality = scores.figures()
         partial.rename(out)
     finally:
         partial.unlink(missing_ok=True)
@@ -94,11 +94,9 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"         {counted(lines - predicted, 'malformed line')} {have} no probability")
     if unlabelled and work.labelled:
         print(f"         {counted(unlabelled, 'row')} without a label that can be read")
-    truth = np.concatenate([np.empty(0, np.float32), *labels])
-    if len(truth):
-        of_these = "" if len(truth) == predicted else f" of the {len(truth):,} rows with labels"
-        found = np.concatenate(scores)
-        print(f"AUC {metrics.auc(found, truth):.4f}   log loss {metrics.log_loss(found, truth):.4f}{of_these}")
+    if quality.rows:
+        of_these = "" if quality.rows == predicted else f" of the {quality.rows:,} rows with labels"
+        print(f"AUC {quality.auc:.4f}   log loss {quality.logloss:.4f}{of_these}")
 
 
 def _meaning(data: manifest.Manifest) -> list[Any]:

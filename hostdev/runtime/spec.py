@@ -87,7 +87,7 @@ class CacheSpec:
     policy  "lookahead", "lru", "lfu" or "static"
     window  batches that lookahead knows in advance
     counts  [V], how often each row is used, in any unit: "static" needs it, and "lookahead" moves fewer bytes
-    record  keep the batches' ids, at most 16 million of each cache, for the optimum in its `summary()`
+    record  keep the first batches' ids for the optimum in its `summary()`, as of `EmbeddingCache`
     """
 
     rows: int | str

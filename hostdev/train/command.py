@@ -117,7 +117,11 @@ def _train(settings: TrainConfig, company: Company | None) -> dict[str, Any]:
     if stop.requested and (company is None or status == "interrupted"):
         raise run.interrupted(stop.requested)
     summary = run.finish(status, digest)
-    print(report.summary_lines(summary, run.epochs, run.files.path, run.trace, undrawn=run.draw()))
+    has_ops_log = run.files.ops is not None
+    lines = report.summary_lines(
+        summary, run.epochs, run.files.path, run.trace, undrawn=run.draw(), has_ops_log=has_ops_log
+    )
+    print(lines)
     if run.saver is not None and run.saver.failed is not None:
         raise run.not_saved()
     return summary

@@ -9,6 +9,7 @@ from typing import Any
 
 from hostdev.cache.options import AUTO, MOST_WINDOW, POLICIES, WINDOW, rows_of
 from hostdev.core.errors import UserError
+from hostdev.core.memory import gib, parse_bytes
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.optimizers import OPTIMIZERS
 from hostdev.parallel.mesh import SCHEDULES, mesh_of
@@ -16,6 +17,7 @@ from hostdev.parallel.plan import plan_of
 
 REFERENCE_BATCH_SIZE = 16_000
 MOST_DEPTH = 64  # more ahead than that helps nobody
+LEAST_OPS_LOG = 1 << 16
 
 
 def _flag(help: str, *, default: Any = None, kind: Any = None, **extra: Any) -> Any:
@@ -160,6 +162,12 @@ class TrainConfig:
     )
     max_steps: int | None = _flag("stop after so many steps", kind=int, metavar="N")
     run_dir: Path | None = _flag("a new folder for logs and summary (runs/<time>)", kind=Path, metavar="DIR")
+    ops_log: str = _flag(
+        "how large ops.log may become, in files of which the oldest go then, such as 100MiB; 0: no ops.log",
+        default="1GiB",
+        kind=str,
+        metavar="SIZE",
+    )
     checkpoint_every: int | None = _flag("save a checkpoint every N steps, and at the end", kind=int, metavar="N")
     checkpoint_minutes: float | None = _flag(
         "save a checkpoint every M minutes, and at the end", kind=float, metavar="M"
@@ -226,6 +234,8 @@ class TrainConfig:
         if self.staleness and not (self.host_device_mix and self.pipeline_depth):
             missing = "a --pipeline-depth above 0" if self.host_device_mix else "--host-device-mix"
             raise UserError(f"--staleness {self.staleness} has no effect without {missing}; leave it out")
+        if 0 < self.ops_log_bytes < LEAST_OPS_LOG:
+            raise UserError(f"--ops-log must be at least {gib(LEAST_OPS_LOG)}, or 0 for none, not {self.ops_log}")
         self._check_cache()
         self._check_checkpoints()
 
@@ -245,6 +255,14 @@ class TrainConfig:
                 "--resume looks for checkpoints in --checkpoint-dir, or in the --run-dir; give one of them, or the "
                 "checkpoint itself: --resume DIR"
             )
+
+    @property
+    def ops_log_bytes(self) -> int:
+        """Bytes of ops.log, at most; UserError for what is no size."""
+        try:
+            return parse_bytes(self.ops_log)
+        except UserError as error:
+            raise UserError(f"--ops-log: {error}") from None
 
     @property
     def saves(self) -> bool:

@@ -89,3 +89,43 @@ class GracefulStop:
             os.write(2, f"{clear}{told}\n".encode())
         finally:
             os._exit(128 + number[0])
+
+
+class SkippedError(Exception):
+    """Somebody has asked for the end of work that is not needed."""
+
+
+class Skippable:
+    """Within this context the first Ctrl-C or SIGTERM asks for the end of work that the program can do without.
+
+    A second one means what it did before.
+    """
+
+    def __init__(self) -> None:
+        self._is_asked = False
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> "Skippable":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def check(self) -> None:
+        """Raise SkippedError where somebody has asked."""
+        if self._is_asked:
+            raise SkippedError("skipped, as somebody asked for the end")
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._is_asked = True
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._previous = {}

@@ -1,7 +1,12 @@
-"""How good predictions are: AUC and log loss over all rows, in float64."""
+"""How good predictions are: AUC and log loss over all rows, in float64. `scores` has them for more rows than fit."""
+
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+_AT_ONCE = 1 << 20  # values whose intermediate results are held
 
 
 def auc(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> float:
@@ -10,19 +15,39 @@ def auc(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> flo
     logits  float32 [N], any monotone score
     labels  float32 [N], 0 or 1
 
-    The Mann-Whitney statistic (Hanley & McNeil, Radiology 143, 1982): the mean rank of the positives.
+    The Mann-Whitney statistic (Hanley & McNeil, Radiology 143, 1982), rounded once: pairs are counted in integers.
     """
-    positives = int(np.count_nonzero(labels))
-    negatives = len(labels) - positives
-    if positives == 0 or negatives == 0:
-        return float("nan")
-    _, group, sizes = np.unique(logits, return_inverse=True, return_counts=True)
-    mean_rank = np.cumsum(sizes) - (sizes - 1) / 2  # of each group of equal scores, from 1
-    rank_sum = float(mean_rank[group[labels == 1]].sum())
-    return (rank_sum - positives * (positives + 1) / 2) / (positives * negatives)
+    positives, negatives = np.sort(logits[labels != 0]), np.sort(logits[labels == 0])
+    return auc_of(twice_above(positives, negatives), len(positives), len(negatives))
+
+
+def twice_above(positives: npt.NDArray[Any], negatives: npt.NDArray[Any]) -> int:
+    """Return twice the number of pairs whose positive has the higher score; pairs of equal scores count once.
+
+    positives, negatives  sorted scores [P] and [N], of any one dtype
+    """
+    twice = 0
+    for start in range(0, len(positives), _AT_ONCE):
+        some = positives[start : start + _AT_ONCE]
+        twice += sum(int(np.searchsorted(negatives, some, side).sum()) for side in ("left", "right"))
+    return twice
+
+
+def auc_of(twice: int, positives: int, negatives: int) -> float:
+    """Return the AUC of what `twice_above` counts over all pairs of so many rows; NaN unless both labels occur."""
+    return twice / (2 * positives * negatives) if positives and negatives else float("nan")
 
 
 def log_loss(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> float:
     """Return the mean negative log likelihood, in nats; arguments as for `auc`."""
-    x = logits.astype(np.float64)
-    return float(np.mean(np.maximum(x, 0) - x * labels + np.log1p(np.exp(-np.abs(x)))))
+    return float(np.mean(losses(logits, labels)))
+
+
+def losses(logits: npt.NDArray[np.float32], labels: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Return the negative log likelihood of each row, float64 [N]; NaN where a logit is infinite. Labels also bool."""
+    found = np.empty(len(logits))
+    for start, stop in pairwise([*range(0, len(logits), _AT_ONCE), len(logits)]):
+        x = logits[start:stop].astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            found[start:stop] = np.maximum(x, 0) - x * labels[start:stop] + np.log1p(np.exp(-np.abs(x)))
+    return found

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -119,7 +120,7 @@ class Company:
         self.output.go_to(mine / OUTPUT)
         if self._place.rank:
             return mine
-        for name in (LOSS_LOG, EVAL_LOG, OPS_LOG):
+        for name in (LOSS_LOG, EVAL_LOG, *([OPS_LOG] if self.settings.ops_log_bytes else [])):
             with contextlib.suppress(OSError):  # there already, or no links here
                 (mine / name).symlink_to(f"../{name}")
         return root
@@ -127,14 +128,14 @@ class Company:
 
 def run_dir(settings: TrainConfig, company: Company | None) -> RunDir:
     """Return the run directory, or with other ranks this one's place in it."""
-    again = settings.resume is not None
+    make = partial(RunDir, again=settings.resume is not None, ops_log=settings.ops_log_bytes)
     if company is None:
-        return RunDir(settings.run_dir, again=again)
+        return make(settings.run_dir)
     if company.ranks.rank == 0:
-        made = RunDir(settings.run_dir, again=again)
+        made = make(settings.run_dir)
         company.folder(made.path)
         return made
-    return RunDir(company.folder(None), again=again)
+    return make(company.folder(None))
 
 
 @contextmanager

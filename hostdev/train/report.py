@@ -82,15 +82,17 @@ def early_stop_line(quality: Quality, patience: int | None) -> str:
 
 
 def summary_lines(
-    summary: dict[str, Any], epochs: int, run_dir: Path, trace: Path | None = None, *, undrawn: str | None = None
-) -> str:
+    summary: dict[str, Any], epochs: int, run_dir: Path, trace: Path | None = None, *, undrawn: str | None = None,
+    has_ops_log: bool = True,
+) -> str:  # fmt: skip
     """Return the summary as text: quality, speed, the time of every op, where the files are.
 
     epochs   that were to be trained
     undrawn  why there is no picture; "": nobody wanted one here
     """
     lines = ["", _quality(summary), *(_op_table(summary["ops"]) if summary["ops"] else [])]
-    files = [LOSS_LOG, EVAL_LOG, OPS_LOG, CONFIG, SUMMARY, *([CURVE] if undrawn is None else [])]
+    ops = [OPS_LOG] if has_ops_log else []
+    files = [LOSS_LOG, EVAL_LOG, *ops, CONFIG, SUMMARY, *([CURVE] if undrawn is None else [])]
     gone = [name for name in files if not (run_dir / name).exists()]
     files = [name for name in files if name not in gone]
     best = (
@@ -109,6 +111,7 @@ def summary_lines(
         f"peak memory    {gib(summary['peak_rss_bytes'])}",
         f"state_sha256   {summary['state_sha256']}",
         f"files          {run_dir}/: {', '.join(files)}{f'; {trace}' if trace is not None else ''}",
+        *([f"               {_dropped(summary['ops_log'])}"] if "ops_log" in summary else []),
         *([f"               {', '.join(gone)} are gone: somebody has removed them meanwhile"] if gone else []),
         *([f"no {CURVE}   {undrawn}"] if undrawn else []),
     ]
@@ -141,7 +144,7 @@ def _cache(cache: dict[str, Any]) -> str:
     steps = max(1, cache["batches"])
     moved = (cache["bytes_to_device"] + cache["bytes_to_host"]) // steps
     if cache["optimal_hit_rate"] is None:
-        optimum = " (no offline optimum: too little free memory)"
+        optimum = f" (no offline optimum: {cache['no_optimum']})"
     else:
         optimum = f", the offline optimum {cache['optimal_hit_rate']:.2%}"
         if cache["optimal_batches"] != cache["batches"]:
@@ -190,6 +193,12 @@ def _checkpoints(saved: dict[str, Any]) -> str:
     failed = f"; {saved['failed']} not saved" * bool(saved["failed"])
     stall = saved["stall_us"] / 1e6
     return f"{saved['saved']} saved in {saved['path']}{last}{failed}; training stood still for {stall:.1f} s"
+
+
+def _dropped(log: dict[str, int]) -> str:
+    return (
+        f"{OPS_LOG} is without its first {gib(log['dropped_bytes'])}: --ops-log lets it have {gib(log['limit_bytes'])}"
+    )
 
 
 def _op_table(ops: dict[str, dict[str, Any]]) -> list[str]:

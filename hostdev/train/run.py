@@ -1,5 +1,6 @@
 """One training run: from the options to the summary."""
 
+import contextlib
 import itertools
 import signal
 import threading
@@ -14,12 +15,12 @@ import torch
 
 from hostdev.checkpoint.checkpoints import Checkpoints
 from hostdev.checkpoint.saving import Saving
-from hostdev.core.errors import UserError, naming
+from hostdev.core.errors import UserError, in_words, naming
 from hostdev.core.memory import peak_rss_bytes
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.primitive import OpLog
 from hostdev.core.progress import Progress as Shown
-from hostdev.core.progress import TimeLeft, bar, counted
+from hostdev.core.progress import TimeLeft, bar, counted, note
 from hostdev.core.timeline import Timeline
 from hostdev.data import manifest
 from hostdev.data.shards import ShardReader
@@ -27,15 +28,15 @@ from hostdev.device import backend
 from hostdev.device.clock import EventClock, clock_for
 from hostdev.kernels.pool import host_threads, set_host_threads
 from hostdev.parallel.ranks import STOP, Ranks
-from hostdev.train import checkpointing, curve, report
+from hostdev.train import checkpointing, curve, report, summary
 from hostdev.train.build import cache_of, layout_of, model_of, most_uses, seed_torch, warm_up_for
 from hostdev.train.checkpointing import CheckpointError, Progress, Saver
 from hostdev.train.config import TrainConfig
-from hostdev.train.host_time import host_costs_of
 from hostdev.train.interrupt import GracefulStop, Interrupted
 from hostdev.train.losses import NonFiniteLossError
 from hostdev.train.processes import Company, run_dir
 from hostdev.train.quality import Point, Quality
+from hostdev.train.rundir import SUMMARY
 from hostdev.train.sample import TrainingSample
 from hostdev.train.trainer import Result, Trainer
 
@@ -123,7 +124,9 @@ class Run:
             raise
         if settings.resume is not None:
             self.files.restart(self._lines(), self.quality.points)
-        self.log.write_to(self.files.ops)
+        if self.files.ops is not None:
+            self.log.write_to(self.files.ops)
+        self._told_of_ops = self._is_complete = False
         self._exchanged: dict[str, int] = {}  # bytes that all ranks have sent
         self._due = 0  # the step after which a checkpoint is to be saved
         evaluations = self._evaluations - len(self.quality.points)
@@ -261,7 +264,10 @@ class Run:
         with self._books, naming(self.files.path):
             self.progress.add(losses.wide, losses.deep, result.rows)
             self.files.write_losses(epoch, step, losses.wide, losses.deep)
-            self.log.flush_if_due()
+            self.log.check()
+        if self.files.ops is not None and self.files.ops.dropped_bytes and not self._told_of_ops:
+            note(f"the oldest lines of ops.log are removed from now on (--ops-log {self.settings.ops_log})")
+            self._told_of_ops = True
         self._left.step("training")
         progress.set_postfix_str(f"loss {losses.wide:.4f}", refresh=False)
         progress.update()
@@ -278,7 +284,9 @@ class Run:
 
             self._left.begin()
             test, training = (
-                self.trainer.evaluate(itertools.takewhile(lambda _: not self._is_stopped(stop), batches), count)
+                self.trainer.evaluate(
+                    itertools.takewhile(lambda _: not self._is_stopped(stop), batches), count, self.files.path
+                )
                 for batches in (
                     rows.batches(self.batch_size, part=self._part) for rows in (self.test_rows, self.sample)
                 )
@@ -296,9 +304,13 @@ class Run:
                 # A device that waits for a rank that is gone would never be done.
                 self.clock.drain(wait=self.ranks is None or status != "failed")
             content = self._write_summary(status, digest)
+            self._is_complete = True
         if digest is not None and self.trainer.caches:  # last, as it takes time and memory
-            content |= self._cache_summary(optimum=True)
-            self.files.write_summary(content)
+            content |= summary.with_optimum(self.trainer.caches, content["ops"])
+            try:
+                self.files.write_summary(content)
+            except OSError as error:
+                note(f"warning: the cache's offline optimum is not in {SUMMARY}: {in_words(error)}")
         return content
 
     def count_exchanged(self) -> None:
@@ -321,7 +333,8 @@ class Run:
     def abandon(self, status: str = "interrupted") -> str:
         """Complete the logs while the step goes on in another thread, which gets no further: the process ends."""
         self._books.acquire()  # for good
-        self._write_summary(status, None)
+        if not self._is_complete:
+            self._write_summary(status, None)
         newest = self._from if self.saver is None else self.saver.newest or self._from
         if newest is not None and newest.is_dir():
             return f"interrupted in the middle of a step; {self._how_far()}; go on with --resume {newest}"
@@ -360,6 +373,8 @@ class Run:
 
     def discard(self) -> None:
         """Remove what the run wrote: nobody wants to choose other names after a failure before the first step."""
+        with contextlib.suppress(OSError):
+            self.log.close()
         self.files.discard()
         self.timeline.close()
         if self.trace is not None:
@@ -368,18 +383,17 @@ class Run:
     def _write_summary(self, status: str, digest: str | None) -> dict[str, Any]:
         try:
             with naming(self.files.path):
-                self.log.flush()
+                self.log.close()
         except OSError:
             self.files.close()
             raise
-        self.log.write_to(None)
         self.timeline.close()
         content = self._summarise(status, digest)
         self.files.close(content)
         return content
 
     def _summarise(self, status: str, digest: str | None) -> dict[str, Any]:
-        seconds = self.progress.seconds
+        seconds, ops = self.progress.seconds, self.log.summary()
         return {
             "status": status,
             "steps": min(self.steps, self.trainer.steps),  # an abandoned step may have no update yet
@@ -397,36 +411,12 @@ class Run:
                 "exact": not self.settings.staleness,
                 **self.timeline.summary(),
             },
-            **self._cache_summary(optimum=False),
-            **({"ranks": self._ranks_summary(self.ranks)} if self.ranks is not None else {}),
+            **summary.of_caches(self.trainer.caches, ops),
+            **summary.of_ranks(self.ranks, self.trainer, self.settings.mesh, self._exchanged),
             **({"checkpoints": self.saver.summary()} if self.saver is not None else {}),
-            "ops": self.log.summary(),
+            **summary.of_ops_log(self.files.ops),
+            "ops": ops,
         }
-
-    def _ranks_summary(self, ranks: Ranks) -> dict[str, Any]:
-        runtime = self.trainer.runtime
-        assert runtime.dense_channel is not None
-        return {
-            "size": ranks.size,
-            "mesh": self.settings.mesh,
-            "parts": self.trainer.cut,
-            "dense_exchange": runtime.dense_exchange,
-            "backend": runtime.dense_channel.backend,
-            "exact": runtime.dense_exchange == EXCHANGES[0],
-            "sent_bytes": self._exchanged,
-        }
-
-    def _cache_summary(self, *, optimum: bool) -> dict[str, Any]:
-        """The cache's figures; of several groups by the names of their tables."""
-        caches = {" and ".join(table.name for table in cache.tables): cache for cache in self.trainer.caches}
-        ops = self.log.summary() if caches else {}
-        found = {
-            name: cache.summary(optimum=optimum, host=host_costs_of(ops, cache.tables))
-            for name, cache in caches.items()
-        }
-        if not found:
-            return {}
-        return {"cache": next(iter(found.values()))} if len(found) == 1 else {"caches": found}
 
 
 def _one_behind(

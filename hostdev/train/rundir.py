@@ -11,6 +11,7 @@ from typing import Any
 
 from hostdev.checkpoint.folder import FOLDER, names_in
 from hostdev.core.errors import UserError, naming
+from hostdev.core.rotation import RotatedFile
 from hostdev.train.quality import Point
 
 LOSS_LOG, EVAL_LOG, OPS_LOG = "loss.log", "eval.log", "ops.log"
@@ -20,12 +21,13 @@ CONFIG, SUMMARY, CURVE = "config.json", "summary.json", "curve.png"
 class RunDir:
     """A new folder with the open logs of one run.
 
-    again  the folder may be that of a run which is gone on with; its logs stay until `restart`
+    again    the folder may be that of a run which is gone on with; its logs stay until `restart`
+    ops_log  bytes of ops.log, at most, as of `RotatedFile`; 0: there is none
 
     Raises UserError, which names the option, where they cannot be made or are there already.
     """
 
-    def __init__(self, path: Path | None, *, again: bool = False) -> None:
+    def __init__(self, path: Path | None, *, again: bool = False, ops_log: int = 1 << 30) -> None:
         self._again = again
         try:
             if path is None:
@@ -39,7 +41,7 @@ class RunDir:
             self.path.mkdir(parents=True, exist_ok=True)
             self.loss = (self.path / LOSS_LOG).open("a", buffering=1)
             self.eval = (self.path / EVAL_LOG).open("a", buffering=1)
-            self.ops = (self.path / OPS_LOG).open("a")
+            self.ops = RotatedFile(self.path / OPS_LOG, ops_log) if ops_log else None
         except OSError as error:
             if path is None:
                 where = (
@@ -93,7 +95,8 @@ class RunDir:
         """Close the logs, and write summary.json where there is one."""
         with naming(self.path), ExitStack() as stack:
             for file in (self.loss, self.eval, self.ops):
-                stack.callback(file.close)  # all, though one may fail
+                if file is not None:
+                    stack.callback(file.close)  # all, though one may fail
         if summary is not None:
             self.write_summary(summary)
 

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -41,11 +40,11 @@ from hostdev.runtime.rows import Rows
 from hostdev.runtime.runtime import Runtime
 from hostdev.runtime.spec import CacheSpec, Feature
 from hostdev.runtime.step import Step
-from hostdev.train import metrics
 from hostdev.train.losses import Losses, read_losses
 from hostdev.train.room import require_copies, require_room
+from hostdev.train.scores import Scores
 from hostdev.train.staged import Staged
-from hostdev.train.together import of_all
+from hostdev.train.together import Together
 
 DENSE_EPS = 1e-8
 DEEP = "deep"  # the table that --l2 is about
@@ -353,35 +352,37 @@ class Trainer:
             logits: Tensor = self.model(dense, rows)
         return logits
 
-    def evaluate(self, batches: Iterable[Batch], progress: Callable[[], object] = lambda: None) -> Evaluation | None:
+    def evaluate(
+        self, batches: Iterable[Batch], progress: Callable[[], object] = lambda: None, folder: Path | None = None
+    ) -> Evaluation | None:
         """Return AUC and log loss over batches, None if there are none; the model stays as it is, in training or not.
 
         progress  called after each batch
+        folder    for what does not fit in memory, as of `Scores`
         """
-        logits, labels = [], []
-        sizes: list[int] = []  # of the batches
         training = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad():
-                for number, (scores, batch) in enumerate(self._scored(batches), 1):
-                    if scores is not None:
-                        logits.append(scores)
-                        labels.append(batch.label)
+            with torch.no_grad(), Scores(folder) as scores:
+                together = None if self.ranks is None else Together(self.ranks, scores)
+                to = scores if together is None else together
+                for number, (logits, batch) in enumerate(self._scored(batches), 1):
+                    if logits is not None:
+                        to.add(logits, batch.label)
                     if number % self._parts_here == 0:
-                        sizes.append(sum(len(each) for each in labels) - sum(sizes))
+                        if together is not None:
+                            together.end_batch(batch.step_rows)
                         progress()
+                found = to.figures()
         finally:
             self.model.train(training)
-        scores, truth = (np.concatenate(each) if each else np.empty(0, np.float32) for each in (logits, labels))
-        if self.ranks is not None:
-            scores, truth = of_all(self.ranks, sizes, scores, truth)
-        if not len(truth):
+        if not found.rows:
             return None
-        wrong = len(scores) - np.count_nonzero(np.isfinite(scores))
-        if wrong:
-            raise UserError(f"the predictions of {wrong} of {len(scores)} rows are not finite; the model has diverged")
-        return Evaluation(metrics.auc(scores, truth), metrics.log_loss(scores, truth), len(scores))
+        if found.not_finite:
+            raise UserError(
+                f"the predictions of {found.not_finite} of {found.rows} rows are not finite; the model has diverged"
+            )
+        return Evaluation(found.auc, found.logloss, found.rows)
 
     def _scored(self, batches: Iterable[Batch]) -> Iterator[tuple[npt.NDArray[Any] | None, Batch]]:
         """Yield the logits of each micro-batch here; None where it has no samples, or another rank has them."""

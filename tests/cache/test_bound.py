@@ -7,6 +7,7 @@ import pytest
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
+from hostdev.cache import bound
 from hostdev.cache.bound import least_cost, uses_of
 from hostdev.cache.prices import HORIZON, PRICES, RATES, Costs, chance_of, index_of, prices
 from hostdev.kernels.pool import set_host_threads
@@ -29,6 +30,24 @@ def best_by_trying(batches, rows, capacity, costs, first=None):
                     after[kept] = min(after.get(kept, np.inf), paid)
         value = after
     return min(value.values())
+
+
+def test_steps_are_told_and_memory_is_counted(monkeypatch):
+    """What a step needs for each batch counts, too: with few ids a batch it is the most."""
+    rng, steps = np.random.default_rng(0), []
+    batches = [np.unique(rng.zipf(1.4, 40) % 50).astype(np.int32) for _ in range(90)]
+    unique = sum(map(len, batches))
+    least_cost(uses_of(batches), 10, COSTS[3], progress=lambda: steps.append(1))
+    assert 16 < len(steps) <= bound.most_steps(unique)
+    monkeypatch.setattr(bound, "available_bytes", lambda: 50 * unique)
+    assert bound.fits(unique, 2)
+    assert not bound.fits(unique, unique)
+
+    def fail():
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        least_cost(uses_of(batches), 10, COSTS[3], progress=fail)
 
 
 @pytest.mark.parametrize("first", [None, 0.0])

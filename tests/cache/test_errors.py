@@ -9,6 +9,7 @@ import torch
 
 import hostdev
 from hostdev import HostTable, Runtime
+from hostdev.cache import cache as cache_module
 from hostdev.cache import planning
 from hostdev.cache.slots import DeviceSlots
 from hostdev.device.staging import Staging
@@ -189,6 +190,27 @@ def test_the_optimum_is_that_of_the_batches_that_were_planned(device, table):
     runtime = runtime_of(HostTable(ROWS, 4, hostdev.SGD(), name="t"), device, cache=10)
     loop(runtime, batches)
     assert runtime.caches[0].summary()["optimal_hit_rate"] is None  # nothing was kept for it
+    assert runtime.caches[0].summary()["no_optimum"] == "no batch was recorded for it"
+
+
+@pytest.mark.parametrize("limit", ["_MOST_RECORDED", "_MOST_VISITS"])
+def test_the_optimum_is_that_of_the_first_batches_where_all_would_take_too_long(device, monkeypatch, limit):
+    def summary(batches):
+        table = HostTable(ROWS, 4, hostdev.SGD(), name="t")
+        runtime = runtime_of(table, device, cache=hostdev.CacheSpec(10, "lru", record=True))
+        loop(runtime, batches)
+        [cache], calls = runtime.caches, []
+        found = cache.summary(progress=lambda: calls.append(1))
+        assert 5 < len(calls) <= cache.optimum_steps
+        return found, cache
+
+    batches = given(12)
+    few, cache = summary(batches[:5])
+    monkeypatch.setattr(cache_module, limit, cache._recorded_ids if limit == "_MOST_RECORDED" else cache._visits)
+    found, _ = summary(batches)
+    assert (found["batches"], found["optimal_batches"], found["no_optimum"]) == (12, 5, None)
+    for name in ("optimal_hit_rate", "hit_rate_of_these", "least_bytes", "bytes_of_these"):
+        assert found[name] == few[name]
 
 
 def test_a_reader_that_comes_back_late_has_no_part_in_the_next_run(device):

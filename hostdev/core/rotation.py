@@ -1,0 +1,69 @@
+"""A text file whose size is bounded: a full one gets a number, and the oldest are removed."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+LARGEST = 64 << 20  # bytes of one file
+_FEWEST = 4  # files where the bound is small
+
+
+class RotatedFile:
+    """Appends lines to `path`; a full file becomes NAME.1, the one before NAME.2, and so on.
+
+    limit  bytes of all files together: of 64 MiB each, or a quarter of the limit where that is less
+    """
+
+    def __init__(self, path: Path, limit: int) -> None:
+        self.path, self.limit = path, limit
+        self.dropped_bytes = 0  # of files that had to go
+        self._each = min(LARGEST, max(1, limit // _FEWEST))
+        self._older = max(1, limit // self._each - 1)
+        self._file = path.open("ab")
+        self._size = os.fstat(self._file.fileno()).st_size
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Append lines, each of which is in one file as a whole."""
+        part: list[bytes] = []
+        room = self._each - self._size
+        for line in lines:
+            data = line.encode()
+            if len(data) > room and (part or self._size):
+                self._write(part)
+                self._rotate()
+                part, room = [], self._each
+            part.append(data)
+            room -= len(data)
+        self._write(part)
+
+    def _write(self, part: list[bytes]) -> None:
+        data = b"".join(part)
+        self._file.write(data)
+        self._size += len(data)
+
+    def _rotate(self) -> None:
+        if not self.path.exists():  # somebody has removed it, or its folder: nobody can read what is written
+            self._file.flush()
+            self._file.truncate(0)
+            self.dropped_bytes += self._size
+        else:
+            self._file.close()
+            oldest = self._numbered(self._older)
+            if oldest.exists():
+                self.dropped_bytes += oldest.stat().st_size
+            for number in range(self._older - 1, -1, -1):
+                if self._numbered(number).exists():
+                    self._numbered(number).replace(self._numbered(number + 1))
+            self._file = self.path.open("ab")
+        self._size = 0
+
+    def _numbered(self, number: int) -> Path:
+        return self.path.with_name(f"{self.path.name}.{number}") if number else self.path
+
+    def flush(self) -> None:
+        """Hand everything to the system."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
