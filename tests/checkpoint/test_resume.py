@@ -212,6 +212,7 @@ def test_another_model_or_data_set_is_refused(trained, small_data, own_data, tmp
     for more, message in (
         (["--emb-dim", 8], "was trained with --emb-dim 4, not --emb-dim 8"),
         (["--seed", 1], "was trained with --seed 2020, not --seed 1"),
+        (["--shuffle-window", 2], "was trained with --shuffle-window 1, not --shuffle-window 2"),
         (["--table-lr", 0.5], "was trained with no --table-lr, not --table-lr 0.5"),
         (["--model", "deepfm"], "was trained with --model wide_deep, not --model deepfm"),
         (["--data", own_data], "was trained on another data set than"),
