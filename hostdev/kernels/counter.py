@@ -71,7 +71,7 @@ def _sort_by_hash(key: Any, half: Any, order: Any) -> None:
         if found >= largest:
             largest = found
             continue
-        place = i
+        place = np.uint64(i)
         while place > np.uint64(0) and hashed(key, order[place - one]) > found:
             order[place] = order[place - one]
             place -= one

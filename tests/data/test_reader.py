@@ -29,7 +29,7 @@ SHARDS = 8
 WINDOWS = [1, 3, 100]
 
 
-@pytest.fixture(scope="module", params=[None, 64, 7], ids=["whole", "64 rows", "7 rows"])
+@pytest.fixture(scope="module", params=[None, 30], ids=["whole", "30 rows"])
 def data(request, tmp_path_factory):
     """A data set with bags in shards of 100 rows and a small one, each of one record batch, or of several."""
     folder = tmp_path_factory.mktemp("reader")
@@ -102,9 +102,9 @@ def test_batches(data, seed, batch_size, window):
 @pytest.mark.parametrize(("seed", "window"), [(None, 3), *((5, window) for window in WINDOWS)])
 def test_any_batch_is_a_start(data, seed, window):
     rows = reader(data, window)
-    batches = [values(batch) for batch in rows.batches(70, seed=seed, epoch=1)]
+    batches = [values(batch) for batch in rows.batches(110, seed=seed, epoch=1)]
     for skip in range(len(batches) + 2):
-        assert [values(batch) for batch in rows.batches(70, seed=seed, epoch=1, skip=skip)] == batches[skip:]
+        assert [values(batch) for batch in rows.batches(110, seed=seed, epoch=1, skip=skip)] == batches[skip:]
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -201,8 +201,8 @@ def wait_until(done):
 
 
 @pytest.mark.parametrize("end", ["last batch", "close", "dropped", "garbage", "interrupted"])
-def test_threads_end_with_the_iterator(data, monkeypatch, end):
-    batches = reader(data).batches(10, seed=1)
+def test_threads_end_with_the_iterator(small_data, monkeypatch, end):
+    batches = reader(small_data).batches(10, seed=1)
     next(batches)
     assert len(threads()) == 2
     if end == "last batch":
@@ -238,11 +238,11 @@ def test_workers_that_are_freed_by_one_of_them():
     assert not threads()
 
 
-def test_a_file_is_given_up_when_nobody_wants_it(data):
-    found, stop = manifest.read(data), threading.Event()
+def test_a_file_is_given_up_when_nobody_wants_it(small_data):
+    found, stop = manifest.read(small_data), threading.Event()
     stop.set()
     with pytest.raises(StoppedError):
-        ShardFiles(data, found).open(found.train[0], stop)
+        ShardFiles(small_data, found).open(found.train[0], stop)
 
 
 def test_columns_are_the_file(data):
