@@ -114,6 +114,16 @@ def test_dropout_is_seeded_and_goes_on(device, trained, small_data, tmp_path, ca
         assert capsys.readouterr().out == "equal\n"
 
 
+def test_rows_mixed_over_shards_go_on(trained, small_data, tmp_path):
+    window = [*MIX, "--shuffle-window", 2]
+    assert trained(*small(small_data, "plain", *window))[0] == 0
+    assert trained(*small(small_data, "run", *window), "--checkpoint-every", 6, "--max-steps", 6)[0] == 0
+    assert trained(*small(small_data, "run", *window), "--resume")[0] == 0
+    assert logs(tmp_path / "run") == logs(tmp_path / "plain")
+    assert trained(*small(small_data, "one", *MIX))[0] == 0
+    assert logs(tmp_path / "one") != logs(tmp_path / "plain")
+
+
 def test_a_named_checkpoint_and_a_folder_of_its_own(trained, small_data, tmp_path):
     options = small(small_data, "plain", *MIX)
     assert trained(*options, "--checkpoint-every", 5, "--checkpoint-dir", "all", "--keep-checkpoints", 9)[0] == 0
