@@ -4,6 +4,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,7 +19,7 @@ _AHEAD = 2  # shards, or one window where it has more
 
 def opened(
     windows: Sequence[Window], open_shard: Callable[[int, threading.Event], list[Piece]]
-) -> Generator[Rows, None, None]:  # fmt: skip
+) -> Generator[Rows, None, None]:
     """Yield the rows of each window; the next shards are opened meanwhile.
 
     Beside the window that was yielded, two shards are open, or one window of more: mapped files, and 8 bytes for each
@@ -38,15 +39,9 @@ def opened(
             while left or coming:
                 while left and (not coming or sum(len(shards) for shards, _ in islice(coming, 1, None)) < _AHEAD):
                     window = left.popleft()
-                    shards = [workers.submit(_opening(open_shard, number, stop)) for number in window.shards]
-                    coming.append((shards, workers.submit(window.order)))
+                    order = workers.submit(window.order)
+                    coming.append(([workers.submit(partial(open_shard, each, stop)) for each in window.shards], order))
                 shards, order = coming.popleft()
                 yield Rows([piece for shard in shards for piece in shard.result()], order.result())
         finally:
             stop.set()
-
-
-def _opening(
-    open_shard: Callable[[int, threading.Event], list[Piece]], number: int, stop: threading.Event
-) -> Callable[[], list[Piece]]:
-    return lambda: open_shard(number, stop)

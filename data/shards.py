@@ -69,8 +69,9 @@ class ShardReader:
         size, have = min(batch_size, left), 0
         edges = size * part[0] // part[1], size * (part[0] + 1) // part[1]  # of this part in the batch
         ranges: list[Range] = []
-        with closing(opened(windows[first:], lambda number, stop: self._files.open(self._shards[number], stop))) as all:
-            for rows in all:
+        coming = opened(windows[first:], lambda number, stop: self._files.open(self._shards[number], stop))
+        with closing(coming):
+            for rows in coming:
                 start, passed = passed, 0
                 while start < len(rows):
                     taken = min(batch_size - have, len(rows) - start)
