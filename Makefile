@@ -31,6 +31,7 @@ test-slow: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/python bench/bench_ops.py
+	$(BIN)/python bench/bench_reader.py
 	$(BIN)/python bench/bench_timing.py
 	$(BIN)/python bench/bench_cache.py
 	$(BIN)/python bench/bench_pipeline.py

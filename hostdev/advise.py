@@ -36,7 +36,10 @@ from hostdev.train.config import TrainConfig
 
 PROG = "hostdev.advise"
 MESH_OPTIONS = ("micro_batches", "plan", "stage_cut", "schedule", "precision")
-OPTIONS = ("data", "model", "table_optimizer", "device", "batch_size", "emb_dim", "host_threads", "seed", *MESH_OPTIONS)
+OPTIONS = (
+    "data", "model", "table_optimizer", "device", "batch_size", "emb_dim", "host_threads", "seed", "shuffle_window",
+    *MESH_OPTIONS,
+)  # fmt: skip
 
 
 def tables_of(curves: Curves, memory: int, chosen: tuple[str, Point] | None) -> list[str]:
@@ -123,7 +126,7 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
     pictures.require_new(out)
     data = settings.data or lookalike.ensure()[0]
     found = manifest.read(data)
-    reader = ShardReader(data, found, "train")
+    reader = ShardReader(data, found, "train", shuffle_window=settings.shuffle_window)
     size = settings.batch_size or min(config.REFERENCE_BATCH_SIZE, max(1, reader.rows // 20))
     reader.require(size)
     if settings.host_threads is not None:
@@ -176,6 +179,8 @@ def advise_mesh(settings: TrainConfig, arguments: argparse.Namespace) -> None:
     for name, given in (("--memory", arguments.memory), ("--out", arguments.out)):
         if given is not None:
             raise UserError(f"{name} is about caches, and has no effect with --mesh; leave it out")
+    if settings.shuffle_window != TrainConfig.shuffle_window:
+        raise UserError("--shuffle-window has no effect with --mesh; leave it out")
     if arguments.mesh < 2:
         raise UserError(f"--mesh is a number of processes of 2 or more, not {arguments.mesh}")
     settings = replace(settings, data=settings.data or lookalike.ensure()[0])

@@ -48,7 +48,7 @@ from hostdev.train.trainer import Trainer
 PROG = "hostdev.verify"
 OPTIONS = (
     "data", "model", "table_optimizer", "table_lr", "lr", "device", "batch_size", "emb_dim", "l2", "precision", "tf32",
-    "host_threads", "seed",
+    "host_threads", "seed", "shuffle_window",
 )  # fmt: skip
 DEPTHS = (1, 2, 4)
 EXIT_DIFFERENT = 1
@@ -267,7 +267,7 @@ def verify(
     """
     data = settings.data or lookalike.ensure()[0]
     found = manifest.read(data)
-    reader = ShardReader(data, found, "train")
+    reader = ShardReader(data, found, "train", shuffle_window=settings.shuffle_window)
     size = size_of(settings, reader, steps)
     device = device_of(settings.device, tf32=settings.tf32)
     batches = batches_of(reader, size, settings.seed, steps)

@@ -145,7 +145,7 @@ def _record(
     torch.set_num_threads(1)
     data = settings.data or lookalike.ensure()[0]
     found = manifest.read(data)
-    reader = ShardReader(data, found, "train")
+    reader = ShardReader(data, found, "train", shuffle_window=settings.shuffle_window)
     device_of(settings.device, tf32=settings.tf32)
     batches = batches_of(reader, size_of(settings, reader, steps), settings.seed, steps, ranks.share())
     return train(settings, mode, batches, found.schema, None, micro_batches, ranks, layout)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -142,6 +142,21 @@ class Table:
         if len(rows):
             summed = segment_sum(grads, inverse, len(rows))
             UPDATES[self.optimizer.primitive](self.weights, self.slots, rows, summed, self.optimizer, self.step)
+
+
+def permutation(n, key):
+    """range(n) by SplitMix64's hash of each number and the key."""
+    z = (np.arange(n, dtype=np.uint64) ^ np.uint64(key)) + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.argsort(z ^ (z >> np.uint64(31)), kind="stable")
+
+
+def take_lists(values, offsets, rows):
+    """Lists by their number over pieces of lists end to end: their values, and how long each is."""
+    lists = [some[a:b].tolist() for some, edges in zip(values, offsets, strict=True) for a, b in pairwise(edges)]
+    taken = [lists[row] for row in rows]
+    return np.array(list(chain(*taken))), np.array([len(found) for found in taken])
 
 
 def mix32(x):

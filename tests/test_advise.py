@@ -279,6 +279,7 @@ def test_a_mesh_for_two_processes(tmp_path, small_data):
     [
         (["--mesh", 1], "--mesh is a number of processes of 2 or more, not 1"),
         (["--mesh", 2, "--memory", "1GiB"], "--memory is about caches, and has no effect with --mesh"),
+        (["--mesh", 2, "--shuffle-window", 2], "--shuffle-window has no effect with --mesh"),
         (["--micro-batches", 4], "--micro-batches has no effect without --mesh"),
         (["--mesh", 2, "--plan", "deep.99=colwise"], "--plan deep.99=colwise: no layer has such a name"),
     ],

@@ -22,14 +22,14 @@ def flat(batches):
     return np.concatenate([np.column_stack([batch.label, batch.dense, batch.ids]) for batch in batches])
 
 
-def rewrite(folder, change, *, shard=1):
+def rewrite(folder, change, *, shard=1, rows_per_batch=None):
     """Change a training shard's table, and the manifest so that its checksum is right."""
     path = folder / "manifest.json"
     content = json.loads(path.read_text())
     entry = content["train"][shard]
     table = change(pa.ipc.open_file(folder / entry["file"]).read_all())
     with pa.ipc.new_file(folder / entry["file"], table.schema) as file:
-        file.write_table(table)
+        file.write_table(table, max_chunksize=rows_per_batch)
     entry["sha256"] = manifest.checksum(folder / entry["file"])
     path.write_text(json.dumps(content))
     return folder / entry["file"]

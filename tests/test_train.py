@@ -61,7 +61,7 @@ def test_the_list_of_flags():
         "--keep-checkpoints", "--checkpoint-dir", "--resume",
         "--micro-batches", "--gradients", "--torch-threads", "--batch-per-rank", "--spawn", "--dist-backend",
         "--dist-url", "--dist-timeout", "--dense-exchange", "--parallel", "--mesh", "--schedule", "--stage-cut",
-        "--plan", "--ops-log",
+        "--plan", "--ops-log", "--shuffle-window",
     }  # fmt: skip
 
 
@@ -213,6 +213,7 @@ def error_of(capsys):
     (["--batch-size", "4000"], "--batch-size 4000 is larger than the"),
     (["--device", "abacus"], "--device abacus: there is no such kind of device"),
     (["--emb-dim", "2000000000"], "out of memory; use a smaller --batch-size or --emb-dim"),
+    (["--shuffle-window", "0"], "--shuffle-window must be at least 1, not 0"),
     (["--early-stop", "0"], "--early-stop must be at least 1, not 0"),
     (["--early-stop", "1", "--epochs", "1"], "--early-stop 1 has no effect with 1 epoch: it can stop after epoch 2 at"),
     (["--early-stop", "14"], "--early-stop 14 has no effect with 15 epochs: it can stop after epoch 15 at"),

@@ -1,5 +1,6 @@
 """Threads that do work behind, until the end of the program too: an executor takes none once the interpreter ends."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -29,8 +30,11 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         for _thread in self._threads:
             self._work.put(None)
+        if sys.is_finalizing():  # Python has stopped them
+            return
         for thread in self._threads:
-            thread.join()
+            if thread is not threading.current_thread():  # which may free who holds this
+                thread.join()
 
     def submit(self, call: Callable[[], T]) -> "Future[T]":
         """Have a call made; return its result to be."""

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import float32, int32, uint32, uint64
 
+from hostdev.kernels.counter import hashed
 from hostdev.kernels.jit import inline, kernel
 from hostdev.kernels.pool import parallel_for
 
@@ -36,15 +37,6 @@ def _mix32(x: Any) -> Any:
     x = uint32(uint32(x ^ (x >> uint32(16))) * uint32(0x7FEB352D))
     x = uint32(uint32(x ^ (x >> uint32(15))) * uint32(0x846CA68B))
     return uint32(x ^ (x >> uint32(16)))
-
-
-@inline
-def _row_hash(key: Any, row: Any) -> Any:
-    """`counter.mix64` of one row's counter."""
-    x = uint64((uint64(key) ^ uint64(row)) + uint64(0x9E3779B97F4A7C15))
-    x = uint64((x ^ (x >> uint64(30))) * uint64(0xBF58476D1CE4E5B9))
-    x = uint64((x ^ (x >> uint64(27))) * uint64(0x94D049BB133111EB))
-    return uint64(x ^ (x >> uint64(31)))
 
 
 @inline
@@ -101,8 +93,8 @@ def _fill_normal(
         n = min(rows, np.uint64(stop) - first)
         for i in range(n):
             row_id = np.uint64(first_row) + first + i if ids is None else np.uint64(ids[first + i])
-            hashed = _row_hash(key, row_id)
-            low, high = uint32(hashed), uint32(hashed >> uint64(32))
+            word = hashed(key, row_id)
+            low, high = uint32(word), uint32(word >> uint64(32))
             row_a, row_b = a[i * pairs : (i + one) * pairs], b[i * pairs : (i + one) * pairs]
             for p in range(pairs):
                 row_a[p], row_b[p] = _words(low, high, p)

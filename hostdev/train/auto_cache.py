@@ -59,7 +59,7 @@ def decided(
     if settings.host_threads is not None:
         set_host_threads(settings.host_threads)
     model, device = model_of(settings, found.schema), device_of(settings.device, tf32=settings.tf32)
-    reader = ShardReader(data, found, "train")
+    reader = ShardReader(data, found, "train", shuffle_window=settings.shuffle_window)
     reader.require(settings.batch_size)
     groups = measured(model, reader, settings.batch_size, settings.seed)
     batches = _sample(model, groups, reader, settings)

@@ -29,9 +29,11 @@ KEEP = 3
 IN_EFFECT = ("emb_dim", "table_optimizer", "table_lr", "lr")  # of these, what the model makes of them
 FIXED = (
     "model", "emb_dim", "batch_size", "table_optimizer", "table_lr", "lr", "l2", "precision", "tf32", "seed",
-    "micro_batches", "gradients", "torch_threads",
+    "micro_batches", "gradients", "torch_threads", "shuffle_window",
 )  # fmt: skip
-_BEFORE = {"micro_batches": 1, "gradients": None, "torch_threads": None}  # in files of before there were such options
+_BEFORE = {  # in files of before there were such options
+    "micro_batches": 1, "gradients": None, "torch_threads": None, "shuffle_window": 1,
+}  # fmt: skip
 
 
 class CheckpointError(UserError):

@@ -160,6 +160,12 @@ class TrainConfig:
         kind=int,
         metavar="N",
     )
+    shuffle_window: int = _flag(
+        "shards in a row whose rows are mixed, of 262,144 each as preprocess writes them",
+        default=1,
+        kind=int,
+        metavar="N",
+    )
     max_steps: int | None = _flag("stop after so many steps", kind=int, metavar="N")
     run_dir: Path | None = _flag("a new folder for logs and summary (runs/<time>)", kind=Path, metavar="DIR")
     ops_log: str = _flag(
@@ -191,7 +197,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         at_least_1 = ("epochs", "batch_size", "emb_dim", "host_threads", "max_steps", "early_stop", "checkpoint_every",
-                      "keep_checkpoints", "micro_batches", "torch_threads", "spawn", "batch_per_rank")  # fmt: skip
+                      "keep_checkpoints", "micro_batches", "torch_threads", "spawn", "batch_per_rank",
+                      "shuffle_window")  # fmt: skip
         for name in at_least_1:
             value = getattr(self, name)
             if value is not None and value < 1:

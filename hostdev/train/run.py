@@ -56,7 +56,7 @@ class Run:
         assert settings.batch_size is not None
         self.settings, self.data = settings, found
         self.epochs, self.batch_size = settings.epochs, settings.batch_size
-        self.train_rows = ShardReader(data, found, "train")
+        self.train_rows = ShardReader(data, found, "train", shuffle_window=settings.shuffle_window)
         self.test_rows = ShardReader(data, found, "test")
         self.train_rows.require(self.batch_size)
         self.sample = TrainingSample(data, found, self.test_rows.rows, settings.seed)

@@ -114,6 +114,16 @@ def test_dropout_is_seeded_and_goes_on(device, trained, small_data, tmp_path, ca
         assert capsys.readouterr().out == "equal\n"
 
 
+def test_rows_mixed_over_shards_go_on(trained, small_data, tmp_path):
+    window = [*MIX, "--shuffle-window", 2]
+    assert trained(*small(small_data, "plain", *window))[0] == 0
+    assert trained(*small(small_data, "run", *window), "--checkpoint-every", 6, "--max-steps", 6)[0] == 0
+    assert trained(*small(small_data, "run", *window), "--resume")[0] == 0
+    assert logs(tmp_path / "run") == logs(tmp_path / "plain")
+    assert trained(*small(small_data, "one", *MIX))[0] == 0
+    assert logs(tmp_path / "one") != logs(tmp_path / "plain")
+
+
 def test_a_named_checkpoint_and_a_folder_of_its_own(trained, small_data, tmp_path):
     options = small(small_data, "plain", *MIX)
     assert trained(*options, "--checkpoint-every", 5, "--checkpoint-dir", "all", "--keep-checkpoints", 9)[0] == 0
@@ -212,6 +222,7 @@ def test_another_model_or_data_set_is_refused(trained, small_data, own_data, tmp
     for more, message in (
         (["--emb-dim", 8], "was trained with --emb-dim 4, not --emb-dim 8"),
         (["--seed", 1], "was trained with --seed 2020, not --seed 1"),
+        (["--shuffle-window", 2], "was trained with --shuffle-window 1, not --shuffle-window 2"),
         (["--table-lr", 0.5], "was trained with no --table-lr, not --table-lr 0.5"),
         (["--model", "deepfm"], "was trained with --model wide_deep, not --model deepfm"),
         (["--data", own_data], "was trained on another data set than"),

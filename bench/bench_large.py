@@ -1,0 +1,220 @@
+"""Claim: a table as large as the host's memory holds runs in the memory that its formula says, and every phase at half of
+the rate of what limits it, measured in the same run: copies in host memory, or the disk.
+
+A HostTable of --rows x 8 with LazyAdam: initial values, --steps steps at depth 2 with a cache of 1%, predictions, digest, a
+whole checkpoint, one that adds to it, and loading both. Zipf ids, 26 a sample; the dense side is one linear layer. Then
+what a unique row costs (lookup and LazyAdam) for tables of half a million rows up to --rows. Memory: the process's own
+(not the page cache's), sampled; the formula's is that of docs/limits.md.
+"""
+
+import argparse
+import itertools
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import hostdev.core.environment  # isort: skip  (before torch)
+import numpy as np
+import torch
+from bench_checkpoint import disk_rates, drop_page_cache
+from record import record
+from workload import ids_of
+
+import hostdev
+from hostdev.cache.planner import planner_bytes
+from hostdev.core.digest import Column, StateDigest, pieces_of
+from hostdev.core.memory import gib, table_bytes
+from hostdev.kernels.pool import host_threads, parallel_for
+
+DIM, FIELDS, BATCH = 8, 26, 8000
+SLOTS = 2
+SMALLEST = 500_000  # rows
+
+
+class Memory:
+    """The most memory that the process has had, sampled."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def now(self) -> int:
+        """Bytes, without what is mapped from files."""
+        with Path("/proc/self/status").open() as status:
+            return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
+
+    def _watch(self) -> None:
+        while True:
+            self.most = max(self.most, self.now())
+            time.sleep(0.02)
+
+
+class Phases:
+    """Times phases, and prints each with its rate beside the limit's."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory, self.found = memory, {}
+
+    @contextmanager
+    def phase(self, name: str, nbytes: int, limit: float | None = None) -> Iterator[None]:
+        """Time what is within; it moves so many bytes, at most `limit` GB/s."""
+        self._memory.most = 0
+        start = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - start
+        rate = nbytes / seconds / 1e9
+        share = None if limit is None else round(rate / limit, 3)
+        self.found[name] = {"seconds": round(seconds, 2), "GB/s": round(rate, 3), "of_limit": share,
+                            "memory": self._memory.most}  # fmt: skip
+        of = f", {share:.0%} of {limit:.1f}" if share is not None and limit is not None else ""
+        print(f"{name:>16}: {seconds:7.1f} s, {rate:6.2f} GB/s{of}, memory {gib(self._memory.most)}", flush=True)
+
+
+def copy_rate() -> float:
+    """GB/s of copies in host memory, read and written, by all threads."""
+    source, target = np.ones(1 << 27, np.float32), np.empty(1 << 27, np.float32)
+
+    def copy(start: int, stop: int) -> None:
+        target[start:stop] = source[start:stop]
+
+    best = 0.0
+    for _ in range(4):
+        start = time.perf_counter()
+        parallel_for(copy, len(source))
+        best = max(best, 2 * source.nbytes / (time.perf_counter() - start) / 1e9)
+    return best
+
+
+def fill_rate() -> float:
+    """GB/s of writing memory that is new, page faults and all, by all threads."""
+    target = np.empty(1 << 28, np.float32)
+
+    def fill(start: int, stop: int) -> None:
+        target[start:stop] = 1
+
+    start = time.perf_counter()
+    parallel_for(fill, len(target))
+    return target.nbytes / (time.perf_counter() - start) / 1e9
+
+
+def batches_of(rows: int, n: int = 16) -> Iterator[torch.Tensor]:
+    """Ids [B, F], the same batches again and again in another order."""
+    made = [
+        torch.from_numpy(ids_of(rows, BATCH * FIELDS, seed).astype(np.int32).reshape(BATCH, FIELDS))
+        for seed in range(n)
+    ]
+    return itertools.cycle(made)
+
+
+def digest_of(table: hostdev.HostTable) -> str:
+    """The digest of a table's state."""
+    digest = StateDigest()
+    columns = [Column(name, values.shape, lambda values=values: pieces_of(values, np.ascontiguousarray))
+               for name, values in (("weights", table.weights), *table.slots.items())]  # fmt: skip
+    digest.table(table.name, table.step, columns[0], columns[1:])
+    return digest.hexdigest()
+
+
+def row_cost(table: hostdev.HostTable) -> float:
+    """Nanoseconds of a unique row's lookup and update."""
+    found, _ = hostdev.unique(ids_of(table.rows).astype(np.int32))
+    out, grads = np.empty((len(found), DIM), np.float32), np.full((len(found), DIM), 1e-3, np.float32)
+    best = float("inf")
+    for _ in range(9):
+        start = time.perf_counter()
+        table.lookup(found, out=out)
+        table.update(found, grads)
+        best = min(best, (time.perf_counter() - start) / len(found) * 1e9)
+    return best
+
+
+def train(runtime: hostdev.Runtime, layer: torch.nn.Module, rows: int, steps: int) -> list[float]:
+    """Take steps; return the seconds of each."""
+    times, one = [], torch.optim.SGD(layer.parameters(), lr=1e-3)
+    last = time.perf_counter()
+    for _, found in runtime.train(itertools.islice(batches_of(rows), steps), ids=lambda ids: {"t": ids}):
+        layer(found["t"].reshape(BATCH, -1)).square().mean().backward()
+        one.step()
+        now = time.perf_counter()
+        times.append(now - last)
+        last = now
+    return times
+
+
+def main() -> None:
+    """Measure, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=200_000_000)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--dir", type=Path, default=None, help="on the disk that is measured (the system's folder)")
+    arguments = parser.parse_args()
+    rows, memory = arguments.rows, Memory()
+    copied, filled = copy_rate(), fill_rate()
+    folder = Path(tempfile.mkdtemp(dir=arguments.dir))
+    written, read = disk_rates(folder, 1 << 32)
+    print(
+        f"copies {copied:.1f} GB/s, new memory {filled:.1f}, disk {written:.2f} writing, {read:.2f} reading; {rows:,} rows"
+    )
+    size = table_bytes(rows, DIM, SLOTS)
+    slots = rows // 100
+    formula = {"table": size, "claims": rows, "planner": planner_bytes(rows, slots),
+               "cache": table_bytes(slots, DIM, SLOTS), "marks of changes": rows // 8}  # fmt: skip
+    print("formula: " + ", ".join(f"{name} {gib(part)}" for name, part in formula.items()))
+    phases, costs = Phases(memory), {}
+    for some in (SMALLEST, rows // 20, rows // 4):
+        if SMALLEST <= some < rows:
+            costs[some] = row_cost(hostdev.HostTable(some, DIM, hostdev.LazyAdam(), name="t"))
+    try:
+        with phases.phase("initial values", size, filled):
+            table = hostdev.HostTable(rows, DIM, hostdev.LazyAdam(), name="t")
+        runtime = hostdev.Runtime({"t": table}, device="cpu", depth=2, cache="1%")
+        layer = torch.nn.Linear(FIELDS * DIM, 1)
+        with phases.phase("train", 0):
+            times = train(runtime, layer, rows, arguments.steps)
+        print(f"{'':>16}  {np.median(times) * 1e3:.1f} ms a step")
+        with phases.phase("predict", 0):
+            for _ in runtime.predict(itertools.islice(batches_of(rows), 20), ids=lambda ids: {"t": ids}):
+                pass
+        with phases.phase("digest", size):
+            digest = digest_of(table)
+        with phases.phase("save, whole", size, written):
+            runtime.save(folder / "c")
+        train(runtime, layer, rows, 20)
+        before = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        start = time.perf_counter()
+        runtime.save(folder / "c")
+        seconds = time.perf_counter() - start
+        added = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) - before
+        print(f"{'save, added':>16}: {seconds:7.1f} s, {gib(added)}")
+        after = digest_of(table)
+        train(runtime, layer, rows, 3)  # which loading undoes
+        drop_page_cache([file for file in folder.rglob("*") if file.is_file()])
+        with phases.phase("load", size + added, read):
+            runtime.load(folder / "c")
+        same = digest_of(table) == after != digest
+        print(f"the state that was saved is the one that was loaded: {same}")
+        costs[rows] = row_cost(table)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    least = min(costs.values())
+    print("a unique row costs " + ", ".join(f"{ns:.0f} ns at {n:,} rows" for n, ns in costs.items())
+          + f": {costs[rows] / costs[min(costs)]:.2f}x of the smallest's")  # fmt: skip
+    announced = sum(formula.values())
+    most = max(found["memory"] for found in phases.found.values())
+    print(f"memory {gib(most)}, announced {gib(announced)}: {most / announced:.3f}x")
+    content: dict[str, Any] = {
+        "rows": rows, "dim": DIM, "threads": host_threads(), "copy": copied, "fill": filled, "disk": [written, read],
+        "formula": formula, "most_memory": most, "phases": phases.found, "ms_a_step": float(np.median(times) * 1e3),
+        "added_bytes": added, "added_seconds": seconds, "loaded_is_saved": same, "ns_a_row": costs, "least": least,
+    }  # fmt: skip
+    print(f"written to {record('large', content)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Claim: batches of Criteo's shape come at 5 million samples a second and more on two cores, page cache warm.
+
+A data set of Criteo's shape (160 bytes a row) with random ids is written to a temporary folder. Then passes over it in
+batches of 16,000, in an order of a seed: the first of a reader, which computes checksums, later ones, and those of
+windows of 16 shards, each with the page cache warm, and cold: the files are dropped from it (fadvise) before each pass.
+
+Beside samples a second: bytes of rows a second as a share of what a copy by all threads reads, and of what reading the
+same files in order takes from the disk, both in the same run; and seconds of all cores a million samples, which say
+more where others use the machine. The disk may have a cache of its own.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from bench_checkpoint import drop_page_cache
+from hostdev.data.manifest import Manifest
+from hostdev.data.preprocess.writer import ShardWriter
+from hostdev.data.schema import Column, Schema, Space
+from hostdev.data.shards import ShardReader
+from record import record
+
+from hostdev.kernels.buffers import aligned_empty
+from hostdev.kernels.pool import host_threads, parallel_for
+
+DENSE, IDS, VALUES = 13, 26, 1_000_000  # of each column
+BATCH, SHARD, WINDOW = 16_000, 262_144, 16
+ROW_BYTES = 4 * (1 + DENSE + IDS)
+LIMIT = 5e6  # samples a second
+
+
+def write(root: Path, rows: int) -> Manifest:
+    """Write a data set, a shard after the other."""
+    names = [f"C{i + 1}" for i in range(IDS)]
+    first = DENSE + IDS
+    spaces = tuple(Space(name, DENSE + i, first + i * VALUES, VALUES) for i, name in enumerate(names))
+    columns = tuple(Column(name, "id", name) for name in names)
+    dense = tuple(f"I{i + 1}" for i in range(DENSE))
+    schema = Schema("label", dense, columns, spaces, first + IDS * VALUES)
+    writer, rng = ShardWriter(root, "train", SHARD, schema, "int32"), np.random.default_rng(0)
+    begins = first + VALUES * np.arange(IDS)
+    for start in range(0, rows, SHARD):
+        n = min(SHARD, rows - start)
+        label = (rng.random(n, np.float32) < 0.25).astype(np.float32)
+        writer.write(label, rng.random((n, DENSE), np.float32), begins + rng.integers(0, VALUES, (n, IDS)), [])
+    return Manifest(
+        schema=schema, id_type="int32", train=writer.close(), test=[], vocabulary=None, vocabulary_sha256=None,
+        options={}, statistics={}, sources=[],
+    )  # fmt: skip
+
+
+def copy_rate() -> float:
+    """Return the bytes a second that a copy by all threads reads."""
+    source, target = aligned_empty((50_000_000,)), aligned_empty((50_000_000,))
+    source[:] = target[:] = 1
+
+    def copy_range(start: int, stop: int) -> None:
+        target[start:stop] = source[start:stop]
+
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        parallel_for(copy_range, len(source), grain=1 << 20)
+        times.append(time.perf_counter() - start)
+    return source.nbytes / statistics.median(times)
+
+
+def file_rate(files: list[Path]) -> float:
+    """Return the bytes a second of reading files in order."""
+    buffer, size, start = memoryview(bytearray(1 << 22)), 0, time.perf_counter()
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while n := file.readinto(buffer):
+                size += n
+    return size / (time.perf_counter() - start)
+
+
+def one_pass(reader: ShardReader, epoch: int) -> tuple[float, float]:
+    """Return the samples a second of an epoch, and the seconds of all cores that a million of them took."""
+    start, busy = time.perf_counter(), time.process_time()
+    rows = sum(len(batch) for batch in reader.batches(BATCH, seed=2020, epoch=epoch))
+    seconds, busy = time.perf_counter() - start, time.process_time() - busy
+    assert rows == reader.rows
+    return rows / seconds, busy / rows * 1e6
+
+
+def measure(root: Path, found: Manifest, rounds: int) -> dict[str, dict[str, float]]:
+    """Return the figures of each kind of pass, in turn, round after round; medians."""
+    files = [root / shard.file for shard in found.train]
+    passes: dict[str, list[tuple[float, float]]] = {}
+    limits: dict[str, list[float]] = {"copy": [], "disk": []}
+
+    def note(name: str, reader: ShardReader, epoch: int, *, cold: bool = False) -> None:
+        if cold:
+            drop_page_cache(files)
+        passes.setdefault(f"{name}, {'cold' if cold else 'warm'}", []).append(one_pass(reader, epoch))
+
+    for _ in range(rounds):
+        limits["copy"].append(copy_rate())
+        drop_page_cache(files)
+        limits["disk"].append(file_rate(files))
+        reader = ShardReader(root, found, "train")
+        mixing = ShardReader(root, found, "train", shuffle_window=WINDOW)
+        note("first pass", reader, 1)
+        note("later pass", reader, 2)
+        one_pass(mixing, 1)  # its checksums
+        note(f"window of {WINDOW}", mixing, 2)
+        note("later pass", reader, 3, cold=True)
+        note(f"window of {WINDOW}", mixing, 3, cold=True)
+        note("first pass", ShardReader(root, found, "train"), 1, cold=True)
+    copy, disk = (statistics.median(values) for values in limits.values())
+    print(f"copy {copy / 1e9:.2f} GB/s read, disk {disk / 1e9:.2f} GB/s")
+    print(f"{'':<24}{'M samples/s':>12}{'core s / M':>12}{'of copy':>9}{'of disk':>9}")
+    result = {"limits": {"copy GB/s": copy / 1e9, "disk GB/s": disk / 1e9}}
+    for name, values in passes.items():
+        rate, busy = (statistics.median(each) for each in zip(*values, strict=True))
+        of_copy, of_disk = rate * ROW_BYTES / copy, rate * ROW_BYTES / disk
+        print(f"{name:<24}{rate / 1e6:>12.2f}{busy:>12.3f}{of_copy:>9.0%}{of_disk:>9.0%}")
+        result[name] = {"samples/s": rate, "core s / M samples": busy, "of copy": of_copy, "of disk": of_disk}
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=8_000_000, help="160 bytes each on the disk, and in the page cache")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dir", type=Path, help="a folder on the disk to be measured")
+    parser.add_argument("--out", type=Path, help="where the result goes instead of bench/results/")
+    arguments = parser.parse_args()
+    root = Path(tempfile.mkdtemp(prefix="bench-reader-", dir=arguments.dir))
+    try:
+        found = write(root, arguments.rows)
+        os.sync()
+        one_pass(ShardReader(root, found, "train"), 0)  # compiles the kernels
+        result = measure(root, found, arguments.rounds)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    rate = result["later pass, warm"]["samples/s"]
+    print(f"{rate / 1e6:.2f} million samples/s, at least {LIMIT / 1e6:.0f}: {'met' if rate >= LIMIT else 'not met'}")
+    record("reader", {"rows": arguments.rows, "threads": host_threads(), **result}, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The order of a data set's rows: a function of the seed and the epoch, and of how many shards are mixed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.kernels.counter import key64, permutation
+
+
+@dataclass(frozen=True)
+class Window:
+    """Shards that follow each other, whose rows are mixed.
+
+    shards  their numbers
+    rows    of all of them
+    key     of the order of their rows; None: as they are in the shards
+    """
+
+    shards: tuple[int, ...]
+    rows: int
+    key: int | None
+
+    def order(self) -> npt.NDArray[np.int64] | None:
+        """Return the order of the rows, int64 [rows], counted over the shards end to end; None: as they are."""
+        return None if self.key is None else permutation(self.rows, self.key)
+
+
+def windows_of(rows: Sequence[int], seed: int | None, epoch: int, width: int) -> list[Window]:
+    """Return an epoch's windows in order; they hold every shard once.
+
+    rows   of each shard
+    seed   of the order of the shards, and of the rows of each window; None: all are in the order of the data set
+    width  shards in a window; the last may have fewer
+    """
+    if seed is None:
+        return [Window((number,), rows[number], None) for number in range(len(rows))]
+    order = permutation(len(rows), key64(seed, "shard order", epoch)).tolist()
+    if width == 1:
+        return [Window((number,), rows[number], key64(seed, "row order", epoch, number)) for number in order]
+    mixed = [tuple(order[start : start + width]) for start in range(0, len(order), width)]
+    return [
+        Window(numbers, sum(rows[number] for number in numbers), key64(seed, "window order", epoch, place))
+        for place, numbers in enumerate(mixed)
+    ]

@@ -1,0 +1,94 @@
+"""Rows of shards, as they lie in mapped files, and batches gathered from them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from hostdev.data import ragged
+from hostdev.data.batch import Batch
+
+from hostdev.kernels.pieces import addresses_of, length_tasks, list_tasks, places_of, take_tasks
+from hostdev.kernels.pool import run_tasks
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A record batch's rows; the bags as values end to end [N] and the offsets [n + 1] where each row's begin."""
+
+    label: npt.NDArray[np.float32]  # [n]
+    dense: npt.NDArray[np.float32]  # [n, dense columns]
+    ids: npt.NDArray[Any]  # [n, columns with one id]
+    bags: dict[str, tuple[npt.NDArray[Any], ragged.Offsets]]
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+
+class Rows:
+    """The rows of some pieces, end to end; nothing is copied.
+
+    pieces  at least one
+    order   int64 [n], the order in which the rows are taken; None: as they are
+    """
+
+    def __init__(self, pieces: Sequence[Piece], order: npt.NDArray[np.int64] | None) -> None:
+        self.pieces, self._order = pieces, order  # whose memory the addresses are of
+        starts = ragged.offsets_of(np.array([len(piece) for piece in pieces]))
+        self._first, self._size = starts[:-1], int(starts[-1])
+        self.columns = tuple(
+            addresses_of([getattr(piece, name) for piece in pieces]) for name in ("label", "dense", "ids")
+        )
+        self.bags = {
+            name: tuple(addresses_of([piece.bags[name][part] for piece in pieces]) for part in (0, 1))
+            for name in pieces[0].bags
+        }
+
+    def places(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Return where the rows [start, stop) of the order lie, as kernels.pieces has it."""
+        rows = np.arange(start, stop) if self._order is None else self._order[start:stop]
+        return places_of(rows, self._first)
+
+    def __len__(self) -> int:
+        return self._size
+
+
+Range = tuple[Rows, int, int]  # rows [start, stop) of their order
+
+
+def gathered(ranges: Sequence[Range], whole: int | None) -> Batch:
+    """Return rows as a batch, in order, or as a part of a batch of so many; the host threads copy them.
+
+    ranges  at least one, of rows with the same columns
+    """
+    ends = np.cumsum([0, *(stop - start for _, start, stop in ranges)]).tolist()
+    found = [
+        (rows, rows.places(start, stop), part) for (rows, start, stop), part in zip(ranges, _slices(ends), strict=True)
+    ]
+    like = ranges[0][0].pieces[0]
+    label = np.empty((ends[-1], 1), np.float32)
+    dense, ids = (np.empty((ends[-1], each.shape[1]), each.dtype) for each in (like.dense, like.ids))
+    lengths = {name: np.empty(ends[-1], np.int32) for name in like.bags}
+    tasks = []
+    for rows, places, part in found:
+        for addresses, out in zip(rows.columns, (label, dense, ids), strict=True):
+            if out.shape[1]:
+                tasks += take_tasks(places, addresses, out[part])
+        for name, (_, offsets) in rows.bags.items():
+            tasks += length_tasks(places, offsets, lengths[name][part])
+    run_tasks(tasks)
+    bags, tasks = {}, []
+    for name, each in lengths.items():
+        begins = ragged.offsets_of(each)
+        bags[name] = np.empty(begins[-1], like.bags[name][0].dtype), each
+        for rows, places, part in found:
+            values, offsets = rows.bags[name]
+            tasks += list_tasks(places, offsets, values, begins[part.start : part.stop + 1], bags[name][0])
+    run_tasks(tasks)
+    return Batch(label[:, 0], dense, ids, bags, whole)
+
+
+def _slices(ends: Sequence[int]) -> list[slice]:
+    return [slice(start, stop) for start, stop in pairwise(ends)]

@@ -1,0 +1,165 @@
+"""Arrow IPC files mapped into memory; every file is checked before a row of it is used.
+
+A file is read from its beginning to its end before it is mapped: by the first reader to compare its checksum, later
+to have it in the page cache, as rows are then taken in any order. What cannot be read, a file that has become shorter
+or has been replaced is an error then, and a file that has changed since its checksum was computed is hashed again.
+From then on the rows are the operating system's: who shortens a file that is mapped ends the process (SIGBUS).
+"""
+
+import os
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from hostdev.data import ragged
+from hostdev.data.manifest import Manifest, Shard, shard_schema
+from hostdev.data.rows import Piece
+
+from hostdev.core.errors import UserError
+from hostdev.kernels.buffers import scratch
+from hostdev.kernels.lookup import first_outside
+
+_READ = 1 << 22  # bytes at a time: fewer calls than pages, as each waits for Python's lock
+
+
+class StoppedError(Exception):
+    """Nobody wants a file any more."""
+
+
+class ShardFiles:
+    """A data set's files; several threads may open them.
+
+    root      the data set's folder
+    manifest  its manifest
+    """
+
+    def __init__(self, root: Path, manifest: Manifest) -> None:
+        self._root = root
+        self._manifest = manifest
+        self._intact: dict[str, tuple[int, ...]] = {}  # files whose checksum has been computed, as they were then
+
+    def open(self, shard: Shard, stop: Event) -> list[Piece]:
+        """Return a shard's record batches, mapped.
+
+        stop  when it is set, StoppedError is raised soon
+
+        Raises UserError for a file that is missing or does not match the manifest, and for a bad id or label.
+        """
+        path = self._root / shard.file
+        state = self._read(path, shard, stop)
+        try:
+            with pa.memory_map(str(path)) as file:
+                table = pa.ipc.open_file(file).read_all()
+        except (pa.ArrowException, OSError) as error:
+            raise UserError(f"shard {path} is not an Arrow file ({error}); preprocess the data again") from None
+        if _state(path.stat()) != state:
+            raise _changed(path)
+        expected = shard_schema(self._manifest.schema, self._manifest.id_type)
+        if not table.schema.equals(expected):
+            raise UserError(f"shard {path} has a wrong schema: {_types(table.schema)}, not {_types(expected)}")
+        if len(table) != shard.rows:
+            raise UserError(f"shard {path} has {len(table)} rows, not {shard.rows}; preprocess the data again")
+        try:
+            table.validate(full=True)  # the lists' offsets
+        except pa.ArrowInvalid as error:
+            raise UserError(f"shard {path} is broken ({error}); preprocess the data again") from None
+        if any(chunk.null_count or _inside(chunk).null_count for column in table.columns for chunk in column.chunks):
+            raise UserError(f"shard {path} has missing values; preprocess the data again")
+        pieces = [self._piece(batch) for batch in table.to_batches()]
+        self._check_values(path, pieces)
+        self._intact[shard.file] = state
+        return pieces
+
+    def _read(self, path: Path, shard: Shard, stop: Event) -> tuple[int, ...]:
+        """Read a file, compare its checksum where that has not been done, and return what tells that it has changed."""
+        buffer = scratch("shard", (_READ,), np.uint8)
+        digest, size = sha256(), 0
+        try:
+            with path.open("rb", buffering=0) as file:
+                state = _state(os.fstat(file.fileno()))
+                known = self._intact.get(shard.file) == state
+                while n := file.readinto(buffer.data):
+                    if not known:
+                        digest.update(buffer[:n].data)
+                    size += n
+                    if stop.is_set():
+                        raise StoppedError
+        except FileNotFoundError:
+            raise UserError(f"shard {path} is missing; preprocess the data again") from None
+        except OSError as error:
+            raise UserError(f"shard {path} cannot be read: {error.strerror}") from None
+        if size != state[0] or (not known and digest.hexdigest() != shard.sha256):
+            raise _changed(path)
+        return state
+
+    def _piece(self, batch: pa.RecordBatch) -> Piece:
+        """Return a record batch's columns as arrays; all but the bags' offsets are the file's memory."""
+        n, schema = len(batch), self._manifest.schema
+        dense, ids = np.zeros((n, 0), np.float32), np.zeros((n, 0), self._manifest.id_type)
+        if schema.dense:
+            dense = _inside(batch["dense"]).to_numpy().reshape(n, len(schema.dense))
+        if schema.ids:
+            ids = _inside(batch["cat"]).to_numpy().reshape(n, len(schema.ids))
+        bags = {}
+        for name in schema.bags:
+            column = batch[f"bag:{name}"]
+            bags[name] = _inside(column).to_numpy(), ragged.offsets_of(np.diff(column.offsets.to_numpy()))
+        return Piece(batch["label"].to_numpy(), dense, ids, bags)
+
+    def _check_values(self, path: Path, pieces: list[Piece]) -> None:
+        schema = self._manifest.schema
+        size = schema.rows
+
+        def outside(row: int, name: str, found: int) -> UserError:
+            return UserError(
+                f"shard {path}, row {row}, field {name}: id {found} is outside "
+                f"0..{size - 1}, the table's rows; preprocess the data again"
+            )
+
+        for first, piece in _numbered(pieces):
+            flat = piece.ids.ravel()
+            position = first_outside(flat, size)
+            if position >= 0:
+                row, field = divmod(position, piece.ids.shape[1])
+                raise outside(first + row, schema.ids[field], flat[position])
+        for name in schema.bags:
+            for first, piece in _numbered(pieces):
+                values, offsets = piece.bags[name]
+                position = first_outside(values, size)
+                if position >= 0:
+                    row = int(np.searchsorted(offsets, position, "right")) - 1
+                    raise outside(first + row, name, values[position])
+        for first, piece in _numbered(pieces):
+            wrong = np.flatnonzero((piece.label != 0) & (piece.label != 1))
+            if len(wrong):
+                raise UserError(f"shard {path}, row {first + wrong[0]}: label {piece.label[wrong[0]]} is not 0 or 1")
+
+
+def _numbered(pieces: list[Piece]) -> Iterator[tuple[int, Piece]]:
+    """Yield pieces with the number of their first row."""
+    first = 0
+    for piece in pieces:
+        yield first, piece
+        first += len(piece)
+
+
+def _state(found: os.stat_result) -> tuple[int, ...]:
+    """Return the size of a file, when it was written, and which one it is."""
+    return found.st_size, found.st_mtime_ns, found.st_dev, found.st_ino
+
+
+def _changed(path: Path) -> UserError:
+    return UserError(f"shard {path} has a wrong checksum: it is damaged or was changed; preprocess the data again")
+
+
+def _inside(array: Any) -> Any:
+    """Return the values of lists end to end; those of a column without lists are its own."""
+    return array.flatten() if hasattr(array, "flatten") and pa.types.is_nested(array.type) else array
+
+
+def _types(found: pa.Schema) -> str:
+    return ", ".join(f"{field.name} {field.type}" for field in found)

@@ -1,0 +1,128 @@
+"""Rows and lists of arrays that lie in pieces, such as the record batches of files, gathered into one array.
+
+A place is where a row lies: the number of its piece, and the row within it, in one int64.
+
+P pieces of R rows in all, n places, D columns.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.kernels.jit import array_at, inline, kernel, prefetch_to_read
+from hostdev.kernels.pool import Task, grain_of, parallel_for, tasks_over
+
+Places = npt.NDArray[np.int64]
+Addresses = npt.NDArray[np.int64]
+
+_ROW_BITS = 40  # of a place
+_AHEAD = 8  # rows
+_GRAIN = 4096  # of places to be found
+
+
+def addresses_of(pieces: Sequence[npt.NDArray[Any]]) -> Addresses:
+    """Return where C-contiguous arrays begin, int64 [P]; somebody must keep them alive."""
+    assert all(piece.flags.c_contiguous for piece in pieces)
+    return np.array([piece.ctypes.data for piece in pieces], np.int64)
+
+
+@inline
+def _at(addresses: Any, place: Any, nbytes: Any) -> Any:
+    """The address of what lies at a place, where each row has so many bytes."""
+    piece, row = place >> np.int64(_ROW_BITS), place & np.int64((1 << _ROW_BITS) - 1)
+    return addresses[np.uint64(piece)] + row * np.int64(nbytes)
+
+
+@kernel
+def _locate(start: Any, stop: Any, rows: Any, first: Any, places: Any) -> None:
+    for i in range(np.uint64(start), np.uint64(stop)):
+        row = rows[i]
+        low, high = np.uint64(0), np.uint64(len(first))
+        while high - low > np.uint64(1):
+            middle = (low + high) >> np.uint64(1)
+            if first[middle] <= row:
+                low = middle
+            else:
+                high = middle
+        places[i] = (np.int64(low) << np.int64(_ROW_BITS)) | (row - first[low])
+
+
+def places_of(rows: npt.NDArray[np.int64], first: npt.NDArray[np.int64]) -> Places:
+    """Return the places of rows, int64 [n]; it may be `rows` itself.
+
+    rows   int64 [n], each in [0, R): counted over all pieces, end to end
+    first  int64 [P], ascending from 0: the first row of each piece
+    """
+    if len(first) == 1:
+        return rows
+    places = np.empty(len(rows), np.int64)
+    parallel_for(_locate, len(rows), rows, first, places, grain=_GRAIN)
+    return places
+
+
+@kernel
+def _take(start: Any, stop: Any, places: Any, addresses: Any, out: Any) -> None:
+    D = out.shape[1]
+    nbytes = D * out.itemsize
+    for i in range(np.uint64(start), np.uint64(stop)):
+        ahead = i + np.uint64(_AHEAD)
+        if ahead < np.uint64(stop):
+            prefetch_to_read(array_at(_at(addresses, places[ahead], nbytes), 1, np.uint8), 0, nbytes)
+        row, to = array_at(_at(addresses, places[i], nbytes), D, out.dtype), out[i]
+        for j in range(D):
+            to[j] = row[j]
+
+
+def take_tasks(places: Places, addresses: Addresses, out: npt.NDArray[Any]) -> list[Task]:
+    """Return tasks that copy rows, out[i] = what lies at places[i], to be run together with others by one `run_tasks`.
+
+    places     int64 [n]
+    addresses  int64 [P], of pieces [any, D] of the type of `out`
+    out        [n, D], C-contiguous
+    """
+    return tasks_over(_take, len(places), places, addresses, out, grain=grain_of(out.strides[0]))
+
+
+@kernel
+def _measure(start: Any, stop: Any, places: Any, offsets: Any, lengths: Any) -> None:
+    for i in range(np.uint64(start), np.uint64(stop)):
+        edges = array_at(_at(offsets, places[i], 8), 2, np.int64)
+        lengths[i] = edges[1] - edges[0]
+
+
+@kernel
+def _take_lists(start: Any, stop: Any, places: Any, offsets: Any, values: Any, begins: Any, out: Any) -> None:
+    for i in range(np.uint64(start), np.uint64(stop)):
+        first = array_at(_at(offsets, places[i], 8), 1, np.int64)[0]
+        piece = np.uint64(places[i] >> np.int64(_ROW_BITS))
+        begin = np.uint64(begins[i])
+        size = np.uint64(begins[i + np.uint64(1)]) - begin
+        found = array_at(values[piece] + first * out.itemsize, size, out.dtype)
+        for j in range(size):
+            out[begin + j] = found[j]
+
+
+def length_tasks(places: Places, offsets: Addresses, lengths: npt.NDArray[np.int32]) -> list[Task]:
+    """Return tasks that write how long lists are.
+
+    places   int64 [n]
+    offsets  int64 [P], addresses of int64 [rows of the piece + 1]: where each list begins in the values of its piece
+    lengths  int32 [n], written
+    """
+    return tasks_over(_measure, len(places), places, offsets, lengths, grain=_GRAIN)
+
+
+def list_tasks(
+    places: Places, offsets: Addresses, values: Addresses, begins: npt.NDArray[np.int64], out: npt.NDArray[Any]
+) -> list[Task]:
+    """Return tasks that copy lists: the i-th to out[begins[i] : begins[i + 1]].
+
+    offsets  as for `length_tasks`
+    values   int64 [P], addresses of each piece's values, of the type of `out`
+    begins   int64 [n + 1], of the lengths of `length_tasks`
+    """
+    n = len(places)
+    mean = (int(begins[-1]) - int(begins[0])) * out.itemsize // max(1, n)
+    return tasks_over(_take_lists, n, places, offsets, values, begins, out, grain=grain_of(mean))
