@@ -4,7 +4,6 @@ A kernel is compiled into a loop that claims its next range by an atomic additio
 interpreter's lock once for many ranges, and not once for each.
 """
 
-import inspect
 import threading
 import time
 from collections import deque
@@ -13,27 +12,24 @@ from typing import Any
 
 import numba
 import numpy as np
-import numpy.typing as npt
 
-from hostdev.kernels.jit import fetch_add, inline, kernel, load
+from hostdev.kernels.jit import address_of, fetch_add, inline, kernel, load
 
-Words = npt.NDArray[np.int64]
 Call = tuple[Callable[..., Any], int, int, tuple[Any, ...]]
 Times = list[tuple[int, int]]
 
 _LOOP = """
-def loop(shared, halt, most{names}):
+def loop(begun, halt, most, n, grain, grains, pieces{args}):
     done = 0
-    while done < most and not is_set(halt):
-        at = claim(shared)
-        if at >= shared[PIECES]:
+    while done < most and load(halt) == 0:
+        at = fetch_add(begun, 1)
+        if at >= pieces:
             break
-        work(edge(shared, at), edge(shared, at + 1){names})
+        work(grains * at // pieces * grain, min(n, grains * (at + 1) // pieces * grain){args})
         done += 1
     return done
 """
-_NEXT, _N, _GRAIN, _PIECES = 0, 8, 9, 10  # the first is written all the time: it has a cache line to itself
-_WORDS = 16
+_WORDS, _AT = 16, 8  # nothing else is in the cache line of the word that all threads write
 _VISIT_NS = 5_000_000  # in native code: in the main thread Ctrl-C waits for less than three of these, or for one range
 
 
@@ -43,47 +39,44 @@ def is_kernel(function: Any) -> bool:
 
 
 def loop_of(work: Any) -> Any:
-    """Return the loop over a kernel's ranges: `loop(shared, halt, most, *args)` returns how many it has done.
+    """Return the loop over a kernel's ranges: `loop(begun, halt, most, n, grain, grains, pieces, *args)`.
 
-    shared  int64 [16], written: the number of ranges begun, and what range(n) is cut into; the same for all threads
-    halt    int64 [1]; not 0: begin no range
+    It returns how many ranges it has done; several threads in it share them.
+
+    begun   address of an int64, 0 at first, to which each range adds 1 that begins
+    halt    address of an int64; not 0: begin no range
     most    ranges to do
+    n, ...  as in `edges`; `grains` of them
 
-    The kernel is compiled into the loop, and the loop cached in its place: it costs what the kernel alone would.
+    The kernel is compiled into the loop, and the loop cached in its place: one function, as before.
     """
     loop = getattr(work, "loop", None)
     if loop is None:
         function = work.py_func
-        names = "".join(f", {name}" for name in list(inspect.signature(function).parameters)[2:])
-        made = {"work": inline(function), "claim": _claim, "is_set": _is_set, "edge": _edge, "PIECES": _PIECES}
-        exec(compile(_LOOP.format(names=names), function.__code__.co_filename, "exec"), made)  # cached beside it
-        made["loop"].__module__, made["loop"].__qualname__ = function.__module__, f"{function.__qualname__}.loop"
-        loop = work.loop = kernel(made["loop"])
+        text = _LOOP.format(args="".join(f", arg{i}" for i in range(2, function.__code__.co_argcount)))
+        names = {"work": inline(function), "fetch_add": fetch_add, "load": load}
+        exec(compile(text, function.__code__.co_filename, "exec"), names)  # cached beside it
+        made: Any = names["loop"]
+        made.__module__, made.__qualname__ = function.__module__, f"{function.__qualname__}.loop"
+        loop = work.loop = kernel(made)
     return loop
 
 
-@inline
-def _claim(shared: Any) -> Any:
-    """The number of a range that has not begun; of none, if all have."""
-    return fetch_add(shared.ctypes.data, 1)
-
-
-@inline
-def _is_set(halt: Any) -> Any:
-    return load(halt.ctypes.data) != 0
-
-
-@inline
-def _edge(shared: Any, at: Any) -> Any:
-    """Where range `at` begins, as `edges` has it."""
-    n, grain = shared[_N], shared[_GRAIN]
-    return min(n, -(-n // grain) * at // shared[_PIECES] * grain)
-
-
 def edges(n: int, grain: int, pieces: int) -> list[int]:
-    """Return where ranges begin that cover range(n), and where the last one ends; all at multiples of `grain` but n."""
+    """Return where ranges begin that cover range(n), and where the last one ends: multiples of `grain`, and n."""
     grains = -(-n // grain)
-    return [min(n, grains * i // pieces * grain) for i in range(pieces + 1)]
+    return [min(n, grains * at // pieces * grain) for at in range(pieces + 1)]
+
+
+class Flag:
+    """A number in memory that loops look at before each range."""
+
+    def __init__(self) -> None:
+        self.value = np.zeros(1, np.int64)
+        self.address = self.value.ctypes.data
+
+    def __bool__(self) -> bool:
+        return bool(self.value[0])
 
 
 class Loop:
@@ -96,24 +89,24 @@ class Loop:
         self, work: Any, n: int, grain: int, pieces: int, args: tuple[Any, ...], times: Times | None
     ) -> None:  # fmt: skip
         self.pieces = pieces
-        self._loop, self._args, self._times = loop_of(work), args, times
-        self._shared = np.zeros(_WORDS, np.int64)
-        self._shared[_N : _PIECES + 1] = n, grain, pieces
+        self._loop, self._args, self._times = loop_of(work), (n, grain, -(-n // grain), pieces, *args), times
+        self._begun = np.zeros(_WORDS, np.int64)
 
     def is_left(self) -> bool:
         """Tell whether some have not begun."""
-        return bool(self._shared[_NEXT] < self.pieces)
+        return bool(self._begun[_AT] < self.pieces)
 
     def drop(self) -> None:
         """Let no more begin."""
-        self._shared[_NEXT] = self.pieces
+        self._begun[_AT] = self.pieces
 
-    def work(self, halt: Words) -> None:
-        """Do ranges until none is left, or halt[0] is not 0; the main thread comes back to Python in between."""
+    def work(self, halt: Flag) -> None:
+        """Do ranges until none is left, or the flag is set; the main thread comes back to Python in between."""
+        begun = address_of(self._begun) + 8 * _AT
         most = 1 if threading.current_thread() is threading.main_thread() else self.pieces
-        while self.is_left() and not halt[0]:
+        while self.is_left() and not halt:
             begin = time.perf_counter_ns()
-            done = self._loop(self._shared, halt, most, *self._args)
+            done = self._loop(begun, halt.address, most, *self._args)
             end = time.perf_counter_ns()
             if done and self._times is not None:
                 self._times.append((begin, end))
@@ -136,9 +129,9 @@ class Calls:
         """Let no more begin."""
         self._calls.clear()
 
-    def work(self, halt: Words) -> None:
-        """Make calls until none is left, or halt[0] is not 0."""
-        while not halt[0]:
+    def work(self, halt: Flag) -> None:
+        """Make calls until none is left, or the flag is set."""
+        while not halt:
             try:
                 call, start, stop, args = self._calls.popleft()
             except IndexError:

@@ -14,10 +14,8 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from hostdev.core.signals import insist
-from hostdev.kernels.loops import Call, Calls, Loop, Times, Words, edges, is_kernel
+from hostdev.kernels.loops import Call, Calls, Flag, Loop, Times, edges, is_kernel
 
 Kernel = Callable[..., Any]
 
@@ -40,7 +38,7 @@ _RANGE_BYTES, _LINE = 1 << 18, 64  # scattered rows cost a line at least; 20 to 
 _MOST_GRAINS = 16  # in a range, so that who is urgent need not wait for long: about half a millisecond
 _MAX_RANGE_BITS = 18  # so that Ctrl-C need not wait for long
 _WAKES = 2  # helpers, by each thread that takes part
-_NEVER: Words = np.zeros(1, np.int64)
+_NEVER = Flag()
 
 _queue: SimpleQueue["_Job"] = SimpleQueue()
 _workers: list[threading.Thread] = []
@@ -126,7 +124,7 @@ class _Job:
         halt = _NEVER if self.urgent else _urgent.callers
         for part in self._parts:
             while part.is_left():
-                if halt[0]:
+                if halt:
                     _urgent.give_way()
                 try:
                     part.work(halt)
@@ -150,11 +148,11 @@ class _Job:
 class _Urgent:
     """Who is in an urgent section, and the job of theirs that others are to help with.
 
-    callers  int64 [1], how many they are; loops in native code look at it
+    callers  how many they are
     """
 
     def __init__(self) -> None:
-        self.callers: Words = np.zeros(1, np.int64)
+        self.callers = Flag()
         self.job: _Job | None = None
         self.changed = threading.Condition()
 
@@ -162,9 +160,9 @@ class _Urgent:
         """Work for urgent callers until there is none."""
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: not self.callers[0] or (self.job is not None and self.job.is_left()))
+                self.changed.wait_for(lambda: not self.callers or (self.job is not None and self.job.is_left()))
                 job = self.job
-                if not self.callers[0] or job is None:
+                if not self.callers or job is None:
                     return
             job.help()
 
@@ -188,13 +186,13 @@ def urgent() -> Iterator[None]:
         _this.urgent = False
         with _urgent.changed:
             if counted:
-                _urgent.callers[0], counted = _urgent.callers[0] - 1, False
+                _urgent.callers.value[0], counted = _urgent.callers.value[0] - 1, False
             _urgent.job = None
             _urgent.changed.notify_all()
 
     try:
         with _urgent.changed:
-            _urgent.callers[0], counted = _urgent.callers[0] + 1, True
+            _urgent.callers.value[0], counted = _urgent.callers.value[0] + 1, True
         _this.urgent = True
         yield
     finally:
