@@ -17,6 +17,7 @@ from hostdev.cache.options import MOST_WINDOW, POLICIES, WINDOW
 from hostdev.cache.planning import FINE_BITS, KEYS, LOOKAHEAD, STATIC, Now
 from hostdev.cache.prices import MOST_BITS, Costs, index_of, prices
 from hostdev.kernels.buffers import aligned_empty, identity, scratch
+from hostdev.kernels.numa import interleave
 from hostdev.kernels.pool import parallel_for, ranges, run_tasks
 from hostdev.kernels.unique import count_uses
 
@@ -159,7 +160,7 @@ class Planner:
         self.slot_ids = np.full(capacity, -1, np.int32)  # the row in each slot
         self._kind = kind
         self._margin = (1 << FINE_BITS) - 1 if kind == LOOKAHEAD else 0
-        self._values = aligned_empty((rows, planning.WORDS), np.float32)  # 32 bytes a row: within a cache line
+        self._values = interleave(aligned_empty((rows, planning.WORDS)))  # 32 bytes a row: within a cache line
         self._values.fill(0)
         self._rows = self._values.view(np.int32)
         self._rows[:, planning.LAST] = self._rows[:, planning.SLOT] = -1
