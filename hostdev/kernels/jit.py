@@ -1,7 +1,8 @@
 """All numba policy: how a kernel is compiled, and what is promised of its arithmetic.
 
 Every kernel is a pure function on arrays. If its first two arguments are `start, stop`, the half-open range of items to
-work on, items of different ranges never write the same memory, so a range may run on any thread.
+work on, items of different ranges never write the same memory, so a range may run on any thread. If it has a last
+argument `piece` besides, that is the number of the range.
 
 Indices are made unsigned (`np.uint64`) before they are used: for a signed one numba adds the wrap-around of negative
 indices, which keeps a loop from vectorising.

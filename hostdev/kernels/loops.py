@@ -7,7 +7,7 @@ interpreter's lock once for many ranges, and not once for each.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -25,17 +25,17 @@ def loop(begun, halt, most, n, grain, grains, pieces{args}):
         at = fetch_add(begun, 1)
         if at >= pieces:
             break
-        work(grains * at // pieces * grain, min(n, grains * (at + 1) // pieces * grain){args})
+        work(grains * at // pieces * grain, min(n, grains * (at + 1) // pieces * grain){args}{number})
         done += 1
     return done
 """
 _WORDS, _AT = 16, 8  # nothing else is in the cache line of the word that all threads write
-_VISIT_NS = 5_000_000  # in native code: in the main thread Ctrl-C waits for less than three of these, or for one range
+_VISIT_NS = 5_000_000  # of the main thread in native code: Ctrl-C waits for about two of these, or for one range
 
 
 def is_kernel(function: Any) -> bool:
     """Tell whether a loop can be made of it."""
-    return isinstance(function, numba.core.registry.CPUDispatcher)  # type: ignore[attr-defined]
+    return isinstance(function, numba.core.registry.CPUDispatcher)
 
 
 def loop_of(work: Any) -> Any:
@@ -47,16 +47,21 @@ def loop_of(work: Any) -> Any:
     halt    address of an int64; not 0: begin no range
     most    ranges to do
     n, ...  as in `edges`; `grains` of them
+    args    of the kernel after start and stop; a last one named `piece` is not among them: it is the range's number
 
     The kernel is compiled into the loop, and the loop cached in its place: one function, as before.
     """
     loop = getattr(work, "loop", None)
     if loop is None:
         function = work.py_func
-        text = _LOOP.format(args="".join(f", arg{i}" for i in range(2, function.__code__.co_argcount)))
-        names = {"work": inline(function), "fetch_add": fetch_add, "load": load}
-        exec(compile(text, function.__code__.co_filename, "exec"), names)  # cached beside it
-        made: Any = names["loop"]
+        code = function.__code__
+        names = code.co_varnames[2 : code.co_argcount]
+        numbered = names[-1:] == ("piece",)
+        args = "".join(f", arg{i}" for i in range(len(names) - numbered))
+        text = _LOOP.format(args=args, number=", at" if numbered else "")
+        given = {"work": inline(function), "fetch_add": fetch_add, "load": load}
+        exec(compile(text, code.co_filename, "exec"), given)  # cached beside it
+        made: Any = given["loop"]
         made.__module__, made.__qualname__ = function.__module__, f"{function.__qualname__}.loop"
         loop = work.loop = kernel(made)
     return loop
@@ -117,9 +122,17 @@ class Loop:
 class Calls:
     """Calls of Python functions, each of which a thread takes while it holds the interpreter's lock."""
 
-    def __init__(self, calls: Iterable[Call]) -> None:
-        self._calls = deque(calls)
-        self.pieces = len(self._calls)
+    def __init__(self, call: Call) -> None:
+        self._calls = deque([call])
+
+    def add(self, call: Call) -> None:
+        """Let one follow."""
+        self._calls.append(call)
+
+    @property
+    def pieces(self) -> int:
+        """How many have not begun."""
+        return len(self._calls)
 
     def is_left(self) -> bool:
         """Tell whether some have not begun."""

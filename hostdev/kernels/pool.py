@@ -252,8 +252,13 @@ def run_tasks(tasks: Sequence[Task]) -> None:
     raised here, after those that have begun, and so is one that interrupts the caller: nobody writes afterwards.
     """
     parts: list[Loop | Calls] = []
-    for kind, some in itertools.groupby(tasks, type):
-        parts += [Loop(*task) for task in some] if kind is KernelTask else [Calls(some)]  # type: ignore[arg-type]
+    for task in tasks:
+        if isinstance(task, KernelTask):
+            parts.append(Loop(*task))
+        elif parts and isinstance(parts[-1], Calls):
+            parts[-1].add(task)
+        else:
+            parts.append(Calls(task))
     helpers = min(_threads, sum(part.pieces for part in parts)) - 1
     if helpers < 1:
         for part in parts:
