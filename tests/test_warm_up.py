@@ -20,9 +20,9 @@ names = [name for _, name, _ in pkgutil.iter_modules(hostdev.kernels.__path__, "
 modules = [planning, *map(importlib.import_module, names)]
 
 def compiled():
-    return {(kernel.__name__, signature) for module in modules for kernel in vars(module).values()
-            for signature in getattr(kernel, "signatures", ())
-            if kernel.targetoptions.get("inline", "never") == "never"}
+    return {(one.__qualname__, signature) for module in modules for kernel in vars(module).values()
+            for one in (kernel, getattr(kernel, "loop", None)) for signature in getattr(one, "signatures", ())
+            if one.targetoptions.get("inline", "never") == "never"}
 
 dtype, depth, cache = np.dtype(sys.argv[1]), int(sys.argv[2]), sys.argv[3] or None
 set_host_threads(2)
@@ -72,9 +72,9 @@ names = [name for _, name, _ in pkgutil.iter_modules(hostdev.kernels.__path__, "
 modules = [*map(importlib.import_module, names)]
 
 def compiled():
-    return {(kernel.__name__, signature) for module in modules for kernel in vars(module).values()
-            for signature in getattr(kernel, "signatures", ())
-            if kernel.targetoptions.get("inline", "never") == "never"}
+    return {(one.__qualname__, signature) for module in modules for kernel in vars(module).values()
+            for one in (kernel, getattr(kernel, "loop", None)) for signature in getattr(one, "signatures", ())
+            if one.targetoptions.get("inline", "never") == "never"}
 
 kinds = list(itertools.product((1, 8), (False, True), (False, True), (False, True)))
 for threads in (2, 4):

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from hostdev.cache.prices import Costs
 from hostdev.core.memory import available_bytes
 from hostdev.kernels.jit import kernel
-from hostdev.kernels.pool import ranges, run_tasks
+from hostdev.kernels.pool import KernelTask, ranges, run_tasks
 
 _SEARCHED, _LEAST_STEPS, _MOST_STEPS = 16, 60, 300
 VISITS = 4e8  # of uses, in all steps: a few seconds
@@ -94,7 +94,7 @@ def least_cost(
         """What all pay at these prices, and how many rows more than there are slots want one before each batch."""
         until = np.r_[0.0, np.cumsum(prices)]
         shared = (uses.starts, uses.batches, until, entry, *map(float, costs), choices, kept, totals)
-        run_tasks([(_pay, start, stop, (*shared, i)) for i, (start, stop) in enumerate(pieces)])
+        run_tasks([KernelTask(_pay, len(uses.starts) - 1, _GRAIN, len(pieces), shared)])
         wanted: npt.NDArray[np.float64] = np.cumsum(kept.sum(0))[: batches + 1] - np.float64(capacity)
         return float(totals.sum()) - capacity * float(prices.sum()), wanted
 

@@ -17,7 +17,8 @@ from hostdev.cache.options import MOST_WINDOW, POLICIES, WINDOW
 from hostdev.cache.planning import FINE_BITS, KEYS, LOOKAHEAD, STATIC, Now
 from hostdev.cache.prices import MOST_BITS, Costs, index_of, prices
 from hostdev.kernels.buffers import aligned_empty, identity, scratch
-from hostdev.kernels.pool import parallel_for, ranges, run_tasks
+from hostdev.kernels.numa import interleave
+from hostdev.kernels.pool import KernelTask, parallel_for, ranges, run_tasks
 from hostdev.kernels.unique import count_uses
 
 Ids = npt.NDArray[Any]
@@ -159,7 +160,7 @@ class Planner:
         self.slot_ids = np.full(capacity, -1, np.int32)  # the row in each slot
         self._kind = kind
         self._margin = (1 << FINE_BITS) - 1 if kind == LOOKAHEAD else 0
-        self._values = aligned_empty((rows, planning.WORDS), np.float32)  # 32 bytes a row: within a cache line
+        self._values = interleave(aligned_empty((rows, planning.WORDS)))  # 32 bytes a row: within a cache line
         self._values.fill(0)
         self._rows = self._values.view(np.int32)
         self._rows[:, planning.LAST] = self._rows[:, planning.SLOT] = -1
@@ -213,7 +214,7 @@ class Planner:
         pieces = ranges(U, _GRAIN)
         histograms, totals = np.zeros((len(pieces), KEYS), np.int32), np.zeros((len(pieces), 3), np.int64)
         shared = (ids, uses, *known, hits, hit_slots, missed, keys, histograms, totals)
-        run_tasks([(planning.classify, start, stop, (*shared, i)) for i, (start, stop) in enumerate(pieces)])
+        run_tasks([KernelTask(planning.classify, U, _GRAIN, len(pieces), shared)])
 
         slots, leaving, first_in = self._choose(known, histograms.sum(0, dtype=np.int64))
         starts, stops = (np.array([edges[end] for edges in pieces], np.int64) for end in (0, 1))
@@ -320,10 +321,10 @@ class Planner:
         if willing > free and self._kind != STATIC:
             first, last = self._to_scan()
             keys = scratch("resident_keys", (last - first,), np.uint16)
-            pieces = [(first + start, first + stop) for start, stop in ranges(last - first, _GRAIN)]
-            histograms = np.zeros((len(pieces), KEYS), np.int32)
-            shared = (self.slot_ids, *known, first, keys, histograms)
-            run_tasks([(planning.score, start, stop, (*shared, i)) for i, (start, stop) in enumerate(pieces)])
+            pieces = len(ranges(last - first, _GRAIN))
+            histograms = np.zeros((pieces, KEYS), np.int32)
+            shared = (self.slot_ids[first:last], *known, keys, histograms)
+            run_tasks([KernelTask(planning.score, last - first, _GRAIN, pieces, shared)])
             residents = histograms.sum(0, dtype=np.int64)
             swaps = int(planning.exchanges(_without_best(newcomers, free), residents, self._margin))
             if swaps:

@@ -206,9 +206,9 @@ def classify(
 @kernel
 def score(
     start: Any, stop: Any, slot_ids: Any, now: Any, rows: Any, values: Any, decays: Any, indices: Any,
-    first: Any, keys: Any, histograms: Any, piece: Any,
+    keys: Any, histograms: Any, piece: Any,
 ) -> None:  # fmt: skip
-    """Write the keys of the rows in slots [start, stop) to keys uint16 from `start` - `first` on, and count them.
+    """Write the keys of the rows in slots [start, stop) to keys uint16 from `start` on, and count them.
 
     A row goes if a newcomer's key is larger, by the margin.
     """
@@ -230,7 +230,7 @@ def score(
                 key = _key_of(np.float32(1) / np.float32(now.number - rows[row, LAST] + 1))
             else:
                 key = _key_of(rows[row, COUNT])
-            keys[begin + i - np.uint64(first)] = key
+            keys[begin + i] = key
             histogram[np.uint64(key)] += 1
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Protocol
 
 from hostdev.core.durations import Durations, statistics
-from hostdev.kernels.pool import Task
+from hostdev.kernels.pool import Task, timed
 
 TARGETS = ("CPU", "DEVICE")
 Report = Callable[[int], None]
@@ -299,19 +299,13 @@ class PartialCall:
         span: list[tuple[int, int]] = []
         self._spans.append(span)
         self._op.times.count(self._op.nbytes(*args))
-        return [(_timed, start, stop, (span, kernel, rest)) for kernel, start, stop, rest in self._op.tasks(*args)]
+        return [timed(task, span) for task in self._op.tasks(*args)]
 
     def end(self) -> None:
         """Report the time of all parts."""
         spans = [span for span in self._spans if span]
         self._parts += [max(end for _, end in span) - min(begin for begin, _ in span) for span in spans]
         self._op.times.add(sum(self._parts))
-
-
-def _timed(start: int, stop: int, span: list[tuple[int, int]], kernel: Any, args: tuple[Any, ...]) -> None:
-    begin = time.perf_counter_ns()
-    kernel(start, stop, *args)
-    span.append((begin, time.perf_counter_ns()))
 
 
 class _TablePrimitive(Primitive):

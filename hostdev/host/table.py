@@ -16,6 +16,7 @@ from hostdev.kernels.apply import apply_tasks, apply_uses
 from hostdev.kernels.buffers import aligned_empty
 from hostdev.kernels.lookup import lookup_tasks, store_tasks
 from hostdev.kernels.norm import partial_squares, total
+from hostdev.kernels.numa import interleave
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.shards import ids_at, range_of
 
@@ -69,7 +70,7 @@ class HostTable:
         self.name = name
         self.optimizer = optimizer
         self.step = 0
-        self.block: Rows = aligned_empty((rows, 1 + len(optimizer.slots), dim))
+        self.block: Rows = interleave(aligned_empty((rows, 1 + len(optimizer.slots), dim)))
         slots = np.array(list(optimizer.slots.values()), np.float32)
         if part is None:
             init.fill(self.block, seed, name, slots)

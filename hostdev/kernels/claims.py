@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.kernels.jit import inline, kernel, prefetch_to_read
-from hostdev.kernels.pool import parallel_for, ranges, run_tasks
+from hostdev.kernels.pool import KernelTask, parallel_for, ranges, run_tasks
 
 Positions = npt.NDArray[np.int32]
 
@@ -111,7 +111,7 @@ def claim(ids: npt.NDArray[Any], claims: Claims, number: int, oldest: int, newes
     pieces = ranges(len(ids), _GRAIN)
     counts = np.zeros(len(pieces), np.int64)
     shared = (ids, claims.tags, np.uint8(_tag(number)), owner_of, late, owner, counts)
-    run_tasks([(_claim, start, stop, (*shared, piece)) for piece, (start, stop) in enumerate(pieces)])
+    run_tasks([KernelTask(_claim, len(ids), _GRAIN, len(pieces), shared)])
     found = [slice(start, start + count) for (start, _), count in zip(pieces, counts.tolist(), strict=True)]
     empty = np.empty(0, np.int32)
     return Late(*(np.concatenate([empty, *(of[part] for part in found)]) for of in (late, owner)))

@@ -1,7 +1,8 @@
 """All numba policy: how a kernel is compiled, and what is promised of its arithmetic.
 
 Every kernel is a pure function on arrays. If its first two arguments are `start, stop`, the half-open range of items to
-work on, items of different ranges never write the same memory, so a range may run on any thread.
+work on, items of different ranges never write the same memory, so a range may run on any thread. If it has a last
+argument `piece` besides, that is the number of the range.
 
 Indices are made unsigned (`np.uint64`) before they are used: for a signed one numba adds the wrap-around of negative
 indices, which keeps a loop from vectorising.
@@ -58,6 +59,29 @@ def _prefetch(to_write: int, locality: int) -> Any:
 
     return ask
 
+
+def _fetch_add(typing_context: Any, address: Any, by: Any) -> Any:
+    """Add to the int64 at an address and return what it was, in one step for all threads."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", pointer, arguments[1], "monotonic")
+
+    return types.int64(types.intp, types.int64), generate
+
+
+def _load(typing_context: Any, address: Any) -> Any:
+    """The int64 at an address, read anew each time: another thread may have written it."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.load_atomic(pointer, "monotonic", 8)
+
+    return types.int64(types.intp), generate
+
+
+fetch_add: Any = intrinsic(_fetch_add)
+load: Any = intrinsic(_load)
 
 _ask_to_write = _prefetch(1, 3)
 _ask_to_read = _prefetch(0, 2)

@@ -64,7 +64,7 @@ def partial_squares(block: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
     if whole < len(sums):
         last = np.zeros((PART, 1, D), np.float32)
         last[: rows - whole * PART] = block[whole * PART :, :1]
-        _partial_squares(0, 1, last, sums[whole:])
+        parallel_for(_partial_squares, 1, last, sums[whole:])
     return sums
 
 

@@ -1,27 +1,44 @@
 """The host threads: runs a kernel over ranges of its items on a pool of Python threads.
 
 Kernels release the GIL, so plain threads suffice: no OpenMP runtime is needed, several threads may call at once,
-and a caller never waits for a busy pool (it works off its own ranges itself).
+and a caller never waits for a busy pool (it works off its own ranges itself). What a call costs does not grow with the
+threads: a kernel's ranges are handed out in native code, and each helper wakes the next ones while there is work left.
 """
 
 import itertools
 import os
 import threading
-from collections import deque
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from hostdev.core.signals import insist
+from hostdev.kernels.loops import Call, Calls, Flag, Loop, Times, edges, is_kernel
 
 Kernel = Callable[..., Any]
-Task = tuple[Kernel, int, int, tuple[Any, ...]]
+
+
+class KernelTask(NamedTuple):
+    """A kernel over range(n), in so many ranges; arguments as `loops.Loop` has them."""
+
+    kernel: Kernel
+    n: int
+    grain: int
+    pieces: int
+    args: tuple[Any, ...]
+    times: Times | None = None
+
+
+Task = Call | KernelTask
 
 _RANGES_PER_THREAD = 4  # evens out threads that the operating system slows down
 _RANGE_BYTES, _LINE = 1 << 18, 64  # scattered rows cost a line at least; 20 to 30 microseconds
 _MOST_GRAINS = 16  # in a range, so that who is urgent need not wait for long: about half a millisecond
 _MAX_RANGE_BITS = 18  # so that Ctrl-C need not wait for long
+_WAKES = 2  # helpers, by each thread that takes part
+_NEVER = Flag()
 
 _queue: SimpleQueue["_Job"] = SimpleQueue()
 _workers: list[threading.Thread] = []
@@ -51,15 +68,35 @@ def host_threads() -> int:
 
 
 class _Job:
-    """One call of `run_tasks`: the tasks still to begin, and how many helpers are at work on some."""
+    """One call of `run_tasks`: the tasks still to begin, and how many helpers are at work on some.
 
-    def __init__(self, tasks: Sequence[Task], *, urgent: bool) -> None:
-        self.tasks = deque(tasks)
+    helpers  at most
+    """
+
+    def __init__(self, parts: Sequence[Loop | Calls], helpers: int, *, urgent: bool) -> None:
         self.urgent = urgent
         self.error: BaseException | None = None
+        self._parts = parts
+        self._asleep = helpers
         self._helpers = 0
         self._closed = False
         self._changed = threading.Condition()
+
+    def is_left(self) -> bool:
+        """Tell whether there are tasks that have not begun."""
+        return any(part.is_left() for part in self._parts)
+
+    def drop(self) -> None:
+        """Let no more begin."""
+        for part in self._parts:
+            part.drop()
+
+    def wake(self) -> None:
+        """Call the next helpers, who call the next: nobody has to call them all, and none comes for nothing."""
+        with self._changed:
+            for _ in range(min(_WAKES, self._asleep)):
+                self._asleep -= 1
+                _queue.put(self)
 
     def help(self) -> None:
         """Work in a thread that is not the caller's, unless the job has ended."""
@@ -74,28 +111,27 @@ class _Job:
 
         try:
             with self._changed:
-                if self._closed:
+                if self._closed or not self.is_left():
                     return
                 self._helpers, counted = self._helpers + 1, True
+                self.wake()
             self.work()
         finally:
             insist(done)
 
     def work(self) -> None:
         """Take tasks until none is left."""
-        while True:
-            if _urgent.callers and not self.urgent and self.tasks:
-                _urgent.give_way()
-            try:
-                kernel, start, stop, args = self.tasks.popleft()
-            except IndexError:
-                return
-            try:
-                kernel(start, stop, *args)
-            except BaseException as error:  # the caller raises it; what is not begun is dropped
-                self.error = error
-                self.tasks.clear()
-                return
+        halt = _NEVER if self.urgent else _urgent.callers
+        for part in self._parts:
+            while part.is_left():
+                if halt:
+                    _urgent.give_way()
+                try:
+                    part.work(halt)
+                except BaseException as error:  # the caller raises it; what is not begun is dropped
+                    self.error = error
+                    self.drop()
+                    return
 
     def end(self) -> None:
         """Drop what is not begun, and wait for the helpers, whatever interrupts this thread: they write its memory."""
@@ -103,17 +139,20 @@ class _Job:
         def wait() -> None:
             with self._changed:
                 self._closed = True
-                self.tasks.clear()
+                self.drop()
                 self._changed.wait_for(lambda: not self._helpers)
 
         insist(wait)
 
 
 class _Urgent:
-    """Who is in an urgent section, and the job of theirs that others are to help with."""
+    """Who is in an urgent section, and the job of theirs that others are to help with.
+
+    callers  how many they are
+    """
 
     def __init__(self) -> None:
-        self.callers = 0
+        self.callers = Flag()
         self.job: _Job | None = None
         self.changed = threading.Condition()
 
@@ -121,7 +160,7 @@ class _Urgent:
         """Work for urgent callers until there is none."""
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: not self.callers or (self.job is not None and self.job.tasks))
+                self.changed.wait_for(lambda: not self.callers or (self.job is not None and self.job.is_left()))
                 job = self.job
                 if not self.callers or job is None:
                     return
@@ -147,13 +186,13 @@ def urgent() -> Iterator[None]:
         _this.urgent = False
         with _urgent.changed:
             if counted:
-                _urgent.callers, counted = _urgent.callers - 1, False
+                _urgent.callers.value[0], counted = _urgent.callers.value[0] - 1, False
             _urgent.job = None
             _urgent.changed.notify_all()
 
     try:
         with _urgent.changed:
-            _urgent.callers, counted = _urgent.callers + 1, True
+            _urgent.callers.value[0], counted = _urgent.callers.value[0] + 1, True
         _this.urgent = True
         yield
     finally:
@@ -197,33 +236,40 @@ def ranges(n: int, grain: int = 1) -> list[tuple[int, int]]:
 
     grain  ranges start at multiples of it; work of less than two grains stays in one range
     """
-    if n <= 0:
-        return []
+    return list(itertools.pairwise(edges(n, grain, _pieces(n, grain)))) if n > 0 else []
+
+
+def _pieces(n: int, grain: int) -> int:
     grains = -(-n // grain)
     pieces = 1 if _threads == 1 else min(grains, max(_threads * _RANGES_PER_THREAD, grains // _MOST_GRAINS))
-    pieces = max(pieces, n >> _MAX_RANGE_BITS)
-    edges = [min(n, grains * i // pieces * grain) for i in range(pieces + 1)]
-    return list(itertools.pairwise(edges))
+    return max(pieces, n >> _MAX_RANGE_BITS)
 
 
 def run_tasks(tasks: Sequence[Task]) -> None:
-    """Call `kernel(start, stop, *args)` for every task (kernel, start, stop, args), and wait.
+    """Call `kernel(start, stop, *args)` for every task (kernel, start, stop, args) and for those of kernels, and wait.
 
     Tasks begin in the order given; they write different memory, so that they may run at once. An exception of one is
     raised here, after those that have begun, and so is one that interrupts the caller: nobody writes afterwards.
     """
-    helpers = min(_threads, len(tasks)) - 1
+    parts: list[Loop | Calls] = []
+    for task in tasks:
+        if isinstance(task, KernelTask):
+            parts.append(Loop(*task))
+        elif parts and isinstance(parts[-1], Calls):
+            parts[-1].add(task)
+        else:
+            parts.append(Calls(task))
+    helpers = min(_threads, sum(part.pieces for part in parts)) - 1
     if helpers < 1:
-        for kernel, start, stop, args in tasks:
-            kernel(start, stop, *args)
+        for part in parts:
+            part.work(_NEVER)
         return
-    job = _Job(tasks, urgent=getattr(_this, "urgent", False))
+    job = _Job(parts, helpers, urgent=getattr(_this, "urgent", False))
     if job.urgent:
         _urgent.offer(job)
     _ensure_workers(helpers)
     try:
-        for _ in range(helpers):
-            _queue.put(job)
+        job.wake()
         job.work()
     finally:
         job.end()
@@ -233,7 +279,23 @@ def run_tasks(tasks: Sequence[Task]) -> None:
 
 def tasks_over(kernel: Kernel, n: int, *args: Any, grain: int = 1) -> list[Task]:
     """Return the tasks of `parallel_for`, to be run together with others by one `run_tasks`."""
+    if n > 0 and is_kernel(kernel):
+        return [KernelTask(kernel, n, grain, _pieces(n, grain), args)]
     return [(kernel, start, stop, args) for start, stop in ranges(n, grain)]
+
+
+def timed(task: Task, times: Times) -> Task:
+    """Return a task that adds to `times` when it began and ended, in nanoseconds: once or, of a kernel's, in pieces."""
+    if isinstance(task, KernelTask):
+        return task._replace(times=times)
+    kernel, start, stop, args = task
+    return (_timed, start, stop, (times, kernel, args))
+
+
+def _timed(start: int, stop: int, times: Times, kernel: Kernel, args: tuple[Any, ...]) -> None:
+    begin = time.perf_counter_ns()
+    kernel(start, stop, *args)
+    times.append((begin, time.perf_counter_ns()))
 
 
 def parallel_for(kernel: Kernel, n: int, *args: Any, grain: int = 1) -> None:

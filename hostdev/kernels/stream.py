@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from hostdev.kernels.buffers import identity, scratch
 from hostdev.kernels.jit import kernel
-from hostdev.kernels.pool import Kernel, Task, ranges, run_tasks
+from hostdev.kernels.pool import Kernel, Task, parallel_for, run_tasks
 from hostdev.kernels.segment import sum_part, sum_part_of_scalars
 from hostdev.kernels.unique import id_map
 
@@ -111,7 +111,7 @@ def apply_stream(update: Kernel, table: tuple[Any, ...], ids: npt.NDArray[Any], 
     run_tasks(tasks)
     if not in_order:
         every = (seen.ids, identity(len(seen.ids)), sums, *table)
-        run_tasks([(update, start, stop, every) for start, stop in ranges(len(seen.ids), _GRAIN)])
+        parallel_for(update, len(seen.ids), *every, grain=_GRAIN)
 
 
 @kernel

@@ -6,6 +6,7 @@ from typing import Any
 
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.core.memory import gib, table_bytes
+from hostdev.kernels.numa import in_words
 from hostdev.train.quality import Point, Quality
 from hostdev.train.rundir import CONFIG, CURVE, EVAL_LOG, LOSS_LOG, OPS_LOG, SUMMARY
 
@@ -26,6 +27,8 @@ def start_lines(
     parts        how the network is cut
     """
     place = "host memory" if config["host_device_mix"] else "device memory"
+    if interleaving := in_words():
+        place += f", {interleaving}"
     arithmetic = config["precision"] + " with TF32" * config["tf32"]
     epochs = f"{config['epochs']} epoch{'s' * (config['epochs'] > 1)}"
     inexact = f"NOT EXACT: --staleness {config['staleness']} lets lookups miss updates; runs differ"

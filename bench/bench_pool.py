@@ -1,0 +1,85 @@
+"""Claim: what a call costs to hand over to the threads does not grow with their number.
+
+A kernel that does nothing, over four ranges for each thread: what is left is the hand-over. In native code, as kernels
+are; and through Python, as tasks are that are no kernels, one range at a time under the interpreter's lock. The threads
+are more than the cores from some number on, and nothing says what that many real cores would take: they would be woken
+while the call lasts, and here most of them find it done.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from record import record
+
+import hostdev
+from hostdev.kernels.jit import kernel
+from hostdev.kernels.pool import KernelTask, Task, ranges, run_tasks, set_host_threads
+
+THREADS = (1, 2, 4, 16, 64, 128)
+PER_THREAD = 4
+LIMIT = 3.0  # of most threads' time to two threads'
+
+
+@kernel
+def nothing(start: Any, stop: Any, out: Any) -> None:
+    out[start] = stop
+
+
+def through_python(start: int, stop: int, out: Any) -> None:
+    nothing(start, stop, out)
+
+
+def microseconds(call: Callable[[], object]) -> float:
+    """Return how long a call takes."""
+    start = time.perf_counter_ns()
+    call()
+    return (time.perf_counter_ns() - start) / 1e3
+
+
+def measure(threads: int, rounds: int) -> dict[str, Any]:
+    """Return the times of both ways in turn."""
+    set_host_threads(threads)
+    n = threads * PER_THREAD
+    out = np.zeros(n, np.int64)
+    pieces = ranges(n)
+    ways: dict[str, list[Task]] = {
+        "native": [KernelTask(nothing, n, 1, len(pieces), (out,))],
+        "python": [(through_python, start, stop, (out,)) for start, stop in pieces],
+    }
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for tasks in ways.values():
+        run_tasks(tasks)
+    for _ in range(rounds):
+        for way, tasks in ways.items():
+            times[way].append(microseconds(lambda tasks=tasks: run_tasks(tasks)))  # type: ignore[misc]
+    found: dict[str, Any] = {"threads": threads, "ranges": len(pieces)}
+    for way, some in times.items():
+        found[way] = {"median_us": round(statistics.median(some), 1), "p90_us": round(np.percentile(some, 90), 1)}
+    return found
+
+
+def main() -> None:
+    """Measure, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=1000)
+    rounds = parser.parse_args().rounds
+    results = []
+    print(f"{len(os.sched_getaffinity(0))} cores; median and 90th percentile of {rounds} calls, us")
+    print(f"{'threads':>7}{'ranges':>8}{'native code':>18}{'through Python':>18}")
+    for threads in THREADS:
+        found = measure(threads, rounds)
+        results.append(found)
+        native, python = (f"{found[way]['median_us']:,.0f} {found[way]['p90_us']:,.0f}" for way in ("native", "python"))
+        print(f"{threads:>7}{found['ranges']:>8}{native:>18}{python:>18}")
+    at = {found["threads"]: found["native"]["median_us"] for found in results}
+    print(f"{THREADS[-1]} threads take {at[THREADS[-1]] / at[2]:.2f} times what two take (at most {LIMIT})")
+    print(f"written to {record('pool', {'version': hostdev.__version__, 'rounds': rounds, 'calls': results})}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Tasks as threads take them: ranges of a kernel in native code, calls of anything else through Python.
+
+A kernel is compiled into a loop that claims its next range by an atomic addition, so that a thread needs the
+interpreter's lock once for many ranges, and not once for each.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+
+from hostdev.kernels.jit import address_of, fetch_add, inline, kernel, load
+
+Call = tuple[Callable[..., Any], int, int, tuple[Any, ...]]
+Times = list[tuple[int, int]]
+
+_LOOP = """
+def loop(begun, halt, most, n, grain, grains, pieces{args}):
+    done = 0
+    while done < most and load(halt) == 0:
+        at = fetch_add(begun, 1)
+        if at >= pieces:
+            break
+        work(grains * at // pieces * grain, min(n, grains * (at + 1) // pieces * grain){args}{number})
+        done += 1
+    return done
+"""
+_WORDS, _AT = 16, 8  # nothing else is in the cache line of the word that all threads write
+_VISIT_NS = 5_000_000  # of the main thread in native code: Ctrl-C waits for about two of these, or for one range
+
+
+def is_kernel(function: Any) -> bool:
+    """Tell whether a loop can be made of it."""
+    return isinstance(function, numba.core.registry.CPUDispatcher)
+
+
+def loop_of(work: Any) -> Any:
+    """Return the loop over a kernel's ranges: `loop(begun, halt, most, n, grain, grains, pieces, *args)`.
+
+    It returns how many ranges it has done; several threads in it share them.
+
+    begun   address of an int64, 0 at first, to which each range adds 1 that begins
+    halt    address of an int64; not 0: begin no range
+    most    ranges to do
+    n, ...  as in `edges`; `grains` of them
+    args    of the kernel after start and stop; a last one named `piece` is not among them: it is the range's number
+
+    The kernel is compiled into the loop, and the loop cached in its place: one function, as before.
+    """
+    loop = getattr(work, "loop", None)
+    if loop is None:
+        function = work.py_func
+        code = function.__code__
+        names = code.co_varnames[2 : code.co_argcount]
+        numbered = names[-1:] == ("piece",)
+        args = "".join(f", arg{i}" for i in range(len(names) - numbered))
+        text = _LOOP.format(args=args, number=", at" if numbered else "")
+        given = {"work": inline(function), "fetch_add": fetch_add, "load": load}
+        exec(compile(text, code.co_filename, "exec"), given)  # cached beside it
+        made: Any = given["loop"]
+        made.__module__, made.__qualname__ = function.__module__, f"{function.__qualname__}.loop"
+        loop = work.loop = kernel(made)
+    return loop
+
+
+def edges(n: int, grain: int, pieces: int) -> list[int]:
+    """Return where ranges begin that cover range(n), and where the last one ends: multiples of `grain`, and n."""
+    grains = -(-n // grain)
+    return [min(n, grains * at // pieces * grain) for at in range(pieces + 1)]
+
+
+class Flag:
+    """A number in memory that loops look at before each range."""
+
+    def __init__(self) -> None:
+        self.value = np.zeros(1, np.int64)
+        self.address = self.value.ctypes.data
+
+    def __bool__(self) -> bool:
+        return bool(self.value[0])
+
+
+class Loop:
+    """A kernel's ranges, begun in order by any number of threads.
+
+    times  gets the begin and end, in nanoseconds, of each time that a thread does some
+    """
+
+    def __init__(
+        self, work: Any, n: int, grain: int, pieces: int, args: tuple[Any, ...], times: Times | None
+    ) -> None:  # fmt: skip
+        self.pieces = pieces
+        self._loop, self._args, self._times = loop_of(work), (n, grain, -(-n // grain), pieces, *args), times
+        self._begun = np.zeros(_WORDS, np.int64)
+
+    def is_left(self) -> bool:
+        """Tell whether some have not begun."""
+        return bool(self._begun[_AT] < self.pieces)
+
+    def drop(self) -> None:
+        """Let no more begin."""
+        self._begun[_AT] = self.pieces
+
+    def work(self, halt: Flag) -> None:
+        """Do ranges until none is left, or the flag is set; the main thread comes back to Python in between."""
+        begun = address_of(self._begun) + 8 * _AT
+        most = 1 if threading.current_thread() is threading.main_thread() else self.pieces
+        while self.is_left() and not halt:
+            begin = time.perf_counter_ns()
+            done = self._loop(begun, halt.address, most, *self._args)
+            end = time.perf_counter_ns()
+            if done and self._times is not None:
+                self._times.append((begin, end))
+            if end - begin < _VISIT_NS:
+                most *= 2
+
+
+class Calls:
+    """Calls of Python functions, each of which a thread takes while it holds the interpreter's lock."""
+
+    def __init__(self, call: Call) -> None:
+        self._calls = deque([call])
+
+    def add(self, call: Call) -> None:
+        """Let one follow."""
+        self._calls.append(call)
+
+    @property
+    def pieces(self) -> int:
+        """How many have not begun."""
+        return len(self._calls)
+
+    def is_left(self) -> bool:
+        """Tell whether some have not begun."""
+        return bool(self._calls)
+
+    def drop(self) -> None:
+        """Let no more begin."""
+        self._calls.clear()
+
+    def work(self, halt: Flag) -> None:
+        """Make calls until none is left, or the flag is set."""
+        while not halt:
+            try:
+                call, start, stop, args = self._calls.popleft()
+            except IndexError:
+                return
+            call(start, stop, *args)

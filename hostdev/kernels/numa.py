@@ -1,0 +1,94 @@
+"""Memory of a machine with several nodes (NUMA): the pages of a large table lie on all of them in turn.
+
+Left alone, a page lies on the node of the thread that writes it first. All threads read and update rows at random,
+wherever they run: the memory of each node is to serve its share of that. No library is needed: Linux's mbind, called by
+its number. Nothing is done where this process's CPUs are of one node, where somebody has chosen a policy (numactl), on
+other systems, and where the call is not permitted, as in some containers.
+
+No machine with several nodes was to be had: what this gains has not been measured.
+"""
+
+import ctypes
+import mmap
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+_NODES = Path("/sys/devices/system/node")
+_LEAST_BYTES = 16 << 20
+_NUMBERS = {"x86_64": (237, 239), "aarch64": (235, 236)}  # of mbind and get_mempolicy
+_DEFAULT, _INTERLEAVE, _MOVE = 0, 3, 2  # linux/mempolicy.h
+_WORD = 64
+_said = ""
+
+
+def interleave(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the array, its pages on all nodes in turn if it is of 16 MiB or more; best before it is written."""
+    global _said
+    found = nodes()
+    if len(found) < 2 or array.nbytes < _LEAST_BYTES:
+        return array
+    error = bind(array, found)
+    _said = f"not interleaved over {len(found)} nodes: {error}" if error else f"interleaved over {len(found)} nodes"
+    return array
+
+
+def in_words() -> str:
+    """Return how the memory of large tables lies, where there is a choice; "" where there was none so far."""
+    return _said
+
+
+def nodes() -> list[int]:
+    """Return the nodes with memory on which this process may run."""
+    if not sys.platform.startswith("linux"):
+        return []
+    mine = os.sched_getaffinity(0)
+    try:
+        with_memory = _numbers(_NODES / "has_memory")
+        return [node for node in sorted(with_memory) if mine & _numbers(_NODES / f"node{node}" / "cpulist")]
+    except (OSError, ValueError):
+        return []
+
+
+def bind(array: npt.NDArray[Any], found: list[int]) -> str:
+    """Let the whole pages of an array lie on these nodes in turn; return why not, "" if they do."""
+    numbers = _NUMBERS.get(platform.machine())
+    if numbers is None:
+        return f"not known how on {platform.machine()}"
+    mbind, get_mempolicy = numbers
+    mode = ctypes.c_int()
+    error = _call(get_mempolicy, ctypes.byref(mode), None, 0, None, 0)
+    if error:
+        return os.strerror(error)
+    if mode.value != _DEFAULT:
+        return "this process was given a policy of its own"
+    words = max(found) // _WORD + 1
+    mask = (ctypes.c_uint64 * words)()
+    for node in found:
+        mask[node // _WORD] |= 1 << node % _WORD
+    page = mmap.PAGESIZE
+    begin, end = -(-array.ctypes.data // page) * page, (array.ctypes.data + array.nbytes) // page * page
+    error = _call(mbind, begin, end - begin, _INTERLEAVE, ctypes.byref(mask), words * _WORD + 1, _MOVE)
+    return os.strerror(error) if error else ""
+
+
+def _call(number: int, *args: Any) -> int:
+    """Call the kernel, and return the number of its error, 0 for none."""
+    syscall = ctypes.CDLL(None, use_errno=True).syscall
+    syscall.restype = ctypes.c_long
+    given = [ctypes.c_long(arg) if isinstance(arg, int) else arg for arg in args]
+    return ctypes.get_errno() if syscall(ctypes.c_long(number), *given) else 0
+
+
+def _numbers(path: Path) -> set[int]:
+    """The numbers in a list such as 0-3,8."""
+    found: set[int] = set()
+    for part in path.read_text().strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            found |= set(range(int(first), int(last or first) + 1))
+    return found
