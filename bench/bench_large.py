@@ -1,20 +1,19 @@
-"""Claim: a table as large as the host's memory holds runs in the memory that its formula says, and every phase at half of
-the rate of what limits it, measured in the same run: copies in host memory, or the disk.
+"""Claim: a table as large as the host's memory holds runs in the memory that its formula says, and every phase at half
+of the rate of what limits it, measured in the same run: new memory, or the disk.
 
-A HostTable of --rows x 8 with LazyAdam: initial values, --steps steps at depth 2 with a cache of 1%, predictions, digest, a
-whole checkpoint, one that adds to it, and loading both. Zipf ids, 26 a sample; the dense side is one linear layer. Then
+A HostTable of --rows x 8 with LazyAdam: initial values, --steps steps at depth 2 with a cache of 1%, predictions, digest,
+a whole checkpoint, one that adds to it, and loading both. Zipf ids, 26 a sample; the dense side is one linear layer. Then
 what a unique row costs (lookup and LazyAdam) for tables of half a million rows up to --rows. Memory: the process's own
 (not the page cache's), sampled; the formula's is that of docs/limits.md.
 """
 
 import argparse
 import itertools
-import os
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -158,9 +157,7 @@ def main() -> None:
     copied, filled = copy_rate(), fill_rate()
     folder = Path(tempfile.mkdtemp(dir=arguments.dir))
     written, read = disk_rates(folder, 1 << 32)
-    print(
-        f"copies {copied:.1f} GB/s, new memory {filled:.1f}, disk {written:.2f} writing, {read:.2f} reading; {rows:,} rows"
-    )
+    print(f"{rows:,} rows; copies {copied:.1f} GB/s, new memory {filled:.1f}; disk {written:.2f} and {read:.2f}")
     size = table_bytes(rows, DIM, SLOTS)
     slots = rows // 100
     formula = {"table": size, "claims": rows, "planner": planner_bytes(rows, slots),

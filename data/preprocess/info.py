@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from hostdev.data import manifest
 from hostdev.data.manifest import Manifest, Shard
-from hostdev.data.preprocess.build import SPLITS
 from hostdev.data.preprocess.counting import Counter, count_bytes, require_room
+from hostdev.data.preprocess.pieces import SPLITS
 from hostdev.data.preprocess.stored import DamagedError, Part, each_shard, parts_of, size_of, wrong_values
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
 from hostdev.data.schema import Space

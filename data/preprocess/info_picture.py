@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hostdev.data.preprocess.build import SPLITS
 from hostdev.data.preprocess.info import PLACES, Information, shortened
+from hostdev.data.preprocess.pieces import SPLITS
 
 from hostdev.core import pictures
 

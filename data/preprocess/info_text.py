@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from hostdev.data.preprocess.build import SPLITS
 from hostdev.data.preprocess.info import TOPS, Curve, Information, shortened
+from hostdev.data.preprocess.pieces import SPLITS
 from hostdev.data.schema import Column
 
 from hostdev.core.memory import gib
