@@ -10,8 +10,9 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 from hostdev.data import manifest
 from hostdev.data.manifest import Manifest, Shard
-from hostdev.data.preprocess.build import REJECTED_FILE, SPLITS
+from hostdev.data.preprocess.build import REJECTED_FILE
 from hostdev.data.preprocess.counting import Counter, count_bytes, require_room
+from hostdev.data.preprocess.pieces import SPLITS
 from hostdev.data.preprocess.stored import (
     REMEDY,
     DamagedError,
