@@ -2,7 +2,7 @@
 of the rate of what limits it, measured in the same run: new memory, or the disk.
 
 A HostTable of --rows x 8 with LazyAdam: initial values, --steps steps at depth 2 with a cache of 1%, predictions,
-digest, a whole checkpoint, one that adds to it, and loading both. Zipf ids, 26 a sample; the dense side is one layer. Then
+digest, a whole checkpoint, one that adds to it, and loading. Zipf ids, 26 a sample; the dense side is one layer. Then
 what a unique row costs (lookup and LazyAdam) for tables of half a million rows up to --rows. Memory: the process's own
 (not the page cache's), sampled; the formula's is that of docs/limits.md.
 """
