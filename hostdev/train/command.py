@@ -16,6 +16,7 @@ import hostdev
 from hostdev.core.errors import UserError
 from hostdev.data import lookalike, manifest
 from hostdev.device import backend
+from hostdev.kernels.numa import in_words
 from hostdev.train import checkpointing, report
 from hostdev.train.auto_cache import decided
 from hostdev.train.build import require_layout
@@ -154,4 +155,5 @@ def _versions() -> dict[str, str | int]:
         "numpy": np.__version__,
         "numba": numba.__version__,
         "platform": platform.platform(),
+        "memory": in_words() or "as the system places it",
     }
