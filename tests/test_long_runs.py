@@ -10,7 +10,6 @@ import pytest
 from hostdev.cache import cache as cache_module
 from hostdev.cache import optimum
 from hostdev.cache.planner import Statistics
-from hostdev.core.primitive import OpLog
 from hostdev.train import config, run
 from tests.test_train import OPS_LINE, small, trained  # noqa: F401  (a fixture)
 
@@ -31,7 +30,8 @@ def test_ops_log_is_of_bounded_size(trained, small_data, tmp_path, capsys, monke
     capsys.readouterr()
 
     monkeypatch.setattr(config, "LEAST_OPS_LOG", 1)
-    monkeypatch.setattr(OpLog, "check", OpLog.flush)  # in every step
+    note = run.Run._note
+    monkeypatch.setattr(run.Run, "_note", lambda self, *step: [self.log.flush(), note(self, *step)])
     assert trained(*small(small_data, *MIX, "--ops-log", "1200")) == 0
     out, err = capsys.readouterr()
     parts = [(tmp_path / "run" / f"ops.log{number}").read_text() for number in ("", ".1", ".2", ".3")]
