@@ -30,7 +30,7 @@ def cost_of_a_call() -> float:
         start = time.perf_counter()
         for _ in range(CALLS):
             op()
-        log.flush()
+        log.close()
         timed = time.perf_counter() - start
         start = time.perf_counter()
         for _ in range(CALLS):

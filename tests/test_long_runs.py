@@ -10,7 +10,6 @@ import pytest
 from hostdev.cache import cache as cache_module
 from hostdev.cache import optimum
 from hostdev.cache.planner import Statistics
-from hostdev.core.primitive import OpLog
 from hostdev.train import config, run
 from tests.test_train import OPS_LINE, small, trained  # noqa: F401  (a fixture)
 
@@ -27,33 +26,34 @@ def test_ops_log_is_of_bounded_size(trained, small_data, tmp_path, capsys, monke
     assert trained(*whole) == 0
     assert "ops_log" not in summary_of(tmp_path / "whole")
     size = len((tmp_path / "whole" / "ops.log").read_text())
-    assert size > 4000
+    assert size > 2400
     capsys.readouterr()
 
     monkeypatch.setattr(config, "LEAST_OPS_LOG", 1)
-    monkeypatch.setattr(OpLog, "check", OpLog.flush)  # in every step
-    assert trained(*small(small_data, *MIX, "--ops-log", "2000")) == 0
+    note = run.Run._note
+    monkeypatch.setattr(run.Run, "_note", lambda self, *step: [self.log.flush(), note(self, *step)])
+    assert trained(*small(small_data, *MIX, "--ops-log", "1200")) == 0
     out, err = capsys.readouterr()
     parts = [(tmp_path / "run" / f"ops.log{number}").read_text() for number in ("", ".1", ".2", ".3")]
     assert not (tmp_path / "run" / "ops.log.4").exists()
     assert all(OPS_LINE.match(line) for part in parts for line in part.splitlines())
     kept = sum(map(len, parts))
-    assert kept <= 2000
+    assert kept <= 1200
     found = summary_of(tmp_path / "run")
-    assert found["ops_log"]["limit_bytes"] == 2000
+    assert found["ops_log"]["limit_bytes"] == 1200
     assert kept + found["ops_log"]["dropped_bytes"] == pytest.approx(size, rel=0.1)  # but for the digits of times
     assert found["ops"].keys() == summary_of(tmp_path / "whole")["ops"].keys()
     assert found["state_sha256"] == summary_of(tmp_path / "whole")["state_sha256"]
-    assert err == "the oldest lines of ops.log are removed from now on (--ops-log 2000)\n"
+    assert err == "the oldest lines of ops.log are removed from now on (--ops-log 1200)\n"
     assert "\n               ops.log is without its first " in out
-    assert "--ops-log lets it have 2.0 KiB\n" in out
+    assert "--ops-log lets it have 1.2 KiB\n" in out
 
 
 def test_no_ops_log(trained, small_data, tmp_path, capsys):  # noqa: F811
     assert trained(*small(small_data, *MIX, "--ops-log", 0)) == 0
     assert "files          run/: loss.log, eval.log, config.json, summary.json, curve.png\n" in capsys.readouterr().out
     assert not list((tmp_path / "run").glob("ops*"))
-    assert summary_of(tmp_path / "run")["ops"]["DenseForward"]["count"] > 3
+    assert summary_of(tmp_path / "run")["ops"]["DenseForward"]["count"] == 3
 
 
 @pytest.mark.parametrize(("size", "message"), [

@@ -10,10 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hostdev.train import metrics, scores
+from hostdev.core.micro_batches import cut
+from hostdev.train import metrics, scores, together
 from hostdev.train.scores import Scores
+from hostdev.train.together import Together
 from tests import naive
 from tests.conftest import environment
+from tests.parallel.threads import with_ranks
 
 SPECIAL = np.array([np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-45, 3.4e38, -3.4e38, 1, np.nextafter(np.float32(1), 0)], "f")
 
@@ -99,6 +102,32 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left") as found:
         collected(*drawn("normal"), 100, tmp_path)
     assert found.value.filename == str(tmp_path)
+
+
+@pytest.mark.parametrize("at_once", [1, 90, 1 << 20])
+def test_ranks_bring_theirs_together_in_the_order_of_the_rows(tmp_path, monkeypatch, at_once):
+    """Each has two micro-batches of a batch, of which the last may be empty; losses are summed in this order."""
+    monkeypatch.setattr(together, "_AT_ONCE", at_once)
+    logits, labels = drawn("normal")
+    sizes, parts = [90, 90, 3, 90, 90, 90, 47], 6
+    edges = np.cumsum([0, *sizes])
+
+    def work(ranks):
+        ranks.control = ranks.channel()
+        with Scores(tmp_path, 100) as to:
+            found = Together(ranks, to)
+            for start, size in zip(edges, sizes, strict=False):
+                for begin, stop in cut(size, parts)[2 * ranks.rank : 2 * ranks.rank + 2]:
+                    found.add(logits[start + begin : start + stop], labels[start + begin : start + stop])
+                found.end_batch(size)
+            assert to.rows == 0 or ranks.rank == 0
+            return found.figures()
+
+    assert with_ranks(3, work) == [collected(logits, labels, 100, tmp_path)] * 3
+    none = with_ranks(
+        2, lambda ranks: setattr(ranks, "control", ranks.channel()) or Together(ranks, Scores()).figures()
+    )
+    assert [each.rows for each in none] == [0, 0]
 
 
 LARGE = """
