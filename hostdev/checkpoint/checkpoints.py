@@ -67,6 +67,7 @@ class Checkpoints:
         except OSError as error:
             raise UserError(f"{self.path} cannot be made: {error.strerror}") from None
         self._locked = self._lock.enter_context(folder.locked(self.path))
+        folder.clean(self.path)  # of who was killed; a finished run saves nothing that would do it
 
     def start_from(self, chain: Sequence[Checkpoint], tables: Iterable[Any]) -> None:
         """Count the tables' changes from a checkpoint that they have just been loaded from."""

@@ -202,8 +202,10 @@ def test_a_finished_run_that_is_gone_on_with_saves_nothing(trained, small_data, 
     before = names(tmp_path / "run/checkpoints")
     assert before[-1] == "step-0000000016"
     for more in ([], ["--checkpoint-minutes", 60]):
+        (tmp_path / "run/checkpoints/.partial-step-0000000016.2").mkdir()  # of a merging that was killed
         code, printed, error = trained(*options, *more)
         assert (code, error) == (0, "")
+        assert leftovers(tmp_path / "run/checkpoints") == []
         assert names(tmp_path / "run/checkpoints") == before
         assert "0 saved in run/checkpoints, the last after step 16;" in printed
         assert "calls     mean us" in first

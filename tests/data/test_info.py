@@ -41,7 +41,13 @@ def made(folder, name, **options):
         share=(("seen", "item"),), test_column=("split", "test"),
         options=Options(**{"threshold": 3, "rows_per_shard": 90, "test_fraction": None, **options}),
     )  # fmt: skip
+    forget_missing(folder / name)
     return folder / name
+
+
+def forget_missing(folder):
+    """Make a data set one of before it was counted what is missing."""
+    edit_manifest(folder, lambda content: content["statistics"].pop("missing"))
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +225,7 @@ def test_the_picture(monkeypatch, tmp_path, features, numbers):
     numeric = tuple(f"x{k}" for k in range(numbers))
     twins.build_table(path, tmp_path / "data", label="y", numeric=numeric, categorical=tuple(names), options=Options(
         threshold=0))  # fmt: skip
+    forget_missing(tmp_path / "data")
     figure = drawn(monkeypatch, tmp_path / "data", tmp_path)
     titles = [axes.get_title() for axes in figure.axes]
     rates = ["Numeric columns: zeros, missing values among them"] * (numbers > 0)
