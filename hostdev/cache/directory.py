@@ -63,7 +63,7 @@ class AllRows:
         return ids, self.rows, self.values
 
     def ids_of(self, positions: Positions) -> Positions:
-        """Return the ids of the rows at these positions; -1 stays."""
+        """Return the ids of the rows at these positions."""
         return positions
 
     def expect(self, counts: npt.NDArray[Any], per_use: np.float32, *, above: float) -> np.float32:
@@ -160,10 +160,8 @@ class Directory:
         return np.arange(len(ids), dtype=np.int32), rows, values
 
     def ids_of(self, positions: Positions) -> Positions:
-        """Return the ids of the rows at these positions; -1 stays."""
-        if not len(self.rows):
-            return positions.copy()
-        ids: Positions = np.where(positions >= 0, self.rows[positions, ID], np.int32(-1))
+        """As of `AllRows`."""
+        ids: Positions = self.rows[positions, ID]
         return ids
 
     def expect(self, counts: npt.NDArray[Any], per_use: np.float32, *, above: float) -> np.float32:
@@ -231,7 +229,7 @@ class Directory:
 
     def _settle(self) -> None:
         """Have the hash table suit the room, and what is gone out of it where that is much."""
-        bits = max(_LEAST_BITS, int(self._room / _LOAD).bit_length())
+        bits = _bits_for(self._room)
         crowded = self._room + self._state[_DEAD] > _MOST_LOAD * len(self._index)
         if self._sound and len(self._index) == 1 << bits and not crowded:
             return
@@ -240,6 +238,11 @@ class Directory:
         self._index = _empty(bits)
         _rebuild(self._index, self._shift, self.rows, self._state)
         self._sound = True
+
+
+def _bits_for(room: int) -> int:
+    """Of a hash table for so many rows."""
+    return max(_LEAST_BITS, int(room / _LOAD).bit_length())
 
 
 def _empty(bits: int) -> Positions:
@@ -255,9 +258,9 @@ def _most(capacity: int, window: int, unique: int) -> int:
 
 
 def most_bytes(rows: int, capacity: int, window: int, unique: int) -> int:
-    """Return the most bytes that a directory comes to, with batches of so many unique ids of which none is in two."""
+    """Return the most bytes that a directory comes to; `rows` are all that may come, `unique` ids of a batch."""
     room = min(rows, _most(capacity, window, unique))
-    return room * ROW + (4 << max(_LEAST_BITS, int(room / _LOAD).bit_length()))
+    return room * ROW + (4 << _bits_for(room))
 
 
 def least_of(chances: npt.NDArray[np.float32], share: float) -> np.float32:

@@ -116,14 +116,20 @@ class Statistics:
         return self.unique_hits / self.unique if self.unique else 0.0
 
 
-def planner_bytes(rows: int, capacity: int, unique: int = 0, window: int = WINDOW, *, budget: int = BUDGET) -> int:
-    """Return the bytes of a planner, at most.
+def planner_bytes(
+    rows: int, capacity: int, unique: int = 0, window: int = WINDOW, *, batches: int | None = None
+) -> int:  # fmt: skip
+    """Return the bytes of a planner, at most; more than `BUDGET` of rows depend on the batches.
 
-    unique  ids of a batch; of a planner with a directory, what batches add is left out without it
+    unique   ids of a batch; what batches add is left out without it
+    window   as of the planner; 0 of a policy that does not look ahead
+    batches  so many come, if that is known
     """
-    if rows * ROW <= budget:
+    if rows * ROW <= BUDGET:
         return rows * ROW + capacity * 4
-    return most_bytes(rows, capacity, window, unique) + capacity * 4 + (window + 1) * unique * 4
+    seen = rows if batches is None else min(rows, batches * unique)
+    slots = min(capacity, seen)
+    return most_bytes(seen, slots, window, unique) + slots * 4 + (window + 1) * unique * 4
 
 
 class Planner:
@@ -174,7 +180,8 @@ class Planner:
         self._directory = (
             AllRows(rows, capacity) if rows * ROW <= budget else Directory(rows, capacity, self.window)
         )  # fmt: skip
-        self._slots = np.full(capacity, -1, np.int32)  # the position of the row in each
+        self._slots = np.empty(capacity, np.int32)  # the position of the row in each of the first `filled`
+        self._exchanging = False  # else an interruption has left slots that nobody counts
         if kind == STATIC:
             if counts is None:
                 raise ValueError(f"the policy static needs counts of shape ({rows},), not None")
@@ -200,13 +207,15 @@ class Planner:
     @property
     def slot_ids(self) -> Positions:
         """The row in each slot, int32 [C]; -1 where there is none."""
-        return self._directory.ids_of(self._slots)
+        ids = np.full(self.capacity, -1, np.int32)
+        ids[: self.filled] = self._directory.ids_of(self._slots[: self.filled])
+        return ids
 
     @property
     def nbytes(self) -> int:
         """Bytes of the planner now, beside the ids and uses of announced batches, and the counts."""
         beside = sum(positions.nbytes for ids, _, positions in self._announced if positions is not ids)
-        return self._directory.nbytes + self._slots.nbytes + beside
+        return self._directory.nbytes + self.filled * 4 + beside
 
     def announce(self, ids: Ids, uses: Positions) -> None:
         """Take in the next batch of the future: at most `window` + 1 may wait to be planned.
@@ -259,11 +268,13 @@ class Planner:
             evicted_slots=leaving,
         )
         moved = (positions, plan.admitted, slots, evicted, self._directory.rows, self._slots)
+        self._exchanging = True
         parallel_for(planning.exchange, len(slots), *moved, grain=_GRAIN)
+        self.filled += len(slots) - len(leaving)
+        self._exchanging = False
+        self._swapped = len(leaving)
         if positions is not ids:
             plan = plan._replace(evicted=self._directory.ids_of(evicted).astype(ids.dtype))
-        self.filled += len(slots) - len(leaving)
-        self._swapped = len(leaving)
         self._count(plan, int(hit_uses.sum()), int(all_uses.sum()))
         return plan
 
@@ -326,18 +337,21 @@ class Planner:
             counts = rows[positions, planning.COUNT] - added  # of which an interrupted `announce` has added only some
             rows[positions, planning.COUNT] = np.maximum(counts, 0)
         self._announced.clear()
-        self._slots[:] = -1
-        self._slots[taken] = self._directory.place(slot_ids[taken], self._planned)
+        self.filled = len(taken)
+        self._slots[: self.filled] = self._directory.place(slot_ids[taken], self._planned)
         known = self._directory.known
         known[:, planning.SLOT] = -1
         last = known[:, planning.LAST]
         np.minimum(last, self._planned - 1, out=last)
-        self.filled = len(taken)
-        known[self._slots[taken], planning.SLOT] = taken
+        known[self._slots[: self.filled], planning.SLOT] = taken
+        self._exchanging = False
 
     def holds(self, slot_ids: Positions) -> bool:
         """Tell whether these rows [C] are those that are cached."""
-        return self.filled == np.count_nonzero(slot_ids >= 0) and np.array_equal(self.slot_ids, slot_ids)
+        if self._exchanging:
+            return False
+        here = self._directory.ids_of(self._slots[: self.filled])
+        return bool((slot_ids[self.filled :] < 0).all()) and np.array_equal(here, slot_ids[: self.filled])
 
     def _choose(
         self, known: tuple[Any, ...], newcomers: npt.NDArray[np.int64]
