@@ -4,6 +4,7 @@ A row enters when a batch uses it and leaves when a better one needs its slot; a
 after the batch's step, so rows that the batch uses may leave too. What is not worth its transfers passes by.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,17 +14,18 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.cache import planning
+from hostdev.cache.directory import ROW, AllRows, Directory, least_of, most_bytes
 from hostdev.cache.options import MOST_WINDOW, POLICIES, WINDOW
 from hostdev.cache.planning import FINE_BITS, KEYS, LOOKAHEAD, STATIC, Now
 from hostdev.cache.prices import MOST_BITS, Costs, index_of, prices
-from hostdev.kernels.buffers import aligned_empty, identity, scratch
-from hostdev.kernels.numa import interleave
+from hostdev.kernels.buffers import identity, scratch
 from hostdev.kernels.pool import KernelTask, parallel_for, ranges, run_tasks
 from hostdev.kernels.unique import count_uses
 
 Ids = npt.NDArray[Any]
 Positions = npt.NDArray[np.int32]
 
+BUDGET = 192 << 20  # bytes; where all rows fit, a directory would only take time
 _MOST_ROWS = 2**31 - 1  # a slot is an int32
 _GRAIN = 1 << 14
 # What enters is to save in a batch: of what the C-th likeliest row does, and rows; less where counts do not tell what
@@ -114,9 +116,20 @@ class Statistics:
         return self.unique_hits / self.unique if self.unique else 0.0
 
 
-def planner_bytes(rows: int, capacity: int) -> int:
-    """Return the bytes of a planner."""
-    return rows * 4 * planning.WORDS + capacity * 4
+def planner_bytes(
+    rows: int, capacity: int, unique: int = 0, window: int = WINDOW, *, batches: int | None = None
+) -> int:  # fmt: skip
+    """Return the bytes of a planner, at most; more than `BUDGET` of rows depend on the batches.
+
+    unique   ids of a batch; what batches add is left out without it
+    window   as of the planner; 0 of a policy that does not look ahead
+    batches  so many come, if that is known
+    """
+    if rows * ROW <= BUDGET:
+        return rows * ROW + capacity * 4
+    seen = rows if batches is None else min(rows, batches * unique)
+    slots = min(capacity, seen)
+    return most_bytes(seen, slots, window, unique) + slots * 4 + (window + 1) * unique * 4
 
 
 class Planner:
@@ -132,8 +145,12 @@ class Planner:
     counts    [V], how often each row is used, in any unit: "static" needs it; lookahead goes by it where it tells what
               comes, and by what came where that tells more; others ignore it
     costs     of a row that passes by, is admitted, is evicted: lookahead only
+    budget    bytes for what is known of rows, as long as all of them fit
 
-    Memory: 32 bytes a row, and 4 a slot; the ids of the announced batches are kept.
+    Memory: 32 bytes a row and 4 a slot. Where rows are too many for the budget: about 40 bytes for each row that has a
+    slot or is used by announced batches, for a quarter as many others and for two batches, 4 a slot, and 4 for each id
+    of an announced batch; what was known of the rest is forgotten, and `counts` are kept, which may lie in a file. The
+    ids of the announced batches are kept.
     """
 
     def __init__(
@@ -145,6 +162,7 @@ class Planner:
         window: int = WINDOW,
         counts: npt.NDArray[Any] | None = None,
         costs: Costs = Costs(),  # noqa: B008 (immutable)
+        budget: int = BUDGET,
     ) -> None:
         kind = _kind(policy)
         if not 0 <= capacity <= rows <= _MOST_ROWS:
@@ -157,15 +175,17 @@ class Planner:
         self.window = window if kind == LOOKAHEAD else 0
         self.statistics = Statistics()
         self.filled = 0  # slots taken; one that was never becomes free again
-        self.slot_ids = np.full(capacity, -1, np.int32)  # the row in each slot
         self._kind = kind
         self._margin = (1 << FINE_BITS) - 1 if kind == LOOKAHEAD else 0
-        self._values = interleave(aligned_empty((rows, planning.WORDS)))  # 32 bytes a row: within a cache line
-        self._values.fill(0)
-        self._rows = self._values.view(np.int32)
-        self._rows[:, planning.LAST] = self._rows[:, planning.SLOT] = -1
+        self._directory = (
+            AllRows(rows, capacity) if rows * ROW <= budget else Directory(rows, capacity, self.window)
+        )  # fmt: skip
+        self._slots = np.empty(capacity, np.int32)  # the position of the row in each of the first `filled`
+        self._exchanging = False  # else an interruption has left slots that nobody counts
         if kind == STATIC:
-            self._rows[:, planning.COUNT] = _most_used(counts, rows, capacity)
+            if counts is None:
+                raise ValueError(f"the policy static needs counts of shape ({rows},), not None")
+            self._directory.choose(np.asarray(counts))
         self._bits = min(self.window, MOST_BITS)
         self._indices = prices(costs, self._bits).reshape(2, -1)  # of 0 bits, and not used, for others
         self._counts = (
@@ -177,12 +197,25 @@ class Planner:
         self._scores, self._believed = np.zeros(len(_WEIGHTS)), _WEIGHTS[0]
         self._scanned = 0  # slots, so far, for those to leave
         self._swapped = 0  # rows that left with the batch before
-        self._announced: deque[tuple[Ids, Positions]] = deque()
+        self._announced: deque[tuple[Ids, Positions, Ids]] = deque()  # with positions
         self._planned = 0  # batches
 
     def __len__(self) -> int:
         """Return the number of batches announced and not yet planned."""
         return len(self._announced)
+
+    @property
+    def slot_ids(self) -> Positions:
+        """The row in each slot, int32 [C]; -1 where there is none."""
+        ids = np.full(self.capacity, -1, np.int32)
+        ids[: self.filled] = self._directory.ids_of(self._slots[: self.filled])
+        return ids
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the planner now, beside the ids and uses of announced batches, and the counts."""
+        beside = sum(positions.nbytes for ids, _, positions in self._announced if positions is not ids)
+        return self._directory.nbytes + self.filled * 4 + beside
 
     def announce(self, ids: Ids, uses: Positions) -> None:
         """Take in the next batch of the future: at most `window` + 1 may wait to be planned.
@@ -196,8 +229,9 @@ class Planner:
             self._expect(self._counts, int(uses.sum()))
             self._counts = None
         now = self._now(self._planned + len(self._announced))
-        self._announced.append((ids, uses))
-        args = (ids, uses, now, self._rows, self._values, _DECAYS)
+        positions = self._directory.place(ids, self._planned)
+        self._announced.append((ids, uses, positions))
+        args = (positions, uses, now, self._directory.rows, self._directory.values, _DECAYS)
         parallel_for(planning.announce, len(ids), *args, grain=_GRAIN)
         if self._kind == LOOKAHEAD:
             self._learn(ids, now)
@@ -205,15 +239,15 @@ class Planner:
     def plan(self) -> Plan:
         """Plan the earliest announced batch."""
         now = self._now(self._planned + len(self._announced) - 1)
-        ids, uses = self._announced.popleft()
+        ids, uses, positions = self._announced.popleft()
         U = len(ids)
         self._planned += 1
-        known = (now, self._rows, self._values, _DECAYS, self._indices)
+        known = (now, self._directory.rows, self._directory.values, _DECAYS, self._indices)
         hits, hit_slots, missed = (scratch(name, (U,), np.int32) for name in ("hits", "hit_slots", "missed"))
         keys = scratch("keys", (U,), np.uint16)
         pieces = ranges(U, _GRAIN)
         histograms, totals = np.zeros((len(pieces), KEYS), np.int32), np.zeros((len(pieces), 3), np.int64)
-        shared = (ids, uses, *known, hits, hit_slots, missed, keys, histograms, totals)
+        shared = (positions, uses, *known, hits, hit_slots, missed, keys, histograms, totals)
         run_tasks([KernelTask(planning.classify, U, _GRAIN, len(pieces), shared)])
 
         slots, leaving, first_in = self._choose(known, histograms.sum(0, dtype=np.int64))
@@ -222,6 +256,7 @@ class Planner:
         admitted = np.empty(len(slots) + 1, np.int32)
         passed = np.empty(U - int(found.sum()) - len(slots) + 1, np.int32)
         planning.divide(*first_in, missed, keys, starts, stops - found, admitted, passed)
+        evicted = np.empty(len(leaving), positions.dtype)
         plan = Plan(
             ids=ids,
             hits=_joined(hits, starts, starts + found),
@@ -229,13 +264,17 @@ class Planner:
             admitted=admitted[:-1],
             admitted_slots=slots,
             passed=passed[:-1],
-            evicted=np.empty(len(leaving), ids.dtype),
+            evicted=evicted,
             evicted_slots=leaving,
         )
-        moved = (ids, plan.admitted, slots, plan.evicted, self._rows, self.slot_ids)
+        moved = (positions, plan.admitted, slots, evicted, self._directory.rows, self._slots)
+        self._exchanging = True
         parallel_for(planning.exchange, len(slots), *moved, grain=_GRAIN)
         self.filled += len(slots) - len(leaving)
+        self._exchanging = False
         self._swapped = len(leaving)
+        if positions is not ids:
+            plan = plan._replace(evicted=self._directory.ids_of(evicted).astype(ids.dtype))
         self._count(plan, int(hit_uses.sum()), int(all_uses.sum()))
         return plan
 
@@ -260,15 +299,18 @@ class Planner:
             self._scores *= _FORGOTTEN
             known = self._now(now.latest - 1)._replace(latest=now.latest)  # rates of before
             some = self._watched[now.latest % _JUDGED_OF :: _JUDGED_OF].copy()
-            planning.judge(some, known, self._rows, self._values, _DECAYS, _WEIGHTS, self._scores)
+            positions, rows, values = self._directory.look(some)
+            planning.judge(positions, known, rows, values, _DECAYS, _WEIGHTS, self._scores)
             self._believed = _WEIGHTS[np.argmax(self._scores)]
         fresh = ids[:: max(1, len(ids) // _WATCHED_OF_BATCH)][:_WATCHED_OF_BATCH]
         self._watched = np.concatenate([self._watched, fresh.astype(np.int32)])[-_WATCHED:]
         if now.latest % _SAMPLED_EVERY == 0 and self.capacity:
             some = np.arange(0, self.rows, max(1, self.rows // _SAMPLED), dtype=np.int32)
             chances = np.empty(len(some), np.float32)
-            planning.likely(some, self._now(now.latest), self._rows, self._values, _DECAYS, chances)
-            self._least_of_late, self._gate_of_late = _last_in(chances, self.capacity / self.rows, _OPEN_GATE)
+            positions, rows, values = self._directory.look(some)
+            planning.likely(positions, self._now(now.latest), rows, values, _DECAYS, chances)
+            self._least_of_late = least_of(chances, self.capacity / self.rows)
+            self._gate_of_late = _gate_at(self._least_of_late, _OPEN_GATE)
 
     def _expect(self, counts: npt.NDArray[Any], uses: int) -> None:
         """Take down how likely a batch of so many uses has each row, by the counts, and the rows that it has most."""
@@ -276,16 +318,10 @@ class Planner:
         self._counted = total > 0
         if not self._counted or not self.capacity:
             return
-        weights = np.ascontiguousarray(counts, np.float32)
-        parallel_for(planning.chances, self.rows, weights, np.float32(uses / total), self._values, grain=_GRAIN)
-        chances = self._values[:, planning.CHANCE]
-        self._least, self._gate = _last_in(chances, self.capacity / self.rows, _GATE)
-        member = chances > self._least
-        alike = np.flatnonzero(chances == self._least)
-        member[alike[: self.capacity - np.count_nonzero(member)]] = True
-        if np.issubdtype(counts.dtype, np.integer):
-            member &= counts > 1  # a row that is used once in an epoch pays for no transfer
-        self._rows[:, planning.MEMBER] = member
+        # A row that is used once in an epoch pays for no transfer.
+        above = 1.0 if np.issubdtype(counts.dtype, np.integer) else -np.inf
+        self._least = self._directory.expect(counts, np.float32(uses / total), above=above)
+        self._gate = _gate_at(self._least, _GATE)
 
     def restore(self, slot_ids: Positions) -> None:
         """Forget what is announced, and take over these rows [C] as cached, -1 for none, behind all others.
@@ -295,21 +331,27 @@ class Planner:
         taken = np.flatnonzero(slot_ids >= 0)
         if len(taken) and taken[-1] >= len(taken):
             raise ValueError("slots are taken from the first on, and here some before the last row's are free")
-        for ids, uses in self._announced if self._kind != STATIC else ():
+        for _, uses, positions in self._announced if self._kind != STATIC else ():
             added = 1 if self._kind == LOOKAHEAD else uses
-            counts = self._rows[ids, planning.COUNT] - added  # of which an interrupted `announce` has added only some
-            self._rows[ids, planning.COUNT] = np.maximum(counts, 0)
+            rows = self._directory.rows
+            counts = rows[positions, planning.COUNT] - added  # of which an interrupted `announce` has added only some
+            rows[positions, planning.COUNT] = np.maximum(counts, 0)
         self._announced.clear()
-        self.slot_ids[:] = slot_ids
-        self._rows[:, planning.SLOT] = -1
-        last = self._rows[:, planning.LAST]
-        np.minimum(last, self._planned - 1, out=last)
         self.filled = len(taken)
-        self._rows[slot_ids[taken], planning.SLOT] = taken
+        self._slots[: self.filled] = self._directory.place(slot_ids[taken], self._planned)
+        known = self._directory.known
+        known[:, planning.SLOT] = -1
+        last = known[:, planning.LAST]
+        np.minimum(last, self._planned - 1, out=last)
+        known[self._slots[: self.filled], planning.SLOT] = taken
+        self._exchanging = False
 
     def holds(self, slot_ids: Positions) -> bool:
         """Tell whether these rows [C] are those that are cached."""
-        return self.filled == np.count_nonzero(slot_ids >= 0) and np.array_equal(self.slot_ids, slot_ids)
+        if self._exchanging:
+            return False
+        here = self._directory.ids_of(self._slots[: self.filled])
+        return bool((slot_ids[self.filled :] < 0).all()) and np.array_equal(here, slot_ids[: self.filled])
 
     def _choose(
         self, known: tuple[Any, ...], newcomers: npt.NDArray[np.int64]
@@ -323,7 +365,7 @@ class Planner:
             keys = scratch("resident_keys", (last - first,), np.uint16)
             pieces = len(ranges(last - first, _GRAIN))
             histograms = np.zeros((pieces, KEYS), np.int32)
-            shared = (self.slot_ids[first:last], *known, keys, histograms)
+            shared = (self._slots[first:last], *known, keys, histograms)
             run_tasks([KernelTask(planning.score, last - first, _GRAIN, pieces, shared)])
             residents = histograms.sum(0, dtype=np.int64)
             swaps = int(planning.exchanges(_without_best(newcomers, free), residents, self._margin))
@@ -361,20 +403,9 @@ def _kind(policy: str) -> int:
     return POLICIES.index(policy)
 
 
-def _most_used(counts: npt.NDArray[Any] | None, rows: int, capacity: int) -> npt.NDArray[np.int32]:
-    """Mark the most frequent rows, int32 [V]: the first of equally frequent ones."""
-    if counts is None:
-        raise ValueError(f"the policy static needs counts of shape ({rows},), not None")
-    chosen = np.zeros(rows, np.int32)
-    chosen[np.argsort(-np.asarray(counts, np.float64), kind="stable")[:capacity]] = 1
-    return chosen
-
-
-def _last_in(chances: npt.NDArray[np.float32], share: float, gate: tuple[float, float]) -> tuple[np.float32, int]:
-    """Return the chance down to which this share of rows is, and the key that a newcomer's has to be above."""
-    last = min(round(len(chances) * (1 - share)), len(chances) - 1)
-    least: np.float32 = np.partition(chances, last)[last]
-    return least, index_of(2 * gate[0] * float(least) + gate[1]) << FINE_BITS
+def _gate_at(least: np.float32, gate: tuple[float, float]) -> int:
+    """Return the key that a newcomer's has to be above, by how likely the C-th likeliest row is."""
+    return index_of(2 * gate[0] * float(least) + gate[1]) << FINE_BITS
 
 
 def _until(histogram: npt.NDArray[np.int64], count: int) -> tuple[int, int]:
@@ -413,12 +444,10 @@ def renumber(inverse: Positions, places: Positions) -> Positions:
 
 def warm_up(id_dtype: npt.DTypeLike) -> None:
     """Compile, or load from numba's cache, all kernels of a planner for ids of this dtype."""
-    for policy, counts in (
-        ("lookahead", None),
-        ("lookahead", np.arange(8)),
-        ("lru", None),
-    ):  # which swaps rows each time
-        planner = Planner(8, 1, policy, window=1, counts=counts)
+    for policy, counts, budget in itertools.product(
+        ("lookahead", "lru"), (None, np.arange(8)), (BUDGET, 0)
+    ):  # lru swaps rows each time
+        planner = Planner(8, 1, policy, window=1, counts=counts, budget=budget)
         for row, uses in ((0, 1), (1, 8), (1, 8), (2, 1)):
             planner.announce(np.array([row], id_dtype), count_uses(np.zeros(uses, np.int32), 1))
             if len(planner) > planner.window:

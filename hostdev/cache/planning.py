@@ -26,7 +26,7 @@ KEYS = 1 << 12
 FINE_BITS = 4  # of a key, below the index
 _DROPPED_BITS = 17  # of float32's 23 bits behind the point; 6 are kept
 _LOWEST = (127 - 32) << 6  # the key of 2 ** -32
-LAST, BEFORE, SLOT, COUNT, RECENT, CHANCE, MEMBER = range(7)  # of a row
+LAST, BEFORE, SLOT, COUNT, RECENT, CHANCE, MEMBER, ID = range(8)  # of a row
 WORDS = 8  # of a row
 SURE = 1e6  # uses; what is believed as much is not doubted
 DECAYS = 512  # batches, after which a use is forgotten
@@ -232,13 +232,6 @@ def score(
                 key = _key_of(rows[row, COUNT])
             keys[begin + i] = key
             histogram[np.uint64(key)] += 1
-
-
-@kernel
-def chances(start: Any, stop: Any, counts: Any, per_use: Any, values: Any) -> None:
-    """Write the chances that a batch uses the rows [start, stop); `per_use` is its uses over the sum of counts."""
-    for row in range(np.uint64(start), np.uint64(stop)):
-        values[row, CHANCE] = np.float32(1) - np.exp(np.float32(-per_use * np.float32(counts[row])))
 
 
 @kernel

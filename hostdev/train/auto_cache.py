@@ -142,8 +142,13 @@ def _simulate(
     ]  # fmt: skip
     if not sizes or not policies:
         return {}
-    require_memory(sum(planner_bytes(group.rows, size) for group, size in zip(groups, sizes[-1], strict=True)))
     steps = len(batches[0])
+    require_memory(
+        max(
+            planner_bytes(group.rows, size, max(len(ids) for ids, _ in sampled), window, batches=steps)
+            for group, size, sampled in zip(groups, sizes[-1], batches, strict=True)
+        )
+    )
     ended: list[dict[str, list[Simulated]]] = [{policy: [] for policy in policies} for _ in groups]
     with bar(len(policies) * len(sizes) * len(groups), "choosing a cache", "try") as progress:
         for policy, mine in itertools.product(policies, sizes):

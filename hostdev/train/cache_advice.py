@@ -20,7 +20,7 @@ from hostdev.core.progress import bar
 from hostdev.data.manifest import Manifest
 from hostdev.data.shards import ShardReader
 from hostdev.device.bus import Bus
-from hostdev.kernels.unique import unique
+from hostdev.kernels.unique import count_uses, unique
 from hostdev.models.model import Model
 from hostdev.train.build import counts_of, groups_of, ids_of, known_counts
 from hostdev.train.rates import host_costs
@@ -28,6 +28,7 @@ from hostdev.train.rates import host_costs
 SHARES = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "20%", "50%", "100%")
 _WORTH = 1.05  # more time than this factor of the least is not taken for a smaller cache
 _UNKNOWN = Costs(0, 0, 0)
+_PLANS_PART, _MOST_PLANS = 4, 2 << 30  # of the free memory; bytes
 _RATED = 9  # batches on which the host's work is measured
 
 
@@ -39,6 +40,7 @@ class Group:
     rows: int
     tables: tuple[tuple[int, SparseOptimizer], ...]  # columns and optimizer of each
     host: Costs = _UNKNOWN  # nanoseconds of a row's ways on the host
+    unique: int = 0  # ids of a batch, about
 
     @classmethod
     def of(cls, model: Model, names: Sequence[str]) -> "Group":
@@ -211,11 +213,12 @@ def measured(model: Model, reader: ShardReader, size: int, seed: int) -> list[Gr
     """Return a model's groups with what rows cost the host, measured on the first batches."""
     groups = [Group.of(model, names) for names in groups_of(model)]
     batches = list(itertools.islice(reader.batches(size, seed=seed, epoch=1), _RATED))
-    return [
-        replace(group, host=host_costs(
-            group.rows, group.tables, [unique(ids_of(model, batch, group.names[0]))[0] for batch in batches]))
-        for group in groups
-    ]  # fmt: skip
+    found = []
+    for group in groups:
+        ids = [unique(ids_of(model, batch, group.names[0]))[0] for batch in batches]
+        host = host_costs(group.rows, group.tables, ids)
+        found.append(replace(group, host=host, unique=max(map(len, ids), default=0)))
+    return found
 
 
 def sizes_of(groups: Sequence[Group], memory: int) -> list[list[int]]:
@@ -231,34 +234,77 @@ def simulate(
     model: Model, data: Path, found: Manifest, reader: ShardReader, size: int, *, seed: int, window: int, bus: Bus,
     memory: int,
 ) -> Curves:  # fmt: skip
-    """Run caches of every policy and size over one pass of the training rows; one size is what fits into `memory`."""
+    """Run caches of every policy and size over the training rows; one size is what fits into `memory`.
+
+    In as many passes as the memory of their plans asks for: a quarter of what is free, 2 GiB at most, is for them.
+    """
     groups, steps = measured(model, reader, size, seed), reader.steps(size)
     sizes = sizes_of(groups, memory)
-    needed = sum(
-        len(POLICIES) * planner_bytes(group.rows, capacity)
-        for group, mine in zip(groups, sizes, strict=True)
-        for capacity in mine
-    )
-    require_memory(needed)
+    passes = _passes(groups, sizes, steps, window, min(available_bytes() // _PLANS_PART, _MOST_PLANS))
     counts = counts_of(model, data, found, reader)
-    told = known_counts(model, data, found, reader) is not None  # else a training has none for lookahead
-    simulations = [
-        Simulation(group.rows, mine, steps, each, window, group.costs, told=told, others=(group.costs, group.host))
-        for group, mine, each in zip(groups, sizes, counts, strict=True)
-    ]  # fmt: skip
-    with bar(steps, "simulating", "step") as progress:
-        for batch in reader.batches(size, seed=seed, epoch=1):
-            for group, simulation in zip(groups, simulations, strict=True):
-                simulation.add(ids_of(model, batch, group.names[0]))
-            progress.update()
-    return curves_of(groups, sizes, [simulation.end() for simulation in simulations], bus)
+    known = known_counts(model, data, found, reader)  # a training has no others for lookahead
+    ended: list[dict[str, list[Simulated]]] = [{policy: [] for policy in POLICIES} for _ in groups]
+    with bar(steps * len(passes), "simulating", "step") as progress:
+        for tries in passes:
+            simulations = [
+                (one, Simulation(
+                    groups[one].rows, sizes[one][number : number + 1], steps, counts[one], window, groups[one].costs,
+                    told=known is not None, policies=[policy], optimum=False,
+                ))
+                for policy, number, one in tries
+            ]  # fmt: skip
+            if tries is passes[-1]:
+                simulations += [(one, _optima(groups[one], sizes[one], steps, window)) for one in range(len(groups))]
+            for batch in reader.batches(size, seed=seed, epoch=1):
+                for one, group in enumerate(groups):
+                    ids, inverse = unique(ids_of(model, batch, group.names[0]))
+                    uses = count_uses(inverse, len(ids))
+                    for _, simulation in (each for each in simulations if each[0] == one):
+                        simulation.add_unique(ids, uses)
+                progress.update()
+            while simulations:  # a plan's memory is free for the optimum
+                one, simulation = simulations.pop(0)
+                for policy, found_here in simulation.end().items():
+                    ended[one].setdefault(policy, []).extend(found_here)
+    return curves_of(groups, sizes, ended, bus)
+
+
+def _passes(
+    groups: Sequence[Group], sizes: Sequence[Sequence[int]], steps: int, window: int, room: int
+) -> list[list[tuple[str, int, int]]]:
+    """Return which policies, sizes by number, and groups by number, to try in each pass, in plans of `room` bytes.
+
+    A plan may take more, alone in its pass; UserError where it does not fit at all.
+    """
+    passes: list[list[tuple[str, int, int]]] = [[]]
+    left = room
+    for policy, number, one in itertools.product(POLICIES, range(len(sizes[0])), range(len(groups))):
+        ahead = window if policy == POLICIES[0] else 0
+        needed = planner_bytes(groups[one].rows, sizes[one][number], groups[one].unique, ahead, batches=steps)
+        if needed > left and passes[-1]:
+            passes.append([])
+            left = room
+        if needed > left:
+            require_memory(needed)
+        passes[-1].append((policy, number, one))
+        left -= needed
+    return passes
+
+
+def _optima(group: Group, sizes: Sequence[int], steps: int, window: int) -> Simulation:
+    """Return what finds the best that caches of these sizes could do."""
+    others = group.costs, group.host
+    return Simulation(group.rows, sizes, steps, None, window, group.costs, policies=(), others=others)
 
 
 def require_memory(needed: int) -> None:
     """Raise UserError where planners of so many bytes do not fit."""
     free = available_bytes()
     if needed > free:
-        raise UserError(f"the simulation needs {gib(needed)}, but {gib(free)} of host memory are free")
+        raise UserError(
+            f"the simulation needs {gib(needed)} for a cache's plan, but {gib(free)} of host memory are free; "
+            "use a smaller batch size or window"
+        )
 
 
 def curves_of(

@@ -113,7 +113,7 @@ def fail(start, stop, at, done):
 @pytest.mark.parametrize("threads", [1, 2, 7])
 def test_an_error_reaches_the_caller_and_what_is_not_begun_is_dropped(threads):
     set_host_threads(threads)
-    n = 100_000
+    n, dropped = 300_000, 0
     for _ in range(5):
         done, other = np.zeros((2, n), np.int64)
         tasks = [KernelTask(fail, n, 1, n, (10, done)), KernelTask(fail, n, 1, n, (-1, other))]
@@ -121,9 +121,10 @@ def test_an_error_reaches_the_caller_and_what_is_not_begun_is_dropped(threads):
             run_tasks(tasks)
         seen = done.copy(), other.copy()
         assert seen[0].max() == 1
-        assert seen[0].sum() + seen[1].sum() < 2 * n
+        dropped += 2 * n - seen[0].sum() - seen[1].sum()  # unless this thread came late to its error
         time.sleep(0.01)
         assert np.array_equal(done, seen[0]) and np.array_equal(other, seen[1])  # nobody writes afterwards
+    assert dropped > 0
     assert noted(1000, 1)[0] == [1] * 1000
 
 

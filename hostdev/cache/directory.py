@@ -1,0 +1,383 @@
+"""Where what a planner knows of a row lies: of every row at its id, or in a directory of those that matter now.
+
+A directory is an open-addressing hash table of positions, with linear probing. A row is in it while it has a slot or an
+announced batch uses it; of the others those that were used last stay, as many as there is room for. A position stays
+while its row is in; what is known of a row that was forgotten begins anew, and so does its count of uses under lfu.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.cache.likeliest import Likeliest, chance_at, chances, likeliest, told
+from hostdev.cache.planning import CHANCE, COUNT, ID, LAST, MEMBER, SLOT, WORDS
+from hostdev.kernels.buffers import aligned_empty, scratch
+from hostdev.kernels.jit import inline, kernel, prefetch_to_read, prefetch_to_write
+from hostdev.kernels.numa import interleave
+from hostdev.kernels.pool import parallel_for, ranges, run_tasks
+from hostdev.kernels.unique import slot_of
+
+Ids = npt.NDArray[Any]
+Positions = npt.NDArray[np.int32]
+
+ROW = 4 * WORDS  # bytes, within a cache line
+_EMPTY, _GONE = -1, -2  # in the hash table; a search goes on behind what is gone
+_LIVE, _USED, _HAND, _DEAD = range(4)  # of the state: rows, positions so far, the next that may be free, _GONE
+_AGES = 512  # batches that are told apart
+_AHEAD, _NEAR = 32, 12  # ids: the hash table is asked for, and then the row
+_GRAIN = 1 << 14
+_LEAST_BITS, _LOAD = 10, 0.6  # of the hash table
+_MOST_LOAD = 0.75  # with what is gone
+
+
+class AllRows:
+    """Every row at its id: 32 bytes each.
+
+    rows      V
+    capacity  slots
+    """
+
+    def __init__(self, rows: int, capacity: int) -> None:
+        self._capacity = capacity
+        self.values = interleave(aligned_empty((rows, WORDS), np.float32))
+        self.values.fill(0)
+        self.rows = self.values.view(np.int32)
+        self.rows[:, LAST] = self.rows[:, SLOT] = -1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it."""
+        return int(self.rows.nbytes)
+
+    @property
+    def known(self) -> npt.NDArray[np.int32]:
+        """What is known of all rows, int32 [V, 8]."""
+        return self.rows
+
+    def place(self, ids: Ids, planned: int) -> Ids:
+        """Return the positions of the ids [U] of a batch, or of slots, while `planned` batches are planned."""
+        return ids
+
+    def look(self, ids: Positions) -> tuple[Positions, npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """Return what is known of some rows: where it lies, and in what."""
+        return ids, self.rows, self.values
+
+    def ids_of(self, positions: Positions) -> Positions:
+        """Return the ids of the rows at these positions."""
+        return positions
+
+    def expect(self, counts: npt.NDArray[Any], per_use: np.float32, *, above: float) -> np.float32:
+        """Take down how likely a batch has each row, and the likeliest, as many as slots; return the last one's chance.
+
+        counts   [V], of uses
+        per_use  uses of a batch over the sum of counts
+        above    which count the likeliest need
+        """
+        expected = self.values[:, CHANCE]
+        weights = np.ascontiguousarray(counts, np.float32)
+        parallel_for(chances, len(weights), weights, per_use, expected, grain=_GRAIN)
+        least = least_of(expected, self._capacity / len(weights))
+        member = expected > least
+        alike = np.flatnonzero(expected == least)
+        member[alike[: self._capacity - np.count_nonzero(member)]] = True
+        self.rows[:, MEMBER] = member & (counts > above)
+        return least
+
+    def choose(self, counts: npt.NDArray[Any]) -> None:
+        """Count 1 use of each of the most frequent rows, as many as slots: the first of equally frequent ones."""
+        self.rows[np.argsort(-np.asarray(counts, np.float64), kind="stable")[: self._capacity], COUNT] = 1
+
+
+class Directory:
+    """The rows that matter now: 32 bytes each, and 7 to 14 to find it. Methods are those of `AllRows`.
+
+    Room is made for a quarter more rows than have slots or are used by announced batches, and two batches. What is not
+    used of it takes no memory.
+
+    rows      V
+    capacity  slots
+    window    batches that are announced beside the one that is next
+    """
+
+    def __init__(self, rows: int, capacity: int, window: int) -> None:
+        self._rows, self._capacity, self._window = rows, capacity, window
+        self._room = 0  # rows
+        self._state = np.zeros(4, np.int64)
+        self._sound = True  # else an interruption has left the hash table behind the rows
+        self._likeliest: Likeliest | None = None
+        self._reserve(0)
+        self._index = _empty(_LEAST_BITS)
+
+    def _reserve(self, n: int) -> None:
+        """Have place for so many rows, of which those that come first take memory when they come."""
+        values = aligned_empty((n, WORDS), np.float32)
+        used = self._state[_USED]
+        if used:
+            values[:used] = self.values[:used]
+        self.values: npt.NDArray[np.float32] = values
+
+    @property
+    def rows(self) -> npt.NDArray[np.int32]:
+        """What is known of rows, by position."""
+        return self.values.view(np.int32)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it that hold something."""
+        return int(self._state[_USED]) * ROW + self._index.nbytes
+
+    @property
+    def known(self) -> npt.NDArray[np.int32]:
+        """What is known of rows, int32 [n, 8]; some belong to no row, and `ID` is -1 there."""
+        return self.rows[: self._state[_USED]]
+
+    @property
+    def _shift(self) -> np.uint64:
+        return np.uint64(65 - len(self._index).bit_length())
+
+    def place(self, ids: Ids, planned: int) -> Positions:
+        """Return the positions int32 [U] of rows that are to be in; others than pinned ones may go for them."""
+        self._make_room(len(ids), planned)
+        positions = self._find(ids)
+        expected, chosen = self._told(ids, positions)
+        by_count = self._likeliest is not None and self._likeliest.per_use == 0
+        _insert(
+            ids, positions, expected, chosen, COUNT if by_count else MEMBER, self._index, self._shift, self.rows,
+            self.values, self._state,
+        )  # fmt: skip
+        return positions
+
+    def look(self, ids: Positions) -> tuple[Positions, npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """Return what is known of some rows, in a copy; what would be, of those that are not in."""
+        positions = self._find(ids)
+        found = positions >= 0
+        values = np.zeros((len(ids), WORDS), np.float32)
+        rows = values.view(np.int32)
+        rows[:, LAST] = rows[:, SLOT] = -1
+        rows[found] = self.rows[positions[found]]
+        expected, chosen = self._told(ids, positions)
+        values[~found, CHANCE], rows[~found, MEMBER] = expected[~found], chosen[~found]
+        return np.arange(len(ids), dtype=np.int32), rows, values
+
+    def ids_of(self, positions: Positions) -> Positions:
+        """As of `AllRows`."""
+        ids: Positions = self.rows[positions, ID]
+        return ids
+
+    def expect(self, counts: npt.NDArray[Any], per_use: np.float32, *, above: float) -> np.float32:
+        """As of `AllRows`; counts are kept, and read where rows come in."""
+        self._likeliest = likeliest(counts, self._capacity, per_use, above=above)
+        ids = self.known[:, ID].copy()
+        here = ids >= 0
+        expected, chosen = self._told(ids[here], np.full(np.count_nonzero(here), -1, np.int32))
+        self.values[: len(ids)][here, CHANCE], self.known[here, MEMBER] = expected, chosen
+        return chance_at(self._likeliest.key)
+
+    def choose(self, counts: npt.NDArray[Any]) -> None:
+        """As of `AllRows`, before any row is in; counts are kept."""
+        if self._capacity:
+            self._likeliest = likeliest(counts, self._capacity)
+
+    def _find(self, ids: Ids) -> Positions:
+        """Return the positions of rows; -1 of those that are not in."""
+        positions = np.empty(len(ids), np.int32)
+        parallel_for(_find, len(ids), ids, self._index, self._shift, self.rows, positions, grain=_GRAIN)
+        return positions
+
+    def _told(self, ids: Ids, positions: Positions) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
+        """Return what counts tell of rows without a position: chances [U], and which are of the likeliest, [U]."""
+        expected, chosen = scratch("expected", (len(ids),), np.float32), scratch("chosen", (len(ids),), np.bool_)
+        if self._likeliest is None:
+            expected.fill(0)
+            chosen.fill(0)
+        else:
+            parallel_for(told, len(ids), ids, positions, *self._likeliest, expected, chosen, grain=_GRAIN)
+        return expected, chosen
+
+    def _make_room(self, n: int, planned: int) -> None:
+        """Have room for n rows more, if need be without those that were used least of late."""
+        state = self._state
+        if self._sound and self._room - state[_LIVE] >= min(n, self._rows - state[_LIVE]):
+            return
+        used = int(state[_USED])
+        pieces = ranges(used, _GRAIN)
+        histograms = np.zeros((len(pieces), _AGES + 1), np.int64)
+        run_tasks([(_ages, *edges, (self.rows, planned, histograms, i)) for i, edges in enumerate(pieces)])
+        ages = histograms.sum(0)
+        pinned, live = int(ages[_AGES]), int(ages.sum())
+        self._room = max(self._room, min(self._rows, pinned + pinned // 4 + 2 * n))
+        if self._room > len(self.rows):
+            self._reserve(max(self._room, min(self._rows, _most(self._capacity, self._window, n + n // 4))))
+        if self._room - live < min(n, self._rows - live):
+            most = (self._room + pinned - n) // 2
+            kept = int(np.searchsorted(np.cumsum(ages[:_AGES]), most - pinned, side="right"))  # ages
+            self._forget(planned - kept)
+        self._settle()
+
+    def _forget(self, before: int) -> None:
+        """Forget the rows that are not pinned and that no batch from `before` on has used."""
+        self._sound = False
+        pieces = ranges(int(self._state[_USED]), _GRAIN)
+        counted = np.zeros((len(pieces), 2), np.int64)
+        shared = (self.rows, before, self._index, self._shift, counted)
+        run_tasks([(_forget, start, stop, (*shared, i)) for i, (start, stop) in enumerate(pieces)])
+        freed, gone = counted.sum(0)
+        self._state[_LIVE] -= freed
+        self._state[_DEAD] += gone
+        self._state[_HAND] = 0
+        self._sound = True
+
+    def _settle(self) -> None:
+        """Have the hash table suit the room, and what is gone out of it where that is much."""
+        bits = _bits_for(self._room)
+        crowded = self._room + self._state[_DEAD] > _MOST_LOAD * len(self._index)
+        if self._sound and len(self._index) == 1 << bits and not crowded:
+            return
+        self._sound = False
+        self._index = np.empty(0, np.int32)
+        self._index = _empty(bits)
+        _rebuild(self._index, self._shift, self.rows, self._state)
+        self._sound = True
+
+
+def _bits_for(room: int) -> int:
+    """Of a hash table for so many rows."""
+    return max(_LEAST_BITS, int(room / _LOAD).bit_length())
+
+
+def _empty(bits: int) -> Positions:
+    index: Positions = aligned_empty((1 << bits,), np.int32)
+    index.fill(_EMPTY)
+    return index
+
+
+def _most(capacity: int, window: int, unique: int) -> int:
+    """The most rows that a directory has room for, with batches of so many unique ids."""
+    pinned = capacity + (window + 1) * unique
+    return pinned + pinned // 4 + 2 * unique
+
+
+def most_bytes(rows: int, capacity: int, window: int, unique: int) -> int:
+    """Return the most bytes that a directory comes to; `rows` are all that may come, `unique` ids of a batch."""
+    room = min(rows, _most(capacity, window, unique))
+    return room * ROW + (4 << _bits_for(room))
+
+
+def least_of(chances: npt.NDArray[np.float32], share: float) -> np.float32:
+    """Return the chance down to which this share of rows is."""
+    last = min(round(len(chances) * (1 - share)), len(chances) - 1)
+    least: np.float32 = np.partition(chances, last)[last]
+    return least
+
+
+@inline
+def _is_pinned(rows: Any, p: Any, planned: Any) -> Any:
+    """Tell whether a row has a slot, or an announced batch that is not planned uses it."""
+    return (rows[p, SLOT] >= 0) | (rows[p, LAST] >= planned)
+
+
+@kernel
+def _find(start: Any, stop: Any, ids: Any, index: Any, shift: Any, rows: Any, positions: Any) -> None:
+    """Write the positions of ids[start:stop], -1 where there is none; rows are asked for on the way."""
+    mask, one, end = np.uint64(len(index) - 1), np.uint64(1), np.uint64(stop)
+    for i in range(np.uint64(start), end):
+        if i + np.uint64(_AHEAD) < end:
+            prefetch_to_read(index, slot_of(ids[i + np.uint64(_AHEAD)], shift), 1)
+        if i + np.uint64(_NEAR) < end:
+            prefetch_to_read(rows, max(index[slot_of(ids[i + np.uint64(_NEAR)], shift)], 0), 1)
+        slot = slot_of(ids[i], shift)
+        position = index[slot]
+        while position != _EMPTY and (position < 0 or rows[np.uint64(position), ID] != ids[i]):
+            slot = (slot + one) & mask
+            position = index[slot]
+        positions[i] = position
+
+
+@kernel
+def _insert(
+    ids: Any, positions: Any, chances: Any, chosen: Any, flag: Any, index: Any, shift: Any, rows: Any, values: Any,
+    state: Any,
+) -> None:  # fmt: skip
+    """Give those of ids [U] a position that have none; there is room, and each of them is there once.
+
+    chances  float32 [U], of those
+    chosen   bool [U], written to the word `flag` of their rows
+    """
+    mask, one, stop = np.uint64(len(index) - 1), np.uint64(1), np.uint64(len(ids))
+    for i in range(stop):
+        if i + np.uint64(_AHEAD) < stop and positions[i + np.uint64(_AHEAD)] < 0:
+            prefetch_to_write(index, slot_of(ids[i + np.uint64(_AHEAD)], shift), 1)
+        if positions[i] >= 0:
+            continue
+        while state[_HAND] < state[_USED] and rows[np.uint64(state[_HAND]), ID] >= 0:
+            state[_HAND] += 1
+        position = np.uint64(state[_HAND])
+        state[_HAND] += 1
+        state[_USED] = max(state[_USED], state[_HAND])
+        slot = slot_of(ids[i], shift)
+        while index[slot] >= 0:
+            slot = (slot + one) & mask
+        state[_DEAD] -= index[slot] == _GONE
+        state[_LIVE] += 1
+        index[slot] = position
+        rows[position] = 0
+        rows[position, LAST] = rows[position, SLOT] = -1
+        rows[position, ID], values[position, CHANCE], rows[position, flag] = ids[i], chances[i], chosen[i]
+        positions[i] = position
+
+
+@kernel
+def _ages(start: Any, stop: Any, rows: Any, planned: Any, histograms: Any, piece: Any) -> None:
+    """Count the rows at the positions [start, stop) by the batches planned since they were used; pinned ones last."""
+    for p in range(np.uint64(start), np.uint64(stop)):
+        age = np.int64(_AGES) if _is_pinned(rows, p, planned) else min(planned - 1 - rows[p, LAST], _AGES - 1)
+        histograms[piece, np.uint64(age)] += rows[p, ID] >= 0
+
+
+@inline
+def _goes(rows: Any, p: Any, before: Any) -> Any:
+    return (rows[p, ID] >= 0) & (not _is_pinned(rows, p, before))
+
+
+@kernel
+def _forget(
+    start: Any, stop: Any, rows: Any, before: Any, index: Any, shift: Any, counted: Any, piece: Any
+) -> None:  # fmt: skip
+    """Forget those at the positions [start, stop) that have no slot and that no batch from `before` on uses.
+
+    counted  int64 [pieces, 2], written: rows that went; those whose place in the hash table is not empty now
+    """
+    mask, one, end = np.uint64(len(index) - 1), np.uint64(1), np.uint64(stop)
+    freed = gone = np.int64(0)
+    for p in range(np.uint64(start), end):
+        ahead = p + np.uint64(_AHEAD)
+        if ahead < end and _goes(rows, ahead, before):
+            prefetch_to_write(index, slot_of(rows[ahead, ID], shift), 1)
+        if not _goes(rows, p, before):
+            continue
+        slot = slot_of(rows[p, ID], shift)
+        while index[slot] != np.int32(p):
+            slot = (slot + one) & mask
+        last = index[(slot + one) & mask] == _EMPTY  # of a run: nothing is searched for behind it
+        index[slot] = _EMPTY if last else _GONE
+        rows[p, ID] = -1
+        freed, gone = freed + 1, gone + np.int64(not last)
+    counted[piece, 0], counted[piece, 1] = freed, gone
+
+
+@kernel
+def _rebuild(index: Any, shift: Any, rows: Any, state: Any) -> None:
+    """Fill an empty hash table with the rows that are in."""
+    mask, one, end = np.uint64(len(index) - 1), np.uint64(1), np.uint64(state[_USED])
+    state[_LIVE] = state[_DEAD] = state[_HAND] = 0
+    for p in range(end):
+        ahead = p + np.uint64(_AHEAD)
+        if ahead < end and rows[ahead, ID] >= 0:
+            prefetch_to_write(index, slot_of(rows[ahead, ID], shift), 1)
+        if rows[p, ID] >= 0:
+            slot = slot_of(rows[p, ID], shift)
+            while index[slot] >= 0:
+                slot = (slot + one) & mask
+            index[slot] = p
+            state[_LIVE] += 1

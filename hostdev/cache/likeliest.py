@@ -1,0 +1,139 @@
+"""Which rows counts say are used most, found without a copy of the counts: they may be of many rows, and in a file.
+
+A row's key is how likely a batch uses it, or the count itself. The C-th largest key is found digit by digit, from
+histograms; of the rows that have it the first are in.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.kernels.jit import inline, kernel
+from hostdev.kernels.pool import run_tasks
+
+_DIGIT_BITS, _KEY_BITS = 16, 64
+_BY_COUNT = np.float32(0)
+_PIECES, _PIECE = 16, 1 << 18  # at once, and rows of each
+
+
+class Likeliest(NamedTuple):
+    """The C rows with the largest keys: those with a larger one than `key`, and up to the row `last` those with it."""
+
+    counts: npt.NDArray[Any]  # [V]
+    per_use: np.float32  # of a batch: its uses over the sum of counts; 0: the count itself is the key
+    key: np.uint64
+    last: int
+    above: float  # which count is needed beside
+
+
+def likeliest(
+    counts: npt.NDArray[Any], capacity: int, per_use: np.float32 = _BY_COUNT, *, above: float = -np.inf
+) -> Likeliest:
+    """Return which `capacity` > 0 rows have the largest keys; arguments as in `Likeliest`."""
+    key, left = 0, capacity
+    for shift in range(_KEY_BITS - _DIGIT_BITS, -1, -_DIGIT_BITS):
+        histograms = np.zeros((_PIECES, 1 << _DIGIT_BITS), np.int64)
+        for pieces in _blocks(len(counts)):
+            shared = (counts, per_use, np.uint64(key), np.uint64(shift), histograms)
+            run_tasks([(_digits, start, stop, (*shared, i)) for i, (start, stop) in enumerate(pieces)])
+        digits = histograms.sum(0)
+        from_top = np.cumsum(digits[::-1])
+        found = int(np.searchsorted(from_top, left))
+        digit = len(digits) - 1 - found
+        key, left = key | digit << shift, left - int(from_top[found] - digits[digit])
+    return Likeliest(counts, per_use, np.uint64(key), _nth(counts, per_use, np.uint64(key), left), above)
+
+
+def chance_at(key: np.uint64) -> np.float32:
+    """Return how likely a row of this key is, where keys are not counts."""
+    bits = key ^ np.uint64(1 << 63) if key >> np.uint64(63) else ~key
+    return np.float32(bits.view(np.float64))
+
+
+def _blocks(rows: int) -> list[list[tuple[int, int]]]:
+    """The rows, in pieces that run at once; an interruption need not wait for long."""
+    pieces = [(start, min(start + _PIECE, rows)) for start in range(0, rows, _PIECE)]
+    return [pieces[i : i + _PIECES] for i in range(0, len(pieces), _PIECES)]
+
+
+def _nth(counts: npt.NDArray[Any], per_use: np.float32, key: np.uint64, n: int) -> int:
+    """Return the n-th row with this key, from 1."""
+    for pieces in _blocks(len(counts)):
+        found = np.zeros(_PIECES, np.int64)
+        shared = (counts, per_use, key, found)
+        run_tasks([(_alike, start, stop, (*shared, i)) for i, (start, stop) in enumerate(pieces)])
+        if found.sum() >= n:
+            piece = int(np.searchsorted(np.cumsum(found), n))
+            return int(_find_nth(*pieces[piece], counts, per_use, key, n - found[:piece].sum()))
+        n -= int(found.sum())
+    raise AssertionError("the key is that of no row")
+
+
+@inline
+def chance_by(count: Any, per_use: Any) -> Any:
+    """Return the chance that a batch uses a row; `per_use` is its uses over the sum of counts."""
+    return np.float32(1) - np.exp(np.float32(-per_use * np.float32(count)))
+
+
+@inline
+def _key_of(count: Any, per_use: Any) -> Any:
+    """Return what a row is ordered by: the bits of a float64, made to ascend; 0 for what is not a number."""
+    value = np.float64(chance_by(count, per_use)) if per_use > 0 else np.float64(count)
+    bits = np.float64(value + 0.0).view(np.uint64)  # -0 as 0
+    ascending = ~bits if bits >> np.uint64(63) else bits | np.uint64(1 << 63)
+    return ascending if value == value else np.uint64(0)
+
+
+@kernel
+def chances(start: Any, stop: Any, counts: Any, per_use: Any, out: Any) -> None:
+    """Write the chances that a batch uses the rows [start, stop)."""
+    for row in range(np.uint64(start), np.uint64(stop)):
+        out[row] = chance_by(counts[row], per_use)
+
+
+@kernel
+def told(
+    start: Any, stop: Any, ids: Any, positions: Any, counts: Any, per_use: Any, key: Any, last: Any, above: Any,
+    chances: Any, members: Any,
+) -> None:  # fmt: skip
+    """Write for those ids[start:stop] that have no position yet how likely each is, and whether it is of `Likeliest`.
+
+    chances  float32 [U]
+    members  bool [U]
+    """
+    for i in range(np.uint64(start), np.uint64(stop)):
+        if positions[i] < 0:
+            count = counts[np.uint64(ids[i])]
+            of_row = _key_of(count, per_use)
+            chances[i] = chance_by(count, per_use)
+            members[i] = ((of_row > key) | ((of_row == key) & (np.int64(ids[i]) <= last))) & (count > above)
+
+
+@kernel
+def _digits(
+    start: Any, stop: Any, counts: Any, per_use: Any, key: Any, shift: Any, histograms: Any, piece: Any
+) -> None:  # fmt: skip
+    """Count the digits at `shift` of the rows [start, stop) that have those above it of `key`; its others are 0."""
+    histogram = histograms[piece]
+    for row in range(np.uint64(start), np.uint64(stop)):
+        digit = (_key_of(counts[row], per_use) ^ key) >> shift
+        if digit < np.uint64(1 << _DIGIT_BITS):
+            histogram[digit] += 1
+
+
+@kernel
+def _alike(start: Any, stop: Any, counts: Any, per_use: Any, key: Any, found: Any, piece: Any) -> None:
+    """Count the rows [start, stop) with this key."""
+    for row in range(np.uint64(start), np.uint64(stop)):
+        found[piece] += _key_of(counts[row], per_use) == key
+
+
+@kernel
+def _find_nth(start: Any, stop: Any, counts: Any, per_use: Any, key: Any, n: Any) -> Any:
+    """Return the n-th row of [start, stop) with this key, from 1; -1 if there is none."""
+    for row in range(np.uint64(start), np.uint64(stop)):
+        n -= _key_of(counts[row], per_use) == key
+        if n == 0:
+            return np.int64(row)
+    return -1
