@@ -155,7 +155,9 @@ def read_counts(folder: Path, found: Manifest) -> npt.NDArray[np.int64]:
     try:
         if found.vocabulary_sha256 is not None and checksum(path) != found.vocabulary_sha256:
             raise UserError(f"{path} has a wrong checksum: it is damaged or was changed; preprocess the data again")
-        column = pa.ipc.open_file(pa.OSFile(str(path))).read_all()["count"]
+        file = pa.OSFile(str(path))
+        wanted = pa.ipc.IpcReadOptions(included_fields=[pa.ipc.open_file(file).schema.get_field_index("count")])
+        column = pa.ipc.open_file(file, options=wanted).read_all()["count"]
     except (pa.ArrowException, OSError, KeyError) as error:
         raise UserError(f"{path} is broken ({error}); preprocess the data again") from None
     if len(column) != found.vocabulary_size:

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hostdev.data import manifest
+from hostdev.data.shards import ShardReader
+from hostdev.models.wide_deep.network import WideDeep
 from matplotlib.figure import Figure
 
 from hostdev import FTRL, SGD, LazyAdam, UserError, advise
@@ -201,6 +203,35 @@ def test_a_picture_that_cannot_be_written_is_refused_before_the_work(advised, sm
     code, out, err = advised("--data", small_data, "--batch-size", 200, "--out", "x.png")
     assert "lookahead" in out
     assert "--out x.png: Permission denied" in err
+
+
+def test_passes_are_as_many_as_the_plans_memory_asks_for(small_data, monkeypatch):
+    """What caches do is the same, in the same order, and the best that they could do is known."""
+    found = manifest.read(small_data)
+    model, reader = WideDeep(found.schema, 8, seed=1), ShardReader(small_data, found, "train")
+    monkeypatch.setattr(cache_advice, "host_costs", lambda *arguments: Costs(1e6, 5e5, 5e5))
+    monkeypatch.setattr(cache_advice, "SHARES", ("5%", "100%"))
+    shown, passes = [], []
+    for most in (3 << 30, 0):
+        monkeypatch.setattr(cache_advice, "_MOST_BYTES", most)
+        in_passes = cache_advice._passes
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cache_advice, "_passes", lambda *args, of=in_passes: passes.append(of(*args)) or passes[-1])
+            curves = cache_advice.simulate(
+                model, small_data, found, reader, 500, seed=1, window=2, bus=Bus(1e10, 1e10), memory=1 << 16
+            )  # fmt: skip
+        shown.append({name: [(point.sizes, point.parts) for point in curve] for name, curve in curves.items()})
+    assert [len(each) for each in passes] == [1, 12]
+    assert list(itertools.chain(*passes[1])) == passes[0][0]
+    assert shown[0] == shown[1]
+    assert list(shown[0]) == ["lookahead", "lru", "lfu", "static", "optimum"]
+
+
+def test_a_plan_that_does_not_fit_is_refused(monkeypatch):
+    monkeypatch.setattr(cache_advice, "available_bytes", lambda: 1 << 20)
+    group = Group(("t",), 10_000_000, ((8, SGD()),), unique=100_000)
+    with pytest.raises(UserError, match=r"needs [\d.]+ MiB for a cache's plan, but 1.0 MiB of host memory are free"):
+        cache_advice._passes([group], [[100_000]], 1000, 16, 0)
 
 
 def curve_of(*misses):

@@ -53,7 +53,8 @@ class AllRows:
     @property
     def known(self) -> npt.NDArray[np.int32]:
         """What is known of all rows, int32 [V, 8]."""
-        return self.rows
+        rows: npt.NDArray[np.int32] = self.rows
+        return rows
 
     def place(self, ids: Ids, planned: int) -> Ids:
         """Return the positions of the ids [U] of a batch, or of slots, while `planned` batches are planned."""
@@ -92,16 +93,17 @@ class AllRows:
 class Directory:
     """The rows that matter now: 32 bytes each, and 7 to 14 to find it. Methods are those of `AllRows`.
 
-    Room is made for a quarter more rows than have slots or are used by announced batches, and two batches. What is not
-    used of it takes no memory.
+    There is room for a quarter more rows than have slots or are used by announced batches, and two batches, and at
+    least for so many. What is not used of it takes no memory.
 
     rows      V
     capacity  slots
     window    batches that are announced beside the one that is next
+    least     rows, before any is forgotten
     """
 
-    def __init__(self, rows: int, capacity: int, window: int) -> None:
-        self._rows, self._capacity, self._window = rows, capacity, window
+    def __init__(self, rows: int, capacity: int, window: int, least: int = 0) -> None:
+        self._rows, self._capacity, self._window, self._least = rows, capacity, window, least
         self._room = 0  # rows
         self._state = np.zeros(4, np.int64)
         self._sound = True  # else an interruption has left the hash table behind the rows
@@ -206,12 +208,14 @@ class Directory:
         run_tasks([(_ages, *edges, (self.rows, planned, histograms, i)) for i, edges in enumerate(pieces)])
         ages = histograms.sum(0)
         pinned, live = int(ages[_AGES]), int(ages.sum())
-        self._room = max(self._room, min(self._rows, pinned + pinned // 4 + 2 * n))
+        wanted = max(pinned + pinned // 4 + 2 * n, min(2 * (live + n), self._least))
+        self._room = max(self._room, min(self._rows, wanted))
         if self._room > len(self.rows):
-            self._reserve(max(self._room, min(self._rows, _most(self._capacity, self._window, n + n // 4))))
+            most = max(self._least, _most(self._capacity, self._window, n + n // 4))
+            self._reserve(max(self._room, min(self._rows, most)))
         if self._room - live < min(n, self._rows - live):
-            most = (self._room + pinned - n) // 2
-            kept = int(np.searchsorted(np.cumsum(ages[:_AGES]), most - pinned, side="right"))  # ages
+            others = (self._room - pinned - n) // 2
+            kept = int(np.searchsorted(np.cumsum(ages[:_AGES]), others, side="right"))  # ages
             self._forget(planned - kept)
         self._settle()
 
@@ -258,9 +262,9 @@ def _most(capacity: int, window: int, unique: int) -> int:
     return pinned + pinned // 4 + 2 * unique
 
 
-def most_bytes(rows: int, capacity: int, window: int, unique: int) -> int:
+def most_bytes(rows: int, capacity: int, window: int, least: int, unique: int) -> int:
     """Return the most bytes that a directory comes to; `rows` are all that may come, `unique` ids of a batch."""
-    room = min(rows, _most(capacity, window, unique))
+    room = min(rows, max(least, _most(capacity, window, unique)))
     return room * ROW + (4 << _bits_for(room))
 
 

@@ -117,19 +117,21 @@ class Statistics:
 
 
 def planner_bytes(
-    rows: int, capacity: int, unique: int = 0, window: int = WINDOW, *, batches: int | None = None
+    rows: int, capacity: int, unique: int = 0, window: int = WINDOW, *, batches: int | None = None,
+    budget: int = BUDGET,
 ) -> int:  # fmt: skip
-    """Return the bytes of a planner, at most; more than `BUDGET` of rows depend on the batches.
+    """Return the bytes of a planner, at most; where not all rows fit the budget they depend on the batches.
 
     unique   ids of a batch; what batches add is left out without it
     window   as of the planner; 0 of a policy that does not look ahead
     batches  so many come, if that is known
     """
-    if rows * ROW <= BUDGET:
+    if rows * ROW <= budget:
         return rows * ROW + capacity * 4
     seen = rows if batches is None else min(rows, batches * unique)
     slots = min(capacity, seen)
-    return most_bytes(seen, slots, window, unique) + slots * 4 + (window + 1) * unique * 4
+    room = most_bytes(seen, slots, window, _kept(budget), unique)
+    return room + slots * 4 + (window + 1) * unique * 4
 
 
 class Planner:
@@ -145,12 +147,12 @@ class Planner:
     counts    [V], how often each row is used, in any unit: "static" needs it; lookahead goes by it where it tells what
               comes, and by what came where that tells more; others ignore it
     costs     of a row that passes by, is admitted, is evicted: lookahead only
-    budget    bytes for what is known of rows, as long as all of them fit
+    budget    bytes for what is known of rows: of all where they fit; else half of it, and more where that must be
 
     Memory: 32 bytes a row and 4 a slot. Where rows are too many for the budget: about 40 bytes for each row that has a
-    slot or is used by announced batches, for a quarter as many others and for two batches, 4 a slot, and 4 for each id
-    of an announced batch; what was known of the rest is forgotten, and `counts` are kept, which may lie in a file. The
-    ids of the announced batches are kept.
+    slot or is used by announced batches, for a quarter as many others and for two batches, and at least for 3 million
+    rows; 4 a slot, and 4 for each id of an announced batch. What was known of other rows is forgotten; `counts` are
+    kept, and may lie in a file. The ids of the announced batches are kept.
     """
 
     def __init__(
@@ -178,7 +180,7 @@ class Planner:
         self._kind = kind
         self._margin = (1 << FINE_BITS) - 1 if kind == LOOKAHEAD else 0
         self._directory = (
-            AllRows(rows, capacity) if rows * ROW <= budget else Directory(rows, capacity, self.window)
+            AllRows(rows, capacity) if rows * ROW <= budget else Directory(rows, capacity, self.window, _kept(budget))
         )  # fmt: skip
         self._slots = np.empty(capacity, np.int32)  # the position of the row in each of the first `filled`
         self._exchanging = False  # else an interruption has left slots that nobody counts
@@ -395,6 +397,11 @@ class Planner:
         total.unique_hits += len(plan.hits)
         total.admitted += len(plan.admitted)
         total.evicted += len(plan.evicted)
+
+
+def _kept(budget: int) -> int:
+    """Return how many rows a directory has before it forgets any."""
+    return budget // 2 // ROW
 
 
 def _kind(policy: str) -> int:

@@ -28,7 +28,7 @@ from hostdev.train.rates import host_costs
 SHARES = ("0.1%", "0.5%", "1%", "2%", "5%", "10%", "20%", "50%", "100%")
 _WORTH = 1.05  # more time than this factor of the least is not taken for a smaller cache
 _UNKNOWN = Costs(0, 0, 0)
-_PLANS_PART, _MOST_PLANS = 4, 2 << 30  # of the free memory; bytes
+_PLANS_PART, _MOST_BYTES = 4, 3 << 30  # of the free memory; of plans and counts
 _RATED = 9  # batches on which the host's work is measured
 
 
@@ -236,13 +236,15 @@ def simulate(
 ) -> Curves:  # fmt: skip
     """Run caches of every policy and size over the training rows; one size is what fits into `memory`.
 
-    In as many passes as the memory of their plans asks for: a quarter of what is free, 2 GiB at most, is for them.
+    In as many passes as the memory of their plans asks for: a quarter of what is free is for them, and at most what the
+    counts leave of 3 GiB.
     """
     groups, steps = measured(model, reader, size, seed), reader.steps(size)
     sizes = sizes_of(groups, memory)
-    passes = _passes(groups, sizes, steps, window, min(available_bytes() // _PLANS_PART, _MOST_PLANS))
-    counts = counts_of(model, data, found, reader)
     known = known_counts(model, data, found, reader)  # a training has no others for lookahead
+    counts = [known] if known is not None else counts_of(model, data, found, reader)
+    left = _MOST_BYTES - sum(each.nbytes for each in counts)
+    passes = _passes(groups, sizes, steps, window, min(available_bytes() // _PLANS_PART, left))
     ended: list[dict[str, list[Simulated]]] = [{policy: [] for policy in POLICIES} for _ in groups]
     with bar(steps * len(passes), "simulating", "step") as progress:
         for tries in passes:

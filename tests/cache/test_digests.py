@@ -12,6 +12,8 @@ from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.shards import ShardReader
 from hostdev.models.wide_deep.network import WideDeep
 
+from hostdev.cache.directory import Directory
+from hostdev.cache.planner import Planner
 from hostdev.runtime.spec import CacheSpec
 from hostdev.train.trainer import Trainer
 from tests.test_pipeline import ROWS, adversarial, outcome, trainer_of
@@ -34,6 +36,25 @@ def test_every_policy_and_size_gives_the_bits_without_a_cache(device, policy, si
         expected = outcome(batches, depth=0, device=device)
         for depth in (0, 2):
             assert outcome(batches, depth=depth, **cached(size, policy), device=device) == expected, (depth, seed)
+
+
+@pytest.mark.slow_on_standin
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_planner_that_forgets_rows(device, policy, monkeypatch):
+    """And one that is set back to what the slots hold, after an early end."""
+    monkeypatch.setitem(Planner.__init__.__kwdefaults__, "budget", 0)
+    batches = adversarial(7, 14)
+    expected = outcome(batches, depth=0, device=device)
+    for depth, size in itertools.product((0, 2), (1, "10%")):
+        assert outcome(batches, depth=depth, **cached(size, policy), device=device) == expected
+    trainer = trainer_of(depth=2, **cached("10%", policy), device=device)
+    results = trainer.train(batches)
+    losses = [tuple(next(results).value) for _ in range(5)]
+    results.close()
+    losses += [tuple(result.value) for result in trainer.train(batches[5:])]
+    assert (losses, trainer.evaluate(batches[:3]), trainer.state_sha256()) == expected
+    [cache] = [group.cache for group in trainer.runtime.pipeline.groups]
+    assert isinstance(cache.planner._directory, Directory)
 
 
 @pytest.mark.slow_on_standin

@@ -147,13 +147,13 @@ def test_the_memory_is_that_of_rows_that_matter():
     most = []
     for rows in (100_000_000, 2**31 - 1):
         rng = np.random.default_rng(0)
-        planner = Planner(rows, 2000, window=3)
+        planner = Planner(rows, 2000, window=3, budget=0)
         for _ in range(30):
             ids = np.unique(rng.integers(0, rows, 1000)).astype(np.int64)
             planner.announce(ids, np.ones(len(ids), np.int32))
             if len(planner) > planner.window:
                 planner.plan()
-        assert planner.nbytes <= planner_bytes(rows, 2000, 1000, 3) < 1 << 19
+        assert planner.nbytes <= planner_bytes(rows, 2000, 1000, 3, budget=0) < 1 << 19
         most.append(planner.nbytes)
     assert most[0] == most[1]
     assert planner_bytes(1000, 10) == 32 * 1000 + 4 * 10
