@@ -19,6 +19,7 @@ from hostdev.data import manifest
 from hostdev.data.preprocess.__main__ import add_options, options_from, summary
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
+from hostdev.data.preprocess.inputs import STANDARD_INPUT
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.train import config
 from hostdev.train.command import train
@@ -75,6 +76,9 @@ def main(argv: Sequence[str]) -> None:
 
 def prepare(text: Path, datasets: Path, options: Options) -> Path:
     """Return the data set of a text with these options; an existing one is used while the text has not changed."""
+    if text == STANDARD_INPUT:
+        raise UserError("--criteo takes a file, which tells whether its data set is there already; for standard input use "
+                        "python -m hostdev.data.preprocess criteo - --out DIR")  # fmt: skip
     source = CriteoText([text])
     stamp = [*source.describe(), text.stat().st_mtime_ns, vars(options), manifest.VERSION]
     mark = sha256(json.dumps(stamp, sort_keys=True).encode()).hexdigest()[:8]
