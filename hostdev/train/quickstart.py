@@ -77,8 +77,8 @@ def main(argv: Sequence[str]) -> None:
 def prepare(text: Path, datasets: Path, options: Options) -> Path:
     """Return the data set of a text with these options; an existing one is used while the text has not changed."""
     if text == STANDARD_INPUT:
-        raise UserError("--criteo takes a file, which tells whether its data set is there already; for standard input use "
-                        "python -m hostdev.data.preprocess criteo - --out DIR")  # fmt: skip
+        raise UserError("--criteo takes a file, which tells whether its data set is there already; for standard input "
+                        "use python -m hostdev.data.preprocess criteo - --out DIR")  # fmt: skip
     source = CriteoText([text])
     stamp = [*source.describe(), text.stat().st_mtime_ns, vars(options), manifest.VERSION]
     mark = sha256(json.dumps(stamp, sort_keys=True).encode()).hexdigest()[:8]
