@@ -12,7 +12,7 @@ import numpy.typing as npt
 from hostdev.kernels.jit import inline, kernel
 from hostdev.kernels.pool import run_tasks
 
-_DIGIT_BITS, _KEY_BITS = 16, 64
+_DIGIT_BITS, _KEY_BITS, _CHANCE_BITS = 16, 64, 32  # the last: below a chance, which is a float32
 _BY_COUNT = np.float32(0)
 _PIECES, _PIECE = 16, 1 << 18  # at once, and rows of each
 
@@ -32,7 +32,7 @@ def likeliest(
 ) -> Likeliest:
     """Return which `capacity` > 0 rows have the largest keys; arguments as in `Likeliest`."""
     key, left = 0, capacity
-    for shift in range(_KEY_BITS - _DIGIT_BITS, -1, -_DIGIT_BITS):
+    for shift in range(_KEY_BITS - _DIGIT_BITS, _CHANCE_BITS - 1 if per_use > 0 else -1, -_DIGIT_BITS):
         histograms = np.zeros((_PIECES, 1 << _DIGIT_BITS), np.int64)
         for pieces in _blocks(len(counts)):
             shared = (counts, per_use, np.uint64(key), np.uint64(shift), histograms)
@@ -48,7 +48,7 @@ def likeliest(
 def chance_at(key: np.uint64) -> np.float32:
     """Return how likely a row of this key is, where keys are not counts."""
     bits = key ^ np.uint64(1 << 63) if key >> np.uint64(63) else ~key
-    return np.float32(bits.view(np.float64))
+    return np.uint32(bits >> np.uint64(_CHANCE_BITS)).view(np.float32)
 
 
 def _blocks(rows: int) -> list[list[tuple[int, int]]]:
@@ -78,11 +78,19 @@ def chance_by(count: Any, per_use: Any) -> Any:
 
 @inline
 def _key_of(count: Any, per_use: Any) -> Any:
-    """Return what a row is ordered by: the bits of a float64, made to ascend; 0 for what is not a number."""
-    value = np.float64(chance_by(count, per_use)) if per_use > 0 else np.float64(count)
-    bits = np.float64(value + 0.0).view(np.uint64)  # -0 as 0
+    """Return what a row is ordered by: the bits of a number, made to ascend; 0 for what is not a number."""
+    if per_use > 0:
+        chance = chance_by(count, per_use) + np.float32(0)  # -0 as 0
+        bits = np.uint64(np.float32(chance).view(np.uint32)) << np.uint64(_CHANCE_BITS)
+        is_number = chance == chance
+    else:
+        value = np.float64(count) + 0.0
+        bits = np.float64(value).view(np.uint64)
+        is_number = value == value
     ascending = ~bits if bits >> np.uint64(63) else bits | np.uint64(1 << 63)
-    return ascending if value == value else np.uint64(0)
+    if per_use > 0:
+        ascending = ascending >> np.uint64(_CHANCE_BITS) << np.uint64(_CHANCE_BITS)
+    return ascending if is_number else np.uint64(0)
 
 
 @kernel

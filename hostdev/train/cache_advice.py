@@ -244,6 +244,8 @@ def simulate(
     known = known_counts(model, data, found, reader)  # a training has no others for lookahead
     counts = [known] if known is not None else counts_of(model, data, found, reader)
     left = _MOST_BYTES - sum(each.nbytes for each in counts)
+    told = known is not None
+    del known
     passes = _passes(groups, sizes, steps, window, min(available_bytes() // _PLANS_PART, left))
     ended: list[dict[str, list[Simulated]]] = [{policy: [] for policy in POLICIES} for _ in groups]
     with bar(steps * len(passes), "simulating", "step") as progress:
@@ -251,7 +253,7 @@ def simulate(
             simulations = [
                 (one, Simulation(
                     groups[one].rows, sizes[one][number : number + 1], steps, counts[one], window, groups[one].costs,
-                    told=known is not None, policies=[policy], optimum=False,
+                    told=told, policies=[policy], optimum=False,
                 ))
                 for policy, number, one in tries
             ]  # fmt: skip
@@ -264,7 +266,9 @@ def simulate(
                     for _, simulation in (each for each in simulations if each[0] == one):
                         simulation.add_unique(ids, uses)
                 progress.update()
-            while simulations:  # a plan's memory is free for the optimum
+            if tries is passes[-1]:
+                counts.clear()
+            while simulations:  # the memory of plans and counts is free for the optimum
                 one, simulation = simulations.pop(0)
                 for policy, found_here in simulation.end().items():
                     ended[one].setdefault(policy, []).extend(found_here)

@@ -206,12 +206,13 @@ def test_an_interruption_between_rows_and_hash_table():
 
 
 @pytest.mark.parametrize("capacity", [1, 30, 299, 300])
-@pytest.mark.parametrize("kind", ["few", "many", "float", "one", "huge"])
+@pytest.mark.parametrize("kind", ["few", "many", "float", "below 0", "one", "huge"])
 def test_the_likeliest_are_those_of_a_sort(capacity, kind):
     rng = np.random.default_rng(capacity)
     counts = {
         "few": rng.integers(0, 4, 300), "many": rng.integers(0, 10**6, 300), "one": np.ones(300, int),
         "float": np.abs(rng.normal(size=300).round(1)) * 100, "huge": rng.integers(2**52, 2**62, 300),
+        "below 0": rng.normal(size=300).round(1),
     }[kind]  # fmt: skip
     ids = np.arange(300)
     all_rows, some = AllRows(300, capacity), Directory(300, capacity, 0)
