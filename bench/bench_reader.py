@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 from bench_checkpoint import drop_page_cache
-from hostdev.data.manifest import Manifest
-from hostdev.data.preprocess.writer import ShardWriter
+from hostdev.data.manifest import Manifest, Shard
+from hostdev.data.preprocess.writer import Rows, write_shard
 from hostdev.data.schema import Column, Schema, Space
 from hostdev.data.shards import ShardReader
 from record import record
@@ -42,14 +42,18 @@ def write(root: Path, rows: int) -> Manifest:
     columns = tuple(Column(name, "id", name) for name in names)
     dense = tuple(f"I{i + 1}" for i in range(DENSE))
     schema = Schema("label", dense, columns, spaces, first + IDS * VALUES)
-    writer, rng = ShardWriter(root, "train", SHARD, schema, "int32"), np.random.default_rng(0)
+    shards, rng = [], np.random.default_rng(0)
+    (root / "train").mkdir(parents=True)
     begins = first + VALUES * np.arange(IDS)
     for start in range(0, rows, SHARD):
         n = min(SHARD, rows - start)
         label = (rng.random(n, np.float32) < 0.25).astype(np.float32)
-        writer.write(label, rng.random((n, DENSE), np.float32), begins + rng.integers(0, VALUES, (n, IDS)), [])
+        ids = (begins + rng.integers(0, VALUES, (n, IDS))).astype(np.int32)
+        made = Rows(label, rng.random((n, DENSE), np.float32), ids, [])
+        file = f"train/part-{len(shards):05d}.arrow"
+        shards.append(Shard(file=file, rows=n, sha256=write_shard(root / file, made, schema, "int32")))
     return Manifest(
-        schema=schema, id_type="int32", train=writer.close(), test=[], vocabulary=None, vocabulary_sha256=None,
+        schema=schema, id_type="int32", train=shards, test=[], vocabulary=None, vocabulary_sha256=None,
         options={}, statistics={}, sources=[],
     )  # fmt: skip
 

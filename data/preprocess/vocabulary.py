@@ -12,7 +12,8 @@ from hostdev.data.schema import Schema, Space
 
 from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, gib
-from hostdev.kernels.counter import key64, mix64
+from hostdev.kernels.columns import hash_keys
+from hostdev.kernels.counter import key64
 from hostdev.kernels.dictionary import BYTES_A_VALUE, Dictionary
 from hostdev.kernels.strings import BYTES_A_TEXT, TextMap
 
@@ -178,15 +179,12 @@ class HashBuckets:
     def encode(self, rows: RawRows) -> tuple[Ids, Bags]:
         """Return ids int64 [n, columns with one id], and each bag's ids int64 [N] with lengths [n]."""
         ones = rows.keys.shape[1]
-        bags = tuple(
-            (self._ids(keys, key), lengths) for (keys, lengths), key in zip(rows.bags, self._keys[ones:], strict=True)
-        )
-        return self._ids(rows.keys, self._keys[:ones]), bags
+        ids = np.empty((ones, len(rows)), np.int64)
+        for column, out in enumerate(ids):
+            out[:] = self.ids_of(rows.keys[:, column], column)
+        bags = tuple((self.ids_of(keys, i), lengths) for i, (keys, lengths) in enumerate(rows.bags, ones))
+        return ids.T, bags
 
     def ids_of(self, keys: Ids, column: int) -> Ids:
         """Return the ids of keys [N] of the column of this number, in the layout's order."""
-        return self._ids(keys, self._keys[column])
-
-    def _ids(self, keys: Ids, of_columns: npt.NDArray[np.uint64] | np.uint64) -> Ids:
-        hashed = mix64(keys.astype(np.uint64) ^ of_columns)
-        return self.schema.first_value + (hashed % self._buckets).astype(np.int64)
+        return hash_keys(np.ascontiguousarray(keys), self._keys[column], self._buckets, self.schema.first_value)

@@ -1,10 +1,11 @@
-"""Columns of a table that lies row by row, and its numbers in fewer bytes."""
+"""Columns of a table that lies row by row, keys by hash, and numbers in fewer bytes."""
 
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.counter import hashed
 from hostdev.kernels.jit import kernel
 
 
@@ -45,3 +46,18 @@ def narrowed(numbers: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
     """Return numbers [N] as float32 where that holds all of them exactly, NaN too, else as they are."""
     short = np.empty(len(numbers), np.float32)
     return short if _narrow(numbers, short) == len(numbers) else numbers
+
+
+@kernel
+def _hash(keys: Any, of_column: Any, buckets: Any, first: Any, ids: Any) -> None:
+    for i in range(np.uint64(0), np.uint64(len(keys))):
+        ids[i] = np.int64(hashed(of_column, keys[i]) % buckets) + first
+
+
+def hash_keys(
+    keys: npt.NDArray[np.int64], of_column: np.uint64, buckets: np.uint64, first: int
+) -> npt.NDArray[np.int64]:
+    """Return first + `mix64`(key ^ of_column) mod buckets for each of keys [N], int64 [N]."""
+    ids = np.empty(len(keys), np.int64)
+    _hash(keys, of_column, buckets, first, ids)
+    return ids
