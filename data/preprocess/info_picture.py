@@ -85,7 +85,7 @@ def _draw_curves(axes: Any, info: Information) -> None:
         axes.set(xscale="log", yscale="log")
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.legend(fontsize=9)
+        axes.legend(fontsize=9, loc="upper right")
     else:
         axes.text(0.5, 0.5, "no value is in the vocabulary", transform=axes.transAxes, ha="center")
     axes.set(xlabel="rank of the id", ylabel="share of training uses")
