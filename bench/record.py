@@ -32,7 +32,7 @@ def header_of() -> dict[str, Any]:
     except OSError:  # no git here
         commit = ""
     return {
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *map(_without_folder, sys.argv)]),
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit,
         "python": platform.python_version(),
@@ -40,6 +40,11 @@ def header_of() -> dict[str, Any]:
         "cpus": len(os.sched_getaffinity(0)),
         "memory_bytes": psutil.virtual_memory().total,
     }
+
+
+def _without_folder(argument: str) -> str:
+    """Return a path by its name: where it lies on this machine says nothing to others."""
+    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def record(name: str, content: dict[str, Any], path: Path | None = None) -> Path:
