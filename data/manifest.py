@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from hostdev.data import schema as schemas
 from hostdev.data.schema import Column, Schema, Space
 
+from hostdev.core.checksums import checksum
 from hostdev.core.errors import UserError
 
 FORMAT = "hostdev-shards"
@@ -204,12 +205,3 @@ def _has_bag_values(found: Manifest) -> bool:
         isinstance(values.get(bag), dict) and all(type(values[bag].get(split)) is int for split in ("train", "test"))
         for bag in found.schema.bags
     )
-
-
-def checksum(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
-    digest = sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()

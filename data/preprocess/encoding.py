@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from hostdev.data import ragged
 from hostdev.data.batch import Batch
-from hostdev.data.manifest import Manifest, checksum
+from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo
 from hostdev.data.preprocess.columns import Positive, WrongValueError
@@ -24,6 +24,7 @@ from hostdev.data.preprocess.raw import Layout
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.schema import Schema
 
+from hostdev.core.checksums import checksum
 from hostdev.core.errors import UserError
 from hostdev.kernels.strings import TextMap, hash_texts
 

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from hostdev.data.manifest import Manifest, Shard, checksum, shard_schema
+from hostdev.data.manifest import Manifest, Shard, shard_schema
 from hostdev.data.schema import Column, Schema
 
+from hostdev.core.checksums import checksum
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.progress import bar, counted
 from hostdev.kernels.pool import host_threads

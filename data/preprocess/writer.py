@@ -1,6 +1,7 @@
 """Encoded rows into Arrow IPC shards: one record batch in each, whose columns can be mapped."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -13,6 +14,7 @@ from hostdev.data import ragged
 from hostdev.data.manifest import shard_schema
 from hostdev.data.schema import Schema
 
+from hostdev.core.checksums import Digest, HashedFile
 from hostdev.core.errors import naming
 
 MOST_VALUES = 2**31 - 1  # of a bag in a record batch: offsets are int32
@@ -36,14 +38,22 @@ class Rows:
 def write_shard(path: Path, rows: Rows, schema: Schema, id_type: str) -> str:
     """Write a shard, which appears under its name when it is whole; return its SHA-256."""
     kinds = shard_schema(schema, id_type)
-    partial = path.with_suffix(".partial")
-    with naming(path), partial.open("wb") as file:
-        hashed = _Hashed(file)
-        with pa.ipc.new_file(pa.PythonFile(hashed, mode="w"), kinds) as writer:
-            for batch in _batches(rows, kinds):
+    return write_arrow(path, kinds, _batches(rows, kinds), sha256)
+
+
+def write_arrow(
+    path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], digest: Callable[[], Digest]
+) -> str:  # fmt: skip
+    """Write an Arrow file, which appears under its name when it is whole; return its checksum."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.unlink(missing_ok=True)  # of who was killed
+    with naming(path), closing(HashedFile(partial, digest)) as file:
+        with pa.ipc.new_file(pa.PythonFile(file, mode="w"), schema) as writer:
+            for batch in batches:
                 writer.write_batch(batch)
+        found = file.finish(to_disk=False)
     partial.replace(path)
-    return hashed.digest.hexdigest()
+    return found
 
 
 def _batches(rows: Rows, kinds: pa.Schema) -> Iterator[pa.RecordBatch]:
@@ -62,23 +72,3 @@ def _batches(rows: Rows, kinds: pa.Schema) -> Iterator[pa.RecordBatch]:
             columns.append(pa.ListArray.from_arrays(pa.array(part - part[0], pa.int32()), inside))
         yield pa.record_batch(columns, schema=kinds)
         start = stop
-
-
-class _Hashed:
-    """A file that hashes what is written."""
-
-    closed = False
-
-    def __init__(self, file: Any) -> None:
-        self._file, self.digest = file, sha256()
-
-    def write(self, data: Any) -> int:
-        """Write bytes."""
-        view = memoryview(data)
-        self.digest.update(view)
-        self._file.write(view)
-        return view.nbytes
-
-    def flush(self) -> None:
-        """Hand on what is buffered."""
-        self._file.flush()

@@ -4,7 +4,6 @@ Columns: `id` (int64, ascending; left out where the file has all rows of its ran
 lists of D float32 values, then the slots of one value a row, float32.
 """
 
-import os
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import pyarrow as pa
 
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.manifest import BrokenCheckpointError, File, RangeFile, Table
+from hostdev.core.checksums import HashedFile
 
 Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
@@ -50,59 +50,6 @@ def schema_of(table: Table, *, whole: bool) -> pa.Schema:
     names += [(name, vector) for name in (WEIGHTS, *table.slots)]
     names += [(name, pa.float32()) for name in table.row_slots]
     return pa.schema(names)
-
-
-class HashedFile:
-    """A new file that is written once, from its beginning; its bytes are hashed on the way."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("xb", buffering=0)
-        self._digest = sha256()
-        self.bytes = 0
-
-    def write(self, data: Any) -> int:
-        """Write all of `data`."""
-        view = memoryview(data).cast("B")
-        self._digest.update(view)
-        written = 0
-        while written < len(view):
-            written += self._file.write(view[written:])
-        self.bytes += len(view)
-        return len(view)
-
-    def finish(self) -> str:
-        """Bring the file to the disk and close it; return its SHA-256."""
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return self._digest.hexdigest()
-
-    def close(self) -> None:
-        """Close it as it is."""
-        self._file.close()
-
-    def flush(self) -> None:
-        """Do nothing: nothing is kept back."""
-
-    @property
-    def closed(self) -> bool:
-        """Tell whether it is closed."""
-        return self._file.closed
-
-    def readable(self) -> bool:
-        """No."""
-        return False
-
-    def writable(self) -> bool:
-        """Yes."""
-        return True
-
-    def seekable(self) -> bool:
-        """No."""
-        return False
-
-    def tell(self) -> int:
-        """Return the bytes written."""
-        return self.bytes
 
 
 def write_range(root: Path, name: str, table: Table, start: int, stop: int, rows: RowsOf) -> RangeFile:

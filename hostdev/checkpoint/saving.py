@@ -25,9 +25,10 @@ from hostdev.checkpoint.folder import Checkpoint
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import File, Manifest, Parent, RangeFile, Table
 from hostdev.checkpoint.manifest import read as read_manifest
-from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, HashedFile, RowsOf, rows_per_file, write_range
+from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, RowsOf, rows_per_file, write_range
 from hostdev.checkpoint.state import DENSE, DigestNames, state_digest
 from hostdev.checkpoint.tree import tensors_as_bytes
+from hostdev.core.checksums import HashedFile
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.workers import Workers
 

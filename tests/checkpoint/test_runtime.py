@@ -9,7 +9,7 @@ import torch
 from hostdev import UserError
 from hostdev.checkpoint import checkpoints, folder
 from hostdev.checkpoint.loading import verify
-from hostdev.checkpoint.ranges import HashedFile
+from hostdev.core.checksums import HashedFile
 from tests.conftest import environment
 from tests.runtime.cases import BodyError, Case, batches_of, differing
 
@@ -178,7 +178,7 @@ def test_the_end_of_the_program_waits_for_the_writing(tmp_path):
     (tmp_path / "program.py").write_text(
         "import time\n"
         "import hostdev\n"
-        "from hostdev.checkpoint.ranges import HashedFile\n"
+        "from hostdev.core.checksums import HashedFile\n"
         "write = HashedFile.write\n"
         "def slow(file, data):\n"
         "    time.sleep(0.1)\n"
