@@ -77,6 +77,11 @@ class Schema:
         return tuple(column.name for column in self.columns if column.kind == "bag")
 
     @property
+    def id_type(self) -> str:
+        """The dtype that holds all ids: "int32", or "int64" where there are more."""
+        return "int32" if self.rows <= 2**31 else "int64"
+
+    @property
     def first_value(self) -> int:
         """The first id that stands for a value; those below are the dense columns' and out of vocabulary."""
         return len(self.dense) + len(self.spaces)

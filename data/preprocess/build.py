@@ -11,19 +11,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from hostdev.data import schema as schemas
-from hostdev.data.manifest import Manifest, Shard, checksum
+from hostdev.data.manifest import Manifest, Shard
 from hostdev.data.preprocess import second_pass
 from hostdev.data.preprocess.dense import MODES, Scaling, fixed_scaling, scaling_of
 from hostdev.data.preprocess.first_pass import FirstPass
-from hostdev.data.preprocess.pieces import SPLITS, Facts, Piece, checksum_of
+from hostdev.data.preprocess.pieces import SPLITS, Facts, Piece
 from hostdev.data.preprocess.raw import Layout, Source
 from hostdev.data.preprocess.vocabulary import HashBuckets, Vocabulary
 from hostdev.data.preprocess.work import Work, claim
 from hostdev.data.preprocess.writer import write_shard
 from hostdev.data.schema import Schema
 
+from hostdev.core.checksums import Crc32, checksum
 from hostdev.core.errors import UserError
 from hostdev.core.progress import bar
 from hostdev.core.workers import Workers
@@ -104,15 +104,18 @@ class _Build:
             self._paths = [first.path(i) for i in range(len(facts))]
             intact = _intact(self._paths, [fact.checksum for fact in facts], workers)
             later = entries[len(pieces) :] if intact == len(facts) else []
-            if not self._are_numbered(later, workers):
+            learned = self._are_numbered(later, workers)
+            if not learned:
                 later = later[:1]  # that all is parsed
             self._work.rewrite(pieces[:intact] + later)
-            if not later:
-                first.run(facts[:intact], workers, self._threads)
-                self._work.note(parsed=True)
+            if learned:
+                self._facts = facts
             else:
-                first.facts = facts
-            self._facts = first.facts
+                first.take_up(facts[:intact])
+                if not later:
+                    first.run(workers, self._threads)
+                    self._work.note(parsed=True)
+                self._facts = first.facts
             self._paths = [first.path(i) for i in range(len(self._facts))]
             rows = self._rows()
             schema, scaling = self._learned(later, rows, workers)
@@ -152,23 +155,19 @@ class _Build:
         vocabulary, checksums = None, []
         if self._hashed is None:
             assert self._options.threshold is not None
-            texts = not self._are_integers()
-            vocabulary = Vocabulary(self._options.threshold, self._layout, texts=texts)
+            vocabulary = Vocabulary(self._options.threshold, self._layout, self._source.text_of)
         second_pass.learn(self._paths, self._facts, self._layout, scaling, vocabulary, workers)
         if vocabulary is None:
             assert self._hashed is not None
             schema = self._hashed.schema
         else:
             schema = vocabulary.freeze()
-            checksums = second_pass.number(self._paths, vocabulary, _id_type(schema), workers)
-            vocabulary.write(self._work.result / VOCABULARY_FILE, self._source, rows["train"])
-            checksums.append(checksum_of(self._work.result / VOCABULARY_FILE))
+            checksums = second_pass.number(self._paths, vocabulary, schema.id_type, workers)
+            vocabulary.write(self._work.result / VOCABULARY_FILE, rows["train"])
+            checksums.append(checksum(self._work.result / VOCABULARY_FILE, Crc32))
         found = {"schema": schema.as_json(), "scaling": scaling.statistics(), "checksums": checksums}
         self._work.note(learned=found)
         return schema, fixed_scaling(mode, dense, scaling.statistics(), signed=signed)
-
-    def _are_integers(self) -> bool:
-        return isinstance(Piece(self._paths[0]).keys(0), np.ndarray)
 
     def _shards(
         self, entries: Sequence[dict[str, Any]], schema: Schema, scaling: Scaling, workers: Workers
@@ -188,14 +187,12 @@ class _Build:
                     if done is not None and (folder / name).is_file() and checksum(folder / name) == done["sha256"]:
                         return done
                     rows = second_pass.rows_of(
-                        ranges, i, self._paths, self._facts, schema, self._layout, scaling, _id_type(schema),
+                        ranges, i, self._paths, self._facts, schema, self._layout, scaling, schema.id_type,
                         hashed=self._hashed is not None,
                     )  # fmt: skip
                     out, uses = rows.out_of_vocabulary(schema.first_value)
-                    sha256 = write_shard(folder / name, rows, schema, _id_type(schema))
-                    made = {"file": name, "rows": len(rows.label), "sha256": sha256, "out": out, "uses": uses}
-                    self._work.note(shard=made)
-                    return made
+                    sha256 = write_shard(folder / name, rows, schema, schema.id_type)
+                    return {"file": name, "rows": len(rows.label), "sha256": sha256, "out": out, "uses": uses}
 
                 parts = second_pass.shards_of(self._facts, i, self._options.rows_per_shard)
                 tasks = [
@@ -205,6 +202,8 @@ class _Build:
                 out = uses = 0
                 for task in tasks:
                     made = task.result()
+                    if made is not there.get(made["file"]):
+                        self._work.note(shard=made)
                     shards[split].append(Shard(file=made["file"], rows=made["rows"], sha256=made["sha256"]))
                     out, uses = out + made["out"], uses + made["uses"]
                     progress.update(made["rows"])
@@ -225,7 +224,7 @@ class _Build:
         positives = self._by_split(lambda fact, i: fact.positives[i])
         manifest = Manifest(
             schema=schema,
-            id_type=_id_type(schema),
+            id_type=schema.id_type,
             train=shards["train"],
             test=shards["test"],
             vocabulary=None if vocabulary is None else vocabulary.name,
@@ -263,15 +262,11 @@ class _Build:
         }
 
 
-def _id_type(schema: Schema) -> str:
-    return "int32" if schema.rows <= 2**31 else "int64"
-
-
-def _intact(paths: Sequence[Path], checksums: Sequence[int], workers: Workers) -> int:
+def _intact(paths: Sequence[Path], checksums: Sequence[str], workers: Workers) -> int:
     """Return how many files, from the first on, have these CRC-32."""
 
-    def check(path: Path, checksum: int) -> bool:
-        return path.is_file() and checksum_of(path) == checksum
+    def check(path: Path, expected: str) -> bool:
+        return path.is_file() and checksum(path, Crc32) == expected
 
     tasks: list[Future[bool]] = [
         workers.submit(lambda one=one: check(*one))  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """Criteo's text: label, 13 integers, 26 categoricals of 8 hex digits, tab separated, one row a line."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +72,6 @@ class CriteoText:
         """Return a block's rows; the keys are the values."""
         return parse(block.content, file=block.file)
 
-    def chunks(self) -> Iterator[RawRows]:
-        """Iterate over the rows, parsed in this thread, with lines numbered within a block."""
-        for block in self.blocks():
-            yield self.parse(block)
-
     def describe(self) -> list[dict[str, Any]]:
         """Return each file's absolute path and size."""
         return [source.describe() for source in self._inputs]
@@ -91,9 +86,10 @@ class CriteoText:
         for source in self._inputs:
             source.check_unchanged()
 
-    def text(self, keys: npt.NDArray[np.int64]) -> pa.Array:
-        """Return hexadecimal values as text."""
-        return hex_text(keys)
+    @property
+    def text_of(self) -> Callable[[npt.NDArray[np.int64]], pa.Array]:
+        """What writes values as hexadecimal digits."""
+        return hex_text
 
     def options(self) -> dict[str, Any]:
         """Return that it was Criteo's text."""

@@ -44,12 +44,8 @@ class FirstPass:
         """Return a piece's file."""
         return self._work.pieces / f"{number:06d}.arrow"
 
-    def run(self, facts: list[Facts], workers: Workers, threads: int) -> None:
-        """Parse all that comes after the pieces that are finished, of which these are the facts.
-
-        Raises UserError where more than 1% of the lines are malformed, where the values would not fit into memory, and
-        for what cannot be read.
-        """
+    def take_up(self, facts: list[Facts]) -> None:
+        """Go on after pieces that are finished; UserError where their values would not fit into memory."""
         for number, one in enumerate(facts):
             self._pass(one.end.input, one.lines, sum(one.rows), one.rejected)
             piece = Piece(self.path(number))
@@ -57,18 +53,26 @@ class FirstPass:
                 self._first = piece.rejected()[0]
             self._require_memory(None if self._hashed is not None else survey(piece, len(self._source.layout.spaces)))
         self.facts = list(facts)
-        place = facts[-1].end if facts else BEGINNING
-        done = sum(one.size for one in facts)
+
+    def run(self, workers: Workers, threads: int) -> None:
+        """Parse what is left.
+
+        Raises UserError where more than 1% of the lines are malformed, where the values would not fit into memory, and
+        for what cannot be read.
+        """
+        place = self.facts[-1].end if self.facts else BEGINNING
+        done = sum(one.size for one in self.facts)
         parsing: deque[tuple[Block, Future[RawRows]]] = deque()
         writing: deque[tuple[Block, Future[Written]]] = deque()
         with bar(self._source.total, "first pass", self._source.unit, unit_scale=True, begin=done) as progress:
             for block in _until_error(self._source.blocks(place)):
+                at_end = not isinstance(block, Block)
                 if isinstance(block, Block):
                     parsing.append((block, workers.submit(lambda block=block: self._parse(block))))  # type: ignore[misc]
-                while parsing and (len(parsing) > threads or block is None or isinstance(block, UserError)):
+                while parsing and (at_end or len(parsing) > threads):
                     parsed, future = parsing.popleft()
                     writing.append((parsed, self._write(parsed, future, workers, len(self.facts) + len(writing))))
-                while writing and (len(writing) > threads or not parsing):
+                while writing and (at_end or len(writing) > threads):
                     written, result = writing.popleft()
                     self._note(written, result.result())
                     progress.update(written.size)

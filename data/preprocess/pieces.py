@@ -7,7 +7,6 @@ uses. So values are compared with those of other pieces once a piece, and not on
 A piece is an Arrow file of one record, whose columns are lists: what is looked at is mapped, and nothing is copied.
 """
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,8 +19,9 @@ from hostdev.data import ragged
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.raw import Layout, Place, RawRows, Rejected
 from hostdev.data.preprocess.vocabulary import HashBuckets
+from hostdev.data.preprocess.writer import write_arrow
 
-from hostdev.core.errors import naming
+from hostdev.core.checksums import Crc32
 from hostdev.kernels.cardinality import estimate, registers_of
 from hostdev.kernels.columns import narrowed
 from hostdev.kernels.strings import hash_texts
@@ -52,7 +52,7 @@ class Facts:
     rejected: int
     end: Place
     size: int
-    checksum: int
+    checksum: str
 
     def as_json(self) -> dict[str, Any]:
         """Return what the journal has."""
@@ -78,13 +78,9 @@ class Piece:
         values: Array = self._record[name].values.to_numpy()
         return values
 
-    def texts(self, name: str) -> pa.LargeStringArray:
-        """Return a column of text."""
-        return self._record[name].values
-
     def keys(self, space: int) -> Array | pa.LargeStringArray:
         """Return the values of the space of this number: integers or texts."""
-        found = self.texts(f"keys {space}")
+        found = self._record[f"keys {space}"].values
         return found if pa.types.is_large_string(found.type) else found.to_numpy()
 
     def rejected(self) -> list[Rejected]:
@@ -105,21 +101,21 @@ def write_piece(
     part = rows.take(np.concatenate([np.flatnonzero(~test), np.flatnonzero(test)]))
     n = int(len(test) - np.count_nonzero(test)), int(np.count_nonzero(test))
     label = part.label.astype(np.uint8)
-    content: dict[str, Any] = {"label": label, "numbers": narrowed(part.numbers.ravel())}
-    missing = [[int(np.isnan(some).sum()) for some in (column[: n[0]], column[n[0] :])] for column in part.numbers.T]
-    for i, (_, lengths) in enumerate(part.bags):
-        content[f"lengths {i}"] = lengths
     values = [_halves(lengths, n[0]) for _, lengths in part.bags]
+    ends = [n] * len(layout.ids) + values  # of each column with ids: values of the training rows, and of the others
+    content: dict[str, Any] = {"label": label, "numbers": narrowed(part.numbers.ravel())}
+    content |= {f"lengths {i}": lengths for i, (_, lengths) in enumerate(part.bags)}
     if hashed is not None:
         ids, bags = hashed.encode(part)
-        dtype = np.int32 if hashed.schema.rows <= 2**31 else np.int64
-        columns = [*ids.T, *(ids for ids, _ in bags)]
-        content |= {f"codes {i}": column.astype(dtype) for i, column in enumerate(columns)}
+        codes = [column.astype(hashed.schema.id_type) for column in [*ids.T, *(ids for ids, _ in bags)]]
         keys = [*part.keys.T, *(keys for keys, _ in part.bags)]
-        none = [part.missing[column.space] for column in layout.columns]
-        missing += [_missing(*one) for one in zip(keys, none, _ends(layout, n, values), strict=True)]
+        is_missing = [of == part.missing[column.space] for of, column in zip(keys, layout.columns, strict=True)]
     else:
-        _encode(part, layout, n, values, content, missing)
+        codes, is_missing, dictionaries = _encoded(part, layout, ends)
+        content |= dictionaries
+    content |= {f"codes {i}": column for i, column in enumerate(codes)}
+    missing = [_halves(column, n[0]) for column in np.isnan(part.numbers).T]
+    missing += [_halves(column, first) for column, (first, _) in zip(is_missing, ends, strict=True)]
     lines = [asdict(line) for line in rows.rejected]
     for name, kind in (("file", pa.large_string()), ("line", pa.int64()), ("reason", pa.large_string())):
         content[name] = pa.array([line[name] for line in lines], kind)
@@ -178,41 +174,38 @@ def survey(piece: Piece, spaces: int) -> Survey:
     return Survey(np.stack(registers), texts, their_bytes)
 
 
-def _encode(
-    part: RawRows, layout: Layout, n: tuple[int, int], values: list[tuple[int, int]], content: dict[str, Any],
-    missing: list[list[int]],
-) -> None:  # fmt: skip
-    """Write values as numbers in dictionaries: add the columns' codes, and the spaces' keys and uses, to `content`."""
-    of_column: dict[str, Array] = {}
-    ends = dict(zip((column.name for column in layout.columns), _ends(layout, n, values), strict=True))
+def _encoded(
+    part: RawRows, layout: Layout, ends: list[tuple[int, int]]
+) -> tuple[list[Array], list[npt.NDArray[np.bool_]], dict[str, Any]]:
+    """Return values as numbers in dictionaries.
+
+    ends  how many values each column has in the training rows, and in the others
+
+    Returns the columns' numbers, which of them stand for a missing value, and the spaces' keys and uses.
+    """
+    columns = [*part.keys.T, *(keys for keys, _ in part.bags)]
+    codes: list[Array] = [np.empty(0)] * len(columns)
+    is_missing: list[npt.NDArray[np.bool_]] = [np.empty(0, np.bool_)] * len(columns)
+    dictionaries: dict[str, Any] = {}
     for number, space in enumerate(layout.spaces):
-        columns = {
-            column.name: part.keys[:, i] for i, column in enumerate(layout.ids) if column.space == space
-        } | {column.name: part.bags[i][0] for i, column in enumerate(layout.bags) if column.space == space}  # fmt: skip
-        keys = next(iter(columns.values())) if len(columns) == 1 else _in_order(part, layout, space)
+        mine = [i for i, column in enumerate(layout.columns) if column.space == space]
+        keys = columns[mine[0]] if len(mine) == 1 else _in_order(part, layout, space)
         seen = id_map(keys)
-        codes = seen.add(keys)
-        in_training = sum(ends[name][0] for name in columns)
-        known = int(codes[:in_training].max(initial=-1)) + 1
-        uses = np.zeros(known, np.int64)
-        tally(codes[:in_training], uses)
-        if len(columns) == 1:
-            of_column |= dict.fromkeys(columns, codes)
-        else:
-            numbers = IdMap(np.int64, expected=len(seen.ids))
-            numbers.add(seen.ids)
-            of_column |= {name: numbers.find(np.ascontiguousarray(column)) for name, column in columns.items()}
+        positions = seen.add(keys)
+        in_training = positions[: sum(ends[i][0] for i in mine)]
+        uses = np.zeros(int(in_training.max(initial=-1)) + 1, np.int64)
+        tally(in_training, uses)
         found = seen.ids.astype(np.int64)
-        content[f"keys {number}"] = found if part.texts is None else part.texts[space].take(pa.array(found))
-        content[f"uses {number}"] = uses.astype(np.uint32)
-        none = np.flatnonzero(found == part.missing[space])
-        code = int(none[0]) if len(none) else -1
-        missing_of = {name: _missing(of_column[name], code, ends[name]) for name in columns}
-        of_column |= {name: _narrow(of_column[name], len(found)) for name in columns}
-        content |= {f"missing of {name}": counts for name, counts in missing_of.items()}
-    for i, column in enumerate(layout.columns):
-        content[f"codes {i}"] = of_column[column.name]
-        missing.append(content.pop(f"missing of {column.name}"))
+        dictionaries[f"keys {number}"] = found if part.texts is None else part.texts[space].take(pa.array(found))
+        dictionaries[f"uses {number}"] = uses.astype(np.uint32)
+        if len(mine) > 1:
+            numbers = IdMap(np.int64, expected=len(found))
+            numbers.add(found)
+        for i in mine:
+            of_column = positions if len(mine) == 1 else numbers.find(np.ascontiguousarray(columns[i]))
+            is_missing[i] = columns[i] == part.missing[space]
+            codes[i] = _narrow(of_column, len(found))
+    return codes, is_missing, dictionaries
 
 
 def _in_order(rows: RawRows, layout: Layout, space: str) -> npt.NDArray[np.int64]:
@@ -231,16 +224,6 @@ def _in_order(rows: RawRows, layout: Layout, space: str) -> npt.NDArray[np.int64
     return keys
 
 
-def _ends(layout: Layout, n: tuple[int, int], values: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return how many values each column has in the training rows, and in those for testing."""
-    return [n] * len(layout.ids) + values
-
-
-def _missing(codes: Array, code: int, ends: tuple[int, int]) -> list[int]:
-    """Return how many values of the training rows, and of those for testing, are missing."""
-    return [int(np.count_nonzero(some == code)) for some in (codes[: ends[0]], codes[ends[0] :])]
-
-
 def _halves(values: Array, first: int) -> tuple[int, int]:
     """Return the sums of values before and from `first` on."""
     return int(values[:first].sum(dtype=np.int64)), int(values[first:].sum(dtype=np.int64))
@@ -251,42 +234,9 @@ def _narrow(codes: Array, size: int) -> Array:
     return codes.astype(dtype)
 
 
-class _Summed:
-    """A file that adds up a checksum of what is written."""
-
-    closed = False
-
-    def __init__(self, file: Any) -> None:
-        self._file, self.checksum = file, 0
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data)
-        self.checksum = zlib.crc32(view, self.checksum)
-        self._file.write(view)
-        return view.nbytes
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
-def write_lists(path: Path, content: Mapping[str, Any]) -> int:
+def write_lists(path: Path, content: Mapping[str, Any]) -> str:
     """Write arrays of any lengths into an Arrow file that appears when it is whole; return its CRC-32."""
     arrays = {name: values if isinstance(values, pa.Array) else pa.array(values) for name, values in content.items()}
     lists = [pa.LargeListArray.from_arrays([0, len(values)], values) for values in arrays.values()]
     record = pa.RecordBatch.from_arrays(lists, names=list(arrays))
-    partial = path.with_suffix(".partial")
-    with naming(path), partial.open("wb") as file:
-        summed = _Summed(file)
-        with pa.ipc.new_file(pa.PythonFile(summed, mode="w"), record.schema) as writer:
-            writer.write_batch(record)
-    partial.replace(path)
-    return summed.checksum
-
-
-def checksum_of(path: Path) -> int:
-    """Return the CRC-32 of a file."""
-    checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            checksum = zlib.crc32(chunk, checksum)
-    return checksum
+    return write_arrow(path, record.schema, [record], Crc32)

@@ -1,6 +1,6 @@
 """Rows as the source has them, before ids and scaling; what parsers and the generator all produce."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -124,6 +124,10 @@ class Source(Protocol):
     signed: bool
     """Whether numbers below 0 are scaled as those above are; Criteo's few are marks."""
 
+    @property
+    def text_of(self) -> Callable[[npt.NDArray[np.int64]], pa.Array] | None:
+        """What returns the values that keys stand for, "" for a missing one; None: rows bring them as `texts`."""
+
     def blocks(self, start: Place) -> Iterator[Block]:
         """Iterate over the rows from a place on: BEGINNING, or where a block ended."""
 
@@ -134,9 +138,6 @@ class Source(Protocol):
 
         Raises WrongRowError, and UserError for what cannot be read at all.
         """
-
-    def text(self, keys: npt.NDArray[np.int64]) -> pa.Array:
-        """Return the values that keys stand for where rows have no `texts`; "" for a missing one."""
 
     def describe(self) -> list[dict[str, Any]]:
         """Return what the manifest records of where the rows come from."""

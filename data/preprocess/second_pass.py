@@ -57,15 +57,15 @@ def learn(
             task.result()
 
 
-def number(paths: Sequence[Path], vocabulary: Vocabulary, id_type: str, workers: Workers) -> list[int]:
+def number(paths: Sequence[Path], vocabulary: Vocabulary, id_type: str, workers: Workers) -> list[str]:
     """Write the id of each value of each piece beside the piece; return the files' CRC-32."""
 
-    def ids(path: Path) -> int:
+    def ids(path: Path) -> str:
         piece, spaces = Piece(path), len(vocabulary.schema.spaces)
         found = {f"ids {space}": vocabulary.ids(space, piece.keys(space)).astype(id_type) for space in range(spaces)}
         return write_lists(ids_path(path), found)
 
-    tasks: list[Future[int]] = [workers.submit(lambda path=path: ids(path)) for path in paths]  # type: ignore[misc]
+    tasks: list[Future[str]] = [workers.submit(lambda path=path: ids(path)) for path in paths]  # type: ignore[misc]
     return [task.result() for task in tasks]
 
 

@@ -52,6 +52,7 @@ class Synthetic:
     layout = LAYOUT
     unit = "rows"
     signed = False
+    text_of = staticmethod(hex_text)
 
     def __init__(self, rows: int, seed: int) -> None:
         self.total = self.most_rows = rows
@@ -84,10 +85,6 @@ class Synthetic:
 
     def check_unchanged(self) -> None:
         """A function does not change."""
-
-    def text(self, keys: npt.NDArray[np.int64]) -> pa.Array:
-        """Return hexadecimal values as text, as Criteo has them."""
-        return hex_text(keys)
 
     def options(self) -> dict[str, Any]:
         """Return that it was the generator."""

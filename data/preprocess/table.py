@@ -96,6 +96,7 @@ class Table:
 
     unit = "B"
     signed = True
+    text_of = None
 
     def __init__(self, files: Sequence[Path], options: TableOptions) -> None:
         self._options = options
@@ -125,10 +126,6 @@ class Table:
     def options(self) -> dict[str, Any]:
         """Return which columns are what."""
         return {"preset": "table", **self._options.as_json()}
-
-    def text(self, keys: npt.NDArray[np.int64]) -> pa.Array:
-        """Keys stand for the texts that come with the rows."""
-        raise NotImplementedError
 
     def blocks(self, start: Place = BEGINNING) -> Iterator[Block]:
         """Iterate over the rows from a place on."""

@@ -1,5 +1,6 @@
 """Values to ids: a vocabulary counted on the training rows, or a hash that needs none."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess.raw import Bags, Layout, RawRows, Source
+from hostdev.data.preprocess.raw import Bags, Layout, RawRows
 from hostdev.data.schema import Schema, Space
 
 from hostdev.core.errors import UserError
@@ -18,6 +19,7 @@ from hostdev.kernels.dictionary import BYTES_A_VALUE, Dictionary
 from hostdev.kernels.strings import BYTES_A_TEXT, TextMap
 
 Ids = npt.NDArray[np.int64]
+TextOf = Callable[[Ids], pa.Array]
 
 _WRITTEN_AT_ONCE = 1 << 20  # rows of the vocabulary's file
 _ID_BYTES = 8  # of each value, once they are numbered
@@ -27,8 +29,8 @@ _MARGIN = 1.03  # of what is estimated, see kernels/cardinality.py
 class _Integers:
     """The values of a space that are integers."""
 
-    def __init__(self) -> None:
-        self._seen = Dictionary()
+    def __init__(self, text_of: TextOf) -> None:
+        self._seen, self._text_of = Dictionary(), text_of
 
     @property
     def uses(self) -> Ids:
@@ -41,9 +43,9 @@ class _Integers:
     def find(self, keys: Ids) -> Ids:
         return self._seen.find(keys)
 
-    def texts(self, numbers: Ids, source: Source) -> pa.Array:
+    def texts(self, numbers: Ids) -> pa.Array:
         """Return the values with these numbers as text."""
-        return source.text(self._seen.keys[numbers])
+        return self._text_of(self._seen.keys[numbers])
 
 
 class _Texts:
@@ -67,7 +69,7 @@ class _Texts:
     def find(self, keys: pa.LargeStringArray) -> Ids:
         return self._seen.find(*arrow.bytes_of(keys)).astype(np.int64)
 
-    def texts(self, numbers: Ids, source: Source) -> pa.Array:
+    def texts(self, numbers: Ids) -> pa.Array:
         """Return the values with these numbers."""
         return arrow.text_from(*self._seen.take(numbers)).cast(pa.string())
 
@@ -78,12 +80,12 @@ class Vocabulary:
     Ids are assigned by space, in order of first occurrence (within a row, in the order of the columns); a rarer or
     unseen value gets its space's out-of-vocabulary id.
 
-    texts  values are texts, and not integers
+    text_of  returns the texts of values that are integers; None: values are texts
     """
 
-    def __init__(self, threshold: int, layout: Layout, *, texts: bool) -> None:
+    def __init__(self, threshold: int, layout: Layout, text_of: TextOf | None) -> None:
         self._threshold, self._layout = threshold, layout
-        self._values: list[Any] = [_Texts() if texts else _Integers() for _ in layout.spaces]
+        self._values: list[Any] = [_Texts() if text_of is None else _Integers(text_of) for _ in layout.spaces]
         self._ids: list[Ids] = []
 
     def count(self, space: int, keys: Any, uses: npt.NDArray[Any]) -> None:
@@ -111,7 +113,7 @@ class Vocabulary:
         found: Ids = self._ids[space][self._values[space].find(keys)]
         return found
 
-    def write(self, path: Path, source: Source, rows: int) -> None:
+    def write(self, path: Path, rows: int) -> None:
         """Write a row per id: column or space, value (null for the fixed ids), uses in the `rows` training rows."""
         names = pa.array([*self._layout.dense, *self._layout.spaces], pa.string())
         kinds = pa.schema(
@@ -137,7 +139,7 @@ class Vocabulary:
                 kept = np.flatnonzero(values.uses > self._threshold)
                 while len(kept):
                     some, kept = kept[:room], kept[room:]
-                    waiting.append((np.full(len(some), space.oov), values.texts(some, source), values.uses[some]))
+                    waiting.append((np.full(len(some), space.oov), values.texts(some), values.uses[some]))
                     room -= len(some)
                     if room == 0:
                         write()

@@ -87,4 +87,4 @@ def test_files_that_cannot_be(tmp_path):
         CriteoText([tmp_path / "empty"])
     (tmp_path / "binary").write_bytes(b"x" * 1000)
     with pytest.raises(UserError, match="no line end in .* bytes"):
-        list(CriteoText([tmp_path / "binary"], block_bytes=100).chunks())
+        list(CriteoText([tmp_path / "binary"], block_bytes=100).blocks())

@@ -11,13 +11,14 @@ import threading
 import time
 
 import pytest
-from hostdev.data.preprocess import pieces, second_pass
+from hostdev.data.preprocess import second_pass
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import Table, TableOptions
 
 from hostdev import UserError
+from hostdev.core.checksums import HashedFile
 from tests.data.test_sources import contents
 
 OPTIONS = Options(threshold=1, dense="standard", rows_per_shard=900)
@@ -106,7 +107,7 @@ def fail_at(monkeypatch, owner, name, at, error):
 
 
 @pytest.mark.parametrize(("owner", "name", "at"), [
-    (pieces._Summed, "write", 0), (pieces._Summed, "write", 200), ("work", "note", 5), ("vocabulary", "write", 0),
+    (HashedFile, "write", 0), (HashedFile, "write", 200), ("work", "note", 5), ("vocabulary", "write", 0),
     (second_pass, "write_lists", 2), ("build", "write_shard", 3), ("manifest", "write", 0),
 ])  # fmt: skip
 def test_a_full_disk_in_any_stage(tmp_path, text, straight, monkeypatch, owner, name, at, capsys):
@@ -162,7 +163,7 @@ def test_two_at_once_share_the_work(tmp_path, text, straight, capfd):
 
 
 @pytest.mark.parametrize(("owner", "name", "at"), [
-    (pieces._Summed, "write", 60), (pieces._Summed, "write", 250), (second_pass, "learn", 0),
+    (HashedFile, "write", 60), (HashedFile, "write", 250), (second_pass, "learn", 0),
     (second_pass, "rows_of", 1),
 ])  # fmt: skip
 def test_tables_go_on_too(tmp_path, monkeypatch, owner, name, at):
