@@ -12,14 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from hostdev.core import locks
 from hostdev.core.errors import UserError, naming
 from hostdev.core.memory import gib
 from hostdev.core.progress import note
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system: nobody is waited for
-    fcntl = None  # type: ignore[assignment]
 
 _VERSION = 1  # of what is in the folder
 _LOCK, _RECIPE, _JOURNAL, _PIECES, _RESULT = "lock", "recipe.json", "journal.jsonl", "pieces", "result"
@@ -150,23 +146,13 @@ def _lock(folder: Path) -> IO[str] | None:
         lock = (folder / _LOCK).open("w")
     except FileNotFoundError:
         return None
-    if fcntl is not None:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            note(f"another process is at work in {folder}; waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-    if _is_current(folder / _LOCK, lock):
+    if not locks.try_lock(lock):
+        note(f"another process is at work in {folder}; waiting for it")
+        locks.await_lock(lock)
+    if locks.is_still(folder / _LOCK, lock):
         return lock
     lock.close()
     return None
-
-
-def _is_current(path: Path, lock: IO[str]) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(lock.fileno()))
-    except FileNotFoundError:
-        return False
 
 
 def _read_journal(path: Path) -> list[dict[str, Any]]:

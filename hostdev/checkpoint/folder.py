@@ -15,6 +15,7 @@ from typing import IO, Any, NamedTuple
 
 from hostdev.checkpoint import manifest
 from hostdev.checkpoint.manifest import BrokenCheckpointError, Manifest, Parent
+from hostdev.core import locks
 from hostdev.core.errors import UserError
 
 _NAME = re.compile(r"step-(\d{10,})(?:\.(\d+))?")
@@ -148,27 +149,17 @@ def locked(path: Path) -> Iterator[IO[Any]]:
 
 def is_locked_here(path: Path, file: IO[Any]) -> bool:
     """Tell whether the folder that was locked is still there, and not another one of its name."""
-    try:
-        return os.path.samestat((path / _LOCK).stat(), os.fstat(file.fileno()))
-    except OSError:
-        return False
+    return locks.is_still(path / _LOCK, file)
 
 
 @contextlib.contextmanager
 def _lock(file: IO[Any], path: Path) -> Iterator[None]:
-    try:
-        import fcntl
-    except ImportError:  # not POSIX: nobody is kept out
-        yield
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise UserError(f"{path} is in use: another process writes checkpoints there; end it first") from None
+    if not locks.try_lock(file):
+        raise UserError(f"{path} is in use: another process writes checkpoints there; end it first")
     try:
         yield
     finally:
-        fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile has the file open, too
+        locks.unlock(file)
 
 
 def new_name(path: Path, step: int) -> str:
