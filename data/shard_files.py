@@ -60,16 +60,16 @@ class ShardFiles:
             raise _changed(path)
         expected = shard_schema(self._manifest.schema, self._manifest.id_type)
         if not table.schema.equals(expected):
-            raise UserError(f"shard {path} has a wrong schema: {_types(table.schema)}, not {_types(expected)}")
+            raise UserError(f"shard {path} has a wrong schema: {types(table.schema)}, not {types(expected)}")
         if len(table) != shard.rows:
             raise UserError(f"shard {path} has {len(table)} rows, not {shard.rows}; preprocess the data again")
         try:
             table.validate(full=True)  # the lists' offsets
         except pa.ArrowInvalid as error:
             raise UserError(f"shard {path} is broken ({error}); preprocess the data again") from None
-        if any(chunk.null_count or _inside(chunk).null_count for column in table.columns for chunk in column.chunks):
+        if any(chunk.null_count or inside(chunk).null_count for column in table.columns for chunk in column.chunks):
             raise UserError(f"shard {path} has missing values; preprocess the data again")
-        pieces = [self._piece(batch) for batch in table.to_batches()]
+        pieces = [piece_of(batch, self._manifest) for batch in table.to_batches()]
         self._check_values(path, pieces)
         self._intact[shard.file] = state
         return pieces
@@ -95,20 +95,6 @@ class ShardFiles:
         if size != state[0] or (not known and digest.hexdigest() != shard.sha256):
             raise _changed(path)
         return state
-
-    def _piece(self, batch: pa.RecordBatch) -> Piece:
-        """Return a record batch's columns as arrays; all but the bags' offsets are the file's memory."""
-        n, schema = len(batch), self._manifest.schema
-        dense, ids = np.zeros((n, 0), np.float32), np.zeros((n, 0), self._manifest.id_type)
-        if schema.dense:
-            dense = _inside(batch["dense"]).to_numpy().reshape(n, len(schema.dense))
-        if schema.ids:
-            ids = _inside(batch["cat"]).to_numpy().reshape(n, len(schema.ids))
-        bags = {}
-        for name in schema.bags:
-            column = batch[f"bag:{name}"]
-            bags[name] = _inside(column).to_numpy(), ragged.offsets_of(np.diff(column.offsets.to_numpy()))
-        return Piece(batch["label"].to_numpy(), dense, ids, bags)
 
     def _check_values(self, path: Path, pieces: list[Piece]) -> None:
         schema = self._manifest.schema
@@ -156,10 +142,26 @@ def _changed(path: Path) -> UserError:
     return UserError(f"shard {path} has a wrong checksum: it is damaged or was changed; preprocess the data again")
 
 
-def _inside(array: Any) -> Any:
+def piece_of(batch: pa.RecordBatch, found: Manifest) -> Piece:
+    """Return a record batch's columns as arrays; all but the bags' offsets are the file's memory."""
+    n, schema = len(batch), found.schema
+    dense, ids = np.zeros((n, 0), np.float32), np.zeros((n, 0), found.id_type)
+    if schema.dense:
+        dense = inside(batch["dense"]).to_numpy().reshape(n, len(schema.dense))
+    if schema.ids:
+        ids = inside(batch["cat"]).to_numpy().reshape(n, len(schema.ids))
+    bags = {}
+    for name in schema.bags:
+        column = batch[f"bag:{name}"]
+        bags[name] = inside(column).to_numpy(), ragged.offsets_of(np.diff(column.offsets.to_numpy()))
+    return Piece(batch["label"].to_numpy(), dense, ids, bags)
+
+
+def inside(array: Any) -> Any:
     """Return the values of lists end to end; those of a column without lists are its own."""
     return array.flatten() if hasattr(array, "flatten") and pa.types.is_nested(array.type) else array
 
 
-def _types(found: pa.Schema) -> str:
+def types(found: pa.Schema) -> str:
+    """Return names and types of a schema's fields."""
     return ", ".join(f"{field.name} {field.type}" for field in found)

@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from hostdev.data.manifest import Manifest, Shard, shard_schema
+from hostdev.data.rows import Piece
 from hostdev.data.schema import Column, Schema
+from hostdev.data.shard_files import inside, piece_of, types
 
 from hostdev.core.checksums import checksum
 from hostdev.core.errors import UserError, in_words
@@ -32,21 +34,13 @@ class DamagedError(UserError):
 
 
 @dataclass(frozen=True)
-class Part:
-    """n neighbouring rows of a shard, views of its memory.
+class Part(Piece):
+    """Neighbouring rows of a shard, views of its memory.
 
     start  the number of the first row in the shard
-    label  float32 [n]
-    dense  float32 [n, dense columns]
-    ids    int32 or int64 [n, columns with one id a row]
-    bags   by column: ids of all rows end to end [N], and where each row's begin, [n + 1]
     """
 
     start: int
-    label: npt.NDArray[np.float32]
-    dense: npt.NDArray[np.float32]
-    ids: Ids
-    bags: dict[str, tuple[Ids, Ids]]
 
     def ids_of(self, schema: Schema, column: Column) -> Ids:
         """Return a column's ids [N], n of them but for a bag."""
@@ -95,7 +89,7 @@ def parts_of(folder: Path, found: Manifest, shard: Shard, *, known: bool = False
             _require_whole(path, batch)
         for begin in range(0, batch.num_rows, MOST_ROWS):
             piece = batch.slice(begin, MOST_ROWS)
-            yield _part_of(piece, start + begin, found)
+            yield Part(**vars(piece_of(piece, found)), start=start + begin)
         start += batch.num_rows
 
 
@@ -128,32 +122,8 @@ def _require_whole(path: Path, batch: pa.RecordBatch) -> None:
     except pa.ArrowInvalid as error:
         raise DamagedError(path, f"broken lists ({in_words(error)})") from None
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        if column.null_count or _inside(column).null_count:
+        if column.null_count or inside(column).null_count:
             raise DamagedError(path, f"missing values in {name!r}")
-
-
-def _part_of(batch: pa.RecordBatch, start: int, found: Manifest) -> Part:
-    n, schema = batch.num_rows, found.schema
-    dense, ids = np.zeros((n, 0), np.float32), np.zeros((n, 0), found.id_type)
-    if schema.dense:
-        dense = _inside(batch["dense"]).to_numpy().reshape(n, -1)
-    if schema.ids:
-        ids = _inside(batch["cat"]).to_numpy().reshape(n, -1)
-    bags = {}
-    for name in schema.bags:
-        offsets = batch[f"bag:{name}"].offsets.to_numpy()
-        bags[name] = _inside(batch[f"bag:{name}"]).to_numpy(), offsets - offsets[:1]
-    return Part(start, batch["label"].to_numpy(), dense, ids, bags)
-
-
-def _inside(array: Any) -> Any:
-    """Return the values of lists end to end; those of a column without lists are its own."""
-    return array.flatten() if pa.types.is_nested(array.type) else array
-
-
-def types(found: pa.Schema) -> str:
-    """Return names and types of a schema's fields."""
-    return ", ".join(f"{field.name} {field.type}" for field in found)
 
 
 @dataclass(frozen=True)

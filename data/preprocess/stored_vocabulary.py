@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from hostdev.data.manifest import Manifest
-from hostdev.data.preprocess.stored import DamagedError, require_checksum, types
+from hostdev.data.preprocess import columns as arrow
+from hostdev.data.preprocess.stored import DamagedError, require_checksum
 from hostdev.data.schema import Space
+from hostdev.data.shard_files import types
 
 from hostdev.core.errors import in_words
 from hostdev.kernels.strings import hash_texts
@@ -125,6 +127,4 @@ def _pieces(values: pa.ChunkedArray) -> Iterator[pa.StringArray]:
 
 
 def _hashes(texts: pa.StringArray) -> npt.NDArray[np.uint64]:
-    _, offsets, data = texts.buffers()
-    begin = np.frombuffer(offsets, np.int32, len(texts) + 1, texts.offset * 4)
-    return hash_texts(begin, np.frombuffer(data if data is not None else b"", np.uint8))
+    return hash_texts(*arrow.bytes_of(texts))

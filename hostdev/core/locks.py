@@ -12,12 +12,11 @@ except ImportError:  # not POSIX: nobody is kept out
 
 def try_lock(file: IO[Any]) -> bool:
     """Lock a file, unless another process has or there are no locks; tell whether it is locked."""
-    if fcntl is None:
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
+    if fcntl is not None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
     return True
 
 
