@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 from bench_checkpoint import drop_page_cache
 from hostdev.data.manifest import Manifest, Shard
-from hostdev.data.preprocess.writer import Rows, write_shard
+from hostdev.data.preprocess.writer import write_shard
+from hostdev.data.rows import Piece
 from hostdev.data.schema import Column, Schema, Space
 from hostdev.data.shards import ShardReader
 from record import record
@@ -49,9 +50,9 @@ def write(root: Path, rows: int) -> Manifest:
         n = min(SHARD, rows - start)
         label = (rng.random(n, np.float32) < 0.25).astype(np.float32)
         ids = (begins + rng.integers(0, VALUES, (n, IDS))).astype(np.int32)
-        made = Rows(label, rng.random((n, DENSE), np.float32), ids, [])
+        made = Piece(label, rng.random((n, DENSE), np.float32), ids, {})
         file = f"train/part-{len(shards):05d}.arrow"
-        shards.append(Shard(file=file, rows=n, sha256=write_shard(root / file, made, schema, "int32")))
+        shards.append(Shard(file=file, rows=n, sha256=write_shard(root / file, made, schema)))
     return Manifest(
         schema=schema, id_type="int32", train=shards, test=[], vocabulary=None, vocabulary_sha256=None,
         options={}, statistics={}, sources=[],

@@ -272,11 +272,14 @@ def test_a_value_that_is_missing_in_a_bag(bag_data):
         read_all(bag_data)
 
 
-@pytest.mark.parametrize("change", [
+WRONG_OFFSETS = [
     lambda offsets, values: offsets.__setitem__(50, offsets[52] + 1),
     lambda offsets, values: offsets.__setitem__(50, -1),
     lambda offsets, values: offsets.__setitem__(slice(50, 60), 10**6),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize("change", WRONG_OFFSETS)
 def test_offsets_of_a_bag_that_cannot_be(bag_data, change):
     rewrite_bag(bag_data, change)
     with pytest.raises(UserError, match="part-00001.arrow is (broken|not an Arrow file)"):

@@ -162,7 +162,7 @@ class _Build:
             schema = self._hashed.schema
         else:
             schema = vocabulary.freeze()
-            checksums = second_pass.number(self._paths, vocabulary, schema.id_type, workers)
+            checksums = second_pass.number(self._paths, vocabulary, workers)
             vocabulary.write(self._work.result / VOCABULARY_FILE, rows["train"])
             checksums.append(checksum(self._work.result / VOCABULARY_FILE, Crc32))
         found = {"schema": schema.as_json(), "scaling": scaling.statistics(), "checksums": checksums}
@@ -187,12 +187,12 @@ class _Build:
                     if done is not None and (folder / name).is_file() and checksum(folder / name) == done["sha256"]:
                         return done
                     rows = second_pass.rows_of(
-                        ranges, i, self._paths, self._facts, schema, self._layout, scaling, schema.id_type,
+                        ranges, i, self._paths, self._facts, schema, self._layout, scaling,
                         hashed=self._hashed is not None,
                     )  # fmt: skip
-                    out, uses = rows.out_of_vocabulary(schema.first_value)
-                    sha256 = write_shard(folder / name, rows, schema, schema.id_type)
-                    return {"file": name, "rows": len(rows.label), "sha256": sha256, "out": out, "uses": uses}
+                    out, uses = second_pass.out_of_vocabulary(rows, schema)
+                    sha256 = write_shard(folder / name, rows, schema)
+                    return {"file": name, "rows": len(rows), "sha256": sha256, "out": out, "uses": uses}
 
                 parts = second_pass.shards_of(self._facts, i, self._options.rows_per_shard)
                 tasks = [

@@ -14,7 +14,7 @@ from hostdev.data.preprocess.dense import Scaling
 from hostdev.data.preprocess.pieces import Facts, Piece, write_lists
 from hostdev.data.preprocess.raw import Layout
 from hostdev.data.preprocess.vocabulary import Vocabulary
-from hostdev.data.preprocess.writer import Rows
+from hostdev.data.rows import Piece as Rows
 from hostdev.data.schema import Schema
 
 from hostdev.core.progress import bar
@@ -57,12 +57,15 @@ def learn(
             task.result()
 
 
-def number(paths: Sequence[Path], vocabulary: Vocabulary, id_type: str, workers: Workers) -> list[str]:
+def number(paths: Sequence[Path], vocabulary: Vocabulary, workers: Workers) -> list[str]:
     """Write the id of each value of each piece beside the piece; return the files' CRC-32."""
 
     def ids(path: Path) -> str:
-        piece, spaces = Piece(path), len(vocabulary.schema.spaces)
-        found = {f"ids {space}": vocabulary.ids(space, piece.keys(space)).astype(id_type) for space in range(spaces)}
+        piece, schema = Piece(path), vocabulary.schema
+        found = {
+            f"ids {space}": vocabulary.ids(space, piece.keys(space)).astype(schema.id_type)
+            for space in range(len(schema.spaces))
+        }
         return write_lists(ids_path(path), found)
 
     tasks: list[Future[str]] = [workers.submit(lambda path=path: ids(path)) for path in paths]  # type: ignore[misc]
@@ -99,13 +102,13 @@ def shards_of(facts: Sequence[Facts], split: int, rows_per_shard: int) -> Iterat
 
 def rows_of(
     ranges: Sequence[Range], split: int, paths: Sequence[Path], facts: Sequence[Facts], schema: Schema, layout: Layout,
-    scaling: Scaling, id_type: str, *, hashed: bool,
+    scaling: Scaling, *, hashed: bool,
 ) -> Rows:  # fmt: skip
     """Return the rows of a shard: their values' ids, their numbers scaled."""
     n, columns = sum(one.stop - one.start for one in ranges), len(layout.ids)
     label = np.empty(n, np.float32)
     dense = np.empty((n, len(layout.dense)), np.float32)
-    ids = np.empty((n, columns), id_type)
+    ids = np.empty((n, columns), schema.id_type)
     bags: list[list[tuple[Array, Array]]] = [[] for _ in layout.bags]
     of_space = {space: number for number, space in enumerate(layout.spaces)}
     done = 0
@@ -125,6 +128,14 @@ def rows_of(
             begin, end = int(lengths[: rows.start].sum(dtype=np.int64)), int(lengths[: rows.stop].sum(dtype=np.int64))
             codes = piece.array(f"codes {columns + i}")[begin:end]
             values = codes if known is None else known.array(f"ids {of_space[column.space]}")[codes]
-            bags[i].append((values.astype(id_type), lengths[rows]))
+            bags[i].append((values.astype(schema.id_type), lengths[rows]))
         done = here.stop
-    return Rows(label, dense, ids, [tuple(map(np.concatenate, zip(*bag, strict=True))) for bag in bags])
+    joined = (tuple(map(np.concatenate, zip(*bag, strict=True))) for bag in bags)
+    named = zip(layout.bags, joined, strict=True)
+    return Rows(label, dense, ids, {bag.name: (values, ragged.offsets_of(lengths)) for bag, (values, lengths) in named})
+
+
+def out_of_vocabulary(rows: Rows, schema: Schema) -> tuple[int, int]:
+    """Return how many ids of rows stand for no value, and how many ids there are."""
+    some = [rows.ids, *(values for values, _ in rows.bags.values())]
+    return sum(int(np.count_nonzero(ids < schema.first_value)) for ids in some), sum(ids.size for ids in some)

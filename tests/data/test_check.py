@@ -17,7 +17,7 @@ from hostdev import UserError
 from hostdev.kernels.pool import set_host_threads
 from tests.data import twins
 from tests.data.test_manifest import VERSION_1
-from tests.test_shards import bag_columns, rewrite, rewrite_bag
+from tests.test_shards import WRONG_OFFSETS, bag_columns, rewrite, rewrite_bag
 
 REMEDY = "; preprocess the data again, or copy it again from where it is whole"
 
@@ -192,11 +192,7 @@ def test_the_ids_of_bags(bag_data):
     assert found.startswith(f"train/part-00001.arrow: {message}")
 
 
-@pytest.mark.parametrize("change", [
-    lambda offsets, values: offsets.__setitem__(50, offsets[52] + 1),
-    lambda offsets, values: offsets.__setitem__(50, -1),
-    lambda offsets, values: offsets.__setitem__(slice(50, 60), 10**6),
-])  # fmt: skip
+@pytest.mark.parametrize("change", WRONG_OFFSETS)
 def test_offsets_of_a_bag_that_cannot_be(bag_data, change):
     rewrite_bag(bag_data, change)
     [found] = wrong(bag_data)
