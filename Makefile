@@ -33,6 +33,8 @@ bench: $(VENV)/.ready
 	$(BIN)/python bench/bench_ops.py
 	$(BIN)/python bench/bench_reader.py
 	$(BIN)/python bench/bench_timing.py
+	$(BIN)/python bench/bench_pool.py
+	$(BIN)/python bench/bench_preprocess.py $(if $(CRITEO),--criteo "$(CRITEO)")
 	$(BIN)/python bench/bench_cache.py
 	$(BIN)/python bench/bench_pipeline.py
 	$(BIN)/python bench/bench_device.py
