@@ -354,12 +354,11 @@ def _meet(place: Place, seconds: float) -> Any:
 def _come(store: Any, place: Place) -> None:
     """Say that this rank is here; UserError, of all that are or come, where that contradicts what others have said."""
     me = f"{socket.gethostname()} pid {os.getpid()}"
-    ranks = store.compare_set("ranks", "", f"{place.ranks}").decode()
-    first = store.compare_set(f"here/{place.rank}", "", me).decode()
     wrong = None
-    if ranks != f"{place.ranks}":
+    ranks = store.compare_set("ranks", "", f"{place.ranks}").decode()
+    if ranks != f"{place.ranks}":  # so it is not here: another that counts it in would take all to have met
         wrong = f"rank {place.rank} ({me}) was started as one of {place.ranks}, another as one of {ranks}"
-    elif first != me:
+    elif (first := store.compare_set(f"here/{place.rank}", "", me).decode()) != me:
         wrong = f"two processes were started as rank {place.rank}: {first} and {me}"
     if wrong is not None:
         store.set("wrong", wrong)

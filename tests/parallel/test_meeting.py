@@ -4,7 +4,11 @@ import re
 import sys
 
 import pytest
+from torch.distributed import HashStore
 
+from hostdev.core.errors import UserError
+from hostdev.parallel.place import ALONE
+from hostdev.parallel.ranks import _come
 from hostdev.parallel.watch import HUNG_SECONDS
 from tests.parallel.conftest import flags_of
 from tests.parallel.processes import free_port
@@ -34,6 +38,15 @@ def test_different_numbers_of_ranks(processes):
     first, second = refused(processes)
     assert first == second
     assert re.fullmatch(r"rank [01] \(.* pid \d+\) was started as one of [24], another as one of [24]", first)
+
+
+def test_who_contradicts_does_not_count_as_here():
+    """Or the first might see all here, before it sees what is wrong, and wait for one that has ended."""
+    store = HashStore()
+    _come(store, ALONE._replace(rank=0, ranks=2))
+    with pytest.raises(UserError, match="was started as one of 4, another as one of 2"):
+        _come(store, ALONE._replace(rank=1, ranks=4))
+    assert store.check(["here/0"]) and store.check(["wrong"]) and not store.check(["here/1"])
 
 
 @pytest.mark.slow
