@@ -1,7 +1,14 @@
-import pytest
+from types import SimpleNamespace
 
-from hostdev import LazyAdam, RowWiseAdagrad, UserError
+import pytest
+import torch
+
+from hostdev import Feature, HostTable, LazyAdam, RowWiseAdagrad, Runtime, UserError
 from hostdev.core import memory
+from hostdev.host.changes import Budget
+from hostdev.runtime.room import GroupSize, kept
+from hostdev.runtime.spec import CacheSpec, TableSpec
+from hostdev.train import room
 
 
 def group(folder, limit, used, cache, *, v1=False):
@@ -43,3 +50,55 @@ def test_the_refusal_gives_the_sum():
     assert [memory.gib(n) for n in (12, 2048, 3 << 20, 5 << 30)] == ["12 bytes", "2.0 KiB", "3.0 MiB", "5.0 GiB"]
     with pytest.raises(UserError, match=r"10 rows x 4 x \(1 \+ 0 slots\) x 4 \+ 10 rows x 1 x 4 = 200 bytes"):
         memory.require_table("t", 10, 4, RowWiseAdagrad(), 199, "host")
+
+
+@pytest.fixture
+def runtime():
+    """Two tables that share ids and a cache of their rows, and another."""
+    tables = [HostTable(1000, dim, LazyAdam(), name=f"t{dim}") for dim in (3, 1)]
+    other = HostTable(77, 2, RowWiseAdagrad(), name="other")
+    yield Runtime({"both": tuple(tables), "other": other}, device="cpu", cache={"t3": "10%"})
+
+
+def test_what_is_kept_for_rows_is_what_is_allocated(runtime):
+    """By the formula, before; by the arrays' sizes, after."""
+    tables, [cache] = runtime.tables.values(), runtime.caches
+    sizes = [
+        GroupSize(1000, [(3, LazyAdam()), (1, LazyAdam())], True, CacheSpec("10%")),
+        GroupSize(77, [(2, RowWiseAdagrad())], True),
+        GroupSize(10**9, [(1, LazyAdam())], False),  # on the device
+    ]
+    parts = kept(sizes, depth=2, slots_on_host=True, saves=True)
+    assert parts["tables"] == sum(table.block.nbytes + table.row_slots.nbytes for table in tables)
+    assert parts["claims of rows"] == 1077
+    assert parts["cached rows"] == cache.nbytes
+    assert parts["the cache's plan"] == cache.planner.nbytes + 4 * 100  # of the slots, as yet empty
+    changes = [table.note_changes() for table in tables]
+    snapshots = [one.begin(Budget(1 << 20), everything=True) for one in changes]
+    marks = sum(
+        bits.nbytes
+        for one, snapshot in zip(changes, snapshots, strict=True)
+        for bits in (one.touched, snapshot.wanted, snapshot._pending)
+    )
+    assert abs(marks - parts["marks of changes"]) <= 3 * 3 * 8  # whole words
+    assert set(kept(sizes, depth=0, slots_on_host=False, saves=False)) == {"tables", "the cache's plan"}
+
+
+def test_a_runtime_is_refused_before_it_allocates(runtime, monkeypatch):
+    monkeypatch.setattr("hostdev.runtime.runtime.available_bytes", lambda: 1000)
+    with pytest.raises(UserError, match=r"the cache's plan .*, claims of rows .* together, but 1000 bytes"):
+        Runtime({"both": runtime.tables["t3"]}, device="cpu", cache="10%")
+
+
+def test_a_training_is_refused_before_its_tables_are_there(monkeypatch):
+    """Each table fits, and all of them, but not what else is kept of their rows."""
+    model = SimpleNamespace(tables={"a": TableSpec(1000, 8, LazyAdam())}, features={"f": Feature("a")})
+    tables = 1000 * 8 * 3 * 4
+    how = {"device": torch.device("cpu"), "depth": 2, "saves": True}
+    for free, part in ((tables + 1000 + 3 * 125, None), (tables // 2 + 500 + 3 * 63, (1, 2))):
+        monkeypatch.setattr(room, "available_bytes", lambda free=free: free)
+        found = room.host_room(model, None, part, **how)
+        assert sum(found.parts.values()) == found.free == free
+        assert found.in_words().startswith(f"{memory.gib(free)} of the host's {memory.gib(free)} free: tables ")
+        with pytest.raises(UserError, match="use fewer rows"):
+            room.host_room(model, CacheSpec(10), part, **how)

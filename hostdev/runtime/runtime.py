@@ -9,7 +9,9 @@ import torch
 
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.core.errors import UserError
+from hostdev.core.memory import available_bytes
 from hostdev.core.micro_batches import EXCHANGES
+from hostdev.core.optimizers import SparseOptimizer
 from hostdev.core.primitive import OpLog
 from hostdev.core.timeline import Timeline
 from hostdev.device import backend
@@ -17,6 +19,7 @@ from hostdev.device.staging import Staging
 from hostdev.parallel.ranks import Ranks
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.pipeline import Pipeline
+from hostdev.runtime import room
 from hostdev.runtime.features import GroupSpec, Table, resolve
 from hostdev.runtime.loop import PredictLoop, TrainLoop
 from hostdev.runtime.read_ahead import ReadAhead
@@ -88,6 +91,13 @@ class Runtime:
         self.device = backend.require(device)
         _require_place(self.group_specs, self.device)
         specs = _cache_specs(cache, self.group_specs)
+        beside = room.kept(
+            [room.GroupSize(group.tables[0].rows, _shapes(group), _on_host(group), spec)
+             for group, spec in zip(self.group_specs, specs, strict=True)],
+            depth=depth, slots_on_host=not backend.is_accelerator(self.device), saves=False,
+        )  # fmt: skip
+        beside.pop("tables", None)
+        room.require(beside, available_bytes())
         self.staging = Staging(self.device, log, batches=depth + 2)
         groups = []
         for group, spec in zip(self.group_specs, specs, strict=True):
@@ -405,6 +415,10 @@ def _cache_specs(cache: Any, groups: list[GroupSpec]) -> list[CacheSpec | None]:
         if value is not None:
             specs[found[0]] = value if isinstance(value, CacheSpec) else CacheSpec(value)
     return specs
+
+
+def _shapes(group: GroupSpec) -> list[tuple[int, SparseOptimizer]]:
+    return [(table.dim, table.optimizer) for table in group.tables]
 
 
 def _on_host(group: GroupSpec) -> bool:

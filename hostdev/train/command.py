@@ -94,8 +94,8 @@ def _train(settings: TrainConfig, company: Company | None) -> dict[str, Any]:
         device = backend.describe(run.device)
         checkpoints = run.saver.describe() if run.saver is not None else None
         lines = report.start_lines(
-            settings.as_json(), data, rows, run.trainer.tables, device, run.trainer.caches, checkpoints,
-            run.trainer.cut,
+            settings.as_json(), data, rows, run.trainer.tables, device, run.trainer.caches,
+            run.trainer.room.in_words(), checkpoints, run.trainer.cut,
         )  # fmt: skip
         print(lines, flush=True)
         try:

@@ -18,11 +18,13 @@ def start_lines(
     tables: dict[str, Any],
     device: str,
     caches: list[EmbeddingCache],
+    memory: str,
     checkpoints: str | None = None,
     parts: str | None = None,
 ) -> str:
     """Return what is about to be trained, on what, and where its files go.
 
+    memory       what is kept of the host's for the tables' rows; empty for nothing
     checkpoints  when and where they are saved
     parts        how the network is cut
     """
@@ -37,6 +39,7 @@ def start_lines(
         f"data     {data}: {rows['train']:,} training and {rows['test']:,} test rows",
         f"tables   {tables_line(tables.values())} of {place}",
         *map(_cache_line, caches),
+        *([f"memory   {memory}"] if memory else []),
         f"dense    {arithmetic} on {device}; batch size {config['batch_size']:,}, {epochs}",
         *([f"parts    {parts}"] if parts else []),
         *([f"save     {checkpoints}"] if checkpoints else []),

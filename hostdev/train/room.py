@@ -1,6 +1,7 @@
 """Whether a model's tables, and the copies of their rows, fit in memory, before it is allocated; what is left."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map
@@ -8,12 +9,47 @@ from torch.utils._pytree import tree_map
 from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, copied_bytes, gib, pinned_size, require_table, row_bytes
 from hostdev.data.batch import Batch
-from hostdev.device.backend import free_bytes
+from hostdev.device.backend import free_bytes, is_accelerator
 from hostdev.kernels.shards import range_of
 from hostdev.models.model import Model
 from hostdev.models.wide_deep.loss import wide_loss
-from hostdev.runtime.spec import TableSpec
+from hostdev.runtime import room
+from hostdev.runtime.spec import CacheSpec, TableSpec
+from hostdev.train.build import groups_of
 from hostdev.train.staged import inputs_like
+
+
+class Room(NamedTuple):
+    """What the host's memory has free, and what of it is kept for the tables' rows."""
+
+    free: int
+    parts: dict[str, int]  # as of `hostdev.runtime.room.kept`
+
+    def in_words(self) -> str:
+        """Return both as text; empty where nothing is kept."""
+        if not self.parts:
+            return ""
+        return f"{gib(sum(self.parts.values()))} of the host's {gib(self.free)} free: {room.in_words(self.parts)}"
+
+
+def host_room(
+    model: Model, cache: CacheSpec | Mapping[str, CacheSpec] | None, part: tuple[int, int] | None,
+    device: torch.device, *, depth: int, saves: bool,
+) -> Room:  # fmt: skip
+    """Return what a training keeps in host memory where its tables are there; arguments as of `Trainer`.
+
+    Raises UserError unless all of it fits, before the first table is allocated.
+    """
+    sizes = []
+    for names in groups_of(model):
+        specs = [model.tables[name] for name in names]
+        start, stop = (0, specs[0].rows) if part is None else range_of(specs[0].rows, *part)
+        own = cache if isinstance(cache, CacheSpec | None) else next((cache[n] for n in names if n in cache), None)
+        sizes.append(room.GroupSize(stop - start, [(spec.dim, spec.optimizer) for spec in specs], True, own))
+    parts = room.kept(sizes, depth=depth, slots_on_host=not is_accelerator(device), saves=saves)
+    found = Room(available_bytes(), parts)
+    room.require(parts, found.free)
+    return found
 
 
 def require_room(

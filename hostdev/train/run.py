@@ -99,6 +99,7 @@ class Run:
                 lr=settings.lr,
                 most_uses=most_uses(model, sample, self.batch_size),
                 cache=cache,
+                saves=settings.saves,
                 depth=settings.pipeline_depth,
                 staleness=settings.staleness,
                 timeline=self.timeline,

@@ -41,7 +41,7 @@ from hostdev.runtime.runtime import Runtime
 from hostdev.runtime.spec import CacheSpec, Feature
 from hostdev.runtime.step import Step
 from hostdev.train.losses import Losses, read_losses
-from hostdev.train.room import require_copies, require_room
+from hostdev.train.room import Room, host_room, require_copies, require_room
 from hostdev.train.scores import Scores
 from hostdev.train.staged import Staged
 from hostdev.train.together import Together
@@ -85,6 +85,7 @@ class Trainer:
     log              where every op's durations go
     most_uses        ids in a batch, at most: so that the memory of the copies is found to be too large before it is
     cache            of the tables' rows, as `Runtime` takes it
+    saves            checkpoints are going to be saved, which takes memory, too
     micro_batches    into which a batch is cut: what they come to is added in an order that depends on nothing else
     gradients        "mean": a micro-batch counts by its rows; "sum": each one's mean counts whole
     ranks            processes that share out the micro-batches and the tables' rows; None: this one is alone
@@ -107,6 +108,7 @@ class Trainer:
         most_uses: int = 0,
         cache: CacheSpec | dict[str, CacheSpec] | None = None,
         depth: int = 0,
+        saves: bool = False,
         timeline: Timeline | None = None,
         micro_batches: int = 1,
         gradients: str = "mean",
@@ -134,6 +136,9 @@ class Trainer:
         self.server = ParameterServer()
         part = ranks.part() if ranks is not None else None
         free = require_room(model.tables, host_device_mix, device, part)
+        self.room = Room(free, {})  # what is kept of the host's memory
+        if host_device_mix:
+            self.room = host_room(model, cache, part, device, depth=depth, saves=saves)
         if host_device_mix and is_accelerator(device):
             uses = -(-most_uses // shares)
             require_copies(model.tables, uses, depth + 2, free, cached=cache is not None)
