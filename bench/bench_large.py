@@ -1,20 +1,22 @@
 """Claim: a table as large as the host's memory holds runs in the memory that its formula says, and every phase at half
-of the rate of what limits it, measured in the same run: new memory, or the disk.
+of the rate of what limits it, measured in the same run: memory, the disk, or for the digest one stream of SHA-256.
 
 A HostTable of --rows x 8 with LazyAdam: initial values, --steps steps at depth 2 with a cache of 1%, predictions,
 digest, a whole checkpoint, one that adds to it, and loading. Zipf ids, 26 a sample; the dense side is one layer. Then
 what a unique row costs (lookup and LazyAdam) for tables of half a million rows up to --rows. Memory: the process's own
-(not the page cache's), sampled; the formula's is that of docs/limits.md.
+(not the page cache's), sampled, beside what is announced before the table is allocated.
 """
 
 import argparse
 import itertools
+import mmap
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +28,15 @@ from record import record
 from workload import ids_of
 
 import hostdev
-from hostdev.cache.planner import planner_bytes
 from hostdev.core.digest import Column, StateDigest, pieces_of
-from hostdev.core.memory import gib, table_bytes
+from hostdev.core.memory import gib
+from hostdev.core.primitive import OpLog
 from hostdev.kernels.pool import host_threads, parallel_for
+from hostdev.runtime.room import GroupSize, in_words, kept
 
 DIM, FIELDS, BATCH = 8, 26, 8000
-SLOTS = 2
 SMALLEST = 500_000  # rows
+_GRAIN = 1 << 22  # numbers, which a thread copies at once
 
 
 class Memory:
@@ -61,23 +64,42 @@ class Phases:
         self._memory, self.found = memory, {}
 
     @contextmanager
-    def phase(self, name: str, nbytes: int, limit: float | None = None) -> Iterator[None]:
+    def phase(self, name: str, nbytes: int = 0, limit: float | None = None) -> Iterator[None]:
         """Time what is within; it moves so many bytes, at most `limit` GB/s."""
         self._memory.most = 0
         start = time.perf_counter()
         yield
-        seconds = time.perf_counter() - start
+        self._add(name, time.perf_counter() - start, nbytes, limit)
+
+    def ops(self, log: OpLog, limit: float) -> dict[str, Any]:
+        """Take down the ops of a training that move bytes, beside the limit; return all that the log has."""
+        found = log.summary()
+        for name, op in found.items():
+            if op["bytes"]:
+                self._add(name, op["total_us"] / 1e6, op["bytes"], limit)
+        return found
+
+    def _add(self, name: str, seconds: float, nbytes: int, limit: float | None) -> None:
         rate = nbytes / seconds / 1e9
         share = None if limit is None else round(rate / limit, 3)
         self.found[name] = {"seconds": round(seconds, 2), "GB/s": round(rate, 3), "of_limit": share,
                             "memory": self._memory.most}  # fmt: skip
         of = f", {share:.0%} of {limit:.1f}" if share is not None and limit is not None else ""
-        print(f"{name:>16}: {seconds:7.1f} s, {rate:6.2f} GB/s{of}, memory {gib(self._memory.most)}", flush=True)
+        moved = f", {rate:6.2f} GB/s{of}" if nbytes else ""
+        print(f"{name:>16}: {seconds:7.1f} s{moved}, memory {gib(self._memory.most)}", flush=True)
+
+
+def mapped(n: int) -> np.ndarray:
+    """Memory for numbers float32 [n], which goes back to the system after: the allocator's would stay."""
+    pages = mmap.mmap(-1, 4 * n)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, np.float32)
 
 
 def copy_rate() -> float:
     """GB/s of copies in host memory, read and written, by all threads."""
-    source, target = np.ones(1 << 27, np.float32), np.empty(1 << 27, np.float32)
+    source, target = mapped(1 << 27), mapped(1 << 27)
+    source[:] = 1
 
     def copy(start: int, stop: int) -> None:
         target[start:stop] = source[start:stop]
@@ -85,21 +107,29 @@ def copy_rate() -> float:
     best = 0.0
     for _ in range(4):
         start = time.perf_counter()
-        parallel_for(copy, len(source))
+        parallel_for(copy, len(source), grain=_GRAIN)
         best = max(best, 2 * source.nbytes / (time.perf_counter() - start) / 1e9)
     return best
 
 
 def fill_rate() -> float:
     """GB/s of writing memory that is new, page faults and all, by all threads."""
-    target = np.empty(1 << 28, np.float32)
+    target = mapped(1 << 28)
 
     def fill(start: int, stop: int) -> None:
         target[start:stop] = 1
 
     start = time.perf_counter()
-    parallel_for(fill, len(target))
+    parallel_for(fill, len(target), grain=_GRAIN)
     return target.nbytes / (time.perf_counter() - start) / 1e9
+
+
+def hash_rate() -> float:
+    """GB/s of SHA-256, which is one stream: what limits the digest."""
+    block = np.zeros(1 << 28, np.uint8)
+    start = time.perf_counter()
+    sha256(block.data).digest()
+    return block.nbytes / (time.perf_counter() - start) / 1e9
 
 
 def batches_of(rows: int, n: int = 16) -> Iterator[torch.Tensor]:
@@ -133,11 +163,11 @@ def row_cost(table: hostdev.HostTable) -> float:
     return best
 
 
-def train(runtime: hostdev.Runtime, layer: torch.nn.Module, rows: int, steps: int) -> list[float]:
+def train(runtime: hostdev.Runtime, layer: torch.nn.Module, batches: Iterator[torch.Tensor], steps: int) -> list[float]:
     """Take steps; return the seconds of each."""
     times, one = [], torch.optim.SGD(layer.parameters(), lr=1e-3)
     last = time.perf_counter()
-    for _, found in runtime.train(itertools.islice(batches_of(rows), steps), ids=lambda ids: {"t": ids}):
+    for _, found in runtime.train(itertools.islice(batches, steps), ids=lambda ids: {"t": ids}):
         layer(found["t"].reshape(BATCH, -1)).square().mean().backward()
         one.step()
         now = time.perf_counter()
@@ -155,14 +185,18 @@ def main() -> None:
     arguments = parser.parse_args()
     rows, memory = arguments.rows, Memory()
     copied, filled = copy_rate(), fill_rate()
+    hashed = hash_rate()
+    at_first = memory.now()
     folder = Path(tempfile.mkdtemp(dir=arguments.dir))
     written, read = disk_rates(folder, 1 << 32)
-    print(f"{rows:,} rows; copies {copied:.1f} GB/s, new memory {filled:.1f}; disk {written:.2f} and {read:.2f}")
-    size = table_bytes(rows, DIM, SLOTS)
-    slots = rows // 100
-    formula = {"table": size, "claims": rows, "planner": planner_bytes(rows, slots),
-               "cache": table_bytes(slots, DIM, SLOTS), "marks of changes": rows // 8}  # fmt: skip
-    print("formula: " + ", ".join(f"{name} {gib(part)}" for name, part in formula.items()))
+    print(
+        f"{rows:,} rows; copies {copied:.1f} GB/s, new memory {filled:.1f}; "
+        f"disk {written:.2f} and {read:.2f}; SHA-256 {hashed:.2f}"
+    )
+    shape = GroupSize(rows, [(DIM, hostdev.LazyAdam())], True, hostdev.CacheSpec("1%"))
+    announced = kept([shape], depth=2, slots_on_host=True, saves=True)
+    size = announced["tables"]
+    print(f"announced: {gib(sum(announced.values()))}: {in_words(announced)}")
     phases, costs = Phases(memory), {}
     for some in (SMALLEST, rows // 20, rows // 4):
         if SMALLEST <= some < rows:
@@ -170,19 +204,23 @@ def main() -> None:
     try:
         with phases.phase("initial values", size, filled):
             table = hostdev.HostTable(rows, DIM, hostdev.LazyAdam(), name="t")
-        runtime = hostdev.Runtime({"t": table}, device="cpu", depth=2, cache="1%")
+        log = OpLog()
+        runtime = hostdev.Runtime({"t": table}, device="cpu", depth=2, cache="1%", log=log)
         layer = torch.nn.Linear(FIELDS * DIM, 1)
-        with phases.phase("train", 0):
-            times = train(runtime, layer, rows, arguments.steps)
+        batches = batches_of(rows)
+        train(runtime, layer, batches, 3)  # which compiles what is not
+        with phases.phase("train"):
+            times = train(runtime, layer, batches, arguments.steps)
         print(f"{'':>16}  {np.median(times) * 1e3:.1f} ms a step")
-        with phases.phase("predict", 0):
-            for _ in runtime.predict(itertools.islice(batches_of(rows), 20), ids=lambda ids: {"t": ids}):
+        ops = phases.ops(log, copied)
+        with phases.phase("predict"):
+            for _ in runtime.predict(itertools.islice(batches, 100), ids=lambda ids: {"t": ids}):
                 pass
-        with phases.phase("digest", size):
+        with phases.phase("digest", size, hashed):
             digest = digest_of(table)
         with phases.phase("save, whole", size, written):
             runtime.save(folder / "c")
-        train(runtime, layer, rows, 20)
+        train(runtime, layer, batches, 20)
         before = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         start = time.perf_counter()
         runtime.save(folder / "c")
@@ -190,7 +228,7 @@ def main() -> None:
         added = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) - before
         print(f"{'save, added':>16}: {seconds:7.1f} s, {gib(added)}")
         after = digest_of(table)
-        train(runtime, layer, rows, 3)  # which loading undoes
+        train(runtime, layer, batches, 3)  # which loading undoes
         drop_page_cache([file for file in folder.rglob("*") if file.is_file()])
         with phases.phase("load", size + added, read):
             runtime.load(folder / "c")
@@ -202,13 +240,13 @@ def main() -> None:
     least = min(costs.values())
     print("a unique row costs " + ", ".join(f"{ns:.0f} ns at {n:,} rows" for n, ns in costs.items())
           + f": {costs[rows] / costs[min(costs)]:.2f}x of the smallest's")  # fmt: skip
-    announced = sum(formula.values())
     most = max(found["memory"] for found in phases.found.values())
-    print(f"memory {gib(most)}, announced {gib(announced)}: {most / announced:.3f}x")
+    print(f"memory {gib(most)}, of which {gib(at_first)} were there before; announced {gib(sum(announced.values()))}")
     content: dict[str, Any] = {
-        "rows": rows, "dim": DIM, "threads": host_threads(), "copy": copied, "fill": filled, "disk": [written, read],
-        "formula": formula, "most_memory": most, "phases": phases.found, "ms_a_step": float(np.median(times) * 1e3),
-        "added_bytes": added, "added_seconds": seconds, "loaded_is_saved": same, "ns_a_row": costs, "least": least,
+        "rows": rows, "dim": DIM, "threads": host_threads(), "copy": copied, "fill": filled, "hash": hashed,
+        "disk": [written, read], "announced": announced, "memory_before": at_first, "most_memory": most,
+        "phases": phases.found, "ops": ops, "ms_a_step": float(np.median(times) * 1e3), "added_bytes": added,
+        "added_seconds": seconds, "loaded_is_saved": same, "ns_a_row": costs, "least": least,
     }  # fmt: skip
     print(f"written to {record('large', content)}")
 
