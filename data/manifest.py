@@ -146,7 +146,7 @@ def _version_1(content: dict[str, Any]) -> Schema:
 
 
 def read_counts(folder: Path, found: Manifest) -> npt.NDArray[np.int64]:
-    """Return how often the training rows use each id, int64 [vocabulary_size], from the vocabulary.
+    """Return how often the training rows use each id, int64 [vocabulary_size], from the vocabulary; memory of its own.
 
     Raises UserError where there is none, or not one of this data set, or a damaged one.
     """
@@ -156,7 +156,7 @@ def read_counts(folder: Path, found: Manifest) -> npt.NDArray[np.int64]:
     try:
         if found.vocabulary_sha256 is not None and checksum(path) != found.vocabulary_sha256:
             raise UserError(f"{path} has a wrong checksum: it is damaged or was changed; preprocess the data again")
-        file = pa.OSFile(str(path))
+        file = pa.memory_map(str(path))
         wanted = pa.ipc.IpcReadOptions(included_fields=[pa.ipc.open_file(file).schema.get_field_index("count")])
         column = pa.ipc.open_file(file, options=wanted).read_all()["count"]
     except (pa.ArrowException, OSError, KeyError) as error:
@@ -166,7 +166,12 @@ def read_counts(folder: Path, found: Manifest) -> npt.NDArray[np.int64]:
     wrong = _wrong_counts(column, found.uses("train"))
     if wrong is not None:
         raise UserError(f"{path} is broken ({wrong}); preprocess the data again")
-    return np.asarray(column.to_numpy(), np.int64)
+    counts = np.empty(len(column), np.int64)
+    start = 0
+    for chunk in column.chunks:
+        counts[start : start + len(chunk)] = chunk.to_numpy()
+        start += len(chunk)
+    return counts
 
 
 def _wrong_counts(column: Any, uses: int) -> str | None:

@@ -86,7 +86,7 @@ def test_what_is_kept_for_rows_is_what_is_allocated(runtime):
 
 def test_a_runtime_is_refused_before_it_allocates(runtime, monkeypatch):
     monkeypatch.setattr("hostdev.runtime.runtime.available_bytes", lambda: 1000)
-    with pytest.raises(UserError, match=r"the cache's plan .*, claims of rows .* together, but 1000 bytes"):
+    with pytest.raises(UserError, match=r"the cache's plan .*, claims of rows .* bytes .*, but 1000 bytes"):
         Runtime({"both": runtime.tables["t3"]}, device="cpu", cache="10%")
 
 

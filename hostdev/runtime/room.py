@@ -54,8 +54,8 @@ def require(parts: Mapping[str, int], free: int) -> None:
     needed = sum(parts.values())
     if needed > free:
         raise UserError(
-            f"{in_words(parts)} need {needed} bytes ({gib(needed)}) together, but {free} bytes ({gib(free)}) of host "
-            "memory are free; use fewer rows, a smaller dimension or a smaller cache"
+            f"not enough host memory: {in_words(parts)}: {needed} bytes ({gib(needed)}), but {free} bytes "
+            f"({gib(free)}) are free; use fewer rows, a smaller dimension or a smaller cache"
         )
 
 

@@ -11,6 +11,7 @@ import torch
 
 from hostdev.cache.planner import warm_up as warm_up_planner
 from hostdev.core.errors import UserError
+from hostdev.core.memory import available_bytes
 from hostdev.core.optimizers import optimizer_of
 from hostdev.core.progress import bar
 from hostdev.data import manifest
@@ -27,11 +28,13 @@ from hostdev.parallel.mesh import SCHEDULES, mesh_of
 from hostdev.parallel.pieces import cut, pieces_of
 from hostdev.parallel.plan import matched, plan_of
 from hostdev.runtime.features import read_ids
+from hostdev.runtime.room import require
 from hostdev.runtime.spec import Bag, CacheSpec, TableSpec
 from hostdev.train.config import TrainConfig
 from hostdev.train.staged import inputs_like
 
 _COUNTED_ROWS = 1 << 16  # at once
+_COUNTS = "how often each row is used"
 
 
 def seed_torch(seed: int) -> None:
@@ -115,7 +118,8 @@ def known_counts(model: Model, data: Path, found: Manifest, reader: ShardReader)
     groups = groups_of(model)
     if len(groups) > 1 or model.tables[groups[0][0]].rows != found.schema.rows or found.vocabulary is None:
         return None
-    counts = read_counts(data, found).copy()
+    require({_COUNTS: 8 * found.schema.rows}, available_bytes())
+    counts = read_counts(data, found)
     dense = len(found.schema.dense)
     if not (ids_of(model, next(reader.batches(1)), groups[0][0]) < dense).any():
         counts[:dense] = 0  # rows of their own, which only Wide & Deep looks up
@@ -132,11 +136,13 @@ def counts_of(model: Model, data: Path, found: Manifest, reader: ShardReader) ->
     if known is not None:
         return [known]
     groups = groups_of(model)
-    made = [np.zeros(model.tables[tables[0]].rows, np.int64) for tables in groups]
+    sizes = [model.tables[tables[0]].rows for tables in groups]
+    require({_COUNTS: 8 * sum(sizes)}, available_bytes())
+    made = [np.zeros(rows, np.int64) for rows in sizes]
     with bar(reader.steps(_COUNTED_ROWS), "counting", "step") as progress:
         for batch in reader.batches(_COUNTED_ROWS):
             for counts, tables in zip(made, groups, strict=True):
-                counts += np.bincount(ids_of(model, batch, tables[0]), minlength=len(counts))
+                np.add.at(counts, ids_of(model, batch, tables[0]), 1)  # whose time does not grow with the rows
             progress.update()
     return made
 
