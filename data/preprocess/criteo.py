@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from hostdev.data.preprocess.inputs import AnyInput, expand, open_input
 from hostdev.data.preprocess.raw import BEGINNING, Block, Layout, Place, RawRows, Rejected
-from hostdev.data.preprocess.text import whole_lines
+from hostdev.data.preprocess.text import LONGEST, whole_lines
 from hostdev.data.schema import Column
 
 from hostdev.core.errors import UserError
@@ -62,10 +62,10 @@ class CriteoText:
         for number, source in enumerate(self._inputs[start.input :], start.input):
 
             def too_long(name: str = source.name) -> UserError:
-                return UserError(f"{name}: no line end in {2 * self._block_bytes} bytes; this is not Criteo text")
+                return UserError(f"{name}: no line end in {LONGEST * self._block_bytes} bytes; this is not Criteo text")
 
             offset = start.offset if number == start.input else 0
-            for lines in whole_lines(source, offset, self._block_bytes, lambda piece: piece.rfind(b"\n") + 1, too_long):
+            for lines in whole_lines(source, offset, self._block_bytes, too_long):
                 yield Block(lines.text, source.name, Place(number, lines.offset), lines.taken)
 
     def parse(self, block: Block, *, hashed: bool = False) -> RawRows:

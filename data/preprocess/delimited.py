@@ -11,7 +11,7 @@ import pyarrow as pa
 from hostdev.data.preprocess.files import Chunk, Part
 from hostdev.data.preprocess.inputs import HEAD_BYTES, AnyInput
 from hostdev.data.preprocess.raw import Rejected
-from hostdev.data.preprocess.text import whole_lines
+from hostdev.data.preprocess.text import LONGEST, newline, whole_lines
 from pyarrow import csv
 
 from hostdev.core.errors import UserError
@@ -67,9 +67,9 @@ class DelimitedFile:
     def parts(self, used: Sequence[str], offset: int) -> Iterator[Part]:
         """Iterate over the text from an offset on, in bytes, some MiB of whole rows at a time."""
         ends = _RowEnds(self.input, self._delimiter, offset) if self._quotes else None
-        last_end = (lambda piece: piece.rfind(b"\n") + 1) if ends is None else ends.last
+        last_end = newline if ends is None else ends.last
         begin = offset
-        for lines in whole_lines(self.input, offset, BLOCK_BYTES, last_end, lambda: self._unreadable("straddling")):
+        for lines in whole_lines(self.input, offset, BLOCK_BYTES, self._too_long, last_end):
             if ends is not None and lines.is_last:
                 ends.check_closed()
             yield Part((lines.text, begin), lines.offset, lines.taken)
@@ -103,7 +103,7 @@ class DelimitedFile:
         """Return the values of the first row."""
         end = start.rfind(b"\n") + 1
         if end == 0 and len(start) == HEAD_BYTES:
-            raise self._unreadable("straddling")
+            raise self._too_long(HEAD_BYTES)
         lines = start[:end] if len(start) == HEAD_BYTES else start + b"\n"
         self._check_encoding(lines, 0)
         try:
@@ -142,10 +142,12 @@ class DelimitedFile:
             ),
         )  # fmt: skip
 
+    def _too_long(self, most: int | None = None) -> UserError:
+        most = LONGEST * BLOCK_BYTES if most is None else most
+        return UserError(f"{self.input.name}: a row is longer than {most} bytes; are there {self._shown} between "
+                         "values, and quotes as in CSV? See --delimiter and --no-quotes")  # fmt: skip
+
     def _unreadable(self, error: str) -> UserError:
-        if "straddling" in error:
-            return UserError(f"{self.input.name}: a row is longer than {BLOCK_BYTES} bytes; are there {self._shown} "
-                             "between values, and quotes as in CSV? See --delimiter and --no-quotes")  # fmt: skip
         if "Empty CSV" in error:
             return UserError(f"{self.input.name}: the file has no rows")
         return UserError(f"{self.input.name}: this is not delimited text ({error})")

@@ -17,20 +17,34 @@ class Lines(NamedTuple):
     is_last: bool = False  # what is left at the end of the input, without the end of a line
 
 
+LONGEST = 4  # blocks that a line may take; a longer one is an error, wherever blocks begin
+
+
+def newline(piece: bytes) -> int:
+    """Return how much of a piece is up to the last end of a line; 0: none."""
+    return piece.rfind(b"\n") + 1
+
+
 def whole_lines(
-    source: AnyInput, offset: int, block_bytes: int, last_end: Callable[[bytes], int], too_long: Callable[[], UserError]
-) -> Iterator[Lines]:
+    source: AnyInput, offset: int, block_bytes: int, too_long: Callable[[], UserError],
+    last_end: Callable[[bytes], int] = newline,
+) -> Iterator[Lines]:  # fmt: skip
     """Iterate over an input's lines from an offset on, where a line begins.
 
-    last_end  gets what is read, piece by piece, and returns how much of the piece is up to the last line's end; 0: none
-    too_long  the error for a line of more than two blocks
+    too_long  the error for a line of more than `LONGEST` blocks
+    last_end  as `newline`; gets what is read, piece by piece, where the ends of rows are not those of lines. Then rows
+              of up to one block more pass
     """
+    most = LONGEST * block_bytes
     with source.open() as stream:
         stream.skip(offset)
         rest, before = b"", stream.taken() if source.plain else 0
         while piece := stream.read(block_bytes):
             end = last_end(piece)
-            if end == 0 and len(rest) + len(piece) > 2 * block_bytes:
+            first = (
+                piece.find(b"\n") + 1 if end and rest and last_end is newline else 0
+            )  # of the line that began before
+            if len(rest) + (first or (0 if end else len(piece))) > most:
                 raise too_long()
             if end == 0:
                 rest += piece

@@ -161,8 +161,21 @@ def test_archives_and_formats_that_are_not_read(tmp_path, rows):
 
 def test_a_line_that_is_too_long(tmp_path):
     (tmp_path / "long").write_bytes(line("1").encode() + b"\n" + b"x" * 1000)
-    with pytest.raises(UserError, match=r"long: no line end in 400 bytes; this is not Criteo text"):
+    with pytest.raises(UserError, match=r"long: no line end in 800 bytes; this is not Criteo text"):
         build(CriteoText([tmp_path / "long"], block_bytes=200), tmp_path / "out", Options())
+
+
+@pytest.mark.parametrize("before", range(0, 40, 7))
+def test_how_long_a_line_may_be_does_not_depend_on_where_it_begins(tmp_path, before):
+    """It is set aside as any that is malformed, up to a length."""
+
+    def blocks_of(length):
+        (tmp_path / "long").write_bytes(b"y" * before + b"\n" + b"x" * (length - 1) + b"\nlast\n")
+        return b"".join(block.content for block in CriteoText([tmp_path / "long"], block_bytes=20).blocks())
+
+    assert blocks_of(80) == (tmp_path / "long").read_bytes()
+    with pytest.raises(UserError, match="no line end in 80 bytes"):
+        blocks_of(81)
 
 
 def test_a_file_that_changes_while_it_is_read(tmp_path, rows):

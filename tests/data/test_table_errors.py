@@ -159,7 +159,7 @@ def test_compressed_text_that_is_none(refused, tmp_path):
 def test_a_row_that_is_too_long(refused, tmp_path, monkeypatch):
     monkeypatch.setattr("hostdev.data.preprocess.delimited.BLOCK_BYTES", 100)
     (tmp_path / "t.csv").write_text("y,c\n" + "1,a\n" * 30 + "1," + "b" * 500 + "\n")
-    assert "t.csv: a row is longer than 100 bytes; are there commas between values, and quotes as in CSV?" in refused(
+    assert "t.csv: a row is longer than 400 bytes; are there commas between values, and quotes as in CSV?" in refused(
         "t.csv"
     )
 
