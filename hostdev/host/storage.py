@@ -16,6 +16,7 @@ from hostdev.kernels import rounding
 from hostdev.kernels.apply import apply_tasks, apply_uses
 from hostdev.kernels.bits import copy_to_columns, gather_rows
 from hostdev.kernels.buffers import aligned_empty
+from hostdev.kernels.init import fill_constant
 from hostdev.kernels.lookup import lookup_tasks, store_tasks
 from hostdev.kernels.norm import partial_squares
 from hostdev.kernels.numa import interleave
@@ -199,7 +200,8 @@ class Bfloat16:
                 where = {"ids": shape.ids(first, first + len(part))}
             init.fill(part, seed, name, none, **where)
             rounding.round_into(part, self.bits[first : first + len(part)], rounding_key(seed, name, 0), **where)
-        self.slots[:] = shape.slots[:, None]
+        if len(shape.slots):
+            fill_constant(self.slots, shape.slots[0], shape.slots[1:])
         self.row_slots = shape.row_slots()
 
     @property
