@@ -46,7 +46,8 @@ def host_room(
         specs = [model.tables[name] for name in names]
         start, stop = (0, specs[0].rows) if part is None else range_of(specs[0].rows, *part)
         own = cache if isinstance(cache, CacheSpec | None) else next((cache[n] for n in names if n in cache), None)
-        sizes.append(room.GroupSize(stop - start, [(spec.dim, spec.optimizer) for spec in specs], True, own))
+        shapes, dtypes = [(spec.dim, spec.optimizer) for spec in specs], [spec.dtype for spec in specs]
+        sizes.append(room.GroupSize(stop - start, shapes, True, own, dtypes))
     parts = room.kept(sizes, depth=depth, slots_on_host=not is_accelerator(device), saves=saves)
     found = Room(available_bytes(), parts)
     room.require(parts, found.free)
