@@ -181,7 +181,7 @@ def warm_up_for(model: Model, batch: Batch, id_type: str, *, bf16: bool, cached:
         warm_up_planner(np.dtype(id_type))
         dtypes.add(np.dtype(np.int32))  # of the numbers of slots
     for dtype in dtypes:
-        for stored in sorted({spec.dtype for spec in model.tables.values()}):
+        for stored in {spec.dtype for spec in model.tables.values()}:
             warm_up(dtype, stored)
     given = model.ids(batch)
     for name, feature in model.features.items():
