@@ -1,7 +1,8 @@
 """Claim: host kernels run near the memory's bandwidth, and their cost per row hardly depends on the table's size.
 
 Every op at several table sizes: milliseconds, ns per row, GB/s, and the share of the copy bandwidth measured in the
-same run. Ops are called in turn, round after round; medians. Writes JSON and two plots to bench/results/.
+same run; lookups and updates of random rows with bfloat16 weights beside those with float32. Ops are called in turn,
+round after round; medians. Writes JSON and two plots to bench/results/.
 """
 
 import argparse
@@ -20,6 +21,8 @@ from workload import grads_of, ids_of
 import hostdev
 from hostdev.core.initializers import Normal
 from hostdev.core.memory import available_bytes, table_bytes
+from hostdev.core.primitive import UPDATES as PRIMITIVES
+from hostdev.core.primitive import EmbeddingLookup
 from hostdev.kernels.bags import Feature, sum_uses
 from hostdev.kernels.buffers import aligned_empty
 from hostdev.kernels.pool import host_threads, parallel_for
@@ -35,6 +38,7 @@ UPDATES = {
     "RowWiseAdagrad": hostdev.RowWiseAdagrad(),
     "SGD": hostdev.SGD(),
 }
+DTYPE_ROWS, DTYPE_USED = 2_000_000, 100_000
 Op = tuple[Callable[[], object], int, int]  # what to call, items, bytes
 
 
@@ -85,6 +89,35 @@ def other_updates(rows: int, dim: int) -> dict[str, Op]:
         moved = (3 + 2 * len(optimizer.slots)) * dim * 4 + 8 * len(optimizer.row_slots)
         ops[f"{name} update"] = (lambda table=table: table.update(found, sums), len(found), len(found) * moved)
     return ops
+
+
+def weights_as(dtype: str, dim: int) -> dict[str, Op]:
+    """Return lookups and updates of random rows whose weights are stored in a dtype."""
+    rng = np.random.default_rng(0)
+    ids = rng.permutation(DTYPE_ROWS)[:DTYPE_USED].astype(np.int32)
+    grads, out = aligned_empty((DTYPE_USED, dim)), aligned_empty((DTYPE_USED, dim))
+    grads[:] = grads_of(DTYPE_USED, dim)
+    ops: dict[str, Op] = {}
+    for name in ("LazyAdam", "RowWiseAdagrad"):
+        table = hostdev.HostTable(DTYPE_ROWS, dim, UPDATES[name], name=name, dtype=dtype)
+        row = EmbeddingLookup.row_bytes(table), PRIMITIVES[UPDATES[name].primitive].row_bytes(table)
+        ops[f"{name} {dtype} lookup"] = (lambda t=table: t.lookup(ids, out=out), len(ids), len(ids) * row[0])
+        ops[f"{name} {dtype} update"] = (lambda t=table: t.update(ids, grads), len(ids), len(ids) * row[1])
+    return ops
+
+
+def compare_dtypes(rounds: int) -> dict[str, list[dict]]:
+    """Measure bfloat16 weights against float32, each in turn with the other; print their rows a second."""
+    results = {}
+    for dim in (16, 80):
+        title = f"V = {DTYPE_ROWS:,} D = {dim}"
+        print(f"\n{DTYPE_USED:,} random rows, {title}: weights in float32 and bfloat16\n")
+        ops = {"copy": copy_op(), **weights_as("fp32", dim), **weights_as("bf16", dim)}
+        results[title] = table_of(ops, ms := measure(ops, rounds))
+        for name in ("LazyAdam", "RowWiseAdagrad"):
+            ratios = {op: ms[f"{name} fp32 {op}"] / ms[f"{name} bf16 {op}"] for op in ("lookup", "update")}
+            print(f"{name}: bf16 has {ratios['lookup']:.2f} times the lookups and {ratios['update']:.2f} the updates")
+    return results
 
 
 def copy_op() -> Op:
@@ -158,7 +191,11 @@ def main() -> None:
     """Measure, print, record and draw."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--dtypes", action="store_true", help="bfloat16 weights against float32 alone, unrecorded")
     arguments = parser.parse_args()
+    if arguments.dtypes:
+        compare_dtypes(arguments.rounds)
+        return
     results: dict[str, list[dict]] = {}
     for rows, dim in SIZES:
         needed = table_bytes(rows, dim, 2) + table_bytes(rows, 1, 2) + (2 << 30)
@@ -178,7 +215,8 @@ def main() -> None:
         growth = cost[large]["host side of a step"] / cost[small]["host side of a step"]
         print(f"\nhost side of a step per unique row at V = 50,000,000 against V = 500,000, D = 16: {growth:.2f}x")
     versions = {"hostdev": hostdev.__version__, "numba": numba.__version__, "numpy": np.__version__}
-    path = record("ops", {"threads": host_threads(), "versions": versions, "results": results, "updates": updates})
+    found = {"results": results, "updates": updates, "dtypes": compare_dtypes(arguments.rounds)}
+    path = record("ops", {"threads": host_threads(), "versions": versions, **found})
     plot(results, path.parent, path.with_suffix(".png").name)
     print(f"\nwritten to {path} and {path.with_suffix('.png').name}")
 

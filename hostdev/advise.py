@@ -18,7 +18,7 @@ from hostdev.cache.options import MOST_WINDOW, POLICIES, WINDOW
 from hostdev.cache.simulation import OPTIMUM
 from hostdev.core import cli, pictures
 from hostdev.core.errors import UserError
-from hostdev.core.memory import available_bytes, dense_bytes, gib, parse_bytes
+from hostdev.core.memory import available_bytes, dense_bytes, gib, parse_bytes, table_bytes
 from hostdev.data import lookalike, manifest
 from hostdev.data.batch import Batch
 from hostdev.data.shards import ShardReader
@@ -33,12 +33,13 @@ from hostdev.train import config
 from hostdev.train.build import groups_of, ids_of, model_of
 from hostdev.train.cache_advice import Curves, Group, Point, flags, gains, recommend, simulate
 from hostdev.train.config import TrainConfig
+from hostdev.train.report import kind
 
 PROG = "hostdev.advise"
 MESH_OPTIONS = ("micro_batches", "plan", "stage_cut", "schedule", "precision")
 OPTIONS = (
-    "data", "model", "table_optimizer", "device", "batch_size", "emb_dim", "host_threads", "seed", "shuffle_window",
-    *MESH_OPTIONS,
+    "data", "model", "table_optimizer", "table_dtype", "device", "batch_size", "emb_dim", "host_threads", "seed",
+    "shuffle_window", *MESH_OPTIONS,
 )  # fmt: skip
 
 
@@ -142,11 +143,15 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
     curves = simulate(model, data, found, reader, size, seed=settings.seed, window=window, bus=bus, memory=memory)
     first, whole = curves[POLICIES[0]][0], curves[POLICIES[0]][-1]
     chosen = recommend(curves, memory)
-    fits = "" if whole.nbytes <= available_bytes() else f", but only {gib(available_bytes())} are free"
+    on_host = sum(
+        table_bytes(spec.rows, spec.dim, len(spec.optimizer.slots), len(spec.optimizer.row_slots), spec.dtype)
+        for spec in model.tables.values()
+    )
+    fits = "" if on_host <= available_bytes() else f", but only {gib(available_bytes())} are free"
     print(f"data     {data}: {reader.rows:,} training rows in {reader.steps(size):,} batches of {size:,}, "
           f"{found.schema.rows:,} ids")  # fmt: skip
     print(f"tables   {tables_line(model.tables)}")
-    print(f"host     {gib(whole.nbytes)} with slots{fits}")
+    print(f"host     {gib(on_host)} with slots{fits}")
     print(f"device   {gib(memory)} for the cache on {backend.describe(device)}; beside it "
           f"{'the dense layers, their activations and ' * on_accelerator}the rows of the batches on their way, about "
           f"{gib(beside)}")  # fmt: skip
@@ -202,9 +207,7 @@ def hidden_layers(model: Model) -> list[int]:
 
 def tables_line(tables: Mapping[str, TableSpec]) -> str:
     """Return names, shapes and optimizers."""
-    return ", ".join(
-        f"{name} {spec.rows:,} x {spec.dim} ({type(spec.optimizer).__name__})" for name, spec in sorted(tables.items())
-    )
+    return ", ".join(f"{name} {spec.rows:,} x {spec.dim} ({kind(spec)})" for name, spec in sorted(tables.items()))
 
 
 def _rates(groups: Sequence[Group], bus: Bus, has_bus: bool) -> str:

@@ -47,8 +47,8 @@ from hostdev.train.trainer import Trainer
 
 PROG = "hostdev.verify"
 OPTIONS = (
-    "data", "model", "table_optimizer", "table_lr", "lr", "device", "batch_size", "emb_dim", "l2", "precision", "tf32",
-    "host_threads", "seed", "shuffle_window",
+    "data", "model", "table_optimizer", "table_lr", "table_dtype", "lr", "device", "batch_size", "emb_dim", "l2",
+    "precision", "tf32", "host_threads", "seed", "shuffle_window",
 )  # fmt: skip
 DEPTHS = (1, 2, 4)
 EXIT_DIFFERENT = 1

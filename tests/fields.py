@@ -1,7 +1,7 @@
 """Wide & Deep over batches whose ids and weights a test makes itself: any rows, any fields, no data set."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -57,9 +57,15 @@ def cache_of(options):
     )
 
 
-def trainer_of(rows, dim, *, mix=True, seed=1, device=None, layers=None, cache=None, fields=FIELDS, **options):
-    """A trainer, whose dense side is on the device; small layers where that is simulated, unless they are given."""
+def trainer_of(
+    rows, dim, *, mix=True, seed=1, device=None, layers=None, cache=None, fields=FIELDS, dtype="fp32", **options
+):  # fmt: skip
+    """A trainer, whose dense side is on the device; small layers where that is simulated, unless they are given.
+
+    dtype  of the tables' weights
+    """
     device = device or torch.device("cpu")
     layers = layers or (SMALL if "tests.standin.plugin" in sys.modules else LAYERS)
     model = FieldsModel(schema_of(rows, fields), dim, seed=seed, layers=layers)
+    model.tables = {name: replace(spec, dtype=dtype) for name, spec in model.tables.items()}
     return Trainer(model, host_device_mix=mix, device=device, seed=seed, cache=cache_of(cache), **options)

@@ -127,9 +127,10 @@ UPDATES = {
 
 
 class Table:
-    """A table as three plain arrays."""
+    """A table as three plain arrays; with a rounding, of bfloat16 weights."""
 
-    def __init__(self, weights, optimizer):
+    def __init__(self, weights, optimizer, rounding=None):
+        self.rounding = rounding  # returns the key of a step's rounding
         self.weights = weights.copy()
         self.slots = {name: np.full(weights.shape, value, f32) for name, value in optimizer.slots.items()}
         self.slots |= {name: np.full((len(weights), 1), value, f32) for name, value in optimizer.row_slots.items()}
@@ -142,14 +143,32 @@ class Table:
         if len(rows):
             summed = segment_sum(grads, inverse, len(rows))
             UPDATES[self.optimizer.primitive](self.weights, self.slots, rows, summed, self.optimizer, self.step)
+            if self.rounding is not None:
+                self.weights[rows] = round_to_bfloat16(self.weights[rows], rows, self.rounding(self.step))
+
+
+def round_to_bfloat16(weights, row_ids, key):
+    """Weights [n, D] of rows [n] rounded stochastically; float32."""
+    pairs = (weights.shape[1] + 1) // 2
+    steps = np.arange(pairs, dtype=np.uint32) * np.uint32(0x9E3779B9)
+    hashes = splitmix64(row_ids.astype(np.uint64) ^ np.uint64(key))[:, None]
+    low, high = hashes.astype(np.uint32), (hashes >> np.uint64(32)).astype(np.uint32)
+    words = mix32(low ^ steps) ^ high
+    random = np.stack([words & np.uint32(0xFFFF), words >> np.uint32(16)], axis=2).reshape(len(weights), 2 * pairs)
+    bits = (weights.view(np.uint32).astype(np.uint64) + random[:, : weights.shape[1]]) & np.uint64(0xFFFF0000)
+    return np.where(np.isnan(weights), np.uint32(0x7FC00000), bits.astype(np.uint32)).view(f32)
 
 
 def permutation(n, key):
     """range(n) by SplitMix64's hash of each number and the key."""
-    z = (np.arange(n, dtype=np.uint64) ^ np.uint64(key)) + np.uint64(0x9E3779B97F4A7C15)
+    return np.argsort(splitmix64(np.arange(n, dtype=np.uint64) ^ np.uint64(key)), kind="stable")
+
+
+def splitmix64(x):
+    z = x + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.argsort(z ^ (z >> np.uint64(31)), kind="stable")
+    return z ^ (z >> np.uint64(31))
 
 
 def take_lists(values, offsets, rows):
@@ -167,10 +186,7 @@ def mix32(x):
 
 def normal(rows, dim, key, std):
     """Initial weights of the rows [n], float32 [n, dim]: hashes, then Box-Muller with Cephes' polynomials."""
-    z = (rows.astype(np.uint64) ^ np.uint64(key)) + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    z = z ^ (z >> np.uint64(31))
+    z = splitmix64(rows.astype(np.uint64) ^ np.uint64(key))
     low, high = z.astype(np.uint32)[:, None], (z >> np.uint64(32)).astype(np.uint32)[:, None]
     pair = np.arange((dim + 1) // 2, dtype=np.uint32)
     a, b = mix32(low ^ (pair * np.uint32(0x9E3779B9))), mix32(high ^ (pair * np.uint32(0x85EBCA6B)))

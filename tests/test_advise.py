@@ -146,7 +146,7 @@ def test_what_rows_take_the_host_is_measured():
     assert rates.host_costs(10, tables, [np.empty(0, np.int32)]) == (0, 0, 0)
 
     class Table:
-        name, dim, optimizer = "t", 16, LazyAdam()
+        name, dim, optimizer, dtype, primitive_target = "t", 16, LazyAdam(), "fp32", "CPU"
 
     lookup, update = {"total_us": 6.0, "bytes": 2 * 64 * 30}, {"total_us": 14.0, "bytes": 7 * 64 * 20}
     ops = {"EmbeddingLookup": {"total_us": 1e9, "bytes": 1, "by_scope": {"t": lookup, "u": {}}},

@@ -66,12 +66,22 @@ def _no_thread_is_left():
     assert threads() == set()
 
 
-@pytest.mark.parametrize("l2", ["none", pytest.param("batch", marks=pytest.mark.slow_on_standin), "table"])
-def test_every_depth_gives_the_serial_bits(device, l2):
+@pytest.mark.parametrize(
+    ("l2", "dtype"),
+    [
+        ("none", "fp32"),
+        ("none", "bf16"),
+        pytest.param("batch", "fp32", marks=pytest.mark.slow_on_standin),
+        ("table", "fp32"),
+        pytest.param("table", "bf16", marks=pytest.mark.slow_on_standin),
+    ],
+)
+def test_every_depth_gives_the_serial_bits(device, l2, dtype):
     batches = adversarial(0, 25 if device.type == "cpu" else 10)
-    expected = outcome(batches, depth=0, l2=l2, device=device)
+    options = {"l2": l2, "dtype": dtype, "device": device}
+    expected = outcome(batches, depth=0, **options)
     for mix, depth in itertools.product((True, False), (1, 2, 3, 7)):
-        assert outcome(batches, depth=depth, mix=mix, l2=l2, device=device) == expected, (mix, depth)
+        assert outcome(batches, depth=depth, mix=mix, **options) == expected, (mix, depth)
 
 
 def cache_of(seed):

@@ -49,6 +49,15 @@ def test_all_modes_agree(device, verified, small_data, tmp_path, l2):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow_on_standin
+@pytest.mark.parametrize("model", [(), pytest.param(("--model", "deepfm", "--table-optimizer", "row_wise_adagrad"),
+                                                    marks=pytest.mark.slow)])  # fmt: skip
+def test_all_modes_agree_with_bfloat16_weights(device, verified, small_data, model):
+    code, out, err = verified(*small(small_data, "--host-threads", 2, "--table-dtype", "bf16", *model, device=device))
+    assert (code, err) == (0, "")
+    assert len(re.findall("  equal$", out, re.M)) == len(re.findall("^(?:host|device) tables", out, re.M)) - 1 > 10
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("l2", ["none", "table"])
 def test_all_modes_agree_on_the_real_sample(device, verified, criteo_sample, tmp_path, l2):

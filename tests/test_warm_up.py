@@ -24,18 +24,18 @@ def compiled():
             for one in (kernel, getattr(kernel, "loop", None)) for signature in getattr(one, "signatures", ())
             if one.targetoptions.get("inline", "never") == "never"}
 
-dtype, depth, cache = np.dtype(sys.argv[1]), int(sys.argv[2]), sys.argv[3] or None
+dtype, depth, cache, stored = np.dtype(sys.argv[1]), int(sys.argv[2]), sys.argv[3] or None, sys.argv[4]
 set_host_threads(2)
-warm_up(dtype)
+warm_up(dtype, stored)
 if cache:
     planner.warm_up(dtype)
-    warm_up(np.dtype(np.int32))
+    warm_up(np.dtype(np.int32), stored)
 for dim in (1, 8):
     warm_up_feature(dim, weighted=True)
 before, rng = compiled(), np.random.default_rng(0)
 assert before
 cache = {"capacity_rows": cache, "window": 2} if cache else None
-trainer = trainer_of(300_000, 8, depth=depth, cache=cache, layers=(32, 16))
+trainer = trainer_of(300_000, 8, depth=depth, cache=cache, layers=(32, 16), dtype=stored)
 batches = [FieldsBatch(np.zeros(2000, np.float32), (300_000 * rng.random((2000, 39)) ** 3).astype(dtype),
                  np.ones((2000, 39), np.float32)) for _ in range(6)]
 for _ in trainer.train(batches):
@@ -45,16 +45,18 @@ print(*sorted(map(str, compiled() - before)), sep="\\n")
 
 
 @pytest.mark.parametrize(
-    ("dtype", "depth", "cache"),
+    ("dtype", "depth", "cache", "stored"),
     [
-        ("int64", 2, ""),
-        ("int32", 2, "5%"),
-        pytest.param("int32", 0, "", marks=pytest.mark.slow),
-        pytest.param("int64", 0, "5%", marks=pytest.mark.slow),
+        ("int64", 2, "", "fp32"),
+        ("int32", 2, "5%", "fp32"),
+        ("int64", 2, "5%", "bf16"),
+        pytest.param("int32", 0, "", "fp32", marks=pytest.mark.slow),
+        pytest.param("int64", 0, "5%", "fp32", marks=pytest.mark.slow),
+        pytest.param("int32", 2, "", "bf16", marks=pytest.mark.slow),
     ],
 )
-def test_nothing_is_compiled_in_training(dtype, depth, cache):
-    command = [sys.executable, "-c", CODE, dtype, str(depth), cache]
+def test_nothing_is_compiled_in_training(dtype, depth, cache, stored):
+    command = [sys.executable, "-c", CODE, dtype, str(depth), cache, stored]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False)
     assert ran.returncode == 0, ran.stderr
     assert not ran.stdout.strip()

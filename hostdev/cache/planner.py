@@ -68,6 +68,11 @@ class Plan(NamedTuple):
         return np.concatenate([self.ids[self.passed], self.evicted])
 
     @property
+    def cached(self) -> Ids:
+        """The rows that are on the device, hits and then those that are admitted, [H + A]."""
+        return np.concatenate([self.ids[self.hits], self.ids[self.admitted]])
+
+    @property
     def order(self) -> Positions:
         """The positions of the ids in the order in which their rows lie on the device, int32 [U]."""
         return np.concatenate([self.hits, self.admitted, self.passed])

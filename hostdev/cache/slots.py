@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hostdev.cache.planner import Plan
 from hostdev.core.optimizers import SparseOptimizer
+from hostdev.core.table_dtypes import TableStep
 from hostdev.device.ops import ops_for
 
 
@@ -19,6 +20,10 @@ class CachedTable(Protocol):
 
     name: str
     optimizer: SparseOptimizer
+
+    @property
+    def dtype(self) -> str:
+        """What its weights are stored as on the host."""
 
     @property
     def rows(self) -> int:
@@ -40,11 +45,18 @@ class Places(NamedTuple):
 
     hit_slots: Tensor  # [H]
     admitted_slots: Tensor  # [A], the last E of them taken by rows that leave
+    row_ids: Tensor | None = None  # int32 or int64 [H + A], the ids of both in the table; None: nothing depends on them
 
     @classmethod
-    def of(cls, plan: Plan) -> "Places":
+    def of(cls, plan: Plan, row_ids: Any = None) -> "Places":
         """Wrap a plan's arrays, still in host memory."""
-        return cls(*(torch.from_numpy(getattr(plan, name)) for name in cls._fields))
+        ids = None if row_ids is None else torch.from_numpy(row_ids)
+        return cls(torch.from_numpy(plan.hit_slots), torch.from_numpy(plan.admitted_slots), ids)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that there are, in order."""
+        return [tensor for tensor in self if tensor is not None]
 
 
 class DeviceSlots:
@@ -74,17 +86,24 @@ class DeviceSlots:
         grads: Tensor,
         admitted: Tensor,
         admitted_row_slots: Tensor,
-        scalars: tuple[Any, ...],
+        step: TableStep,
         skip: Tensor | None = None,
     ) -> None:
         """Take one optimizer step on the rows that are cached, and on the admitted ones where they still lie.
+
+        Weights that the host stores as bfloat16 are rounded then; where nothing has changed that changes nothing.
 
         grads     float32 [U, D], the summed gradients of the batch's rows
         admitted  float32 [A, 1 + S, D], admitted_row_slots float32 [A, R]: updated in place
         skip      float32 []: nothing changes unless it is 0; None for 0
         """
         where = (self.optimizer.primitive, self.block, self.row_slots, at.hit_slots)
-        self._ops.update(*where, grads, scalars, skip, admitted, admitted_row_slots)
+        self._ops.update(*where, grads, step.scalars, skip, admitted, admitted_row_slots)
+        if step.rounding is not None:
+            assert at.row_ids is not None
+            H = len(at.hit_slots)
+            self._ops.round_rows(self.block, at.hit_slots, at.row_ids[:H], step.rounding)
+            self._ops.round_rows(admitted, None, at.row_ids[H:], step.rounding)
 
     def passed(self, at: Places, grads: Tensor) -> Tensor:
         """Return the gradients of the rows that pass by, float32 [M, D], of all grads float32 [U, D]: a view."""

@@ -18,6 +18,7 @@ from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.core.memory import gib
 from hostdev.core.progress import counted, note
+from hostdev.core.table_dtypes import FP32
 
 PROG = "hostdev.checkpoint"
 
@@ -84,9 +85,9 @@ def _info(arguments: argparse.Namespace) -> int:
     print(f"\n{newest.path}: hostdev {newest.manifest.versions['hostdev']}, torch {newest.manifest.versions['torch']}")
     for table in newest.manifest.tables:
         slots = ", ".join([*table.slots, *table.row_slots]) or "none"
-        print(
-            f"table {table.name}: {table.rows:,} x {table.dim}, {table.optimizer} (slots {slots}), step {table.step:,}"
-        )
+        weights = "" if table.dtype == FP32 else f", weights {table.dtype}"
+        print(f"table {table.name}: {table.rows:,} x {table.dim}, {table.optimizer} (slots {slots}){weights}, step "
+              f"{table.step:,}")  # fmt: skip
     print(f"state_sha256 {newest.manifest.state_sha256 or 'not computed; verify does it'}")
     return code
 

@@ -83,6 +83,11 @@ def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
         for what, a, b in zip(("shape", "optimizer", "optimizer"), theirs, mine, strict=True):
             if a != b:
                 raise UserError(f"{newest.path} is of another model: table {name!r} has the {what} {a} there, not {b}")
+        if there.dtype != table.dtype:
+            raise UserError(
+                f"{newest.path} was trained with the weights of table {name!r} in {there.dtype}, not in "
+                f'{table.dtype}; make the table with dtype="{there.dtype}"'
+            )
 
 
 def load_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
@@ -107,6 +112,8 @@ def load_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
         about = layers.manifest.table(name)
         table.step = about.step
         table.optimizer.lr = about.hyperparameters["lr"]
+        if about.seed is not None:
+            table.seed = about.seed
 
 
 def _load(path: Path, about: Table, file: RangeFile, table: Any) -> int:

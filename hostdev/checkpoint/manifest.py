@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hostdev.core.errors import UserError
+from hostdev.core.table_dtypes import FP32
 
 FORMAT = "hostdev-checkpoint"
 VERSION = 1
@@ -49,6 +50,8 @@ class Table:
     step: int
     files: list[RangeFile] = field(default_factory=list)
     order: str = "ids"  # of the rows; "spread": by their positions, as processes share them (`kernels.shards`)
+    dtype: str = FP32  # of the weights in training; here they are float32, too
+    seed: int | None = None  # on which the rounding of weights depends that are not float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +105,9 @@ class Manifest:
     def _content(self) -> dict[str, Any]:
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         for table in content["tables"]:
-            if table["order"] == "ids":
-                del table["order"]
+            for name, usual in (("order", "ids"), ("dtype", FP32), ("seed", None)):
+                if table[name] == usual:
+                    del table[name]
         return content
 
     def to_text(self) -> str:

@@ -30,6 +30,7 @@ from hostdev.checkpoint.state import DENSE, DigestNames, state_digest
 from hostdev.checkpoint.tree import tensors_as_bytes
 from hostdev.core.checksums import HashedFile
 from hostdev.core.errors import UserError, in_words
+from hostdev.core.table_dtypes import FP32
 from hostdev.core.workers import Workers
 
 Rows = npt.NDArray[np.float32]
@@ -364,5 +365,7 @@ def described(table: Any) -> Table:
         slots=list(optimizer.slots),
         row_slots=list(optimizer.row_slots),
         step=table.step,
+        dtype=table.dtype,
+        seed=table.seed if table.dtype != FP32 else None,
         order="ids" if getattr(table, "part", None) is None else SPREAD,
     )

@@ -9,6 +9,7 @@ import psutil
 
 from hostdev.core.errors import UserError
 from hostdev.core.optimizers import SparseOptimizer
+from hostdev.core.table_dtypes import FP32, weight_bytes
 
 _CGROUP = Path("/sys/fs/cgroup")
 _LEAST_RESERVE = 256 << 20
@@ -97,9 +98,12 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def table_bytes(rows: int, dim: int, slots: int, row_slots: int = 0) -> int:
-    """Return what a table holds: rows x dim x (1 + slots) x 4 bytes, and 4 more for each slot of one value a row."""
-    return rows * (dim * (1 + slots) + row_slots) * 4
+def table_bytes(rows: int, dim: int, slots: int, row_slots: int = 0, dtype: str = FP32) -> int:
+    """Return what a table holds: rows x dim x (1 + slots) x 4 bytes, and 4 more for each slot of one value a row.
+
+    dtype  of its weights; "bf16": 2 bytes each on the host, where it saves memory
+    """
+    return rows * (dim * (weight_bytes(dtype) + 4 * slots) + 4 * row_slots)
 
 
 def row_bytes(tables: Iterable[tuple[int, SparseOptimizer]]) -> tuple[int, int]:
@@ -127,14 +131,20 @@ def pinned_size(nbytes: int) -> int:
     return 1 << max(12, (nbytes * 5 // 4 - 1).bit_length())
 
 
-def require_table(name: str, rows: int, dim: int, optimizer: SparseOptimizer, free: int, where: str) -> int:
-    """Return the bytes of a table of this shape; UserError unless it fits into `free` bytes of the memory `where`."""
+def require_table(
+    name: str, rows: int, dim: int, optimizer: SparseOptimizer, free: int, where: str, dtype: str = FP32
+) -> int:
+    """Return the bytes of a table of this shape; UserError unless it fits into `free` bytes of the memory `where`.
+
+    dtype  of the weights as they are stored there
+    """
     slots, row_slots = len(optimizer.slots), len(optimizer.row_slots)
-    needed = table_bytes(rows, dim, slots, row_slots)
+    needed = table_bytes(rows, dim, slots, row_slots, dtype)
     if needed > free:
         of_rows = f" + {rows} rows x {row_slots} x 4" if row_slots else ""
+        of_one = f"(1 + {slots} slots) x 4" if dtype == FP32 else f"(2 + {slots} slots x 4)"
         raise UserError(
-            f"table {name!r} needs {rows} rows x {dim} x (1 + {slots} slots) x 4{of_rows} = {needed} bytes "
+            f"table {name!r} needs {rows} rows x {dim} x {of_one}{of_rows} = {needed} bytes "
             f"({gib(needed)}), but {free} bytes ({gib(free)}) of {where} memory are free; use fewer rows or a smaller "
             "dimension"
         )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Protocol
 
 from hostdev.core.durations import Durations, statistics
+from hostdev.core.table_dtypes import weight_bytes
 from hostdev.kernels.pool import Task, timed
 
 TARGETS = ("CPU", "DEVICE")
@@ -340,7 +341,12 @@ class EmbeddingLookup(_TablePrimitive):
 
     def nbytes(self, table: Any, ids: Any, *some: Any) -> int:
         """Every row is read and written once."""
-        return 2 * 4 * len(ids) * int(table.dim)
+        return len(ids) * self.row_bytes(table)
+
+    @staticmethod
+    def row_bytes(table: Any) -> int:
+        """Return the bytes that are read and written of a row."""
+        return int(table.dim) * (_weight_bytes(table) + 4)
 
 
 class _Update(_TablePrimitive):
@@ -367,7 +373,17 @@ class _Update(_TablePrimitive):
 
     def nbytes(self, table: Any, ids: Any, grads: Any, *some: Any) -> int:
         """A row's gradient is read, its weights and slots are read and written."""
-        return 4 * len(ids) * int(table.dim) * (1 + 2 * (1 + len(table.optimizer.slots)))
+        return len(ids) * self.row_bytes(table)
+
+    @staticmethod
+    def row_bytes(table: Any) -> int:
+        """Return the bytes that are read and written of a row."""
+        return int(table.dim) * (4 + 2 * (_weight_bytes(table) + 4 * len(table.optimizer.slots)))
+
+
+def _weight_bytes(table: Any) -> int:
+    """Bytes of a weight where it lies: on the device always 4."""
+    return weight_bytes(table.dtype) if table.primitive_target == "CPU" else 4
 
 
 class FusedSparseFtrl(_Update):

@@ -12,9 +12,12 @@ from torch import Tensor
 from hostdev.core.initializers import Initializer, Normal
 from hostdev.core.memory import require_table
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
+from hostdev.core.table_dtypes import BF16, FP32, TableStep, require_table_dtype, rounding_key
 from hostdev.device.backend import free_bytes
 from hostdev.device.ops import ops_for
+from hostdev.kernels.buffers import identity
 from hostdev.kernels.norm import PART, partial_squares, total
+from hostdev.kernels.rounding import require_bfloat16, round_rows
 
 Rows = npt.NDArray[np.float32]
 
@@ -25,7 +28,8 @@ _FOLD_BYTES = 1 << 28  # of squares at once
 class DeviceTable:
     """Weights float32 [rows, dim] and slots on `device`, with the initial values of a `HostTable` of the same name.
 
-    Ids must be in range and unique: the caller has checked and deduplicated them on the host.
+    Ids must be in range and unique: the caller has checked and deduplicated them on the host. With dtype="bf16" its
+    values are those of such a host table, which bfloat16 can represent; here they take 4 bytes each.
     """
 
     primitive_target = "DEVICE"
@@ -40,12 +44,14 @@ class DeviceTable:
         name: str,
         seed: int = 0,
         init: Initializer = Normal(0.01),
+        dtype: str = FP32,
     ) -> None:
         require_optimizer(optimizer, name)
+        self.dtype = require_table_dtype(dtype, name)
         free = free_bytes(device)
         if free is not None:
             require_table(name, rows, dim, optimizer, free, "device")
-        self.name = name
+        self.name, self.seed = name, seed
         self.optimizer = optimizer
         self.step = 0
         self.block = torch.empty((rows, 1 + len(optimizer.slots), dim), dtype=torch.float32, device=device)
@@ -56,7 +62,7 @@ class DeviceTable:
 
     def _fill(self, init: Initializer, seed: int) -> None:
         slots = np.array(list(self.optimizer.slots.values()), np.float32)
-        if self.block.device.type == "cpu":
+        if self.block.device.type == "cpu" and self.dtype == FP32:
             init.fill(self.block.numpy(), seed, self.name, slots)
             return
         rows, width, dim = self.block.shape
@@ -65,6 +71,9 @@ class DeviceTable:
         for first in range(0, rows, step):
             part = staging[: min(step, rows - first)]
             init.fill(part, seed, self.name, slots, first_row=first)
+            if self.dtype == BF16:
+                ids = np.arange(first, first + len(part))
+                round_rows(part, identity(len(part)), ids, rounding_key(seed, self.name, 0))
             self.block[first : first + len(part)] = torch.from_numpy(part)
 
     @property
@@ -94,6 +103,14 @@ class DeviceTable:
         row_slots = {name: self.row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
         return MappingProxyType(slots | row_slots)
 
+    def columns(self) -> dict[str, Tensor]:
+        """Return the weights and the slots by name, as `HostTable.columns`."""
+        return {"weights": self.weights, **self.slots}
+
+    def where(self, ids: Any) -> tuple[Tensor, Any]:
+        """Return the memory of rows and their slots, float32 [V, 1 + S, D], and where those of these ids are in it."""
+        return self.block, ids
+
     def lookup(self, ids: Tensor) -> Tensor:
         """Return the weights rows of ids int32 or int64 [U], a copy float32 [U, D]."""
         return self._ops.lookup(self.block, ids)
@@ -103,12 +120,24 @@ class DeviceTable:
 
         skip  float32 []: nothing changes unless it is 0; None for 0
         """
+        step = self.begin_step()
+        self._ops.update(self.optimizer.primitive, self.block, self.row_slots, ids, grads, step.scalars, skip)
+        if step.rounding is not None:  # where nothing has changed it changes nothing
+            self._ops.round_rows(self.block, ids, ids, step.rounding)
+
+    def begin_step(self) -> TableStep:
+        """Count one step, and return what its updates need to know of it."""
         self.step += 1
-        scalars = self.optimizer.scalars(self.step, self.dim)
-        self._ops.update(self.optimizer.primitive, self.block, self.row_slots, ids, grads, scalars, skip)
+        key = rounding_key(self.seed, self.name, self.step) if self.dtype == BF16 else None
+        return TableStep(self.optimizer.scalars(self.step, self.dim), key)
 
     def write_rows(self, ids: npt.NDArray[Any], block: Rows, row_slots: Rows) -> None:
-        """Overwrite rows with their slots: ids [N], float32 [N, 1 + S, D] and [N, R], from host memory."""
+        """Overwrite rows with their slots: ids [N], float32 [N, 1 + S, D] and [N, R], from host memory.
+
+        ValueError, with nothing written, for weights that the table's dtype cannot represent.
+        """
+        if self.dtype == BF16:
+            require_bfloat16(block, self.name)
         at = torch.from_numpy(ids).to(self.block.device)
         self.block.index_copy_(0, at, torch.from_numpy(block).to(self.block.device))
         self.row_slots.index_copy_(0, at, torch.from_numpy(row_slots).to(self.block.device))

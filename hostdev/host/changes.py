@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.host.storage import Storage, taken
 from hostdev.kernels.bits import (
     Bits,
     all_bits,
     bits_for,
-    copy_to_columns,
     count_bits,
-    gather_rows,
     mark,
     place_in_columns,
     rows_between,
@@ -65,24 +64,26 @@ class Budget:
 class Snapshot:
     """Rows of a table as of now, though they are written later.
 
-    block      float32 [V, 1 + S, D], row_slots float32 [V, R]: the table's memory
-    wanted     the rows
-    budget     for the copies of those that are written before they have been read
+    storage  the table's memory
+    wanted   the rows
+    budget   for the copies of those that are written before they have been read
     """
 
-    def __init__(self, block: Rows, row_slots: Rows, wanted: Bits, budget: Budget) -> None:
-        self.block, self.row_slots = block, row_slots
+    def __init__(self, storage: Storage, wanted: Bits, budget: Budget) -> None:
+        self.storage, self.row_slots = storage, storage.row_slots
         self.wanted = wanted
         self.count = count_bits(wanted)
         self._pending = wanted.copy()  # neither read nor copied aside
         self._aside: list[tuple[Ids, Rows, Rows]] = []  # in the order of the writes
         self._sorted: dict[int, list[tuple[Ids, Rows, Rows]]] = defaultdict(list)  # by bucket, ids ascending
-        self._bucket = -(-len(block) // _BUCKETS)
+        V, planes, D = storage.shape
+        self._rows = V
+        self._bucket = -(-V // _BUCKETS)
         self._first_bucket = 0  # that is not freed
         self._budget = budget
         self._lock = threading.Lock()
         self.ended = threading.Event()  # all has been read, or nobody is going to
-        self._row_bytes = 4 * (block[:1].size + row_slots[:1].size)
+        self._row_bytes = 4 * (planes * D + self.row_slots.shape[1])
 
     def save_before_write(self, ids: Ids) -> None:
         """Copy those of the rows ids [N] aside that have not been read; waits where there is no room for copies."""
@@ -99,7 +100,7 @@ class Snapshot:
                 if not count:
                     continue
                 rows = found[:count].copy()
-                self._aside.append((rows, _taken(self.block, rows), _taken(self.row_slots, rows)))
+                self._aside.append((rows, self.storage.taken(rows), taken(self.row_slots, rows)))
             self._budget.add(count * self._row_bytes)
         self._budget.seconds += time.perf_counter() - begin
 
@@ -116,7 +117,7 @@ class Snapshot:
             stop = min(N, start + step)
             rows = ids[start:stop] if ids is not None else np.arange(first + start, first + stop)
             with self._lock:
-                copy_to_columns(start, stop, first, ids, self.block, columns)
+                self.storage.copy_to_columns(start, stop, first, ids, columns)
                 row_columns[:, start:stop] = self.row_slots[rows].T
                 take(rows, self._pending, scratch("rows read", (len(rows),), rows.dtype))
                 aside, self._aside = self._aside, []
@@ -134,7 +135,7 @@ class Snapshot:
         edges = np.flatnonzero(np.diff(buckets, prepend=-1))
         for begin, end in zip(edges, [*edges[1:], len(ids)], strict=True):
             part = order[begin:end]
-            kept = ids[begin:end].copy(), _taken(rows, part), _taken(row_slots, part)
+            kept = ids[begin:end].copy(), taken(rows, part), taken(row_slots, part)
             self._sorted[int(buckets[begin])].append(kept)
 
     def _take_aside(self, rows: Ids, columns: Rows, row_columns: Rows) -> None:
@@ -150,7 +151,7 @@ class Snapshot:
 
     def _free(self, last: int) -> None:
         """Let go of the copies of rows before `last`."""
-        done = len(self.block) if last >= len(self.block) else last // self._bucket
+        done = self._rows if last >= self._rows else last // self._bucket
         for bucket in [bucket for bucket in self._sorted if bucket < done]:
             freed = sum(len(ids) for ids, _, _ in self._sorted.pop(bucket))
             self._budget.add(-freed * self._row_bytes)
@@ -171,24 +172,15 @@ class Snapshot:
         self._budget.add(-left * self._row_bytes)
 
 
-def _taken(values: Rows, rows: Ids) -> Rows:
-    """Return values[rows]; training's threads go on meanwhile."""
-    out = np.empty((len(rows), *values.shape[1:]), np.float32)
-    if out.size:
-        width = out.size // len(rows)
-        gather_rows(values.reshape(len(values), width), rows, out.reshape(len(rows), width))
-    return out
-
-
 class Changes:
     """What is noted of a table's rows, at a bit a row, when they are written.
 
-    block, row_slots  the table's memory, as in `Snapshot`
+    storage  the table's memory, as in `Snapshot`
     """
 
-    def __init__(self, block: Rows, row_slots: Rows) -> None:
-        self._block, self._row_slots = block, row_slots
-        self._touched = bits_for(len(block))  # since the last snapshot
+    def __init__(self, storage: Storage) -> None:
+        self._storage, self._rows = storage, storage.shape[0]
+        self._touched = bits_for(self._rows)  # since the last snapshot
         self._unsaved: list[Bits] = []  # of snapshots that were not saved
         self.since: Any = None  # what they are counted from: whoever saves notes it here
         self._snapshot: Snapshot | None = None
@@ -214,10 +206,10 @@ class Changes:
         """
         if self._snapshot is not None:
             raise RuntimeError("a snapshot of this table is being saved")
-        wanted = all_bits(len(self._block)) if everything else self.touched
+        wanted = all_bits(self._rows) if everything else self.touched
         self._unsaved = []
-        self._snapshot = snapshot = Snapshot(self._block, self._row_slots, wanted, budget)
-        self._touched = bits_for(len(self._block))
+        self._snapshot = snapshot = Snapshot(self._storage, wanted, budget)
+        self._touched = bits_for(self._rows)
         return snapshot
 
     def await_end(self) -> None:

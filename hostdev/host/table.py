@@ -7,30 +7,32 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.core.errors import UserError
 from hostdev.core.ids import checked_ids
 from hostdev.core.initializers import Initializer, Normal
-from hostdev.core.memory import available_bytes, require_table
+from hostdev.core.memory import available_bytes, gib, require_table
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
+from hostdev.core.table_dtypes import BF16, FP32, TableStep, require_table_dtype, rounding_key
 from hostdev.host.changes import Changes
-from hostdev.kernels.apply import apply_tasks, apply_uses
-from hostdev.kernels.buffers import aligned_empty
-from hostdev.kernels.lookup import lookup_tasks, store_tasks
-from hostdev.kernels.norm import partial_squares, total
-from hostdev.kernels.numa import interleave
+from hostdev.host.storage import STORAGES, Float32, Shape, Storage
+from hostdev.kernels.norm import total
 from hostdev.kernels.pool import Task, run_tasks
-from hostdev.kernels.shards import ids_at, range_of
+from hostdev.kernels.shards import ids_at, ids_of, range_of
 
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
-_FILLED = 1 << 20  # rows of a part at a time
 
 
 class HostTable:
     """Weights float32 [rows, dim] and the optimizer's slots of the same shape.
 
     Initial weights depend on (seed, name, row, column) only. Memory: rows x dim x (1 + slots) x 4 bytes; a row's
-    weights and slots lie in one stretch. Lookups may run in several threads at once; an update of rows that
-    another thread reads or updates must be kept apart by the caller.
+    weights and slots lie in one stretch. With dtype="bf16" a weight takes 2 bytes: all values are those that bfloat16
+    can represent, in float32 wherever they are read, and a new one is rounded stochastically to one of its two
+    neighbours, by a random number that depends on (seed, name, step of the table, row, column) only.
+
+    Lookups may run in several threads at once; an update of rows that another thread reads or updates must be kept
+    apart by the caller.
 
     What is done to rows comes as methods that check their ids and do it, and as `*_tasks`, which return the same work
     for one `run_tasks` of several tables; ids given to these are trusted: C-contiguous int32 or int64, in [0, V).
@@ -42,6 +44,7 @@ class HostTable:
     init       Normal(std) or Constant(value)
     part       (rank, ranks): hold only the rows of that rank, at its positions (`kernels.shards`); ids given to its
                methods are then numbers of rows among those. None: all rows
+    dtype      of the weights as they are stored: "fp32" or "bf16"; slots are float32
 
     Raises UserError, before it allocates, where the table cannot fit in the available memory, and TypeError for what is
     no optimizer of a table.
@@ -59,6 +62,7 @@ class HostTable:
         seed: int = 0,
         init: Initializer = Normal(0.01),
         part: tuple[int, int] | None = None,
+        dtype: str = FP32,
     ) -> None:
         if rows < 1 or dim < 1:
             raise ValueError(f"table {name!r} needs at least one row and one column, not {rows} x {dim}")
@@ -66,25 +70,20 @@ class HostTable:
         self.part, self.total_rows = part, rows
         self.start, stop = (0, rows) if part is None else range_of(rows, *part)
         rows = stop - self.start
-        require_table(name, rows, dim, optimizer, available_bytes(), "host")
-        self.name = name
+        require_table(name, rows, dim, optimizer, available_bytes(), "host", require_table_dtype(dtype, name))
+        self.name, self.seed = name, seed
         self.optimizer = optimizer
         self.step = 0
-        self.block: Rows = interleave(aligned_empty((rows, 1 + len(optimizer.slots), dim)))
-        slots = np.array(list(optimizer.slots.values()), np.float32)
-        if part is None:
-            init.fill(self.block, seed, name, slots)
-        else:
-            for first in range(0, rows, _FILLED):
-                init.fill(self.block[first : first + _FILLED], seed, name, slots, ids=self.ids(first, first + _FILLED))
-        self.row_slots = np.tile(np.array(list(optimizer.row_slots.values()), np.float32), (rows, 1))
+        self._rows = rows
+        shape = Shape(rows, dim, optimizer, self.start, self.total_rows, part is not None, self.ids)
+        self.storage: Storage = STORAGES[dtype](name, shape, seed, init)
         self.changes: Changes | None = None  # noted from the first checkpoint on
         self.lent = False  # `weights` or `slots` were handed out: what is written there is not noted
 
     @property
     def rows(self) -> int:
         """Number of rows here, V; of a part fewer than `total_rows`."""
-        return int(self.block.shape[0])
+        return self._rows
 
     def ids(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the ids of the rows [start, stop) here."""
@@ -93,22 +92,55 @@ class HostTable:
             return np.arange(start, stop)
         return ids_at(self.total_rows, self.start + start, self.start + stop)
 
+    def row_ids(self, ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the ids, among all rows, of rows by their numbers here."""
+        return ids if self.part is None else ids_of(ids.astype(np.int64) + self.start, self.total_rows)
+
     @property
     def dim(self) -> int:
         """Number of columns, D."""
-        return int(self.block.shape[2])
+        return self.storage.shape[2]
+
+    @property
+    def dtype(self) -> str:
+        """What the weights are stored as."""
+        return self.storage.dtype
+
+    @property
+    def block(self) -> Rows:
+        """The memory of all rows, float32 [V, 1 + S, D]; TypeError where weights are bfloat16, and lie apart."""
+        if not isinstance(self.storage, Float32):
+            raise TypeError(f"table {self.name!r} stores weights as bfloat16, apart from its slots; use read_rows")
+        return self.storage.block
+
+    @property
+    def row_slots(self) -> Rows:
+        """The memory of the slots of one value a row, float32 [V, R]."""
+        return self.storage.row_slots
 
     @property
     def weights(self) -> Rows:
-        """A writable view of the weights, float32 [V, D]; waits for a checkpoint that is being saved."""
+        """A writable view of the weights, float32 [V, D]; waits for a checkpoint that is being saved.
+
+        With dtype="bf16" a copy in float32, which is read-only, as what is written to it would be lost: `write_rows`
+        writes weights. UserError where there is no memory for it.
+        """
+        if self.dtype == BF16:
+            needed, free = 4 * self.rows * self.dim, available_bytes()
+            if needed > free:
+                raise UserError(
+                    f"table {self.name!r}: a float32 copy of its weights needs {gib(needed)}, but {gib(free)} of host "
+                    "memory are free; look up the rows that you need"
+                )
+            return self.storage.weights()
         self._lend()
-        return self.block[:, 0]
+        return self.storage.weights()
 
     @property
     def slots(self) -> Mapping[str, Rows]:
         """Writable views of the optimizer's slots by name, each float32 [V, D], or [V, 1] for one value a row."""
         self._lend()
-        slots = {name: self.block[:, 1 + i] for i, name in enumerate(self.optimizer.slots)}
+        slots = {name: self.storage.slot(i) for i, name in enumerate(self.optimizer.slots)}
         row_slots = {name: self.row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
         return MappingProxyType(slots | row_slots)
 
@@ -131,7 +163,7 @@ class HostTable:
     def lookup_tasks(self, ids: npt.NDArray[Any], out: Rows, positions: Positions | None = None) -> list[Task]:
         """Return the tasks of `lookup`."""
         _check_rows("out", out, (len(ids if positions is None else out), self.dim), self.name)
-        return lookup_tasks(self.block, ids, out, positions)
+        return self.storage.lookup_tasks(ids, out, positions)
 
     def apply(self, ids: npt.ArrayLike, grads: Rows) -> None:
         """Sum the gradients of each id in order of occurrence, then take one optimizer step on its row.
@@ -145,42 +177,42 @@ class HostTable:
         grads = np.ascontiguousarray(grads)
         _check_rows("grads", grads, (len(ids), self.dim), self.name)
         self._before_write(ids)
-        scalars = self.begin_step()
-        apply_uses(self.optimizer.primitive, self.block, self.row_slots, ids, grads, scalars)
+        self.storage.apply(ids, grads, self.begin_step())
 
-    def begin_step(self) -> tuple[Any, ...]:
-        """Count one step of the table, and return the optimizer's scalars at it, for `update`."""
+    def begin_step(self) -> TableStep:
+        """Count one step of the table, and return what its updates need to know of it, for `update`."""
         self.step += 1
-        return self.optimizer.scalars(self.step, self.dim)
+        key = rounding_key(self.seed, self.name, self.step) if self.dtype == BF16 else None
+        return TableStep(self.optimizer.scalars(self.step, self.dim), key)
 
     def update(
         self,
         ids: npt.ArrayLike,
         grads: Rows,
-        scalars: tuple[Any, ...] | None = None,
+        step: TableStep | None = None,
         positions: Positions | None = None,
     ) -> None:
         """Take one optimizer step on unique rows whose gradients are summed already: `apply` without its first half.
 
         ids        int32 or int64 [U], each in [0, V), **unique** (not checked)
         grads      float32 [U, D]
-        scalars    from `begin_step`, where several calls make one step; None for a step of its own
+        step       from `begin_step`, where several calls make one step; None for a step of its own
         positions  int32 [U], rows of `grads`, which may have more of them: where each gradient is (not checked)
         """
-        run_tasks(self.update_tasks(self._checked(ids), np.ascontiguousarray(grads), scalars, positions))
+        run_tasks(self.update_tasks(self._checked(ids), np.ascontiguousarray(grads), step, positions))
 
     def update_tasks(
         self,
         ids: npt.NDArray[Any],
         grads: Rows,
-        scalars: tuple[Any, ...] | None = None,
+        step: TableStep | None = None,
         positions: Positions | None = None,
     ) -> list[Task]:
         """Return the tasks of `update`; its step is counted now."""
         _check_rows("grads", grads, (len(ids if positions is None else grads), self.dim), self.name)
-        scalars = scalars or self.begin_step()
+        step = step or self.begin_step()
         self._before_write(ids)
-        return apply_tasks(self.optimizer.primitive, self.block, self.row_slots, ids, grads, scalars, positions)
+        return self.storage.update_tasks(ids, grads, step, positions)
 
     def read_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
         """Copy rows with their slots.
@@ -196,30 +228,38 @@ class HostTable:
         self, ids: npt.NDArray[Any], block: Rows, row_slots: Rows, positions: Positions | None = None
     ) -> list[Task]:
         """Return the tasks of `read_rows`."""
-        tasks: list[Task] = []
-        for values, out in zip(_flat(self.block, self.row_slots), _flat(block, row_slots), strict=True):
-            if values.shape[1]:
-                tasks += lookup_tasks(values[:, None], ids, out, positions)
-        return tasks
+        return self.storage.read_tasks(ids, block, row_slots, positions)
 
     def write_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
-        """Overwrite rows with their slots: the way back from `read_rows`; ids must be unique (not checked)."""
+        """Overwrite rows with their slots: the way back from `read_rows`; ids must be unique (not checked).
+
+        ValueError, with nothing written, for weights that the table's dtype cannot represent.
+        """
         run_tasks(self.write_rows_tasks(self._checked(ids), block, row_slots, positions))
 
     def write_rows_tasks(
         self, ids: npt.NDArray[Any], block: Rows, row_slots: Rows, positions: Positions | None = None
     ) -> list[Task]:
         """Return the tasks of `write_rows`."""
+        tasks = self.storage.write_tasks(ids, block, row_slots, positions)
         self._before_write(ids)
-        tasks: list[Task] = []
-        for rows, values in zip(_flat(self.block, self.row_slots), _flat(block, row_slots), strict=True):
-            if rows.shape[1]:
-                tasks += store_tasks(rows, ids, values, positions)
         return tasks
+
+    def columns(self) -> dict[str, Any]:
+        """Return the weights and the slots by name, of which slices and rows by id are read, float32; for digests."""
+        found = {"weights": self.storage.column(0)}
+        found |= {name: self.storage.column(1 + i) for i, name in enumerate(self.optimizer.slots)}
+        return found | {name: self.row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
+
+    def where(self, ids: Any) -> tuple[Rows, Any]:
+        """Return memory with rows and their slots, float32 [any, 1 + S, D], and where those of these ids are in it."""
+        if isinstance(self.storage, Float32):
+            return self.storage.block, ids
+        return self.storage.taken(ids), np.arange(len(ids))
 
     def partial_squares(self) -> npt.NDArray[np.float64]:
         """Return the sums of squares of the weights by part and column, [P, D]; the order is in `kernels.norm`."""
-        return partial_squares(self.block)
+        return self.storage.partial_squares()
 
     def sum_of_squares(self) -> float:
         """Return the sum of squares of all weights, in float64, in the order of `kernels.norm`."""
@@ -239,15 +279,11 @@ class HostTable:
     def note_changes(self, *, anew: bool = False) -> Changes:
         """Note from now on which rows are written; return the notes, `anew` without those so far."""
         if self.changes is None or anew:
-            self.changes = Changes(self.block, self.row_slots)
+            self.changes = Changes(self.storage)
         return self.changes
 
     def _checked(self, ids: npt.ArrayLike) -> npt.NDArray[Any]:
         return checked_ids(ids, self.rows, self.name)
-
-
-def _flat(block: Rows, row_slots: Rows) -> tuple[Rows, Rows]:
-    return block.reshape(len(block), block.shape[1] * block.shape[2]), row_slots
 
 
 def _check_rows(what: str, array: Rows, shape: tuple[int, int], table: str) -> None:

@@ -1,33 +1,44 @@
 """Compile, or load from numba's cache, the kernels of a training run before its first step is timed."""
 
+import itertools
+
 import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.optimizers import FTRL, LazyAdam, SparseOptimizer
+from hostdev.core.table_dtypes import BF16, FP32
 from hostdev.host.table import HostTable
 from hostdev.kernels.bags import Feature, Uses, pool
+from hostdev.kernels.buffers import identity
 from hostdev.kernels.claims import Claims, claim, intersect, others
 from hostdev.kernels.gather import gather_scaled
 from hostdev.kernels.groups import check_groups, drop_padding, offsets_of, unique_groups
+from hostdev.kernels.rounding import round_rows
 from hostdev.kernels.unique import unique
 
 
-def warm_up(id_dtype: npt.DTypeLike) -> None:
-    """Call every kernel once with ids of this dtype, on tables of a few bytes."""
+def warm_up(id_dtype: npt.DTypeLike, table_dtype: str = FP32) -> None:
+    """Call every kernel once with ids of this dtype, on tables of a few bytes.
+
+    table_dtype  of weights; of bfloat16 those of float32 are called, too, which update rows in a cache
+    """
     ids, position = np.zeros(2, id_dtype), np.zeros(1, np.int32)
     optimizers: list[tuple[SparseOptimizer, int]] = [(FTRL(), 1), (LazyAdam(), 32)]
-    for optimizer, dim in optimizers:
-        table = HostTable(1, dim, optimizer, name="warm-up")
+    for (optimizer, dim), stored in itertools.product(optimizers, sorted({FP32, table_dtype})):
+        table = HostTable(1, dim, optimizer, name="warm-up", dtype=stored)
         grads = np.zeros((2, dim), np.float32)
         table.lookup(ids)
         table.apply(ids, grads)
-        row = np.empty((1, *table.block.shape[1:]), np.float32), np.empty((1, 0), np.float32)
+        row = np.zeros((1, 1 + len(optimizer.slots), dim), np.float32), np.empty((1, 0), np.float32)
         for positions in (None, position):
             table.lookup(ids[:1], grads[:1], positions)
             table.update(ids[:1], grads[:1], None, positions)
             table.read_rows(ids[:1], *row, positions)
             table.write_rows(ids[:1], *row, positions)
         table.sum_of_squares()
+        if stored == BF16:  # of rows on a device whose memory is the host's
+            for numbers in (ids[:1], position, identity(1)):
+                round_rows(row[0], numbers, ids[:1], 0)
     far = np.arange(1 << 16, dtype=id_dtype) << 8  # ids far apart are hashed, and many in parts
     unique(far)
     unique_groups([[ids], [far[:999]], [far]])

@@ -6,32 +6,38 @@ import numpy as np
 
 from hostdev.kernels.jit import kernel, prefetch_update
 from hostdev.kernels.pool import Kernel
+from hostdev.kernels.rounding import keep_weights, prefetch_row, scratch_of, slot_at, weights_at
 
 LANES = 16  # of RowWiseAdagrad's sum over a row; part of its definition, as the order of additions depends on it
 
 
 @kernel
 def _sgd(start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, row_slots: Any, lr: Any) -> None:
+    scratch = scratch_of(block)
     for i in range(np.uint64(start), np.uint64(stop)):
-        prefetch_update(block, ids, i, stop)
-        weights, grad = block[np.uint64(ids[i]), 0], grads[np.uint64(source[i])]
+        prefetch_row(block, ids, i, stop)
+        row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]
+        weights = weights_at(block, row, scratch)
         for j in range(len(grad)):
             weights[j] -= lr * grad[j]
+        keep_weights(block, row, scratch)
 
 
 @kernel
 def _adagrad(
     start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, row_slots: Any, lr: Any, eps: Any
 ) -> None:
+    scratch = scratch_of(block)
     for i in range(np.uint64(start), np.uint64(stop)):
-        prefetch_update(block, ids, i, stop)
-        row, grad = block[np.uint64(ids[i])], grads[np.uint64(source[i])]
-        weights, accum = row[0], row[1]
+        prefetch_row(block, ids, i, stop)
+        row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]
+        weights, accum = weights_at(block, row, scratch), slot_at(block, row, 0)
         for j in range(len(grad)):
             g = grad[j]
             a = accum[j] + g * g
             accum[j] = a
             weights[j] -= lr * g / (np.sqrt(a) + eps)
+        keep_weights(block, row, scratch)
 
 
 @kernel
@@ -39,14 +45,14 @@ def _row_wise_adagrad(
     start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, row_slots: Any,
     lr: Any, eps: Any, columns: Any,
 ) -> None:  # fmt: skip
-    lanes = np.empty(LANES, np.float32)
+    lanes, scratch = np.empty(LANES, np.float32), scratch_of(block)
     D = grads.shape[1]
     whole = np.uint64(D - D % LANES)
     for i in range(np.uint64(start), np.uint64(stop)):
-        prefetch_update(block, ids, i, stop)
+        prefetch_row(block, ids, i, stop)
         prefetch_update(row_slots, ids, i, stop)
         row = np.uint64(ids[i])
-        weights, grad = block[row, 0], grads[np.uint64(source[i])]
+        weights, grad = weights_at(block, row, scratch), grads[np.uint64(source[i])]
         lanes[:] = np.float32(0)
         for c in range(np.uint64(0), whole, np.uint64(LANES)):
             part = grad[c : c + np.uint64(LANES)]
@@ -63,6 +69,7 @@ def _row_wise_adagrad(
         divisor = np.sqrt(a) + eps
         for j in range(len(grad)):
             weights[j] -= lr * grad[j] / divisor
+        keep_weights(block, row, scratch)
 
 
 def sgd(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:

@@ -6,7 +6,7 @@ rows ids[start:stop] in place:
     ids        int32 or int64 [U], unique, each in [0, V)
     source     int32 [U], the row of `grads` that holds the summed gradient of each id
     grads      float32 [any, D]
-    block      float32 [V, 1 + S, D]: a row's weights and its slots in one stretch
+    block      float32 [V, 1 + S, D]: a row's weights and its slots in one stretch; or `rounding.Bfloat16Rows`
     row_slots  float32 [V, R]: slots of one value per row
 """
 
@@ -21,6 +21,7 @@ from hostdev.kernels.buffers import identity, scratch
 from hostdev.kernels.ftrl import ftrl
 from hostdev.kernels.lazy_adam import lazy_adam
 from hostdev.kernels.pool import Kernel, Task, grain_of, run_tasks, tasks_over
+from hostdev.kernels.rounding import Bfloat16Rows
 from hostdev.kernels.segment import row_ranges, sort_uses, streams, sum_sorted
 from hostdev.kernels.stream import apply_stream
 from hostdev.kernels.unique import unique_into
@@ -38,7 +39,7 @@ _KERNELS: dict[str, Callable[..., tuple[Kernel, tuple[Any, ...]]]] = {
 
 def apply_tasks(
     primitive: str,
-    block: Rows,
+    block: Rows | Bfloat16Rows,
     row_slots: Rows,
     ids: npt.NDArray[Any],
     grads: Rows,
@@ -50,12 +51,13 @@ def apply_tasks(
     if positions is None:
         positions = identity(len(ids))
     arguments = (ids, positions, grads, block, row_slots, *scalars)
-    return tasks_over(update, len(ids), *arguments, grain=grain_of(block.strides[0]))
+    row = block.strides[0] if isinstance(block, np.ndarray) else block.weights.strides[0] + block.slots[:1].nbytes
+    return tasks_over(update, len(ids), *arguments, grain=grain_of(row))
 
 
 def apply_rows(
     primitive: str,
-    block: Rows,
+    block: Rows | Bfloat16Rows,
     row_slots: Rows,
     ids: npt.NDArray[Any],
     grads: Rows,
@@ -75,7 +77,7 @@ def apply_rows(
 
 def apply_uses(
     primitive: str,
-    block: Rows,
+    block: Rows | Bfloat16Rows,
     row_slots: Rows,
     ids: npt.NDArray[Any],
     grads: Rows,
@@ -84,7 +86,7 @@ def apply_uses(
     """Sum the gradients of each id in order of occurrence, and take one optimizer step on its row, in place.
 
     ids    int32 or int64 [N], each in [0, V), duplicates allowed
-    grads  float32 [N, D], one row per use
+    grads  float32 [N, D], one row per use; the rest as in `apply_rows`
     """
     if len(ids) == 0:
         return

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.bfloat16 import to_float32
 from hostdev.kernels.jit import kernel, prefetch_to_read
 
 Bits = npt.NDArray[np.uint64]  # [ceil(V / 64)]; row r is bit r % 64 of word r // 64
@@ -81,7 +82,7 @@ def copy_to_columns(start: Any, stop: Any, first: Any, ids: Any, block: Any, out
     """Copy rows to columns: out[s, i] = block[ids[i], s]; of the rows from `first` on where ids is None.
 
     ids    int32 or int64 [N]
-    block  float32 [V, S, D]
+    block  float32 or bfloat16 [V, S, D]
     out    float32 [S, N, D]
     """
     for i in range(np.uint64(start), np.uint64(stop)):
@@ -95,7 +96,7 @@ def copy_to_columns(start: Any, stop: Any, first: Any, ids: Any, block: Any, out
         for s in range(block.shape[1]):
             source, to = block[row, s], out[s, i]
             for j in range(block.shape[2]):
-                to[j] = source[j]
+                to[j] = to_float32(source[j])
 
 
 @kernel

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import uint64
+from numba import uint32, uint64
 
 from hostdev.kernels.jit import inline, kernel
 
@@ -41,6 +41,14 @@ def hashed(key: Any, counter: Any) -> Any:
     x = uint64((x ^ (x >> uint64(30))) * uint64(0xBF58476D1CE4E5B9))
     x = uint64((x ^ (x >> uint64(27))) * uint64(0x94D049BB133111EB))
     return uint64(x ^ (x >> uint64(31)))
+
+
+@inline
+def mix32(x: Any) -> Any:
+    """Scramble a 32-bit number, for kernels: "lowbias32", found by search (Wellons, Hash Prospector, 2018)."""
+    x = uint32(uint32(x ^ (x >> uint32(16))) * uint32(0x7FEB352D))
+    x = uint32(uint32(x ^ (x >> uint32(15))) * uint32(0x846CA68B))
+    return uint32(x ^ (x >> uint32(16)))
 
 
 @kernel

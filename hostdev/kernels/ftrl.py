@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from hostdev.kernels.jit import kernel, prefetch_update
+from hostdev.kernels.jit import kernel
 from hostdev.kernels.pool import Kernel
+from hostdev.kernels.rounding import keep_weights, prefetch_row, scratch_of, slot_at, weights_at
 
 
 @kernel
@@ -13,11 +14,11 @@ def _ftrl_sqrt(
     start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, row_slots: Any, lr: Any, l1: Any, two_l2: Any
 ) -> None:
     """The usual lr_power = -0.5: n^-p is a square root, correctly rounded."""
-    zero = np.float32(0)
+    zero, scratch = np.float32(0), scratch_of(block)
     for i in range(np.uint64(start), np.uint64(stop)):
-        prefetch_update(block, ids, i, stop)
-        row, grad = block[np.uint64(ids[i])], grads[np.uint64(source[i])]
-        weights, accum, linear = row[0], row[1], row[2]
+        prefetch_row(block, ids, i, stop)
+        row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]
+        weights, accum, linear = weights_at(block, row, scratch), slot_at(block, row, 0), slot_at(block, row, 1)
         for j in range(len(grad)):
             g, n = grad[j], accum[j]
             n1 = n + g * g
@@ -29,6 +30,7 @@ def _ftrl_sqrt(
             weights[j] = zero if abs(z) <= l1 else w  # NaN stays visible
             accum[j] = n1
             linear[j] = z
+        keep_weights(block, row, scratch)
 
 
 @kernel
@@ -37,10 +39,10 @@ def _ftrl_power(
     lr: Any, l1: Any, two_l2: Any, exponent: Any,
 ) -> None:  # fmt: skip
     """Any lr_power: the power is taken in float64 and rounded once, as math libraries differ in float32's last bit."""
-    zero = np.float32(0)
+    zero, scratch = np.float32(0), scratch_of(block)
     for i in range(np.uint64(start), np.uint64(stop)):
-        row, grad = block[np.uint64(ids[i])], grads[np.uint64(source[i])]
-        weights, accum, linear = row[0], row[1], row[2]
+        row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]
+        weights, accum, linear = weights_at(block, row, scratch), slot_at(block, row, 0), slot_at(block, row, 1)
         for j in range(len(grad)):
             g, n = grad[j], accum[j]
             n1 = n + g * g
@@ -52,6 +54,7 @@ def _ftrl_power(
             weights[j] = zero if abs(z) <= l1 else w
             accum[j] = n1
             linear[j] = z
+        keep_weights(block, row, scratch)
 
 
 def ftrl(lr: np.float32, l1: np.float32, two_l2: np.float32, exponent: float) -> tuple[Kernel, tuple[Any, ...]]:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import float32, int32, uint32, uint64
 
-from hostdev.kernels.counter import hashed
+from hostdev.kernels.counter import hashed, mix32
 from hostdev.kernels.jit import inline, kernel
 from hostdev.kernels.pool import parallel_for
 
@@ -29,14 +29,6 @@ _S0, _S1, _S2 = _f(-1.9515295891e-4), _f(8.3321608736e-3), _f(-1.6666654611e-1)
 _C0, _C1, _C2 = _f(2.443315711809948e-5), _f(-1.388731625493765e-3), _f(4.166664568298827e-2)
 _ROWS = 256
 _PAIRS = 640  # of columns at a time; their numbers stay in the nearest cache
-
-
-@inline
-def _mix32(x: Any) -> Any:
-    # "lowbias32", found by search (Wellons, Hash Prospector, 2018).
-    x = uint32(uint32(x ^ (x >> uint32(16))) * uint32(0x7FEB352D))
-    x = uint32(uint32(x ^ (x >> uint32(15))) * uint32(0x846CA68B))
-    return uint32(x ^ (x >> uint32(16)))
 
 
 @inline
@@ -74,8 +66,8 @@ def _normal_pair(a: Any, b: Any, std: Any) -> Any:
 @inline
 def _words(low: Any, high: Any, pair: Any) -> Any:
     """The two random words of a pair of columns."""
-    a = _mix32(uint32(low ^ uint32(uint32(pair) * uint32(0x9E3779B9))))
-    b = _mix32(uint32(high ^ uint32(uint32(pair) * uint32(0x85EBCA6B))))
+    a = mix32(uint32(low ^ uint32(uint32(pair) * uint32(0x9E3779B9))))
+    b = mix32(uint32(high ^ uint32(uint32(pair) * uint32(0x85EBCA6B))))
     return a, b
 
 

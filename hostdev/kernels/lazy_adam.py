@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from hostdev.kernels.jit import kernel, prefetch_update
+from hostdev.kernels.jit import kernel
 from hostdev.kernels.pool import Kernel
+from hostdev.kernels.rounding import keep_weights, prefetch_row, scratch_of, slot_at, weights_at
 
 
 @kernel
@@ -13,10 +14,11 @@ def _lazy_adam(
     start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, row_slots: Any,
     lr_t: Any, beta1: Any, one_minus_beta1: Any, beta2: Any, one_minus_beta2: Any, eps: Any, nesterov: Any,
 ) -> None:  # fmt: skip
+    scratch = scratch_of(block)
     for i in range(np.uint64(start), np.uint64(stop)):
-        prefetch_update(block, ids, i, stop)
-        row, grad = block[np.uint64(ids[i])], grads[np.uint64(source[i])]
-        weights, first, second = row[0], row[1], row[2]
+        prefetch_row(block, ids, i, stop)
+        row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]
+        weights, first, second = weights_at(block, row, scratch), slot_at(block, row, 0), slot_at(block, row, 1)
         for j in range(len(grad)):
             g = grad[j]
             m = beta1 * first[j] + one_minus_beta1 * g
@@ -25,6 +27,7 @@ def _lazy_adam(
             first[j] = m
             second[j] = v
             weights[j] -= lr_t * numerator / (np.sqrt(v) + eps)
+        keep_weights(block, row, scratch)
 
 
 def lazy_adam(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.bfloat16 import as_stored, to_float32
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_write
 from hostdev.kernels.pool import Task, grain_of, run_tasks, tasks_over
@@ -21,10 +22,10 @@ def _lookup(start: Any, stop: Any, ids: Any, block: Any, out: Any) -> None:
     for i in range(np.uint64(start), np.uint64(stop)):
         ahead = i + np.uint64(_AHEAD)
         if ahead < np.uint64(stop):
-            prefetch_to_read(block, ids[ahead], block.shape[2] * 4)
+            prefetch_to_read(block, ids[ahead], block.shape[2] * block.itemsize)
         weights, row = block[np.uint64(ids[i]), 0], out[i]
         for j in range(len(row)):
-            row[j] = weights[j]
+            row[j] = to_float32(weights[j])
 
 
 @kernel
@@ -32,11 +33,11 @@ def _lookup_into(start: Any, stop: Any, ids: Any, positions: Any, block: Any, ou
     for i in range(np.uint64(start), np.uint64(stop)):
         ahead = i + np.uint64(_AHEAD)
         if ahead < np.uint64(stop):
-            prefetch_to_read(block, ids[ahead], block.shape[2] * 4)
+            prefetch_to_read(block, ids[ahead], block.shape[2] * block.itemsize)
             prefetch_to_write(out, positions[ahead], out.strides[0])  # the hardware foresees only what is in order
         weights, row = block[np.uint64(ids[i]), 0], out[np.uint64(positions[i])]
         for j in range(len(row)):
-            row[j] = weights[j]
+            row[j] = as_stored(row, to_float32(weights[j]))
 
 
 @kernel
@@ -48,27 +49,27 @@ def _first_outside(ids: Any, rows: Any) -> Any:
 
 
 def lookup_tasks(
-    block: npt.NDArray[np.float32],
+    block: npt.NDArray[Any],
     ids: npt.NDArray[Any],
     out: npt.NDArray[np.float32],
     positions: npt.NDArray[np.int32] | None = None,
 ) -> list[Task]:
     """Return the tasks of `lookup`, to be run together with others by one `run_tasks`."""
-    grain = grain_of(4 * block.shape[2])
+    grain = grain_of(block.itemsize * block.shape[2])
     if positions is None:
         return tasks_over(_lookup, len(ids), ids, block, out, grain=grain)
     return tasks_over(_lookup_into, len(ids), ids, positions, block, out, grain=grain)
 
 
 def lookup(
-    block: npt.NDArray[np.float32],
+    block: npt.NDArray[Any],
     ids: npt.NDArray[Any],
     out: npt.NDArray[np.float32],
     positions: npt.NDArray[np.int32] | None = None,
 ) -> None:
     """Copy weights rows: out[i] = block[ids[i], 0], or out[positions[i]].
 
-    block      float32 [V, 1 + S, D]: the weights row and its optimizer slots in one stretch
+    block      float32 [V, 1 + S, D]: the weights row and its optimizer slots in one stretch; or bfloat16 [V, 1, D]
     ids        int32 or int64 [N], each in [0, V) (see `first_outside`)
     out        float32 [N, D], or [any, D]
     positions  int32 [N], different rows of `out`

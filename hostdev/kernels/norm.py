@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.kernels.bfloat16 import to_float32
 from hostdev.kernels.jit import inline, kernel
 from hostdev.kernels.pool import parallel_for
 
@@ -19,7 +20,7 @@ _EIGHTH = PART // 8
 
 @inline
 def _square(block: Any, row: Any, j: Any) -> Any:
-    w = np.float64(block[row, 0, j])
+    w = np.float64(to_float32(block[row, 0, j]))
     return w * w
 
 
@@ -55,14 +56,17 @@ def _partial_squares(start: Any, stop: Any, block: Any, sums: Any) -> None:
         _fold(block, part * PART, x, sums[part])
 
 
-def partial_squares(block: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    """Return the sums of squares of a block's weights, float32 [V, 1 + S, D], by part and column: float64 [P, D]."""
+def partial_squares(block: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Return the sums of squares of a block's weights by part and column, float64 [P, D].
+
+    block  float32 [V, 1 + S, D], or bfloat16 [V, 1, D]
+    """
     rows, _, D = block.shape
     sums = np.empty((-(-rows // PART), D))
     whole = rows // PART
     parallel_for(_partial_squares, whole, block, sums)
     if whole < len(sums):
-        last = np.zeros((PART, 1, D), np.float32)
+        last = np.zeros((PART, 1, D), block.dtype)
         last[: rows - whole * PART] = block[whole * PART :, :1]
         parallel_for(_partial_squares, 1, last, sums[whole:])
     return sums

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.kernels.jit import kernel
+from hostdev.kernels.jit import inline, kernel
 
 Ids = npt.NDArray[Any]
 Places = npt.NDArray[np.int32]
@@ -40,7 +40,7 @@ def range_of(rows: int, rank: int, ranks: int) -> tuple[int, int]:
 
 def ids_at(rows: int, start: int, stop: int) -> npt.NDArray[np.int64]:
     """Return the ids at the positions [start, stop) of a table of V rows."""
-    inverse = pow(multiplier_of(rows), -1, rows) if rows > 1 else 0
+    inverse = inverse_of(rows)
     out = np.empty(stop - start, np.int64)
     _step(start * inverse % rows, inverse, rows, out)
     return out
@@ -92,24 +92,36 @@ def positions_of(ids: Ids, rows: int) -> npt.NDArray[np.int64]:
     return out
 
 
+@inline
+def id_at(position: Any, inverse: Any, rows: Any) -> Any:
+    """The id at a position of a table of V rows: position * inverse mod V, by doubling where a product is too large."""
+    modulus, one = np.uint64(rows), np.uint64(1)
+    left, value, total = np.uint64(position), np.uint64(inverse), np.uint64(0)
+    if modulus <= np.uint64(1 << 32):
+        return left * value % modulus
+    while left:
+        if left & one:
+            total = (total + value) % modulus
+        value = (value + value) % modulus
+        left >>= one
+    return total
+
+
 @kernel
 def _ids_of(positions: Any, inverse: Any, rows: Any, out: Any) -> None:
-    """By doubling, as a product may be too large."""
-    V, one = np.uint64(rows), np.uint64(1)
     for i in range(len(positions)):
-        left, value, total = np.uint64(positions[i]), np.uint64(inverse), np.uint64(0)
-        while left:
-            if left & one:
-                total = (total + value) % V
-            value = (value + value) % V
-            left >>= one
-        out[i] = total
+        out[i] = id_at(positions[i], inverse, rows)
+
+
+def inverse_of(rows: int) -> int:
+    """Return what a position of a table of V rows is multiplied with, modulo V, to give its id."""
+    return pow(multiplier_of(rows), -1, rows) if rows > 1 else 0
 
 
 def ids_of(positions: Ids, rows: int) -> npt.NDArray[np.int64]:
     """Return the ids, int64 [N], at positions [N] of a table of V rows."""
     out = np.empty(len(positions), np.int64)
-    _ids_of(positions, pow(multiplier_of(rows), -1, rows) if rows > 1 else 0, rows, out)
+    _ids_of(positions, inverse_of(rows), rows, out)
     return out
 
 

@@ -11,7 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.cache.cache import EmbeddingCache
+from hostdev.cache.planner import Plan
 from hostdev.core.primitive import UPDATES, EmbeddingLookup, OpLog, Primitive
+from hostdev.core.table_dtypes import BF16
 from hostdev.device.table import DeviceTable
 from hostdev.host.table import HostTable
 
@@ -60,6 +62,15 @@ class Group:
     def row_bytes(self) -> int:
         """Bytes of the weights of a row of all tables."""
         return 4 * sum(embedding.table.dim for embedding in self.embeddings)
+
+    def row_ids(self, plan: Plan) -> Ids | None:
+        """Return the ids of a plan's hits and of the rows that it admits; None where no table's rounding is by them."""
+        rounded = [one.table for one in self.embeddings if one.table.dtype == BF16]
+        if not rounded:
+            return None
+        table = rounded[0]
+        assert isinstance(table, HostTable)
+        return table.row_ids(plan.cached)
 
     @property
     def window(self) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 from hostdev.cache.planner import Plan
 from hostdev.cache.slots import DeviceSlots, Places
 from hostdev.core.memory import copied_bytes, row_bytes
+from hostdev.core.table_dtypes import TableStep
 from hostdev.device.pinned import Slab
 from hostdev.device.staging import Staging
 from hostdev.host.table import HostTable
@@ -63,7 +64,7 @@ class BatchRows:
             self._host.append(memory.buffer(len(plan.admitted), len(optimizer.row_slots)))
         self._sent = self._host  # the same on the device
         self._marks: list[Any] = [mark] if mark is not None else []  # in the staging's stream
-        self._scalars: tuple[Any, ...] | None = None  # None: the table takes no step with this batch
+        self._step: TableStep | None = None  # None: the table takes no step with this batch
         self._received: list[Tensor | None] = []  # gradients of what passed, then the evicted rows' block and row slots
         self._first: Tensor | None = None  # gradients of the part that is updated first, where they came before
         self._evicted: tuple[list[Tensor], Any] = ([], None)  # the latter two, where they are, and a mark to wait for
@@ -113,7 +114,8 @@ class BatchRows:
         They lie in the order of the ids, or with a cache in that of its plan.
         """
         self._lookup.end()
-        self._staging.await_sent(self._marks, [*self._sent, *(self._places or ())])
+        places = self._places.tensors if self._places is not None else []
+        self._staging.await_sent(self._marks, [*self._sent, *places])
         self._host = []
         if self._places is None:
             return self._sent[0]
@@ -129,13 +131,13 @@ class BatchRows:
 
     def begin_step(self) -> None:
         """Count the step."""
-        self._scalars = self._table.begin_step()
+        self._step = self._table.begin_step()
 
     def update_cached(self, grads: Tensor, skip: Tensor | None) -> None:
         """Count the step, and update the rows that are on the device; grads float32 [U, D], skip as in `Ops.update`."""
         self.begin_step()
         if self._places is not None:
-            self.embedding.cache_update(self._places, grads, *self._sent[1:], self._scalars, skip)
+            self.embedding.cache_update(self._places, grads, *self._sent[1:], self._step, skip)
 
     @property
     def admitted(self) -> Tensor:
@@ -180,12 +182,12 @@ class BatchRows:
         """
         passed, evicted = part.split(self.passed)
         tasks: list[Task] = []
-        if self._scalars is not None:
+        if self._step is not None:
             grads, positions = self._received[0], passed.positions
             if first and self._first is not None:
                 grads, positions = self._first, None
             assert grads is not None
-            tasks += self._update.tasks(self._table, passed.ids, grads.numpy(), self._scalars, positions)
+            tasks += self._update.tasks(self._table, passed.ids, grads.numpy(), self._step, positions)
         if len(evicted):
             block, row_slots = self._evicted[0]
             tasks += self._table.write_rows_tasks(evicted.ids, block.numpy(), row_slots.numpy(), evicted.positions)
@@ -193,7 +195,7 @@ class BatchRows:
 
     def updated(self) -> None:
         """Report the update's time."""
-        if self._scalars is not None:
+        if self._step is not None:
             self._update.end()
 
 
@@ -201,7 +203,7 @@ def rows_of(group: Group, unique: int, plan: Plan | None, staging: Staging, memo
     """Return a batch's rows in each table of a group: of so many unique ids, by the plan of its cache if it has one."""
     if plan is None:
         return [BatchRows(embedding, unique, staging, memory) for embedding in group.embeddings]
-    places, mark = staging.send(Places.of(plan), memory)
+    places, mark = staging.send(Places.of(plan, group.row_ids(plan)).tensors, memory)
     return [BatchRows(part, unique, staging, memory, plan, Places(*places), mark) for part in group.embeddings]
 
 

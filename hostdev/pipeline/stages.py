@@ -345,7 +345,7 @@ class Stages:
         if self._after_update is None:
             return
         if not group.on_host:
-            where = [(one.table.block, part.there) for one in group.embeddings]
+            where = [one.table.where(part.there) for one in group.embeddings]
             self._after_update(flight, number, part.there, where)
         elif group.cache is not None and part.plan is not None:
             for ids, places in on_device(part.plan, group.cache.slots, part.rows):
@@ -425,7 +425,7 @@ class Stages:
         for number, (group, part) in enumerate(zip(self.groups, flight.groups, strict=True)):
             if group.on_host:
                 ids = part.ids if part.plan is None else part.plan.ids[part.plan.passed]
-                self._after_update(flight.number, number, ids, [(one.table.block, ids) for one in group.embeddings])
+                self._after_update(flight.number, number, ids, [one.table.where(ids) for one in group.embeddings])
 
 
 def ahead(

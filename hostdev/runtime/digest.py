@@ -1,6 +1,6 @@
 """`core.digest` of tables and of torch's modules, wherever they lie."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,12 +16,11 @@ from hostdev.parallel.state import DenseState
 class _Table(Protocol):
     name: str
     step: int
-    block: Any
-    row_slots: Any
-    optimizer: Any
 
     @property
     def total_rows(self) -> int: ...
+
+    def columns(self) -> Mapping[str, Any]: ...
 
 
 def state_sha256(tables: Iterable[_Table], dense: DenseState, ranks: Ranks | None = None) -> str:
@@ -47,9 +46,7 @@ def state_sha256(tables: Iterable[_Table], dense: DenseState, ranks: Ranks | Non
 
 def columns_of(table: _Table, ranks: Ranks | None = None) -> list[Column]:
     """Return a table's weights and slots; with other ranks all rows, on rank 0."""
-    found = [("weights", table.block[:, 0])]
-    found += [(name, table.block[:, 1 + i]) for i, name in enumerate(table.optimizer.slots)]
-    found += [(name, table.row_slots[:, i : i + 1]) for i, name in enumerate(table.optimizer.row_slots)]
+    found = table.columns().items()
     if ranks is not None:
         total = table.total_rows
         return [

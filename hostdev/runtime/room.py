@@ -9,8 +9,9 @@ from typing import NamedTuple
 from hostdev.cache.options import rows_of
 from hostdev.cache.planner import planner_bytes
 from hostdev.core.errors import UserError
-from hostdev.core.memory import gib, row_bytes
+from hostdev.core.memory import gib, row_bytes, table_bytes
 from hostdev.core.optimizers import SparseOptimizer
+from hostdev.core.table_dtypes import FP32
 from hostdev.runtime.spec import CacheSpec
 
 _MARKS = 3  # sets of rows while a checkpoint is saved: to be saved, of them not yet read, written since
@@ -23,6 +24,7 @@ class GroupSize(NamedTuple):
     tables: Sequence[tuple[int, SparseOptimizer]]  # columns and optimizer of each
     on_host: bool
     cache: CacheSpec | None = None
+    dtypes: Sequence[str] = ()  # of the weights of each, as the host stores them; none for float32
 
 
 def kept(groups: Iterable[GroupSize], *, depth: int, slots_on_host: bool, saves: bool) -> dict[str, int]:
@@ -37,7 +39,9 @@ def kept(groups: Iterable[GroupSize], *, depth: int, slots_on_host: bool, saves:
         if not group.on_host:
             continue
         whole = row_bytes(group.tables)[1]
-        parts["tables"] += group.rows * whole
+        for (dim, optimizer), dtype in zip(group.tables, group.dtypes or [FP32] * len(group.tables), strict=True):
+            slots, row_slots = len(optimizer.slots), len(optimizer.row_slots)
+            parts["tables"] += table_bytes(group.rows, dim, slots, row_slots, dtype)
         if depth:
             parts["claims of rows"] += group.rows
         if saves:

@@ -7,6 +7,7 @@ from typing import Any
 from hostdev.cache.options import WINDOW
 from hostdev.core.initializers import Initializer, Normal
 from hostdev.core.optimizers import SparseOptimizer
+from hostdev.core.table_dtypes import FP32, require_table_dtype
 
 POOLINGS = (None, "sum", "mean")
 DTYPES = ("float32", "bfloat16")
@@ -14,12 +15,16 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class TableSpec:
-    """A table that a model wants: its rows, its columns, its optimizer and its initial values."""
+    """A table that a model wants: its rows, its columns, its optimizer, its initial values and its weights' dtype."""
 
     rows: int
     dim: int
     optimizer: SparseOptimizer
     init: Initializer = Normal(0.01)
+    dtype: str = FP32
+
+    def __post_init__(self) -> None:
+        require_table_dtype(self.dtype, "of a model")
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def _room(
     if not is_accelerator(device):
         parts = 1 if ranks is None else ranks.size
         tables = sum(
-            table_bytes(spec.rows, spec.dim, len(spec.optimizer.slots), len(spec.optimizer.row_slots))
+            table_bytes(spec.rows, spec.dim, len(spec.optimizer.slots), len(spec.optimizer.row_slots), spec.dtype)
             for spec in model.tables.values()
         )
         plans = sum(planner_bytes(group.rows, group.rows) for group in groups)

@@ -1,6 +1,7 @@
 """From options to a model and its trainer; what `train`, `verify` and `advise` share."""
 
 import itertools
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes
 from hostdev.core.optimizers import optimizer_of
 from hostdev.core.progress import bar
+from hostdev.core.table_dtypes import FP32
 from hostdev.data import manifest
 from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest, read_counts
@@ -55,6 +57,8 @@ def model_of(settings: TrainConfig, schema: Schema) -> Model:
                 spec.optimizer.lr = settings.table_lr
             except ValueError as error:
                 raise UserError(f"--table-lr {settings.table_lr}: {error}") from None
+    if settings.table_dtype != FP32:
+        model.tables = {name: replace(spec, dtype=settings.table_dtype) for name, spec in model.tables.items()}
     return model
 
 
@@ -177,7 +181,8 @@ def warm_up_for(model: Model, batch: Batch, id_type: str, *, bf16: bool, cached:
         warm_up_planner(np.dtype(id_type))
         dtypes.add(np.dtype(np.int32))  # of the numbers of slots
     for dtype in dtypes:
-        warm_up(dtype)
+        for stored in {spec.dtype for spec in model.tables.values()}:
+            warm_up(dtype, stored)
     given = model.ids(batch)
     for name, feature in model.features.items():
         ids = given[name]

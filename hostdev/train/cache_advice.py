@@ -41,12 +41,14 @@ class Group:
     tables: tuple[tuple[int, SparseOptimizer], ...]  # columns and optimizer of each
     host: Costs = _UNKNOWN  # nanoseconds of a row's ways on the host
     unique: int = 0  # ids of a batch, about
+    dtypes: tuple[str, ...] = ()  # of the weights of each, as the host stores them; fp32 if none is said
 
     @classmethod
     def of(cls, model: Model, names: Sequence[str]) -> "Group":
         """Those of a model."""
         specs = [model.tables[name] for name in names]
-        return cls(tuple(names), specs[0].rows, tuple((spec.dim, spec.optimizer) for spec in specs))
+        return cls(tuple(names), specs[0].rows, tuple((spec.dim, spec.optimizer) for spec in specs),
+                   dtypes=tuple(spec.dtype for spec in specs))  # fmt: skip
 
     @property
     def passing(self) -> int:
@@ -216,7 +218,7 @@ def measured(model: Model, reader: ShardReader, size: int, seed: int) -> list[Gr
     found = []
     for group in groups:
         ids = [unique(ids_of(model, batch, group.names[0]))[0] for batch in batches]
-        host = host_costs(group.rows, group.tables, ids)
+        host = host_costs(group.rows, group.tables, ids, group.dtypes)
         found.append(replace(group, host=host, unique=max(map(len, ids), default=0)))
     return found
 

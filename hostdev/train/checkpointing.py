@@ -16,6 +16,7 @@ from hostdev.checkpoint.loading import newest_whole, values_of
 from hostdev.checkpoint.saving import Saving
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.progress import note
+from hostdev.core.table_dtypes import FP32
 from hostdev.data.manifest import FILE_NAME as DATA_MANIFEST
 from hostdev.data.manifest import Manifest
 from hostdev.parallel.ranks import SAVE, Ranks
@@ -29,10 +30,10 @@ KEEP = 3
 IN_EFFECT = ("emb_dim", "table_optimizer", "table_lr", "lr")  # of these, what the model makes of them
 FIXED = (
     "model", "emb_dim", "batch_size", "table_optimizer", "table_lr", "lr", "l2", "precision", "tf32", "seed",
-    "micro_batches", "gradients", "torch_threads", "shuffle_window",
+    "micro_batches", "gradients", "torch_threads", "shuffle_window", "table_dtype",
 )  # fmt: skip
 _BEFORE = {  # in files of before there were such options
-    "micro_batches": 1, "gradients": None, "torch_threads": None, "shuffle_window": 1,
+    "micro_batches": 1, "gradients": None, "torch_threads": None, "shuffle_window": 1, "table_dtype": FP32,
 }  # fmt: skip
 
 

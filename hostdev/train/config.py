@@ -12,6 +12,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import gib, parse_bytes
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.optimizers import OPTIMIZERS
+from hostdev.core.table_dtypes import FP32, TABLE_DTYPES
 from hostdev.parallel.mesh import SCHEDULES, mesh_of
 from hostdev.parallel.plan import plan_of
 
@@ -50,6 +51,12 @@ class TrainConfig:
     table_lr: float | None = _flag(
         "learning rate of the tables of vectors (their optimizer's)", kind=float, metavar="X"
     )
+    table_dtype: str = _flag(
+        "of the tables' weights as host memory stores them, rounded stochastically to bf16; slots are float32",
+        default=FP32,
+        kind=str,
+        choices=TABLE_DTYPES,
+    )
     lr: float | None = _flag("learning rate of the dense layers' Adam (the model's own)", kind=float, metavar="X")
     l2: str = _flag(
         "L2 on the deep table: none, on the batch's rows, or on the whole table",
@@ -58,7 +65,7 @@ class TrainConfig:
         choices=("none", "batch", "table"),
     )
     precision: str = _flag(
-        "of the dense layers' arithmetic; their weights, the last layer, the tables and the losses are float32",
+        "of the dense layers' arithmetic; their weights, the last layer, the rows and the losses are float32",
         default="fp32",
         kind=str,
         choices=("fp32", "bf16"),

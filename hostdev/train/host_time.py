@@ -5,7 +5,7 @@ from typing import Any
 
 from hostdev.cache.prices import Costs
 from hostdev.core.memory import row_bytes
-from hostdev.core.primitive import EmbeddingLookup
+from hostdev.core.primitive import UPDATES, EmbeddingLookup
 
 
 def host_costs_of(ops: Mapping[str, Mapping[str, Any]], tables: Sequence[Any]) -> Costs | None:
@@ -20,10 +20,10 @@ def host_costs_of(ops: Mapping[str, Mapping[str, Any]], tables: Sequence[Any]) -
     """
     looked_up = updated = 0.0
     for table in tables:
-        slots = len(table.optimizer.slots)
-        looked_up = max(looked_up, _per_byte(ops, EmbeddingLookup.name, table.name) * 2 * 4 * table.dim)
-        per_byte = _per_byte(ops, table.optimizer.primitive, table.name)
-        updated = max(updated, per_byte * 4 * table.dim * (1 + 2 * (1 + slots)))
+        per_byte = _per_byte(ops, EmbeddingLookup.name, table.name)
+        looked_up = max(looked_up, per_byte * EmbeddingLookup.row_bytes(table))
+        update = UPDATES[table.optimizer.primitive]
+        updated = max(updated, _per_byte(ops, update.name, table.name) * update.row_bytes(table))
     if not looked_up or not updated:
         return None
     passing, whole = row_bytes((table.dim, table.optimizer) for table in tables)

@@ -12,6 +12,7 @@ from hostdev.cache.prices import Costs
 from hostdev.core.initializers import Constant
 from hostdev.core.memory import available_bytes, row_bytes
 from hostdev.core.optimizers import SparseOptimizer
+from hostdev.core.table_dtypes import FP32
 from hostdev.host.table import HostTable
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.unique import unique
@@ -21,26 +22,28 @@ _ROUNDS = 7
 
 
 def host_costs(
-    rows: int, tables: Sequence[tuple[int, SparseOptimizer]], batches: Sequence[npt.NDArray[Any]]
+    rows: int, tables: Sequence[tuple[int, SparseOptimizer]], batches: Sequence[npt.NDArray[Any]],
+    dtypes: Sequence[str] = (),
 ) -> Costs:  # fmt: skip
     """Return the nanoseconds of a row of all tables: looked up and updated, read with its slots, overwritten with them.
 
     rows     V; of larger tables than 512 MiB, or a quarter of the free memory, there are fewer rows here
     tables   columns and optimizer of each
     batches  unique ids [U] of some batches
+    dtypes   of each table's weights; none for fp32
     """
     most = min(_MOST_BYTES, available_bytes() // 4)
     held = max(1, min(rows, most // row_bytes(tables)[1]))
     mine = [
-        HostTable(held, dim, optimizer, name=f"measured {number}", init=Constant())
-        for number, (dim, optimizer) in enumerate(tables)
+        HostTable(held, dim, optimizer, name=f"measured {number}", init=Constant(), dtype=dtype)
+        for number, ((dim, optimizer), dtype) in enumerate(zip(tables, dtypes or [FP32] * len(tables), strict=True))
     ]
     ids = [unique(batch % held)[0] for batch in batches if len(batch)]
     if not ids:
         return Costs(0, 0, 0)
     longest = max(map(len, ids))
     weights = [np.zeros((longest, table.dim), np.float32) for table in mine]
-    whole = [(np.zeros((longest, *table.block.shape[1:]), np.float32),
+    whole = [(np.zeros((longest, 1 + len(table.optimizer.slots), table.dim), np.float32),
               np.zeros((longest, table.row_slots.shape[1]), np.float32)) for table in mine]  # fmt: skip
 
     def passing(some: npt.NDArray[Any]) -> list[list[Task]]:

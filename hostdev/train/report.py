@@ -6,6 +6,7 @@ from typing import Any
 
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.core.memory import gib, table_bytes
+from hostdev.core.table_dtypes import FP32
 from hostdev.kernels.numa import in_words
 from hostdev.train.quality import Point, Quality
 from hostdev.train.rundir import CONFIG, CURVE, EVAL_LOG, LOSS_LOG, OPS_LOG, SUMMARY
@@ -37,7 +38,7 @@ def start_lines(
     return "\n".join([
         *([inexact] if config["staleness"] else []),
         f"data     {data}: {rows['train']:,} training and {rows['test']:,} test rows",
-        f"tables   {tables_line(tables.values())} of {place}",
+        f"tables   {tables_line(tables.values(), on_host=config['host_device_mix'])} of {place}",
         *map(_cache_line, caches),
         *([f"memory   {memory}"] if memory else []),
         f"dense    {arithmetic} on {device}; batch size {config['batch_size']:,}, {epochs}",
@@ -46,15 +47,22 @@ def start_lines(
     ])  # fmt: skip
 
 
-def tables_line(tables: Iterable[Any]) -> str:
+def tables_line(tables: Iterable[Any], *, on_host: bool = True) -> str:
     """Return names, shapes and optimizers of tables (or of what has these), and the bytes of all of them."""
     shapes = sorted(tables, key=lambda table: table.name)
     size = sum(
-        table_bytes(_rows(table), table.dim, len(table.optimizer.slots), len(table.optimizer.row_slots))
+        table_bytes(_rows(table), table.dim, len(table.optimizer.slots), len(table.optimizer.row_slots),
+                    table.dtype if on_host else FP32)
         for table in shapes
     )  # fmt: skip
-    each = [f"{table.name} {_rows(table):,} x {table.dim} ({type(table.optimizer).__name__})" for table in shapes]
+    each = [f"{table.name} {_rows(table):,} x {table.dim} ({kind(table)})" for table in shapes]
     return f"{', '.join(each)}: {gib(size)}"
+
+
+def kind(table: Any) -> str:
+    """Return a table's optimizer, and its weights' dtype unless that is float32."""
+    dtype = "" if table.dtype == FP32 else f", {table.dtype}"
+    return f"{type(table.optimizer).__name__}{dtype}"
 
 
 def _rows(table: Any) -> int:

@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_map
 
 from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, copied_bytes, gib, pinned_size, require_table, row_bytes
+from hostdev.core.table_dtypes import FP32
 from hostdev.data.batch import Batch
 from hostdev.device.backend import free_bytes, is_accelerator
 from hostdev.kernels.shards import range_of
@@ -45,7 +46,8 @@ def host_room(
         specs = [model.tables[name] for name in names]
         start, stop = (0, specs[0].rows) if part is None else range_of(specs[0].rows, *part)
         own = cache if isinstance(cache, CacheSpec | None) else next((cache[n] for n in names if n in cache), None)
-        sizes.append(room.GroupSize(stop - start, [(spec.dim, spec.optimizer) for spec in specs], True, own))
+        shapes, dtypes = [(spec.dim, spec.optimizer) for spec in specs], [spec.dtype for spec in specs]
+        sizes.append(room.GroupSize(stop - start, shapes, True, own, dtypes))
     parts = room.kept(sizes, depth=depth, slots_on_host=not is_accelerator(device), saves=saves)
     found = Room(available_bytes(), parts)
     room.require(parts, found.free)
@@ -65,7 +67,8 @@ def require_room(
         return 0
     for name, spec in sorted(tables.items()):
         start, stop = (0, spec.rows) if part is None else range_of(spec.rows, *part)
-        free -= require_table(name, stop - start, spec.dim, spec.optimizer, free, where)
+        dtype = spec.dtype if host_device_mix else FP32
+        free -= require_table(name, stop - start, spec.dim, spec.optimizer, free, where, dtype)
     return free
 
 

@@ -146,9 +146,9 @@ class Trainer:
         for name, spec in model.tables.items():
             shape = (spec.rows, spec.dim, spec.optimizer)
             self.tables[name] = (
-                self.server.add(HostTable(*shape, name=name, seed=seed, init=spec.init, part=part))
+                self.server.add(HostTable(*shape, name=name, seed=seed, init=spec.init, part=part, dtype=spec.dtype))
                 if host_device_mix
-                else DeviceTable(*shape, device, name=name, seed=seed, init=spec.init)
+                else DeviceTable(*shape, device, name=name, seed=seed, init=spec.init, dtype=spec.dtype)
             )
         features = {name: self._feature(feature) for name, feature in model.features.items()}
         self.runtime = Runtime(

@@ -8,6 +8,7 @@ from hostdev import FTRL, SGD, Adagrad, EmbeddingCache, HostTable, LazyAdam, Row
 from hostdev.cache import cache as cache_module
 from hostdev.cache.planner import renumber
 from hostdev.cache.slots import DeviceSlots, Places
+from hostdev.core.table_dtypes import TABLE_DTYPES
 from hostdev.device import backend, ops
 from hostdev.device.ops import torch_operations
 from tests.device import twins
@@ -22,15 +23,16 @@ ROWS = 300
     [LazyAdam(), FTRL(), SGD(), Adagrad(), RowWiseAdagrad()],
     ids=lambda optimizer: type(optimizer).__name__,
 )
-def test_rows_go_in_and_out_and_lose_no_update(device, optimizer, dim, operations, monkeypatch):
+@pytest.mark.parametrize("dtype", TABLE_DTYPES)
+def test_rows_go_in_and_out_and_lose_no_update(device, optimizer, dim, operations, dtype, monkeypatch):
     if operations == "torch" and device.type == "cpu":
         monkeypatch.setattr(ops, "host_kernels", torch_operations)
         monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: torch.from_numpy(np.sqrt(x.numpy())))  # correctly rounded
     if operations == "kernels" and device.type == "standin":
         twins.register()
     monkeypatch.setattr(ops, "FUSED", {device.type} if operations == "kernels" else set())
-    plain = HostTable(ROWS, dim, optimizer, name="t")
-    table = HostTable(ROWS, dim, optimizer, name="t")
+    plain = HostTable(ROWS, dim, optimizer, name="t", dtype=dtype)
+    table = HostTable(ROWS, dim, optimizer, name="t", dtype=dtype)
     cache = EmbeddingCache(table, 40, device=device, window=0)
     on_device = cache.slots[0]
     rng = np.random.default_rng(dim)
@@ -39,7 +41,7 @@ def test_rows_go_in_and_out_and_lose_no_update(device, optimizer, dim, operation
         grads = rng.standard_normal((len(ids), dim), dtype=np.float32)
         cache.announce(ids, inverse)
         plan = cache.plan()
-        at = Places(*(part.to(device) for part in Places.of(plan)))
+        at = Places(*(part.to(device) for part in Places.of(plan, plan.cached).tensors))
         width = 1 + len(optimizer.slots)
         admitted = np.empty((len(plan.admitted), width, dim), np.float32)
         row_slots = np.empty((len(plan.admitted), len(optimizer.row_slots)), np.float32)
@@ -50,28 +52,28 @@ def test_rows_go_in_and_out_and_lose_no_update(device, optimizer, dim, operation
         order = plan.order
         np.testing.assert_array_equal(rows.cpu(), plain.lookup(ids[order]))
         np.testing.assert_array_equal(ids[order][renumber(inverse, plan.places)], ids[inverse])
-        scalars = table.begin_step()
+        step = table.begin_step()
         there = torch.from_numpy(grads[order]).to(device)
         skip = torch.ones((), device=device)
-        on_device.update(at, torch.full_like(there, torch.nan), *sent, scalars, skip)
-        on_device.update(at, there, *sent, scalars, skip.zero_())
+        on_device.update(at, torch.full_like(there, torch.nan), *sent, step, skip)
+        on_device.update(at, there, *sent, step, skip.zero_())
         passing = on_device.passed(at, there)
         np.testing.assert_array_equal(plan.admitted_slots[len(plan.admitted) - len(plan.evicted) :], plan.evicted_slots)
         left = on_device.exchange(at, len(plan.evicted), *sent)
         cache.stepped(plan, 0, lambda: None)
         cache.left(plan, 0)
-        table.update(ids[plan.passed], passing.cpu().numpy(), scalars)
+        table.update(ids[plan.passed], passing.cpu().numpy(), step)
         table.write_rows(plan.evicted, *(part.cpu().numpy() for part in left))
         plain.update(ids, grads)
     assert cache.planner.statistics.evicted > 0
     cache.write_back()
-    np.testing.assert_array_equal(table.block, plain.block)
-    np.testing.assert_array_equal(table.row_slots, plain.row_slots)
+    for name, values in plain.columns().items():
+        np.testing.assert_array_equal(table.columns()[name][:], values[:])
 
 
 def test_writing_back_in_parts(monkeypatch):
     monkeypatch.setattr(cache_module, "_AT_ONCE_BYTES", 100)
-    test_rows_go_in_and_out_and_lose_no_update(torch.device("cpu"), LazyAdam(), 5, "kernels", monkeypatch)
+    test_rows_go_in_and_out_and_lose_no_update(torch.device("cpu"), LazyAdam(), 5, "kernels", "fp32", monkeypatch)
 
 
 @pytest.mark.parametrize(("optimizer", "width"), [(LazyAdam(), 3), (SGD(), 1), (RowWiseAdagrad(), 1)])

@@ -83,6 +83,26 @@ def test_a_run_goes_on_in_any_mode(device, trained, small_data, tmp_path, steps,
     assert logs(tmp_path / "run") == logs(tmp_path / "plain")
 
 
+@pytest.mark.slow_on_standin
+def test_bfloat16_weights_go_on_in_any_mode(device, trained, small_data, tmp_path, capsys):
+    """Its checkpoints are exact, and say what they are of; those of host and of device tables are alike."""
+    options = lambda name, *more: small(small_data, name, "--table-dtype", "bf16", *more, device=device)  # noqa: E731
+    code, printed, _ = trained(*options("plain", *MIX, "--checkpoint-every", 5))
+    assert code == 0
+    assert "4 (LazyAdam, bf16)" in printed
+    assert trained(*options("run", *CACHE, "--checkpoint-every", 2, "--max-steps", 9))[0] == 0
+    assert trained(*options("run", "--checkpoint-every", 2, "--max-steps", 13, "--resume"))[0] == 0  # on the device
+    assert trained(*options("run", *MIX, "--pipeline-depth", 0, "--checkpoint-every", 3, "--resume"))[0] == 0
+    assert logs(tmp_path / "run") == logs(tmp_path / "plain")
+    for command, told in ((["diff", "run/checkpoints", "plain/checkpoints"], "equal\n"),
+                          (["verify", "run/checkpoints"], "whole"), (["info", "run/checkpoints"], "weights bf16"),
+                          (["compact", "run/checkpoints"], "")):  # fmt: skip
+        assert cli.run(checkpoint.PROG, checkpoint.main, command) == 0
+        assert told in capsys.readouterr().out
+    assert trained(*options("run", *MIX, "--resume"))[0] == 0  # from the compacted one
+    assert logs(tmp_path / "run") == logs(tmp_path / "plain")
+
+
 def test_three_groups_with_bags_and_early_stop(trained, films, tmp_path):
     model = [*OWN, "--early-stop", 1]
     options = ["--data", films, "--batch-size", 200, "--epochs", 6, "--device", "cpu", *model]
@@ -223,6 +243,7 @@ def test_another_model_or_data_set_is_refused(trained, small_data, own_data, tmp
     before = (tmp_path / "run/loss.log").read_text()
     for more, message in (
         (["--emb-dim", 8], "was trained with --emb-dim 4, not --emb-dim 8"),
+        (["--table-dtype", "bf16"], "was trained with --table-dtype fp32, not --table-dtype bf16"),
         (["--seed", 1], "was trained with --seed 2020, not --seed 1"),
         (["--shuffle-window", 2], "was trained with --shuffle-window 1, not --shuffle-window 2"),
         (["--table-lr", 0.5], "was trained with no --table-lr, not --table-lr 0.5"),

@@ -11,7 +11,7 @@ from hostdev.checkpoint import checkpoints, folder
 from hostdev.checkpoint.loading import verify
 from hostdev.core.checksums import HashedFile
 from tests.conftest import environment
-from tests.runtime.cases import BodyError, Case, batches_of, differing
+from tests.runtime.cases import BF16, BodyError, Case, batches_of, differing
 
 BATCHES = batches_of(12)
 OPTIONS = {
@@ -73,6 +73,32 @@ def test_tables_on_the_device_and_on_the_host_share_checkpoints(device, tmp_path
     last = Case(device, options={"cache": "30%"})
     assert go_on(last, tmp_path / "d") == 8
     assert differing(last.train(BATCHES[8:]).state(), expected) == []
+
+
+@pytest.mark.parametrize("then", [{"on_device": ("users", "items", "first")}, {"options": {"cache": "30%"}}])
+def test_bfloat16_weights_go_on_as_they_were_rounded(device, tmp_path, then):
+    """With the seed of the rounding, whatever the new tables' is; other dtypes are refused before anything changes."""
+    expected = Case(device, bf16=BF16).train(BATCHES).state()
+    case = Case(device, bf16=BF16, options=OPTIONS["depth 2"])
+    for number, (label, rows) in enumerate(case.loop(BATCHES), 1):
+        case.step(label, rows)
+        if number in (2, 5):
+            case.runtime.save(tmp_path / "c", extra={**extra_of(case), "batches": number})
+    assert differing(case.state(), expected) == []
+    other = Case(device, bf16=BF16, seed=9, **then)
+    assert go_on(other, tmp_path / "c") == 5
+    assert differing(other.train(BATCHES[5:]).state(), expected) == []
+    for wrong, message in (
+        (
+            Case(device),
+            "was trained with the weights of table '.*' in bf16, not in fp32; make the table with dtype=.bf16",
+        ),
+        (Case(device, bf16=(*BF16, "first")), "the weights of table 'first' in fp32, not in bf16"),
+    ):
+        before = wrong.state()
+        with pytest.raises(UserError, match=message):
+            wrong.runtime.load(tmp_path / "c")
+        assert differing(wrong.state(), before) == []
 
 
 def test_learning_rates_come_back(tmp_path):

@@ -48,7 +48,7 @@ def test_rows_to_columns(rows, dim, slots):
 def read_all(snapshot, table, step, ids=True):
     """All wanted rows by range: {row: (its vectors, its single values)}."""
     found = {}
-    S, D, R = table.block.shape[1], table.dim, table.row_slots.shape[1]
+    (_, S, D), R = table.storage.shape, table.row_slots.shape[1]
     for first in range(0, table.rows, step):
         last = min(table.rows, first + step)
         rows = snapshot.rows_between(first, last)
@@ -63,11 +63,13 @@ def read_all(snapshot, table, step, ids=True):
 
 @pytest.mark.parametrize("optimizer", [LazyAdam, FTRL, RowWiseAdagrad])
 @pytest.mark.parametrize("limit", [1, 1 << 30])
-def test_a_snapshot_is_of_its_moment(optimizer, limit):
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_snapshot_is_of_its_moment(optimizer, limit, dtype):
     """Somebody writes rows all the time; what is read is what was there. With next to no room the writer waits."""
-    table = HostTable(3000, 5, optimizer(), name="t", seed=1)
+    table = HostTable(3000, 5, optimizer(), name="t", seed=1, dtype=dtype)
     changes = table.note_changes()
-    before = [(table.block[row].tobytes(), table.row_slots[row].tobytes()) for row in range(table.rows)]
+    block = table.storage.taken(np.arange(table.rows))
+    before = [(block[row].tobytes(), table.row_slots[row].tobytes()) for row in range(table.rows)]
     budget = Budget(limit)
     snapshot = changes.begin(budget, everything=True)
     stop, rng = threading.Event(), np.random.default_rng(2)
@@ -86,7 +88,8 @@ def test_a_snapshot_is_of_its_moment(optimizer, limit):
         budget.close()
         writer.join()
     assert [found[row] for row in range(table.rows)] == before
-    assert any(table.block[row].tobytes() != before[row][0] for row in range(table.rows))
+    after = table.storage.taken(np.arange(table.rows))
+    assert any(after[row].tobytes() != before[row][0] for row in range(table.rows))
     assert budget._used == 0
 
 

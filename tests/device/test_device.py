@@ -15,6 +15,7 @@ from hostdev import (
     Runtime,
     UserError,
 )
+from hostdev.core.table_dtypes import TABLE_DTYPES
 from hostdev.device import backend
 from hostdev.device import table as table_module
 from hostdev.device.clock import EventClock, clock_for
@@ -39,17 +40,17 @@ def steps(dim, count=6):
 
 @pytest.mark.parametrize("dim", [1, 3, 80])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
-def test_a_device_table_equals_a_host_table_to_the_bit(device, optimizer, dim):
-    host = HostTable(500, dim, optimizer, name="t", seed=4)
-    other = DeviceTable(500, dim, optimizer, device, name="t", seed=4)
+@pytest.mark.parametrize("dtype", TABLE_DTYPES)
+def test_a_device_table_equals_a_host_table_to_the_bit(device, optimizer, dim, dtype):
+    host = HostTable(500, dim, optimizer, name="t", seed=4, dtype=dtype)
+    other = DeviceTable(500, dim, optimizer, device, name="t", seed=4, dtype=dtype)
     np.testing.assert_array_equal(other.weights.cpu(), host.weights)
     for ids, grads in steps(dim):
         host.update(ids, grads)
         other.update(torch.from_numpy(ids).to(device), torch.from_numpy(grads).to(device))
         np.testing.assert_array_equal(other.lookup(torch.from_numpy(ids).to(device)).cpu(), host.lookup(ids))
-    np.testing.assert_array_equal(other.block.cpu(), host.block)
-    for name, values in host.slots.items():
-        np.testing.assert_array_equal(other.slots[name].cpu(), values)
+    for name, values in host.columns().items():
+        np.testing.assert_array_equal(other.columns()[name].cpu(), values[:])
     assert other.step == host.step
     assert other.sum_of_squares() == host.sum_of_squares()
 
@@ -198,3 +199,15 @@ def test_the_device_clock(device):
         clock.drain(wait=True)
     assert len(times) == 1
     assert times[0] > 0
+
+
+def test_a_device_table_of_bfloat16_values_takes_only_these(device):
+    table = DeviceTable(10, 4, LazyAdam(), device, name="t", dtype="bf16")
+    block, none = np.full((2, 3, 4), np.float32(1.2345678)), np.empty((2, 0), np.float32)
+    before = table.block.cpu()
+    with pytest.raises(ValueError, match="round them before"):
+        table.write_rows(np.array([1, 2]), block, none)
+    assert torch.equal(table.block.cpu(), before)
+    block[:, 0] = 1.5
+    table.write_rows(np.array([1, 2]), block, none)
+    np.testing.assert_array_equal(table.block[1:3].cpu(), block)

@@ -181,19 +181,21 @@ def test_the_public_surface():
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @pytest.mark.parametrize("dim", [1, 80])
-def test_rows_at_positions(dtype, dim):
+@pytest.mark.parametrize("stored", ["fp32", "bf16"])
+def test_rows_at_positions(dtype, dim, stored):
     """Rows go to, and gradients come from, the rows of a larger array; nothing else is touched."""
     rng = np.random.default_rng(dim)
-    split, whole = (HostTable(3000, dim, LazyAdam(), name="t") for _ in range(2))
+    split, whole = (HostTable(3000, dim, LazyAdam(), name="t", dtype=stored) for _ in range(2))
     ids = rng.permutation(3000)[:2000].astype(dtype)
     grads = rng.standard_normal((2000, dim), dtype=np.float32)
     order = rng.permutation(2000).astype(np.int32)
     first, rest = np.sort(order[:700]), np.sort(order[700:])
-    scalars = split.begin_step()
+    step = split.begin_step()
     for part in (first, rest):
-        split.update(ids[part], grads, scalars, part)
+        split.update(ids[part], grads, step, part)
     whole.update(ids, grads)
-    assert np.array_equal(split.block, whole.block)
+    for name, values in whole.columns().items():
+        assert np.array_equal(split.columns()[name][:], values[:])
     out = np.full((2000, dim), np.nan, np.float32)
     split.lookup(ids[first], out, first)
     assert np.array_equal(out[first], whole.weights[ids[first]])
@@ -250,3 +252,65 @@ def test_tasks_check_the_shape_of_what_they_write(table):
     with pytest.raises(ValueError, match="C-contiguous"):
         table.update_tasks(np.array([1, 2]), np.ones((4, 2), np.float32).T)
     assert table.step == 0
+
+
+def test_bfloat16_weights_are_what_can_be_read_and_written():
+    """Two bytes each; read as float32, exactly; written where they are exact; the view that cannot be is a copy."""
+    table = HostTable(50, 6, LazyAdam(), name="t", seed=2, dtype="bf16")
+    assert table.storage.nbytes == memory.table_bytes(50, 6, 2, dtype="bf16") == 50 * 6 * (2 + 2 * 4)
+    plain = HostTable(50, 6, LazyAdam(), name="t", seed=2)
+    table.apply(np.arange(50), np.ones((50, 6), np.float32))
+    weights = table.weights
+    assert not (weights.view(np.uint32) & np.uint32(0xFFFF)).any()
+    np.testing.assert_array_equal(table.lookup(np.arange(50)), weights)
+    with pytest.raises(ValueError, match="read-only"):
+        weights[3] = 1
+    with pytest.raises(TypeError, match="table 't' stores weights as bfloat16, apart from its slots; use read_rows"):
+        table.block  # noqa: B018
+    table.slots["m"][4] = 1.2345678
+    ids = np.array([4, 9, 0])
+    block, none = np.empty((3, 3, 6), np.float32), np.empty((3, 0), np.float32)
+    table.read_rows(ids, block, none)
+    np.testing.assert_array_equal(block[:, 0], weights[ids])
+    assert (block[0, 1] == np.float32(1.2345678)).all()
+    table.write_rows(np.array([1, 2, 3]), block, none)
+    np.testing.assert_array_equal(table.lookup([1, 2, 3]), weights[ids])
+    before = table.storage.bits.copy()
+    with pytest.raises(ValueError, match="round them before"):
+        table.write_rows(ids, plain.block[:3], none)
+    np.testing.assert_array_equal(table.storage.bits, before)
+    assert plain.dtype == "fp32"
+    with pytest.raises(ValueError, match="table 't': the dtype of its weights is one of fp32, bf16, not 'fp16'"):
+        HostTable(5, 6, LazyAdam(), name="t", dtype="fp16")
+
+
+def test_a_bfloat16_table_says_what_it_needs(monkeypatch):
+    monkeypatch.setattr(table_module, "available_bytes", lambda: 9_999)
+    message = r"needs 100 rows x 10 x \(2 \+ 2 slots x 4\) = 10000 bytes"
+    with pytest.raises(UserError, match=message):
+        HostTable(100, 10, LazyAdam(), name="deep", dtype="bf16")
+    monkeypatch.setattr(table_module, "available_bytes", lambda: 10_000)
+    table = HostTable(100, 10, LazyAdam(), name="deep", dtype="bf16")
+    monkeypatch.setattr(table_module, "available_bytes", lambda: 3_999)
+    with pytest.raises(UserError, match="a float32 copy of its weights needs 3.9 KiB, but .*; look up the rows that"):
+        table.weights  # noqa: B018
+
+
+@pytest.mark.parametrize("optimizer", [LazyAdam(), FTRL(), SGD(), RowWiseAdagrad()], ids=str)
+def test_bfloat16_rows_of_several_ranks_are_those_of_one(optimizer):
+    """Rows are rounded by their ids, wherever they lie."""
+    rows, ranks = 101, 3
+    whole = HostTable(rows, 5, optimizer, name="t", seed=1, dtype="bf16")
+    parts = [HostTable(rows, 5, optimizer, name="t", seed=1, part=(rank, ranks), dtype="bf16") for rank in range(ranks)]
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        grads = rng.standard_normal((rows, 5), dtype=np.float32)
+        chosen = rng.random(rows) < 0.5
+        whole.update(np.flatnonzero(chosen), grads[chosen])
+        for part in parts:
+            ids = part.ids(0, part.rows)
+            here = np.flatnonzero(chosen[ids])
+            np.testing.assert_array_equal(part.row_ids(here.astype(np.int32)), ids[here])
+            part.update(here, grads[ids[here]])
+    for part in parts:
+        np.testing.assert_array_equal(part.weights, whole.weights[part.ids(0, part.rows)])

@@ -1,5 +1,6 @@
 """Every optimizer through HostTable.apply: the NumPy twin to the bit, golden vectors, threads, convergence."""
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hostdev.core.optimizers import FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad
+from hostdev.core.table_dtypes import TABLE_DTYPES, rounding_key
 from hostdev.host.table import HostTable
 from hostdev.kernels import stream
 from hostdev.kernels.pool import set_host_threads
@@ -28,10 +30,11 @@ OPTIMIZERS = {
 GOLDEN = sorted((Path(__file__).parent.parent / "golden").glob("*.npz"))
 
 
-def apply_to_both(optimizer, rows, dim, batches, threads):
+def apply_to_both(optimizer, rows, dim, batches, threads, dtype="fp32"):
     set_host_threads(threads)
-    table = HostTable(rows, dim, optimizer, name="t", seed=3)
-    twin = naive.Table(table.weights, optimizer)
+    table = HostTable(rows, dim, optimizer, name="t", seed=3, dtype=dtype)
+    rounding = functools.partial(rounding_key, 3, "t") if dtype == "bf16" else None
+    twin = naive.Table(table.weights, optimizer, rounding)
     for ids, grads in batches:
         table.apply(ids, grads)
         twin.apply(ids, grads)
@@ -48,14 +51,15 @@ def assert_equal(table, twin):
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("dim", [1, 3, 80, 128])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_matches_the_naive_twin_to_the_bit(name, dim, threads, monkeypatch):
+@pytest.mark.parametrize("dtype", TABLE_DTYPES)
+def test_matches_the_naive_twin_to_the_bit(name, dim, threads, dtype, monkeypatch):
     monkeypatch.setattr(stream, "_PART", 190)
     rng = np.random.default_rng(dim)
     batches = []
     for n, ids in [(2000, 600), (0, 1), (1, 1), (700, 3), (1500, 600)]:
         grads = (rng.standard_normal((n, dim)) * 10.0 ** rng.integers(-8, 3, (n, 1))).astype(np.float32)
         batches.append((rng.integers(0, ids, n).astype(rng.choice([np.int32, np.int64])), grads))
-    assert_equal(*apply_to_both(OPTIMIZERS[name], 600, dim, batches, threads))
+    assert_equal(*apply_to_both(OPTIMIZERS[name], 600, dim, batches, threads, dtype))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -87,13 +91,16 @@ def test_a_failure_inside_ends_the_call_and_the_pool_lives_on(at, monkeypatch):
 
 
 @settings(deadline=None, max_examples=200)
-@given(data=st.data(), name=st.sampled_from(sorted(OPTIMIZERS)), dim=st.integers(1, 70), rows=st.integers(1, 40))
-def test_random_batches(data, name, dim, rows):
+@given(
+    data=st.data(), name=st.sampled_from(sorted(OPTIMIZERS)), dim=st.integers(1, 70), rows=st.integers(1, 40),
+    dtype=st.sampled_from(TABLE_DTYPES),
+)  # fmt: skip
+def test_random_batches(data, name, dim, rows, dtype):
     ids = data.draw(st.lists(st.integers(0, rows - 1), max_size=60))
     seed = data.draw(st.integers(0, 2**32 - 1))
     grads = np.random.default_rng(seed).standard_normal((len(ids), dim), dtype=np.float32)
     batches = [(np.array(ids, np.int64), grads), (np.array(ids[::-1], np.int32), grads)]
-    assert_equal(*apply_to_both(OPTIMIZERS[name], rows, dim, batches, data.draw(st.integers(1, 4))))
+    assert_equal(*apply_to_both(OPTIMIZERS[name], rows, dim, batches, data.draw(st.integers(1, 4)), dtype))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -176,9 +183,10 @@ def test_a_wrong_hyperparameter_is_named(make):
         make()
 
 
+@pytest.mark.parametrize("dtype", TABLE_DTYPES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_nan_stays_visible(name):
-    table = HostTable(3, 2, OPTIMIZERS[name], name="t")
+def test_nan_stays_visible(name, dtype):
+    table = HostTable(3, 2, OPTIMIZERS[name], name="t", dtype=dtype)
     table.apply([1], np.full((1, 2), np.nan, np.float32))
     assert np.isnan(table.weights[1]).all()
 

@@ -96,6 +96,13 @@ def test_two_processes_come_to_the_bits_of_one(alone, processes, small_data, sta
         assert told in launcher.out
 
 
+def test_two_processes_round_bfloat16_weights_as_one(alone, processes, small_data):
+    own = (*SMALL, "--table-dtype", "bf16")
+    first, _ = trained(processes, spawned, small_data, *own, *CACHED)
+    assert first == alone(small_data, *own)
+    assert first.sha256 != alone(small_data, *SMALL).sha256
+
+
 @pytest.mark.slow
 def test_groups_of_tables_and_bags(alone, processes, films):
     own = ("--model", "tests.own_models:ThreeTables", "--emb-dim", 3)

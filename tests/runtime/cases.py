@@ -22,6 +22,7 @@ OPTIMIZERS = {
     "words": lambda: hostdev.RowWiseAdagrad(lr=0.1),
 }
 CACHES = [None, "20%", {"items": "100%", "users": hostdev.CacheSpec(5, "lru")}]
+BF16 = ("users", "items", "words")  # "first", which shares its ids with "items", stays float32
 CPU = torch.device("cpu")
 overlapped = pytest.mark.parametrize(("depth", "cache"), [(0, None), (0, "20%"), (1, None), (2, "20%"), (4, CACHES[2])])
 
@@ -39,12 +40,13 @@ def sgd():
     return hostdev.SGD(lr=0.3)
 
 
-def tables_of(device, optimizer=None, on_device=()):
-    """Tables by name; those named in `on_device` lie there."""
+def tables_of(device, optimizer=None, on_device=(), bf16=(), seed=3):
+    """Tables by name; those named in `on_device` lie there, and of those in `bf16` the weights are so."""
     made = {}
     for name, rows in ROWS.items():
         own = optimizer() if optimizer else OPTIMIZERS[name]()
-        arguments = {"name": name, "seed": 3, "init": hostdev.Normal(0.5)}
+        dtype = "bf16" if name in bf16 else "fp32"
+        arguments = {"name": name, "seed": seed, "init": hostdev.Normal(0.5), "dtype": dtype}
         if name in on_device:
             made[name] = DeviceTable(rows, COLUMNS[name], own, device, **arguments)
         else:
@@ -111,6 +113,8 @@ class Case:
     device: torch.device = CPU
     optimizer: object = None
     on_device: tuple = ()
+    bf16: tuple = ()
+    seed: int = 3
     options: dict = field(default_factory=dict)  # of the runtime
     adam: dict = field(default_factory=dict)  # of the dense side's optimizer
     tables: dict = None
@@ -118,7 +122,7 @@ class Case:
     losses: list = field(default_factory=list)
 
     def __post_init__(self):
-        self.tables = self.tables or tables_of(self.device, self.optimizer, self.on_device)
+        self.tables = self.tables or tables_of(self.device, self.optimizer, self.on_device, self.bf16, self.seed)
         self.runtime = Runtime(features_of(self.tables), device=self.device, **self.options)
         self.model = Model().to(self.device)
         self.adam = torch.optim.Adam(self.model.parameters(), lr=0.02, **self.adam)

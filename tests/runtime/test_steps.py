@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import hostdev
-from tests.runtime.cases import CACHES, ROWS, Case, Twin, batches_of, differing, loss_of, send, sgd, tables_state
+from tests.runtime.cases import BF16, CACHES, ROWS, Case, Twin, batches_of, differing, loss_of, send, sgd, tables_state
 
 SETTINGS = [(depth, cache) for depth in (0, 1, 2) for cache in CACHES]
 overlapped = pytest.mark.parametrize(("depth", "cache"), SETTINGS)
@@ -27,6 +27,23 @@ def test_a_batch_without_backward_changes_nothing(device, depth, cache):
             case.step(label, rows)
     assert differing(case.state(), wanted.state()) == []
     assert case.tables["users"].step == 6
+
+
+@overlapped
+@pytest.mark.parametrize("on_device", [(), pytest.param(("users", "items", "first"), marks=pytest.mark.slow)])
+def test_bfloat16_weights_beside_others(device, depth, cache, on_device):
+    """Groups of host tables and of device tables, a float32 table in a group, a batch that takes no step."""
+    if on_device and isinstance(cache, dict):
+        pytest.skip("a cache of tables that lie on the device")
+    batches = batches_of(8)
+    wanted = Case(device, bf16=BF16, options={"depth": 0}).train(b for n, b in enumerate(batches) if n != 4)
+    case = Case(device, bf16=BF16, on_device=on_device, options={"depth": depth, "cache": cache})
+    for label, rows in case.loop(batches):
+        if rows.step != 5:
+            case.step(label, rows)
+    assert differing(case.state(), wanted.state()) == []
+    weights = np.asarray(case.tables["words"].weights)
+    assert not (weights.view(np.uint32) & np.uint32(0xFFFF)).any()
 
 
 def test_batches_that_are_all_skipped(device):

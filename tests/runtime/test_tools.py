@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from tests.runtime.cases import CACHES, Case, Twin, batches_of, differing, loss_of, send, sgd, tables_state
+from tests.runtime.cases import BF16, CACHES, Case, Twin, batches_of, differing, loss_of, send, sgd, tables_state
 
 FUSED = pytest.mark.parametrize("fused", [False, True])
 
@@ -53,7 +53,8 @@ def test_a_scaler_changes_no_bit(device, fused):
 
 @FUSED
 @pytest.mark.parametrize("where", ["dense", "rows", "a row alone"])
-def test_a_step_that_overflows_is_skipped(device, fused, where):
+@pytest.mark.parametrize("bf16", [(), BF16], ids=["", "bf16"])
+def test_a_step_that_overflows_is_skipped(device, fused, where, bf16):
     """The dense side and the tables, whichever has the gradient that is not finite; the scale is lowered."""
     batches = batches_of(6)
 
@@ -66,9 +67,10 @@ def test_a_step_that_overflows_is_skipped(device, fused, where):
             return loss + (rows["words"] * 3e38)[0, 0]
         return loss + (case.model.top.weight * 3e38).sum()
 
-    wanted = Case(device, adam={"fused": fused}).train(b for n, b in enumerate(batches) if n not in (0, 3)).state()
+    options = {"adam": {"fused": fused}, "bf16": bf16}
+    wanted = Case(device, **options).train(b for n, b in enumerate(batches) if n not in (0, 3)).state()
     for cache in CACHES[:2]:
-        case = Case(device, adam={"fused": fused}, options={"cache": cache})
+        case = Case(device, **options, options={"cache": cache})
         scaler = scaler_of(device, 2.0**10)
         scaled(case, batches, scaler, spoil=spoil)
         assert differing(case.state(), wanted) == []

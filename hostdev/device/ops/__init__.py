@@ -99,6 +99,15 @@ class Ops(Protocol):
         admitted   float32 [A, 1 + S, D], admitted_row_slots float32 [A, R]; None for none
         """
 
+    def round_rows(self, block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int) -> None:
+        """Round the weights of rows to what bfloat16 can represent, in place, as `kernels.rounding.round_rows`.
+
+        block    float32 [any, 1 + S, D]
+        ids      int32 or int64 [U], unique, rows of the block; None for the first ones
+        row_ids  int32 or int64 [U], their ids in the table
+        key      64 bits, of the table's step
+        """
+
     def exchange(
         self,
         block: Tensor,

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from hostdev.device.ops.uses import FeatureUses
-from hostdev.kernels import bags
+from hostdev.kernels import bags, rounding
 from hostdev.kernels.apply import apply_rows
+from hostdev.kernels.buffers import identity
 from hostdev.kernels.gather import gather_scaled
 from hostdev.kernels.lookup import lookup as look_up
 from hostdev.kernels.lookup import store
@@ -90,6 +91,12 @@ def update(
     if admitted is not None and admitted_row_slots is not None:
         here, theirs = np.arange(len(admitted), dtype=np.int32), grads[len(ids) :].numpy()
         apply_rows(primitive, admitted.numpy(), admitted_row_slots.numpy(), here, theirs, scalars)
+
+
+def round_rows(block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int) -> None:
+    """See `Ops`."""
+    at = identity(len(row_ids)) if ids is None else ids.numpy()
+    rounding.round_rows(block.numpy(), at, row_ids.numpy(), key)
 
 
 def exchange(

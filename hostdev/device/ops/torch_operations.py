@@ -14,6 +14,9 @@ from torch import Tensor
 
 from hostdev.device.ops.uses import FeatureUses, bag_of_each, end_to_end, sizes_of
 from hostdev.kernels.adagrad import LANES
+from hostdev.kernels.rounding import WEYL
+
+_LOW32 = 0xFFFFFFFF
 
 
 def lookup(block: Tensor, ids: Tensor) -> Tensor:
@@ -196,6 +199,50 @@ _TWINS: dict[str, Callable[..., None]] = {
     "FusedSparseRowWiseAdagrad": _row_wise_adagrad,
     "FusedSparseSGD": _sgd,
 }
+
+
+def round_rows(block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int) -> None:
+    """See `Ops`."""
+    if not len(row_ids):
+        return
+    held = block[: len(row_ids)] if ids is None else block.index_select(0, ids)
+    bits = held[:, 0].contiguous().view(torch.int32).long() & _LOW32
+    sums = bits + _random_bits(row_ids.long(), block.shape[2], key)
+    kept = sums & 0xFFFF0000
+    kept = torch.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, kept)
+    signed = torch.where(kept >= 1 << 31, kept - (1 << 32), kept)
+    rounded = signed.to(torch.int32).view(torch.float32)
+    if ids is None:
+        block[: len(row_ids), 0].copy_(rounded)
+    else:
+        held[:, 0] = rounded
+        block.index_copy_(0, ids.long(), held)
+
+
+def _random_bits(row_ids: Tensor, dim: int, key: int) -> Tensor:
+    """Return the 16 random bits of each column of rows int64 [U], int64 [U, D]; `kernels.rounding` has the rules.
+
+    Unsigned numbers of 64 bits are signed here: sums and products wrap, and a shift to the right is masked.
+    """
+    x = (row_ids ^ _signed(key)) + _signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
+    x = x ^ _shifted(x, 31)
+    low, high = (x & _LOW32).unsqueeze(1), _shifted(x, 32).unsqueeze(1)
+    steps = torch.arange((dim + 1) // 2, device=row_ids.device) * WEYL & _LOW32
+    y = low ^ steps
+    y = ((y ^ (y >> 16)) * 0x7FEB352D) & _LOW32
+    y = ((y ^ (y >> 15)) * _signed(0x846CA68B)) & _LOW32
+    y = (y ^ (y >> 16)) ^ high
+    return torch.stack([y & 0xFFFF, y >> 16], 2).view(len(row_ids), -1)[:, :dim]
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    return (x >> by) & ((1 << 64 - by) - 1)
 
 
 def exchange(

@@ -70,6 +70,11 @@ def update(
     way.update(primitive, block, row_slots, ids, grads, scalars, skip, admitted, admitted_row_slots)
 
 
+def round_rows(block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int) -> None:
+    """See `Ops`; in torch's operations on integers."""
+    torch_operations.round_rows(block, ids, row_ids, key)
+
+
 def exchange(
     block: Tensor, row_slots: Tensor, slots: Tensor, leaving: int, admitted: Tensor, admitted_row_slots: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,314 @@
+"""How a table's rows lie in host memory: as float32, or their weights as bfloat16. What is read of them is float32.
+
+V rows, D columns, S optimizer slots of D values a row and R of one; N ids, int32 or int64, trusted to be in [0, V).
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.core.initializers import Initializer
+from hostdev.core.optimizers import SparseOptimizer
+from hostdev.core.table_dtypes import BF16, FP32, TableStep, rounding_key
+from hostdev.kernels import rounding
+from hostdev.kernels.apply import apply_tasks, apply_uses
+from hostdev.kernels.bits import copy_to_columns, gather_rows
+from hostdev.kernels.buffers import aligned_empty
+from hostdev.kernels.init import fill_constant
+from hostdev.kernels.lookup import lookup_tasks, store_tasks
+from hostdev.kernels.norm import partial_squares
+from hostdev.kernels.numa import interleave
+from hostdev.kernels.pool import Task
+from hostdev.kernels.rounding import Bfloat16Rows
+from hostdev.kernels.shards import inverse_of
+
+Rows = npt.NDArray[np.float32]
+Ids = npt.NDArray[Any]
+Positions = npt.NDArray[np.int32]
+
+_FILLED = 1 << 20  # rows of a part at a time
+_FILLED_BYTES = 1 << 26  # of rows that are rounded, as float32
+
+
+class Shape:
+    """What a storage is made for.
+
+    rows       V, here
+    first      the position of the first of them among all `total` rows
+    is_part    they are those of a rank, at its positions (`kernels.shards`)
+    ids        returns the ids of the rows [start, stop) here
+    """
+
+    def __init__(
+        self, rows: int, dim: int, optimizer: SparseOptimizer, first: int, total: int, is_part: bool,
+        ids: Callable[[int, int], npt.NDArray[np.int64]],
+    ) -> None:  # fmt: skip
+        self.rows, self.dim, self.optimizer = rows, dim, optimizer
+        self.first, self.total, self.is_part, self.ids = first, total, is_part, ids
+        self.slots = np.array(list(optimizer.slots.values()), np.float32)
+
+    def row_slots(self) -> Rows:
+        """Return the initial slots of one value a row."""
+        return np.tile(np.array(list(self.optimizer.row_slots.values()), np.float32), (self.rows, 1))
+
+
+class Storage(Protocol):
+    """A table's rows. What is to be done to them comes as tasks, as in `HostTable`."""
+
+    dtype: str
+    row_slots: Rows  # [V, R]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """V, 1 + S, D."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+
+    def weights(self) -> Rows:
+        """Return all weights: a view, or a copy that is read-only."""
+
+    def column(self, number: int) -> Any:
+        """Return what is read of the weights, 0, or of a slot of D values: slices and rows by id, float32."""
+
+    def slot(self, number: int) -> Rows:
+        """Return a view of a slot of D values, [V, D]."""
+
+    def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
+        """Copy weights to out [N, D]."""
+
+    def read_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
+        """Copy rows to block [N, 1 + S, D] and row_slots [N, R]."""
+
+    def write_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
+        """Overwrite rows; ValueError for what cannot be stored."""
+
+    def update_tasks(self, ids: Ids, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
+        """Take an optimizer step on unique rows."""
+
+    def apply(self, ids: Ids, grads: Rows, step: TableStep) -> None:
+        """Sum the gradients of each id and take an optimizer step on its row."""
+
+    def partial_squares(self) -> npt.NDArray[np.float64]:
+        """Return the sums of squares of the weights, as `kernels.norm`."""
+
+    def copy_to_columns(self, start: int, stop: int, first: int, ids: Ids | None, columns: Rows) -> None:
+        """Copy rows to columns [1 + S, N, D], as `kernels.bits.copy_to_columns`."""
+
+    def taken(self, ids: Ids) -> Rows:
+        """Return copies of rows, [N, 1 + S, D]; other Python threads go on meanwhile."""
+
+
+class Float32:
+    """A row's weights and slots in one stretch: block [V, 1 + S, D]."""
+
+    dtype = FP32
+
+    def __init__(self, name: str, shape: Shape, seed: int, init: Initializer) -> None:
+        self._optimizer = shape.optimizer
+        rows = shape.rows
+        self.block: Rows = interleave(aligned_empty((rows, 1 + len(shape.slots), shape.dim)))
+        if not shape.is_part:
+            init.fill(self.block, seed, name, shape.slots)
+        else:
+            for first in range(0, rows, _FILLED):
+                stop = first + _FILLED
+                init.fill(self.block[first:stop], seed, name, shape.slots, ids=shape.ids(first, stop))
+        self.row_slots = shape.row_slots()
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """See `Storage`."""
+        V, planes, D = self.block.shape
+        return V, planes, D
+
+    @property
+    def nbytes(self) -> int:
+        """See `Storage`."""
+        return self.block.nbytes + self.row_slots.nbytes
+
+    def weights(self) -> Rows:
+        """See `Storage`."""
+        return self.block[:, 0]
+
+    def column(self, number: int) -> Any:
+        """See `Storage`."""
+        return self.block[:, number]
+
+    def slot(self, number: int) -> Rows:
+        """See `Storage`."""
+        return self.block[:, 1 + number]
+
+    def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
+        """See `Storage`."""
+        return lookup_tasks(self.block, ids, out, positions)
+
+    def read_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
+        """See `Storage`."""
+        tasks = lookup_tasks(_flat(self.block)[:, None], ids, _flat(block), positions)
+        return tasks + _read_row_slots(self.row_slots, ids, row_slots, positions)
+
+    def write_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
+        """See `Storage`."""
+        tasks = store_tasks(_flat(self.block), ids, _flat(block), positions)
+        return tasks + _write_row_slots(self.row_slots, ids, row_slots, positions)
+
+    def update_tasks(self, ids: Ids, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
+        """See `Storage`."""
+        primitive = self._optimizer.primitive
+        return apply_tasks(primitive, self.block, self.row_slots, ids, grads, step.scalars, positions)
+
+    def apply(self, ids: Ids, grads: Rows, step: TableStep) -> None:
+        """See `Storage`."""
+        apply_uses(self._optimizer.primitive, self.block, self.row_slots, ids, grads, step.scalars)
+
+    def partial_squares(self) -> npt.NDArray[np.float64]:
+        """See `Storage`."""
+        return partial_squares(self.block)
+
+    def copy_to_columns(self, start: int, stop: int, first: int, ids: Ids | None, columns: Rows) -> None:
+        """See `Storage`."""
+        copy_to_columns(start, stop, first, ids, self.block, columns)
+
+    def taken(self, ids: Ids) -> Rows:
+        """See `Storage`."""
+        return taken(self.block, ids)
+
+
+class Bfloat16:
+    """Weights uint16 [V, D], the bits of bfloat16 numbers, and slots float32 [V, S, D].
+
+    New weights are rounded by `kernels.rounding`, by the row's id: of a part, that among all rows.
+    """
+
+    dtype = BF16
+
+    def __init__(self, name: str, shape: Shape, seed: int, init: Initializer) -> None:
+        self._name, self._optimizer, rows, dim = name, shape.optimizer, shape.rows, shape.dim
+        self._where = (shape.first, inverse_of(shape.total), shape.total) if shape.is_part else (0, 0, shape.total)
+        self.bits: npt.NDArray[np.uint16] = interleave(aligned_empty((rows, dim), np.uint16))
+        self.slots: Rows = interleave(aligned_empty((rows, len(shape.slots), dim)))
+        step = max(1, _FILLED_BYTES // (4 * dim))
+        values, none = np.empty((min(step, rows), 1, dim), np.float32), np.empty(0, np.float32)
+        for first in range(0, rows, step):
+            part = values[: min(step, rows - first)]
+            where: dict[str, Any] = {"first_row": first}
+            if shape.is_part:
+                where = {"ids": shape.ids(first, first + len(part))}
+            init.fill(part, seed, name, none, **where)
+            rounding.round_into(part, self.bits[first : first + len(part)], rounding_key(seed, name, 0), **where)
+        if len(shape.slots):
+            fill_constant(self.slots, shape.slots[0], shape.slots[1:])
+        self.row_slots = shape.row_slots()
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """See `Storage`."""
+        V, S, D = self.slots.shape
+        return V, 1 + S, D
+
+    @property
+    def nbytes(self) -> int:
+        """See `Storage`."""
+        return self.bits.nbytes + self.slots.nbytes + self.row_slots.nbytes
+
+    def weights(self) -> Rows:
+        """See `Storage`."""
+        found = Widened(self.bits)[:]
+        found.flags.writeable = False
+        return found
+
+    def column(self, number: int) -> Any:
+        """See `Storage`."""
+        return self.slots[:, number - 1] if number else Widened(self.bits)
+
+    def slot(self, number: int) -> Rows:
+        """See `Storage`."""
+        return self.slots[:, number]
+
+    def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
+        """See `Storage`."""
+        return lookup_tasks(self.bits[:, None], ids, out, positions)
+
+    def read_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
+        """See `Storage`."""
+        tasks = rounding.read_tasks(self.bits, self.slots, ids, block, positions)
+        return tasks + _read_row_slots(self.row_slots, ids, row_slots, positions)
+
+    def write_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
+        """See `Storage`."""
+        rounding.require_bfloat16(block if positions is None else block[positions], self._name)
+        tasks = rounding.write_tasks(self.bits, self.slots, ids, block, positions)
+        return tasks + _write_row_slots(self.row_slots, ids, row_slots, positions)
+
+    def update_tasks(self, ids: Ids, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
+        """See `Storage`."""
+        primitive, rows = self._optimizer.primitive, self._rows_at(step)
+        return apply_tasks(primitive, rows, self.row_slots, ids, grads, step.scalars, positions)
+
+    def apply(self, ids: Ids, grads: Rows, step: TableStep) -> None:
+        """See `Storage`."""
+        apply_uses(self._optimizer.primitive, self._rows_at(step), self.row_slots, ids, grads, step.scalars)
+
+    def _rows_at(self, step: TableStep) -> Bfloat16Rows:
+        assert step.rounding is not None
+        return Bfloat16Rows.of(self.bits, self.slots, step.rounding, self._where)
+
+    def partial_squares(self) -> npt.NDArray[np.float64]:
+        """See `Storage`."""
+        return partial_squares(self.bits[:, None])
+
+    def copy_to_columns(self, start: int, stop: int, first: int, ids: Ids | None, columns: Rows) -> None:
+        """See `Storage`."""
+        copy_to_columns(start, stop, first, ids, self.bits[:, None], columns[:1])
+        copy_to_columns(start, stop, first, ids, self.slots, columns[1:])
+
+    def taken(self, ids: Ids) -> Rows:
+        """See `Storage`."""
+        out = np.empty((len(ids), *self.shape[1:]), np.float32)
+        rounding.read_here(self.bits, self.slots, ids, out)
+        return out
+
+
+class Widened:
+    """Bits of bfloat16 numbers [V, D], of which slices and rows by id are read as float32."""
+
+    def __init__(self, bits: npt.NDArray[np.uint16]) -> None:
+        self._bits = bits
+        self.shape = bits.shape
+
+    def __len__(self) -> int:
+        return len(self._bits)
+
+    def __getitem__(self, rows: Any) -> Rows:
+        found = self._bits[rows].astype(np.uint32)
+        found <<= np.uint32(16)
+        widened: Rows = found.view(np.float32)
+        return widened
+
+
+def _flat(block: Rows) -> Rows:
+    return block.reshape(len(block), block.shape[1] * block.shape[2])
+
+
+def _read_row_slots(held: Rows, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
+    return lookup_tasks(held[:, None], ids, out, positions) if held.shape[1] else []
+
+
+def _write_row_slots(held: Rows, ids: Ids, values: Rows, positions: Positions | None) -> list[Task]:
+    return store_tasks(held, ids, values, positions) if held.shape[1] else []
+
+
+def taken(values: Rows, ids: Ids) -> Rows:
+    """Return values[ids], of float32 [any, ...]; other Python threads go on meanwhile."""
+    out = np.empty((len(ids), *values.shape[1:]), np.float32)
+    if out.size:
+        width = out.size // len(ids)
+        gather_rows(values.reshape(len(values), width), ids, out.reshape(len(ids), width))
+    return out
+
+
+STORAGES: dict[str, type[Float32] | type[Bfloat16]] = {FP32: Float32, BF16: Bfloat16}

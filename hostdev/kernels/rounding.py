@@ -1,0 +1,297 @@
+"""Weights as bfloat16: stochastic rounding by counter-based random numbers, and optimizers on rows that are stored so.
+
+A new weight, whose exact value lies between two bfloat16 numbers, becomes the upper or the lower one, with the
+probability that makes the mean right; a step far smaller than the distance of the two is not lost, as it would be to
+the nearest one. bits(rounded) = (bits(x) + r) with its low 16 bits cleared, r in [0, 2^16) (Gupta et al., "Deep
+Learning with Limited Numerical Precision", ICML 2015; Zamirai et al., "Revisiting BFloat16 Training", 2020). What
+bfloat16 has stays as it is, infinities among them; NaN becomes the quiet NaN.
+
+r is a pure function of (key of the table's step, the row's id, the column): half of a 32-bit hash for each pair of
+columns. It depends on no thread, order, rank or place of the row.
+
+V rows of the table, D its dimension, S its optimizer slots of D values, R of one value.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import types, uint16, uint32, uint64
+from numba.extending import overload
+
+from hostdev.kernels.bfloat16 import to_float32
+from hostdev.kernels.counter import hashed, mix32
+from hostdev.kernels.jit import inline, kernel, prefetch_to_read, prefetch_update
+from hostdev.kernels.pool import Task, grain_of, parallel_for, tasks_over
+from hostdev.kernels.shards import id_at
+
+Ids = npt.NDArray[Any]
+Rows = npt.NDArray[np.float32]
+Bfloat16 = npt.NDArray[np.uint16]
+
+WEYL = 0x9E3779B9  # apart of the counters of two pairs of columns
+_AHEAD = 8  # rows
+
+
+class Bfloat16Rows(NamedTuple):
+    """Rows whose weights are stored as bfloat16: what an optimizer's kernel takes in place of a block.
+
+    weights  bfloat16 [V, D]
+    slots    float32 [V, S, D]
+    steps    from `steps_of`
+    key      64 bits, of the table's step
+    first    the position of the first row here, of all `total` rows, where ids are numbers of a rank's rows
+    inverse  as in `shards.id_at`; 0: ids are the rows' own
+    """
+
+    weights: Bfloat16
+    slots: Rows
+    steps: npt.NDArray[np.uint32]
+    key: np.uint64
+    first: np.uint64
+    inverse: np.uint64
+    total: np.uint64
+
+    @classmethod
+    def of(cls, weights: Bfloat16, slots: Rows, key: int, where: tuple[int, int, int]) -> "Bfloat16Rows":
+        """Those of a table at a step; where = (first, inverse, total)."""
+        first, inverse, total = map(np.uint64, where)
+        return cls(weights, slots, steps_of(weights.shape[1]), np.uint64(key), first, inverse, total)
+
+
+@functools.cache
+def steps_of(dim: int) -> npt.NDArray[np.uint32]:
+    """Return the counters of each pair of columns, [ceil(D / 2)]."""
+    return np.arange((dim + 1) // 2, dtype=np.uint32) * np.uint32(WEYL)
+
+
+@inline
+def _draw(key: Any, row_id: Any, steps: Any, words: Any) -> None:
+    """Fill words uint32 [ceil(D / 2)] with the random numbers of a row: the low half is that of the even column."""
+    word = hashed(key, row_id)
+    low, high = uint32(word), uint32(word >> uint64(32))
+    for pair in range(np.uint64(len(words))):
+        words[pair] = uint32(mix32(uint32(low ^ steps[pair])) ^ high)
+
+
+@inline
+def _rounded_bits(bits: Any, r: Any) -> Any:
+    """The 16 bits to which a float32 of these bits is rounded by r."""
+    kept = uint32(uint32(bits + uint32(r)) >> uint32(16))
+    return uint16(0x7FC0) if (bits & uint32(0x7FFFFFFF)) > uint32(0x7F800000) else uint16(kept)
+
+
+@kernel
+def _round_rows(start: Any, stop: Any, ids: Any, row_ids: Any, key: Any, steps: Any, block: Any) -> None:
+    D = np.uint64(block.shape[2])
+    bits = block.view(np.uint32)
+    words = np.empty(len(steps), np.uint32)
+    random = words.view(np.uint16)
+    for i in range(np.uint64(start), np.uint64(stop)):
+        _draw(key, np.uint64(row_ids[i]), steps, words)
+        weights = bits[np.uint64(ids[i]), 0]
+        for j in range(D):
+            weights[j] = uint32(uint32(_rounded_bits(weights[j], random[j])) << uint32(16))
+
+
+@kernel
+def _round_into(
+    start: Any, stop: Any, first_row: Any, ids: Any, key: Any, steps: Any, values: Any, out: Any
+) -> None:  # fmt: skip
+    D = np.uint64(values.shape[2])
+    bits = values.view(np.uint32)
+    words = np.empty(len(steps), np.uint32)
+    random = words.view(np.uint16)
+    for i in range(np.uint64(start), np.uint64(stop)):
+        _draw(key, np.uint64(first_row) + i if ids is None else np.uint64(ids[i]), steps, words)
+        weights, to = bits[i, 0], out[i]
+        for j in range(D):
+            to[j] = _rounded_bits(weights[j], random[j])
+
+
+def round_rows(block: Rows, ids: Ids, row_ids: Ids, key: int) -> None:
+    """Round the weights of rows in place, in float32.
+
+    block    float32 [any, 1 + S, D], C-contiguous
+    ids      int32 or int64 [U], unique, rows of the block
+    row_ids  int32 or int64 [U], the ids of these rows in their table
+    key      64 bits, of the table's step
+    """
+    args = ids, row_ids, np.uint64(key), steps_of(block.shape[2]), block
+    parallel_for(_round_rows, len(ids), *args, grain=grain_of(block.strides[0]))
+
+
+def round_into(values: Rows, out: Bfloat16, key: int, *, first_row: int = 0, ids: Ids | None = None) -> None:
+    """Round weights float32 [N, 1, D] of the rows first_row, ..., or of `ids`, int64 [N], into bfloat16 [N, D]."""
+    args = np.int64(first_row), ids, np.uint64(key), steps_of(out.shape[1]), values, out
+    parallel_for(_round_into, len(values), *args, grain=grain_of(values.strides[0]))
+
+
+def require_bfloat16(block: Rows, table: str) -> None:
+    """ValueError unless bfloat16 can represent the weights of rows float32 [N, 1 + S, D], C-contiguous, of a table."""
+    if not _are_bfloat16(block):
+        raise ValueError(
+            f"table {table!r} has weights that bfloat16 can represent, and some that are to be written are not; round "
+            "them before, as torch's weights.bfloat16().float()"
+        )
+
+
+@kernel
+def _are_bfloat16(block: Any) -> Any:
+    bits = block.view(np.uint32)
+    for i in range(np.uint64(len(block))):
+        weights, lost = bits[i, 0], uint32(0)
+        for j in range(np.uint64(len(weights))):
+            lost |= weights[j] & uint32(0xFFFF)
+        if lost:
+            return False
+    return True
+
+
+def scratch_of(block: Any) -> Any:
+    """What `weights_at` needs of memory, in a kernel: for each range of rows."""
+    raise NotImplementedError("compiled only")
+
+
+def weights_at(block: Any, row: Any, scratch: Any) -> Any:
+    """The weights of a row, float32 [D], to be changed: where they are, or a copy that `keep_weights` stores."""
+    raise NotImplementedError("compiled only")
+
+
+def slot_at(block: Any, row: Any, number: Any) -> Any:
+    """An optimizer slot of a row, float32 [D], to be changed where it is."""
+    raise NotImplementedError("compiled only")
+
+
+def keep_weights(block: Any, row: Any, scratch: Any) -> None:
+    """Store the weights of a row that have been changed."""
+    raise NotImplementedError("compiled only")
+
+
+def prefetch_row(block: Any, ids: Any, i: Any, stop: Any) -> None:
+    """Ask the cache for the row that the update of item i + 8 of [.., stop) will write."""
+    raise NotImplementedError("compiled only")
+
+
+@overload(scratch_of, inline="always")
+def _scratch_of(block: Any) -> Any:
+    def none(block: Any) -> Any:
+        return None
+
+    def of_a_row(block: Any) -> Any:
+        return np.empty(block.weights.shape[1], np.float32), np.empty(len(block.steps), np.uint32)
+
+    return none if isinstance(block, types.Array) else of_a_row
+
+
+@overload(weights_at, inline="always")
+def _weights_at(block: Any, row: Any, scratch: Any) -> Any:
+    def there(block: Any, row: Any, scratch: Any) -> Any:
+        return block[row, 0]
+
+    def widen(block: Any, row: Any, scratch: Any) -> Any:
+        stored, own = block.weights[row], scratch[0]
+        for j in range(len(own)):
+            own[j] = to_float32(stored[j])
+        return own
+
+    return there if isinstance(block, types.Array) else widen
+
+
+@overload(slot_at, inline="always")
+def _slot_at(block: Any, row: Any, number: Any) -> Any:
+    def in_block(block: Any, row: Any, number: Any) -> Any:
+        return block[row, 1 + number]
+
+    def in_slots(block: Any, row: Any, number: Any) -> Any:
+        return block.slots[row, number]
+
+    return in_block if isinstance(block, types.Array) else in_slots
+
+
+@overload(keep_weights, inline="always")
+def _keep_weights(block: Any, row: Any, scratch: Any) -> Any:
+    def nothing(block: Any, row: Any, scratch: Any) -> None:
+        pass
+
+    def round_back(block: Any, row: Any, scratch: Any) -> None:
+        own, words = scratch
+        position = row + block.first
+        row_id = id_at(position, block.inverse, block.total) if block.inverse else position
+        _draw(block.key, row_id, block.steps, words)
+        bits, random, stored = own.view(np.uint32), words.view(np.uint16), block.weights[row]
+        for j in range(len(own)):
+            stored[j] = _rounded_bits(bits[j], random[j])
+
+    return nothing if isinstance(block, types.Array) else round_back
+
+
+@overload(prefetch_row, inline="always")
+def _prefetch_row(block: Any, ids: Any, i: Any, stop: Any) -> Any:
+    def of_block(block: Any, ids: Any, i: Any, stop: Any) -> None:
+        prefetch_update(block, ids, i, stop)
+
+    def of_both(block: Any, ids: Any, i: Any, stop: Any) -> None:
+        ahead = i + np.uint64(_AHEAD)
+        if ahead < np.uint64(stop):
+            prefetch_to_read(block.weights, ids[ahead], block.weights.strides[0])
+            prefetch_to_read(block.slots, ids[ahead], block.slots.shape[1] * block.slots.shape[2] * 4)
+
+    return of_block if isinstance(block, types.Array) else of_both
+
+
+@kernel
+def _read(start: Any, stop: Any, ids: Any, positions: Any, weights: Any, slots: Any, out: Any) -> None:
+    planes = np.uint64(slots.shape[1])
+    for i in range(np.uint64(start), np.uint64(stop)):
+        ahead = i + np.uint64(_AHEAD)
+        if ahead < np.uint64(stop):
+            prefetch_to_read(weights, ids[ahead], weights.shape[1] * 2)
+            prefetch_to_read(slots, ids[ahead], slots.shape[1] * slots.shape[2] * 4)
+        row, at = np.uint64(ids[i]), np.uint64(i if positions is None else positions[i])
+        source, to = weights[row], out[at, 0]
+        for j in range(np.uint64(len(source))):
+            to[j] = to_float32(source[j])
+        for s in range(planes):
+            slot, out_slot = slots[row, s], out[at, s + np.uint64(1)]
+            for j in range(np.uint64(len(slot))):
+                out_slot[j] = slot[j]
+
+
+@kernel
+def _write(start: Any, stop: Any, ids: Any, positions: Any, weights: Any, slots: Any, values: Any) -> None:
+    planes, bits = np.uint64(slots.shape[1]), values.view(np.uint32)
+    for i in range(np.uint64(start), np.uint64(stop)):
+        row, at = np.uint64(ids[i]), np.uint64(i if positions is None else positions[i])
+        source, to = bits[at, 0], weights[row]
+        for j in range(np.uint64(len(to))):
+            to[j] = uint16(source[j] >> uint32(16))
+        for s in range(planes):
+            given, slot = values[at, s + np.uint64(1)], slots[row, s]
+            for j in range(np.uint64(len(slot))):
+                slot[j] = given[j]
+
+
+def read_tasks(
+    weights: Bfloat16, slots: Rows, ids: Ids, out: Rows, positions: npt.NDArray[np.int32] | None = None
+) -> list[Task]:
+    """Return the tasks that copy rows with their slots: out[i], or out[positions[i]], is the row ids[i].
+
+    weights  bfloat16 [V, D], slots float32 [V, S, D]
+    ids      int32 or int64 [N]
+    out      float32 [N, 1 + S, D], or [any, 1 + S, D]
+    """
+    return tasks_over(_read, len(ids), ids, positions, weights, slots, out, grain=grain_of(out.strides[0]))
+
+
+def read_here(weights: Bfloat16, slots: Rows, ids: Ids, out: Rows) -> None:
+    """Do what `read_tasks` returns, in this thread."""
+    _read(0, len(ids), ids, None, weights, slots, out)
+
+
+def write_tasks(
+    weights: Bfloat16, slots: Rows, ids: Ids, values: Rows, positions: npt.NDArray[np.int32] | None = None
+) -> list[Task]:
+    """Return the tasks that overwrite rows with what bfloat16 can represent: the way back from `read_tasks`."""
+    return tasks_over(_write, len(ids), ids, positions, weights, slots, values, grain=grain_of(values.strides[0]))
