@@ -109,13 +109,17 @@ class ParquetTable:
             with pq.ParquetFile(path) as file:
                 ends = np.cumsum([file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)])
                 first = int(np.searchsorted(ends, offset, "right"))  # the group with that row
-                groups = list(range(first, len(ends)))
                 row = int(ends[first - 1]) if first else 0
-                for batch in file.iter_batches(CHUNK_ROWS, row_groups=groups, columns=list(used)):
-                    part = batch.slice(max(0, offset - row))
-                    row += len(batch)
-                    if len(part):
-                        yield Part(part, row, int(len(part) * each))
+                while first < len(ends):  # some groups at a time: the reader keeps what it has read of its groups
+                    last = int(np.searchsorted(ends, row + CHUNK_ROWS)) + 1
+                    for batch in file.iter_batches(
+                        CHUNK_ROWS, row_groups=list(range(first, min(last, len(ends)))), columns=list(used)
+                    ):
+                        part = batch.slice(max(0, offset - row))
+                        row += len(batch)
+                        if len(part):
+                            yield Part(part, row, int(len(part) * each))
+                    first = last
         except (pa.ArrowException, OSError) as error:
             raise UserError(f"{path}: the Parquet file is broken ({error})") from None
 

@@ -1,6 +1,6 @@
 """Values to ids: a vocabulary counted on the training rows, or a hash that needs none."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ Ids = npt.NDArray[np.int64]
 TextOf = Callable[[Ids], pa.Array]
 
 _WRITTEN_AT_ONCE = 1 << 20  # rows of the vocabulary's file
+_AT_ONCE = 1 << 20  # values
 _ID_BYTES = 8  # of each value, once they are numbered
 _MARGIN = 1.03  # of what is estimated, see kernels/cardinality.py
 
@@ -98,15 +99,22 @@ class Vocabulary:
         for oov, (name, values) in enumerate(
             zip(self._layout.spaces, self._values, strict=True), len(self._layout.dense)
         ):
-            kept = values.uses > self._threshold
-            size = int(np.count_nonzero(kept))
-            ids = np.full(len(kept) + 1, oov, np.int64)  # the last is for values never seen: found at -1
-            ids[:-1][kept] = np.arange(first, first + size)
+            size = 0
+            ids = np.full(len(values.uses) + 1, oov, np.int64)  # the last is for values never seen: found at -1
+            for kept in self._kept(values):
+                ids[kept] = np.arange(first + size, first + size + len(kept))
+                size += len(kept)
             self._ids.append(ids)
             spaces.append(Space(name, oov, first, size))
             first += size
         self.schema = Schema(self._layout.label, self._layout.dense, self._layout.columns, tuple(spaces), first)
         return self.schema
+
+    def _kept(self, values: Any) -> Iterator[Ids]:
+        """Iterate over the numbers of the values that get ids, some at a time: they may be hundreds of millions."""
+        uses = values.uses
+        for start in range(0, len(uses), _AT_ONCE):
+            yield start + np.flatnonzero(uses[start : start + _AT_ONCE] > self._threshold)
 
     def ids(self, space: int, keys: Any) -> Ids:
         """Return the ids of values [N] of a space, once they are assigned; several threads may call."""
@@ -120,7 +128,8 @@ class Vocabulary:
             [("field", pa.dictionary(pa.int32(), pa.string())), ("value", pa.string()), ("count", pa.int64())]
         )
         fixed = len(names)
-        rare = [int(values.uses[values.uses <= self._threshold].sum()) for values in self._values]
+        rare = [int(values.uses.sum()) - sum(int(values.uses[kept].sum()) for kept in self._kept(values))
+                for values in self._values]  # fmt: skip
         counts = np.array([rows] * len(self._layout.dense) + rare, np.int64)
         waiting: list[tuple[npt.NDArray[Any], pa.Array, Ids]] = [
             (np.arange(fixed), pa.nulls(fixed, pa.string()), counts)
@@ -136,14 +145,14 @@ class Vocabulary:
 
             room = _WRITTEN_AT_ONCE - fixed
             for space, values in zip(self.schema.spaces, self._values, strict=True):
-                kept = np.flatnonzero(values.uses > self._threshold)
-                while len(kept):
-                    some, kept = kept[:room], kept[room:]
-                    waiting.append((np.full(len(some), space.oov), values.texts(some), values.uses[some]))
-                    room -= len(some)
-                    if room == 0:
-                        write()
-                        room = _WRITTEN_AT_ONCE
+                for kept in self._kept(values):
+                    while len(kept):
+                        some, kept = kept[:room], kept[room:]
+                        waiting.append((np.full(len(some), space.oov), values.texts(some), values.uses[some]))
+                        room -= len(some)
+                        if room == 0:
+                            write()
+                            room = _WRITTEN_AT_ONCE
             if waiting:
                 write()
 
