@@ -68,7 +68,7 @@ def test_what_is_kept_for_rows_is_what_is_allocated(runtime):
         GroupSize(77, [(2, RowWiseAdagrad())], True, dtypes=["bf16"]),
         GroupSize(10**9, [(1, LazyAdam())], False),  # on the device
     ]
-    parts = kept(sizes, depth=2, slots_on_host=True, saves=True)
+    parts = kept(sizes, depth=2, slots_on_host=True, uses=100, copies=1 << 20)
     assert parts["tables"] == sum(table.storage.nbytes for table in tables)
     assert parts["claims of rows"] == 1077
     assert parts["cached rows"] == cache.nbytes
@@ -81,7 +81,9 @@ def test_what_is_kept_for_rows_is_what_is_allocated(runtime):
         for bits in (one.touched, snapshot.wanted, snapshot._pending)
     )
     assert abs(marks - parts["marks of changes"]) <= 3 * 3 * 8  # whole words
-    assert set(kept(sizes, depth=0, slots_on_host=False, saves=False)) == {"tables", "the cache's plan"}
+    assert parts["batches on their way"] == 4 * 2 * 100 * 16 + 24 * 100 * (4 + 16)  # rows and gradients; ids
+    assert parts["copies for checkpoints"] == 2 * parts["tables"]
+    assert set(kept(sizes, depth=0, slots_on_host=False)) == {"tables", "the cache's plan"}
 
 
 def test_a_runtime_is_refused_before_it_allocates(runtime, monkeypatch):
@@ -94,8 +96,8 @@ def test_a_training_is_refused_before_its_tables_are_there(monkeypatch):
     """Each table fits, and all of them, but not what else is kept of their rows."""
     model = SimpleNamespace(tables={"a": TableSpec(1000, 8, LazyAdam())}, features={"f": Feature("a")})
     tables = 1000 * 8 * 3 * 4
-    how = {"device": torch.device("cpu"), "depth": 2, "saves": True}
-    for free, part in ((tables + 1000 + 3 * 125, None), (tables // 2 + 500 + 3 * 63, (1, 2))):
+    how = {"device": torch.device("cpu"), "depth": 2, "uses": 0, "saves": True}
+    for free, part in ((3 * tables + 1000 + 3 * 125, None), (3 * tables // 2 + 500 + 3 * 63, (1, 2))):
         monkeypatch.setattr(room, "available_bytes", lambda free=free: free)
         found = room.host_room(model, None, part, **how)
         assert sum(found.parts.values()) == found.free == free

@@ -14,6 +14,7 @@ from hostdev.core.errors import UserError
 from hostdev.host.changes import Budget
 from hostdev.kernels.bits import count_bits
 
+SAVING_BYTES = 576 << 20  # in all: those, and buffers of a file each
 COPIES_BYTES = 384 << 20  # of rows that training changes before they are saved; with the buffers less than 1 GiB
 
 

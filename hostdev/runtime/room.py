@@ -1,6 +1,6 @@
 """What a training keeps in the host's memory for its tables' rows, part by part, before it is allocated.
 
-These parts grow with the tables. What batches on their way, dense layers and evaluations take beside does not.
+What the program itself takes, dense layers and evaluations are not among them: these do not grow with the tables.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +14,7 @@ from hostdev.core.optimizers import SparseOptimizer
 from hostdev.core.table_dtypes import FP32
 from hostdev.runtime.spec import CacheSpec
 
+_USE_BYTES = 24  # its id as it came, that among the unique ones, and where it is among these
 _MARKS = 3  # sets of rows while a checkpoint is saved: to be saved, of them not yet read, written since
 
 
@@ -27,29 +28,37 @@ class GroupSize(NamedTuple):
     dtypes: Sequence[str] = ()  # of the weights of each, as the host stores them; none for float32
 
 
-def kept(groups: Iterable[GroupSize], *, depth: int, slots_on_host: bool, saves: bool) -> dict[str, int]:
-    """Return the bytes of each part, those that are not 0.
+def kept(
+    groups: Iterable[GroupSize], *, depth: int, slots_on_host: bool, uses: int = 0, copies: int = 0
+) -> dict[str, int]:  # fmt: skip
+    """Return the bytes of each part, at most, those that are not 0.
 
     depth          of the pipeline
     slots_on_host  the caches' device is the CPU
-    saves          checkpoints are saved
+    uses           ids that a batch looks up; 0: nobody knows
+    copies         bytes of rows that are copied aside while a checkpoint is saved; 0: none is
     """
-    parts = dict.fromkeys(("tables", "cached rows", "the cache's plan", "claims of rows", "marks of changes"), 0)
+    names = "tables", "cached rows", "the cache's plan", "claims of rows", "batches on their way", "marks of changes"
+    parts, window, passing = dict.fromkeys((*names, "copies for checkpoints"), 0), 0, 0
     for group in groups:
         if not group.on_host:
             continue
-        whole = row_bytes(group.tables)[1]
+        row, whole = row_bytes(group.tables)
         for (dim, optimizer), dtype in zip(group.tables, group.dtypes or [FP32] * len(group.tables), strict=True):
             slots, row_slots = len(optimizer.slots), len(optimizer.row_slots)
             parts["tables"] += table_bytes(group.rows, dim, slots, row_slots, dtype)
         if depth:
             parts["claims of rows"] += group.rows
-        if saves:
+        if copies:
             parts["marks of changes"] += _MARKS * len(group.tables) * -(-group.rows // 8)
         if group.cache is not None:
             slots = rows_of(group.cache.rows, group.rows)
             parts["cached rows"] += slots * whole if slots_on_host else 0
             parts["the cache's plan"] += planner_bytes(group.rows, slots)
+            window = max(window, group.cache.window)
+        passing = max(passing, row * min(uses, group.rows))
+    parts["batches on their way"] = (depth + 2) * 2 * passing + (depth + 2 + window) * _USE_BYTES * uses
+    parts["copies for checkpoints"] = min(copies, 2 * parts["tables"])
     return {name: size for name, size in parts.items() if size}
 
 

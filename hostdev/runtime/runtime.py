@@ -94,7 +94,7 @@ class Runtime:
         beside = room.kept(
             [room.GroupSize(group.tables[0].rows, _shapes(group), _on_host(group), spec)
              for group, spec in zip(self.group_specs, specs, strict=True)],
-            depth=depth, slots_on_host=not backend.is_accelerator(self.device), saves=False,
+            depth=depth, slots_on_host=not backend.is_accelerator(self.device),
         )  # fmt: skip
         beside.pop("tables", None)
         room.require(beside, available_bytes())

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch.utils._pytree import tree_map
 
+from hostdev.checkpoint.checkpoints import SAVING_BYTES
 from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, copied_bytes, gib, pinned_size, require_table, row_bytes
 from hostdev.core.table_dtypes import FP32
@@ -35,7 +36,7 @@ class Room(NamedTuple):
 
 def host_room(
     model: Model, cache: CacheSpec | Mapping[str, CacheSpec] | None, part: tuple[int, int] | None,
-    device: torch.device, *, depth: int, saves: bool,
+    device: torch.device, *, depth: int, uses: int, saves: bool,
 ) -> Room:  # fmt: skip
     """Return what a training keeps in host memory where its tables are there; arguments as of `Trainer`.
 
@@ -48,7 +49,9 @@ def host_room(
         own = cache if isinstance(cache, CacheSpec | None) else next((cache[n] for n in names if n in cache), None)
         shapes, dtypes = [(spec.dim, spec.optimizer) for spec in specs], [spec.dtype for spec in specs]
         sizes.append(room.GroupSize(stop - start, shapes, True, own, dtypes))
-    parts = room.kept(sizes, depth=depth, slots_on_host=not is_accelerator(device), saves=saves)
+    parts = room.kept(
+        sizes, depth=depth, slots_on_host=not is_accelerator(device), uses=uses, copies=SAVING_BYTES if saves else 0
+    )
     found = Room(available_bytes(), parts)
     room.require(parts, found.free)
     return found

@@ -138,7 +138,8 @@ class Trainer:
         free = require_room(model.tables, host_device_mix, device, part)
         self.room = Room(free, {})  # what is kept of the host's memory
         if host_device_mix:
-            self.room = host_room(model, cache, part, device, depth=depth, saves=saves)
+            uses = -(-most_uses // shares)
+            self.room = host_room(model, cache, part, device, depth=depth, uses=uses, saves=saves)
         if host_device_mix and is_accelerator(device):
             uses = -(-most_uses // shares)
             require_copies(model.tables, uses, depth + 2, free, cached=cache is not None)
