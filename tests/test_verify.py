@@ -49,9 +49,8 @@ def test_all_modes_agree(device, verified, small_data, tmp_path, l2):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow_on_standin
-@pytest.mark.parametrize("model", [(), pytest.param(("--model", "deepfm", "--table-optimizer", "row_wise_adagrad"),
-                                                    marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [(), ("--model", "deepfm", "--table-optimizer", "row_wise_adagrad")])
 def test_all_modes_agree_with_bfloat16_weights(device, verified, small_data, model):
     code, out, err = verified(*small(small_data, "--host-threads", 2, "--table-dtype", "bf16", *model, device=device))
     assert (code, err) == (0, "")

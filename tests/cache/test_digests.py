@@ -38,9 +38,8 @@ def test_every_policy_and_size_gives_the_bits_without_a_cache(device, policy, si
             assert outcome(batches, depth=depth, **cached(size, policy), device=device) == expected, (depth, seed)
 
 
-@pytest.mark.parametrize("policy", [POLICIES[0], *(pytest.param(one, marks=pytest.mark.slow_on_standin)
-                                                    for one in POLICIES[1:])])  # fmt: skip
-@pytest.mark.parametrize("size", ["2%", "10%"])
+@pytest.mark.parametrize("policy", [POLICIES[0], *(pytest.param(one, marks=pytest.mark.slow) for one in POLICIES[1:])])
+@pytest.mark.parametrize("size", [pytest.param("2%", marks=pytest.mark.slow), "10%"])
 def test_bfloat16_weights_are_rounded_alike_in_slots(device, policy, size):
     """In a slot by the row's id, not by where it lies; as one table more evicts, and the host rounds what passes by."""
     batches = adversarial(8, 10)
