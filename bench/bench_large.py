@@ -1,5 +1,6 @@
 """Claim: a table as large as the host's memory holds runs in the memory that its formula says, and every phase at half
-of the rate of what limits it, measured in the same run: memory, the disk, or for the digest one stream of SHA-256. Loading, which reads twice, has less.
+of the rate of what limits it, measured in the same run: memory, the disk, or for the digest one stream of SHA-256.
+Loading, which reads twice, has less.
 
 A HostTable of --rows x 8 with LazyAdam: initial values, --steps steps at depth 2 with a cache of 1%, predictions,
 digest, a whole checkpoint, one that adds to it, and loading. Zipf ids, 26 a sample; the dense side is one layer. Then
