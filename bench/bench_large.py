@@ -31,7 +31,7 @@ from workload import ids_of
 import hostdev
 from hostdev.checkpoint.checkpoints import SAVING_BYTES
 from hostdev.core.digest import StateDigest
-from hostdev.core.memory import gib
+from hostdev.core.memory import TableShape, gib
 from hostdev.core.primitive import OpLog
 from hostdev.kernels.pool import host_threads, parallel_for
 from hostdev.runtime.digest import columns_of
@@ -196,7 +196,7 @@ def main() -> None:
         f"{rows:,} rows; copies {copied:.1f} GB/s, new memory {filled:.1f}; "
         f"disk {written:.2f} and {read:.2f}; SHA-256 {hashed:.2f}"
     )
-    shape = GroupSize(rows, [(DIM, hostdev.LazyAdam())], True, hostdev.CacheSpec("1%"))
+    shape = GroupSize(rows, [TableShape(DIM, hostdev.LazyAdam())], True, hostdev.CacheSpec("1%"))
     announced = kept([shape], depth=2, slots_on_host=True, uses=BATCH * FIELDS, copies=SAVING_BYTES)
     size = announced["tables"]
     print(f"announced: {gib(sum(announced.values()))}: {in_words(announced)}")

@@ -18,7 +18,7 @@ from hostdev.cache.options import MOST_WINDOW, POLICIES, WINDOW
 from hostdev.cache.simulation import OPTIMUM
 from hostdev.core import cli, pictures
 from hostdev.core.errors import UserError
-from hostdev.core.memory import available_bytes, dense_bytes, gib, parse_bytes, table_bytes
+from hostdev.core.memory import available_bytes, dense_bytes, gib, parse_bytes
 from hostdev.data import lookalike, manifest
 from hostdev.data.batch import Batch
 from hostdev.data.shards import ShardReader
@@ -143,10 +143,7 @@ def advise(settings: TrainConfig, memory: int | None, window: int, out: Path) ->
     curves = simulate(model, data, found, reader, size, seed=settings.seed, window=window, bus=bus, memory=memory)
     first, whole = curves[POLICIES[0]][0], curves[POLICIES[0]][-1]
     chosen = recommend(curves, memory)
-    on_host = sum(
-        table_bytes(spec.rows, spec.dim, len(spec.optimizer.slots), len(spec.optimizer.row_slots), spec.dtype)
-        for spec in model.tables.values()
-    )
+    on_host = sum(spec.shape.nbytes(spec.rows) for spec in model.tables.values())
     fits = "" if on_host <= available_bytes() else f", but only {gib(available_bytes())} are free"
     print(f"data     {data}: {reader.rows:,} training rows in {reader.steps(size):,} batches of {size:,}, "
           f"{found.schema.rows:,} ids")  # fmt: skip
@@ -196,7 +193,7 @@ def advise_mesh(settings: TrainConfig, arguments: argparse.Namespace) -> None:
 
 def group_dim(group: Group) -> int:
     """Return the columns of a group's widest table."""
-    return max(dim for dim, _ in group.tables)
+    return max(table.dim for table in group.tables)
 
 
 def hidden_layers(model: Model) -> list[int]:

@@ -5,6 +5,7 @@ import torch
 
 from hostdev import Feature, HostTable, LazyAdam, RowWiseAdagrad, Runtime, UserError
 from hostdev.core import memory
+from hostdev.core.memory import TableShape
 from hostdev.host.changes import Budget
 from hostdev.runtime.room import GroupSize, kept
 from hostdev.runtime.spec import CacheSpec, TableSpec
@@ -64,9 +65,9 @@ def test_what_is_kept_for_rows_is_what_is_allocated(runtime):
     """By the formula, before; by the arrays' sizes, after."""
     tables, [cache] = runtime.tables.values(), runtime.caches
     sizes = [
-        GroupSize(1000, [(3, LazyAdam()), (1, LazyAdam())], True, CacheSpec("10%")),
-        GroupSize(77, [(2, RowWiseAdagrad())], True, dtypes=["bf16"]),
-        GroupSize(10**9, [(1, LazyAdam())], False),  # on the device
+        GroupSize(1000, [TableShape(3, LazyAdam()), TableShape(1, LazyAdam())], True, CacheSpec("10%")),
+        GroupSize(77, [TableShape(2, RowWiseAdagrad(), "bf16")], True),
+        GroupSize(10**9, [TableShape(1, LazyAdam())], False),  # on the device
     ]
     parts = kept(sizes, depth=2, slots_on_host=True, uses=100, copies=1 << 20)
     assert parts["tables"] == sum(table.storage.nbytes for table in tables)

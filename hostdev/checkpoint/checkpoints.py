@@ -9,13 +9,14 @@ from hostdev.checkpoint import folder
 from hostdev.checkpoint.device_rows import DeviceRows
 from hostdev.checkpoint.folder import Checkpoint
 from hostdev.checkpoint.manifest import Table
-from hostdev.checkpoint.saving import Content, Item, Saving, described
+from hostdev.checkpoint.ranges import FILE_BYTES
+from hostdev.checkpoint.saving import BUFFERS, Content, Item, Saving, described
 from hostdev.core.errors import UserError
 from hostdev.host.changes import Budget
 from hostdev.kernels.bits import count_bits
 
-SAVING_BYTES = 576 << 20  # in all: those, and buffers of a file each
 COPIES_BYTES = 384 << 20  # of rows that training changes before they are saved; with the buffers less than 1 GiB
+SAVING_BYTES = COPIES_BYTES + BUFFERS * FILE_BYTES  # what saving takes in all
 
 
 class Checkpoints:

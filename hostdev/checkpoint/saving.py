@@ -37,7 +37,8 @@ Rows = npt.NDArray[np.float32]
 
 _PIECE = 1 << 22  # bytes
 _NICE = 19
-_WRITERS = 2  # hash and write a file each; a third buffer is being filled
+_WRITERS = 2  # hash and write a file each
+BUFFERS = _WRITERS + 1  # of a file each: another one is being filled
 
 
 class Source(Protocol):
@@ -240,7 +241,7 @@ class Saving:
     def _write_tables(self, partial: Path) -> list[Table]:
         found: list[list[Future[RangeFile]]] = []
         buffers: SimpleQueue[Rows] = SimpleQueue()
-        for _ in range(_WRITERS + 1):
+        for _ in range(BUFFERS):
             buffers.put(np.empty(0, np.float32))
         with Workers(_WRITERS, "hostdev-checkpoint", _give_way) as pool:
             for number, item in enumerate(self._items):

@@ -4,6 +4,7 @@ import itertools
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -106,12 +107,27 @@ def table_bytes(rows: int, dim: int, slots: int, row_slots: int = 0, dtype: str 
     return rows * (dim * (weight_bytes(dtype) + 4 * slots) + 4 * row_slots)
 
 
-def row_bytes(tables: Iterable[tuple[int, SparseOptimizer]]) -> tuple[int, int]:
-    """Return the bytes of one row of all these tables, (dim, optimizer) each: its weights, and with its slots."""
+class TableShape(NamedTuple):
+    """What a table's bytes depend on, but for its rows."""
+
+    dim: int
+    optimizer: SparseOptimizer
+    dtype: str = FP32  # of its weights, as the host stores them
+
+    def nbytes(self, rows: int) -> int:
+        """Return the bytes of so many rows with their slots."""
+        return table_bytes(rows, self.dim, len(self.optimizer.slots), len(self.optimizer.row_slots), self.dtype)
+
+
+def row_bytes(tables: Iterable[tuple[int, SparseOptimizer] | TableShape]) -> tuple[int, int]:
+    """Return the bytes of one row of all these tables as float32, which it is on its way: its weights, with its slots.
+
+    tables  columns and optimizer of each
+    """
     passing = whole = 0
-    for dim, optimizer in tables:
+    for dim, optimizer, *_ in tables:
         passing += table_bytes(1, dim, 0)
-        whole += table_bytes(1, dim, len(optimizer.slots), len(optimizer.row_slots))
+        whole += TableShape(dim, optimizer).nbytes(1)
     return passing, whole
 
 
@@ -138,9 +154,9 @@ def require_table(
 
     dtype  of the weights as they are stored there
     """
-    slots, row_slots = len(optimizer.slots), len(optimizer.row_slots)
-    needed = table_bytes(rows, dim, slots, row_slots, dtype)
+    needed = TableShape(dim, optimizer, dtype).nbytes(rows)
     if needed > free:
+        slots, row_slots = len(optimizer.slots), len(optimizer.row_slots)
         of_rows = f" + {rows} rows x {row_slots} x 4" if row_slots else ""
         of_one = f"(1 + {slots} slots) x 4" if dtype == FP32 else f"(2 + {slots} slots x 4)"
         raise UserError(

@@ -9,9 +9,7 @@ from typing import NamedTuple
 from hostdev.cache.options import rows_of
 from hostdev.cache.planner import planner_bytes
 from hostdev.core.errors import UserError
-from hostdev.core.memory import gib, row_bytes, table_bytes
-from hostdev.core.optimizers import SparseOptimizer
-from hostdev.core.table_dtypes import FP32
+from hostdev.core.memory import TableShape, gib, row_bytes
 from hostdev.runtime.spec import CacheSpec
 
 _USE_BYTES = 24  # its id as it came, that among the unique ones, and where it is among these
@@ -22,10 +20,9 @@ class GroupSize(NamedTuple):
     """Tables that the same ids look up."""
 
     rows: int  # here, V
-    tables: Sequence[tuple[int, SparseOptimizer]]  # columns and optimizer of each
+    tables: Sequence[TableShape]
     on_host: bool
     cache: CacheSpec | None = None
-    dtypes: Sequence[str] = ()  # of the weights of each, as the host stores them; none for float32
 
 
 def kept(
@@ -44,9 +41,7 @@ def kept(
         if not group.on_host:
             continue
         row, whole = row_bytes(group.tables)
-        for (dim, optimizer), dtype in zip(group.tables, group.dtypes or [FP32] * len(group.tables), strict=True):
-            slots, row_slots = len(optimizer.slots), len(optimizer.row_slots)
-            parts["tables"] += table_bytes(group.rows, dim, slots, row_slots, dtype)
+        parts["tables"] += sum(table.nbytes(group.rows) for table in group.tables)
         if depth:
             parts["claims of rows"] += group.rows
         if copies:

@@ -9,9 +9,8 @@ import torch
 
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.core.errors import UserError
-from hostdev.core.memory import available_bytes
+from hostdev.core.memory import TableShape, available_bytes
 from hostdev.core.micro_batches import EXCHANGES
-from hostdev.core.optimizers import SparseOptimizer
 from hostdev.core.primitive import OpLog
 from hostdev.core.timeline import Timeline
 from hostdev.device import backend
@@ -92,10 +91,18 @@ class Runtime:
         _require_place(self.group_specs, self.device)
         specs = _cache_specs(cache, self.group_specs)
         beside = room.kept(
-            [room.GroupSize(group.tables[0].rows, _shapes(group), _on_host(group), spec)
-             for group, spec in zip(self.group_specs, specs, strict=True)],
-            depth=depth, slots_on_host=not backend.is_accelerator(self.device),
-        )  # fmt: skip
+            [
+                room.GroupSize(
+                    group.tables[0].rows,
+                    [TableShape(table.dim, table.optimizer, table.dtype) for table in group.tables],
+                    _on_host(group),
+                    spec,
+                )
+                for group, spec in zip(self.group_specs, specs, strict=True)
+            ],
+            depth=depth,
+            slots_on_host=not backend.is_accelerator(self.device),
+        )
         beside.pop("tables", None)
         room.require(beside, available_bytes())
         self.staging = Staging(self.device, log, batches=depth + 2)
@@ -415,10 +422,6 @@ def _cache_specs(cache: Any, groups: list[GroupSpec]) -> list[CacheSpec | None]:
         if value is not None:
             specs[found[0]] = value if isinstance(value, CacheSpec) else CacheSpec(value)
     return specs
-
-
-def _shapes(group: GroupSpec) -> list[tuple[int, SparseOptimizer]]:
-    return [(table.dim, table.optimizer) for table in group.tables]
 
 
 def _on_host(group: GroupSpec) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 from hostdev.cache.options import WINDOW
 from hostdev.core.initializers import Initializer, Normal
+from hostdev.core.memory import TableShape
 from hostdev.core.optimizers import SparseOptimizer
 from hostdev.core.table_dtypes import FP32, require_table_dtype
 
@@ -25,6 +26,11 @@ class TableSpec:
 
     def __post_init__(self) -> None:
         require_table_dtype(self.dtype, "of a model")
+
+    @property
+    def shape(self) -> TableShape:
+        """What its bytes depend on, but for its rows."""
+        return TableShape(self.dim, self.optimizer, self.dtype)
 
 
 @dataclass(frozen=True)

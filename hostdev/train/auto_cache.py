@@ -14,7 +14,7 @@ from hostdev.cache.options import AUTO, POLICIES, WINDOW
 from hostdev.cache.planner import planner_bytes
 from hostdev.cache.simulation import Simulated, Simulation
 from hostdev.core.errors import UserError
-from hostdev.core.memory import available_bytes, cache_room, gib, table_bytes
+from hostdev.core.memory import available_bytes, cache_room, gib
 from hostdev.core.progress import bar
 from hostdev.data.manifest import Manifest
 from hostdev.data.shards import ShardReader
@@ -106,10 +106,7 @@ def _room(
     shares = 1 if ranks is None else ranks.share()[1]
     if not is_accelerator(device):
         parts = 1 if ranks is None else ranks.size
-        tables = sum(
-            table_bytes(spec.rows, spec.dim, len(spec.optimizer.slots), len(spec.optimizer.row_slots), spec.dtype)
-            for spec in model.tables.values()
-        )
+        tables = sum(spec.shape.nbytes(spec.rows) for spec in model.tables.values())
         plans = sum(planner_bytes(group.rows, group.rows) for group in groups)
         return max(0, available_bytes() - (tables + plans) // parts)
     assert settings.batch_size is not None

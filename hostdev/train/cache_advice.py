@@ -14,8 +14,7 @@ from hostdev.cache.planner import Statistics, planner_bytes
 from hostdev.cache.prices import Costs
 from hostdev.cache.simulation import OPTIMUM, Simulated, Simulation, add_up
 from hostdev.core.errors import UserError
-from hostdev.core.memory import available_bytes, gib, row_bytes
-from hostdev.core.optimizers import SparseOptimizer
+from hostdev.core.memory import TableShape, available_bytes, gib, row_bytes
 from hostdev.core.progress import bar
 from hostdev.data.manifest import Manifest
 from hostdev.data.shards import ShardReader
@@ -38,17 +37,15 @@ class Group:
 
     names: tuple[str, ...]
     rows: int
-    tables: tuple[tuple[int, SparseOptimizer], ...]  # columns and optimizer of each
+    tables: tuple[TableShape, ...]
     host: Costs = _UNKNOWN  # nanoseconds of a row's ways on the host
     unique: int = 0  # ids of a batch, about
-    dtypes: tuple[str, ...] = ()  # of the weights of each, as the host stores them; fp32 if none is said
 
     @classmethod
     def of(cls, model: Model, names: Sequence[str]) -> "Group":
         """Those of a model."""
         specs = [model.tables[name] for name in names]
-        return cls(tuple(names), specs[0].rows, tuple((spec.dim, spec.optimizer) for spec in specs),
-                   dtypes=tuple(spec.dtype for spec in specs))  # fmt: skip
+        return cls(tuple(names), specs[0].rows, tuple(spec.shape for spec in specs))
 
     @property
     def passing(self) -> int:
@@ -218,7 +215,7 @@ def measured(model: Model, reader: ShardReader, size: int, seed: int) -> list[Gr
     found = []
     for group in groups:
         ids = [unique(ids_of(model, batch, group.names[0]))[0] for batch in batches]
-        host = host_costs(group.rows, group.tables, ids, group.dtypes)
+        host = host_costs(group.rows, group.tables, ids)
         found.append(replace(group, host=host, unique=max(map(len, ids), default=0)))
     return found
 

@@ -10,9 +10,8 @@ import numpy.typing as npt
 
 from hostdev.cache.prices import Costs
 from hostdev.core.initializers import Constant
-from hostdev.core.memory import available_bytes, row_bytes
+from hostdev.core.memory import TableShape, available_bytes, row_bytes
 from hostdev.core.optimizers import SparseOptimizer
-from hostdev.core.table_dtypes import FP32
 from hostdev.host.table import HostTable
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.unique import unique
@@ -22,21 +21,19 @@ _ROUNDS = 7
 
 
 def host_costs(
-    rows: int, tables: Sequence[tuple[int, SparseOptimizer]], batches: Sequence[npt.NDArray[Any]],
-    dtypes: Sequence[str] = (),
-) -> Costs:  # fmt: skip
+    rows: int, tables: Sequence[tuple[int, SparseOptimizer] | TableShape], batches: Sequence[npt.NDArray[Any]]
+) -> Costs:
     """Return the nanoseconds of a row of all tables: looked up and updated, read with its slots, overwritten with them.
 
     rows     V; of larger tables than 512 MiB, or a quarter of the free memory, there are fewer rows here
-    tables   columns and optimizer of each
+    tables   columns and optimizer of each, and its weights' dtype
     batches  unique ids [U] of some batches
-    dtypes   of each table's weights; none for fp32
     """
     most = min(_MOST_BYTES, available_bytes() // 4)
     held = max(1, min(rows, most // row_bytes(tables)[1]))
     mine = [
         HostTable(held, dim, optimizer, name=f"measured {number}", init=Constant(), dtype=dtype)
-        for number, ((dim, optimizer), dtype) in enumerate(zip(tables, dtypes or [FP32] * len(tables), strict=True))
+        for number, (dim, optimizer, dtype) in enumerate(TableShape(*table) for table in tables)
     ]
     ids = [unique(batch % held)[0] for batch in batches if len(batch)]
     if not ids:

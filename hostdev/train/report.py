@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hostdev.cache.cache import EmbeddingCache
-from hostdev.core.memory import gib, table_bytes
+from hostdev.core.memory import TableShape, gib
 from hostdev.core.table_dtypes import FP32
 from hostdev.kernels.numa import in_words
 from hostdev.train.quality import Point, Quality
@@ -51,10 +51,9 @@ def tables_line(tables: Iterable[Any], *, on_host: bool = True) -> str:
     """Return names, shapes and optimizers of tables (or of what has these), and the bytes of all of them."""
     shapes = sorted(tables, key=lambda table: table.name)
     size = sum(
-        table_bytes(_rows(table), table.dim, len(table.optimizer.slots), len(table.optimizer.row_slots),
-                    table.dtype if on_host else FP32)
+        TableShape(table.dim, table.optimizer, table.dtype if on_host else FP32).nbytes(_rows(table))
         for table in shapes
-    )  # fmt: skip
+    )
     each = [f"{table.name} {_rows(table):,} x {table.dim} ({kind(table)})" for table in shapes]
     return f"{', '.join(each)}: {gib(size)}"
 

@@ -47,8 +47,7 @@ def host_room(
         specs = [model.tables[name] for name in names]
         start, stop = (0, specs[0].rows) if part is None else range_of(specs[0].rows, *part)
         own = cache if isinstance(cache, CacheSpec | None) else next((cache[n] for n in names if n in cache), None)
-        shapes, dtypes = [(spec.dim, spec.optimizer) for spec in specs], [spec.dtype for spec in specs]
-        sizes.append(room.GroupSize(stop - start, shapes, True, own, dtypes))
+        sizes.append(room.GroupSize(stop - start, [spec.shape for spec in specs], True, own))
     parts = room.kept(
         sizes, depth=depth, slots_on_host=not is_accelerator(device), uses=uses, copies=SAVING_BYTES if saves else 0
     )

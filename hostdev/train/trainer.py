@@ -137,11 +137,10 @@ class Trainer:
         part = ranks.part() if ranks is not None else None
         free = require_room(model.tables, host_device_mix, device, part)
         self.room = Room(free, {})  # what is kept of the host's memory
+        uses = -(-most_uses // shares)
         if host_device_mix:
-            uses = -(-most_uses // shares)
             self.room = host_room(model, cache, part, device, depth=depth, uses=uses, saves=saves)
         if host_device_mix and is_accelerator(device):
-            uses = -(-most_uses // shares)
             require_copies(model.tables, uses, depth + 2, free, cached=cache is not None)
         self.tables: dict[str, HostTable | DeviceTable] = {}
         for name, spec in model.tables.items():
