@@ -166,12 +166,7 @@ def read_counts(folder: Path, found: Manifest) -> npt.NDArray[np.int64]:
     wrong = _wrong_counts(column, found.uses("train"))
     if wrong is not None:
         raise UserError(f"{path} is broken ({wrong}); preprocess the data again")
-    counts = np.empty(len(column), np.int64)
-    start = 0
-    for chunk in column.chunks:
-        counts[start : start + len(chunk)] = chunk.to_numpy()
-        start += len(chunk)
-    return counts
+    return np.concatenate([chunk.to_numpy() for chunk in column.chunks])
 
 
 def _wrong_counts(column: Any, uses: int) -> str | None:

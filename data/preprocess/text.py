@@ -41,10 +41,10 @@ def whole_lines(
         rest, before = b"", stream.taken() if source.plain else 0
         while piece := stream.read(block_bytes):
             end = last_end(piece)
-            first = (
-                piece.find(b"\n") + 1 if end and rest and last_end is newline else 0
-            )  # of the line that began before
-            if len(rest) + (first or (0 if end else len(piece))) > most:
+            goes_on = 0 if end else len(piece)  # of the line that began before
+            if end and rest and last_end is newline:
+                goes_on = piece.index(b"\n") + 1
+            if len(rest) + goes_on > most:
                 raise too_long()
             if end == 0:
                 rest += piece
