@@ -51,7 +51,11 @@ class Shape:
 
     def row_slots(self) -> Rows:
         """Return the initial slots of one value a row."""
-        return np.tile(np.array(list(self.optimizer.row_slots.values()), np.float32), (self.rows, 1))
+        values = np.array(list(self.optimizer.row_slots.values()), np.float32)
+        found: Rows = interleave(aligned_empty((self.rows, len(values))))
+        if len(values):
+            fill_constant(found[:, :, None], values[0], values[1:])
+        return found
 
 
 class Storage(Protocol):

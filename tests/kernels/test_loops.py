@@ -122,7 +122,7 @@ def test_an_error_reaches_the_caller_and_what_is_not_begun_is_dropped(threads):
         seen = done.copy(), other.copy()
         assert seen[0].max() == 1
         dropped += 2 * n - seen[0].sum() - seen[1].sum()  # unless this thread came late to its error
-        time.sleep(0.01)
+        time.sleep(0.01)  # in which a helper that goes on would write
         assert np.array_equal(done, seen[0]) and np.array_equal(other, seen[1])  # nobody writes afterwards
     assert dropped > 0
     assert noted(1000, 1)[0] == [1] * 1000
@@ -206,7 +206,7 @@ def test_ctrl_c_in_the_midst_of_a_kernels_ranges(threads):
     seen = done.copy()
     other.join()
     assert 20 <= seen.sum() < n
-    time.sleep(0.05)
+    time.sleep(0.05)  # in which a helper that goes on would write
     assert np.array_equal(done, seen)
 
 
