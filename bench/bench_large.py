@@ -1,23 +1,23 @@
 """Claim: a table as large as the host's memory holds runs in the memory that its formula says, and every phase at half
 of the rate of what limits it, measured in the same run: memory, the disk, or for the digest one stream of SHA-256.
-Loading, which reads twice, has less.
+Ops on rows by id, in training and prediction, are shown beside copies of memory, and what a unique row costs beside
+what the memory takes for it. Loading reads twice, to check and to load.
 
 A HostTable of --rows x 8 with LazyAdam: initial values, --steps steps at depth 2 with a cache of 1%, predictions,
-digest, a whole checkpoint, one that adds to it, and loading. Zipf ids, 26 a sample; the dense side is one layer. Then
+digest, a whole checkpoint, one that adds to it, and loading. Zipf ids, 26 a sample, other ones in each batch; the dense
+side is one layer. Then
 what a unique row costs (lookup and LazyAdam) for tables of half a million rows up to --rows. Memory: the process's own
 (not the page cache's), sampled, beside what is announced before the table is allocated.
 """
 
 import argparse
 import itertools
-import mmap
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import hostdev.core.environment  # isort: skip  (before torch)
 import numpy as np
 import torch
 from bench_checkpoint import disk_rates, drop_page_cache
+from limits import copy_rate, fill_rate, hash_rate, reach
 from record import record
 from workload import ids_of
 
@@ -33,13 +34,13 @@ from hostdev.checkpoint.checkpoints import SAVING_BYTES
 from hostdev.core.digest import StateDigest
 from hostdev.core.memory import TableShape, gib
 from hostdev.core.primitive import OpLog
-from hostdev.kernels.pool import host_threads, parallel_for
+from hostdev.kernels.pool import host_threads
 from hostdev.runtime.digest import columns_of
 from hostdev.runtime.room import GroupSize, in_words, kept
 
 DIM, FIELDS, BATCH = 8, 26, 8000
 SMALLEST = 500_000  # rows
-_GRAIN = 1 << 22  # numbers, which a thread copies at once
+WARMING, PREDICTED, ADDED = 3, 100, 20  # batches
 
 
 class Memory:
@@ -74,12 +75,13 @@ class Phases:
         yield
         self._add(name, time.perf_counter() - start, nbytes, limit)
 
-    def ops(self, log: OpLog, limit: float) -> dict[str, Any]:
-        """Take down the ops of a training that move bytes, beside the limit; return all that the log has."""
+    def ops(self, log: OpLog, limit: float, before: dict[str, Any]) -> dict[str, Any]:
+        """Take down the ops that moved bytes since the log was as `before`, beside the limit; return what it has."""
         found = log.summary()
         for name, op in found.items():
-            if op["bytes"]:
-                self._add(name, op["total_us"] / 1e6, op["bytes"], limit)
+            earlier = before.get(name, {"bytes": 0, "total_us": 0.0})
+            if nbytes := op["bytes"] - earlier["bytes"]:
+                self._add(name, (op["total_us"] - earlier["total_us"]) / 1e6, nbytes, limit)
         return found
 
     def _add(self, name: str, seconds: float, nbytes: int, limit: float | None) -> None:
@@ -92,56 +94,10 @@ class Phases:
         print(f"{name:>16}: {seconds:7.1f} s{moved}, memory {gib(self._memory.most)}", flush=True)
 
 
-def mapped(n: int) -> np.ndarray:
-    """Memory for numbers float32 [n], which goes back to the system after: the allocator's would stay."""
-    pages = mmap.mmap(-1, 4 * n)
-    pages.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(pages, np.float32)
-
-
-def copy_rate() -> float:
-    """GB/s of copies in host memory, read and written, by all threads."""
-    source, target = mapped(1 << 27), mapped(1 << 27)
-    source[:] = 1
-
-    def copy(start: int, stop: int) -> None:
-        target[start:stop] = source[start:stop]
-
-    best = 0.0
-    for _ in range(4):
-        start = time.perf_counter()
-        parallel_for(copy, len(source), grain=_GRAIN)
-        best = max(best, 2 * source.nbytes / (time.perf_counter() - start) / 1e9)
-    return best
-
-
-def fill_rate() -> float:
-    """GB/s of writing memory that is new, page faults and all, by all threads."""
-    target = mapped(1 << 28)
-
-    def fill(start: int, stop: int) -> None:
-        target[start:stop] = 1
-
-    start = time.perf_counter()
-    parallel_for(fill, len(target), grain=_GRAIN)
-    return target.nbytes / (time.perf_counter() - start) / 1e9
-
-
-def hash_rate() -> float:
-    """GB/s of SHA-256, which is one stream: what limits the digest."""
-    block = np.zeros(1 << 28, np.uint8)
-    start = time.perf_counter()
-    sha256(block.data).digest()
-    return block.nbytes / (time.perf_counter() - start) / 1e9
-
-
-def batches_of(rows: int, n: int = 16) -> Iterator[torch.Tensor]:
-    """Ids [B, F], the same batches again and again in another order."""
-    made = [
-        torch.from_numpy(ids_of(rows, BATCH * FIELDS, seed).astype(np.int32).reshape(BATCH, FIELDS))
-        for seed in range(n)
-    ]
-    return itertools.cycle(made)
+def batches_of(rows: int, n: int) -> Iterator[torch.Tensor]:
+    """Ids int32 [B, F] of n batches, all there before the first is taken."""
+    made = [ids_of(rows, BATCH * FIELDS, seed).astype(np.int32).reshape(BATCH, FIELDS) for seed in range(n)]
+    return map(torch.from_numpy, made)
 
 
 def digest_of(table: hostdev.HostTable) -> str:
@@ -152,18 +108,24 @@ def digest_of(table: hostdev.HostTable) -> str:
     return digest.hexdigest()
 
 
-def row_cost(table: hostdev.HostTable) -> float:
-    """Nanoseconds of a unique row's lookup and update, over batches in turn: a step's rows are seldom those before."""
+def row_cost(table: hostdev.HostTable) -> tuple[float, float]:
+    """Nanoseconds of a unique row's lookup and update, over batches in turn: a step's rows are seldom those before.
+
+    returns  them, and what the memory takes for it
+    """
     batches = [hostdev.unique(ids_of(table.rows, seed=seed).astype(np.int32))[0] for seed in range(8)]
     most = max(map(len, batches))
     out, grads = np.empty((most, DIM), np.float32), np.full((most, DIM), 1e-3, np.float32)
-    costs = []
-    for rows in batches * 4:
+    costs: list[tuple[float, float]] = []
+    for n, rows in enumerate(batches * 4):
         start = time.perf_counter()
         table.lookup(rows, out=out[: len(rows)])
         table.update(rows, grads[: len(rows)])
-        costs.append((time.perf_counter() - start) / len(rows) * 1e9)
-    return float(np.median(costs[len(batches) :]))
+        own = time.perf_counter() - start
+        others = batches[(n + 4) % len(batches)]  # as seldom those before
+        costs.append((own / len(rows) * 1e9, reach(table.block, others) / len(others) * 1e9))
+    own, least = np.median(costs[len(batches) :], axis=0)
+    return float(own), float(least)
 
 
 def train(runtime: hostdev.Runtime, layer: torch.nn.Module, batches: Iterator[torch.Tensor], steps: int) -> list[float]:
@@ -187,8 +149,8 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=None, help="on the disk that is measured (the system's folder)")
     arguments = parser.parse_args()
     rows, memory = arguments.rows, Memory()
-    copied, filled = copy_rate(), fill_rate()
-    hashed = hash_rate()
+    copied, filled, hashed = copy_rate(), fill_rate(), hash_rate()
+    batches = batches_of(rows, 2 * WARMING + arguments.steps + PREDICTED + ADDED)
     at_first = memory.now()
     folder = Path(tempfile.mkdtemp(dir=arguments.dir))
     written, read = disk_rates(folder, 1 << 32)
@@ -201,27 +163,28 @@ def main() -> None:
     size = announced["tables"]
     print(f"announced: {gib(sum(announced.values()))}: {in_words(announced)}")
     phases = Phases(memory)
-    costs: dict[int, list[float]] = {}
+    costs: dict[int, list[tuple[float, float]]] = {}
     try:
         with phases.phase("initial values", size, filled):
             table = hostdev.HostTable(rows, DIM, hostdev.LazyAdam(), name="t")
         log = OpLog()
         runtime = hostdev.Runtime({"t": table}, device="cpu", depth=2, cache="1%", log=log)
         layer = torch.nn.Linear(FIELDS * DIM, 1)
-        batches = batches_of(rows)
-        train(runtime, layer, batches, 3)  # which compiles what is not
+        train(runtime, layer, batches, WARMING)  # which compiles what is not
+        ops = log.summary()
         with phases.phase("train"):
             times = train(runtime, layer, batches, arguments.steps)
         print(f"{'':>16}  {np.median(times) * 1e3:.1f} ms a step")
-        ops = phases.ops(log, copied)
+        ops = phases.ops(log, copied, ops)
         with phases.phase("predict"):
-            for _ in runtime.predict(itertools.islice(batches, 100), ids=lambda ids: {"t": ids}):
+            for _ in runtime.predict(itertools.islice(batches, PREDICTED), ids=lambda ids: {"t": ids}):
                 pass
+        ops = phases.ops(log, copied, ops)
         with phases.phase("digest", size, hashed):
             digest = digest_of(table)
         with phases.phase("save, whole", size, written):
             runtime.save(folder / "c")
-        train(runtime, layer, batches, 20)
+        train(runtime, layer, batches, ADDED)
         before = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         start = time.perf_counter()
         runtime.save(folder / "c")
@@ -229,9 +192,9 @@ def main() -> None:
         added = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) - before
         print(f"{'save, added':>16}: {seconds:7.1f} s, {gib(added)}")
         after = digest_of(table)
-        train(runtime, layer, batches, 3)  # which loading undoes
+        train(runtime, layer, batches, WARMING)  # which loading undoes
         drop_page_cache([file for file in folder.rglob("*") if file.is_file()])
-        with phases.phase("load", size + added, read):
+        with phases.phase("load", 2 * (size + added), read):
             runtime.load(folder / "c")
         same = digest_of(table) == after != digest
         print(f"the state that was saved is the one that was loaded: {same}")
@@ -242,9 +205,13 @@ def main() -> None:
                 costs.setdefault(one.rows, []).append(row_cost(one))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    each = {n: float(np.median(costs[n])) for n in sorted(costs)}
-    print("a unique row costs " + ", ".join(f"{ns:.0f} ns at {n:,} rows" for n, ns in each.items())
-          + f": {each[rows] / each[min(each)]:.2f}x of the smallest's")  # fmt: skip
+    each = {n: np.median(costs[n], axis=0) for n in sorted(costs)}
+    for n, (own, least) in each.items():
+        print(
+            f"a unique row costs {own:.0f} ns at {n:,} rows, of which the memory takes {least:.0f}: {own / least:.2f}x"
+        )
+    own, least = each[rows] / each[min(each)]
+    print(f"that is {own:.2f}x of the smallest table's; of the memory alone {least:.2f}x")
     most = max(found["memory"] for found in phases.found.values())
     print(f"memory {gib(most)}, of which {gib(at_first)} were there before; announced {gib(sum(announced.values()))}")
     content: dict[str, Any] = {

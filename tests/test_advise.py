@@ -154,6 +154,8 @@ def test_what_rows_take_the_host_is_measured():
     passed, admitted, evicted = host_costs_of(ops, [Table()])
     assert passed == pytest.approx(200 + 700)
     assert admitted == evicted == pytest.approx(3 * 200)
+    ops["CacheAdmit"] = {"total_us": 3.0, "bytes": 6 * 64 * 10}
+    assert host_costs_of(ops, [Table()]) == pytest.approx((200 + 700, 300, 3 * 200))
     assert host_costs_of({"EmbeddingLookup": lookup}, [Table()]) is None
     assert host_costs_of({}, [Table()]) is None
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hostdev.cache.planner import Plan
+from hostdev.core.memory import row_bytes
 from hostdev.core.optimizers import SparseOptimizer
 from hostdev.core.table_dtypes import TableStep
 from hostdev.device.ops import ops_for
@@ -70,6 +71,7 @@ class DeviceSlots:
         slots, row_slots = len(table.optimizer.slots), len(table.optimizer.row_slots)
         self.block = torch.empty((capacity, 1 + slots, table.dim), dtype=torch.float32, device=device)
         self.row_slots = torch.empty((capacity, row_slots), dtype=torch.float32, device=device)
+        self._row_bytes = row_bytes([(table.dim, table.optimizer)])[1]
         self._ops = ops_for(self.block.device)
 
     def rows(self, at: Places, passed: Tensor, admitted: Tensor) -> Tensor:
@@ -79,6 +81,10 @@ class DeviceSlots:
         admitted  float32 [A, 1 + S, D], from the host
         """
         return self._ops.assemble(self.block, at.hit_slots, admitted, passed)
+
+    def rows_bytes(self, at: Places, passed: Tensor, admitted: Tensor) -> int:
+        """Return the bytes that `rows` reads and writes."""
+        return 8 * self.block.shape[2] * (len(at.hit_slots) + len(admitted) + len(passed))
 
     def update(
         self,
@@ -105,6 +111,10 @@ class DeviceSlots:
             self._ops.round_rows(self.block, at.hit_slots, at.row_ids[:H], step.rounding)
             self._ops.round_rows(admitted, None, at.row_ids[H:], step.rounding)
 
+    def update_bytes(self, at: Places, grads: Tensor, admitted: Tensor, *some: Any) -> int:
+        """Return the bytes that `update` reads and writes."""
+        return (4 * self.block.shape[2] + 2 * self._row_bytes) * (len(at.hit_slots) + len(admitted))
+
     def passed(self, at: Places, grads: Tensor) -> Tensor:
         """Return the gradients of the rows that pass by, float32 [M, D], of all grads float32 [U, D]: a view."""
         return grads[len(at.hit_slots) + len(at.admitted_slots) :]
@@ -115,6 +125,10 @@ class DeviceSlots:
         The memory of the admitted ones is used up.
         """
         return self._ops.exchange(self.block, self.row_slots, at.admitted_slots, leaving, admitted, admitted_row_slots)
+
+    def exchange_bytes(self, at: Places, leaving: int, *some: Any) -> int:
+        """Return the bytes that `exchange` reads and writes."""
+        return 2 * self._row_bytes * (len(at.admitted_slots) + leaving)
 
     def write(self, slots: Tensor, block: Tensor, row_slots: Tensor) -> None:
         """Overwrite slots int64 [N] with float32 [N, 1 + S, D] and [N, R]."""

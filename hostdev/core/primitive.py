@@ -204,6 +204,7 @@ class Primitive:
 
     name    such as "EmbeddingLookup"
     run     what a call does
+    nbytes  returns the bytes that a call with these arguments reads and writes; if None, nobody counts
     scope   the part of the model it works for, such as "deep"
     log     where its durations go; if None, a log of its own
 
@@ -217,6 +218,7 @@ class Primitive:
         name: str | None = None,
         run: Callable[..., Any] | None = None,
         *,
+        nbytes: Callable[..., int] | None = None,
         scope: str = "",
         log: OpLog | None = None,
     ) -> None:
@@ -229,6 +231,8 @@ class Primitive:
         self._registering = threading.Lock()
         if run is not None:
             self.run = run  # type: ignore[method-assign]
+        if nbytes is not None:
+            self.nbytes = nbytes  # type: ignore[method-assign]
 
     def add_prim_attr(self, key: str, value: Any) -> "Primitive":
         """Set an attribute and return self; ValueError for a target that is none."""
@@ -378,7 +382,59 @@ class _Update(_TablePrimitive):
     @staticmethod
     def row_bytes(table: Any) -> int:
         """Return the bytes that are read and written of a row."""
-        return int(table.dim) * (4 + 2 * (_weight_bytes(table) + 4 * len(table.optimizer.slots)))
+        slots = 4 * len(table.optimizer.slots)
+        return int(table.dim) * (4 + 2 * (_weight_bytes(table) + slots)) + 8 * len(table.optimizer.row_slots)
+
+
+class _WholeRows(_TablePrimitive):
+    """Rows of a host table with their slots: `(table, ids [N], block float32 [N, 1 + S, D], row_slots float32 [N, R])`.
+
+    They take `positions` as well, as `HostTable.read_rows`.
+    """
+
+    def nbytes(self, table: Any, ids: Any, *some: Any) -> int:
+        """Every row is read and written once."""
+        return len(ids) * self.row_bytes(table)
+
+    @staticmethod
+    def row_bytes(table: Any) -> int:
+        """Return the bytes that are read and written of a row."""
+        weights, slots = _weight_bytes(table) + 4, 8 * len(table.optimizer.slots)
+        return int(table.dim) * (weights + slots) + 8 * len(table.optimizer.row_slots)
+
+
+class CacheAdmit(_WholeRows):
+    """Copies the rows that a cache admits from their host table."""
+
+    name = "CacheAdmit"
+
+    def run(self, table: Any, ids: Any, *some: Any) -> None:
+        """Read the rows."""
+        self._check(table)
+        table.read_rows(ids, *some)
+
+    def tasks(self, table: Any, ids: Any, *some: Any) -> list[Task]:
+        """Return the tasks of reading."""
+        self._check(table)
+        tasks: list[Task] = table.read_rows_tasks(ids, *some)
+        return tasks
+
+
+class CacheEvict(_WholeRows):
+    """Writes the rows that a cache evicts to their host table."""
+
+    name = "CacheEvict"
+
+    def run(self, table: Any, ids: Any, *some: Any) -> None:
+        """Write the rows."""
+        self._check(table)
+        table.write_rows(ids, *some)
+
+    def tasks(self, table: Any, ids: Any, *some: Any) -> list[Task]:
+        """Return the tasks of writing."""
+        self._check(table)
+        tasks: list[Task] = table.write_rows_tasks(ids, *some)
+        return tasks
 
 
 def _weight_bytes(table: Any) -> int:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.cache.planner import Plan
-from hostdev.core.primitive import UPDATES, EmbeddingLookup, OpLog, Primitive
+from hostdev.core.primitive import UPDATES, CacheAdmit, CacheEvict, EmbeddingLookup, OpLog, Primitive
 from hostdev.core.table_dtypes import BF16
 from hostdev.device.table import DeviceTable
 from hostdev.host.table import HostTable
@@ -35,10 +35,13 @@ class Embedding:
 
     def use_cache(self, slots: Any, log: OpLog | None = None) -> None:
         """Take hot rows from the device, where these `DeviceSlots` hold them."""
-        self.cache_lookup = Primitive("CacheLookup", slots.rows, scope=self.name, log=log)
-        self.cache_update = Primitive("CacheUpdate", slots.update, scope=self.name, log=log)
-        self.cache_passed = Primitive("CachePassed", slots.passed, scope=self.name, log=log)
-        self.cache_exchange = Primitive("CacheExchange", slots.exchange, scope=self.name, log=log)
+        self.cache_admit = CacheAdmit(scope=self.name, log=log).add_prim_attr("primitive_target", "CPU")
+        self.cache_evict = CacheEvict(scope=self.name, log=log).add_prim_attr("primitive_target", "CPU")
+        about: Any = {"scope": self.name, "log": log}
+        self.cache_lookup = Primitive("CacheLookup", slots.rows, nbytes=slots.rows_bytes, **about)
+        self.cache_update = Primitive("CacheUpdate", slots.update, nbytes=slots.update_bytes, **about)
+        self.cache_passed = Primitive("CachePassed", slots.passed, **about)
+        self.cache_exchange = Primitive("CacheExchange", slots.exchange, nbytes=slots.exchange_bytes, **about)
 
 
 class Group:

@@ -57,6 +57,8 @@ class BatchRows:
         self.passed = unique if plan is None else len(plan.passed)  # rows that pass by
         self._leaving = 0 if plan is None else len(plan.evicted)
         self._lookup, self._update = embedding.lookup.in_parts(), embedding.update.in_parts()
+        if plan is not None:
+            self._admit, self._evict = embedding.cache_admit.in_parts(), embedding.cache_evict.in_parts()
         optimizer = table.optimizer
         self._host = [memory.buffer(self.passed, table.dim)]  # weights, then the admitted rows' block and row slots
         if plan is not None:
@@ -106,7 +108,7 @@ class BatchRows:
         if not len(part):
             return []
         block, row_slots = out
-        return self._table.read_rows_tasks(part.ids, block.numpy(), row_slots.numpy(), part.positions)
+        return self._admit.tasks(self._table, part.ids, block.numpy(), row_slots.numpy(), part.positions)
 
     def arrived(self) -> Tensor:
         """Return the rows, float32 [U, D] on the device, whose current stream waits for them; nothing is to follow.
@@ -114,6 +116,8 @@ class BatchRows:
         They lie in the order of the ids, or with a cache in that of its plan.
         """
         self._lookup.end()
+        if self._places is not None:
+            self._admit.end()
         places = self._places.tensors if self._places is not None else []
         self._staging.await_sent(self._marks, [*self._sent, *places])
         self._host = []
@@ -190,13 +194,16 @@ class BatchRows:
             tasks += self._update.tasks(self._table, passed.ids, grads.numpy(), self._step, positions)
         if len(evicted):
             block, row_slots = self._evicted[0]
-            tasks += self._table.write_rows_tasks(evicted.ids, block.numpy(), row_slots.numpy(), evicted.positions)
+            values = block.numpy(), row_slots.numpy()
+            tasks += self._evict.tasks(self._table, evicted.ids, *values, evicted.positions)
         return tasks
 
     def updated(self) -> None:
-        """Report the update's time."""
+        """Report the update's time, and that of the rows written back."""
         if self._step is not None:
             self._update.end()
+        if self._places is not None:
+            self._evict.end()
 
 
 def rows_of(group: Group, unique: int, plan: Plan | None, staging: Staging, memory: Slab) -> list[BatchRows]:
