@@ -11,8 +11,9 @@ from hostdev import SGD, UserError
 from hostdev.cache.prices import Costs
 from hostdev.core import cli
 from hostdev.device import backend
+from hostdev.runtime import room as runtime_room
 from hostdev.train import __main__ as train
-from hostdev.train import auto_cache, cache_advice, room
+from hostdev.train import auto_cache, cache_advice, room, trainer
 from hostdev.train.cache_advice import Group
 from hostdev.train.config import TrainConfig
 
@@ -77,6 +78,25 @@ def test_only_what_fits_is_chosen(trained, small_data, tmp_path, monkeypatch, ca
     assert trained(small_data, "--cache-rows", "auto", run_dir="other") == 0
     assert "cache    auto: none; of those that fit into the 3 bytes that the tables leave" in capsys.readouterr().out
     assert "cache" not in of_run(tmp_path / "other")[0]
+
+
+def test_what_is_chosen_is_not_refused(trained, small_data, tmp_path, monkeypatch, capsys):
+    """Beside all that a training keeps in host memory, not beside its tables alone."""
+    found = []
+
+    def noted(*arguments, **how):
+        found.append(room.host_room(*arguments, **how))
+        return found[-1]
+
+    monkeypatch.setattr(trainer, "host_room", noted)
+    more = ("--checkpoint-every", 2)
+    assert trained(small_data, "--cache-rows", 1, *more, run_dir="first") == 0
+    slots = 4 * manifest.read(small_data).vocabulary_size  # of the plan of a cache of all rows
+    free = sum(found[0].parts.values()) + slots + 150 * 4 * (3 * 4 + 3)
+    for module in (auto_cache, runtime_room, room):
+        monkeypatch.setattr(module, "available_bytes", lambda: free)
+    assert trained(small_data, "--cache-rows", "auto", *more) == 0
+    assert 50 < int(LINE.search(capsys.readouterr().out)[1].replace(",", "")) <= 151  # the first run has 1
 
 
 def test_sizes_are_shares_and_what_just_fits():

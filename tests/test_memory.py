@@ -1,9 +1,11 @@
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from hostdev import Feature, HostTable, LazyAdam, RowWiseAdagrad, Runtime, UserError
+from hostdev.cache.planner import planner_bytes
 from hostdev.core import memory
 from hostdev.core.memory import TableShape
 from hostdev.host.changes import Budget
@@ -87,8 +89,36 @@ def test_what_is_kept_for_rows_is_what_is_allocated(runtime):
     assert set(kept(sizes, depth=0, slots_on_host=False)) == {"tables", "the cache's plan"}
 
 
+def test_a_plan_is_kept_for_its_batches_and_counts():
+    """Of a large table it depends on the batches, for a policy that looks ahead on those of the window."""
+    table, rows, uses = TableShape(8, LazyAdam()), 200_000_000, 200_000
+    for policy, ahead in (("lookahead", 7), ("lru", 0)):
+        cache = CacheSpec("1%", policy, 7, counts=np.broadcast_to(np.int64(1), rows))
+        parts = kept([GroupSize(rows, [table], True, cache)], depth=2, slots_on_host=True, uses=uses)
+        assert parts["the cache's plan"] == planner_bytes(rows, rows // 100, uses, ahead)
+        assert parts["counts of uses"] == 8 * rows
+        assert parts["batches on their way"] == 4 * 2 * 32 * uses + (4 + ahead) * 24 * uses
+    assert parts["the cache's plan"] > planner_bytes(rows, rows // 100)
+    with pytest.raises(UserError, match="at most 2,147,483,647 rows, not 2,147,483,648; leave the cache out"):
+        kept([GroupSize(2**31, [table], True, CacheSpec(10))], depth=2, slots_on_host=True)
+
+
+def test_counts_that_are_there_need_no_more_memory(runtime, monkeypatch):
+    counts = np.ones(1000)
+    table, spec = runtime.tables["t3"], CacheSpec(10, "static", counts=counts)
+    beside = kept([GroupSize(1000, [TableShape(3, LazyAdam())], True, spec)], depth=0, slots_on_host=True)
+    del beside["tables"]
+    for free, fits in ((sum(beside.values()) - counts.nbytes, True), (sum(beside.values()) - counts.nbytes - 1, False)):
+        monkeypatch.setattr("hostdev.runtime.room.available_bytes", lambda free=free: free)
+        if fits:
+            Runtime({"t3": table}, device="cpu", depth=0, cache=spec)
+        else:
+            with pytest.raises(UserError, match="counts of uses 7.8 KiB"):
+                Runtime({"t3": table}, device="cpu", depth=0, cache=spec)
+
+
 def test_a_runtime_is_refused_before_it_allocates(runtime, monkeypatch):
-    monkeypatch.setattr("hostdev.runtime.runtime.available_bytes", lambda: 1000)
+    monkeypatch.setattr("hostdev.runtime.room.available_bytes", lambda: 1000)
     with pytest.raises(UserError, match=r"the cache's plan .*, claims of rows .* bytes .*, but 1000 bytes"):
         Runtime({"both": runtime.tables["t3"]}, device="cpu", cache="10%")
 
@@ -99,7 +129,7 @@ def test_a_training_is_refused_before_its_tables_are_there(monkeypatch):
     tables = 1000 * 8 * 3 * 4
     how = {"device": torch.device("cpu"), "depth": 2, "uses": 0, "saves": True}
     for free, part in ((3 * tables + 1000 + 3 * 125, None), (3 * tables // 2 + 500 + 3 * 63, (1, 2))):
-        monkeypatch.setattr(room, "available_bytes", lambda free=free: free)
+        monkeypatch.setattr("hostdev.runtime.room.available_bytes", lambda free=free: free)
         found = room.host_room(model, None, part, **how)
         assert sum(found.parts.values()) == found.free == free
         assert found.in_words().startswith(f"{memory.gib(free)} of the host's {memory.gib(free)} free: tables ")

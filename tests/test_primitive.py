@@ -167,6 +167,18 @@ def test_targets():
         FusedSparseFtrl().add_prim_attr("primitive_target", "CPU")(table, np.array([1]), np.ones((1, 4), np.float32))
 
 
+def test_a_call_in_parts_counts_when_it_ends():
+    log = OpLog()
+    lookup = EmbeddingLookup(log=log).add_prim_attr("primitive_target", "CPU")
+    table = HostTable(10, 4, LazyAdam(), name="deep")
+    given_up, whole = lookup.in_parts(), lookup.in_parts()
+    for part in (given_up, whole, whole):
+        part(table, np.array([1, 2]))
+    whole.end()
+    found = log.summary()["EmbeddingLookup"]
+    assert (found["count"], found["bytes"]) == (1, 2 * 2 * 4 * 8)
+
+
 def test_a_failing_call_is_not_counted():
     log = OpLog()
     lookup = EmbeddingLookup(log=log).add_prim_attr("primitive_target", "CPU")

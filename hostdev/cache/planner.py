@@ -26,7 +26,7 @@ Ids = npt.NDArray[Any]
 Positions = npt.NDArray[np.int32]
 
 BUDGET = 192 << 20  # bytes; where all rows fit, a directory would only take time
-_MOST_ROWS = 2**31 - 1  # a slot is an int32
+MOST_ROWS = 2**31 - 1  # a slot is an int32
 _GRAIN = 1 << 14
 # What enters is to save in a batch: of what the C-th likeliest row does, and rows; less where counts do not tell what
 # comes, as there comes more that nobody expects.
@@ -172,8 +172,8 @@ class Planner:
         budget: int = BUDGET,
     ) -> None:
         kind = _kind(policy)
-        if not 0 <= capacity <= rows <= _MOST_ROWS:
-            raise ValueError(f"a cache needs 0 <= capacity <= rows <= {_MOST_ROWS}, not {capacity} of {rows}")
+        if not 0 <= capacity <= rows <= MOST_ROWS:
+            raise ValueError(f"a cache needs 0 <= capacity <= rows <= {MOST_ROWS}, not {capacity} of {rows}")
         if not 0 <= window <= MOST_WINDOW:
             raise ValueError(f"the window must be in 0..{MOST_WINDOW} batches, not {window}")
         if counts is not None and np.shape(counts) != (rows,):

@@ -29,10 +29,14 @@ class _MergedRows:
 
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
         """See `saving.Source`."""
-        found = self._layers.rows(self._name, first, last)
-        for to, values in zip([*columns, *row_columns], [*found.columns.values(), *found.row_columns.values()],
-                              strict=True):  # fmt: skip
-            np.copyto(to, values)
+        for start, stop in self._layers.ranges(self._name):  # which may begin where ranks' parts do
+            begin, end = max(first, start), min(last, stop)
+            if begin >= end:
+                continue
+            found = self._layers.rows(self._name, start, stop)
+            stored = [*found.columns.values(), *found.row_columns.values()]
+            for to, values in zip([*columns, *row_columns], stored, strict=True):
+                np.copyto(to[begin - first : end - first], values[begin - start : end - start])
 
 
 def compact(chain: Chain, keep: int | None = None) -> str:
@@ -49,7 +53,7 @@ def compact(chain: Chain, keep: int | None = None) -> str:
         if len(chain) == 1:
             told = f"{newest.path} is whole already"
         else:
-            made = _merge(chain, path)
+            made = merge(chain, path)
             told = f"{made}: {len(chain)} checkpoints in one"
             if folder.is_parent(newest.path):
                 told += f"; {newest.path} stays, as another one adds to it"
@@ -61,7 +65,8 @@ def compact(chain: Chain, keep: int | None = None) -> str:
     return f"{told}; {path} has {after:,} bytes, before it had {before:,}"
 
 
-def _merge(chain: Chain, path: Path) -> Path:
+def merge(chain: Chain, path: Path) -> Path:
+    """Write a checkpoint and all that it adds to as one, beside them in the folder `path`; return where."""
     layers = Layers(chain)
     items = [
         Item(replace(table, files=[]), _MergedRows(layers, table.name), True, lambda: None, lambda saved: None)

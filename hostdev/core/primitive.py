@@ -290,27 +290,29 @@ class PartialCall:
         self._op = op
         self._parts: list[int] = []  # nanoseconds
         self._spans: list[list[tuple[int, int]]] = []  # of the tasks of each part
+        self._nbytes = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a part."""
         start = time.perf_counter_ns()
         result = self._op.run(*args, **kwargs)
         self._parts.append(time.perf_counter_ns() - start)
-        self._op.times.count(self._op.nbytes(*args, **kwargs))
+        self._nbytes += self._op.nbytes(*args, **kwargs)
         return result
 
     def tasks(self, *args: Any) -> list[Task]:
         """Return the tasks of a part, for one `run_tasks` of several ops; timed from first to last."""
         span: list[tuple[int, int]] = []
         self._spans.append(span)
-        self._op.times.count(self._op.nbytes(*args))
+        self._nbytes += self._op.nbytes(*args)
         return [timed(task, span) for task in self._op.tasks(*args)]
 
     def end(self) -> None:
-        """Report the time of all parts."""
+        """Report the time and the bytes of all parts."""
         spans = [span for span in self._spans if span]
         self._parts += [max(end for _, end in span) - min(begin for begin, _ in span) for span in spans]
         self._op.times.add(sum(self._parts))
+        self._op.times.count(self._nbytes)
 
 
 class _TablePrimitive(Primitive):

@@ -21,6 +21,10 @@ class RotatedFile:
         self._older = max(1, limit // self._each - 1)
         self._file = path.open("ab")
         self._size = os.fstat(self._file.fileno()).st_size
+        if self._size > self._each:  # of a run that had a higher limit
+            self._rotate()
+        else:
+            self._remove_beyond()
 
     def writelines(self, lines: Iterable[str]) -> None:
         """Append lines, each of which is in one file as a whole."""
@@ -48,14 +52,25 @@ class RotatedFile:
             self.dropped_bytes += self._size
         else:
             self._file.close()
-            oldest = self._numbered(self._older)
-            if oldest.exists():
-                self.dropped_bytes += oldest.stat().st_size
-            for number in range(self._older - 1, -1, -1):
+            for number in range(self._older, -1, -1):
                 if self._numbered(number).exists():
                     self._numbered(number).replace(self._numbered(number + 1))
+            self._remove_beyond()
             self._file = self.path.open("ab")
         self._size = 0
+
+    def _remove_beyond(self) -> None:
+        """Remove the older files that are too many, or with which all are too large."""
+        numbers = (
+            path.name.removeprefix(f"{self.path.name}.") for path in self.path.parent.glob(f"{self.path.name}.*")
+        )
+        total = 0
+        for number in sorted(int(each) for each in numbers if each.isdecimal()):
+            size = self._numbered(number).stat().st_size
+            total += size
+            if number > self._older or total > self.limit - self._each:
+                self._numbered(number).unlink()
+                self.dropped_bytes += size
 
     def _numbered(self, number: int) -> Path:
         return self.path.with_name(f"{self.path.name}.{number}") if number else self.path

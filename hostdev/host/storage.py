@@ -88,7 +88,10 @@ class Storage(Protocol):
         """Copy rows to block [N, 1 + S, D] and row_slots [N, R]."""
 
     def write_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
-        """Overwrite rows; ValueError for what cannot be stored."""
+        """Overwrite rows, with what `require_exact` lets pass."""
+
+    def require_exact(self, block: Rows) -> None:
+        """Raise ValueError for rows [N, 1 + S, D] that cannot be stored as they are."""
 
     def update_tasks(self, ids: Ids, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
         """Take an optimizer step on unique rows."""
@@ -159,6 +162,9 @@ class Float32:
         """See `Storage`."""
         tasks = store_tasks(_flat(self.block), ids, _flat(block), positions)
         return tasks + _write_row_slots(self.row_slots, ids, row_slots, positions)
+
+    def require_exact(self, block: Rows) -> None:
+        """All can."""
 
     def update_tasks(self, ids: Ids, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
@@ -244,9 +250,12 @@ class Bfloat16:
 
     def write_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
-        rounding.require_bfloat16(block if positions is None else block[positions], self._name)
         tasks = rounding.write_tasks(self.bits, self.slots, ids, block, positions)
         return tasks + _write_row_slots(self.row_slots, ids, row_slots, positions)
+
+    def require_exact(self, block: Rows) -> None:
+        """See `Storage`."""
+        rounding.require_bfloat16(block, self._name)
 
     def update_tasks(self, ids: Ids, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
         """See `Storage`."""

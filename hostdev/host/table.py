@@ -67,6 +67,8 @@ class HostTable:
         if rows < 1 or dim < 1:
             raise ValueError(f"table {name!r} needs at least one row and one column, not {rows} x {dim}")
         require_optimizer(optimizer, name)
+        if part is not None and not 0 <= part[0] < part[1]:
+            raise ValueError(f"table {name!r}: part must be (rank, ranks) with a rank in 0..ranks - 1, not {part}")
         self.part, self.total_rows = part, rows
         self.start, stop = (0, rows) if part is None else range_of(rows, *part)
         rows = stop - self.start
@@ -111,11 +113,13 @@ class HostTable:
         """The memory of all rows, float32 [V, 1 + S, D]; TypeError where weights are bfloat16, and lie apart."""
         if not isinstance(self.storage, Float32):
             raise TypeError(f"table {self.name!r} stores weights as bfloat16, apart from its slots; use read_rows")
+        self._lend()
         return self.storage.block
 
     @property
     def row_slots(self) -> Rows:
         """The memory of the slots of one value a row, float32 [V, R]."""
+        self._lend()
         return self.storage.row_slots
 
     @property
@@ -139,7 +143,6 @@ class HostTable:
     @property
     def slots(self) -> Mapping[str, Rows]:
         """Writable views of the optimizer's slots by name, each float32 [V, D], or [V, 1] for one value a row."""
-        self._lend()
         slots = {name: self.storage.slot(i) for i, name in enumerate(self.optimizer.slots)}
         row_slots = {name: self.row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
         return MappingProxyType(slots | row_slots)
@@ -221,6 +224,8 @@ class HostTable:
         block      float32 [N, 1 + S, D], C-contiguous, written: weights and slots of D values
         row_slots  float32 [N, R], C-contiguous, written: slots of one value a row
         positions  int32 [N], rows of both, which may have more, as in `lookup`
+
+        Raises as `lookup` does.
         """
         run_tasks(self.read_rows_tasks(self._checked(ids), block, row_slots, positions))
 
@@ -228,19 +233,25 @@ class HostTable:
         self, ids: npt.NDArray[Any], block: Rows, row_slots: Rows, positions: Positions | None = None
     ) -> list[Task]:
         """Return the tasks of `read_rows`."""
+        self._check_whole(ids, block, row_slots, positions)
         return self.storage.read_tasks(ids, block, row_slots, positions)
 
     def write_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
         """Overwrite rows with their slots: the way back from `read_rows`; ids must be unique (not checked).
 
-        ValueError, with nothing written, for weights that the table's dtype cannot represent.
+        Raises as `lookup` does, and ValueError for weights that the table's dtype cannot represent; nothing is written
+        then.
         """
-        run_tasks(self.write_rows_tasks(self._checked(ids), block, row_slots, positions))
+        ids = self._checked(ids)
+        self._check_whole(ids, block, row_slots, positions)
+        self.storage.require_exact(block if positions is None else block[positions])
+        run_tasks(self.write_rows_tasks(ids, block, row_slots, positions))
 
     def write_rows_tasks(
         self, ids: npt.NDArray[Any], block: Rows, row_slots: Rows, positions: Positions | None = None
     ) -> list[Task]:
-        """Return the tasks of `write_rows`."""
+        """Return the tasks of `write_rows`; that the table's dtype can represent the weights is trusted."""
+        self._check_whole(ids, block, row_slots, positions)
         tasks = self.storage.write_tasks(ids, block, row_slots, positions)
         self._before_write(ids)
         return tasks
@@ -249,7 +260,8 @@ class HostTable:
         """Return the weights and the slots by name, of which slices and rows by id are read, float32; for digests."""
         found = {"weights": self.storage.column(0)}
         found |= {name: self.storage.column(1 + i) for i, name in enumerate(self.optimizer.slots)}
-        return found | {name: self.row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
+        row_slots = self.storage.row_slots
+        return found | {name: row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
 
     def where(self, ids: Any) -> tuple[Rows, Any]:
         """Return memory with rows and their slots, float32 [any, 1 + S, D], and where those of these ids are in it."""
@@ -282,11 +294,18 @@ class HostTable:
             self.changes = Changes(self.storage)
         return self.changes
 
+    def _check_whole(self, ids: npt.NDArray[Any], block: Rows, row_slots: Rows, positions: Positions | None) -> None:
+        """Raise unless these are rows with their slots."""
+        _, planes, D = self.storage.shape
+        n, R = len(ids if positions is None else block), self.storage.row_slots.shape[1]
+        _check_rows("block", block, (n, planes, D), self.name)
+        _check_rows("row_slots", row_slots, (n, R), self.name)
+
     def _checked(self, ids: npt.ArrayLike) -> npt.NDArray[Any]:
         return checked_ids(ids, self.rows, self.name)
 
 
-def _check_rows(what: str, array: Rows, shape: tuple[int, int], table: str) -> None:
+def _check_rows(what: str, array: Rows, shape: tuple[int, ...], table: str) -> None:
     if array.dtype != np.float32:
         raise TypeError(f"table {table!r}: {what} must be float32, not {array.dtype}")
     if array.shape != shape:

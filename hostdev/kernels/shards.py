@@ -129,11 +129,13 @@ def partition(ids: Ids, rows: int, ranks: int) -> tuple[Ids, Places, npt.NDArray
     """Sort unique ids by the rank that holds their rows.
 
     ids      int32 or int64 [U], each in [0, V)
-    returns  the number of each row among those of its rank, of the ids' dtype, by rank and then in the order of the
-             ids; places int32 [U], where that of each id lies; counts int64 [W], of each rank
+    returns  the number of each row among those of its rank, of the ids' dtype if that can hold it, by rank and then in
+             the order of the ids; places int32 [U], where that of each id lies; counts int64 [W], of each rank
     """
-    owners, local, counts = np.empty(len(ids), np.int32), np.empty_like(ids), np.zeros(ranks, np.int64)
+    most = -(-rows // ranks) - 1  # of those numbers
+    dtype = ids.dtype if most <= np.iinfo(ids.dtype).max else np.dtype(np.int64)
+    owners, local, counts = np.empty(len(ids), np.int32), np.empty(len(ids), dtype), np.zeros(ranks, np.int64)
     _locate(ids, multiplier_of(rows), rows, ranks, owners, local, counts)
-    places, out = np.empty(len(ids), np.int32), np.empty_like(ids)
+    places, out = np.empty(len(ids), np.int32), np.empty_like(local)
     _sort(owners, local, np.cumsum(counts) - counts, places, out)
     return out, places, counts

@@ -130,7 +130,7 @@ class Numbering:
             edges.append(edges[-1] + len(part))
         joint = np.empty(edges[-1], self._dtype)
         for part, base, start, stop in zip(ids, self._bases, edges, edges[1:], strict=False):
-            np.add(part, base, out=joint[start:stop], casting="unsafe")
+            np.add(part, base, out=joint[start:stop], dtype=self._dtype, casting="unsafe")
         return Joint(joint, edges)
 
     def split(self, part: Part, edges: Sequence[int]) -> list[Part]:

@@ -176,7 +176,7 @@ class BatchRows:
         values, mark = self._evicted
         self._staging.await_mark(mark)
         block, row_slots = (tensor.cpu().numpy() for tensor in values)
-        self._table.write_rows(evicted, block, row_slots)
+        self.embedding.cache_evict(self._table, evicted, block, row_slots)
 
     def update(self, part: Part, *, first: bool = False) -> list[Task]:
         """Return what updates rows with their gradients, and writes evicted ones back; all parts are one step.

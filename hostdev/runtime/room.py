@@ -6,13 +6,16 @@ What the program itself takes, dense layers and evaluations are not among them: 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from hostdev.cache.options import rows_of
-from hostdev.cache.planner import planner_bytes
+import numpy as np
+
+from hostdev.cache.options import POLICIES, rows_of
+from hostdev.cache.planner import MOST_ROWS, planner_bytes
 from hostdev.core.errors import UserError
-from hostdev.core.memory import TableShape, gib, row_bytes
+from hostdev.core.memory import TableShape, available_bytes, gib, row_bytes
 from hostdev.runtime.spec import CacheSpec
 
 _USE_BYTES = 24  # its id as it came, that among the unique ones, and where it is among these
+COUNTS = "counts of uses"  # which are there before all else
 _MARKS = 3  # sets of rows while a checkpoint is saved: to be saved, of them not yet read, written since
 
 
@@ -34,9 +37,12 @@ def kept(
     slots_on_host  the caches' device is the CPU
     uses           ids that a batch looks up; 0: nobody knows
     copies         bytes of rows that are copied aside while a checkpoint is saved; 0: none is
+
+    Raises UserError for a table that has too many rows for a cache.
     """
-    names = "tables", "cached rows", "the cache's plan", "claims of rows", "batches on their way", "marks of changes"
-    parts, window, passing = dict.fromkeys((*names, "copies for checkpoints"), 0), 0, 0
+    names = "tables", "cached rows", "the cache's plan", COUNTS, "claims of rows", "batches on their way"
+    parts = dict.fromkeys((*names, "marks of changes", "copies for checkpoints"), 0)
+    window = passing = 0
     for group in groups:
         if not group.on_host:
             continue
@@ -47,14 +53,26 @@ def kept(
         if copies:
             parts["marks of changes"] += _MARKS * len(group.tables) * -(-group.rows // 8)
         if group.cache is not None:
+            if group.rows > MOST_ROWS:
+                raise UserError(
+                    f"a cache takes tables of at most {MOST_ROWS:,} rows, not {group.rows:,}; leave the cache out"
+                )
             slots = rows_of(group.cache.rows, group.rows)
+            ahead = group.cache.window if group.cache.policy == POLICIES[0] else 0
             parts["cached rows"] += slots * whole if slots_on_host else 0
-            parts["the cache's plan"] += planner_bytes(group.rows, slots)
-            window = max(window, group.cache.window)
+            parts["the cache's plan"] += planner_bytes(group.rows, slots, min(uses, group.rows), ahead)
+            window = max(window, ahead)
+            if isinstance(group.cache.counts, np.ndarray) and not isinstance(group.cache.counts, np.memmap):
+                parts[COUNTS] += group.cache.counts.nbytes
         passing = max(passing, row * min(uses, group.rows))
     parts["batches on their way"] = (depth + 2) * 2 * passing + (depth + 2 + window) * _USE_BYTES * uses
     parts["copies for checkpoints"] = min(copies, 2 * parts["tables"])
     return {name: size for name, size in parts.items() if size}
+
+
+def free_with_counts(parts: Mapping[str, int]) -> int:
+    """Return the bytes of host memory that are free, or hold counts of uses that are there already."""
+    return available_bytes() + parts.get(COUNTS, 0)
 
 
 def require(parts: Mapping[str, int], free: int) -> None:

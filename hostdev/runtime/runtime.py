@@ -9,7 +9,7 @@ import torch
 
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.core.errors import UserError
-from hostdev.core.memory import TableShape, available_bytes
+from hostdev.core.memory import TableShape
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.primitive import OpLog
 from hostdev.core.timeline import Timeline
@@ -104,7 +104,7 @@ class Runtime:
             slots_on_host=not backend.is_accelerator(self.device),
         )
         beside.pop("tables", None)
-        room.require(beside, available_bytes())
+        room.require(beside, room.free_with_counts(beside))
         self.staging = Staging(self.device, log, batches=depth + 2)
         groups = []
         for group, spec in zip(self.group_specs, specs, strict=True):

@@ -38,7 +38,7 @@ class Keeper:
         tensors: dict[str, Tensor] = {}
         state = to_tree({"extra": extra}, tensors)
         self._join()  # a table has one snapshot at a time
-        to = self._folders.setdefault(path.resolve(), Checkpoints(path, ranks=self._runtime.ranks))
+        to = self._at(path)
         to.keep = keep
         self._runtime.learning_rates()  # those that a scheduler has set for the next batch
         to.lock()
@@ -64,12 +64,15 @@ class Keeper:
         load_tables(chain, tables)
         if self._runtime.has_optimizer:
             self._runtime.optimizer.take_over()
-        to = self._folders.setdefault(
-            chain[-1].path.parent.resolve(), Checkpoints(chain[-1].path.parent, ranks=self._runtime.ranks)
-        )
+        to = self._at(chain[-1].path.parent)
         to.start_from(chain, tables.values())
         self._runtime.pipeline.steps = chain[-1].manifest.step
         return values_of(chain)["extra"]
+
+    def _at(self, path: Path) -> Checkpoints:
+        """Return the checkpoints in a folder, which stay there if the program goes to work in another one."""
+        where = path.resolve()
+        return self._folders.setdefault(where, Checkpoints(where, ranks=self._runtime.ranks))
 
     def _join(self) -> None:
         """Wait for what is being written, and warn where it has failed and nobody has waited for it."""

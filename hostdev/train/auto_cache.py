@@ -24,6 +24,7 @@ from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import count_uses, unique
 from hostdev.models.model import Model
 from hostdev.parallel.ranks import Ranks
+from hostdev.runtime.spec import CacheSpec
 from hostdev.train.build import device_of, ids_of, known_counts, model_of
 from hostdev.train.cache_advice import (
     Curves,
@@ -38,7 +39,7 @@ from hostdev.train.cache_advice import (
     sizes_of,
 )
 from hostdev.train.config import TrainConfig
-from hostdev.train.room import left_by_a_step
+from hostdev.train.room import kept_on_host, left_by_a_step
 
 _LEAST_BATCHES, _MOST_BATCHES, _MOST_IDS = 48, 256, 1 << 24  # of the sample
 _SAMPLE = 1000  # rows, of which the model's inputs are made
@@ -63,7 +64,7 @@ def decided(
     reader.require(settings.batch_size)
     groups = measured(model, reader, settings.batch_size, settings.seed)
     batches = _sample(model, groups, reader, settings)
-    room = _room(settings, model, reader, device, groups, batches, ranks)
+    room = _room(settings, model, found, reader, device, groups, batches, ranks)
     if ranks is not None:
         rooms = ranks.control.share(room)
         room = min(rooms) * len(rooms)  # each has its part of the rows
@@ -99,17 +100,21 @@ def _sample(model: Model, groups: Sequence[Group], reader: ShardReader, settings
 
 
 def _room(
-    settings: TrainConfig, model: Model, reader: ShardReader, device: torch.device, groups: Sequence[Group],
-    batches: Sequence[Sampled], ranks: Ranks | None,
+    settings: TrainConfig, model: Model, found: Manifest, reader: ShardReader, device: torch.device,
+    groups: Sequence[Group], batches: Sequence[Sampled], ranks: Ranks | None,
 ) -> int:  # fmt: skip
     """Return the bytes that this process's device has for slots."""
+    assert settings.batch_size is not None
     shares = 1 if ranks is None else ranks.share()[1]
     if not is_accelerator(device):
-        parts = 1 if ranks is None else ranks.size
-        tables = sum(spec.shape.nbytes(spec.rows) for spec in model.tables.values())
-        plans = sum(planner_bytes(group.rows, group.rows) for group in groups)
-        return max(0, available_bytes() - (tables + plans) // parts)
-    assert settings.batch_size is not None
+        most = CacheSpec("100%", window=WINDOW if settings.cache_window is None else settings.cache_window)
+        part = None if ranks is None else ranks.part()
+        uses = -(-max(sum(int(uses.sum()) for _, uses in each) for each in zip(*batches, strict=True)) // shares)
+        kept = kept_on_host(
+            model, most, part, device, depth=settings.pipeline_depth, uses=uses, saves=settings.saves
+        )  # fmt: skip
+        counts = 0 if found.vocabulary is None else 8 * found.schema.rows  # which are read for the choice, and kept
+        return max(0, available_bytes() - counts - sum(kept.values()) + kept.get("cached rows", 0))
     [sample] = itertools.islice(reader.batches(_SAMPLE), 1)
     autocast = torch.bfloat16 if settings.precision == "bf16" else None
     samples = -(-settings.batch_size // settings.micro_batches)

@@ -34,24 +34,28 @@ class Room(NamedTuple):
         return f"{gib(sum(self.parts.values()))} of the host's {gib(self.free)} free: {room.in_words(self.parts)}"
 
 
-def host_room(
+def kept_on_host(
     model: Model, cache: CacheSpec | Mapping[str, CacheSpec] | None, part: tuple[int, int] | None,
     device: torch.device, *, depth: int, uses: int, saves: bool,
-) -> Room:  # fmt: skip
-    """Return what a training keeps in host memory where its tables are there; arguments as of `Trainer`.
-
-    Raises UserError unless all of it fits, before the first table is allocated.
-    """
+) -> dict[str, int]:  # fmt: skip
+    """Return what a training keeps in host memory where its tables are there; arguments as of `Trainer`."""
     sizes = []
     for names in groups_of(model):
         specs = [model.tables[name] for name in names]
         start, stop = (0, specs[0].rows) if part is None else range_of(specs[0].rows, *part)
         own = cache if isinstance(cache, CacheSpec | None) else next((cache[n] for n in names if n in cache), None)
         sizes.append(room.GroupSize(stop - start, [spec.shape for spec in specs], True, own))
-    parts = room.kept(
-        sizes, depth=depth, slots_on_host=not is_accelerator(device), uses=uses, copies=SAVING_BYTES if saves else 0
-    )
-    found = Room(available_bytes(), parts)
+    copies = SAVING_BYTES if saves else 0
+    return room.kept(sizes, depth=depth, slots_on_host=not is_accelerator(device), uses=uses, copies=copies)
+
+
+def host_room(
+    model: Model, cache: CacheSpec | Mapping[str, CacheSpec] | None, part: tuple[int, int] | None,
+    device: torch.device, *, depth: int, uses: int, saves: bool,
+) -> Room:  # fmt: skip
+    """Return what `kept_on_host` says, and what is free; UserError unless it fits, before a table is allocated."""
+    parts = kept_on_host(model, cache, part, device, depth=depth, uses=uses, saves=saves)
+    found = Room(room.free_with_counts(parts), parts)
     room.require(parts, found.free)
     return found
 

@@ -3,11 +3,12 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
-from hostdev import UserError
-from hostdev.checkpoint import checkpoints, folder
+from hostdev import HostTable, LazyAdam, RowWiseAdagrad, Runtime, UserError
+from hostdev.checkpoint import checkpoints, compact, folder, ranges, reshard
 from hostdev.checkpoint.loading import verify
 from hostdev.core.checksums import HashedFile
 from tests.conftest import environment
@@ -219,7 +220,7 @@ def test_the_end_of_the_program_waits_for_the_writing(tmp_path):
         [sys.executable, "program.py"], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True,
         timeout=120, check=False,
     )  # fmt: skip
-    line = "hostdev: warning: the checkpoint of step 0 was not saved: broken: No space left on device\n"
+    line = f"hostdev: warning: the checkpoint of step 0 was not saved: {tmp_path / 'broken'}: No space left on device\n"
     assert (process.returncode, process.stderr) == (0, line)
     verify(folder.chain_of(tmp_path / "whole/step-0000000000"))
     assert list((tmp_path / "broken").glob("*step*")) == []
@@ -245,3 +246,45 @@ def test_an_error_in_the_body_leaves_the_last_checkpoint(tmp_path):
     other = Case()
     assert go_on(other, tmp_path) == 3
     assert differing(other.train(BATCHES[3:]).state(), Case().train(BATCHES).state()) == []
+
+
+def test_what_begins_with_the_parts_of_ranks_is_merged(tmp_path, monkeypatch):
+    """Files begin where the ranks' parts do, those of what is merged do not."""
+    monkeypatch.setattr(ranges, "FILE_BYTES", 64 * 48)
+    table = HostTable(1001, 4, LazyAdam(), name="t")
+    Runtime({"t": table}, device="cpu").save(tmp_path / "a")
+    reshard.rewrite(folder.newest(tmp_path / "a").chain, tmp_path / "b", 2)
+    chain = folder.newest(tmp_path / "b").chain
+    assert 500 in [file.start for file in chain[0].manifest.tables[0].files]
+    merged = folder.chain_of(compact.merge(chain, tmp_path / "b"))
+    assert [file.start for file in merged[0].manifest.tables[0].files] == list(range(0, 1001, 64))
+    verify(merged)
+    other = HostTable(1001, 4, LazyAdam(), name="t", seed=1)
+    Runtime({"t": other}, device="cpu").load(merged[0].path)
+    np.testing.assert_array_equal(other.block, table.block)
+
+
+@pytest.mark.parametrize("slot", ["block", "row_slots"])
+def test_what_is_written_by_hand_is_saved(tmp_path, slot):
+    table = HostTable(50, 3, RowWiseAdagrad(), name="t")
+    runtime = Runtime({"t": table}, device="cpu")
+    runtime.save(tmp_path / "c")
+    getattr(table, slot)[7] = 5
+    runtime.save(tmp_path / "c")
+    other = HostTable(50, 3, RowWiseAdagrad(), name="t", seed=1)
+    Runtime({"t": other}, device="cpu").load(tmp_path / "c")
+    assert (getattr(other, slot)[7] == 5).all()
+
+
+def test_a_folder_stays_where_it_is(tmp_path, monkeypatch):
+    """The program may go to work in another folder between two checkpoints, and while one is written."""
+    runtime = Runtime({"t": HostTable(50, 3, LazyAdam(), name="t")}, device="cpu")
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    saving = runtime.save("saved", wait=False)
+    monkeypatch.chdir(tmp_path / "b")
+    saving.wait()
+    runtime.save(tmp_path / "a" / "saved")
+    assert len(list((tmp_path / "a" / "saved").glob("step-*"))) == 2
+    assert not list((tmp_path / "b").iterdir())

@@ -34,6 +34,26 @@ def test_the_newest_lines_stay(tmp_path, at_once):
     assert again.dropped_bytes == 100
 
 
+def test_a_lower_limit_than_before(tmp_path):
+    """Whatever the files' sizes, and however many there are: at once, and what went is known."""
+    path = tmp_path / "a.log"
+    log = RotatedFile(path, 400)
+    log.writelines(lines_of(36))
+    log.close()
+    again = RotatedFile(path, 100)  # of 4 files of 25 bytes, but those that are there have 100
+    assert (files(path), again.dropped_bytes) == (["", "".join(lines_of(6, 30))], 300)
+    again.writelines(lines_of(7, 36))
+    again.close()
+    assert again.dropped_bytes == 360
+    assert files(path) == ["".join(lines_of(n, start)) for start, n in ((42, 1), (40, 2), (38, 2), (36, 2))]
+    (tmp_path / "a.log.9").write_text("x" * 20)
+    (tmp_path / "a.log.old").write_text("another's")
+    last = RotatedFile(path, 80)
+    last.close()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.log", "a.log.1", "a.log.2", "a.log.3", "a.log.old"]
+    assert last.dropped_bytes == 20
+
+
 def test_a_log_that_fits_is_one_file(tmp_path):
     log = RotatedFile(tmp_path / "a.log", 400)
     log.writelines(lines_of(10))
@@ -44,10 +64,10 @@ def test_a_log_that_fits_is_one_file(tmp_path):
 
 
 def test_a_line_longer_than_a_file_is_whole(tmp_path):
-    log = RotatedFile(tmp_path / "a.log", 40)
-    log.writelines(["short\n", "x" * 50 + "\n", "end\n"])
+    log = RotatedFile(tmp_path / "a.log", 400)
+    log.writelines(["short\n", "x" * 150 + "\n", "end\n"])
     log.close()
-    assert files(tmp_path / "a.log") == ["end\n", "x" * 50 + "\n", "short\n"]
+    assert files(tmp_path / "a.log") == ["end\n", "x" * 150 + "\n", "short\n"]
 
 
 def test_a_folder_that_is_removed_meanwhile(tmp_path):

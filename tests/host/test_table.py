@@ -254,6 +254,37 @@ def test_tasks_check_the_shape_of_what_they_write(table):
     assert table.step == 0
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("method", ["read_rows", "write_rows"])
+def test_rows_with_their_slots_have_a_shape(method, dtype):
+    table = HostTable(10, 4, RowWiseAdagrad(), name="t", dtype=dtype)
+    call, ids = getattr(table, method), np.array([1, 2, 3])
+    block, row_slots = np.ones((3, 1, 4), np.float32), np.ones((3, 1), np.float32)
+    before = table.lookup(np.arange(10)), table.row_slots.copy()
+    for wrong, error, message in (
+        ((block[:1], row_slots), ValueError, r"block must have shape \(3, 1, 4\), not \(1, 1, 4\)"),
+        ((block[:, 0], row_slots), ValueError, r"block must have shape \(3, 1, 4\), not \(3, 4\)"),
+        ((np.ones((3, 3, 4), np.float32), row_slots), ValueError, r"not \(3, 3, 4\)"),
+        ((block, row_slots[:2]), ValueError, r"row_slots must have shape \(3, 1\), not \(2, 1\)"),
+        ((block, row_slots[:, :0]), ValueError, r"not \(3, 0\)"),
+        ((block.astype(np.float64), row_slots), TypeError, "block must be float32, not float64"),
+        ((block, row_slots.astype(np.float16)), TypeError, "row_slots must be float32, not float16"),
+        ((np.ones((4, 1, 3), np.float32).T, row_slots), ValueError, "C-contiguous"),
+        ((block, row_slots[:1], np.array([0, 1, 2], np.int32)), ValueError, r"row_slots must have shape \(3, 1\)"),
+    ):
+        with pytest.raises(error, match=message):
+            call(ids, *wrong)
+    np.testing.assert_array_equal(table.lookup(np.arange(10)), before[0])
+    np.testing.assert_array_equal(table.row_slots, before[1])
+    call(ids, np.ones((5, 1, 4), np.float32), np.ones((5, 1), np.float32), np.array([4, 0, 2], np.int32))
+
+
+@pytest.mark.parametrize("part", [(2, 2), (-1, 2), (0, 0)])
+def test_a_part_is_that_of_a_rank(part):
+    with pytest.raises(ValueError, match=r"table 't': part must be \(rank, ranks\)"):
+        HostTable(10, 4, LazyAdam(), name="t", part=part)
+
+
 def test_bfloat16_weights_are_what_can_be_read_and_written():
     """Two bytes each; read as float32, exactly; written where they are exact; the view that cannot be is a copy."""
     table = HostTable(50, 6, LazyAdam(), name="t", seed=2, dtype="bf16")

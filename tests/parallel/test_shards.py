@@ -1,6 +1,7 @@
 """The rows of a table spread over ranks: each has one place, and popular ones lie evenly."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 import hostdev
 from hostdev import HostTable
 from hostdev.kernels.shards import ids_at, multiplier_of, partition, range_of
+from hostdev.pipeline.groups import Numbering, Part
 
 LARGE = 10**10
 
@@ -108,3 +110,24 @@ def test_a_part_has_the_rows_of_the_whole_table(optimizer, rows, ranks, init):
         seen += ids.tolist()
     assert sorted(seen) == list(range(rows))
     np.testing.assert_array_equal(whole.ids(0, rows), np.arange(rows))
+
+
+def test_a_rank_with_more_rows_than_32_bits():
+    """Ids that fit into int32 may be rows beyond it among those of their rank."""
+    rows = 5 * 10**9
+    ids = np.arange(2**31 - 100, 2**31 - 1, dtype=np.int32)
+    found, wanted = partition(ids, rows, 2), partition(ids.astype(np.int64), rows, 2)
+    assert max(found[0]) > 2**31
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_groups_that_have_more_rows_together_than_32_bits():
+    """Their ids may be int32, and are numbered among the rows of all of them."""
+    groups = [SimpleNamespace(rows=rows, on_host=True) for rows in (1_500_000_000, 1_000_000_000, 2_000_000_000)]
+    ids = [np.array(each, np.int32) for each in ([5, 1_499_999_999], [3, 900_000_000], [1_999_999_999])]
+    numbering = Numbering(groups)
+    joint = numbering.join(ids)
+    assert joint.ids.tolist() == [5, 1_499_999_999, 1_500_000_003, 2_400_000_000, 4_499_999_999]
+    parts = numbering.split(Part.of(joint.ids, None), joint.edges)
+    assert [part.ids.tolist() for part in parts] == [each.tolist() for each in ids]
