@@ -174,8 +174,8 @@ class Planner:
         kind = _kind(policy)
         if not 0 <= capacity <= rows <= MOST_ROWS:
             raise ValueError(f"a cache needs 0 <= capacity <= rows <= {MOST_ROWS}, not {capacity} of {rows}")
-        if not 0 <= window <= MOST_WINDOW:
-            raise ValueError(f"the window must be in 0..{MOST_WINDOW} batches, not {window}")
+        if not isinstance(window, int | np.integer) or not 0 <= window <= MOST_WINDOW:
+            raise ValueError(f"the window must be in 0..{MOST_WINDOW} batches, not {window!r}")
         if counts is not None and np.shape(counts) != (rows,):
             raise ValueError(f"counts must have the shape ({rows},), not {np.shape(counts)}")
         self.rows, self.capacity, self.policy = rows, capacity, policy
@@ -322,12 +322,13 @@ class Planner:
     def _expect(self, counts: npt.NDArray[Any], uses: int) -> None:
         """Take down how likely a batch of so many uses has each row, by the counts, and the rows that it has most."""
         total = float(counts.sum(dtype=np.float64))
-        self._counted = total > 0
+        per_use = np.float32(uses / total) if total > 0 else np.float32(0)
+        self._counted = bool(per_use > 0)  # numbers too large to be counts tell nothing
         if not self._counted or not self.capacity:
             return
         # A row that is used once in an epoch pays for no transfer.
         above = 1.0 if np.issubdtype(counts.dtype, np.integer) else -np.inf
-        self._least = self._directory.expect(counts, np.float32(uses / total), above=above)
+        self._least = self._directory.expect(counts, per_use, above=above)
         self._gate = _gate_at(self._least, _GATE)
 
     def restore(self, slot_ids: Positions) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from hostdev.core.primitive import OpLog
 from hostdev.core.timeline import Timeline
 from hostdev.device.staging import Staging
@@ -16,6 +18,12 @@ from hostdev.pipeline.passes import OverlappedPass, Pass, SerialPass
 from hostdev.pipeline.stages import AfterUpdate, Stages
 
 _MOST_DEPTH = MOST_UNFINISHED - 2
+
+
+def require_depth(depth: Any) -> None:
+    """ValueError for what is no depth of a pipeline."""
+    if not isinstance(depth, int | np.integer) or not 0 <= depth <= _MOST_DEPTH:
+        raise ValueError(f"the depth must be in 0..{_MOST_DEPTH}, not {depth!r}")
 
 
 class Pipeline:
@@ -46,8 +54,7 @@ class Pipeline:
         before_stage: Callable[[str, int], None] | None = None,
         after_update: AfterUpdate | None = None,
     ) -> None:
-        if not 0 <= depth <= _MOST_DEPTH:
-            raise ValueError(f"the depth must be in 0..{_MOST_DEPTH}, not {depth}")
+        require_depth(depth)
         self.depth, self.groups, self.staging = depth, groups, staging
         self.timeline = timeline or Timeline()
         rows = sum(group.rows for group in groups if group.on_host) if depth else 0

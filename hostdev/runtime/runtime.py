@@ -17,7 +17,7 @@ from hostdev.device import backend
 from hostdev.device.staging import Staging
 from hostdev.parallel.ranks import Ranks
 from hostdev.pipeline.groups import Group
-from hostdev.pipeline.pipeline import Pipeline
+from hostdev.pipeline.pipeline import Pipeline, require_depth
 from hostdev.runtime import room
 from hostdev.runtime.features import GroupSpec, Table, resolve
 from hostdev.runtime.loop import PredictLoop, TrainLoop
@@ -84,6 +84,7 @@ class Runtime:
     ) -> None:
         self.wanted, self.group_specs = resolve(features)
         self.ranks, self.dense_exchange = ranks, dense_exchange
+        require_depth(depth)
         if dense_exchange not in EXCHANGES:
             raise ValueError(f"dense_exchange must be one of {', '.join(EXCHANGES)}, not {dense_exchange!r}")
         _require_parts(self.group_specs, ranks)

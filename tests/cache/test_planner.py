@@ -368,6 +368,15 @@ def test_wrong_arguments():
         planner.announce(*batch)
 
 
+def test_counts_too_large_to_be_added_say_nothing():
+    batches, found = zipf(80, 30, size=60), []
+    for counts in (np.full(80, 1e300), np.zeros(80)):
+        planner = Planner(80, 20, window=0, counts=counts)
+        found.append([plan.ids[plan.admitted].tolist() for plan in plans(batches, planner)])
+    assert found[0] == found[1]
+    assert any(found[0])
+
+
 def test_counts_speak_from_the_first_batch_that_has_ids():
     """An empty one tells nothing of how many uses a batch has."""
     batches = zipf(80, 30, size=60)

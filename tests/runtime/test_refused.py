@@ -161,6 +161,7 @@ def test_caches_that_are_none():
     for cache, message in [
         (CacheSpec(5, "best"), "the policy must be one of lookahead, lru, lfu, static, not 'best'"),
         (CacheSpec(5, window=99), r"the window must be in 0..32 batches, not 99"),
+        (CacheSpec(5, window=2.5), r"the window must be in 0..32 batches, not 2.5"),
         (CacheSpec(5, "static"), r"the policy static needs counts of shape \(50,\), not None"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -172,8 +173,8 @@ def test_caches_that_are_none():
 
 def test_depths_and_seams_that_are_none():
     table = table_of()
-    for depth in (-1, 99):
-        with pytest.raises(ValueError, match=f"the depth must be in 0..98, not {depth}"):
+    for depth in (-1, 99, 2.0, "2", None):
+        with pytest.raises(ValueError, match=f"the depth must be in 0..98, not {depth!r}"):
             Runtime({"x": table}, device="cpu", depth=depth)
     with pytest.raises(TypeError, match="unexpected keyword argument 'deph'"):
         Runtime({"x": table}, device="cpu", deph=2)
