@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from hostdev.data.preprocess.inputs import AnyInput, Input
+from hostdev.data.preprocess.inputs import AnyInput, Input, unreadable
 from hostdev.data.preprocess.raw import Rejected
 
 from hostdev.core.errors import UserError
@@ -94,7 +94,7 @@ class ParquetTable:
                 self._schema = file.schema_arrow
                 self.most_rows = file.metadata.num_rows
         except (pa.ArrowException, OSError) as error:
-            raise UserError(f"{path}: the Parquet file is broken ({error})") from None
+            raise unreadable(str(path), "the Parquet file is broken", error) from None
         self.names = tuple(self._schema.names)
 
     def type_of(self, name: str) -> pa.DataType:
@@ -121,7 +121,7 @@ class ParquetTable:
                             yield Part(part, row, int(len(part) * each))
                     first = last
         except (pa.ArrowException, OSError) as error:
-            raise UserError(f"{path}: the Parquet file is broken ({error})") from None
+            raise unreadable(str(path), "the Parquet file is broken", error) from None
 
     def parse(self, part: Part, used: Sequence[str]) -> Chunk:
         """Return a part's rows."""
@@ -139,7 +139,7 @@ class ArrowTable:
             with pa.memory_map(str(path)) as source:
                 self._schema = (pa.ipc.open_stream(source) if stream else pa.ipc.open_file(source)).schema
         except (pa.ArrowException, OSError) as error:
-            raise UserError(f"{path}: the Arrow file is broken ({error})") from None
+            raise unreadable(str(path), "the Arrow file is broken", error) from None
         self.names = tuple(self._schema.names)
 
     def type_of(self, name: str) -> pa.DataType:
@@ -164,7 +164,7 @@ class ArrowTable:
                         part = batch.slice(start, CHUNK_ROWS)
                         yield Part(part, row - len(batch) + start + len(part), int(len(part) * each))
         except (pa.ArrowException, OSError) as error:
-            raise UserError(f"{self.input.path}: the Arrow file is broken ({error})") from None
+            raise unreadable(str(self.input.path), "the Arrow file is broken", error) from None
 
     def parse(self, part: Part, used: Sequence[str]) -> Chunk:
         """Return a part's rows."""

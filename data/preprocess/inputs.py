@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from hostdev.core.errors import UserError
+from hostdev.core.errors import PassingError, UserError
 
 STANDARD_INPUT = Path("-")
 HEAD_BYTES = 1 << 20  # of standard input, that can be looked at before it is read
@@ -42,13 +42,16 @@ class Stream:
         self.taken = taken
 
     def read(self, size: int) -> bytes:
-        """Return the next `size` bytes, fewer only at the end. UserError where they cannot be read."""
+        """Return the next `size` bytes, fewer only at the end.
+
+        Raises UserError where they cannot be read, PassingError where that is not for what they are.
+        """
         pieces: list[bytes] = []
         while size > 0:
             try:
                 piece = bytes(self._source.read(size))
             except (OSError, EOFError, pa.ArrowException, tarfile.TarError) as error:
-                raise UserError(f"{self._name}: the file cannot be read ({_reason(error)})") from None
+                raise unreadable(self._name, "the file cannot be read", error) from None
             if not piece:
                 after, self._after = self._after, None
                 while after is not None and after.read(_SKIPPED_AT_ONCE):
@@ -243,6 +246,13 @@ def open_input(path: Path, wanted: Callable[[str], bool] | None = None) -> AnyIn
     if path == STANDARD_INPUT:
         return ReadOnce(path, sys.stdin.buffer)
     return ReadOnce(path, path.open("rb")) if path.is_fifo() else Input(path, wanted)
+
+
+def unreadable(name: str, what: str, error: Exception) -> UserError:
+    """Return the error for a file that cannot be read: PassingError where the system says so, and not its content."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return PassingError(f"{name}: the file cannot be read ({error.strerror})")
+    return UserError(f"{name}: {what} ({_reason(error)})")
 
 
 def _raise(error: OSError) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hostdev.core import locks
-from hostdev.core.errors import UserError, naming
+from hostdev.core.errors import PassingError, UserError, naming
 from hostdev.core.memory import gib
 from hostdev.core.progress import note
 
@@ -99,8 +99,8 @@ class Work:
 def claim(out: Path) -> Iterator[Work]:
     """Give the folder of work for a data set to this process; another one that is at it is waited for.
 
-    After a UserError nothing is left. After another error or an interruption what is finished is left, and a line says
-    so.
+    After a UserError nothing is left. After another error, a PassingError too, or an interruption what is finished is
+    left, and a line says so.
 
     Raises UserError where `out` exists.
     """
@@ -114,11 +114,9 @@ def claim(out: Path) -> Iterator[Work]:
         try:
             _refuse_existing(out)  # another process may have made it meanwhile
             yield work
-        except UserError:
-            work._remove()
-            raise
-        except BaseException:
-            if size := work.left():
+        except BaseException as error:
+            wrong = isinstance(error, UserError) and not isinstance(error, PassingError)
+            if not wrong and (size := work.left()):
                 note(f"{gib(size)} of finished work is kept in {folder}; the same command goes on from there")
             else:
                 work._remove()

@@ -3,6 +3,7 @@
 import errno
 import itertools
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -10,8 +11,10 @@ import sys
 import threading
 import time
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from hostdev.data.preprocess import second_pass
+from hostdev.data.preprocess import inputs, second_pass, vocabulary
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
@@ -19,6 +22,7 @@ from hostdev.data.preprocess.table import Table, TableOptions
 
 from hostdev import UserError
 from hostdev.core.checksums import HashedFile
+from hostdev.core.errors import PassingError
 from tests.data.test_sources import contents
 
 OPTIONS = Options(threshold=1, dense="standard", rows_per_shard=900)
@@ -113,7 +117,7 @@ def fail_at(monkeypatch, owner, name, at, error):
 def test_a_full_disk_in_any_stage(tmp_path, text, straight, monkeypatch, owner, name, at, capsys):
     from hostdev.data import manifest
     from hostdev.data.preprocess import build as building
-    from hostdev.data.preprocess import vocabulary, work
+    from hostdev.data.preprocess import work
 
     named = {"work": work.Work, "vocabulary": vocabulary.Vocabulary, "build": building, "manifest": manifest.Manifest}
     with monkeypatch.context() as patched:
@@ -124,6 +128,61 @@ def test_a_full_disk_in_any_stage(tmp_path, text, straight, monkeypatch, owner, 
     make(text, tmp_path / "out")
     assert contents(tmp_path / "out") == straight[0]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def read_error(monkeypatch):
+    """Let the reading of text fail after some blocks."""
+
+    def fail(source, size, real=inputs.Stream.read):
+        if source.taken() > 5 * BLOCK:
+            source._source = Unreadable()
+        return real(source, size)
+
+    monkeypatch.setattr(inputs.Stream, "read", fail)
+    return "rows.tsv: the file cannot be read (Input/output error)"
+
+
+class Unreadable:
+    def read(self, size):
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def no_memory(monkeypatch):
+    """Let the memory be taken by others once some pieces are there."""
+    free = itertools.chain([1 << 40] * 3, itertools.repeat(100))
+    monkeypatch.setattr(vocabulary, "available_bytes", lambda: next(free))
+    return "but 100 bytes of memory are free; hash them"
+
+
+@pytest.mark.parametrize("fail", [read_error, no_memory])
+def test_what_may_pass_keeps_the_work(tmp_path, text, straight, monkeypatch, capsys, fail):
+    with monkeypatch.context() as patched:
+        message = fail(patched)
+        with pytest.raises(UserError, match=re.escape(message)):
+            make(text, tmp_path / "out", threads=1)
+    assert f"of finished work is kept in {tmp_path / '.out.partial'}; the same command" in capsys.readouterr().err
+    pieces = tmp_path / ".out.partial" / "pieces"
+    kept = {path: path.stat().st_mtime_ns for path in (pieces / f"{i:06d}.arrow" for i in range(3))}
+    with monkeypatch.context() as patched:
+        fail_at(patched, second_pass, "rows_of", 0, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            make(text, tmp_path / "out", threads=1)
+    assert all(path.stat().st_mtime_ns == time for path, time in kept.items())
+    make(text, tmp_path / "out")
+    assert contents(tmp_path / "out") == straight[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_parquet_file_on_a_medium_that_fails(tmp_path, monkeypatch):
+    pq.write_table(pa.table({"y": [0, 1], "c": ["a", "b"]}), tmp_path / "t.parquet")
+    source = Table([tmp_path / "t.parquet"], TableOptions(label="y", categorical=("c",)))
+
+    def fail(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", fail)
+    with pytest.raises(PassingError, match=r"t.parquet: the file cannot be read \(Input/output error\)"):
+        list(source.blocks())
 
 
 def test_damaged_pieces_are_made_again(tmp_path, text, straight, monkeypatch):
