@@ -40,6 +40,9 @@ class Work:
         if recipe is not None and path.is_file() and path.read_text() == content:
             entries = _read_journal(self.folder / _JOURNAL)
         if not entries:
+            if size := self.left():
+                note(f"unfinished work of another command, or on files that have changed, in {self.folder} "
+                     f"({gib(size)}) is removed")  # fmt: skip
             self.clear()
             path.write_text(content)
         for folder in (self.pieces, self.result):
@@ -79,7 +82,7 @@ class Work:
                 path.unlink()
 
     def _remove(self) -> None:
-        self._close()
+        self.clear()  # the lock last, which tells whose folder it is
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _close(self) -> None:
@@ -106,7 +109,8 @@ def claim(out: Path) -> Iterator[Work]:
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = out.parent / f".{out.name}.partial"
-    if os.path.lexists(out) and folder.is_dir() and not (folder / _RESULT).exists():  # its end was not reached
+    unfinished_end = os.path.lexists(out) and folder.is_dir() and not (folder / _RESULT).exists()
+    if unfinished_end and _is_work(folder):
         shutil.rmtree(folder, ignore_errors=True)
     _refuse_existing(out)
     with _locked(folder):
@@ -123,6 +127,15 @@ def claim(out: Path) -> Iterator[Work]:
             raise
 
 
+def _is_work(folder: Path) -> bool:
+    """Tell whether a folder is one of work, or empty or gone: somebody's own has neither of these files."""
+    try:
+        names = os.listdir(folder)  # at one moment: another process may be removing it
+    except FileNotFoundError:
+        return True
+    return not names or _LOCK in names or _RECIPE in names
+
+
 def _refuse_existing(out: Path) -> None:
     if os.path.lexists(out):  # an empty folder too: it may be a mount point, which nothing can be renamed onto
         raise UserError(f"{out} exists already; remove it or choose another --out")
@@ -133,6 +146,9 @@ def _locked(folder: Path) -> Iterator[None]:
     lock = None
     while lock is None:  # or the folder was removed when the work of who had it was done
         folder.mkdir(exist_ok=True)
+        if not _is_work(folder):
+            raise UserError(f"{folder} is where the work would be, but has other files; move them, or choose another "
+                            "--out")  # fmt: skip
         lock = _lock(folder)
     with lock:
         yield

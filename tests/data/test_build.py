@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -209,11 +210,26 @@ def test_after_an_interruption_the_same_call_goes_on(tmp_path, capsys):
     assert made == build(Synthetic(200_000, 1), tmp_path / "straight", Options())
 
 
-def test_other_work_is_not_gone_on_with(tmp_path):
+def test_other_work_is_not_gone_on_with(tmp_path, capsys):
     with pytest.raises(KeyboardInterrupt):
         build(Interrupted(200_000, 1), tmp_path / "out", Options(), threads=1)
+    capsys.readouterr()
     made = build(Synthetic(140_000, 1), tmp_path / "out", Options(threshold=5))
+    said = capsys.readouterr().err
+    assert "unfinished work of another command, or on files that have changed, in " in said
+    assert re.search(r"\.out\.partial \([0-9.]+ MiB\) is removed\n$", said)
     assert made == build(Synthetic(140_000, 1), tmp_path / "straight", Options(threshold=5))
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_folder_of_others_where_the_work_would_be_is_left_alone(tmp_path, there):
+    mine = tmp_path / ".out.partial" / "mine"
+    mine.mkdir(parents=True)
+    if there:
+        (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match="exists already" if there else r"\.out\.partial is where the work would be, but"):
+        build(Synthetic(100, 1), tmp_path / "out", Options())
+    assert mine.is_dir()
 
 
 def test_an_existing_folder_is_left_alone(tmp_path):
