@@ -130,7 +130,7 @@ def claim(out: Path) -> Iterator[Work]:
 def _is_work(folder: Path) -> bool:
     """Tell whether a folder is one of work, or empty or gone: somebody's own has neither of these files."""
     try:
-        names = os.listdir(folder)  # at one moment: another process may be removing it
+        names = {path.name for path in folder.iterdir()}  # once: another process may be removing it
     except FileNotFoundError:
         return True
     return not names or _LOCK in names or _RECIPE in names

@@ -227,7 +227,8 @@ def test_a_folder_of_others_where_the_work_would_be_is_left_alone(tmp_path, ther
     mine.mkdir(parents=True)
     if there:
         (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match="exists already" if there else r"\.out\.partial is where the work would be, but"):
+    message = "exists already" if there else r"\.out\.partial is where the work would be, but has other files"
+    with pytest.raises(UserError, match=message):
         build(Synthetic(100, 1), tmp_path / "out", Options())
     assert mine.is_dir()
 
