@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from hostdev.core import locks
+from hostdev.core.disk import sync_folder, sync_tree
 from hostdev.core.errors import PassingError, UserError, naming
 from hostdev.core.memory import gib
 from hostdev.core.progress import note
 
 _VERSION = 1  # of what is in the folder
 _LOCK, _RECIPE, _JOURNAL, _PIECES, _RESULT = "lock", "recipe.json", "journal.jsonl", "pieces", "result"
+
+_LEFT_OVER = "{out} is whole; what is left in {folder} can be removed"
 
 
 class Work:
@@ -27,6 +30,7 @@ class Work:
     def __init__(self, folder: Path, out: Path) -> None:
         self.folder, self._out = folder, out
         self.pieces, self.result = folder / _PIECES, folder / _RESULT
+        self.goes_on = True  # what is left, with the same command
         self._journal: Any = None
 
     def begin(self, recipe: Any) -> list[dict[str, Any]]:
@@ -45,6 +49,7 @@ class Work:
                      f"({gib(size)}) is removed")  # fmt: skip
             self.clear()
             path.write_text(content)
+        self.goes_on = recipe is not None
         for folder in (self.pieces, self.result):
             folder.mkdir(exist_ok=True)
         self.rewrite(entries)
@@ -66,9 +71,14 @@ class Work:
             self._journal.flush()
 
     def finish(self) -> None:
-        """Give the result its name."""
+        """Give the result its name, once it is on the disk: the pieces go only when it can no longer be lost."""
+        sync_tree(self.result)
         self.result.rename(self._out)
-        self._remove()
+        sync_folder(self._out.parent)
+
+    def is_finished(self) -> bool:
+        """Tell whether the result has its name."""
+        return not self.result.exists() and os.path.lexists(self._out)
 
     def clear(self) -> None:
         """Remove all but the lock."""
@@ -103,7 +113,7 @@ def claim(out: Path) -> Iterator[Work]:
     """Give the folder of work for a data set to this process; another one that is at it is waited for.
 
     After a UserError nothing is left. After another error, a PassingError too, or an interruption what is finished is
-    left, and a line says so.
+    left, and a line says so, but for input that can be read once only. At the end the work is removed.
 
     Raises UserError where `out` exists.
     """
@@ -120,10 +130,22 @@ def claim(out: Path) -> Iterator[Work]:
             yield work
         except BaseException as error:
             wrong = isinstance(error, UserError) and not isinstance(error, PassingError)
-            if not wrong and (size := work.left()):
+            if not wrong and work.is_finished():
+                note(_LEFT_OVER.format(out=out, folder=folder))
+                raise
+            size = 0 if wrong else work.left()
+            if size and work.goes_on:
                 note(f"{gib(size)} of finished work is kept in {folder}; the same command goes on from there")
-            else:
-                work._remove()
+                raise
+            work._remove()
+            if size:
+                note(f"the finished work ({gib(size)}) is not kept: standard input and pipes are read once only, and "
+                     "the same command begins anew; with a file it would go on")  # fmt: skip
+            raise
+        try:
+            work._remove()
+        except BaseException:
+            note(_LEFT_OVER.format(out=out, folder=folder))
             raise
 
 

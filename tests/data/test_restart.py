@@ -1,7 +1,9 @@
 """A preparation that ends at any moment: the same command goes on to the same bytes."""
 
 import errno
+import io
 import itertools
+import os
 import random
 import re
 import shutil
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -238,3 +241,52 @@ def test_tables_go_on_too(tmp_path, monkeypatch, owner, name, at):
         build(Table([tmp_path / "t.csv"], columns), tmp_path / "out", options, threads=1)
     build(Table([tmp_path / "t.csv"], columns), tmp_path / "out", options, threads=3)
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+
+
+def test_the_result_is_on_the_disk_before_the_pieces_go(tmp_path, text, straight, monkeypatch):
+    synced, named = set(), []
+    out, pieces = tmp_path / "out", tmp_path / ".out.partial" / "pieces"
+
+    def fsync(number, real=os.fsync):
+        synced.add(os.fstat(number).st_ino)
+        if out.exists():
+            assert len(list(pieces.iterdir())) >= 3
+            named.append(os.fstat(number).st_ino)
+        real(number)
+
+    def rename(path, to, real=Path.rename):
+        assert path.name == "result"
+        assert {one.stat().st_ino for one in (path, *path.rglob("*"))} <= synced
+        return real(path, to)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    make(text, out)
+    assert named == [tmp_path.stat().st_ino]
+    assert contents(out) == straight[0]
+
+
+def test_an_interruption_while_the_pieces_are_removed(tmp_path, text, straight, monkeypatch, capsys):
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched:
+        fail_at(patched, shutil, "rmtree", 0, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            make(text, out)
+    assert capsys.readouterr().err == f"{out} is whole; what is left in {tmp_path / '.out.partial'} can be removed\n"
+    assert contents(out) == straight[0]
+    with pytest.raises(UserError, match="exists already"):
+        make(text, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")])
+def test_nothing_is_kept_of_what_is_read_once(tmp_path, text, monkeypatch, capsys, error):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.read_bytes())))
+    fail_at(monkeypatch, second_pass, "rows_of", 1, error)
+    with pytest.raises(type(error)):
+        make(Path("-"), tmp_path / "out")
+    said = capsys.readouterr().err
+    assert re.fullmatch(
+        r"the finished work \(.* MiB\) is not kept: standard input and pipes are read once only, .*\n", said
+    )
+    assert list(tmp_path.iterdir()) == []
