@@ -290,3 +290,18 @@ def test_nothing_is_kept_of_what_is_read_once(tmp_path, text, monkeypatch, capsy
         r"the finished work \(.* MiB\) is not kept: standard input and pipes are read once only, .*\n", said
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_more_threads_than_there_may_be(tmp_path, text, straight, monkeypatch):
+    with monkeypatch.context() as patched:
+        fail_at(patched, second_pass, "rows_of", 1, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            make(text, tmp_path / "out")
+    with monkeypatch.context() as patched:
+        fail_at(patched, threading.Thread, "start", 2, RuntimeError("can't start new thread"))
+        message = r"^only 2 of 7 threads could be started \(can't start new thread\); ask for fewer, such as"
+        with pytest.raises(UserError, match=message):
+            make(text, tmp_path / "out", threads=7)
+    assert (tmp_path / ".out.partial" / "pieces" / "000000.arrow").exists()
+    make(text, tmp_path / "out")
+    assert contents(tmp_path / "out") == straight[0]
