@@ -3,6 +3,7 @@
 What a file is, is told by its first bytes and not by its name.
 """
 
+import gzip
 import os
 import sys
 import tarfile
@@ -145,7 +146,7 @@ class Input:
             if self._codec is None:
                 yield Stream(file, str(self.path), file.tell, seekable=True)
                 return
-            with _decompressing(file, self._codec) as source:
+            with _decompressing(file, self._codec, padded=_ends_in_zero(file)) as source:
                 yield Stream(source, str(self.path), file.tell)
 
     def _find(self) -> str:
@@ -186,7 +187,7 @@ class ReadOnce:
         if not start:
             raise UserError(f"{self.name}: the file is empty")
         codec = _codec(start, self.name)
-        decompressed = raw if codec is None else _decompressing(raw, codec)
+        decompressed = raw if codec is None else _decompressing(raw, codec, padded=True)
         self._stream = Stream(decompressed, self.name, lambda: raw.taken)
         self._head = self._stream.read(HEAD_BYTES)
         if self._head[_TAR_AT : _TAR_AT + len(_TAR_MAGIC)] == _TAR_MAGIC:
@@ -221,6 +222,8 @@ AnyInput = Input | ReadOnce
 def open_input(path: Path, wanted: Callable[[str], bool] | None = None) -> AnyInput:
     """Return a file, or standard input for "-"; UserError where there is none, or nothing in it."""
     if path == STANDARD_INPUT:
+        if sys.stdin is None:  # as with <&-
+            raise UserError("standard input is closed; give it to the command, as with < FILE, or name a file")
         return ReadOnce(path, sys.stdin.buffer)
     return ReadOnce(path, path.open("rb")) if path.is_fifo() else Input(path, wanted)
 
@@ -252,7 +255,7 @@ def is_empty(path: Path) -> bool:
         if codec is None:
             return False
         try:
-            return not _decompressing(file, codec).read(1)
+            return not _decompressing(file, codec, padded=True).read(1)
         except _ERRORS:  # which are told when it is read
             return False
 
@@ -269,8 +272,19 @@ def _codec(start: bytes, name: str) -> str | None:
     return next((codec for magic, codec in _CODECS.items() if start.startswith(magic)), None)
 
 
-def _decompressing(file: Any, codec: str) -> Any:
+def _decompressing(file: Any, codec: str, *, padded: bool = False) -> Any:
+    """Return the content of a compressed file; padded: zeros may come after it, which Arrow cannot pass over."""
+    if codec == "gzip" and padded:
+        return gzip.GzipFile(fileobj=file, mode="rb")
     return pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec)
+
+
+def _ends_in_zero(file: BinaryIO) -> bool:
+    """Tell whether the last byte is zero: padding, or a length; Arrow decompresses the others a fifth faster."""
+    file.seek(-1, os.SEEK_END)
+    last = file.read(1)
+    file.seek(0)
+    return last == b"\0"
 
 
 def _not_read(other: str, name: str) -> UserError:

@@ -357,6 +357,12 @@ class TestSynthetic:
             np.testing.assert_array_equal(getattr(text[0], name), getattr(made, name), err_msg=name)
         assert text[0].rejected == []
 
+    def test_text_that_is_there_stays(self, tmp_path):
+        (tmp_path / "rows.tsv").write_text("mine")
+        with pytest.raises(UserError, match=r"rows.tsv exists already; remove it or choose another --tsv"):
+            write_text(Synthetic(10, 5), tmp_path / "rows.tsv")
+        assert (tmp_path / "rows.tsv").read_text() == "mine"
+
     def test_a_longer_set_begins_with_the_shorter_one(self):
         short = list(Synthetic(CHUNK_ROWS + 10, 5).chunks())
         long = list(Synthetic(CHUNK_ROWS + 500, 5).chunks())

@@ -266,6 +266,29 @@ def test_names_with_the_same_numbers_are_in_order(tmp_path, monkeypatch):
         assert [path.name for path in expand([tmp_path])] == ["day_001", "day_01", "day_1", "day_02", "day_2", "day_10"]
 
 
+def test_standard_input_that_is_closed(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    for read in (lambda: Table([Path("-")], COLUMNS), lambda: CriteoText([Path("-")])):
+        with pytest.raises(UserError, match=r"^standard input is closed; give it to the command, as with < FILE"):
+            read()
+
+
+def test_zeros_after_a_gzip_file_are_passed_over(tmp_path, rows, monkeypatch):
+    text = b"".join(rows[10:300])
+    (tmp_path / "plain").write_bytes(text)
+    expected = build(CriteoText([tmp_path / "plain"]), tmp_path / "out", Options(threshold=1)).identity
+    padded = gzip.compress(text[:5000]) + bytes(3) + gzip.compress(text[5000:]) + bytes(1000)
+    (tmp_path / "padded.gz").write_bytes(padded)
+    made = build(CriteoText([tmp_path / "padded.gz"]), tmp_path / "file", Options(threshold=1))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(padded)))
+    piped = build(CriteoText([Path("-")]), tmp_path / "piped", Options(threshold=1))
+    assert made.identity == piped.identity == expected
+    for wrong in (padded + b"x", padded[:-1010] + bytes(100), padded.replace(padded[200:220], bytes(20))):
+        (tmp_path / "wrong.gz").write_bytes(wrong)
+        with pytest.raises(UserError, match=r"wrong.gz: the file cannot be read \("):
+            build(CriteoText([tmp_path / "wrong.gz"]), tmp_path / "never", Options(threshold=1))
+
+
 def test_a_line_that_is_too_long(tmp_path):
     (tmp_path / "long").write_bytes(line("1").encode() + b"\n" + b"x" * 1000)
     with pytest.raises(UserError, match=r"long: no line end in 800 bytes; this is not Criteo text"):
