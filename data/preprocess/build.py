@@ -68,10 +68,10 @@ def build(source: Source, out: Path, options: Options, *, threads: int | None = 
     threads  None: as many as host kernels use
 
     The folder appears under its name when it is whole. After an interruption what is finished is left beside it, for
-    the next call with the same arguments; after a UserError nothing is.
+    the next call with the same arguments; after a UserError nothing is, but after a PassingError.
 
-    Raises UserError where `out` is taken, where more than 1% of the lines are malformed, where the training or the test
-    split is empty, or where the vocabulary does not fit into memory.
+    Raises UserError where `out` is taken, where more than 1% of the lines are malformed, or where the training or the
+    test split is empty, and PassingError where the vocabulary does not fit into memory or a medium cannot be read.
     """
     with claim(out) as work:
         manifest = _Build(source, work, options, threads or host_threads()).run()

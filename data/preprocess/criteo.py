@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from hostdev.data.preprocess.inputs import AnyInput, expand, open_input
+from hostdev.data.preprocess.folders import expand
+from hostdev.data.preprocess.inputs import AnyInput, open_input
 from hostdev.data.preprocess.raw import BEGINNING, Block, Layout, Place, RawRows, Rejected
 from hostdev.data.preprocess.text import LONGEST, whole_lines
 from hostdev.data.schema import Column

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from hostdev.data.preprocess.files import Chunk, Part
-from hostdev.data.preprocess.inputs import HEAD_BYTES, AnyInput
+from hostdev.data.preprocess.inputs import COMPRESSED, HEAD_BYTES, AnyInput
 from hostdev.data.preprocess.raw import Rejected
 from hostdev.data.preprocess.text import LONGEST, newline, whole_lines
 from pyarrow import csv
@@ -18,7 +18,6 @@ from hostdev.core.errors import UserError
 from hostdev.kernels.strings import IN_QUOTES, scan_quotes
 
 BLOCK_BYTES = 1 << 24
-_SUFFIXES = (".gz", ".bz2", ".zst", ".lz4")
 _STAND_IN = b"\x1f"  # for a delimiter of several characters: the unit separator, which text does not have
 
 
@@ -154,7 +153,7 @@ class DelimitedFile:
 
 
 def _guess(path: Path, start: bytes) -> str:
-    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in _SUFFIXES]
+    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in COMPRESSED]
     if suffixes and suffixes[-1] in (".tsv", ".tab", ".csv"):
         return "," if suffixes[-1] == ".csv" else "\t"
     return "\t" if b"\t" in start.split(b"\n", 1)[0] else ","

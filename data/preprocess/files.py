@@ -2,17 +2,20 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from hostdev.data.preprocess.inputs import AnyInput, Input
+from hostdev.data.preprocess.inputs import COMPRESSED, AnyInput, Input, unreadable
 from hostdev.data.preprocess.raw import Rejected
 
 from hostdev.core.errors import UserError
 
 CHUNK_ROWS = 1 << 16
+_SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc", ".csv", ".tsv", ".tab", ".txt", *COMPRESSED)
+_FEATHER_1 = b"FEA1"
 _FORMATS = ((b"PAR1", "Parquet"), (b"ARROW1", "an Arrow file"), (b"\xff\xff\xff\xff", "an Arrow stream"))
 
 
@@ -94,7 +97,7 @@ class ParquetTable:
                 self._schema = file.schema_arrow
                 self.most_rows = file.metadata.num_rows
         except (pa.ArrowException, OSError) as error:
-            raise UserError(f"{path}: the Parquet file is broken ({error})") from None
+            raise unreadable(str(path), "the Parquet file is broken", error) from None
         self.names = tuple(self._schema.names)
 
     def type_of(self, name: str) -> pa.DataType:
@@ -121,7 +124,7 @@ class ParquetTable:
                             yield Part(part, row, int(len(part) * each))
                     first = last
         except (pa.ArrowException, OSError) as error:
-            raise UserError(f"{path}: the Parquet file is broken ({error})") from None
+            raise unreadable(str(path), "the Parquet file is broken", error) from None
 
     def parse(self, part: Part, used: Sequence[str]) -> Chunk:
         """Return a part's rows."""
@@ -139,7 +142,7 @@ class ArrowTable:
             with pa.memory_map(str(path)) as source:
                 self._schema = (pa.ipc.open_stream(source) if stream else pa.ipc.open_file(source)).schema
         except (pa.ArrowException, OSError) as error:
-            raise UserError(f"{path}: the Arrow file is broken ({error})") from None
+            raise unreadable(str(path), "the Arrow file is broken", error) from None
         self.names = tuple(self._schema.names)
 
     def type_of(self, name: str) -> pa.DataType:
@@ -164,7 +167,7 @@ class ArrowTable:
                         part = batch.slice(start, CHUNK_ROWS)
                         yield Part(part, row - len(batch) + start + len(part), int(len(part) * each))
         except (pa.ArrowException, OSError) as error:
-            raise UserError(f"{self.input.path}: the Arrow file is broken ({error})") from None
+            raise unreadable(str(self.input.path), "the Arrow file is broken", error) from None
 
     def parse(self, part: Part, used: Sequence[str]) -> Chunk:
         """Return a part's rows."""
@@ -183,10 +186,15 @@ class ArrowTable:
             yield reader.get_batch(i), source.size() * (i + 1) // reader.num_record_batches
 
 
+def is_table(path: Path, start: bytes) -> bool:
+    """Tell whether a file of a folder is read as a table: by its name, or as Parquet or Arrow by its first bytes."""
+    return path.name.lower().endswith(_SUFFIXES) or start.startswith((_FEATHER_1, *(magic for magic, _ in _FORMATS)))
+
+
 def format_of(source: AnyInput) -> str:
     """Return "Parquet", "an Arrow file", "an Arrow stream" or "text", by what a file begins with."""
     start = source.head(8)
-    if start.startswith(b"FEA1"):
+    if start.startswith(_FEATHER_1):
         raise UserError(f"{source.name}: this is Feather version 1; write it again as version 2, or as Parquet")
     found = next((name for magic, name in _FORMATS if start.startswith(magic)), "text")
     if found != "text" and not source.plain:

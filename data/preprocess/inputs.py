@@ -1,28 +1,34 @@
-"""What is read, as streams of bytes: files plain or compressed, files in tar archives, folders, standard input.
+"""What is read, as streams of bytes: files plain or compressed, files in tar archives, standard input.
 
 What a file is, is told by its first bytes and not by its name.
 """
 
+import gzip
 import os
-import re
 import sys
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from hostdev.core.errors import UserError
+from hostdev.core.errors import PassingError, UserError
 
 STANDARD_INPUT = Path("-")
 HEAD_BYTES = 1 << 20  # of standard input, that can be looked at before it is read
 
 _CODECS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\x28\xb5\x2f\xfd": "zstd", b"\x04\x22\x4d\x18": "lz4"}
-_OTHERS = {b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip", b"7z\xbc\xaf": "7z", b"\x1f\x9d": "compress"}
+COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")  # the suffixes of these
+_ZIP = b"PK\x03\x04"
+_OTHERS = {b"\xfd7zXZ": "xz", _ZIP: "zip", b"7z\xbc\xaf": "7z", b"\x1f\x9d": "compress"}
+_OTHER_SUFFIXES = {".xz": "xz", ".zip": "zip", ".7z": "7z", ".z": "compress"}
 _TAR_MAGIC, _TAR_AT = b"ustar", 257
 _MAGIC_BYTES = 512
+_LARGEST_EMPTY = 512  # bytes of a compressed file that may have nothing in it
+_ERRORS = (OSError, EOFError, pa.ArrowException, tarfile.TarError, zlib.error)  # of what is read
 _SKIPPED_AT_ONCE = 1 << 22
 
 
@@ -42,13 +48,16 @@ class Stream:
         self.taken = taken
 
     def read(self, size: int) -> bytes:
-        """Return the next `size` bytes, fewer only at the end. UserError where they cannot be read."""
+        """Return the next `size` bytes, fewer only at the end.
+
+        Raises UserError where they cannot be read, PassingError where that is not for what they are.
+        """
         pieces: list[bytes] = []
         while size > 0:
             try:
                 piece = bytes(self._source.read(size))
-            except (OSError, EOFError, pa.ArrowException, tarfile.TarError) as error:
-                raise UserError(f"{self._name}: the file cannot be read ({_reason(error)})") from None
+            except _ERRORS as error:
+                raise unreadable(self._name, "the file cannot be read", error) from None
             if not piece:
                 after, self._after = self._after, None
                 while after is not None and after.read(_SKIPPED_AT_ONCE):
@@ -137,7 +146,7 @@ class Input:
             if self._codec is None:
                 yield Stream(file, str(self.path), file.tell, seekable=True)
                 return
-            with pa.CompressedInputStream(pa.PythonFile(file, mode="r"), self._codec) as source:
+            with _decompressing(file, self._codec, padded=_ends_in_zero(file)) as source:
                 yield Stream(source, str(self.path), file.tell)
 
     def _find(self) -> str:
@@ -178,7 +187,7 @@ class ReadOnce:
         if not start:
             raise UserError(f"{self.name}: the file is empty")
         codec = _codec(start, self.name)
-        decompressed = raw if codec is None else pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), codec)
+        decompressed = raw if codec is None else _decompressing(raw, codec, padded=True)
         self._stream = Stream(decompressed, self.name, lambda: raw.taken)
         self._head = self._stream.read(HEAD_BYTES)
         if self._head[_TAR_AT : _TAR_AT + len(_TAR_MAGIC)] == _TAR_MAGIC:
@@ -210,52 +219,45 @@ class ReadOnce:
 AnyInput = Input | ReadOnce
 
 
-def expand(paths: Sequence[Path], suffixes: tuple[str, ...] = ()) -> list[Path]:
-    """Return the files that are meant: those of folders in the order of the numbers in their names.
-
-    suffixes  of the files of a folder that are read; none: all
-
-    Files that begin with a dot or an underscore are left out, as other programs leave such beside what they write.
-    """
-    found: list[Path] = []
-    for path in paths:
-        if not path.is_dir():
-            found.append(path)
-            continue
-        inside = [
-            Path(folder) / name
-            for folder, folders, names in os.walk(path, onerror=_raise)
-            for name in names
-            if not _is_hidden(name) and (not suffixes or name.lower().endswith(suffixes))
-            if not any(_is_hidden(part) for part in Path(folder).relative_to(path).parts)
-        ]
-        if not inside:
-            kinds = f" ({', '.join(suffixes)})" if suffixes else ""
-            raise UserError(f"{path}: the folder has no file that could be read{kinds}")
-        found += sorted(inside, key=lambda file: _natural(str(file.relative_to(path))))
-    if found.count(STANDARD_INPUT) > 1:
-        raise UserError("- is standard input, which can be read once only")
-    return found
-
-
 def open_input(path: Path, wanted: Callable[[str], bool] | None = None) -> AnyInput:
     """Return a file, or standard input for "-"; UserError where there is none, or nothing in it."""
     if path == STANDARD_INPUT:
+        if sys.stdin is None:  # as with <&-
+            raise UserError("standard input is closed; give it to the command, as with < FILE, or name a file")
         return ReadOnce(path, sys.stdin.buffer)
     return ReadOnce(path, path.open("rb")) if path.is_fifo() else Input(path, wanted)
 
 
-def _raise(error: OSError) -> None:
-    raise error
+def unreadable(name: str, what: str, error: Exception) -> UserError:
+    """Return the error for a file that cannot be read: PassingError where the system says so, and not its content."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return PassingError(f"{name}: the file cannot be read ({error.strerror})")
+    return UserError(f"{name}: {what} ({_reason(error)})")
 
 
-def _is_hidden(name: str) -> bool:
-    return name.startswith((".", "_"))
+def refuse_unread(path: Path, start: bytes) -> None:
+    """Raise UserError for a file that is compressed as none that is read, by its name or its first bytes."""
+    by_name = _OTHER_SUFFIXES.get(path.suffix.lower())
+    if by_name is not None:
+        raise _not_read(by_name, str(path))
+    if not (start.startswith(_ZIP) and path.suffix):  # much else is a zip file: .xlsx, .npz
+        _codec(start, str(path))
 
 
-def _natural(text: str) -> list[tuple[int, str]]:
-    """Order day_2 before day_10."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", text) if part]
+def is_empty(path: Path) -> bool:
+    """Tell whether nothing is in a file, compressed or not, as in those that Spark writes for parts without rows."""
+    if not path.is_file() or path.stat().st_size > _LARGEST_EMPTY:
+        return False
+    if path.stat().st_size == 0:
+        return True
+    with path.open("rb") as file:
+        codec = next((codec for magic, codec in _CODECS.items() if file.peek(8).startswith(magic)), None)
+        if codec is None:
+            return False
+        try:
+            return not _decompressing(file, codec, padded=True).read(1)
+        except _ERRORS:  # which are told when it is read
+            return False
 
 
 def _codec_of(path: Path) -> str | None:
@@ -266,8 +268,27 @@ def _codec_of(path: Path) -> str | None:
 def _codec(start: bytes, name: str) -> str | None:
     for magic, other in _OTHERS.items():
         if start.startswith(magic):
-            raise UserError(f"{name}: {other} files are not read; decompress it, or write it as .gz or .zst")
+            raise _not_read(other, name)
     return next((codec for magic, codec in _CODECS.items() if start.startswith(magic)), None)
+
+
+def _decompressing(file: Any, codec: str, *, padded: bool = False) -> Any:
+    """Return the content of a compressed file; padded: zeros may come after it, which Arrow cannot pass over."""
+    if codec == "gzip" and padded:
+        return gzip.GzipFile(fileobj=file, mode="rb")
+    return pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec)
+
+
+def _ends_in_zero(file: BinaryIO) -> bool:
+    """Tell whether the last byte is zero: padding, or a length; Arrow decompresses the others a fifth faster."""
+    file.seek(-1, os.SEEK_END)
+    last = file.read(1)
+    file.seek(0)
+    return last == b"\0"
+
+
+def _not_read(other: str, name: str) -> UserError:
+    return UserError(f"{name}: {other} files are not read; decompress it, or write it as .gz or .zst")
 
 
 def _stamp(path: Path) -> tuple[int, int]:

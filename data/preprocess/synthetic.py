@@ -17,6 +17,7 @@ from hostdev.data.preprocess.criteo import CATEGORICAL, COLUMNS, DENSE, LAYOUT, 
 from hostdev.data.preprocess.raw import BEGINNING, Block, Place, RawRows
 from pyarrow import csv
 
+from hostdev.core.errors import UserError
 from hostdev.core.progress import bar
 from hostdev.kernels.counter import key64, mix64
 from hostdev.kernels.criteo import EMPTY
@@ -130,7 +131,9 @@ def _standard(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
 
 
 def write_text(source: Synthetic, path: Path) -> None:
-    """Write rows as Criteo text; the file appears under its name when it is whole."""
+    """Write rows as Criteo text; the file appears under its name when it is whole. UserError where that is taken."""
+    if os.path.lexists(path):
+        raise UserError(f"{path} exists already; remove it or choose another --tsv")
     partial = path.with_name(f".{path.name}.partial-{os.urandom(4).hex()}")
     options = csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
     columns = pa.schema([(name, pa.string()) for name in COLUMNS])

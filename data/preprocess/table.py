@@ -12,8 +12,9 @@ import pyarrow.compute as pc
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import Positive, WrongValueError
 from hostdev.data.preprocess.delimited import DelimitedFile
-from hostdev.data.preprocess.files import ArrowTable, ParquetTable, Part, TableFile, format_of
-from hostdev.data.preprocess.inputs import Input, expand, open_input
+from hostdev.data.preprocess.files import ArrowTable, ParquetTable, Part, TableFile, format_of, is_table
+from hostdev.data.preprocess.folders import expand
+from hostdev.data.preprocess.inputs import Input, open_input
 from hostdev.data.preprocess.raw import BEGINNING, Block, Layout, Place, RawRows, WrongRowError
 from hostdev.data.schema import Column
 
@@ -85,7 +86,6 @@ class TableOptions:
 
 
 _NOTHING = np.zeros(2, np.int32), np.zeros(0, np.uint8)  # the text "", of a missing value
-_SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc", ".csv", ".tsv", ".tab", ".txt", ".gz", ".bz2", ".zst", ".lz4")
 
 
 class Table:
@@ -102,7 +102,7 @@ class Table:
         self._options = options
         self._positive = None if options.positive is None else Positive.parse(options.positive)
         self._used = options.used()
-        self._files = [_open(path, options) for path in expand(files, _SUFFIXES)]
+        self._files = [_open(path, options) for path in expand(files, is_table)]
         for file in self._files:
             self._check_columns(file)
         self.layout = options.layout()

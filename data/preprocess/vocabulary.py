@@ -11,7 +11,7 @@ from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.raw import Bags, Layout, RawRows
 from hostdev.data.schema import Schema, Space
 
-from hostdev.core.errors import UserError
+from hostdev.core.errors import PassingError
 from hostdev.core.memory import available_bytes, gib
 from hostdev.kernels.columns import hash_keys
 from hostdev.kernels.counter import key64
@@ -158,7 +158,7 @@ class Vocabulary:
 
 
 def require_memory(values: float, text_bytes: float | None) -> None:
-    """Raise UserError unless so many distinct values can be counted in the memory that is free.
+    """Raise PassingError unless so many distinct values can be counted in the memory that is free.
 
     text_bytes  of all of them, where they are texts
     """
@@ -166,7 +166,7 @@ def require_memory(values: float, text_bytes: float | None) -> None:
     needed = int(_MARGIN * (values * (each + _ID_BYTES) + 1.25 * (text_bytes or 0.0)))
     free = available_bytes()
     if needed > free:
-        raise UserError(
+        raise PassingError(
             f"the training rows have about {values:,.0f} distinct values, and a vocabulary of them needs "
             f"{gib(needed)}, but {gib(free)} of memory are free; hash them with --hash-buckets N, which needs none"
         )

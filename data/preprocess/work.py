@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from hostdev.core import locks
-from hostdev.core.errors import UserError, naming
+from hostdev.core.disk import sync_folder, sync_tree
+from hostdev.core.errors import PassingError, UserError, naming
 from hostdev.core.memory import gib
 from hostdev.core.progress import note
 
 _VERSION = 1  # of what is in the folder
 _LOCK, _RECIPE, _JOURNAL, _PIECES, _RESULT = "lock", "recipe.json", "journal.jsonl", "pieces", "result"
+
+_LEFT_OVER = "{out} is whole; what is left in {folder} can be removed"
 
 
 class Work:
@@ -27,6 +30,7 @@ class Work:
     def __init__(self, folder: Path, out: Path) -> None:
         self.folder, self._out = folder, out
         self.pieces, self.result = folder / _PIECES, folder / _RESULT
+        self.goes_on = True  # what is left, with the same command
         self._journal: Any = None
 
     def begin(self, recipe: Any) -> list[dict[str, Any]]:
@@ -40,8 +44,12 @@ class Work:
         if recipe is not None and path.is_file() and path.read_text() == content:
             entries = _read_journal(self.folder / _JOURNAL)
         if not entries:
+            if size := self.left():
+                note(f"unfinished work of another command, or on files that have changed, in {self.folder} "
+                     f"({gib(size)}) is removed")  # fmt: skip
             self.clear()
             path.write_text(content)
+        self.goes_on = recipe is not None
         for folder in (self.pieces, self.result):
             folder.mkdir(exist_ok=True)
         self.rewrite(entries)
@@ -63,9 +71,14 @@ class Work:
             self._journal.flush()
 
     def finish(self) -> None:
-        """Give the result its name."""
+        """Give the result its name, once it is on the disk: the pieces go only when it can no longer be lost."""
+        sync_tree(self.result)
         self.result.rename(self._out)
-        self._remove()
+        sync_folder(self._out.parent)
+
+    def is_finished(self) -> bool:
+        """Tell whether the result has its name."""
+        return not self.result.exists() and os.path.lexists(self._out)
 
     def clear(self) -> None:
         """Remove all but the lock."""
@@ -79,7 +92,7 @@ class Work:
                 path.unlink()
 
     def _remove(self) -> None:
-        self._close()
+        self.clear()  # the lock last, which tells whose folder it is
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _close(self) -> None:
@@ -99,14 +112,15 @@ class Work:
 def claim(out: Path) -> Iterator[Work]:
     """Give the folder of work for a data set to this process; another one that is at it is waited for.
 
-    After a UserError nothing is left. After another error or an interruption what is finished is left, and a line says
-    so.
+    After a UserError nothing is left. After another error, a PassingError too, or an interruption what is finished is
+    left, and a line says so, but for input that can be read once only. At the end the work is removed.
 
     Raises UserError where `out` exists.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = out.parent / f".{out.name}.partial"
-    if os.path.lexists(out) and folder.is_dir() and not (folder / _RESULT).exists():  # its end was not reached
+    unfinished_end = os.path.lexists(out) and folder.is_dir() and not (folder / _RESULT).exists()
+    if unfinished_end and _is_work(folder):
         shutil.rmtree(folder, ignore_errors=True)
     _refuse_existing(out)
     with _locked(folder):
@@ -114,15 +128,34 @@ def claim(out: Path) -> Iterator[Work]:
         try:
             _refuse_existing(out)  # another process may have made it meanwhile
             yield work
-        except UserError:
-            work._remove()
-            raise
-        except BaseException:
-            if size := work.left():
+        except BaseException as error:
+            wrong = isinstance(error, UserError) and not isinstance(error, PassingError)
+            if not wrong and work.is_finished():
+                note(_LEFT_OVER.format(out=out, folder=folder))
+                raise
+            size = 0 if wrong else work.left()
+            if size and work.goes_on:
                 note(f"{gib(size)} of finished work is kept in {folder}; the same command goes on from there")
-            else:
-                work._remove()
+                raise
+            work._remove()
+            if size:
+                note(f"the finished work ({gib(size)}) is not kept: standard input and pipes are read once only, and "
+                     "the same command begins anew; with a file it would go on")  # fmt: skip
             raise
+        try:
+            work._remove()
+        except BaseException:
+            note(_LEFT_OVER.format(out=out, folder=folder))
+            raise
+
+
+def _is_work(folder: Path) -> bool:
+    """Tell whether a folder is one of work, or empty or gone: somebody's own has neither of these files."""
+    try:
+        names = {path.name for path in folder.iterdir()}  # once: another process may be removing it
+    except FileNotFoundError:
+        return True
+    return not names or _LOCK in names or _RECIPE in names
 
 
 def _refuse_existing(out: Path) -> None:
@@ -135,6 +168,9 @@ def _locked(folder: Path) -> Iterator[None]:
     lock = None
     while lock is None:  # or the folder was removed when the work of who had it was done
         folder.mkdir(exist_ok=True)
+        if not _is_work(folder):
+            raise UserError(f"{folder} is where the work would be, but has other files; move them, or choose another "
+                            "--out")  # fmt: skip
         lock = _lock(folder)
     with lock:
         yield

@@ -16,6 +16,7 @@ from typing import IO, Any, NamedTuple
 from hostdev.checkpoint import manifest
 from hostdev.checkpoint.manifest import BrokenCheckpointError, Manifest, Parent
 from hostdev.core import locks
+from hostdev.core.disk import sync_folder
 from hostdev.core.errors import UserError
 
 _NAME = re.compile(r"step-(\d{10,})(?:\.(\d+))?")
@@ -221,15 +222,6 @@ def is_parent(path: Path) -> bool:
         if parent is not None and parent.name == path.name:
             return True
     return False
-
-
-def sync_folder(path: Path) -> None:
-    """Bring the names in a folder to the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def clean(path: Path, but: Path | None = None) -> None:

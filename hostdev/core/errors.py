@@ -9,6 +9,10 @@ class UserError(ValueError):
     """Wrong input or options; commands print it as one line and exit with code 2."""
 
 
+class PassingError(UserError):
+    """What may pass without another input or option, as when memory is short: what is finished stays worth keeping."""
+
+
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
     """Let an OSError that says of no file name this one: a full disk is met in a write, which knows no path."""

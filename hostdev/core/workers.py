@@ -8,6 +8,8 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from hostdev.core.errors import PassingError
+
 T = TypeVar("T")
 
 
@@ -23,8 +25,17 @@ class Workers:
         self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for _ in range(threads)]
 
     def __enter__(self) -> "Workers":
-        for thread in self._threads:
-            thread.start()
+        wanted, self._threads = self._threads, []
+        for thread in wanted:
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system allows no more
+                self.__exit__()
+                raise PassingError(
+                    f"only {len(self._threads):,} of {len(wanted):,} threads could be started ({error}); ask for "
+                    "fewer, such as with --threads, or allow more, as with ulimit -u"
+                ) from None
+            self._threads.append(thread)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -209,11 +210,27 @@ def test_after_an_interruption_the_same_call_goes_on(tmp_path, capsys):
     assert made == build(Synthetic(200_000, 1), tmp_path / "straight", Options())
 
 
-def test_other_work_is_not_gone_on_with(tmp_path):
+def test_other_work_is_not_gone_on_with(tmp_path, capsys):
     with pytest.raises(KeyboardInterrupt):
         build(Interrupted(200_000, 1), tmp_path / "out", Options(), threads=1)
+    capsys.readouterr()
     made = build(Synthetic(140_000, 1), tmp_path / "out", Options(threshold=5))
+    said = capsys.readouterr().err
+    assert "unfinished work of another command, or on files that have changed, in " in said
+    assert re.search(r"\.out\.partial \([0-9.]+ MiB\) is removed\n$", said)
     assert made == build(Synthetic(140_000, 1), tmp_path / "straight", Options(threshold=5))
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_folder_of_others_where_the_work_would_be_is_left_alone(tmp_path, there):
+    mine = tmp_path / ".out.partial" / "mine"
+    mine.mkdir(parents=True)
+    if there:
+        (tmp_path / "out").mkdir()
+    message = "exists already" if there else r"\.out\.partial is where the work would be, but has other files"
+    with pytest.raises(UserError, match=message):
+        build(Synthetic(100, 1), tmp_path / "out", Options())
+    assert mine.is_dir()
 
 
 def test_an_existing_folder_is_left_alone(tmp_path):
@@ -339,6 +356,12 @@ class TestSynthetic:
         for name in ("label", "numbers", "keys"):
             np.testing.assert_array_equal(getattr(text[0], name), getattr(made, name), err_msg=name)
         assert text[0].rejected == []
+
+    def test_text_that_is_there_stays(self, tmp_path):
+        (tmp_path / "rows.tsv").write_text("mine")
+        with pytest.raises(UserError, match=r"rows.tsv exists already; remove it or choose another --tsv"):
+            write_text(Synthetic(10, 5), tmp_path / "rows.tsv")
+        assert (tmp_path / "rows.tsv").read_text() == "mine"
 
     def test_a_longer_set_begins_with_the_shorter_one(self):
         short = list(Synthetic(CHUNK_ROWS + 10, 5).chunks())

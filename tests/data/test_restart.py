@@ -1,17 +1,23 @@
 """A preparation that ends at any moment: the same command goes on to the same bytes."""
 
 import errno
+import io
 import itertools
+import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from hostdev.data.preprocess import second_pass
+from hostdev.data.preprocess import inputs, second_pass, vocabulary
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
@@ -19,6 +25,7 @@ from hostdev.data.preprocess.table import Table, TableOptions
 
 from hostdev import UserError
 from hostdev.core.checksums import HashedFile
+from hostdev.core.errors import PassingError
 from tests.data.test_sources import contents
 
 OPTIONS = Options(threshold=1, dense="standard", rows_per_shard=900)
@@ -113,7 +120,7 @@ def fail_at(monkeypatch, owner, name, at, error):
 def test_a_full_disk_in_any_stage(tmp_path, text, straight, monkeypatch, owner, name, at, capsys):
     from hostdev.data import manifest
     from hostdev.data.preprocess import build as building
-    from hostdev.data.preprocess import vocabulary, work
+    from hostdev.data.preprocess import work
 
     named = {"work": work.Work, "vocabulary": vocabulary.Vocabulary, "build": building, "manifest": manifest.Manifest}
     with monkeypatch.context() as patched:
@@ -124,6 +131,61 @@ def test_a_full_disk_in_any_stage(tmp_path, text, straight, monkeypatch, owner, 
     make(text, tmp_path / "out")
     assert contents(tmp_path / "out") == straight[0]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def read_error(monkeypatch):
+    """Let the reading of text fail after some blocks."""
+
+    def fail(source, size, real=inputs.Stream.read):
+        if source.taken() > 5 * BLOCK:
+            source._source = Unreadable()
+        return real(source, size)
+
+    monkeypatch.setattr(inputs.Stream, "read", fail)
+    return "rows.tsv: the file cannot be read (Input/output error)"
+
+
+class Unreadable:
+    def read(self, size):
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def no_memory(monkeypatch):
+    """Let the memory be taken by others once some pieces are there."""
+    free = itertools.chain([1 << 40] * 3, itertools.repeat(100))
+    monkeypatch.setattr(vocabulary, "available_bytes", lambda: next(free))
+    return "but 100 bytes of memory are free; hash them"
+
+
+@pytest.mark.parametrize("fail", [read_error, no_memory])
+def test_what_may_pass_keeps_the_work(tmp_path, text, straight, monkeypatch, capsys, fail):
+    with monkeypatch.context() as patched:
+        message = fail(patched)
+        with pytest.raises(UserError, match=re.escape(message)):
+            make(text, tmp_path / "out", threads=1)
+    assert f"of finished work is kept in {tmp_path / '.out.partial'}; the same command" in capsys.readouterr().err
+    pieces = tmp_path / ".out.partial" / "pieces"
+    kept = {path: path.stat().st_mtime_ns for path in (pieces / f"{i:06d}.arrow" for i in range(3))}
+    with monkeypatch.context() as patched:
+        fail_at(patched, second_pass, "rows_of", 0, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            make(text, tmp_path / "out", threads=1)
+    assert all(path.stat().st_mtime_ns == time for path, time in kept.items())
+    make(text, tmp_path / "out")
+    assert contents(tmp_path / "out") == straight[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_parquet_file_on_a_medium_that_fails(tmp_path, monkeypatch):
+    pq.write_table(pa.table({"y": [0, 1], "c": ["a", "b"]}), tmp_path / "t.parquet")
+    source = Table([tmp_path / "t.parquet"], TableOptions(label="y", categorical=("c",)))
+
+    def fail(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", fail)
+    with pytest.raises(PassingError, match=r"t.parquet: the file cannot be read \(Input/output error\)"):
+        list(source.blocks())
 
 
 def test_damaged_pieces_are_made_again(tmp_path, text, straight, monkeypatch):
@@ -179,3 +241,67 @@ def test_tables_go_on_too(tmp_path, monkeypatch, owner, name, at):
         build(Table([tmp_path / "t.csv"], columns), tmp_path / "out", options, threads=1)
     build(Table([tmp_path / "t.csv"], columns), tmp_path / "out", options, threads=3)
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+
+
+def test_the_result_is_on_the_disk_before_the_pieces_go(tmp_path, text, straight, monkeypatch):
+    synced, named = set(), []
+    out, pieces = tmp_path / "out", tmp_path / ".out.partial" / "pieces"
+
+    def fsync(number, real=os.fsync):
+        synced.add(os.fstat(number).st_ino)
+        if out.exists():
+            assert len(list(pieces.iterdir())) >= 3
+            named.append(os.fstat(number).st_ino)
+        real(number)
+
+    def rename(path, to, real=Path.rename):
+        assert path.name == "result"
+        assert {one.stat().st_ino for one in (path, *path.rglob("*"))} <= synced
+        return real(path, to)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    make(text, out)
+    assert named == [tmp_path.stat().st_ino]
+    assert contents(out) == straight[0]
+
+
+def test_an_interruption_while_the_pieces_are_removed(tmp_path, text, straight, monkeypatch, capsys):
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched:
+        fail_at(patched, shutil, "rmtree", 0, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            make(text, out)
+    assert capsys.readouterr().err == f"{out} is whole; what is left in {tmp_path / '.out.partial'} can be removed\n"
+    assert contents(out) == straight[0]
+    with pytest.raises(UserError, match="exists already"):
+        make(text, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")])
+def test_nothing_is_kept_of_what_is_read_once(tmp_path, text, monkeypatch, capsys, error):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.read_bytes())))
+    fail_at(monkeypatch, second_pass, "rows_of", 1, error)
+    with pytest.raises(type(error)):
+        make(Path("-"), tmp_path / "out")
+    said = capsys.readouterr().err
+    assert re.fullmatch(
+        r"the finished work \(.* MiB\) is not kept: standard input and pipes are read once only, .*\n", said
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_threads_than_there_may_be(tmp_path, text, straight, monkeypatch):
+    with monkeypatch.context() as patched:
+        fail_at(patched, second_pass, "rows_of", 1, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            make(text, tmp_path / "out")
+    with monkeypatch.context() as patched:
+        fail_at(patched, threading.Thread, "start", 2, RuntimeError("can't start new thread"))
+        message = r"^only 2 of 7 threads could be started \(can't start new thread\); ask for fewer, such as"
+        with pytest.raises(UserError, match=message):
+            make(text, tmp_path / "out", threads=7)
+    assert (tmp_path / ".out.partial" / "pieces" / "000000.arrow").exists()
+    make(text, tmp_path / "out")
+    assert contents(tmp_path / "out") == straight[0]

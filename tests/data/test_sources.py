@@ -4,9 +4,11 @@ import gzip
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +18,7 @@ from hostdev.data import manifest
 from hostdev.data.preprocess import criteo
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
-from hostdev.data.preprocess.inputs import expand
+from hostdev.data.preprocess.folders import expand
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import Table, TableOptions
 from hypothesis import given, settings
@@ -157,6 +159,134 @@ def test_archives_and_formats_that_are_not_read(tmp_path, rows):
         CriteoText([tmp_path / "nothing"])
     with pytest.raises(UserError, match=r"- is standard input, which can be read once only"):
         CriteoText([tmp_path.__class__("-")] * 2)
+
+
+COLUMNS = TableOptions(label="y", categorical=("c",))
+CSV = "y,c\n0,a\n1,b\n"
+
+
+def names_of(source, folder):
+    return [str(Path(found["file"]).relative_to(folder)) for found in source.describe()]
+
+
+def test_links_to_folders_are_followed_each_folder_once(tmp_path):
+    for name in ("top/a", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "t.csv").write_text(CSV)
+    (tmp_path / "top" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "top" / "a" / "back").symlink_to(tmp_path / "top")
+    (tmp_path / "top" / "b").symlink_to(tmp_path / "top" / "a")
+    found = expand([tmp_path / "top"])
+    assert [str(path.relative_to(tmp_path)) for path in found] == ["top/a/t.csv", "top/link/t.csv"]
+
+
+def test_the_same_rows_twice_are_refused(tmp_path):
+    (tmp_path / "in").mkdir()
+    file, other = tmp_path / "in" / "a.csv", tmp_path / "in" / "a.csv.gz"
+    file.write_text(CSV)
+    (tmp_path / "link.csv").symlink_to(file)
+    for files, message in (
+        ([file, file], f"{file} is given twice, so that its rows would be there twice; leave one of them out"),
+        ([file, tmp_path / "link.csv"], f"{file} and {tmp_path / 'link.csv'} are the same file, so that its rows"),
+        ([tmp_path / "in", file], f"{file} is given twice"),
+        ([tmp_path / "in", tmp_path / "in"], f"{file} is given twice"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            Table(files, COLUMNS)
+        with pytest.raises(UserError, match=re.escape(message)):
+            CriteoText(files)
+    other.write_bytes(gzip.compress(CSV.encode()))
+    with pytest.raises(UserError, match=re.escape(f"{file} and {other} are the same rows, as their names say; remove")):
+        Table([tmp_path / "in"], COLUMNS)
+    assert len(Table([file, other], COLUMNS).describe()) == 2  # who names both means both
+
+
+def test_what_a_folder_has_beside_tables(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    for name in ("a.csv", "k.dat", "part-0001", "readme.md", "z.log", "_SUCCESS", ".a.crc"):
+        (tmp_path / "in" / name).write_text(CSV)
+    (tmp_path / "in" / "book.xlsx").write_bytes(b"PK\3\4...")
+    pq.write_table(pa.table({"y": [0, 1], "c": ["a", "b"]}), tmp_path / "in" / "x.pq")
+    with (
+        pa.OSFile(str(tmp_path / "in" / "x"), "wb") as file,
+        pa.ipc.new_file(file, pa.schema([("y", "i8"), ("c", "utf8")])),
+    ):
+        pass
+    source = Table([tmp_path / "in"], COLUMNS)
+    assert names_of(source, tmp_path / "in") == ["a.csv", "x", "x.pq"]
+    assert capsys.readouterr().err == (
+        f"left out in {tmp_path / 'in'}, as no table by name or content: 5 files (book.xlsx, k.dat, part-0001 and 2 "
+        "more); name what is to be read\n"
+    )
+    assert names_of(Table([tmp_path / "in" / "k.dat"], COLUMNS), tmp_path / "in") == ["k.dat"]
+    before = source.stamp()
+    (tmp_path / "in" / "more.dat").write_text(CSV)
+    assert Table([tmp_path / "in"], COLUMNS).stamp() == before
+    (tmp_path / "in" / "x.pq").unlink()
+    (tmp_path / "in" / "x").unlink()
+    (tmp_path / "in" / "a.csv").unlink()
+    with pytest.raises(
+        UserError, match=r"no file that could be read; it has 6 files \(book.xlsx, k.dat, .*must be named"
+    ):
+        Table([tmp_path / "in"], COLUMNS)
+
+
+@pytest.mark.parametrize(("name", "content", "kind"), [
+    ("b.csv.xz", b"\xfd7zXZ\0", "xz"), ("b.xz", b"", "xz"), ("b", b"\xfd7zXZ\0", "xz"), ("z.csv.zip", b"PK\3\4", "zip"),
+    ("z", b"PK\3\4", "zip"), ("z.7z", b"7z\xbc\xaf", "7z"), ("z.csv.Z", b"\x1f\x9d", "compress"),
+])  # fmt: skip
+def test_compressed_files_in_a_folder_that_are_not_read(tmp_path, name, content, kind):
+    (tmp_path / "a.csv").write_text(CSV)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=re.escape(f"{name}: {kind} files are not read; decompress it, or write it as")):
+        Table([tmp_path], COLUMNS)
+
+
+def test_empty_files_of_a_folder_are_passed_over(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "part-0.csv").write_text(CSV)
+    (tmp_path / "in" / "part-1.csv").touch()
+    (tmp_path / "in" / "part-2.csv.gz").write_bytes(gzip.compress(b""))
+    (tmp_path / "in" / "part-3.csv.gz").write_bytes(gzip.compress(CSV.encode()))
+    for read in (lambda: Table([tmp_path / "in"], COLUMNS), lambda: CriteoText([tmp_path / "in"])):
+        source = read()
+        assert names_of(source, tmp_path / "in") == ["part-0.csv", "part-3.csv.gz"]
+        said = f"left out in {tmp_path / 'in'}, as nothing is in it: 2 files (part-1.csv, part-2.csv.gz)\n"
+        assert capsys.readouterr().err == said
+    with pytest.raises(UserError, match="part-1.csv: the file is empty"):
+        Table([tmp_path / "in" / "part-1.csv"], COLUMNS)
+
+
+def test_names_with_the_same_numbers_are_in_order(tmp_path, monkeypatch):
+    names = ["day_01", "day_1", "day_001", "day_02", "day_2", "day_10"]
+    for name in names:
+        (tmp_path / name).write_text("x")
+    for order in (names, names[::-1]):
+        monkeypatch.setattr("os.walk", lambda *_, order=order, **__: [(str(tmp_path), [], order)])
+        assert [path.name for path in expand([tmp_path])] == ["day_001", "day_01", "day_1", "day_02", "day_2", "day_10"]
+
+
+def test_standard_input_that_is_closed(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    for read in (lambda: Table([Path("-")], COLUMNS), lambda: CriteoText([Path("-")])):
+        with pytest.raises(UserError, match=r"^standard input is closed; give it to the command, as with < FILE"):
+            read()
+
+
+def test_zeros_after_a_gzip_file_are_passed_over(tmp_path, rows, monkeypatch):
+    text = b"".join(rows[10:300])
+    (tmp_path / "plain").write_bytes(text)
+    expected = build(CriteoText([tmp_path / "plain"]), tmp_path / "out", Options(threshold=1)).identity
+    padded = gzip.compress(text[:5000]) + bytes(3) + gzip.compress(text[5000:]) + bytes(1000)
+    (tmp_path / "padded.gz").write_bytes(padded)
+    made = build(CriteoText([tmp_path / "padded.gz"]), tmp_path / "file", Options(threshold=1))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(padded)))
+    piped = build(CriteoText([Path("-")]), tmp_path / "piped", Options(threshold=1))
+    assert made.identity == piped.identity == expected
+    for wrong in (padded + b"x", padded[:-1010] + bytes(100), padded.replace(padded[200:220], bytes(20))):
+        (tmp_path / "wrong.gz").write_bytes(wrong)
+        with pytest.raises(UserError, match=r"wrong.gz: the file cannot be read \("):
+            build(CriteoText([tmp_path / "wrong.gz"]), tmp_path / "never", Options(threshold=1))
 
 
 def test_a_line_that_is_too_long(tmp_path):

@@ -1,0 +1,126 @@
+"""Which files are meant by what a command names: files, those of folders, standard input."""
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from hostdev.data.preprocess.inputs import COMPRESSED, STANDARD_INPUT, is_empty, refuse_unread
+
+from hostdev.core.errors import UserError
+from hostdev.core.progress import note
+
+_START_BYTES = 512
+_NAMED = 3  # files in a line
+
+
+def expand(paths: Sequence[Path], is_taken: Callable[[Path, bytes], bool] | None = None) -> list[Path]:
+    """Return the files that are meant: those of folders in the order of the numbers in their names.
+
+    is_taken  tells by name and first bytes whether a file of a folder is read; None: all are
+
+    Files that begin with a dot or an underscore are left out, as other programs leave such beside what they write. A
+    line says which others of a folder are.
+
+    Raises UserError where the same rows would be there twice, for compressed files that are not read, and for folders
+    without a file to be read.
+    """
+    found: list[Path] = []
+    for path in paths:
+        found += _inside(path, is_taken) if path.is_dir() else [path]
+    _refuse_twice(found)
+    return found
+
+
+def _inside(top: Path, is_taken: Callable[[Path, bytes], bool] | None) -> list[Path]:
+    """Return the files of a folder that are read."""
+    taken: list[Path] = []
+    empty: list[Path] = []
+    others: list[Path] = []
+    for file in sorted(_files(top), key=lambda file: _order(str(file.relative_to(top)))):
+        if is_taken is None or is_taken(file, _start(file)):
+            (empty if is_empty(file) else taken).append(file)
+        else:
+            refuse_unread(file, _start(file))
+            others.append(file)
+    if not taken:
+        left = f"; it has {_listed(others, top)}, which must be named to be read" if others else ""
+        raise UserError(f"{top}: the folder has no file that could be read{left}")
+    _refuse_two_forms(taken)
+    if empty:
+        note(f"left out in {top}, as nothing is in it: {_listed(empty, top)}")
+    if others:
+        note(f"left out in {top}, as no table by name or content: {_listed(others, top)}; name what is to be read")
+    return taken
+
+
+def _files(top: Path) -> Iterator[Path]:
+    """Iterate over a folder's files, those of its folders and of links to folders, too, each folder once."""
+    seen = {_identity(top)}
+    for folder, folders, names in os.walk(top, onerror=_raise, followlinks=True):
+        inside = [Path(folder) / name for name in sorted(folders) if not _is_hidden(name)]
+        folders.clear()
+        for path in inside:  # a link may lead back
+            if (identity := _identity(path)) not in seen:
+                seen.add(identity)
+                folders.append(path.name)
+        yield from (Path(folder) / name for name in names if not _is_hidden(name))
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith((".", "_"))
+
+
+def _order(name: str) -> tuple[list[tuple[int, str]], str]:
+    """Order day_2 before day_10, and day_01 and day_1 by their letters."""
+    parts = re.split(r"(\d+)", name)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts if part], name
+
+
+def _start(file: Path) -> bytes:
+    """Return a file's first bytes, none of what is not a file: these can be read once only."""
+    if not file.is_file():
+        return b""
+    with file.open("rb") as source:
+        return source.read(_START_BYTES)
+
+
+def _refuse_two_forms(files: Sequence[Path]) -> None:
+    """Raise UserError where a folder has the same file plain and compressed, or compressed twice."""
+    seen: dict[Path, Path] = {}
+    for file in files:
+        plain = file.with_suffix("") if file.suffix.lower() in COMPRESSED else file
+        first = seen.setdefault(plain, file)
+        if first != file:
+            raise UserError(f"{first} and {file} are the same rows, as their names say; remove one of them, or name "
+                            "the files that are meant")  # fmt: skip
+
+
+def _refuse_twice(files: Sequence[Path]) -> None:
+    """Raise UserError where a file is there twice, under one name or two."""
+    if files.count(STANDARD_INPUT) > 1:
+        raise UserError("- is standard input, which can be read once only")
+    seen: dict[tuple[int, int], Path] = {}
+    for file in files:
+        if file == STANDARD_INPUT or not file.exists():  # which is said when it is opened
+            continue
+        if (first := seen.get(identity := _identity(file))) is not None:
+            how = f"{file} is given twice" if first == file else f"{first} and {file} are the same file"
+            raise UserError(f"{how}, so that its rows would be there twice; leave one of them out")
+        seen[identity] = file
+
+
+def _listed(files: Sequence[Path], top: Path) -> str:
+    """Return how many files there are, and some names."""
+    shown = ", ".join(str(file.relative_to(top)) for file in files[:_NAMED])
+    more = f" and {len(files) - _NAMED:,} more" if len(files) > _NAMED else ""
+    return f"{len(files):,} {'file' if len(files) == 1 else 'files'} ({shown}{more})"

@@ -1,0 +1,28 @@
+"""What is written, brought to the disk, so that a loss of power leaves it."""
+
+import os
+from pathlib import Path
+
+
+def sync_folder(path: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    _sync(path)
+
+
+def sync_tree(path: Path) -> None:
+    """Bring all that is in a folder to the disk: the files, and then the names in it and in those inside."""
+    for folder, _, names in os.walk(path, topdown=False):
+        for name in names:
+            _sync(Path(folder) / name)
+        _sync(Path(folder))
+
+
+def _sync(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    finally:
+        os.close(number)
