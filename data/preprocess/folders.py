@@ -22,13 +22,13 @@ def expand(paths: Sequence[Path], is_taken: Callable[[Path, bytes], bool] | None
     Files that begin with a dot or an underscore are left out, as other programs leave such beside what they write. A
     line says which others of a folder are.
 
-    Raises UserError where the same rows would be there twice, for compressed files that are not read, and for folders
-    without a file to be read.
+    Raises UserError where a folder has the same rows plain and compressed, for compressed files that are not read, and
+    for folders without a file to be read.
     """
     found: list[Path] = []
     for path in paths:
         found += _inside(path, is_taken) if path.is_dir() else [path]
-    _refuse_twice(found)
+    _look_for_twice(found)
     return found
 
 
@@ -105,8 +105,8 @@ def _refuse_two_forms(files: Sequence[Path]) -> None:
                             "the files that are meant")  # fmt: skip
 
 
-def _refuse_twice(files: Sequence[Path]) -> None:
-    """Raise UserError where a file is there twice, under one name or two."""
+def _look_for_twice(files: Sequence[Path]) -> None:
+    """Say where a file is there twice, under one name or two; UserError for standard input, which cannot be."""
     if files.count(STANDARD_INPUT) > 1:
         raise UserError("- is standard input, which can be read once only")
     seen: dict[tuple[int, int], Path] = {}
@@ -115,7 +115,7 @@ def _refuse_twice(files: Sequence[Path]) -> None:
             continue
         if (first := seen.get(identity := _identity(file))) is not None:
             how = f"{file} is given twice" if first == file else f"{first} and {file} are the same file"
-            raise UserError(f"{how}, so that its rows would be there twice; leave one of them out")
+            note(f"{how}: its rows are there twice, some of them perhaps in training and test rows")
         seen[identity] = file
 
 
