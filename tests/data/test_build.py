@@ -5,13 +5,15 @@ import json
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hostdev.data import manifest
-from hostdev.data.preprocess import vocabulary
+from hostdev.data.preprocess import files, first_pass, vocabulary
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.raw import BEGINNING, Layout
 from hostdev.data.preprocess.synthetic import CHUNK_ROWS, Synthetic, write_text
+from hostdev.data.preprocess.table import Table, TableOptions
 from hostdev.data.preprocess.vocabulary import Vocabulary
 from hostdev.data.schema import Column
 
@@ -282,6 +284,21 @@ def test_what_writing_a_vocabulary_needs_is_announced(monkeypatch):
     monkeypatch.setattr(vocabulary, "available_bytes", lambda: 448 << 20)
     with pytest.raises(UserError, match=r"1,048,576 distinct values, and a vocabulary of them needs 448.4 MiB"):
         vocabulary.require_memory(2**20, 100 << 20)
+
+
+def test_texts_that_are_in_all_pieces_count_once_in_their_estimated_bytes(tmp_path, monkeypatch):
+    columns = {f"s{i}": [f"{(row + i) % 50}" for row in range(500)] for i in range(5)}
+    columns |= {"y": [row % 2 for row in range(500)], "url": [f"{row:03d}" + "x" * 197 for row in range(500)]}
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    monkeypatch.setattr(files, "CHUNK_ROWS", 50)
+    asked = []
+    monkeypatch.setattr(first_pass, "require_memory", lambda *sizes: asked.append(sizes))
+    how = TableOptions(label="y", categorical=("url", *(f"s{i}" for i in range(5))), test_column=("s0", "7"))
+    build(Table([tmp_path / "t.parquet"], how), tmp_path / "out", Options(test_fraction=None))
+    assert len(asked) == 10
+    values, text_bytes = asked[-1]
+    assert values == pytest.approx(490 + 49 + 4 * 49, rel=0.05)
+    assert text_bytes == 490 * 200 + sum(len(str(row)) for i in range(5) for row in range(50) if row != 7 + i)
 
 
 def rewrite_vocabulary(folder, change):
