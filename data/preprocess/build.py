@@ -18,6 +18,7 @@ from hostdev.data.preprocess.dense import MODES, Scaling, fixed_scaling, scaling
 from hostdev.data.preprocess.first_pass import FirstPass
 from hostdev.data.preprocess.pieces import SPLITS, Facts, Piece
 from hostdev.data.preprocess.raw import Layout, Source
+from hostdev.data.preprocess.shard_memory import ShardMemory
 from hostdev.data.preprocess.vocabulary import HashBuckets, Vocabulary
 from hostdev.data.preprocess.work import Work, claim
 from hostdev.data.preprocess.writer import write_shard
@@ -71,7 +72,8 @@ def build(source: Source, out: Path, options: Options, *, threads: int | None = 
     the next call with the same arguments; after a UserError nothing is, but after a PassingError.
 
     Raises UserError where `out` is taken, where more than 1% of the lines are malformed, or where the training or the
-    test split is empty, and PassingError where the vocabulary does not fit into memory or a medium cannot be read.
+    test split is empty, and PassingError where the vocabulary, or a shard for each thread, does not fit into memory, or
+    a medium cannot be read.
     """
     with claim(out) as work:
         manifest = _Build(source, work, options, threads or host_threads()).run()
@@ -94,9 +96,11 @@ class _Build:
         stamp = self._source.stamp()
         recipe = None if stamp is None else [stamp, self._source.options(), self._options.as_json()]
         entries = self._work.begin(json.loads(json.dumps(recipe)))
+        id_type = "int32" if self._hashed is None else self._hashed.schema.id_type  # a vocabulary is counted later
+        shards_held = ShardMemory(self._layout, self._options.rows_per_shard, self._threads, id_type)
         first = FirstPass(
             self._source, self._work, test_fraction=self._options.test_fraction, seed=self._options.seed,
-            hashed=self._hashed,
+            hashed=self._hashed, shards=shards_held,
         )  # fmt: skip
         pieces = [entry for entry in entries if "piece" in entry]
         facts = [Facts.from_json(entry["piece"]) for entry in pieces]
@@ -110,6 +114,7 @@ class _Build:
             self._work.rewrite(pieces[:intact] + later)
             if learned:
                 self._facts = facts
+                shards_held.take_in(facts)
             else:
                 first.take_up(facts[:intact])
                 if not later:

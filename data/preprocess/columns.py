@@ -87,6 +87,35 @@ def kind_of(found: pa.DataType) -> str:
     return "text" if any(test(found) for test in readable) else "nested"
 
 
+def list_lengths(array: pa.Array) -> npt.NDArray[np.int64]:
+    """Return how many values the list of each row has, int64 [n]; 0 where there is none."""
+    if kind_of(array.type) != "list":
+        return np.zeros(len(array), np.int64)
+    return _whole_numbers(pc.list_value_length(array))
+
+
+def text_lengths(array: pa.Array) -> npt.NDArray[np.int64]:
+    """Return how many bytes of text each row has, in lists too, int64 [n]."""
+    found = array.type
+    if kind_of(found) == "list":
+        ends = ragged.offsets_of(text_lengths(array.flatten()))[ragged.offsets_of(list_lengths(array))]
+        return np.diff(ends)
+    if pa.types.is_dictionary(found):
+        of_values = pa.array(text_lengths(array.dictionary))
+        return _whole_numbers(of_values.take(array.indices))
+    if pa.types.is_string_view(found):
+        views = np.frombuffer(array.buffers()[1], np.int32, 4 * len(array), 16 * array.offset)  # begin with a length
+        return np.where(array.is_valid().to_numpy(zero_copy_only=False), views[::4], 0).astype(np.int64)
+    if kind_of(found) == "text" and not pa.types.is_null(found):
+        return _whole_numbers(pc.binary_length(array))
+    return np.zeros(len(array), np.int64)
+
+
+def _whole_numbers(array: pa.Array) -> npt.NDArray[np.int64]:
+    """Return integers as int64 [n], 0 for null."""
+    return pc.fill_null(array, 0).to_numpy(zero_copy_only=False).astype(np.int64)  # type: ignore[no-any-return]
+
+
 def as_text(array: pa.Array) -> tuple[Codes, pa.StringArray]:
     """Return values as text, by number: codes int32 [n] and the texts they stand for, "" for a missing one.
 

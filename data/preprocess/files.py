@@ -1,19 +1,23 @@
 """Tables in files: Parquet, Arrow (IPC files and streams, Feather) and delimited text, in parts of their rows."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
+from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.inputs import COMPRESSED, AnyInput, Input, unreadable
 from hostdev.data.preprocess.raw import Rejected
 
 from hostdev.core.errors import UserError
 
 CHUNK_ROWS = 1 << 16
+CHUNK_VALUES = 1 << 21  # of lists
+CHUNK_BYTES = 1 << 25  # of text
 _SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc", ".csv", ".tsv", ".tab", ".txt", *COMPRESSED)
 _FEATHER_1 = b"FEA1"
 _FORMATS = ((b"PAR1", "Parquet"), (b"ARROW1", "an Arrow file"), (b"\xff\xff\xff\xff", "an Arrow stream"))
@@ -87,6 +91,38 @@ def chunks(file: TableFile, used: Sequence[str]) -> Iterator[Chunk]:
         first += chunk.lines
 
 
+def _parts(batch: pa.RecordBatch, first: int, each: float) -> Iterator[Part]:
+    """Iterate over a batch's rows, as many at a time as are parsed together; the next begin where these end.
+
+    first  rows of the file before these
+    each   bytes of the file that a row takes, about
+    """
+    start = 0
+    while start < len(batch):
+        part = batch.slice(start, CHUNK_ROWS)
+        part = part.slice(0, _fitting(map(arrow.list_lengths, part.columns), CHUNK_VALUES, len(part)))
+        part = part.slice(0, _fitting(map(arrow.text_lengths, part.columns), CHUNK_BYTES, len(part)))
+        start += len(part)
+        yield Part(part, first + start, int(len(part) * each))
+
+
+def _fitting(sizes: Iterable[npt.NDArray[np.int64]], most: int, n: int) -> int:
+    """Return how many of n rows, from the first on, but one at least, have `most` of what columns have of it, [n]."""
+    ends = np.cumsum(sum(sizes, np.zeros(n, np.int64)))
+    return max(1, int(np.searchsorted(ends, most, "right")))
+
+
+def _rows_at_once(group: Any, used: Sequence[str]) -> int:
+    """Return how many rows are decoded together, as those of a row group are: half of what is parsed together."""
+    inside = tuple(f"{name}." for name in used)  # paths of lists go on, in one way or another
+    columns = (group.column(i) for i in range(group.num_columns))
+    mine = [one for one in columns if one.path_in_schema in used or one.path_in_schema.startswith(inside)]
+    values = sum(one.num_values for one in mine if one.path_in_schema not in used)
+    text = sum(one.total_uncompressed_size for one in mine if one.physical_type == "BYTE_ARRAY")
+    per_row = max(values / CHUNK_VALUES, text / CHUNK_BYTES) / max(1, group.num_rows)
+    return CHUNK_ROWS if 2 * CHUNK_ROWS * per_row <= 1 else max(1, int(0.5 / per_row))
+
+
 class ParquetTable:
     """A Parquet file."""
 
@@ -114,14 +150,12 @@ class ParquetTable:
                 first = int(np.searchsorted(ends, offset, "right"))  # the group with that row
                 row = int(ends[first - 1]) if first else 0
                 while first < len(ends):  # some groups at a time: the reader keeps what it has read of its groups
-                    last = int(np.searchsorted(ends, row + CHUNK_ROWS)) + 1
-                    for batch in file.iter_batches(
-                        CHUNK_ROWS, row_groups=list(range(first, min(last, len(ends)))), columns=list(used)
-                    ):
-                        part = batch.slice(max(0, offset - row))
+                    rows = _rows_at_once(file.metadata.row_group(first), used)
+                    last = min(int(np.searchsorted(ends, row + rows)) + 1, len(ends))
+                    for batch in file.iter_batches(rows, row_groups=list(range(first, last)), columns=list(used)):
+                        rest = batch.slice(max(0, offset - row))
                         row += len(batch)
-                        if len(part):
-                            yield Part(part, row, int(len(part) * each))
+                        yield from _parts(rest, row - len(rest), each)
                     first = last
         except (pa.ArrowException, OSError) as error:
             raise unreadable(str(path), "the Parquet file is broken", error) from None
@@ -159,13 +193,11 @@ class ArrowTable:
                 for batch, position in self._batches(source, options):
                     each = (position - before) / max(1, len(batch))
                     before = position
-                    batch, row = batch.slice(max(0, offset - row)), row + len(batch)
-                    if not len(batch):
-                        continue
-                    batch.validate(full=True)  # it may have been made by anyone
-                    for start in range(0, len(batch), CHUNK_ROWS):
-                        part = batch.slice(start, CHUNK_ROWS)
-                        yield Part(part, row - len(batch) + start + len(part), int(len(part) * each))
+                    rest = batch.slice(max(0, offset - row))
+                    row += len(batch)
+                    if len(rest):
+                        rest.validate(full=True)  # it may have been made by anyone
+                        yield from _parts(rest, row - len(rest), each)
         except (pa.ArrowException, OSError) as error:
             raise unreadable(str(self.input.path), "the Arrow file is broken", error) from None
 

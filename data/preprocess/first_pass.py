@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from hostdev.data.preprocess.pieces import Facts, Piece, Survey, survey, write_piece
 from hostdev.data.preprocess.raw import BEGINNING, Block, RawRows, Rejected, Source, WrongRowError
+from hostdev.data.preprocess.shard_memory import ShardMemory
 from hostdev.data.preprocess.vocabulary import HashBuckets, require_memory
 from hostdev.data.preprocess.work import Work
 
@@ -28,12 +29,14 @@ class FirstPass:
 
     test_fraction, seed  of the rows that are drawn for testing; None: the source says which
     hashed               what turns values into ids; None: they are to be counted
+    shards               what has to fit into memory in the second pass
     """
 
     def __init__(
-        self, source: Source, work: Work, *, test_fraction: float | None, seed: int, hashed: HashBuckets | None
-    ) -> None:
-        self._source, self._work = source, work
+        self, source: Source, work: Work, *, test_fraction: float | None, seed: int, hashed: HashBuckets | None,
+        shards: ShardMemory,
+    ) -> None:  # fmt: skip
+        self._source, self._work, self._shards = source, work, shards
         self._fraction, self._key, self._hashed = test_fraction, key64(seed, "test split"), hashed
         self.facts: list[Facts] = []  # of the pieces that are written
         self._input = self._lines = self._rows = self._rejected = 0  # of what is parsed; lines are those of the input
@@ -45,7 +48,8 @@ class FirstPass:
         return self._work.pieces / f"{number:06d}.arrow"
 
     def take_up(self, facts: list[Facts]) -> None:
-        """Go on after pieces that are finished; UserError where their values would not fit into memory."""
+        """Go on after pieces that are finished; UserError where their values or shards would not fit into memory."""
+        self._shards.take_in(facts)
         for number, one in enumerate(facts):
             self._pass(one.end.input, one.lines, sum(one.rows), one.rejected)
             piece = Piece(self.path(number))
@@ -57,8 +61,8 @@ class FirstPass:
     def run(self, workers: Workers, threads: int) -> None:
         """Parse what is left.
 
-        Raises UserError where more than 1% of the lines are malformed, where the values would not fit into memory, and
-        for what cannot be read.
+        Raises UserError where more than 1% of the lines are malformed, where the values or shards would not fit into
+        memory, and for what cannot be read.
         """
         place = self.facts[-1].end if self.facts else BEGINNING
         done = sum(one.size for one in self.facts)
@@ -115,6 +119,7 @@ class FirstPass:
         facts = Facts(**found, end=block.end, size=block.size)
         self._work.note(piece=facts.as_json())
         self.facts.append(facts)
+        self._shards.take_in([facts])
         self._require_memory(survey)
 
     def _require_memory(self, survey: Survey | None) -> None:

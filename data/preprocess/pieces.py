@@ -22,7 +22,7 @@ from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.preprocess.writer import write_arrow
 
 from hostdev.core.checksums import Crc32
-from hostdev.kernels.cardinality import estimate, registers_of
+from hostdev.kernels.cardinality import Sample, estimate, join, registers_of, sample_of, total
 from hostdev.kernels.columns import narrowed
 from hostdev.kernels.strings import hash_texts
 from hostdev.kernels.unique import IdMap, id_map, tally
@@ -135,21 +135,21 @@ def write_piece(
 
 @dataclass(frozen=True)
 class Survey:
-    """About how many values of training rows there are.
+    """About how many values of training rows there are, and how long they are; kernels/cardinality.py has the means.
 
-    registers    uint8 [spaces, R], of kernels/cardinality.py
-    texts        of how many the lengths are known, which may be the same ones in several pieces
-    their_bytes  of these
+    registers  uint8 [spaces, R]
+    texts      of each space's values the hashes and lengths that tell all their bytes; None where they are integers
     """
 
     registers: Array
-    texts: int
-    their_bytes: int
+    texts: tuple[Sample, ...] | None
 
     def with_those_of(self, other: "Survey") -> "Survey":
         """Return the survey of both."""
         registers = np.maximum(self.registers, other.registers)
-        return Survey(registers, self.texts + other.texts, self.their_bytes + other.their_bytes)
+        if self.texts is None or other.texts is None:
+            return Survey(registers, None)
+        return Survey(registers, tuple(map(join, self.texts, other.texts)))
 
     def values(self) -> float:
         """Return about how many values there are."""
@@ -157,21 +157,22 @@ class Survey:
 
     def text_bytes(self) -> float | None:
         """Return about how many bytes they have; None where they are integers."""
-        return self.values() * self.their_bytes / self.texts if self.texts else None
+        return None if self.texts is None else sum(map(total, self.texts))
 
 
 def survey(piece: Piece, spaces: int) -> Survey:
-    """Look at how many values a piece's training rows have."""
-    registers, texts, their_bytes = [], 0, 0
+    """Look at how many values a piece's training rows have, and at their bytes."""
+    registers, texts = [], []
     for space in range(spaces):
         keys = piece.keys(space)[: len(piece.array(f"uses {space}"))]
         if isinstance(keys, pa.Array):
             offsets, data = arrow.bytes_of(keys)
-            texts, their_bytes = texts + len(keys), their_bytes + int(offsets[-1] - offsets[0])
-            registers.append(registers_of(hash_texts(offsets, data)))
+            hashes = hash_texts(offsets, data)
+            texts.append(sample_of(hashes, np.diff(offsets)))
+            registers.append(registers_of(hashes))
         else:
             registers.append(registers_of(keys.view(np.uint64)))
-    return Survey(np.stack(registers), texts, their_bytes)
+    return Survey(np.stack(registers), tuple(texts) or None)
 
 
 def _encoded(

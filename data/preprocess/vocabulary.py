@@ -21,9 +21,12 @@ from hostdev.kernels.strings import BYTES_A_TEXT, TextMap
 Ids = npt.NDArray[np.int64]
 TextOf = Callable[[Ids], pa.Array]
 
-_WRITTEN_AT_ONCE = 1 << 20  # rows of the vocabulary's file
+_WRITTEN_AT_ONCE = 1 << 20  # rows of the vocabulary's file, in a batch
+_WRITTEN_BYTES = 1 << 28  # of texts in a batch, which is cut there if its rows have more
 _AT_ONCE = 1 << 20  # values
+_DIGITS = 20  # of an integer, at most
 _ID_BYTES = 8  # of each value, once they are numbered
+_WRITTEN_ROW = 64  # bytes of a row that is being written, beside its text, which is there twice
 _MARGIN = 1.03  # of what is estimated, see kernels/cardinality.py
 
 
@@ -48,6 +51,10 @@ class _Integers:
         """Return the values with these numbers as text."""
         return self._text_of(self._seen.keys[numbers])
 
+    def lengths(self, numbers: Ids) -> Ids:
+        """Return how many bytes the texts of the values with these numbers have, at most."""
+        return np.full(len(numbers), _DIGITS)
+
 
 class _Texts:
     """The values of a space that are texts."""
@@ -71,8 +78,12 @@ class _Texts:
         return self._seen.find(*arrow.bytes_of(keys)).astype(np.int64)
 
     def texts(self, numbers: Ids) -> pa.Array:
-        """Return the values with these numbers."""
+        """Return the values with these numbers, which have less than 2 GiB."""
         return arrow.text_from(*self._seen.take(numbers)).cast(pa.string())
+
+    def lengths(self, numbers: Ids) -> Ids:
+        """Return how many bytes the values with these numbers have."""
+        return self._seen.lengths(numbers)
 
 
 class Vocabulary:
@@ -122,7 +133,10 @@ class Vocabulary:
         return found
 
     def write(self, path: Path, rows: int) -> None:
-        """Write a row per id: column or space, value (null for the fixed ids), uses in the `rows` training rows."""
+        """Write a row per id: column or space, value (null for the fixed ids), uses in the `rows` training rows.
+
+        A batch has 2^20 rows, or fewer where their texts are longer than 256 MiB together, so that memory is bounded.
+        """
         names = pa.array([*self._layout.dense, *self._layout.spaces], pa.string())
         kinds = pa.schema(
             [("field", pa.dictionary(pa.int32(), pa.string())), ("value", pa.string()), ("count", pa.int64())]
@@ -143,27 +157,35 @@ class Vocabulary:
                 file.write_batch(pa.RecordBatch.from_arrays(columns, schema=kinds))
                 waiting.clear()
 
-            room = _WRITTEN_AT_ONCE - fixed
+            rows_left, bytes_left = _WRITTEN_AT_ONCE - fixed, _WRITTEN_BYTES
             for space, values in zip(self.schema.spaces, self._values, strict=True):
                 for kept in self._kept(values):
                     while len(kept):
-                        some, kept = kept[:room], kept[room:]
-                        waiting.append((np.full(len(some), space.oov), values.texts(some), values.uses[some]))
-                        room -= len(some)
-                        if room == 0:
+                        some = kept[:rows_left]
+                        ends = np.cumsum(values.lengths(some))
+                        fitting = int(np.searchsorted(ends, bytes_left, "right"))
+                        if fitting == 0 and bytes_left == _WRITTEN_BYTES:
+                            fitting = 1  # a text that is longer than all of a batch may be
+                        some, kept = some[:fitting], kept[fitting:]
+                        if fitting:
+                            waiting.append((np.full(fitting, space.oov), values.texts(some), values.uses[some]))
+                            rows_left, bytes_left = rows_left - fitting, bytes_left - int(ends[fitting - 1])
+                        if rows_left == 0 or fitting < len(ends):
                             write()
-                            room = _WRITTEN_AT_ONCE
+                            rows_left, bytes_left = _WRITTEN_AT_ONCE, _WRITTEN_BYTES
             if waiting:
                 write()
 
 
 def require_memory(values: float, text_bytes: float | None) -> None:
-    """Raise PassingError unless so many distinct values can be counted in the memory that is free.
+    """Raise PassingError unless so many distinct values can be counted, and written, in the memory that is free.
 
     text_bytes  of all of them, where they are texts
     """
     each = BYTES_A_VALUE if text_bytes is None else BYTES_A_TEXT
-    needed = int(_MARGIN * (values * (each + _ID_BYTES) + 1.25 * (text_bytes or 0.0)))
+    texts = text_bytes or 0.0
+    written = _WRITTEN_ROW * min(values, _WRITTEN_AT_ONCE) + 2 * min(texts, _WRITTEN_BYTES)
+    needed = int(_MARGIN * (values * (each + _ID_BYTES) + 1.25 * texts) + written)
     free = available_bytes()
     if needed > free:
         raise PassingError(

@@ -1,7 +1,10 @@
 """Any table as CSV, TSV, Parquet and Arrow: the same data set, which is the naive twin's."""
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import files
 from hostdev.data.preprocess.build import Options
 from hostdev.data.preprocess.table import Table, TableOptions
@@ -117,13 +120,17 @@ def test_the_data_set_does_not_depend_on_how_many_rows_come_at_once(tmp_path, mo
         for name, rows in (("a", slice(0, 5)), ("b", slice(5, 4321)), ("c", slice(4321, None)))
     ]
     made = []
-    for name, source, chunk in (
-        ("whole", path, 1 << 16),
-        ("small", path, 333),
-        ("text", text, 1),
-        ("parts", parts, 99),
+    for name, source, chunk, values, size in (
+        ("whole", path, 1 << 16, 1 << 20, 1 << 20),
+        ("small", path, 333, 1 << 20, 1 << 20),
+        ("short lists", path, 1 << 16, 500, 1 << 20),
+        ("short text", path, 1 << 16, 1 << 20, 5000),
+        ("text", text, 1, 1, 1),
+        ("parts", parts, 99, 200, 3000),
     ):
         monkeypatch.setattr(files, "CHUNK_ROWS", chunk)
+        monkeypatch.setattr(files, "CHUNK_VALUES", values)
+        monkeypatch.setattr(files, "CHUNK_BYTES", size)
         monkeypatch.setattr("hostdev.data.preprocess.delimited.BLOCK_BYTES", 5000)
         made.append(twins.build_table(
             source, tmp_path / name, label="label", numeric=("x",), categorical=("item",), bags=(("seen", "|"),),
@@ -135,7 +142,75 @@ def test_the_data_set_does_not_depend_on_how_many_rows_come_at_once(tmp_path, mo
         assert found.vocabulary_sha256 == made[0].vocabulary_sha256
     for split in ("train", "test"):
         first = twins.read(tmp_path / "whole", split)
-        assert all(twins.read(tmp_path / name, split) == first for name in ("small", "text", "parts"))
+        assert all(
+            twins.read(tmp_path / name, split) == first
+            for name in ("small", "short lists", "short text", "text", "parts")
+        )
+
+
+def write_lists(path, table, batch):
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=batch)
+    else:
+        with pa.ipc.new_file(path, table.schema) as file:
+            file.write_table(table, max_chunksize=batch)
+
+
+@pytest.mark.parametrize("name", ["t.parquet", "t.arrow"])
+def test_parts_end_where_lists_or_texts_are_long(tmp_path, monkeypatch, name):
+    """And those from the end of one on are the others, as after an interruption."""
+    rng = np.random.default_rng(0)
+    lists = [list(range(size)) for size in rng.choice([0, 3, 40, 700], 300, p=[0.2, 0.4, 0.35, 0.05])]
+    texts = [None if size == 7 else "x" * size for size in rng.integers(0, 50, 300)]
+    write_lists(tmp_path / name, pa.table({"y": [0, 1] * 150, "h": lists, "c": texts}), 110)
+    monkeypatch.setattr(files, "CHUNK_VALUES", 500)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 400)
+    table = Table([tmp_path / name], TableOptions(label="y", categorical=("c",), bags=(("h", None),)))
+    blocks = list(table.blocks())
+    parts = [block.content[1].content for block in blocks]
+    assert pa.Table.from_batches(parts).select(["y", "h", "c"]).to_pylist() == [
+        {"y": i % 2, "h": values, "c": text} for i, (values, text) in enumerate(zip(lists, texts, strict=True))
+    ]
+    for part in parts:
+        values = sum(map(len, part["h"].to_pylist()))
+        size = sum(len(text or "") for text in part["c"].to_pylist())
+        assert len(part) == 1 or (values <= 500 and size <= 400)
+    assert max(map(len, parts)) >= 3
+    for i in (0, 11, len(blocks) - 1):
+        rest = [block.content[1].content for block in table.blocks(blocks[i].end)]
+        assert [row for part in rest for row in part.to_pylist()] == [
+            row for part in parts[i + 1 :] for row in part.to_pylist()
+        ]
+        assert not rest or rest[0].num_rows <= parts[i + 1].num_rows
+
+
+def test_as_many_rows_are_decoded_together_as_have_few_values(tmp_path, monkeypatch):
+    """Of a file with long lists, a batch of 65536 rows would be beyond any memory."""
+    write_lists(tmp_path / "t.parquet", pa.table({"y": [0, 1] * 500, "h": [list(range(100))] * 1000}), 1000)
+    decoded = []
+    whole = pq.ParquetFile.iter_batches
+    monkeypatch.setattr(
+        pq.ParquetFile, "iter_batches", lambda self, rows, **how: decoded.append(rows) or whole(self, rows, **how)
+    )
+    how = TableOptions(label="y", bags=(("h", None),))
+    assert len(list(Table([tmp_path / "t.parquet"], how).blocks())) == 1
+    monkeypatch.setattr(files, "CHUNK_VALUES", 5000)
+    assert len(list(Table([tmp_path / "t.parquet"], how).blocks())) == 40
+    assert decoded == [2**20 // 100, 25]
+
+
+@pytest.mark.parametrize("of", [
+    pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.dictionary(pa.int8(), pa.string()),
+], ids=str)  # fmt: skip
+def test_lengths_of_texts_and_lists(of):
+    texts = pa.array(["skipped", "Été", None, "", "much longer than a view has in it"]).cast(of)[1:]
+    sizes = [5, 0, 0, 33]
+    assert arrow.text_lengths(texts).tolist() == sizes
+    assert arrow.list_lengths(texts).tolist() == [0] * 4
+    lists = pa.ListArray.from_arrays(pa.array([0, 0, None, 1, 4], pa.int32()), texts)[1:]
+    assert lists.is_null().to_pylist() == [False, True, False]
+    assert arrow.list_lengths(lists).tolist() == [1, 0, 3]
+    assert arrow.text_lengths(lists).tolist() == [5, 0, 33]
 
 
 def test_chunks_say_how_much_of_the_files_they_are(tmp_path, monkeypatch):

@@ -1,3 +1,4 @@
+import tracemalloc
 from itertools import pairwise
 
 import numpy as np
@@ -42,6 +43,20 @@ def test_many_and_long_texts(monkeypatch):
     np.testing.assert_array_equal(positions[:-1], np.arange(100_000) % 70_000)
     assert unpacked(*seen.take(np.array([69_999, 70_000, 0]))) == [b"69999", b"x" * 100_000, b"0"]
     np.testing.assert_array_equal(seen.add(*packed(texts[::-1])), positions[::-1])
+
+
+def test_taking_texts_needs_memory_for_a_copy_of_them_only():
+    seen = TextMap()
+    seen.add(*packed([str(i).encode() * 1000 for i in range(100, 1000)]))
+    some = np.arange(899, -1, -3)
+    assert seen.lengths(some).tolist() == [3000] * 300
+    seen.take(some[:1])  # compiled
+    tracemalloc.start()
+    taken = seen.take(some)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert unpacked(*taken) == [str(i).encode() * 1000 for i in range(999, 99, -3)]
+    assert peak < 300 * 3000 + 50_000
 
 
 def test_texts_with_the_same_hash_are_different(monkeypatch):

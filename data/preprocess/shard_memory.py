@@ -1,0 +1,61 @@
+"""How much memory writing shards needs: each thread holds the rows of one."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from hostdev.data.preprocess.pieces import SPLITS, Facts
+from hostdev.data.preprocess.raw import Layout
+
+from hostdev.core.errors import PassingError
+from hostdev.core.memory import available_bytes, gib
+
+_BESIDE = 16 << 20  # of a thread
+_NUMBER_BYTES = 24  # of each number of a piece, while it is scaled: three times as float64
+
+
+class ShardMemory:
+    """What the shards of the rows that were met so far need.
+
+    rows_per_shard  at most
+    threads         that write shards, one each
+    id_type         dtype of ids
+    """
+
+    def __init__(self, layout: Layout, rows_per_shard: int, threads: int, id_type: str) -> None:
+        self._layout, self._most, self._threads = layout, rows_per_shard, threads
+        self._id_bytes = np.dtype(id_type).itemsize
+        self._rows, self._values, self._of_piece = [0] * len(SPLITS), [0] * len(SPLITS), 0
+
+    def take_in(self, facts: Sequence[Facts]) -> None:
+        """Count the rows of some pieces more.
+
+        Raises PassingError unless as many shards as are written at the same time fit into the memory that is free.
+        """
+        for i in range(len(SPLITS)):
+            self._rows[i] += sum(fact.rows[i] for fact in facts)
+            self._values[i] += sum(sum(fact.bag_values[i]) for fact in facts)
+        self._of_piece = max([self._of_piece, *(sum(fact.rows) for fact in facts)])
+        shard, threads, rows = max(map(self._shard, range(len(SPLITS))), key=lambda found: found[0] * found[1])
+        free = available_bytes()
+        if threads * shard > free:
+            held = "a thread would hold" if threads == 1 else f"{threads} threads would each hold"
+            fewer = "" if threads == 1 else ", or fewer --threads"
+            raise PassingError(
+                f"{held} a shard of {rows:,} rows, {gib(shard)}, but {gib(free)} of memory are free; "
+                f"give a smaller --rows-per-shard{fewer}"
+            )
+
+    def _shard(self, split: int) -> tuple[int, int, int]:
+        """Return about how many bytes a shard of a split takes, how many there are at the same time, and its rows.
+
+        A bag's values are held twice, by piece and end to end; ids are looked through for those that stand for none.
+        """
+        rows = min(self._rows[split], self._most)
+        if rows == 0:
+            return 0, 0, 0
+        ids, numbers, bags = len(self._layout.ids), len(self._layout.dense), len(self._layout.bags)
+        each = 4 + 4 * numbers + (self._id_bytes + 1) * ids + 16 * bags
+        values = self._values[split] * rows // self._rows[split]
+        of_piece = _NUMBER_BYTES * numbers * self._of_piece
+        threads = min(self._threads, -(-self._rows[split] // rows))
+        return rows * each + 2 * self._id_bytes * values + of_piece + _BESIDE, threads, rows

@@ -1,0 +1,84 @@
+"""What preparing data needs of memory: bounded, announced, and refused before it is too much."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hostdev.data.preprocess import files, first_pass, shard_memory, vocabulary
+from hostdev.data.preprocess.build import Options, build
+from hostdev.data.preprocess.raw import Layout
+from hostdev.data.preprocess.table import Table, TableOptions
+from hostdev.data.preprocess.vocabulary import Vocabulary
+from hostdev.data.schema import Column
+
+from hostdev import UserError
+
+
+def written(path, texts):
+    """Write the vocabulary of two spaces with these texts; return its rows, and how many each batch has."""
+    counted = Vocabulary(0, Layout("y", ("x",), (Column("a", "id", "a"), Column("b", "id", "b"))), None)
+    for space in range(2):
+        counted.count(space, pa.array(texts, pa.large_string()), np.arange(1, len(texts) + 1))
+    counted.freeze()
+    counted.write(path, 9)
+    with pa.ipc.open_file(path) as file:
+        batches = [file.get_batch(i) for i in range(file.num_record_batches)]
+    return [row for batch in batches for row in batch.to_pylist()], list(map(len, batches))
+
+
+def test_batches_of_a_vocabulary_are_cut_where_their_texts_are_long(tmp_path, monkeypatch):
+    texts = [letter * size for letter, size in zip("cdefghi", [9, 40, 100, 0, 3, 30, 11], strict=True)]
+    rows, sizes = written(tmp_path / "one", texts)
+    assert sizes == [17]
+    assert [row["value"] for row in rows[3:10]] == texts
+    monkeypatch.setattr(vocabulary, "_WRITTEN_AT_ONCE", 8)
+    assert written(tmp_path / "rows", texts) == (rows, [8, 8, 1])
+    monkeypatch.setattr(vocabulary, "_WRITTEN_BYTES", 50)
+    # 3 fixed, 9 and 40 bytes; 100, more than all of a batch may have; 0, 3, 30 and 11; 9 and 40; and so on
+    assert written(tmp_path / "bytes", texts) == (rows, [5, 1, 4, 2, 1, 4])
+
+
+def test_what_writing_a_vocabulary_needs_is_announced(monkeypatch):
+    monkeypatch.setattr(vocabulary, "available_bytes", lambda: 449 << 20)
+    vocabulary.require_memory(2**20, 100 << 20)
+    monkeypatch.setattr(vocabulary, "available_bytes", lambda: 448 << 20)
+    with pytest.raises(UserError, match=r"1,048,576 distinct values, and a vocabulary of them needs 448.4 MiB"):
+        vocabulary.require_memory(2**20, 100 << 20)
+
+
+def test_texts_that_are_in_all_pieces_count_once_in_their_estimated_bytes(tmp_path, monkeypatch):
+    columns = {f"s{i}": [f"{(row + i) % 50}" for row in range(500)] for i in range(5)}
+    columns |= {"y": [row % 2 for row in range(500)], "url": [f"{row:03d}" + "x" * 197 for row in range(500)]}
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    monkeypatch.setattr(files, "CHUNK_ROWS", 50)
+    asked = []
+    monkeypatch.setattr(first_pass, "require_memory", lambda *sizes: asked.append(sizes))
+    how = TableOptions(label="y", categorical=("url", *(f"s{i}" for i in range(5))), test_column=("s0", "7"))
+    build(Table([tmp_path / "t.parquet"], how), tmp_path / "out", Options(test_fraction=None))
+    assert len(asked) == 10
+    values, text_bytes = asked[-1]
+    assert values == pytest.approx(490 + 49 + 4 * 49, rel=0.05)
+    assert text_bytes == 490 * 200 + sum(len(str(row)) for i in range(5) for row in range(50) if row != 7 + i)
+
+
+def test_shards_that_threads_cannot_hold_are_refused_while_the_first_pass_is_on(tmp_path, monkeypatch):
+    rows = {"y": [0, 1] * 500, "x": [1.5] * 1000, "c": ["a", "b"] * 500, "h": [[1, 2, 3]] * 1000}
+    pq.write_table(pa.table(rows | {"test": [0, 0, 0, 1] * 250}), tmp_path / "t.parquet")
+    monkeypatch.setattr(files, "CHUNK_ROWS", 100)
+    monkeypatch.setattr(shard_memory, "_BESIDE", 0)
+    how = {"label": "y", "numeric": ("x",), "categorical": ("c",), "bags": (("h", None),), "test_column": ("test", "1")}
+    table, out = Table([tmp_path / "t.parquet"], TableOptions(**how)), tmp_path / "out"
+    # of each row label, number, id with whether it is known, lengths of the bag, 3 ids twice; a piece's numbers
+    two = 2 * (200 * (4 + 4 + 5 + 16 + 3 * 8) + 100 * 24)
+    monkeypatch.setattr(shard_memory, "available_bytes", lambda: two - 1)
+    asked = []
+    monkeypatch.setattr(first_pass, "require_memory", lambda *sizes: asked.append(sizes))
+    with pytest.raises(UserError, match=r"^2 threads would each hold a shard of 200 rows, 12.7 KiB, but 25.4 KiB of "
+                       "memory are free; give a smaller --rows-per-shard, or fewer --threads$"):  # fmt: skip
+        build(table, out, Options(test_fraction=None, rows_per_shard=200), threads=2)
+    assert len(asked) == 2  # before the third piece: with 75 rows for training in each there are two shards then
+    assert list(tmp_path.iterdir()) == [tmp_path / "t.parquet"]
+    monkeypatch.setattr(shard_memory, "available_bytes", lambda: two)
+    assert len(build(table, out, Options(test_fraction=None, rows_per_shard=200), threads=2).train) == 4
+    with pytest.raises(UserError, match=r"a thread would hold a shard of 450 .*give a smaller --rows-per-shard$"):
+        build(table, tmp_path / "other", Options(test_fraction=None, rows_per_shard=10**6), threads=2)
