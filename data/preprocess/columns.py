@@ -19,6 +19,9 @@ _TRUE_OR_FALSE = {"0": 0.0, "1": 1.0, "false": 0.0, "true": 1.0, "0.0": 0.0, "1.
 _ORDERS: dict[str, Callable[[Any, Any], Any]] = {
     ">=": np.greater_equal, "<=": np.less_equal, ">": np.greater, "<": np.less,
 }  # fmt: skip
+_BINARY = {
+    pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view(),
+}  # fmt: skip
 _SHOWN = 40  # characters of a wrong value in a message
 
 
@@ -44,6 +47,32 @@ class WrongValueError(Exception):
     def __init__(self, row: int, reason: str) -> None:
         super().__init__(reason)
         self.row = row
+
+
+def check_text(array: pa.Array) -> None:
+    """Raise WrongValueError for the first text, alone or in a list, that is not UTF-8; pa.ArrowInvalid for others."""
+    try:
+        array.validate(full=True)
+        return
+    except pa.ArrowInvalid:
+        if pa.types.is_dictionary(array.type):
+            array = array.dictionary_decode()
+        if (kind := kind_of(array.type)) not in ("text", "list"):
+            raise
+    if kind == "text":
+        _cast(array.cast(_BINARY.get(array.type, array.type)), pa.string(), "text in UTF-8")
+        return
+    try:
+        check_text(array.flatten())
+    except WrongValueError as error:
+        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
+        error.row = _row_of(error.row, lengths)
+        raise
+
+
+def _row_of(value: int, lengths: npt.NDArray[Any]) -> int:
+    """Return which of lists of these lengths has the value of this number."""
+    return int(np.searchsorted(ragged.offsets_of(lengths), value, "right")) - 1
 
 
 @dataclass(frozen=True)
@@ -210,7 +239,7 @@ def as_bags(array: pa.Array, separator: str | None) -> tuple[Codes, pa.StringArr
         try:
             codes, texts = as_text(array.flatten())
         except WrongValueError as error:
-            error.row = int(np.searchsorted(ragged.offsets_of(lengths), error.row, "right")) - 1
+            error.row = _row_of(error.row, lengths)
             raise
     else:
         assert separator is not None

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from hostdev.data.preprocess.columns import WrongValueError, check_text
 from hostdev.data.preprocess.inputs import AnyInput, Input
-from hostdev.data.preprocess.raw import Rejected
+from hostdev.data.preprocess.raw import Rejected, WrongRowError
 
 from hostdev.core.errors import UserError
 
@@ -79,7 +80,10 @@ def chunks(file: TableFile, used: Sequence[str]) -> Iterator[Chunk]:
     """Iterate over a file's rows, parsed in this thread."""
     first = 0
     for part in file.parts(used, 0):
-        chunk = replace(file.parse(part, used), first=first)
+        try:
+            chunk = replace(file.parse(part, used), first=first)
+        except WrongRowError as error:
+            raise UserError(f"{error.file}, row {first + error.row}, {error.reason}") from None
         yield chunk
         first += chunk.lines
 
@@ -124,7 +128,14 @@ class ParquetTable:
             raise UserError(f"{path}: the Parquet file is broken ({error})") from None
 
     def parse(self, part: Part, used: Sequence[str]) -> Chunk:
-        """Return a part's rows."""
+        """Return a part's rows; WrongRowError for text that is not UTF-8, which Arrow's reader takes for such."""
+        for name, column in zip(part.content.schema.names, part.content.columns, strict=True):
+            try:
+                check_text(column)
+            except WrongValueError as error:
+                raise WrongRowError(self.input.name, error.row + 1, f"column {name!r}: {error}") from None
+            except pa.ArrowInvalid as error:
+                raise UserError(f"{self.input.path}: the Parquet file is broken ({error})") from None
         return Chunk(part.content, size=part.taken)
 
 

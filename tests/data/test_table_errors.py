@@ -149,6 +149,28 @@ def test_text_that_is_not_utf8(refused, tmp_path, monkeypatch):
     assert "late.csv: byte 4,000,006 or near is not UTF-8" in refused("late.csv")
 
 
+@pytest.mark.parametrize(("kind", "options"), [
+    (pa.string(), ["--bag", "t=|"]),
+    (pa.string(), ["--bag", "c=|", "--categorical", "t"]),
+    (pa.string(), ["--bag", "c=|", "--numeric", "t"]),
+    (pa.string(), ["--bag", "c=|", "--test-column", "t=1"]),
+    (pa.string(), ["--bag", "c=|", "--label", "t", "--positive", "1"]),
+    (pa.large_string(), ["--bag", "t=|"]),
+    (pa.list_(pa.string()), ["--bag", "t"]),
+])  # fmt: skip
+def test_text_in_parquet_that_is_not_utf8(refused, tmp_path, monkeypatch, kind, options):
+    """Arrow's reader takes the bytes as they are."""
+    monkeypatch.setattr("hostdev.data.preprocess.files.CHUNK_ROWS", 3)
+    texts = [b"1", b"2", b"1", b"2", b"\xffb", b"2"]
+    if pa.types.is_list(kind):
+        found = pa.ListArray.from_arrays([0, 2, 2, 3, 4, 5, 6], pa.array(texts).view("string"))
+    else:
+        found = pa.array(texts, pa.large_binary() if kind == pa.large_string() else pa.binary()).view(kind)
+    pq.write_table(pa.table({"y": [0, 1] * 3, "c": ["x"] * 6, "t": found}), tmp_path / "t.parquet")
+    line = refused("t.parquet", *options, columns=(), label=() if "--label" in options else ("--label", "y"))
+    assert line == "t.parquet, row 5, column 't': b'\\xffb' is not text in UTF-8"
+
+
 def test_compressed_text_that_is_none(refused, tmp_path):
     whole = gzip.compress(GOOD.encode() * 1000)
     for size in (len(whole) // 2, len(whole) - 1):
