@@ -83,8 +83,13 @@ class Positive:
     value: str
 
     def __post_init__(self) -> None:
-        if self.op in _ORDERS and not _is_number(self.value):
+        if self.orders and not _is_number(self.value):
             raise UserError(f"--positive {self.op}{self.value}: {self.value!r} is not a number")
+
+    @property
+    def orders(self) -> bool:
+        """Whether it compares numbers by size."""
+        return self.op in _ORDERS
 
     @staticmethod
     def parse(text: str) -> "Positive":
@@ -121,8 +126,7 @@ def as_text(array: pa.Array) -> tuple[Codes, pa.StringArray]:
 
     A float must be a whole number, and is written as one. Raises WrongValueError.
     """
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
+    array = _decoded(array)
     if kind_of(array.type) == "text":
         array = _cast(array, pa.string(), "text in UTF-8")
     encoded = array.dictionary_encode("encode")
@@ -130,6 +134,15 @@ def as_text(array: pa.Array) -> tuple[Codes, pa.StringArray]:
     if pa.types.is_floating(values.type):
         values = _whole(values, codes)
     return codes, pc.fill_null(values.cast(pa.string()), "")
+
+
+def _decoded(array: pa.Array) -> pa.Array:
+    """Return values without a dictionary, and small decimals as those that Arrow can compute with."""
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if pa.types.is_decimal32(array.type) or pa.types.is_decimal64(array.type):
+        return array.cast(pa.decimal128(array.type.precision, array.type.scale))
+    return array
 
 
 def _whole(values: pa.Array, codes: Codes) -> pa.Array:
@@ -145,8 +158,7 @@ def _whole(values: pa.Array, codes: Codes) -> pa.Array:
 
 def as_numbers(array: pa.Array) -> npt.NDArray[np.float64]:
     """Return numbers, or text that is numbers, as float64 [n], NaN where missing. Raises WrongValueError."""
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
+    array = _decoded(array)
     if kind_of(array.type) == "text":
         array = _trimmed(_cast(array, pa.string(), "text in UTF-8"))
     found = _cast(array, pa.float64(), "a number", safe=False)
@@ -163,8 +175,7 @@ def numbers_where_readable(array: pa.Array) -> tuple[npt.NDArray[np.float64], np
         return as_numbers(array), np.zeros(len(array), np.bool_)
     except WrongValueError:
         pass
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
+    array = _decoded(array)
     wrong = np.zeros(len(array), np.bool_)
     if kind_of(array.type) == "text":
         array, wrong = _cast_where_possible(array, pa.string())
@@ -183,7 +194,7 @@ def _trimmed(texts: pa.Array) -> pa.Array:
 
 def as_labels(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.float32]:
     """Return labels 0 or 1, float32 [n]: as they are, or by the rule. Raises WrongValueError."""
-    if positive is not None and positive.op in _ORDERS:
+    if positive is not None and positive.orders:
         numbers = as_numbers(array)
         if len(missing := np.flatnonzero(np.isnan(numbers))):
             raise WrongValueError(int(missing[0]), "it is missing")
@@ -206,13 +217,12 @@ def labels_where_readable(array: pa.Array, positive: Positive | None) -> npt.NDA
     kind = kind_of(array.type)
     if kind in ("list", "nested"):
         return np.full(len(array), np.nan, np.float32)
-    if positive is not None and positive.op in _ORDERS:
+    if positive is not None and positive.orders:
         if kind == "other":
             return np.full(len(array), np.nan, np.float32)
         numbers, _ = numbers_where_readable(array)
         return np.where(np.isnan(numbers), np.nan, _ORDERS[positive.op](numbers, float(positive.value))).astype("f4")
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
+    array = _decoded(array)
     if kind == "text":
         array, _ = _cast_where_possible(array, pa.string())
     elif pa.types.is_floating(array.type):
@@ -254,8 +264,7 @@ def as_bags(array: pa.Array, separator: str | None) -> tuple[Codes, pa.StringArr
 
 def is_after(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
     """Return which times or numbers are later or larger than `value`, bool [n]. Raises WrongValueError, UserError."""
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
+    array = _decoded(array)
     if kind_of(array.type) == "text":
         array = pc.utf8_trim_whitespace(_cast(array, pa.string(), "text in UTF-8"))
         array = pc.if_else(pc.is_in(array, value_set=pa.array(MISSING_NUMBERS)), pa.scalar(None, pa.string()), array)
@@ -263,7 +272,7 @@ def is_after(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
     if len(missing):
         raise WrongValueError(int(missing[0]), "it is missing, so that its row is neither before nor after")
     found = array.type if pa.types.is_temporal(array.type) else _type_of(value)
-    if found is None or (pa.types.is_temporal(found) and kind_of(array.type) == "number"):
+    if found is None or (pa.types.is_temporal(found) and kind_of(array.type) in ("number", "bool")):
         raise UserError(f"--test-after: {value!r} is not a number, and not a date or time such as 2024-12-31 or "
                         "2024-12-31T12:00:00")  # fmt: skip
     what = f"a time like {value}" if pa.types.is_temporal(found) else "a number"

@@ -75,9 +75,12 @@ class TableOptions:
 
     def used(self) -> tuple[str, ...]:
         """Return the names of all columns that are read."""
-        split = [pair[0] for pair in (self.test_column, self.test_after) if pair is not None]
         bags = [name for name, _ in self.bags]
-        return tuple(dict.fromkeys([self.label, *self.numeric, *self.categorical, *bags, *split]))
+        return tuple(dict.fromkeys([self.label, *self.numeric, *self.categorical, *bags, *self.split()]))
+
+    def split(self) -> tuple[str, ...]:
+        """Return the names of the columns that say which rows are for testing."""
+        return tuple(pair[0] for pair in (self.test_column, self.test_after) if pair is not None)
 
     def as_json(self) -> dict[str, Any]:
         """Return what the manifest records."""
@@ -172,6 +175,11 @@ class Table:
         except WrongValueError as error:
             reason = f"column {name!r}: {error}{self._hint(name)}"
             raise WrongRowError(file.input.name, chunk.number(error.row), reason) from None
+        except pa.ArrowMemoryError:
+            raise
+        except pa.ArrowException as error:  # which nobody has thought of
+            raise UserError(f"{file.input.name}, column {name!r}: its values, of type {file.type_of(name)}, cannot be "
+                            f"read ({error}); write them as another type, such as text") from error  # fmt: skip
         if hashed:
             texts_of, missing = None, dict.fromkeys(layout.spaces, int(hash_texts(*_NOTHING).view(np.int64)[0]))
         else:
@@ -211,6 +219,11 @@ class Table:
         kind, bags = arrow.kind_of(found), dict(self._options.bags)
         if kind == "nested":
             return f"it is of type {found}, which is nested or unknown; only plain values and lists of these are read"
+        if kind == "list" and name in self._options.split():
+            return f"it is of type {found}, a list; --test-column and --test-after take a column with a value a row"
+        if name == self._options.label and kind == "other" and self._positive is not None and self._positive.orders:
+            return (f"it is of type {found}, and --positive {self._options.positive} compares numbers; make it a "
+                    "number, or a column of 0 and 1")  # fmt: skip
         if name in bags:
             if kind != "list" and bags[name] is None:
                 return f"it is of type {found}, not a list; say what separates its values, such as --bag '{name}=|'"

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 from zoneinfo import ZoneInfo
 
 import numpy as np
@@ -135,11 +136,12 @@ def test_numbers(tmp_path):
 
 @pytest.mark.parametrize("kind", [
     pa.int8(), pa.int64(), pa.uint16(), pa.float16(), pa.float32(), pa.float64(), pa.decimal128(22, 2), pa.string(),
+    pa.decimal32(5, 2), pa.decimal64(12, 2), pa.dictionary(pa.int8(), pa.decimal128(22, 2)),
     pa.large_string(), pa.dictionary(pa.int8(), pa.string()), pa.dictionary(pa.int8(), pa.int64()),
 ])  # fmt: skip
 def test_types_of_numbers_and_values(tmp_path, kind):
     inner = kind.value_type if pa.types.is_dictionary(kind) else kind
-    values = pa.array([1, 2, 2, 4, 4]).cast(inner)
+    values = pa.array([1, 2, 2, 4, 4], pa.int8()).cast(inner)
     values = values.dictionary_encode().cast(kind) if inner is not kind else values.cast(kind)
     table = pa.table({"y": [0, 1, 0, 1, 1], "x": values, "c": values, "s": [0, 0, 0, 0, 1]})
     with pa.ipc.new_file(tmp_path / "t.arrow", table.schema) as file:
@@ -260,6 +262,33 @@ def test_malformed_lines_are_set_aside(tmp_path):
         f"{path}\t6\t3 columns, not 2\t1,2,3",
         f'{path}\t301\t1 columns, not 2\t"one\\nvalue"',
     ]
+
+
+@pytest.mark.parametrize("kind", [pa.decimal32(5, 2), pa.decimal64(12, 2)])
+def test_small_decimals_are_labels_bags_and_splits(tmp_path, kind):
+    values = pa.array([1, 0, 1, 0], pa.int8()).cast(kind)
+    bags = pa.ListArray.from_arrays([0, 2, 3, 3, 4], values)
+    table = pa.table({"y": values, "g": bags, "s": values})
+    with pa.ipc.new_file(tmp_path / "t.arrow", table.schema) as file:
+        file.write_table(table)
+    for name, split in (("a", {"test_column": ("s", "0.00")}), ("b", {"test_after": ("s", "0")})):
+        twins.build_table(tmp_path / "t.arrow", tmp_path / name, label="y", positive=">0", bags=(("g", None),), **split)
+    assert [row[1:] for row in twins.vocabulary(tmp_path / "a")] == [(None, 0), ("1.00", 1), ("0.00", 1)]
+    assert [row[0] for row in twins.read(tmp_path / "a", "train")] == [1, 1]
+    assert [row[0] for row in twins.read(tmp_path / "b", "train")] == [0, 0]
+
+
+@pytest.mark.parametrize("preset", ["table", "criteo"])
+def test_a_malformed_line_of_a_file_whose_name_is_not_utf8(tmp_path, in_process, preset):
+    path = tmp_path / os.fsdecode(b"caf\xe9.csv")
+    if preset == "table":
+        lines, options = ["y,c", *("1,a" for _ in range(200)), "1,2,3"], ("--label", "y", "--categorical", "c")
+    else:
+        lines, options = ["\t".join(["1", *["2"] * 13, *["0" * 8] * 26])] * 200 + ["bad"], ()
+    write(path, "\n".join(lines) + "\n")
+    code, _, error = in_process(preprocess, preset, path, "--out", "d", *options)
+    assert (code, error) == (0, "")
+    assert "/caf?.csv\t" in (tmp_path / "d/rejected.tsv").read_text()
 
 
 def test_names_with_commas_and_spaces(tmp_path, in_process):

@@ -216,6 +216,12 @@ TABLE = {"y": [0, 1, 1], "c": ["a", "b", "c"], "x": [1.0, 2.5, None]}
     ("x", [datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)] * 3, ["--test-after", "x=2024-01-01"],
      "cannot be compared with a column of type timestamp[us, tz=UTC]; write it as 2024-12-31T12:00:00Z"),
     ("x", [5, 6, 7], ["--test-after", "x=2024-01-01"], "--test-after: '2024-01-01' is not a number"),
+    ("x", [datetime.date(2024, 1, 1)] * 3, ["--label", "x", "--positive", ">3"],
+     "column 'x': it is of type date32[day], and --positive >3 compares numbers; make it a number, or a column of 0"),
+    ("x", [["a"]] * 3, ["--bag", "x", "--test-column", "x=a"],
+     "it is of type list<element: string>, a list; --test-column and --test-after take a column with a value a row"),
+    ("x", [[1]] * 3, ["--bag", "x", "--test-after", "x=1"], "a list; --test-column and --test-after take a column"),
+    ("x", [True, False, True], ["--test-after", "x=2024-01-01"], "--test-after: '2024-01-01' is not a number, and not"),
     ("y", [0, 1, 1], ["--columns", "y,c,x"], "--columns has no effect on t.parquet, which is Parquet; leave it out"),
     ("y", [0, 1, 1], ["--delimiter", ","], "--delimiter has no effect on t.parquet"),
     ("y", [0, 1, 1], ["--no-quotes"], "--no-quotes has no effect on t.parquet"),
@@ -227,6 +233,23 @@ def test_wrong_columns_of_parquet(refused, tmp_path, name, values, options, mess
     line = refused("t.parquet", *options, columns=columns, label=() if "--label" in options else ("--label", "y"))
     assert message in line
     assert "t.parquet" in line or line.startswith("--test-after")
+
+
+def test_names_that_are_none(refused, good):
+    assert refused(good, columns=("--categorical", "a\rb")).startswith("'a\\rb': these are no names, with commas")
+
+
+def test_what_arrow_does_not_do_is_said_in_a_line(refused, good, tmp_path, monkeypatch, in_process):
+    def refuse(array):
+        raise pa.ArrowNotImplementedError("no kernel")
+
+    monkeypatch.setattr("hostdev.data.preprocess.columns.as_text", refuse)
+    line = refused(good, "--positive", ">0")
+    assert "good.csv, column 'c': its values, of type string, cannot be read (no kernel); write them as" in line
+    arguments = ("--label", "y", "--positive", ">0", "--categorical", "c", "--debug")
+    _, _, error = in_process(preprocess, "table", good, "--out", "out", *arguments)
+    assert "Traceback" in error
+    assert "ArrowNotImplementedError" in error
 
 
 def test_a_nested_column_that_is_not_used_is_no_matter(tmp_path, in_process):
