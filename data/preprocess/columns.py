@@ -121,6 +121,20 @@ def kind_of(found: pa.DataType) -> str:
     return "text" if any(test(found) for test in readable) else "nested"
 
 
+def written_as(found: pa.DataType) -> str | None:
+    """Return a name that types share which write equal values as the same text (of lists, their values); None: all.
+
+    Text is taken for that of whole numbers, as those of CSV are.
+    """
+    if pa.types.is_dictionary(found) or kind_of(found) == "list":
+        return written_as(found.value_type)
+    if pa.types.is_null(found):
+        return None
+    if pa.types.is_decimal(found):
+        return f"decimals with {found.scale} digits after the point" if found.scale else "text or whole numbers"
+    return "text or whole numbers" if kind_of(found) in ("text", "number") else str(found)
+
+
 def as_text(array: pa.Array) -> tuple[Codes, pa.StringArray]:
     """Return values as text, by number: codes int32 [n] and the texts they stand for, "" for a missing one.
 

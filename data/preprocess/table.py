@@ -106,6 +106,7 @@ class Table:
         self._positive = None if options.positive is None else Positive.parse(options.positive)
         self._used = options.used()
         self._files = [_open(path, options) for path in expand(files, _SUFFIXES)]
+        self._types: dict[str, tuple[str, pa.DataType, TableFile]] = {}  # of columns whose text matters, once known
         for file in self._files:
             self._check_columns(file)
         self.layout = options.layout()
@@ -209,6 +210,19 @@ class Table:
                 raise UserError(f"{file.input.name} has {file.names.count(name)} columns of the name {name!r}")
             if reason := self._against(name, file.type_of(name)):
                 raise UserError(f"{file.input.name}, column {name!r}: {reason}")
+            self._check_type(name, file)
+
+    def _check_type(self, name: str, file: TableFile) -> None:
+        """Raise UserError where a value would be written otherwise than in files before, and be two values."""
+        found, options = file.type_of(name), self._options
+        written = arrow.written_as(found)
+        as_text = [*options.categorical, *(bag for bag, _ in options.bags), *(options.test_column or ())[:1]]
+        if written is None or name not in as_text:
+            return
+        first, before, where = self._types.setdefault(name, (written, found, file))
+        if written != first:
+            raise UserError(f"column {name!r} is of type {before} in {where.input.name} and {found} in "
+                            f"{file.input.name}, so that a value would be two; cast it in one of them")  # fmt: skip
 
     def _about_headers(self, file: TableFile) -> str:
         by_header = isinstance(file, DelimitedFile) and self._options.columns is None

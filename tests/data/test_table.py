@@ -197,6 +197,25 @@ def test_rows_after_a_time_are_for_testing(tmp_path, values, limit, expected):
         assert len(twins.read(out, "test")) == sum(expected)
 
 
+def test_a_value_is_one_whatever_the_type_of_integers_and_text(tmp_path):
+    kinds = [
+        pa.null(), pa.int8(), pa.uint64(), pa.float32(), pa.string(), pa.large_string(), pa.binary(),
+        pa.dictionary(pa.int8(), pa.string()), pa.decimal128(10, 0), pa.string_view(),
+    ]  # fmt: skip
+    for i, kind in enumerate(kinds):
+        inner = kind.value_type if pa.types.is_dictionary(kind) else kind
+        values = pa.nulls(2) if kind == pa.null() else pa.array([5, 6], pa.int8())
+        if kind != pa.null():
+            whole = values.cast(pa.string()).cast(inner) if not pa.types.is_decimal(kind) else values.cast(inner)
+            values = whole.dictionary_encode() if inner is not kind else whole
+        table = pa.table({"y": [0, 1], "c": values, "s": [0, int(i == 9)]})
+        with pa.ipc.new_file(tmp_path / f"{i}.arrow", table.schema) as file:
+            file.write_table(table)
+    files = [write(tmp_path / "t.csv", "y,c,s\n1,5,0\n"), *(tmp_path / f"{i}.arrow" for i in range(len(kinds)))]
+    twins.build_table(files, tmp_path / "d", label="y", categorical=("c",), test_column=("s", "1"))
+    assert {value for _, value, _ in twins.vocabulary(tmp_path / "d")} == {None, "", "5", "6"}
+
+
 def test_rows_are_drawn_by_seed_and_number(tmp_path):
     columns = {"y": [i % 2 for i in range(200)], "c": list(range(200))}
     how = {"label": "y", "categorical": ("c",)}

@@ -136,6 +136,29 @@ def test_files_with_different_columns(refused, good, tmp_path):
     assert "nowhere.csv: no such file" in refused(good, "nowhere.csv")
 
 
+TIMES = [datetime.datetime(2024, 1, 1), datetime.datetime(2024, 1, 2)]
+
+
+@pytest.mark.parametrize(("values", "one", "other"), [
+    (TIMES, pa.timestamp("us"), pa.timestamp("ns")),
+    (TIMES, pa.date32(), pa.timestamp("s")),
+    (TIMES, pa.timestamp("us"), pa.timestamp("us", "UTC")),
+    ([0, 1], pa.decimal128(22, 2), pa.decimal128(22, 0)),
+    ([0, 1], pa.int8(), pa.bool_()),
+    ([0, 1], pa.list_(pa.int8()), pa.list_(pa.bool_())),
+])  # fmt: skip
+def test_files_that_write_a_value_otherwise(refused, tmp_path, values, one, other):
+    for name, kind in (("a", one), ("b", other)):
+        array = pa.array([[v] if pa.types.is_list(kind) else v for v in values])
+        pq.write_table(pa.table({"y": [0, 1], "t": array.cast(kind), "c": ["a", "b"]}), tmp_path / f"{name}.parquet")
+    columns = ("--bag", "t") if pa.types.is_list(one) else ("--categorical", "t")
+    one, other = (pq.read_schema(tmp_path / f"{name}.parquet").field("t").type for name in "ab")
+    line = f"column 't' is of type {one} in a.parquet and {other} in b.parquet, so that a value would be two; cast it"
+    assert refused("a.parquet", "b.parquet", columns=columns) == f"{line} in one of them"
+    if "--bag" not in columns:
+        assert line in refused("a.parquet", "b.parquet", "--test-column", "t=1")
+
+
 def test_text_that_is_not_utf8(refused, tmp_path, monkeypatch):
     (tmp_path / "latin.csv").write_bytes("y,c\n1,Étoile\n".encode("latin-1"))
     assert "latin.csv: byte 6 or near is not UTF-8; convert the file, such as with iconv" in refused("latin.csv")
