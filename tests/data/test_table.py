@@ -3,6 +3,7 @@
 import datetime
 import json
 import os
+from decimal import Decimal
 from zoneinfo import ZoneInfo
 
 import numpy as np
@@ -177,6 +178,16 @@ def test_types_of_values(tmp_path, kind):
     ([3.5, 1.0, 2.0, 2.5], "2", [1, 0, 0, 1]),
     ([3, 1, 2, 5], "2.5", [1, 0, 0, 1]),
     ([2**62 + 1, 2**62, 5, 2**62 + 2], str(2**62), [1, 0, 0, 1]),  # which float64 cannot tell apart
+    ([2**62 + 1, 2**62, 5, 2**62 + 2], f"{2**62}.0", [1, 0, 0, 1]),
+    ([17 * 10**17 + 1, 17 * 10**17, 5, 2**62], "1.7e18", [1, 0, 0, 1]),
+    (pa.array([2**63 + 1, 2**63, 5, 2**64 - 1], pa.uint64()), str(2**63), [1, 0, 0, 1]),
+    ([2**53 + 1, 2**53, 5, 2**53 + 2], str(2**53), [1, 0, 0, 1]),
+    ([str(2**53 + 1), str(2**53), "0.5", f"+{2**53 + 1}"], str(2**53), [1, 0, 0, 1]),  # what its neighbours are
+    ([str(2**64 + 1), str(2**64), "-1e3", f"{2**64 + 2}"], str(2**64), [1, 0, 0, 1]),
+    ([2.0**53 + 2, 2.0**53, 5.5, 2.0**60], str(2**53 + 1), [1, 0, 0, 1]),
+    ([3, -4, -3, 5], "-3.5", [1, 0, 1, 1]),
+    ([Decimal("0.11"), Decimal("0.10"), Decimal("-1.00"), Decimal("0.12")], "0.1", [1, 0, 0, 1]),
+    ([Decimal(10**36 + 1), Decimal(10**36), Decimal(5), Decimal(10**36 + 2)], "1e36", [1, 0, 0, 1]),
     (["2024-02-01", "2023-12-31", "2024-01-01", "2024-01-02"], "2024-01-01", [1, 0, 0, 1]),
     (["2024-01-01 10:00", "2024-01-01", "2024-01-01 09:00:00", "2024-01-01T09:01"], "2024-01-01 09:00", [1, 0, 0, 1]),
     (["2024-01-01T10:00Z", "2024-01-01T10:00+02:00", "2024-01-01T09:00Z", "2025-01-01T00:00Z"],
@@ -195,6 +206,17 @@ def test_rows_after_a_time_are_for_testing(tmp_path, values, limit, expected):
         twins.build_table(path, out, label="y", categorical=("c",), test_after=("t", limit))
         assert column_of(out, "train", "c") == [str(i) for i in range(4) if not expected[i]]
         assert len(twins.read(out, "test")) == sum(expected)
+
+
+def test_integers_after_a_number_whatever_their_block(tmp_path, monkeypatch):
+    """A float64 would take the first two for one number, as soon as another one of the block has a fraction."""
+    numbers = [str(2**53), str(2**53 + 1), "1.5"] * 20
+    path = twins.write_text(tmp_path / "t.csv", {"y": [0, 1, 1] * 20, "t": numbers, "c": numbers})
+    for size in (1 << 24, 64):
+        monkeypatch.setattr("hostdev.data.preprocess.delimited.BLOCK_BYTES", size)
+        out = tmp_path / str(size)
+        twins.build_table(path, out, label="y", categorical=("c",), test_after=("t", str(2**53)))
+        assert column_of(out, "train", "c") == [str(2**53), "1.5"] * 20
 
 
 def test_a_value_is_one_whatever_the_type_of_integers_and_text(tmp_path):
