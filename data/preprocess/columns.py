@@ -1,5 +1,6 @@
 """Arrow columns to what a data set is made of: text by number, numbers, labels, bags, times."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import ROUND_FLOOR, Decimal, localcontext
@@ -16,7 +17,8 @@ from hostdev.core.errors import UserError
 Codes = npt.NDArray[np.int32]
 
 MISSING_NUMBERS = ("", "NA", "N/A", "n/a", "#N/A", "NULL", "null", "None", "NaN", "nan", "-NaN", "-nan")
-_TRUE_OR_FALSE = {"0": 0.0, "1": 1.0, "false": 0.0, "true": 1.0, "0.0": 0.0, "1.0": 1.0}
+_TRUE_OR_FALSE: dict[str | Decimal, float] = {Decimal(0): 0.0, Decimal(1): 1.0, "false": 0.0, "true": 1.0}
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,9})?")
 _ORDERS: dict[str, Callable[[Any, Any], Any]] = {
     ">=": np.greater_equal, "<=": np.less_equal, ">": np.greater, "<": np.less,
 }  # fmt: skip
@@ -249,10 +251,11 @@ def labels_where_readable(array: pa.Array, positive: Positive | None) -> npt.NDA
 
 
 def _meanings(texts: list[str], positive: Positive | None) -> npt.NDArray[np.float32]:
-    """Return which labels texts are, float32 [n], NaN for none."""
+    """Return which labels texts are, float32 [n], NaN for none: 5, 5.0 and 5e0 are the same."""
     if positive is None:
-        return np.array([_TRUE_OR_FALSE.get(text.lower(), np.nan) for text in texts], np.float32)
-    return np.array([np.nan if text in ("", "nan") else (text == positive.value) == (positive.op == "=")
+        return np.array([_TRUE_OR_FALSE.get(_known(text.lower()), np.nan) for text in texts], np.float32)
+    value = _known(positive.value)
+    return np.array([np.nan if text in ("", "nan") else (_known(text) == value) == (positive.op == "=")
                      for text in texts], np.float32)  # fmt: skip
 
 
@@ -369,6 +372,11 @@ def _example(found: pa.DataType) -> str:
     if pa.types.is_timestamp(found):
         return "2024-12-31T12:00:00Z" if found.tz else "2024-12-31T12:00:00"
     return "2024-12-31" if pa.types.is_date(found) else "one of its values"
+
+
+def _known(text: str) -> str | Decimal:
+    """Return the number that a text is, exactly, or the text where it is none."""
+    return Decimal(text) if _NUMBER.fullmatch(text) else text
 
 
 def _is_number(text: str) -> bool:
