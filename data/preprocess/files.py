@@ -1,5 +1,6 @@
 """Tables in files: Parquet, Arrow (IPC files and streams, Feather) and delimited text, in parts of their rows."""
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
@@ -15,6 +16,7 @@ from hostdev.core.errors import UserError
 
 CHUNK_ROWS = 1 << 16
 _FORMATS = ((b"PAR1", "Parquet"), (b"ARROW1", "an Arrow file"), (b"\xff\xff\xff\xff", "an Arrow stream"))
+_PRINTED = frozenset(range(ord(" "), 256)) | set(b"\t\r\n")
 
 
 class Part(NamedTuple):
@@ -200,6 +202,20 @@ def format_of(source: AnyInput) -> str:
     if start.startswith(b"FEA1"):
         raise UserError(f"{source.name}: this is Feather version 1; write it again as version 2, or as Parquet")
     found = next((name for magic, name in _FORMATS if start.startswith(magic)), "text")
+    if found == "Parquet" and _goes_on_as_text(source, start):
+        return "text"
     if found != "text" and not source.plain:
         raise UserError(f"{source.name}: {found} is read as a file of its own only; decompress it, or unpack it")
     return found
+
+
+def _goes_on_as_text(source: AnyInput, start: bytes) -> bool:
+    """Tell whether what begins as Parquet is text that begins so: no header comes next, and no magic at the end."""
+    magic, _ = _FORMATS[0]
+    if not _PRINTED.issuperset(start[len(magic) :]):
+        return False
+    if not isinstance(source, Input) or not source.plain:
+        return True
+    with source.path.open("rb") as file:
+        file.seek(-len(magic), os.SEEK_END)
+        return file.tell() == 0 or file.read() != magic

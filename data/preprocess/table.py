@@ -225,8 +225,11 @@ class Table:
                             f"{file.input.name}, so that a value would be two; cast it in one of them")  # fmt: skip
 
     def _about_headers(self, file: TableFile) -> str:
-        by_header = isinstance(file, DelimitedFile) and self._options.columns is None
-        return " (from its first line; if that is a row, give --columns)" if by_header else ""
+        if not isinstance(file, DelimitedFile) or self._options.columns is not None:
+            return ""
+        if other := file.other_delimiter:
+            return f" (one name, as no {file.shown} are in its first line; give --delimiter {other})"
+        return " (from its first line; if that is a row, give --columns)"
 
     def _against(self, name: str, found: pa.DataType) -> str | None:
         """Return why a column of this type cannot be what the options say, or None."""

@@ -278,6 +278,13 @@ def test_delimiters_headers_and_quotes(tmp_path, name, text, how):
     assert twins.read(tmp_path / "d", "test") == [(0, [], [0], [[]])]
 
 
+@pytest.mark.parametrize("name", ["PAR1", "PAR1 of", "BZh", "BZh9", "BZh91A"])
+def test_a_name_that_begins_as_another_format_does(tmp_path, name):
+    path = write(tmp_path / "t.csv", f"{name},y,s\na,0,0\nb,1,0\na,1,1\n")
+    twins.build_table(path, tmp_path / "d", label="y", categorical=(name,), test_column=("s", "1"))
+    assert [value for _, value, _ in twins.vocabulary(tmp_path / "d")] == [None, "a", "b"]
+
+
 def test_a_delimiter_of_several_characters_is_found_across_reads(tmp_path, monkeypatch):
     rows = [f"{i % 2}:::a:{'b' * (i % 7)}::{':' * (i % 2)}:{i % 3}" for i in range(100)]
     monkeypatch.setattr("hostdev.data.preprocess.delimited.BLOCK_BYTES", 64)

@@ -79,7 +79,10 @@ def good(tmp_path):
                                            " 2 columns"),
     (["--label", "y", "--columns", "y,c,c,d,e"], "--columns names a column twice"),
     (["--label", "y", "--delimiter", ""], "--delimiter is empty"),
-    (["--label", "y", "--delimiter", ";"], "good.csv has no column 'y'; it has y,x,c,g,t"),
+    (["--label", "y", "--delimiter", ";"], "good.csv has no column 'y'; it has y,x,c,g,t (one name, as no ';' are in"
+                                           " its first line; give --delimiter ,)"),
+    (["--label", "y", "--delimiter", ";", "--columns", "a,b"], "the first line has 1 values between ';', but --columns"
+                                                               " names 2 columns; give --delimiter ,"),
     (["--label", "y", "--columns", "y,x,c,g,t"], "good.csv, row 1, column 'y': 'y' is not 0 or 1"),
     ([], "the following arguments are required: --label"),
 ])  # fmt: skip
@@ -256,6 +259,13 @@ def test_wrong_columns_of_parquet(refused, tmp_path, name, values, options, mess
     line = refused("t.parquet", *options, columns=columns, label=() if "--label" in options else ("--label", "y"))
     assert message in line
     assert "t.parquet" in line or line.startswith("--test-after")
+
+
+@pytest.mark.parametrize(("delimiter", "shown"), [(";", "';'"), ("|", "'|'"), ("\t", "tab")])
+def test_another_delimiter(refused, tmp_path, delimiter, shown):
+    (tmp_path / "t.csv").write_text(GOOD.replace("|", "+").replace(",", delimiter))
+    line = refused("t.csv")
+    assert line.endswith(f"(one name, as no commas are in its first line; give --delimiter {shown})")
 
 
 def test_names_that_are_none(refused, good):
