@@ -191,8 +191,10 @@ def _check(found: Manifest, path: Path) -> None:
         ("rows", all(type(shard.rows) is int and shard.rows >= 1 for shard in shards)),
         ("file", all(type(shard.file) is str and type(shard.sha256) is str for shard in shards)),
         ("options", isinstance(found.options, dict)),
+        ("vocabulary", found.vocabulary is None or isinstance(found.vocabulary, str)),
         ("vocabulary_sha256", found.vocabulary_sha256 is None or isinstance(found.vocabulary_sha256, str)),
         ("statistics", _has_bag_values(found)),
+        ("missing", _has_rates(found.statistics.get("missing", {}))),
     ):
         if not right:
             raise UserError(f"{path} is broken (a wrong value of {what}); preprocess the data again")
@@ -204,4 +206,12 @@ def _has_bag_values(found: Manifest) -> bool:
     return isinstance(values, dict) and all(
         isinstance(values.get(bag), dict) and all(type(values[bag].get(split)) is int for split in ("train", "test"))
         for bag in found.schema.bags
+    )
+
+
+def _has_rates(missing: Any) -> bool:
+    """Tell whether these are shares of missing values, by split and column."""
+    return isinstance(missing, dict) and all(
+        isinstance(of_split, dict) and all(isinstance(rate, int | float) for rate in of_split.values())
+        for of_split in missing.values()
     )

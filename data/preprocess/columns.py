@@ -1,7 +1,9 @@
 """Arrow columns to what a data set is made of: text by number, numbers, labels, bags, times."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import ROUND_FLOOR, Decimal, localcontext
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,16 @@ from hostdev.core.errors import UserError
 Codes = npt.NDArray[np.int32]
 
 MISSING_NUMBERS = ("", "NA", "N/A", "n/a", "#N/A", "NULL", "null", "None", "NaN", "nan", "-NaN", "-nan")
-_TRUE_OR_FALSE = {"0": 0.0, "1": 1.0, "false": 0.0, "true": 1.0, "0.0": 0.0, "1.0": 1.0}
+_TRUE_OR_FALSE: dict[str | Decimal, float] = {Decimal(0): 0.0, Decimal(1): 1.0, "false": 0.0, "true": 1.0}
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,9})?")
 _ORDERS: dict[str, Callable[[Any, Any], Any]] = {
     ">=": np.greater_equal, "<=": np.less_equal, ">": np.greater, "<": np.less,
 }  # fmt: skip
+_BINARY = {
+    pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view(),
+}  # fmt: skip
+_EXACT = 2.0**53  # from which on a float64 may stand for several integers
+_DIGITS = 400  # more than a float64 or a decimal has before and after its point
 _SHOWN = 40  # characters of a wrong value in a message
 
 
@@ -46,6 +54,32 @@ class WrongValueError(Exception):
         self.row = row
 
 
+def check_text(array: pa.Array) -> None:
+    """Raise WrongValueError for the first text, alone or in a list, that is not UTF-8; pa.ArrowInvalid for others."""
+    try:
+        array.validate(full=True)
+        return
+    except pa.ArrowInvalid:
+        if pa.types.is_dictionary(array.type):
+            array = array.dictionary_decode()
+        if (kind := kind_of(array.type)) not in ("text", "list"):
+            raise
+    if kind == "text":
+        _cast(array.cast(_BINARY.get(array.type, array.type)), pa.string(), "text in UTF-8")
+        return
+    try:
+        check_text(array.flatten())
+    except WrongValueError as error:
+        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
+        error.row = _row_of(error.row, lengths)
+        raise
+
+
+def _row_of(value: int, lengths: npt.NDArray[Any]) -> int:
+    """Return which of lists of these lengths has the value of this number."""
+    return int(np.searchsorted(ragged.offsets_of(lengths), value, "right")) - 1
+
+
 @dataclass(frozen=True)
 class Positive:
     """Which labels are positive: those that are `op` `value`; op is one of >, >=, <, <=, = and !=."""
@@ -54,8 +88,13 @@ class Positive:
     value: str
 
     def __post_init__(self) -> None:
-        if self.op in _ORDERS and not _is_number(self.value):
+        if self.orders and not _is_number(self.value):
             raise UserError(f"--positive {self.op}{self.value}: {self.value!r} is not a number")
+
+    @property
+    def orders(self) -> bool:
+        """Whether it compares numbers by size."""
+        return self.op in _ORDERS
 
     @staticmethod
     def parse(text: str) -> "Positive":
@@ -116,13 +155,26 @@ def _whole_numbers(array: pa.Array) -> npt.NDArray[np.int64]:
     return pc.fill_null(array, 0).to_numpy(zero_copy_only=False).astype(np.int64)  # type: ignore[no-any-return]
 
 
+def written_as(found: pa.DataType) -> str | None:
+    """Return a name that types share which write equal values as the same text (of lists, their values); None: all.
+
+    Text is taken for that of whole numbers, as those of CSV are.
+    """
+    if pa.types.is_dictionary(found) or kind_of(found) == "list":
+        return written_as(found.value_type)
+    if pa.types.is_null(found):
+        return None
+    if pa.types.is_decimal(found):
+        return f"decimals with {found.scale} digits after the point" if found.scale else "text or whole numbers"
+    return "text or whole numbers" if kind_of(found) in ("text", "number") else str(found)
+
+
 def as_text(array: pa.Array) -> tuple[Codes, pa.StringArray]:
     """Return values as text, by number: codes int32 [n] and the texts they stand for, "" for a missing one.
 
     A float must be a whole number, and is written as one. Raises WrongValueError.
     """
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
+    array = _decoded(array)
     if kind_of(array.type) == "text":
         array = _cast(array, pa.string(), "text in UTF-8")
     encoded = array.dictionary_encode("encode")
@@ -130,6 +182,15 @@ def as_text(array: pa.Array) -> tuple[Codes, pa.StringArray]:
     if pa.types.is_floating(values.type):
         values = _whole(values, codes)
     return codes, pc.fill_null(values.cast(pa.string()), "")
+
+
+def _decoded(array: pa.Array) -> pa.Array:
+    """Return values without a dictionary, and small decimals as those that Arrow can compute with."""
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if pa.types.is_decimal32(array.type) or pa.types.is_decimal64(array.type):
+        return array.cast(pa.decimal128(array.type.precision, array.type.scale))
+    return array
 
 
 def _whole(values: pa.Array, codes: Codes) -> pa.Array:
@@ -145,8 +206,7 @@ def _whole(values: pa.Array, codes: Codes) -> pa.Array:
 
 def as_numbers(array: pa.Array) -> npt.NDArray[np.float64]:
     """Return numbers, or text that is numbers, as float64 [n], NaN where missing. Raises WrongValueError."""
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
+    array = _decoded(array)
     if kind_of(array.type) == "text":
         array = _trimmed(_cast(array, pa.string(), "text in UTF-8"))
     found = _cast(array, pa.float64(), "a number", safe=False)
@@ -163,8 +223,7 @@ def numbers_where_readable(array: pa.Array) -> tuple[npt.NDArray[np.float64], np
         return as_numbers(array), np.zeros(len(array), np.bool_)
     except WrongValueError:
         pass
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
+    array = _decoded(array)
     wrong = np.zeros(len(array), np.bool_)
     if kind_of(array.type) == "text":
         array, wrong = _cast_where_possible(array, pa.string())
@@ -183,7 +242,7 @@ def _trimmed(texts: pa.Array) -> pa.Array:
 
 def as_labels(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.float32]:
     """Return labels 0 or 1, float32 [n]: as they are, or by the rule. Raises WrongValueError."""
-    if positive is not None and positive.op in _ORDERS:
+    if positive is not None and positive.orders:
         numbers = as_numbers(array)
         if len(missing := np.flatnonzero(np.isnan(numbers))):
             raise WrongValueError(int(missing[0]), "it is missing")
@@ -206,13 +265,12 @@ def labels_where_readable(array: pa.Array, positive: Positive | None) -> npt.NDA
     kind = kind_of(array.type)
     if kind in ("list", "nested"):
         return np.full(len(array), np.nan, np.float32)
-    if positive is not None and positive.op in _ORDERS:
+    if positive is not None and positive.orders:
         if kind == "other":
             return np.full(len(array), np.nan, np.float32)
         numbers, _ = numbers_where_readable(array)
         return np.where(np.isnan(numbers), np.nan, _ORDERS[positive.op](numbers, float(positive.value))).astype("f4")
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
+    array = _decoded(array)
     if kind == "text":
         array, _ = _cast_where_possible(array, pa.string())
     elif pa.types.is_floating(array.type):
@@ -222,10 +280,11 @@ def labels_where_readable(array: pa.Array, positive: Positive | None) -> npt.NDA
 
 
 def _meanings(texts: list[str], positive: Positive | None) -> npt.NDArray[np.float32]:
-    """Return which labels texts are, float32 [n], NaN for none."""
+    """Return which labels texts are, float32 [n], NaN for none: 5, 5.0 and 5e0 are the same."""
     if positive is None:
-        return np.array([_TRUE_OR_FALSE.get(text.lower(), np.nan) for text in texts], np.float32)
-    return np.array([np.nan if text in ("", "nan") else (text == positive.value) == (positive.op == "=")
+        return np.array([_TRUE_OR_FALSE.get(_known(text.lower()), np.nan) for text in texts], np.float32)
+    value = _known(positive.value)
+    return np.array([np.nan if text in ("", "nan") else (_known(text) == value) == (positive.op == "=")
                      for text in texts], np.float32)  # fmt: skip
 
 
@@ -239,7 +298,7 @@ def as_bags(array: pa.Array, separator: str | None) -> tuple[Codes, pa.StringArr
         try:
             codes, texts = as_text(array.flatten())
         except WrongValueError as error:
-            error.row = int(np.searchsorted(ragged.offsets_of(lengths), error.row, "right")) - 1
+            error.row = _row_of(error.row, lengths)
             raise
     else:
         assert separator is not None
@@ -253,9 +312,11 @@ def as_bags(array: pa.Array, separator: str | None) -> tuple[Codes, pa.StringArr
 
 
 def is_after(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
-    """Return which times or numbers are later or larger than `value`, bool [n]. Raises WrongValueError, UserError."""
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
+    """Return which times or numbers are later or larger than `value`, bool [n]. Raises WrongValueError, UserError.
+
+    Integers and decimals are compared exactly, numbers in text with a point or an exponent as float64.
+    """
+    array = _decoded(array)
     if kind_of(array.type) == "text":
         array = pc.utf8_trim_whitespace(_cast(array, pa.string(), "text in UTF-8"))
         array = pc.if_else(pc.is_in(array, value_set=pa.array(MISSING_NUMBERS)), pa.scalar(None, pa.string()), array)
@@ -263,27 +324,71 @@ def is_after(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
     if len(missing):
         raise WrongValueError(int(missing[0]), "it is missing, so that its row is neither before nor after")
     found = array.type if pa.types.is_temporal(array.type) else _type_of(value)
-    if found is None or (pa.types.is_temporal(found) and kind_of(array.type) == "number"):
+    if found is None or (pa.types.is_temporal(found) and kind_of(array.type) in ("number", "bool")):
         raise UserError(f"--test-after: {value!r} is not a number, and not a date or time such as 2024-12-31 or "
                         "2024-12-31T12:00:00")  # fmt: skip
-    what = f"a time like {value}" if pa.types.is_temporal(found) else "a number"
-    if pa.types.is_integer(found):
-        try:
-            limit = pa.scalar(int(value), pa.int64())
-            return pc.greater(array.cast(pa.int64()), limit).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
-        except (pa.ArrowInvalid, OverflowError):  # numbers with a fraction, or too large
-            found = pa.float64()
+    if not pa.types.is_temporal(found):
+        return _is_larger(array, value)
     try:
         limit = pa.scalar(value).cast(found)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         raise UserError(f"--test-after: {value!r} cannot be compared with a column of type {found}; write it as "
                         f"{_example(found)}") from None  # fmt: skip
-    return pc.greater(_cast(array, found, what), limit).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+    times = _cast(array, found, f"a time like {value}")
+    return pc.greater(times, limit).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+
+
+def _is_larger(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
+    """Return which numbers, or texts that are numbers, are larger than a number, bool [n]; none of them is missing."""
+    kind = array.type
+    if pa.types.is_decimal(kind) and np.isfinite(float(value)):
+        with localcontext(prec=_DIGITS):
+            limit = Decimal(value).quantize(Decimal(1).scaleb(-kind.scale), ROUND_FLOOR)
+        try:
+            return pc.greater(array, pa.scalar(limit, kind)).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+        except pa.ArrowInvalid:  # more digits than the column's numbers may have
+            return np.full(len(array), limit < 0)
+    if pa.types.is_integer(kind):
+        return _is_integer_larger(array.to_numpy(zero_copy_only=False), value)
+    numbers = _cast(array, pa.float64(), "a number").to_numpy(zero_copy_only=False)
+    larger: npt.NDArray[np.bool_] = numbers > _float_at_most(value)
+    if pa.types.is_string(kind):
+        large = np.flatnonzero(np.abs(numbers) >= _EXACT)
+        texts = array.take(pa.array(large))
+        whole = pc.match_substring_regex(texts, "^[+-]?[0-9]+$").to_numpy(zero_copy_only=False)
+        texts, large = texts.filter(pa.array(whole)), large[whole]
+        try:
+            larger[large] = _is_integer_larger(texts.cast(pa.int64()).to_numpy(zero_copy_only=False), value)
+        except pa.ArrowInvalid:
+            larger[large] = _is_integer_larger(np.array([int(text) for text in texts.to_pylist()], object), value)
+    return larger
+
+
+def _is_integer_larger(numbers: npt.NDArray[Any], value: str) -> npt.NDArray[np.bool_]:
+    """Return which integers are larger than a number, exactly."""
+    limit = float(value)
+    if not np.isfinite(limit):
+        return np.full(len(numbers), limit < 0)
+    floor = int(Decimal(value).to_integral_value(ROUND_FLOOR))
+    if numbers.dtype != object:
+        bounds = np.iinfo(numbers.dtype)
+        if not bounds.min <= floor <= bounds.max:
+            return np.full(len(numbers), floor < bounds.min)
+        return numbers > numbers.dtype.type(floor)  # type: ignore[no-any-return]
+    return np.array([number > floor for number in numbers], np.bool_)
+
+
+def _float_at_most(value: str) -> float:
+    """Return the largest float that is no larger than a whole number, or the float of another number."""
+    found = float(value)
+    if np.isfinite(found) and (exact := Decimal(value)) == exact.to_integral_value() and found > exact:
+        return float(np.nextafter(found, -np.inf))
+    return found
 
 
 def _type_of(value: str) -> pa.DataType | None:
-    """Return the type in which text is compared with a value."""
-    for found in (pa.int64(), pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC")):
+    """Return the type in which text is compared with a value; float64 for a number."""
+    for found in (pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC")):
         try:
             pa.scalar(value).cast(found)
         except pa.ArrowInvalid:
@@ -296,6 +401,11 @@ def _example(found: pa.DataType) -> str:
     if pa.types.is_timestamp(found):
         return "2024-12-31T12:00:00Z" if found.tz else "2024-12-31T12:00:00"
     return "2024-12-31" if pa.types.is_date(found) else "one of its values"
+
+
+def _known(text: str) -> str | Decimal:
+    """Return the number that a text is, exactly, or the text where it is none."""
+    return Decimal(text) if _NUMBER.fullmatch(text) else text
 
 
 def _is_number(text: str) -> bool:

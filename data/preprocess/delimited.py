@@ -18,6 +18,7 @@ from hostdev.core.errors import UserError
 from hostdev.kernels.strings import IN_QUOTES, scan_quotes
 
 BLOCK_BYTES = 1 << 24
+_USUAL = {"\t": "tab", ";": "';'", "|": "'|'", ",": ","}  # delimiters, as a shell takes them
 _STAND_IN = b"\x1f"  # for a delimiter of several characters: the unit separator, which text does not have
 
 
@@ -50,14 +51,23 @@ class DelimitedFile:
         self.names = self._header(start)
         if columns is not None:
             if len(columns) != len(self.names):
-                raise UserError(f"{source.name}: the first line has {len(self.names)} values between {self._shown}, "
-                                f"but --columns names {len(columns)} columns")  # fmt: skip
+                hint = f"; give --delimiter {other}" if (other := self.other_delimiter) else ""
+                raise UserError(f"{source.name}: the first line has {len(self.names)} values between {self.shown}, "
+                                f"but --columns names {len(columns)} columns{hint}")  # fmt: skip
             self._columns, self.names = list(columns), tuple(columns)
         self.most_rows = source.size // max(1, len(self.names)) + 1 if source.plain else 2**62
 
     @property
-    def _shown(self) -> str:
+    def shown(self) -> str:
+        """What is between the values, in words."""
         return {"\t": "tabs", ",": "commas"}.get(self._delimiter.decode(), repr(self._delimiter.decode()))
+
+    @property
+    def other_delimiter(self) -> str | None:
+        """What seems to be between the values, as --delimiter takes it, where the first line is one value; or None."""
+        if len(self.names) > 1:
+            return None
+        return next((shown for text, shown in _USUAL.items() if text in self.names[0]), None)
 
     def type_of(self, name: str) -> pa.DataType:
         """Return that everything is text."""
@@ -143,7 +153,7 @@ class DelimitedFile:
 
     def _too_long(self, most: int | None = None) -> UserError:
         most = LONGEST * BLOCK_BYTES if most is None else most
-        return UserError(f"{self.input.name}: a row is longer than {most} bytes; are there {self._shown} between "
+        return UserError(f"{self.input.name}: a row is longer than {most} bytes; are there {self.shown} between "
                          "values, and quotes as in CSV? See --delimiter and --no-quotes")  # fmt: skip
 
     def _unreadable(self, error: str) -> UserError:

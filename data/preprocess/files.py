@@ -1,5 +1,6 @@
 """Tables in files: Parquet, Arrow (IPC files and streams, Feather) and delimited text, in parts of their rows."""
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,8 +11,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 from hostdev.data.preprocess import columns as arrow
+from hostdev.data.preprocess.columns import WrongValueError, check_text
 from hostdev.data.preprocess.inputs import COMPRESSED, AnyInput, Input, unreadable
-from hostdev.data.preprocess.raw import Rejected
+from hostdev.data.preprocess.raw import Rejected, WrongRowError
 
 from hostdev.core.errors import UserError
 
@@ -21,6 +23,7 @@ CHUNK_BYTES = 1 << 25  # of text
 _SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc", ".csv", ".tsv", ".tab", ".txt", *COMPRESSED)
 _FEATHER_1 = b"FEA1"
 _FORMATS = ((b"PAR1", "Parquet"), (b"ARROW1", "an Arrow file"), (b"\xff\xff\xff\xff", "an Arrow stream"))
+_PRINTED = frozenset(range(ord(" "), 256)) | set(b"\t\r\n")
 
 
 class Part(NamedTuple):
@@ -86,7 +89,10 @@ def chunks(file: TableFile, used: Sequence[str]) -> Iterator[Chunk]:
     """Iterate over a file's rows, parsed in this thread."""
     first = 0
     for part in file.parts(used, 0):
-        chunk = replace(file.parse(part, used), first=first)
+        try:
+            chunk = replace(file.parse(part, used), first=first)
+        except WrongRowError as error:
+            raise UserError(f"{error.file}, row {first + error.row}, {error.reason}") from None
         yield chunk
         first += chunk.lines
 
@@ -161,7 +167,14 @@ class ParquetTable:
             raise unreadable(str(path), "the Parquet file is broken", error) from None
 
     def parse(self, part: Part, used: Sequence[str]) -> Chunk:
-        """Return a part's rows."""
+        """Return a part's rows; WrongRowError for text that is not UTF-8, which Arrow's reader takes for such."""
+        for name, column in zip(part.content.schema.names, part.content.columns, strict=True):
+            try:
+                check_text(column)
+            except WrongValueError as error:
+                raise WrongRowError(self.input.name, error.row + 1, f"column {name!r}: {error}") from None
+            except pa.ArrowInvalid as error:
+                raise UserError(f"{self.input.path}: the Parquet file is broken ({error})") from None
         return Chunk(part.content, size=part.taken)
 
 
@@ -229,6 +242,20 @@ def format_of(source: AnyInput) -> str:
     if start.startswith(_FEATHER_1):
         raise UserError(f"{source.name}: this is Feather version 1; write it again as version 2, or as Parquet")
     found = next((name for magic, name in _FORMATS if start.startswith(magic)), "text")
+    if found == "Parquet" and _goes_on_as_text(source, start):
+        return "text"
     if found != "text" and not source.plain:
         raise UserError(f"{source.name}: {found} is read as a file of its own only; decompress it, or unpack it")
     return found
+
+
+def _goes_on_as_text(source: AnyInput, start: bytes) -> bool:
+    """Tell whether what begins as Parquet is text that begins so: no header comes next, and no magic at the end."""
+    magic, _ = _FORMATS[0]
+    if not _PRINTED.issuperset(start[len(magic) :]):
+        return False
+    if not isinstance(source, Input) or not source.plain:
+        return True
+    with source.path.open("rb") as file:
+        file.seek(-len(magic), os.SEEK_END)
+        return file.tell() == 0 or file.read() != magic

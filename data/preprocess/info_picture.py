@@ -1,6 +1,7 @@
 """The picture that `preprocess info` draws."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,9 @@ def draw(info: Information, out: Path) -> None:
     if "coverage" in panels:
         _draw_coverage(panels["coverage"], info, wide=not narrow)
         _entitle(panels["coverage"], "Ids of the test rows", lines=lines)
-    pictures.save(figure, out)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Glyph .* missing from", UserWarning)  # a box stands for it in the picture
+        pictures.save(figure, out)
 
 
 def _draw_labels(axes: Any, info: Information) -> None:
@@ -78,6 +81,7 @@ def _draw_curves(axes: Any, info: Information) -> None:
             axes.plot(curve.ranks, curve.shares, color="grey", alpha=0.4, linewidth=0.8)
     for i, (name, curve) in enumerate(largest):
         label = f"{shortened(', '.join(info.shared(name)), _MOST_LETTERS)}: {curve.ids:,} ids"
+        label = f" {label}" if label.startswith("_") else label  # or matplotlib leaves it out
         axes.plot(curve.ranks, curve.shares, color=f"C{i}", label=label, marker="." if len(curve.ranks) < 20 else "")
     if len(curves) > len(largest):
         axes.plot([], [], color="grey", alpha=0.4, linewidth=0.8, label=f"{len(curves) - len(largest)} others")
@@ -85,7 +89,7 @@ def _draw_curves(axes: Any, info: Information) -> None:
         axes.set(xscale="log", yscale="log")
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.legend(fontsize=9, loc="upper right")
+        _as_they_are(axes.legend(fontsize=9, loc="upper right").get_texts())
     else:
         axes.text(0.5, 0.5, "no value is in the vocabulary", transform=axes.transAxes, ha="center")
     axes.set(xlabel="rank of the id", ylabel="share of training uses")
@@ -135,6 +139,7 @@ def _name_bars(axes: Any, names: Sequence[str], *, wide: bool) -> None:
     upright = (max(map(len, shown), default=0) + 2) * len(shown) > _LETTERS * (1 + wide)
     size = 9 if len(shown) <= _MOST_NAMES // 2 else 7
     axes.set_xticks(np.arange(len(names))[::step], shown, rotation=90 if upright else 0, fontsize=size)
+    _as_they_are(axes.get_xticklabels())
     edge = max(0.6, (4 - len(names)) / 2)  # so that few bars are not wide
     axes.set_xlim(-edge, len(names) - 1 + edge)
     _percent(axes.yaxis)
@@ -147,6 +152,12 @@ def _entitle(axes: Any, title: str, *, lines: int) -> None:
     axes.set_title(title, pad=9 + 15 * lines)
     place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.99)}
     axes.legend(fontsize=9, ncols=4 // lines, frameon=False, borderpad=0.2, **place)
+
+
+def _as_they_are(texts: Iterable[Any]) -> None:
+    """Have names with dollar signs written as they are, and not as formulas."""
+    for text in texts:
+        text.set_parse_math(False)
 
 
 def _percent(axis: Any) -> None:

@@ -20,7 +20,8 @@ from hostdev.core.errors import PassingError, UserError
 STANDARD_INPUT = Path("-")
 HEAD_BYTES = 1 << 20  # of standard input, that can be looked at before it is read
 
-_CODECS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\x28\xb5\x2f\xfd": "zstd", b"\x04\x22\x4d\x18": "lz4"}
+_BZIP2 = (b"BZh%d" % level + block for level in range(1, 10) for block in (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90"))
+_CODECS = {b"\x1f\x8b": "gzip", **dict.fromkeys(_BZIP2, "bz2"), b"\x28\xb5\x2f\xfd": "zstd", b"\x04\x22\x4d\x18": "lz4"}
 COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")  # the suffixes of these
 _ZIP = b"PK\x03\x04"
 _OTHERS = {b"\xfd7zXZ": "xz", _ZIP: "zip", b"7z\xbc\xaf": "7z", b"\x1f\x9d": "compress"}
@@ -251,7 +252,7 @@ def is_empty(path: Path) -> bool:
     if path.stat().st_size == 0:
         return True
     with path.open("rb") as file:
-        codec = next((codec for magic, codec in _CODECS.items() if file.peek(8).startswith(magic)), None)
+        codec = next((codec for magic, codec in _CODECS.items() if file.peek(_MAGIC_BYTES).startswith(magic)), None)
         if codec is None:
             return False
         try:

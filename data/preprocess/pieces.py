@@ -117,10 +117,10 @@ def write_piece(
     missing = [_halves(column, n[0]) for column in np.isnan(part.numbers).T]
     missing += [_halves(column, first) for column, (first, _) in zip(is_missing, ends, strict=True)]
     lines = [asdict(line) for line in rows.rejected]
-    for name, kind in (("file", pa.large_string()), ("line", pa.int64()), ("reason", pa.large_string())):
-        content[name] = pa.array([line[name] for line in lines], kind)
-    texts = [line["text"].encode(errors="replace").decode() for line in lines]
-    content["text"] = pa.array(texts, pa.large_string())
+    content["line"] = pa.array([line["line"] for line in lines], pa.int64())
+    for name in ("file", "reason", "text"):  # of which the file's name may be in no encoding, too
+        texts = [line[name].encode(errors="replace").decode() for line in lines]
+        content[name] = pa.array(texts, pa.large_string())
     facts = {
         "rows": n,
         "positives": _halves(label, n[0]),

@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -35,16 +36,21 @@ def learn(
 ) -> None:  # fmt: skip
     """Let a scaling and a vocabulary take in all training rows, in order; each space on a thread of its own."""
     kinds = 1 + (len(layout.spaces) if vocabulary is not None else 0)
+    stop = Event()  # so that Ctrl-C, or an error in one space, waits for a piece and not for all of them
     with bar(len(paths) * kinds, "counting", "pieces") as progress:
 
         def numbers() -> None:
             for path, fact in zip(paths, facts, strict=True):
+                if stop.is_set():
+                    return
                 scaling.observe(numbers_of(Piece(path), len(layout.dense))[: fact.rows[0]])
                 progress.update()
 
         def values(space: int) -> None:
             assert vocabulary is not None
             for path in paths:
+                if stop.is_set():
+                    return
                 piece = Piece(path)
                 uses = piece.array(f"uses {space}")
                 vocabulary.count(space, piece.keys(space)[: len(uses)], uses)
@@ -53,8 +59,12 @@ def learn(
         tasks = [workers.submit(numbers)]
         if vocabulary is not None:
             tasks += [workers.submit(lambda space=space: values(space)) for space in range(len(layout.spaces))]  # type: ignore[misc]
-        for task in tasks:
-            task.result()
+        try:
+            for task in tasks:
+                task.result()
+        except BaseException:
+            stop.set()
+            raise
 
 
 def number(paths: Sequence[Path], vocabulary: Vocabulary, workers: Workers) -> list[str]:

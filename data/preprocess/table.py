@@ -76,9 +76,12 @@ class TableOptions:
 
     def used(self) -> tuple[str, ...]:
         """Return the names of all columns that are read."""
-        split = [pair[0] for pair in (self.test_column, self.test_after) if pair is not None]
         bags = [name for name, _ in self.bags]
-        return tuple(dict.fromkeys([self.label, *self.numeric, *self.categorical, *bags, *split]))
+        return tuple(dict.fromkeys([self.label, *self.numeric, *self.categorical, *bags, *self.split()]))
+
+    def split(self) -> tuple[str, ...]:
+        """Return the names of the columns that say which rows are for testing."""
+        return tuple(pair[0] for pair in (self.test_column, self.test_after) if pair is not None)
 
     def as_json(self) -> dict[str, Any]:
         """Return what the manifest records."""
@@ -103,6 +106,7 @@ class Table:
         self._positive = None if options.positive is None else Positive.parse(options.positive)
         self._used = options.used()
         self._files = [_open(path, options) for path in expand(files, is_table)]
+        self._types: dict[str, tuple[str, pa.DataType, TableFile]] = {}  # of columns whose text matters, once known
         for file in self._files:
             self._check_columns(file)
         self.layout = options.layout()
@@ -172,6 +176,11 @@ class Table:
         except WrongValueError as error:
             reason = f"column {name!r}: {error}{self._hint(name)}"
             raise WrongRowError(file.input.name, chunk.number(error.row), reason) from None
+        except pa.ArrowMemoryError:
+            raise
+        except pa.ArrowException as error:  # which nobody has thought of
+            raise UserError(f"{file.input.name}, column {name!r}: its values, of type {file.type_of(name)}, cannot be "
+                            f"read ({error}); write them as another type, such as text") from error  # fmt: skip
         if hashed:
             texts_of, missing = None, dict.fromkeys(layout.spaces, int(hash_texts(*_NOTHING).view(np.int64)[0]))
         else:
@@ -201,16 +210,37 @@ class Table:
                 raise UserError(f"{file.input.name} has {file.names.count(name)} columns of the name {name!r}")
             if reason := self._against(name, file.type_of(name)):
                 raise UserError(f"{file.input.name}, column {name!r}: {reason}")
+            self._check_type(name, file)
+
+    def _check_type(self, name: str, file: TableFile) -> None:
+        """Raise UserError where a value would be written otherwise than in files before, and be two values."""
+        found, options = file.type_of(name), self._options
+        written = arrow.written_as(found)
+        as_text = [*options.categorical, *(bag for bag, _ in options.bags), *(options.test_column or ())[:1]]
+        if written is None or name not in as_text:
+            return
+        first, before, where = self._types.setdefault(name, (written, found, file))
+        if written != first:
+            raise UserError(f"column {name!r} is of type {before} in {where.input.name} and {found} in "
+                            f"{file.input.name}, so that a value would be two; cast it in one of them")  # fmt: skip
 
     def _about_headers(self, file: TableFile) -> str:
-        by_header = isinstance(file, DelimitedFile) and self._options.columns is None
-        return " (from its first line; if that is a row, give --columns)" if by_header else ""
+        if not isinstance(file, DelimitedFile) or self._options.columns is not None:
+            return ""
+        if other := file.other_delimiter:
+            return f" (one name, as no {file.shown} are in its first line; give --delimiter {other})"
+        return " (from its first line; if that is a row, give --columns)"
 
     def _against(self, name: str, found: pa.DataType) -> str | None:
         """Return why a column of this type cannot be what the options say, or None."""
         kind, bags = arrow.kind_of(found), dict(self._options.bags)
         if kind == "nested":
             return f"it is of type {found}, which is nested or unknown; only plain values and lists of these are read"
+        if kind == "list" and name in self._options.split():
+            return f"it is of type {found}, a list; --test-column and --test-after take a column with a value a row"
+        if name == self._options.label and kind == "other" and self._positive is not None and self._positive.orders:
+            return (f"it is of type {found}, and --positive {self._options.positive} compares numbers; make it a "
+                    "number, or a column of 0 and 1")  # fmt: skip
         if name in bags:
             if kind != "list" and bags[name] is None:
                 return f"it is of type {found}, not a list; say what separates its values, such as --bag '{name}=|'"

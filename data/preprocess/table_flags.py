@@ -59,7 +59,11 @@ def options_of(arguments: argparse.Namespace) -> TableOptions:
 
 def _names(texts: Sequence[str] | None) -> tuple[str, ...]:
     """Return names that are separated by commas; one with a comma in it is in double quotes."""
-    return tuple(name for text in texts or () for name in next(csv.reader([text], skipinitialspace=True)))
+    try:
+        return tuple(name for text in texts or () for name in next(csv.reader([text], skipinitialspace=True)))
+    except csv.Error:
+        raise UserError(f"{', '.join(map(repr, texts or ()))}: these are no names, with commas between them; put one "
+                        "with a comma or a line end in it in double quotes") from None  # fmt: skip
 
 
 def _pair(flag: str, text: str) -> tuple[str, str]:

@@ -273,3 +273,17 @@ def test_no_data_set(tmp_path, in_process):
     code, _, err = in_process(preprocess, "info", tmp_path)
     assert code == 2
     assert "is not a data set: it has no manifest.json" in err
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("names", [("_id",), ("_id", "x"), ("$x^$", "x"), ("a$b_$c",), ("\u65b0", "x")])
+def test_names_that_are_no_formulas_and_no_hints(tmp_path, monkeypatch, names):
+    saved = []
+    save = pictures.save
+    monkeypatch.setattr(pictures, "save", lambda figure, out: (saved.append(figure), save(figure, out)))
+    columns = {"y": [i % 2 for i in range(60)], **{name: [i % 7 for i in range(60)] for name in names}}
+    path = twins.write_parquet(tmp_path / "t.parquet", columns)
+    twins.build_table(path, tmp_path / "d", label="y", categorical=names, options=Options(threshold=0))
+    info_picture.draw(info.gather(tmp_path / "d"), tmp_path / "info.png")
+    texts = [text.get_text().strip() for axes in saved[0].axes for text in axes.get_legend().get_texts()]
+    assert {text.partition(":")[0] for text in texts} >= set(names)

@@ -116,3 +116,17 @@ def test_a_manifest_with_a_broken_schema(own_data, change, message):
     path.write_text(json.dumps(content))
     with pytest.raises(UserError, match=f"manifest.json is broken .*{message}.*preprocess the data again"):
         manifest.read(own_data)
+
+
+@pytest.mark.parametrize(("change", "what"), [
+    (lambda found: found.update(vocabulary=5), "vocabulary"),
+    (lambda found: found["statistics"].update(missing="none"), "missing"),
+    (lambda found: found["statistics"]["missing"]["test"].update(C1="none"), "missing"),
+])  # fmt: skip
+def test_a_manifest_with_a_wrong_value(own_data, change, what):
+    path = own_data / "manifest.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=f"manifest.json is broken .a wrong value of {what}.; preprocess the data"):
+        manifest.read(own_data)

@@ -20,8 +20,10 @@ import pytest
 from hostdev.data.preprocess import inputs, second_pass, vocabulary
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
+from hostdev.data.preprocess.dense import Standard
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import Table, TableOptions
+from hostdev.data.preprocess.vocabulary import Vocabulary
 
 from hostdev import UserError
 from hostdev.core.checksums import HashedFile
@@ -59,6 +61,33 @@ def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "rows.tsv"
     write_text(Synthetic(ROWS, 3), path)
     return path
+
+
+def test_counting_stops_after_a_piece(text, tmp_path, monkeypatch):
+    """Ctrl-C comes while the results are waited for; what is on its way ends, and no more is counted."""
+    interrupted, counted = threading.Event(), []
+    observe, count = Standard.observe, Vocabulary.count
+
+    class Stop(threading.Event):
+        def set(self):
+            super().set()
+            interrupted.set()
+
+    def fail(self, numbers):
+        observe(self, numbers)
+        raise KeyboardInterrupt
+
+    def note(self, space, keys, uses):
+        counted.append(space)
+        assert interrupted.wait(10)
+        count(self, space, keys, uses)
+
+    monkeypatch.setattr(second_pass, "Event", Stop)
+    monkeypatch.setattr(Standard, "observe", fail)
+    monkeypatch.setattr(Vocabulary, "count", note)
+    with pytest.raises(KeyboardInterrupt):
+        make(text, tmp_path / "out", threads=3)
+    assert len(counted) <= 3  # a piece by each thread, of many
 
 
 @pytest.fixture(scope="module")

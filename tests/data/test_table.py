@@ -2,6 +2,8 @@
 
 import datetime
 import json
+import os
+from decimal import Decimal
 from zoneinfo import ZoneInfo
 
 import numpy as np
@@ -94,6 +96,14 @@ def test_what_is_seen_once_is_out_of_vocabulary_by_default(tmp_path, in_process)
     ([True, False, True, True], None, [1, 0, 1, 1]),
     ([0, 1, 1, 0], None, [0, 1, 1, 0]),
     ([0.0, 1.0, 1.0, 0.0], None, [0, 1, 1, 0]),
+    (["0.00", "1.00", "1e0", "-0"], None, [0, 1, 1, 0]),
+    ([Decimal("0.00"), Decimal("1.00"), Decimal("1.00"), Decimal("0.00")], None, [0, 1, 1, 0]),
+    (["5", "5.0", "3", "+5"], "5", [1, 1, 0, 1]),
+    (["5", "5.0", "3", "+5"], ">=5", [1, 1, 0, 1]),
+    (["0", "0.0", "3", "no"], "!=0", [0, 0, 1, 1]),
+    ([Decimal("5.00"), Decimal("5.10"), Decimal("5.01"), Decimal("5.00")], "=5", [1, 0, 0, 1]),
+    ([2**53, 2**53 + 1, 5, 2**53], str(2**53), [1, 0, 0, 1]),
+    (["5_0", "50", "\u0665", "5e99999999999999999999"], "50", [0, 1, 0, 0]),
     (["5", "3", "3.5", "4"], ">3", [1, 0, 1, 1]),
     ([5, 3, 4, 1], ">= 4", [1, 0, 1, 0]),
     ([5.0, 3.5, 4.0, 1.0], "<4", [0, 1, 0, 1]),
@@ -135,11 +145,12 @@ def test_numbers(tmp_path):
 
 @pytest.mark.parametrize("kind", [
     pa.int8(), pa.int64(), pa.uint16(), pa.float16(), pa.float32(), pa.float64(), pa.decimal128(22, 2), pa.string(),
+    pa.decimal32(5, 2), pa.decimal64(12, 2), pa.dictionary(pa.int8(), pa.decimal128(22, 2)),
     pa.large_string(), pa.dictionary(pa.int8(), pa.string()), pa.dictionary(pa.int8(), pa.int64()),
 ])  # fmt: skip
 def test_types_of_numbers_and_values(tmp_path, kind):
     inner = kind.value_type if pa.types.is_dictionary(kind) else kind
-    values = pa.array([1, 2, 2, 4, 4]).cast(inner)
+    values = pa.array([1, 2, 2, 4, 4], pa.int8()).cast(inner)
     values = values.dictionary_encode().cast(kind) if inner is not kind else values.cast(kind)
     table = pa.table({"y": [0, 1, 0, 1, 1], "x": values, "c": values, "s": [0, 0, 0, 0, 1]})
     with pa.ipc.new_file(tmp_path / "t.arrow", table.schema) as file:
@@ -175,6 +186,16 @@ def test_types_of_values(tmp_path, kind):
     ([3.5, 1.0, 2.0, 2.5], "2", [1, 0, 0, 1]),
     ([3, 1, 2, 5], "2.5", [1, 0, 0, 1]),
     ([2**62 + 1, 2**62, 5, 2**62 + 2], str(2**62), [1, 0, 0, 1]),  # which float64 cannot tell apart
+    ([2**62 + 1, 2**62, 5, 2**62 + 2], f"{2**62}.0", [1, 0, 0, 1]),
+    ([17 * 10**17 + 1, 17 * 10**17, 5, 2**62], "1.7e18", [1, 0, 0, 1]),
+    (pa.array([2**63 + 1, 2**63, 5, 2**64 - 1], pa.uint64()), str(2**63), [1, 0, 0, 1]),
+    ([2**53 + 1, 2**53, 5, 2**53 + 2], str(2**53), [1, 0, 0, 1]),
+    ([str(2**53 + 1), str(2**53), "0.5", f"+{2**53 + 1}"], str(2**53), [1, 0, 0, 1]),  # what its neighbours are
+    ([str(2**64 + 1), str(2**64), "-1e3", f"{2**64 + 2}"], str(2**64), [1, 0, 0, 1]),
+    ([2.0**53 + 2, 2.0**53, 5.5, 2.0**60], str(2**53 + 1), [1, 0, 0, 1]),
+    ([3, -4, -3, 5], "-3.5", [1, 0, 1, 1]),
+    ([Decimal("0.11"), Decimal("0.10"), Decimal("-1.00"), Decimal("0.12")], "0.1", [1, 0, 0, 1]),
+    ([Decimal(10**36 + 1), Decimal(10**36), Decimal(5), Decimal(10**36 + 2)], "1e36", [1, 0, 0, 1]),
     (["2024-02-01", "2023-12-31", "2024-01-01", "2024-01-02"], "2024-01-01", [1, 0, 0, 1]),
     (["2024-01-01 10:00", "2024-01-01", "2024-01-01 09:00:00", "2024-01-01T09:01"], "2024-01-01 09:00", [1, 0, 0, 1]),
     (["2024-01-01T10:00Z", "2024-01-01T10:00+02:00", "2024-01-01T09:00Z", "2025-01-01T00:00Z"],
@@ -193,6 +214,36 @@ def test_rows_after_a_time_are_for_testing(tmp_path, values, limit, expected):
         twins.build_table(path, out, label="y", categorical=("c",), test_after=("t", limit))
         assert column_of(out, "train", "c") == [str(i) for i in range(4) if not expected[i]]
         assert len(twins.read(out, "test")) == sum(expected)
+
+
+def test_integers_after_a_number_whatever_their_block(tmp_path, monkeypatch):
+    """A float64 would take the first two for one number, as soon as another one of the block has a fraction."""
+    numbers = [str(2**53), str(2**53 + 1), "1.5"] * 20
+    path = twins.write_text(tmp_path / "t.csv", {"y": [0, 1, 1] * 20, "t": numbers, "c": numbers})
+    for size in (1 << 24, 64):
+        monkeypatch.setattr("hostdev.data.preprocess.delimited.BLOCK_BYTES", size)
+        out = tmp_path / str(size)
+        twins.build_table(path, out, label="y", categorical=("c",), test_after=("t", str(2**53)))
+        assert column_of(out, "train", "c") == [str(2**53), "1.5"] * 20
+
+
+def test_a_value_is_one_whatever_the_type_of_integers_and_text(tmp_path):
+    kinds = [
+        pa.null(), pa.int8(), pa.uint64(), pa.float32(), pa.string(), pa.large_string(), pa.binary(),
+        pa.dictionary(pa.int8(), pa.string()), pa.decimal128(10, 0), pa.string_view(),
+    ]  # fmt: skip
+    for i, kind in enumerate(kinds):
+        inner = kind.value_type if pa.types.is_dictionary(kind) else kind
+        values = pa.nulls(2) if kind == pa.null() else pa.array([5, 6], pa.int8())
+        if kind != pa.null():
+            whole = values.cast(pa.string()).cast(inner) if not pa.types.is_decimal(kind) else values.cast(inner)
+            values = whole.dictionary_encode() if inner is not kind else whole
+        table = pa.table({"y": [0, 1], "c": values, "s": [0, int(i == 9)]})
+        with pa.ipc.new_file(tmp_path / f"{i}.arrow", table.schema) as file:
+            file.write_table(table)
+    files = [write(tmp_path / "t.csv", "y,c,s\n1,5,0\n"), *(tmp_path / f"{i}.arrow" for i in range(len(kinds)))]
+    twins.build_table(files, tmp_path / "d", label="y", categorical=("c",), test_column=("s", "1"))
+    assert {value for _, value, _ in twins.vocabulary(tmp_path / "d")} == {None, "", "5", "6"}
 
 
 def test_rows_are_drawn_by_seed_and_number(tmp_path):
@@ -225,6 +276,13 @@ def test_delimiters_headers_and_quotes(tmp_path, name, text, how):
     )
     assert twins.vocabulary(tmp_path / "d")[2:] == [("c", "a b", 1), ("c", '"q', 1), ("g", "x", 1), ("g", "y", 2)]
     assert twins.read(tmp_path / "d", "test") == [(0, [], [0], [[]])]
+
+
+@pytest.mark.parametrize("name", ["PAR1", "PAR1 of", "BZh", "BZh9", "BZh91A"])
+def test_a_name_that_begins_as_another_format_does(tmp_path, name):
+    path = write(tmp_path / "t.csv", f"{name},y,s\na,0,0\nb,1,0\na,1,1\n")
+    twins.build_table(path, tmp_path / "d", label="y", categorical=(name,), test_column=("s", "1"))
+    assert [value for _, value, _ in twins.vocabulary(tmp_path / "d")] == [None, "a", "b"]
 
 
 def test_a_delimiter_of_several_characters_is_found_across_reads(tmp_path, monkeypatch):
@@ -260,6 +318,33 @@ def test_malformed_lines_are_set_aside(tmp_path):
         f"{path}\t6\t3 columns, not 2\t1,2,3",
         f'{path}\t301\t1 columns, not 2\t"one\\nvalue"',
     ]
+
+
+@pytest.mark.parametrize("kind", [pa.decimal32(5, 2), pa.decimal64(12, 2)])
+def test_small_decimals_are_labels_bags_and_splits(tmp_path, kind):
+    values = pa.array([1, 0, 1, 0], pa.int8()).cast(kind)
+    bags = pa.ListArray.from_arrays([0, 2, 3, 3, 4], values)
+    table = pa.table({"y": values, "g": bags, "s": values})
+    with pa.ipc.new_file(tmp_path / "t.arrow", table.schema) as file:
+        file.write_table(table)
+    for name, split in (("a", {"test_column": ("s", "0.00")}), ("b", {"test_after": ("s", "0")})):
+        twins.build_table(tmp_path / "t.arrow", tmp_path / name, label="y", positive=">0", bags=(("g", None),), **split)
+    assert [row[1:] for row in twins.vocabulary(tmp_path / "a")] == [(None, 0), ("1.00", 1), ("0.00", 1)]
+    assert [row[0] for row in twins.read(tmp_path / "a", "train")] == [1, 1]
+    assert [row[0] for row in twins.read(tmp_path / "b", "train")] == [0, 0]
+
+
+@pytest.mark.parametrize("preset", ["table", "criteo"])
+def test_a_malformed_line_of_a_file_whose_name_is_not_utf8(tmp_path, in_process, preset):
+    path = tmp_path / os.fsdecode(b"caf\xe9.csv")
+    if preset == "table":
+        lines, options = ["y,c", *("1,a" for _ in range(200)), "1,2,3"], ("--label", "y", "--categorical", "c")
+    else:
+        lines, options = ["\t".join(["1", *["2"] * 13, *["0" * 8] * 26])] * 200 + ["bad"], ()
+    write(path, "\n".join(lines) + "\n")
+    code, _, error = in_process(preprocess, preset, path, "--out", "d", *options)
+    assert (code, error) == (0, "")
+    assert "/caf?.csv\t" in (tmp_path / "d/rejected.tsv").read_text()
 
 
 def test_names_with_commas_and_spaces(tmp_path, in_process):

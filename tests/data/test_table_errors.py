@@ -79,7 +79,10 @@ def good(tmp_path):
                                            " 2 columns"),
     (["--label", "y", "--columns", "y,c,c,d,e"], "--columns names a column twice"),
     (["--label", "y", "--delimiter", ""], "--delimiter is empty"),
-    (["--label", "y", "--delimiter", ";"], "good.csv has no column 'y'; it has y,x,c,g,t"),
+    (["--label", "y", "--delimiter", ";"], "good.csv has no column 'y'; it has y,x,c,g,t (one name, as no ';' are in"
+                                           " its first line; give --delimiter ,)"),
+    (["--label", "y", "--delimiter", ";", "--columns", "a,b"], "the first line has 1 values between ';', but --columns"
+                                                               " names 2 columns; give --delimiter ,"),
     (["--label", "y", "--columns", "y,x,c,g,t"], "good.csv, row 1, column 'y': 'y' is not 0 or 1"),
     ([], "the following arguments are required: --label"),
 ])  # fmt: skip
@@ -136,6 +139,29 @@ def test_files_with_different_columns(refused, good, tmp_path):
     assert "nowhere.csv: no such file" in refused(good, "nowhere.csv")
 
 
+TIMES = [datetime.datetime(2024, 1, 1), datetime.datetime(2024, 1, 2)]
+
+
+@pytest.mark.parametrize(("values", "one", "other"), [
+    (TIMES, pa.timestamp("us"), pa.timestamp("ns")),
+    (TIMES, pa.date32(), pa.timestamp("s")),
+    (TIMES, pa.timestamp("us"), pa.timestamp("us", "UTC")),
+    ([0, 1], pa.decimal128(22, 2), pa.decimal128(22, 0)),
+    ([0, 1], pa.int8(), pa.bool_()),
+    ([0, 1], pa.list_(pa.int8()), pa.list_(pa.bool_())),
+])  # fmt: skip
+def test_files_that_write_a_value_otherwise(refused, tmp_path, values, one, other):
+    for name, kind in (("a", one), ("b", other)):
+        array = pa.array([[v] if pa.types.is_list(kind) else v for v in values])
+        pq.write_table(pa.table({"y": [0, 1], "t": array.cast(kind), "c": ["a", "b"]}), tmp_path / f"{name}.parquet")
+    columns = ("--bag", "t") if pa.types.is_list(one) else ("--categorical", "t")
+    one, other = (pq.read_schema(tmp_path / f"{name}.parquet").field("t").type for name in "ab")
+    line = f"column 't' is of type {one} in a.parquet and {other} in b.parquet, so that a value would be two; cast it"
+    assert refused("a.parquet", "b.parquet", columns=columns) == f"{line} in one of them"
+    if "--bag" not in columns:
+        assert line in refused("a.parquet", "b.parquet", "--test-column", "t=1")
+
+
 def test_text_that_is_not_utf8(refused, tmp_path, monkeypatch):
     (tmp_path / "latin.csv").write_bytes("y,c\n1,Étoile\n".encode("latin-1"))
     assert "latin.csv: byte 6 or near is not UTF-8; convert the file, such as with iconv" in refused("latin.csv")
@@ -147,6 +173,28 @@ def test_text_that_is_not_utf8(refused, tmp_path, monkeypatch):
     (tmp_path / "late.csv").write_bytes(lines)
     monkeypatch.setattr("hostdev.data.preprocess.delimited.BLOCK_BYTES", 100_000)
     assert "late.csv: byte 4,000,006 or near is not UTF-8" in refused("late.csv")
+
+
+@pytest.mark.parametrize(("kind", "options"), [
+    (pa.string(), ["--bag", "t=|"]),
+    (pa.string(), ["--bag", "c=|", "--categorical", "t"]),
+    (pa.string(), ["--bag", "c=|", "--numeric", "t"]),
+    (pa.string(), ["--bag", "c=|", "--test-column", "t=1"]),
+    (pa.string(), ["--bag", "c=|", "--label", "t", "--positive", "1"]),
+    (pa.large_string(), ["--bag", "t=|"]),
+    (pa.list_(pa.string()), ["--bag", "t"]),
+])  # fmt: skip
+def test_text_in_parquet_that_is_not_utf8(refused, tmp_path, monkeypatch, kind, options):
+    """Arrow's reader takes the bytes as they are."""
+    monkeypatch.setattr("hostdev.data.preprocess.files.CHUNK_ROWS", 3)
+    texts = [b"1", b"2", b"1", b"2", b"\xffb", b"2"]
+    if pa.types.is_list(kind):
+        found = pa.ListArray.from_arrays([0, 2, 2, 3, 4, 5, 6], pa.array(texts).view("string"))
+    else:
+        found = pa.array(texts, pa.large_binary() if kind == pa.large_string() else pa.binary()).view(kind)
+    pq.write_table(pa.table({"y": [0, 1] * 3, "c": ["x"] * 6, "t": found}), tmp_path / "t.parquet")
+    line = refused("t.parquet", *options, columns=(), label=() if "--label" in options else ("--label", "y"))
+    assert line == "t.parquet, row 5, column 't': b'\\xffb' is not text in UTF-8"
 
 
 def test_compressed_text_that_is_none(refused, tmp_path):
@@ -194,6 +242,12 @@ TABLE = {"y": [0, 1, 1], "c": ["a", "b", "c"], "x": [1.0, 2.5, None]}
     ("x", [datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)] * 3, ["--test-after", "x=2024-01-01"],
      "cannot be compared with a column of type timestamp[us, tz=UTC]; write it as 2024-12-31T12:00:00Z"),
     ("x", [5, 6, 7], ["--test-after", "x=2024-01-01"], "--test-after: '2024-01-01' is not a number"),
+    ("x", [datetime.date(2024, 1, 1)] * 3, ["--label", "x", "--positive", ">3"],
+     "column 'x': it is of type date32[day], and --positive >3 compares numbers; make it a number, or a column of 0"),
+    ("x", [["a"]] * 3, ["--bag", "x", "--test-column", "x=a"],
+     "it is of type list<element: string>, a list; --test-column and --test-after take a column with a value a row"),
+    ("x", [[1]] * 3, ["--bag", "x", "--test-after", "x=1"], "a list; --test-column and --test-after take a column"),
+    ("x", [True, False, True], ["--test-after", "x=2024-01-01"], "--test-after: '2024-01-01' is not a number, and not"),
     ("y", [0, 1, 1], ["--columns", "y,c,x"], "--columns has no effect on t.parquet, which is Parquet; leave it out"),
     ("y", [0, 1, 1], ["--delimiter", ","], "--delimiter has no effect on t.parquet"),
     ("y", [0, 1, 1], ["--no-quotes"], "--no-quotes has no effect on t.parquet"),
@@ -205,6 +259,30 @@ def test_wrong_columns_of_parquet(refused, tmp_path, name, values, options, mess
     line = refused("t.parquet", *options, columns=columns, label=() if "--label" in options else ("--label", "y"))
     assert message in line
     assert "t.parquet" in line or line.startswith("--test-after")
+
+
+@pytest.mark.parametrize(("delimiter", "shown"), [(";", "';'"), ("|", "'|'"), ("\t", "tab")])
+def test_another_delimiter(refused, tmp_path, delimiter, shown):
+    (tmp_path / "t.csv").write_text(GOOD.replace("|", "+").replace(",", delimiter))
+    line = refused("t.csv")
+    assert line.endswith(f"(one name, as no commas are in its first line; give --delimiter {shown})")
+
+
+def test_names_that_are_none(refused, good):
+    assert refused(good, columns=("--categorical", "a\rb")).startswith("'a\\rb': these are no names, with commas")
+
+
+def test_what_arrow_does_not_do_is_said_in_a_line(refused, good, tmp_path, monkeypatch, in_process):
+    def refuse(array):
+        raise pa.ArrowNotImplementedError("no kernel")
+
+    monkeypatch.setattr("hostdev.data.preprocess.columns.as_text", refuse)
+    line = refused(good, "--positive", ">0")
+    assert "good.csv, column 'c': its values, of type string, cannot be read (no kernel); write them as" in line
+    arguments = ("--label", "y", "--positive", ">0", "--categorical", "c", "--debug")
+    _, _, error = in_process(preprocess, "table", good, "--out", "out", *arguments)
+    assert "Traceback" in error
+    assert "ArrowNotImplementedError" in error
 
 
 def test_a_nested_column_that_is_not_used_is_no_matter(tmp_path, in_process):
