@@ -123,7 +123,7 @@ def saving(path: Path, rows: int, settle: int, between: int) -> dict[str, float]
             f"{what}: longer steps of the write": longer / seconds,
             f"{what}: p99 of a step over the median": sorted(times)[int(0.99 * len(times))] / plain,
             f"{what}: copied aside MB": keeper.most_copied / 1e6,
-            f"{what}: bytes over those of the rows": size / (written * table.block[0].nbytes),
+            f"{what}: bytes over those of the rows": size / (written * table.storage.block[0].nbytes),
         }  # fmt: skip
         timed(steps, lambda n: n == between)
     steps.close()  # type: ignore[attr-defined]

@@ -123,7 +123,7 @@ def row_cost(table: hostdev.HostTable) -> tuple[float, float]:
         table.update(rows, grads[: len(rows)])
         own = time.perf_counter() - start
         others = batches[(n + 4) % len(batches)]  # as seldom those before
-        costs.append((own / len(rows) * 1e9, reach(table.block, others) / len(others) * 1e9))
+        costs.append((own / len(rows) * 1e9, reach(table.storage.block, others) / len(others) * 1e9))
     own, least = np.median(costs[len(batches) :], axis=0)
     return float(own), float(least)
 

@@ -110,7 +110,10 @@ class HostTable:
 
     @property
     def block(self) -> Rows:
-        """The memory of all rows, float32 [V, 1 + S, D]; TypeError where weights are bfloat16, and lie apart."""
+        """The memory of all rows, writable, float32 [V, 1 + S, D]; TypeError where weights are bfloat16, and lie apart.
+
+        Waits for a checkpoint that is being saved; later ones are of all rows, as `weights` has it, too.
+        """
         if not isinstance(self.storage, Float32):
             raise TypeError(f"table {self.name!r} stores weights as bfloat16, apart from its slots; use read_rows")
         self._lend()
@@ -118,7 +121,7 @@ class HostTable:
 
     @property
     def row_slots(self) -> Rows:
-        """The memory of the slots of one value a row, float32 [V, R]."""
+        """The memory of the slots of one value a row, writable, float32 [V, R]; as `block`."""
         self._lend()
         return self.storage.row_slots
 

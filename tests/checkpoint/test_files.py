@@ -71,7 +71,8 @@ def change(runtime, rows, seed):
 
 
 def state_of(runtime):
-    return {name: (t.step, t.block.tobytes(), t.row_slots.tobytes()) for name, t in runtime.tables.items()}
+    tables = {name: (table.step, table.storage) for name, table in runtime.tables.items()}
+    return {name: (step, rows.block.tobytes(), rows.row_slots.tobytes()) for name, (step, rows) in tables.items()}
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def test_rows_to_columns(rows, dim, slots):
 def read_all(snapshot, table, step, ids=True):
     """All wanted rows by range: {row: (its vectors, its single values)}."""
     found = {}
-    (_, S, D), R = table.storage.shape, table.row_slots.shape[1]
+    (_, S, D), R = table.storage.shape, table.storage.row_slots.shape[1]
     for first in range(0, table.rows, step):
         last = min(table.rows, first + step)
         rows = snapshot.rows_between(first, last)
@@ -69,7 +69,7 @@ def test_a_snapshot_is_of_its_moment(optimizer, limit, dtype):
     table = HostTable(3000, 5, optimizer(), name="t", seed=1, dtype=dtype)
     changes = table.note_changes()
     block = table.storage.taken(np.arange(table.rows))
-    before = [(block[row].tobytes(), table.row_slots[row].tobytes()) for row in range(table.rows)]
+    before = [(block[row].tobytes(), table.storage.row_slots[row].tobytes()) for row in range(table.rows)]
     budget = Budget(limit)
     snapshot = changes.begin(budget, everything=True)
     stop, rng = threading.Event(), np.random.default_rng(2)

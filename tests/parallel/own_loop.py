@@ -117,7 +117,7 @@ def train(ranks, options, *, spoilt=None, made=None, seed=None, saved=None):
         "predicted": predicted,
         "dense": cases.dense_state(model, adam),
         "tables": {
-            name: (table.step, table.ids(0, table.rows), table.block.copy(), table.row_slots.copy())
+            name: (table.step, table.ids(0, table.rows), table.storage.block.copy(), table.storage.row_slots.copy())
             for name, table in tables.items()
         },
     }
