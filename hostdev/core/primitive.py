@@ -394,6 +394,19 @@ class _WholeRows(_TablePrimitive):
     They take `positions` as well, as `HostTable.read_rows`.
     """
 
+    method: ClassVar[str]  # of the table; its tasks are `<method>_tasks`
+
+    def run(self, table: Any, ids: Any, *some: Any) -> None:
+        """Copy the rows."""
+        self._check(table)
+        getattr(table, self.method)(ids, *some)
+
+    def tasks(self, table: Any, ids: Any, *some: Any) -> list[Task]:
+        """Return the tasks of copying."""
+        self._check(table)
+        tasks: list[Task] = getattr(table, f"{self.method}_tasks")(ids, *some)
+        return tasks
+
     def nbytes(self, table: Any, ids: Any, *some: Any) -> int:
         """Every row is read and written once."""
         return len(ids) * self.row_bytes(table)
@@ -406,37 +419,15 @@ class _WholeRows(_TablePrimitive):
 
 
 class CacheAdmit(_WholeRows):
-    """Copies the rows that a cache admits from their host table."""
+    """Reads the rows that a cache admits from their host table."""
 
-    name = "CacheAdmit"
-
-    def run(self, table: Any, ids: Any, *some: Any) -> None:
-        """Read the rows."""
-        self._check(table)
-        table.read_rows(ids, *some)
-
-    def tasks(self, table: Any, ids: Any, *some: Any) -> list[Task]:
-        """Return the tasks of reading."""
-        self._check(table)
-        tasks: list[Task] = table.read_rows_tasks(ids, *some)
-        return tasks
+    name, method = "CacheAdmit", "read_rows"
 
 
 class CacheEvict(_WholeRows):
     """Writes the rows that a cache evicts to their host table."""
 
-    name = "CacheEvict"
-
-    def run(self, table: Any, ids: Any, *some: Any) -> None:
-        """Write the rows."""
-        self._check(table)
-        table.write_rows(ids, *some)
-
-    def tasks(self, table: Any, ids: Any, *some: Any) -> list[Task]:
-        """Return the tasks of writing."""
-        self._check(table)
-        tasks: list[Task] = table.write_rows_tasks(ids, *some)
-        return tasks
+    name, method = "CacheEvict", "write_rows"
 
 
 def _weight_bytes(table: Any) -> int:
