@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from decimal import ROUND_FLOOR, Decimal, localcontext
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,6 @@ _ORDERS: dict[str, Callable[[Any, Any], Any]] = {
 _BINARY = {
     pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view(),
 }  # fmt: skip
-_EXACT = 2.0**53  # from which on a float64 may stand for several integers
-_DIGITS = 400  # more than a float64 or a decimal has before and after its point
 _SHOWN = 40  # characters of a wrong value in a message
 
 
@@ -65,13 +63,12 @@ def check_text(array: pa.Array) -> None:
         if (kind := kind_of(array.type)) not in ("text", "list"):
             raise
     if kind == "text":
-        _cast(array.cast(_BINARY.get(array.type, array.type)), pa.string(), "text in UTF-8")
+        cast(array.cast(_BINARY.get(array.type, array.type)), pa.string(), "text in UTF-8")
         return
     try:
         check_text(array.flatten())
     except WrongValueError as error:
-        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
-        error.row = _row_of(error.row, lengths)
+        error.row = _row_of(error.row, list_lengths(array))
         raise
 
 
@@ -174,9 +171,9 @@ def as_text(array: pa.Array) -> tuple[Codes, pa.StringArray]:
 
     A float must be a whole number, and is written as one. Raises WrongValueError.
     """
-    array = _decoded(array)
+    array = decoded(array)
     if kind_of(array.type) == "text":
-        array = _cast(array, pa.string(), "text in UTF-8")
+        array = cast(array, pa.string(), "text in UTF-8")
     encoded = array.dictionary_encode("encode")
     codes, values = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int32, copy=False), encoded.dictionary
     if pa.types.is_floating(values.type):
@@ -184,7 +181,7 @@ def as_text(array: pa.Array) -> tuple[Codes, pa.StringArray]:
     return codes, pc.fill_null(values.cast(pa.string()), "")
 
 
-def _decoded(array: pa.Array) -> pa.Array:
+def decoded(array: pa.Array) -> pa.Array:
     """Return values without a dictionary, and small decimals as those that Arrow can compute with."""
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
@@ -206,10 +203,10 @@ def _whole(values: pa.Array, codes: Codes) -> pa.Array:
 
 def as_numbers(array: pa.Array) -> npt.NDArray[np.float64]:
     """Return numbers, or text that is numbers, as float64 [n], NaN where missing. Raises WrongValueError."""
-    array = _decoded(array)
+    array = decoded(array)
     if kind_of(array.type) == "text":
-        array = _trimmed(_cast(array, pa.string(), "text in UTF-8"))
-    found = _cast(array, pa.float64(), "a number", safe=False)
+        array = trimmed(cast(array, pa.string(), "text in UTF-8"))
+    found = cast(array, pa.float64(), "a number", safe=False)
     numbers: npt.NDArray[np.float64] = found.to_numpy(zero_copy_only=False)
     wrong = np.flatnonzero(np.isinf(numbers))
     if len(wrong):
@@ -223,18 +220,18 @@ def numbers_where_readable(array: pa.Array) -> tuple[npt.NDArray[np.float64], np
         return as_numbers(array), np.zeros(len(array), np.bool_)
     except WrongValueError:
         pass
-    array = _decoded(array)
+    array = decoded(array)
     wrong = np.zeros(len(array), np.bool_)
     if kind_of(array.type) == "text":
         array, wrong = _cast_where_possible(array, pa.string())
-        array = _trimmed(array)
+        array = trimmed(array)
     found, not_cast = _cast_where_possible(array, pa.float64())
     numbers = found.to_numpy(zero_copy_only=False)
     wrong = wrong | not_cast | np.isinf(numbers)
     return np.where(wrong, np.nan, numbers), wrong
 
 
-def _trimmed(texts: pa.Array) -> pa.Array:
+def trimmed(texts: pa.Array) -> pa.Array:
     """Return texts without spaces around them, null where that stands for a number that is missing."""
     texts = pc.utf8_trim_whitespace(texts)
     return pc.if_else(pc.is_in(texts, value_set=pa.array(MISSING_NUMBERS)), pa.scalar(None, pa.string()), texts)
@@ -270,7 +267,7 @@ def labels_where_readable(array: pa.Array, positive: Positive | None) -> npt.NDA
             return np.full(len(array), np.nan, np.float32)
         numbers, _ = numbers_where_readable(array)
         return np.where(np.isnan(numbers), np.nan, _ORDERS[positive.op](numbers, float(positive.value))).astype("f4")
-    array = _decoded(array)
+    array = decoded(array)
     if kind == "text":
         array, _ = _cast_where_possible(array, pa.string())
     elif pa.types.is_floating(array.type):
@@ -294,7 +291,7 @@ def as_bags(array: pa.Array, separator: str | None) -> tuple[Codes, pa.StringArr
     Missing and empty values are left out. Raises WrongValueError.
     """
     if kind_of(array.type) == "list":
-        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int32)
+        lengths = list_lengths(array).astype(np.int32)
         try:
             codes, texts = as_text(array.flatten())
         except WrongValueError as error:
@@ -311,98 +308,6 @@ def as_bags(array: pa.Array, separator: str | None) -> tuple[Codes, pa.StringArr
     return codes[there], texts, np.diff(kept).astype(np.int32)
 
 
-def is_after(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
-    """Return which times or numbers are later or larger than `value`, bool [n]. Raises WrongValueError, UserError.
-
-    Integers and decimals are compared exactly, numbers in text with a point or an exponent as float64.
-    """
-    array = _decoded(array)
-    if kind_of(array.type) == "text":
-        array = pc.utf8_trim_whitespace(_cast(array, pa.string(), "text in UTF-8"))
-        array = pc.if_else(pc.is_in(array, value_set=pa.array(MISSING_NUMBERS)), pa.scalar(None, pa.string()), array)
-    missing = np.flatnonzero(array.is_null(nan_is_null=True).to_numpy(zero_copy_only=False))
-    if len(missing):
-        raise WrongValueError(int(missing[0]), "it is missing, so that its row is neither before nor after")
-    found = array.type if pa.types.is_temporal(array.type) else _type_of(value)
-    if found is None or (pa.types.is_temporal(found) and kind_of(array.type) in ("number", "bool")):
-        raise UserError(f"--test-after: {value!r} is not a number, and not a date or time such as 2024-12-31 or "
-                        "2024-12-31T12:00:00")  # fmt: skip
-    if not pa.types.is_temporal(found):
-        return _is_larger(array, value)
-    try:
-        limit = pa.scalar(value).cast(found)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-        raise UserError(f"--test-after: {value!r} cannot be compared with a column of type {found}; write it as "
-                        f"{_example(found)}") from None  # fmt: skip
-    times = _cast(array, found, f"a time like {value}")
-    return pc.greater(times, limit).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
-
-
-def _is_larger(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
-    """Return which numbers, or texts that are numbers, are larger than a number, bool [n]; none of them is missing."""
-    kind = array.type
-    if pa.types.is_decimal(kind) and np.isfinite(float(value)):
-        with localcontext(prec=_DIGITS):
-            limit = Decimal(value).quantize(Decimal(1).scaleb(-kind.scale), ROUND_FLOOR)
-        try:
-            return pc.greater(array, pa.scalar(limit, kind)).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
-        except pa.ArrowInvalid:  # more digits than the column's numbers may have
-            return np.full(len(array), limit < 0)
-    if pa.types.is_integer(kind):
-        return _is_integer_larger(array.to_numpy(zero_copy_only=False), value)
-    numbers = _cast(array, pa.float64(), "a number").to_numpy(zero_copy_only=False)
-    larger: npt.NDArray[np.bool_] = numbers > _float_at_most(value)
-    if pa.types.is_string(kind):
-        large = np.flatnonzero(np.abs(numbers) >= _EXACT)
-        texts = array.take(pa.array(large))
-        whole = pc.match_substring_regex(texts, "^[+-]?[0-9]+$").to_numpy(zero_copy_only=False)
-        texts, large = texts.filter(pa.array(whole)), large[whole]
-        try:
-            larger[large] = _is_integer_larger(texts.cast(pa.int64()).to_numpy(zero_copy_only=False), value)
-        except pa.ArrowInvalid:
-            larger[large] = _is_integer_larger(np.array([int(text) for text in texts.to_pylist()], object), value)
-    return larger
-
-
-def _is_integer_larger(numbers: npt.NDArray[Any], value: str) -> npt.NDArray[np.bool_]:
-    """Return which integers are larger than a number, exactly."""
-    limit = float(value)
-    if not np.isfinite(limit):
-        return np.full(len(numbers), limit < 0)
-    floor = int(Decimal(value).to_integral_value(ROUND_FLOOR))
-    if numbers.dtype != object:
-        bounds = np.iinfo(numbers.dtype)
-        if not bounds.min <= floor <= bounds.max:
-            return np.full(len(numbers), floor < bounds.min)
-        return numbers > numbers.dtype.type(floor)  # type: ignore[no-any-return]
-    return np.array([number > floor for number in numbers], np.bool_)
-
-
-def _float_at_most(value: str) -> float:
-    """Return the largest float that is no larger than a whole number, or the float of another number."""
-    found = float(value)
-    if np.isfinite(found) and (exact := Decimal(value)) == exact.to_integral_value() and found > exact:
-        return float(np.nextafter(found, -np.inf))
-    return found
-
-
-def _type_of(value: str) -> pa.DataType | None:
-    """Return the type in which text is compared with a value; float64 for a number."""
-    for found in (pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC")):
-        try:
-            pa.scalar(value).cast(found)
-        except pa.ArrowInvalid:
-            continue
-        return found
-    return None
-
-
-def _example(found: pa.DataType) -> str:
-    if pa.types.is_timestamp(found):
-        return "2024-12-31T12:00:00Z" if found.tz else "2024-12-31T12:00:00"
-    return "2024-12-31" if pa.types.is_date(found) else "one of its values"
-
-
 def _known(text: str) -> str | Decimal:
     """Return the number that a text is, exactly, or the text where it is none."""
     return Decimal(text) if _NUMBER.fullmatch(text) else text
@@ -415,7 +320,7 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def _cast(array: pa.Array, to: pa.DataType, what: str, *, safe: bool = True) -> pa.Array:
+def cast(array: pa.Array, to: pa.DataType, what: str, *, safe: bool = True) -> pa.Array:
     """Cast, or raise WrongValueError for the first value that is not `what`."""
     try:
         return array.cast(to, safe=safe)

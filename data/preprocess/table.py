@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import Positive, WrongValueError
+from hostdev.data.preprocess.comparing import is_after
 from hostdev.data.preprocess.delimited import DelimitedFile
 from hostdev.data.preprocess.files import ArrowTable, ParquetTable, Part, TableFile, format_of, is_table
 from hostdev.data.preprocess.folders import expand
@@ -172,7 +173,7 @@ class Table:
                 codes, texts = arrow.as_text(column(options.test_column[0]))
                 test = pc.equal(texts, options.test_column[1]).to_numpy(zero_copy_only=False)[codes]
             if options.test_after is not None:
-                test = arrow.is_after(column(options.test_after[0]), options.test_after[1])
+                test = is_after(column(options.test_after[0]), options.test_after[1])
         except WrongValueError as error:
             reason = f"column {name!r}: {error}{self._hint(name)}"
             raise WrongRowError(file.input.name, chunk.number(error.row), reason) from None

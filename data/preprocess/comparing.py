@@ -1,0 +1,106 @@
+"""Which rows come after a number or a time: by it rows may be for testing."""
+
+from decimal import ROUND_FLOOR, Decimal, localcontext
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+from hostdev.data.preprocess.columns import WrongValueError, cast, decoded, kind_of, trimmed
+
+from hostdev.core.errors import UserError
+
+_EXACT = 2.0**53  # from which on a float64 may stand for several integers
+_DIGITS = 400  # more than a float64 or a decimal has before and after its point
+
+
+def is_after(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
+    """Return which times or numbers are later or larger than `value`, bool [n]. Raises WrongValueError, UserError.
+
+    Integers and decimals are compared exactly, numbers in text with a point or an exponent as float64.
+    """
+    array = decoded(array)
+    if kind_of(array.type) == "text":
+        array = trimmed(cast(array, pa.string(), "text in UTF-8"))
+    missing = np.flatnonzero(array.is_null(nan_is_null=True).to_numpy(zero_copy_only=False))
+    if len(missing):
+        raise WrongValueError(int(missing[0]), "it is missing, so that its row is neither before nor after")
+    found = array.type if pa.types.is_temporal(array.type) else _type_of(value)
+    if found is None or (pa.types.is_temporal(found) and kind_of(array.type) in ("number", "bool")):
+        raise UserError(f"--test-after: {value!r} is not a number, and not a date or time such as 2024-12-31 or "
+                        "2024-12-31T12:00:00")  # fmt: skip
+    if not pa.types.is_temporal(found):
+        return _is_larger(array, value)
+    try:
+        limit = pa.scalar(value).cast(found)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        raise UserError(f"--test-after: {value!r} cannot be compared with a column of type {found}; write it as "
+                        f"{_example(found)}") from None  # fmt: skip
+    times = cast(array, found, f"a time like {value}")
+    return pc.greater(times, limit).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+
+
+def _is_larger(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
+    """Return which numbers, or texts that are numbers, are larger than a number, bool [n]; none of them is missing."""
+    kind = array.type
+    if pa.types.is_decimal(kind) and np.isfinite(float(value)):
+        with localcontext(prec=_DIGITS):
+            limit = Decimal(value).quantize(Decimal(1).scaleb(-kind.scale), ROUND_FLOOR)
+        try:
+            return pc.greater(array, pa.scalar(limit, kind)).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
+        except pa.ArrowInvalid:  # more digits than the column's numbers may have
+            return np.full(len(array), limit < 0)
+    if pa.types.is_integer(kind):
+        return _is_integer_larger(array.to_numpy(zero_copy_only=False), value)
+    numbers = cast(array, pa.float64(), "a number").to_numpy(zero_copy_only=False)
+    larger: npt.NDArray[np.bool_] = numbers > _float_at_most(value)
+    if pa.types.is_string(kind):
+        large = np.flatnonzero(np.abs(numbers) >= _EXACT)
+        texts = array.take(pa.array(large))
+        whole = pc.match_substring_regex(texts, "^[+-]?[0-9]+$").to_numpy(zero_copy_only=False)
+        texts, large = texts.filter(pa.array(whole)), large[whole]
+        try:
+            larger[large] = _is_integer_larger(texts.cast(pa.int64()).to_numpy(zero_copy_only=False), value)
+        except pa.ArrowInvalid:
+            larger[large] = _is_integer_larger(np.array([int(text) for text in texts.to_pylist()], object), value)
+    return larger
+
+
+def _is_integer_larger(numbers: npt.NDArray[Any], value: str) -> npt.NDArray[np.bool_]:
+    """Return which integers are larger than a number, exactly."""
+    limit = float(value)
+    if not np.isfinite(limit):
+        return np.full(len(numbers), limit < 0)
+    floor = int(Decimal(value).to_integral_value(ROUND_FLOOR))
+    if numbers.dtype != object:
+        bounds = np.iinfo(numbers.dtype)
+        if not bounds.min <= floor <= bounds.max:
+            return np.full(len(numbers), floor < bounds.min)
+        return numbers > numbers.dtype.type(floor)  # type: ignore[no-any-return]
+    return np.array([number > floor for number in numbers], np.bool_)
+
+
+def _float_at_most(value: str) -> float:
+    """Return the largest float that is no larger than a whole number, or the float of another number."""
+    found = float(value)
+    if np.isfinite(found) and (exact := Decimal(value)) == exact.to_integral_value() and found > exact:
+        return float(np.nextafter(found, -np.inf))
+    return found
+
+
+def _type_of(value: str) -> pa.DataType | None:
+    """Return the type in which text is compared with a value; float64 for a number."""
+    for found in (pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC")):
+        try:
+            pa.scalar(value).cast(found)
+        except pa.ArrowInvalid:
+            continue
+        return found
+    return None
+
+
+def _example(found: pa.DataType) -> str:
+    if pa.types.is_timestamp(found):
+        return "2024-12-31T12:00:00Z" if found.tz else "2024-12-31T12:00:00"
+    return "2024-12-31" if pa.types.is_date(found) else "one of its values"
