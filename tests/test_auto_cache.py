@@ -84,8 +84,8 @@ def test_what_is_chosen_is_not_refused(trained, small_data, tmp_path, monkeypatc
     """Beside all that a training keeps in host memory, not beside its tables alone."""
     found = []
 
-    def noted(*arguments, **how):
-        found.append(room.host_room(*arguments, **how))
+    def noted(parts):
+        found.append(room.host_room(parts))
         return found[-1]
 
     monkeypatch.setattr(trainer, "host_room", noted)

@@ -49,12 +49,8 @@ def kept_on_host(
     return room.kept(sizes, depth=depth, slots_on_host=not is_accelerator(device), uses=uses, copies=copies)
 
 
-def host_room(
-    model: Model, cache: CacheSpec | Mapping[str, CacheSpec] | None, part: tuple[int, int] | None,
-    device: torch.device, *, depth: int, uses: int, saves: bool,
-) -> Room:  # fmt: skip
-    """Return what `kept_on_host` says, and what is free; UserError unless it fits, before a table is allocated."""
-    parts = kept_on_host(model, cache, part, device, depth=depth, uses=uses, saves=saves)
+def host_room(parts: dict[str, int]) -> Room:
+    """Return what of `kept_on_host` is kept, and what is free; UserError unless it fits, before a table is there."""
     found = Room(room.free_with_counts(parts), parts)
     room.require(parts, found.free)
     return found

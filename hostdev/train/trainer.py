@@ -41,7 +41,7 @@ from hostdev.runtime.runtime import Runtime
 from hostdev.runtime.spec import CacheSpec, Feature
 from hostdev.runtime.step import Step
 from hostdev.train.losses import Losses, read_losses
-from hostdev.train.room import Room, host_room, require_copies, require_room
+from hostdev.train.room import Room, host_room, kept_on_host, require_copies, require_room
 from hostdev.train.scores import Scores
 from hostdev.train.staged import Staged
 from hostdev.train.together import Together
@@ -139,7 +139,7 @@ class Trainer:
         self.room = Room(free, {})  # what is kept of the host's memory
         uses = -(-most_uses // shares)
         if host_device_mix:
-            self.room = host_room(model, cache, part, device, depth=depth, uses=uses, saves=saves)
+            self.room = host_room(kept_on_host(model, cache, part, device, depth=depth, uses=uses, saves=saves))
         if host_device_mix and is_accelerator(device):
             require_copies(model.tables, uses, depth + 2, free, cached=cache is not None)
         self.tables: dict[str, HostTable | DeviceTable] = {}
