@@ -5,6 +5,7 @@ and a caller never waits for a busy pool (it works off its own ranges itself). W
 threads: a kernel's ranges are handed out in native code, and each helper wakes the next ones while there is work left.
 """
 
+import atexit
 import itertools
 import os
 import threading
@@ -38,9 +39,10 @@ _RANGE_BYTES, _LINE = 1 << 18, 64  # scattered rows cost a line at least; 20 to 
 _MOST_GRAINS = 16  # in a range, so that who is urgent need not wait for long: about half a millisecond
 _MAX_RANGE_BITS = 18  # so that Ctrl-C need not wait for long
 _WAKES = 2  # helpers, by each thread that takes part
+_LONGEST_JOIN = 1.0  # seconds; for helpers in somebody's call as the interpreter ends
 _NEVER = Flag()
 
-_queue: SimpleQueue["_Job"] = SimpleQueue()
+_queue: SimpleQueue["_Job | None"] = SimpleQueue()
 _workers: list[threading.Thread] = []
 _grow = threading.Lock()
 
@@ -134,15 +136,27 @@ class _Job:
                     return
 
     def end(self) -> None:
-        """Drop what is not begun, and wait for the helpers, whatever interrupts this thread: they write its memory."""
+        """Drop what is not begun, and wait for the helpers, whatever interrupts this thread: they write its memory.
+
+        Then the job holds no arrays: a helper that comes late would keep them, and be the one who frees them.
+        """
 
         def wait() -> None:
             with self._changed:
                 self._closed = True
                 self.drop()
                 self._changed.wait_for(lambda: not self._helpers)
+                self._parts = ()
 
         insist(wait)
+
+    def raise_error(self) -> None:
+        """Raise what has ended it; it is not kept, as its frames hold arrays, too."""
+        if self.error is not None:
+            try:
+                raise self.error
+            finally:
+                self.error = None
 
 
 class _Urgent:
@@ -200,8 +214,9 @@ def urgent() -> Iterator[None]:
 
 
 def _serve() -> None:
-    while True:
-        _queue.get().help()
+    while (job := _queue.get()) is not None:
+        job.help()
+        del job  # while it waits for the next
 
 
 def _ensure_workers(n: int) -> None:
@@ -212,6 +227,19 @@ def _ensure_workers(n: int) -> None:
             worker = threading.Thread(target=_serve, name=f"hostdev-{len(_workers) + 1}", daemon=True)
             worker.start()
             _workers.append(worker)
+
+
+@atexit.register
+def _end() -> None:
+    """Have the helpers end before the interpreter does: who frees a tensor while it ends aborts the process.
+
+    Callers work without them from then on.
+    """
+    for _worker in _workers:
+        _queue.put(None)
+    deadline = time.monotonic() + _LONGEST_JOIN
+    for worker in _workers:
+        worker.join(max(0.0, deadline - time.monotonic()))
 
 
 def _after_fork() -> None:
@@ -273,8 +301,7 @@ def run_tasks(tasks: Sequence[Task]) -> None:
         job.work()
     finally:
         job.end()
-    if job.error is not None:
-        raise job.error
+    job.raise_error()
 
 
 def tasks_over(kernel: Kernel, n: int, *args: Any, grain: int = 1) -> list[Task]:

@@ -1,13 +1,20 @@
+import gc
 import multiprocessing
 import signal
+import subprocess
+import sys
 import threading
 import time
+import weakref
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
 from hostdev.core.optimizers import LazyAdam
 from hostdev.host.table import HostTable
+from hostdev.kernels import pool
+from hostdev.kernels.jit import kernel
 from hostdev.kernels.pool import host_threads, parallel_for, run_tasks, set_host_threads, urgent
 
 
@@ -38,6 +45,78 @@ def test_an_error_reaches_the_caller_and_the_pool_lives_on():
         with pytest.raises(RuntimeError, match="at "):
             parallel_for(fail, 100)
     test_every_item_is_done_once(1000, 1, 3)
+
+
+class Busy:
+    """What keeps a helper from its next job until `leave` is set."""
+
+    def __init__(self):
+        self.begun, self.leave = threading.Event(), threading.Event()
+
+    def help(self):
+        self.begun.set()
+        assert self.leave.wait(20)
+
+
+@kernel
+def add_one(start, stop, values):
+    for at in range(start, stop):
+        values[at] += 1
+
+
+def fail(start, stop, values):
+    raise RuntimeError(f"at {start}")
+
+
+@pytest.mark.parametrize("work", [add_one, fail])
+def test_a_helper_that_comes_late_holds_nothing(work):
+    """Else it would be who frees an array, whenever it comes."""
+    set_host_threads(2)
+    parallel_for(lambda start, stop: None, 1000)
+    busy = [Busy() for _ in pool._workers]
+    for each in busy:
+        pool._queue.put(each)
+    try:
+        assert all(each.begun.wait(20) for each in busy)
+        values = np.zeros(1000)
+        freed = weakref.ref(values)
+
+        with pytest.raises(RuntimeError, match="at 0") if work is fail else nullcontext():
+            parallel_for(work, len(values), values)
+        assert pool._queue.qsize() >= 1
+        gc.disable()  # no cycle holds it either
+        del values
+        assert freed() is None
+    finally:
+        gc.enable()
+        for each in busy:
+            each.leave.set()
+
+
+LATE = """
+import threading, time, torch
+from hostdev.kernels import pool
+
+begun = threading.Event()
+
+class Late:
+    def help(self):
+        begun.set()
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end:
+            torch.empty(100)
+
+pool.set_host_threads(2)
+pool.parallel_for(lambda start, stop: None, 1000)
+pool._queue.put(Late())
+begun.wait()
+"""
+
+
+def test_helpers_end_before_the_interpreter():
+    """Tensors are freed without the interpreter's lock; to take it back while it ends ends the process by a signal."""
+    ran = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
 
 
 def test_kernels_called_from_several_python_threads():
