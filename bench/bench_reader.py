@@ -55,7 +55,7 @@ def write(root: Path, rows: int) -> Manifest:
         shards.append(Shard(file=file, rows=n, sha256=write_shard(root / file, made, schema)))
     return Manifest(
         schema=schema, id_type="int32", train=shards, test=[], vocabulary=None, vocabulary_sha256=None,
-        options={}, statistics={}, sources=[],
+        rejected_sha256=None, options={}, statistics={}, sources=[],
     )  # fmt: skip
 
 

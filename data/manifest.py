@@ -6,7 +6,6 @@ the whole range of values.
 
 import json
 from dataclasses import asdict, dataclass, fields
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,13 @@ import pyarrow.compute as pc
 from hostdev.data import schema as schemas
 from hostdev.data.schema import Column, Schema, Space
 
-from hostdev.core.checksums import checksum
+from hostdev.core.checksums import checksum, json_checksum
 from hostdev.core.errors import UserError
 
 FORMAT = "hostdev-shards"
 VERSION = 2
 FILE_NAME = "manifest.json"
+REJECTED_FILE = "rejected.tsv"
 
 
 def shard_schema(schema: Schema, id_type: str) -> pa.Schema:
@@ -60,6 +60,7 @@ class Manifest:
     test: list[Shard]
     vocabulary: str | None  # Arrow file: column or space, value and count by id; None where ids are hashed
     vocabulary_sha256: str | None  # of that file; data sets of before it was recorded have none
+    rejected_sha256: str | None  # of rejected.tsv; as above, and then the manifest has none of its own
     options: dict[str, Any]
     statistics: dict[str, Any]
     sources: list[dict[str, Any]]
@@ -82,7 +83,7 @@ class Manifest:
         """A checksum of what training and evaluation depend on: the rows, and what their columns are."""
         content: dict[str, Any] = {"schema": self.schema.as_json(), "id_type": self.id_type}
         content |= {split: [[shard.rows, shard.sha256] for shard in self.shards(split)] for split in ("train", "test")}
-        return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return json_checksum(content)
 
     def uses(self, split: str) -> int:
         """Return how many ids the rows of a split have, those of the dense columns included."""
@@ -91,8 +92,9 @@ class Manifest:
         return self.rows(split) * each + int(bags)
 
     def write(self, folder: Path) -> None:
-        """Write manifest.json into `folder`."""
+        """Write manifest.json into `folder`; its last field is the checksum of the others."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self), "schema": self.schema.as_json()}
+        content["sha256"] = json_checksum(content)
         (folder / FILE_NAME).write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -113,6 +115,11 @@ def read(folder: Path) -> Manifest:
             f"{path} is of format {found[0]!r} version {found[1]!r}, and this is hostdev for "
             f"{FORMAT!r} version {VERSION}; preprocess the data again"
         )
+    sha256 = content.pop("sha256", None)
+    has_checksum = sha256 is not None or "rejected_sha256" in content
+    if has_checksum and sha256 != json_checksum({"format": found[0], "version": found[1], **content}):
+        raise UserError(f"{path} is broken (a wrong checksum: it is damaged or was changed); preprocess the data again")
+    content.setdefault("rejected_sha256", None)
     known = {field.name for field in fields(Manifest)}
     if found[1] == 1:
         known = known - {"schema"} | {"vocabulary_size", "dense_names", "categorical_names"}
@@ -185,6 +192,7 @@ def _wrong_counts(column: Any, uses: int) -> str | None:
 def _check(found: Manifest, path: Path) -> None:
     """Raise UserError for values that no data set has."""
     shards = [*found.train, *found.test]
+    statistics = found.statistics if isinstance(found.statistics, dict) else {}
     for what, right in (
         ("id_type", found.id_type in ("int32", "int64")),
         ("train or test", all(found.shards(split) for split in ("train", "test"))),
@@ -193,8 +201,10 @@ def _check(found: Manifest, path: Path) -> None:
         ("options", isinstance(found.options, dict)),
         ("vocabulary", found.vocabulary is None or isinstance(found.vocabulary, str)),
         ("vocabulary_sha256", found.vocabulary_sha256 is None or isinstance(found.vocabulary_sha256, str)),
+        ("rejected_sha256", found.rejected_sha256 is None or isinstance(found.rejected_sha256, str)),
         ("statistics", _has_bag_values(found)),
-        ("missing", _has_rates(found.statistics.get("missing", {}))),
+        ("missing", _has_rates(statistics.get("missing", {}))),
+        ("rejected", type(statistics.get("rejected", 0)) is int),
     ):
         if not right:
             raise UserError(f"{path} is broken (a wrong value of {what}); preprocess the data again")

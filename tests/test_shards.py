@@ -10,7 +10,7 @@ from hostdev.data.shards import ShardReader
 
 from hostdev import UserError
 from tests.data import twins
-from tests.data.test_build import as_version_1
+from tests.manifests import as_version_1, edit_manifest, write_manifest
 
 
 def reader(folder, split="train"):
@@ -24,14 +24,13 @@ def flat(batches):
 
 def rewrite(folder, change, *, shard=1, rows_per_batch=None):
     """Change a training shard's table, and the manifest so that its checksum is right."""
-    path = folder / "manifest.json"
-    content = json.loads(path.read_text())
+    content = json.loads((folder / "manifest.json").read_text())
     entry = content["train"][shard]
     table = change(pa.ipc.open_file(folder / entry["file"]).read_all())
     with pa.ipc.new_file(folder / entry["file"], table.schema) as file:
         file.write_table(table, max_chunksize=rows_per_batch)
     entry["sha256"] = manifest.checksum(folder / entry["file"])
-    path.write_text(json.dumps(content))
+    write_manifest(folder, content)
     return folder / entry["file"]
 
 
@@ -137,9 +136,7 @@ def test_a_label_that_is_none_is_named(own_data):
 def test_not_an_arrow_file(own_data):
     path = own_data / "train/part-00001.arrow"
     path.write_bytes(b"ARROW?")
-    content = json.loads((own_data / "manifest.json").read_text())
-    content["train"][1]["sha256"] = manifest.checksum(path)
-    (own_data / "manifest.json").write_text(json.dumps(content))
+    edit_manifest(own_data, lambda content: content["train"][1].update(sha256=manifest.checksum(path)))
     with pytest.raises(UserError, match="part-00001.arrow is not an Arrow file"):
         read_all(own_data)
 
@@ -161,11 +158,10 @@ def test_missing_values_within_a_list(own_data):
 ])  # fmt: skip
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_broken_manifest(own_data, version, key, value):
-    path = own_data / "manifest.json"
-    content = json.loads(path.read_text())
+    content = json.loads((own_data / "manifest.json").read_text())
     content = as_version_1(content) if version == 1 else content
     (content["train"][0] if key in ("rows", "file") else content)[key] = value
-    path.write_text(json.dumps(content))
+    write_manifest(own_data, content)
     with pytest.raises(UserError, match="manifest.json is broken"):
         manifest.read(own_data)
 

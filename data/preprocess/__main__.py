@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hostdev.data.manifest import Manifest
+from hostdev.data.manifest import REJECTED_FILE, Manifest
 from hostdev.data.preprocess import looking, table_flags
-from hostdev.data.preprocess.build import REJECTED_FILE, Options, build
+from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.dense import MODES
 from hostdev.data.preprocess.raw import Source

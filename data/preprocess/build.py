@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hostdev.data import schema as schemas
-from hostdev.data.manifest import Manifest, Shard
+from hostdev.data.manifest import REJECTED_FILE, Manifest, Shard
 from hostdev.data.preprocess import second_pass
 from hostdev.data.preprocess.dense import MODES, Scaling, fixed_scaling, scaling_of
 from hostdev.data.preprocess.first_pass import FirstPass
@@ -30,7 +30,6 @@ from hostdev.core.progress import bar
 from hostdev.core.workers import Workers
 from hostdev.kernels.pool import host_threads
 
-REJECTED_FILE = "rejected.tsv"
 VOCABULARY_FILE = "vocabulary.arrow"
 
 
@@ -234,6 +233,7 @@ class _Build:
             test=shards["test"],
             vocabulary=None if vocabulary is None else vocabulary.name,
             vocabulary_sha256=None if vocabulary is None else checksum(vocabulary),
+            rejected_sha256=checksum(folder / REJECTED_FILE),
             options={**self._source.options(), **self._options.as_json()},
             statistics={
                 "rows": rows,

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 from hostdev.data import manifest
-from hostdev.data.manifest import Manifest, Shard
-from hostdev.data.preprocess.build import REJECTED_FILE
+from hostdev.data.manifest import REJECTED_FILE, Manifest, Shard
 from hostdev.data.preprocess.counting import Counter, count_bytes, require_room
 from hostdev.data.preprocess.pieces import SPLITS
 from hostdev.data.preprocess.stored import (
@@ -20,6 +19,7 @@ from hostdev.data.preprocess.stored import (
     Wrong,
     each_shard,
     parts_of,
+    require_checksum,
     size_of,
     wrong_values,
 )
@@ -29,6 +29,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import gib
 from hostdev.core.progress import counted
 
+_NO_CHECKSUM = "no checksum recorded"
 _CLOSE = 1e-9  # shares that are the same but for the order of a sum
 
 
@@ -113,13 +114,29 @@ def check(folder: Path) -> Report:
         if counts is None:
             about += ", counts not compared"
         if found.vocabulary_sha256 is None:
-            about += ", no checksum recorded"
+            about += f", {_NO_CHECKSUM}"
         report.say(vocabulary.path, about, [*wrong, *_wrong_ids(vocabulary, found, counts)])
+    _check_rejected(folder, found, report)
     lines = [f"{path}: {what}; {REMEDY}" for split in SPLITS for what in _wrong_statistics(found, split, totals[split])]
     unknown = [split for split in SPLITS if not totals[split].known]
-    report.say(path, f"statistics of {' and '.join(unknown)} rows not compared" if unknown else "", lines)
+    notes = [f"statistics of {' and '.join(unknown)} rows not compared"] if unknown else []
+    notes += [_NO_CHECKSUM] if found.rejected_sha256 is None else []
+    report.say(path, ", ".join(notes), lines)
     report.lines += [f"{extra}: not of the data set" for extra in _others(folder, found)]
     return report
+
+
+def _check_rejected(folder: Path, found: Manifest, report: Report) -> None:
+    """Look at the lines that were set aside."""
+    path, expected = folder / REJECTED_FILE, found.rejected_sha256
+    about = counted(found.statistics.get("rejected", 0), "malformed line")
+    try:
+        if expected is not None:
+            require_checksum(path, expected)
+    except DamagedError as error:
+        report.say(path, about, [str(error)])
+        return
+    report.say(path, about if expected is not None else f"{about}, {_NO_CHECKSUM}", [])
 
 
 def _open_vocabulary(folder: Path, found: Manifest, report: Report) -> tuple[StoredVocabulary | None, list[str]]:

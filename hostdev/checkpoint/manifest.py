@@ -2,10 +2,10 @@
 
 import json
 from dataclasses import asdict, dataclass, field, fields
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from hostdev.core.checksums import json_checksum
 from hostdev.core.errors import UserError
 from hostdev.core.table_dtypes import FP32
 
@@ -100,7 +100,7 @@ class Manifest:
     @property
     def checksum(self) -> str:
         """What checkpoint.json carries as the checksum of its content."""
-        return _checksum(self._content())
+        return json_checksum(self._content())
 
     def _content(self) -> dict[str, Any]:
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
@@ -147,7 +147,7 @@ def read(path: Path) -> Manifest:
     if found[0] != FORMAT:
         raise BrokenCheckpointError(f"{file} is broken (format {found[0]!r})")
     checksum = content.pop("sha256", None)
-    if checksum != _checksum({"format": found[0], "version": found[1], **content}):
+    if checksum != json_checksum({"format": found[0], "version": found[1], **content}):
         raise BrokenCheckpointError(f"{file} is broken (its checksum is wrong)")
     if found[1] != VERSION:
         raise UserError(f"{file} is of format version {found[1]}, and this hostdev reads version {VERSION}")
@@ -169,7 +169,3 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     return Manifest(
         **{**content, "parent": None if parent is None else Parent(**parent), "tables": tables, "others": others}
     )
-
-
-def _checksum(content: dict[str, Any]) -> str:
-    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

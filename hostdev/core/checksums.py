@@ -1,5 +1,6 @@
-"""Checksums of files: of one that is there, and of one while it is written."""
+"""Checksums of files: of one that is there, of one while it is written, and of what a JSON file says."""
 
+import json
 import os
 import zlib
 from collections.abc import Callable
@@ -42,6 +43,11 @@ def checksum(path: Path, digest: Callable[[], Digest] = sha256) -> str:
         while chunk := file.read(_AT_ONCE):
             found.update(chunk)
     return found.hexdigest()
+
+
+def json_checksum(content: dict[str, Any]) -> str:
+    """Return the SHA-256 of an object that was or will be read from JSON, in hexadecimal, in whatever order it is."""
+    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 class HashedFile:

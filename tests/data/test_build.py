@@ -16,6 +16,7 @@ from hostdev.data.preprocess.synthetic import CHUNK_ROWS, Synthetic, write_text
 from hostdev import UserError
 from hostdev.kernels.counter import key64, uniform
 from tests.data.test_criteo import line
+from tests.manifests import as_version_1, write_manifest
 
 A, B, C = "0000000a", "0000000b", "0000000c"
 
@@ -255,8 +256,9 @@ def test_the_manifest_of_another_version_is_refused(tmp_path):
         ({"format": "x"}, "'x'"),
         ({"extra": 1}, "extra"),
         ({"vocabulary_sha256": 3}, "a wrong value of vocabulary_sha256"),
+        ({"rejected_sha256": 3}, "a wrong value of rejected_sha256"),
     ]:
-        path.write_text(json.dumps({**content, **change}))
+        write_manifest(tmp_path / "out", {**content, **change})
         with pytest.raises(UserError, match=message):
             manifest.read(tmp_path / "out")
     path.write_text("{")
@@ -278,20 +280,9 @@ def rewrite_vocabulary(folder, change):
 
 def forget_checksum(folder):
     """Make the manifest one of version 1, of before the vocabulary had a checksum."""
-    path = folder / "manifest.json"
-    content = as_version_1(json.loads(path.read_text()))
+    content = as_version_1(json.loads((folder / "manifest.json").read_text()))
     del content["vocabulary_sha256"]
-    path.write_text(json.dumps(content))
-
-
-def as_version_1(content):
-    """A manifest's content as version 1 had it."""
-    schema = content.pop("schema")
-    names = [column["name"] for column in schema["columns"]]
-    return {
-        **content, "version": 1, "vocabulary_size": schema["rows"], "dense_names": schema["dense"],
-        "categorical_names": names,
-    }  # fmt: skip
+    write_manifest(folder, content)
 
 
 def plus(index, by):

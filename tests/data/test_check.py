@@ -17,6 +17,7 @@ from hostdev import UserError
 from hostdev.kernels.pool import set_host_threads
 from tests.data import twins
 from tests.data.test_manifest import VERSION_1
+from tests.manifests import edit_manifest
 from tests.test_shards import WRONG_OFFSETS, bag_columns, rewrite, rewrite_bag
 
 REMEDY = "; preprocess the data again, or copy it again from where it is whole"
@@ -44,13 +45,6 @@ def wrong(folder):
     return [line.removesuffix(REMEDY).removeprefix(f"{folder}/") for line in lines]
 
 
-def edit_manifest(folder, change):
-    path = folder / "manifest.json"
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-
-
 def edit_vocabulary(folder, change):
     """Replace the vocabulary, given it as {name: list}; the manifest has its new checksum."""
     path = folder / "vocabulary.arrow"
@@ -73,6 +67,7 @@ def test_whole_data_sets(tmp_path, in_process, small_data, films, bag_data):
         f"{films}/train: 1 shard, 2,682 rows, {stored_size(films / 'train')}: whole",
         f"{films}/test: 1 shard, 318 rows, {stored_size(films / 'test')}: whole",
         f"{films}/vocabulary.arrow: 154 ids, {stored_size(films / 'vocabulary.arrow')}: whole",
+        f"{films}/rejected.tsv: 0 malformed lines: whole",
         f"{films}/manifest.json: whole",
     ]
 
@@ -113,8 +108,9 @@ def test_it_goes_on_after_damage_and_lists_all_of_it(own_data, in_process):
     assert lines[4].startswith(f"{own_data}/train: 3 shards, ")
     assert lines[4].endswith(" rows, " + shards + ": NOT WHOLE, 2 findings")
     assert lines[5].endswith("whole")
-    assert lines[6].startswith(f"{own_data}/manifest.json: statistics say that label_mean of the test rows is 0.5, ")
-    assert lines[7:] == [
+    assert lines[6] == f"{own_data}/rejected.tsv: 0 malformed lines: whole"
+    assert lines[7].startswith(f"{own_data}/manifest.json: statistics say that label_mean of the test rows is 0.5, ")
+    assert lines[8:] == [
         f"{own_data}/manifest.json: statistics of train rows not compared: NOT WHOLE, 1 finding",
     ]  # fmt: skip
     assert err == (
@@ -299,6 +295,59 @@ def test_a_broken_manifest(own_data, in_process):
     assert code == 1
     assert out.splitlines()[0].startswith(f"{own_data}/manifest.json is broken (")
     assert "is not whole: 1 finding: " in err
+
+
+@pytest.mark.parametrize("name", [None, "sha256", "rejected_sha256"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content["statistics"]["dense_max"].__setitem__(0, 3),
+        lambda content: content["statistics"]["missing"]["test"].update(C1=0.5),
+        lambda content: content["statistics"].update(rejected=7),
+        lambda content: content["options"].update(seed=99),
+        lambda content: content["sources"].clear(),
+        lambda content: content["schema"].update(label="other"),
+    ],
+)
+def test_a_changed_manifest(own_data, in_process, change, name):
+    """Nothing else in the data set says what it says; nor is it whole without its checksum."""
+    path = own_data / "manifest.json"
+    content = json.loads(path.read_text())
+    change(content)
+    content.pop(name, None)
+    path.write_text(json.dumps(content, indent=2))
+    code, out, _ = in_process(preprocess, "check", own_data)
+    assert code == 1
+    assert out.splitlines() == [
+        f"{path} is broken (a wrong checksum: it is damaged or was changed); preprocess the data again",
+        f"{path}: NOT WHOLE, 1 finding",
+    ]
+    with pytest.raises(UserError, match="a wrong checksum"):
+        manifest.read(own_data)
+
+
+def test_a_manifest_in_another_order_is_the_same(own_data):
+    path = own_data / "manifest.json"
+    path.write_text(json.dumps(dict(reversed(json.loads(path.read_text()).items()))))
+    assert wrong(own_data) == []
+
+
+def test_lines_that_were_set_aside(own_data):
+    path = own_data / "rejected.tsv"
+    path.write_text("a.csv\t1\tother columns\tx\n")
+    assert wrong(own_data) == ["rejected.tsv: a wrong checksum: it is damaged or was changed"]
+    path.unlink()
+    assert wrong(own_data) == ["rejected.tsv: it is missing"]
+
+
+def test_a_manifest_of_before_it_had_a_checksum(own_data):
+    edit_manifest(own_data, lambda content: [content.pop(name) for name in ("sha256", "rejected_sha256")])
+    (own_data / "rejected.tsv").unlink()
+    assert wrong(own_data) == []
+    assert check(own_data).lines[-2:] == [
+        f"{own_data}/rejected.tsv: 0 malformed lines, no checksum recorded: whole",
+        f"{own_data}/manifest.json: no checksum recorded: whole",
+    ]
 
 
 def test_no_data_set(tmp_path, in_process):

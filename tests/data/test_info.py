@@ -16,8 +16,8 @@ from hostdev import UserError
 from hostdev.core import pictures
 from hostdev.kernels.pool import set_host_threads
 from tests.data import twins
-from tests.data.test_check import edit_manifest
 from tests.data.test_manifest import VERSION_1
+from tests.manifests import edit_manifest
 from tests.test_shards import rewrite
 
 

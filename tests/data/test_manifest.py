@@ -15,6 +15,7 @@ from hostdev.data.shards import ShardReader
 from hostdev.models.wide_deep.network import WideDeep
 
 from hostdev import UserError
+from tests.manifests import edit_manifest
 
 # A data set of version 1, made by the code of that time from 60 look-alike rows, threshold 1, 20 rows in a shard.
 VERSION_1 = Path(__file__).parent / "version1/vocabulary"
@@ -110,10 +111,7 @@ def test_a_schema_that_cannot_be(change, message):
     (lambda found: found.update(more=1), "more"),
 ])  # fmt: skip
 def test_a_manifest_with_a_broken_schema(own_data, change, message):
-    path = own_data / "manifest.json"
-    content = json.loads(path.read_text())
-    change(content["schema"])
-    path.write_text(json.dumps(content))
+    edit_manifest(own_data, lambda content: change(content["schema"]))
     with pytest.raises(UserError, match=f"manifest.json is broken .*{message}.*preprocess the data again"):
         manifest.read(own_data)
 
@@ -121,12 +119,11 @@ def test_a_manifest_with_a_broken_schema(own_data, change, message):
 @pytest.mark.parametrize(("change", "what"), [
     (lambda found: found.update(vocabulary=5), "vocabulary"),
     (lambda found: found["statistics"].update(missing="none"), "missing"),
+    (lambda found: found["statistics"].update(rejected="none"), "rejected"),
+    (lambda found: found.update(statistics=[]), "statistics"),
     (lambda found: found["statistics"]["missing"]["test"].update(C1="none"), "missing"),
 ])  # fmt: skip
 def test_a_manifest_with_a_wrong_value(own_data, change, what):
-    path = own_data / "manifest.json"
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
+    edit_manifest(own_data, change)
     with pytest.raises(UserError, match=f"manifest.json is broken .a wrong value of {what}.; preprocess the data"):
         manifest.read(own_data)

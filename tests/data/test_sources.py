@@ -35,7 +35,8 @@ def contents(folder):
     """All bytes of a data set but what its manifest says of the sources."""
     files = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
     found = json.loads(files.pop(manifest.FILE_NAME))
-    found.pop("sources")
+    for name in ("sources", "rejected_sha256", "sha256"):  # lines that are set aside name their file
+        del found[name]
     return files, found
 
 
