@@ -87,6 +87,7 @@ def test_counting_stops_after_a_piece(text, tmp_path, monkeypatch):
     monkeypatch.setattr(Vocabulary, "count", note)
     with pytest.raises(KeyboardInterrupt):
         make(text, tmp_path / "out", threads=3)
+    assert interrupted.is_set()
     assert len(counted) <= 3  # a piece by each thread, of many
 
 
