@@ -149,18 +149,18 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=None, help="on the disk that is measured (the system's folder)")
     arguments = parser.parse_args()
     rows, memory = arguments.rows, Memory()
-    copied, filled, hashed = copy_rate(), fill_rate(), hash_rate()
+    shape = GroupSize(rows, [TableShape(DIM, hostdev.LazyAdam())], True, hostdev.CacheSpec("1%"))
+    announced = kept([shape], depth=2, slots_on_host=True, uses=BATCH * FIELDS, copies=SAVING_BYTES)
+    size = announced["tables"]
+    copied, brought, filled, hashed = copy_rate(), fill_rate(size), fill_rate(size), hash_rate()
     batches = batches_of(rows, 2 * WARMING + arguments.steps + PREDICTED + ADDED)
     at_first = memory.now()
     folder = Path(tempfile.mkdtemp(dir=arguments.dir))
     written, read = disk_rates(folder, 1 << 32)
     print(
-        f"{rows:,} rows; copies {copied:.1f} GB/s, new memory {filled:.1f}; "
+        f"{rows:,} rows; copies {copied:.1f} GB/s, new memory {filled:.1f} ({brought:.1f} before); "
         f"disk {written:.2f} and {read:.2f}; SHA-256 {hashed:.2f}"
     )
-    shape = GroupSize(rows, [TableShape(DIM, hostdev.LazyAdam())], True, hostdev.CacheSpec("1%"))
-    announced = kept([shape], depth=2, slots_on_host=True, uses=BATCH * FIELDS, copies=SAVING_BYTES)
-    size = announced["tables"]
     print(f"announced: {gib(sum(announced.values()))}: {in_words(announced)}")
     phases = Phases(memory)
     costs: dict[int, list[tuple[float, float]]] = {}
@@ -215,7 +215,7 @@ def main() -> None:
     most = max(found["memory"] for found in phases.found.values())
     print(f"memory {gib(most)}, of which {gib(at_first)} were there before; announced {gib(sum(announced.values()))}")
     content: dict[str, Any] = {
-        "rows": rows, "dim": DIM, "threads": host_threads(), "copy": copied, "fill": filled, "hash": hashed,
+        "rows": rows, "dim": DIM, "threads": host_threads(), "copy": copied, "fill": [brought, filled], "hash": hashed,
         "disk": [written, read], "announced": announced, "memory_before": at_first, "most_memory": most,
         "phases": phases.found, "ops": ops, "ms_a_step": float(np.median(times) * 1e3), "added_bytes": added,
         "added_seconds": seconds, "loaded_is_saved": same, "ns_a_row": costs,
