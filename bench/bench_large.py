@@ -200,6 +200,8 @@ def main() -> None:
         print(f"the state that was saved is the one that was loaded: {same}")
         sizes = sorted({SMALLEST, rows // 20} - set(range(SMALLEST)))
         tables = [hostdev.HostTable(n, DIM, hostdev.LazyAdam(), name=f"{n} rows") for n in sizes]
+        for one in tables:  # as of the large one, whose checkpoints there are
+            one.note_changes()
         for _ in range(3):  # in turn, as the memory is others', too
             for one in (*tables, table):
                 costs.setdefault(one.rows, []).append(row_cost(one))

@@ -41,7 +41,7 @@ def copy_rate() -> float:
 def fill_rate(nbytes: int) -> float:
     """GB/s of writing so much memory that is new to the process, page faults and all, by all threads.
 
-    Where it is new to a virtual machine, too, its host brings it first; a second time tells what the machine itself takes.
+    Where it is new to a virtual machine, too, its host brings it first; a second time tells what the machine takes.
     """
     target = mapped(nbytes // 4)
 

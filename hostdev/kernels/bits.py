@@ -9,7 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.kernels.bfloat16 import to_float32
-from hostdev.kernels.jit import kernel, prefetch_to_read
+from hostdev.kernels.buffers import LINE
+from hostdev.kernels.jit import fetch_or, kernel, prefetch_to_read
+from hostdev.kernels.pool import grain_of, parallel_for
 
 Bits = npt.NDArray[np.uint64]  # [ceil(V / 64)]; row r is bit r % 64 of word r // 64
 
@@ -35,12 +37,19 @@ def count_bits(bits: Bits) -> int:
 
 
 @kernel
-def mark(ids: Any, bits: Any) -> None:
-    """Add the rows ids [N] to a set; one thread at a time."""
+def _mark(start: Any, stop: Any, ids: Any, bits: Any) -> None:
     six, low, one = np.uint64(6), np.uint64(63), np.uint64(1)
-    for i in range(np.uint64(0), np.uint64(len(ids))):
+    address = bits.ctypes.data
+    for i in range(np.uint64(start), np.uint64(stop)):
         row = np.uint64(ids[i])
-        bits[row >> six] |= one << (row & low)
+        bit = one << (row & low)
+        if not bits[row >> six] & bit:  # frequent rows are there after a few steps
+            fetch_or(address + np.int64(row >> six) * 8, bit)
+
+
+def mark(ids: npt.NDArray[Any], bits: Bits) -> None:
+    """Add the rows ids [N], int32 or int64, to a set, on all threads; it may grow by others at the same time."""
+    parallel_for(_mark, len(ids), ids, bits, grain=grain_of(LINE))
 
 
 @kernel

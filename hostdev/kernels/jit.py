@@ -70,6 +70,16 @@ def _fetch_add(typing_context: Any, address: Any, by: Any) -> Any:
     return types.int64(types.intp, types.int64), generate
 
 
+def _fetch_or(typing_context: Any, address: Any, bits: Any) -> Any:
+    """Set bits of the uint64 at an address and return what it was, in one step for all threads."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("or", pointer, arguments[1], "monotonic")
+
+    return types.uint64(types.intp, types.uint64), generate
+
+
 def _load(typing_context: Any, address: Any) -> Any:
     """The int64 at an address, read anew each time: another thread may have written it."""
 
@@ -81,6 +91,7 @@ def _load(typing_context: Any, address: Any) -> Any:
 
 
 fetch_add: Any = intrinsic(_fetch_add)
+fetch_or: Any = intrinsic(_fetch_or)
 load: Any = intrinsic(_load)
 
 _ask_to_write = _prefetch(1, 3)

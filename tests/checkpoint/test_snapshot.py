@@ -8,6 +8,7 @@ import pytest
 from hostdev import FTRL, HostTable, LazyAdam, RowWiseAdagrad
 from hostdev.host.changes import Budget
 from hostdev.kernels import bits
+from hostdev.kernels.pool import set_host_threads
 
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 1000])
@@ -29,6 +30,15 @@ def test_sets_of_rows(rows, dtype):
     count = bits.take(wanted, marked, out)
     assert out[:count].tolist() == [row for row in wanted.tolist() if row in there]
     assert bits.count_bits(marked) == len(there - set(wanted.tolist()))
+
+
+def test_threads_that_mark_neighbours_lose_none():
+    set_host_threads(4)
+    rows = 1 << 17
+    for seed in range(20):
+        marked = bits.bits_for(rows)
+        bits.mark(np.random.default_rng(seed).permutation(rows).astype(np.int32), marked)
+        np.testing.assert_array_equal(marked, bits.all_bits(rows))
 
 
 @pytest.mark.parametrize(("rows", "dim", "slots"), [(1, 1, 0), (50, 3, 2), (50, 80, 1)])
