@@ -1,9 +1,12 @@
-"""From files to tables: the newest whole checkpoint, checked before anything is changed."""
+"""From files to tables: the newest whole checkpoint, checked before anything is changed, or while it is loaded."""
 
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,13 @@ def verify(chain: Chain) -> None:
         raise error
 
 
+def verify_others(chain: Chain) -> None:
+    """Do `verify` of what a chain has beside its tables' rows: those are checked by who loads them."""
+    for checkpoint in chain:
+        for file in checkpoint.manifest.others:
+            check_file(checkpoint.path / file.file, file)
+
+
 def damaged(chains: Sequence[Chain]) -> Iterator[tuple[Path, BrokenCheckpointError]]:
     """Read every file of some checkpoints, once, and compare checksums; yield whose file is wrong, and how."""
     whole = {checkpoint.path: checkpoint for chain in chains for checkpoint in chain}
@@ -47,8 +57,10 @@ def damaged(chains: Sequence[Chain]) -> Iterator[tuple[Path, BrokenCheckpointErr
                 yield path, error
 
 
-def newest_whole(path: Path) -> Found:
+def newest_whole(path: Path, check: Callable[[Chain], None] = verify) -> Found:
     """Return the newest whole checkpoint in a folder, or the one that `path` is.
+
+    check  raises BrokenCheckpointError for one that is not whole, whose manifests are
 
     Raises BrokenCheckpointError where `path` is one that is damaged, or none is whole; UserError where there is none.
     """
@@ -57,7 +69,7 @@ def newest_whole(path: Path) -> Found:
     for each in found:
         try:
             chain = chain_of(each)
-            verify(chain)
+            check(chain)
         except BrokenCheckpointError as error:
             if len(found) == 1:
                 raise
@@ -90,8 +102,12 @@ def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
             )
 
 
-def load_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
-    """Write a checkpoint's rows into the tables, with their steps and learning rates; after `require_tables`."""
+def load_tables(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -> None:
+    """Write a checkpoint's rows into the tables, with their steps and learning rates; after `require_tables`.
+
+    check  compare the checksums of the rows' files, each of which is read once; else `verify` has. Where one is wrong
+           BrokenCheckpointError names it, and the tables hold rows of others
+    """
     layers = Layers(chain)
     for name in tables:
         layers.ranges(name)  # no gaps
@@ -99,6 +115,7 @@ def load_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
         file.bytes for checkpoint in chain for table in checkpoint.manifest.tables for file in table.files
         if _concerns(table, file, tables[table.name])
     )  # fmt: skip
+    load = partial(_load, _Memory(), check=check)
     with _workers() as pool, bar(whole, "loading", "B", unit_scale=True) as progress:
         for checkpoint in chain:  # the rows of one come over those of the one before
             work = [
@@ -106,7 +123,7 @@ def load_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
                 for table in checkpoint.manifest.tables for file in table.files
                 if _concerns(table, file, tables[table.name])
             ]  # fmt: skip
-            for size in pool.map(lambda each: _load(*each), work):
+            for size in pool.map(lambda each: load(*each), work):
                 progress.update(size)
     for name, table in tables.items():
         about = layers.manifest.table(name)
@@ -116,16 +133,37 @@ def load_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
             table.seed = about.seed
 
 
-def _load(path: Path, about: Table, file: RangeFile, table: Any) -> int:
-    rows = parse_range(path, mapped(path), about, file)
+class _Memory(threading.local):
+    """Memory that each thread takes for one file after the other, as to bring new memory takes as long as to read."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Any] = {}
+
+    def array(self, what: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return an array whose values are those of before, or any; until the next one of this name."""
+        n = math.prod(shape)
+        if what not in self._held or self._held[what].size < n:
+            self._held[what] = np.empty(n, dtype)
+        return self._held[what][:n].reshape(shape)
+
+
+def _load(memory: _Memory, path: Path, about: Table, file: RangeFile, table: Any, *, check: bool) -> int:
+    if check:
+        content = memoryview(memory.array("content", (file.bytes,), np.uint8))
+        check_file(path, file, content)
+    else:
+        content = mapped(path)
+    rows = parse_range(path, content, about, file)
     numbers = rows.ids if rows.ids is not None else np.arange(file.start, file.stop)
     numbers, chosen = _rows_here(about, numbers, table)
     columns = [rows.columns[name] for name in (WEIGHTS, *about.slots)]
     row_columns = [rows.row_columns[name] for name in about.row_slots]
     if chosen is not None:
         columns, row_columns = [each[chosen] for each in columns], [each[chosen] for each in row_columns]
+    block = memory.array("block", (len(numbers), len(columns), about.dim), np.float32)
+    np.stack(columns, axis=1, out=block)
     row_slots = np.stack(row_columns, axis=1) if row_columns else np.empty((len(numbers), 0), np.float32)
-    table.write_rows(numbers, np.stack(columns, axis=1), row_slots)
+    table.write_rows(numbers, block, row_slots)
     return file.bytes
 
 

@@ -4,6 +4,7 @@ Columns: `id` (int64, ascending; left out where the file has all rows of its ran
 lists of D float32 values, then the slots of one value a row, float32.
 """
 
+import os
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,19 +125,28 @@ def require_covered(chain: Chain, name: str) -> list[tuple[int, int]]:
     return found
 
 
-def check_file(path: Path, file: File) -> None:
-    """Read a file, a piece at a time; BrokenCheckpointError unless it is the one that the manifest says."""
+def check_file(path: Path, file: File, content: memoryview | None = None) -> None:
+    """Read a file, a piece at a time; BrokenCheckpointError unless it is the one that the manifest says.
+
+    content  `file.bytes` bytes, into which it is read; None: it is only looked at
+    """
     digest, size = sha256(), 0
+    piece = memoryview(bytearray(_PIECE)) if content is None else content
     try:
         with path.open("rb", buffering=0) as stream:
-            while piece := stream.read(_PIECE):
-                digest.update(piece)
-                size += len(piece)
+            there = os.fstat(stream.fileno()).st_size
+            if there != file.bytes:
+                raise BrokenCheckpointError(f"{path} is broken ({there} bytes, not {file.bytes})")
+            while size < there:
+                start = 0 if content is None else size
+                read = stream.readinto(piece[start : start + min(_PIECE, there - size)])
+                if not read:
+                    raise BrokenCheckpointError(f"{path} is broken ({size} bytes, not {file.bytes})")
+                digest.update(piece[start : start + read])
+                size += read
     except FileNotFoundError:
         raise BrokenCheckpointError(f"{path} is missing") from None
     except OSError as error:
         raise BrokenCheckpointError(f"{path} cannot be read ({error.strerror})") from None
-    if size != file.bytes:
-        raise BrokenCheckpointError(f"{path} is broken ({size} bytes, not {file.bytes})")
     if digest.hexdigest() != file.sha256:
         raise BrokenCheckpointError(f"{path} is broken (its checksum is wrong)")

@@ -50,12 +50,15 @@ class Shape:
         self.slots = np.array(list(optimizer.slots.values()), np.float32)
 
     def row_slots(self) -> Rows:
-        """Return the initial slots of one value a row."""
-        values = np.array(list(self.optimizer.row_slots.values()), np.float32)
-        found: Rows = interleave(aligned_empty((self.rows, len(values))))
-        if len(values):
-            fill_constant(found[:, :, None], values[0], values[1:])
+        """Return memory for the slots of one value a row."""
+        found: Rows = interleave(aligned_empty((self.rows, len(self.optimizer.row_slots))))
         return found
+
+    def fill_row_slots(self, row_slots: Rows) -> None:
+        """Write the initial slots of one value a row."""
+        values = np.array(list(self.optimizer.row_slots.values()), np.float32)
+        if len(values):
+            fill_constant(row_slots[:, :, None], values[0], values[1:])
 
 
 class Storage(Protocol):
@@ -71,6 +74,9 @@ class Storage(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of all rows."""
+
+    def fill(self, shape: Shape, seed: int, init: Initializer) -> None:
+        """Write the initial values of all rows."""
 
     def weights(self) -> Rows:
         """Return all weights: a view, or a copy that is read-only."""
@@ -114,17 +120,20 @@ class Float32:
 
     dtype = FP32
 
-    def __init__(self, name: str, shape: Shape, seed: int, init: Initializer) -> None:
-        self._optimizer = shape.optimizer
-        rows = shape.rows
-        self.block: Rows = interleave(aligned_empty((rows, 1 + len(shape.slots), shape.dim)))
-        if not shape.is_part:
-            init.fill(self.block, seed, name, shape.slots)
-        else:
-            for first in range(0, rows, _FILLED):
-                stop = first + _FILLED
-                init.fill(self.block[first:stop], seed, name, shape.slots, ids=shape.ids(first, stop))
+    def __init__(self, name: str, shape: Shape) -> None:
+        self._name, self._optimizer = name, shape.optimizer
+        self.block: Rows = interleave(aligned_empty((shape.rows, 1 + len(shape.slots), shape.dim)))
         self.row_slots = shape.row_slots()
+
+    def fill(self, shape: Shape, seed: int, init: Initializer) -> None:
+        """See `Storage`."""
+        if not shape.is_part:
+            init.fill(self.block, seed, self._name, shape.slots)
+        else:
+            for first in range(0, shape.rows, _FILLED):
+                stop = first + _FILLED
+                init.fill(self.block[first:stop], seed, self._name, shape.slots, ids=shape.ids(first, stop))
+        shape.fill_row_slots(self.row_slots)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -196,11 +205,16 @@ class Bfloat16:
 
     dtype = BF16
 
-    def __init__(self, name: str, shape: Shape, seed: int, init: Initializer) -> None:
+    def __init__(self, name: str, shape: Shape) -> None:
         self._name, self._optimizer, rows, dim = name, shape.optimizer, shape.rows, shape.dim
         self._where = (shape.first, inverse_of(shape.total), shape.total) if shape.is_part else (0, 0, shape.total)
         self.bits: npt.NDArray[np.uint16] = interleave(aligned_empty((rows, dim), np.uint16))
         self.slots: Rows = interleave(aligned_empty((rows, len(shape.slots), dim)))
+        self.row_slots = shape.row_slots()
+
+    def fill(self, shape: Shape, seed: int, init: Initializer) -> None:
+        """See `Storage`."""
+        name, (rows, dim) = self._name, self.bits.shape
         step = max(1, _FILLED_BYTES // (4 * dim))
         values, none = np.empty((min(step, rows), 1, dim), np.float32), np.empty(0, np.float32)
         for first in range(0, rows, step):
@@ -212,7 +226,7 @@ class Bfloat16:
             rounding.round_into(part, self.bits[first : first + len(part)], rounding_key(seed, name, 0), **where)
         if len(shape.slots):
             fill_constant(self.slots, shape.slots[0], shape.slots[1:])
-        self.row_slots = shape.row_slots()
+        shape.fill_row_slots(self.row_slots)
 
     @property
     def shape(self) -> tuple[int, int, int]:

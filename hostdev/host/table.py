@@ -77,9 +77,11 @@ class HostTable:
         self.optimizer = optimizer
         self.step = 0
         self._rows = rows
-        shape = Shape(rows, dim, optimizer, self.start, self.total_rows, part is not None, self.ids)
-        self.storage: Storage = STORAGES[dtype](name, shape, seed, init)
+        self._initial = (seed, init)
+        self.storage: Storage = STORAGES[dtype](name, self._shape(dim))
+        self.storage.fill(self._shape(dim), *self._initial)
         self.changes: Changes | None = None  # noted from the first checkpoint on
+        self.untouched = True  # all rows have their initial values, and nobody has their memory
         self.lent = False  # `weights` or `slots` were handed out: what is written there is not noted
 
     @property
@@ -282,14 +284,24 @@ class HostTable:
 
     def _before_write(self, ids: npt.NDArray[Any]) -> None:
         """Note which rows are about to be written; a checkpoint that is being saved gets them first."""
+        self.untouched = False
         if self.changes is not None:
             self.changes.before_write(ids)
 
     def _lend(self) -> None:
         """Hand out memory: what is written there is not noted, and must not be while a checkpoint reads it."""
-        self.lent = True
+        self.untouched, self.lent = False, True
         if self.changes is not None:
             self.changes.await_end()
+
+    def reset(self) -> None:
+        """Write the initial values of all rows, and count no step; nobody else reads or writes the table meanwhile."""
+        self._lend()
+        self.storage.fill(self._shape(self.dim), *self._initial)
+        self.step = 0
+
+    def _shape(self, dim: int) -> Shape:
+        return Shape(self.rows, dim, self.optimizer, self.start, self.total_rows, self.part is not None, self.ids)
 
     def note_changes(self, *, anew: bool = False) -> Changes:
         """Note from now on which rows are written; return the notes, `anew` without those so far."""

@@ -296,9 +296,10 @@ class Runtime:
     def load(self, path: Path | str) -> Any:
         """Load the newest whole checkpoint of a folder, or the one that `path` is, into the tables; return its `extra`.
 
-        Files are checked before a table is changed. Where the newest is damaged, a warning says so, and the one before
-        is loaded. Raises UserError for a checkpoint of other tables, and where there is none that is whole; ValueError
-        while a loop is open.
+        Files are checked before a table is changed; those of host tables that nobody has used yet while they are
+        loaded, and where none is whole these have their initial values again. Where the newest is damaged, a warning
+        says so, and the one before is loaded. Raises UserError for a checkpoint of other tables, and where there is
+        none that is whole; ValueError while a loop is open.
         """
         if self._loop is not None or self.predicting:
             raise ValueError("a loop over these tables is open; end it, or call its close(), before loading")

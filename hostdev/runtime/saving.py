@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from hostdev.checkpoint.checkpoints import Checkpoints
-from hostdev.checkpoint.loading import load_tables, newest_whole, require_tables, values_of
+from hostdev.checkpoint.folder import Chain, Found
+from hostdev.checkpoint.loading import load_tables, newest_whole, require_tables, values_of, verify_others
 from hostdev.checkpoint.saving import Content, Saving
 from hostdev.checkpoint.tree import to_tree
 
@@ -23,6 +24,23 @@ def _await_all() -> None:
         saving.join()
         if (told := saving.unheard()) is not None:
             print(f"hostdev: warning: {told}", file=sys.stderr)
+
+
+def _read_once(path: Path, tables: dict[str, Any]) -> Found:
+    """Load the newest whole checkpoint, checked while it is; where there is none tables have initial values again."""
+
+    def load(chain: Chain) -> None:
+        require_tables(chain, tables)
+        verify_others(chain)
+        load_tables(chain, tables, check=True)
+
+    try:
+        return newest_whole(path, load)
+    except Exception:
+        for table in tables.values():
+            if not table.untouched:
+                table.reset()
+        raise
 
 
 class Keeper:
@@ -55,13 +73,16 @@ class Keeper:
     def load(self, path: Path) -> Any:
         """See `Runtime.load`."""
         self._join()
-        found = newest_whole(path)
+        tables = self._runtime.tables
+        if self._runtime.ranks is None and all(getattr(table, "untouched", False) for table in tables.values()):
+            found = _read_once(path, tables)
+        else:  # what they hold stays unless there is a whole one, and all ranks choose the same
+            found = newest_whole(path)
+            require_tables(found.chain, tables)
+            load_tables(found.chain, tables)
         chain = found.chain
         for line in found.notes():
             warnings.warn(line, stacklevel=3)
-        tables = self._runtime.tables
-        require_tables(chain, tables)
-        load_tables(chain, tables)
         if self._runtime.has_optimizer:
             self._runtime.optimizer.take_over()
         to = self._at(chain[-1].path.parent)

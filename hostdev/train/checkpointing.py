@@ -12,7 +12,8 @@ import numpy as np
 
 from hostdev.checkpoint.checkpoints import Checkpoints
 from hostdev.checkpoint.folder import FOLDER, Chain, Checkpoint, chain_of, is_checkpoint, is_there, names_in
-from hostdev.checkpoint.loading import newest_whole, values_of
+from hostdev.checkpoint.loading import newest_whole, values_of, verify, verify_others
+from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.checkpoint.saving import Saving
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.progress import note
@@ -91,8 +92,12 @@ def folder_of(settings: TrainConfig, run_dir: Path) -> Path:
     return settings.checkpoint_dir or run_dir / FOLDER
 
 
-def find(settings: TrainConfig, data: Manifest) -> tuple[Start | None, str]:
+def find(
+    settings: TrainConfig, data: Manifest, check: Callable[[Chain], None] = verify
+) -> tuple[Start | None, str]:  # fmt: skip
     """Return where a run with --resume goes on, None for the start, and a line that says so.
+
+    check  raises BrokenCheckpointError for one that is not whole
 
     Raises UserError for a checkpoint of another model or other data, and where none that was named is whole.
     """
@@ -106,7 +111,7 @@ def find(settings: TrainConfig, data: Manifest) -> tuple[Start | None, str]:
         if not is_checkpoint(path) and not names_in(path):
             _require_unfinished(settings, data)
             return None, f"resume   there is no checkpoint in {path} yet: from the start"
-    found = newest_whole(path)
+    found = newest_whole(path, check)
     chain = found.chain
     values = values_of(chain)
     if not isinstance(values, dict) or "more" not in values:
@@ -115,6 +120,31 @@ def find(settings: TrainConfig, data: Manifest) -> tuple[Start | None, str]:
     _require_same(settings, data, start)
     lines = [f"resume   {line}" for line in found.notes()]
     return start, "\n".join([*lines, f"resume   {start.path}, after step {start.more['progress']['steps']:,}"])
+
+
+def begin(
+    settings: TrainConfig, data: Manifest, start: Start | None, load: Callable[[Start], None]
+) -> Start | None:  # fmt: skip
+    """Load where a run goes on, whose tables' rows are checked meanwhile; return which checkpoint it was.
+
+    Where the rows turn out to be damaged, older ones are tried, and a line says so. Raises as `find` does.
+    """
+    damaged: dict[Path, BrokenCheckpointError] = {}
+
+    def check(chain: Chain) -> None:
+        if (error := damaged.get(chain[-1].path)) is not None:
+            raise error
+        verify_others(chain)
+
+    while start is not None:
+        try:
+            load(start)
+            break
+        except BrokenCheckpointError as error:
+            damaged[start.path] = error
+        start, line = find(settings, data, check)
+        print(line, flush=True)
+    return start
 
 
 def find_together(settings: TrainConfig, data: Manifest, ranks: Ranks) -> tuple[Start | None, str]:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 import hostdev
+from hostdev.checkpoint.loading import verify_others
 from hostdev.core.errors import UserError
 from hostdev.data import lookalike, manifest
 from hostdev.device import backend
@@ -76,7 +77,7 @@ def _train(settings: TrainConfig, company: Company | None) -> dict[str, Any]:
     with GracefulStop(on_deadline, _deadline(settings, company)) as stop, _memory_in_words():
         if settings.resume is not None:
             if company is None:
-                start, line = checkpointing.find(settings, found)
+                start, line = checkpointing.find(settings, found, verify_others)  # the rest while it is loaded
             else:
                 start, line = checkpointing.find_together(settings, found, company.ranks)
             print(line, flush=True)

@@ -111,7 +111,9 @@ class Run:
                 sample=sample,
             )
             self.progress, self.quality = Progress(), Quality(settings.early_stop)
-            if start is not None:
+            if self.ranks is None:
+                start = checkpointing.begin(settings, found, start, self._go_on)
+            elif start is not None:  # the first has checked all of it
                 self._go_on(start)
             self._from = start.path if start is not None else None
             self.saver: Saver | None = None
@@ -149,8 +151,9 @@ class Run:
             )
         epoch, within = self._place
         goes_on = within < self._whole and self.steps < self.total_steps
+        self.quality = Quality(self.settings.early_stop)
         self.quality.restore(more["quality"], epoch if goes_on else np.inf)  # what a limit has ended is evaluated anew
-        self.trainer.load(start.chain)
+        self.trainer.load(start.chain, check=self.ranks is None)
 
     def _save(self, to: Checkpoints, step: int, digest: str | None) -> Saving:
         more = checkpointing.values(self.settings, self.data, self.device.type, self.progress, self.quality)

@@ -444,8 +444,11 @@ class Trainer:
             states[self._device.type] = torch.get_device_module(self._device).get_rng_state(self._device)
         return states
 
-    def load(self, chain: Chain) -> Any:
-        """Load a checkpoint that is whole; return its `more`. UserError, before anything changes, for another model."""
+    def load(self, chain: Chain, *, check: bool = False) -> Any:
+        """Load a checkpoint; return its `more`. UserError, before anything changes, for another model.
+
+        check  compare the checksums of the tables' rows, as `load_tables` does; else they are known to be whole
+        """
         require_tables(chain, self.tables)
         values = values_of(chain)
         dense = values["dense"]
@@ -457,7 +460,7 @@ class Trainer:
                 self.adam.load_state_dict(dense["optimizer"])
         except (RuntimeError, UserError) as error:
             raise UserError(f"{chain[-1].path} is of another model: {' '.join(str(error).split())}") from None
-        load_tables(chain, self.tables)
+        load_tables(chain, self.tables, check=check)
         self.runtime.pipeline.steps = chain[-1].manifest.step
         self._parts_begun = chain[-1].manifest.step * self._parts_here
         _set_random_states(values["random"], self._device)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -157,17 +158,31 @@ def test_a_named_checkpoint_and_a_folder_of_its_own(trained, small_data, tmp_pat
     assert logs(tmp_path / "longer") == logs(tmp_path / "plain3")
 
 
-def test_the_newest_that_is_whole(trained, small_data, tmp_path):
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {-1: "dense.safetensors"},
+        {-1: "tables/0/000000.arrow"},  # which is found while it is loaded
+        {-1: "tables/1/000000.arrow", -2: "dense.safetensors", -3: "tables/0/000000.arrow"},
+    ],
+)
+def test_the_newest_that_is_whole(trained, small_data, tmp_path, damaged):
     options = [*small(small_data, "run", *MIX), "--checkpoint-every", 4, "--resume"]
     assert trained(*small(small_data, "plain", *MIX))[0] == 0
-    assert trained(*options, "--max-steps", 12)[0] == 0
+    assert trained(*options, "--keep-checkpoints", 9, "--max-steps", 15)[0] == 0
     found = tmp_path / "run/checkpoints"
-    newest = names(found)[-1]
-    file = next((found / newest).rglob("*.safetensors"))
-    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    whole = names(found)
+    for number, name in damaged.items():
+        content = bytearray((found / whole[number] / name).read_bytes())
+        content[-1 if name.endswith("tensors") else len(content) // 2] ^= 1
+        (found / whole[number] / name).write_bytes(content)
     code, printed, _ = trained(*options)
     assert code == 0
-    assert f"{newest}/dense.safetensors is broken (its checksum is wrong); an older one is taken" in printed
+    older = whole[min(damaged) - 1]
+    for number, name in damaged.items():
+        line = rf"{whole[number]}/{name} is broken \(its checksum is wrong\); an older one is taken: .*/{older}\n"
+        assert re.search(line, printed)
+    assert f"{older}, after step {int(older[5:])}\n" in printed
     assert logs(tmp_path / "run") == logs(tmp_path / "plain")
 
 

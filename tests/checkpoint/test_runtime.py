@@ -12,7 +12,7 @@ from hostdev.checkpoint import checkpoints, compact, folder, ranges, reshard
 from hostdev.checkpoint.loading import verify
 from hostdev.core.checksums import HashedFile
 from tests.conftest import environment
-from tests.runtime.cases import BF16, BodyError, Case, batches_of, differing
+from tests.runtime.cases import BF16, BodyError, Case, batches_of, differing, tables_state
 
 BATCHES = batches_of(12)
 OPTIONS = {
@@ -146,6 +146,45 @@ def test_no_loading_within_a_loop(tmp_path):
             case.runtime.load(tmp_path)
         case.step(label, rows)
     case.runtime.load(tmp_path)
+
+
+def damage(checkpoint, table):
+    """Change a byte of a table's rows."""
+    file = next((checkpoint / "tables" / str(table)).iterdir())
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["new tables", "used tables"])
+@pytest.mark.parametrize("bf16", [(), BF16], ids=["fp32", "bf16"])
+def test_damaged_rows(tmp_path, used, bf16):
+    """An older checkpoint is loaded; where none is whole the tables are as they were, though those that nobody has used
+    yet are checked while they are loaded."""
+    case = Case(bf16=bf16).train(BATCHES[:2])
+    case.runtime.save(tmp_path)
+    whole = case.state()
+    case.train(BATCHES[2:5]).runtime.save(tmp_path)
+    newest, table = tmp_path / "step-0000000005", len(case.tables) - 1
+    damage(newest, table)  # of the last, after the others
+    other = Case(bf16=bf16)
+    if used:
+        other.train(BATCHES[:1])
+    with pytest.warns(UserWarning, match=f"{newest}/tables/{table}/.* checksum is wrong.*step-0000000002"):
+        other.runtime.load(tmp_path)
+    assert (
+        differing(tables_state(other.tables.values()), {name: whole[name] for name in whole if name[0] != "dense"})
+        == []
+    )
+    damage(tmp_path / "step-0000000002", table)
+    last, expected = Case(bf16=bf16), Case(bf16=bf16)
+    if used:
+        last.train(BATCHES[:1])
+        expected.train(BATCHES[:1])
+    with pytest.raises(UserError, match="no checkpoint in .* is whole"):
+        last.runtime.load(tmp_path)
+    assert differing(last.state(), expected.state()) == []
+    assert differing(last.train(BATCHES[5:7]).state(), expected.train(BATCHES[5:7]).state()) == []
 
 
 def test_what_cannot_be_kept_is_named_and_nothing_is_written(tmp_path):
