@@ -83,7 +83,7 @@ class RunDir:
     def discard(self) -> None:
         """Remove what the run wrote: it failed before its first step, and nobody wants to choose another folder."""
         self.close()
-        if self._again:  # it is another run's
+        if self._again and not self._made:  # it is another run's
             return
         for name in (LOSS_LOG, EVAL_LOG, OPS_LOG, CONFIG, SUMMARY, CURVE):
             (self.path / name).unlink(missing_ok=True)

@@ -186,6 +186,26 @@ def test_the_newest_that_is_whole(trained, small_data, tmp_path, damaged):
     assert logs(tmp_path / "run") == logs(tmp_path / "plain")
 
 
+def test_none_is_whole(trained, small_data, tmp_path):
+    """One line; what the run has written stays, and nothing is left of a run that did not begin."""
+    options = [*small(small_data, "run", *MIX), "--checkpoint-every", 4]
+    assert trained(*options, "--max-steps", 9)[0] == 0
+    for file in (tmp_path / "run/checkpoints").rglob("tables/1/*.arrow"):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    there = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    for more in ([*options, "--resume"], [*small(small_data, "other", *MIX), "--resume", "run"]):
+        code, printed, error = trained(*more)
+        assert (code, error.count("\n")) == (2, 1)
+        assert re.search(
+            r"no checkpoint in run(/checkpoints)? is whole; the newest: .* is broken \(its checksum is wrong\)", error
+        )
+        assert "epoch" not in printed
+        assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == there
+    assert not (tmp_path / "other").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
