@@ -21,7 +21,10 @@ class RotatedFile:
         self._older = max(1, limit // self._each - 1)
         self._file = path.open("ab")
         self._size = os.fstat(self._file.fileno()).st_size
-        if self._size > self._each:  # of a run that had a higher limit
+
+    def fit(self) -> None:
+        """Let what is there already, of a run that may have had a higher limit, be within this one's."""
+        if self._size > self._each:
             self._rotate()
         else:
             self._remove_beyond()

@@ -148,6 +148,7 @@ class HostTable:
     @property
     def slots(self) -> Mapping[str, Rows]:
         """Writable views of the optimizer's slots by name, each float32 [V, D], or [V, 1] for one value a row."""
+        self._lend()
         slots = {name: self.storage.slot(i) for i, name in enumerate(self.optimizer.slots)}
         row_slots = {name: self.row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
         return MappingProxyType(slots | row_slots)
@@ -295,10 +296,15 @@ class HostTable:
             self.changes.await_end()
 
     def reset(self) -> None:
-        """Write the initial values of all rows, and count no step; nobody else reads or writes the table meanwhile."""
-        self._lend()
+        """Write the initial values of all rows, and count no step.
+
+        Nobody reads or writes the table meanwhile, and no checkpoint of it is being saved.
+        """
+        if self.changes is not None:
+            self.changes.await_end()
+            self.note_changes(anew=True)  # since no checkpoint: the next one is whole
         self.storage.fill(self._shape(self.dim), *self._initial)
-        self.step = 0
+        self.step, self.untouched = 0, not self.lent
 
     def _shape(self, dim: int) -> Shape:
         return Shape(self.rows, dim, self.optimizer, self.start, self.total_rows, self.part is not None, self.ids)

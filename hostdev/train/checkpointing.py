@@ -129,11 +129,11 @@ def begin(
 
     Where the rows turn out to be damaged, older ones are tried, and a line says so. Raises as `find` does.
     """
-    damaged: dict[Path, BrokenCheckpointError] = {}
+    damaged: dict[Path, str] = {}  # not the errors: what these hold, the tables among it, would stay
 
     def check(chain: Chain) -> None:
-        if (error := damaged.get(chain[-1].path)) is not None:
-            raise error
+        if (why := damaged.get(chain[-1].path)) is not None:
+            raise BrokenCheckpointError(why)
         verify_others(chain)
 
     while start is not None:
@@ -141,8 +141,10 @@ def begin(
             load(start)
             break
         except BrokenCheckpointError as error:
-            damaged[start.path] = error
+            damaged[start.path] = why = str(error)
         start, line = find(settings, data, check)
+        if start is None:  # somebody has removed them, and the tables hold rows of one
+            raise BrokenCheckpointError(why)
         print(line, flush=True)
     return start
 

@@ -16,6 +16,7 @@ from hostdev.train.quality import Point
 
 LOSS_LOG, EVAL_LOG, OPS_LOG = "loss.log", "eval.log", "ops.log"
 CONFIG, SUMMARY, CURVE = "config.json", "summary.json", "curve.png"
+_NAMES = (LOSS_LOG, EVAL_LOG, OPS_LOG, CONFIG, SUMMARY, CURVE)
 
 
 class RunDir:
@@ -28,7 +29,6 @@ class RunDir:
     """
 
     def __init__(self, path: Path | None, *, again: bool = False, ops_log: int = 1 << 30) -> None:
-        self._again = again
         try:
             if path is None:
                 self.path, self._made = _new_folder(Path("runs"), time.strftime("%Y%m%d-%H%M%S")), True
@@ -38,10 +38,13 @@ class RunDir:
                 if (self.path / name).exists() and not again:
                     more = ", or go on with it: --resume" if names_in(self.path / FOLDER) else ""
                     raise UserError(f"{self.path} holds a run already ({name}); choose another --run-dir{more}")
+            self._there = [name for name in _NAMES if (self.path / name).exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             self.loss = (self.path / LOSS_LOG).open("a", buffering=1)
             self.eval = (self.path / EVAL_LOG).open("a", buffering=1)
             self.ops = RotatedFile(self.path / OPS_LOG, ops_log) if ops_log else None
+            if self.ops is not None and not again:
+                self.ops.fit()
         except OSError as error:
             if path is None:
                 where = (
@@ -56,6 +59,8 @@ class RunDir:
         with naming(self.path):
             for file in (self.loss, self.eval):
                 file.truncate(0)
+            if self.ops is not None:
+                self.ops.fit()
             self.loss.write("".join(_loss_line(*each) for each in losses))
         for point in points:
             self.write_evaluation(point)
@@ -81,12 +86,14 @@ class RunDir:
             self.eval.write(f"{line}\n")
 
     def discard(self) -> None:
-        """Remove what the run wrote: it failed before its first step, and nobody wants to choose another folder."""
+        """Remove what the run wrote: it failed before its first step, and nobody wants to choose another folder.
+
+        What was there before stays: it is another run's.
+        """
         self.close()
-        if self._again and not self._made:  # it is another run's
-            return
-        for name in (LOSS_LOG, EVAL_LOG, OPS_LOG, CONFIG, SUMMARY, CURVE):
-            (self.path / name).unlink(missing_ok=True)
+        for name in _NAMES:
+            if name not in self._there:
+                (self.path / name).unlink(missing_ok=True)
         if self._made:
             with contextlib.suppress(OSError):  # other ranks' folders are there
                 self.path.rmdir()

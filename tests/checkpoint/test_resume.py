@@ -14,6 +14,7 @@ import torch
 
 from hostdev.checkpoint import __main__ as checkpoint
 from hostdev.checkpoint import folder
+from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.checkpoint.ranges import HashedFile
 from hostdev.core import cli
 from hostdev.train import __main__ as train
@@ -186,6 +187,21 @@ def test_the_newest_that_is_whole(trained, small_data, tmp_path, damaged):
     assert logs(tmp_path / "run") == logs(tmp_path / "plain")
 
 
+def test_they_are_gone_while_one_is_loaded(trained, small_data, tmp_path, monkeypatch):
+    """An error, and no run from the start with the rows that were loaded."""
+    options = [*small(small_data, "run", *MIX), "--checkpoint-every", 4]
+    assert trained(*options, "--max-steps", 9)[0] == 0
+    (tmp_path / "run/summary.json").unlink()  # as after a kill
+
+    def gone(*arguments, **named):
+        shutil.rmtree(tmp_path / "run/checkpoints", ignore_errors=True)
+        raise BrokenCheckpointError("its rows are gone")
+
+    monkeypatch.setattr("hostdev.train.trainer.load_tables", gone)
+    code, _, error = trained(*options, "--resume")
+    assert (code, error) == (2, "hostdev.train: error: its rows are gone\n")
+
+
 def test_none_is_whole(trained, small_data, tmp_path):
     """One line; what the run has written stays, and nothing is left of a run that did not begin."""
     options = [*small(small_data, "run", *MIX), "--checkpoint-every", 4]
@@ -194,8 +210,10 @@ def test_none_is_whole(trained, small_data, tmp_path):
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
+    (tmp_path / "run/ops.log.1").write_text("x" * 70_000)  # of a higher --ops-log
+    (tmp_path / "other").mkdir()
     there = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
-    for more in ([*options, "--resume"], [*small(small_data, "other", *MIX), "--resume", "run"]):
+    for more in ([*options, "--ops-log", "64KiB", "--resume"], [*small(small_data, "other", *MIX), "--resume", "run"]):
         code, printed, error = trained(*more)
         assert (code, error.count("\n")) == (2, 1)
         assert re.search(
@@ -203,7 +221,7 @@ def test_none_is_whole(trained, small_data, tmp_path):
         )
         assert "epoch" not in printed
         assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == there
-    assert not (tmp_path / "other").exists()
+    assert list((tmp_path / "other").iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,41 @@ def test_damaged_rows(tmp_path, used, bf16):
     assert differing(last.train(BATCHES[5:7]).state(), expected.train(BATCHES[5:7]).state()) == []
 
 
+def test_slots_that_are_written_are_saved(tmp_path):
+    """Whatever the optimizer: of a table without slots of one value a row, too."""
+    table = HostTable(100, 4, LazyAdam(), name="t")
+    runtime = Runtime({"t": table}, device="cpu")
+    table.apply(np.arange(100), np.ones((100, 4), np.float32))
+    runtime.save(tmp_path)
+    table.slots["m"][50] = 7
+    table.apply(np.arange(3), np.ones((3, 4), np.float32))
+    runtime.save(tmp_path)
+    other = HostTable(100, 4, LazyAdam(), name="t")
+    Runtime({"t": other}, device="cpu").load(tmp_path)
+    assert (other.slots["m"] == table.slots["m"]).all()
+    assert (other.slots["m"][50] == 7).all()
+
+
+def test_after_a_failed_load_checkpoints_are_as_ever(tmp_path):
+    """The first is whole, the next add to it; what has been loaded in part is not in them."""
+    table, other = (HostTable(1000, 4, LazyAdam(), name="t") for _ in range(2))
+    table.apply(np.arange(1000), np.ones((1000, 4), np.float32))
+    Runtime({"t": table}, device="cpu").save(tmp_path / "damaged")
+    damage(tmp_path / "damaged/step-0000000000", 0)
+    runtime = Runtime({"t": other}, device="cpu")
+    with pytest.raises(UserError, match="checksum is wrong"):
+        runtime.load(tmp_path / "damaged")
+    for _ in range(2):
+        other.apply(np.arange(3), np.ones((3, 4), np.float32))
+        runtime.save(tmp_path / "c")
+    whole, adds = (folder.chain_of(tmp_path / "c" / name) for name in folder.names_in(tmp_path / "c"))
+    assert [len(whole), len(adds)] == [1, 2]
+    assert sum(file.rows for file in adds[-1].manifest.tables[0].files) == 3
+    last = HostTable(1000, 4, LazyAdam(), name="t")
+    Runtime({"t": last}, device="cpu").load(tmp_path / "c")
+    assert (last.weights == other.weights).all()
+
+
 def test_what_cannot_be_kept_is_named_and_nothing_is_written(tmp_path):
     case = Case()
     with pytest.raises(TypeError, match=r"extra\.adam is of type Adam"):

@@ -40,7 +40,11 @@ def test_a_lower_limit_than_before(tmp_path):
     log = RotatedFile(path, 400)
     log.writelines(lines_of(36))
     log.close()
+    before = files(path)
+    RotatedFile(path, 100).close()
+    assert files(path) == before  # nothing goes unless it is asked for
     again = RotatedFile(path, 100)  # of 4 files of 25 bytes, but those that are there have 100
+    again.fit()
     assert (files(path), again.dropped_bytes) == (["", "".join(lines_of(6, 30))], 300)
     again.writelines(lines_of(7, 36))
     again.close()
@@ -49,6 +53,7 @@ def test_a_lower_limit_than_before(tmp_path):
     (tmp_path / "a.log.9").write_text("x" * 20)
     (tmp_path / "a.log.old").write_text("another's")
     last = RotatedFile(path, 80)
+    last.fit()
     last.close()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.log", "a.log.1", "a.log.2", "a.log.3", "a.log.old"]
     assert last.dropped_bytes == 20
