@@ -244,6 +244,7 @@ def as_labels(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.floa
         if len(missing := np.flatnonzero(np.isnan(numbers))):
             raise WrongValueError(int(missing[0]), "it is missing")
         return _ORDERS[positive.op](numbers, float(positive.value)).astype(np.float32)  # type: ignore[no-any-return]
+    array = decoded(array)
     if pa.types.is_floating(array.type):
         array = array.cast(pa.string())  # which writes whole numbers as such
     codes, values = as_text(array)
@@ -251,7 +252,7 @@ def as_labels(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.floa
     labels = _meanings(texts, positive)[codes]
     if len(wrong := np.flatnonzero(np.isnan(labels))):
         text = texts[codes[wrong[0]]]
-        raise WrongValueError(int(wrong[0]), "it is missing" if text in ("", "nan") else
+        raise WrongValueError(int(wrong[0]), "it is missing" if text in MISSING_NUMBERS else
                               f"{text[:_SHOWN]!r} is not 0 or 1, true or false; say which labels are positive, "
                               "such as --positive '>3' or --positive yes")  # fmt: skip
     return labels
@@ -281,7 +282,8 @@ def _meanings(texts: list[str], positive: Positive | None) -> npt.NDArray[np.flo
     if positive is None:
         return np.array([_TRUE_OR_FALSE.get(_known(text.lower()), np.nan) for text in texts], np.float32)
     value = _known(positive.value)
-    return np.array([np.nan if text in ("", "nan") else (_known(text) == value) == (positive.op == "=")
+    missing = {*MISSING_NUMBERS} - {positive.value}
+    return np.array([np.nan if text in missing else (_known(text) == value) == (positive.op == "=")
                      for text in texts], np.float32)  # fmt: skip
 
 

@@ -63,7 +63,9 @@ def _is_larger(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
         try:
             larger[large] = _is_integer_larger(texts.cast(pa.int64()).to_numpy(zero_copy_only=False), value)
         except pa.ArrowInvalid:
-            larger[large] = _is_integer_larger(np.array([int(text) for text in texts.to_pylist()], object), value)
+            larger[large] = _is_integer_larger(
+                np.array([int(Decimal(text)) for text in texts.to_pylist()], object), value
+            )
     return larger
 
 

@@ -41,7 +41,7 @@ class Work:
         content = json.dumps([_VERSION, recipe], sort_keys=True)
         entries: list[dict[str, Any]] = []
         path = self.folder / _RECIPE
-        if recipe is not None and path.is_file() and path.read_text() == content:
+        if recipe is not None and path.is_file() and path.read_bytes() == content.encode():
             entries = _read_journal(self.folder / _JOURNAL)
         if not entries:
             if size := self.left():
@@ -144,6 +144,9 @@ def claim(out: Path) -> Iterator[Work]:
             raise
         try:
             work._remove()
+        except OSError:  # the data set is whole; a process that was started meanwhile may be removing this, too
+            if folder.exists():
+                note(_LEFT_OVER.format(out=out, folder=folder))
         except BaseException:
             note(_LEFT_OVER.format(out=out, folder=folder))
             raise

@@ -15,6 +15,7 @@ from hostdev.data.preprocess import __main__ as preprocess
 from hostdev.data.preprocess.build import Options
 from hostdev.data.schema import Column, Space
 
+from hostdev.core.errors import UserError
 from tests.data import twins
 
 
@@ -113,6 +114,7 @@ def test_what_is_seen_once_is_out_of_vocabulary_by_default(tmp_path, in_process)
     (["yes", "no", " yes", "maybe"], "yes", [1, 0, 1, 0]),
     (["yes", "no", " yes", "maybe"], "==yes", [1, 0, 1, 0]),
     (["yes", "no", " no", "maybe"], "!=no", [1, 0, 0, 1]),
+    (["None", "yes", "yes", "None"], "None", [1, 0, 0, 1]),  # the rule's own value is not missing
     ([" 50000+.", " - 50000.", " 50000+.", "x"], " 50000+.", [1, 0, 1, 0]),
 ])  # fmt: skip
 def test_labels(tmp_path, values, rule, expected):
@@ -124,6 +126,24 @@ def test_labels(tmp_path, values, rule, expected):
         out = tmp_path / f"{path.suffix}.out"
         twins.build_table(path, out, label="y", positive=rule, categorical=("c",), test_column=("s", "1"))
         assert [row[0] for row in twins.read(out, "train")] == expected
+
+
+@pytest.mark.parametrize("rule", ["5", "!=no", "yes", ">=5"])
+def test_labels_that_are_missing_are_no_labels(tmp_path, rule):
+    columns = {"y": ["5", "NA", "5", "5"], "c": ["a"] * 4, "s": [0, 0, 0, 1]}
+    path = twins.write_text(tmp_path / "t.tsv", columns, "\t")
+    with pytest.raises(UserError, match="row 2, column 'y': it is missing|line 3, column 'y': it is missing"):
+        twins.build_table(path, tmp_path / "out", label="y", positive=rule, categorical=("c",), test_column=("s", "1"))
+
+
+def test_labels_by_number(tmp_path):
+    """Arrow's dictionaries of numbers are numbers."""
+    table = pa.table({"y": pa.array([0.5, 1.5] * 4).dictionary_encode(), "c": ["x"] * 8, "s": [0] * 7 + [1]})
+    with pa.ipc.new_file(tmp_path / "t.arrow", table.schema) as file:
+        file.write_table(table)
+    out = tmp_path / "out"
+    twins.build_table(tmp_path / "t.arrow", out, label="y", positive="1.5", categorical=("c",), test_column=("s", "1"))
+    assert [row[0] for row in twins.read(out, "train")] == [0, 1] * 3 + [0]
 
 
 def test_numbers(tmp_path):
