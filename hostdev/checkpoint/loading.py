@@ -106,7 +106,7 @@ def load_tables(chain: Chain, tables: Mapping[str, Any], *, check: bool = False)
     """Write a checkpoint's rows into the tables, with their steps and learning rates; after `require_tables`.
 
     check  compare the checksums of the rows' files, each of which is read once; else `verify` has. Where one is wrong
-           BrokenCheckpointError names it, and the tables hold rows of others
+           BrokenCheckpointError names it, and the tables hold some of the checkpoint's rows
     """
     layers = Layers(chain)
     for name in tables:

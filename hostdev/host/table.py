@@ -78,8 +78,9 @@ class HostTable:
         self.step = 0
         self._rows = rows
         self._initial = (seed, init)
-        self.storage: Storage = STORAGES[dtype](name, self._shape(dim))
-        self.storage.fill(self._shape(dim), *self._initial)
+        shape = self._shape(dim)
+        self.storage: Storage = STORAGES[dtype](name, shape)
+        self.storage.fill(shape, *self._initial)
         self.changes: Changes | None = None  # noted from the first checkpoint on
         self.untouched = True  # all rows have their initial values, and nobody has their memory
         self.lent = False  # `weights` or `slots` were handed out: what is written there is not noted

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hostdev.checkpoint.checkpoints import Checkpoints
-from hostdev.checkpoint.folder import FOLDER, Chain, Checkpoint, chain_of, is_checkpoint, is_there, names_in
+from hostdev.checkpoint.folder import FOLDER, Chain, Checkpoint, Found, chain_of, is_checkpoint, is_there, names_in
 from hostdev.checkpoint.loading import newest_whole, values_of, verify, verify_others
-from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.checkpoint.saving import Saving
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.progress import note
@@ -101,25 +100,37 @@ def find(
 
     Raises UserError for a checkpoint of another model or other data, and where none that was named is whole.
     """
-    assert settings.resume is not None
+    path = _looked_in(settings)
     if settings.resume:
-        path = Path(settings.resume)
         if not path.exists():
             raise UserError(f"--resume {path}: there is no such checkpoint")
-    else:
-        path = folder_of(settings, settings.run_dir or Path())
-        if not is_checkpoint(path) and not names_in(path):
-            _require_unfinished(settings, data)
-            return None, f"resume   there is no checkpoint in {path} yet: from the start"
+    elif not is_checkpoint(path) and not names_in(path):
+        _require_unfinished(settings, data)
+        return None, f"resume   there is no checkpoint in {path} yet: from the start"
     found = newest_whole(path, check)
-    chain = found.chain
+    start = _start_of(settings, data, found.chain)
+    return start, _told(found, start)
+
+
+def _looked_in(settings: TrainConfig) -> Path:
+    """Return the folder in which a run with --resume finds checkpoints, or the one that it names."""
+    return Path(settings.resume) if settings.resume else folder_of(settings, settings.run_dir or Path())
+
+
+def _start_of(settings: TrainConfig, data: Manifest, chain: Chain) -> Start:
+    """Return a run's start from a checkpoint; UserError for one of another model or other data."""
     values = values_of(chain)
     if not isinstance(values, dict) or "more" not in values:
         raise UserError(f"{chain[-1].path} was saved by a program of its own, not by python -m hostdev.train")
     start = Start(chain, values["more"])
     _require_same(settings, data, start)
+    return start
+
+
+def _told(found: Found, start: Start) -> str:
+    """Return lines that say where a run goes on, and what was passed over."""
     lines = [f"resume   {line}" for line in found.notes()]
-    return start, "\n".join([*lines, f"resume   {start.path}, after step {start.more['progress']['steps']:,}"])
+    return "\n".join([*lines, f"resume   {start.path}, after step {start.more['progress']['steps']:,}"])
 
 
 def begin(
@@ -127,26 +138,20 @@ def begin(
 ) -> Start | None:  # fmt: skip
     """Load where a run goes on, whose tables' rows are checked meanwhile; return which checkpoint it was.
 
-    Where the rows turn out to be damaged, older ones are tried, and a line says so. Raises as `find` does.
+    Where the rows turn out to be damaged, older ones are loaded over them, and lines say so. Raises as `find` does.
     """
-    damaged: dict[Path, str] = {}  # not the errors: what these hold, the tables among it, would stay
+    if start is None:
+        return None
 
     def check(chain: Chain) -> None:
-        if (why := damaged.get(chain[-1].path)) is not None:
-            raise BrokenCheckpointError(why)
         verify_others(chain)
+        load(_start_of(settings, data, chain))
 
-    while start is not None:
-        try:
-            load(start)
-            break
-        except BrokenCheckpointError as error:
-            damaged[start.path] = why = str(error)
-        start, line = find(settings, data, check)
-        if start is None:  # somebody has removed them, and the tables hold rows of one
-            raise BrokenCheckpointError(why)
-        print(line, flush=True)
-    return start
+    found = newest_whole(_looked_in(settings), check)
+    begun = _start_of(settings, data, found.chain)
+    if begun.path != start.path:
+        print(_told(found, begun), flush=True)
+    return begun
 
 
 def find_together(settings: TrainConfig, data: Manifest, ranks: Ranks) -> tuple[Start | None, str]:

@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -14,49 +13,14 @@ import torch
 
 from hostdev.checkpoint import __main__ as checkpoint
 from hostdev.checkpoint import folder
-from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.checkpoint.ranges import HashedFile
 from hostdev.core import cli
-from hostdev.train import __main__ as train
 from hostdev.train import checkpointing
+from tests.checkpoint.runs import MIX, leftovers, logs, names, small
 from tests.conftest import environment
 
-MIX = ["--host-device-mix"]
 CACHE = [*MIX, "--cache-rows", "10%"]
 OWN = ["--model", "tests.own_models:ThreeTables"]
-
-
-@pytest.fixture
-def trained(tmp_path, monkeypatch, capsys):
-    """Run the command in this process, in an empty folder; return its code and what it printed."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        return cli.run(train.PROG, train.main, list(map(str, arguments))), *capsys.readouterr()
-
-    return run
-
-
-def small(data, run_dir, *more, device=None):
-    name = "cpu" if device is None else device.type
-    options = ["--batch-size", 500, "--emb-dim", 4, "--epochs", 2]
-    return ["--data", data, "--device", name, "--run-dir", run_dir, *options, *more]
-
-
-def logs(run):
-    """What an undisturbed run and one that was gone on with have alike."""
-    summary = json.loads((run / "summary.json").read_text())
-    return [(run / name).read_text() for name in ("loss.log", "eval.log")], [
-        summary[key] for key in ("state_sha256", "steps", "epochs", "auc", "logloss", "best_auc", "status")
-    ]
-
-
-def leftovers(path):
-    return [each.name for each in path.iterdir() if each.name.startswith((".partial", ".removed"))]
-
-
-def names(path):
-    return folder.names_in(path)
 
 
 @pytest.mark.parametrize(
@@ -157,71 +121,6 @@ def test_a_named_checkpoint_and_a_folder_of_its_own(trained, small_data, tmp_pat
     assert trained(*small(small_data, "longer", *MIX, "--epochs", 3), "--resume", "all")[0] == 0
     assert trained(*small(small_data, "plain3", *MIX, "--epochs", 3))[0] == 0
     assert logs(tmp_path / "longer") == logs(tmp_path / "plain3")
-
-
-@pytest.mark.parametrize(
-    "damaged",
-    [
-        {-1: "dense.safetensors"},
-        {-1: "tables/0/000000.arrow"},  # which is found while it is loaded
-        {-1: "tables/1/000000.arrow", -2: "dense.safetensors", -3: "tables/0/000000.arrow"},
-    ],
-)
-def test_the_newest_that_is_whole(trained, small_data, tmp_path, damaged):
-    options = [*small(small_data, "run", *MIX), "--checkpoint-every", 4, "--resume"]
-    assert trained(*small(small_data, "plain", *MIX))[0] == 0
-    assert trained(*options, "--keep-checkpoints", 9, "--max-steps", 15)[0] == 0
-    found = tmp_path / "run/checkpoints"
-    whole = names(found)
-    for number, name in damaged.items():
-        content = bytearray((found / whole[number] / name).read_bytes())
-        content[-1 if name.endswith("tensors") else len(content) // 2] ^= 1
-        (found / whole[number] / name).write_bytes(content)
-    code, printed, _ = trained(*options)
-    assert code == 0
-    older = whole[min(damaged) - 1]
-    for number, name in damaged.items():
-        line = rf"{whole[number]}/{name} is broken \(its checksum is wrong\); an older one is taken: .*/{older}\n"
-        assert re.search(line, printed)
-    assert f"{older}, after step {int(older[5:])}\n" in printed
-    assert logs(tmp_path / "run") == logs(tmp_path / "plain")
-
-
-def test_they_are_gone_while_one_is_loaded(trained, small_data, tmp_path, monkeypatch):
-    """An error, and no run from the start with the rows that were loaded."""
-    options = [*small(small_data, "run", *MIX), "--checkpoint-every", 4]
-    assert trained(*options, "--max-steps", 9)[0] == 0
-    (tmp_path / "run/summary.json").unlink()  # as after a kill
-
-    def gone(*arguments, **named):
-        shutil.rmtree(tmp_path / "run/checkpoints", ignore_errors=True)
-        raise BrokenCheckpointError("its rows are gone")
-
-    monkeypatch.setattr("hostdev.train.trainer.load_tables", gone)
-    code, _, error = trained(*options, "--resume")
-    assert (code, error) == (2, "hostdev.train: error: its rows are gone\n")
-
-
-def test_none_is_whole(trained, small_data, tmp_path):
-    """One line; what the run has written stays, and nothing is left of a run that did not begin."""
-    options = [*small(small_data, "run", *MIX), "--checkpoint-every", 4]
-    assert trained(*options, "--max-steps", 9)[0] == 0
-    for file in (tmp_path / "run/checkpoints").rglob("tables/1/*.arrow"):
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content)
-    (tmp_path / "run/ops.log.1").write_text("x" * 70_000)  # of a higher --ops-log
-    (tmp_path / "other").mkdir()
-    there = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
-    for more in ([*options, "--ops-log", "64KiB", "--resume"], [*small(small_data, "other", *MIX), "--resume", "run"]):
-        code, printed, error = trained(*more)
-        assert (code, error.count("\n")) == (2, 1)
-        assert re.search(
-            r"no checkpoint in run(/checkpoints)? is whole; the newest: .* is broken \(its checksum is wrong\)", error
-        )
-        assert "epoch" not in printed
-        assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == there
-    assert list((tmp_path / "other").iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,17 @@
+"""The command of a run, in this process."""
+
+import pytest
+
+from hostdev.core import cli
+from hostdev.train import __main__ as train
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch, capsys):
+    """Run the command in this process, in an empty folder; return its code and what it printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        return cli.run(train.PROG, train.main, list(map(str, arguments))), *capsys.readouterr()
+
+    return run
