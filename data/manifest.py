@@ -5,6 +5,7 @@ the whole range of values.
 """
 
 import json
+import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,7 @@ def read_counts(folder: Path, found: Manifest) -> npt.NDArray[np.int64]:
     try:
         if found.vocabulary_sha256 is not None and checksum(path) != found.vocabulary_sha256:
             raise UserError(f"{path} has a wrong checksum: it is damaged or was changed; preprocess the data again")
-        file = pa.memory_map(str(path))
+        file = pa.memory_map(os.fsencode(path))
         wanted = pa.ipc.IpcReadOptions(included_fields=[pa.ipc.open_file(file).schema.get_field_index("count")])
         column = pa.ipc.open_file(file, options=wanted).read_all()["count"]
     except (pa.ArrowException, OSError, KeyError) as error:

@@ -52,7 +52,7 @@ class ShardFiles:
         path = self._root / shard.file
         state = self._read(path, shard, stop)
         try:
-            with pa.memory_map(str(path)) as file:
+            with pa.memory_map(os.fsencode(path)) as file:
                 table = pa.ipc.open_file(file).read_all()
         except (pa.ArrowException, OSError) as error:
             raise UserError(f"shard {path} is not an Arrow file ({error}); preprocess the data again") from None

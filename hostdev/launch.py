@@ -103,7 +103,8 @@ def start(path: Path, table: RankTable, server: dict[str, Any], command: Sequenc
             own = {"RANK_TABLE_FILE": str(path.resolve()), "RANK_ID": str(rank)}
             if "device_id" in device:
                 own["DEVICE_ID"] = str(device["device_id"])
-            (mine / "environment.txt").write_text("".join(f"{name}={value}\n" for name, value in own.items()))
+            lines = "".join(f"{name}={value}\n" for name, value in own.items())
+            (mine / "environment.txt").write_text(lines, errors="surrogateescape")
             log = files.enter_context((mine / "output.log").open("wb"))
             try:
                 process = subprocess.Popen(

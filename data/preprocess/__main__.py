@@ -153,6 +153,8 @@ def table_options(arguments: argparse.Namespace) -> Options:
     flags = ["--" + flag.replace("_", "-") for flag in splits]
     if len(flags) > 1:
         raise UserError(f"{flags[0]} and {flags[1]} both say which rows are for testing; leave one of them out")
+    if arguments.dense is not None and not arguments.numeric:
+        raise UserError("--dense has no effect without --numeric; leave it out, or name the columns of numbers")
     options = options_from(arguments, threshold=table_flags.THRESHOLD)
     if splits in ([], ["test_fraction"]):
         return options

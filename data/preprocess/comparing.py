@@ -1,5 +1,7 @@
 """Which rows come after a number or a time: by it rows may be for testing."""
 
+import math
+from datetime import time
 from decimal import ROUND_FLOOR, Decimal, localcontext
 from typing import Any
 
@@ -33,8 +35,11 @@ def is_after(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
     if not pa.types.is_temporal(found):
         return _is_larger(array, value)
     try:
-        limit = pa.scalar(value).cast(found)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        if pa.types.is_time(found):
+            found, limit = pa.time64("ns"), _time_of_day(value)
+        else:
+            limit = pa.scalar(value).cast(found)
+    except (ValueError, pa.ArrowNotImplementedError):
         raise UserError(f"--test-after: {value!r} cannot be compared with a column of type {found}; write it as "
                         f"{_example(found)}") from None  # fmt: skip
     times = cast(array, found, f"a time like {value}")
@@ -91,18 +96,36 @@ def _float_at_most(value: str) -> float:
     return found
 
 
+def _time_of_day(value: str) -> pa.Scalar:
+    """Return a time of day, in nanoseconds; ValueError for what is none, or has a time zone."""
+    found = time.fromisoformat(value)
+    if found.tzinfo is not None:
+        raise ValueError(value)
+    return pa.scalar(found, pa.time64("us")).cast(pa.time64("ns"))
+
+
 def _type_of(value: str) -> pa.DataType | None:
-    """Return the type in which text is compared with a value; float64 for a number."""
+    """Return the type in which text is compared with a value; float64 for a number, which NaN is not."""
     for found in (pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC")):
         try:
             pa.scalar(value).cast(found)
         except pa.ArrowInvalid:
             continue
-        return found
+        return found if found != pa.float64() or _is_ordered(value) else None
     return None
+
+
+def _is_ordered(value: str) -> bool:
+    """Tell whether Python takes a number for one, too, and not for NaN, which nothing is larger than."""
+    try:
+        return not math.isnan(float(value))
+    except ValueError:  # such as nan(abc)
+        return False
 
 
 def _example(found: pa.DataType) -> str:
     if pa.types.is_timestamp(found):
         return "2024-12-31T12:00:00Z" if found.tz else "2024-12-31T12:00:00"
+    if pa.types.is_time(found):
+        return "12:00:00"
     return "2024-12-31" if pa.types.is_date(found) else "one of its values"

@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from hostdev.data.preprocess.folders import expand
 from hostdev.data.preprocess.inputs import AnyInput, open_input
-from hostdev.data.preprocess.raw import BEGINNING, Block, Layout, Place, RawRows, Rejected
+from hostdev.data.preprocess.raw import BEGINNING, Block, Layout, Place, RawRows
+from hostdev.data.preprocess.rejected import RejectedLines
 from hostdev.data.preprocess.text import LONGEST, whole_lines
 from hostdev.data.schema import Column
 
@@ -102,33 +103,33 @@ def parse(block: bytes, *, file: str) -> RawRows:
     text = np.frombuffer(block, np.uint8)
     most = len(text) // _SHORTEST_LINE + 1
     label, numbers, keys = np.empty(most, np.uint8), np.empty((most, DENSE)), np.empty((CATEGORICAL, most), np.int64)
-    odd = np.empty((1024, 3), np.int64)
+    odd = np.empty((1024, 3), np.int32)
     n, _, malformed = parse_lines(text, HEX_DIGITS, label, numbers, keys, odd)
     if malformed > len(odd):
-        odd = np.empty((malformed, 3), np.int64)
+        odd = np.empty((malformed, 3), np.int32)
         parse_lines(text, HEX_DIGITS, label, numbers, keys, odd)
-    rejected = [_reject(block[begin:end], file, number + 1) for begin, end, number in odd[:malformed].tolist()]
+    odd = odd[:malformed].copy()  # and not the room for more
+    rejected = RejectedLines(file, odd[:, 2] + 1, lambda i: _reject(block[odd[i, 0] : odd[i, 1]]))
     return RawRows(
         label[:n].astype(np.float32), numbers[:n], keys[:, :n].T, rejected=rejected, missing=_MISSING
     )  # fmt: skip
 
 
-def _reject(line: bytes, file: str, number: int) -> Rejected:
-    """Return a malformed line with the reason."""
+def _reject(line: bytes) -> tuple[str, str]:
+    """Return what is wrong with a malformed line, and the line."""
     # A carriage return is part of a line end or, alone, a wrong character.
     line = line.removesuffix(b"\r\n" if line.endswith(b"\r\n") else b"\n").replace(b"\r", b"\0").translate(_TO_ASCII)
-    values = line.split(b"\t")
-    return Rejected(file, number, _reason(values), line.decode())
+    return _reason(line), line.decode()
 
 
-def _reason(values: list[bytes]) -> str:
-    if len(values) != len(COLUMNS):
-        return f"{len(values)} columns, not {len(COLUMNS)}"
+def _reason(line: bytes) -> str:
+    if (columns := line.count(b"\t") + 1) != len(COLUMNS):
+        return f"{columns} columns, not {len(COLUMNS)}"
     dues = [(re.compile(rb"[01]"), "0 or 1"), *[(_INTEGER, "an integer or empty")] * DENSE]
     dues += [(_HEX, "8 hexadecimal digits or empty")] * CATEGORICAL
     return next(
         f"{name} is {value.decode()[:40]!r}, not {due}"
-        for name, value, (rule, due) in zip(COLUMNS, values, dues, strict=True)
+        for name, value, (rule, due) in zip(COLUMNS, line.split(b"\t"), dues, strict=True)
         if not rule.fullmatch(value)
     )
 

@@ -1,6 +1,7 @@
 """Delimited text, CSV and TSV, with a header or with names given: its rows in Arrow, all columns as text."""
 
 import codecs
+from array import array
 from collections.abc import Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from hostdev.data.preprocess.files import Chunk, Part
 from hostdev.data.preprocess.inputs import COMPRESSED, HEAD_BYTES, AnyInput
-from hostdev.data.preprocess.raw import Rejected
+from hostdev.data.preprocess.rejected import RejectedLines
 from hostdev.data.preprocess.text import LONGEST, newline, whole_lines
 from pyarrow import csv
 
@@ -88,25 +89,23 @@ class DelimitedFile:
         """Return a part's rows, with the malformed ones beside them."""
         text, offset = part.content
         named = self._columns is None and offset == 0  # the first row has the names
-        rejected: list[Rejected] = []
-        skipped: list[int] = []
-
-        def wrong_columns(row: Any) -> str:
-            skipped.append(row.number - named)  # from 1; quoted line ends and empty lines do not count
-            shown = row.text.replace(_STAND_IN.decode(), self._delimiter.decode())
-            reason = f"{row.actual_columns} columns, not {row.expected_columns}"
-            number = row.number + (self._columns is None and not named)
-            rejected.append(Rejected(self.input.name, number, reason, "\\n".join(shown.splitlines())))
-            return "skip"
-
+        wrong = _WrongRows()
         self._check_encoding(text, offset)
         names = None if named else list(self._columns or self.names)
         try:
-            table = self._read(self._plain(text), names, used, wrong_columns)
+            table = self._read(self._plain(text), names, used, wrong.add)
         except pa.ArrowInvalid as error:
             raise self._unreadable(str(error)) from None
         [batch] = table.combine_chunks().to_batches() or [_no_rows(used)]
-        return Chunk(batch, 0, rejected, part.taken, skipped)
+        numbers = np.array(wrong.numbers, np.int64)
+        delimiter, expected = self._delimiter.decode(), len(self.names)
+
+        def look(i: int) -> tuple[str, str]:
+            shown = wrong.text(i).replace(_STAND_IN.decode(), delimiter)
+            return f"{wrong.columns[i]} columns, not {expected}", "\\n".join(shown.splitlines())
+
+        rejected = RejectedLines(self.input.name, numbers + (self._columns is None and not named), look)
+        return Chunk(batch, 0, rejected, part.taken, numbers - named)
 
     def _header(self, start: bytes) -> tuple[str, ...]:
         """Return the values of the first row."""
@@ -171,6 +170,30 @@ def _guess(path: Path, start: bytes) -> str:
 
 def _no_rows(used: Sequence[str]) -> pa.RecordBatch:
     return pa.RecordBatch.from_pydict({name: pa.array([], pa.string()) for name in used})
+
+
+class _WrongRows:
+    """Rows with too few or too many values, as Arrow's parser tells of them: a few bytes beside the text of each.
+
+    numbers  int64, from 1, a row with names being one; quoted line ends and empty lines do not count
+    columns  int32, how many values they have
+    """
+
+    def __init__(self) -> None:
+        self.numbers, self.columns = array("q"), array("i")
+        self._text, self._ends = bytearray(), array("q", [0])
+
+    def add(self, row: csv.InvalidRow) -> str:
+        """Take in a row, which the parser is to pass over."""
+        self.numbers.append(row.number)
+        self.columns.append(row.actual_columns)
+        self._text += row.text.encode()
+        self._ends.append(len(self._text))
+        return "skip"
+
+    def text(self, i: int) -> str:
+        """Return a row as it stands in the file."""
+        return self._text[self._ends[i] : self._ends[i + 1]].decode()
 
 
 class _RowEnds:

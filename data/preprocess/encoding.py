@@ -4,6 +4,7 @@ Stands on what the data set holds, its manifest and its vocabulary. Nothing is l
 did not have, or too seldom, gets its space's out-of-vocabulary id.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -230,7 +231,7 @@ class _Values:
     def __init__(self, path: Path, schema: Schema) -> None:
         self._texts, self._first = TextMap(), schema.first_value
         try:
-            table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+            table = pa.ipc.open_file(pa.memory_map(os.fsencode(path))).read_all()
             field = table["field"].combine_chunks()
             names = field.dictionary.to_pylist()
             of_space = field.indices.to_numpy()

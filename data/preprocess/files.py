@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -13,7 +14,8 @@ import pyarrow.parquet as pq
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import WrongValueError, check_text
 from hostdev.data.preprocess.inputs import COMPRESSED, AnyInput, Input, unreadable
-from hostdev.data.preprocess.raw import Rejected, WrongRowError
+from hostdev.data.preprocess.raw import WrongRowError
+from hostdev.data.preprocess.rejected import RejectedLines
 
 from hostdev.core.errors import UserError
 
@@ -42,14 +44,14 @@ class Chunk:
     first     rows of the file before these, malformed ones too
     rejected  malformed rows among these
     size      bytes of the file that it took, about
-    skipped   the malformed rows' numbers among these, from 1
+    skipped   int64, the malformed rows' numbers among these, from 1
     """
 
     batch: pa.RecordBatch
     first: int = 0
-    rejected: list[Rejected] = field(default_factory=list)
+    rejected: RejectedLines = field(default_factory=RejectedLines)
     size: int = 0
-    skipped: Sequence[int] = ()
+    skipped: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @property
     def lines(self) -> int:
@@ -59,7 +61,7 @@ class Chunk:
     def number(self, row: int) -> int:
         """Return the number in its file, from 1, of a row of this chunk, from 0."""
         number = row + 1
-        for skipped in self.skipped:
+        for skipped in self.skipped.tolist():
             number += skipped <= number
         return self.first + number
 
@@ -129,13 +131,26 @@ def _rows_at_once(group: Any, used: Sequence[str]) -> int:
     return CHUNK_ROWS if 2 * CHUNK_ROWS * per_row <= 1 else max(1, int(0.5 / per_row))
 
 
+@contextmanager
+def _parquet(path: Path) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file, whose name may be in no encoding."""
+    with pa.OSFile(os.fsencode(path)) as source, pq.ParquetFile(source) as file:
+        yield file
+
+
+def _is_list_of_dictionary(found: pa.DataType) -> bool:
+    """Tell whether Arrow reads a column from one row group at a time only, as each has a dictionary of its own."""
+    lists = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
+    return any(test(found) for test in lists) and pa.types.is_dictionary(found.value_type)
+
+
 class ParquetTable:
     """A Parquet file."""
 
     def __init__(self, source: Input) -> None:
         self.input, path = source, source.path
         try:
-            with pq.ParquetFile(path) as file:
+            with _parquet(path) as file:
                 self._schema = file.schema_arrow
                 self.most_rows = file.metadata.num_rows
         except (pa.ArrowException, OSError) as error:
@@ -151,13 +166,14 @@ class ParquetTable:
         path = self.input.path
         each = self.input.size / max(1, self.most_rows)
         try:
-            with pq.ParquetFile(path) as file:
+            alone = any(_is_list_of_dictionary(self.type_of(name)) for name in used)
+            with _parquet(path) as file:
                 ends = np.cumsum([file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)])
                 first = int(np.searchsorted(ends, offset, "right"))  # the group with that row
                 row = int(ends[first - 1]) if first else 0
                 while first < len(ends):  # some groups at a time: the reader keeps what it has read of its groups
                     rows = _rows_at_once(file.metadata.row_group(first), used)
-                    last = min(int(np.searchsorted(ends, row + rows)) + 1, len(ends))
+                    last = first + 1 if alone else min(int(np.searchsorted(ends, row + rows)) + 1, len(ends))
                     for batch in file.iter_batches(rows, row_groups=list(range(first, last)), columns=list(used)):
                         rest = batch.slice(max(0, offset - row))
                         row += len(batch)
@@ -186,7 +202,7 @@ class ArrowTable:
     def __init__(self, source: Input, *, stream: bool) -> None:
         self.input, self._stream, path = source, stream, source.path
         try:
-            with pa.memory_map(str(path)) as source:
+            with pa.memory_map(os.fsencode(path)) as source:
                 self._schema = (pa.ipc.open_stream(source) if stream else pa.ipc.open_file(source)).schema
         except (pa.ArrowException, OSError) as error:
             raise unreadable(str(path), "the Arrow file is broken", error) from None
@@ -202,7 +218,7 @@ class ArrowTable:
         options = pa.ipc.IpcReadOptions(included_fields=fields)
         row, before = 0, 0
         try:
-            with pa.memory_map(str(self.input.path)) as source:
+            with pa.memory_map(os.fsencode(self.input.path)) as source:
                 for batch, position in self._batches(source, options):
                     each = (position - before) / max(1, len(batch))
                     before = position

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 from hostdev.data.preprocess.pieces import Facts, Piece, Survey, survey, write_piece
-from hostdev.data.preprocess.raw import BEGINNING, Block, RawRows, Rejected, Source, WrongRowError
+from hostdev.data.preprocess.raw import BEGINNING, Block, RawRows, Source, WrongRowError
+from hostdev.data.preprocess.rejected import Rejected
 from hostdev.data.preprocess.shard_memory import ShardMemory
 from hostdev.data.preprocess.vocabulary import HashBuckets, require_memory
 from hostdev.data.preprocess.work import Work
@@ -54,7 +55,7 @@ class FirstPass:
             self._pass(one.end.input, one.lines, sum(one.rows), one.rejected)
             piece = Piece(self.path(number))
             if one.rejected and self._first is None:
-                self._first = piece.rejected()[0]
+                self._first = next(piece.rejected())
             self._require_memory(None if self._hashed is not None else survey(piece, len(self._source.layout.spaces)))
         self.facts = list(facts)
 
@@ -96,9 +97,8 @@ class FirstPass:
         except WrongRowError as error:
             raise UserError(f"{error.file}, row {before + error.row}, {error.reason}") from None
         if rows.rejected:
-            rejected = [replace(line, line=before + line.line) for line in rows.rejected]
-            rows = replace(rows, rejected=rejected)
-            self._first = self._first or rejected[0]
+            rows = replace(rows, rejected=rows.rejected.after(before))
+            self._first = self._first or rows.rejected[0]
         begin = self._rows
         self._pass(block.end.input, len(rows) + len(rows.rejected), len(rows), len(rows.rejected))
         self._check_rejected(self._source.most_rows)  # no need to read on

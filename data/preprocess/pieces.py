@@ -7,7 +7,8 @@ uses. So values are compared with those of other pieces once a piece, and not on
 A piece is an Arrow file of one record, whose columns are lists: what is looked at is mapped, and nothing is copied.
 """
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -17,7 +18,8 @@ import numpy.typing as npt
 import pyarrow as pa
 from hostdev.data import ragged
 from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess.raw import Layout, Place, RawRows, Rejected
+from hostdev.data.preprocess.raw import Layout, Place, RawRows
+from hostdev.data.preprocess.rejected import Rejected, lines_in
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.preprocess.writer import write_arrow
 
@@ -70,7 +72,7 @@ class Piece:
     """A piece's file, mapped."""
 
     def __init__(self, path: Path) -> None:
-        with pa.memory_map(str(path)) as source:
+        with pa.memory_map(os.fsencode(path)) as source:
             self._record = pa.ipc.open_file(source).get_batch(0)
 
     def array(self, name: str) -> Array:
@@ -83,10 +85,9 @@ class Piece:
         found = self._record[f"keys {space}"].values
         return found if pa.types.is_large_string(found.type) else found.to_numpy()
 
-    def rejected(self) -> list[Rejected]:
-        """Return the malformed lines."""
-        columns = (self._record[name].values.to_pylist() for name in ("file", "line", "reason", "text"))
-        return [Rejected(*line) for line in zip(*columns, strict=True)]
+    def rejected(self) -> Iterator[Rejected]:
+        """Iterate over the malformed lines."""
+        return lines_in({name: self._record[name].values for name in ("file", "line", "reason", "text")})
 
 
 def write_piece(
@@ -116,18 +117,14 @@ def write_piece(
     content |= {f"codes {i}": column for i, column in enumerate(codes)}
     missing = [_halves(column, n[0]) for column in np.isnan(part.numbers).T]
     missing += [_halves(column, first) for column, (first, _) in zip(is_missing, ends, strict=True)]
-    lines = [asdict(line) for line in rows.rejected]
-    content["line"] = pa.array([line["line"] for line in lines], pa.int64())
-    for name in ("file", "reason", "text"):  # of which the file's name may be in no encoding, too
-        texts = [line[name].encode(errors="replace").decode() for line in lines]
-        content[name] = pa.array(texts, pa.large_string())
+    content |= rows.rejected.columns()
     facts = {
         "rows": n,
         "positives": _halves(label, n[0]),
         "missing": tuple(zip(*missing, strict=True)) if missing else ((), ()),
         "bag_values": tuple(zip(*values, strict=True)) if values else ((), ()),
-        "rejected": len(lines),
-        "lines": len(rows) + len(lines),
+        "rejected": len(rows.rejected),
+        "lines": len(rows) + len(rows.rejected),
         "checksum": write_lists(path, content),
     }
     return facts, None if hashed is not None else survey(Piece(path), len(layout.spaces))

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from hostdev.data import ragged
+from hostdev.data.preprocess.rejected import RejectedLines
 from hostdev.data.schema import Column
 
 Bags = tuple[tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]], ...]
@@ -41,19 +42,6 @@ class Layout:
         return tuple(dict.fromkeys(column.space for column in self.columns))
 
 
-@dataclass(frozen=True)
-class Rejected:
-    """A malformed line: where it stands, what is wrong with it, and the line itself.
-
-    line  its number, from 1; in rows that were just parsed, among those of their block
-    """
-
-    file: str
-    line: int
-    reason: str
-    text: str
-
-
 class WrongRowError(Exception):
     """A row with a value that the options do not allow: its file, its number among the block's, and what is wrong."""
 
@@ -73,7 +61,7 @@ class RawRows:
     numbers: npt.NDArray[np.float64]  # [n, numeric columns], NaN where missing
     keys: npt.NDArray[np.int64]  # [n, columns with an id a row]
     bags: Bags = ()  # of each bag the keys of all rows end to end [N], and how many each has [n]
-    rejected: list[Rejected] = field(default_factory=list)
+    rejected: RejectedLines = field(default_factory=RejectedLines)
     test: npt.NDArray[np.bool_] | None = None  # [n], which rows are for testing; None: they are to be drawn
     texts: Mapping[str, pa.Array] | None = None  # by space, the values of which keys are the numbers
     missing: Mapping[str, int] = field(default_factory=dict)  # by space, the key of a missing value

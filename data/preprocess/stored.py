@@ -1,5 +1,6 @@
 """A data set's shards, mapped into memory and read in parts by several threads: what `check` and `info` stand on."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ def require_checksum(path: Path, expected: str) -> None:
 def _batches_of(path: Path, expected: pa.Schema) -> list[pa.RecordBatch]:
     """Map a file of this schema into memory."""
     try:
-        file = pa.ipc.open_file(pa.memory_map(str(path)))
+        file = pa.ipc.open_file(pa.memory_map(os.fsencode(path)))
         batches = [file.get_batch(i) for i in range(file.num_record_batches)]
     except (pa.ArrowException, OSError) as error:
         raise DamagedError(path, f"not an Arrow file ({in_words(error)})") from None

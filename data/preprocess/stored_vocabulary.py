@@ -1,5 +1,6 @@
 """A data set's vocabulary, mapped into memory: whose each id is, which value it stands for, how often it is used."""
 
+import os
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise
@@ -34,7 +35,7 @@ class StoredVocabulary:
         if found.vocabulary_sha256 is not None:
             require_checksum(self.path, found.vocabulary_sha256)
         try:
-            self.table = pa.ipc.open_file(pa.memory_map(str(self.path))).read_all()
+            self.table = pa.ipc.open_file(pa.memory_map(os.fsencode(self.path))).read_all()
             self.table.validate(full=True)
         except FileNotFoundError:
             raise DamagedError(self.path, "it is missing") from None

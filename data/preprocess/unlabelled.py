@@ -87,11 +87,10 @@ class _Criteo:
             text, unlabelled = _with_labels(block.content) if self.labelled else (_labelled(block.content), None)
             rows = criteo.parse(text, file=block.file)
             batch, lines = self._encoding.encode_criteo(rows), len(rows) + len(rows.rejected)
-            wrong = np.array([line.line - 1 for line in rows.rejected], np.int64)
-            places = np.delete(np.arange(lines), wrong)
+            places = np.delete(np.arange(lines), rows.rejected.numbers - 1)
             without = np.isin(places, unlabelled) if unlabelled is not None else np.ones(len(places), np.bool_)
             label = np.where(without, np.nan, batch.label).astype(np.float32)
-            yield Part(replace(batch, label=label), places if len(wrong) else None, lines, block.size)
+            yield Part(replace(batch, label=label), places if len(rows.rejected) else None, lines, block.size)
 
 
 def _labelled(block: bytes) -> bytes:
@@ -141,8 +140,8 @@ class _Table:
                 raise UserError(f"{self._file.input.name}, row {chunk.number(error.row)}, {error.reason}") from None
             except UserError as error:
                 raise UserError(f"{self._file.input.name}: {error}") from None
-            if not chunk.skipped and len(kept) == n:
+            if not len(chunk.skipped) and len(kept) == n:
                 yield Part(batch, None, n, chunk.size)
                 continue
-            places = np.delete(np.arange(chunk.lines), np.array(chunk.skipped, np.int64) - 1)
+            places = np.delete(np.arange(chunk.lines), chunk.skipped - 1)
             yield Part(batch, places[kept], chunk.lines, chunk.size)

@@ -1,5 +1,6 @@
 """Values to ids: a vocabulary counted on the training rows, or a hash that needs none."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,7 @@ class Vocabulary:
         waiting: list[tuple[npt.NDArray[Any], pa.Array, Ids]] = [
             (np.arange(fixed), pa.nulls(fixed, pa.string()), counts)
         ]
-        with pa.ipc.new_file(path, kinds) as file:
+        with pa.OSFile(os.fsencode(path), "wb") as content, pa.ipc.new_file(content, kinds) as file:
 
             def write() -> None:
                 fields, texts, counts = zip(*waiting, strict=True)

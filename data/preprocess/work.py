@@ -18,7 +18,7 @@ from hostdev.core.errors import PassingError, UserError, naming
 from hostdev.core.memory import gib
 from hostdev.core.progress import note
 
-_VERSION = 1  # of what is in the folder
+_VERSION = 2  # of what is in the folder
 _LOCK, _RECIPE, _JOURNAL, _PIECES, _RESULT = "lock", "recipe.json", "journal.jsonl", "pieces", "result"
 
 _LEFT_OVER = "{out} is whole; what is left in {folder} can be removed"

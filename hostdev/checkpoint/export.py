@@ -5,6 +5,7 @@ import io
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 from urllib.parse import quote
@@ -86,7 +87,8 @@ def _write(out: Path, layers: Layers, options: Options) -> None:
             _write_table(out, layers, table, options, progress)
     names = _names(layers)
     if names is not None and options.format != "parquet":
-        pq.write_table(_with_ids(names, 0, len(names)), out / IDS)
+        with (out / IDS).open("wb") as file:
+            pq.write_table(_with_ids(names, 0, len(names)), file)
     _write_dense(out, layers)
 
 
@@ -111,7 +113,7 @@ def _write_parquet(path: Path, layers: Layers, table: Table, columns: list[str],
     names = _names(layers)
     named = names is not None and len(names) == table.rows
     writer: pq.ParquetWriter | None = None
-    try:
+    with path.open("wb") as file, ExitStack() as opened:
         for start, stop in layers.ranges(table.name):
             found = layers.columns_of_ids(table.name, start, stop, columns)
             arrays: dict[str, Any] = {"id": np.arange(start, stop)}
@@ -121,12 +123,9 @@ def _write_parquet(path: Path, layers: Layers, table: Table, columns: list[str],
                 flat = pa.array(values.ravel())
                 arrays[name] = flat if name in table.row_slots else pa.FixedSizeListArray.from_arrays(flat, table.dim)
             part = pa.table(arrays)
-            writer = writer or pq.ParquetWriter(path, part.schema)
+            writer = writer or opened.enter_context(pq.ParquetWriter(file, part.schema))
             writer.write_table(part)
             progress.update(stop - start)
-    finally:
-        if writer is not None:
-            writer.close()
 
 
 def _write_npy(path: Path, layers: Layers, table: Table, column: str, progress: Progress) -> None:

@@ -125,13 +125,13 @@ def chain_of(path: Path) -> Chain:
 
 def newest(path: Path) -> Found:
     """Return the checkpoint that `path` is, or the newest in it that `chain_of` finds whole; raises as that does."""
-    broken: list[BrokenCheckpointError] = []
+    broken: dict[str, BrokenCheckpointError] = {}  # once: others may add to one
     for each in candidates(path):
         try:
-            return Found(chain_of(each), list(map(str, broken)))
+            return Found(chain_of(each), list(broken))
         except BrokenCheckpointError as error:
-            broken.append(error)
-    raise broken[0]
+            broken.setdefault(str(error), error)
+    raise next(iter(broken.values()))
 
 
 @contextlib.contextmanager

@@ -64,19 +64,21 @@ def newest_whole(path: Path, check: Callable[[Chain], None] = verify) -> Found:
 
     Raises BrokenCheckpointError where `path` is one that is damaged, or none is whole; UserError where there is none.
     """
-    broken: list[str] = []
+    broken: dict[str, Path | None] = {}  # what is wrong, and with which file, once: others may add to that checkpoint
     found = candidates(path)
     for each in found:
         try:
             chain = chain_of(each)
+            if any(file.is_relative_to(one.path) for file in broken.values() if file for one in chain):
+                continue
             check(chain)
         except BrokenCheckpointError as error:
             if len(found) == 1:
                 raise
-            broken.append(str(error))
+            broken[str(error)] = error.file
             continue
-        return Found(chain, broken)
-    raise BrokenCheckpointError(f"no checkpoint in {path} is whole; the newest: {broken[0]}")
+        return Found(chain, list(broken))
+    raise BrokenCheckpointError(f"no checkpoint in {path} is whole; the newest: {next(iter(broken))}")
 
 
 def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:

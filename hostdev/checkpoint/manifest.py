@@ -15,7 +15,9 @@ FILE_NAME = "checkpoint.json"
 
 
 class BrokenCheckpointError(UserError):
-    """A checkpoint is damaged or incomplete; the message names the file."""
+    """A checkpoint is damaged or incomplete; the message names the file, and `file` where it is one of the content."""
+
+    file: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,7 +107,7 @@ def _ascend(ids: Ids, start: int, stop: int) -> bool:
 def mapped(path: Path) -> Any:
     """Return a file's content, mapped into memory; BrokenCheckpointError where it is missing."""
     try:
-        with pa.memory_map(str(path)) as file:
+        with pa.memory_map(os.fsencode(path)) as file:
             return file.read_buffer()
     except OSError as error:
         raise BrokenCheckpointError(f"{path} is broken ({error})") from None
@@ -130,23 +130,30 @@ def check_file(path: Path, file: File, content: memoryview | None = None) -> Non
 
     content  `file.bytes` bytes, into which it is read; None: it is only looked at
     """
+    if wrong := _wrong(path, file, content):
+        error = BrokenCheckpointError(f"{path} {wrong}")
+        error.file = path
+        raise error
+
+
+def _wrong(path: Path, file: File, content: memoryview | None) -> str | None:
+    """Return what is wrong with a file, in words; None where nothing is."""
     digest, size = sha256(), 0
     piece = memoryview(bytearray(_PIECE)) if content is None else content
     try:
         with path.open("rb", buffering=0) as stream:
             there = os.fstat(stream.fileno()).st_size
             if there != file.bytes:
-                raise BrokenCheckpointError(f"{path} is broken ({there} bytes, not {file.bytes})")
+                return f"is broken ({there} bytes, not {file.bytes})"
             while size < there:
                 start = 0 if content is None else size
                 read = stream.readinto(piece[start : start + min(_PIECE, there - size)])
                 if not read:
-                    raise BrokenCheckpointError(f"{path} is broken ({size} bytes, not {file.bytes})")
+                    return f"is broken ({size} bytes, not {file.bytes})"
                 digest.update(piece[start : start + read])
                 size += read
     except FileNotFoundError:
-        raise BrokenCheckpointError(f"{path} is missing") from None
+        return "is missing"
     except OSError as error:
-        raise BrokenCheckpointError(f"{path} cannot be read ({error.strerror})") from None
-    if digest.hexdigest() != file.sha256:
-        raise BrokenCheckpointError(f"{path} is broken (its checksum is wrong)")
+        return f"cannot be read ({error.strerror})"
+    return None if digest.hexdigest() == file.sha256 else "is broken (its checksum is wrong)"

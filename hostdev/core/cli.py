@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import os
 import sys
 import traceback
@@ -44,6 +45,8 @@ def run(prog: str, main: Callable[[Sequence[str]], int | None], argv: Sequence[s
     the interpreter's own end takes seconds on a busy machine, and threads that are at work may abort it.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
+    if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # the name of a file may be in no encoding
     try:
         return main(arguments) or 0
     except KeyboardInterrupt as interrupt:

@@ -1,7 +1,13 @@
 """What is written, brought to the disk, so that a loss of power leaves it."""
 
+import errno
 import os
 from pathlib import Path
+
+
+def is_text(path: Path) -> bool:
+    """Tell whether a file's name is text: on POSIX it may be any bytes, of which Python makes surrogates."""
+    return not any("\udc80" <= character <= "\udcff" for character in str(path))
 
 
 def sync_folder(path: Path) -> None:
@@ -22,6 +28,8 @@ def _sync(path: Path) -> None:
     try:
         os.fsync(number)
     except OSError as error:
+        if error.errno in (errno.EINVAL, errno.ENOTSUP) and path.is_dir():
+            return  # as some file systems have it, which bring names to the disk in their own time
         error.filename = str(path)
         raise
     finally:

@@ -24,7 +24,7 @@ def parse_lines(text: Any, digits: Any, label: Any, numbers: Any, keys: Any, odd
     label    uint8 [n], written; n is at least the number of lines
     numbers  float64 [n, D], written: NaN where empty
     keys     int64 [C, n], written: EMPTY where empty
-    odd      int64 [M, 3], written: begin, end and number (from 0) of each line that is malformed, of the first M
+    odd      int32 [M, 3], written: begin, end and number (from 0) of each line that is malformed, of the first M
 
     Returns the numbers of well-formed lines, of lines, and of malformed ones.
     """

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hostdev.core.disk import is_text
 from hostdev.core.errors import UserError
 from hostdev.parallel.ranks import Ranks
 
@@ -116,6 +117,8 @@ def agreed(ranks: Ranks | None, call: Callable[[], T]) -> T:
 
 def _made(folder: Path, temporary: Path) -> str:
     """Make the folder to write to; return what is wrong, or nothing."""
+    if not is_text(folder):
+        return f"{folder}: the name is not UTF-8, and safetensors reads no such file; choose another folder"
     if folder.exists():
         return f"{folder} exists; choose another folder"
     try:

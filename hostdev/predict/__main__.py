@@ -8,6 +8,7 @@ if __name__ == "__main__":  # first of all, as the imports take seconds: Ctrl-C 
 import hostdev.core.environment  # noqa: F401  # isort: skip  (before torch)
 
 import argparse
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -71,7 +72,8 @@ def run(arguments: argparse.Namespace) -> None:
         with (
             naming(out),
             Scores(out.parent) as scores,
-            pq.ParquetWriter(partial, schema) as writer,
+            pa.OSFile(os.fsencode(partial), "wb") as content,
+            pq.ParquetWriter(content, schema) as writer,
             bar(work.total, "predicting", work.unit, unit_scale=True) as progress,
         ):
             for part in work.parts:

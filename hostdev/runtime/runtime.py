@@ -297,9 +297,10 @@ class Runtime:
         """Load the newest whole checkpoint of a folder, or the one that `path` is, into the tables; return its `extra`.
 
         Files are checked before a table is changed; those of host tables that nobody has used yet while they are
-        loaded, and where none is whole these have their initial values again. Where the newest is damaged, a warning
-        says so, and the one before is loaded. Raises UserError for a checkpoint of other tables, and where there is
-        none that is whole; ValueError while a loop is open.
+        loaded, and where none is whole, or Ctrl-C ends it, these have their initial values again; after Ctrl-C others
+        hold some of the checkpoint's rows. Where the newest is damaged, a warning says so, and the one before is
+        loaded. Raises UserError for a checkpoint of other tables or of another program, and where there is none that is
+        whole; ValueError while a loop is open.
         """
         if self._loop is not None or self.predicting:
             raise ValueError("a loop over these tables is open; end it, or call its close(), before loading")

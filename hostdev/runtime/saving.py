@@ -13,6 +13,7 @@ from hostdev.checkpoint.folder import Chain, Found
 from hostdev.checkpoint.loading import load_tables, newest_whole, require_tables, values_of, verify_others
 from hostdev.checkpoint.saving import Content, Saving
 from hostdev.checkpoint.tree import to_tree
+from hostdev.core.errors import UserError
 
 _begun: set[Saving] = set()  # of which nobody has heard yet how they have ended
 
@@ -32,15 +33,25 @@ def _read_once(path: Path, tables: dict[str, Any]) -> Found:
     def load(chain: Chain) -> None:
         require_tables(chain, tables)
         verify_others(chain)
+        _extra_of(chain)
         load_tables(chain, tables, check=True)
 
     try:
         return newest_whole(path, load)
-    except Exception:
+    except BaseException:  # Ctrl-C, too
         for table in tables.values():
             if not table.untouched:
                 table.reset()
         raise
+
+
+def _extra_of(chain: Chain) -> Any:
+    """Return what was given to be saved beside the tables; UserError where a program did that which gives no such."""
+    values = values_of(chain)
+    if not isinstance(values, dict) or "extra" not in values:
+        raise UserError(f"{chain[-1].path} was saved by python -m hostdev.train, not by Runtime.save; go on with its "
+                        "--resume, or take what is in it with python -m hostdev.checkpoint export")  # fmt: skip
+    return values["extra"]
 
 
 class Keeper:
@@ -79,6 +90,7 @@ class Keeper:
         else:  # what they hold stays unless there is a whole one, and all ranks choose the same
             found = newest_whole(path)
             require_tables(found.chain, tables)
+            _extra_of(found.chain)
             load_tables(found.chain, tables)
         chain = found.chain
         for line in found.notes():
@@ -88,7 +100,7 @@ class Keeper:
         to = self._at(chain[-1].path.parent)
         to.start_from(chain, tables.values())
         self._runtime.pipeline.steps = chain[-1].manifest.step
-        return values_of(chain)["extra"]
+        return _extra_of(chain)
 
     def _at(self, path: Path) -> Checkpoints:
         """Return the checkpoints in a folder, which stay there if the program goes to work in another one."""

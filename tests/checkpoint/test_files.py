@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hostdev import LazyAdam, RowWiseAdagrad, UserError
-from hostdev.checkpoint import folder, loading, manifest
+from hostdev.checkpoint import folder, loading, manifest, ranges
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.checkpoint.ranges import HashedFile
@@ -165,6 +165,58 @@ def test_a_missing_link_breaks_those_that_add_to_it(saved):
     shutil.rmtree(path / "step-0000000001")
     with pytest.raises(UserError, match="is not whole"):
         runtime_of().load(path)
+
+
+def test_a_damaged_parent_is_read_and_told_of_once(saved, monkeypatch):
+    path, states = saved
+    runtime = runtime_of()
+    runtime.load(path / "step-0000000001")
+    for step in (4, 5, 6):  # 4 has all rows, which 5 and 6 add to
+        change(runtime, 20 if step > 4 else 150, step)
+        runtime.pipeline.steps = step
+        runtime.save(path, keep=9)
+    names = folder.names_in(path)
+    assert manifest.read(path / names[3]).parent is None
+    assert manifest.read(path / names[5]).parent.name == names[4]
+    damaged = path / names[3] / "tables/0/000000.arrow"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    looked = []
+
+    def look(file, *more):
+        looked.append(file)
+        ranges.check_file(file, *more)
+
+    monkeypatch.setattr(loading, "check_file", look)
+    for again in (runtime_of(), runtime):  # whose tables are new, or not
+        looked.clear()
+        with pytest.warns(UserWarning) as told:
+            assert again.load(path) == {"seed": 2}
+        [line] = [str(each.message) for each in told]
+        assert line == f"{damaged} is broken (its checksum is wrong); an older one is taken: {path / names[2]}"
+        assert looked.count(damaged) == 1
+        assert state_of(again) == states[2]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_no_rows_stay_of_what_was_not_loaded_whole(saved, monkeypatch, error):
+    path, states = saved
+    runtime, initial, loaded = runtime_of(), state_of(runtime_of()), []
+
+    def fail(*arguments):
+        loaded.append(arguments)
+        if len(loaded) == 3:
+            raise error
+        return ranges.parse_range(*arguments)
+
+    monkeypatch.setattr(loading, "parse_range", fail)
+    with pytest.raises(error):
+        runtime.load(path)
+    assert state_of(runtime) == initial
+    monkeypatch.undo()
+    runtime.load(path)
+    assert state_of(runtime) == states[2]
 
 
 def test_a_parent_of_another_history_is_none(saved):

@@ -24,7 +24,7 @@ def test_values():
     np.testing.assert_array_equal(rows.keys[0, :4], [255, EMPTY, 2**32 - 1, EMPTY])
     assert np.isnan(rows.numbers[1]).all()
     assert (rows.keys[1] == EMPTY).all()
-    assert rows.rejected == []
+    assert rows.rejected.numbers.tolist() == []
 
 
 @pytest.mark.parametrize(("text", "reason"), [

@@ -56,6 +56,27 @@ def tables(draw):
     return columns, share, draw(st.integers(0, 2)), draw(st.sampled_from(["max", "log", "standard"]))
 
 
+@pytest.mark.parametrize("kind", [pa.list_, pa.large_list])
+def test_lists_of_dictionaries_in_several_row_groups(tmp_path, kind):
+    """Arrow does not put together what its row groups have of them."""
+    words = [["x", "y"], ["z"], [], ["y"]] * 30
+    columns = {"label": [0, 1] * 60, "split": ["train", "train", "train", "test"] * 30}
+    how = {
+        "label": "label",
+        "bags": (("tags", None),),
+        "test_column": ("split", "test"),
+        "options": Options(threshold=0),
+    }
+    made = []
+    for name, values in (("text", pa.list_(pa.string())), ("dictionary", kind(pa.dictionary(pa.int32(), pa.string())))):
+        table = pa.table({**columns, "tags": pa.array(words, values)})
+        pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=7)
+        assert pq.read_schema(tmp_path / f"{name}.parquet").field("tags").type.value_type == values.value_type
+        made.append(twins.build_table(tmp_path / f"{name}.parquet", tmp_path / name, **how))
+    assert [each.sha256 for each in made[0].train] == [each.sha256 for each in made[1].train]
+    assert [each.sha256 for each in made[0].test] == [each.sha256 for each in made[1].test]
+
+
 @settings(max_examples=15, deadline=None)
 @given(tables())
 def test_every_format_gives_the_twins_data_set(tmp_path_factory, drawn):

@@ -1,12 +1,16 @@
 """What preparing data needs of memory: bounded, announced, and refused before it is too much."""
 
+import tracemalloc
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hostdev.data.preprocess import files, first_pass, shard_memory, vocabulary
+from hostdev.data.preprocess import criteo, files, first_pass, shard_memory, vocabulary
 from hostdev.data.preprocess.build import Options, build
+from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.raw import Layout
+from hostdev.data.preprocess.rejected import lines_in
 from hostdev.data.preprocess.table import Table, TableOptions
 from hostdev.data.preprocess.vocabulary import Vocabulary
 from hostdev.data.schema import Column
@@ -36,6 +40,38 @@ def test_batches_of_a_vocabulary_are_cut_where_their_texts_are_long(tmp_path, mo
     monkeypatch.setattr(vocabulary, "_WRITTEN_BYTES", 50)
     # 3 fixed, 9 and 40 bytes; 100, more than all of a batch may have; 0, 3, 30 and 11; 9 and 40; and so on
     assert written(tmp_path / "bytes", texts) == (rows, [5, 1, 4, 2, 1, 4])
+
+
+@pytest.mark.parametrize("take", ["criteo", "table"])
+def test_malformed_lines_are_no_objects(tmp_path, take):
+    """They are refused, but once it is known that they are too many for the whole input."""
+    n = 1 << 18
+    text = b"y,c\n" * (take == "table") + b"x\n" * n
+    (tmp_path / "t.csv").write_bytes(text)
+    source = CriteoText([tmp_path / "t.csv"]) if take == "criteo" else table_of(tmp_path / "t.csv")
+    [block] = source.blocks()
+    source.parse(block)  # which loads the kernels
+    tracemalloc.start()
+    rows = source.parse(block, hashed=True)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    row = 1 + 8 * (criteo.DENSE + criteo.CATEGORICAL)
+    assert peak < 64 * n + (row * len(text) // 40 if take == "criteo" else 4 * len(text)) + (1 << 20)
+    assert len(rows.rejected) == n
+    about = ("1 columns, not 40" if take == "criteo" else "1 columns, not 2"), "x"
+    first = 1 + (take == "table")
+    places = (0, 4095, 4096, n - 1)
+    assert [rows.rejected[i] for i in places] == [(str(tmp_path / "t.csv"), first + i, *about) for i in places]
+    written = lines_in(rows.rejected.after(1000).columns())
+    assert [line.line for line in written] == list(range(first + 1000, first + 1000 + n))
+    with pytest.raises(
+        UserError, match=f"{n} lines are malformed, more than 1% of all; the first is .*t.csv:{first}: "
+    ):
+        build(source, tmp_path / "out", Options())
+
+
+def table_of(path):
+    return Table([path], TableOptions(label="y", categorical=("c",)))
 
 
 def test_what_writing_a_vocabulary_needs_is_announced(monkeypatch):

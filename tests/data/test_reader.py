@@ -281,8 +281,8 @@ def test_a_shard_that_changes_between_reading_and_mapping(own, monkeypatch, chan
     real = pa.memory_map
 
     def changed(path):
-        if "part-00001" in path:
-            change(Path(path))
+        if b"part-00001" in path:
+            change(Path(os.fsdecode(path)))
         return real(path)
 
     monkeypatch.setattr(pa, "memory_map", changed)

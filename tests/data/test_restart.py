@@ -17,7 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hostdev.data.preprocess import inputs, second_pass, vocabulary
+from hostdev.data.preprocess import inputs, second_pass, vocabulary, work
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.dense import Standard
@@ -150,7 +150,6 @@ def fail_at(monkeypatch, owner, name, at, error):
 def test_a_full_disk_in_any_stage(tmp_path, text, straight, monkeypatch, owner, name, at, capsys):
     from hostdev.data import manifest
     from hostdev.data.preprocess import build as building
-    from hostdev.data.preprocess import work
 
     named = {"work": work.Work, "vocabulary": vocabulary.Vocabulary, "build": building, "manifest": manifest.Manifest}
     with monkeypatch.context() as patched:
@@ -185,6 +184,36 @@ def no_memory(monkeypatch):
     free = itertools.chain([1 << 40] * 3, itertools.repeat(100))
     monkeypatch.setattr(vocabulary, "available_bytes", lambda: next(free))
     return "but 100 bytes of memory are free; hash them"
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe not text", b"[1, null]"])  # the last of another version
+def test_a_recipe_that_is_damaged_or_an_older_version_s(tmp_path, text, straight, monkeypatch, capsys, content):
+    with monkeypatch.context() as patched:
+        fail_at(patched, second_pass, "rows_of", 0, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            make(text, tmp_path / "out")
+    (tmp_path / ".out.partial/recipe.json").write_bytes(content)
+    make(text, tmp_path / "out")
+    assert "unfinished work of another command" in capsys.readouterr().err
+    assert contents(tmp_path / "out") == straight[0]
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_who_has_finished_stays_so_while_another_clears_up(tmp_path, text, straight, monkeypatch, capsys, others):
+    """Another process that wants the same data set may remove what is left, file by file, at the same time."""
+
+    def remove(self):
+        self._close()
+        if others:
+            shutil.rmtree(self.folder)
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(work.Work, "_remove", remove)
+        make(text, tmp_path / "out")
+    left = f"{tmp_path / 'out'} is whole; what is left in {tmp_path / '.out.partial'} can be removed\n"
+    assert capsys.readouterr().err.endswith(left) != others
+    assert contents(tmp_path / "out") == straight[0]
 
 
 @pytest.mark.parametrize("fail", [read_error, no_memory])

@@ -213,6 +213,7 @@ def test_types_of_values(tmp_path, kind):
     ([str(2**53 + 1), str(2**53), "0.5", f"+{2**53 + 1}"], str(2**53), [1, 0, 0, 1]),  # what its neighbours are
     ([str(2**64 + 1), str(2**64), "-1e3", f"{2**64 + 2}"], str(2**64), [1, 0, 0, 1]),
     ([2.0**53 + 2, 2.0**53, 5.5, 2.0**60], str(2**53 + 1), [1, 0, 0, 1]),
+    (["9" * 5000, "-" + "9" * 5000, "5", str(2**53 + 1)], str(2**53), [1, 0, 0, 1]),  # more digits than int() takes
     ([3, -4, -3, 5], "-3.5", [1, 0, 1, 1]),
     ([Decimal("0.11"), Decimal("0.10"), Decimal("-1.00"), Decimal("0.12")], "0.1", [1, 0, 0, 1]),
     ([Decimal(10**36 + 1), Decimal(10**36), Decimal(5), Decimal(10**36 + 2)], "1e36", [1, 0, 0, 1]),
@@ -234,6 +235,19 @@ def test_rows_after_a_time_are_for_testing(tmp_path, values, limit, expected):
         twins.build_table(path, out, label="y", categorical=("c",), test_after=("t", limit))
         assert column_of(out, "train", "c") == [str(i) for i in range(4) if not expected[i]]
         assert len(twins.read(out, "test")) == sum(expected)
+
+
+@pytest.mark.parametrize("kind", [pa.time32("s"), pa.time32("ms"), pa.time64("us"), pa.time64("ns")])
+def test_rows_after_a_time_of_day_are_for_testing(tmp_path, kind):
+    times = pa.array([datetime.time(hour) for hour in (3, 1, 2, 9)]).cast(kind)
+    for name, values in (("plain", times), ("dictionary", times.dictionary_encode())):
+        columns = {"y": pa.array([0, 1, 0, 1]), "c": pa.array(["0", "1", "2", "3"]), "t": values}
+        table = pa.table(columns)
+        with pa.ipc.new_file(tmp_path / f"{name}.arrow", table.schema) as file:
+            file.write_table(table)
+        how = {"label": "y", "categorical": ("c",), "test_after": ("t", "02:00:00")}
+        twins.build_table(tmp_path / f"{name}.arrow", tmp_path / name, **how)
+        assert column_of(tmp_path / name, "train", "c") == ["1", "2"]
 
 
 def test_integers_after_a_number_whatever_their_block(tmp_path, monkeypatch):

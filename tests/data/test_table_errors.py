@@ -65,6 +65,8 @@ def good(tmp_path):
     (["--label", "y", "--positive", ">three"], "--positive >three: 'three' is not a number"),
     (["--label", "y", "--positive", ">nan"], "--positive >nan: 'nan' is not a number"),
     (["--label", "y", "--test-after", "t=soon"], "--test-after: 'soon' is not a number, and not a date or time"),
+    (["--label", "y", "--test-after", "t=nan"], "--test-after: 'nan' is not a number, and not a date or time"),
+    (["--label", "y", "--test-after", "t=-nan(ind)"], "--test-after: '-nan(ind)' is not a number, and not a date"),
     (["--label", "y", "--test-after", "g=3"], "good.csv, row 1, column 'g': 'a|b' is not a number"),
     (["--label", "y", "--test-after", "t=2024-01-01"], "row 1, column 't': '0' is not a time like 2024-01-01"),
     (["--label", "y", "--test-after", "t=100"], "none of the 20 rows is in the test split; give more rows or another "
@@ -74,6 +76,7 @@ def good(tmp_path):
     (["--label", "y", "--test-fraction", ".1", "--test-after", "t=3"], "--test-fraction and --test-after both say"),
     (["--label", "y", "--seed", "1", "--test-after", "t=3"], "--seed has no effect with --test-after; leave it out"),
     (["--label", "y", "--threshold", "1", "--hash-buckets", "9"], "--threshold has no effect with --hash-buckets"),
+    (["--label", "y", "--dense", "log"], "--dense has no effect without --numeric; leave it out, or name the columns"),
     (["--label", "y", "--dense", "minmax"], "invalid choice: 'minmax'"),
     (["--label", "y", "--columns", "a,b"], "good.csv: the first line has 5 values between commas, but --columns names"
                                            " 2 columns"),
@@ -241,6 +244,10 @@ TABLE = {"y": [0, 1, 1], "c": ["a", "b", "c"], "x": [1.0, 2.5, None]}
      "--test-after: '5' cannot be compared with a column of type date32[day]; write it as 2024-12-31"),
     ("x", [datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)] * 3, ["--test-after", "x=2024-01-01"],
      "cannot be compared with a column of type timestamp[us, tz=UTC]; write it as 2024-12-31T12:00:00Z"),
+    ("x", [datetime.time(12)] * 3, ["--test-after", "x=noon"],
+     "--test-after: 'noon' cannot be compared with a column of type time64[us]; write it as 12:00:00"),
+    ("x", [datetime.time(12)] * 3, ["--test-after", "x=12:00+01:00"], "cannot be compared with a column of"),
+    ("x", [5, 6, 7], ["--test-after", "x=nan(abc)"], "--test-after: 'nan(abc)' is not a number"),
     ("x", [5, 6, 7], ["--test-after", "x=2024-01-01"], "--test-after: '2024-01-01' is not a number"),
     ("x", [datetime.date(2024, 1, 1)] * 3, ["--label", "x", "--positive", ">3"],
      "column 'x': it is of type date32[day], and --positive >3 compares numbers; make it a number, or a column of 0"),
