@@ -19,7 +19,7 @@ from typing import IO, Any
 import psutil
 
 from hostdev.core import cli
-from hostdev.core.errors import UserError
+from hostdev.core.errors import UserError, tell_at_once
 from hostdev.parallel.place import RankTable, read_table
 
 PROG = "hostdev.launch"
@@ -157,7 +157,7 @@ def check() -> int:
     from hostdev.parallel.ranks import Ranks
 
     def fault(rank: int, why: str) -> None:
-        os.write(2, f"{PROG}: error: rank {rank} of {place.ranks}: {why}\n".encode())
+        tell_at_once(f"{PROG}: error: rank {rank} of {place.ranks}: {why}")
         os._exit(2)
 
     ranks = Ranks(place, fault)

@@ -89,7 +89,7 @@ def _of_processes(
             command = [sys.executable, "-m", PROG, *more, *to_flags(settings)]
             code = wait_for(start_here(mesh.size, command, stdout=log, stderr=subprocess.STDOUT))
         if code:
-            lines = output.read_text().strip().splitlines()
+            lines = output.read_text(errors="replace").strip().splitlines()
             raise UserError(f"{mesh.size} processes have failed: {lines[-1] if lines else f'exit code {code}'}")
         return _joined([Path(folder) / f"{rank}.npz" for rank in range(mesh.size)], steps)
 

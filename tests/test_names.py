@@ -16,6 +16,7 @@ from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev import HostTable, LazyAdam, Runtime, UserError
 from hostdev.checkpoint import __main__ as checkpoint
 from hostdev.core import cli
+from hostdev.core.errors import tell_at_once
 from hostdev.parallel import saving
 from hostdev.predict import __main__ as predict
 from hostdev.train import __main__ as train
@@ -55,6 +56,8 @@ def test_from_text_to_probabilities(odd):
         assert run(checkpoint, "export", saved, "--out", odd / kind, "--format", kind) == 0
         assert (odd / kind / "dense.pt").exists()
     assert run(checkpoint, "verify", saved) == 0
+    together = [*options, "--spawn", 2, "--micro-batches", 2, "--checkpoint-every", 3, "--run-dir", odd / "two"]
+    assert run(train, *together, "--epochs", 1) == 0
 
 
 def test_tables(odd):
@@ -86,3 +89,39 @@ def test_a_network_in_parts_is_not(odd):
     """Safetensors would write the file, and not read it again."""
     with pytest.raises(UserError, match="the name is not UTF-8"):
         saving.save(odd / "network", "a.safetensors", {"w": (torch.ones(3), None)}, {}, None)
+
+
+def test_a_network_in_parts_that_was_moved_there(odd):
+    saving.save(Path("network"), "a.safetensors", {"w": (torch.ones(3), None)}, {}, None)
+    Path("network").rename(odd / "network")
+    with pytest.raises(UserError, match="the name is not UTF-8, and safetensors reads no such file; rename"):
+        saving.load(odd / "network", lambda name: True)
+
+
+@pytest.mark.parametrize(("how", "shown"), [("ascii:replace", b"caf?/data: "), ("ascii:strict", b"caf\xe9/data: ")])
+def test_what_a_terminal_cannot_show(odd, how, shown):
+    write_text(Synthetic(100, 5), Path("raw.txt"))
+    command = [sys.executable, "-m", "hostdev.data.preprocess", "criteo", "raw.txt", "--out", odd / "data"]
+    done = subprocess.run(command, capture_output=True, check=True, env={**os.environ, "PYTHONIOENCODING": how})
+    assert done.stdout.startswith(shown)
+
+
+def test_what_is_told_at_the_end(odd, capfd):
+    tell_at_once(f"go on with --resume {odd}")
+    assert capfd.readouterr().err == "go on with --resume caf\\udce9\n"
+
+
+def test_all_processes_tell_what_has_failed_on_one(odd):
+    write_text(Synthetic(1000, 5), Path("raw.txt"))
+    assert run(preprocess, "criteo", "raw.txt", "--out", "data") == 0
+    options = ["--data", "data", "--batch-size", 100, "--emb-dim", 4, "--device", "cpu", "--host-device-mix"]
+    options += ["--micro-batches", 2, "--checkpoint-every", 3, "--checkpoint-dir", odd / "c"]
+    assert run(train, *options, "--run-dir", "run", "--epochs", 1) == 0
+    for file in (odd / "c").rglob("checkpoint.json"):
+        file.write_text("damaged")
+    options += ["--spawn", 2, "--run-dir", "run", "--resume", odd / "c"]
+    command = [sys.executable, "-m", "hostdev.train", *map(str, options)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    told = "no checkpoint in caf\\udce9/c is whole; the newest: caf\\udce9/c/step-"
+    assert f"hostdev.train: error: rank 0 of 2: {told}" in done.stderr

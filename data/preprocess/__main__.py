@@ -140,7 +140,10 @@ def main(argv: Sequence[str]) -> None:
 def source_of(arguments: argparse.Namespace) -> tuple[Source, Options]:
     """Return what parsed flags read, and how it becomes shards."""
     if arguments.command == "table":
-        return Table(arguments.files, table_flags.options_of(arguments)), table_options(arguments)
+        how = table_flags.options_of(arguments)
+        if arguments.dense is not None and not how.numeric:
+            raise UserError("--dense has no effect without --numeric; leave it out, or name the columns of numbers")
+        return Table(arguments.files, how), table_options(arguments)
     options = options_from(arguments)
     if arguments.command == "criteo":
         return CriteoText(arguments.files), options
@@ -153,8 +156,6 @@ def table_options(arguments: argparse.Namespace) -> Options:
     flags = ["--" + flag.replace("_", "-") for flag in splits]
     if len(flags) > 1:
         raise UserError(f"{flags[0]} and {flags[1]} both say which rows are for testing; leave one of them out")
-    if arguments.dense is not None and not arguments.numeric:
-        raise UserError("--dense has no effect without --numeric; leave it out, or name the columns of numbers")
     options = options_from(arguments, threshold=table_flags.THRESHOLD)
     if splits in ([], ["test_fraction"]):
         return options

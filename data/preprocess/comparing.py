@@ -1,6 +1,7 @@
 """Which rows come after a number or a time: by it rows may be for testing."""
 
 import math
+import re
 from datetime import time
 from decimal import ROUND_FLOOR, Decimal, localcontext
 from typing import Any
@@ -13,6 +14,7 @@ from hostdev.data.preprocess.columns import WrongValueError, cast, decoded, kind
 
 from hostdev.core.errors import UserError
 
+_TIME_OF_DAY = re.compile(r"(\d\d:\d\d(?::\d\d)?)(?:(?<=:\d\d:\d\d)\.(\d{1,9}))?", re.ASCII)
 _EXACT = 2.0**53  # from which on a float64 may stand for several integers
 _DIGITS = 400  # more than a float64 or a decimal has before and after its point
 
@@ -98,10 +100,13 @@ def _float_at_most(value: str) -> float:
 
 def _time_of_day(value: str) -> pa.Scalar:
     """Return a time of day, in nanoseconds; ValueError for what is none, or has a time zone."""
-    found = time.fromisoformat(value)
-    if found.tzinfo is not None:
+    found = _TIME_OF_DAY.fullmatch(value)
+    if found is None:
         raise ValueError(value)
-    return pa.scalar(found, pa.time64("us")).cast(pa.time64("ns"))
+    clock, fraction = found.groups()
+    at = time.fromisoformat(clock)
+    seconds = 3600 * at.hour + 60 * at.minute + at.second
+    return pa.scalar(seconds * 10**9 + int((fraction or "0").ljust(9, "0")), pa.time64("ns"))
 
 
 def _type_of(value: str) -> pa.DataType | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 from hostdev.data.preprocess.files import Chunk, Part
 from hostdev.data.preprocess.inputs import COMPRESSED, HEAD_BYTES, AnyInput
@@ -97,15 +98,16 @@ class DelimitedFile:
         except pa.ArrowInvalid as error:
             raise self._unreadable(str(error)) from None
         [batch] = table.combine_chunks().to_batches() or [_no_rows(used)]
-        numbers = np.array(wrong.numbers, np.int64)
+        numbers = wrong.numbers()
         delimiter, expected = self._delimiter.decode(), len(self.names)
 
         def look(i: int) -> tuple[str, str]:
             shown = wrong.text(i).replace(_STAND_IN.decode(), delimiter)
             return f"{wrong.columns[i]} columns, not {expected}", "\\n".join(shown.splitlines())
 
-        rejected = RejectedLines(self.input.name, numbers + (self._columns is None and not named), look)
-        return Chunk(batch, 0, rejected, part.taken, numbers - named)
+        later = self._columns is None and not named  # the first row of the file has the names
+        rejected = RejectedLines(self.input.name, numbers + 1 if later else numbers, look)
+        return Chunk(batch, 0, rejected, part.taken, numbers - 1 if named else numbers)
 
     def _header(self, start: bytes) -> tuple[str, ...]:
         """Return the values of the first row."""
@@ -175,21 +177,24 @@ def _no_rows(used: Sequence[str]) -> pa.RecordBatch:
 class _WrongRows:
     """Rows with too few or too many values, as Arrow's parser tells of them: a few bytes beside the text of each.
 
-    numbers  int64, from 1, a row with names being one; quoted line ends and empty lines do not count
     columns  int32, how many values they have
     """
 
     def __init__(self) -> None:
-        self.numbers, self.columns = array("q"), array("i")
+        self._numbers, self.columns = array("q"), array("i")
         self._text, self._ends = bytearray(), array("q", [0])
 
     def add(self, row: csv.InvalidRow) -> str:
         """Take in a row, which the parser is to pass over."""
-        self.numbers.append(row.number)
+        self._numbers.append(row.number)
         self.columns.append(row.actual_columns)
         self._text += row.text.encode()
         self._ends.append(len(self._text))
         return "skip"
+
+    def numbers(self) -> npt.NDArray[np.int64]:
+        """Return their numbers from 1, a row with names being one; quoted line ends and empty lines do not count."""
+        return np.asarray(memoryview(self._numbers))
 
     def text(self, i: int) -> str:
         """Return a row as it stands in the file."""

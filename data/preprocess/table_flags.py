@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from hostdev.data.preprocess.table import TableOptions
 
+from hostdev.core.disk import is_text
 from hostdev.core.errors import UserError
 
 THRESHOLD = 1  # what is seen once says nothing, and a row without an id of its own trains the out-of-vocabulary one
@@ -39,6 +40,10 @@ def add_split(to: argparse.ArgumentParser) -> None:
 
 def options_of(arguments: argparse.Namespace) -> TableOptions:
     """Make `TableOptions` of parsed flags."""
+    for name, given in vars(arguments).items():
+        for text in given if isinstance(given, list) else [given]:
+            if isinstance(text, str) and not is_text(text):
+                raise UserError(f"--{name.replace('_', '-')} {text!r}: this is not text in UTF-8")
     columns = None if arguments.columns is None else _names([arguments.columns])
     delimiter = arguments.delimiter
     return TableOptions(

@@ -45,7 +45,7 @@ def run(prog: str, main: Callable[[Sequence[str]], int | None], argv: Sequence[s
     the interpreter's own end takes seconds on a busy machine, and threads that are at work may abort it.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
-    if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
+    if argv is None and isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="surrogateescape")  # the name of a file may be in no encoding
     try:
         return main(arguments) or 0

@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 
 
-def is_text(path: Path) -> bool:
-    """Tell whether a file's name is text: on POSIX it may be any bytes, of which Python makes surrogates."""
+def is_text(path: Path | str) -> bool:
+    """Tell whether a name, or what a shell has given, is text: on POSIX it may be any bytes, here surrogates."""
     return not any("\udc80" <= character <= "\udcff" for character in str(path))
 
 

@@ -1,5 +1,6 @@
 """Errors that the user can mend: one line that says what, where and what to do."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,3 +32,8 @@ def in_words(error: BaseException) -> str:
         text = error.strerror or text
         return f"{error.filename}: {text}" if error.filename else text
     return text
+
+
+def tell_at_once(line: str) -> None:
+    """Write a line to standard error past what holds its lock, as a thread does that ends the process."""
+    os.write(2, f"{line}\n".encode(errors="backslashreplace"))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from hostdev.core.errors import UserError, in_words
+from hostdev.core.errors import UserError, in_words, tell_at_once
 from hostdev.core.memory import share_memory
 from hostdev.device.backend import take_turns
 from hostdev.kernels.pool import host_threads, set_host_threads
@@ -82,5 +82,5 @@ def together(ranks: Ranks, alike: tuple[type[BaseException], ...] = ()) -> Itera
 def _ended(place: Place, rank: int, why: str) -> None:
     """End this process, in the watching thread: another rank has failed."""
     if place.rank == (0 if rank else 1):  # one of all tells the user
-        os.write(2, f"error: rank {rank} of {place.ranks}: {why}\n".encode())
+        tell_at_once(f"error: rank {rank} of {place.ranks}: {why}")
     os._exit(2)

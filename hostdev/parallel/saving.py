@@ -25,6 +25,7 @@ from hostdev.parallel.ranks import Ranks
 
 MANIFEST, VERSION = "manifest.json", 1
 _CHUNK = 1 << 22
+_NO_TEXT = "the name is not UTF-8, and safetensors reads no such file"
 T = TypeVar("T")
 
 
@@ -80,6 +81,8 @@ def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor |
 
     UserError where it is not whole.
     """
+    if not is_text(folder):
+        raise UserError(f"{folder}: {_NO_TEXT}; rename the folder")
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError) as error:
@@ -118,7 +121,7 @@ def agreed(ranks: Ranks | None, call: Callable[[], T]) -> T:
 def _made(folder: Path, temporary: Path) -> str:
     """Make the folder to write to; return what is wrong, or nothing."""
     if not is_text(folder):
-        return f"{folder}: the name is not UTF-8, and safetensors reads no such file; choose another folder"
+        return f"{folder}: {_NO_TEXT}; choose another folder"
     if folder.exists():
         return f"{folder} exists; choose another folder"
     try:

@@ -77,7 +77,8 @@ class Watch:
         within(1.0, lambda: self._store.set("answer", ""))
 
     def _tell(self, rank: int, why: str) -> None:
-        self._store.compare_set("fault", "", f"{rank} {why}")
+        said = why.encode(errors="backslashreplace").decode()  # a path may be in no encoding
+        self._store.compare_set("fault", "", f"{rank} {said}")
 
     def _ask(self) -> None:
         ranks, rank = self._place.ranks, self._place.rank

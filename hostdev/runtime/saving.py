@@ -33,25 +33,26 @@ def _read_once(path: Path, tables: dict[str, Any]) -> Found:
     def load(chain: Chain) -> None:
         require_tables(chain, tables)
         verify_others(chain)
-        _extra_of(chain)
+        _require_extra(chain)
         load_tables(chain, tables, check=True)
 
+    before = {name: (table.optimizer.lr, table.seed) for name, table in tables.items()}
     try:
         return newest_whole(path, load)
     except BaseException:  # Ctrl-C, too
-        for table in tables.values():
+        for name, table in tables.items():
+            table.optimizer.lr, table.seed = before[name]
             if not table.untouched:
                 table.reset()
         raise
 
 
-def _extra_of(chain: Chain) -> Any:
-    """Return what was given to be saved beside the tables; UserError where a program did that which gives no such."""
-    values = values_of(chain)
-    if not isinstance(values, dict) or "extra" not in values:
+def _require_extra(chain: Chain) -> None:
+    """Raise UserError unless a checkpoint is one of `Runtime.save`; of its files none is read."""
+    state = chain[-1].manifest.state
+    if not isinstance(state, dict) or "extra" not in state:
         raise UserError(f"{chain[-1].path} was saved by python -m hostdev.train, not by Runtime.save; go on with its "
                         "--resume, or take what is in it with python -m hostdev.checkpoint export")  # fmt: skip
-    return values["extra"]
 
 
 class Keeper:
@@ -90,7 +91,7 @@ class Keeper:
         else:  # what they hold stays unless there is a whole one, and all ranks choose the same
             found = newest_whole(path)
             require_tables(found.chain, tables)
-            _extra_of(found.chain)
+            _require_extra(found.chain)
             load_tables(found.chain, tables)
         chain = found.chain
         for line in found.notes():
@@ -100,7 +101,7 @@ class Keeper:
         to = self._at(chain[-1].path.parent)
         to.start_from(chain, tables.values())
         self._runtime.pipeline.steps = chain[-1].manifest.step
-        return _extra_of(chain)
+        return values_of(chain)["extra"]
 
     def _at(self, path: Path) -> Checkpoints:
         """Return the checkpoints in a folder, which stay there if the program goes to work in another one."""

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
+from hostdev.core.errors import tell_at_once
+
 DEADLINE_SECONDS = 1.2
 
 
@@ -86,7 +88,7 @@ class GracefulStop:
         try:
             told = self._on_deadline()
             clear = "\r\x1b[K" if os.isatty(2) else ""  # of the progress bar that the main thread cannot take away
-            os.write(2, f"{clear}{told}\n".encode())
+            tell_at_once(f"{clear}{told}")
         finally:
             os._exit(128 + number[0])
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from hostdev.core.errors import UserError
+from hostdev.core.errors import UserError, tell_at_once
 from hostdev.core.memory import share_memory
 from hostdev.parallel.join import share_host, together
 from hostdev.parallel.mesh import Mesh, mesh_of
@@ -61,7 +61,7 @@ class _Output(io.TextIOBase):
 
     def go_to(self, path: Path) -> None:
         """Write to this file from now on."""
-        self._file = path.open("a", buffering=1)
+        self._file = path.open("a", buffering=1, errors="surrogateescape")  # a path may be in no encoding
         self._file.write("".join(self._kept))
 
 
@@ -106,7 +106,7 @@ class Company:
         """End this process, in the watching thread: another rank has failed."""
         within(_BOOKS_SECONDS, self.on_fault)  # a thread that has its locks may wait for a device that does not answer
         if self._place.rank == (0 if rank else 1):  # one of all tells the user
-            os.write(2, f"hostdev.train: error: rank {rank} of {self._place.ranks}: {why}\n".encode())
+            tell_at_once(f"hostdev.train: error: rank {rank} of {self._place.ranks}: {why}")
         else:
             self.output.write(f"rank {rank} of {self._place.ranks}: {why}\n")
         self._answer()

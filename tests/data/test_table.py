@@ -250,6 +250,19 @@ def test_rows_after_a_time_of_day_are_for_testing(tmp_path, kind):
         assert column_of(tmp_path / name, "train", "c") == ["1", "2"]
 
 
+@pytest.mark.parametrize(("limit", "later"), [
+    ("12:00", 3), ("12:00:00.0", 3), ("12:00:00.000000050", 1), ("12:00:00.00000005", 1), ("11:59:59.999999999", 4)
+])  # fmt: skip
+def test_times_of_day_are_compared_to_the_nanosecond(tmp_path, limit, later):
+    noon = 12 * 3600 * 10**9
+    times = pa.array([noon, noon + 1, noon + 50, noon + 51, 0, 1], pa.time64("ns"))
+    table = pa.table({"y": [0, 1] * 3, "c": ["a"] * 6, "t": times})
+    with pa.ipc.new_file(tmp_path / "t.arrow", table.schema) as file:
+        file.write_table(table)
+    how = {"label": "y", "categorical": ("c",), "test_after": ("t", limit)}
+    assert twins.build_table(tmp_path / "t.arrow", tmp_path / "out", **how).rows("test") == later
+
+
 def test_integers_after_a_number_whatever_their_block(tmp_path, monkeypatch):
     """A float64 would take the first two for one number, as soon as another one of the block has a fraction."""
     numbers = [str(2**53), str(2**53 + 1), "1.5"] * 20

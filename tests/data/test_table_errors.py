@@ -77,6 +77,7 @@ def good(tmp_path):
     (["--label", "y", "--seed", "1", "--test-after", "t=3"], "--seed has no effect with --test-after; leave it out"),
     (["--label", "y", "--threshold", "1", "--hash-buckets", "9"], "--threshold has no effect with --hash-buckets"),
     (["--label", "y", "--dense", "log"], "--dense has no effect without --numeric; leave it out, or name the columns"),
+    (["--label", "y", "--dense", "log", "--numeric", ""], "--dense has no effect without --numeric"),
     (["--label", "y", "--dense", "minmax"], "invalid choice: 'minmax'"),
     (["--label", "y", "--columns", "a,b"], "good.csv: the first line has 5 values between commas, but --columns names"
                                            " 2 columns"),
@@ -91,6 +92,11 @@ def good(tmp_path):
 ])  # fmt: skip
 def test_wrong_options(refused, good, options, message):
     assert message in refused(good, *options, label=())
+
+
+def test_options_in_no_encoding(refused, good):
+    for options in (["--delimiter", "\udce9"], ["--test-column", "c=\udce9"], ["--bag", "g=\udce9"]):
+        assert refused(good, *options) == f"{options[0]} {options[1]!r}: this is not text in UTF-8"
 
 
 def test_no_column_with_ids(refused, good):
@@ -247,6 +253,9 @@ TABLE = {"y": [0, 1, 1], "c": ["a", "b", "c"], "x": [1.0, 2.5, None]}
     ("x", [datetime.time(12)] * 3, ["--test-after", "x=noon"],
      "--test-after: 'noon' cannot be compared with a column of type time64[us]; write it as 12:00:00"),
     ("x", [datetime.time(12)] * 3, ["--test-after", "x=12:00+01:00"], "cannot be compared with a column of"),
+    ("x", [datetime.time(12)] * 3, ["--test-after", "x=20240101"], "'20240101' cannot be compared with a column of"),
+    ("x", [datetime.time(12)] * 3, ["--test-after", "x=25:00"], "'25:00' cannot be compared with a column of type"),
+    ("x", [datetime.time(12)] * 3, ["--test-after", "x=12:00.5"], "'12:00.5' cannot be compared with a column of"),
     ("x", [5, 6, 7], ["--test-after", "x=nan(abc)"], "--test-after: 'nan(abc)' is not a number"),
     ("x", [5, 6, 7], ["--test-after", "x=2024-01-01"], "--test-after: '2024-01-01' is not a number"),
     ("x", [datetime.date(2024, 1, 1)] * 3, ["--label", "x", "--positive", ">3"],
