@@ -1,6 +1,7 @@
 """What many tests need: threads, devices, small data sets, the real sample, ways to run a command."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,10 @@ from tests.data import movies
 
 SMALL = (32, 16)  # hidden layers of Wide & Deep
 ROOT = Path(__file__).resolve().parent.parent
+
+# A shell without job control lets what it starts in the background ignore Ctrl-C, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
