@@ -14,7 +14,7 @@ from hostdev.data.preprocess.columns import WrongValueError, cast, decoded, kind
 
 from hostdev.core.errors import UserError
 
-_TIME_OF_DAY = re.compile(r"(\d\d:\d\d(?::\d\d)?)(?:(?<=:\d\d:\d\d)\.(\d{1,9}))?", re.ASCII)
+_TIME_OF_DAY = re.compile(r"(\d\d):(\d\d)(?::(\d\d)(?:\.(\d{1,9}))?)?", re.ASCII)
 _EXACT = 2.0**53  # from which on a float64 may stand for several integers
 _DIGITS = 400  # more than a float64 or a decimal has before and after its point
 
@@ -103,10 +103,10 @@ def _time_of_day(value: str) -> pa.Scalar:
     found = _TIME_OF_DAY.fullmatch(value)
     if found is None:
         raise ValueError(value)
-    clock, fraction = found.groups()
-    at = time.fromisoformat(clock)
+    hour, minute, second, fraction = found.groups("0")
+    at = time(int(hour), int(minute), int(second))
     seconds = 3600 * at.hour + 60 * at.minute + at.second
-    return pa.scalar(seconds * 10**9 + int((fraction or "0").ljust(9, "0")), pa.time64("ns"))
+    return pa.scalar(seconds * 10**9 + int(fraction.ljust(9, "0")), pa.time64("ns"))
 
 
 def _type_of(value: str) -> pa.DataType | None:

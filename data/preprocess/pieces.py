@@ -87,7 +87,7 @@ class Piece:
 
     def rejected(self) -> Iterator[Rejected]:
         """Iterate over the malformed lines."""
-        return lines_in({name: self._record[name].values for name in ("file", "line", "reason", "text")})
+        return lines_in({name: self._record[name].values for name in Rejected._fields})
 
 
 def write_piece(

@@ -66,6 +66,6 @@ def lines_in(columns: dict[str, pa.Array]) -> Iterator[Rejected]:
     """Iterate over the lines that `columns` has returned."""
     [file] = columns["file"].to_pylist() or [""]
     for start in range(0, len(columns["line"]), _AT_ONCE):
-        some = (columns[name].slice(start, _AT_ONCE).to_pylist() for name in ("line", "reason", "text"))
+        some = (columns[name].slice(start, _AT_ONCE).to_pylist() for name in Rejected._fields[1:])
         for line in zip(*some, strict=True):
             yield Rejected(file, *line)

@@ -142,13 +142,16 @@ def begin(
     """
     if start is None:
         return None
+    begun = start
 
     def check(chain: Chain) -> None:
-        verify_others(chain)
-        load(_start_of(settings, data, chain))
+        nonlocal begun
+        if chain[-1].path != start.path:  # at which `find` has looked
+            verify_others(chain)
+            begun = _start_of(settings, data, chain)
+        load(begun)
 
     found = newest_whole(_looked_in(settings), check)
-    begun = _start_of(settings, data, found.chain)
     if begun.path != start.path:
         print(_told(found, begun), flush=True)
     return begun
