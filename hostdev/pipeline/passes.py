@@ -5,9 +5,12 @@ that an unfinished batch will update are found: rows of the batch right before i
 gradients arrive, and delivered late; rows of an older one are delivered after that one's update; all others are fetched
 at once. Only the update stage writes the tables, in the order of the batches, so no row is locked.
 
-Threads of an overlapped pass: a reader, a fetcher (unique, plan, lookup, send), the caller's (the step) and an
-updater. What they share is under one condition; a batch carries its state, and an exception goes where its batch
-would have gone.
+Threads of an overlapped pass: a fetcher (unique, plan, lookup, send), the caller's (reading and the step) and an
+updater; a reader besides, for batches that may be read in the background. What they share is under one condition; a
+batch carries its state, and an exception goes where its batch would have gone.
+
+Reading calls somebody's program. In the caller's thread it never runs beside the body of the loop, so that both may use
+the same objects. How far it runs ahead depends on the depth and the caches' window only, and not on time.
 """
 
 import threading
@@ -105,11 +108,18 @@ class SerialPass:
 
 
 class OverlappedPass:
-    """Neighbouring batches at once, at most depth + 2 of them alive beside those of which only the ids are known."""
+    """Neighbouring batches at once, at most depth + 2 of them alive beside those of which only the ids are known.
+
+    window         batches that the caches know in advance, beside those that are looked up ahead
+    number         of the batch before the first
+    background     read in a thread, and not in the caller's
+    ahead_of_step  how many batches are looked up ahead, the depth at most; for those read in the caller's thread
+    """
 
     def __init__(
-        self, stages: Stages, source: Iterable[Request], *, depth: int, window: int, number: int, update: bool
-    ) -> None:
+        self, stages: Stages, source: Iterable[Request], *, depth: int, window: int, number: int, update: bool,
+        background: bool, ahead_of_step: int,
+    ) -> None:  # fmt: skip
         self._stages, self._update = stages, update
         self._timeline = stages.timeline
         self.number = number
@@ -117,14 +127,17 @@ class OverlappedPass:
         self._line = line = Line(depth, window, number, update=update)
         self._before: int | None = None  # the batch that the caller has been given
         self._closed = False
+        self._first, self._reads_behind = number + 1, background
+        self._window, self._ahead = window, ahead_of_step
+        self._taken = 0  # batches that the caller has asked for
+        self._source: Iterator[Request] | None = None if background else iter(source)  # None, too, after its end
         flights = ahead(stages, self._take_read, window, update)
+        work: list[Any] = [("fetcher", self._fetch, line.fetched, flights), ("updater", self._update_next, None)]
+        if background:
+            work.insert(0, ("reader", self._read, line.read, iter(source)))
         self._threads = [
             threading.Thread(target=self._serve, args=(stage, out, *arguments), name=f"hostdev-{name}", daemon=True)
-            for name, stage, out, *arguments in (
-                ("reader", self._read, line.read, iter(source)),
-                ("fetcher", self._fetch, line.fetched, flights),
-                ("updater", self._update_next, None),
-            )
+            for name, stage, out, *arguments in work
         ]
         for thread in self._threads:
             thread.start()
@@ -135,6 +148,8 @@ class OverlappedPass:
         if self._before is not None:  # the caller has come back, and is done with it
             line.let_go(self._before)
             self._before = None
+        self._taken += 1
+        self._read_ahead()
         with self._timeline.stall("step"):
             line.wait(lambda: line.fetched or line.update_error)
         item = line.fetched.popleft() if line.update_error is None else End(None)
@@ -156,6 +171,25 @@ class OverlappedPass:
         self._stages.begin_step(item, line, self._update)
         self._before = item.number
         return item
+
+    def _read_ahead(self) -> None:
+        """Read in the caller's thread, for the batch that it asks for: one batch at first, then as far as it may.
+
+        The first batch does not wait for more to be read than it needs.
+        """
+        most = self._taken + self._window + min(self._ahead, self._taken - 1)
+        while self._source is not None and self.number - self._first + 1 < most:
+            try:
+                held: list[Flight | End] = [self._stages.read(self._source, self.number + 1)]
+            except Exception as error:  # it comes where its batch would have come
+                held = [End(error)]
+            if isinstance(held[0], Flight):
+                self.number += 1
+                with self._line.changed:
+                    self._line.flights[self.number] = held[0]
+            else:
+                self._source = None
+            self._line.put(self._line.read, held)
 
     def _may_step(self, flight: Flight) -> bool:
         return not flight.missing or self._line.update_error is not None
@@ -205,17 +239,21 @@ class OverlappedPass:
             if self._before is not None:
                 line.let_go(self._before)
             line.close()
+            if not self._reads_behind:
+                line.end_reading()
             for thread in self._threads[:-1]:
                 insist(thread.join)
         with line.changed:
             line.stopping = True
             line.changed.notify_all()
-        for thread in self._threads[1:]:
+        self._source = None
+        for thread in self._threads[self._reads_behind :]:
             if together and failed:  # it may wait for a rank that does not come any more
                 thread.join(_LONGEST_JOIN)
             else:
                 insist(thread.join)  # who closes goes on to write what they write
-        self._threads[0].join(_LONGEST_JOIN)
+        if self._reads_behind:
+            self._threads[0].join(_LONGEST_JOIN)
         with line.changed:
             line.read.clear()
             line.fetched.clear()

@@ -86,8 +86,13 @@ class Pipeline:
         return {"rows": exchange.sent_bytes, "least": exchange.least_bytes}
 
     @contextmanager
-    def train(self, batches: Iterable[Request]) -> Iterator[Pass]:
+    def train(
+        self, batches: Iterable[Request], *, background: bool = True, read_ahead: int | None = None
+    ) -> Iterator[Pass]:
         """Open a pass whose steps update the tables, from what they are now; at its end all is updated.
+
+        background  read in a thread, and not in that of the steps
+        read_ahead  at most so many batches are read beyond the one in its step; None: as many as depth and caches take
 
         RuntimeError while another is open.
         """
@@ -99,7 +104,7 @@ class Pipeline:
             if group.cache is not None:
                 group.cache.refresh()
         try:
-            with self._open(batches, window, update=True) as one:
+            with self._open(batches, window, update=True, background=background, read_ahead=read_ahead) as one:
                 self.training = one
                 yield one
         finally:  # its updates have ended
@@ -111,10 +116,12 @@ class Pipeline:
                     group.cache.write_back()
 
     @contextmanager
-    def predict(self, batches: Iterable[Request]) -> Iterator[Pass]:
-        """Open a pass that updates nothing; within one of `train` that has been drained, too."""
+    def predict(
+        self, batches: Iterable[Request], *, background: bool = True, read_ahead: int | None = None
+    ) -> Iterator[Pass]:
+        """Open a pass that updates nothing; within one of `train` that has been drained, too; arguments as there."""
         self.write_back()
-        with self._open(batches, 0, update=False) as one:
+        with self._open(batches, 0, update=False, background=background, read_ahead=read_ahead) as one:
             yield one
 
     def abandon(self, flight: Flight) -> None:
@@ -130,13 +137,20 @@ class Pipeline:
                 group.cache.write_back_rows()
 
     @contextmanager
-    def _open(self, batches: Iterable[Request], window: int, *, update: bool) -> Iterator[Any]:
+    def _open(
+        self, batches: Iterable[Request], window: int, *, update: bool, background: bool, read_ahead: int | None
+    ) -> Iterator[Any]:
+        ahead = self.depth
+        if read_ahead is not None:
+            window = min(window, read_ahead)
+            ahead = min(ahead, read_ahead - window)
         with self.timeline.run() if self.training is None else _nothing():
             one: SerialPass | OverlappedPass
             if self.depth:
                 one = OverlappedPass(
-                    self._stages, batches, depth=self.depth, window=window, number=self._number, update=update
-                )
+                    self._stages, batches, depth=self.depth, window=window, number=self._number, update=update,
+                    background=background, ahead_of_step=ahead,
+                )  # fmt: skip
             else:
                 one = SerialPass(self._stages, batches, window=window, number=self._number, update=update)
             failed = False

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from hostdev.device.rows import FeatureUses, GroupUses
-from hostdev.pipeline.flight import Flight
+from hostdev.pipeline.flight import Flight, Request
+from hostdev.runtime.random_streams import Place, RandomStreams
 from hostdev.runtime.read_ahead import ReadAhead
 from hostdev.runtime.reduction import Reduction
+from hostdev.runtime.refills import InFlight
 from hostdev.runtime.requests import Micro, Reader
 from hostdev.runtime.rows import Leaf, Order, Rows, values_of
 from hostdev.runtime.step import Step
@@ -32,8 +34,15 @@ def _close_all() -> None:
 class Loop:
     """Batches in order, each with its rows."""
 
-    def __init__(self, runtime: Any, batches: Iterable[Any], reader: Reader, *, by_step: bool = False) -> None:
+    def __init__(
+        self, runtime: Any, batches: Iterable[Any], reader: Reader, *, by_step: bool = False,
+        background: bool = False, read_ahead: int | None = None,
+    ) -> None:  # fmt: skip
         self._by_step = by_step
+        self._background = background
+        self._steps_ahead = None if read_ahead is None else read_ahead // reader.together
+        self._streams: RandomStreams | None = None  # of the batches, where reading may draw random numbers
+        self._in_flight: InFlight | None = None  # their memory, where more than one is read before it is given out
         self._runtime, self._reader, self._batches = runtime, reader, batches
         self._asks = runtime.ranks is None or runtime.ranks.leads  # else other ranks have the rows of its samples
         self._stack = ExitStack()  # whose callbacks do not refer to the loop: it is to end when nobody holds it
@@ -98,7 +107,7 @@ class Loop:
         """Let go of all batches: the loop is over."""
         self._ended = True
         self._forget()
-        self._pass, self._batches, self._ahead = None, (), None
+        self._pass, self._batches, self._ahead, self._in_flight = None, (), None, None
         _open_loops.discard(self)
 
     def _open(self) -> Any:
@@ -109,8 +118,39 @@ class Loop:
         source = iter(self._batches)
         if source is not self._batches:
             return source
-        self._ahead = self._runtime.read_ahead_of(source)
+        self._ahead = self._runtime.read_ahead_of(source, train=self._is_training)
         return self._ahead.batches()
+
+    def _requests(self) -> Iterator[Request]:
+        """Return what the loop wants of each batch, read with random streams of its own; begins the loader."""
+        source = self._source()
+        if self._background:
+            return self._reader.requests(source)
+        place = self._first_place()
+        self._streams = self._runtime.random_streams(place, self._reader.together)
+        if self._ahead is not None:
+            self._ahead.streams = self._streams
+        if self._reader.together > 1 or (self._runtime.reads_ahead and self._steps_ahead != 0):
+            self._in_flight = InFlight()
+        return self._reader.requests(source, self._streams, self._in_flight, self._batches)
+
+    @property
+    def _reading(self) -> dict[str, Any]:
+        """How the pipeline reads the requests."""
+        return {"background": self._background, "read_ahead": self._steps_ahead}
+
+    def _first_place(self) -> Place | None:
+        """Return where the batches go on, for their random streams; None where they begin."""
+        if self._ahead is None or self._ahead.streams is None:
+            return None
+        return self._ahead.streams.place
+
+    @property
+    def place(self) -> Place | None:
+        """Where in its batches the loop is, for their random streams."""
+        return None if self._streams is None else self._streams.place
+
+    _is_training = False
 
     def _trains(self, table: Any) -> bool:
         raise NotImplementedError
@@ -178,6 +218,10 @@ class Loop:
         assert flight is not None
         if self._ahead is not None:
             self._ahead.given()
+        if self._in_flight is not None:
+            self._in_flight.given()
+        if self._streams is not None:
+            self._streams.give(micro.drew)
         order = list(dict.fromkeys(at for wanted in runtime.wanted for at in wanted.tables))
         uses, values = self._looked_up(flight, micro) if self._asks else ([], {})
         batch = micro.batch([self._sent.pop(0) for _ in micro.tensors])
@@ -228,9 +272,9 @@ class PredictLoop(Loop):
 
     def _open(self) -> Any:
         self._runtime.begin_prediction()
-        source = self._source()
+        requests = self._requests()
         self._stack.callback(self._runtime.end_prediction)
-        return self._stack.enter_context(self._runtime.pipeline.predict(self._reader.requests(source)))
+        return self._stack.enter_context(self._runtime.pipeline.predict(requests, **self._reading))
 
     def _trains(self, table: Any) -> bool:
         return False

@@ -100,6 +100,11 @@ class FeatureIds(NamedTuple):
     shape: tuple[int, ...] | None  # of the ids as they were given; None where their rows are pooled
     samples: int
 
+    def copy(self) -> "FeatureIds":
+        """Return the same in memory of its own."""
+        weights = None if self.weights is None else self.weights.clone()
+        return self._replace(values=self.values.copy(), weights=weights)
+
 
 def read_ids(name: str, feature: Feature, given: Any) -> FeatureIds:
     """Return the ids of a feature from what the caller gave: an array, a tensor, a `Bag` or (values, lengths).

@@ -14,6 +14,7 @@ from hostdev.pipeline.flight import Flight, Gradients
 from hostdev.pipeline.outcome import Outcome
 from hostdev.runtime import scaling
 from hostdev.runtime.batches import Loop, PredictLoop
+from hostdev.runtime.random_streams import Place
 from hostdev.runtime.reduction import Reduction
 from hostdev.runtime.requests import Reader
 from hostdev.runtime.rows import Leaf, Rows, flag_now
@@ -42,9 +43,9 @@ class TrainLoop(Loop):
 
     def __init__(
         self, runtime: Any, batches: Iterable[Any], reader: Reader, micro_batches: int = 0, *,
-        reduce_early: bool = False, by_step: bool = False,
+        reduce_early: bool = False, **reading: Any,
     ) -> None:  # fmt: skip
-        super().__init__(runtime, batches, reader, by_step=by_step)
+        super().__init__(runtime, batches, reader, **reading)
         self._reduce_early = reduce_early
         self._micro_batches = micro_batches  # of a step; 0: what it has is not added in the order of a tree
         self.thread = threading.get_ident()
@@ -64,13 +65,19 @@ class TrainLoop(Loop):
         )
         self._late: list[Leaf] = []  # of a flight that was finished before the loop has come back
 
+    _is_training = True
+
     def _open(self) -> Any:
         runtime = self._runtime
         runtime.begin_training(self)
         self._stack.callback(runtime.end_training)
-        source = self._source()
+        requests = self._requests()
         scaling.watch(self)
-        return self._stack.enter_context(runtime.pipeline.train(self._reader.requests(source)))
+        return self._stack.enter_context(runtime.pipeline.train(requests, **self._reading))
+
+    def _first_place(self) -> Place | None:
+        loaded = self._runtime.take_loaded_place()
+        return super()._first_place() or loaded
 
     def __next__(self) -> Any:
         """Send the gradients of the batch before on their way, and return the next one with its rows."""

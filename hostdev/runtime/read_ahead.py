@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from hostdev.runtime.random_streams import RandomStreams
+
 
 class ReadAhead:
     """The batches of an iterator that were read, and not yet given out.
@@ -15,6 +17,7 @@ class ReadAhead:
 
     def __init__(self, source: Iterator[Any]) -> None:
         self.source = source
+        self.streams: RandomStreams | None = None  # of random numbers, as the last loop over it had them
         self._kept: deque[Any] = deque()
         self._readers = 0
         self._reading = threading.Lock()  # a reader of before may still be in somebody's code

@@ -21,6 +21,7 @@ from hostdev.pipeline.pipeline import Pipeline, require_depth
 from hostdev.runtime import room
 from hostdev.runtime.features import GroupSpec, Table, resolve
 from hostdev.runtime.loop import PredictLoop, TrainLoop
+from hostdev.runtime.random_streams import Place, RandomStreams
 from hostdev.runtime.read_ahead import ReadAhead
 from hostdev.runtime.requests import IdsOf, Reader
 from hostdev.runtime.spec import CacheSpec
@@ -129,9 +130,10 @@ class Runtime:
         self._open: ReferenceType[TrainLoop] | None = None  # the open loop over `train`, which ends when it is dropped
         self._frozen: set[str] = set()
         self._optimizer: TableOptimizer | None = None
-        self._read_ahead: ReadAhead | None = None  # of the iterator that a loop has been left with
+        self._read_ahead: dict[bool, ReadAhead] = {}  # of the iterators that loops over train (True) and predict read
         self._late: tuple[type[BaseException], str] | None = None  # an error of a loop that was dropped
         self._saved: Keeper | None = None
+        self._loaded_place: Place | None = None
 
     @property
     def tables(self) -> dict[str, Table]:
@@ -170,13 +172,15 @@ class Runtime:
         micro_batches: int | None = None,
         reduce_early: bool = False,
         by_step: bool = False,
+        read_ahead: int | None = None,
+        background: bool = False,
     ) -> TrainLoop:
         """Return an iterator of (batch, rows): each batch with its `Rows`, whose gradients go to the tables.
 
-        batches     a DataLoader or any other iterable. It is read in a thread of its own, ahead of the loop; what it
-                    has given must not be changed
-        ids         returns a batch's ids by feature: integers [B] or [B, k], a `Bag`, or (values, lengths). Called in
-                    that thread. None where the batches are dicts that have them under the features' names
+        batches     a DataLoader or any other iterable. It is read ahead of the loop, in the loop's thread, when the
+                    loop comes back for the next batch. Batches that it has given must not be changed by reading others
+        ids         returns a batch's ids by feature: integers [B] or [B, k], a `Bag`, or (values, lengths). Called as
+                    each batch is read. None where the batches are dicts that have them under the features' names
         send        returns what the loop needs of a batch in place of the batch, in any structure of tuples, lists and
                     dicts: its tensors and arrays are brought to the device on the way. None: the batch, as it is
         accumulate  batches whose gradients add up to one step: their rows are looked up at once, and updated once
@@ -188,6 +192,15 @@ class Runtime:
                     change it between the two, and a loop may not be left there
         by_step     with other ranks, give a step's micro-batches at once, as a `Step`: for those who take them in an
                     order of their own, as stages do
+        read_ahead  at most so many batches are read beyond the one that the loop has given out. None: `depth` steps,
+                    and with a cache that looks ahead its window of steps besides; a step has `accumulate` or
+                    `micro_batches` batches. 0: each is read when it is asked for
+        background  read in a thread of its own, for a loader, `ids` and `send` that draw no random numbers from global
+                    generators, write to no memory that they gave before, and use nothing that the loop's body uses
+
+        What reading draws from the global generators of random numbers (torch's, NumPy's, Python's, the device's) comes
+        from streams for each batch, seeded by the generators' states when the loop begins: it is the same at any depth.
+        So is what the body draws. Only the first `next` of a new loader draws from the generators as they are.
 
         A table takes a step with a batch if a gradient has come to its rows by then. When a step is skipped, as there
         was no `backward`, nothing changes. Breaking off, or an error, ends the loop: what has been stepped is in the
@@ -197,10 +210,12 @@ class Runtime:
         """
         if accumulate < 1:
             raise ValueError(f"accumulate is a number of batches, not {accumulate}")
+        _require_read_ahead(read_ahead, background=background)
         if micro_batches is None and self.ranks is None:
             if reduce_early:
                 raise ValueError("reduce_early is about micro-batches; say how many, with micro_batches=")
-            return TrainLoop(self, batches, Reader(self.wanted, self.group_specs, ids, send, accumulate))
+            reader = Reader(self.wanted, self.group_specs, ids, send, accumulate)
+            return TrainLoop(self, batches, reader, read_ahead=read_ahead, background=background)
         micro_batches = 1 if micro_batches is None else micro_batches
         if micro_batches < 1 or accumulate != 1:
             raise ValueError(
@@ -211,7 +226,10 @@ class Runtime:
         if by_step and self.ranks is None:
             raise ValueError("by_step is for stages on several ranks, and this process is alone")
         reader = Reader(self.wanted, self.group_specs, ids, send, micro_batches, whole=True, asks=self._asks)
-        return TrainLoop(self, batches, reader, micro_batches, reduce_early=reduce_early, by_step=by_step)
+        return TrainLoop(
+            self, batches, reader, micro_batches, reduce_early=reduce_early, by_step=by_step, read_ahead=read_ahead,
+            background=background,
+        )  # fmt: skip
 
     @property
     def _asks(self) -> bool:
@@ -220,11 +238,12 @@ class Runtime:
 
     def predict(
         self, batches: Iterable[Any], *, ids: IdsOf | None = None, send: Callable[[Any], Any] | None = None,
-        micro_batches: int | None = None,
+        micro_batches: int | None = None, read_ahead: int | None = None, background: bool = False,
     ) -> PredictLoop:  # fmt: skip
         """Return an iterator of (batch, rows) as `train` does, with rows that no gradient goes to; nothing changes.
 
         micro_batches  so many batches at once, as a `Step`; None: one after the other
+        read_ahead, background  as of `train`; `depth` steps are read ahead, with a cache, too
 
         Within a loop over `train` the tables are as after its last optimizer step.
         """
@@ -232,7 +251,10 @@ class Runtime:
         reader = Reader(
             self.wanted, self.group_specs, ids, send, together, whole=micro_batches is not None, asks=self._asks
         )
-        return PredictLoop(self, batches, reader, by_step=micro_batches is not None)
+        _require_read_ahead(read_ahead, background=background)
+        return PredictLoop(
+            self, batches, reader, by_step=micro_batches is not None, read_ahead=read_ahead, background=background
+        )
 
     def look_up(self, ids: Mapping[str, Any]) -> dict[str, Any]:
         """Return the rows of one batch of ids, by feature, as `predict` gives them."""
@@ -320,16 +342,46 @@ class Runtime:
         if (loop := self._loop) is not None:
             loop.drop_gradients()
 
-    def read_ahead_of(self, source: Iterator[Any]) -> ReadAhead:
+    @property
+    def reads_ahead(self) -> bool:
+        """Tell whether a loop reads batches before it comes to them."""
+        return bool(self.pipeline.depth or any(group.window for group in self.pipeline.groups))
+
+    def random_streams(self, place: Place | None, each: int) -> RandomStreams:
+        """Return the streams of a loop's batches, of which a step here has so many; `place` is where they go on."""
+        share, shares = (0, 1) if self.ranks is None else self.ranks.share()
+        if shares == 1:
+            return RandomStreams(self.device, place)
+        return RandomStreams(self.device, place, stride=each * shares, each=each, first=each * share)
+
+    @property
+    def place(self) -> Place | None:
+        """Where a loop over `train` is in its batches, or has left an iterator; None where none is under way."""
+        if (loop := self._loop) is not None:
+            return loop.place
+        ahead = self._read_ahead.get(True)
+        return ahead.streams.place if ahead is not None and ahead.streams is not None else None
+
+    def go_on_at(self, place: Place | None) -> None:
+        """Let the next loop over `train` go on at a place in its batches, which a checkpoint has."""
+        self._loaded_place = place
+
+    def take_loaded_place(self) -> Place | None:
+        """Return the place that a checkpoint has brought, for one loop."""
+        place, self._loaded_place = self._loaded_place, None
+        return place
+
+    def read_ahead_of(self, source: Iterator[Any], *, train: bool) -> ReadAhead:
         """Return an iterator's batches, with those first that a loop has read and not come to."""
-        if self._read_ahead is None or self._read_ahead.source is not source:
-            self._read_ahead = ReadAhead(source)
-        return self._read_ahead
+        for ahead in self._read_ahead.values():
+            if ahead.source is source:
+                return ahead
+        self._read_ahead[train] = ReadAhead(source)
+        return self._read_ahead[train]
 
     def read_out(self, ahead: ReadAhead) -> None:
         """Note that an iterator has come to its end."""
-        if self._read_ahead is ahead:
-            self._read_ahead = None
+        self._read_ahead = {train: one for train, one in self._read_ahead.items() if one is not ahead}
 
     def failed_late(self, error: BaseException) -> None:
         """Keep an error of a loop that nobody holds: nobody has caught it."""
@@ -425,6 +477,15 @@ def _cache_specs(cache: Any, groups: list[GroupSpec]) -> list[CacheSpec | None]:
         if value is not None:
             specs[found[0]] = value if isinstance(value, CacheSpec) else CacheSpec(value)
     return specs
+
+
+def _require_read_ahead(read_ahead: Any, *, background: bool) -> None:
+    if read_ahead is None:
+        return
+    if isinstance(read_ahead, bool) or not isinstance(read_ahead, int) or read_ahead < 0:
+        raise ValueError(f"read_ahead is a number of batches, 0 or more, not {read_ahead!r}")
+    if background:
+        raise ValueError("read_ahead bounds what is read in the loop's thread; leave it out with background=True")
 
 
 def _on_host(group: GroupSpec) -> bool:

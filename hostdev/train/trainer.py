@@ -231,8 +231,9 @@ class Trainer:
             yield from self._train_stages(self._staged, parts)
             return
         loop = self.runtime.train(
-            parts, ids=self.model.ids, send=_sent, micro_batches=self._parts_here if many else None, reduce_early=many
-        )
+            parts, ids=self.model.ids, send=_sent, micro_batches=self._parts_here if many else None, reduce_early=many,
+            background=True,
+        )  # fmt: skip
         with loop:
             for (batch, dense, label), rows in loop:
                 outcome = self._step(rows, batch, dense, label)
@@ -243,7 +244,9 @@ class Trainer:
 
     def _train_stages(self, staged: Staged, parts: Iterable[Batch]) -> Generator[Result, None, None]:
         """See `train`."""
-        loop = self.runtime.train(parts, ids=self.model.ids, send=_sent, micro_batches=self._parts_here, by_step=True)
+        loop = self.runtime.train(
+            parts, ids=self.model.ids, send=_sent, micro_batches=self._parts_here, by_step=True, background=True
+        )
         with loop:
             for step in loop:
                 outcome, rows = self._step_stages(staged, step)
@@ -393,14 +396,16 @@ class Trainer:
         """Yield the logits of each micro-batch here; None where it has no samples, or another rank has them."""
         parts = self._parts(batches)
         if self._staged is None:
-            with closing(self.runtime.predict(parts, ids=self.model.ids, send=_sent)) as loop:
+            with closing(self.runtime.predict(parts, ids=self.model.ids, send=_sent, background=True)) as loop:
                 for (batch, dense, _), rows in loop:
                     outcome = None
                     if len(batch):
                         outcome = rows.to_host([self._logits(dense, rows)], lambda results: results[0])
                     yield None if outcome is None else outcome.get(), batch
             return
-        loop = self.runtime.predict(parts, ids=self.model.ids, send=_sent, micro_batches=self._parts_here)
+        loop = self.runtime.predict(
+            parts, ids=self.model.ids, send=_sent, micro_batches=self._parts_here, background=True
+        )
         with closing(loop):
             for step in loop:
                 found = dict(self._staged.predict(step, partial(_given, step)))
