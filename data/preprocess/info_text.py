@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from hostdev.data.preprocess.earlier_vocabulary import growth
 from hostdev.data.preprocess.info import TOPS, Curve, Information, shortened
 from hostdev.data.preprocess.pieces import SPLITS
 from hostdev.data.schema import Column
@@ -20,6 +21,7 @@ def lines_of(info: Information) -> Iterator[str]:
     ids = f"{found.schema.rows:,} ids" + ", hashed" * info.hashed
     yield f"data     {info.folder}: {counted(len(found.schema.dense), 'numeric column')}, " \
           f"{counted(len(found.schema.columns), 'column')} with ids, {ids}"  # fmt: skip
+    yield from growth(found)
     yield ""
     yield f"{'split':<8}{'rows':>16}{'shards':>9}{'on disk':>12}{'label mean':>13}"
     for split in SPLITS:
