@@ -46,7 +46,7 @@ def add_options(to: argparse.ArgumentParser, default: Options | None = None) -> 
         "--test-fraction",
         type=float,
         metavar="F",
-        help=f"part of the rows that is for testing (default {default.test_fraction})",
+        help=f"part of the rows that is for testing, 0 for none (default {default.test_fraction})",
     )
     to.add_argument("--rows-per-shard", type=int, metavar="N",
                     help=f"most rows in one file (default {default.rows_per_shard})")  # fmt: skip
@@ -84,7 +84,7 @@ def summary(manifest: Manifest, out: Path, seconds: float) -> str:
     for bag, values in statistics.get("bag_values", {}).items():
         lines.append(f"{bag}: {values['train'] / rows['train']:.1f} values a training row")
     for split, share in shares.items():
-        if share in (0, 1):
+        if share in (0, 1) and rows[split]:
             what = "nothing can be learned of them" if split == "train" else "there is no AUC of them"
             lines.append(f"all labels of the {split} rows are {share:.0f}: {what}")
     if statistics["rejected"]:

@@ -41,7 +41,7 @@ class Options:
     threshold: int | None = 100  # a value seen at most this often in training rows is out of vocabulary; None: hashed
     hash_buckets: int | None = None  # ids by hash into so many buckets, without a vocabulary
     dense: str = "max"  # scaling of the numeric columns: "max", "log" or "standard"
-    test_fraction: float | None = 0.1  # of the rows, drawn by seed and row number; None: the source has the split
+    test_fraction: float | None = 0.1  # of the rows, drawn by seed and row number; 0: none; None: by the source
     seed: int = 2020
     rows_per_shard: int = 1 << 18
 
@@ -52,8 +52,8 @@ class Options:
             raise UserError(f"--hash-buckets must be from 1 to 2^62, not {self.hash_buckets}")
         if self.dense not in MODES:
             raise UserError(f"--dense must be one of {', '.join(MODES)}, not {self.dense}")
-        if self.test_fraction is not None and not 0 < self.test_fraction < 1:
-            raise UserError(f"--test-fraction must be between 0 and 1, not {self.test_fraction}")
+        if self.test_fraction is not None and not 0 <= self.test_fraction < 1:
+            raise UserError(f"--test-fraction must be at least 0 and less than 1, not {self.test_fraction}")
         if self.rows_per_shard < 1:
             raise UserError(f"--rows-per-shard must be at least 1, not {self.rows_per_shard}")
 
@@ -150,7 +150,7 @@ class _Build:
         if total == 0:
             raise UserError("the input has no rows")
         for split, count in rows.items():
-            if count == 0:
+            if count == 0 and (split == "train" or self._options.test_fraction != 0):
                 how = "--test-fraction" if self._options.test_fraction is not None else "--test-column or --test-after"
                 raise UserError(f"none of the {total} rows is in the {split} split; give more rows or another {how}")
         return rows
@@ -258,7 +258,7 @@ class _Build:
             statistics={
                 "rows": rows,
                 "rejected": sum(fact.rejected for fact in self._facts),
-                "label_mean": {split: found / rows[split] for split, found in positives.items()},
+                "label_mean": {split: found / max(1, rows[split]) for split, found in positives.items()},
                 **scaling.statistics(),
                 "out_of_vocabulary": out_of_vocabulary,
                 **self._bag_values(),
@@ -284,6 +284,7 @@ class _Build:
         return {
             split: {name: sum(fact.missing[i][k] for fact in self._facts) / rows[split] for k, name in enumerate(names)}
             for i, split in enumerate(SPLITS)
+            if rows[split]
         }
 
 

@@ -86,8 +86,8 @@ class Totals:
 
     @property
     def label_mean(self) -> float:
-        """The share of positive labels."""
-        return float(self.positive.sum() / self.rows.sum())
+        """The share of positive labels; 0 where there are no rows."""
+        return float(self.positive.sum() / max(1, self.rows.sum()))
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Part(Piece):
 def each_shard(look: Callable[[Shard], T], folder: Path, shards: Sequence[Shard], title: str) -> Iterator[T]:
     """Call `look` for shards, several at once, and yield what it returns in their order; with a progress bar."""
     sizes = [size_of(folder / shard.file) for shard in shards]
-    threads = min(host_threads(), len(shards))
+    threads = max(1, min(host_threads(), len(shards)))
     with (
         ThreadPoolExecutor(threads, "hostdev-shards") as pool,
         bar(sum(sizes), title, "B", unit_scale=True) as progress,

@@ -138,6 +138,8 @@ def _work(arguments: argparse.Namespace, predictor: Predictor) -> _Work:
                 f"--data {path} has other columns or ids than {predictor.path} was trained on, or other scales "
                 f"({differs}); give the raw rows"
             )
+        if not found.rows(split):
+            raise UserError(f"--data {path} has no {split} rows; give --split train")
         reader = ShardReader(path, found, split)
         known = predictor.data.schema.rows
         batches = (

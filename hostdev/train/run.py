@@ -60,6 +60,8 @@ class Run:
         self.test_rows = ShardReader(data, found, "test")
         self.train_rows.require(self.batch_size)
         self.sample = TrainingSample(data, found, self.test_rows.rows, settings.seed)
+        if settings.early_stop is not None and not self.test_rows.rows:
+            raise UserError(f"--early-stop {settings.early_stop} needs test rows, and {data} has none; leave it out")
         self.device = backend.select(settings.device)
         backend.set_tf32(self.device, settings.tf32)
         if settings.host_threads is not None:
@@ -204,7 +206,8 @@ class Run:
             with self.timeline.span("epoch", epoch):
                 self._train_epoch(epoch, within, stop)
             within = 0
-            if not self._is_stopped(stop) and all(point.step < self.steps for point in self.quality.points):
+            evaluated = not self.test_rows.rows or any(point.step >= self.steps for point in self.quality.points)
+            if not evaluated and not self._is_stopped(stop):
                 with self.timeline.span("evaluation", epoch):
                     self._evaluate(epoch, stop)
             if self._is_stopped(stop):
