@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from hostdev.checkpoint.export_state import write_state
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import verify
@@ -45,7 +46,9 @@ def add_flags(to: argparse.ArgumentParser) -> None:
     """Add the options of `export`."""
     to.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
     to.add_argument("--format", choices=FORMATS, default="parquet", help="of the tables (default parquet)")
-    to.add_argument("--slots", action="store_true", help="the optimizer's slots, too")
+    to.add_argument(
+        "--slots", action="store_true", help="the optimizers' slots, steps and settings, and what `extra` holds, too"
+    )
     to.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default float32)")
 
 
@@ -90,6 +93,8 @@ def _write(out: Path, layers: Layers, options: Options) -> None:
         with (out / IDS).open("wb") as file:
             pq.write_table(_with_ids(names, 0, len(names)), file)
     _write_dense(out, layers)
+    if options.slots:
+        write_state(out, layers)
 
 
 def _columns(table: Table, options: Options) -> list[str]:

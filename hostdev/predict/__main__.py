@@ -23,6 +23,7 @@ from hostdev.core import cli
 from hostdev.core.errors import UserError, naming
 from hostdev.core.progress import bar, counted, note
 from hostdev.data import manifest
+from hostdev.data.preprocess.meaning import difference, with_known_ids
 from hostdev.data.preprocess.unlabelled import Part, rows_in
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
@@ -101,13 +102,6 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"AUC {quality.auc:.4f}   log loss {quality.logloss:.4f}{of_these}")
 
 
-def _meaning(data: manifest.Manifest) -> list[Any]:
-    """What the ids and numbers of a data set stand for."""
-    names = ("dense_max", "dense_mean", "dense_deviation")
-    how = [data.options.get(name) for name in ("dense", "hash_buckets")]
-    return [data.schema, data.id_type, data.vocabulary_sha256, *how, *(data.statistics.get(name) for name in names)]
-
-
 def _table(logits: Any, part: Part, schema: pa.Schema) -> pa.Table:
     """Return the probabilities and labels of a part's lines; null where a line was malformed, or has no label."""
     probability, none = probabilities(logits), ~np.isfinite(logits)
@@ -138,13 +132,19 @@ def _work(arguments: argparse.Namespace, predictor: Predictor) -> _Work:
     if path.is_dir():
         split = arguments.split or "test"
         found = manifest.read(path)
-        if _meaning(found) != _meaning(predictor.data):
+        differs = difference(predictor.data, predictor.data_folder, found, path)
+        if differs is not None:
             raise UserError(
-                f"--data {path} has other columns or ids than {predictor.path} was trained on, or other scales; give "
-                "the raw rows"
+                f"--data {path} has other columns or ids than {predictor.path} was trained on, or other scales "
+                f"({differs}); give the raw rows"
             )
+        if not found.rows(split):
+            raise UserError(f"--data {path} has no {split} rows; give --split train")
         reader = ShardReader(path, found, split)
-        batches = reader.batches(predictor.batch_size)
+        known = predictor.data.schema.rows
+        batches = (
+            with_known_ids(batch, found.schema, known) for batch in reader.batches(predictor.batch_size)
+        )  # values that are new since are out of the checkpoint's vocabulary
         return _Work(reader.rows, "row", True, (Part(batch, None, len(batch), len(batch)) for batch in batches))
     if arguments.split is not None:
         raise UserError(f"--split has no effect on {path}, which is not a data set; leave it out")

@@ -67,7 +67,7 @@ class Predictor:
         of_data = file_in(layers, f"data/{manifest.FILE_NAME}")
         if of_data is None:
             raise BrokenCheckpointError(f"{self.path} is broken (it has no data/{manifest.FILE_NAME})")
-        self.data = manifest.read(of_data.parent)
+        self.data, self.data_folder = manifest.read(of_data.parent), of_data.parent
         vocabulary = None if self.data.vocabulary is None else file_in(layers, f"data/{self.data.vocabulary}")
         self.encoding = Encoding(self.data, vocabulary)
         self._device = backend.require(device)

@@ -177,7 +177,8 @@ def _require_same(settings: TrainConfig, data: Manifest, start: Start) -> None:
         )
     if start.more["data"] != data.identity:
         raise UserError(
-            f"{start.path} was trained on another data set than {settings.data}; its rows, or their order, differ"
+            f"{start.path} was trained on another data set than {settings.data}; its rows, or their order, differ; to "
+            f"begin a new run with its tables and layers, give --start-from {start.path} in place of --resume"
         )
 
 

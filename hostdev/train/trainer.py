@@ -456,7 +456,15 @@ class Trainer:
         """
         require_tables(chain, self.tables)
         values = values_of(chain)
-        dense = values["dense"]
+        self.load_dense(chain, values["dense"])
+        load_tables(chain, self.tables, check=check)
+        self.runtime.pipeline.steps = chain[-1].manifest.step
+        self._parts_begun = chain[-1].manifest.step * self._parts_here
+        _set_random_states(values["random"], self._device)
+        return values["more"]
+
+    def load_dense(self, chain: Chain, dense: Any) -> None:
+        """Load the weights and Adam's state of a checkpoint's dense side; UserError for another model's."""
         try:
             if self._staged is not None:
                 self._staged.load(dense["model"], self.adam, dense["optimizer"])
@@ -465,11 +473,6 @@ class Trainer:
                 self.adam.load_state_dict(dense["optimizer"])
         except (RuntimeError, UserError) as error:
             raise UserError(f"{chain[-1].path} is of another model: {' '.join(str(error).split())}") from None
-        load_tables(chain, self.tables, check=check)
-        self.runtime.pipeline.steps = chain[-1].manifest.step
-        self._parts_begun = chain[-1].manifest.step * self._parts_here
-        _set_random_states(values["random"], self._device)
-        return values["more"]
 
 
 def _has_generator(device: torch.device) -> bool:
