@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hostdev.cache.cache import EmbeddingCache
     from hostdev.core.errors import UserError
     from hostdev.core.initializers import Constant, Normal
+    from hostdev.core.launched import alone
     from hostdev.core.optimizers import FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad
     from hostdev.core.primitive import (
         EmbeddingLookup,
@@ -66,6 +67,7 @@ _PUBLIC = {
     "Predictor": "hostdev.predict.predictor",
     "Primitive": "hostdev.core.primitive",
     "UserError": "hostdev.core.errors",
+    "alone": "hostdev.core.launched",
     "join": "hostdev.parallel.join",
     "ranks": "hostdev.parallel.ranks",
     "set_host_threads": "hostdev.kernels.pool",
@@ -102,6 +104,7 @@ __all__ = [
     "Runtime",
     "TableSpec",
     "UserError",
+    "alone",
     "join",
     "ranks",
     "set_host_threads",

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from hostdev.core.errors import UserError
 from hostdev.core.ids import checked_ids
 from hostdev.core.initializers import Initializer, Normal
+from hostdev.core.launched import require_alone
 from hostdev.core.memory import available_bytes, gib, require_table
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
 from hostdev.core.table_dtypes import BF16, FP32, TableStep, require_table_dtype, rounding_key
@@ -84,6 +85,7 @@ class HostTable:
         self.changes: Changes | None = None  # noted from the first checkpoint on
         self.untouched = True  # all rows have their initial values, and nobody has their memory
         self.lent = False  # `weights` or `slots` were handed out: what is written there is not noted
+        self.may_train = part is not None  # or known to be meant, where several processes were started
 
     @property
     def rows(self) -> int:
@@ -181,8 +183,10 @@ class HostTable:
         ids    int32 or int64 [N], each in [0, V), duplicates allowed
         grads  float32 [N, D]
 
-        Raises as `lookup` does; nothing is written then. A call counts as one step of the table even if N is 0.
+        Raises as `lookup` does; nothing is written then. A call counts as one step of the table even if N is 0. Raises
+        UserError in one of several processes, where the table is no part of one that they share (`hostdev.alone`).
         """
+        self._require_alone()
         ids = self._checked(ids)
         grads = np.ascontiguousarray(grads)
         _check_rows("grads", grads, (len(ids), self.dim), self.name)
@@ -209,6 +213,7 @@ class HostTable:
         step       from `begin_step`, where several calls make one step; None for a step of its own
         positions  int32 [U], rows of `grads`, which may have more of them: where each gradient is (not checked)
         """
+        self._require_alone()
         run_tasks(self.update_tasks(self._checked(ids), np.ascontiguousarray(grads), step, positions))
 
     def update_tasks(
@@ -283,6 +288,14 @@ class HostTable:
     def sum_of_squares(self) -> float:
         """Return the sum of squares of all weights, in float64, in the order of `kernels.norm`."""
         return total(self.partial_squares())
+
+    def _require_alone(self) -> None:
+        """Raise UserError where other processes train copies of this table that would drift apart."""
+        if not self.may_train:
+            require_alone(
+                f"the training of table {self.name!r}", "give HostTable part=ranks.part(), and a Runtime ranks"
+            )
+            self.may_train = True
 
     def _before_write(self, ids: npt.NDArray[Any]) -> None:
         """Note which rows are about to be written; a checkpoint that is being saved gets them first."""

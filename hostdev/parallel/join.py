@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from hostdev.core.errors import UserError, in_words, tell_at_once
+from hostdev.core.launched import group_size
 from hostdev.core.memory import share_memory
 from hostdev.device.backend import take_turns
 from hostdev.kernels.pool import host_threads, set_host_threads
@@ -28,8 +29,13 @@ def join(
     backend  of torch.distributed between devices; None: the devices' own
 
     Where one of them fails, all end, with exit code 2 and one line on stderr about which and why. UserError for a mesh
-    of another size, and where they do not meet.
+    of another size, where they do not meet, and where torch.distributed is initialised already.
     """
+    if group_size() > 1:
+        raise UserError(
+            "torch.distributed is initialised already; leave out init_process_group(): hostdev.join() makes the "
+            "process group, from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as launchers set them"
+        )
     place = find()
     wanted = None if mesh is None else mesh_of(mesh)
     if wanted is not None and wanted.size != place.ranks:

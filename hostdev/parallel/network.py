@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hostdev.core.errors import UserError
+from hostdev.core.launched import require_alone
 from hostdev.core.micro_batches import EXCHANGES, TreeSum, cut
 from hostdev.device.backend import seed_draws
 from hostdev.kernels.counter import key64
@@ -43,7 +44,7 @@ class Network:
 
     module         it loses what other ranks have of it
     example        its inputs for some samples: tensors [B, ...], or what has such
-    ranks          as `join` gives them; None: there are no others
+    ranks          as `join` gives them; None: there are no others, or `hostdev.alone()` says that this is meant
     micro_batches  into which a batch is cut
     gradients      "mean": of the loss of the whole batch; "sum": of the sum of the micro-batches' losses
     schedule, stage_cut, plan  as the options --schedule, --stage-cut and --plan of hostdev.train
@@ -65,6 +66,8 @@ class Network:
         layout = Layout(
             schedule or SCHEDULES[0], None if stage_cut is None else stage_cut.split(","), plan_of(plan) if plan else ()
         )
+        if ranks is None:
+            require_alone("a Network", "give the Network ranks=ranks")
         autocast = torch.bfloat16 if precision == "bf16" else None
         self.choice: Chosen | None = None
         if auto is not None and ranks is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hostdev.core.errors import UserError
+from hostdev.core.launched import LAUNCHERS, RANK_TABLE, SLURM
 
 DEFAULT_PORT = 29500
 
@@ -34,14 +35,7 @@ class Place(NamedTuple):
 
 ALONE = Place(0, 1, 0, 1, "127.0.0.1", 0, "none")
 
-# Of each launcher: its name, and its variables for rank, ranks, local rank and ranks of the host.
-_LAUNCHERS = (
-    ("Open MPI", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-                  "OMPI_COMM_WORLD_LOCAL_SIZE")),
-    ("MPICH", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
-    ("RANK and WORLD_SIZE", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
-)  # fmt: skip
-_TABLE = ("RANK_TABLE_FILE", "RANK_ID")
+_TABLE = RANK_TABLE
 
 
 def find(environment: Mapping[str, str] | None = None) -> Place:
@@ -51,7 +45,7 @@ def find(environment: Mapping[str, str] | None = None) -> Place:
     """
     env = os.environ if environment is None else environment
     found: list[Place] = []
-    for launcher, (rank, ranks, local_rank, local_ranks) in _LAUNCHERS:
+    for launcher, (rank, ranks, local_rank, local_ranks) in LAUNCHERS:
         if rank in env or ranks in env:
             found.append(_of_launcher(env, launcher, rank, ranks, local_rank, local_ranks))
     if "PMI_PORT" in env and "PMI_RANK" not in env:
@@ -76,8 +70,8 @@ def find(environment: Mapping[str, str] | None = None) -> Place:
 
 def _require_no_other(env: Mapping[str, str]) -> None:
     """UserError where Slurm has started several processes, each of which would take itself for the only one."""
-    ranks = env.get("SLURM_STEP_NUM_TASKS", "1")  # a batch script itself has none
-    if ranks != "1" and "SLURM_PROCID" in env:
+    ranks = env.get(SLURM[1], "1")
+    if ranks != "1" and SLURM[0] in env:
         raise UserError(
             f"Slurm has started {ranks} processes, but not where they meet: in what srun starts, set "
             "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID, MASTER_ADDR (the host of rank 0) "

@@ -1,5 +1,6 @@
 """Processes of a command on this host, which meet one another: started, waited for, ended together."""
 
+import itertools
 import os
 import signal
 import socket
@@ -9,6 +10,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from hostdev.core.launched import LAUNCHERS, RANK_TABLE
+
+# A launcher may have started the command that starts them: what it has set is about that one.
+_OF_LAUNCHERS = {*itertools.chain.from_iterable(names for _, names in LAUNCHERS), *RANK_TABLE,
+                 "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"}  # fmt: skip
 _END_SECONDS = 8.0  # that others have after one has failed
 
 
@@ -19,10 +25,11 @@ def start_here(ranks: int, command: Sequence[str], **how: Any) -> "list[subproce
         port = free.getsockname()[1]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks),
               "LOCAL_WORLD_SIZE": str(ranks)}  # fmt: skip
+    inherited = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
     end = end_with_parent if sys.platform == "linux" else None
     return [
         subprocess.Popen(
-            command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, preexec_fn=end, **how
+            command, env={**inherited, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, preexec_fn=end, **how
         )
         for rank in range(ranks)
     ]

@@ -9,6 +9,7 @@ import torch
 
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.core.errors import UserError
+from hostdev.core.launched import require_alone
 from hostdev.core.memory import TableShape
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.primitive import OpLog
@@ -57,7 +58,8 @@ class Runtime:
               dict of these by the name of a table, for it and those that are looked up with the same ids. None for none
     depth     how many batches ahead are read and looked up while one is in its step; 0: one stage after the other
     ranks     the processes that have met (`hostdev.parallel`), each with a part of every table; all make their
-              runtimes in the same order. None: this one is alone
+              runtimes in the same order. None: this one is alone; where a launcher has started several, it is to
+              say that this is meant, by `hostdev.alone()`
     dense_exchange  how ranks add up the gradients of `Rows.reduce`: "tree", in an order that does not depend on their
               number, or "all-reduce", as DistributedDataParallel does
     log       where every op's durations go
@@ -67,7 +69,8 @@ class Runtime:
     The bits do not depend on device memory or host memory, cache, depth or threads. Tables that the same features look
     up are a group, with one cache. The order of all sums is that of the features, and of the ids within them.
 
-    Raises UserError where there is no such device or not enough memory, TypeError or ValueError for wrong arguments.
+    Raises UserError where there is no such device or not enough memory, and in one of several processes without
+    `ranks`; TypeError or ValueError for wrong arguments.
     """
 
     def __init__(
@@ -84,6 +87,8 @@ class Runtime:
         **seams: Any,
     ) -> None:
         self.wanted, self.group_specs = resolve(features)
+        if ranks is None:
+            require_alone("a Runtime", "give each HostTable part=ranks.part() and the Runtime ranks=ranks")
         self.ranks, self.dense_exchange = ranks, dense_exchange
         require_depth(depth)
         if dense_exchange not in EXCHANGES:
