@@ -4,7 +4,6 @@ Stands on what the data set holds, its manifest and its vocabulary. Nothing is l
 did not have, or too seldom, gets its space's out-of-vocabulary id.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -25,8 +24,9 @@ from hostdev.data.preprocess.raw import Layout
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.schema import Schema
 
+from hostdev.core import arrow_files
 from hostdev.core.checksums import checksum
-from hostdev.core.errors import UserError
+from hostdev.core.errors import UserError, in_words
 from hostdev.kernels.strings import TextMap, hash_texts
 
 Ids = npt.NDArray[np.int64]
@@ -231,8 +231,14 @@ class _Values:
     def __init__(self, path: Path, schema: Schema) -> None:
         self._texts, self._first = TextMap(), schema.first_value
         try:
-            table = pa.ipc.open_file(pa.memory_map(os.fsencode(path))).read_all()
+            table = arrow_files.read_table(path)
             field = table["field"].combine_chunks()
+            if (
+                not pa.types.is_dictionary(field.type)
+                or table["value"].type != pa.string()
+                or len(table) != schema.rows
+            ):
+                raise ValueError("not the vocabulary of this data set")
             names = field.dictionary.to_pylist()
             of_space = field.indices.to_numpy()
             # By the file's own account, as data sets of version 1 do not say which ids are of which space.
@@ -242,8 +248,8 @@ class _Values:
             for name, first, last in zip(spaces, starts, [*starts[1:], len(table)], strict=True):
                 for chunk in table["value"].slice(first, last - first).chunks:
                     self._texts.add(*arrow.bytes_of(self._named(name, chunk)))
-        except (pa.ArrowException, OSError, KeyError, IndexError) as error:
-            raise UserError(f"{path} is broken ({error})") from None
+        except (pa.ArrowException, OSError, KeyError, IndexError, ValueError, TypeError) as error:
+            raise UserError(f"{path} is broken ({in_words(error)})") from None
         if len(self._texts) != len(table) - self._first:
             raise UserError(f"{path} is broken (a space has a value twice)")
 
