@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from hostdev.data import schema as schemas
+from hostdev.data.manifest_values import check_values
 from hostdev.data.schema import Column, Schema, Space
 
 from hostdev.core import arrow_files, json_files
@@ -140,6 +141,10 @@ def read(folder: Path) -> Manifest:
         raise UserError(f"{path} is broken ({error}); preprocess the data again") from None
     found_manifest = Manifest(**content)
     _check(found_manifest, path)
+    try:
+        check_values(found_manifest.options, found_manifest.statistics, found_manifest.schema.dense)
+    except ValueError as error:
+        raise UserError(f"{path} is broken ({error}); preprocess the data again") from None
     return found_manifest
 
 
@@ -218,6 +223,7 @@ def _check(found: Manifest, path: Path) -> None:
         ("rows", all(type(shard.rows) is int and shard.rows >= 1 for shard in shards)),
         ("file", all(type(shard.file) is str and type(shard.sha256) is str for shard in shards)),
         ("options", isinstance(found.options, dict)),
+        ("statistics", isinstance(found.statistics, dict)),
         ("vocabulary", found.vocabulary is None or isinstance(found.vocabulary, str)),
         ("vocabulary_sha256", found.vocabulary_sha256 is None or isinstance(found.vocabulary_sha256, str)),
         ("rejected_sha256", found.rejected_sha256 is None or isinstance(found.rejected_sha256, str)),

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from hostdev.data import ragged
 from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest
+from hostdev.data.manifest_values import check_scaling
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo
 from hostdev.data.preprocess.columns import Positive, WrongValueError
@@ -55,6 +56,10 @@ class Encoding:
 
     def __init__(self, data: Manifest, vocabulary: Path | None) -> None:
         self._data, self.schema = data, data.schema
+        try:
+            check_scaling(data.options, data.statistics)
+        except ValueError as error:
+            raise UserError(f"the data set's manifest is broken ({error}); preprocess the data again") from None
         preset = data.options.get("preset")
         self.is_criteo = preset != "table"
         scaled = data.options["dense"]

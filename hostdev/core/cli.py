@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from hostdev.core.errors import UserError, in_words
+from hostdev.core.printable import printable
 
 _RANKS = {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK_ID"}  # of one of several processes
 EXIT_ERROR = 2
@@ -50,7 +51,7 @@ def run(prog: str, main: Callable[[Sequence[str]], int | None], argv: Sequence[s
     try:
         return main(arguments) or 0
     except KeyboardInterrupt as interrupt:
-        print(f"{prog}: interrupted{_detail(interrupt)}", file=sys.stderr)
+        print(printable(f"{prog}: interrupted{_detail(interrupt)}"), file=sys.stderr)
         code = int(getattr(interrupt, "exit_code", EXIT_INTERRUPTED))
         if argv is None:
             _leave(code)
@@ -61,7 +62,7 @@ def run(prog: str, main: Callable[[Sequence[str]], int | None], argv: Sequence[s
     except (UserError, OSError, MemoryError) as error:
         if "--debug" in arguments:
             traceback.print_exc()
-        print(f"{prog}: error: {in_words(error)}", file=sys.stderr)
+        print(printable(f"{prog}: error: {in_words(error)}"), file=sys.stderr)
         return int(getattr(error, "exit_code", EXIT_ERROR))
 
 
