@@ -267,7 +267,7 @@ def _wrong_statistics(found: Manifest, split: str, totals: Totals) -> Iterator[s
     for what, given, right in expected:
         value = given.get(split) if isinstance(given, dict) else None
         is_number = isinstance(value, int | float) and abs(value) < 2**63
-        if not is_number or not abs(value - right) <= _CLOSE:
+        if value is None or not is_number or not abs(value - right) <= _CLOSE:
             told = printable(str(value), _SHOWN)
             yield f"statistics say that {what} of the {split} rows is {told}, which it is not: {right}"
 
