@@ -65,7 +65,8 @@ CHECKS = {
     "kernels.shards": {"_locate": (REQUESTED,), "_sort": (OWN,)},
     "kernels.stream": dict.fromkeys(("_mark", "_order"), (OWN,)),
     "kernels.strings": {
-        "_hash": (ARROW, TEXTS), "_add": (ARROW, TEXTS), "_look_for": (ARROW, TEXTS), "_take": (OWN,), "_rehash": (OWN,),
+        "_hash": (ARROW, TEXTS), "_add": (ARROW, TEXTS), "_look_for": (ARROW, TEXTS), "_take": (OWN,),
+        "_rehash": (OWN,),
     },
     "kernels.tree": {"_sum_rows": (OWN,)},
     "kernels.unique": {
