@@ -25,6 +25,7 @@ from hostdev.data.preprocess.work import Work, claim
 from hostdev.data.preprocess.writer import write_shard
 from hostdev.data.schema import Schema
 
+from hostdev.core import json_files
 from hostdev.core.checksums import Crc32, checksum
 from hostdev.core.errors import UserError
 from hostdev.core.progress import bar
@@ -110,6 +111,7 @@ class _Build:
             self._source, self._work, test_fraction=self._options.test_fraction, seed=self._options.seed,
             hashed=self._hashed, shards=shards_held, survey=None if self._earlier is None else self._earlier.survey(),
         )  # fmt: skip
+        entries = entries[: _sound(entries)]
         pieces = [entry for entry in entries if "piece" in entry]
         facts = [Facts.from_json(entry["piece"]) for entry in pieces]
         with Workers(self._threads, "hostdev-preprocess") as workers, workers.dropping_what_waits():
@@ -286,6 +288,37 @@ class _Build:
             for i, split in enumerate(SPLITS)
             if rows[split]
         }
+
+
+def _sound(entries: Sequence[dict[str, Any]]) -> int:
+    """Return how many entries of a journal, from the first on, are such as are written, in an order that they have."""
+    order = ("piece", "parsed", "learned", "shard")
+    stage = 0
+    for number, entry in enumerate(entries):
+        try:
+            ((kind, content),) = entry.items()
+            if order.index(kind) < stage or (number == 0 and kind != "piece"):
+                return number
+            stage = order.index(kind)
+            if kind == "piece":
+                Facts.from_json(content)
+            elif kind == "learned":
+                schemas.from_json(content["schema"])
+                list(map(str.lower, content["checksums"]))
+                dict(content["scaling"])
+            elif kind == "shard":
+                json_files.parse(_Done, content)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return number
+    return len(entries)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Done(Shard):
+    """A shard that is written: beside what a manifest says of it, its ids, and how many are out of vocabulary."""
+
+    out: int
+    uses: int
 
 
 def _intact(paths: Sequence[Path], checksums: Sequence[str], workers: Workers) -> int:

@@ -28,9 +28,11 @@ from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
 
 from hostdev.core.errors import UserError
 from hostdev.core.memory import gib
+from hostdev.core.printable import printable
 from hostdev.core.progress import counted
 
 _NO_CHECKSUM = "no checksum recorded"
+_SHOWN = 40  # characters of a value
 _CLOSE = 1e-9  # shares that are the same but for the order of a sum
 
 
@@ -49,6 +51,7 @@ class Report:
 
     def say(self, path: Path, about: str, wrong: list[str]) -> None:
         """Note a part of the data set, and what is wrong with it, lines with path, what, and what to do."""
+        wrong = [printable(line) for line in wrong]
         self.lines += wrong
         self.wrong += wrong
         verdict = f"NOT WHOLE, {counted(len(wrong), 'finding')}" if wrong else "whole"
@@ -270,8 +273,10 @@ def _wrong_statistics(found: Manifest, split: str, totals: Totals) -> Iterator[s
     ]
     for what, given, right in expected:
         value = given.get(split) if isinstance(given, dict) else None
-        if not isinstance(value, int | float) or not abs(value - right) <= _CLOSE:
-            yield f"statistics say that {what} of the {split} rows is {value}, which it is not: {right}"
+        is_number = isinstance(value, int | float) and abs(value) < 2**63
+        if value is None or not is_number or not abs(value - right) <= _CLOSE:
+            told = printable(str(value), _SHOWN)
+            yield f"statistics say that {what} of the {split} rows is {told}, which it is not: {right}"
 
 
 def _others(folder: Path, found: Manifest) -> Iterator[Path]:

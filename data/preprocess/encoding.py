@@ -4,7 +4,6 @@ Stands on what the data set holds, its manifest and its vocabulary. Nothing is l
 did not have, or too seldom, gets its space's out-of-vocabulary id.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +16,7 @@ import pyarrow.compute as pc
 from hostdev.data import ragged
 from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest
+from hostdev.data.manifest_values import check_scaling
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo
 from hostdev.data.preprocess.columns import Positive, WrongValueError
@@ -25,8 +25,9 @@ from hostdev.data.preprocess.raw import Layout
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.schema import Schema
 
+from hostdev.core import arrow_files
 from hostdev.core.checksums import checksum
-from hostdev.core.errors import UserError
+from hostdev.core.errors import UserError, in_words
 from hostdev.kernels.strings import TextMap, hash_texts
 
 Ids = npt.NDArray[np.int64]
@@ -55,6 +56,10 @@ class Encoding:
 
     def __init__(self, data: Manifest, vocabulary: Path | None) -> None:
         self._data, self.schema = data, data.schema
+        try:
+            check_scaling(data.options, data.statistics)
+        except ValueError as error:
+            raise UserError(f"the data set's manifest is broken ({error}); preprocess the data again") from None
         preset = data.options.get("preset")
         self.is_criteo = preset != "table"
         scaled = data.options["dense"]
@@ -231,8 +236,14 @@ class _Values:
     def __init__(self, path: Path, schema: Schema) -> None:
         self._texts, self._first = TextMap(), schema.first_value
         try:
-            table = pa.ipc.open_file(pa.memory_map(os.fsencode(path))).read_all()
+            table = arrow_files.read_table(path)
             field = table["field"].combine_chunks()
+            if (
+                not pa.types.is_dictionary(field.type)
+                or table["value"].type != pa.string()
+                or len(table) != schema.rows
+            ):
+                raise ValueError("not the vocabulary of this data set")
             names = field.dictionary.to_pylist()
             of_space = field.indices.to_numpy()
             # By the file's own account, as data sets of version 1 do not say which ids are of which space.
@@ -242,8 +253,8 @@ class _Values:
             for name, first, last in zip(spaces, starts, [*starts[1:], len(table)], strict=True):
                 for chunk in table["value"].slice(first, last - first).chunks:
                     self._texts.add(*arrow.bytes_of(self._named(name, chunk)))
-        except (pa.ArrowException, OSError, KeyError, IndexError) as error:
-            raise UserError(f"{path} is broken ({error})") from None
+        except (pa.ArrowException, OSError, KeyError, IndexError, ValueError, TypeError) as error:
+            raise UserError(f"{path} is broken ({in_words(error)})") from None
         if len(self._texts) != len(table) - self._first:
             raise UserError(f"{path} is broken (a space has a value twice)")
 

@@ -62,10 +62,18 @@ class Facts:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """Return what `as_json` gave."""
-        pairs = {name: tuple(content[name]) for name in ("rows", "positives")}
+        """Return what `as_json` gave; ValueError, TypeError or KeyError where it is not that."""
+        pairs = ("rows", "positives", "missing", "bag_values", "end")
+        counts = [n for name in ("rows", "positives", "end") for n in content[name]]
+        counts += [n for name in ("missing", "bag_values") for each in content[name] for n in each]
+        counts += [content[name] for name in ("lines", "rejected", "size")]
+        if not all(type(n) is int and 0 <= n < 2**63 for n in counts) or not isinstance(content["checksum"], str):
+            raise ValueError("a wrong number")
+        if any(len(content[name]) != 2 for name in pairs):
+            raise ValueError("a wrong number of splits")
+        counted = {name: tuple(content[name]) for name in ("rows", "positives")}
         lists = {name: tuple(map(tuple, content[name])) for name in ("missing", "bag_values")}
-        return cls(**{**content, **pairs, **lists, "end": Place(*content["end"])})
+        return cls(**{**content, **counted, **lists, "end": Place(*content["end"])})
 
 
 class Piece:
@@ -79,6 +87,10 @@ class Piece:
         """Return a column of numbers."""
         values: Array = self._record[name].values.to_numpy()
         return values
+
+    def __len__(self) -> int:
+        """Return its rows."""
+        return len(self._record["label"].values)
 
     def keys(self, space: int) -> Array | pa.LargeStringArray:
         """Return the values of the space of this number: integers or texts."""

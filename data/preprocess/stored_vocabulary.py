@@ -1,6 +1,5 @@
 """A data set's vocabulary, mapped into memory: whose each id is, which value it stands for, how often it is used."""
 
-import os
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise
@@ -15,6 +14,7 @@ from hostdev.data.preprocess.stored import DamagedError, require_checksum
 from hostdev.data.schema import Space
 from hostdev.data.shard_files import types
 
+from hostdev.core import arrow_files
 from hostdev.core.errors import in_words
 from hostdev.kernels.strings import hash_texts
 
@@ -35,12 +35,11 @@ class StoredVocabulary:
         if found.vocabulary_sha256 is not None:
             require_checksum(self.path, found.vocabulary_sha256)
         try:
-            self.table = pa.ipc.open_file(pa.memory_map(os.fsencode(self.path))).read_all()
-            self.table.validate(full=True)
+            self.table = arrow_files.read_table(self.path)
         except FileNotFoundError:
             raise DamagedError(self.path, "it is missing") from None
-        except (pa.ArrowException, OSError) as error:
-            raise DamagedError(self.path, f"not an Arrow file ({in_words(error)})") from None
+        except (ValueError, OSError) as error:
+            raise DamagedError(self.path, in_words(error)) from None
         schema = self.table.schema
         field = schema.types[0] if schema.types and pa.types.is_dictionary(schema.types[0]) else None
         kinds = [field and field.value_type, *schema.types[1:]]

@@ -3,7 +3,7 @@
 import argparse
 import io
 import json
-import shutil
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,11 +19,12 @@ from hostdev.checkpoint.export_state import write_state
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import verify
-from hostdev.checkpoint.manifest import Table
-from hostdev.checkpoint.ranges import WEIGHTS, mapped
+from hostdev.checkpoint.manifest import BrokenCheckpointError, Table
+from hostdev.checkpoint.ranges import WEIGHTS
 from hostdev.checkpoint.state import file_in, tensors_of
 from hostdev.checkpoint.tree import from_tree
-from hostdev.core.errors import UserError, naming
+from hostdev.core import arrow_files, outputs
+from hostdev.core.errors import UserError, in_words, naming
 from hostdev.core.memory import gib
 from hostdev.core.progress import Progress, bar
 
@@ -66,19 +67,13 @@ def export(chain: Chain, options: Options) -> Iterator[str]:
     is written, and OSError where it cannot be written.
     """
     out = options.out
-    if out.exists():
-        raise UserError(f"{out} exists already; remove it or choose another --out")
+    if os.path.lexists(out):
+        raise outputs.taken_folder(out)
     verify(chain)
     layers = Layers(chain)
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        with naming(out):
-            _write(partial, layers, options)
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with outputs.new_folder(out) as partial, naming(out):
+        _write(partial, layers, options)
     for file in sorted(out.iterdir()):
         yield f"{file}: {gib(file.stat().st_size)}"
 
@@ -177,7 +172,13 @@ def _names(layers: Layers) -> pa.Table | None:
     path = file_in(layers, VOCABULARY)
     if path is None:
         return None
-    return pa.ipc.open_file(mapped(path)).read_all()
+    try:
+        table = arrow_files.read_table(path)
+        if table.schema.names[:2] != ["field", "value"]:
+            raise ValueError(f"columns {', '.join(table.schema.names[:10])}")
+    except ValueError as error:
+        raise BrokenCheckpointError(f"{path} is broken ({in_words(error)})") from None
+    return table
 
 
 def _names_of(names: pa.Table, start: int, stop: int) -> tuple[Any, Any]:

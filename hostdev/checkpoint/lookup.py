@@ -72,7 +72,7 @@ class MappedTable:
             table = checkpoint.manifest.table(name)
             for file in sorted(table.files, key=lambda file: file.start):
                 path = checkpoint.path / file.file
-                rows = parse_range(path, mapped(path), table, file, check_rows=False)
+                rows = parse_range(path, mapped(path), table, file)
                 weights = rows.row_columns[column] if column in about.row_slots else rows.columns[column]
                 self._held += [weights, rows.ids]
                 ids = 0 if rows.ids is None else int(address_of(rows.ids))

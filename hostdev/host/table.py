@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.core.errors import UserError
-from hostdev.core.ids import checked_ids
+from hostdev.core.ids import checked_ids, checked_positions
 from hostdev.core.initializers import Initializer, Normal
 from hostdev.core.launched import require_alone
 from hostdev.core.memory import available_bytes, gib, require_table
@@ -161,7 +161,8 @@ class HostTable:
 
         ids        int32 or int64 [N], each in [0, V), duplicates allowed
         out        float32 [N, D], C-contiguous, to write into; a new array if None
-        positions  int32 [N], rows of `out`, which may have more: where each row goes; all different (not checked)
+        positions  int32 [N], rows of `out`, which may have more: where each row goes; all different
+                   (that is not checked)
         returns    float32 [N, D], a copy, or `out`
 
         Raises UserError for an id outside the table, TypeError or ValueError for a wrong dtype or shape.
@@ -169,7 +170,7 @@ class HostTable:
         ids = self._checked(ids)
         if out is None:
             out = np.empty((len(ids), self.dim), np.float32)
-        run_tasks(self.lookup_tasks(ids, out, positions))
+        run_tasks(self.lookup_tasks(ids, out, checked_positions(positions, len(ids), len(out), self.name)))
         return out
 
     def lookup_tasks(self, ids: npt.NDArray[Any], out: Rows, positions: Positions | None = None) -> list[Task]:
@@ -211,10 +212,12 @@ class HostTable:
         ids        int32 or int64 [U], each in [0, V), **unique** (not checked)
         grads      float32 [U, D]
         step       from `begin_step`, where several calls make one step; None for a step of its own
-        positions  int32 [U], rows of `grads`, which may have more of them: where each gradient is (not checked)
+        positions  int32 [U], rows of `grads`, which may have more of them: where each gradient is
         """
         self._require_alone()
-        run_tasks(self.update_tasks(self._checked(ids), np.ascontiguousarray(grads), step, positions))
+        ids, grads = self._checked(ids), np.ascontiguousarray(grads)
+        positions = checked_positions(positions, len(ids), len(grads), self.name)
+        run_tasks(self.update_tasks(ids, grads, step, positions))
 
     def update_tasks(
         self,
@@ -239,7 +242,9 @@ class HostTable:
 
         Raises as `lookup` does.
         """
-        run_tasks(self.read_rows_tasks(self._checked(ids), block, row_slots, positions))
+        ids = self._checked(ids)
+        positions = checked_positions(positions, len(ids), len(block), self.name)
+        run_tasks(self.read_rows_tasks(ids, block, row_slots, positions))
 
     def read_rows_tasks(
         self, ids: npt.NDArray[Any], block: Rows, row_slots: Rows, positions: Positions | None = None
@@ -255,6 +260,7 @@ class HostTable:
         then.
         """
         ids = self._checked(ids)
+        positions = checked_positions(positions, len(ids), len(block), self.name)
         self._check_whole(ids, block, row_slots, positions)
         self.storage.require_exact(block if positions is None else block[positions])
         run_tasks(self.write_rows_tasks(ids, block, row_slots, positions))

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from hostdev.checkpoint import folder
 from hostdev.core import cli
 from hostdev.core.errors import UserError, naming
+from hostdev.core.outputs import new_file
 from hostdev.core.progress import bar, counted, note
 from hostdev.data import manifest
 from hostdev.data.preprocess.meaning import difference, with_known_ids
@@ -66,10 +67,9 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"model    {predictor.settings['model']} of {predictor.path}", flush=True)
     start = time.monotonic()
     lines = predicted = unlabelled = 0
-    partial = out.with_name(f".{out.name}.partial")
     schema = pa.schema([("probability", pa.float32()), ("label", pa.float32())])
     out.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with new_file(out) as partial:  # noqa: SIM117  (it names its own files in what it raises)
         with (
             naming(out),
             Scores(out.parent) as scores,
@@ -87,9 +87,6 @@ def run(arguments: argparse.Namespace) -> None:
                 unlabelled += int((finite & ~known).sum())
                 progress.update(part.size)
             quality = scores.figures()
-        partial.rename(out)
-    finally:
-        partial.unlink(missing_ok=True)
     seconds = time.monotonic() - start
     print(f"rows     {predicted:,} in {seconds:.1f} s to {out}")
     if lines > predicted:

@@ -1,7 +1,9 @@
 """Probabilities from a checkpoint: those of the last evaluation; raw rows, dicts, frames, shards; unseen values."""
 
+import contextlib
 import shutil
 import threading
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -345,8 +347,8 @@ def test_the_newest_is_damaged(trained, tmp_path, capsys):
     assert [str(each.message) for each in warnings] == [told]
 
 
-def test_a_full_disk_is_named(trained, tmp_path, capsys):
-    (tmp_path / ".p.parquet.partial").symlink_to("/dev/full")
+def test_a_full_disk_is_named(trained, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(predict, "new_file", lambda out: contextlib.nullcontext(Path("/dev/full")))
     options = ["--data", trained / "raw.txt", "--out", tmp_path / "p.parquet"]
     assert run(predict, "--checkpoint", trained / "run", *options) == 2
     error = capsys.readouterr().err
