@@ -94,6 +94,15 @@ class Encoding:
         _ = self._known, self._written
 
     @property
+    def separators(self) -> Mapping[str, str | None]:
+        """What splits the text of a bag, by its name; None for one of lists."""
+        return self._separators
+
+    def written(self, space: str) -> Written:
+        """Return how the values of a space were written in training."""
+        return self._written[space]
+
+    @property
     def rates(self) -> Mapping[str, float]:
         """The share of the training rows' values that is out of vocabulary, by space; empty where ids are hashed."""
         return {} if isinstance(self._known, HashBuckets) else self._known.rates
