@@ -5,7 +5,7 @@ the whole range of values.
 """
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ class Manifest:
     options: dict[str, Any]
     statistics: dict[str, Any]
     sources: list[dict[str, Any]]
+    kinds: dict[str, Any] = field(default_factory=dict)  # by column with ids: its types in the files, how it is written
 
     @property
     def vocabulary_size(self) -> int:
@@ -97,6 +98,8 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write manifest.json into `folder`; its last field is the checksum of the others."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self), "schema": self.schema.as_json()}
+        if not self.kinds:
+            del content["kinds"]
         content["sha256"] = json_checksum(content)
         (folder / FILE_NAME).write_text(json.dumps(content, indent=2) + "\n")
 
@@ -126,6 +129,7 @@ def read(folder: Path) -> Manifest:
     if has_checksum and sha256 != checksum_there:
         raise UserError(f"{path} is broken (a wrong checksum: it is damaged or was changed); preprocess the data again")
     content.setdefault("rejected_sha256", None)
+    content.setdefault("kinds", {})
     known = {field.name for field in fields(Manifest)}
     if found[1] == 1:
         known = known - {"schema"} | {"vocabulary_size", "dense_names", "categorical_names"}
@@ -230,6 +234,7 @@ def _check(found: Manifest, path: Path) -> None:
         ("statistics", _has_bag_values(found)),
         ("missing", _has_rates(statistics.get("missing", {}))),
         ("rejected", type(statistics.get("rejected", 0)) is int),
+        ("kinds", _has_kinds(found.kinds)),
     ):
         if not right:
             raise UserError(f"{path} is broken (a wrong value of {what}); preprocess the data again")
@@ -242,6 +247,15 @@ def _has_bag_values(found: Manifest) -> bool:
         isinstance(values.get(bag), dict) and all(type(values[bag].get(split)) is int for split in ("train", "test"))
         for bag in found.schema.bags
     )
+
+
+def _has_kinds(kinds: Any) -> bool:
+    """Tell whether these are types and forms by column."""
+    return isinstance(kinds, dict) and all(
+        isinstance(kind, dict) and set(kind) == {"types", "forms"}
+        and all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in kind.values())
+        for kind in kinds.values()
+    )  # fmt: skip
 
 
 def _has_rates(missing: Any) -> bool:

@@ -267,9 +267,21 @@ class _Build:
                 "missing": self._missing(rows),
             },
             sources=self._source.describe(),
+            kinds=self._kinds(),
         )
         manifest.write(folder)
         return manifest
+
+    def _kinds(self) -> dict[str, Any]:
+        """Return how the values of the columns with ids are written, where the source's values are of more kinds."""
+        if self._source.kinds is None:
+            return {}
+        forms: dict[str, dict[int, frozenset[int]]] = {}
+        for fact in self._facts:
+            for name, found in fact.forms.items():
+                of_files = forms.setdefault(name, {})
+                of_files[fact.end.input] = of_files.get(fact.end.input, frozenset()) | set(found)
+        return self._source.kinds(forms)
 
     def _by_split(self, of: Callable[[Facts, int], float]) -> dict[str, float]:
         """Return the sum over pieces by split."""

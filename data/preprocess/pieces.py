@@ -9,7 +9,7 @@ A piece is an Arrow file of one record, whose columns are lists: what is looked 
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -44,6 +44,7 @@ class Facts:
     end       where the next piece's rows begin
     size      in the source's units
     checksum  CRC-32 of the file
+    forms     by column with ids, how its values are written (`kernels.forms`)
     """
 
     rows: tuple[int, int]
@@ -55,6 +56,7 @@ class Facts:
     end: Place
     size: int
     checksum: str
+    forms: dict[str, list[int]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """Return what the journal has."""
@@ -138,6 +140,7 @@ def write_piece(
         "rejected": len(rows.rejected),
         "lines": len(rows) + len(rows.rejected),
         "checksum": write_lists(path, content),
+        "forms": {name: sorted(forms) for name, forms in rows.forms.items()},
     }
     return facts, None if hashed is not None else survey(Piece(path), len(layout.spaces))
 

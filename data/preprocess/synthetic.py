@@ -55,6 +55,7 @@ class Synthetic:
     unit = "rows"
     signed = False
     text_of = staticmethod(hex_text)
+    kinds = None
 
     def __init__(self, rows: int, seed: int) -> None:
         self.total = self.most_rows = rows

@@ -3,6 +3,7 @@
 import datetime
 import gzip
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -234,7 +235,11 @@ TABLE = {"y": [0, 1, 1], "c": ["a", "b", "c"], "x": [1.0, 2.5, None]}
     ("x", [datetime.date(2024, 1, 1)] * 3, ["--numeric", "x"], "it is of type date32[day], not numbers; name it with"),
     ("x", [datetime.timedelta(1)] * 3, ["--numeric", "x"], "it is of type duration[us], which is nested or unknown"),
     ("c", [1.0, float("nan"), 2.5], [], "row 3, column 'c': 2.5 is not a whole number; a categorical value is one, or"),
-    ("c", [1.0, 1e30, 2.0], [], "row 2, column 'c': 1e+30 is not a whole number"),
+    ("c", [1.0, 1e30, 2.0], [], "row 2, column 'c': 1e+30 is a double of 2^53 or more, which may stand for several"),
+    ("c", [1.0, 2.0**53, 2.0], [], "row 2, column 'c': 9007199254740992 is a double of 2^53 or more"),
+    ("c", np.array([1, 2, 2**24], np.float32), [], "row 3, column 'c': 16777216 is a float of 2^24 or more"),
+    ("c", ["1.0", "", "9007199254740992.0"], [], "row 3, column 'c': 9007199254740992.0 is a float of 2^53 or more"),
+    ("c", ["1.0", "", "1.2345678901234568e+18"], [], "row 3, column 'c': 1.2345678901234568e+18 is a float of 2^53"),
     ("c", [[1.0], [], [2.0, 2.5]], ["--bag", "c"], "row 3, column 'c': 2.5 is not a whole number"),
     ("c", [b"a", b"\xff", b"c"], [], "row 2, column 'c': b'\\xff' is not text in UTF-8"),
     ("x", ["1", "2", "three"], ["--numeric", "x"], "row 3, column 'x': 'three' is not a number"),
