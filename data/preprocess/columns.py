@@ -25,6 +25,7 @@ _ORDERS: dict[str, Callable[[Any, Any], Any]] = {
 _BINARY = {
     pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view(),
 }  # fmt: skip
+_EXACT_BITS = {pa.float16(): 11, pa.float32(): 24, pa.float64(): 53}  # whole numbers below 2^bits are told apart
 _SHOWN = 40  # characters of a wrong value in a message
 
 
@@ -191,22 +192,36 @@ def decoded(array: pa.Array) -> pa.Array:
 
 
 def _whole(values: pa.Array, codes: Codes) -> pa.Array:
-    """Return floats as int64, NaN as missing."""
+    """Return floats as int64, NaN as missing; WrongValueError for what is no whole number, or may be several."""
+    digits = _EXACT_BITS[values.type]
     numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
     missing = np.isnan(numbers)
-    wrong = np.flatnonzero(~missing & ~((np.abs(numbers) < 2.0**63) & (np.floor(numbers) == numbers)))
+    whole = np.floor(numbers) == numbers
+    wrong = np.flatnonzero(~missing & ~((np.abs(numbers) < 2.0**digits) & whole))
     if len(wrong):
-        row = int(np.flatnonzero(codes == wrong[0])[0])
-        raise WrongValueError(row, f"{numbers[wrong[0]]:g} is not a whole number; a categorical value is one, or text")
+        number, row = numbers[wrong[0]], int(np.flatnonzero(codes == wrong[0])[0])
+        if whole[wrong[0]] and np.isfinite(number):
+            raise WrongValueError(row, f"{number:g} is too large: a {values.type} tells whole numbers apart below "
+                                  f"2^{digits} only; write the column as integers or text")  # fmt: skip
+        raise WrongValueError(row, f"{number:g} is not a whole number; a categorical value is one, or text")
     return pa.array(np.where(missing, 0, numbers).astype(np.int64), mask=missing)
 
 
 def as_numbers(array: pa.Array) -> npt.NDArray[np.float64]:
-    """Return numbers, or text that is numbers, as float64 [n], NaN where missing. Raises WrongValueError."""
+    """Return numbers, or text that is numbers, as float64 [n], NaN where missing. Raises WrongValueError.
+
+    true and false are 1 and 0, as text in any case, too: a column of booleans has the same numbers in CSV and Parquet.
+    """
     array = decoded(array)
-    if kind_of(array.type) == "text":
+    is_text = kind_of(array.type) == "text"
+    if is_text:
         array = trimmed(cast(array, pa.string(), "text in UTF-8"))
-    found = cast(array, pa.float64(), "a number", safe=False)
+    try:
+        found = cast(array, pa.float64(), "a number", safe=False)
+    except WrongValueError:
+        if not is_text:
+            raise
+        found = cast(_booleans_as_digits(array), pa.float64(), "a number", safe=False)
     numbers: npt.NDArray[np.float64] = found.to_numpy(zero_copy_only=False)
     wrong = np.flatnonzero(np.isinf(numbers))
     if len(wrong):
@@ -224,7 +239,7 @@ def numbers_where_readable(array: pa.Array) -> tuple[npt.NDArray[np.float64], np
     wrong = np.zeros(len(array), np.bool_)
     if kind_of(array.type) == "text":
         array, wrong = _cast_where_possible(array, pa.string())
-        array = trimmed(array)
+        array = _booleans_as_digits(trimmed(array))
     found, not_cast = _cast_where_possible(array, pa.float64())
     numbers = found.to_numpy(zero_copy_only=False)
     wrong = wrong | not_cast | np.isinf(numbers)
@@ -235,6 +250,14 @@ def trimmed(texts: pa.Array) -> pa.Array:
     """Return texts without spaces around them, null where that stands for a number that is missing."""
     texts = pc.utf8_trim_whitespace(texts)
     return pc.if_else(pc.is_in(texts, value_set=pa.array(MISSING_NUMBERS)), pa.scalar(None, pa.string()), texts)
+
+
+def _booleans_as_digits(texts: pa.Array) -> pa.Array:
+    """Return texts with 1 and 0 in place of true and false."""
+    lower = pc.utf8_lower(texts)
+    for word, digit in (("true", "1"), ("false", "0")):
+        texts = pc.if_else(pc.fill_null(pc.equal(lower, word), False), digit, texts)
+    return texts
 
 
 def as_labels(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.float32]:
