@@ -229,11 +229,20 @@ def whole_numbers_below_limit(values: pa.Array) -> None:
 
 
 def as_numbers(array: pa.Array) -> npt.NDArray[np.float64]:
-    """Return numbers, or text that is numbers, as float64 [n], NaN where missing. Raises WrongValueError."""
+    """Return numbers, or text that is numbers, as float64 [n], NaN where missing. Raises WrongValueError.
+
+    true and false are 1 and 0, as text in any case, too: a column of booleans has the same numbers in CSV and Parquet.
+    """
     array = decoded(array)
-    if kind_of(array.type) == "text":
+    is_text = kind_of(array.type) == "text"
+    if is_text:
         array = trimmed(cast(array, pa.string(), "text in UTF-8"))
-    found = cast(array, pa.float64(), "a number", safe=False)
+    try:
+        found = cast(array, pa.float64(), "a number", safe=False)
+    except WrongValueError:
+        if not is_text:
+            raise
+        found = cast(_booleans_as_digits(array), pa.float64(), "a number", safe=False)
     numbers: npt.NDArray[np.float64] = found.to_numpy(zero_copy_only=False)
     wrong = np.flatnonzero(np.isinf(numbers))
     if len(wrong):
@@ -251,7 +260,7 @@ def numbers_where_readable(array: pa.Array) -> tuple[npt.NDArray[np.float64], np
     wrong = np.zeros(len(array), np.bool_)
     if kind_of(array.type) == "text":
         array, wrong = _cast_where_possible(array, pa.string())
-        array = trimmed(array)
+        array = _booleans_as_digits(trimmed(array))
     found, not_cast = _cast_where_possible(array, pa.float64())
     numbers = found.to_numpy(zero_copy_only=False)
     wrong = wrong | not_cast | np.isinf(numbers)
@@ -262,6 +271,14 @@ def trimmed(texts: pa.Array) -> pa.Array:
     """Return texts without spaces around them, null where that stands for a number that is missing."""
     texts = pc.utf8_trim_whitespace(texts)
     return pc.if_else(pc.is_in(texts, value_set=pa.array(MISSING_NUMBERS)), pa.scalar(None, pa.string()), texts)
+
+
+def _booleans_as_digits(texts: pa.Array) -> pa.Array:
+    """Return texts with 1 and 0 in place of true and false."""
+    lower = pc.utf8_lower(texts)
+    for word, digit in (("true", "1"), ("false", "0")):
+        texts = pc.if_else(pc.fill_null(pc.equal(lower, word), False), digit, texts)
+    return texts
 
 
 def as_labels(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.float32]:

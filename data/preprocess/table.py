@@ -18,6 +18,7 @@ from hostdev.data.preprocess.files import ArrowTable, ParquetTable, Part, TableF
 from hostdev.data.preprocess.folders import expand
 from hostdev.data.preprocess.forms import NUMBERS, PADDED, Written, each_form
 from hostdev.data.preprocess.inputs import Input, open_input
+from hostdev.data.preprocess.naming import about_blanks, listed, short
 from hostdev.data.preprocess.raw import BEGINNING, Block, Layout, Place, RawRows, WrongRowError
 from hostdev.data.preprocess.serving import large_float
 from hostdev.data.schema import Column
@@ -57,7 +58,7 @@ class TableOptions:
             for one in (name, owner):
                 if one not in with_ids:
                     raise UserError(f"--share {name}={owner}: {one!r} is not a column of --categorical or --bag, which "
-                                    f"are {_listed(with_ids)}")  # fmt: skip
+                                    f"are {listed(with_ids)}")  # fmt: skip
             if name == owner or owner in owners:
                 raise UserError(f"--share {name}={owner}: {owner!r} has no ids of its own; name the column that has")
         if len(owners) < len(self.share):
@@ -193,8 +194,9 @@ class Table:
         except pa.ArrowMemoryError:
             raise
         except pa.ArrowException as error:  # which nobody has thought of
-            raise UserError(f"{file.input.name}, column {name!r}: its values, of type {file.type_of(name)}, cannot be "
-                            f"read ({error}); write them as another type, such as text") from error  # fmt: skip
+            kind = short(file.type_of(name))
+            raise UserError(f"{file.input.name}, column {name!r}: its values, of type {kind}, cannot be read "
+                            f"({short(error)}); write them as another type, such as text") from error  # fmt: skip
         if hashed:
             texts_of, missing = None, dict.fromkeys(layout.spaces, int(hash_texts(*_NOTHING).view(np.int64)[0]))
         else:
@@ -272,11 +274,11 @@ class Table:
     def _check_columns(self, file: TableFile) -> None:
         first = self._files[0]
         if missing := [name for name in self._used if name not in file.names]:
-            raise UserError(f"{file.input.name} has no column {missing[0]!r}; it has {_listed(file.names)}"
-                            f"{self._about_headers(file)}")  # fmt: skip
+            hint = about_blanks(missing[0], file.names) or self._about_headers(file)
+            raise UserError(f"{file.input.name} has no column {missing[0]!r}; it has {listed(file.names)}{hint}")
         if sorted(file.names) != sorted(first.names):
             one = sorted(set(file.names) ^ set(first.names))
-            difference = f"only one of them has {_listed(one)}" if one else "some are there twice"
+            difference = f"only one of them has {listed(one)}" if one else "some are there twice"
             raise UserError(f"{file.input.name} has other columns than {first.input.name}: {difference}")
         for name in self._used:
             if file.names.count(name) > 1:
@@ -295,12 +297,12 @@ class Table:
             return
         first, before, where, column = self._types.setdefault(owner, (written, found, file, name))
         if written != first and column == name:
-            raise UserError(f"column {name!r} is of type {before} in {where.input.name} and {found} in "
+            raise UserError(f"column {name!r} is of type {short(before)} in {where.input.name} and {short(found)} in "
                             f"{file.input.name}, so that a value would be two; cast it in one of them")  # fmt: skip
         if written != first and arrow.TEXT_OR_WHOLE not in (written, first):
-            raise UserError(f"columns {column!r} and {name!r} share their ids, and are of type {before} in "
-                            f"{where.input.name} and {found} in {file.input.name}, so that a value would be two; cast "
-                            "one of them")  # fmt: skip
+            raise UserError(f"columns {column!r} and {name!r} share their ids, and are of type {short(before)} in "
+                            f"{where.input.name} and {short(found)} in {file.input.name}, so that a value would be "
+                            "two; cast one of them")  # fmt: skip
 
     def _about_headers(self, file: TableFile) -> str:
         if not isinstance(file, DelimitedFile) or self._options.columns is not None:
@@ -311,22 +313,22 @@ class Table:
 
     def _against(self, name: str, found: pa.DataType) -> str | None:
         """Return why a column of this type cannot be what the options say, or None."""
-        kind, bags = arrow.kind_of(found), dict(self._options.bags)
+        kind, bags, shown = arrow.kind_of(found), dict(self._options.bags), short(found)
         if kind == "nested":
-            return f"it is of type {found}, which is nested or unknown; only plain values and lists of these are read"
+            return f"it is of type {shown}, which is nested or unknown; only plain values and lists of these are read"
         if kind == "list" and name in self._options.split():
-            return f"it is of type {found}, a list; --test-column and --test-after take a column with a value a row"
+            return f"it is of type {shown}, a list; --test-column and --test-after take a column with a value a row"
         if name == self._options.label and kind == "other" and self._positive is not None and self._positive.orders:
-            return (f"it is of type {found}, and --positive {self._options.positive} compares numbers; make it a "
+            return (f"it is of type {shown}, and --positive {self._options.positive} compares numbers; make it a "
                     "number, or a column of 0 and 1")  # fmt: skip
         if name in bags:
             if kind != "list" and bags[name] is None:
-                return f"it is of type {found}, not a list; say what separates its values, such as --bag '{name}=|'"
+                return f"it is of type {shown}, not a list; say what separates its values, such as --bag '{name}=|'"
             return None
         if kind == "list":
-            return f"it is of type {found}, a list; only --bag takes lists"
+            return f"it is of type {shown}, a list; only --bag takes lists"
         if name in self._options.numeric and kind == "other":
-            return f"it is of type {found}, not numbers; name it with --categorical, or make it a number"
+            return f"it is of type {shown}, not numbers; name it with --categorical, or make it a number"
         return None
 
 
@@ -359,9 +361,3 @@ def _open(path: Path, options: TableOptions) -> TableFile:
     if not isinstance(source, Input):
         raise UserError(f"{source.name}: {found} is read from files only")
     return ParquetTable(source) if found == "Parquet" else ArrowTable(source, stream=found == "an Arrow stream")
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return names in words, not more than fit."""
-    shown = ", ".join(map(str, names[:30]))
-    return shown if len(names) <= 30 else f"{shown} and {len(names) - 30} more"
