@@ -135,8 +135,9 @@ class Pipeline:
             one: SerialPass | OverlappedPass
             if self.depth:
                 one = OverlappedPass(
-                    self._stages, batches, depth=self.depth, window=window, number=self._number, update=update
-                )
+                    self._stages, batches, depth=self.depth, window=window, number=self._number, update=update,
+                    in_vain=self._waits_in_vain,
+                )  # fmt: skip
             else:
                 one = SerialPass(self._stages, batches, window=window, number=self._number, update=update)
             failed = False
@@ -153,6 +154,10 @@ class Pipeline:
                 finally:
                     if self.training is None or update:
                         self._number = max(self._number, one.number)
+
+    def _waits_in_vain(self) -> bool:
+        """Tell whether other ranks have been found to do something else, and do not come."""
+        return self.ranks is not None and self.ranks.calls.wrong is not None
 
     def _embeddings(self) -> Iterator[Any]:
         return (embedding for group in self.groups for embedding in group.embeddings)
