@@ -109,6 +109,11 @@ class HostTable:
         return self.storage.shape[2]
 
     @property
+    def init(self) -> Initializer:
+        """What the weights started as."""
+        return self._initial[1]
+
+    @property
     def dtype(self) -> str:
         """What the weights are stored as."""
         return self.storage.dtype

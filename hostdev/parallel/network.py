@@ -51,7 +51,7 @@ class Network:
     device         where it goes
     precision      "fp32", or "bf16" for arithmetic over float32 parameters
     auto           samples of a batch: so that the mesh and the layout that take the least time for it are found, beside
-                   those strategies and cuts that are given; `choice` says what was tried
+                   the mesh, the strategies and the cuts that are given; `choice` says what was tried
     seed           of what its layers draw, such as dropout: with several micro-batches a function of this, the step and
                    the micro-batch's number
 
@@ -72,7 +72,8 @@ class Network:
         self.choice: Chosen | None = None
         if auto is not None and ranks is not None:
             self.choice = choose(
-                module, like(example), ranks, samples=auto, micro_batches=micro_batches, given=layout, mesh=None,
+                module, like(example), ranks, samples=auto, micro_batches=micro_batches, given=layout,
+                mesh=ranks.mesh if ranks.mesh_is_given else None,
                 device=torch.device(device), autocast=autocast,
             )  # fmt: skip
             ranks.mesh, layout = self.choice.mesh, self.choice.layout

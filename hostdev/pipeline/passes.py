@@ -14,7 +14,7 @@ the same objects. How far it runs ahead depends on the depth and the caches' win
 """
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 from hostdev.core.signals import insist
@@ -23,6 +23,7 @@ from hostdev.pipeline.flight import End, Flight, Gradients, Queue, Request, Stop
 from hostdev.pipeline.line import Line
 from hostdev.pipeline.stages import Stages, ahead
 
+_LOOK_SECONDS = 0.2  # after which who waits for other ranks looks whether they come
 _LONGEST_JOIN = 0.8  # seconds; a reader may be inside somebody's code
 
 
@@ -118,8 +119,9 @@ class OverlappedPass:
 
     def __init__(
         self, stages: Stages, source: Iterable[Request], *, depth: int, window: int, number: int, update: bool,
-        background: bool, ahead_of_step: int,
+        background: bool, ahead_of_step: int, in_vain: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
+        self._in_vain = in_vain  # tells whether other ranks do not come
         self._stages, self._update = stages, update
         self._timeline = stages.timeline
         self.number = number
@@ -235,14 +237,13 @@ class OverlappedPass:
         line.put(line.stepped, [End(None)])  # what has been stepped is updated
         together = bool(self._stages.exchanges)
         if together and not failed and line.update_error is None:  # every rank takes part in what another has begun
-            insist(self._threads[-1].join)
+            failed = not self._joined(self._threads[-1:])
             if self._before is not None:
                 line.let_go(self._before)
             line.close()
             if not self._reads_behind:
                 line.end_reading()
-            for thread in self._threads[:-1]:
-                insist(thread.join)
+            failed = failed or not self._joined(self._threads[:-1])
         with line.changed:
             line.stopping = True
             line.changed.notify_all()
@@ -260,6 +261,17 @@ class OverlappedPass:
         if not failed:
             self._raise_update_error()  # whoever closes is told, too
         line.update_error = None
+
+    def _joined(self, threads: list[threading.Thread]) -> bool:
+        """Wait for threads that exchange something; tell whether they have ended, and other ranks have come."""
+
+        def wait() -> None:
+            for thread in threads:
+                while thread.is_alive() and not self._in_vain():
+                    thread.join(_LOOK_SECONDS)
+
+        insist(wait)
+        return not any(thread.is_alive() for thread in threads)
 
     def _serve(self, stage: Any, out: Queue | None, *arguments: Any) -> None:
         """A thread: repeat its stage until the batches end; an exception goes on as the last item."""

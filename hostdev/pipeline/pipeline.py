@@ -149,7 +149,7 @@ class Pipeline:
             if self.depth:
                 one = OverlappedPass(
                     self._stages, batches, depth=self.depth, window=window, number=self._number, update=update,
-                    background=background, ahead_of_step=ahead,
+                    background=background, ahead_of_step=ahead, in_vain=self._waits_in_vain,
                 )  # fmt: skip
             else:
                 one = SerialPass(self._stages, batches, window=window, number=self._number, update=update)
@@ -167,6 +167,10 @@ class Pipeline:
                 finally:
                     if self.training is None or update:
                         self._number = max(self._number, one.number)
+
+    def _waits_in_vain(self) -> bool:
+        """Tell whether other ranks have been found to do something else, and do not come."""
+        return self.ranks is not None and self.ranks.calls.wrong is not None
 
     def _embeddings(self) -> Iterator[Any]:
         return (embedding for group in self.groups for embedding in group.embeddings)

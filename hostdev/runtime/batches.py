@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hostdev.device.rows import FeatureUses, GroupUses
+from hostdev.parallel.ranks import PeerLostError
 from hostdev.pipeline.flight import Flight, Request
 from hostdev.runtime.random_streams import Place, RandomStreams
 from hostdev.runtime.read_ahead import ReadAhead
@@ -34,11 +35,14 @@ def _close_all() -> None:
 class Loop:
     """Batches in order, each with its rows."""
 
+    name = "train"  # the method of the runtime that returns it
+
     def __init__(
         self, runtime: Any, batches: Iterable[Any], reader: Reader, *, by_step: bool = False,
-        background: bool = False, read_ahead: int | None = None,
+        background: bool = False, read_ahead: int | None = None, name: str | None = None,
     ) -> None:  # fmt: skip
-        self._by_step = by_step
+        self._by_step, self.name = by_step, name or self.name
+        self._number = 0  # of the last batch, or step, that was asked for
         self._background = background
         self._steps_ahead = None if read_ahead is None else read_ahead // reader.together
         self._streams: RandomStreams | None = None  # of the batches, where reading may draw random numbers
@@ -50,6 +54,7 @@ class Loop:
         self._ended = False
         self._ahead: ReadAhead | None = None  # where the batches are an iterator
         self._length: int | None = None
+        self._what = "step" if self.name == "train" else "batch"
         self._flight: Flight | None = None
         self._micros: list[Micro] = []  # of the flight, to come
         self._sent: list[Tensor] = []
@@ -96,6 +101,12 @@ class Loop:
     def close(self) -> None:
         """End the loop early: what has been stepped is updated. Raises what a late update has raised."""
         self._ended = True
+        ranks = self._runtime.ranks
+        if ranks is not None and self._pass is not None:
+            if ranks.have_parted:  # nobody takes part in what is on its way
+                self._fail(PeerLostError("the ranks have parted"))
+                return
+            ranks.calls.leave(f"{self._text()}, left after {self._what} {self._number}")
         with torch.inference_mode(False):  # as in `__next__`
             try:
                 self._end_flight(closing=True)
@@ -169,10 +180,13 @@ class Loop:
         try:
             with torch.inference_mode(False):  # or tensors that a step changes would not allow it
                 if self._by_step or not self._micros:
+                    self._begin_next()
                     self._end_flight()
                     if self._pass is None:
                         self._pass = self._open()
                         _open_loops.add(self)
+                        if self._runtime.ranks is not None:
+                            self._runtime.ranks.note_loop(self)
                     flight = self._pass.take()
                     if flight is None:
                         if self._ahead is not None:
@@ -191,6 +205,23 @@ class Loop:
         except BaseException as error:
             self._fail(error)
             raise
+
+    def _text(self) -> str:
+        return f"runtime.{self.name}()"
+
+    def _begin_next(self) -> None:
+        """Count another batch, or step, which all ranks are to ask for."""
+        self._number += 1
+        if (ranks := self._runtime.ranks) is None:
+            return
+        if self._pass is None:
+            ranks.agree(self.name, self._text(), self._alike())
+        else:
+            ranks.calls.begin(self.name, f"{self._what} {self._number} of {self._text()}")
+
+    def _alike(self) -> dict[str, Any]:
+        """Return what all ranks are to have alike in this loop."""
+        return {"micro_batches": self._reader.together, "by_step": self._by_step}
 
     def _fail(self, error: BaseException) -> None:
         """End the loop with an error."""
@@ -269,6 +300,8 @@ class Loop:
 
 class PredictLoop(Loop):
     """Batches with their rows, from which nothing is learned; what `Runtime.predict` returns."""
+
+    name = "predict"
 
     def _open(self) -> Any:
         self._runtime.begin_prediction()

@@ -111,12 +111,16 @@ class TrainLoop(Loop):
         if self._micro_batches > 1 or self._runtime.ranks is not None:
             leaves = [leaf for group in self._leaves for leaf in group]
             self._reduction = Reduction(
-                leaves, self._micro_batches, (self._flag, self._one), self._runtime.ranks, self._dense, flight
+                leaves, self._micro_batches, (self._flag, self._one), self._runtime.ranks, self._dense, flight,
+                self._runtime.step_channel,
             )  # fmt: skip
         self._stepped, self._early = set(), set()
         self._rates = self._runtime.learning_rates()
         self._losses = scaling.losses_scaled()
         self._unscaled, self._overflow, self._origin = False, None, None
+
+    def _alike(self) -> dict[str, Any]:
+        return {**super()._alike(), "reduce_early": self._reduce_early}
 
     def _let_go(self) -> None:
         super()._let_go()

@@ -80,6 +80,7 @@ class Reader:
     ) -> None:
         self._asks = asks
         self._wanted, self._groups, self._ids, self._send, self._together = wanted, groups, ids, send, together
+        self.together = together
         self._whole = whole
         self._names = [feature.name for feature in wanted]
         self._in_flight: InFlight | None = None

@@ -19,7 +19,7 @@ from hostdev.device.staging import Staging
 from hostdev.parallel.ranks import Ranks
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.pipeline import Pipeline, require_depth
-from hostdev.runtime import room
+from hostdev.runtime import alike, room
 from hostdev.runtime.features import GroupSpec, Table, resolve
 from hostdev.runtime.loop import PredictLoop, TrainLoop
 from hostdev.runtime.random_streams import Place, RandomStreams
@@ -125,12 +125,18 @@ class Runtime:
                     spec.rows, spec.policy, self.device, spec.window, counts=counts, record=spec.record, log=log,
                 )  # fmt: skip
             groups.append(Group(group.tables, made, log))  # type: ignore[arg-type]
-        self.pipeline = Pipeline(groups, self.staging, depth=depth, timeline=timeline, log=log, ranks=ranks, **seams)
-        self.dense_channel = self.other_channels = None
         if ranks is not None:
-            alike = ranks.mesh.data == ranks.size  # all ranks have the same parameters
-            self.dense_channel = ranks.device_channel(self.device, None if alike else "data")
-            self.other_channels = None if alike else (ranks.channel("data"), ranks.channel())
+            ranks.agree("runtime", "hostdev.Runtime(...)", alike.of_runtime(
+                self.wanted, self.group_specs, device=self.device, depth=depth, dense_exchange=dense_exchange,
+                cached=[spec is not None for spec in specs],
+            ))  # fmt: skip
+        self.pipeline = Pipeline(groups, self.staging, depth=depth, timeline=timeline, log=log, ranks=ranks, **seams)
+        self.dense_channel = self.other_channels = self.step_channel = None
+        if ranks is not None:
+            self.step_channel = ranks.channel()
+            same = ranks.mesh.data == ranks.size  # all ranks have the same parameters
+            self.dense_channel = ranks.device_channel(self.device, None if same else "data")
+            self.other_channels = None if same else (ranks.channel("data"), ranks.channel())
         self.predicting = 0  # loops over `predict` that are open
         self._open: ReferenceType[TrainLoop] | None = None  # the open loop over `train`, which ends when it is dropped
         self._frozen: set[str] = set()
@@ -250,20 +256,28 @@ class Runtime:
         micro_batches  so many batches at once, as a `Step`; None: one after the other
         read_ahead, background  as of `train`; `depth` steps are read ahead, with a cache, too
 
-        Within a loop over `train` the tables are as after its last optimizer step.
+        Within a loop over `train` the tables are as after its last optimizer step. With other ranks all of them call
+        it, and have equally many batches.
         """
+        return self._predict(batches, ids, send, micro_batches, "predict", read_ahead, background=background)
+
+    def _predict(
+        self, batches: Iterable[Any], ids: IdsOf | None, send: Callable[[Any], Any] | None, micro_batches: int | None,
+        name: str, read_ahead: int | None = None, *, background: bool = False,
+    ) -> PredictLoop:  # fmt: skip
         together = 1 if micro_batches is None else micro_batches
         reader = Reader(
             self.wanted, self.group_specs, ids, send, together, whole=micro_batches is not None, asks=self._asks
         )
         _require_read_ahead(read_ahead, background=background)
         return PredictLoop(
-            self, batches, reader, by_step=micro_batches is not None, read_ahead=read_ahead, background=background
-        )
+            self, batches, reader, by_step=micro_batches is not None, read_ahead=read_ahead, background=background,
+            name=name,
+        )  # fmt: skip
 
     def look_up(self, ids: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the rows of one batch of ids, by feature, as `predict` gives them."""
-        with self.predict([ids]) as loop:
+        """Return the rows of one batch of ids, by feature, as `predict` gives them; with other ranks all call it."""
+        with self._predict([ids], None, None, None, "look_up") as loop:
             for _, rows in loop:
                 return dict(rows)
         raise AssertionError("one batch has one result")
@@ -317,6 +331,7 @@ class Runtime:
         """
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep is a number of checkpoints, 1 or more, not {keep!r}")
+        self._begin_call("save")
         self.write_back()
         return self._keeper.save(Path(path), extra, keep, wait=wait)
 
@@ -332,8 +347,14 @@ class Runtime:
         if self._loop is not None or self.predicting:
             raise ValueError("a loop over these tables is open; end it, or call its close(), before loading")
         self.raise_late()
+        self._begin_call("load")
         self.pipeline.write_back()
         return self._keeper.load(Path(path))
+
+    def _begin_call(self, name: str) -> None:
+        """Begin something that all ranks do together."""
+        if self.ranks is not None:
+            self.ranks.agree(name, f"runtime.{name}()")
 
     @property
     def _keeper(self) -> "Keeper":

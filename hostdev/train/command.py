@@ -59,6 +59,8 @@ def _train(settings: TrainConfig, company: Company | None) -> dict[str, Any]:
         if company is not None and not company.ranks.rank:
             company.ranks.control.barrier()
         print(f"no --data: a look-alike of {lookalike.ROWS:,} rows, {'made in' if made else 'from'} {data}")
+        if company is not None:  # of data that is given this has been compared before
+            company.ranks.agree("data", "the look-alike", {"the data set": manifest.read(data).identity})
     settings = settings.resolved()
     found = manifest.read(data)
     if company is not None and settings.parallel == "auto":
