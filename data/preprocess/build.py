@@ -111,12 +111,16 @@ class _Build:
             self._source, self._work, test_fraction=self._options.test_fraction, seed=self._options.seed,
             hashed=self._hashed, shards=shards_held, survey=None if self._earlier is None else self._earlier.survey(),
         )  # fmt: skip
-        entries = entries[: _sound(entries)]
+        entries = entries[: _sound(entries, self._layout)]
         pieces = [entry for entry in entries if "piece" in entry]
         facts = [Facts.from_json(entry["piece"]) for entry in pieces]
         with Workers(self._threads, "hostdev-preprocess") as workers, workers.dropping_what_waits():
             self._paths = [first.path(i) for i in range(len(facts))]
             intact = _intact(self._paths, [fact.checksum for fact in facts], workers)
+            of_piece = (
+                len(Piece(path)) == sum(fact.rows) for path, fact in zip(self._paths[:intact], facts, strict=False)
+            )
+            intact = next((i for i, same in enumerate(of_piece) if not same), intact)
             later = entries[len(pieces) :] if intact == len(facts) else []
             learned = self._are_numbered(later, workers)
             if not learned:
@@ -302,7 +306,7 @@ class _Build:
         }
 
 
-def _sound(entries: Sequence[dict[str, Any]]) -> int:
+def _sound(entries: Sequence[dict[str, Any]], layout: Layout) -> int:
     """Return how many entries of a journal, from the first on, are such as are written, in an order that they have."""
     order = ("piece", "parsed", "learned", "shard")
     stage = 0
@@ -313,9 +317,14 @@ def _sound(entries: Sequence[dict[str, Any]]) -> int:
                 return number
             stage = order.index(kind)
             if kind == "piece":
-                Facts.from_json(content)
+                fact = Facts.from_json(content)
+                columns = len(layout.dense) + len(layout.columns)
+                if {*map(len, fact.missing)} != {columns} or {*map(len, fact.bag_values)} != {len(layout.bags)}:
+                    return number
             elif kind == "learned":
-                schemas.from_json(content["schema"])
+                schema = schemas.from_json(content["schema"])
+                if (schema.dense, schema.columns) != (layout.dense, layout.columns):
+                    return number
                 list(map(str.lower, content["checksums"]))
                 dict(content["scaling"])
             elif kind == "shard":

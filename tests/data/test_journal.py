@@ -8,7 +8,7 @@ import pytest
 from hostdev.data.preprocess import build as build_module
 from hostdev.data.preprocess import second_pass
 from hostdev.data.preprocess.build import Options, build
-from hostdev.data.preprocess.criteo import CriteoText
+from hostdev.data.preprocess.criteo import LAYOUT, CriteoText
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.work import _mark, _read_journal
 
@@ -96,5 +96,5 @@ def test_entries_that_no_version_writes(killed, tmp_path):
 
 
 def test_the_order_of_entries():
-    assert build_module._sound([{"parsed": True}]) == 0
-    assert build_module._sound([{"shard": {}}]) == 0
+    assert build_module._sound([{"parsed": True}], LAYOUT) == 0
+    assert build_module._sound([{"shard": {}}], LAYOUT) == 0

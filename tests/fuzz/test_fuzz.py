@@ -6,7 +6,7 @@ import pytest
 
 from tests.fuzz.harness import fuzz
 
-TARGETS = ["datasets"]
+TARGETS = ["checkpoints", "datasets", "journals", "tables"]
 SEED = 2026
 
 
