@@ -12,6 +12,7 @@ if (_root / "pyproject.toml").is_file():  # a checkout: hostdev.models and hostd
 
 if TYPE_CHECKING:
     from hostdev.cache.cache import EmbeddingCache
+    from hostdev.checkpoint.saved import open
     from hostdev.core.errors import UserError
     from hostdev.core.initializers import Constant, Normal
     from hostdev.core.optimizers import FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad
@@ -67,6 +68,7 @@ _PUBLIC = {
     "Primitive": "hostdev.core.primitive",
     "UserError": "hostdev.core.errors",
     "join": "hostdev.parallel.join",
+    "open": "hostdev.checkpoint.saved",
     "ranks": "hostdev.parallel.ranks",
     "set_host_threads": "hostdev.kernels.pool",
     "sliced": "hostdev.parallel.plan",
@@ -103,6 +105,7 @@ __all__ = [
     "TableSpec",
     "UserError",
     "join",
+    "open",
     "ranks",
     "set_host_threads",
     "sliced",

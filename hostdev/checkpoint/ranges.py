@@ -82,10 +82,13 @@ def parse_range(path: Path, content: Any, table: Table, file: RangeFile, *, chec
     try:
         reader = pa.ipc.open_file(pa.py_buffer(content))
         batch = reader.get_batch(0)
+        batch.validate()  # that its arrays lie within the file
         whole = ID not in reader.schema.names
         expected = schema_of(table, whole=whole)
         if not reader.schema.equals(expected) or reader.num_record_batches != 1 or len(batch) != file.rows:
             raise BrokenCheckpointError(f"{path} is broken (it does not hold what the manifest says)")
+        if any(column.null_count for column in batch.columns):
+            raise BrokenCheckpointError(f"{path} is broken (it has missing values)")
     except (pa.ArrowException, OSError) as error:
         raise BrokenCheckpointError(f"{path} is broken ({error})") from None
     ids = None if whole else batch[ID].to_numpy()

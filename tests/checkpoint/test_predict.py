@@ -384,6 +384,8 @@ def test_mapped_tables_are_the_checkpoints(trained, number):
     for table in chain[-1].manifest.tables:
         expected = np.concatenate(list(Layers(chain).column(table.name, "weights")))
         mapped = MappedTable(chain, table.name)
+        opened = hostdev.open(chain[-1].path)[table.name]
+        np.testing.assert_array_equal(opened.lookup(np.arange(table.rows)), expected)
         for dtype in (np.int32, np.int64):
             ids = np.random.default_rng(0).integers(0, table.rows, 5000).astype(dtype)
             np.testing.assert_array_equal(mapped.lookup(ids), expected[ids])
@@ -451,9 +453,7 @@ def test_a_data_set_of_other_columns(trained, films, tmp_path, capsys):
 def test_a_checkpoint_of_a_program_of_its_own(tmp_path):
     table = hostdev.HostTable(10, 2, hostdev.SGD(lr=0.1), name="t")
     hostdev.Runtime({"t": table}, device="cpu").save(tmp_path / "c")
-    with pytest.raises(
-        hostdev.UserError, match="written by Runtime.save, which does not record the model; use"
-    ):
+    with pytest.raises(hostdev.UserError, match="written by Runtime.save, which does not record the model; use"):
         hostdev.Predictor(tmp_path / "c")
 
 
