@@ -12,6 +12,7 @@ if (_root / "pyproject.toml").is_file():  # a checkout: hostdev.models and hostd
 
 if TYPE_CHECKING:
     from hostdev.cache.cache import EmbeddingCache
+    from hostdev.checkpoint.saved import open
     from hostdev.core.errors import UserError
     from hostdev.core.initializers import Constant, Normal
     from hostdev.core.launched import alone
@@ -69,6 +70,7 @@ _PUBLIC = {
     "UserError": "hostdev.core.errors",
     "alone": "hostdev.core.launched",
     "join": "hostdev.parallel.join",
+    "open": "hostdev.checkpoint.saved",
     "ranks": "hostdev.parallel.ranks",
     "set_host_threads": "hostdev.kernels.pool",
     "sliced": "hostdev.parallel.plan",
@@ -106,6 +108,7 @@ __all__ = [
     "UserError",
     "alone",
     "join",
+    "open",
     "ranks",
     "set_host_threads",
     "sliced",

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.checkpoint import folder
+from hostdev.checkpoint import best, folder
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.saving import Content, Item, Saving
@@ -63,7 +63,8 @@ def compact(chain: Chain, keep: int | None = None) -> str:
             else:
                 folder.remove(newest.path)
         if keep is not None:
-            folder.prune(path, keep)
+            known = best.of_run(newest)
+            folder.prune(path, keep, [known.step] if known is not None and known.stops_early else [])
         after = _size(path)
     return f"{told}; {path} has {after:,} bytes, before it had {before:,}"
 

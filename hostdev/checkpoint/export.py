@@ -76,6 +76,7 @@ def export(chain: Chain, options: Options) -> Iterator[str]:
         _write(partial, layers, options)
     for file in sorted(out.iterdir()):
         yield f"{file}: {gib(file.stat().st_size)}"
+    yield from _left_out(layers, options)
 
 
 def _write(out: Path, layers: Layers, options: Options) -> None:
@@ -90,6 +91,22 @@ def _write(out: Path, layers: Layers, options: Options) -> None:
     _write_dense(out, layers)
     if options.slots:
         write_state(out, layers)
+
+
+def _left_out(layers: Layers, options: Options) -> Iterator[str]:
+    """Yield lines that say what of the checkpoint is in none of the files."""
+    newest = layers.manifest
+    slots = {table.name: [*table.slots, *table.row_slots] for table in newest.tables}
+    if any(slots.values()) and not options.slots:
+        named = ", ".join(f"{name} ({', '.join(columns)})" for name, columns in slots.items() if columns)
+        yield f"left out: the optimizers' slots of {named}; --slots writes them"
+    state = newest.state if isinstance(newest.state, dict) else {}
+    if state.get("extra") is not None:
+        yield "left out: what Runtime.save was given as extra; hostdev.open(...).extra returns it"
+    if "more" in state:
+        yield "left out: the dense layers' optimizer, random generators and the run's progress, which --resume needs"
+    if options.dtype == "bf16":
+        yield "left out: 16 bits of each weight, which is rounded to bfloat16"
 
 
 def _columns(table: Table, options: Options) -> list[str]:

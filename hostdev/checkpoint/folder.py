@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -258,18 +258,27 @@ def remove(path: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def prune(path: Path, keep: int) -> None:
-    """Keep the newest whole checkpoints and what they add to; remove what is older."""
+def prune(path: Path, keep: int, best_steps: Sequence[int] = ()) -> None:
+    """Keep the newest whole checkpoints and what they add to; remove what is older.
+
+    best_steps  the newest whole checkpoint of the first of these steps that has one is kept, too, and not counted
+    """
     kept: set[str] = set()
+    chains: dict[str, Chain] = {}
+    names = list(reversed(names_in(path)))
+    for name in names:
+        with contextlib.suppress(UserError):
+            chains[name] = chain_of(path / name)
+    for step in best_steps:
+        of_step = [chain for chain in chains.values() if chain[-1].manifest.step == step]
+        if of_step:
+            kept |= {checkpoint.name for checkpoint in of_step[0]}
+            break
     found = 0
-    for name in reversed(names_in(path)):
+    for name in names:
         if found == keep:
             if name not in kept:
                 remove(path / name)
-            continue
-        try:
-            chain = chain_of(path / name)
-        except UserError:
-            continue
-        kept |= {checkpoint.name for checkpoint in chain}
-        found += 1
+        elif name in chains:
+            kept |= {checkpoint.name for checkpoint in chains[name]}
+            found += 1

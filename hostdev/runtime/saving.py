@@ -52,8 +52,9 @@ def _require_extra(chain: Chain) -> None:
     """Raise UserError unless a checkpoint is one of `Runtime.save`; of its files none is read."""
     state = chain[-1].manifest.state
     if not isinstance(state, dict) or "extra" not in state:
-        raise UserError(f"{chain[-1].path} was saved by python -m hostdev.train, not by Runtime.save; go on with its "
-                        "--resume, or take what is in it with python -m hostdev.checkpoint export")  # fmt: skip
+        raise UserError(f"{chain[-1].path} was saved by python -m hostdev.train, not by Runtime.save; use its "
+                        "--resume, hostdev.open for its tables, hostdev.Predictor for probabilities, or python -m "
+                        "hostdev.checkpoint export")  # fmt: skip
 
 
 class Keeper:

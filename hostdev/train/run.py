@@ -126,6 +126,8 @@ class Run:
                 path = checkpointing.folder_of(settings, company.root if company is not None else self.files.path)
                 self.saver = Saver(settings, path, self.trainer.runtime.write_back, self._save, self.ranks)
                 self.saver.start(start.chain if start is not None else None, self.trainer.tables.values())
+                if settings.early_stop is not None and self.quality.best is not None:
+                    self.saver.to.best_steps.append(self.quality.best.step)
         except BaseException:
             self.discard()
             raise
@@ -210,12 +212,16 @@ class Run:
             if not evaluated and not self._is_stopped(stop):
                 with self.timeline.span("evaluation", epoch):
                     self._evaluate(epoch, stop)
+                self._keep_best()
             if self._is_stopped(stop):
                 return "interrupted"
             if self.steps == self.total_steps:
                 return "finished"
             if self.quality.is_enough:
                 print(report.early_stop_line(self.quality, self.settings.early_stop), flush=True)
+                if self.saver is not None and self.quality.best is not None:
+                    print(f"the checkpoint of step {self.quality.best.step:,}, the best, is kept beside the newest; "
+                          "predictions take it unless told --which newest", flush=True)  # fmt: skip
                 return "stopped early"
         raise AssertionError
 
@@ -305,6 +311,14 @@ class Run:
         self.quality.add(Point(epoch, self.steps, test, training))
         self.files.write_evaluation(self.quality.points[-1])
         print(report.evaluation_line(self.quality.points[-1]), flush=True)
+
+    def _keep_best(self) -> None:
+        """With --early-stop, keep a checkpoint of now if the evaluation is the best so far."""
+        if self.saver is None or self.settings.early_stop is None or self.quality.best is None:
+            return
+        if self.quality.best is self.quality.points[-1] and self.quality.best.step == self.steps:
+            with self.timeline.span("checkpoint", self.steps):
+                self.saver.keep_best(self.steps)
 
     def finish(self, status: str, digest: str | None = None) -> dict[str, Any]:
         """Complete the logs and summary.json, and return its content."""

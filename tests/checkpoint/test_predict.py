@@ -386,6 +386,8 @@ def test_mapped_tables_are_the_checkpoints(trained, number):
     for table in chain[-1].manifest.tables:
         expected = np.concatenate(list(Layers(chain).column(table.name, "weights")))
         mapped = MappedTable(chain, table.name)
+        opened = hostdev.open(chain[-1].path)[table.name]
+        np.testing.assert_array_equal(opened.lookup(np.arange(table.rows)), expected)
         for dtype in (np.int32, np.int64):
             ids = np.random.default_rng(0).integers(0, table.rows, 5000).astype(dtype)
             np.testing.assert_array_equal(mapped.lookup(ids), expected[ids])
