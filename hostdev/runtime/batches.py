@@ -1,6 +1,7 @@
 """Batches in order, each with its rows: what loops to train and to predict have in common, and the latter."""
 
 import atexit
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from hostdev.device.rows import FeatureUses, GroupUses
 from hostdev.pipeline.flight import Flight
+from hostdev.runtime.body import Body
 from hostdev.runtime.read_ahead import ReadAhead
 from hostdev.runtime.reduction import Reduction
 from hostdev.runtime.requests import Micro, Reader
@@ -43,23 +45,49 @@ class Loop:
         self._length: int | None = None
         self._flight: Flight | None = None
         self._micros: list[Micro] = []  # of the flight, to come
+        self._shares_rows = False  # the flight has rows that not each of its batches uses
         self._sent: list[Tensor] = []
         self._inverses: list[Tensor] = []
         self._leaves: list[list[Leaf]] = []
         self._rows: list[Rows] = []  # given out, of the flight
         self._reduction: Reduction | None = None  # of the flight's micro-batches
+        self._raised: bool | None = None  # whether the last body was left by an exception; None: it was not left
+        self._abandoned = False  # the last `for` statement was left by an exception, and nobody has come back
+        self._handled: int | None = None  # the exception that was being handled when the last batch was given out
 
-    def __iter__(self) -> Any:
-        """Return itself: a loop is gone through once. ValueError where it is over, as in a second epoch."""
+    def __iter__(self) -> Body:
+        """Return an iterator for one `for` statement. ValueError where the loop is over, as in a second epoch."""
         if self._ended:
             raise ValueError("this loop is over; call runtime.train(...) or predict(...) again for each epoch")
-        return self
+        return Body(self)
+
+    def left_body(self, *, raised: bool, abandoned: bool) -> None:
+        """Note how a `for` statement over the loop was left; for `Body`.
+
+        raised     its body has raised, and so has not come to its end
+        abandoned  an exception has left the statement, from its body or from the loop
+        """
+        self._raised, self._abandoned = raised, abandoned
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Tell whether the loop was left by an exception, and nobody has come back since."""
+        return self._abandoned and not self._ended
+
+    def _has_raised(self) -> bool:
+        """Tell whether the body of the current batch was left by an exception, as far as can be known."""
+        if self._raised is not None:
+            return self._raised
+        handled = sys.exception()
+        return handled is not None and id(handled) != self._handled
 
     def __enter__(self) -> Any:
         """Close it at the end of a `with`."""
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self._raised is None:
+            self._raised = error is not None
         self.close()
 
     def __len__(self) -> int:
@@ -130,10 +158,12 @@ class Loop:
             with torch.inference_mode(False):  # or tensors that a step changes would not allow it
                 if self._by_step or not self._micros:
                     self._end_flight()
+                self._raised, self._abandoned, self._handled = None, False, _identity(sys.exception())
+                if self._by_step or not self._micros:
                     if self._pass is None:
                         self._pass = self._open()
                         _open_loops.add(self)
-                    flight = self._pass.take()
+                    flight = self._take_next()
                     if flight is None:
                         if self._ahead is not None:
                             self._runtime.read_out(self._ahead)
@@ -152,6 +182,11 @@ class Loop:
             self._fail(error)
             raise
 
+    def _take_next(self) -> Flight | None:
+        """Return the next step's batches; None after the last."""
+        found: Flight | None = self._pass.take()
+        return found
+
     def _fail(self, error: BaseException) -> None:
         """End the loop with an error."""
         self._let_go()
@@ -160,6 +195,7 @@ class Loop:
     def _take(self, flight: Flight) -> None:
         self._flight = flight
         self._micros = list(flight.request.note)
+        self._shares_rows = len(self._micros) > 1
         flight.request.note.clear()  # the loader's batches live no longer than the caller's
         self._sent = list(flight.tensors)
         self._inverses = [part.inverse for part in flight.groups]
@@ -183,7 +219,7 @@ class Loop:
         batch = micro.batch([self._sent.pop(0) for _ in micro.tensors])
         rows = Rows(
             flight, uses, self._leaves, values, order, runtime.staging, self._flags(), due=not self._micros,
-            reduction=self._reduction,
+            shares_rows=self._shares_rows, reduction=self._reduction,
         )  # fmt: skip
         self._rows.append(rows)
         return batch, rows
@@ -227,7 +263,7 @@ class PredictLoop(Loop):
     """Batches with their rows, from which nothing is learned; what `Runtime.predict` returns."""
 
     def _open(self) -> Any:
-        self._runtime.begin_prediction()
+        self._runtime.begin_prediction(self)
         source = self._source()
         self._stack.callback(self._runtime.end_prediction)
         return self._stack.enter_context(self._runtime.pipeline.predict(self._reader.requests(source)))
@@ -240,3 +276,7 @@ class PredictLoop(Loop):
             flight, self._flight = self._flight, None
             self._pass.finish(flight, None)
             self._forget()
+
+
+def _identity(error: BaseException | None) -> int | None:
+    return None if error is None else id(error)  # not itself: it would hold its frames, and so the loop

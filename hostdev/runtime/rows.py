@@ -81,15 +81,21 @@ class Leaf:
         grad = grad.detach().contiguous()  # somebody may have put it there
         return grad if self._order is None or self._parameter is None else self._order.in_rows(grad)
 
+    def add_grad(self, grad: Tensor) -> None:
+        """Add float32 [U, D], in the order of the rows, to the gradient."""
+        if self.rows.grad is not None:
+            self.rows.grad.add_(grad)
+        elif self._parameter is None or self._order is None:
+            self.rows.grad = grad
+        else:
+            grad = self._order.in_ids(grad)
+            self._parameter.grad = grad if self._parameter.grad is None else self._parameter.grad + grad
+
     def drop_grad(self) -> None:
         """Forget the gradient."""
         self.rows.grad = None
         if self._parameter is not None:
             self._parameter.grad = None
-
-    def is_among(self, parameters: set[int]) -> bool:
-        """Tell whether one of the tensors with these `id`s is the row's own."""
-        return id(self.rows if self._parameter is None else self._parameter) in parameters
 
     def parameter(self) -> Tensor:
         """Return a tensor with the gradient in the order of the ids, which may be changed in place, or replaced.
@@ -155,10 +161,12 @@ class Rows(Mapping[str, Value]):
         flags: tuple[Tensor, Tensor] | None,
         *,
         due: bool,
+        shares_rows: bool = False,
         reduction: Any = None,
     ) -> None:
         self._flight, self._staging, self._flags, self._due = flight, staging, flags, due
         self._reduction = reduction  # of a step's micro-batches
+        self._has_others = shares_rows or reduction is not None  # rows that other batches of the step use
         self.reduced = False
         self._uses, self._leaves, self._values = uses, leaves, values
         self._order = order  # of each table its group, and its place in that: as the features name them
@@ -184,6 +192,11 @@ class Rows(Mapping[str, Value]):
         return len(self._values)
 
     @property
+    def uses(self) -> Sequence[GroupUses]:
+        """Where the batch uses the rows of each group."""
+        return self._uses
+
+    @property
     def leaves(self) -> list[Leaf]:
         """The unique rows of every table that is trained, in an order that does not depend on where the tables are."""
         return [leaf for group, place in self._order if (leaf := self._leaves[group][place]).trained]
@@ -196,6 +209,7 @@ class Rows(Mapping[str, Value]):
             clip_grad_norm_([*model.parameters(), *rows.parameters()], 1.0)
 
         Each is float32 [U, D], a row for each different id of the batch, in order of first occurrence. With
+        `accumulate` they are those of all batches of the step, with the gradients that have come so far. With
         micro-batches after the last `reduce`. ValueError with other ranks, where no rank has the sums over all.
         """
         self._require_open()
@@ -237,8 +251,8 @@ class Rows(Mapping[str, Value]):
     def unique(self, table: str) -> tuple[Tensor, Tensor]:
         """Return a table's rows of the batch, each once, and how often the batch uses it: for a term of the loss.
 
-        returns  float32 [U, D], through which gradients go, in order of first occurrence; float32 [U]. Of a
-                 micro-batch those that it uses itself
+        returns  float32 [U, D], through which gradients go, in order of first occurrence; float32 [U]. Where several
+                 batches make a step (`accumulate`, `micro_batches`), the rows that this one uses itself
 
         ValueError where there is no table of this name.
         """
@@ -246,7 +260,7 @@ class Rows(Mapping[str, Value]):
         for uses, group in zip(self._uses, self._leaves, strict=True):
             for leaf in group:
                 if leaf.table.name == table:
-                    own = None if self._reduction is None else uses.first_uses()
+                    own = uses.first_uses() if self._has_others else None
                     if table not in self._unique:  # one node of the graph: its gradients add up as without a cache
                         self._unique[table] = leaf.in_ids() if own is None else leaf.rows.index_select(0, own)
                     counts = uses.counts()
@@ -312,7 +326,7 @@ class Rows(Mapping[str, Value]):
 
     @property
     def step(self) -> int:
-        """The batch's number in its loop, from 1."""
+        """The step's number in its loop, from 1: with `accumulate` several batches have the same."""
         return self._flight.position
 
     def let_go(self) -> None:

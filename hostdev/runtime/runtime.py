@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import ReferenceType, WeakSet, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 
@@ -18,9 +18,10 @@ from hostdev.device.staging import Staging
 from hostdev.parallel.ranks import Ranks
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.pipeline import Pipeline, require_depth
-from hostdev.runtime import room
+from hostdev.runtime import room, scaling
 from hostdev.runtime.features import GroupSpec, Table, resolve
 from hostdev.runtime.loop import PredictLoop, TrainLoop
+from hostdev.runtime.pending import FirstBatch, Pending, take_step
 from hostdev.runtime.read_ahead import ReadAhead
 from hostdev.runtime.requests import IdsOf, Reader
 from hostdev.runtime.spec import CacheSpec
@@ -30,7 +31,12 @@ if TYPE_CHECKING:
     from hostdev.checkpoint.saving import Saving
     from hostdev.runtime.saving import Keeper
 
-_trained: WeakSet[Any] = WeakSet()  # tables, by loops that are open
+_trained: WeakKeyDictionary[Any, ReferenceType[TrainLoop]] = WeakKeyDictionary()  # tables, by loops that are open
+
+
+def _trained_by(table: Any) -> TrainLoop | None:
+    loop = _trained.get(table)
+    return None if loop is None else loop()
 
 
 class Runtime:
@@ -126,8 +132,10 @@ class Runtime:
             self.dense_channel = ranks.device_channel(self.device, None if alike else "data")
             self.other_channels = None if alike else (ranks.channel("data"), ranks.channel())
         self.predicting = 0  # loops over `predict` that are open
+        self._predict_loops: WeakSet[PredictLoop] = WeakSet()  # those, and some that are over
         self._open: ReferenceType[TrainLoop] | None = None  # the open loop over `train`, which ends when it is dropped
         self._frozen: set[str] = set()
+        self._pending: Pending | None = None  # gradients that wait for a step
         self._optimizer: TableOptimizer | None = None
         self._read_ahead: ReadAhead | None = None  # of the iterator that a loop has been left with
         self._late: tuple[type[BaseException], str] | None = None  # an error of a loop that was dropped
@@ -302,10 +310,12 @@ class Runtime:
         loaded. Raises UserError for a checkpoint of other tables or of another program, and where there is none that is
         whole; ValueError while a loop is open.
         """
+        self._close_abandoned()
         if self._loop is not None or self.predicting:
             raise ValueError("a loop over these tables is open; end it, or call its close(), before loading")
         self.raise_late()
         self.pipeline.write_back()
+        self._pending = None
         return self._keeper.load(Path(path))
 
     @property
@@ -316,7 +326,33 @@ class Runtime:
             self._saved = Keeper(self)
         return self._saved
 
+    def keep_pending(self, pending: Pending) -> None:
+        """Keep gradients that wait for a step which a loop was left before."""
+        self._pending = pending
+        scaling.watch(pending)
+
+    def first_batch(self) -> FirstBatch | None:
+        """Return what the first batch of a loop is to do about gradients that wait for a step; None: there are none."""
+        pending = self._pending
+        if pending is None or not pending.is_kept():
+            self._pending = None
+            return None
+        return FirstBatch(pending, [group.tables for group in self.group_specs], self._is_decided)
+
+    def _is_decided(self, pending: Pending) -> None:
+        if self._pending is pending:  # else the loop has been left with others
+            self._pending = None
+
+    def apply_pending(self, pending: Pending) -> None:
+        """Take the step for such gradients alone, with an optimizer that takes it outside of a loop."""
+        if pending is not self._pending or self._loop is not None:
+            return
+        self._pending = None
+        self.learning_rates()
+        take_step(self.pipeline, pending, {table.name for table in self.tables.values() if self.is_frozen(table)})
+
     def _drop_gradients(self) -> None:
+        self._pending = None
         if (loop := self._loop) is not None:
             loop.drop_gradients()
 
@@ -343,6 +379,7 @@ class Runtime:
 
     def begin_training(self, loop: TrainLoop) -> None:
         """Note that a loop over `train` opens; ValueError while another one over these tables is open."""
+        self._close_abandoned()
         self.raise_late()
         if self._loop is not None:
             raise ValueError("a loop over `train` is open; end it, or call its close(), before the next one")
@@ -350,11 +387,19 @@ class Runtime:
         if self.predicting:
             raise ValueError("a loop over `predict` is open; end it, or call its close(), before training")
         self._open = ref(loop)
-        _trained.update(self.tables.values())
+        for table in self.tables.values():
+            _trained[table] = self._open
+
+    def _close_abandoned(self, *, but: TrainLoop | None = None) -> None:
+        """Close loops over these tables whose body has raised: in a notebook, the traceback may hold them for long."""
+        training = [_trained_by(table) for table in self.tables.values()]
+        for loop in [*training, *self._predict_loops]:
+            if loop is not None and loop.is_abandoned and loop is not but:
+                loop.close()
 
     def _require_own(self) -> None:
         """ValueError while a loop of another runtime trains one of the tables."""
-        busy = [table.name for table in self.tables.values() if table in _trained]
+        busy = [table.name for table in self.tables.values() if _trained_by(table) is not None]
         if busy and self._loop is None:
             raise ValueError(
                 f"table {busy[0]!r} is being trained by a loop of another runtime; end it, or call its close(), first"
@@ -364,15 +409,17 @@ class Runtime:
         """Note that it has closed."""
         self._open = None
         for table in self.tables.values():
-            _trained.discard(table)
+            _trained.pop(table, None)
 
-    def begin_prediction(self) -> None:
+    def begin_prediction(self, loop: PredictLoop) -> None:
         """Note that a loop over `predict` opens; ValueError while one of another runtime trains these tables."""
+        self._close_abandoned(but=self._loop)
         self.raise_late()
         self._require_own()
-        if (loop := self._loop) is not None:
-            loop.submit()
+        if (training := self._loop) is not None:
+            training.submit()
         self.predicting += 1
+        self._predict_loops.add(loop)
 
     def end_prediction(self) -> None:
         """Note that it has closed."""
