@@ -14,6 +14,7 @@ from torch import Tensor
 from hostdev.device.rows import FeatureUses, GroupUses
 from hostdev.pipeline.flight import Flight
 from hostdev.runtime.body import Body
+from hostdev.runtime.finite import Flags
 from hostdev.runtime.read_ahead import ReadAhead
 from hostdev.runtime.reduction import Reduction
 from hostdev.runtime.requests import Micro, Reader
@@ -51,6 +52,7 @@ class Loop:
         self._leaves: list[list[Leaf]] = []
         self._rows: list[Rows] = []  # given out, of the flight
         self._reduction: Reduction | None = None  # of the flight's micro-batches
+        self._losses_seen: list[Tensor] = []  # of the flight: 0 for a loss that is finite, else NaN, float32 []
         self._raised: bool | None = None  # whether the last body was left by an exception; None: it was not left
         self._abandoned = False  # the last `for` statement was left by an exception, and nobody has come back
         self._handled: int | None = None  # the exception that was being handled when the last batch was given out
@@ -146,8 +148,8 @@ class Loop:
     def _end_flight(self, *, closing: bool = False) -> None:
         raise NotImplementedError
 
-    def _flags(self) -> tuple[Tensor, Tensor] | None:
-        """For `Rows.guard`: what is not 0 from the first step on that is not finite, and 1; both on the device."""
+    def _flags(self) -> Flags | None:
+        """For `Rows.guard`."""
         return None
 
     def __next__(self) -> Any:
@@ -219,7 +221,7 @@ class Loop:
         batch = micro.batch([self._sent.pop(0) for _ in micro.tensors])
         rows = Rows(
             flight, uses, self._leaves, values, order, runtime.staging, self._flags(), due=not self._micros,
-            shares_rows=self._shares_rows, reduction=self._reduction,
+            shares_rows=self._shares_rows, reduction=self._reduction, losses=self._losses_seen,
         )  # fmt: skip
         self._rows.append(rows)
         return batch, rows

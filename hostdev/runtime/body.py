@@ -54,8 +54,9 @@ class Body(Iterator[Any]):
         self._loop.close()
 
     def __del__(self) -> None:
-        if self._in_for is not None:
-            self._left(sys._getframe(1))
+        frame = sys._getframe().f_back  # None where the interpreter ends
+        if self._in_for is not None and frame is not None:
+            self._left(frame)
 
     def _left(self, frame: FrameType) -> None:
         frame = _outside(frame, _SUSPENDED)

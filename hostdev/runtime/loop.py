@@ -11,30 +11,18 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-from hostdev.core.errors import UserError
 from hostdev.core.signals import deferred
 from hostdev.parallel.dense import DenseExchange
 from hostdev.pipeline.flight import Flight, Gradients
 from hostdev.pipeline.outcome import Outcome
 from hostdev.runtime import scaling
 from hostdev.runtime.batches import Loop, PredictLoop
+from hostdev.runtime.finite import Flags, NonFiniteError
 from hostdev.runtime.pending import FirstBatch, Pending, gradients_left
 from hostdev.runtime.reduction import Reduction
 from hostdev.runtime.requests import Reader
-from hostdev.runtime.rows import Leaf, Rows, flag_now
+from hostdev.runtime.rows import Leaf, Rows
 from hostdev.runtime.waiting import waiting_optimizers
-
-
-class NonFiniteError(UserError):
-    """A gradient or a loss is not a number or infinite; the message says which, and that no row was updated.
-
-    step  of the loop, from 1
-    """
-
-    def __init__(self, message: str, step: int = 0) -> None:
-        super().__init__(message)
-        self.step = step
-
 
 __all__ = ["NonFiniteError", "PredictLoop", "TrainLoop"]
 
@@ -58,8 +46,7 @@ class TrainLoop(Loop):
         self._reduce_early = reduce_early
         self._micro_batches = micro_batches  # of a step; 0: what it has is not added in the order of a tree
         self.thread = threading.get_ident()
-        self._flag = _scalar(0.0, runtime.device)  # not 0 from the first step on that is not finite
-        self._one = _scalar(1.0, runtime.device)
+        self._finite = Flags(runtime.device)
         self._stepped: set[int] = set()  # optimizers, since the last batch of the flight was given out
         self._early: set[int] = set()  # those that took a step before
         self._any_steps = False  # of optimizers, in the loop so far
@@ -130,16 +117,23 @@ class TrainLoop(Loop):
     def _trains(self, table: Any) -> bool:
         return not self._runtime.is_frozen(table)
 
-    def _flags(self) -> tuple[Tensor, Tensor] | None:
-        return self._flag, self._one
+    def _flags(self) -> Flags | None:
+        return self._finite
 
     def _take(self, flight: Flight) -> None:
         super()._take(flight)
+        self._losses_seen = []
         if self._micro_batches > 1 or self._runtime.ranks is not None:
             leaves = [leaf for group in self._leaves for leaf in group]
             self._reduction = Reduction(
-                leaves, self._micro_batches, (self._flag, self._one), self._runtime.ranks, self._dense, flight
-            )  # fmt: skip
+                leaves,
+                self._micro_batches,
+                self._finite,
+                self._runtime.ranks,
+                self._dense,
+                flight,
+                self._losses_seen,
+            )
         self._stepped, self._early = set(), set()
         self._rates, self._awaits_optimizer = None, None
         self._runtime.learning_rates()  # raises those that cannot be before the step
@@ -175,6 +169,7 @@ class TrainLoop(Loop):
                 leaf.drop_grad()
         if self._origin is not None:
             self._origin.forget()
+        self._losses_seen.clear()
 
     def submit(self) -> None:
         """Finish the current batch now, if it has been stepped, and wait for all updates, so that others see them."""
@@ -274,10 +269,12 @@ class TrainLoop(Loop):
             return self._parts(self._reduction, guarded)
         grads = [[leaf.take_grad() for leaf in group] for group in self._leaves]
         if guarded is None:
-            come = [grad for group in grads for grad in group if grad is not None]
-            torch._amp_foreach_non_finite_check_and_unscale_(come, self._flag, self._one)
+            come = [(grad, leaf.table) for taken, group in zip(grads, self._leaves, strict=True)
+                    for grad, leaf in zip(taken, group, strict=True) if grad is not None]  # fmt: skip
+            found, tables = zip(*come, strict=True)
+            self._finite.check(found, tables, self._losses_seen)
             assert self._flight is not None
-            guarded = self._flag, self._outcome(self._flight)
+            guarded = self._finite.stop, self._outcome(self._flight)
         return Gradients(grads, *guarded)
 
     def _parts(self, reduction: Reduction, guarded: Any) -> Gradients:
@@ -285,7 +282,7 @@ class TrainLoop(Loop):
         parts = iter(reduction.parts)
         if guarded is None:
             assert self._flight is not None
-            guarded = self._flag, self._outcome(self._flight)
+            guarded = self._finite.stop, self._outcome(self._flight)
         return Gradients(
             (), guarded[0], guarded[1], [[next(parts) for _ in group] for group in self._leaves], reduction.count,
             reduction.in_two,
@@ -300,15 +297,23 @@ class TrainLoop(Loop):
     def _outcome(self, flight: Flight) -> Outcome:
         """Return what tells the host whether the gradients were finite."""
         step, names = flight.position, ", ".join(repr(leaf.table.name) for group in self._leaves for leaf in group)
+        losses = self._losses_seen
 
         def read(results: list[Any]) -> None:
-            if results[0][0]:
-                raise NonFiniteError(
-                    f"step {step}: a gradient of the rows of {names} is not finite; no row was updated. Look at the "
-                    "loss before backward(), or use a smaller learning rate", step,
-                )  # fmt: skip
+            if not results[0][0]:
+                return
+            if results[1][0]:
+                what = f"a gradient of the rows of {names} is not finite"
+            elif any(bool(loss.isnan()) for loss in losses):
+                what = "a loss is not finite"
+            else:
+                what = f"a gradient of the rows of {names} is too large: its square is not finite in float32"
+            raise NonFiniteError(
+                f"step {step}: {what}; no row was updated. Look at the loss before backward(), or use a smaller "
+                "learning rate", step,
+            )  # fmt: skip
 
-        return Outcome([flag_now(self._flag)], read, self._runtime.staging, flight.memory)
+        return Outcome(self._finite.now(), read, self._runtime.staging, flight.memory)
 
     def _require_step(self) -> bool:
         """Tell whether the gradients are to be applied; ValueError where the dense side and the tables would part."""
@@ -343,8 +348,23 @@ class TrainLoop(Loop):
         """See `scaling.Watcher`."""
         if self._flight is not None:
             (self._early if self._micros else self._stepped).add(id(optimizer))
-        if getattr(optimizer, "found_inf", None) is self._flag:
+        if getattr(optimizer, "found_inf", None) is self._finite.stop:
             del optimizer.found_inf  # type: ignore[attr-defined]  # of this step, by `Rows.guard`
+
+    def gradients_version(self) -> int | None:
+        """See `scaling.Watcher`."""
+        if self._flight is None:
+            return None
+        return sum(1 + grad._version + id(grad) for group in self._leaves for leaf in group for grad in leaf.grads())
+
+    def backward(self, losses: Sequence[Tensor], version: int | None) -> None:
+        """See `scaling.Watcher`."""
+        if version is None or version == self.gradients_version():
+            return
+        if not version:  # gradients of before have been given up
+            self._losses_seen.clear()
+        if not self.is_scaled():  # an overflow of those is the scaler's business
+            self._losses_seen += [(loss - loss).float().to(self._finite.stop.device) for loss in losses]
 
     def scaled(self, losses: Any) -> None:
         """See `scaling.Watcher`."""

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from hostdev.device.rows import GroupUses
 from hostdev.pipeline.flight import Flight, Gradients, Request
+from hostdev.runtime.finite import Flags, NonFiniteError
 from hostdev.runtime.rows import Leaf
 from hostdev.runtime.waiting import first_parameter
 
@@ -68,6 +69,12 @@ class Pending:
             for grad, leaf in zip(rows.grads, group, strict=True):
                 if grad is not None and leaf.trained:
                     leaf.add_grad(torch.zeros_like(leaf.rows, requires_grad=False).index_copy_(0, at.long(), grad))
+
+    def gradients_version(self) -> None:
+        """See `scaling.Watcher`."""
+
+    def backward(self, losses: Sequence[Tensor], version: int | None) -> None:
+        """See `scaling.Watcher`."""
 
     def before_step(self) -> None:
         """See `scaling.Watcher`."""
@@ -183,6 +190,13 @@ def take_step(pipeline: Any, pending: Pending, frozen: set[str]) -> None:
             for group, part in zip(pipeline.groups, flight.groups, strict=True)
         ]  # fmt: skip
         pending.add_to(leaves, [part.inverse for part in flight.groups])
-        one.finish(flight, Gradients([[leaf.take_grad() for leaf in group] for group in leaves]))
+        grads = [[leaf.take_grad() for leaf in group] for group in leaves]
+        come = [(grad, leaf.table) for taken, group in zip(grads, leaves, strict=True)
+                for grad, leaf in zip(taken, group, strict=True) if grad is not None]  # fmt: skip
+        flags = Flags(pipeline.staging.device)
+        flags.check(*zip(*come, strict=True))
+        if flags.stop.item():
+            raise NonFiniteError("gradients of the rows that a loop was left with are not finite; no row was updated")
+        one.finish(flight, Gradients(grads))
         del flight
         assert one.take() is None

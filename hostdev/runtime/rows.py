@@ -16,6 +16,7 @@ from hostdev.device.staging import Staging
 from hostdev.pipeline.flight import Flight
 from hostdev.pipeline.outcome import Outcome
 from hostdev.runtime.features import Wanted
+from hostdev.runtime.finite import Flags
 
 Value = Tensor | tuple[Tensor, ...]
 
@@ -158,13 +159,15 @@ class Rows(Mapping[str, Value]):
         values: dict[str, Value],
         order: Sequence[tuple[int, int]],
         staging: Staging,
-        flags: tuple[Tensor, Tensor] | None,
+        flags: Flags | None,
         *,
         due: bool,
         shares_rows: bool = False,
         reduction: Any = None,
+        losses: Sequence[Tensor] = (),
     ) -> None:
         self._flight, self._staging, self._flags, self._due = flight, staging, flags, due
+        self._losses = losses  # that `backward` was called on: 0, or not finite
         self._reduction = reduction  # of a step's micro-batches
         self._has_others = shares_rows or reduction is not None  # rows that other batches of the step use
         self.reduced = False
@@ -288,7 +291,7 @@ class Rows(Mapping[str, Value]):
     ) -> Outcome:
         """Let a step that is not finite change nothing, on the device and the host, and nobody wait to find out.
 
-        Called between `backward` and the optimizer's step. One pass over the gradients of the optimizer's parameters,
+        Called between `backward` and the optimizer's step. A pass over the gradients of the optimizer's parameters,
         those of the rows and what else there is to look at sets a number on the device; while it is not 0, the
         optimizer and the updates of rows there do nothing, in this step and in those queued behind it.
 
@@ -303,15 +306,15 @@ class Rows(Mapping[str, Value]):
             raise ValueError("nothing is stepped in a loop over `predict`")
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             raise ValueError(f"{type(optimizer).__name__} takes no found_inf; use one of torch's with fused=True")
-        flag, one = self._flags
         dense = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        grads = [grad for leaf in self.leaves for grad in leaf.grads()]
-        # As GradScaler does, with a scale of 1: one pass, nobody waits.
-        torch._amp_foreach_non_finite_check_and_unscale_([*look_at, *grads, *dense], flag, one)
-        optimizer.found_inf = flag  # type: ignore[attr-defined]
-        outcome = Outcome([*results, flag_now(flag)], read, self._staging, self._flight.memory)
+        grads = [(grad, leaf.table) for leaf in self.leaves for grad in leaf.grads()]
+        self._flags.check_others([*look_at, *dense, *self._losses])
+        if grads:
+            self._flags.check(*zip(*grads, strict=True))
+        optimizer.found_inf = self._flags.stop  # type: ignore[attr-defined]
+        outcome = Outcome([*results, self._flags.now()[0]], read, self._staging, self._flight.memory)
         self._flight.outcomes.append(outcome)
-        self.guarded = flag, outcome
+        self.guarded = self._flags.stop, outcome
         return outcome
 
     @property
@@ -344,11 +347,6 @@ class Rows(Mapping[str, Value]):
             raise ValueError(
                 "this batch is over: the loop has come back for the next one, or an evaluation has seen it as finished"
             )
-
-
-def flag_now(flag: Tensor) -> Tensor:
-    """Return the flag's value of this step, float32 [1]: later steps change it while it is on its way to the host."""
-    return flag.clone().view(1)
 
 
 def values_of(

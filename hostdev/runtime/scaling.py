@@ -4,8 +4,8 @@ A scaler multiplies the loss and divides the gradients of the parameters that it
 parameters that it is given. Rows of a table are in neither. So while a loop is open these calls are looked at, in the
 thread of the loop: `GradScaler.scale` (with what was the loss multiplied?), `unscale_` and the check of fused
 optimizers (the rows' gradients are divided, too, and those that are not finite make the scaler skip the step), the
-functions of torch.nn.utils that clip (were the rows left out?) and every optimizer's step (was there one?). A scaler
-with methods of its own is not seen.
+functions of torch.nn.utils that clip (were the rows left out?), `backward` (is the loss finite?) and every optimizer's
+step (was there one?). A scaler with methods of its own is not seen.
 """
 
 import functools
@@ -30,7 +30,7 @@ _MOST_SCALES = 64  # remembered of a scaler; only those of the current batch are
 _MARK = "_seen_by_hostdev"
 _GROUPING = "_group_tensors_by_device_and_dtype"
 _CLIPS = {"clip_grad_norm_": "max_norm", "_clip_grads_with_norm_": "max_norm, total_norm", "clip_grad_value_": "value"}
-_group: Any = None  # torch's function of that name
+_seen_through: dict[str, tuple[Any, Any, Any]] = {}  # by name a module, its own function, and what is there meanwhile
 _steps: list[Any] = []  # handles of the hook before steps, while a loop is open
 
 
@@ -50,6 +50,12 @@ class Watcher(Protocol):
 
     def overflowed(self, found: Tensor) -> None:
         """Take note of whether gradients of an optimizer's parameters or of rows are not finite, float32 []."""
+
+    def gradients_version(self) -> int | None:
+        """Return a number that changes when gradients of rows come, 0 where there are none; None: no batch is open."""
+
+    def backward(self, losses: list[Tensor], version: int | None) -> None:
+        """`backward` of these losses, [], is over; the version of the rows' gradients was this one before."""
 
     def before_step(self) -> None:
         """An optimizer is about to take a step."""
@@ -134,7 +140,8 @@ def watch(loop: Watcher) -> None:
     with _installed:
         _install()
         _watchers.add(loop)
-        _see_clips()
+        _see(clip_grad, _GROUPING, _group_and_look, "a clip which leaves out the rows")
+        _see(torch.autograd, "backward", _backward_and_look, "a loss that is not finite")
         if not _steps:
             _steps.append(register_optimizer_step_pre_hook(_before_step))
 
@@ -145,29 +152,40 @@ def forget(loop: Watcher) -> None:
         _watchers.discard(loop)
         if _watchers:
             return
-        if getattr(clip_grad, _GROUPING, None) is _group_and_look:
-            setattr(clip_grad, _GROUPING, _group)
+        for name, (owner, original, look) in _seen_through.items():
+            if getattr(owner, name, None) is look:  # else somebody has put another one around it
+                setattr(owner, name, original)
         while _steps:
             _steps.pop().remove()
 
 
-def _see_clips() -> None:
-    """Look at the gradients that torch's clips take, which all sort them by device in the same function."""
-    global _group
-    if (now := getattr(clip_grad, _GROUPING, None)) is None:
+def _see(owner: Any, name: str, look: Callable[..., Any], what: str) -> None:
+    """Put a function around one of torch's, while a loop is open."""
+    if (now := getattr(owner, name, None)) is None:
         raise RuntimeError(
-            f"torch {torch.__version__} has no torch.nn.utils.clip_grad.{_GROUPING}, so that a clip which leaves out "
-            "the rows would not be seen; use a version of torch that hostdev supports"
+            f"torch {torch.__version__} has no {owner.__name__}.{name}, so that {what} would not be seen; use a "
+            "version of torch that hostdev supports"
         )
-    if now is not _group_and_look:
-        _group = now
-        setattr(clip_grad, _GROUPING, _group_and_look)
+    if now is not look:
+        _seen_through[name] = owner, now, look
+        setattr(owner, name, look)
+
+
+def _backward_and_look(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+    """Look at the losses whose gradients come to rows: these may be finite where a loss is not."""
+    loops = [(loop, loop.gradients_version()) for loop in _mine()]
+    _seen_through["backward"][1](tensors, grad_tensors, *args, **kwargs)
+    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if grad_tensors is None and kwargs.get("grad_variables") is None:
+        losses = [tensor.detach() for tensor in given if tensor.numel() == 1 and tensor.is_floating_point()]
+        for loop, version in loops:
+            loop.backward([loss.view(()) for loss in losses], version)
 
 
 def _group_and_look(gradients: Any, *args: Any, **kwargs: Any) -> Any:
     if (name := sys._getframe(1).f_code.co_name) in _CLIPS:
         _look_at_clip(name, gradients[0])
-    return _group(gradients, *args, **kwargs)
+    return _seen_through[_GROUPING][1](gradients, *args, **kwargs)
 
 
 def _mine() -> list[Watcher]:
