@@ -3,8 +3,8 @@
 import atexit
 import sys
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -35,8 +35,10 @@ def _close_all() -> None:
 class Loop:
     """Batches in order, each with its rows."""
 
-    def __init__(self, runtime: Any, batches: Iterable[Any], reader: Reader, *, by_step: bool = False) -> None:
-        self._by_step = by_step
+    def __init__(
+        self, runtime: Any, batches: Iterable[Any], reader: Reader, *, by_step: bool = False, together: int = 1
+    ) -> None:
+        self._by_step, self._together = by_step, together
         self._runtime, self._reader, self._batches = runtime, reader, batches
         self._asks = runtime.ranks is None or runtime.ranks.leads  # else other ranks have the rows of its samples
         self._stack = ExitStack()  # whose callbacks do not refer to the loop: it is to end when nobody holds it
@@ -46,6 +48,7 @@ class Loop:
         self._length: int | None = None
         self._flight: Flight | None = None
         self._micros: list[Micro] = []  # of the flight, to come
+        self._hint = ""  # for a feature that was left out
         self._shares_rows = False  # the flight has rows that not each of its batches uses
         self._sent: list[Tensor] = []
         self._inverses: list[Tensor] = []
@@ -76,6 +79,11 @@ class Loop:
         """Tell whether the loop was left by an exception, and nobody has come back since."""
         return self._abandoned and not self._ended
 
+    @property
+    def is_finished(self) -> bool:
+        """Tell whether the last batch has been given out, and nothing waits for its end."""
+        return False
+
     def _has_raised(self) -> bool:
         """Tell whether the body of the current batch was left by an exception, as far as can be known."""
         if self._raised is not None:
@@ -95,7 +103,7 @@ class Loop:
     def __len__(self) -> int:
         """Return the number of batches; TypeError where the loader has no length."""
         if self._length is None:
-            self._length = self._reader.length(self._batches)
+            self._length = self._reader.length(self._batches) // (self._together if self._by_step else 1)
         return self._length
 
     def __del__(self) -> None:
@@ -136,6 +144,8 @@ class Loop:
 
     def _source(self) -> Iterator[Any]:
         """Return an iterator over the batches; what it has read, and the loop not come to, is there for the next."""
+        with suppress(Exception):  # of anybody's loader; whoever asks for it later hears of it
+            self._length = len(self)
         source = iter(self._batches)
         if source is not self._batches:
             return source
@@ -221,7 +231,7 @@ class Loop:
         batch = micro.batch([self._sent.pop(0) for _ in micro.tensors])
         rows = Rows(
             flight, uses, self._leaves, values, order, runtime.staging, self._flags(), due=not self._micros,
-            shares_rows=self._shares_rows, reduction=self._reduction, losses=self._losses_seen,
+            shares_rows=self._shares_rows, reduction=self._reduction, losses=self._losses_seen, hint=self._hint,
         )  # fmt: skip
         self._rows.append(rows)
         return batch, rows
@@ -262,13 +272,64 @@ class Loop:
 
 
 class PredictLoop(Loop):
-    """Batches with their rows, from which nothing is learned; what `Runtime.predict` returns."""
+    """Batches with their rows, from which nothing is learned; what `Runtime.predict` returns.
+
+    features  that are looked up; None: all of them
+    """
+
+    def __init__(self, *args: Any, features: Sequence[str] | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._features = features
+        self._hint = "" if features is None else " in this loop over predict(..., features=...)"
+        self._counted = ExitStack()  # it is one of the runtime's open ones
+        self._given = 0  # steps' batches
+        self._next: list[Flight | BaseException | None] = []  # what comes after the last batch, where that is known
 
     def _open(self) -> Any:
         self._runtime.begin_prediction(self)
         source = self._source()
-        self._stack.callback(self._runtime.end_prediction)
+        self._stack.enter_context(self._counted)
+        self._counted.callback(self._runtime.end_prediction)
         return self._stack.enter_context(self._runtime.pipeline.predict(self._reader.requests(source)))
+
+    @property
+    def is_finished(self) -> bool:
+        """Tell whether the last batch has been given out, and nothing waits for its end."""
+        return self._next == [None] and not self._ended
+
+    def left_body(self, *, raised: bool, abandoned: bool) -> None:
+        """Note how a `for` statement was left, as for any loop; after the last batch the loop is over."""
+        super().left_body(raised=raised, abandoned=abandoned)
+        if self.is_finished:
+            self.close()
+
+    def _take_next(self) -> Flight | None:
+        if not self._next:
+            return super()._take_next()
+        found = self._next.pop()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def _take(self, flight: Flight) -> None:
+        super()._take(flight)
+        self._given += 1 if self._by_step else len(self._micros)
+        if self._given == self._length:
+            self._look_for_end()
+
+    def _look_for_end(self) -> None:
+        """Find out, with the last batch of a loader that has a length, whether the loop is at its end."""
+        try:
+            self._next.append(super()._take_next())
+        except BaseException as error:
+            self._next.append(error)
+            return
+        if self._next == [None]:
+            self._counted.close()
+
+    def _looked_up(self, flight: Flight, micro: Micro) -> tuple[list[GroupUses], dict[str, Any]]:
+        uses, values = super()._looked_up(flight, micro)
+        return uses, values if self._features is None else {name: values[name] for name in self._features}
 
     def _trains(self, table: Any) -> bool:
         return False

@@ -42,7 +42,7 @@ class TrainLoop(Loop):
         self, runtime: Any, batches: Iterable[Any], reader: Reader, micro_batches: int = 0, *,
         reduce_early: bool = False, by_step: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(runtime, batches, reader, by_step=by_step)
+        super().__init__(runtime, batches, reader, by_step=by_step, together=max(1, micro_batches))
         self._reduce_early = reduce_early
         self._micro_batches = micro_batches  # of a step; 0: what it has is not added in the order of a tree
         self.thread = threading.get_ident()
@@ -96,7 +96,7 @@ class TrainLoop(Loop):
     def __next__(self) -> Any:
         """Send the gradients of the batch before on their way, and return the next one with its rows."""
         self._require_thread()
-        if self._runtime.predicting:
+        if self._runtime.is_predicting():
             raise ValueError("a loop over `predict` is open; end it, or close it, before the next step of `train`")
         try:
             self._require_reduced()

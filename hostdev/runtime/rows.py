@@ -165,8 +165,10 @@ class Rows(Mapping[str, Value]):
         shares_rows: bool = False,
         reduction: Any = None,
         losses: Sequence[Tensor] = (),
+        hint: str = "",
     ) -> None:
         self._flight, self._staging, self._flags, self._due = flight, staging, flags, due
+        self._hint = hint  # where features have been left out
         self._losses = losses  # that `backward` was called on: 0, or not finite
         self._reduction = reduction  # of a step's micro-batches
         self._has_others = shares_rows or reduction is not None  # rows that other batches of the step use
@@ -183,7 +185,7 @@ class Rows(Mapping[str, Value]):
         try:
             return self._values[feature]
         except KeyError:
-            raise KeyError(f"no feature {feature!r}; there are {', '.join(self._values)}") from None
+            raise KeyError(f"no feature {feature!r}; there are {', '.join(self._values)}{self._hint}") from None
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the features' names."""

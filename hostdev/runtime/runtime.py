@@ -9,7 +9,6 @@ import torch
 
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.core.errors import UserError
-from hostdev.core.memory import TableShape
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.primitive import OpLog
 from hostdev.core.timeline import Timeline
@@ -18,13 +17,15 @@ from hostdev.device.staging import Staging
 from hostdev.parallel.ranks import Ranks
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.pipeline import Pipeline, require_depth
-from hostdev.runtime import room, scaling
-from hostdev.runtime.features import GroupSpec, Table, resolve
+from hostdev.runtime import scaling
+from hostdev.runtime.features import Table, resolve
+from hostdev.runtime.look_up import look_up
 from hostdev.runtime.loop import PredictLoop, TrainLoop
+from hostdev.runtime.partial import ids_of_some, some_features
 from hostdev.runtime.pending import FirstBatch, Pending, take_step
+from hostdev.runtime.placement import cache_specs, require_parts, require_place, require_room
 from hostdev.runtime.read_ahead import ReadAhead
 from hostdev.runtime.requests import IdsOf, Reader
-from hostdev.runtime.spec import CacheSpec
 from hostdev.runtime.table_optimizer import TableOptimizer
 
 if TYPE_CHECKING:
@@ -93,25 +94,11 @@ class Runtime:
         require_depth(depth)
         if dense_exchange not in EXCHANGES:
             raise ValueError(f"dense_exchange must be one of {', '.join(EXCHANGES)}, not {dense_exchange!r}")
-        _require_parts(self.group_specs, ranks)
+        require_parts(self.group_specs, ranks)
         self.device = backend.require(device)
-        _require_place(self.group_specs, self.device)
-        specs = _cache_specs(cache, self.group_specs)
-        beside = room.kept(
-            [
-                room.GroupSize(
-                    group.tables[0].rows,
-                    [TableShape(table.dim, table.optimizer, table.dtype) for table in group.tables],
-                    _on_host(group),
-                    spec,
-                )
-                for group, spec in zip(self.group_specs, specs, strict=True)
-            ],
-            depth=depth,
-            slots_on_host=not backend.is_accelerator(self.device),
-        )
-        beside.pop("tables", None)
-        room.require(beside, room.free_with_counts(beside))
+        require_place(self.group_specs, self.device)
+        specs = cache_specs(cache, self.group_specs)
+        require_room(self.group_specs, specs, depth, self.device)
         self.staging = Staging(self.device, log, batches=depth + 2)
         groups = []
         for group, spec in zip(self.group_specs, specs, strict=True):
@@ -140,6 +127,7 @@ class Runtime:
         self._read_ahead: ReadAhead | None = None  # of the iterator that a loop has been left with
         self._late: tuple[type[BaseException], str] | None = None  # an error of a loop that was dropped
         self._saved: Keeper | None = None
+        self._closed = False
 
     @property
     def tables(self) -> dict[str, Table]:
@@ -149,7 +137,8 @@ class Runtime:
     @property
     def caches(self) -> list[EmbeddingCache]:
         """The caches of the groups that have one."""
-        return [group.cache for group in self.pipeline.groups if group.cache is not None]
+        groups = [] if self._closed else self.pipeline.groups
+        return [group.cache for group in groups if group.cache is not None]
 
     def exchanged_bytes(self) -> dict[str, int]:
         """Return the bytes sent to other ranks in training: for rows, the least that could have been, for the rest."""
@@ -159,6 +148,7 @@ class Runtime:
     @property
     def optimizer(self) -> TableOptimizer:
         """The tables' learning rates as a torch optimizer, for torch's schedulers: a parameter group for each table."""
+        self._require_open()
         if self._optimizer is None:
             self._optimizer = TableOptimizer(self.tables.values(), self._drop_gradients)
         return self._optimizer
@@ -203,6 +193,7 @@ class Runtime:
         the next loop over the same iterator gets those batches first. ValueError while another loop over these tables
         is open.
         """
+        self._require_open()
         if accumulate < 1:
             raise ValueError(f"accumulate is a number of batches, not {accumulate}")
         if micro_batches is None and self.ranks is None:
@@ -228,26 +219,79 @@ class Runtime:
 
     def predict(
         self, batches: Iterable[Any], *, ids: IdsOf | None = None, send: Callable[[Any], Any] | None = None,
-        micro_batches: int | None = None,
+        micro_batches: int | None = None, features: Iterable[str] | None = None,
     ) -> PredictLoop:  # fmt: skip
         """Return an iterator of (batch, rows) as `train` does, with rows that no gradient goes to; nothing changes.
 
         micro_batches  so many batches at once, as a `Step`; None: one after the other
+        features       look up these features only, such as those of an item's tower: ids of others are not needed, and
+                       not looked at; None: all of them
 
-        Within a loop over `train` the tables are as after its last optimizer step.
+        Within a loop over `train` the tables are as after its last optimizer step. Where the loader has a length, the
+        loop is over when the body of its last batch is left, or when that batch has been given out and another loop
+        begins. ValueError for features that the runtime does not have.
         """
+        self._require_open()
+        chosen = None if features is None else some_features(features, self.wanted)
+        if chosen is not None:
+            if micro_batches is not None:
+                raise ValueError("features and micro_batches do not go together: stages need the rows of all features")
+            ids = ids_of_some(chosen, ids, self.wanted)
         together = 1 if micro_batches is None else micro_batches
         reader = Reader(
             self.wanted, self.group_specs, ids, send, together, whole=micro_batches is not None, asks=self._asks
         )
-        return PredictLoop(self, batches, reader, by_step=micro_batches is not None)
+        return PredictLoop(self, batches, reader, by_step=micro_batches is not None, together=together, features=chosen)
 
-    def look_up(self, ids: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the rows of one batch of ids, by feature, as `predict` gives them."""
-        with self.predict([ids]) as loop:
-            for _, rows in loop:
-                return dict(rows)
-        raise AssertionError("one batch has one result")
+    def look_up(self, ids: Mapping[str, Any], *, features: Iterable[str] | None = None) -> dict[str, Any]:
+        """Return the rows of one batch of ids, by feature, as `predict` gives them; without a pipeline.
+
+        features  look up these only; None: all of them
+        """
+        self._require_open()
+        if self.ranks is not None:
+            with self.predict([ids], features=features) as loop:
+                return dict(next(loop)[1])
+        chosen = None if features is None else some_features(features, self.wanted)
+        self._catch_up()
+        if self._loop is not None:
+            self.pipeline.write_back()
+        ids_of = None if chosen is None else ids_of_some(chosen, None, self.wanted)
+        request = next(Reader(self.wanted, self.group_specs, ids_of, None).requests(iter([ids])))
+        with torch.inference_mode(False), torch.no_grad():
+            found = look_up(request, self.wanted, self.group_specs, self.device)
+        return found if chosen is None else {name: found[name] for name in chosen}
+
+    def close(self) -> None:
+        """Release the tables: end the loops that are open, and wait for checkpoints that are being written.
+
+        What has been stepped is in the tables, as when a loop is left. Again it does nothing; all else raises
+        ValueError from now on. A `with` statement over the runtime calls it at its end.
+        """
+        if self._closed:
+            return
+        for loop in [self._loop, *self._predict_loops]:
+            if loop is not None:
+                loop.close()
+        if self._saved is not None:
+            self._saved.close()
+        self._closed = True
+        self.wanted, self.group_specs = [], []
+        del self.pipeline, self.staging
+        self._pending = self._saved = self._optimizer = self._read_ahead = None
+        self.raise_late()
+
+    def __enter__(self) -> "Runtime":
+        """Close it at the end of a `with` statement."""
+        self._require_open()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ValueError("this runtime is closed; make another one over its tables")
 
     def freeze(self, *tables: str) -> None:
         """From the next batch on no gradient goes to these tables, by name, or to all; their rows do not change."""
@@ -262,6 +306,7 @@ class Runtime:
         return table.name in self._frozen
 
     def _named(self, tables: tuple[str, ...]) -> set[str]:
+        self._require_open()
         known = self.tables
         for name in tables:
             if name not in known:
@@ -274,6 +319,7 @@ class Runtime:
 
     def write_back(self) -> None:
         """Bring the host tables up to date with all steps so far and with the caches, also in the middle of a loop."""
+        self._require_open()
         self.raise_late()
         if (loop := self._loop) is not None:
             loop.submit()
@@ -310,6 +356,7 @@ class Runtime:
         loaded. Raises UserError for a checkpoint of other tables or of another program, and where there is none that is
         whole; ValueError while a loop is open.
         """
+        self._require_open()
         self._close_abandoned()
         if self._loop is not None or self.predicting:
             raise ValueError("a loop over these tables is open; end it, or call its close(), before loading")
@@ -384,17 +431,23 @@ class Runtime:
         if self._loop is not None:
             raise ValueError("a loop over `train` is open; end it, or call its close(), before the next one")
         self._require_own()
-        if self.predicting:
+        if self.is_predicting():
             raise ValueError("a loop over `predict` is open; end it, or call its close(), before training")
         self._open = ref(loop)
         for table in self.tables.values():
             _trained[table] = self._open
 
+    def is_predicting(self) -> bool:
+        """Tell whether a loop over `predict` is open; one whose body has raised is closed."""
+        if self.predicting:
+            self._close_abandoned(but=self._loop)
+        return self.predicting > 0
+
     def _close_abandoned(self, *, but: TrainLoop | None = None) -> None:
         """Close loops over these tables whose body has raised: in a notebook, the traceback may hold them for long."""
         training = [_trained_by(table) for table in self.tables.values()]
         for loop in [*training, *self._predict_loops]:
-            if loop is not None and loop.is_abandoned and loop is not but:
+            if loop is not None and (loop.is_abandoned or loop.is_finished) and loop is not but:
                 loop.close()
 
     def _require_own(self) -> None:
@@ -413,13 +466,18 @@ class Runtime:
 
     def begin_prediction(self, loop: PredictLoop) -> None:
         """Note that a loop over `predict` opens; ValueError while one of another runtime trains these tables."""
+        self._catch_up()
+        self.predicting += 1
+        self._predict_loops.add(loop)
+
+    def _catch_up(self) -> None:
+        """Let the tables be those of all steps so far; ValueError while a loop of another runtime trains them."""
+        self._require_open()
         self._close_abandoned(but=self._loop)
         self.raise_late()
         self._require_own()
         if (training := self._loop) is not None:
             training.submit()
-        self.predicting += 1
-        self._predict_loops.add(loop)
 
     def end_prediction(self) -> None:
         """Note that it has closed."""
@@ -439,53 +497,3 @@ class Runtime:
             if table.optimizer.lr != rate:
                 table.optimizer.lr = rate
         return before
-
-
-def _require_place(groups: list[GroupSpec], device: torch.device) -> None:
-    for group in groups:
-        for table in group.tables:
-            if table.primitive_target == "DEVICE" and table.block.device != device:
-                raise ValueError(f"table {table.name!r} is on {table.block.device}, and the rows go to {device}")
-
-
-def _cache_specs(cache: Any, groups: list[GroupSpec]) -> list[CacheSpec | None]:
-    """Return each group's cache."""
-    if cache is None:
-        return [None] * len(groups)
-    if not isinstance(cache, Mapping):
-        spec = cache if isinstance(cache, CacheSpec) else CacheSpec(cache)
-        if not any(_on_host(group) for group in groups):
-            raise UserError("a cache has no effect where all tables are on the device; leave it out")
-        return [spec if _on_host(group) else None for group in groups]
-    specs: list[CacheSpec | None] = [None] * len(groups)
-    for name, value in cache.items():
-        found = [i for i, group in enumerate(groups) if name in [table.name for table in group.tables]]
-        if not found:
-            known = [table.name for group in groups for table in group.tables]
-            raise ValueError(f"a cache for table {name!r}, but there are {', '.join(known)}")
-        if not _on_host(groups[found[0]]):
-            raise UserError(f"a cache for table {name!r}, which is on the device, has no effect; leave it out")
-        if specs[found[0]] is not None:
-            raise ValueError(
-                f"table {name!r} shares its ids, and so its cache, with another one that has a cache given"
-            )
-        if value is not None:
-            specs[found[0]] = value if isinstance(value, CacheSpec) else CacheSpec(value)
-    return specs
-
-
-def _on_host(group: GroupSpec) -> bool:
-    return group.tables[0].primitive_target == "CPU"
-
-
-def _require_parts(groups: list[GroupSpec], ranks: Ranks | None) -> None:
-    """ValueError unless every table is this rank's part, or all of it where there are no others."""
-    wanted = None if ranks is None else ranks.part()
-    for table in (table for group in groups for table in group.tables):
-        part = getattr(table, "part", None)
-        if part != wanted:
-            raise ValueError(
-                f"table {table.name!r} holds {'all rows' if part is None else f'part {part[0]} of {part[1]}'}, but "
-                + ("there are no other ranks" if wanted is None else f"this is rank {wanted[0]} of {wanted[1]}")
-                + "; make it with part=ranks.part(), and give the Runtime these ranks"
-            )
