@@ -117,6 +117,11 @@ class Saving:
         self._thread.start()
 
     @property
+    def path(self) -> Path | None:
+        """The checkpoint's own folder; None while it is being written, and where that has failed."""
+        return None if self.checkpoint is None else self.checkpoint.path
+
+    @property
     def is_running(self) -> bool:
         """Tell whether it is being written still."""
         return self._thread.is_alive()

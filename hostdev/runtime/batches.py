@@ -1,9 +1,10 @@
 """Batches in order, each with its rows: what loops to train and to predict have in common, and the latter."""
 
 import atexit
+import sys
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -13,6 +14,8 @@ from torch import Tensor
 from hostdev.device.rows import FeatureUses, GroupUses
 from hostdev.parallel.ranks import PeerLostError
 from hostdev.pipeline.flight import Flight, Request
+from hostdev.runtime.body import Body
+from hostdev.runtime.finite import Flags
 from hostdev.runtime.random_streams import Place, RandomStreams
 from hostdev.runtime.read_ahead import ReadAhead
 from hostdev.runtime.reduction import Reduction
@@ -57,29 +60,62 @@ class Loop:
         self._what = "step" if self.name == "train" else "batch"
         self._flight: Flight | None = None
         self._micros: list[Micro] = []  # of the flight, to come
+        self._hint = ""  # for a feature that was left out
+        self._shares_rows = False  # the flight has rows that not each of its batches uses
         self._sent: list[Tensor] = []
         self._inverses: list[Tensor] = []
         self._leaves: list[list[Leaf]] = []
         self._rows: list[Rows] = []  # given out, of the flight
         self._reduction: Reduction | None = None  # of the flight's micro-batches
+        self._losses_seen: list[Tensor] = []  # of the flight: 0 for a loss that is finite, else NaN, float32 []
+        self._raised: bool | None = None  # whether the last body was left by an exception; None: it was not left
+        self._abandoned = False  # the last `for` statement was left by an exception, and nobody has come back
+        self._handled: int | None = None  # the exception that was being handled when the last batch was given out
 
-    def __iter__(self) -> Any:
-        """Return itself: a loop is gone through once. ValueError where it is over, as in a second epoch."""
+    def __iter__(self) -> Body:
+        """Return an iterator for one `for` statement. ValueError where the loop is over, as in a second epoch."""
         if self._ended:
             raise ValueError("this loop is over; call runtime.train(...) or predict(...) again for each epoch")
-        return self
+        return Body(self)
+
+    def left_body(self, *, raised: bool, abandoned: bool) -> None:
+        """Note how a `for` statement over the loop was left; for `Body`.
+
+        raised     its body has raised, and so has not come to its end
+        abandoned  an exception has left the statement, from its body or from the loop
+        """
+        self._raised, self._abandoned = raised, abandoned
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Tell whether the loop was left by an exception, and nobody has come back since."""
+        return self._abandoned and not self._ended
+
+    @property
+    def is_finished(self) -> bool:
+        """Tell whether the last batch has been given out, and nothing waits for its end."""
+        return False
+
+    def _has_raised(self) -> bool:
+        """Tell whether the body of the current batch was left by an exception, as far as can be known."""
+        if self._raised is not None:
+            return self._raised
+        handled = sys.exception()
+        return handled is not None and id(handled) != self._handled
 
     def __enter__(self) -> Any:
         """Close it at the end of a `with`."""
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self._raised is None:
+            self._raised = error is not None
         self.close()
 
     def __len__(self) -> int:
         """Return the number of batches; TypeError where the loader has no length."""
         if self._length is None:
-            self._length = self._reader.length(self._batches)
+            self._length = self._reader.length(self._batches) // (self._reader.together if self._by_step else 1)
         return self._length
 
     def __del__(self) -> None:
@@ -126,6 +162,8 @@ class Loop:
 
     def _source(self) -> Iterator[Any]:
         """Return an iterator over the batches; what it has read, and the loop not come to, is there for the next."""
+        with suppress(Exception):  # of anybody's loader; whoever asks for it later hears of it
+            self._length = len(self)
         source = iter(self._batches)
         if source is not self._batches:
             return source
@@ -169,8 +207,8 @@ class Loop:
     def _end_flight(self, *, closing: bool = False) -> None:
         raise NotImplementedError
 
-    def _flags(self) -> tuple[Tensor, Tensor] | None:
-        """For `Rows.guard`: what is not 0 from the first step on that is not finite, and 1; both on the device."""
+    def _flags(self) -> Flags | None:
+        """For `Rows.guard`."""
         return None
 
     def __next__(self) -> Any:
@@ -182,12 +220,14 @@ class Loop:
                 if self._by_step or not self._micros:
                     self._begin_next()
                     self._end_flight()
+                self._raised, self._abandoned, self._handled = None, False, _identity(sys.exception())
+                if self._by_step or not self._micros:
                     if self._pass is None:
                         self._pass = self._open()
                         _open_loops.add(self)
                         if self._runtime.ranks is not None:
                             self._runtime.ranks.note_loop(self)
-                    flight = self._pass.take()
+                    flight = self._take_next()
                     if flight is None:
                         if self._ahead is not None:
                             self._runtime.read_out(self._ahead)
@@ -223,6 +263,11 @@ class Loop:
         """Return what all ranks are to have alike in this loop."""
         return {"micro_batches": self._reader.together, "by_step": self._by_step}
 
+    def _take_next(self) -> Flight | None:
+        """Return the next step's batches; None after the last."""
+        found: Flight | None = self._pass.take()
+        return found
+
     def _fail(self, error: BaseException) -> None:
         """End the loop with an error."""
         self._let_go()
@@ -231,6 +276,7 @@ class Loop:
     def _take(self, flight: Flight) -> None:
         self._flight = flight
         self._micros = list(flight.request.note)
+        self._shares_rows = len(self._micros) > 1
         flight.request.note.clear()  # the loader's batches live no longer than the caller's
         self._sent = list(flight.tensors)
         self._inverses = [part.inverse for part in flight.groups]
@@ -258,7 +304,7 @@ class Loop:
         batch = micro.batch([self._sent.pop(0) for _ in micro.tensors])
         rows = Rows(
             flight, uses, self._leaves, values, order, runtime.staging, self._flags(), due=not self._micros,
-            reduction=self._reduction,
+            shares_rows=self._shares_rows, reduction=self._reduction, losses=self._losses_seen, hint=self._hint,
         )  # fmt: skip
         self._rows.append(rows)
         return batch, rows
@@ -299,15 +345,66 @@ class Loop:
 
 
 class PredictLoop(Loop):
-    """Batches with their rows, from which nothing is learned; what `Runtime.predict` returns."""
+    """Batches with their rows, from which nothing is learned; what `Runtime.predict` returns.
+
+    features  that are looked up; None: all of them
+    """
 
     name = "predict"
 
+    def __init__(self, *args: Any, features: Sequence[str] | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._features = features
+        self._hint = "" if features is None else " in this loop over predict(..., features=...)"
+        self._counted = ExitStack()  # it is one of the runtime's open ones
+        self._given = 0  # steps' batches
+        self._next: list[Flight | BaseException | None] = []  # what comes after the last batch, where that is known
+
     def _open(self) -> Any:
-        self._runtime.begin_prediction()
+        self._runtime.begin_prediction(self)
         requests = self._requests()
-        self._stack.callback(self._runtime.end_prediction)
+        self._stack.enter_context(self._counted)
+        self._counted.callback(self._runtime.end_prediction)
         return self._stack.enter_context(self._runtime.pipeline.predict(requests, **self._reading))
+
+    @property
+    def is_finished(self) -> bool:
+        """Tell whether the last batch has been given out, and nothing waits for its end."""
+        return self._next == [None] and not self._ended
+
+    def left_body(self, *, raised: bool, abandoned: bool) -> None:
+        """Note how a `for` statement was left, as for any loop; after the last batch the loop is over."""
+        super().left_body(raised=raised, abandoned=abandoned)
+        if self.is_finished:
+            self.close()
+
+    def _take_next(self) -> Flight | None:
+        if not self._next:
+            return super()._take_next()
+        found = self._next.pop()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def _take(self, flight: Flight) -> None:
+        super()._take(flight)
+        self._given += 1 if self._by_step else len(self._micros)
+        if self._given == self._length:
+            self._look_for_end()
+
+    def _look_for_end(self) -> None:
+        """Find out, with the last batch of a loader that has a length, whether the loop is at its end."""
+        try:
+            self._next.append(super()._take_next())
+        except BaseException as error:
+            self._next.append(error)
+            return
+        if self._next == [None]:
+            self._counted.close()
+
+    def _looked_up(self, flight: Flight, micro: Micro) -> tuple[list[GroupUses], dict[str, Any]]:
+        uses, values = super()._looked_up(flight, micro)
+        return uses, values if self._features is None else {name: values[name] for name in self._features}
 
     def _trains(self, table: Any) -> bool:
         return False
@@ -317,3 +414,7 @@ class PredictLoop(Loop):
             flight, self._flight = self._flight, None
             self._pass.finish(flight, None)
             self._forget()
+
+
+def _identity(error: BaseException | None) -> int | None:
+    return None if error is None else id(error)  # not itself: it would hold its frames, and so the loop

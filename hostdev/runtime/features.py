@@ -34,6 +34,11 @@ class GroupSpec(NamedTuple):
     features: list[int]  # in the order in which they were given
 
 
+def on_host(group: GroupSpec) -> bool:
+    """Tell whether a group's tables are in host memory."""
+    return group.tables[0].primitive_target == "CPU"
+
+
 def resolve(features: Mapping[str, Any]) -> tuple[list[Wanted], list[GroupSpec]]:
     """Return the features with their tables' places, and the groups.
 

@@ -44,3 +44,13 @@ class ReadAhead:
     def given(self) -> None:
         """Note that the first of them has been given out."""
         self._kept.popleft()
+
+
+def require_read_ahead(read_ahead: Any, *, background: bool) -> None:
+    """Raise ValueError for what is no number of batches, or has no effect."""
+    if read_ahead is None:
+        return
+    if isinstance(read_ahead, bool) or not isinstance(read_ahead, int) or read_ahead < 0:
+        raise ValueError(f"read_ahead is a number of batches, 0 or more, not {read_ahead!r}")
+    if background:
+        raise ValueError("read_ahead bounds what is read in the loop's thread; leave it out with background=True")

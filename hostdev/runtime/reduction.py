@@ -11,6 +11,7 @@ from hostdev.parallel.dense import DenseExchange, DenseGradients, Grads, add_lis
 from hostdev.parallel.ranks import Channel, Ranks
 from hostdev.pipeline.flight import Flight
 from hostdev.runtime import alike
+from hostdev.runtime.finite import Flags
 from hostdev.runtime.rows import Leaf
 
 
@@ -19,18 +20,19 @@ class Reduction:
 
     leaves  the rows of every table
     count   micro-batches of the step on each rank
-    flags   a number on the device that is not 0 from the first step on that is not finite, and 1
+    flags   that tell of a step which is not finite
     ranks   that have the others; None: all are here
     dense   exchanges the gradients of parameters with other ranks
     flight  the step's batch
+    losses  that `backward` was called on: 0, or not finite
     steps   to the other ranks, for what they tell one another with each step
     """
 
     def __init__(
-        self, leaves: Sequence[Leaf], count: int, flags: tuple[Tensor, Tensor], ranks: Ranks | None,
-        dense: DenseExchange, flight: Flight, steps: Channel | None = None,
+        self, leaves: Sequence[Leaf], count: int, flags: Flags, ranks: Ranks | None,
+        dense: DenseExchange, flight: Flight, losses: Sequence[Tensor], steps: Channel | None = None,
     ) -> None:  # fmt: skip
-        self._flight, self._steps = flight, steps
+        self._flight, self._losses, self._steps = flight, losses, steps
         self._leaves, self._flags, self._ranks, self.count, self._exchange = leaves, flags, ranks, count, dense
         self._rows: TreeSum[Grads] = TreeSum(add_lists)
         self._dense: TreeSum[Grads] = TreeSum(add_lists)
@@ -131,10 +133,12 @@ class Reduction:
         if same:
             given_dense, told = told[: len(has_dense)], told[len(has_dense) :]
         size, single, self.in_two, ranks.told = told[0], bool(told[1]), not told[2], told[3:]
-        found = [part for node in rows for part in node.value or () if part is not None]
-        flag, one = self._flags
+        found = [(part, leaf.table) for node in rows for part, leaf in zip(node.value or (), self._leaves, strict=False)
+                 if part is not None]  # fmt: skip
+        flag = self._flags.stop
         if found:  # of the dense side's gradients the sums show it
-            torch._amp_foreach_non_finite_check_and_unscale_(found, flag, one)
+            parts, tables = zip(*found, strict=True)
+            self._flags.check(parts, tables, self._losses)
         self.parts = [
             [_or_zeros(node.value, number, leaf.rows) for node in rows] if has else None
             for number, (leaf, has) in enumerate(zip(self._leaves, given_rows, strict=True))
@@ -148,7 +152,7 @@ class Reduction:
             dense.finish(given_dense)
             summed = [one.grad for one in dense.parameters if one.grad is not None]
             if summed:
-                torch._amp_foreach_non_finite_check_and_unscale_(summed, flag, one)
+                self._flags.check_others(summed)
         known = self._exchange.small(dense, torch.cat([all_values.view(-1), flag.view(1)])).to(flag.device)
         flag.copy_(known[-1])
         if same:

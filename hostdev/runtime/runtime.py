@@ -3,14 +3,13 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import ReferenceType, WeakSet, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.core.errors import UserError
 from hostdev.core.launched import require_alone
-from hostdev.core.memory import TableShape
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.primitive import OpLog
 from hostdev.core.timeline import Timeline
@@ -19,20 +18,28 @@ from hostdev.device.staging import Staging
 from hostdev.parallel.ranks import Ranks
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.pipeline import Pipeline, require_depth
-from hostdev.runtime import alike, room
-from hostdev.runtime.features import GroupSpec, Table, resolve
+from hostdev.runtime import alike, scaling
+from hostdev.runtime.features import Table, resolve
+from hostdev.runtime.look_up import look_up
 from hostdev.runtime.loop import PredictLoop, TrainLoop
+from hostdev.runtime.partial import ids_of_some, some_features
+from hostdev.runtime.pending import FirstBatch, Pending, take_step
+from hostdev.runtime.placement import cache_specs, require_parts, require_place, require_room
 from hostdev.runtime.random_streams import Place, RandomStreams
-from hostdev.runtime.read_ahead import ReadAhead
+from hostdev.runtime.read_ahead import ReadAhead, require_read_ahead
 from hostdev.runtime.requests import IdsOf, Reader
-from hostdev.runtime.spec import CacheSpec
 from hostdev.runtime.table_optimizer import TableOptimizer
 
 if TYPE_CHECKING:
     from hostdev.checkpoint.saving import Saving
     from hostdev.runtime.saving import Keeper
 
-_trained: WeakSet[Any] = WeakSet()  # tables, by loops that are open
+_trained: WeakKeyDictionary[Any, ReferenceType[TrainLoop]] = WeakKeyDictionary()  # tables, by loops that are open
+
+
+def _trained_by(table: Any) -> TrainLoop | None:
+    loop = _trained.get(table)
+    return None if loop is None else loop()
 
 
 class Runtime:
@@ -93,25 +100,11 @@ class Runtime:
         require_depth(depth)
         if dense_exchange not in EXCHANGES:
             raise ValueError(f"dense_exchange must be one of {', '.join(EXCHANGES)}, not {dense_exchange!r}")
-        _require_parts(self.group_specs, ranks)
+        require_parts(self.group_specs, ranks)
         self.device = backend.require(device)
-        _require_place(self.group_specs, self.device)
-        specs = _cache_specs(cache, self.group_specs)
-        beside = room.kept(
-            [
-                room.GroupSize(
-                    group.tables[0].rows,
-                    [TableShape(table.dim, table.optimizer, table.dtype) for table in group.tables],
-                    _on_host(group),
-                    spec,
-                )
-                for group, spec in zip(self.group_specs, specs, strict=True)
-            ],
-            depth=depth,
-            slots_on_host=not backend.is_accelerator(self.device),
-        )
-        beside.pop("tables", None)
-        room.require(beside, room.free_with_counts(beside))
+        require_place(self.group_specs, self.device)
+        specs = cache_specs(cache, self.group_specs)
+        require_room(self.group_specs, specs, depth, self.device)
         self.staging = Staging(self.device, log, batches=depth + 2)
         groups = []
         for group, spec in zip(self.group_specs, specs, strict=True):
@@ -138,13 +131,16 @@ class Runtime:
             self.dense_channel = ranks.device_channel(self.device, None if same else "data")
             self.other_channels = None if same else (ranks.channel("data"), ranks.channel())
         self.predicting = 0  # loops over `predict` that are open
+        self._predict_loops: WeakSet[PredictLoop] = WeakSet()  # those, and some that are over
         self._open: ReferenceType[TrainLoop] | None = None  # the open loop over `train`, which ends when it is dropped
         self._frozen: set[str] = set()
+        self._pending: Pending | None = None  # gradients that wait for a step
         self._optimizer: TableOptimizer | None = None
         self._read_ahead: dict[bool, ReadAhead] = {}  # of the iterators that loops over train (True) and predict read
         self._late: tuple[type[BaseException], str] | None = None  # an error of a loop that was dropped
         self._saved: Keeper | None = None
         self._loaded_place: Place | None = None
+        self._closed = False
 
     @property
     def tables(self) -> dict[str, Table]:
@@ -154,7 +150,8 @@ class Runtime:
     @property
     def caches(self) -> list[EmbeddingCache]:
         """The caches of the groups that have one."""
-        return [group.cache for group in self.pipeline.groups if group.cache is not None]
+        groups = [] if self._closed else self.pipeline.groups
+        return [group.cache for group in groups if group.cache is not None]
 
     def exchanged_bytes(self) -> dict[str, int]:
         """Return the bytes sent to other ranks in training: for rows, the least that could have been, for the rest."""
@@ -164,6 +161,7 @@ class Runtime:
     @property
     def optimizer(self) -> TableOptimizer:
         """The tables' learning rates as a torch optimizer, for torch's schedulers: a parameter group for each table."""
+        self._require_open()
         if self._optimizer is None:
             self._optimizer = TableOptimizer(self.tables.values(), self._drop_gradients)
         return self._optimizer
@@ -219,9 +217,10 @@ class Runtime:
         the next loop over the same iterator gets those batches first. ValueError while another loop over these tables
         is open.
         """
+        self._require_open()
         if accumulate < 1:
             raise ValueError(f"accumulate is a number of batches, not {accumulate}")
-        _require_read_ahead(read_ahead, background=background)
+        require_read_ahead(read_ahead, background=background)
         if micro_batches is None and self.ranks is None:
             if reduce_early:
                 raise ValueError("reduce_early is about micro-batches; say how many, with micro_batches=")
@@ -249,38 +248,98 @@ class Runtime:
 
     def predict(
         self, batches: Iterable[Any], *, ids: IdsOf | None = None, send: Callable[[Any], Any] | None = None,
-        micro_batches: int | None = None, read_ahead: int | None = None, background: bool = False,
+        micro_batches: int | None = None, features: Iterable[str] | None = None, read_ahead: int | None = None,
+        background: bool = False,
     ) -> PredictLoop:  # fmt: skip
         """Return an iterator of (batch, rows) as `train` does, with rows that no gradient goes to; nothing changes.
 
         micro_batches  so many batches at once, as a `Step`; None: one after the other
+        features       look up these features only, such as those of an item's tower: ids of others are not needed, and
+                       not looked at; None: all of them
         read_ahead, background  as of `train`; `depth` steps are read ahead, with a cache, too
 
-        Within a loop over `train` the tables are as after its last optimizer step. With other ranks all of them call
-        it, and have equally many batches.
+        Within a loop over `train` the tables are as after its last optimizer step. Where the loader has a length, the
+        loop is over when the body of its last batch is left, or when that batch has been given out and another loop
+        begins. With other ranks all of them call it, and have equally many batches. ValueError for features that the
+        runtime does not have.
         """
-        return self._predict(batches, ids, send, micro_batches, "predict", read_ahead, background=background)
+        return self._predict(
+            batches, ids, send, micro_batches, "predict", features=features, read_ahead=read_ahead,
+            background=background,
+        )  # fmt: skip
 
     def _predict(
         self, batches: Iterable[Any], ids: IdsOf | None, send: Callable[[Any], Any] | None, micro_batches: int | None,
-        name: str, read_ahead: int | None = None, *, background: bool = False,
+        name: str, *, features: Iterable[str] | None, read_ahead: int | None = None, background: bool = False,
     ) -> PredictLoop:  # fmt: skip
+        self._require_open()
+        require_read_ahead(read_ahead, background=background)
+        chosen = None if features is None else some_features(features, self.wanted)
+        if chosen is not None:
+            if micro_batches is not None:
+                raise ValueError("features and micro_batches do not go together: stages need the rows of all features")
+            ids = ids_of_some(chosen, ids, self.wanted)
         together = 1 if micro_batches is None else micro_batches
         reader = Reader(
             self.wanted, self.group_specs, ids, send, together, whole=micro_batches is not None, asks=self._asks
         )
-        _require_read_ahead(read_ahead, background=background)
         return PredictLoop(
-            self, batches, reader, by_step=micro_batches is not None, read_ahead=read_ahead, background=background,
-            name=name,
+            self, batches, reader, by_step=micro_batches is not None, features=chosen, read_ahead=read_ahead,
+            background=background, name=name,
         )  # fmt: skip
 
-    def look_up(self, ids: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the rows of one batch of ids, by feature, as `predict` gives them; with other ranks all call it."""
-        with self._predict([ids], None, None, None, "look_up") as loop:
-            for _, rows in loop:
-                return dict(rows)
-        raise AssertionError("one batch has one result")
+    def look_up(self, ids: Mapping[str, Any], *, features: Iterable[str] | None = None) -> dict[str, Any]:
+        """Return the rows of one batch of ids, by feature, as `predict` gives them; without a pipeline.
+
+        features  look up these only; None: all of them
+
+        With other ranks all of them call it.
+        """
+        self._require_open()
+        if self.ranks is not None:
+            with self._predict([ids], None, None, None, "look_up", features=features) as loop:
+                return dict(next(loop)[1])
+        chosen = None if features is None else some_features(features, self.wanted)
+        self._catch_up()
+        if self._loop is not None:
+            self.pipeline.write_back()
+        ids_of = None if chosen is None else ids_of_some(chosen, None, self.wanted)
+        request = next(Reader(self.wanted, self.group_specs, ids_of, None).requests(iter([ids])))
+        with torch.inference_mode(False), torch.no_grad():
+            found = look_up(request, self.wanted, self.group_specs, self.device)
+        return found if chosen is None else {name: found[name] for name in chosen}
+
+    def close(self) -> None:
+        """Release the tables: end the loops that are open, and wait for checkpoints that are being written.
+
+        What has been stepped is in the tables, as when a loop is left. Again it does nothing; all else raises
+        ValueError from now on. A `with` statement over the runtime calls it at its end.
+        """
+        if self._closed:
+            return
+        for loop in [self._loop, *self._predict_loops]:
+            if loop is not None:
+                loop.close()
+        if self._saved is not None:
+            self._saved.close()
+        self._closed = True
+        self.wanted, self.group_specs = [], []
+        del self.pipeline, self.staging
+        self._pending = self._saved = self._optimizer = None
+        self._read_ahead = {}
+        self.raise_late()
+
+    def __enter__(self) -> "Runtime":
+        """Close it at the end of a `with` statement."""
+        self._require_open()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ValueError("this runtime is closed; make another one over its tables")
 
     def freeze(self, *tables: str) -> None:
         """From the next batch on no gradient goes to these tables, by name, or to all; their rows do not change."""
@@ -295,6 +354,7 @@ class Runtime:
         return table.name in self._frozen
 
     def _named(self, tables: tuple[str, ...]) -> set[str]:
+        self._require_open()
         known = self.tables
         for name in tables:
             if name not in known:
@@ -307,6 +367,7 @@ class Runtime:
 
     def write_back(self) -> None:
         """Bring the host tables up to date with all steps so far and with the caches, also in the middle of a loop."""
+        self._require_open()
         self.raise_late()
         if (loop := self._loop) is not None:
             loop.submit()
@@ -344,11 +405,14 @@ class Runtime:
         loaded. Raises UserError for a checkpoint of other tables or of another program, and where there is none that is
         whole; ValueError while a loop is open.
         """
+        self._require_open()
+        self._close_abandoned()
         if self._loop is not None or self.predicting:
             raise ValueError("a loop over these tables is open; end it, or call its close(), before loading")
         self.raise_late()
         self._begin_call("load")
         self.pipeline.write_back()
+        self._pending = None
         return self._keeper.load(Path(path))
 
     def _begin_call(self, name: str) -> None:
@@ -364,7 +428,33 @@ class Runtime:
             self._saved = Keeper(self)
         return self._saved
 
+    def keep_pending(self, pending: Pending) -> None:
+        """Keep gradients that wait for a step which a loop was left before."""
+        self._pending = pending
+        scaling.watch(pending)
+
+    def first_batch(self) -> FirstBatch | None:
+        """Return what the first batch of a loop is to do about gradients that wait for a step; None: there are none."""
+        pending = self._pending
+        if pending is None or not pending.is_kept():
+            self._pending = None
+            return None
+        return FirstBatch(pending, [group.tables for group in self.group_specs], self._is_decided)
+
+    def _is_decided(self, pending: Pending) -> None:
+        if self._pending is pending:  # else the loop has been left with others
+            self._pending = None
+
+    def apply_pending(self, pending: Pending) -> None:
+        """Take the step for such gradients alone, with an optimizer that takes it outside of a loop."""
+        if pending is not self._pending or self._loop is not None:
+            return
+        self._pending = None
+        self.learning_rates()
+        take_step(self.pipeline, pending, {table.name for table in self.tables.values() if self.is_frozen(table)})
+
     def _drop_gradients(self) -> None:
+        self._pending = None
         if (loop := self._loop) is not None:
             loop.drop_gradients()
 
@@ -421,18 +511,33 @@ class Runtime:
 
     def begin_training(self, loop: TrainLoop) -> None:
         """Note that a loop over `train` opens; ValueError while another one over these tables is open."""
+        self._close_abandoned()
         self.raise_late()
         if self._loop is not None:
             raise ValueError("a loop over `train` is open; end it, or call its close(), before the next one")
         self._require_own()
-        if self.predicting:
+        if self.is_predicting():
             raise ValueError("a loop over `predict` is open; end it, or call its close(), before training")
         self._open = ref(loop)
-        _trained.update(self.tables.values())
+        for table in self.tables.values():
+            _trained[table] = self._open
+
+    def is_predicting(self) -> bool:
+        """Tell whether a loop over `predict` is open; one whose body has raised is closed."""
+        if self.predicting:
+            self._close_abandoned(but=self._loop)
+        return self.predicting > 0
+
+    def _close_abandoned(self, *, but: TrainLoop | None = None) -> None:
+        """Close loops over these tables whose body has raised: in a notebook, the traceback may hold them for long."""
+        training = [_trained_by(table) for table in self.tables.values()]
+        for loop in [*training, *self._predict_loops]:
+            if loop is not None and (loop.is_abandoned or loop.is_finished) and loop is not but:
+                loop.close()
 
     def _require_own(self) -> None:
         """ValueError while a loop of another runtime trains one of the tables."""
-        busy = [table.name for table in self.tables.values() if table in _trained]
+        busy = [table.name for table in self.tables.values() if _trained_by(table) is not None]
         if busy and self._loop is None:
             raise ValueError(
                 f"table {busy[0]!r} is being trained by a loop of another runtime; end it, or call its close(), first"
@@ -442,15 +547,22 @@ class Runtime:
         """Note that it has closed."""
         self._open = None
         for table in self.tables.values():
-            _trained.discard(table)
+            _trained.pop(table, None)
 
-    def begin_prediction(self) -> None:
+    def begin_prediction(self, loop: PredictLoop) -> None:
         """Note that a loop over `predict` opens; ValueError while one of another runtime trains these tables."""
+        self._catch_up()
+        self.predicting += 1
+        self._predict_loops.add(loop)
+
+    def _catch_up(self) -> None:
+        """Let the tables be those of all steps so far; ValueError while a loop of another runtime trains them."""
+        self._require_open()
+        self._close_abandoned(but=self._loop)
         self.raise_late()
         self._require_own()
-        if (loop := self._loop) is not None:
-            loop.submit()
-        self.predicting += 1
+        if (training := self._loop) is not None:
+            training.submit()
 
     def end_prediction(self) -> None:
         """Note that it has closed."""
@@ -470,62 +582,3 @@ class Runtime:
             if table.optimizer.lr != rate:
                 table.optimizer.lr = rate
         return before
-
-
-def _require_place(groups: list[GroupSpec], device: torch.device) -> None:
-    for group in groups:
-        for table in group.tables:
-            if table.primitive_target == "DEVICE" and table.block.device != device:
-                raise ValueError(f"table {table.name!r} is on {table.block.device}, and the rows go to {device}")
-
-
-def _cache_specs(cache: Any, groups: list[GroupSpec]) -> list[CacheSpec | None]:
-    """Return each group's cache."""
-    if cache is None:
-        return [None] * len(groups)
-    if not isinstance(cache, Mapping):
-        spec = cache if isinstance(cache, CacheSpec) else CacheSpec(cache)
-        if not any(_on_host(group) for group in groups):
-            raise UserError("a cache has no effect where all tables are on the device; leave it out")
-        return [spec if _on_host(group) else None for group in groups]
-    specs: list[CacheSpec | None] = [None] * len(groups)
-    for name, value in cache.items():
-        found = [i for i, group in enumerate(groups) if name in [table.name for table in group.tables]]
-        if not found:
-            known = [table.name for group in groups for table in group.tables]
-            raise ValueError(f"a cache for table {name!r}, but there are {', '.join(known)}")
-        if not _on_host(groups[found[0]]):
-            raise UserError(f"a cache for table {name!r}, which is on the device, has no effect; leave it out")
-        if specs[found[0]] is not None:
-            raise ValueError(
-                f"table {name!r} shares its ids, and so its cache, with another one that has a cache given"
-            )
-        if value is not None:
-            specs[found[0]] = value if isinstance(value, CacheSpec) else CacheSpec(value)
-    return specs
-
-
-def _require_read_ahead(read_ahead: Any, *, background: bool) -> None:
-    if read_ahead is None:
-        return
-    if isinstance(read_ahead, bool) or not isinstance(read_ahead, int) or read_ahead < 0:
-        raise ValueError(f"read_ahead is a number of batches, 0 or more, not {read_ahead!r}")
-    if background:
-        raise ValueError("read_ahead bounds what is read in the loop's thread; leave it out with background=True")
-
-
-def _on_host(group: GroupSpec) -> bool:
-    return group.tables[0].primitive_target == "CPU"
-
-
-def _require_parts(groups: list[GroupSpec], ranks: Ranks | None) -> None:
-    """ValueError unless every table is this rank's part, or all of it where there are no others."""
-    wanted = None if ranks is None else ranks.part()
-    for table in (table for group in groups for table in group.tables):
-        part = getattr(table, "part", None)
-        if part != wanted:
-            raise ValueError(
-                f"table {table.name!r} holds {'all rows' if part is None else f'part {part[0]} of {part[1]}'}, but "
-                + ("there are no other ranks" if wanted is None else f"this is rank {wanted[0]} of {wanted[1]}")
-                + "; make it with part=ranks.part(), and give the Runtime these ranks"
-            )

@@ -109,6 +109,10 @@ class Keeper:
         self._runtime.go_on_at(Place.from_state(values["reading"]) if "reading" in values else None)
         return values["extra"]
 
+    def close(self) -> None:
+        """Wait for what is being written; a failure that nobody has waited for is a warning."""
+        self._join()
+
     def _at(self, path: Path) -> Checkpoints:
         """Return the checkpoints in a folder, which stay there if the program goes to work in another one."""
         where = path.resolve()
