@@ -24,6 +24,7 @@ class Line:
         self.updated = updated  # the last batch whose update is finished
         self.gathered: tuple[int, Any] = (updated, None)  # the last one whose rows the step has taken, and a mark there
         self.finished = updated  # the last batch that has been stepped
+        self.looking_up = threading.Lock()  # held while a batch's rows are looked up: they may be looked up again
         self.delivering = False  # somebody fetches a part that was late
         self.stopping = False
         self.closing = False  # who need not wait goes on, and nobody waits: so that all ranks come equally far

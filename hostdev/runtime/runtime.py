@@ -15,10 +15,12 @@ from hostdev.core.primitive import OpLog
 from hostdev.core.timeline import Timeline
 from hostdev.device import backend
 from hostdev.device.staging import Staging
+from hostdev.device.table import DeviceTable
 from hostdev.parallel.ranks import Ranks
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.pipeline import Pipeline, require_depth
 from hostdev.runtime import room
+from hostdev.runtime.access import Access
 from hostdev.runtime.features import GroupSpec, Table, resolve
 from hostdev.runtime.loop import PredictLoop, TrainLoop
 from hostdev.runtime.read_ahead import ReadAhead
@@ -127,6 +129,7 @@ class Runtime:
             self.other_channels = None if alike else (ranks.channel("data"), ranks.channel())
         self.predicting = 0  # loops over `predict` that are open
         self._open: ReferenceType[TrainLoop] | None = None  # the open loop over `train`, which ends when it is dropped
+        self._access = Access(self)
         self._frozen: set[str] = set()
         self._optimizer: TableOptimizer | None = None
         self._read_ahead: ReadAhead | None = None  # of the iterator that a loop has been left with
@@ -261,6 +264,11 @@ class Runtime:
         return set(tables or known)
 
     @property
+    def open_loop(self) -> TrainLoop | None:
+        """The open loop over `train`, if there is one."""
+        return self._loop
+
+    @property
     def _loop(self) -> TrainLoop | None:
         return self._open() if self._open is not None else None
 
@@ -351,6 +359,7 @@ class Runtime:
             raise ValueError("a loop over `predict` is open; end it, or call its close(), before training")
         self._open = ref(loop)
         _trained.update(self.tables.values())
+        self._own()
 
     def _require_own(self) -> None:
         """ValueError while a loop of another runtime trains one of the tables."""
@@ -365,6 +374,16 @@ class Runtime:
         self._open = None
         for table in self.tables.values():
             _trained.discard(table)
+        self._disown()
+
+    def _own(self) -> None:
+        for table in self.tables.values():
+            table.add_owner(self._access)
+
+    def _disown(self) -> None:
+        if self._loop is None and not self.predicting:
+            for table in self.tables.values():
+                table.remove_owner(self._access)
 
     def begin_prediction(self) -> None:
         """Note that a loop over `predict` opens; ValueError while one of another runtime trains these tables."""
@@ -372,11 +391,14 @@ class Runtime:
         self._require_own()
         if (loop := self._loop) is not None:
             loop.submit()
+        elif not self.predicting:
+            self._own()
         self.predicting += 1
 
     def end_prediction(self) -> None:
         """Note that it has closed."""
         self.predicting -= 1
+        self._disown()
 
     def learning_rates(self) -> list[float]:
         """Return the tables' learning rates, after they have been given those that a scheduler has set."""
@@ -397,8 +419,8 @@ class Runtime:
 def _require_place(groups: list[GroupSpec], device: torch.device) -> None:
     for group in groups:
         for table in group.tables:
-            if table.primitive_target == "DEVICE" and table.block.device != device:
-                raise ValueError(f"table {table.name!r} is on {table.block.device}, and the rows go to {device}")
+            if isinstance(table, DeviceTable) and table.device != device:
+                raise ValueError(f"table {table.name!r} is on {table.device}, and the rows go to {device}")
 
 
 def _cache_specs(cache: Any, groups: list[GroupSpec]) -> list[CacheSpec | None]:
