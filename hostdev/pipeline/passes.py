@@ -201,9 +201,9 @@ class OverlappedPass:
         line = self._line
         if threading.get_ident() != self._caller:
             return
-        with line.changed:
-            flights = list(line.flights.values())
-        with line.looking_up:  # what is looked up later sees what was written
+        with line.look_up_again():  # what is looked up later sees what was written
+            with line.changed:
+                flights = list(line.flights.values())
             for flight in flights:
                 self._stages.reload(flight, table, ids, in_step=flight.number == self._before)
 

@@ -178,9 +178,9 @@ class Stages:
             for group, part in zip(self.groups, flight.groups, strict=True) if copied and part.asked is not None
         )  # fmt: skip
         flight.memory = self.staging.slabs.take(needs)
-        looking_up = nullcontext() if line is None else line.looking_up
+        looking_up = nullcontext if line is None else line.looking_up
         if self._on_host:
-            with looking_up:
+            with looking_up():
                 self._look_up(flight, late)
             if self.exchanges:
                 before = line.flights.get(flight.number - 1) if line is not None else None
@@ -188,13 +188,13 @@ class Stages:
             flight.missing = 0 if line is None else 1  # what is sent here
             if line is not None:
                 self._await_room(flight, line)
-        with looking_up:
+        with looking_up():
             self._send(flight)
         if line is None:
             return
         for part in ask_for(flight, late, line) if late is not None else ():
             span = self.timeline.span("lookup", flight.number, rows=len(part), bytes=len(part) * self._row_bytes)
-            with span, looking_up:
+            with span, looking_up():
                 self.fetch_late(flight, part)
         if self._on_host:
             line.arrived(flight)
@@ -271,7 +271,7 @@ class Stages:
         try:
             with self.timeline.span("lookup late", flight.number) as span:
                 span["rows"], span["bytes"] = len(part), len(part) * self._row_bytes
-                with line.looking_up:
+                with line.looking_up():
                     self.fetch_late(flight, part)
             line.arrived(flight)
         finally:
