@@ -116,7 +116,6 @@ class Checkpoints:
             budget.close()
             raise
         waits = any(isinstance(item.source, DeviceRows) and item.source.is_live for item in items)
-        waits |= any(getattr(table, "lent", False) for table in tables)  # who has the memory may write to it
 
         def ended(saving: Saving) -> None:
             budget.close()
@@ -172,7 +171,7 @@ class Checkpoints:
 
     def _knows_changes(self, table: Any) -> bool:
         """Tell whether it is known which rows of a table were written since the last checkpoint here."""
-        if not hasattr(table, "note_changes") or table.lent or table.changes is None or self.last is None:
+        if not hasattr(table, "note_changes") or table.changes is None or self.last is None:
             return False
         return bool(table.changes.since == self._token(self.last))
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from hostdev.core.signals import insist
 from hostdev.kernels.pool import urgent
 from hostdev.pipeline.flight import End, Flight, Gradients, Queue, Request, Stopped
+from hostdev.pipeline.groups import Ids
 from hostdev.pipeline.line import Line
 from hostdev.pipeline.stages import Stages, ahead
 
@@ -38,6 +39,12 @@ class Pass(Protocol):
 
     def drain(self) -> None:
         """Wait until what has been stepped is updated."""
+
+    def reload(self, table: Any, ids: Ids | None) -> None:
+        """Look rows of a table up again that were looked up ahead; after `drain` and a write to the table.
+
+        ids  int32 or int64 [N]; None for all rows. Another thread than the one that goes through the pass has no effect
+        """
 
     def is_own(self, thread: threading.Thread) -> bool:
         """Tell whether a thread is one of the pass's own."""
@@ -67,6 +74,8 @@ class SerialPass:
     ) -> None:  # fmt: skip
         self._stages, self._update = stages, update
         self._source = iter(source)
+        self._caller = threading.get_ident()
+        self._given: Flight | None = None  # in the caller's step
         self.number = number
         self._ahead = ahead(stages, self._read, window, update)
 
@@ -85,10 +94,12 @@ class SerialPass:
             return None
         self._stages.fetch(item, None, self._update)
         self._stages.begin_step(item, None, self._update)
+        self._given = item
         return item
 
     def finish(self, flight: Flight, gradients: Gradients | None) -> None:
         """See `Pass`."""
+        self._given = None
         self._stages.end_step(flight, gradients)
         if self._update:
             self._stages.update(flight, None)
@@ -99,12 +110,18 @@ class SerialPass:
     def drain(self) -> None:
         """See `Pass`."""
 
+    def reload(self, table: Any, ids: Ids | None) -> None:
+        """See `Pass`."""
+        if self._given is not None and threading.get_ident() == self._caller:
+            self._stages.reload(self._given, table, ids, in_step=True)
+
     def is_own(self, thread: threading.Thread) -> bool:
         """See `Pass`."""
         return False
 
     def close(self, *, failed: bool = False) -> None:
         """See `Pass`."""
+        self._given = None
         self._ahead.close()  # type: ignore[attr-defined]
 
 
@@ -127,6 +144,7 @@ class OverlappedPass:
         self.number = number
         window = window if update else 0
         self._line = line = Line(depth, window, number, update=update)
+        self._caller = threading.get_ident()
         self._before: int | None = None  # the batch that the caller has been given
         self._closed = False
         self._first, self._reads_behind = number + 1, background
@@ -213,6 +231,17 @@ class OverlappedPass:
         with self._timeline.stall("step"):
             line.wait(lambda: line.update_error or line.updated >= line.finished)
         self._raise_update_error()
+
+    def reload(self, table: Any, ids: Ids | None) -> None:
+        """See `Pass`."""
+        line = self._line
+        if threading.get_ident() != self._caller:
+            return
+        with line.look_up_again():  # what is looked up later sees what was written
+            with line.changed:
+                flights = list(line.flights.values())
+            for flight in flights:
+                self._stages.reload(flight, table, ids, in_step=flight.number == self._before)
 
     def is_own(self, thread: threading.Thread) -> bool:
         """See `Pass`."""

@@ -13,7 +13,7 @@ from hostdev.kernels.claims import MOST_UNFINISHED, Claims
 from hostdev.parallel.exchange import Exchange
 from hostdev.parallel.ranks import Ranks
 from hostdev.pipeline.flight import Flight, Request
-from hostdev.pipeline.groups import Group
+from hostdev.pipeline.groups import Group, Ids
 from hostdev.pipeline.passes import OverlappedPass, Pass, SerialPass
 from hostdev.pipeline.stages import AfterUpdate, Stages
 
@@ -69,6 +69,7 @@ class Pipeline:
             broken=broken, before_stage=before_stage, after_update=after_update,
         )  # fmt: skip
         self._number = 0  # the last batch
+        self._open_passes: list[Pass] = []
         self.training: Pass | None = None
 
     @property
@@ -98,7 +99,6 @@ class Pipeline:
         """
         if self.training is not None:
             raise RuntimeError("the tables are being trained; end or close the loop over `train` before")
-        counted = [(embedding, embedding.table.step - embedding.steps) for embedding in self._embeddings()]
         window = max(group.window for group in self.groups)
         for group in self.groups:
             if group.cache is not None:
@@ -109,8 +109,8 @@ class Pipeline:
                 yield one
         finally:  # its updates have ended
             self.training = None
-            for embedding, before in counted:
-                embedding.table.step = before + embedding.steps  # one whose update did not end was no step
+            for embedding in self._embeddings():
+                embedding.uncount_unfinished()
             for group in self.groups:
                 if group.cache is not None:
                     group.cache.write_back()
@@ -136,6 +136,17 @@ class Pipeline:
             if group.cache is not None:
                 group.cache.write_back_rows()
 
+    def reload(self, table: Any, ids: Ids | None) -> None:
+        """Look rows up again that were looked up ahead or are in a cache; after `write_back` and a write to the table.
+
+        ids  int32 or int64 [N], numbers of rows here; None for all
+        """
+        for group in self.groups:
+            if group.cache is not None and any(one.table is table for one in group.embeddings):
+                group.cache.refresh(table, ids)
+        for one in self._open_passes:
+            one.reload(table, ids)
+
     @contextmanager
     def _open(
         self, batches: Iterable[Request], window: int, *, update: bool, background: bool, read_ahead: int | None
@@ -154,6 +165,7 @@ class Pipeline:
             else:
                 one = SerialPass(self._stages, batches, window=window, number=self._number, update=update)
             failed = False
+            self._open_passes.append(one)
             try:
                 yield one
             except GeneratorExit:
@@ -162,6 +174,7 @@ class Pipeline:
                 failed = True
                 raise
             finally:
+                self._open_passes.remove(one)
                 try:
                     one.close(failed=failed)
                 finally:

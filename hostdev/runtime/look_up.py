@@ -54,7 +54,7 @@ class _Group:
         tables: list[Any] = group.tables
         for table in tables:
             if not on_host(group):
-                self._rows.append(table.lookup(torch.from_numpy(ids).to(device)))
+                self._rows.append(table.lookup_now(torch.from_numpy(ids).to(device)))
             elif len(ids) > _FEW:
                 self._rows.append(np.empty((len(ids), table.dim), np.float32))
                 self.tasks += table.lookup_tasks(ids, self._rows[-1])

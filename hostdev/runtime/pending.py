@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hostdev.device.rows import GroupUses
+from hostdev.kernels.pool import run_tasks
 from hostdev.pipeline.flight import Flight, Gradients, Request
 from hostdev.runtime.finite import Flags, NonFiniteError
 from hostdev.runtime.rows import Leaf
@@ -163,20 +164,31 @@ class FirstBatch:
             return
         if not self.counts:
             for table, ids, block, row_slots in self._before:
-                table.write_rows(ids, block, row_slots)
+                _write(table, ids, block, row_slots)
         self._done(self.pending)
 
 
 def _read(table: Any, ids: Ids) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Return rows with their slots, [N, 1 + S, D] and [N, R]."""
+    """Return rows with their slots, [N, 1 + S, D] and [N, R]; for the table's loop, which has brought it up to date."""
     if table.primitive_target == "DEVICE":
-        at = torch.from_numpy(ids).to(table.block.device)
-        return table.block.index_select(0, at).cpu().numpy(), table.row_slots.index_select(0, at).cpu().numpy()
+        at = torch.from_numpy(ids).to(table.device)
+        block, row_slots = (one.index_select(0, at).cpu().numpy() for one in table.memory)
+        return block, row_slots
     slots = len(table.optimizer.slots), len(table.optimizer.row_slots)
     block = np.empty((len(ids), 1 + slots[0], table.dim), np.float32)
     row_slots = np.empty((len(ids), slots[1]), np.float32)
-    table.read_rows(ids, block, row_slots)
+    run_tasks(table.read_rows_tasks(ids, block, row_slots))
     return block, row_slots
+
+
+def _write(table: Any, ids: Ids, block: npt.NDArray[np.float32], row_slots: npt.NDArray[np.float32]) -> None:
+    """Overwrite rows with what `_read` returned of them."""
+    if table.primitive_target == "CPU":
+        run_tasks(table.write_rows_tasks(ids, block, row_slots))
+        return
+    at = torch.from_numpy(ids).to(table.device)
+    for memory, values in zip(table.memory, (block, row_slots), strict=True):
+        memory.index_copy_(0, at, torch.from_numpy(values).to(table.device))
 
 
 def take_step(pipeline: Any, pending: Pending, frozen: set[str]) -> None:

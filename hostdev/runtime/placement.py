@@ -8,6 +8,7 @@ import torch
 from hostdev.core.errors import UserError
 from hostdev.core.memory import TableShape
 from hostdev.device.backend import is_accelerator
+from hostdev.device.table import DeviceTable
 from hostdev.parallel.ranks import Ranks
 from hostdev.runtime import room
 from hostdev.runtime.features import GroupSpec, on_host
@@ -18,8 +19,8 @@ def require_place(groups: list[GroupSpec], device: torch.device) -> None:
     """Raise ValueError where a table lies on another device."""
     for group in groups:
         for table in group.tables:
-            if table.primitive_target == "DEVICE" and table.block.device != device:
-                raise ValueError(f"table {table.name!r} is on {table.block.device}, and the rows go to {device}")
+            if isinstance(table, DeviceTable) and table.device != device:
+                raise ValueError(f"table {table.name!r} is on {table.device}, and the rows go to {device}")
 
 
 def cache_specs(cache: Any, groups: list[GroupSpec]) -> list[CacheSpec | None]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from hostdev.core.reading_ahead import reading_ahead
 from hostdev.pipeline.flight import Request
 from hostdev.runtime.features import FeatureIds, GroupSpec, Wanted, check_ranges, described, read_ids
 from hostdev.runtime.random_streams import RandomStreams
@@ -134,17 +135,18 @@ class Reader:
             self._in_flight.before_read()
         if self._shared is not None:
             self._shared.before_read()
-        held = self._next(batches) if is_first else []
-        if is_first and not held:
-            return []
-        with nullcontext(list[str]()) if streams is None else streams.reading(position) as drew:
-            if not is_first:
-                held = self._next(batches)
-                if not held:
-                    return []
-            batch = held.pop()
-            given = self._ids_of(batch, number + 1)
-            sent = batch if self._send is None else self._send(batch)
+        with nullcontext() if self._in_flight is None or not number else reading_ahead():  # the first is not
+            held = self._next(batches) if is_first else []
+            if is_first and not held:
+                return []
+            with nullcontext(list[str]()) if streams is None else streams.reading(position) as drew:
+                if not is_first:
+                    held = self._next(batches)
+                    if not held:
+                        return []
+                batch = held.pop()
+                given = self._ids_of(batch, number + 1)
+                sent = batch if self._send is None else self._send(batch)
         if self._shared is not None:
             self._shared.after_read()
         micro = self._micro(given, sent, number + 1)

@@ -19,6 +19,7 @@ from hostdev.parallel.ranks import Ranks
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.pipeline import Pipeline, require_depth
 from hostdev.runtime import alike, scaling
+from hostdev.runtime.access import Access
 from hostdev.runtime.features import Table, resolve
 from hostdev.runtime.look_up import look_up
 from hostdev.runtime.loop import PredictLoop, TrainLoop
@@ -133,6 +134,7 @@ class Runtime:
         self.predicting = 0  # loops over `predict` that are open
         self._predict_loops: WeakSet[PredictLoop] = WeakSet()  # those, and some that are over
         self._open: ReferenceType[TrainLoop] | None = None  # the open loop over `train`, which ends when it is dropped
+        self._access = Access(self)
         self._frozen: set[str] = set()
         self._pending: Pending | None = None  # gradients that wait for a step
         self._optimizer: TableOptimizer | None = None
@@ -362,6 +364,11 @@ class Runtime:
         return set(tables or known)
 
     @property
+    def open_loop(self) -> TrainLoop | None:
+        """The open loop over `train`, if there is one."""
+        return self._loop
+
+    @property
     def _loop(self) -> TrainLoop | None:
         return self._open() if self._open is not None else None
 
@@ -521,6 +528,7 @@ class Runtime:
         self._open = ref(loop)
         for table in self.tables.values():
             _trained[table] = self._open
+        self._own()
 
     def is_predicting(self) -> bool:
         """Tell whether a loop over `predict` is open; one whose body has raised is closed."""
@@ -548,10 +556,22 @@ class Runtime:
         self._open = None
         for table in self.tables.values():
             _trained.pop(table, None)
+        self._disown()
+
+    def _own(self) -> None:
+        for table in self.tables.values():
+            table.add_owner(self._access)
+
+    def _disown(self) -> None:
+        if self._loop is None and not self.predicting:
+            for table in self.tables.values():
+                table.remove_owner(self._access)
 
     def begin_prediction(self, loop: PredictLoop) -> None:
         """Note that a loop over `predict` opens; ValueError while one of another runtime trains these tables."""
         self._catch_up()
+        if self._loop is None and not self.predicting:
+            self._own()
         self.predicting += 1
         self._predict_loops.add(loop)
 
@@ -567,6 +587,7 @@ class Runtime:
     def end_prediction(self) -> None:
         """Note that it has closed."""
         self.predicting -= 1
+        self._disown()
 
     def learning_rates(self) -> list[float]:
         """Return the tables' learning rates, after they have been given those that a scheduler has set."""
