@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hostdev.device.rows import FeatureUses, GroupUses
+from hostdev.frameworks import accelerate
 from hostdev.pipeline.flight import Flight
 from hostdev.runtime.read_ahead import ReadAhead
 from hostdev.runtime.reduction import Reduction
@@ -40,6 +41,7 @@ class Loop:
         self._pass: Any = None  # None before the first batch and after the last
         self._ended = False
         self._ahead: ReadAhead | None = None  # where the batches are an iterator
+        self._states: accelerate.States | None = None  # where accelerate is used, its state with each batch
         self._length: int | None = None
         self._flight: Flight | None = None
         self._micros: list[Micro] = []  # of the flight, to come
@@ -94,11 +96,23 @@ class Loop:
                 self._let_go()
                 self._stack.close()
 
+    def finish(self) -> None:
+        """End the loop with the batch that was given out last, as if it were the last one of the loader."""
+        try:
+            with torch.inference_mode(False):  # as in `__next__`
+                self._end_flight()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self.close()
+
     def _let_go(self) -> None:
         """Let go of all batches: the loop is over."""
         self._ended = True
         self._forget()
         self._pass, self._batches, self._ahead = None, (), None
+        if self._states is not None:
+            self._states.hide()
         _open_loops.discard(self)
 
     def _open(self) -> Any:
@@ -108,9 +122,15 @@ class Loop:
         """Return an iterator over the batches; what it has read, and the loop not come to, is there for the next."""
         source = iter(self._batches)
         if source is not self._batches:
-            return source
+            return self._noting(source, accelerate.States() if accelerate.is_imported() else None)
         self._ahead = self._runtime.read_ahead_of(source)
-        return self._ahead.batches()
+        if self._ahead.states is None and accelerate.is_imported():
+            self._ahead.states = accelerate.States()
+        return self._noting(self._ahead.batches(), self._ahead.states)
+
+    def _noting(self, source: Iterator[Any], states: accelerate.States | None) -> Iterator[Any]:
+        self._states = states
+        return source if states is None else states.reading(source)
 
     def _trains(self, table: Any) -> bool:
         raise NotImplementedError
@@ -178,6 +198,8 @@ class Loop:
         assert flight is not None
         if self._ahead is not None:
             self._ahead.given()
+        if self._states is not None:
+            self._states.show()
         order = list(dict.fromkeys(at for wanted in runtime.wanted for at in wanted.tables))
         uses, values = self._looked_up(flight, micro) if self._asks else ([], {})
         batch = micro.batch([self._sent.pop(0) for _ in micro.tensors])

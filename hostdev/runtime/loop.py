@@ -12,8 +12,9 @@ from hostdev.core.signals import deferred
 from hostdev.parallel.dense import DenseExchange
 from hostdev.pipeline.flight import Flight, Gradients
 from hostdev.pipeline.outcome import Outcome
-from hostdev.runtime import scaling
+from hostdev.runtime import clipping, scaling
 from hostdev.runtime.batches import Loop, PredictLoop
+from hostdev.runtime.loaders import PredictLoader
 from hostdev.runtime.reduction import Reduction
 from hostdev.runtime.requests import Reader
 from hostdev.runtime.rows import Leaf, Rows, flag_now
@@ -63,6 +64,19 @@ class TrainLoop(Loop):
             runtime.dense_channel, micro_batches, runtime.dense_exchange, runtime.other_channels
         )
         self._late: list[Leaf] = []  # of a flight that was finished before the loop has come back
+        self._clipped = False  # the rows of the flight, with the parameters
+
+    def clipping_rows(self) -> "TrainLoop":
+        """Clip the rows with the parameters wherever torch's functions clip these; return the loop."""
+        clipping.add(self)
+        return self
+
+    def take_clipped(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """See `clipping.Clipped`."""
+        if self._clipped or not self._rows or not self.leaves_out_rows(given):
+            return []
+        self._clipped = True
+        return self._rows[-1].parameters()
 
     def _open(self) -> Any:
         runtime = self._runtime
@@ -75,6 +89,8 @@ class TrainLoop(Loop):
     def __next__(self) -> Any:
         """Send the gradients of the batch before on their way, and return the next one with its rows."""
         self._require_thread()
+        if self._runtime.predicting:
+            self._runtime.close_loaders(PredictLoader)
         if self._runtime.predicting:
             raise ValueError("a loop over `predict` is open; end it, or close it, before the next step of `train`")
         try:
@@ -110,12 +126,14 @@ class TrainLoop(Loop):
         self._rates = self._runtime.learning_rates()
         self._losses = scaling.losses_scaled()
         self._unscaled, self._overflow, self._origin = False, None, None
+        self._clipped = False
 
     def _let_go(self) -> None:
         super()._let_go()
         self._late = []
         self._dense.close()
         scaling.forget(self)
+        clipping.remove(self)
 
     def _next_batch(self) -> tuple[Any, Rows]:
         if len(self._micros) == 1 and self._reduce_early:
@@ -299,6 +317,8 @@ class TrainLoop(Loop):
 
     def leaves_out_rows(self, parameters: Sequence[Tensor]) -> bool:
         """See `scaling.Watcher`."""
+        if self._clipped:
+            return False
         given = {id(parameter) for parameter in parameters}
         leaves = [leaf for group in self._leaves for leaf in group if leaf.grads()]
         return bool(leaves) and not any(leaf.is_among(given) for leaf in leaves)

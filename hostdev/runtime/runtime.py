@@ -20,6 +20,7 @@ from hostdev.pipeline.groups import Group
 from hostdev.pipeline.pipeline import Pipeline, require_depth
 from hostdev.runtime import room
 from hostdev.runtime.features import GroupSpec, Table, resolve
+from hostdev.runtime.loaders import ForFrameworks, PredictLoader
 from hostdev.runtime.loop import PredictLoop, TrainLoop
 from hostdev.runtime.read_ahead import ReadAhead
 from hostdev.runtime.requests import IdsOf, Reader
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 _trained: WeakSet[Any] = WeakSet()  # tables, by loops that are open
 
 
-class Runtime:
+class Runtime(ForFrameworks):
     """Looks up the rows of a model's tables for the batches to come, and updates them with their gradients.
 
     ::
@@ -125,6 +126,7 @@ class Runtime:
             alike = ranks.mesh.data == ranks.size  # all ranks have the same parameters
             self.dense_channel = ranks.device_channel(self.device, None if alike else "data")
             self.other_channels = None if alike else (ranks.channel("data"), ranks.channel())
+        self._loaders = WeakSet()
         self.predicting = 0  # loops over `predict` that are open
         self._open: ReferenceType[TrainLoop] | None = None  # the open loop over `train`, which ends when it is dropped
         self._frozen: set[str] = set()
@@ -132,6 +134,7 @@ class Runtime:
         self._read_ahead: ReadAhead | None = None  # of the iterator that a loop has been left with
         self._late: tuple[type[BaseException], str] | None = None  # an error of a loop that was dropped
         self._saved: Keeper | None = None
+        self.saves_with_framework = False  # with its checkpoints
 
     @property
     def tables(self) -> dict[str, Table]:
@@ -309,6 +312,11 @@ class Runtime:
         return self._keeper.load(Path(path))
 
     @property
+    def is_saved(self) -> bool:
+        """Tell whether the program saves the tables: it has done so, or has asked for Lightning's plugin."""
+        return self.saves_with_framework or self._saved is not None
+
+    @property
     def _keeper(self) -> "Keeper":
         if self._saved is None:
             from hostdev.runtime.saving import Keeper  # what it stands on takes time to load
@@ -347,6 +355,7 @@ class Runtime:
         if self._loop is not None:
             raise ValueError("a loop over `train` is open; end it, or call its close(), before the next one")
         self._require_own()
+        self.close_loaders(PredictLoader)
         if self.predicting:
             raise ValueError("a loop over `predict` is open; end it, or call its close(), before training")
         self._open = ref(loop)
