@@ -1,15 +1,30 @@
 """The files of examples/ run and learn, and README shows how they differ, and what they are."""
 
 import difflib
+import os
 import runpy
 import shutil
+import socket
+import subprocess
+import sys
+import warnings
 
 import numpy as np
 import pytest
+import torch
 
 from hostdev.runtime import saving
 from tests.conftest import ROOT
 
+EXAMPLES = ROOT / "examples"
+SMALL = {"users": 240, "films": 120}
+METRICS = {  # of plain torch: the epochs, the least that is learned, and how close hostdev comes
+    "two_tower": (2, 0.40, 0.02),
+    "sequence": (4, 0.30, 0.02),
+    "several_tasks": (4, 0.60, 0.005),
+    "hard_negatives": (3, 0.35, 0.06),  # a rounding decides which film is mined, and so what is learned
+    "growing": (3, 0.58, 0.005),
+}
 FILES = [ROOT / "examples" / name for name in ("movies_torch.py", "movies.py")]
 
 
@@ -43,3 +58,100 @@ def test_what_was_saved_goes_on(tmp_path, monkeypatch, capsys):
     assert gone_on == plain
     shown = (ROOT / "README.md").read_text()
     assert file.read_text().partition("def main(steps):")[2].partition("\n\n\nif")[0] in shown
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """Return what a file of examples/ defines; it may import those beside it."""
+    warnings.filterwarnings("ignore", module="lightning.*")
+    for package in ("lightning", "accelerate"):  # or what is beside the example would be found in their place
+        pytest.importorskip(package)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
+    yield lambda name: runpy.run_path(str(EXAMPLES / f"{name}.py"))
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_it_reaches_what_plain_torch_does(example, name, capsys):
+    epochs, least, close = METRICS[name]
+    plain, found = example(name)["main"](epochs=epochs, **SMALL)
+    assert np.min(plain) > least
+    assert found == pytest.approx(plain, abs=close)
+    assert "plain torch" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METRICS)
+def test_its_metric_depends_on_neither_depth_nor_cache(example, name):
+    made = example(name)
+    data, (epochs, _, _) = made["films"].make(**SMALL), METRICS[name]
+    found = [
+        made["train_hostdev"](data, epochs, **options) for options in ({"depth": 0}, {"depth": 4}, {"cache": "30%"})
+    ]
+    assert all(str(one) == str(found[0]) for one in found)
+
+
+def test_a_table_that_grew_has_the_bits_of_a_large_one(example):
+    made = example("growing")
+    data = made["films"].make(**SMALL)
+    (auc, rows), (wanted, whole) = (made["train_hostdev"](data, 1, whole=whole) for whole in (False, True))
+    assert np.array_equal(rows, whole)
+    assert auc == wanted
+
+
+def test_a_loop_on_processes_reaches_what_plain_torch_does(example):
+    made = example("processes")
+    data = made["films"].make(**SMALL)
+    assert made["train"](data, 3) == pytest.approx(made["train_torch"](data, 3), abs=0.005)
+
+
+def test_a_loop_on_two_processes_has_the_bits_of_one(example, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-W", "error", str(EXAMPLES / "processes.py"), "--small"]
+    started = [
+        subprocess.Popen(command, env={**os.environ, **place, "RANK": rank, "LOCAL_RANK": rank},
+                         stdout=subprocess.PIPE, text=True)
+        for rank in "01"
+    ]  # fmt: skip
+    made = example("processes")
+    made["train"](made["films"].make(users=400, films=200), 3)
+    found, silent = (process.communicate(timeout=300)[0] for process in started)
+    assert [process.returncode for process in started] == [0, 0]
+    assert found == capsys.readouterr().out.replace("1 process", "2 processes")
+    assert silent == ""
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*LeafSpec.*", "ignore:Checkpoint directory")
+def test_lightning_learns_and_goes_on(example, tmp_path, capsys):
+    main = example("lightning")["main"]
+    straight = main(str(tmp_path / "straight"), 3, **SMALL)
+    main(str(tmp_path / "parts"), 2, **SMALL)
+    then = main(str(tmp_path / "parts"), 3, resume=str(tmp_path / "parts" / "last.ckpt"), **SMALL)
+    assert then.auc == straight.auc > 0.55
+    assert "after epoch 3" in capsys.readouterr().out
+
+
+def test_accelerate_learns_and_goes_on(example, tmp_path, capsys):
+    made = example("accelerate")
+    straight = made["main"](str(tmp_path / "straight"), 3, **SMALL)
+    first = made["main"](str(tmp_path / "parts"), 2, **SMALL)
+    then = made["main"](str(tmp_path / "parts"), 1, resume=str(tmp_path / "parts"), **SMALL)
+    assert first + then == straight
+    assert np.mean(straight[-10:]) < np.mean(straight[:10]) - 0.01
+
+
+@pytest.mark.parametrize("name", ["lightning", "accelerate"])
+@pytest.mark.slow
+def test_a_script_finds_the_package_and_not_itself(name, tmp_path):
+    done = subprocess.run([sys.executable, f"{name}.py", "--small"], cwd=EXAMPLES, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "AUC 0." in done.stdout
+
+
+def test_the_list_of_examples_is_whole():
+    listed = (EXAMPLES / "README.md").read_text()
+    assert all(f"`{file.name}`" in listed for file in EXAMPLES.glob("*.py"))

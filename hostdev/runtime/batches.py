@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hostdev.device.rows import FeatureUses, GroupUses
+from hostdev.frameworks import accelerate
 from hostdev.parallel.ranks import PeerLostError
 from hostdev.pipeline.flight import Flight, Request
 from hostdev.runtime.body import Body
@@ -56,6 +57,7 @@ class Loop:
         self._pass: Any = None  # None before the first batch and after the last
         self._ended = False
         self._ahead: ReadAhead | None = None  # where the batches are an iterator
+        self._states: accelerate.States | None = None  # where accelerate is used, its state with each batch
         self._length: int | None = None
         self._what = "step" if self.name == "train" else "batch"
         self._flight: Flight | None = None
@@ -150,11 +152,23 @@ class Loop:
                 self._let_go()
                 self._stack.close()
 
+    def finish(self) -> None:
+        """End the loop with the batch that was given out last, as if it were the last one of the loader."""
+        try:
+            with torch.inference_mode(False):  # as in `__next__`
+                self._end_flight()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self.close()
+
     def _let_go(self) -> None:
         """Let go of all batches: the loop is over."""
         self._ended = True
         self._forget()
         self._pass, self._batches, self._ahead, self._in_flight = None, (), None, None
+        if self._states is not None:
+            self._states.hide()
         _open_loops.discard(self)
 
     def _open(self) -> Any:
@@ -166,9 +180,15 @@ class Loop:
             self._length = len(self)
         source = iter(self._batches)
         if source is not self._batches:
-            return source
+            return self._noting(source, accelerate.States() if accelerate.is_imported() else None)
         self._ahead = self._runtime.read_ahead_of(source, train=self._is_training)
-        return self._ahead.batches()
+        if self._ahead.states is None and accelerate.is_imported():
+            self._ahead.states = accelerate.States()
+        return self._noting(self._ahead.batches(), self._ahead.states)
+
+    def _noting(self, source: Iterator[Any], states: accelerate.States | None) -> Iterator[Any]:
+        self._states = states
+        return source if states is None else states.reading(source)
 
     def _requests(self) -> Iterator[Request]:
         """Return what the loop wants of each batch, read with random streams of its own; begins the loader."""
@@ -299,6 +319,8 @@ class Loop:
             self._in_flight.given()
         if self._streams is not None:
             self._streams.give(micro.drew)
+        if self._states is not None:
+            self._states.show()
         order = list(dict.fromkeys(at for wanted in runtime.wanted for at in wanted.tables))
         uses, values = self._looked_up(flight, micro) if self._asks else ([], {})
         batch = micro.batch([self._sent.pop(0) for _ in micro.tensors])

@@ -15,9 +15,10 @@ from hostdev.core.signals import deferred
 from hostdev.parallel.dense import DenseExchange
 from hostdev.pipeline.flight import Flight, Gradients
 from hostdev.pipeline.outcome import Outcome
-from hostdev.runtime import scaling
+from hostdev.runtime import clipping, scaling
 from hostdev.runtime.batches import Loop, PredictLoop
 from hostdev.runtime.finite import Flags, NonFiniteError
+from hostdev.runtime.loaders import PredictLoader
 from hostdev.runtime.pending import FirstBatch, Pending, gradients_left
 from hostdev.runtime.random_streams import Place
 from hostdev.runtime.reduction import Reduction
@@ -66,6 +67,20 @@ class TrainLoop(Loop):
             runtime.dense_channel, micro_batches, runtime.dense_exchange, runtime.other_channels
         )
         self._late: list[Leaf] = []  # of a flight that was finished before the loop has come back
+        self._clipped = False  # the rows of the flight, with the parameters
+
+    def clipping_rows(self) -> "TrainLoop":
+        """Clip the rows with the parameters wherever torch's functions clip these; return the loop."""
+        clipping.add(self)
+        return self
+
+    def take_clipped(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """See `clipping.Clipped`."""
+        gradients = [parameter.grad for parameter in given if parameter.grad is not None]
+        if self._clipped or not self._rows or self.clips_rows(gradients) is not False:
+            return []
+        self._clipped = True
+        return self._rows[-1].parameters()
 
     _is_training = True
 
@@ -103,6 +118,8 @@ class TrainLoop(Loop):
     def __next__(self) -> Any:
         """Send the gradients of the batch before on their way, and return the next one with its rows."""
         self._require_thread()
+        if self._runtime.predicting:
+            self._runtime.close_loaders(PredictLoader)
         if self._runtime.is_predicting():
             raise ValueError("a loop over `predict` is open; end it, or close it, before the next step of `train`")
         try:
@@ -146,6 +163,7 @@ class TrainLoop(Loop):
                 leaf.rows.register_post_accumulate_grad_hook(partial(_came, ref(self)))  # type: ignore[no-untyped-call]
         self._losses = scaling.losses_scaled()
         self._unscaled, self._overflow, self._origin = False, None, None
+        self._clipped = False
 
     def _alike(self) -> dict[str, Any]:
         return {**super()._alike(), "reduce_early": self._reduce_early}
@@ -155,6 +173,7 @@ class TrainLoop(Loop):
         self._late = []
         self._dense.close()
         scaling.forget(self)
+        clipping.remove(self)
 
     def _next_batch(self) -> tuple[Any, Rows]:
         if len(self._micros) == 1 and self._reduce_early:

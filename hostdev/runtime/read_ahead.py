@@ -18,6 +18,7 @@ class ReadAhead:
     def __init__(self, source: Iterator[Any]) -> None:
         self.source = source
         self.streams: RandomStreams | None = None  # of random numbers, as the last loop over it had them
+        self.states: Any = None  # accelerate's, with each batch that is kept
         self._kept: deque[Any] = deque()
         self._readers = 0
         self._reading = threading.Lock()  # a reader of before may still be in somebody's code

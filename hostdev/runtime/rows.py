@@ -1,6 +1,6 @@
 """A batch's rows as a model gets them, and the gradients that come back to them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Sequence, ValuesView
 from functools import partial
 from typing import Any
 
@@ -144,8 +144,11 @@ class _InOrderOfIds(torch.autograd.Function):
         return ctx.order.in_rows(grads[0]), None
 
 
-class Rows(Mapping[str, Value]):
+class Rows:
     """A batch's rows by feature, on the device, with gradients that go to their tables.
+
+    It has what a read-only dict has, and is none for `isinstance`: frameworks that move or convert the tensors of a
+    batch rebuild every Mapping in it from its items, and rows cannot be rebuilt. So they hand it on as it is.
 
     Of a feature with one id a sample [B, D]; with k ids [B, k, D]; with bags, pooled [B, D], else [N, D]. A tuple of
     these, one for each table, where the feature has several.
@@ -195,6 +198,31 @@ class Rows(Mapping[str, Value]):
     def __len__(self) -> int:
         """Return the number of features."""
         return len(self._values)
+
+    def __contains__(self, feature: object) -> bool:
+        """Tell whether there is a feature of this name."""
+        self._require_open()
+        return feature in self._values
+
+    def keys(self) -> KeysView[str]:
+        """Return the features' names."""
+        self._require_open()
+        return self._values.keys()
+
+    def values(self) -> ValuesView[Value]:
+        """Return the rows of the features."""
+        self._require_open()
+        return self._values.values()
+
+    def items(self) -> ItemsView[str, Value]:
+        """Return the features' names with their rows."""
+        self._require_open()
+        return self._values.items()
+
+    def get(self, feature: str, default: Any = None) -> Any:
+        """Return a feature's rows, or `default` where there is no such feature."""
+        self._require_open()
+        return self._values.get(feature, default)
 
     @property
     def uses(self) -> Sequence[GroupUses]:

@@ -21,6 +21,7 @@ from hostdev.pipeline.pipeline import Pipeline, require_depth
 from hostdev.runtime import alike, scaling
 from hostdev.runtime.access import Access
 from hostdev.runtime.features import Table, resolve
+from hostdev.runtime.loaders import ForFrameworks, PredictLoader
 from hostdev.runtime.look_up import look_up
 from hostdev.runtime.loop import PredictLoop, TrainLoop
 from hostdev.runtime.partial import ids_of_some, some_features
@@ -43,7 +44,7 @@ def _trained_by(table: Any) -> TrainLoop | None:
     return None if loop is None else loop()
 
 
-class Runtime:
+class Runtime(ForFrameworks):
     """Looks up the rows of a model's tables for the batches to come, and updates them with their gradients.
 
     ::
@@ -131,6 +132,7 @@ class Runtime:
             same = ranks.mesh.data == ranks.size  # all ranks have the same parameters
             self.dense_channel = ranks.device_channel(self.device, None if same else "data")
             self.other_channels = None if same else (ranks.channel("data"), ranks.channel())
+        self._loaders = WeakSet()
         self.predicting = 0  # loops over `predict` that are open
         self._predict_loops: WeakSet[PredictLoop] = WeakSet()  # those, and some that are over
         self._open: ReferenceType[TrainLoop] | None = None  # the open loop over `train`, which ends when it is dropped
@@ -143,6 +145,7 @@ class Runtime:
         self._saved: Keeper | None = None
         self._loaded_place: Place | None = None
         self._closed = False
+        self.saves_with_framework = False  # with its checkpoints
 
     @property
     def tables(self) -> dict[str, Table]:
@@ -428,6 +431,11 @@ class Runtime:
             self.ranks.agree(name, f"runtime.{name}()")
 
     @property
+    def is_saved(self) -> bool:
+        """Tell whether the program saves the tables: it has done so, or has asked for Lightning's plugin."""
+        return self.saves_with_framework or self._saved is not None
+
+    @property
     def _keeper(self) -> "Keeper":
         if self._saved is None:
             from hostdev.runtime.saving import Keeper  # what it stands on takes time to load
@@ -523,6 +531,7 @@ class Runtime:
         if self._loop is not None:
             raise ValueError("a loop over `train` is open; end it, or call its close(), before the next one")
         self._require_own()
+        self.close_loaders(PredictLoader)
         if self.is_predicting():
             raise ValueError("a loop over `predict` is open; end it, or call its close(), before training")
         self._open = ref(loop)

@@ -89,6 +89,10 @@ class Bag:
         if self.lengths is not None and self.offsets is not None:
             raise ValueError("a bag has lengths or offsets, not both")
 
+    def to(self, *_: Any, **__: Any) -> "Bag":
+        """Return itself: frameworks move the batches of a loader to the device, and ids are looked up on the host."""
+        return self
+
 
 @dataclass(frozen=True, eq=False)
 class CacheSpec:

@@ -355,7 +355,7 @@ class Trainer:
             objective = objective + deep_l2(unique, counts if self._l2 == "batch" else None)
         return wide.detach(), objective, objective.detach()
 
-    def _logits(self, dense: Tensor, rows: Mapping[str, Any]) -> Tensor:
+    def _logits(self, dense: Tensor, rows: Rows) -> Tensor:
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._precision == "bf16"):
             logits: Tensor = self.model(dense, rows)
         return logits

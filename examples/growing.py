@@ -1,0 +1,111 @@
+"""Who likes which film, while users join: each day has more of them, and the table of users grows.
+
+A larger table takes over the rows of the one before, with their optimizer's state; its other rows have the initial
+values that a table of that size has. So it has, to the bit, what a table of the last day's size would have learned.
+The same program in plain torch and on hostdev.
+
+python examples/growing.py [--small]
+"""
+
+import films
+import numpy as np
+import torch
+from torch import nn
+
+import hostdev
+
+DIM, BATCH, LR, DAYS = 16, 256, 1e-2, 3
+Batches = list[list[torch.Tensor]]
+
+
+def day(data: films.Films, number: int) -> tuple[int, Batches]:
+    """Return how many users there are on a day, and the day's batches: user, film and liked."""
+    users, events = (number + 1) * len(data.film) // DAYS, data.film.shape[1] - 2
+    at = slice(number * events // DAYS, (number + 1) * events // DAYS)
+    user = np.arange(users).repeat(at.stop - at.start)
+    columns = user, data.film[:users, at].ravel(), data.liked[:users, at].ravel()
+    order = torch.randperm(len(user), generator=torch.Generator().manual_seed(number)).split(BATCH)
+    return users, [[torch.from_numpy(column)[rows] for column in columns] for rows in order]
+
+
+def make_table(name: str, rows: int) -> hostdev.HostTable:
+    """Make a table."""
+    return hostdev.HostTable(rows, DIM, hostdev.LazyAdam(lr=LR), name=name, init=hostdev.Normal(0.1), seed=1)
+
+
+def grown(table: hostdev.HostTable, rows: int) -> hostdev.HostTable:
+    """Return a table with more rows, of which the first are those of a table."""
+    larger, ids = make_table(table.name, rows), np.arange(table.rows)
+    block = np.empty((len(ids), 1 + len(table.optimizer.slots), DIM), np.float32)
+    row_slots = np.empty((len(ids), len(table.optimizer.row_slots)), np.float32)
+    table.read_rows(ids, block, row_slots)
+    larger.write_rows(ids, block, row_slots)
+    larger.step = table.step  # of which LazyAdam's rate is a function
+    return larger
+
+
+def score(user: torch.Tensor, film: torch.Tensor) -> torch.Tensor:
+    """Logits [B] of rows, each [B, DIM]; the last column is a bias."""
+    return (user[:, :-1] * film[:, :-1]).sum(1) + user[:, -1] + film[:, -1]
+
+
+def train_hostdev(data: films.Films, epochs: int, *, whole: bool = False, **options) -> tuple[float, np.ndarray]:
+    """Train on hostdev; return the AUC and the users' rows. With `whole` the table has all users from the first day."""
+    film, user = make_table("film", len(data.genre)), None
+    for number in range(DAYS):
+        users, batches = day(data, number)
+        if whole:
+            users = len(data.film)
+        user = make_table("user", users) if user is None else grown(user, users)
+        runtime = hostdev.Runtime({"user": user, "film": film}, device="cpu", **options)
+        ids = lambda batch: {"user": batch[0], "film": batch[1]}  # noqa: E731
+        for _ in range(epochs):
+            for (_, _, liked), rows in runtime.train(batches, ids=ids):
+                logits = score(rows["user"], rows["film"])
+                nn.functional.binary_cross_entropy_with_logits(logits, liked).backward()
+    at, films_at, _, liked, _ = data.events("test").tensors
+    rows = runtime.look_up({"user": at, "film": films_at})
+    return films.auc(score(rows["user"], rows["film"]).numpy(), liked.numpy()), np.array(user.weights)
+
+
+def train_torch(data: films.Films, epochs: int) -> float:
+    """Train in plain torch, and return the AUC."""
+    film = films.same_rows(nn.Embedding(len(data.genre), DIM, sparse=True), make_table("film", len(data.genre)))
+    of_film, user, of_user = torch.optim.SparseAdam([film.weight], lr=LR), None, None
+    for number in range(DAYS):
+        users, batches = day(data, number)
+        larger = films.same_rows(nn.Embedding(users, DIM, sparse=True), make_table("user", users))
+        of_larger = torch.optim.SparseAdam([larger.weight], lr=LR)
+        if user is not None:
+            before = user.num_embeddings
+            with torch.no_grad():
+                larger.weight[:before] = user.weight
+            state = of_user.state[user.weight]
+            moments = {name: torch.zeros_like(larger.weight) for name in ("exp_avg", "exp_avg_sq")}
+            for name, moment in moments.items():
+                moment[:before] = state[name]
+            of_larger.state[larger.weight] = {"step": state["step"], **moments}
+        user, of_user = larger, of_larger
+        for _ in range(epochs):
+            for at, films_at, liked in batches:
+                loss = nn.functional.binary_cross_entropy_with_logits(score(user(at), film(films_at)), liked)
+                for optimizer in (of_user, of_film):
+                    optimizer.zero_grad()
+                loss.backward()
+                for optimizer in (of_user, of_film):
+                    optimizer.step()
+    at, films_at, _, liked, _ = data.events("test").tensors
+    with torch.no_grad():
+        return films.auc(score(user(at), film(films_at)).numpy(), liked.numpy())
+
+
+def main(epochs: int = 3, **size: int) -> tuple[float, float]:
+    """Train both, and return their AUC."""
+    data = films.make(**size)
+    found = train_torch(data, epochs), train_hostdev(data, epochs)[0]
+    print(f"AUC {found[1]:.4f}; plain torch {found[0]:.4f}")
+    return found
+
+
+if __name__ == "__main__":
+    main(**films.size(__doc__))

@@ -1,0 +1,1 @@
+"""What other people's training loops need: accelerate's view of the batch in the body, Lightning's checkpoints."""

@@ -1,0 +1,69 @@
+"""Lightning's checkpoints with the tables in them: a plugin for its Trainer."""
+
+import os
+import shutil
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from hostdev.core.errors import UserError
+
+_ENTRY = "hostdev_tables"  # in Lightning's checkpoint: the name of the tables' checkpoint beside it
+_PACKAGES = {"lightning": "lightning.fabric.plugins", "pytorch_lightning": "lightning_fabric.plugins"}
+
+
+def checkpoint_io(runtime: Any) -> Any:
+    """Return a plugin that saves, loads and removes a runtime's tables with each checkpoint of a Lightning Trainer.
+
+    ::
+
+        trainer = lightning.Trainer(plugins=[hostdev.frameworks.lightning.checkpoint_io(runtime)])
+
+    The tables of `epoch=3.ckpt` are in the folder `epoch=3.ckpt.tables` beside it, as `Runtime.save` writes them.
+    Lightning's checkpoint names the one that belongs to it. `Trainer.fit`, `validate` and `test` with `ckpt_path`
+    load both, and where `ModelCheckpoint` removes a checkpoint, its tables go, too. Works with the packages
+    `lightning` and `pytorch_lightning`.
+
+    UserError where neither is installed, and on loading a checkpoint without tables.
+    """
+    runtime.saves_with_framework = True
+    loaded = [plugins for package, plugins in _PACKAGES.items() if package in sys.modules]
+    bases = tuple(import_module(plugins).TorchCheckpointIO for plugins in loaded or [_installed()])
+
+    class TablesIO(*bases):  # type: ignore[misc]
+        def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, *args: Any, **kwargs: Any) -> None:
+            folder = _folder(path)
+            # The tables first: a checkpoint of the same path, which is replaced now, names the ones before.
+            saved = runtime.save(folder, keep=2).wait().path.name
+            super().save_checkpoint({**checkpoint, _ENTRY: saved}, path, *args, **kwargs)
+
+        def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            checkpoint: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
+            if _ENTRY not in checkpoint:
+                raise UserError(f"{path} has no tables: it was saved by a Trainer without hostdev's checkpoint_io")
+            runtime.close_loaders()  # the Trainer may have left them open, as after a fit
+            runtime.load(_folder(path) / checkpoint.pop(_ENTRY))
+            return checkpoint
+
+        def remove_checkpoint(self, path: Any) -> None:
+            super().remove_checkpoint(path)
+            shutil.rmtree(_folder(path), ignore_errors=True)
+
+    return TablesIO()
+
+
+def _installed() -> str:
+    for package, plugins in _PACKAGES.items():
+        try:
+            import_module(package)
+        except ModuleNotFoundError:
+            continue
+        return plugins
+    raise UserError("neither lightning nor pytorch_lightning is installed; pip install lightning")
+
+
+def _folder(path: Any) -> Path:
+    """Return the folder of the tables of a checkpoint; `last.ckpt` may be a link to another one."""
+    resolved = os.path.realpath(path)
+    return Path(f"{resolved}.tables")

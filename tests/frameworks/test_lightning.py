@@ -1,0 +1,190 @@
+"""Lightning's Trainer over a runtime: the bits of the plain loop, and checkpoints with the tables."""
+
+import copy
+import importlib
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map
+
+import hostdev
+from hostdev.frameworks.lightning import checkpoint_io
+from tests.frameworks.cases import adam, ids, loader, loss_of, make_runtime, make_top, plain, weights
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of torch's that Lightning still calls
+    lightning = pytest.importorskip("lightning")
+    from lightning.fabric.utilities import move_data_to_device
+    from lightning_utilities.core.apply_func import apply_to_collection
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*LeafSpec.*", "ignore:Checkpoint directory"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`", "ignore:.*`ModelCheckpoint.*"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
+]
+
+
+def module_class(package=lightning):
+    class Module(package.LightningModule):
+        def __init__(self, runtime, manual=False):
+            super().__init__()
+            self.runtime, self.top, self.losses = runtime, make_top(), []
+            self.automatic_optimization = not manual
+
+        def training_step(self, item, number):
+            loss = loss_of(self.top, *item)
+            self.losses.append(loss.item())
+            if not self.automatic_optimization:
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                self.clip_gradients(optimizer, gradient_clip_val=0.02)
+                optimizer.step()
+            return loss
+
+        def validation_step(self, item, number):
+            self.log("loss", loss_of(self.top, *item), batch_size=len(item[0][0]))
+
+        def configure_optimizers(self):
+            return adam(self.parameters())
+
+    return Module
+
+
+def fit(folder, epochs, *, package=lightning, runtime=None, manual=False, accumulate=1, resume=None, callbacks=(),
+        plugins=(), validate=True, **options):  # fmt: skip
+    """Return the module and the trainer after so many epochs."""
+    runtime = runtime or make_runtime()
+    module = module_class(package)(runtime, manual)
+    trainer = package.Trainer(
+        max_epochs=epochs, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        accumulate_grad_batches=accumulate, default_root_dir=folder, callbacks=list(callbacks),
+        plugins=list(plugins) or None, enable_checkpointing=bool(callbacks), **options,
+    )  # fmt: skip
+    validation = runtime.predict_loader(loader(100), ids=ids) if validate else None
+    trainer.fit(module, runtime.train_loader(loader(), ids=ids, accumulate=accumulate), validation, ckpt_path=resume)
+    return module, trainer
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, {}),
+        ({"gradient_clip_val": 0.02}, {"clip": 0.02}),
+        ({"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}, {"value": 0.001}),
+        ({"manual": True}, {"clip": 0.02}),
+        ({"accumulate": 3, "gradient_clip_val": 0.02, "val_check_interval": 5}, {"accumulate": 3, "clip": 0.02}),
+        ({"limit_train_batches": 5, "limit_val_batches": 1}, {"batches": 5}),
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_the_trainer_has_the_bits_of_the_plain_loop(tmp_path, options, wanted):
+    module, _ = fit(tmp_path, 2, **options)
+    losses, tables, _ = plain(2, **wanted)
+    assert module.losses == losses
+    assert weights(module.runtime) == tables
+
+
+def test_clipping_takes_the_rows(tmp_path):
+    assert plain(1, clip=0.02)[1] != plain(1)[1]
+
+
+def test_bfloat16(tmp_path):
+    module, _ = fit(tmp_path, 2, precision="bf16-mixed", limit_train_batches=4)
+    losses, _, _ = plain(2, batches=4)
+    assert module.losses == pytest.approx(losses, abs=0.01)
+
+
+def test_accumulation_that_the_loader_was_not_given_is_refused(tmp_path):
+    runtime = make_runtime()
+    module = module_class()(runtime)
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        accumulate_grad_batches=4, enable_checkpointing=False,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"runtime.train\(..., accumulate=N\)"):
+        trainer.fit(module, runtime.train_loader(loader(), ids=ids))
+
+
+@pytest.mark.parametrize("name", ["lightning", "pytorch_lightning"])
+def test_a_resumed_run_has_the_bits_of_one_run(tmp_path, name):
+    package = pytest.importorskip(name)
+    callbacks = importlib.import_module({"lightning": "lightning.pytorch"}.get(name, name) + ".callbacks")
+
+    def checkpoints():
+        return callbacks.ModelCheckpoint(tmp_path / "at", monitor="loss", save_top_k=1, save_last=True)
+
+    straight, _ = fit(tmp_path, 4, package=package)
+    runtime = make_runtime()
+    stop = callbacks.EarlyStopping("loss", patience=5)
+    first, _ = fit(tmp_path, 2, package=package, runtime=runtime, callbacks=[checkpoints(), stop],
+                         plugins=[checkpoint_io(runtime)])  # fmt: skip
+    assert {file.name for file in (tmp_path / "at").glob("*.tables")} == {
+        f"{file.name}.tables" for file in (tmp_path / "at").glob("*.ckpt")
+    }
+    other = make_runtime()
+    then, trainer = fit(tmp_path, 4, package=package, runtime=other, callbacks=[checkpoints(), stop],
+                  plugins=[checkpoint_io(other)], resume=tmp_path / "at" / "last.ckpt")  # fmt: skip
+    assert first.losses + then.losses == straight.losses
+    assert weights(other) == weights(straight.runtime)
+    best = trainer.checkpoint_callback
+    [found] = trainer.validate(then, other.predict_loader(loader(100), ids=ids), best.best_model_path, verbose=False)
+    assert found["loss"] == best.best_model_score
+
+
+def test_a_run_resumed_within_an_epoch_goes_on_with_the_batch_after(tmp_path):
+    runtime, other = make_runtime(), make_runtime()
+    keep = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path / "at", every_n_train_steps=21, save_top_k=-1)
+    straight, _ = fit(tmp_path, 2, runtime=runtime, callbacks=[keep], plugins=[checkpoint_io(runtime)], validate=False)
+    [saved] = (tmp_path / "at").glob("*step=21.ckpt")
+    then, _ = fit(tmp_path, 2, runtime=other, plugins=[checkpoint_io(other)], resume=saved, validate=False)
+    assert then.losses == straight.losses[21:]
+    assert weights(other) == weights(straight.runtime)
+    with pytest.raises(hostdev.UserError, match=r"the checkpoint is of step 21, and the tables of step 0: save and"):
+        fit(tmp_path, 2, resume=saved, validate=False)
+
+
+def test_checkpoints_without_the_tables(tmp_path):
+    keep = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path / "at", save_last=True)
+    with pytest.warns(
+        UserWarning, match=r"saved without the tables; save them with it, such as by Trainer\(plugins=\["
+    ):
+        fit(tmp_path, 1, callbacks=[keep], limit_train_batches=2)
+    runtime = make_runtime()
+    with pytest.raises(
+        hostdev.UserError, match=r"last.ckpt has no tables: it was saved by a Trainer without hostdev's"
+    ):
+        fit(tmp_path, 2, runtime=runtime, plugins=[checkpoint_io(runtime)], resume=tmp_path / "at" / "last.ckpt")
+
+
+def test_a_copied_module_shares_the_runtime():
+    module = module_class()(make_runtime())
+    assert copy.deepcopy(module).runtime is module.runtime
+    assert copy.copy(module.runtime) is module.runtime
+    with pytest.raises(TypeError, match="a Runtime cannot be pickled, such as with save_hyperparameters"):
+        pickle.dumps(module.runtime)
+
+
+def test_rows_and_bags_pass_through_as_they_are():
+    runtime = make_runtime()
+    with runtime.train(loader(), ids=ids) as loop:
+        batch, rows = next(loop)
+        bag = hostdev.Bag(batch[0])
+        item = {"batch": batch, "rows": rows, "bag": bag}
+        cpu = torch.device("cpu")
+        for passed in (
+            move_data_to_device(item, cpu),
+            tree_map(lambda leaf: leaf, item),
+            apply_to_collection({"rows": rows}, torch.Tensor, torch.Tensor.double) | {"bag": bag},  # as "64-true" does
+        ):
+            assert passed["rows"] is rows
+            assert passed["bag"] is bag
+        assert dict(rows).keys() == rows.keys() == {"user", "film"}
+        assert dict(**rows)["film"] is rows["film"] is rows.get("film")
+        assert [value.shape for value in rows.values()] == [value.shape for _, value in rows.items()]
+        assert "user" in rows and "other" not in rows and rows.get("other") is None
+        assert len(rows) == len(list(rows)) == 2
+    with pytest.raises(ValueError, match="this batch is over"):
+        rows.items()
