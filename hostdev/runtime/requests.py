@@ -88,11 +88,6 @@ class Reader:
         self._streams: RandomStreams | None = None
         self._shared: SharedGenerators | None = None
 
-    @property
-    def together(self) -> int:
-        """Batches that make one step."""
-        return self._together
-
     def requests(
         self, batches: Iterator[Any], streams: RandomStreams | None = None, in_flight: InFlight | None = None,
         loader: Any = None,
