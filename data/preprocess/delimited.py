@@ -20,6 +20,7 @@ from hostdev.core.errors import UserError
 from hostdev.kernels.strings import IN_QUOTES, scan_quotes
 
 BLOCK_BYTES = 1 << 24
+MOST_COLUMNS = 1 << 16
 _USUAL = {"\t": "tab", ";": "';'", "|": "'|'", ",": ","}  # delimiters, as a shell takes them
 _STAND_IN = b"\x1f"  # for a delimiter of several characters: the unit separator, which text does not have
 
@@ -116,6 +117,10 @@ class DelimitedFile:
             raise self._too_long(HEAD_BYTES)
         lines = start[:end] if len(start) == HEAD_BYTES else start + b"\n"
         self._check_encoding(lines, 0)
+        values = lines.partition(b"\n")[0].count(self._delimiter) + 1
+        if values > MOST_COLUMNS:  # each of which takes some KiB in Arrow's parser
+            raise UserError(f"{self.input.name}: the first line has {values:,} values between {self.shown}, more than "
+                            f"{MOST_COLUMNS:,}; is the delimiter another one? See --delimiter")  # fmt: skip
         try:
             return tuple(self._read(self._plain(lines), None, None, lambda row: "skip").schema.names)
         except pa.ArrowInvalid as error:
