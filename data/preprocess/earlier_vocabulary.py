@@ -1,5 +1,6 @@
 """An earlier data set whose ids, columns and scaling are kept when new rows are prepared (`--vocabulary FROM`)."""
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -200,12 +201,19 @@ def _short(value: Any) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
+def _beside(path: str) -> str:
+    """Return a path as it is from the current folder, where it lies in that."""
+    with contextlib.suppress(OSError, ValueError):  # the current folder may be gone
+        return str(Path(path).relative_to(Path.cwd()))
+    return path
+
+
 def growth(found: Manifest) -> list[str]:
     """Return lines that say what a data set has kept of an earlier one; none where it has kept nothing."""
     earlier = found.options.get(EARLIER)
     if not isinstance(earlier, dict):
         return []
-    kept, path = earlier["ids"], earlier["path"]
+    kept, path = earlier["ids"], _beside(earlier["path"])
     new = found.schema.rows - kept
     if found.vocabulary is None:
         line = f"ids      hashed into as many buckets as in {path}"

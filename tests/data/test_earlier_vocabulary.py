@@ -2,6 +2,11 @@
 
 import json
 import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 
 import numpy as np
@@ -192,6 +197,47 @@ def test_interrupted_work_goes_on_with_the_same_earlier_ids(tmp_path, monkeypatc
         result = contents(tmp_path / "out")
         assert result == contents(tmp_path / "straight")
         (tmp_path / "out").rename(tmp_path / f"done-{begun_from}-{frozen}")
+
+
+# Kills itself at a random moment of the work.
+KILLED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from tests.data import test_earlier_vocabulary as test
+
+after, folder = float(sys.argv[1]), Path(sys.argv[2])
+threading.Thread(target=lambda: (time.sleep(after), os.kill(os.getpid(), signal.SIGKILL)), daemon=True).start()
+test.make_third_day(folder, folder / "out")
+"""
+
+
+def make_third_day(folder, out):
+    options = Options(threshold=0, test_fraction=None, rows_per_shard=100)
+    source = Table([folder / "3.arrow"], TableOptions(**HOW, test_column=("part", "test")))
+    return build(source, out, options, earlier=read_earlier(folder / "from"))
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments(tmp_path):
+    build(table(tmp_path / "1.arrow", rows_of(1, 300, 30)), tmp_path / "from", Options(threshold=0, test_fraction=None))
+    twins.write_arrow(tmp_path / "3.arrow", rows_of(3, 6000, 900), rows_per_batch=100)
+    start = time.monotonic()
+    make_third_day(tmp_path, tmp_path / "straight")
+    seconds = time.monotonic() - start
+    moments, killed = random.Random(1), 0
+    for _ in range(12):
+        after = str(moments.uniform(0, 1.5) * seconds)
+        done = subprocess.run([sys.executable, "-c", KILLED, after, tmp_path], capture_output=True, check=False)
+        assert done.returncode in (0, -signal.SIGKILL), done.stderr
+        killed += done.returncode != 0
+        if (tmp_path / "out").exists():
+            assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+            for path in (tmp_path / "out", tmp_path / ".out.partial"):
+                shutil.rmtree(path, ignore_errors=True)
+    if not (tmp_path / "out").exists():
+        make_third_day(tmp_path, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+    assert killed >= 3
 
 
 def test_hash_buckets(tmp_path, in_process):
