@@ -21,6 +21,7 @@ from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo
 from hostdev.data.preprocess.columns import Positive, WrongValueError
 from hostdev.data.preprocess.dense import fixed_scaling
+from hostdev.data.preprocess.naming import listed
 from hostdev.data.preprocess.raw import Layout
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.schema import Schema
@@ -94,8 +95,7 @@ class Encoding:
         known = set(have)
         for name in self.columns():
             if name not in known:
-                shown = ", ".join(map(str, have[:30]))
-                raise UserError(f"the rows have no column {name!r}; they have {shown or 'none'}")
+                raise UserError(f"the rows have no column {name!r}; they have {listed(have) or 'none'}")
             if len(known) < len(have) and list(have).count(name) > 1:
                 raise UserError(f"the rows have {list(have).count(name)} columns of the name {name!r}")
 

@@ -30,6 +30,7 @@ from tests.data.test_manifest import VERSION_1
 from tests.data.test_restart import fail_at
 from tests.data.test_sources import contents
 from tests.data.test_table import write
+from tests.manifests import edit_manifest
 
 HOW = {"label": "label", "numeric": ("x",), "categorical": ("a", "b"), "bags": (("g", None),), "share": (("b", "a"),)}
 
@@ -152,7 +153,7 @@ def test_criteo(tmp_path, in_process):
     ids = [row for row in twins.vocabulary(tmp_path / "two") if row[1] not in (None, "")]
     assert [row[:2] for row in ids] == [("C1", A), ("C1", B), ("C2", B), ("C1", C.lower()), ("C2", A)]
     one, two = (manifest.read(tmp_path / name) for name in ("one", "two"))
-    assert f"ids      {one.schema.rows:,} kept from {tmp_path / 'one'}, 2 new; numbers are scaled as there\n" in out
+    assert f"ids      {one.schema.rows:,} kept from one, 2 new; numbers are scaled as there\n" in out
     assert two.schema.rows == one.schema.rows + 2
     assert two.statistics["dense_max"] == one.statistics["dense_max"]
     assert two.options["threshold"] == 0
@@ -160,7 +161,7 @@ def test_criteo(tmp_path, in_process):
     assert check(tmp_path / "two").wrong == []
     code, out, _ = in_process(preprocess, "info", tmp_path / "two", "--out", tmp_path / "two.png")
     assert code == 0
-    assert f"ids      {one.schema.rows:,} kept from {tmp_path / 'one'}, 2 new" in out
+    assert f"ids      {one.schema.rows:,} kept from one, 2 new" in out
 
 
 def test_version_1_says_nowhere_which_ids_are_whose(tmp_path):
@@ -250,7 +251,7 @@ def test_hash_buckets(tmp_path, in_process):
         out = tmp_path / f"two{len(given)}"
         code, said, _ = in_process(preprocess, "table", more, "--out", out, "--vocabulary", tmp_path / "one", *given)
         assert code == 0
-        assert f"ids      hashed into as many buckets as in {tmp_path / 'one'}; numbers are scaled as there\n" in said
+        assert "ids      hashed into as many buckets as in one; numbers are scaled as there\n" in said
         one, two = manifest.read(tmp_path / "one"), manifest.read(out)
         assert two.schema == one.schema
         assert two.statistics["dense_max"] == one.statistics["dense_max"]
@@ -386,3 +387,28 @@ def test_values_that_were_in_no_space_before(tmp_path):
     two = build(Table([second], how), tmp_path / "two", options, earlier=read_earlier(tmp_path / "one"))
     assert two.schema.spaces == (Space("a", 0, one.schema.rows, 4), one.schema.spaces[1])
     assert check(tmp_path / "two").wrong == []
+
+
+def change(**values):
+    return lambda content: content["options"].update(values)
+
+
+@pytest.mark.parametrize(("edit", "what"), [
+    (change(dense="most"), "dense"), (change(hash_buckets=5), "hash_buckets"), (change(threshold="1"), "threshold"),
+    (change(label=None), "label"), (change(bags={}), "bags"), (change(share=[]), "share"),
+    (change(numeric="x"), "numeric"), (change(categorical=None), "categorical"),
+    (lambda content: content["statistics"].update(dense_max=[1.0, 2.0]), "the scaling of its numbers"),
+    (lambda content: content["statistics"].update(dense_max=["1"]), "the scaling of its numbers"),
+    (lambda content: content["statistics"].pop("dense_max"), "the scaling of its numbers"),
+])  # fmt: skip
+def test_a_manifest_that_lacks_what_is_kept_is_refused(grown, edit, what):
+    edit_manifest(grown, edit)
+    with pytest.raises(UserError, match=rf"manifest.json is broken \(a wrong value of {what}\); preprocess the data"):
+        read_earlier(grown)
+
+
+@pytest.mark.parametrize("earlier", [7, {}, {"path": "x"}, {"path": 1, "identity": "", "ids": "1", "frozen": 0}])
+def test_what_is_recorded_wrongly_is_not_told(grown, earlier, in_process):
+    edit_manifest(grown, change(earlier=earlier))
+    assert check(grown).wrong == []
+    assert "kept" not in "".join(check(grown).lines)
