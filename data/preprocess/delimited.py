@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from hostdev.data.preprocess.files import Chunk, Part
 from hostdev.data.preprocess.inputs import COMPRESSED, HEAD_BYTES, AnyInput
+from hostdev.data.preprocess.naming import short
 from hostdev.data.preprocess.rejected import RejectedLines
 from hostdev.data.preprocess.text import LONGEST, newline, whole_lines
 from pyarrow import csv
@@ -165,7 +166,7 @@ class DelimitedFile:
     def _unreadable(self, error: str) -> UserError:
         if "Empty CSV" in error:
             return UserError(f"{self.input.name}: the file has no rows")
-        return UserError(f"{self.input.name}: this is not delimited text ({error})")
+        return UserError(f"{self.input.name}: this is not delimited text ({short(error, 200)})")
 
 
 def _guess(path: Path, start: bytes) -> str:
