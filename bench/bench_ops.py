@@ -53,7 +53,7 @@ def ops_of(rows: int, dim: int) -> dict[str, Op]:
     sum_uses([Feature(inverse)], [grads], sums)
     deep = hostdev.HostTable(rows, dim, hostdev.LazyAdam(), name="deep")
     wide = hostdev.HostTable(rows, 1, hostdev.FTRL(), name="wide")
-    grads1, sums1 = grads[:, :1].copy(), sums[:, :1].copy()
+    grads1, sums1, block = grads[:, :1].copy(), sums[:, :1].copy(), deep.storage.block
 
     def host_side() -> None:
         rows_used, _ = hostdev.unique(ids)
@@ -73,7 +73,7 @@ def ops_of(rows: int, dim: int) -> dict[str, Op]:
         "FTRL D = 1, unique rows": (lambda: wide.update(found, sums1), u, 7 * u * 4),
         "FTRL D = 1, all": (lambda: wide.apply(ids, grads1), n, n * 4 + 6 * u * 4),
         "host side of a step": (host_side, u, 9 * u * (row + 4)),
-        "initial values": (lambda: Normal().fill(deep.block[:100_000], 0, "x", np.zeros(2, np.float32)), 100_000,
+        "initial values": (lambda: Normal().fill(block[:100_000], 0, "x", np.zeros(2, np.float32)), 100_000,
                            min(rows, 100_000) * 3 * row),
     }  # fmt: skip
 

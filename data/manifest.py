@@ -5,8 +5,7 @@ the whole range of values.
 """
 
 import json
-import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from hostdev.data import schema as schemas
+from hostdev.data.manifest_values import check_values
 from hostdev.data.schema import Column, Schema, Space
 
+from hostdev.core import arrow_files, json_files
 from hostdev.core.checksums import checksum, json_checksum
-from hostdev.core.errors import UserError
+from hostdev.core.errors import UserError, in_words
+from hostdev.core.names import inside
 
 FORMAT = "hostdev-shards"
 VERSION = 2
@@ -65,6 +67,7 @@ class Manifest:
     options: dict[str, Any]
     statistics: dict[str, Any]
     sources: list[dict[str, Any]]
+    kinds: dict[str, Any] = field(default_factory=dict)  # by column with ids: its types in the files, how it is written
 
     @property
     def vocabulary_size(self) -> int:
@@ -95,6 +98,8 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write manifest.json into `folder`; its last field is the checksum of the others."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self), "schema": self.schema.as_json()}
+        if not self.kinds:
+            del content["kinds"]
         content["sha256"] = json_checksum(content)
         (folder / FILE_NAME).write_text(json.dumps(content, indent=2) + "\n")
 
@@ -107,10 +112,13 @@ def read(folder: Path) -> Manifest:
             f"{folder} is not a data set: it has no {FILE_NAME}; make one with python -m hostdev.data.preprocess"
         )
     try:
-        content = json.loads(path.read_text())
+        content = json_files.read(path)
         found = content.pop("format"), content.pop("version")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        checksum_there = json_checksum({"format": found[0], "version": found[1], **_without_checksum(content)})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} is broken ({error}); preprocess the data again") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
     if found not in ((FORMAT, VERSION), (FORMAT, 1)):
         raise UserError(
             f"{path} is of format {found[0]!r} version {found[1]!r}, and this is hostdev for "
@@ -118,9 +126,10 @@ def read(folder: Path) -> Manifest:
         )
     sha256 = content.pop("sha256", None)
     has_checksum = sha256 is not None or "rejected_sha256" in content
-    if has_checksum and sha256 != json_checksum({"format": found[0], "version": found[1], **content}):
+    if has_checksum and sha256 != checksum_there:
         raise UserError(f"{path} is broken (a wrong checksum: it is damaged or was changed); preprocess the data again")
     content.setdefault("rejected_sha256", None)
+    content.setdefault("kinds", {})
     known = {field.name for field in fields(Manifest)}
     if found[1] == 1:
         known = known - {"schema"} | {"vocabulary_size", "dense_names", "categorical_names"}
@@ -130,12 +139,30 @@ def read(folder: Path) -> Manifest:
     try:
         content["schema"] = _version_1(content) if found[1] == 1 else schemas.from_json(content["schema"])
         for split in ("train", "test"):
-            content[split] = [Shard(**shard) for shard in content[split]]
+            content[split] = json_files.parse(list[Shard], content[split], split)
+        _check_names(folder, content)
     except (TypeError, ValueError) as error:
         raise UserError(f"{path} is broken ({error}); preprocess the data again") from None
     found_manifest = Manifest(**content)
     _check(found_manifest, path)
+    try:
+        check_values(found_manifest.options, found_manifest.statistics, found_manifest.schema.dense)
+    except ValueError as error:
+        raise UserError(f"{path} is broken ({error}); preprocess the data again") from None
     return found_manifest
+
+
+def _without_checksum(content: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in content.items() if key != "sha256"}
+
+
+def _check_names(folder: Path, content: dict[str, Any]) -> None:
+    """Raise ValueError for names of files that are not of files in the data set's folder."""
+    for split in ("train", "test"):
+        for shard in content[split]:
+            inside(folder, shard.file)
+    if isinstance(content["vocabulary"], str):
+        inside(folder, content["vocabulary"])
 
 
 def _version_1(content: dict[str, Any]) -> Schema:
@@ -164,11 +191,11 @@ def read_counts(folder: Path, found: Manifest) -> npt.NDArray[np.int64]:
     try:
         if found.vocabulary_sha256 is not None and checksum(path) != found.vocabulary_sha256:
             raise UserError(f"{path} has a wrong checksum: it is damaged or was changed; preprocess the data again")
-        file = pa.memory_map(os.fsencode(path))
-        wanted = pa.ipc.IpcReadOptions(included_fields=[pa.ipc.open_file(file).schema.get_field_index("count")])
-        column = pa.ipc.open_file(file, options=wanted).read_all()["count"]
-    except (pa.ArrowException, OSError, KeyError) as error:
-        raise UserError(f"{path} is broken ({error}); preprocess the data again") from None
+        column = arrow_files.read_table(path, ["count"])["count"]
+    except (ValueError, OSError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is broken ({in_words(error)}); preprocess the data again") from None
     if len(column) != found.vocabulary_size:
         raise UserError(f"{path} has {len(column)} ids, not {found.vocabulary_size}; preprocess the data again")
     wrong = _wrong_counts(column, found.uses("train"))
@@ -196,16 +223,18 @@ def _check(found: Manifest, path: Path) -> None:
     statistics = found.statistics if isinstance(found.statistics, dict) else {}
     for what, right in (
         ("id_type", found.id_type in ("int32", "int64")),
-        ("train or test", all(found.shards(split) for split in ("train", "test"))),
+        ("train", bool(found.train)),  # there may be no test rows
         ("rows", all(type(shard.rows) is int and shard.rows >= 1 for shard in shards)),
         ("file", all(type(shard.file) is str and type(shard.sha256) is str for shard in shards)),
         ("options", isinstance(found.options, dict)),
+        ("statistics", isinstance(found.statistics, dict)),
         ("vocabulary", found.vocabulary is None or isinstance(found.vocabulary, str)),
         ("vocabulary_sha256", found.vocabulary_sha256 is None or isinstance(found.vocabulary_sha256, str)),
         ("rejected_sha256", found.rejected_sha256 is None or isinstance(found.rejected_sha256, str)),
         ("statistics", _has_bag_values(found)),
         ("missing", _has_rates(statistics.get("missing", {}))),
         ("rejected", type(statistics.get("rejected", 0)) is int),
+        ("kinds", _has_kinds(found.kinds)),
     ):
         if not right:
             raise UserError(f"{path} is broken (a wrong value of {what}); preprocess the data again")
@@ -218,6 +247,15 @@ def _has_bag_values(found: Manifest) -> bool:
         isinstance(values.get(bag), dict) and all(type(values[bag].get(split)) is int for split in ("train", "test"))
         for bag in found.schema.bags
     )
+
+
+def _has_kinds(kinds: Any) -> bool:
+    """Tell whether these are types and forms by column."""
+    return isinstance(kinds, dict) and all(
+        isinstance(kind, dict) and set(kind) == {"types", "forms"}
+        and all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in kind.values())
+        for kind in kinds.values()
+    )  # fmt: skip
 
 
 def _has_rates(missing: Any) -> bool:

@@ -3,22 +3,74 @@
 All ids are in one joint space of `rows` ids: first one for each dense column (only models that look dense columns up
 use them), then one out-of-vocabulary id for each space, then the values by space, in order of first occurrence. Where
 values are hashed, all spaces have the same range of values.
+
+A data set that keeps the ids of an earlier one has new values after all earlier ids, by space again: the ids of a space
+are then several segments.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 KINDS = ("id", "bag")
 
 
 @dataclass(frozen=True)
 class Space:
-    """The ids of one vocabulary: its out-of-vocabulary id, and [first, first + size) for its values."""
+    """The ids of one vocabulary: its out-of-vocabulary id, and [first, first + size) for its values.
+
+    more  further segments (first, size), ascending: values that later data sets have added
+    """
 
     name: str
     oov: int
     first: int
     size: int
+    more: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def segments(self) -> tuple[tuple[int, int], ...]:
+        """The segments (first, size) of the values' ids, ascending; none where there are no values."""
+        return (((self.first, self.size),) if self.size else ()) + self.more
+
+    @property
+    def values(self) -> int:
+        """How many values there are."""
+        return self.size + sum(size for _, size in self.more)
+
+    def grown(self, first: int, size: int) -> "Space":
+        """Return the space with the ids [first, first + size) added, which are above its own."""
+        if not size:
+            return self
+        if not self.segments:
+            return replace(self, first=first, size=size)
+        begin, last = self.segments[-1]
+        if begin + last < first:
+            return replace(self, more=(*self.more, (first, size)))
+        if self.more:
+            return replace(self, more=(*self.more[:-1], (begin, last + size)))
+        return replace(self, size=last + size)
+
+    def has(self, ids: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+        """Tell for each of the ids [N] whether it stands for a value of this space, bool [N]."""
+        found = np.zeros(ids.shape, np.bool_)
+        for first, size in self.segments:
+            found |= (ids >= first) & (ids < first + size)
+        return found
+
+    def id_at(self, number: int) -> int:
+        """Return the id of the value of this number among the space's, in the order of their ids."""
+        for first, size in self.segments:
+            if number < size:
+                return first + number
+            number -= size
+        raise IndexError(f"space {self.name!r} has {self.values} values")
+
+    def in_words(self) -> str:
+        """Return the ranges of the values' ids as text, such as "4..7, 20..22"; empty where there are none."""
+        return ", ".join(f"{first}..{first + size - 1}" for first, size in self.segments)
 
 
 @dataclass(frozen=True)
@@ -65,6 +117,12 @@ class Schema:
         for space in self.spaces:
             if not (0 <= space.oov < self.rows and space.size >= 0 and 0 <= space.first <= self.rows - space.size):
                 raise ValueError(f"space {space.name!r} has ids outside 0..{self.rows - 1}")
+            end = space.first + space.size
+            for first, size in space.more:
+                if size < 1 or first < end or first + size > self.rows:
+                    raise ValueError(f"space {space.name!r} has segments of ids that overlap, are empty or end outside "
+                                     f"0..{self.rows - 1}")  # fmt: skip
+                end = first + size
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -87,8 +145,12 @@ class Schema:
         return len(self.dense) + len(self.spaces)
 
     def as_json(self) -> dict[str, Any]:
-        """Return what a manifest holds."""
-        return asdict(self)
+        """Return what a manifest holds; a space has `more` only where there are such segments."""
+        content = asdict(self)
+        for space in content["spaces"]:
+            if not space["more"]:
+                del space["more"]
+        return content
 
 
 def from_json(content: Any) -> Schema:
@@ -97,15 +159,27 @@ def from_json(content: Any) -> Schema:
         raise TypeError("the schema is not an object")
     content = dict(content)
     columns = tuple(Column(**column) for column in content.pop("columns", ()))
-    spaces = tuple(Space(**space) for space in content.pop("spaces", ()))
+    spaces = tuple(_space(space) for space in content.pop("spaces", ()))
     dense = tuple(content.pop("dense", ()))
     texts = [content.get("label"), *dense, *(text for column in columns for text in vars(column).values())]
-    numbers = [content.get("rows"), *(n for space in spaces for n in (space.oov, space.first, space.size))]
+    numbers = [content.get("rows"), *(n for space in spaces for n in _numbers(space))]
     if not all(isinstance(text, str) for text in [*texts, *(space.name for space in spaces)]):
         raise TypeError("a name in the schema is not text")
     if not all(type(number) is int for number in numbers):
         raise TypeError("a number of ids in the schema is not an integer")
     return Schema(dense=dense, columns=columns, spaces=spaces, **content)
+
+
+def _space(content: Any) -> Space:
+    """Return the space that a manifest describes."""
+    more = content.get("more", ())
+    if not isinstance(more, list | tuple) or not all(isinstance(one, list | tuple) and len(one) == 2 for one in more):
+        raise TypeError("further segments of a space are not pairs")
+    return Space(**{**content, "more": tuple((first, size) for first, size in more)})
+
+
+def _numbers(space: Space) -> tuple[Any, ...]:
+    return (space.oov, space.first, space.size, *(n for segment in space.more for n in segment))
 
 
 def _twice(names: list[str]) -> str | None:

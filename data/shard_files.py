@@ -164,4 +164,7 @@ def inside(array: Any) -> Any:
 
 def types(found: pa.Schema) -> str:
     """Return names and types of a schema's fields."""
-    return ", ".join(f"{field.name} {field.type}" for field in found)
+    try:
+        return ", ".join(f"{field.name} {field.type}" for field in found)
+    except UnicodeDecodeError:
+        return "names that are not UTF-8"

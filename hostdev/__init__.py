@@ -12,8 +12,10 @@ if (_root / "pyproject.toml").is_file():  # a checkout: hostdev.models and hostd
 
 if TYPE_CHECKING:
     from hostdev.cache.cache import EmbeddingCache
+    from hostdev.checkpoint.saved import open
     from hostdev.core.errors import UserError
     from hostdev.core.initializers import Constant, Normal
+    from hostdev.core.launched import alone
     from hostdev.core.optimizers import FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad
     from hostdev.core.primitive import (
         EmbeddingLookup,
@@ -66,7 +68,9 @@ _PUBLIC = {
     "Predictor": "hostdev.predict.predictor",
     "Primitive": "hostdev.core.primitive",
     "UserError": "hostdev.core.errors",
+    "alone": "hostdev.core.launched",
     "join": "hostdev.parallel.join",
+    "open": "hostdev.checkpoint.saved",
     "ranks": "hostdev.parallel.ranks",
     "set_host_threads": "hostdev.kernels.pool",
     "sliced": "hostdev.parallel.plan",
@@ -102,7 +106,9 @@ __all__ = [
     "Runtime",
     "TableSpec",
     "UserError",
+    "alone",
     "join",
+    "open",
     "ranks",
     "set_host_threads",
     "sliced",

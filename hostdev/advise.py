@@ -18,6 +18,7 @@ from hostdev.cache.options import MOST_WINDOW, POLICIES, WINDOW
 from hostdev.cache.simulation import OPTIMUM
 from hostdev.core import cli, pictures
 from hostdev.core.errors import UserError
+from hostdev.core.launched import alone
 from hostdev.core.memory import available_bytes, dense_bytes, gib, parse_bytes
 from hostdev.data import lookalike, manifest
 from hostdev.data.batch import Batch
@@ -250,6 +251,7 @@ def run(arguments: argparse.Namespace) -> None:
         advise_mesh(config.from_flags(arguments, [*OPTIONS, "parallel"]), arguments)
         return
     settings = config.from_flags(arguments, OPTIONS)
+    alone()  # whatever has started this process
     for name in MESH_OPTIONS:
         if getattr(settings, name) != getattr(TrainConfig, name):
             raise UserError(f"--{name.replace('_', '-')} has no effect without --mesh; leave it out")

@@ -22,6 +22,7 @@ from hostdev.cache.cache import CacheTooLargeError
 from hostdev.cache.options import WINDOW
 from hostdev.core import cli
 from hostdev.core.errors import UserError
+from hostdev.core.launched import alone
 from hostdev.core.progress import bar
 from hostdev.data import lookalike, manifest
 from hostdev.data.batch import Batch
@@ -355,6 +356,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--micro-batches", type=int, metavar="M", help=
         "that they share out (the least that all of them can)")  # fmt: skip
     arguments = parser.parse_args(argv)
+    alone()  # whatever has started this process: those that it compares are started by itself
     return run(arguments)
 
 

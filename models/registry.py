@@ -22,8 +22,8 @@ NAMES: dict[str, str] = {
 }
 
 
-def find(name: str) -> "type[Model]":
-    """Return the class of a model: a name of NAMES, or "package.module:Class".
+def find(name: "str | type[Any]") -> "type[Model]":
+    """Return the class of a model: a name of NAMES, or "package.module:Class", or the class itself.
 
     The class need not inherit `Model`, but must be an nn.Module with its constructor and its methods.
 
@@ -32,7 +32,7 @@ def find(name: str) -> "type[Model]":
     from hostdev.models.model import Model
     from torch import nn
 
-    found = _load(name)
+    found = _load(name) if isinstance(name, str) else name
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise UserError(f"model {name!r} is not a class of torch's nn.Module, but {found!r}")
     try:
@@ -47,7 +47,7 @@ def find(name: str) -> "type[Model]":
     return found  # type: ignore[return-value]  # as good as a Model
 
 
-def default_dim(name: str) -> int:
+def default_dim(name: "str | type[Any]") -> int:
     """Return the columns of a model's embeddings where the user does not say; UserError where it does not either."""
     dim = getattr(find(name), "default_dim", None)
     if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
@@ -56,7 +56,13 @@ def default_dim(name: str) -> int:
 
 
 def make(
-    name: str, schema: Schema, dim: int, *, seed: int, optimizer: SparseOptimizer | None = None, **options: Any
+    name: "str | type[Any]",
+    schema: Schema,
+    dim: int,
+    *,
+    seed: int,
+    optimizer: SparseOptimizer | None = None,
+    **options: Any,
 ) -> "Model":
     """Return the model of a name that `find` takes, for data with this schema.
 

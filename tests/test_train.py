@@ -61,7 +61,7 @@ def test_the_list_of_flags():
         "--checkpoint-minutes", "--keep-checkpoints", "--checkpoint-dir", "--resume",
         "--micro-batches", "--gradients", "--torch-threads", "--batch-per-rank", "--spawn", "--dist-backend",
         "--dist-url", "--dist-timeout", "--dense-exchange", "--parallel", "--mesh", "--schedule", "--stage-cut",
-        "--plan", "--ops-log", "--shuffle-window",
+        "--plan", "--ops-log", "--shuffle-window", "--start-from",
     }  # fmt: skip
 
 

@@ -15,10 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from hostdev.data.manifest import REJECTED_FILE, Manifest
-from hostdev.data.preprocess import looking, table_flags
+from hostdev.data.preprocess import earlier_flags, looking, table_flags
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.dense import MODES
+from hostdev.data.preprocess.earlier_vocabulary import Earlier, growth
 from hostdev.data.preprocess.raw import Source
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import Table
@@ -45,7 +46,7 @@ def add_options(to: argparse.ArgumentParser, default: Options | None = None) -> 
         "--test-fraction",
         type=float,
         metavar="F",
-        help=f"part of the rows that is for testing (default {default.test_fraction})",
+        help=f"part of the rows that is for testing, 0 for none (default {default.test_fraction})",
     )
     to.add_argument("--rows-per-shard", type=int, metavar="N",
                     help=f"most rows in one file (default {default.rows_per_shard})")  # fmt: skip
@@ -79,10 +80,11 @@ def summary(manifest: Manifest, out: Path, seconds: float) -> str:
         f"{len(manifest.train) + len(manifest.test)} shards, {manifest.vocabulary_size:,} ids, "
         f"labels {shares['train']:.1%} positive, {seconds:.1f} s"
     ]
+    lines += growth(manifest)
     for bag, values in statistics.get("bag_values", {}).items():
         lines.append(f"{bag}: {values['train'] / rows['train']:.1f} values a training row")
     for split, share in shares.items():
-        if share in (0, 1):
+        if share in (0, 1) and rows[split]:
             what = "nothing can be learned of them" if split == "train" else "there is no AUC of them"
             lines.append(f"all labels of the {split} rows are {share:.0f}: {what}")
     if statistics["rejected"]:
@@ -111,6 +113,8 @@ def main(argv: Sequence[str]) -> None:
     target.add_argument("--tsv", type=Path, metavar="FILE", help="write raw Criteo text instead of shards")
     add_options(table, Options(threshold=table_flags.THRESHOLD))
     add_seed(table, None)
+    for command in (table, criteo):
+        earlier_flags.add_flags(command)
     for command in (criteo, synthetic):
         add_options(command)
         add_seed(command, Options().seed)
@@ -132,31 +136,32 @@ def main(argv: Sequence[str]) -> None:
         write_look_alike(arguments)
         print(f"{arguments.tsv}: {arguments.rows:,} rows, {time.monotonic() - start:.1f} s")
         return
-    source, options = source_of(arguments)
-    manifest = build(source, arguments.out, options, threads=arguments.threads)
+    earlier = None if arguments.command == "synthetic" else earlier_flags.earlier_of(arguments)
+    source, options = source_of(arguments, earlier)
+    manifest = build(source, arguments.out, options, threads=arguments.threads, earlier=earlier)
     print(summary(manifest, arguments.out, time.monotonic() - start))
 
 
-def source_of(arguments: argparse.Namespace) -> tuple[Source, Options]:
-    """Return what parsed flags read, and how it becomes shards."""
+def source_of(arguments: argparse.Namespace, earlier: Earlier | None = None) -> tuple[Source, Options]:
+    """Return what parsed flags read, and how it becomes shards; `earlier` is the data set whose ids are kept."""
     if arguments.command == "table":
-        how = table_flags.options_of(arguments)
+        how = table_flags.options_of(arguments, earlier)
         if arguments.dense is not None and not how.numeric:
             raise UserError("--dense has no effect without --numeric; leave it out, or name the columns of numbers")
-        return Table(arguments.files, how), table_options(arguments)
-    options = options_from(arguments)
+        return Table(arguments.files, how), table_options(arguments, earlier)
+    options = options_from(arguments, **earlier_flags.defaults(earlier))
     if arguments.command == "criteo":
         return CriteoText(arguments.files), options
     return look_alike(arguments), options
 
 
-def table_options(arguments: argparse.Namespace) -> Options:
+def table_options(arguments: argparse.Namespace, earlier: Earlier | None = None) -> Options:
     """Make `Options` of the parsed flags of `table`."""
     splits = [flag for flag in ("test_fraction", "test_column", "test_after") if getattr(arguments, flag) is not None]
     flags = ["--" + flag.replace("_", "-") for flag in splits]
     if len(flags) > 1:
         raise UserError(f"{flags[0]} and {flags[1]} both say which rows are for testing; leave one of them out")
-    options = options_from(arguments, threshold=table_flags.THRESHOLD)
+    options = options_from(arguments, **{"threshold": table_flags.THRESHOLD, **earlier_flags.defaults(earlier)})
     if splits in ([], ["test_fraction"]):
         return options
     if arguments.seed is not None:

@@ -15,6 +15,7 @@ from hostdev.data import schema as schemas
 from hostdev.data.manifest import REJECTED_FILE, Manifest, Shard
 from hostdev.data.preprocess import second_pass
 from hostdev.data.preprocess.dense import MODES, Scaling, fixed_scaling, scaling_of
+from hostdev.data.preprocess.earlier_vocabulary import EARLIER, Earlier
 from hostdev.data.preprocess.first_pass import FirstPass
 from hostdev.data.preprocess.pieces import SPLITS, Facts, Piece
 from hostdev.data.preprocess.raw import Layout, Source
@@ -24,6 +25,7 @@ from hostdev.data.preprocess.work import Work, claim
 from hostdev.data.preprocess.writer import write_shard
 from hostdev.data.schema import Schema
 
+from hostdev.core import json_files
 from hostdev.core.checksums import Crc32, checksum
 from hostdev.core.errors import UserError
 from hostdev.core.progress import bar
@@ -40,7 +42,7 @@ class Options:
     threshold: int | None = 100  # a value seen at most this often in training rows is out of vocabulary; None: hashed
     hash_buckets: int | None = None  # ids by hash into so many buckets, without a vocabulary
     dense: str = "max"  # scaling of the numeric columns: "max", "log" or "standard"
-    test_fraction: float | None = 0.1  # of the rows, drawn by seed and row number; None: the source has the split
+    test_fraction: float | None = 0.1  # of the rows, drawn by seed and row number; 0: none; None: by the source
     seed: int = 2020
     rows_per_shard: int = 1 << 18
 
@@ -51,8 +53,8 @@ class Options:
             raise UserError(f"--hash-buckets must be from 1 to 2^62, not {self.hash_buckets}")
         if self.dense not in MODES:
             raise UserError(f"--dense must be one of {', '.join(MODES)}, not {self.dense}")
-        if self.test_fraction is not None and not 0 < self.test_fraction < 1:
-            raise UserError(f"--test-fraction must be between 0 and 1, not {self.test_fraction}")
+        if self.test_fraction is not None and not 0 <= self.test_fraction < 1:
+            raise UserError(f"--test-fraction must be at least 0 and less than 1, not {self.test_fraction}")
         if self.rows_per_shard < 1:
             raise UserError(f"--rows-per-shard must be at least 1, not {self.rows_per_shard}")
 
@@ -62,20 +64,25 @@ class Options:
         return {name: value for name, value in asdict(self).items() if drawn or name not in ("test_fraction", "seed")}
 
 
-def build(source: Source, out: Path, options: Options, *, threads: int | None = None) -> Manifest:
+def build(
+    source: Source, out: Path, options: Options, *, threads: int | None = None, earlier: Earlier | None = None
+) -> Manifest:
     """Write a data set into the new folder `out` and return its manifest.
 
     threads  None: as many as host kernels use
+    earlier  a data set whose ids and scaling are kept; new values get ids after its own
 
     The folder appears under its name when it is whole. After an interruption what is finished is left beside it, for
     the next call with the same arguments; after a UserError nothing is, but after a PassingError.
 
-    Raises UserError where `out` is taken, where more than 1% of the lines are malformed, or where the training or the
-    test split is empty, and PassingError where the vocabulary, or a shard for each thread, does not fit into memory, or
-    a medium cannot be read.
+    Raises UserError where `out` is taken, where `earlier` has other columns, scaling or kinds of ids, where more than
+    1% of the lines are malformed, or where the training or the test split is empty, and PassingError where the
+    vocabulary, or a shard for each thread, does not fit into memory, or a medium cannot be read.
     """
+    if earlier is not None:
+        earlier.require(source, options.dense, options.hash_buckets)
     with claim(out) as work:
-        manifest = _Build(source, work, options, threads or host_threads()).run()
+        manifest = _Build(source, work, options, threads or host_threads(), earlier).run()
         work.finish()
     return manifest
 
@@ -83,8 +90,9 @@ def build(source: Source, out: Path, options: Options, *, threads: int | None = 
 class _Build:
     """The making of one data set."""
 
-    def __init__(self, source: Source, work: Work, options: Options, threads: int) -> None:
+    def __init__(self, source: Source, work: Work, options: Options, threads: int, earlier: Earlier | None) -> None:
         self._source, self._work, self._options, self._threads = source, work, options, threads
+        self._earlier = earlier
         self._layout: Layout = source.layout
         buckets = options.hash_buckets
         self._hashed = None if buckets is None else HashBuckets(buckets, self._layout)
@@ -94,18 +102,25 @@ class _Build:
     def run(self) -> Manifest:
         stamp = self._source.stamp()
         recipe = None if stamp is None else [stamp, self._source.options(), self._options.as_json()]
+        if recipe is not None and self._earlier is not None:
+            recipe.append(self._earlier.as_json())
         entries = self._work.begin(json.loads(json.dumps(recipe)))
         id_type = "int32" if self._hashed is None else self._hashed.schema.id_type  # a vocabulary is counted later
         shards_held = ShardMemory(self._layout, self._options.rows_per_shard, self._threads, id_type)
         first = FirstPass(
             self._source, self._work, test_fraction=self._options.test_fraction, seed=self._options.seed,
-            hashed=self._hashed, shards=shards_held,
+            hashed=self._hashed, shards=shards_held, survey=None if self._earlier is None else self._earlier.survey(),
         )  # fmt: skip
+        entries = entries[: _sound(entries, self._layout)]
         pieces = [entry for entry in entries if "piece" in entry]
         facts = [Facts.from_json(entry["piece"]) for entry in pieces]
         with Workers(self._threads, "hostdev-preprocess") as workers, workers.dropping_what_waits():
             self._paths = [first.path(i) for i in range(len(facts))]
             intact = _intact(self._paths, [fact.checksum for fact in facts], workers)
+            of_piece = (
+                len(Piece(path)) == sum(fact.rows) for path, fact in zip(self._paths[:intact], facts, strict=False)
+            )
+            intact = next((i for i, same in enumerate(of_piece) if not same), intact)
             later = entries[len(pieces) :] if intact == len(facts) else []
             learned = self._are_numbered(later, workers)
             if not learned:
@@ -141,7 +156,7 @@ class _Build:
         if total == 0:
             raise UserError("the input has no rows")
         for split, count in rows.items():
-            if count == 0:
+            if count == 0 and (split == "train" or self._options.test_fraction != 0):
                 how = "--test-fraction" if self._options.test_fraction is not None else "--test-column or --test-after"
                 raise UserError(f"none of the {total} rows is in the {split} split; give more rows or another {how}")
         return rows
@@ -155,11 +170,18 @@ class _Build:
             if "learned" in entry:
                 found = entry["learned"]
                 return schemas.from_json(found["schema"]), fixed_scaling(mode, dense, found["scaling"], signed=signed)
+        earlier, checksums = self._earlier, []
         scaling = scaling_of(mode, dense, signed=signed)
-        vocabulary, checksums = None, []
+        if earlier is not None:
+            scaling = earlier.scaling(self._layout, signed=signed)
+        vocabulary: Vocabulary | None = None
         if self._hashed is None:
-            assert self._options.threshold is not None
-            vocabulary = Vocabulary(self._options.threshold, self._layout, self._source.text_of)
+            threshold = self._options.threshold
+            assert threshold is not None
+            if earlier is None:
+                vocabulary = Vocabulary(threshold, self._layout, self._source.text_of)
+            else:
+                vocabulary = earlier.vocabulary(threshold, self._source)
         second_pass.learn(self._paths, self._facts, self._layout, scaling, vocabulary, workers)
         if vocabulary is None:
             assert self._hashed is not None
@@ -234,20 +256,36 @@ class _Build:
             vocabulary=None if vocabulary is None else vocabulary.name,
             vocabulary_sha256=None if vocabulary is None else checksum(vocabulary),
             rejected_sha256=checksum(folder / REJECTED_FILE),
-            options={**self._source.options(), **self._options.as_json()},
+            options={
+                **self._source.options(),
+                **self._options.as_json(),
+                **({} if self._earlier is None else {EARLIER: self._earlier.as_json()}),
+            },
             statistics={
                 "rows": rows,
                 "rejected": sum(fact.rejected for fact in self._facts),
-                "label_mean": {split: found / rows[split] for split, found in positives.items()},
+                "label_mean": {split: found / max(1, rows[split]) for split, found in positives.items()},
                 **scaling.statistics(),
                 "out_of_vocabulary": out_of_vocabulary,
                 **self._bag_values(),
                 "missing": self._missing(rows),
             },
             sources=self._source.describe(),
+            kinds=self._kinds(),
         )
         manifest.write(folder)
         return manifest
+
+    def _kinds(self) -> dict[str, Any]:
+        """Return how the values of the columns with ids are written, where the source's values are of more kinds."""
+        if self._source.kinds is None:
+            return {}
+        forms: dict[str, dict[int, frozenset[int]]] = {}
+        for fact in self._facts:
+            for name, found in fact.forms.items():
+                of_files = forms.setdefault(name, {})
+                of_files[fact.end.input] = of_files.get(fact.end.input, frozenset()) | set(found)
+        return self._source.kinds(forms)
 
     def _by_split(self, of: Callable[[Facts, int], float]) -> dict[str, float]:
         """Return the sum over pieces by split."""
@@ -264,7 +302,44 @@ class _Build:
         return {
             split: {name: sum(fact.missing[i][k] for fact in self._facts) / rows[split] for k, name in enumerate(names)}
             for i, split in enumerate(SPLITS)
+            if rows[split]
         }
+
+
+def _sound(entries: Sequence[dict[str, Any]], layout: Layout) -> int:
+    """Return how many entries of a journal, from the first on, are such as are written, in an order that they have."""
+    order = ("piece", "parsed", "learned", "shard")
+    stage = 0
+    for number, entry in enumerate(entries):
+        try:
+            ((kind, content),) = entry.items()
+            if order.index(kind) < stage or (number == 0 and kind != "piece"):
+                return number
+            stage = order.index(kind)
+            if kind == "piece":
+                fact = Facts.from_json(content)
+                columns = len(layout.dense) + len(layout.columns)
+                if {*map(len, fact.missing)} != {columns} or {*map(len, fact.bag_values)} != {len(layout.bags)}:
+                    return number
+            elif kind == "learned":
+                schema = schemas.from_json(content["schema"])
+                if (schema.dense, schema.columns) != (layout.dense, layout.columns):
+                    return number
+                list(map(str.lower, content["checksums"]))
+                dict(content["scaling"])
+            elif kind == "shard":
+                json_files.parse(_Done, content)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return number
+    return len(entries)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Done(Shard):
+    """A shard that is written: beside what a manifest says of it, its ids, and how many are out of vocabulary."""
+
+    out: int
+    uses: int
 
 
 def _intact(paths: Sequence[Path], checksums: Sequence[str], workers: Workers) -> int:

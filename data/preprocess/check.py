@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from hostdev.data import manifest
 from hostdev.data.manifest import REJECTED_FILE, Manifest, Shard
 from hostdev.data.preprocess.counting import Counter, count_bytes, require_room
+from hostdev.data.preprocess.earlier_vocabulary import EARLIER
 from hostdev.data.preprocess.pieces import SPLITS
 from hostdev.data.preprocess.stored import (
     REMEDY,
@@ -27,9 +28,11 @@ from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
 
 from hostdev.core.errors import UserError
 from hostdev.core.memory import gib
+from hostdev.core.printable import printable
 from hostdev.core.progress import counted
 
 _NO_CHECKSUM = "no checksum recorded"
+_SHOWN = 40  # characters of a value
 _CLOSE = 1e-9  # shares that are the same but for the order of a sum
 
 
@@ -48,6 +51,7 @@ class Report:
 
     def say(self, path: Path, about: str, wrong: list[str]) -> None:
         """Note a part of the data set, and what is wrong with it, lines with path, what, and what to do."""
+        wrong = [printable(line) for line in wrong]
         self.lines += wrong
         self.wrong += wrong
         verdict = f"NOT WHOLE, {counted(len(wrong), 'finding')}" if wrong else "whole"
@@ -104,13 +108,13 @@ def check(folder: Path) -> Report:
     counter = None
     if vocabulary is not None:
         ids, uses = found.schema.rows, found.uses("train")
-        largest = max((space.size for space in found.schema.spaces), default=0)
+        largest = max((space.values for space in found.schema.spaces), default=0)
         require_room(folder, ids, max(ids * count_bytes(uses), 8 * largest))
         counter = Counter(ids, uses)
     totals = {split: _check_shards(folder, found, split, counter, report) for split in SPLITS}
     if vocabulary is not None and counter is not None:
         counts = counter.total() if totals["train"].known else None
-        about = f"{found.schema.rows:,} ids, {gib(size_of(vocabulary.path))}"
+        about = f"{found.schema.rows:,} ids{_kept(found)}, {gib(size_of(vocabulary.path))}"
         if counts is None:
             about += ", counts not compared"
         if found.vocabulary_sha256 is None:
@@ -155,9 +159,15 @@ def _open_vocabulary(folder: Path, found: Manifest, report: Report) -> tuple[Sto
     lines = []
     for space in found.schema.spaces if not _is_version_1(found) else ():
         if spaces[space.name] != space:
-            here, there = (f"{each.first}..{each.first + each.size - 1}" for each in (spaces[space.name], space))
+            here, there = (each.in_words() or "none" for each in (spaces[space.name], space))
             lines.append(f"{vocabulary.path}: space {space.name!r} has the ids {here}, not {there}; {REMEDY}")
     return vocabulary, lines
+
+
+def _kept(found: Manifest) -> str:
+    """Return how many ids are those of an earlier data set, as text."""
+    earlier = found.options.get(EARLIER)
+    return f" ({earlier['ids']:,} kept from {earlier['path']})" if isinstance(earlier, dict) else ""
 
 
 def _is_version_1(found: Manifest) -> bool:
@@ -263,8 +273,10 @@ def _wrong_statistics(found: Manifest, split: str, totals: Totals) -> Iterator[s
     ]
     for what, given, right in expected:
         value = given.get(split) if isinstance(given, dict) else None
-        if not isinstance(value, int | float) or not abs(value - right) <= _CLOSE:
-            yield f"statistics say that {what} of the {split} rows is {value}, which it is not: {right}"
+        is_number = isinstance(value, int | float) and abs(value) < 2**63
+        if value is None or not is_number or not abs(value - right) <= _CLOSE:
+            told = printable(str(value), _SHOWN)
+            yield f"statistics say that {what} of the {split} rows is {told}, which it is not: {right}"
 
 
 def _others(folder: Path, found: Manifest) -> Iterator[Path]:

@@ -25,6 +25,7 @@ _ORDERS: dict[str, Callable[[Any, Any], Any]] = {
 _BINARY = {
     pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view(),
 }  # fmt: skip
+TEXT_OR_WHOLE = "text or whole numbers"  # of `written_as`
 _SHOWN = 40  # characters of a wrong value in a message
 
 
@@ -68,11 +69,11 @@ def check_text(array: pa.Array) -> None:
     try:
         check_text(array.flatten())
     except WrongValueError as error:
-        error.row = _row_of(error.row, list_lengths(array))
+        error.row = row_of(error.row, list_lengths(array))
         raise
 
 
-def _row_of(value: int, lengths: npt.NDArray[Any]) -> int:
+def row_of(value: int, lengths: npt.NDArray[Any]) -> int:
     """Return which of lists of these lengths has the value of this number."""
     return int(np.searchsorted(ragged.offsets_of(lengths), value, "right")) - 1
 
@@ -162,8 +163,8 @@ def written_as(found: pa.DataType) -> str | None:
     if pa.types.is_null(found):
         return None
     if pa.types.is_decimal(found):
-        return f"decimals with {found.scale} digits after the point" if found.scale else "text or whole numbers"
-    return "text or whole numbers" if kind_of(found) in ("text", "number") else str(found)
+        return f"decimals with {found.scale} digits after the point" if found.scale else TEXT_OR_WHOLE
+    return TEXT_OR_WHOLE if kind_of(found) in ("text", "number") else str(found)
 
 
 def as_text(array: pa.Array) -> tuple[Codes, pa.StringArray]:
@@ -174,11 +175,22 @@ def as_text(array: pa.Array) -> tuple[Codes, pa.StringArray]:
     array = decoded(array)
     if kind_of(array.type) == "text":
         array = cast(array, pa.string(), "text in UTF-8")
+    codes, values = distinct(array)
+    try:
+        return codes, as_plain_text(values)
+    except WrongValueError as error:
+        raise WrongValueError(int(np.flatnonzero(codes == error.row)[0]), str(error)) from None
+
+
+def distinct(array: pa.Array) -> tuple[Codes, pa.Array]:
+    """Return values by number: codes int32 [n] and the values they stand for, a missing one among them."""
     encoded = array.dictionary_encode("encode")
-    codes, values = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int32, copy=False), encoded.dictionary
-    if pa.types.is_floating(values.type):
-        values = _whole(values, codes)
-    return codes, pc.fill_null(values.cast(pa.string()), "")
+    return encoded.indices.to_numpy(zero_copy_only=False).astype(np.int32, copy=False), encoded.dictionary
+
+
+def as_plain_text(values: pa.Array) -> pa.StringArray:
+    """Return values as text, "" for a missing one, as `as_text` does."""
+    return pc.fill_null((_whole(values) if pa.types.is_floating(values.type) else values).cast(pa.string()), "")
 
 
 def decoded(array: pa.Array) -> pa.Array:
@@ -190,23 +202,47 @@ def decoded(array: pa.Array) -> pa.Array:
     return array
 
 
-def _whole(values: pa.Array, codes: Codes) -> pa.Array:
+def _whole(values: pa.Array) -> pa.Array:
     """Return floats as int64, NaN as missing."""
+    whole_numbers_below_limit(values)
     numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
     missing = np.isnan(numbers)
-    wrong = np.flatnonzero(~missing & ~((np.abs(numbers) < 2.0**63) & (np.floor(numbers) == numbers)))
+    wrong = np.flatnonzero(~missing & ~(np.floor(numbers) == numbers))
     if len(wrong):
-        row = int(np.flatnonzero(codes == wrong[0])[0])
-        raise WrongValueError(row, f"{numbers[wrong[0]]:g} is not a whole number; a categorical value is one, or text")
+        at = int(wrong[0])
+        raise WrongValueError(at, f"{numbers[at]:g} is not a whole number; a categorical value is one, or text")
     return pa.array(np.where(missing, 0, numbers).astype(np.int64), mask=missing)
 
 
+def whole_numbers_below_limit(values: pa.Array) -> None:
+    """Raise WrongValueError for a float that is infinite, or so large that it may stand for several integers."""
+    digits = {16: 11, 32: 24, 64: 53}[values.type.bit_width]
+    numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    if len(wrong := np.flatnonzero(np.isinf(numbers))):
+        raise WrongValueError(
+            int(wrong[0]), f"{numbers[wrong[0]]} is not a whole number; a categorical value is one, or text"
+        )
+    if len(wrong := np.flatnonzero(np.abs(numbers) >= 2.0**digits)):
+        at = int(wrong[0])
+        raise WrongValueError(at, f"{numbers[at]:.17g} is a {values.type} of 2^{digits} or more, which may stand for "
+                                  "several whole numbers; write the column as integers, or as text")  # fmt: skip
+
+
 def as_numbers(array: pa.Array) -> npt.NDArray[np.float64]:
-    """Return numbers, or text that is numbers, as float64 [n], NaN where missing. Raises WrongValueError."""
+    """Return numbers, or text that is numbers, as float64 [n], NaN where missing. Raises WrongValueError.
+
+    true and false are 1 and 0, as text in any case, too: a column of booleans has the same numbers in CSV and Parquet.
+    """
     array = decoded(array)
-    if kind_of(array.type) == "text":
+    is_text = kind_of(array.type) == "text"
+    if is_text:
         array = trimmed(cast(array, pa.string(), "text in UTF-8"))
-    found = cast(array, pa.float64(), "a number", safe=False)
+    try:
+        found = cast(array, pa.float64(), "a number", safe=False)
+    except WrongValueError:
+        if not is_text:
+            raise
+        found = cast(_booleans_as_digits(array), pa.float64(), "a number", safe=False)
     numbers: npt.NDArray[np.float64] = found.to_numpy(zero_copy_only=False)
     wrong = np.flatnonzero(np.isinf(numbers))
     if len(wrong):
@@ -224,7 +260,7 @@ def numbers_where_readable(array: pa.Array) -> tuple[npt.NDArray[np.float64], np
     wrong = np.zeros(len(array), np.bool_)
     if kind_of(array.type) == "text":
         array, wrong = _cast_where_possible(array, pa.string())
-        array = trimmed(array)
+        array = _booleans_as_digits(trimmed(array))
     found, not_cast = _cast_where_possible(array, pa.float64())
     numbers = found.to_numpy(zero_copy_only=False)
     wrong = wrong | not_cast | np.isinf(numbers)
@@ -235,6 +271,14 @@ def trimmed(texts: pa.Array) -> pa.Array:
     """Return texts without spaces around them, null where that stands for a number that is missing."""
     texts = pc.utf8_trim_whitespace(texts)
     return pc.if_else(pc.is_in(texts, value_set=pa.array(MISSING_NUMBERS)), pa.scalar(None, pa.string()), texts)
+
+
+def _booleans_as_digits(texts: pa.Array) -> pa.Array:
+    """Return texts with 1 and 0 in place of true and false."""
+    lower = pc.utf8_lower(texts)
+    for word, digit in (("true", "1"), ("false", "0")):
+        texts = pc.if_else(pc.fill_null(pc.equal(lower, word), False), digit, texts)
+    return texts
 
 
 def as_labels(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.float32]:
@@ -297,7 +341,7 @@ def as_bags(array: pa.Array, separator: str | None) -> tuple[Codes, pa.StringArr
         try:
             codes, texts = as_text(array.flatten())
         except WrongValueError as error:
-            error.row = _row_of(error.row, lengths)
+            error.row = row_of(error.row, lengths)
             raise
     else:
         assert separator is not None
@@ -308,6 +352,18 @@ def as_bags(array: pa.Array, separator: str | None) -> tuple[Codes, pa.StringArr
     there = pc.not_equal(texts, "").to_numpy(zero_copy_only=False)[codes]
     kept = ragged.offsets_of(there)[ragged.offsets_of(lengths)]
     return codes[there], texts, np.diff(kept).astype(np.int32)
+
+
+def flat_values(array: pa.Array, separator: str | None) -> tuple[pa.Array, Codes]:
+    """Return the values of lists, or of text split by the separator, end to end [N], and their lengths int32 [n]."""
+    if kind_of(array.type) == "list":
+        return array.flatten(), list_lengths(array).astype(np.int32)
+    assert separator is not None
+    codes, whole = as_text(array)
+    lists = pc.split_pattern(whole, separator)
+    ends = ragged.offsets_of(pc.list_value_length(lists).to_numpy())
+    values, lengths = ragged.take(np.arange(ends[-1]), ends, codes)
+    return lists.flatten().take(pa.array(values)), lengths
 
 
 def _known(text: str) -> str | Decimal:

@@ -47,6 +47,7 @@ class CriteoText:
     layout = LAYOUT
     unit = "B"
     signed = False
+    kinds = None
 
     def __init__(
         self, files: Sequence[Path] = (), *, inputs: Sequence[AnyInput] | None = None, block_bytes: int | None = None

@@ -4,7 +4,6 @@ Stands on what the data set holds, its manifest and its vocabulary. Nothing is l
 did not have, or too seldom, gets its space's out-of-vocabulary id.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,17 +16,21 @@ import pyarrow.compute as pc
 from hostdev.data import ragged
 from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest
+from hostdev.data.manifest_values import check_scaling
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo
 from hostdev.data.preprocess.columns import Positive, WrongValueError
 from hostdev.data.preprocess.dense import fixed_scaling
+from hostdev.data.preprocess.forms import NUMBERS, Written
+from hostdev.data.preprocess.known import Vocabulary, written_by_space
 from hostdev.data.preprocess.raw import Layout
+from hostdev.data.preprocess.serving import WrongTypeError, require_type, texts_for
 from hostdev.data.preprocess.vocabulary import HashBuckets
-from hostdev.data.schema import Schema
+from hostdev.data.schema import Column
 
-from hostdev.core.checksums import checksum
 from hostdev.core.errors import UserError
-from hostdev.kernels.strings import TextMap, hash_texts
+from hostdev.kernels.forms import EMPTY, INTEGER, TEXT
+from hostdev.kernels.strings import hash_texts
 
 Ids = npt.NDArray[np.int64]
 
@@ -55,6 +58,10 @@ class Encoding:
 
     def __init__(self, data: Manifest, vocabulary: Path | None) -> None:
         self._data, self.schema = data, data.schema
+        try:
+            check_scaling(data.options, data.statistics)
+        except ValueError as error:
+            raise UserError(f"the data set's manifest is broken ({error}); preprocess the data again") from None
         preset = data.options.get("preset")
         self.is_criteo = preset != "table"
         scaled = data.options["dense"]
@@ -68,7 +75,7 @@ class Encoding:
         self._type = np.dtype(data.id_type)
 
     @cached_property
-    def _known(self) -> "_Values | HashBuckets":
+    def _known(self) -> Vocabulary | HashBuckets:
         """What turns values into ids; made when the first are, as it takes time."""
         buckets = self._data.options.get("hash_buckets")
         if buckets is not None:
@@ -77,13 +84,33 @@ class Encoding:
             hashed = criteo.LAYOUT.hashed if self.is_criteo else None
             return HashBuckets(buckets, Layout(self.schema.label, self.schema.dense, ids, bags, hashed))
         assert self._path is not None
-        if self._data.vocabulary_sha256 is not None and checksum(self._path) != self._data.vocabulary_sha256:
-            raise UserError(f"{self._path} has a wrong checksum: it is damaged or was changed")
-        return _Values(self._path, self.schema)
+        return Vocabulary(self._path, self._data)
+
+    @cached_property
+    def _written(self) -> dict[str, Written]:
+        """How the values of each space were written in training."""
+        if self.is_criteo:
+            return {space.name: Written(frozenset({TEXT}), ("text",)) for space in self.schema.spaces}
+        known = self._known
+        return written_by_space(self._data, {} if isinstance(known, HashBuckets) else known.written)
 
     def prepare(self) -> None:
         """Read the vocabulary now, and not when it is first needed."""
-        _ = self._known
+        _ = self._known, self._written
+
+    @property
+    def separators(self) -> Mapping[str, str | None]:
+        """What splits the text of a bag, by its name; None for one of lists."""
+        return self._separators
+
+    def written(self, space: str) -> Written:
+        """Return how the values of a space were written in training."""
+        return self._written[space]
+
+    @property
+    def rates(self) -> Mapping[str, float]:
+        """The share of the training rows' values that is out of vocabulary, by space; empty where ids are hashed."""
+        return {} if isinstance(self._known, HashBuckets) else self._known.rates
 
     def columns(self) -> list[str]:
         """Return the names of the columns that rows need; a label is not among them."""
@@ -148,6 +175,10 @@ class Encoding:
                 raise UserError(f"column {column.name!r} is of type {found}; one value in each row is expected")
             if column.kind == "bag" and kind != "list" and (kind == "nested" or not self._separators.get(column.name)):
                 raise UserError(f"column {column.name!r} is of type {found}; a list of values in each row is expected")
+            try:
+                require_type(found.value_type if kind == "list" else found, self._written[column.space])
+            except WrongTypeError as error:
+                raise UserError(f"column {column.name!r} {error}") from None
 
     def _encoded(self, rows: pa.RecordBatch, label: npt.NDArray[np.float32], numbers: npt.NDArray[Any]) -> Batch:
         """Return rows with these labels [n] and numbers [n, nd] as a batch."""
@@ -155,15 +186,21 @@ class Encoding:
         bags = {}
         place = 0
         for column in self.schema.columns:
+            found = _plain(rows[column.name])
             try:
                 if column.kind == "id":
-                    codes, texts = arrow.as_text(_plain(rows[column.name]))
-                    ids[:, place] = self.ids(column.space, texts)[codes]
+                    ids[:, place], _ = self._ids_of(column, found)
                     place += 1
                 else:
-                    found = _plain(rows[column.name])
-                    codes, texts, lengths = arrow.as_bags(found, self._separators.get(column.name))
-                    bags[column.name] = self.ids(column.space, texts)[codes].astype(self._type), lengths
+                    values, lengths = arrow.flat_values(found, self._separators.get(column.name))
+                    try:
+                        known, missing = self._ids_of(column, values)
+                    except WrongValueError as error:
+                        raise WrongValueError(arrow.row_of(error.row, lengths), str(error)) from None
+                    kept = ragged.offsets_of(~missing)[ragged.offsets_of(lengths)]
+                    bags[column.name] = known[~missing].astype(self._type), np.diff(kept).astype(np.int32)
+            except WrongTypeError as error:
+                raise UserError(f"column {column.name!r} {error}") from None
             except WrongValueError as error:
                 raise WrongRowError(error.row, column.name, str(error)) from None
         return Batch(label, self._scaling.transform(numbers), ids.astype(self._type), bags)
@@ -178,7 +215,9 @@ class Encoding:
             return None
         given = [rows[column.name] for column in columns]
         n = len(given[0])
-        texts = [_text_of(value) for values in given for value in values]
+        texts = [
+            self._text_of(column, value) for column, values in zip(columns, given, strict=True) for value in values
+        ]
         numbers = [value for name in self.schema.dense for value in rows[name]]
         if not n or any(len(rows[name]) != n for name in self.columns()):
             return None
@@ -196,10 +235,23 @@ class Encoding:
             found = known.find_few(spaces, texts)  # type: ignore[arg-type]
         except UnicodeEncodeError:
             return None
+        if any(self._written[space].kind not in ("text", "unknown") and number < 0
+               for space, text, number in zip(spaces, texts, found.tolist(), strict=True)):  # fmt: skip
+            return None  # it may be written in another way than in training
         oov = np.array([self._spaces[column.space].oov for column in columns])[:, None]
         ids = found.reshape(len(columns), n)
         ids = np.ascontiguousarray(np.where(ids < 0, oov, ids).T.astype(self._type))
         return Batch(np.full(n, np.nan, np.float32), self._scaling.transform(dense), ids, {})
+
+    def _text_of(self, column: Column, value: Any) -> str | None:
+        """Return text, an integer or None as training had it; None for a type that is left to `encode`."""
+        if type(value) is str:
+            return value
+        if type(value) is int:
+            written = self._written[column.space]
+            usual = written.kind in ("number", "text", "unknown") and written.forms & NUMBERS <= {INTEGER}
+            return str(value) if usual else None
+        return self._written[column.space].missing if value is None else None
 
     def encode_criteo(self, rows: Any) -> Batch:
         """Return Criteo's rows, `raw.RawRows` as its parser makes them, as a batch."""
@@ -209,72 +261,50 @@ class Encoding:
             ids, _ = known.encode(rows)
         else:
             for i, column in enumerate(self.schema.columns):
-                ids[:, i] = self.ids(column.space, criteo.hex_text(np.ascontiguousarray(rows.keys[:, i])))
+                texts = criteo.hex_text(np.ascontiguousarray(rows.keys[:, i]))
+                ids[:, i], _ = self._ids_of(column, texts)
         return Batch(rows.label, self._scaling.transform(rows.numbers), ids.astype(self._type), {})
 
-    def ids(self, space: str, texts: pa.Array) -> Ids:
-        """Return the id of each text [N] in a space."""
-        known = self._known
-        if self.is_criteo:
-            texts = pc.utf8_lower(texts)
-        if isinstance(known, HashBuckets):
-            column = next(i for i, column in enumerate(self.schema.columns) if column.space == space)
-            keys = _criteo_keys(texts) if self.is_criteo else hash_texts(*arrow.bytes_of(texts)).view(np.int64)
-            return known.ids_of(keys, column)
-        found = known.find(space, texts)
-        return np.where(found < 0, self._spaces[space].oov, found)
-
-
-class _Values:
-    """The ids of all values: one map of texts, each with the number of its space before it."""
-
-    def __init__(self, path: Path, schema: Schema) -> None:
-        self._texts, self._first = TextMap(), schema.first_value
+    def _ids_of(self, column: Column, values: pa.Array) -> tuple[Ids, npt.NDArray[np.bool_]]:
+        """Return the id of each value [N] of any type, and which are missing [N]."""
+        codes, some = arrow.distinct(arrow.decoded(values))
         try:
-            table = pa.ipc.open_file(pa.memory_map(os.fsencode(path))).read_all()
-            field = table["field"].combine_chunks()
-            names = field.dictionary.to_pylist()
-            of_space = field.indices.to_numpy()
-            # By the file's own account, as data sets of version 1 do not say which ids are of which space.
-            starts = np.flatnonzero(np.diff(of_space[self._first :], prepend=-1)) + self._first
-            spaces = [names[of_space[first]] for first in starts]
-            self._prefixes = {name: f"{number}\0" for number, name in enumerate(dict.fromkeys(spaces))}
-            for name, first, last in zip(spaces, starts, [*starts[1:], len(table)], strict=True):
-                for chunk in table["value"].slice(first, last - first).chunks:
-                    self._texts.add(*arrow.bytes_of(self._named(name, chunk)))
-        except (pa.ArrowException, OSError, KeyError, IndexError) as error:
-            raise UserError(f"{path} is broken ({error})") from None
-        if len(self._texts) != len(table) - self._first:
-            raise UserError(f"{path} is broken (a space has a value twice)")
+            ids, missing = self._ids_of_some(column, some)
+        except WrongValueError as error:
+            raise WrongValueError(int(np.flatnonzero(codes == error.row)[0]), str(error)) from None
+        return ids[codes], missing[codes]
 
-    def _named(self, space: str, texts: pa.Array) -> pa.Array:
-        return pc.binary_join_element_wise(pa.scalar(self._prefixes[space]), texts, pa.scalar(""))
-
-    def find(self, space: str, texts: pa.Array) -> Ids:
-        """Return the id of each text, -1 for one that has none."""
-        if space not in self._prefixes:  # no value of it is frequent enough
-            return np.full(len(texts), -1, np.int64)
-        return self._ids(*arrow.bytes_of(self._named(space, texts)))
-
-    def find_few(self, spaces: Sequence[str], texts: Sequence[str]) -> Ids:
-        """Return the id of each text in its own space, as `find`."""
-        found = [(self._prefixes.get(space, "?") + text).encode() for space, text in zip(spaces, texts, strict=True)]
-        offsets = ragged.offsets_of(np.fromiter(map(len, found), np.int64, len(found)))
-        return self._ids(offsets, np.frombuffer(b"".join(found), np.uint8))
-
-    def _ids(self, offsets: npt.NDArray[Any], data: npt.NDArray[np.uint8]) -> Ids:
-        """The values lie in the order of their ids."""
-        found = self._texts.find(offsets, data).astype(np.int64)
-        return np.where(found < 0, -1, found + self._first)
-
-
-def _text_of(value: Any) -> str | None:
-    """Return a value as `columns.as_text` writes it; None for a type that is left to that."""
-    if type(value) is str:
-        return value
-    if type(value) is int:
-        return str(value)
-    return "" if value is None else None
+    def _ids_of_some(self, column: Column, values: pa.Array) -> tuple[Ids, npt.NDArray[np.bool_]]:
+        """Return the id of each of different values [N], and which a bag leaves out [N]."""
+        known, written = self._known, self._written[column.space]
+        if column.kind == "bag":  # of which training left missing values out
+            written = Written(written.forms | {EMPTY}, written.types)
+        found = texts_for(values, written, hashed=isinstance(known, HashBuckets))
+        missing = pc.equal(pc.fill_null(found.texts[0], "-"), "").to_numpy(zero_copy_only=False)
+        if isinstance(known, HashBuckets):
+            texts = pc.coalesce(*found.texts, found.fallback)
+            keys = _criteo_keys(texts) if self.is_criteo else hash_texts(*arrow.bytes_of(texts)).view(np.int64)
+            return known.ids_of(keys, self.schema.columns.index(column)), missing
+        ids, verbatim = np.full(len(values), -1, np.int64), np.zeros(len(values), np.bool_)
+        if arrow.kind_of(values.type) == "text" and found.texts[0] is not found.fallback:
+            ids = known.find(column.space, found.fallback)  # a text that is there as it is
+            verbatim = ids >= 0
+        for texts in found.texts:
+            there = texts.is_valid().to_numpy(zero_copy_only=False)
+            texts = pc.utf8_lower(texts) if self.is_criteo else texts
+            these = np.where(there, known.find(column.space, pc.fill_null(texts, "")), -1)
+            several = np.flatnonzero((ids >= 0) & (these >= 0) & ~verbatim)
+            if len(several):
+                shown = found.fallback[int(several[0])].as_py()
+                raise WrongValueError(int(several[0]), f"{shown} was written in several ways in training, each with an "
+                                      "id of its own; give it as text, written as then")  # fmt: skip
+            ids = np.where(ids < 0, these, ids)
+        unknown = np.flatnonzero(found.doubtful & (ids < 0))
+        if len(unknown):
+            shown = found.fallback[int(unknown[0])].as_py()
+            raise WrongValueError(int(unknown[0]), f"{shown} may have been written in another way in training; give it "
+                                  "as text, written as then")  # fmt: skip
+        return np.where(ids < 0, self._spaces[column.space].oov, ids), missing
 
 
 def _plain(array: Any) -> pa.Array:

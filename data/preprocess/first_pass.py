@@ -31,18 +31,19 @@ class FirstPass:
     test_fraction, seed  of the rows that are drawn for testing; None: the source says which
     hashed               what turns values into ids; None: they are to be counted
     shards               what has to fit into memory in the second pass
+    survey               of values that are in memory with those of the rows; None for none
     """
 
     def __init__(
         self, source: Source, work: Work, *, test_fraction: float | None, seed: int, hashed: HashBuckets | None,
-        shards: ShardMemory,
+        shards: ShardMemory, survey: Survey | None = None,
     ) -> None:  # fmt: skip
         self._source, self._work, self._shards = source, work, shards
         self._fraction, self._key, self._hashed = test_fraction, key64(seed, "test split"), hashed
         self.facts: list[Facts] = []  # of the pieces that are written
         self._input = self._lines = self._rows = self._rejected = 0  # of what is parsed; lines are those of the input
         self._first: Rejected | None = None
-        self._survey: Survey | None = None
+        self._survey = survey
 
     def path(self, number: int) -> Path:
         """Return a piece's file."""

@@ -86,8 +86,8 @@ class Totals:
 
     @property
     def label_mean(self) -> float:
-        """The share of positive labels."""
-        return float(self.positive.sum() / self.rows.sum())
+        """The share of positive labels; 0 where there are no rows."""
+        return float(self.positive.sum() / max(1, self.rows.sum()))
 
 
 @dataclass(frozen=True)
@@ -129,15 +129,12 @@ def gather(folder: Path) -> Information:
         curves = _count_hashed(folder, found, totals["test"])
     else:
         vocabulary = StoredVocabulary(folder, found)
-        largest = max((space.size for space in vocabulary.spaces.values()), default=0)
+        largest = max((space.values for space in vocabulary.spaces.values()), default=0)
         require_room(folder, found.schema.rows, found.schema.rows + 16 * largest)  # known; sorted counts, their sums
         known = vocabulary.counts > 0
         known[: found.schema.first_value] = False
         totals = {split: _totals(folder, found, split, known) for split in SPLITS}
-        curves = {
-            name: curve_of(vocabulary.counts[space.first : space.first + space.size])
-            for name, space in vocabulary.spaces.items()
-        }
+        curves = {name: curve_of(vocabulary.counts_of(space)) for name, space in vocabulary.spaces.items()}
     nbytes = {split: sum(size_of(folder / shard.file) for shard in found.shards(split)) for split in SPLITS}
     return Information(folder, found, nbytes, totals, curves)
 

@@ -61,6 +61,8 @@ def _draw_labels(axes: Any, info: Information) -> None:
     axes.fill_between(place, low, high, color="grey", alpha=0.15, linewidth=0, label="95% by chance alone")
     axes.plot(place, mean, color=_COLORS["train"], marker=".", linewidth=1, label=f"training, in {has.sum()} parts")
     for split, name in zip(SPLITS, ("training", "test"), strict=True):
+        if not info.found.rows(split):
+            continue
         share = info.totals[split].label_mean
         axes.axhline(share, color=_COLORS[split], linestyle="--", linewidth=1, label=f"{name}: {share:.2%}")
     axes.set(xlabel="position in the training rows", ylabel="label mean", xlim=(0, 1))
@@ -104,7 +106,7 @@ def _rates(info: Information) -> tuple[str, list[str], dict[str, list[float]]]:
         names = [name for name in every if any(name in info.missing.get(split, {}) for split in SPLITS)]
         rates = {split: [info.missing.get(split, {}).get(name, np.nan) for name in names] for split in SPLITS}
         return "Missing values", names, rates
-    zeros = {split: (info.totals[split].zeros / info.found.rows(split)).tolist() for split in SPLITS}
+    zeros = {split: (info.totals[split].zeros / max(1, info.found.rows(split))).tolist() for split in SPLITS}
     return "Numeric columns: zeros, missing values among them", list(dense), zeros
 
 

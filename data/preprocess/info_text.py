@@ -1,7 +1,8 @@
 """The tables that `preprocess info` prints."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from hostdev.data.preprocess.earlier_vocabulary import growth
 from hostdev.data.preprocess.info import TOPS, Curve, Information, shortened
 from hostdev.data.preprocess.pieces import SPLITS
 from hostdev.data.schema import Column
@@ -20,13 +21,13 @@ def lines_of(info: Information) -> Iterator[str]:
     ids = f"{found.schema.rows:,} ids" + ", hashed" * info.hashed
     yield f"data     {info.folder}: {counted(len(found.schema.dense), 'numeric column')}, " \
           f"{counted(len(found.schema.columns), 'column')} with ids, {ids}"  # fmt: skip
+    yield from growth(found)
     yield ""
     yield f"{'split':<8}{'rows':>16}{'shards':>9}{'on disk':>12}{'label mean':>13}"
     for split in SPLITS:
-        totals = info.totals[split]
+        mean = f"{info.totals[split].label_mean:.2%}" if found.rows(split) else _NO_FIGURE
         yield (
-            f"{split:<8}{found.rows(split):>16,}{len(found.shards(split)):>9,}{gib(info.nbytes[split]):>12}"
-            f"{totals.label_mean:>13.2%}"
+            f"{split:<8}{found.rows(split):>16,}{len(found.shards(split)):>9,}{gib(info.nbytes[split]):>12}{mean:>13}"
         )
     if found.schema.dense:
         yield ""
@@ -42,11 +43,15 @@ def _numeric(info: Information) -> Iterator[str]:
     groups = [
         *_missing(info, names),
         ("zeros", SPLITS, [[_share(n, of) for n in totals.zeros] for totals, of in both]),
-        ("mean", SPLITS, [[f"{value / of:.4f}" for value in totals.sums] for totals, of in both]),
-        ("min", SPLITS, [[f"{value:.4f}" for value in totals.low] for totals, _ in both]),
-        ("max", SPLITS, [[f"{value:.4f}" for value in totals.high] for totals, _ in both]),
+        ("mean", SPLITS, [_figures(totals.sums / max(1, of), of) for totals, of in both]),
+        ("min", SPLITS, [_figures(totals.low, of) for totals, of in both]),
+        ("max", SPLITS, [_figures(totals.high, of) for totals, of in both]),
     ]
     yield from _table("numeric, scaled", names, groups)
+
+
+def _figures(values: Iterable[float], rows: int) -> list[str]:
+    return [f"{value:.4f}" if rows else _NO_FIGURE for value in values]
 
 
 def _features(info: Information) -> Iterator[str]:

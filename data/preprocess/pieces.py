@@ -9,7 +9,7 @@ A piece is an Arrow file of one record, whose columns are lists: what is looked 
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -44,6 +44,7 @@ class Facts:
     end       where the next piece's rows begin
     size      in the source's units
     checksum  CRC-32 of the file
+    forms     by column with ids, how its values are written (`kernels.forms`)
     """
 
     rows: tuple[int, int]
@@ -55,6 +56,7 @@ class Facts:
     end: Place
     size: int
     checksum: str
+    forms: dict[str, list[int]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """Return what the journal has."""
@@ -62,10 +64,18 @@ class Facts:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """Return what `as_json` gave."""
-        pairs = {name: tuple(content[name]) for name in ("rows", "positives")}
+        """Return what `as_json` gave; ValueError, TypeError or KeyError where it is not that."""
+        pairs = ("rows", "positives", "missing", "bag_values", "end")
+        counts = [n for name in ("rows", "positives", "end") for n in content[name]]
+        counts += [n for name in ("missing", "bag_values") for each in content[name] for n in each]
+        counts += [content[name] for name in ("lines", "rejected", "size")]
+        if not all(type(n) is int and 0 <= n < 2**63 for n in counts) or not isinstance(content["checksum"], str):
+            raise ValueError("a wrong number")
+        if any(len(content[name]) != 2 for name in pairs):
+            raise ValueError("a wrong number of splits")
+        counted = {name: tuple(content[name]) for name in ("rows", "positives")}
         lists = {name: tuple(map(tuple, content[name])) for name in ("missing", "bag_values")}
-        return cls(**{**content, **pairs, **lists, "end": Place(*content["end"])})
+        return cls(**{**content, **counted, **lists, "end": Place(*content["end"])})
 
 
 class Piece:
@@ -79,6 +89,10 @@ class Piece:
         """Return a column of numbers."""
         values: Array = self._record[name].values.to_numpy()
         return values
+
+    def __len__(self) -> int:
+        """Return its rows."""
+        return len(self._record["label"].values)
 
     def keys(self, space: int) -> Array | pa.LargeStringArray:
         """Return the values of the space of this number: integers or texts."""
@@ -126,6 +140,7 @@ def write_piece(
         "rejected": len(rows.rejected),
         "lines": len(rows) + len(rows.rejected),
         "checksum": write_lists(path, content),
+        "forms": {name: sorted(forms) for name, forms in rows.forms.items()},
     }
     return facts, None if hashed is not None else survey(Piece(path), len(layout.spaces))
 

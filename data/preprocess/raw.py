@@ -65,6 +65,7 @@ class RawRows:
     test: npt.NDArray[np.bool_] | None = None  # [n], which rows are for testing; None: they are to be drawn
     texts: Mapping[str, pa.Array] | None = None  # by space, the values of which keys are the numbers
     missing: Mapping[str, int] = field(default_factory=dict)  # by space, the key of a missing value
+    forms: Mapping[str, frozenset[int]] = field(default_factory=dict)  # by column with ids, how its values are written
 
     def __len__(self) -> int:
         """Return n."""
@@ -126,6 +127,10 @@ class Source(Protocol):
 
         Raises WrongRowError, and UserError for what cannot be read at all.
         """
+
+    @property
+    def kinds(self) -> Callable[[Mapping[str, Mapping[int, frozenset[int]]]], dict[str, Any]] | None:
+        """What returns what the manifest records of forms by column and input; None: all values are of one kind."""
 
     def describe(self) -> list[dict[str, Any]]:
         """Return what the manifest records of where the rows come from."""

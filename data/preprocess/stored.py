@@ -51,7 +51,7 @@ class Part(Piece):
 def each_shard(look: Callable[[Shard], T], folder: Path, shards: Sequence[Shard], title: str) -> Iterator[T]:
     """Call `look` for shards, several at once, and yield what it returns in their order; with a progress bar."""
     sizes = [size_of(folder / shard.file) for shard in shards]
-    threads = min(host_threads(), len(shards))
+    threads = max(1, min(host_threads(), len(shards)))
     with (
         ThreadPoolExecutor(threads, "hostdev-shards") as pool,
         bar(sum(sizes), title, "B", unit_scale=True) as progress,
@@ -153,13 +153,12 @@ def wrong_values(part: Part, schema: Schema) -> list[Wrong]:
     spaces = {space.name: space for space in schema.spaces}
     for column in schema.columns:
         ids, space = part.ids_of(schema, column), spaces[column.space]
-        end = space.first + space.size
-        at = np.flatnonzero(((ids < space.first) | (ids >= end)) & (ids != space.oov))
+        at = np.flatnonzero(~space.has(ids) & (ids != space.oov))
         if len(at):
             row = int(at[0])
             if column.kind == "bag":
                 row = int(np.searchsorted(part.bags[column.name][1], row, "right")) - 1
-            allowed = f"{space.oov} or in {space.first}..{end - 1}" if space.size else f"{space.oov}"
+            allowed = f"{space.oov} or in {space.in_words()}" if space.values else f"{space.oov}"
             first = f"row {part.start + row}: {ids[at[0]]} is not {allowed}"
             found.append(Wrong("id", f"of column {column.name!r} outside its range", len(at), first))
     at = np.flatnonzero((part.label != 0) & (part.label != 1))

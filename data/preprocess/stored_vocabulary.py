@@ -1,6 +1,5 @@
 """A data set's vocabulary, mapped into memory: whose each id is, which value it stands for, how often it is used."""
 
-import os
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise
@@ -15,6 +14,7 @@ from hostdev.data.preprocess.stored import DamagedError, require_checksum
 from hostdev.data.schema import Space
 from hostdev.data.shard_files import types
 
+from hostdev.core import arrow_files
 from hostdev.core.errors import in_words
 from hostdev.kernels.strings import hash_texts
 
@@ -35,12 +35,11 @@ class StoredVocabulary:
         if found.vocabulary_sha256 is not None:
             require_checksum(self.path, found.vocabulary_sha256)
         try:
-            self.table = pa.ipc.open_file(pa.memory_map(os.fsencode(self.path))).read_all()
-            self.table.validate(full=True)
+            self.table = arrow_files.read_table(self.path)
         except FileNotFoundError:
             raise DamagedError(self.path, "it is missing") from None
-        except (pa.ArrowException, OSError) as error:
-            raise DamagedError(self.path, f"not an Arrow file ({in_words(error)})") from None
+        except (ValueError, OSError) as error:
+            raise DamagedError(self.path, in_words(error)) from None
         schema = self.table.schema
         field = schema.types[0] if schema.types and pa.types.is_dictionary(schema.types[0]) else None
         kinds = [field and field.value_type, *schema.types[1:]]
@@ -58,6 +57,11 @@ class StoredVocabulary:
         chunks = [chunk.to_numpy() for chunk in self.table["count"].chunks]
         return chunks[0] if len(chunks) == 1 else np.concatenate([np.zeros(0, np.int64), *chunks])
 
+    def counts_of(self, space: Space) -> npt.NDArray[np.int64]:
+        """Return the uses of each value of a space, int64 [values]; a view where they lie in one segment."""
+        pieces = [self.counts[first : first + size] for first, size in space.segments]
+        return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, np.int64), *pieces])
+
     def _owners(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
         """Iterate over all ids in order: the first of some, and the fixed id of each one's column or space, or -1."""
         numbers = {name: i for i, name in enumerate(self._names)}
@@ -73,8 +77,12 @@ class StoredVocabulary:
     def spaces(self) -> dict[str, Space]:
         """The ids of each space by its name, as the file has them: data sets of version 1 record them nowhere else.
 
-        Raises DamagedError where they are not by space, in the order of the spaces.
+        Raises DamagedError where they are not by space, in the order of the spaces; of a data set that has kept earlier
+        ids, where they are not as its schema says.
         """
+        begins = [first for space in self._schema.spaces for first, _ in space.segments]
+        if begins != sorted(begins):
+            return self._grown_spaces()
         fixed, dense = self._schema.first_value, len(self._schema.dense)
         sizes, last = np.zeros(fixed, np.int64), dense
         for start, owners in self._owners():
@@ -94,6 +102,26 @@ class StoredVocabulary:
             for space, (first, end) in zip(self._schema.spaces, pairwise(edges), strict=True)
         }
 
+    def _grown_spaces(self) -> dict[str, Space]:
+        """Return the schema's spaces, once the file has been compared with them; raises as `spaces`."""
+        spaces, fixed = self._schema.spaces, self._schema.first_value
+        begins = [(number, number) for number in range(fixed)]
+        begins += sorted((first, space.oov) for space in spaces for first, _ in space.segments)
+        firsts, owner = (np.array(column, np.int64) for column in zip(*begins, strict=True))
+        for start, owners in self._owners():
+            ids = np.arange(start, start + len(owners))
+            right = owner[np.searchsorted(firsts, ids, "right") - 1]
+            if len(wrong := np.flatnonzero(owners != right)):
+                number = int(ids[wrong[0]])
+                name = self.table["field"][number].as_py()
+                raise DamagedError(self.path, f"id {number} is of {name!r}, not of {self._names[right[wrong[0]]]!r}")
+        return {space.name: space for space in spaces}
+
+    def values(self, space: Space) -> pa.ChunkedArray:
+        """Return the values of a space in the order of their ids."""
+        pieces = [self.table["value"].slice(first, size) for first, size in space.segments]
+        return pa.chunked_array([chunk for piece in pieces for chunk in piece.chunks], pa.string())
+
     def text(self, number: int) -> str:
         """Return what an id stands for."""
         field, value = (self.table[name][number].as_py() for name in ("field", "value"))
@@ -101,8 +129,8 @@ class StoredVocabulary:
 
     def value_twice(self, space: Space) -> tuple[int, int] | None:
         """Return two ids of a space that stand for one value; 8 bytes of memory for each id of the space."""
-        values = self.table["value"].slice(space.first, space.size)
-        hashes = np.empty(space.size, np.uint64)
+        values = self.values(space)
+        hashes = np.empty(space.values, np.uint64)
         start = 0
         for piece in _pieces(values):
             hashes[start : start + len(piece)] = _hashes(piece)
@@ -110,13 +138,13 @@ class StoredVocabulary:
         hashes.sort()
         alike = np.unique(hashes[1:][hashes[1:] == hashes[:-1]])
         seen: dict[str, int] = {}  # of those with a hash that is there twice, which may differ nevertheless
-        start = space.first
+        start = 0
         for piece in _pieces(values) if len(alike) else ():
             for at in np.flatnonzero(np.isin(_hashes(piece), alike)).tolist():
-                value = piece[at].as_py()
+                value, number = piece[at].as_py(), space.id_at(start + at)
                 if value in seen:
-                    return seen[value], start + at
-                seen[value] = start + at
+                    return seen[value], number
+                seen[value] = number
             start += len(piece)
         return None
 

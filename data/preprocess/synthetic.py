@@ -18,6 +18,7 @@ from hostdev.data.preprocess.raw import BEGINNING, Block, Place, RawRows
 from pyarrow import csv
 
 from hostdev.core.errors import UserError
+from hostdev.core.outputs import new_file
 from hostdev.core.progress import bar
 from hostdev.kernels.counter import key64, mix64
 from hostdev.kernels.criteo import EMPTY
@@ -54,6 +55,7 @@ class Synthetic:
     unit = "rows"
     signed = False
     text_of = staticmethod(hex_text)
+    kinds = None
 
     def __init__(self, rows: int, seed: int) -> None:
         self.total = self.most_rows = rows
@@ -130,26 +132,25 @@ def _standard(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     return (uniform - 0.5) * _SQRT_12
 
 
-def write_text(source: Synthetic, path: Path) -> None:
-    """Write rows as Criteo text; the file appears under its name when it is whole. UserError where that is taken."""
+def write_text(source: Synthetic, path: Path, *, wait: bool = False) -> None:
+    """Write rows as Criteo text; the file appears under its name when it is whole. UserError where that is taken.
+
+    wait  for another process that writes the same file; it is taken then
+    """
     if os.path.lexists(path):
         raise UserError(f"{path} exists already; remove it or choose another --tsv")
-    partial = path.with_name(f".{path.name}.partial-{os.urandom(4).hex()}")
     options = csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
     columns = pa.schema([(name, pa.string()) for name in COLUMNS])
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            partial.open("wb") as file,
-            csv.CSVWriter(file, columns, write_options=options) as writer,
-            bar(source.total, f"writing {path.name}", "rows") as progress,
-        ):
-            for rows in source.chunks():
-                writer.write(_text_table(rows))
-                progress.update(len(rows))
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        new_file(path, "--tsv", wait=wait) as partial,
+        partial.open("wb") as file,
+        csv.CSVWriter(file, columns, write_options=options) as writer,
+        bar(source.total, f"writing {path.name}", "rows") as progress,
+    ):
+        for rows in source.chunks():
+            writer.write(_text_table(rows))
+            progress.update(len(rows))
 
 
 def _text_table(rows: RawRows) -> pa.Table:

@@ -1,7 +1,8 @@
 """Any table: columns by name, from CSV, TSV, Parquet and Arrow files."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,16 @@ from hostdev.data.preprocess.comparing import is_after
 from hostdev.data.preprocess.delimited import DelimitedFile
 from hostdev.data.preprocess.files import ArrowTable, ParquetTable, Part, TableFile, format_of, is_table
 from hostdev.data.preprocess.folders import expand
+from hostdev.data.preprocess.forms import NUMBERS, PADDED, Written, each_form
 from hostdev.data.preprocess.inputs import Input, open_input
+from hostdev.data.preprocess.naming import about_blanks, listed, short
 from hostdev.data.preprocess.raw import BEGINNING, Block, Layout, Place, RawRows, WrongRowError
+from hostdev.data.preprocess.serving import large_float
 from hostdev.data.schema import Column
 
 from hostdev.core.errors import UserError
+from hostdev.core.progress import note
+from hostdev.kernels.forms import FRACTION, INTEGER, LARGE_FLOAT, TEXT, WHOLE
 from hostdev.kernels.strings import TextMap, hash_texts
 
 
@@ -52,7 +58,7 @@ class TableOptions:
             for one in (name, owner):
                 if one not in with_ids:
                     raise UserError(f"--share {name}={owner}: {one!r} is not a column of --categorical or --bag, which "
-                                    f"are {_listed(with_ids)}")  # fmt: skip
+                                    f"are {listed(with_ids)}")  # fmt: skip
             if name == owner or owner in owners:
                 raise UserError(f"--share {name}={owner}: {owner!r} has no ids of its own; name the column that has")
         if len(owners) < len(self.share):
@@ -106,8 +112,9 @@ class Table:
         self._options = options
         self._positive = None if options.positive is None else Positive.parse(options.positive)
         self._used = options.used()
+        self._owners = dict(options.share)  # whose ids a column has, if not its own
         self._files = [_open(path, options) for path in expand(files, is_table)]
-        self._types: dict[str, tuple[str, pa.DataType, TableFile]] = {}  # of columns whose text matters, once known
+        self._types: dict[str, tuple[str, pa.DataType, TableFile, str]] = {}  # by space, once known: whose text matters
         for file in self._files:
             self._check_columns(file)
         self.layout = options.layout()
@@ -157,6 +164,10 @@ class Table:
             found = hash_texts(offsets, content).view(np.int64) if hashed else seen[space].add(offsets, content)
             return found.astype(np.int64)[codes]
 
+        def look(codes: arrow.Codes | None, texts: pa.StringArray) -> None:
+            forms[name] = self._forms(name, file, codes, texts)
+
+        forms: dict[str, frozenset[int]] = {}
         options, layout, n = self._options, self.layout, len(chunk.batch)
         numbers, ids, bags = np.empty((n, len(layout.dense))), np.empty((len(layout.ids), n), np.int64), []
         test = None
@@ -165,9 +176,12 @@ class Table:
             for i, of in enumerate(layout.dense):
                 numbers[:, i] = arrow.as_numbers(column(of))
             for i, one in enumerate(layout.ids):
-                ids[i] = keys(one.space, *arrow.as_text(column(one.name)))
+                codes, texts = arrow.as_text(column(one.name))
+                look(codes, texts)
+                ids[i] = keys(one.space, codes, texts)
             for bag, (_, separator) in zip(layout.bags, options.bags, strict=True):
                 codes, texts, lengths = arrow.as_bags(column(bag.name), separator)
+                look(None, texts)
                 bags.append((keys(bag.space, codes, texts), lengths))
             if options.test_column is not None:
                 codes, texts = arrow.as_text(column(options.test_column[0]))
@@ -180,16 +194,76 @@ class Table:
         except pa.ArrowMemoryError:
             raise
         except pa.ArrowException as error:  # which nobody has thought of
-            raise UserError(f"{file.input.name}, column {name!r}: its values, of type {file.type_of(name)}, cannot be "
-                            f"read ({error}); write them as another type, such as text") from error  # fmt: skip
+            kind = short(file.type_of(name))
+            raise UserError(f"{file.input.name}, column {name!r}: its values, of type {kind}, cannot be read "
+                            f"({short(error)}); write them as another type, such as text") from error  # fmt: skip
         if hashed:
             texts_of, missing = None, dict.fromkeys(layout.spaces, int(hash_texts(*_NOTHING).view(np.int64)[0]))
         else:
             texts_of = {space: arrow.text_from(*values.take(np.arange(len(values)))) for space, values in seen.items()}
             missing = {space: int(values.find(*_NOTHING)[0]) for space, values in seen.items()}
         return RawRows(
-            label, numbers, ids.T, tuple(bags), chunk.rejected, test, texts=texts_of, missing=missing
+            label, numbers, ids.T, tuple(bags), chunk.rejected, test, texts=texts_of, missing=missing, forms=forms
         )  # fmt: skip
+
+    def _forms(
+        self, name: str, file: TableFile, codes: arrow.Codes | None, texts: pa.StringArray
+    ) -> frozenset[int]:  # fmt: skip
+        """Return how a column's values are written.
+
+        codes  which of the texts each row has; None: nobody knows
+
+        Raises WrongValueError for text that is another value than the same one of another file, or than any one.
+        """
+        each = each_form(texts)
+        forms = frozenset(np.unique(each).tolist())
+        wrong = None
+        if LARGE_FLOAT in forms and TEXT not in forms:
+            wrong = LARGE_FLOAT
+        where = self._typed_numbers.get(self._owners.get(name, name))
+        if wrong is None and where and arrow.kind_of(_value_type(file.type_of(name))) == "text":
+            wrong = next((form for form in sorted(forms) if form in PADDED or WHOLE < form < FRACTION), None)
+        if wrong is not None:
+            number = int(np.flatnonzero(each == wrong)[0])
+            row = 0 if codes is None else int(np.flatnonzero(codes == number)[0])
+            shown = texts[number].as_py()
+            raise WrongValueError(row, large_float(shown) if wrong == LARGE_FLOAT else
+                                  f"it is text such as {shown!r} here, and {where}, so that a value would be two; "
+                                  "write it alike in both")  # fmt: skip
+        return forms
+
+    @cached_property
+    def _typed_numbers(self) -> dict[str, str]:
+        """Of each space one of its columns that has numbers in a file, the type, and which file that is, in words."""
+        found = {}
+        for file in reversed(self._files):
+            for name in self._used:
+                if arrow.kind_of(of := _value_type(file.type_of(name))) == "number":
+                    found[self._owners.get(name, name)] = f"column {name!r} is {of} in {file.input.name}"
+        return found
+
+    def kinds(self, forms: Mapping[str, Mapping[int, frozenset[int]]]) -> dict[str, Any]:
+        """Return what the manifest has of the columns with ids: their types in the files, and how they are written.
+
+        forms  by column and the file's number, of all rows
+
+        Prints a line for a column whose whole numbers are written otherwise in another file.
+        """
+        found = {}
+        for column in self.layout.columns:
+            of_files = forms.get(column.name, {})
+            found[column.name] = Written(
+                frozenset().union(*of_files.values()),
+                tuple(dict.fromkeys(_type_name(file.type_of(column.name)) for file in self._files)),
+            ).as_json()
+            some = {number: each & NUMBERS for number, each in of_files.items() if TEXT not in each}
+            plain = next((number for number, each in some.items() if each == {INTEGER}), None)
+            point = next((number for number, each in some.items() if WHOLE + 1 in each and INTEGER not in each), None)
+            if plain is not None and point is not None:
+                names = [self._files[number].input.name for number in (plain, point)]
+                note(f"column {column.name!r} has numbers such as '1' in {names[0]} and '1.0' in {names[1]}, which are "
+                     "two values; write it alike in both if they mean the same")  # fmt: skip
+        return found
 
     def _hint(self, name: str) -> str:
         """Return what to do about a value that is not what the column's option says."""
@@ -200,11 +274,11 @@ class Table:
     def _check_columns(self, file: TableFile) -> None:
         first = self._files[0]
         if missing := [name for name in self._used if name not in file.names]:
-            raise UserError(f"{file.input.name} has no column {missing[0]!r}; it has {_listed(file.names)}"
-                            f"{self._about_headers(file)}")  # fmt: skip
+            hint = about_blanks(missing[0], file.names) or self._about_headers(file)
+            raise UserError(f"{file.input.name} has no column {missing[0]!r}; it has {listed(file.names)}{hint}")
         if sorted(file.names) != sorted(first.names):
             one = sorted(set(file.names) ^ set(first.names))
-            difference = f"only one of them has {_listed(one)}" if one else "some are there twice"
+            difference = f"only one of them has {listed(one)}" if one else "some are there twice"
             raise UserError(f"{file.input.name} has other columns than {first.input.name}: {difference}")
         for name in self._used:
             if file.names.count(name) > 1:
@@ -217,13 +291,18 @@ class Table:
         """Raise UserError where a value would be written otherwise than in files before, and be two values."""
         found, options = file.type_of(name), self._options
         written = arrow.written_as(found)
+        owner = self._owners.get(name, name)
         as_text = [*options.categorical, *(bag for bag, _ in options.bags), *(options.test_column or ())[:1]]
         if written is None or name not in as_text:
             return
-        first, before, where = self._types.setdefault(name, (written, found, file))
-        if written != first:
-            raise UserError(f"column {name!r} is of type {before} in {where.input.name} and {found} in "
+        first, before, where, column = self._types.setdefault(owner, (written, found, file, name))
+        if written != first and column == name:
+            raise UserError(f"column {name!r} is of type {short(before)} in {where.input.name} and {short(found)} in "
                             f"{file.input.name}, so that a value would be two; cast it in one of them")  # fmt: skip
+        if written != first and arrow.TEXT_OR_WHOLE not in (written, first):
+            raise UserError(f"columns {column!r} and {name!r} share their ids, and are of type {short(before)} in "
+                            f"{where.input.name} and {short(found)} in {file.input.name}, so that a value would be "
+                            "two; cast one of them")  # fmt: skip
 
     def _about_headers(self, file: TableFile) -> str:
         if not isinstance(file, DelimitedFile) or self._options.columns is not None:
@@ -234,23 +313,36 @@ class Table:
 
     def _against(self, name: str, found: pa.DataType) -> str | None:
         """Return why a column of this type cannot be what the options say, or None."""
-        kind, bags = arrow.kind_of(found), dict(self._options.bags)
+        kind, bags, shown = arrow.kind_of(found), dict(self._options.bags), short(found)
         if kind == "nested":
-            return f"it is of type {found}, which is nested or unknown; only plain values and lists of these are read"
+            return f"it is of type {shown}, which is nested or unknown; only plain values and lists of these are read"
         if kind == "list" and name in self._options.split():
-            return f"it is of type {found}, a list; --test-column and --test-after take a column with a value a row"
+            return f"it is of type {shown}, a list; --test-column and --test-after take a column with a value a row"
         if name == self._options.label and kind == "other" and self._positive is not None and self._positive.orders:
-            return (f"it is of type {found}, and --positive {self._options.positive} compares numbers; make it a "
+            return (f"it is of type {shown}, and --positive {self._options.positive} compares numbers; make it a "
                     "number, or a column of 0 and 1")  # fmt: skip
         if name in bags:
             if kind != "list" and bags[name] is None:
-                return f"it is of type {found}, not a list; say what separates its values, such as --bag '{name}=|'"
+                return f"it is of type {shown}, not a list; say what separates its values, such as --bag '{name}=|'"
             return None
         if kind == "list":
-            return f"it is of type {found}, a list; only --bag takes lists"
+            return f"it is of type {shown}, a list; only --bag takes lists"
         if name in self._options.numeric and kind == "other":
-            return f"it is of type {found}, not numbers; name it with --categorical, or make it a number"
+            return f"it is of type {shown}, not numbers; name it with --categorical, or make it a number"
         return None
+
+
+def _value_type(found: pa.DataType) -> pa.DataType:
+    """Return the type of a column's values, which may be in lists or dictionaries."""
+    while arrow.kind_of(found) == "list" or pa.types.is_dictionary(found):
+        found = found.value_type
+    return found
+
+
+def _type_name(found: pa.DataType) -> str:
+    """Return the type of a column's values as the manifest has it: all sorts of text are "text"."""
+    found = _value_type(found)
+    return "text" if arrow.kind_of(found) == "text" and not pa.types.is_null(found) else str(found)
 
 
 def _open(path: Path, options: TableOptions) -> TableFile:
@@ -269,9 +361,3 @@ def _open(path: Path, options: TableOptions) -> TableFile:
     if not isinstance(source, Input):
         raise UserError(f"{source.name}: {found} is read from files only")
     return ParquetTable(source) if found == "Parquet" else ArrowTable(source, stream=found == "an Arrow stream")
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return names in words, not more than fit."""
-    shown = ", ".join(map(str, names[:30]))
-    return shown if len(names) <= 30 else f"{shown} and {len(names) - 30} more"

@@ -4,6 +4,8 @@ import argparse
 import csv
 from collections.abc import Sequence
 
+from hostdev.data.preprocess import earlier_flags
+from hostdev.data.preprocess.earlier_vocabulary import Earlier
 from hostdev.data.preprocess.table import TableOptions
 
 from hostdev.core.disk import is_text
@@ -19,7 +21,7 @@ def add_flags(to: argparse.ArgumentParser) -> None:
     def add(flag: str, metavar: str, text: str) -> None:
         to.add_argument(flag, action="append", metavar=metavar, help=text)
 
-    to.add_argument("--label", required=True, metavar="NAME", help="the column with the label: 0 or 1, true or false")
+    to.add_argument("--label", metavar="NAME", help="the column with the label: 0 or 1, true or false")
     to.add_argument("--positive", metavar="RULE", help=
         "labels that are positive, if not 1 or true: '>3', '>=3', '<3', '<=3', '!=no' or a value")  # fmt: skip
     add("--numeric", "NAMES", "columns of numbers, by commas")
@@ -38,28 +40,35 @@ def add_split(to: argparse.ArgumentParser) -> None:
                     help="rows whose column has a larger number or a later time are for testing")  # fmt: skip
 
 
-def options_of(arguments: argparse.Namespace) -> TableOptions:
-    """Make `TableOptions` of parsed flags."""
+def options_of(arguments: argparse.Namespace, earlier: Earlier | None = None) -> TableOptions:
+    """Make `TableOptions` of parsed flags; which columns are what is as in an earlier data set, where there is one."""
     for name, given in vars(arguments).items():
         for text in given if isinstance(given, list) else [given]:
             if isinstance(text, str) and not is_text(text):
                 raise UserError(f"--{name.replace('_', '-')} {text!r}: this is not text in UTF-8")
     columns = None if arguments.columns is None else _names([arguments.columns])
     delimiter = arguments.delimiter
+    what = {
+        "label": arguments.label,
+        "positive": arguments.positive,
+        "numeric": _names(arguments.numeric),
+        "categorical": _names(arguments.categorical),
+        "bags": tuple((name, separator or (None if "=" not in text else "")) for text in arguments.bag or ()
+                      for name, _, separator in [text.partition("=")]),
+        "share": tuple(_pair("--share", text) for text in arguments.share or ()),
+    }  # fmt: skip
+    if earlier is not None:
+        what = earlier_flags.columns(what, earlier)
+    elif arguments.label is None:
+        raise UserError("the following arguments are required: --label")
     return TableOptions(
-        label=arguments.label,
-        positive=arguments.positive,
-        numeric=_names(arguments.numeric),
-        categorical=_names(arguments.categorical),
-        bags=tuple((name, separator or (None if "=" not in text else "")) for text in arguments.bag or ()
-                   for name, _, separator in [text.partition("=")]),
-        share=tuple(_pair("--share", text) for text in arguments.share or ()),
+        **what,
         test_column=None if arguments.test_column is None else _pair("--test-column", arguments.test_column),
         test_after=None if arguments.test_after is None else _pair("--test-after", arguments.test_after),
         columns=columns,
         delimiter=None if delimiter is None else _ESCAPES.get(delimiter, delimiter),
         quotes=not arguments.no_quotes,
-    )  # fmt: skip
+    )
 
 
 def _names(texts: Sequence[str] | None) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from hostdev.data.preprocess.delimited import DelimitedFile
 from hostdev.data.preprocess.encoding import Encoding, WrongRowError
 from hostdev.data.preprocess.files import ArrowTable, ParquetTable, TableFile, chunks, format_of
 from hostdev.data.preprocess.inputs import HEAD_BYTES, AnyInput, Input, open_input
+from hostdev.data.preprocess.naming import about_blanks, listed
 
 from hostdev.core.errors import UserError
 
@@ -122,7 +123,8 @@ class _Table:
         self._file, self._encoding = file, encoding
         self.total = file.input.size
         if missing := [name for name in encoding.columns() if name not in file.names]:
-            raise UserError(f"{file.input.name} has no column {missing[0]!r}; it has {', '.join(file.names[:30])}")
+            raise UserError(f"{file.input.name} has no column {missing[0]!r}; it has {listed(file.names)}"
+                            f"{about_blanks(missing[0], file.names)}")  # fmt: skip
         if twice := [name for name in encoding.columns() if file.names.count(name) > 1]:
             raise UserError(f"{file.input.name} has {file.names.count(twice[0])} columns of the name {twice[0]!r}")
         label = encoding.schema.label

@@ -93,40 +93,72 @@ class Vocabulary:
     Ids are assigned by space, in order of first occurrence (within a row, in the order of the columns); a rarer or
     unseen value gets its space's out-of-vocabulary id.
 
-    text_of  returns the texts of values that are integers; None: values are texts
+    threshold  None: no value gets an id but those of `earlier`
+    text_of    returns the texts of values that are integers; None: values are texts
+    earlier    the columns of an earlier data set, whose ids stay; new values get ids after all of them. Its values are
+               counted first, with no uses, in the order of their ids
     """
 
-    def __init__(self, threshold: int, layout: Layout, text_of: TextOf | None) -> None:
-        self._threshold, self._layout = threshold, layout
+    def __init__(
+        self, threshold: int | None, layout: Layout, text_of: TextOf | None, earlier: Schema | None = None
+    ) -> None:
+        self._threshold, self._layout, self._earlier = threshold, layout, earlier
         self._values: list[Any] = [_Texts() if text_of is None else _Integers(text_of) for _ in layout.spaces]
         self._ids: list[Ids] = []
+        fixed, dense = len(layout.dense) + len(layout.spaces), len(layout.dense)
+        empty = tuple(Space(name, dense + i, fixed, 0) for i, name in enumerate(layout.spaces))
+        self._begun = empty if earlier is None else earlier.spaces
 
     def count(self, space: int, keys: Any, uses: npt.NDArray[Any]) -> None:
         """Count uses [N] of values [N] of a space, each there once; other threads may count those of other spaces."""
         self._values[space].count(keys, uses)
 
+    def size(self, space: int) -> int:
+        """Return how many values of a space were counted."""
+        return len(self._values[space].uses)
+
     def freeze(self) -> Schema:
         """Assign the ids."""
-        spaces, first = [], len(self._layout.dense) + len(self._values)
-        for oov, (name, values) in enumerate(
-            zip(self._layout.spaces, self._values, strict=True), len(self._layout.dense)
-        ):
-            size = 0
-            ids = np.full(len(values.uses) + 1, oov, np.int64)  # the last is for values never seen: found at -1
-            for kept in self._kept(values):
+        spaces = []
+        first = len(self._layout.dense) + len(self._values) if self._earlier is None else self._earlier.rows
+        for number, (space, values) in enumerate(zip(self._begun, self._values, strict=True)):
+            ids = np.full(len(values.uses) + 1, space.oov, np.int64)  # the last is for values never seen: found at -1
+            done = size = 0
+            for begin, count in space.segments:
+                ids[done : done + count] = np.arange(begin, begin + count)
+                done += count
+            for kept in self._new(number):
                 ids[kept] = np.arange(first + size, first + size + len(kept))
                 size += len(kept)
             self._ids.append(ids)
-            spaces.append(Space(name, oov, first, size))
+            new = Space(space.name, space.oov, first, size)
+            spaces.append(new if self._earlier is None else space.grown(first, size))
             first += size
         self.schema = Schema(self._layout.label, self._layout.dense, self._layout.columns, tuple(spaces), first)
         return self.schema
 
-    def _kept(self, values: Any) -> Iterator[Ids]:
-        """Iterate over the numbers of the values that get ids, some at a time: they may be hundreds of millions."""
-        uses = values.uses
-        for start in range(0, len(uses), _AT_ONCE):
+    def _new(self, space: int) -> Iterator[Ids]:
+        """Iterate over the numbers of the values that get new ids, some at a time: they may be hundreds of millions."""
+        uses, begin = self._values[space].uses, self._begun[space].values
+        if self._threshold is None:
+            return
+        for start in range(begin, len(uses), _AT_ONCE):
             yield start + np.flatnonzero(uses[start : start + _AT_ONCE] > self._threshold)
+
+    def _in_order(self) -> Iterator[tuple[int, Ids]]:
+        """Iterate over the values with ids in the order of these: the number of a space, and values' numbers in it."""
+        earlier = []
+        for number, space in enumerate(self._begun):
+            place = 0
+            for first, size in space.segments:
+                earlier.append((first, number, place, size))
+                place += size
+        for _, number, place, size in sorted(earlier):
+            for start in range(place, place + size, _AT_ONCE):
+                yield number, np.arange(start, min(start + _AT_ONCE, place + size))
+        for number in range(len(self._values)):
+            for new in self._new(number):
+                yield number, new
 
     def ids(self, space: int, keys: Any) -> Ids:
         """Return the ids of values [N] of a space, once they are assigned; several threads may call."""
@@ -143,8 +175,9 @@ class Vocabulary:
             [("field", pa.dictionary(pa.int32(), pa.string())), ("value", pa.string()), ("count", pa.int64())]
         )
         fixed = len(names)
-        rare = [int(values.uses.sum()) - sum(int(values.uses[kept].sum()) for kept in self._kept(values))
-                for values in self._values]  # fmt: skip
+        rare = [int(values.uses.sum()) for values in self._values]
+        for number, kept in self._in_order():
+            rare[number] -= int(self._values[number].uses[kept].sum())
         counts = np.array([rows] * len(self._layout.dense) + rare, np.int64)
         waiting: list[tuple[npt.NDArray[Any], pa.Array, Ids]] = [
             (np.arange(fixed), pa.nulls(fixed, pa.string()), counts)
@@ -159,21 +192,21 @@ class Vocabulary:
                 waiting.clear()
 
             rows_left, bytes_left = _WRITTEN_AT_ONCE - fixed, _WRITTEN_BYTES
-            for space, values in zip(self.schema.spaces, self._values, strict=True):
-                for kept in self._kept(values):
-                    while len(kept):
-                        some = kept[:rows_left]
-                        ends = np.cumsum(values.lengths(some))
-                        fitting = int(np.searchsorted(ends, bytes_left, "right"))
-                        if fitting == 0 and bytes_left == _WRITTEN_BYTES:
-                            fitting = 1  # a text that is longer than all of a batch may be
-                        some, kept = some[:fitting], kept[fitting:]
-                        if fitting:
-                            waiting.append((np.full(fitting, space.oov), values.texts(some), values.uses[some]))
-                            rows_left, bytes_left = rows_left - fitting, bytes_left - int(ends[fitting - 1])
-                        if rows_left == 0 or fitting < len(ends):
-                            write()
-                            rows_left, bytes_left = _WRITTEN_AT_ONCE, _WRITTEN_BYTES
+            for number, kept in self._in_order():
+                oov, values = self.schema.spaces[number].oov, self._values[number]
+                while len(kept):
+                    some = kept[:rows_left]
+                    ends = np.cumsum(values.lengths(some))
+                    fitting = int(np.searchsorted(ends, bytes_left, "right"))
+                    if fitting == 0 and bytes_left == _WRITTEN_BYTES:
+                        fitting = 1  # a text that is longer than all of a batch may be
+                    some, kept = some[:fitting], kept[fitting:]
+                    if fitting:
+                        waiting.append((np.full(fitting, oov), values.texts(some), values.uses[some]))
+                        rows_left, bytes_left = rows_left - fitting, bytes_left - int(ends[fitting - 1])
+                    if rows_left == 0 or fitting < len(ends):
+                        write()
+                        rows_left, bytes_left = _WRITTEN_AT_ONCE, _WRITTEN_BYTES
             if waiting:
                 write()
 

@@ -1,7 +1,8 @@
 """Where a data set is made: a folder beside the one to be, and a journal of what is finished there.
 
 A process that ends at any moment leaves whole pieces, and the same command goes on from them. Files appear under their
-names when they are whole; the journal has their checksums, which tell what a loss of power has damaged.
+names when they are whole; the journal has their checksums, which tell what a loss of power has damaged. Each line of
+the journal has a checksum, too: the work begins anew from the first line that is damaged.
 """
 
 import json
@@ -9,6 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,7 +20,7 @@ from hostdev.core.errors import PassingError, UserError, naming
 from hostdev.core.memory import gib
 from hostdev.core.progress import note
 
-_VERSION = 2  # of what is in the folder
+_VERSION = 3  # of what is in the folder
 _LOCK, _RECIPE, _JOURNAL, _PIECES, _RESULT = "lock", "recipe.json", "journal.jsonl", "pieces", "result"
 
 _LEFT_OVER = "{out} is whole; what is left in {folder} can be removed"
@@ -32,6 +34,7 @@ class Work:
         self.pieces, self.result = folder / _PIECES, folder / _RESULT
         self.goes_on = True  # what is left, with the same command
         self._journal: Any = None
+        self._last = ""  # the mark of the journal's last line
 
     def begin(self, recipe: Any) -> list[dict[str, Any]]:
         """Return the journal of the same work's earlier part; of other work, or with no recipe, nothing is left.
@@ -60,15 +63,22 @@ class Work:
         self._close()
         path = self.folder / _JOURNAL
         partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        self._last = ""
+        partial.write_text("".join(map(self._line, entries)))
         partial.replace(path)
         self._journal = path.open("a")
 
     def note(self, **entry: Any) -> None:
         """Add an entry to the journal: what it names is finished."""
         with naming(self.folder / _JOURNAL):
-            self._journal.write(json.dumps(entry) + "\n")
+            self._journal.write(self._line(entry))
             self._journal.flush()
+
+    def _line(self, entry: dict[str, Any]) -> str:
+        """Return the journal's next line."""
+        text = json.dumps(entry)
+        self._last = _mark(self._last, text)
+        return f"{self._last} {text}\n"
 
     def finish(self) -> None:
         """Give the result its name, once it is on the disk: the pieces go only when it can no longer be lost."""
@@ -194,18 +204,28 @@ def _lock(folder: Path) -> IO[str] | None:
     return None
 
 
+def _mark(last: str, text: str) -> str:
+    """Return what a line of the journal begins with: a checksum of it and of the lines before, `last` being theirs."""
+    return sha256(f"{last} {text}".encode()).hexdigest()[:16]
+
+
 def _read_journal(path: Path) -> list[dict[str, Any]]:
-    """Return the entries up to the first that is not whole."""
+    """Return the entries up to the first that is not whole, or was changed since it was written."""
     entries = []
     try:
         lines = path.read_text().splitlines(keepends=True)
     except (FileNotFoundError, UnicodeDecodeError):
         return []
+    last = ""
     for line in lines:
+        mark, _, text = line.removesuffix("\n").partition(" ")
+        last = _mark(last, text)
+        if mark != last or not line.endswith("\n"):
+            break
         try:
-            entry = json.loads(line) if line.endswith("\n") else None
-        except ValueError:
-            entry = None
+            entry = json.loads(text)
+        except (ValueError, RecursionError):
+            break
         if not isinstance(entry, dict):
             break
         entries.append(entry)

@@ -20,6 +20,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, gib, row_bytes
 from hostdev.core.primitive import OpLog, Primitive
 from hostdev.device.backend import is_accelerator, require, room_for_cache
+from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.unique import count_uses
 
 _MOST_RECORDED = 1 << 24  # unique ids, for the comparison with the optimum
@@ -184,16 +185,27 @@ class EmbeddingCache:
         self._settle()
         for table, slots, ids, part in self._parts():
             block, row_slots = slots.read(torch.from_numpy(part).to(self.device))
-            table.write_rows(ids, block.cpu().numpy(), row_slots.cpu().numpy())
+            run_tasks(table.write_rows_tasks(ids, block.cpu().numpy(), row_slots.cpu().numpy()))
         self._changed = False
 
-    def refresh(self) -> None:
-        """Bring the cached rows up to date with the host tables, which others may have changed; after `write_back`."""
+    def refresh(self, changed: CachedTable | None = None, rows: Ids | None = None) -> None:
+        """Bring the cached rows up to date with the host tables, which others may have changed; after `write_back`.
+
+        changed  the only table that has been changed; None: all may have been
+        rows     the only rows that have been, int32 or int64 [N]; None: all may have been
+        """
         self._settle()
         for table, slots, ids, part in self._parts():
+            if changed is not None and table is not changed:
+                continue
+            if rows is not None:
+                chosen = np.isin(ids, rows)
+                ids, part = ids[chosen], part[chosen]
+            if not len(part):
+                continue
             shapes = [(len(part), *values.shape[1:]) for values in (slots.block, slots.row_slots)]
             values = [np.empty(shape, np.float32) for shape in shapes]
-            table.read_rows(ids, *values)
+            run_tasks(table.read_rows_tasks(ids, *values))
             slots.write(*(torch.from_numpy(array).to(self.device) for array in (part.astype(np.int64), *values)))
 
     def _parts(self) -> Iterator[tuple[CachedTable, DeviceSlots, Ids, Positions]]:

@@ -14,6 +14,7 @@ from hostdev.core.memory import row_bytes
 from hostdev.core.optimizers import SparseOptimizer
 from hostdev.core.table_dtypes import TableStep
 from hostdev.device.ops import ops_for
+from hostdev.kernels.pool import Task
 
 
 class CachedTable(Protocol):
@@ -34,11 +35,11 @@ class CachedTable(Protocol):
     def dim(self) -> int:
         """Number of columns, D."""
 
-    def read_rows(self, ids: Any, block: Any, row_slots: Any, positions: Any = None) -> None:
-        """Copy rows with their slots, as `HostTable.read_rows`."""
+    def read_rows_tasks(self, ids: Any, block: Any, row_slots: Any, positions: Any = None) -> list[Task]:
+        """Return the tasks that copy rows with their slots, as `HostTable.read_rows_tasks`."""
 
-    def write_rows(self, ids: Any, block: Any, row_slots: Any, positions: Any = None) -> None:
-        """Overwrite rows with their slots, as `HostTable.write_rows`."""
+    def write_rows_tasks(self, ids: Any, block: Any, row_slots: Any, positions: Any = None) -> list[Task]:
+        """Return the tasks that overwrite rows with their slots, as `HostTable.write_rows_tasks`."""
 
 
 class Places(NamedTuple):

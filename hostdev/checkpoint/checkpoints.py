@@ -30,6 +30,7 @@ class Checkpoints:
 
     def __init__(self, path: Path, *, keep: int = 3, hold: bool = False, ranks: Any = None) -> None:
         self.path, self.keep, self._hold, self._ranks = path, keep, hold, ranks
+        self.best_steps: list[int] = []  # the first of them that there is a checkpoint of is kept, too
         self.last: Checkpoint | None = None  # the one that the tables' changes are counted from
         self._increments = 0  # rows' bytes that those in its chain hold, the whole one left out
         self._saving: Saving | None = None
@@ -115,7 +116,6 @@ class Checkpoints:
             budget.close()
             raise
         waits = any(isinstance(item.source, DeviceRows) and item.source.is_live for item in items)
-        waits |= any(getattr(table, "lent", False) for table in tables)  # who has the memory may write to it
 
         def ended(saving: Saving) -> None:
             budget.close()
@@ -130,7 +130,8 @@ class Checkpoints:
                 self.last = saving.checkpoint
 
         saving = self._saving = Saving(
-            self.path, step, items, content, parent, keep=self.keep, state_sha256=state_sha256, on_end=ended,
+            self.path, step, items, content, parent, keep=self.keep, best_steps=list(self.best_steps),
+            state_sha256=state_sha256, on_end=ended,
             channel=self._channel,
             release=(lambda: None) if self._hold else self._unlock,
         )  # fmt: skip
@@ -170,7 +171,7 @@ class Checkpoints:
 
     def _knows_changes(self, table: Any) -> bool:
         """Tell whether it is known which rows of a table were written since the last checkpoint here."""
-        if not hasattr(table, "note_changes") or table.lent or table.changes is None or self.last is None:
+        if not hasattr(table, "note_changes") or table.changes is None or self.last is None:
             return False
         return bool(table.changes.since == self._token(self.last))
 

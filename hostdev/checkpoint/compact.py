@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from hostdev.checkpoint import folder
+from hostdev.checkpoint import best, folder
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.saving import Content, Item, Saving
 from hostdev.checkpoint.state import tensors_of
+from hostdev.core.errors import UserError
 
 Rows = npt.NDArray[np.float32]
 
@@ -49,6 +50,8 @@ def compact(chain: Chain, keep: int | None = None) -> str:
     newest = chain[-1]
     path = newest.path.parent
     with folder.locked(path):
+        if not all(map(folder.is_there, chain)):
+            raise UserError(f"{newest.path} was merged or removed by another process meanwhile; run the command again")
         before = _size(path)
         if len(chain) == 1:
             told = f"{newest.path} is whole already"
@@ -60,7 +63,8 @@ def compact(chain: Chain, keep: int | None = None) -> str:
             else:
                 folder.remove(newest.path)
         if keep is not None:
-            folder.prune(path, keep)
+            known = best.of_run(newest)
+            folder.prune(path, keep, [known.step] if known is not None and known.stops_early else [])
         after = _size(path)
     return f"{told}; {path} has {after:,} bytes, before it had {before:,}"
 

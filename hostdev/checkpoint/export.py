@@ -3,7 +3,7 @@
 import argparse
 import io
 import json
-import shutil
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,14 +15,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from hostdev.checkpoint.export_state import write_state
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import verify
-from hostdev.checkpoint.manifest import Table
-from hostdev.checkpoint.ranges import WEIGHTS, mapped
+from hostdev.checkpoint.manifest import BrokenCheckpointError, Table
+from hostdev.checkpoint.ranges import WEIGHTS
 from hostdev.checkpoint.state import file_in, tensors_of
 from hostdev.checkpoint.tree import from_tree
-from hostdev.core.errors import UserError, naming
+from hostdev.core import arrow_files, outputs
+from hostdev.core.errors import UserError, in_words, naming
 from hostdev.core.memory import gib
 from hostdev.core.progress import Progress, bar
 
@@ -45,7 +47,9 @@ def add_flags(to: argparse.ArgumentParser) -> None:
     """Add the options of `export`."""
     to.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
     to.add_argument("--format", choices=FORMATS, default="parquet", help="of the tables (default parquet)")
-    to.add_argument("--slots", action="store_true", help="the optimizer's slots, too")
+    to.add_argument(
+        "--slots", action="store_true", help="the optimizers' slots, steps and settings, and what `extra` holds, too"
+    )
     to.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default float32)")
 
 
@@ -63,21 +67,16 @@ def export(chain: Chain, options: Options) -> Iterator[str]:
     is written, and OSError where it cannot be written.
     """
     out = options.out
-    if out.exists():
-        raise UserError(f"{out} exists already; remove it or choose another --out")
+    if os.path.lexists(out):
+        raise outputs.taken_folder(out)
     verify(chain)
     layers = Layers(chain)
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        with naming(out):
-            _write(partial, layers, options)
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with outputs.new_folder(out) as partial, naming(out):
+        _write(partial, layers, options)
     for file in sorted(out.iterdir()):
         yield f"{file}: {gib(file.stat().st_size)}"
+    yield from _left_out(layers, options)
 
 
 def _write(out: Path, layers: Layers, options: Options) -> None:
@@ -90,6 +89,24 @@ def _write(out: Path, layers: Layers, options: Options) -> None:
         with (out / IDS).open("wb") as file:
             pq.write_table(_with_ids(names, 0, len(names)), file)
     _write_dense(out, layers)
+    if options.slots:
+        write_state(out, layers)
+
+
+def _left_out(layers: Layers, options: Options) -> Iterator[str]:
+    """Yield lines that say what of the checkpoint is in none of the files."""
+    newest = layers.manifest
+    slots = {table.name: [*table.slots, *table.row_slots] for table in newest.tables}
+    if any(slots.values()) and not options.slots:
+        named = ", ".join(f"{name} ({', '.join(columns)})" for name, columns in slots.items() if columns)
+        yield f"left out: the optimizers' slots of {named}; --slots writes them"
+    state = newest.state if isinstance(newest.state, dict) else {}
+    if state.get("extra") is not None:
+        yield "left out: what Runtime.save was given as extra; hostdev.open(...).extra returns it"
+    if "more" in state:
+        yield "left out: the dense layers' optimizer, random generators and the run's progress, which --resume needs"
+    if options.dtype == "bf16":
+        yield "left out: 16 bits of each weight, which is rounded to bfloat16"
 
 
 def _columns(table: Table, options: Options) -> list[str]:
@@ -172,7 +189,13 @@ def _names(layers: Layers) -> pa.Table | None:
     path = file_in(layers, VOCABULARY)
     if path is None:
         return None
-    return pa.ipc.open_file(mapped(path)).read_all()
+    try:
+        table = arrow_files.read_table(path)
+        if table.schema.names[:2] != ["field", "value"]:
+            raise ValueError(f"columns {', '.join(table.schema.names[:10])}")
+    except ValueError as error:
+        raise BrokenCheckpointError(f"{path} is broken ({in_words(error)})") from None
+    return table
 
 
 def _names_of(names: pa.Table, start: int, stop: int) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -18,6 +18,7 @@ from hostdev.checkpoint.manifest import BrokenCheckpointError, Manifest, Parent
 from hostdev.core import locks
 from hostdev.core.disk import sync_folder
 from hostdev.core.errors import UserError
+from hostdev.core.names import inside
 
 _NAME = re.compile(r"step-(\d{10,})(?:\.(\d+))?")
 _PARTIAL, _LOCK, _REMOVED = ".partial-", ".lock", ".removed-"
@@ -109,18 +110,37 @@ def chain_of(path: Path) -> Chain:
             raise BrokenCheckpointError(f"{path} is not whole: {beside} is not the one to which it adds")
         if len(chain) > 1 << 16:
             raise BrokenCheckpointError(f"{path} is broken (its parents go round in a circle)")
+        if wrong := _differing(found.manifest, chain[0].manifest):
+            raise BrokenCheckpointError(f"{chain[0].path} is broken ({wrong} than {beside}, to which it adds)")
         chain.insert(0, found)
     for checkpoint in chain:
         for file in checkpoint.manifest.files:
-            try:
-                size = (checkpoint.path / file.file).stat().st_size
-            except OSError:
-                raise BrokenCheckpointError(f"{checkpoint.path / file.file} is missing") from None
-            if size != file.bytes:
-                raise BrokenCheckpointError(
-                    f"{checkpoint.path / file.file} is broken ({size} bytes, not {file.bytes})"
-                )  # fmt: skip
+            _require_there(checkpoint.path, file)
     return chain
+
+
+def _differing(parent: Manifest, child: Manifest) -> str | None:
+    """Return how the tables of a checkpoint differ from those that it adds to, in words; None where they do not."""
+    if {table.name for table in parent.tables} != {table.name for table in child.tables}:
+        return "it has other tables"
+    for table in child.tables:
+        before = parent.table(table.name)
+        for what in ("rows", "dim", "slots", "row_slots", "order"):
+            if getattr(before, what) != getattr(table, what):
+                return f"table {table.name[:80]!r} has other {what}"
+    return None
+
+
+def _require_there(path: Path, file: manifest.File) -> None:
+    """Raise BrokenCheckpointError unless a file is in a checkpoint's folder, with its size."""
+    try:
+        size = inside(path, file.file).stat().st_size
+    except OSError:
+        raise BrokenCheckpointError(f"{path / file.file} is missing") from None
+    except ValueError as error:
+        raise BrokenCheckpointError(f"{path} is broken ({error})") from None
+    if size != file.bytes:
+        raise BrokenCheckpointError(f"{path / file.file} is broken ({size} bytes, not {file.bytes})")
 
 
 def newest(path: Path) -> Found:
@@ -238,18 +258,27 @@ def remove(path: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def prune(path: Path, keep: int) -> None:
-    """Keep the newest whole checkpoints and what they add to; remove what is older."""
+def prune(path: Path, keep: int, best_steps: Sequence[int] = ()) -> None:
+    """Keep the newest whole checkpoints and what they add to; remove what is older.
+
+    best_steps  the newest whole checkpoint of the first of these steps that has one is kept, too, and not counted
+    """
     kept: set[str] = set()
+    chains: dict[str, Chain] = {}
+    names = list(reversed(names_in(path)))
+    for name in names:
+        with contextlib.suppress(UserError):
+            chains[name] = chain_of(path / name)
+    for step in best_steps:
+        of_step = [chain for chain in chains.values() if chain[-1].manifest.step == step]
+        if of_step:
+            kept |= {checkpoint.name for checkpoint in of_step[0]}
+            break
     found = 0
-    for name in reversed(names_in(path)):
+    for name in names:
         if found == keep:
             if name not in kept:
                 remove(path / name)
-            continue
-        try:
-            chain = chain_of(path / name)
-        except UserError:
-            continue
-        kept |= {checkpoint.name for checkpoint in chain}
-        found += 1
+        elif name in chains:
+            kept |= {checkpoint.name for checkpoint in chains[name]}
+            found += 1

@@ -18,7 +18,7 @@ from hostdev.checkpoint.manifest import BrokenCheckpointError, File, RangeFile, 
 from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, check_file, mapped, parse_range
 from hostdev.checkpoint.state import tensors_of
 from hostdev.checkpoint.tree import from_tree
-from hostdev.core.errors import UserError
+from hostdev.core.errors import UserError, in_words
 from hostdev.core.progress import bar
 from hostdev.kernels.shards import ids_of, positions_of
 
@@ -107,32 +107,40 @@ def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
 def load_tables(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -> None:
     """Write a checkpoint's rows into the tables, with their steps and learning rates; after `require_tables`.
 
+    Raises as `load_rows`, which says what `check` does.
+    """
+    load_rows(chain, tables, check=check)
+    for name, table in tables.items():
+        about = chain[-1].manifest.table(name)
+        table.step = about.step
+        table.optimizer.lr = about.hyperparameters["lr"]
+        if about.seed is not None:
+            table.seed = about.seed
+
+
+def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -> None:
+    """Write a checkpoint's rows into those of its tables that are given, by id; others are left out.
+
+    A table may have more rows than the checkpoint has of it: the others keep what they hold.
+
     check  compare the checksums of the rows' files, each of which is read once; else `verify` has. Where one is wrong
            BrokenCheckpointError names it, and the tables hold some of the checkpoint's rows
     """
     layers = Layers(chain)
     for name in tables:
         layers.ranges(name)  # no gaps
-    whole = sum(
-        file.bytes for checkpoint in chain for table in checkpoint.manifest.tables for file in table.files
-        if _concerns(table, file, tables[table.name])
-    )  # fmt: skip
+    wanted = [
+        [(checkpoint.path / file.file, table, file, tables[table.name])
+         for table in checkpoint.manifest.tables if table.name in tables for file in table.files
+         if _concerns(table, file, tables[table.name])]
+        for checkpoint in chain
+    ]  # fmt: skip
+    whole = sum(file.bytes for work in wanted for _, _, file, _ in work)
     load = partial(_load, _Memory(), check=check)
     with _workers() as pool, bar(whole, "loading", "B", unit_scale=True) as progress:
-        for checkpoint in chain:  # the rows of one come over those of the one before
-            work = [
-                (checkpoint.path / file.file, table, file, tables[table.name])
-                for table in checkpoint.manifest.tables for file in table.files
-                if _concerns(table, file, tables[table.name])
-            ]  # fmt: skip
+        for work in wanted:  # the rows of one checkpoint come over those of the one before
             for size in pool.map(lambda each: load(*each), work):
                 progress.update(size)
-    for name, table in tables.items():
-        about = layers.manifest.table(name)
-        table.step = about.step
-        table.optimizer.lr = about.hyperparameters["lr"]
-        if about.seed is not None:
-            table.seed = about.seed
 
 
 class _Memory(threading.local):
@@ -171,7 +179,7 @@ def _load(memory: _Memory, path: Path, about: Table, file: RangeFile, table: Any
 
 def _concerns(about: Table, file: RangeFile, table: Any) -> bool:
     """Tell whether a file has rows that are here."""
-    if getattr(table, "part", None) is None or about.order != SPREAD:
+    if getattr(table, "part", None) is None or about.order != SPREAD or about.rows != table.total_rows:
         return True
     return bool(file.start < table.start + table.rows and table.start < file.stop)
 
@@ -182,11 +190,12 @@ def _rows_here(about: Table, numbers: Any, table: Any) -> tuple[Any, Any]:
     numbers  ascending: ids, or positions where processes have shared the rows
     """
     part = getattr(table, "part", None)
-    if about.order == SPREAD and part is None:
-        return ids_of(numbers, about.rows), None
+    if about.order == SPREAD and (part is None or about.rows != table.total_rows):
+        numbers = ids_of(numbers, about.rows)  # positions depend on the number of rows
     if part is None:
         return numbers, None
-    positions = numbers if about.order == SPREAD else positions_of(numbers, about.rows)
+    same = about.order == SPREAD and about.rows == table.total_rows
+    positions = numbers if same else positions_of(numbers, table.total_rows)
     chosen = np.flatnonzero((table.start <= positions) & (positions < table.start + table.rows))
     return positions[chosen] - table.start, chosen
 
@@ -194,7 +203,12 @@ def _rows_here(about: Table, numbers: Any, table: Any) -> tuple[Any, Any]:
 def values_of(chain: Chain) -> Any:
     """Return what a checkpoint holds beside its tables, as it was given to be saved."""
     layers = Layers(chain)
-    return from_tree(layers.manifest.state, tensors_of(layers))
+    tensors = tensors_of(layers)
+    try:
+        return from_tree(layers.manifest.state, tensors)
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
+        what = f"tensor {error} is missing" if isinstance(error, KeyError) else in_words(error)
+        raise BrokenCheckpointError(f"{chain[-1].path} is broken (its state: {what})") from None
 
 
 def _workers() -> ThreadPoolExecutor:

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.checkpoint.folder import Chain
+from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, mapped, parse_range, require_covered
 from hostdev.core.ids import checked_ids
 from hostdev.kernels.jit import address_of, array_at, kernel
@@ -14,6 +15,8 @@ from hostdev.kernels.shards import positions_of
 
 Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[Any]
+
+_FEW = 512  # rows, for which other threads are not worth waking
 
 
 @kernel
@@ -65,6 +68,11 @@ class MappedTable:
         self.dim = 1 if column in about.row_slots else about.dim
         self._spread = about.order == SPREAD
         require_covered(chain, name)
+        for checkpoint in chain:
+            table = checkpoint.manifest.table(name)
+            if (table.dim, table.order) != (about.dim, about.order) or table.rows > about.rows:
+                raise BrokenCheckpointError(f"{checkpoint.path} is broken (table {name!r} has another shape than in "
+                                            f"{chain[-1].path})")  # fmt: skip
         self._held: list[Any] = []  # the memory that `files` points into
         found: list[list[int]] = []
         layers = [0]
@@ -72,7 +80,7 @@ class MappedTable:
             table = checkpoint.manifest.table(name)
             for file in sorted(table.files, key=lambda file: file.start):
                 path = checkpoint.path / file.file
-                rows = parse_range(path, mapped(path), table, file, check_rows=False)
+                rows = parse_range(path, mapped(path), table, file)
                 weights = rows.row_columns[column] if column in about.row_slots else rows.columns[column]
                 self._held += [weights, rows.ids]
                 ids = 0 if rows.ids is None else int(address_of(rows.ids))
@@ -86,5 +94,8 @@ class MappedTable:
         out = np.empty((len(ids), self.dim), np.float32)
         if self._spread:
             ids = positions_of(ids, self.rows)
-        parallel_for(_copy, len(ids), ids, self._layers, self._files, out, grain=grain_of(4 * self.dim))
+        if len(ids) <= _FEW:
+            _copy(0, len(ids), ids, self._layers, self._files, out)
+        else:
+            parallel_for(_copy, len(ids), ids, self._layers, self._files, out, grain=grain_of(4 * self.dim))
         return out

@@ -1,17 +1,23 @@
 """checkpoint.json: what a checkpoint holds, and how to tell that it is whole. Format version 1."""
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+import re
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hostdev.core import json_files
 from hostdev.core.checksums import json_checksum
 from hostdev.core.errors import UserError
-from hostdev.core.table_dtypes import FP32
+from hostdev.core.names import require_name
+from hostdev.core.table_dtypes import FP32, TABLE_DTYPES
 
 FORMAT = "hostdev-checkpoint"
 VERSION = 1
 FILE_NAME = "checkpoint.json"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_ORDERS = ("ids", "spread")
+_MOST_ROWS, _MOST_VALUES = 1 << 48, 1 << 56  # of a table
 
 
 class BrokenCheckpointError(UserError):
@@ -120,7 +126,7 @@ class Manifest:
 def serial_of(path: Path) -> int | None:
     """Return the serial number of the checkpoint in `path`, whose manifest may be damaged otherwise; None for none."""
     try:
-        serial = json.loads((path / FILE_NAME).read_text())["serial"]
+        serial = json_files.read(path / FILE_NAME)["serial"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return serial if type(serial) is int else None
@@ -128,7 +134,7 @@ def serial_of(path: Path) -> int | None:
 
 def checksum_of(path: Path) -> str:
     """Return the checksum that the manifest of the checkpoint in `path` carries."""
-    return str(json.loads((path / FILE_NAME).read_text())["sha256"])
+    return str(json_files.read(path / FILE_NAME)["sha256"])
 
 
 def read(path: Path) -> Manifest:
@@ -138,7 +144,7 @@ def read(path: Path) -> Manifest:
     """
     file = path / FILE_NAME
     try:
-        content = json.loads(file.read_text())
+        content = json_files.read(file)
         found = content.pop("format"), content.pop("version")
     except FileNotFoundError:
         raise BrokenCheckpointError(f"{path} is no whole checkpoint: it has no {FILE_NAME}") from None
@@ -149,25 +155,69 @@ def read(path: Path) -> Manifest:
     if found[0] != FORMAT:
         raise BrokenCheckpointError(f"{file} is broken (format {found[0]!r})")
     checksum = content.pop("sha256", None)
-    if checksum != json_checksum({"format": found[0], "version": found[1], **content}):
+    try:
+        is_whole = checksum == json_checksum({"format": found[0], "version": found[1], **content})
+    except RecursionError:
+        raise BrokenCheckpointError(f"{file} is broken (nested too deeply)") from None
+    if not is_whole:
         raise BrokenCheckpointError(f"{file} is broken (its checksum is wrong)")
     if found[1] != VERSION:
         raise UserError(f"{file} is of format version {found[1]}, and this hostdev reads version {VERSION}")
     try:
-        return _manifest(content)
-    except (TypeError, KeyError) as error:
+        made = json_files.parse(Manifest, content)
+        _check(made)
+    except ValueError as error:
         raise BrokenCheckpointError(f"{file} is broken ({error})") from None
+    return made
 
 
-def _manifest(content: dict[str, Any]) -> Manifest:
-    known = {each.name for each in fields(Manifest)}
-    if set(content) != known:
-        raise TypeError(f"keys {sorted(set(content) ^ known)}")
-    parent = content["parent"]
-    tables = [
-        Table(**{**table, "files": [RangeFile(**file) for file in table["files"]]}) for table in content["tables"]
-    ]
-    others = [File(**file) for file in content["others"]]
-    return Manifest(
-        **{**content, "parent": None if parent is None else Parent(**parent), "tables": tables, "others": others}
+def _check(found: Manifest) -> None:
+    """Raise ValueError for values that no checkpoint has."""
+    _require(found.step >= 0 and found.serial >= 0, "step or serial is negative")
+    if found.parent is not None:
+        _require("/" not in require_name(found.parent.name), f"the parent {found.parent.name[:80]!r} is not a name")
+    _require_different([table.name for table in found.tables], "table")
+    _require_different([file.file for file in found.files], "file")
+    for file in found.files:
+        require_name(file.file)
+        _require(file.file != FILE_NAME, f"{FILE_NAME} names itself")
+        _require(file.bytes >= 0, f"{file.file} has {file.bytes} bytes")
+        _require(_SHA256.fullmatch(file.sha256) is not None, f"{file.file} has no SHA-256")
+    for table in found.tables:
+        _check_table(table)
+    names = found.state.get("digest", [])
+    right = isinstance(names, list) and all(
+        isinstance(pair, list) and list(map(type, pair)) == [str, str] for pair in names
     )
+    _require(right, "state.digest does not hold pairs of names")
+
+
+def _check_table(table: Table) -> None:
+    name = f"table {table.name[:80]!r}"
+    right = 1 <= table.rows <= _MOST_ROWS and 1 <= table.dim <= _MOST_VALUES // table.rows
+    _require(right, f"{name} has {table.rows} x {table.dim} values")
+    _require(table.step >= 0, f"{name} is at step {table.step}")
+    _require(table.order in _ORDERS, f"{name} has its rows in the order {table.order[:80]!r}")
+    _require(table.dtype in TABLE_DTYPES, f"{name} has the dtype {table.dtype[:80]!r}")
+    _require_different(["weights", "id", *table.slots, *table.row_slots], f"{name}: column")
+    lr = table.hyperparameters.get("lr")
+    _require(isinstance(lr, int | float) and not isinstance(lr, bool), f"{name} has no learning rate")
+    for file in table.files:
+        right = 0 <= file.start < file.stop <= table.rows and 1 <= file.rows <= file.stop - file.start
+        _require(right, f"{file.file} has {file.rows} rows of {file.start}..{file.stop - 1}")
+    end = 0
+    for file in sorted(table.files, key=lambda file: file.start):
+        _require(end <= file.start, f"{file.file} has rows of another file of {name}")
+        end = file.stop
+
+
+def _require_different(names: list[str], what: str) -> None:
+    seen: set[str] = set()
+    for name in names:
+        _require(name not in seen, f"{what} {name[:80]!r} is there twice")
+        seen.add(name)
+
+
+def _require(right: bool, wrong: str) -> None:
+    if not right:
+        raise ValueError(wrong)

@@ -47,8 +47,7 @@ def rewrite(chain: Chain, out: Path, ranks: int | None) -> str:
 
     Raises UserError where `out` has checkpoints or another process writes there, OSError where it cannot be written.
     """
-    if folder.names_in(out):
-        raise UserError(f"{out} has checkpoints already; choose another --out")
+    _require_none(out)
     layers = Layers(chain)
     out.mkdir(parents=True, exist_ok=True)
     items = []
@@ -58,5 +57,11 @@ def rewrite(chain: Chain, out: Path, ranks: int | None) -> str:
         rows = _Rows(layers, table, spread=ranks is not None)
         items.append(Item(about, rows, True, lambda: None, lambda saved: None, cuts=cuts))
     with folder.locked(out):
+        _require_none(out)  # another process may have written one meanwhile
         made = write_anew(layers, items, out)
     return f"{made}: {chain[-1].path} for {'one process' if ranks is None else f'{ranks} processes'}"
+
+
+def _require_none(out: Path) -> None:
+    if folder.names_in(out):
+        raise UserError(f"{out} has checkpoints already; choose another --out")

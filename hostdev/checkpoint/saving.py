@@ -101,6 +101,7 @@ class Saving:
         parent: Checkpoint | None,
         *,
         keep: int,
+        best_steps: Sequence[int] = (),
         state_sha256: str | None,
         on_end: Callable[["Saving"], None],
         channel: Channel | None = None,
@@ -108,12 +109,17 @@ class Saving:
     ) -> None:
         self._path, self._step, self._items, self._content = path, step, items, content
         self._parent, self._keep, self._state_sha256, self._on_end = parent, keep, state_sha256, on_end
-        self._release, self._channel = release, channel
+        self._release, self._channel, self._best_steps = release, channel, best_steps
         self.checkpoint: Checkpoint | None = None
         self.error: BaseException | None = None
         self.is_heard = False  # somebody has waited for it, and knows how it has ended
         self._thread = threading.Thread(target=self._run, name="hostdev-checkpoint", daemon=True)
         self._thread.start()
+
+    @property
+    def path(self) -> Path | None:
+        """The checkpoint's own folder; None while it is being written, and where that has failed."""
+        return None if self.checkpoint is None else self.checkpoint.path
 
     @property
     def is_running(self) -> bool:
@@ -174,7 +180,7 @@ class Saving:
             try:
                 folder.clean(self._path)
                 if self._keep:
-                    folder.prune(self._path, self._keep)
+                    folder.prune(self._path, self._keep, self._best_steps)
             except OSError:
                 pass  # what is too much is removed after the next one
 

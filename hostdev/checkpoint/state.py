@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hostdev.checkpoint.layers import Layers
+from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.checkpoint.tree import read_tensors
 from hostdev.core.digest import Column, StateDigest, pieces_of
 
@@ -26,6 +27,8 @@ def state_digest(layers: Layers, names: DigestNames, tensors: Mapping[str, Tenso
             columns.append(Column(name, (table.rows, width), partial(layers.column, table.name, name)))
         digest.table(table.name, table.step, columns[0], columns[1:])
     for name, key in names:
+        if key not in tensors:
+            raise BrokenCheckpointError(f"{layers.chain[-1].path} is broken (it has no tensor {key!r})")
         values = tensors[key]
         rows = values if values.ndim else values.reshape(1)
         digest.array(name, str(values.dtype).removeprefix("torch."), values.shape, pieces_of(rows, _bits))

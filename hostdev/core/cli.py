@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import io
 import os
 import sys
 import traceback
@@ -10,7 +9,10 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from hostdev.core.errors import UserError, in_words
+from hostdev.core import streams
+from hostdev.core.errors import UserError, in_words, tell_at_once
+from hostdev.core.interrupts import Arriving, leaving
+from hostdev.core.printable import printable
 
 _RANKS = {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK_ID"}  # of one of several processes
 EXIT_ERROR = 2
@@ -44,39 +46,65 @@ def run(prog: str, main: Callable[[Sequence[str]], int | None], argv: Sequence[s
     Other exceptions are bugs. Without `argv` the command is all that the process does, which ends here after Ctrl-C:
     the interpreter's own end takes seconds on a busy machine, and threads that are at work may abort it.
     """
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    if argv is None and isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="surrogateescape")  # the name of a file may be in no encoding
+    if argv is not None:
+        return _run(prog, main, list(argv), Arriving())
+    streams.prepare()
+    with Arriving(lambda: _interrupted(prog)) as arriving:
+        return _run(prog, main, sys.argv[1:], arriving, alone=True)
+
+
+def _run(
+    prog: str, main: Callable[[Sequence[str]], int | None], arguments: list[str], arriving: Arriving, *,
+    alone: bool = False,
+) -> int:  # fmt: skip
     try:
-        return main(arguments) or 0
-    except KeyboardInterrupt as interrupt:
-        print(f"{prog}: interrupted{_detail(interrupt)}", file=sys.stderr)
-        code = int(getattr(interrupt, "exit_code", EXIT_INTERRUPTED))
-        if argv is None:
-            _leave(code)
+        code = main(arguments) or 0
+        if arriving.has_come:  # somebody has swallowed it until now
+            raise KeyboardInterrupt
         return code
     except BrokenPipeError:  # nobody reads on, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
-    except (UserError, OSError, MemoryError) as error:
+    except (Exception, KeyboardInterrupt) as error:
+        arriving.arrived()
+        if isinstance(error, KeyboardInterrupt) or arriving.has_come:  # which may have become another error on its way
+            interrupt = error if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt()
+            code = int(getattr(interrupt, "exit_code", EXIT_INTERRUPTED))
+            print(printable(f"{prog}: interrupted{_detail(interrupt)}"), file=sys.stderr)
+            if alone:
+                _leave(code)
+            return code
+        if not isinstance(error, UserError | OSError | MemoryError):
+            raise
         if "--debug" in arguments:
             traceback.print_exc()
-        print(f"{prog}: error: {in_words(error)}", file=sys.stderr)
+        print(printable(f"{prog}: error: {in_words(error)}"), file=sys.stderr)
         return int(getattr(error, "exit_code", EXIT_ERROR))
 
 
 def run_module(name: str) -> int:
     """Import a command's module and run its `main` as `run` does: Ctrl-C during the imports ends the command, too."""
+    prog = name.removesuffix(".__main__")
 
     def main(arguments: Sequence[str]) -> int | None:
-        import_module("numpy")  # before torch, which takes Ctrl-C in the midst of it for a numpy that is broken
-        code: int | None = import_module(name).main(arguments)
+        with leaving(lambda: _interrupted(prog)):
+            import_module("numpy")  # before torch, which reports a numpy that is broken as missing
+            module = import_module(name)
+        if (arrow := sys.modules.get("pyarrow")) is not None:
+            arrow.enable_signal_handlers(False)  # its own take Ctrl-C while a file is read, and may keep it
+        code: int | None = module.main(arguments)
         return code
 
-    code = run(name.removesuffix(".__main__"), main)
+    code = run(prog, main)
     if _RANKS & os.environ.keys():  # what torch.distributed leaves behind may abort the interpreter's own end
         _leave(code)
     return code
+
+
+def _interrupted(prog: str) -> NoReturn:
+    """End the process at once after Ctrl-C: nothing is to be cleaned up."""
+    tell_at_once(f"{prog}: interrupted")
+    _leave(EXIT_INTERRUPTED)
 
 
 def _leave(code: int) -> NoReturn:

@@ -4,10 +4,19 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from hostdev.core.printable import printable
 
 
 class UserError(ValueError):
-    """Wrong input or options; commands print it as one line and exit with code 2."""
+    """Wrong input or options; commands print it as one line and exit with code 2.
+
+    What a file or a caller has given may be in the message: it has no control characters, and at most 500 others.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*(printable(each) if isinstance(each, str) else each for each in arguments))
 
 
 class PassingError(UserError):
@@ -26,12 +35,13 @@ def naming(path: Path | str) -> Iterator[None]:
 
 
 def in_words(error: BaseException) -> str:
-    """Return what has failed, and where, on one line."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    """Return what has failed, and where, on one line that can be printed."""
+    text = printable(str(error)) or type(error).__name__
     if isinstance(error, OSError):
         text = error.strerror or text
-        return f"{error.filename}: {text}" if error.filename else text
-    return text
+        if error.filename:
+            text = f"{os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename}: {text}"
+    return printable(text)
 
 
 def tell_at_once(line: str) -> None:

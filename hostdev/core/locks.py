@@ -20,6 +20,22 @@ def try_lock(file: IO[Any]) -> bool:
     return True
 
 
+def lock_state(number: int, *, wait: bool = False) -> str:
+    """Lock an open file or folder; return "locked", "held" where another process has it, or "none": no locks here.
+
+    wait  for the process that has it
+    """
+    if fcntl is not None:
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            return "locked"
+        except BlockingIOError:
+            return "held"
+        except OSError:  # a file system without locks, as some over a network are
+            pass
+    return "none"
+
+
 def await_lock(file: IO[Any]) -> None:
     """Lock a file, once no other process has."""
     if fcntl is not None:

@@ -30,6 +30,10 @@ class SparseOptimizer(Protocol):
     def row_slots(self) -> Mapping[str, float]:
         """Initial value of each slot of one value a row, by name."""
 
+    @property
+    def largest_gradient(self) -> float:
+        """Largest absolute value of a summed gradient that may reach a row."""
+
     def scalars(self, step: int, dim: int) -> tuple[Any, ...]:
         """The kernel's scalar arguments at the table's step 1, 2, 3, ... for rows of `dim` columns."""
 
@@ -63,6 +67,15 @@ class _Optimizer:
     def row_slots(self) -> Mapping[str, float]:
         """None."""
         return {}
+
+    @property
+    def largest_gradient(self) -> float:
+        """2^46, about 7e13: a sum of squares of such gradients cannot become infinite.
+
+        A finite float32 number plus 2^102, the half of its largest step, stays finite: 2^92 leaves room for sums over
+        ranks. So no optimizer has to look at what it writes.
+        """
+        return 2.0**46
 
 
 _NEEDED: dict[str, Callable[[float], bool]] = {
@@ -130,6 +143,11 @@ class LazyAdam(_Optimizer):
         """First and second moments, from 0."""
         return {"m": 0.0, "v": 0.0}
 
+    @property
+    def largest_gradient(self) -> float:
+        """2^58, about 2.9e17: moments are averages, so the square is finite, with room for sums over ranks."""
+        return 2.0**58
+
     def scalars(self, step: int, dim: int) -> tuple[Any, ...]:
         """(lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, nesterov) of `kernels.lazy_adam`."""
         lr_t = np.float32(self.lr * math.sqrt(1 - self.beta2**step) / (1 - self.beta1**step))
@@ -173,6 +191,11 @@ class FTRL(_Optimizer):
         """The sum of squared gradients and the linear term."""
         return {"accum": self.initial_accum, "linear": 0.0}
 
+    @property
+    def largest_gradient(self) -> float:
+        """As of the others that add squares up; less where the power of the sum would become infinite."""
+        return float(2.0 ** (46 / max(1.0, -self.lr_power)))
+
     def scalars(self, step: int, dim: int) -> tuple[Any, ...]:
         """(lr, l1, 2 * l2, -lr_power) of `kernels.ftrl`; the same at every step."""
         return (*map(np.float32, (self.lr, self.l1, 2 * self.l2)), float(-self.lr_power))
@@ -188,6 +211,11 @@ class SGD(_Optimizer):
 
     def __post_init__(self) -> None:
         _check_lr(self.lr)
+
+    @property
+    def largest_gradient(self) -> float:
+        """2^96 / max(lr, 1): nothing is squared, and a weight minus less than 2^102 stays finite."""
+        return 2.0**96 / max(self.lr, 1.0)
 
     @property
     def slots(self) -> Mapping[str, float]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hostdev.core.errors import UserError
+from hostdev.core.outputs import new_file
 
 _SUFFIXES = (".png", ".pdf", ".svg")
 
@@ -39,9 +40,10 @@ def figure(width: float, height: float) -> Any:
 
 
 def save(made: Any, out: Path) -> None:
-    """Write a figure to --out; UserError where that cannot be written."""
+    """Write a figure to --out; UserError where that cannot be written, or another process has made it meanwhile."""
     try:
-        made.savefig(out, dpi=100)
+        with new_file(out) as partial:
+            made.savefig(partial, dpi=100, format=out.suffix.lower().removeprefix("."))
     except OSError as error:
         raise _not_writable(out, error) from None
 

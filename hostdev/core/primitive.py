@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 from hostdev.core.durations import Durations, statistics
 from hostdev.core.table_dtypes import weight_bytes
-from hostdev.kernels.pool import Task, timed
+from hostdev.kernels.pool import Task, run_tasks, timed
 
 TARGETS = ("CPU", "DEVICE")
 Report = Callable[[int], None]
@@ -337,7 +337,8 @@ class EmbeddingLookup(_TablePrimitive):
     def run(self, table: Any, ids: Any, *some: Any) -> Any:
         """Look rows up."""
         self._check(table)
-        return table.lookup(ids, *some)
+        look_up = table.lookup_now if table.primitive_target == "DEVICE" else table.lookup
+        return look_up(ids, *some)
 
     def tasks(self, table: Any, ids: Any, *some: Any) -> list[Task]:
         """Return the tasks of a lookup in a host table."""
@@ -364,7 +365,8 @@ class _Update(_TablePrimitive):
     def run(self, table: Any, ids: Any, grads: Any, *some: Any) -> None:
         """Take the step."""
         self._check(table)
-        table.update(ids, grads, *some)
+        update = table.update_now if table.primitive_target == "DEVICE" else table.update
+        update(ids, grads, *some)
 
     def tasks(self, table: Any, ids: Any, grads: Any, *some: Any) -> list[Task]:
         """Return the tasks of a step of a host table."""
@@ -398,8 +400,7 @@ class _WholeRows(_TablePrimitive):
 
     def run(self, table: Any, ids: Any, *some: Any) -> None:
         """Copy the rows."""
-        self._check(table)
-        getattr(table, self.method)(ids, *some)
+        run_tasks(self.tasks(table, ids, *some))
 
     def tasks(self, table: Any, ids: Any, *some: Any) -> list[Task]:
         """Return the tasks of copying."""

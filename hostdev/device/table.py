@@ -1,6 +1,7 @@
 """An embedding table and its optimizer rows in the device's memory: the host table's twin."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -9,12 +10,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hostdev.core.checks import require_finite
+from hostdev.core.ids import checked_ids
 from hostdev.core.initializers import Initializer, Normal
 from hostdev.core.memory import require_table
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
 from hostdev.core.table_dtypes import BF16, FP32, TableStep, require_table_dtype, rounding_key
+from hostdev.core.tables import Owned, initial_seed
 from hostdev.device.backend import free_bytes
 from hostdev.device.ops import ops_for
+from hostdev.device.writing import Writing
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.norm import PART, partial_squares, total
 from hostdev.kernels.rounding import require_bfloat16, round_rows
@@ -25,11 +30,14 @@ _FILL_BYTES = 1 << 26
 _FOLD_BYTES = 1 << 28  # of squares at once
 
 
-class DeviceTable:
+class DeviceTable(Owned):
     """Weights float32 [rows, dim] and slots on `device`, with the initial values of a `HostTable` of the same name.
 
     Ids must be in range and unique: the caller has checked and deduplicated them on the host. With dtype="bf16" its
     values are those of such a host table, which bfloat16 can represent; here they take 4 bytes each.
+
+    While a loop over `Runtime.train` is open, reads and writes in its body are as of a host table. `weights`, `slots`
+    and `block` are views of the memory, which torch cannot protect: write through `writing` or `write_rows`.
     """
 
     primitive_target = "DEVICE"
@@ -42,7 +50,7 @@ class DeviceTable:
         device: torch.device,
         *,
         name: str,
-        seed: int = 0,
+        seed: int | None = None,
         init: Initializer = Normal(0.01),
         dtype: str = FP32,
     ) -> None:
@@ -51,21 +59,21 @@ class DeviceTable:
         free = free_bytes(device)
         if free is not None:
             require_table(name, rows, dim, optimizer, free, "device")
-        self.name, self.seed = name, seed
+        self.name, self.seed = name, initial_seed(seed)
         self.optimizer = optimizer
-        self.step = 0
-        self.block = torch.empty((rows, 1 + len(optimizer.slots), dim), dtype=torch.float32, device=device)
-        self._fill(init, seed)
+        self._block = torch.empty((rows, 1 + len(optimizer.slots), dim), dtype=torch.float32, device=device)
+        self._init = init
+        self._fill(init, self.seed)
         row_slots = torch.tensor(list(optimizer.row_slots.values()), dtype=torch.float32, device=device)
-        self.row_slots = row_slots.repeat(rows, 1)
-        self._ops = ops_for(self.block.device)
+        self._row_slots = row_slots.repeat(rows, 1)
+        self._ops = ops_for(self._block.device)
 
     def _fill(self, init: Initializer, seed: int) -> None:
         slots = np.array(list(self.optimizer.slots.values()), np.float32)
-        if self.block.device.type == "cpu" and self.dtype == FP32:
-            init.fill(self.block.numpy(), seed, self.name, slots)
+        if self._block.device.type == "cpu" and self.dtype == FP32:
+            init.fill(self._block.numpy(), seed, self.name, slots)
             return
-        rows, width, dim = self.block.shape
+        rows, width, dim = self._block.shape
         step = min(rows, max(1, _FILL_BYTES // (width * dim * 4)))
         staging = np.empty((step, width, dim), np.float32)
         for first in range(0, rows, step):
@@ -74,7 +82,15 @@ class DeviceTable:
             if self.dtype == BF16:
                 ids = np.arange(first, first + len(part))
                 round_rows(part, identity(len(part)), ids, rounding_key(seed, self.name, 0))
-            self.block[first : first + len(part)] = torch.from_numpy(part)
+            self._block[first : first + len(part)] = torch.from_numpy(part)
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        """See `Owned`."""
+        return {name: value for name, value in super().__getstate__().items() if name != "_ops"}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._ops = ops_for(self._block.device)
 
     @property
     def total_rows(self) -> int:
@@ -84,12 +100,29 @@ class DeviceTable:
     @property
     def rows(self) -> int:
         """Number of rows, V."""
-        return self.block.shape[0]
+        return self._block.shape[0]
 
     @property
     def dim(self) -> int:
         """Number of columns, D."""
-        return self.block.shape[2]
+        return self._block.shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the table is."""
+        return self._block.device
+
+    @property
+    def block(self) -> Tensor:
+        """The memory of all rows, float32 [V, 1 + S, D]: weights, then slots of D values."""
+        self._before_read()
+        return self._block
+
+    @property
+    def row_slots(self) -> Tensor:
+        """The memory of the slots of one value a row, float32 [V, R]."""
+        self._before_read()
+        return self._row_slots
 
     @property
     def weights(self) -> Tensor:
@@ -99,57 +132,133 @@ class DeviceTable:
     @property
     def slots(self) -> Mapping[str, Tensor]:
         """Views of the optimizer's slots by name, each float32 [V, D], or [V, 1] for one value a row."""
-        slots = {name: self.block[:, 1 + i] for i, name in enumerate(self.optimizer.slots)}
-        row_slots = {name: self.row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
+        self._before_read()
+        slots = {name: self._block[:, 1 + i] for i, name in enumerate(self.optimizer.slots)}
+        row_slots = {name: self._row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
         return MappingProxyType(slots | row_slots)
 
     def columns(self) -> dict[str, Tensor]:
         """Return the weights and the slots by name, as `HostTable.columns`."""
-        return {"weights": self.weights, **self.slots}
+        self._before_read()
+        return self._columns()
+
+    def _columns(self) -> dict[str, Tensor]:
+        planes = {name: self._block[:, i] for i, name in enumerate(("weights", *self.optimizer.slots))}
+        return planes | {name: self._row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
 
     def where(self, ids: Any) -> tuple[Tensor, Any]:
         """Return the memory of rows and their slots, float32 [V, 1 + S, D], and where those of these ids are in it."""
-        return self.block, ids
+        return self._block, ids
+
+    @property
+    def memory(self) -> tuple[Tensor, Tensor]:
+        """`block` and `row_slots` for a loop, which knows what the table holds."""
+        return self._block, self._row_slots
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Return the weights rows of ids int32 or int64 [U], a copy float32 [U, D]."""
-        return self._ops.lookup(self.block, ids)
+        self._before_read()
+        return self.lookup_now(ids)
+
+    def lookup_now(self, ids: Tensor) -> Tensor:
+        """Do `lookup` for a loop, which knows what the table holds."""
+        return self._ops.lookup(self._block, ids)
 
     def update(self, ids: Tensor, grads: Tensor, skip: Tensor | None = None) -> None:
         """Take one optimizer step on unique rows: ids [U], their summed gradients float32 [U, D].
 
         skip  float32 []: nothing changes unless it is 0; None for 0
+
+        ValueError for gradients that are not finite or above `optimizer.largest_gradient`; nothing is written then.
         """
+        most = float(grads.abs().max()) if grads.numel() else 0.0  # NaN where one is
+        if not most <= self.optimizer.largest_gradient:
+            raise ValueError(
+                f"table {self.name!r}: a gradient is {most}, not finite or more than "
+                f"{self.optimizer.largest_gradient:.3g}, the most that its optimizer takes; no row was updated"
+            )
+        self._before_write()
+        self.update_now(ids, grads, skip)
+        self._after_write(ids)
+
+    def update_now(self, ids: Tensor, grads: Tensor, skip: Tensor | None = None) -> None:
+        """Do `update` for a loop, which has looked at the gradients."""
         step = self.begin_step()
-        self._ops.update(self.optimizer.primitive, self.block, self.row_slots, ids, grads, step.scalars, skip)
+        self._ops.update(self.optimizer.primitive, self._block, self._row_slots, ids, grads, step.scalars, skip)
         if step.rounding is not None:  # where nothing has changed it changes nothing
-            self._ops.round_rows(self.block, ids, ids, step.rounding)
+            self._ops.round_rows(self._block, ids, ids, step.rounding)
 
     def begin_step(self) -> TableStep:
         """Count one step, and return what its updates need to know of it."""
-        self.step += 1
-        key = rounding_key(self.seed, self.name, self.step) if self.dtype == BF16 else None
-        return TableStep(self.optimizer.scalars(self.step, self.dim), key)
+        self._require_no_writing()
+        self._step += 1
+        key = rounding_key(self.seed, self.name, self._step) if self.dtype == BF16 else None
+        return TableStep(self.optimizer.scalars(self._step, self.dim), key)
+
+    @contextmanager
+    def writing(self, ids: Any = None) -> Iterator[Writing]:
+        """Change weights and slots as tensors, as `HostTable.writing`; they are written at the end of the `with`.
+
+        ids  integers [N], an array or a tensor, each in [0, V), all different; None for all rows
+        """
+        chosen = None
+        if ids is not None:
+            array = checked_ids(ids.cpu().numpy() if isinstance(ids, Tensor) else ids, self.rows, self.name)
+            if len(np.unique(array)) < len(array):
+                raise ValueError(f"table {self.name!r}: the ids of writing() must be all different")
+            chosen = torch.from_numpy(array).to(self.device, torch.int64)
+        self._before_write()
+        one = Writing(self.name, self._columns(), chosen)
+        self._is_writing = True
+        try:
+            with torch.no_grad():
+                yield one
+                one.require_finite()
+                if self.dtype == BF16:
+                    require_bfloat16(one.weights[:, None].cpu().numpy(), self.name)
+                one.write()
+        finally:
+            one.end()
+            self._is_writing = False
+        self._after_write(chosen)
+
+    def erase(self, ids: Any) -> None:
+        """Give rows their initial values again, weights and slots, as `HostTable.erase`."""
+        array = checked_ids(ids.cpu().numpy() if isinstance(ids, Tensor) else ids, self.rows, self.name)
+        array = np.unique(array).astype(np.int64)
+        _, planes, D = self._block.shape
+        block = np.empty((len(array), planes, D), np.float32)
+        slots = np.array(list(self.optimizer.slots.values()), np.float32)
+        self._init.fill(block, self.seed, self.name, slots, ids=array)
+        if self.dtype == BF16:
+            round_rows(block, identity(len(array)), array, rounding_key(self.seed, self.name, 0))
+        row_slots = np.empty((len(array), self._row_slots.shape[1]), np.float32)
+        row_slots[:] = list(self.optimizer.row_slots.values())
+        self.write_rows(array, block, row_slots)
 
     def write_rows(self, ids: npt.NDArray[Any], block: Rows, row_slots: Rows) -> None:
         """Overwrite rows with their slots: ids [N], float32 [N, 1 + S, D] and [N, R], from host memory.
 
-        ValueError, with nothing written, for weights that the table's dtype cannot represent.
+        ValueError, with nothing written, for values that are not finite or that the table's dtype cannot represent.
         """
         if self.dtype == BF16:
             require_bfloat16(block, self.name)
-        at = torch.from_numpy(ids).to(self.block.device)
-        self.block.index_copy_(0, at, torch.from_numpy(block).to(self.block.device))
-        self.row_slots.index_copy_(0, at, torch.from_numpy(row_slots).to(self.block.device))
+        require_finite(self.name, ids, block, row_slots)
+        self._before_write()
+        at = torch.from_numpy(ids).to(self.device)
+        self._block.index_copy_(0, at, torch.from_numpy(block).to(self.device))
+        self._row_slots.index_copy_(0, at, torch.from_numpy(row_slots).to(self.device))
+        self._after_write(ids)
 
     def partial_squares(self) -> Tensor:
         """Return the sums of squares of the weights by part and column, float64 [P, D] on the device.
 
         The order is in `kernels.norm`; the bits are the host table's.
         """
-        if self.block.device.type == "cpu":
-            return torch.from_numpy(partial_squares(self.block.numpy()))
-        return partial_squares_with_torch(self.weights)
+        self._before_read()
+        if self.device.type == "cpu":
+            return torch.from_numpy(partial_squares(self._block.numpy()))
+        return partial_squares_with_torch(self._block[:, 0])
 
     def sum_of_squares(self) -> float:
         """Return the sum of squares of all weights, in float64, in the order of `kernels.norm`."""

@@ -67,6 +67,9 @@ class Storage(Protocol):
     dtype: str
     row_slots: Rows  # [V, R]
 
+    def initial(self, shape: Shape, seed: int, init: Initializer, ids: npt.NDArray[np.int64], block: Rows) -> None:
+        """Write the initial values of rows to block [N, 1 + S, D]; ids [N] are among all rows, of a part, too."""
+
     @property
     def shape(self) -> tuple[int, int, int]:
         """V, 1 + S, D."""
@@ -134,6 +137,10 @@ class Float32:
                 stop = first + _FILLED
                 init.fill(self.block[first:stop], seed, self._name, shape.slots, ids=shape.ids(first, stop))
         shape.fill_row_slots(self.row_slots)
+
+    def initial(self, shape: Shape, seed: int, init: Initializer, ids: npt.NDArray[np.int64], block: Rows) -> None:
+        """See `Storage`."""
+        init.fill(block, seed, self._name, shape.slots, ids=ids)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -227,6 +234,14 @@ class Bfloat16:
         if len(shape.slots):
             fill_constant(self.slots, shape.slots[0], shape.slots[1:])
         shape.fill_row_slots(self.row_slots)
+
+    def initial(self, shape: Shape, seed: int, init: Initializer, ids: npt.NDArray[np.int64], block: Rows) -> None:
+        """See `Storage`."""
+        weights, bits = np.empty((len(ids), 1, shape.dim), np.float32), np.empty((len(ids), shape.dim), np.uint16)
+        init.fill(weights, seed, self._name, np.empty(0, np.float32), ids=ids)
+        rounding.round_into(weights, bits, rounding_key(seed, self._name, 0), ids=ids)
+        block[:, 0] = Widened(bits)[:]
+        block[:, 1:] = shape.slots[:, None]
 
     @property
     def shape(self) -> tuple[int, int, int]:

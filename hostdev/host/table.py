@@ -1,20 +1,25 @@
 """An embedding table and its optimizer rows in host memory."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from hostdev.core.checks import check_rows, require_finite, require_gradients
 from hostdev.core.errors import UserError
-from hostdev.core.ids import checked_ids
+from hostdev.core.ids import checked_ids, checked_positions
 from hostdev.core.initializers import Initializer, Normal
+from hostdev.core.launched import require_alone
 from hostdev.core.memory import available_bytes, gib, require_table
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
 from hostdev.core.table_dtypes import BF16, FP32, TableStep, require_table_dtype, rounding_key
+from hostdev.core.tables import Owned, initial_seed
 from hostdev.host.changes import Changes
 from hostdev.host.storage import STORAGES, Float32, Shape, Storage
+from hostdev.host.writing import Writing
 from hostdev.kernels.norm import total
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.shards import ids_at, ids_of, range_of
@@ -22,8 +27,10 @@ from hostdev.kernels.shards import ids_at, ids_of, range_of
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
 
+_ERASED = 1 << 16  # rows at a time
 
-class HostTable:
+
+class HostTable(Owned):
     """Weights float32 [rows, dim] and the optimizer's slots of the same shape.
 
     Initial weights depend on (seed, name, row, column) only. Memory: rows x dim x (1 + slots) x 4 bytes; a row's
@@ -34,13 +41,18 @@ class HostTable:
     Lookups may run in several threads at once; an update of rows that another thread reads or updates must be kept
     apart by the caller.
 
+    While a loop over `Runtime.train` is open, its thread may read and write the table in the loop's body. A read sees
+    all steps so far, that of the body's batch too once an optimizer has taken it, which ends that batch: no gradient
+    can come to its rows any more. What is written counts from the next batch on. ValueError in another thread, and in
+    the loader, `ids` or `send`, which run ahead of the loop.
+
     What is done to rows comes as methods that check their ids and do it, and as `*_tasks`, which return the same work
     for one `run_tasks` of several tables; ids given to these are trusted: C-contiguous int32 or int64, in [0, V).
 
     rows, dim  at least 1
     optimizer  LazyAdam, FTRL, SGD, Adagrad or RowWiseAdagrad
     name       of the table, in errors and in the key of its initial values
-    seed       of the initial values
+    seed       of the initial values. None: the seed given to `torch.manual_seed`, or 0 where there is none
     init       Normal(std) or Constant(value)
     part       (rank, ranks): hold only the rows of that rank, at its positions (`kernels.shards`); ids given to its
                methods are then numbers of rows among those. None: all rows
@@ -59,7 +71,7 @@ class HostTable:
         optimizer: SparseOptimizer,
         *,
         name: str,
-        seed: int = 0,
+        seed: int | None = None,
         init: Initializer = Normal(0.01),
         part: tuple[int, int] | None = None,
         dtype: str = FP32,
@@ -73,17 +85,16 @@ class HostTable:
         self.start, stop = (0, rows) if part is None else range_of(rows, *part)
         rows = stop - self.start
         require_table(name, rows, dim, optimizer, available_bytes(), "host", require_table_dtype(dtype, name))
-        self.name, self.seed = name, seed
+        self.name, self.seed = name, initial_seed(seed)
         self.optimizer = optimizer
-        self.step = 0
         self._rows = rows
-        self._initial = (seed, init)
+        self._initial = (self.seed, init)
         shape = self._shape(dim)
         self.storage: Storage = STORAGES[dtype](name, shape)
         self.storage.fill(shape, *self._initial)
         self.changes: Changes | None = None  # noted from the first checkpoint on
-        self.untouched = True  # all rows have their initial values, and nobody has their memory
-        self.lent = False  # `weights` or `slots` were handed out: what is written there is not noted
+        self.untouched = True  # all rows have their initial values
+        self.may_train = part is not None  # or known to be meant, where several processes were started
 
     @property
     def rows(self) -> int:
@@ -107,34 +118,39 @@ class HostTable:
         return self.storage.shape[2]
 
     @property
+    def init(self) -> Initializer:
+        """What the weights started as."""
+        return self._initial[1]
+
+    @property
     def dtype(self) -> str:
         """What the weights are stored as."""
         return self.storage.dtype
 
     @property
     def block(self) -> Rows:
-        """The memory of all rows, writable, float32 [V, 1 + S, D]; TypeError where weights are bfloat16, and lie apart.
-
-        Waits for a checkpoint that is being saved; later ones are of all rows, as `weights` has it, too.
-        """
+        """A read-only view of all rows, float32 [V, 1 + S, D]; TypeError where weights are bfloat16, and lie apart."""
         if not isinstance(self.storage, Float32):
             raise TypeError(f"table {self.name!r} stores weights as bfloat16, apart from its slots; use read_rows")
-        self._lend()
-        return self.storage.block
+        self._before_read()
+        return _read_only(self.storage.block)
 
     @property
     def row_slots(self) -> Rows:
-        """The memory of the slots of one value a row, writable, float32 [V, R]; as `block`."""
-        self._lend()
-        return self.storage.row_slots
+        """A read-only view of the slots of one value a row, float32 [V, R]."""
+        self._before_read()
+        return _read_only(self.storage.row_slots)
 
     @property
     def weights(self) -> Rows:
-        """A writable view of the weights, float32 [V, D]; waits for a checkpoint that is being saved.
+        """A read-only view of the weights, float32 [V, D]; `writing` and `write_rows` write them.
 
-        With dtype="bf16" a copy in float32, which is read-only, as what is written to it would be lost: `write_rows`
-        writes weights. UserError where there is no memory for it.
+        The view is of the memory: while a loop is open, take it anew where you read it. One that was kept from an
+        earlier batch lags behind by steps that are not finished and rows that are in a cache.
+
+        With dtype="bf16" a copy in float32. UserError where there is no memory for it.
         """
+        self._before_read()
         if self.dtype == BF16:
             needed, free = 4 * self.rows * self.dim, available_bytes()
             if needed > free:
@@ -142,37 +158,109 @@ class HostTable:
                     f"table {self.name!r}: a float32 copy of its weights needs {gib(needed)}, but {gib(free)} of host "
                     "memory are free; look up the rows that you need"
                 )
-            return self.storage.weights()
-        self._lend()
-        return self.storage.weights()
+        return _read_only(self.storage.weights())
 
     @property
     def slots(self) -> Mapping[str, Rows]:
-        """Writable views of the optimizer's slots by name, each float32 [V, D], or [V, 1] for one value a row."""
-        self._lend()
+        """Read-only views of the optimizer's slots by name, each float32 [V, D], or [V, 1] for one value a row.
+
+        As `weights`: take them anew where you read them.
+        """
+        self._before_read()
         slots = {name: self.storage.slot(i) for i, name in enumerate(self.optimizer.slots)}
-        row_slots = {name: self.row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
-        return MappingProxyType(slots | row_slots)
+        row_slots = {name: self.storage.row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
+        return MappingProxyType({name: _read_only(values) for name, values in (slots | row_slots).items()})
+
+    @contextmanager
+    def writing(self, ids: npt.ArrayLike | None = None) -> Iterator[Writing]:
+        """Change weights and slots as arrays; at the end of the `with` the rows that differ are written.
+
+        ::
+
+            with table.writing() as w:  # all rows; or writing(ids), for large tables
+                w.weights *= 0.5
+                w.slots["m"][:] = 0
+
+        `w.weights` is float32 [V, D], and `w.slots[name]` [V, D], or [V, 1] for one value a row; with `ids` [N, ...]
+        in the order of these. They are copies, made when they are first asked for. Where the `with` ends with an
+        error, or what is to be written cannot be, the table stays as it is.
+
+        ids  int32 or int64 [N], each in [0, V), all different; None for all rows
+
+        ValueError for values that are not finite or that the table's dtype cannot represent, for ids that repeat, and
+        for another write of this table within the `with`; UserError for an id outside the table, or where there is no
+        memory for the copies.
+        """
+        chosen = None if ids is None else self._checked(ids)
+        if chosen is not None and len(np.unique(chosen)) < len(chosen):
+            raise ValueError(f"table {self.name!r}: the ids of writing() must be all different")
+        self._before_write()
+        one = Writing(self.name, self._columns(), chosen, self.rows)
+        self._is_writing = True
+        try:
+            yield one
+            changed = one.changed()
+            if self.dtype == BF16:
+                one.require_exact(changed, self.storage.require_exact)
+        finally:
+            one.end()
+            self._is_writing = False
+        if len(changed):
+            self._write_changed(one, changed)
+            self._after_write(changed if chosen is None else chosen[changed])
+
+    def _write_changed(self, one: Writing, changed: npt.NDArray[np.int64]) -> None:
+        _, planes, D = self.storage.shape
+        for numbers, ids in one.parts(changed):
+            block = np.empty((len(ids), planes, D), np.float32)
+            row_slots = np.empty((len(ids), self.storage.row_slots.shape[1]), np.float32)
+            run_tasks(self.read_rows_tasks(ids, block, row_slots))
+            for number, name in enumerate(("weights", *self.optimizer.slots)):
+                one.put(name, numbers, block[:, number])
+            for number, name in enumerate(self.optimizer.row_slots):
+                one.put(name, numbers, row_slots[:, number : number + 1])
+            run_tasks(self.write_rows_tasks(ids, block, row_slots))
+
+    def erase(self, ids: npt.ArrayLike) -> None:
+        """Give rows their initial values again, weights and slots; the table's step stays.
+
+        ids  int32 or int64 [N], each in [0, V), duplicates allowed
+
+        Raises as `lookup` does.
+        """
+        ids = np.unique(self._checked(ids))
+        self._before_write()
+        _, planes, D = self.storage.shape
+        for start in range(0, len(ids), _ERASED):
+            part = ids[start : start + _ERASED]
+            block = np.empty((len(part), planes, D), np.float32)
+            self.storage.initial(self._shape(D), *self._initial, self.row_ids(part).astype(np.int64), block)
+            row_slots = np.empty((len(part), self.storage.row_slots.shape[1]), np.float32)
+            row_slots[:] = list(self.optimizer.row_slots.values())
+            run_tasks(self.write_rows_tasks(part, block, row_slots))
+        self._after_write(ids)
 
     def lookup(self, ids: npt.ArrayLike, out: Rows | None = None, positions: Positions | None = None) -> Rows:
         """Return the weights rows of `ids`.
 
         ids        int32 or int64 [N], each in [0, V), duplicates allowed
         out        float32 [N, D], C-contiguous, to write into; a new array if None
-        positions  int32 [N], rows of `out`, which may have more: where each row goes; all different (not checked)
+        positions  int32 [N], rows of `out`, which may have more: where each row goes; all different
+                   (that is not checked)
         returns    float32 [N, D], a copy, or `out`
 
         Raises UserError for an id outside the table, TypeError or ValueError for a wrong dtype or shape.
         """
         ids = self._checked(ids)
+        self._before_read()
         if out is None:
             out = np.empty((len(ids), self.dim), np.float32)
-        run_tasks(self.lookup_tasks(ids, out, positions))
+        run_tasks(self.lookup_tasks(ids, out, checked_positions(positions, len(ids), len(out), self.name)))
         return out
 
     def lookup_tasks(self, ids: npt.NDArray[Any], out: Rows, positions: Positions | None = None) -> list[Task]:
         """Return the tasks of `lookup`."""
-        _check_rows("out", out, (len(ids if positions is None else out), self.dim), self.name)
+        check_rows("out", out, (len(ids if positions is None else out), self.dim), self.name)
         return self.storage.lookup_tasks(ids, out, positions)
 
     def apply(self, ids: npt.ArrayLike, grads: Rows) -> None:
@@ -181,19 +269,27 @@ class HostTable:
         ids    int32 or int64 [N], each in [0, V), duplicates allowed
         grads  float32 [N, D]
 
-        Raises as `lookup` does; nothing is written then. A call counts as one step of the table even if N is 0.
+        Raises as `lookup` does, and ValueError for gradients that are not finite, or so large that their squares are
+        not (`optimizer.largest_gradient`); nothing is written then. A call counts as one step of the table even if N
+        is 0. Raises UserError in one of several processes, where the table is no part of one that they share
+        (`hostdev.alone`).
         """
+        self._require_alone()
         ids = self._checked(ids)
         grads = np.ascontiguousarray(grads)
-        _check_rows("grads", grads, (len(ids), self.dim), self.name)
-        self._before_write(ids)
+        check_rows("grads", grads, (len(ids), self.dim), self.name)
+        require_gradients(self.name, ids, grads, self.optimizer.largest_gradient, summed=False)
+        self._before_write()
+        self._note_write(ids)
         self.storage.apply(ids, grads, self.begin_step())
+        self._after_write(ids)
 
     def begin_step(self) -> TableStep:
         """Count one step of the table, and return what its updates need to know of it, for `update`."""
-        self.step += 1
-        key = rounding_key(self.seed, self.name, self.step) if self.dtype == BF16 else None
-        return TableStep(self.optimizer.scalars(self.step, self.dim), key)
+        self._require_no_writing()
+        self._step += 1
+        key = rounding_key(self.seed, self.name, self._step) if self.dtype == BF16 else None
+        return TableStep(self.optimizer.scalars(self._step, self.dim), key)
 
     def update(
         self,
@@ -207,9 +303,19 @@ class HostTable:
         ids        int32 or int64 [U], each in [0, V), **unique** (not checked)
         grads      float32 [U, D]
         step       from `begin_step`, where several calls make one step; None for a step of its own
-        positions  int32 [U], rows of `grads`, which may have more of them: where each gradient is (not checked)
+        positions  int32 [U], rows of `grads`, which may have more of them: where each gradient is
+
+        Raises as `apply` does.
         """
-        run_tasks(self.update_tasks(self._checked(ids), np.ascontiguousarray(grads), step, positions))
+        self._require_alone()
+        ids, grads = self._checked(ids), np.ascontiguousarray(grads)
+        positions = checked_positions(positions, len(ids), len(grads), self.name)
+        check_rows("grads", grads, (len(ids if positions is None else grads), self.dim), self.name)
+        mine = grads if positions is None else grads[positions]
+        require_gradients(self.name, ids, mine, self.optimizer.largest_gradient, summed=True)
+        self._before_write()
+        run_tasks(self.update_tasks(ids, grads, step, positions))
+        self._after_write(ids)
 
     def update_tasks(
         self,
@@ -219,9 +325,9 @@ class HostTable:
         positions: Positions | None = None,
     ) -> list[Task]:
         """Return the tasks of `update`; its step is counted now."""
-        _check_rows("grads", grads, (len(ids if positions is None else grads), self.dim), self.name)
+        check_rows("grads", grads, (len(ids if positions is None else grads), self.dim), self.name)
         step = step or self.begin_step()
-        self._before_write(ids)
+        self._note_write(ids)
         return self.storage.update_tasks(ids, grads, step, positions)
 
     def read_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
@@ -234,7 +340,10 @@ class HostTable:
 
         Raises as `lookup` does.
         """
-        run_tasks(self.read_rows_tasks(self._checked(ids), block, row_slots, positions))
+        ids = self._checked(ids)
+        positions = checked_positions(positions, len(ids), len(block), self.name)
+        self._before_read()
+        run_tasks(self.read_rows_tasks(ids, block, row_slots, positions))
 
     def read_rows_tasks(
         self, ids: npt.NDArray[Any], block: Rows, row_slots: Rows, positions: Positions | None = None
@@ -246,13 +355,18 @@ class HostTable:
     def write_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
         """Overwrite rows with their slots: the way back from `read_rows`; ids must be unique (not checked).
 
-        Raises as `lookup` does, and ValueError for weights that the table's dtype cannot represent; nothing is written
-        then.
+        Raises as `lookup` does, and ValueError for values that are not finite and for weights that the table's dtype
+        cannot represent; nothing is written then.
         """
         ids = self._checked(ids)
+        positions = checked_positions(positions, len(ids), len(block), self.name)
         self._check_whole(ids, block, row_slots, positions)
-        self.storage.require_exact(block if positions is None else block[positions])
+        mine = (block, row_slots) if positions is None else (block[positions], row_slots[positions])
+        require_finite(self.name, ids, *mine)
+        self.storage.require_exact(mine[0])
+        self._before_write()
         run_tasks(self.write_rows_tasks(ids, block, row_slots, positions))
+        self._after_write(ids)
 
     def write_rows_tasks(
         self, ids: npt.NDArray[Any], block: Rows, row_slots: Rows, positions: Positions | None = None
@@ -260,11 +374,15 @@ class HostTable:
         """Return the tasks of `write_rows`; that the table's dtype can represent the weights is trusted."""
         self._check_whole(ids, block, row_slots, positions)
         tasks = self.storage.write_tasks(ids, block, row_slots, positions)
-        self._before_write(ids)
+        self._note_write(ids)
         return tasks
 
     def columns(self) -> dict[str, Any]:
         """Return the weights and the slots by name, of which slices and rows by id are read, float32; for digests."""
+        self._before_read()
+        return self._columns()
+
+    def _columns(self) -> dict[str, Any]:
         found = {"weights": self.storage.column(0)}
         found |= {name: self.storage.column(1 + i) for i, name in enumerate(self.optimizer.slots)}
         row_slots = self.storage.row_slots
@@ -278,34 +396,43 @@ class HostTable:
 
     def partial_squares(self) -> npt.NDArray[np.float64]:
         """Return the sums of squares of the weights by part and column, [P, D]; the order is in `kernels.norm`."""
+        self._before_read()
         return self.storage.partial_squares()
 
     def sum_of_squares(self) -> float:
         """Return the sum of squares of all weights, in float64, in the order of `kernels.norm`."""
         return total(self.partial_squares())
 
-    def _before_write(self, ids: npt.NDArray[Any]) -> None:
+    def _require_alone(self) -> None:
+        """Raise UserError where other processes train copies of this table that would drift apart."""
+        if not self.may_train:
+            require_alone(
+                f"the training of table {self.name!r}", "give HostTable part=ranks.part(), and a Runtime ranks"
+            )
+            self.may_train = True
+
+    def _note_write(self, ids: npt.NDArray[Any]) -> None:
         """Note which rows are about to be written; a checkpoint that is being saved gets them first."""
         self.untouched = False
         if self.changes is not None:
             self.changes.before_write(ids)
 
-    def _lend(self) -> None:
-        """Hand out memory: what is written there is not noted, and must not be while a checkpoint reads it."""
-        self.untouched, self.lent = False, True
-        if self.changes is not None:
-            self.changes.await_end()
+    def __getstate__(self) -> Mapping[str, Any]:
+        """See `Owned`; which rows a checkpoint lacks is not known of a copy."""
+        return {**super().__getstate__(), "changes": None}
 
     def reset(self) -> None:
         """Write the initial values of all rows, and count no step.
 
-        Nobody reads or writes the table meanwhile, and no checkpoint of it is being saved.
+        Nobody reads or writes the table meanwhile. Waits for a checkpoint that is being saved.
         """
+        self._before_write()
         if self.changes is not None:
             self.changes.await_end()
             self.note_changes(anew=True)  # since no checkpoint: the next one is whole
         self.storage.fill(self._shape(self.dim), *self._initial)
-        self.step, self.untouched = 0, not self.lent
+        self._step, self.untouched = 0, True
+        self._after_write(None)
 
     def _shape(self, dim: int) -> Shape:
         return Shape(self.rows, dim, self.optimizer, self.start, self.total_rows, self.part is not None, self.ids)
@@ -320,17 +447,14 @@ class HostTable:
         """Raise unless these are rows with their slots."""
         _, planes, D = self.storage.shape
         n, R = len(ids if positions is None else block), self.storage.row_slots.shape[1]
-        _check_rows("block", block, (n, planes, D), self.name)
-        _check_rows("row_slots", row_slots, (n, R), self.name)
+        check_rows("block", block, (n, planes, D), self.name)
+        check_rows("row_slots", row_slots, (n, R), self.name)
 
     def _checked(self, ids: npt.ArrayLike) -> npt.NDArray[Any]:
         return checked_ids(ids, self.rows, self.name)
 
 
-def _check_rows(what: str, array: Rows, shape: tuple[int, ...], table: str) -> None:
-    if array.dtype != np.float32:
-        raise TypeError(f"table {table!r}: {what} must be float32, not {array.dtype}")
-    if array.shape != shape:
-        raise ValueError(f"table {table!r}: {what} must have shape {shape}, not {array.shape}")
-    if not array.flags.c_contiguous:
-        raise ValueError(f"table {table!r}: {what} must be C-contiguous")
+def _read_only(values: Rows) -> Rows:
+    found = values.view()
+    found.flags.writeable = False
+    return found

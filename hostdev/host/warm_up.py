@@ -26,6 +26,7 @@ def warm_up(id_dtype: npt.DTypeLike, table_dtype: str = FP32) -> None:
     optimizers: list[tuple[SparseOptimizer, int]] = [(FTRL(), 1), (LazyAdam(), 32)]
     for (optimizer, dim), stored in itertools.product(optimizers, sorted({FP32, table_dtype})):
         table = HostTable(1, dim, optimizer, name="warm-up", dtype=stored)
+        table.may_train = True  # in each of several processes, too
         table.note_changes()
         grads = np.zeros((2, dim), np.float32)
         table.lookup(ids)

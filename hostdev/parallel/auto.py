@@ -13,7 +13,7 @@ from hostdev.parallel.costs import Machine, Profile, machine_of, of_all, profile
 from hostdev.parallel.layout import Inputs, Layout
 from hostdev.parallel.mesh import Mesh
 from hostdev.parallel.pieces import pieces_of
-from hostdev.parallel.plan import cuttable, divides, is_shared, matched, pairable
+from hostdev.parallel.plan import cuttable, divides, is_shared, matched, pairable, slice_of
 from hostdev.parallel.ranks import Ranks
 from hostdev.parallel.search import Candidate, Layers, Wanted, candidates
 from hostdev.parallel.trial import can_be_tried, steps_of
@@ -122,7 +122,7 @@ def choose(
     )  # fmt: skip
     wanted = Wanted(
         ranks.size, micro_batches, mesh, given.begins, strategies, given.schedule == "interleaved",
-        given.schedule == "gpipe",
+        given.schedule == "gpipe", sliced=all(slice_of(one) is None for one in network.parameters()),
     )  # fmt: skip
     free = available_bytes() if device.type == "cpu" else free_bytes(device)
     slices = any(cuttable(module) for module in network.modules()) and (mesh is None or mesh.model > 1)

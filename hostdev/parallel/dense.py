@@ -335,10 +335,15 @@ class DenseExchange:
             self._sums[n] = TreeAllReduce(to_all, [[(rank, 1)] for rank in range(to_all.ranks)], n)
         return self._sums[n].sum([values.cpu()])
 
+    def is_new(self, parameters: list[Tensor]) -> bool:
+        """Tell whether these are other parameters than those of the step before."""
+        before = self._current
+        return before is None or [id(one) for one in before.parameters] != [id(one) for one in parameters]
+
     def of(self, parameters: list[Tensor]) -> DenseGradients:
         """Return what exchanges the gradients of these parameters."""
         before = self._current
-        if before is None or [id(one) for one in before.parameters] != [id(one) for one in parameters]:
+        if before is None or self.is_new(parameters):
             self.close()
             assert self._channel is not None
             before = self._current = DenseGradients(self._channel, parameters, self._count, self._kind)

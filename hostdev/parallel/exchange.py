@@ -17,7 +17,7 @@ import torch
 from hostdev.kernels.groups import unique_groups
 from hostdev.kernels.lookup import lookup_tasks, store_tasks
 from hostdev.kernels.pool import run_tasks
-from hostdev.kernels.shards import partition
+from hostdev.kernels.shards import partition, range_of
 from hostdev.parallel.buffers import Mask, places_of, sizes_of, views_of
 from hostdev.parallel.gradients import Chosen, Parts, give_gradients
 from hostdev.parallel.ranks import Channel, Ranks
@@ -71,6 +71,7 @@ class Exchange:
 
     def __init__(self, ranks: Ranks, rows: Sequence[int], dims: Sequence[Sequence[int]]) -> None:
         self.ranks, self._rows, self._dims = ranks, list(rows), [list(each) for each in dims]
+        self._here = [stop - start for start, stop in (range_of(each, *ranks.part()) for each in rows)]  # of each group
         self._channels = self._ids, self._values, self._late, self._gradients = [ranks.channel() for _ in range(4)]
         self.least_bytes = 0  # that could have been sent to others, in place of what was: ids, rows and gradients once
         self._counting = threading.Lock()  # several threads exchange
@@ -101,11 +102,28 @@ class Exchange:
         come = self._ids.all_to_all(torch.from_numpy(flat), sums, receive).numpy()
         self._count((len(flat) - sums[self.ranks.rank]) * flat.itemsize)
         pieces = np.split(come, np.cumsum(wanted.ravel())[:-1])  # by rank, by group
+        self._require_here(come, pieces)
         here = unique_groups([pieces[group :: len(groups)] for group in range(len(groups))])
         return [
             (ids, Asked(places, counts[:, group].tolist(), wanted[:, group].tolist(), inverse))
             for group, ((_, places, _), (ids, inverse)) in enumerate(zip(found, here, strict=True))
         ]
+
+    def _require_here(self, come: Ids, pieces: Sequence[Ids]) -> None:
+        """ValueError where another rank asks for rows that this one does not have: kernels do not check them.
+
+        come    all that are asked for; pieces: the same, by rank and by group
+        """
+        if not len(come) or (come.min() >= 0 and come.max() < min(self._here)):
+            return
+        for number, ids in enumerate(pieces):
+            rank, group = divmod(number, len(self._here))
+            if len(ids) and not (ids.min() >= 0 and ids.max() < self._here[group]):
+                wrong = ids[(ids < 0) | (ids >= self._here[group])][0]
+                raise ValueError(
+                    f"rank {rank} asks rank {self.ranks.rank} for row {wrong} of its part of tables with "
+                    f"{self._rows[group]:,} rows, which has {self._here[group]:,}; are the tables of both of one size?"
+                )
 
     def end(self) -> None:
         """Tell the others that there is no further batch."""
@@ -115,6 +133,9 @@ class Exchange:
     def _require_all(self, wanted: npt.NDArray[np.int64], *, ended: bool = False) -> None:
         """ValueError where the batches of some ranks have ended, and not those of others."""
         have_ended = wanted[:, 0] == _END
+        if (wanted < _END).any():
+            rank = int(np.flatnonzero((wanted < _END).any(1))[0])
+            raise ValueError(f"rank {rank} asks for a negative number of rows: {wanted[rank].min()}")
         if have_ended.all() if ended else not have_ended.any():
             return
         done, going = np.flatnonzero(have_ended).tolist(), np.flatnonzero(~have_ended).tolist()

@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from functools import partial
 
 from hostdev.core.errors import UserError, in_words, tell_at_once
+from hostdev.core.launched import group_size
 from hostdev.core.memory import share_memory
 from hostdev.device.backend import take_turns
 from hostdev.kernels.pool import host_threads, set_host_threads
-from hostdev.parallel.mesh import Mesh, mesh_of
+from hostdev.parallel.alike import UnlikeError
+from hostdev.parallel.mesh import mesh_of
 from hostdev.parallel.place import Place, find
 from hostdev.parallel.ranks import MEETING, TIMEOUT, PeerLostError, Ranks
 
@@ -28,8 +30,13 @@ def join(
     backend  of torch.distributed between devices; None: the devices' own
 
     Where one of them fails, all end, with exit code 2 and one line on stderr about which and why. UserError for a mesh
-    of another size, and where they do not meet.
+    of another size, where they do not meet, and where torch.distributed is initialised already.
     """
+    if group_size() > 1:
+        raise UserError(
+            "torch.distributed is initialised already; leave out init_process_group(): hostdev.join() makes the "
+            "process group, from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as launchers set them"
+        )
     place = find()
     wanted = None if mesh is None else mesh_of(mesh)
     if wanted is not None and wanted.size != place.ranks:
@@ -45,7 +52,7 @@ def join(
         return
     share_host(place)
     ranks = Ranks(place, partial(_ended, place), timeout=timeout, meeting=meeting, backend=backend,
-                  mesh=wanted or Mesh(data=place.ranks))  # fmt: skip
+                  mesh=wanted)  # fmt: skip
     with together(ranks):
         yield ranks
 
@@ -64,19 +71,45 @@ def together(ranks: Ranks, alike: tuple[type[BaseException], ...] = ()) -> Itera
     alike  exceptions that all ranks raise after the same step
     """
     try:
-        yield
-        ranks.leave()
-    except alike:
-        ranks.leave()
-        raise
+        with _leaving(ranks, (UnlikeError, *alike)):
+            yield
     except PeerLostError as error:
-        time.sleep(_FAULT_SECONDS)  # the watch finds out which rank it was, and ends the process; or all are there
-        ranks.watch.fail(in_words(error))
+        ranks.failed = True
+        why = ranks.watch.absent() if ranks.calls.wrong is None else None
+        if why is None:
+            time.sleep(_FAULT_SECONDS)  # the watch finds out which rank it was, and ends the process
+        ranks.watch.fail(why or in_words(error))
+        if why is not None:
+            raise UserError(f"rank {ranks.rank} of {ranks.size} {why}") from error
         raise
     except BaseException as error:
-        interrupted = isinstance(error, KeyboardInterrupt)
-        ranks.watch.fail(f"interrupted {error}".strip() if interrupted else in_words(error))
+        if not ranks.have_left:
+            ranks.failed = True
+            ranks.watch.fail(_in_words(error))
         raise
+
+
+@contextmanager
+def _leaving(ranks: Ranks, alike: tuple[type[BaseException], ...]) -> Iterator[None]:
+    """Leave together with the others, where all come to the end or raise one of these exceptions."""
+    try:
+        yield
+    except SystemExit as error:
+        if not error.code:
+            ranks.leave("sys.exit(0)")
+        raise
+    except BaseException as error:
+        if isinstance(error, alike):
+            ranks.leave()
+        raise
+    ranks.leave()
+
+
+def _in_words(error: BaseException) -> str:
+    """Return what a rank has ended with, for the others."""
+    if isinstance(error, SystemExit):
+        return f"has called sys.exit({error.code!r})"
+    return f"interrupted {error}".strip() if isinstance(error, KeyboardInterrupt) else in_words(error)
 
 
 def _ended(place: Place, rank: int, why: str) -> None:

@@ -45,8 +45,11 @@ class Settled(NamedTuple):
         return cut(pieces, self.begins)
 
 
-def settle(network: nn.Module, layout: Layout, mesh: Mesh, inputs: Inputs) -> Settled:
-    """Return how a network is laid out on a mesh; UserError where the layout does not fit. Nothing is computed."""
+def settle(network: nn.Module, layout: Layout, mesh: Mesh, inputs: Inputs, *, searched: bool = False) -> Settled:
+    """Return how a network is laid out on a mesh; UserError where the layout does not fit. Nothing is computed.
+
+    searched  strategies are going to be found, beside those that are given: there need not be any yet
+    """
     pieces: list[Piece] = []
     begins: list[str] = []
     if mesh.pipe > 1:
@@ -58,7 +61,8 @@ def settle(network: nn.Module, layout: Layout, mesh: Mesh, inputs: Inputs) -> Se
         raise UserError("--plan has no effect without --mesh model=N; leave it out")
     stages = cut(pieces, begins) if pieces else []
     strategies = settled(network, layout.plan, mesh.model, stages, lambda: inputs(2))
-    if mesh.model > 1 and not strategies and all(slice_of(one) is None for one in network.parameters()):
+    whole = all(slice_of(one) is None for one in network.parameters())
+    if mesh.model > 1 and whole and not strategies and not searched:
         raise UserError(
             f"--mesh {mesh} has {mesh.model} processes for slices, and no layer is sliced; give --plan, or mark "
             "parameters as sliced by hand"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hostdev.core.errors import UserError
+from hostdev.core.launched import require_alone
 from hostdev.core.micro_batches import EXCHANGES, TreeSum, cut
 from hostdev.device.backend import seed_draws
 from hostdev.kernels.counter import key64
@@ -43,14 +44,14 @@ class Network:
 
     module         it loses what other ranks have of it
     example        its inputs for some samples: tensors [B, ...], or what has such
-    ranks          as `join` gives them; None: there are no others
+    ranks          as `join` gives them; None: there are no others, or `hostdev.alone()` says that this is meant
     micro_batches  into which a batch is cut
     gradients      "mean": of the loss of the whole batch; "sum": of the sum of the micro-batches' losses
     schedule, stage_cut, plan  as the options --schedule, --stage-cut and --plan of hostdev.train
     device         where it goes
     precision      "fp32", or "bf16" for arithmetic over float32 parameters
     auto           samples of a batch: so that the mesh and the layout that take the least time for it are found, beside
-                   those strategies and cuts that are given; `choice` says what was tried
+                   the mesh, the strategies and the cuts that are given; `choice` says what was tried
     seed           of what its layers draw, such as dropout: with several micro-batches a function of this, the step and
                    the micro-batch's number
 
@@ -65,11 +66,14 @@ class Network:
         layout = Layout(
             schedule or SCHEDULES[0], None if stage_cut is None else stage_cut.split(","), plan_of(plan) if plan else ()
         )
+        if ranks is None:
+            require_alone("a Network", "give the Network ranks=ranks")
         autocast = torch.bfloat16 if precision == "bf16" else None
         self.choice: Chosen | None = None
         if auto is not None and ranks is not None:
             self.choice = choose(
-                module, like(example), ranks, samples=auto, micro_batches=micro_batches, given=layout, mesh=None,
+                module, like(example), ranks, samples=auto, micro_batches=micro_batches, given=layout,
+                mesh=ranks.mesh if ranks.mesh_is_given else None,
                 device=torch.device(device), autocast=autocast,
             )  # fmt: skip
             ranks.mesh, layout = self.choice.mesh, self.choice.layout

@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hostdev.core.errors import UserError
+from hostdev.core.launched import LAUNCHERS, RANK_TABLE, SLURM
 
 DEFAULT_PORT = 29500
+# What `parallel.start` gives the processes that it starts: a secret that all of them know, and a socket that listens.
+TOKEN_VARIABLE = "HOSTDEV_TOKEN"
+LISTEN_VARIABLE = "HOSTDEV_LISTEN_FD"
 
 
 class Place(NamedTuple):
@@ -25,23 +29,22 @@ class Place(NamedTuple):
     hosted: bool = False  # the launcher itself has a store there
     attempt: int = 0  # how often the launcher has started all anew
     device: int | None = None  # the number of the one that it is to take, where somebody says so
+    token: str = ""  # which all ranks of a run know, and others do not
 
     @property
     def alone(self) -> bool:
         """Tell whether there is no other process."""
         return self.ranks == 1
 
+    @property
+    def all_here(self) -> bool:
+        """Tell whether all processes are on this host."""
+        return self.local_ranks == self.ranks
+
 
 ALONE = Place(0, 1, 0, 1, "127.0.0.1", 0, "none")
 
-# Of each launcher: its name, and its variables for rank, ranks, local rank and ranks of the host.
-_LAUNCHERS = (
-    ("Open MPI", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-                  "OMPI_COMM_WORLD_LOCAL_SIZE")),
-    ("MPICH", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
-    ("RANK and WORLD_SIZE", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
-)  # fmt: skip
-_TABLE = ("RANK_TABLE_FILE", "RANK_ID")
+_TABLE = RANK_TABLE
 
 
 def find(environment: Mapping[str, str] | None = None) -> Place:
@@ -51,7 +54,7 @@ def find(environment: Mapping[str, str] | None = None) -> Place:
     """
     env = os.environ if environment is None else environment
     found: list[Place] = []
-    for launcher, (rank, ranks, local_rank, local_ranks) in _LAUNCHERS:
+    for launcher, (rank, ranks, local_rank, local_ranks) in LAUNCHERS:
         if rank in env or ranks in env:
             found.append(_of_launcher(env, launcher, rank, ranks, local_rank, local_ranks))
     if "PMI_PORT" in env and "PMI_RANK" not in env:
@@ -76,8 +79,8 @@ def find(environment: Mapping[str, str] | None = None) -> Place:
 
 def _require_no_other(env: Mapping[str, str]) -> None:
     """UserError where Slurm has started several processes, each of which would take itself for the only one."""
-    ranks = env.get("SLURM_STEP_NUM_TASKS", "1")  # a batch script itself has none
-    if ranks != "1" and "SLURM_PROCID" in env:
+    ranks = env.get(SLURM[1], "1")
+    if ranks != "1" and SLURM[0] in env:
         raise UserError(
             f"Slurm has started {ranks} processes, but not where they meet: in what srun starts, set "
             "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID, MASTER_ADDR (the host of rank 0) "
@@ -115,12 +118,26 @@ def _of_launcher(
     if all_ranks == 1:
         return Place(0, 1, 0, 1, "127.0.0.1", 0, launcher)
     address, port = _meeting_point(env, launcher, all_here=here == all_ranks)
-    return Place(mine, all_ranks, mine_here, here, address, port, launcher, hosted, attempt)
+    return Place(mine, all_ranks, mine_here, here, address, port, launcher, hosted, attempt, token=_token(env))
+
+
+def _token(env: Mapping[str, str]) -> str:
+    return env.get(TOKEN_VARIABLE) or env.get("TORCHELASTIC_RUN_ID", "")
+
+
+def _port(env: Mapping[str, str], launcher: str) -> int:
+    """Return MASTER_PORT, or the default; UserError where it is no port."""
+    port = _number(env, "MASTER_PORT", launcher) if "MASTER_PORT" in env else DEFAULT_PORT
+    if not 1 <= port <= 65535:
+        raise UserError(f"MASTER_PORT is {port}; a port is a number in 1..65535")
+    return port
 
 
 def _meeting_point(env: Mapping[str, str], launcher: str, *, all_here: bool) -> tuple[str, int]:
     if "MASTER_ADDR" in env:
-        return env["MASTER_ADDR"], _number(env, "MASTER_PORT", launcher) if "MASTER_PORT" in env else DEFAULT_PORT
+        if not env["MASTER_ADDR"].strip():
+            raise UserError("MASTER_ADDR is empty; set it to the host of rank 0")
+        return env["MASTER_ADDR"], _port(env, launcher)
     if launcher == "RANK and WORLD_SIZE":
         raise UserError("RANK and WORLD_SIZE are set, but MASTER_ADDR is not: where is rank 0? Set MASTER_ADDR and "
                         "MASTER_PORT")  # fmt: skip
@@ -130,7 +147,7 @@ def _meeting_point(env: Mapping[str, str], launcher: str, *, all_here: bool) -> 
             "-x MASTER_ADDR=HOST (MPICH: -genv MASTER_ADDR HOST), the first host of the list"
         )
     if "MASTER_PORT" in env:
-        return "127.0.0.1", _number(env, "MASTER_PORT", launcher)
+        return "127.0.0.1", _port(env, launcher)
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or _starter()
     return "127.0.0.1", _port_of(job)
 
@@ -217,5 +234,7 @@ def _of_table(env: Mapping[str, str]) -> Place:
     address = first.get("host_nic_ip")
     if not address or address == "reserve":
         address = "127.0.0.1" if len(table.servers) == 1 else first["server_id"]
-    port = _number(env, "MASTER_PORT", _TABLE[0]) if "MASTER_PORT" in env else DEFAULT_PORT
-    return Place(rank, table.ranks, local_rank, len(server["device"]), address, port, _TABLE[0], device=number)
+    port, here = _port(env, _TABLE[0]), len(server["device"])
+    return Place(
+        rank, table.ranks, local_rank, here, address, port, _TABLE[0], device=number, token=env.get(TOKEN_VARIABLE, "")
+    )

@@ -13,21 +13,25 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 
 from hostdev.core.errors import UserError
+from hostdev.parallel.alike import UnlikeError, Values, compare, ranks_in_words
+from hostdev.parallel.calls import ADVICE, Calls
 from hostdev.parallel.mesh import Mesh, MeshPlace
 from hostdev.parallel.place import Place
+from hostdev.parallel.rendezvous import come as _come  # noqa: F401  (of tests)
+from hostdev.parallel.rendezvous import interface_of, prefix_of, versions
+from hostdev.parallel.rendezvous import meet as _meet
+from hostdev.parallel.rendezvous import short as _short
 from hostdev.parallel.watch import LOST_SECONDS, Watch
 
 HOST_BACKEND = "gloo"
 TIMEOUT = 600.0  # seconds that one waits for another within a step
 MEETING = 60.0  # seconds until all have come, where nobody says otherwise
-_TOLD_SECONDS = 0.5  # that others have to look what is wrong, before the store ends with rank 0
 TOLD = 2
 STOP, SAVE = range(TOLD)  # a signal's number; whether a checkpoint is due
 
@@ -148,24 +152,32 @@ class Ranks:
     meeting   seconds until all have come
     backend   for buffers on devices: see `device_channel`
     mesh      how they share out the network; None: each has all of it, and its part of the samples
+    values    what all ranks must have alike, beside the versions and the mesh; by name, as `alike.compare` takes it
+
+    UnlikeError, on all ranks, where they differ in one of these.
     """
 
     def __init__(
         self, place: Place, on_fault: Callable[[int, str], None], *, timeout: float = TIMEOUT, meeting: float = MEETING,
-        backend: str | None = None, mesh: Mesh | None = None,
+        backend: str | None = None, mesh: Mesh | None = None, values: Values | None = None,
     ) -> None:  # fmt: skip
         self.place, self._backend = place, backend
         _joined[:] = [weakref.ref(self)]
-        self.mesh = mesh or Mesh(data=place.ranks)
+        self.mesh, self.mesh_is_given = mesh or Mesh(data=place.ranks), mesh is not None
         if self.mesh.size != place.ranks:
             raise ValueError(f"the mesh {self.mesh} is of {self.mesh.size} ranks, and there are {place.ranks}")
         self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._kept: list[Channel] = []
         self._slices: dict[Any, tuple[Channel, Any]] = {}
         self.rank, self.size = place.rank, place.ranks
-        self.store = _meet(place, meeting)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface(place))
-        self.watch = Watch(place, f"hostdev-{place.attempt}", on_fault)
+        self.failed = False  # this rank, or one that it has waited for
+        self.have_left = False  # this one, when all had come to their end
+        self._loops: list[weakref.ref[Any]] = []
+        self.calls = Calls(place.rank, place.ranks)
+        alike = {**versions(), "the mesh": str(self.mesh), **(values or {})}
+        self.store = _meet(place, meeting, alike)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(place))
+        self.watch = Watch(place, prefix_of(place), self.calls, on_fault)
         # What this rank tells the others with each step, and what of it they all know since the last one: the largest.
         self.telling = [0] * TOLD
         self.told = [0] * TOLD
@@ -184,6 +196,15 @@ class Ranks:
             why = f"all have met, but do not reach one another: {_short(error)}"
             self.watch.fail(why)
             raise UserError(f"rank {self.rank} of {self.size}: {why}") from None
+
+    @property
+    def have_parted(self) -> bool:
+        """Tell whether no rank waits for another any more: they have left, one has failed, or does something else."""
+        return self.failed or self.have_left or self.calls.wrong is not None
+
+    def note_loop(self, loop: Any) -> None:
+        """Note a loop that has opened, which is closed before the ranks leave."""
+        self._loops = [*(known for known in self._loops if known() is not None), weakref.ref(loop)]
 
     @property
     def at(self) -> MeshPlace:
@@ -274,9 +295,32 @@ class Ranks:
         """Return this rank and their number, as `HostTable` takes it."""
         return self.rank, self.size
 
-    def leave(self) -> None:
+    def agree(self, kind: str, text: str, values: Values | None = None) -> None:
+        """Begin something that all ranks do together; UnlikeError, on all of them, unless they do it alike.
+
+        kind, text  as of `calls.Call`
+        values      that all must have alike, as `alike.compare` takes them
+        """
+        self.calls.begin(kind, text)
+        said = self.control.share([kind, text, dict(values or {}), self.calls.last.number])
+        self.calls.catch_up(max(one[3] for one in said))
+        kinds = [one[0] for one in said]
+        if len(set(kinds)) > 1:
+            calls: dict[str, list[int]] = {}
+            for rank, (_, one, *_) in enumerate(said):
+                calls.setdefault(one, []).append(rank)
+            each = ", and ".join(
+                f"{ranks_in_words(mine)} {'are' if len(mine) > 1 else 'is'} in {one}" for one, mine in calls.items()
+            )
+            raise UnlikeError(f"{each}: {ADVICE}")
+        compare([one[2] for one in said], text)
+
+    def leave(self, text: str = "the end of hostdev.join()") -> None:
         """Part from the others, when all have come here."""
-        self.control.barrier()
+        for known in reversed(self._loops):
+            if (loop := known()) is not None:
+                loop.close()
+        self.agree("end", text)
         self.watch.stop()
         self.control.barrier()
         _joined.clear()
@@ -287,6 +331,7 @@ class Ranks:
         # and aborts the process (torch 2.13).
         for channel in list(self._channels):
             channel.let_go()
+        self.have_left = True
 
 
 def _backend_of(device: torch.device) -> str | None:
@@ -310,79 +355,3 @@ def _close(group: Any) -> None:
     if dist.is_initialized():
         with contextlib.suppress(ValueError):  # all have been closed
             dist.destroy_process_group(group)
-
-
-def _meet(place: Place, seconds: float) -> Any:
-    """Return a store that all ranks have come to; UserError that names those that have not."""
-    where = f"{place.address}:{place.port}"
-    within = timedelta(seconds=seconds)
-    try:
-        store = TCPStore(
-            place.address, place.port, place.ranks, is_master=place.rank == 0 and not place.hosted,
-            timeout=within, wait_for_workers=False, multi_tenant=True,
-        )  # fmt: skip
-    except (RuntimeError, dist.DistError) as error:
-        if place.rank == 0 and not place.hosted:
-            raise UserError(f"rank 0 cannot listen at {where}: {_short(error)}; choose another MASTER_PORT") from None
-        raise UserError(
-            f"rank {place.rank} of {place.ranks} does not reach rank 0 at {where} within {seconds:g} s; is it running, "
-            "and are MASTER_ADDR and MASTER_PORT right?"
-        ) from None
-    # A store of a launcher that starts all anew still has what was there before.
-    mine = PrefixStore(f"hostdev-{place.attempt}", store)
-    missing = list(range(place.ranks))
-    try:
-        _come(mine, place)
-        deadline = time.monotonic() + seconds
-        while missing and time.monotonic() < deadline:
-            if mine.check(["wrong"]):
-                wrong = mine.get("wrong").decode()
-                time.sleep(_TOLD_SECONDS)
-                raise UserError(wrong)
-            missing = [rank for rank in missing if not mine.check([f"here/{rank}"])]
-            if missing:
-                time.sleep(0.05)  # others are starting
-    except RuntimeError:
-        raise UserError(
-            f"rank {place.rank} of {place.ranks}: rank 0 at {where} has ended before {_names(missing)} came"
-        ) from None
-    if missing:
-        raise UserError(f"{_names(missing)} of {place.ranks} did not come to {where} within {seconds:g} s")
-    return mine
-
-
-def _come(store: Any, place: Place) -> None:
-    """Say that this rank is here; UserError, of all that are or come, where that contradicts what others have said."""
-    me = f"{socket.gethostname()} pid {os.getpid()}"
-    wrong = None
-    ranks = store.compare_set("ranks", "", f"{place.ranks}").decode()
-    if ranks != f"{place.ranks}":  # so it is not here: another that counts it in would take all to have met
-        wrong = f"rank {place.rank} ({me}) was started as one of {place.ranks}, another as one of {ranks}"
-    elif (first := store.compare_set(f"here/{place.rank}", "", me).decode()) != me:
-        wrong = f"two processes were started as rank {place.rank}: {first} and {me}"
-    if wrong is not None:
-        store.set("wrong", wrong)
-        time.sleep(_TOLD_SECONDS)
-        raise UserError(wrong)
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
-
-
-def _short(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-def _interface(place: Place) -> str:
-    """Return the network interface by which the others are reached."""
-    if place.local_ranks == place.ranks:
-        host = "127.0.0.1"
-    else:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((place.address, place.port or 1))
-            host = probe.getsockname()[0]
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == host for address in addresses):
-            return str(name)
-    raise UserError(f"no network interface has the address {host}; set GLOO_SOCKET_IFNAME")

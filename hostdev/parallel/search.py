@@ -19,6 +19,11 @@ from hostdev.parallel.mesh import Mesh
 from hostdev.parallel.pieces import best_cut
 from hostdev.parallel.plan import Plan
 
+_NONE_SLICED = (
+    "--mesh {mesh} has {count} processes for slices, and no layer can be cut into so many, or --plan leaves none to be "
+    "cut; give another --mesh"
+)
+
 
 class Wanted(NamedTuple):
     """What is given, and kept.
@@ -29,6 +34,7 @@ class Wanted(NamedTuple):
     strategies     of layers by name
     interleaved    two stages on each rank
     gpipe          all forward passes first
+    sliced         at least one layer is to be cut, where the mesh is given and has processes for slices
     """
 
     ranks: int
@@ -38,6 +44,7 @@ class Wanted(NamedTuple):
     strategies: Mapping[str, str] = {}
     interleaved: bool = False
     gpipe: bool = False
+    sliced: bool = False
 
 
 class Layers(NamedTuple):
@@ -102,6 +109,8 @@ def candidates(profile: Profile, machine: Machine, layers: Layers, wanted: Wante
         one = _candidate(profile, machine, layers, wanted, mesh, stages)
         if mesh.model > 1 and not one.plan and wanted.mesh is None:
             continue  # nothing is cut
+        if mesh.model > 1 and not one.plan and wanted.sliced:
+            one = _sliced_candidate(profile, machine, layers, wanted, mesh, stages)
         found.append(one)
     if not found:
         raise UserError(
@@ -119,6 +128,35 @@ def meshes(ranks: int) -> list[Mesh]:
         for model in range(1, ranks // data + 1)
         if ranks // data % model == 0
     ]
+
+
+def _sliced_candidate(
+    profile: Profile, machine: Machine, layers: Layers, wanted: Wanted, mesh: Mesh, stages: int
+) -> Candidate:  # fmt: skip
+    """Return the fastest candidate that has slices, where one without them would be faster.
+
+    UserError where no layer can be cut.
+    """
+    free = [layer.name for layer in profile.layers if layer.name not in wanted.strategies]
+    ways = [
+        {name: strategy}
+        for name in free
+        for strategy in ("colwise", "rowwise")
+        if layers.able(name, strategy, mesh.model)
+    ]
+    ways += [
+        {first: "colwise", second: "rowwise"}
+        for first, second in sorted(layers.pairs)
+        if first in free and second in free
+        and layers.able(first, "colwise", mesh.model) and layers.able(second, "rowwise", mesh.model)
+    ]  # fmt: skip
+    found = [
+        _candidate(profile, machine, layers, wanted._replace(strategies={**wanted.strategies, **way}), mesh, stages)
+        for way in ways
+    ]
+    if not found:
+        raise UserError(_NONE_SLICED.format(mesh=mesh, count=mesh.model))
+    return min(found, key=lambda one: (one.memory > machine.available, one.seconds))
 
 
 def _candidate(

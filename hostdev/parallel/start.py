@@ -1,6 +1,8 @@
 """Processes of a command on this host, which meet one another: started, waited for, ended together."""
 
+import itertools
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -9,23 +11,51 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from hostdev.core.launched import LAUNCHERS, RANK_TABLE
+from hostdev.parallel.place import LISTEN_VARIABLE, TOKEN_VARIABLE
+
+# A launcher may have started the command that starts them: what it has set is about that one.
+_OF_LAUNCHERS = {*itertools.chain.from_iterable(names for _, names in LAUNCHERS), *RANK_TABLE,
+                 "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"}  # fmt: skip
+_BACKLOG = 2048
 _END_SECONDS = 8.0  # that others have after one has failed
 
 
 def start_here(ranks: int, command: Sequence[str], **how: Any) -> "list[subprocess.Popen[bytes]]":
     """Start so many processes of a command on this host, which meet one another; `how` as `subprocess.Popen` has it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # Rank 0 inherits the socket: nobody else can take the port before, and it is not reached from other hosts.
+    with listening_at(("127.0.0.1", 0), socket.AF_INET, socket.SOCK_STREAM) as listening:
+        return _start(ranks, command, listening, how)
+
+
+def _start(
+    ranks: int, command: Sequence[str], listening: socket.socket, how: dict[str, Any]
+) -> "list[subprocess.Popen[bytes]]":
+    port, descriptor = listening.getsockname()[1], listening.fileno()
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks),
-              "LOCAL_WORLD_SIZE": str(ranks)}  # fmt: skip
+              "LOCAL_WORLD_SIZE": str(ranks), TOKEN_VARIABLE: secrets.token_hex(16)}  # fmt: skip
+    inherited = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
     end = end_with_parent if sys.platform == "linux" else None
     return [
         subprocess.Popen(
-            command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, preexec_fn=end, **how
+            command, env={**inherited, **common, **own, "RANK": str(rank), "LOCAL_RANK": str(rank)}, preexec_fn=end,
+            pass_fds=[descriptor] if own else [], **how,
         )
-        for rank in range(ranks)
-    ]
+        for rank, own in enumerate([{LISTEN_VARIABLE: str(descriptor)}, *[dict[str, str]()] * (ranks - 1)])
+    ]  # fmt: skip
+
+
+def listening_at(address: Any, *how: int) -> socket.socket:
+    """Return a socket that listens at this address only; `how` as `socket.socket` has it."""
+    made = socket.socket(*how)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen(_BACKLOG)
+    except BaseException:
+        made.close()
+        raise
+    return made
 
 
 def end_with_parent() -> None:

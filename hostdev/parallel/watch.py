@@ -1,22 +1,38 @@
-"""What ends all ranks where one has failed, was killed or hangs: signs of life in a store, twice a second."""
+"""What ends all ranks where one has failed, was killed, hangs, or calls what others do not: heartbeats in a store."""
 
 import contextlib
+import hashlib
+import hmac
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 
+from hostdev.core.printable import printable
+from hostdev.parallel.alike import ranks_in_words
+from hostdev.parallel.calls import LEFT, Call, Calls, joined, split, told, unlike
 from hostdev.parallel.place import Place
+from hostdev.parallel.rendezvous import connect
 
 HUNG_SECONDS = 24.0  # without a sign of life: a machine that is short of memory may stall a process for some
 LOST_SECONDS = 3.0  # the same, where a connection has broken
+_UNLIKE_SECONDS = 1.2  # that ranks are in different calls, and do not go on
+_LEFT_SECONDS = 4.0  # the same, where one has left a loop: by an error, maybe, which is then what all are told
 _EVERY = 0.5
 _ANSWER_SECONDS = 3.0
 _GONE = "does not answer any more; was it killed?"
 _HANGS = f"has given no sign of life for {HUNG_SECONDS:g} s; it hangs"
+
+
+class _Seen(NamedTuple):
+    """A rank's heartbeat, and since when its parts have been what they are."""
+
+    sign: bytes
+    since: float
+    calls: tuple[Call, ...]
+    calls_since: float
 
 
 class Watch:
@@ -24,18 +40,19 @@ class Watch:
 
     place     of this process
     prefix    of the store's keys
+    calls     of this rank
     on_fault  called once, in a thread of the watch, with the rank that has failed and why; is to end the process
     """
 
-    def __init__(self, place: Place, prefix: str, on_fault: Callable[[int, str], None]) -> None:
-        self._place, self._on_fault = place, on_fault
-        store = TCPStore(place.address, place.port, is_master=False, timeout=timedelta(seconds=HUNG_SECONDS))
-        self._store = PrefixStore(prefix, store)
+    def __init__(self, place: Place, prefix: str, calls: Calls, on_fault: Callable[[int, str], None]) -> None:
+        self._place, self._calls, self._on_fault = place, calls, on_fault
+        self._store = PrefixStore(prefix, connect(place, HUNG_SECONDS, is_master=False))
         self._stop = threading.Event()
         self._found = threading.Lock()
         self._lost = False
         self._looked = time.monotonic()  # when the store has answered last
-        self._store.set(f"alive/{self._place.rank}", "0")
+        self._mine = calls.recent, self._looked  # this rank's calls, and since when they have been these
+        self._beat(0)
         # Who asks the store may wait for ever where its host hangs: so another watches over the asking.
         self._threads = [
             threading.Thread(target=work, name=f"hostdev-watch-{name}", daemon=True)
@@ -76,13 +93,50 @@ class Watch:
         """Tell who has failed that it is known."""
         within(1.0, lambda: self._store.set("answer", ""))
 
+    def absent(self) -> str | None:
+        """Return which ranks live and have not come to what this one waits for; None where it is not known that all do.
+
+        Takes some seconds.
+        """
+        found: list[str] = []
+
+        def look() -> None:
+            before = self._signs()
+            time.sleep(4 * _EVERY)
+            now = self._signs()
+            others = [rank for rank in range(self._place.ranks) if rank != self._place.rank]
+            if not all(rank in before and rank in now and before[rank] != now[rank] for rank in others):
+                return
+            calls = {rank: _calls_of(now[rank]) for rank in others}
+            last = self._calls.last
+            behind = [rank for rank in others if calls[rank] and calls[rank][-1].number < last.number]
+            if behind:
+                who, many = ranks_in_words(behind), len(behind) > 1
+                found.append(
+                    f"waits in {last.text}, to which {who} {'do' if many else 'does'} not come; {who} "
+                    f"{'are' if many else 'is'} alive, rank {behind[0]} in {calls[behind[0]][-1].text}"
+                )
+
+        within(10.0, look)
+        return found[0] if found else None
+
+    def _signs(self) -> dict[int, bytes]:
+        return {
+            rank: self._store.get(f"alive/{rank}")
+            for rank in range(self._place.ranks)
+            if self._store.check([f"alive/{rank}"])
+        }
+
+    def _beat(self, count: int) -> None:
+        self._store.set(f"alive/{self._place.rank}", f"{count} {joined(self._calls.recent)}")
+
     def _tell(self, rank: int, why: str) -> None:
         said = why.encode(errors="backslashreplace").decode()  # a path may be in no encoding
-        self._store.compare_set("fault", "", f"{rank} {said}")
+        self._store.compare_set("fault", "", _signed(self._place.token, f"{rank} {said}"))
 
     def _ask(self) -> None:
         ranks, rank = self._place.ranks, self._place.rank
-        seen: dict[int, tuple[bytes, float]] = {}
+        seen: dict[int, _Seen] = {}
         count = 0
         while not self._stop.wait(_EVERY):
             count += 1
@@ -107,21 +161,45 @@ class Watch:
             return
         self._stop.set()
         within(1.0, lambda: self._tell(rank, why))
+        if self._place.rank == 0 and not self._place.hosted:
+            time.sleep(2 * _EVERY)  # the store ends with this process, and the others are to find in it what is wrong
         self._on_fault(rank, why)
 
-    def _look(self, count: int, watched: list[int], seen: dict[int, tuple[bytes, float]]) -> tuple[int, str] | None:
-        self._store.set(f"alive/{self._place.rank}", str(count))
+    def _look(self, count: int, watched: list[int], seen: dict[int, _Seen]) -> tuple[int, str] | None:
+        self._beat(count)
         if self._store.check(["fault"]):
-            failed, _, why = self._store.get("fault").decode().partition(" ")
-            return int(failed), why
+            fault = _verified(self._place, self._store.get("fault"))
+            if fault is not None:
+                return fault
         patience = LOST_SECONDS if self._lost else HUNG_SECONDS
         for rank in watched:
             sign = self._store.get(f"alive/{rank}") if self._store.check([f"alive/{rank}"]) else b""
             now = time.monotonic()
-            if rank not in seen or seen[rank][0] != sign:
-                seen[rank] = sign, now
-            elif now - seen[rank][1] > patience:
+            if rank not in seen or seen[rank].sign != sign:
+                calls, before = _calls_of(sign), seen.get(rank)
+                since = before.calls_since if before is not None and before.calls == calls else now
+                seen[rank] = _Seen(sign, now, calls, since)
+            elif now - seen[rank].since > patience:
                 return rank, _GONE if self._lost else _HANGS
+        return self._unlike(seen)
+
+    def _unlike(self, seen: dict[int, _Seen]) -> tuple[int, str] | None:
+        """Return the rank of two that are in different calls, and what is wrong; None where there are none."""
+        now, recent = time.monotonic(), self._calls.recent
+        if self._mine[0] != recent:
+            self._mine = recent, now
+        for rank, one in seen.items():
+            together = now - max(self._mine[1], one.calls_since)
+            found = unlike(recent, one.calls)
+            if found is None or together < _UNLIKE_SECONDS:
+                continue
+            mine, other = found
+            self._calls.wrong = told(mine, rank, other)
+            if LEFT in (mine.kind, other.kind) and together < _LEFT_SECONDS:
+                continue
+            if rank > self._place.rank:
+                return rank, told(other, self._place.rank, mine)
+            return self._place.rank, self._calls.wrong
         return None
 
 
@@ -135,3 +213,23 @@ def within(seconds: float, work: Callable[[], Any]) -> None:
     thread = threading.Thread(target=quietly, daemon=True)
     thread.start()
     thread.join(seconds)
+
+
+def _calls_of(sign: bytes) -> tuple[Call, ...]:
+    return split(sign.decode(errors="replace").partition(" ")[2])
+
+
+def _signed(token: str, text: str) -> str:
+    """Return a message with a signature that only those who know the token can make."""
+    return f"{hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()} {text}"
+
+
+def _verified(place: Place, message: bytes) -> tuple[int, str] | None:
+    """Return the rank and the words of a signed message; None for one that no rank of this run has written."""
+    text = message.decode(errors="replace").partition(" ")[2]
+    if not hmac.compare_digest(message, _signed(place.token, text).encode()):
+        return None
+    rank, _, why = text.partition(" ")
+    if not rank.isdecimal() or len(rank) > 9 or int(rank) >= place.ranks:
+        return None
+    return int(rank), printable(why)

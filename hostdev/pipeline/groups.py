@@ -29,9 +29,15 @@ class Embedding:
         self.name = table.name
         self.target = table.primitive_target
         self.steps = 0  # whose updates are finished
+        self.begun = 0  # steps, whose updates may have finished
         update = UPDATES[table.optimizer.primitive]
         self.lookup = EmbeddingLookup(scope=self.name, log=log).add_prim_attr("primitive_target", self.target)
         self.update = update(scope=self.name, log=log).add_prim_attr("primitive_target", self.target)
+
+    def uncount_unfinished(self) -> None:
+        """Take back the table's steps whose updates did not finish; those in flight are given up."""
+        self.table.uncount_steps(self.begun - self.steps)
+        self.begun = self.steps
 
     def use_cache(self, slots: Any, log: OpLog | None = None) -> None:
         """Take hot rows from the device, where these `DeviceSlots` hold them."""

@@ -2,7 +2,8 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from hostdev.pipeline.flight import End, Flight, Queue, Stopped
@@ -24,11 +25,43 @@ class Line:
         self.updated = updated  # the last batch whose update is finished
         self.gathered: tuple[int, Any] = (updated, None)  # the last one whose rows the step has taken, and a mark there
         self.finished = updated  # the last batch that has been stepped
+        self.lookups = 0  # that read rows now
+        self.reading_again = False  # the caller looks rows up again that others may have looked up before it wrote them
         self.delivering = False  # somebody fetches a part that was late
         self.stopping = False
         self.closing = False  # who need not wait goes on, and nobody waits: so that all ranks come equally far
         self.read_all = False  # the reader has ended
         self.update_error: BaseException | None = None
+
+    @contextmanager
+    def looking_up(self) -> Iterator[None]:
+        """Read rows of a batch, or send them: not while `look_up_again` does. Several may, and nobody waits for them.
+
+        It is no lock: one who holds it may give way to an urgent thread, which would wait for it.
+        """
+        with self.changed:
+            self.changed.wait_for(lambda: not self.reading_again)
+            self.lookups += 1
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.lookups -= 1
+                if self.reading_again:
+                    self.changed.notify_all()
+
+    @contextmanager
+    def look_up_again(self) -> Iterator[None]:
+        """Wait for those who are looking up, and let nobody else begin."""
+        with self.changed:
+            self.reading_again = True
+            self.changed.wait_for(lambda: not self.lookups)
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.reading_again = False
+                self.changed.notify_all()
 
     def put(self, queue: Queue, held: list[Flight | End]) -> None:
         """Hand a batch on, taken out of the list: so that the thread, if it is held up here, keeps no batch alive."""

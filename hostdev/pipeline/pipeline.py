@@ -13,7 +13,7 @@ from hostdev.kernels.claims import MOST_UNFINISHED, Claims
 from hostdev.parallel.exchange import Exchange
 from hostdev.parallel.ranks import Ranks
 from hostdev.pipeline.flight import Flight, Request
-from hostdev.pipeline.groups import Group
+from hostdev.pipeline.groups import Group, Ids
 from hostdev.pipeline.passes import OverlappedPass, Pass, SerialPass
 from hostdev.pipeline.stages import AfterUpdate, Stages
 
@@ -69,6 +69,7 @@ class Pipeline:
             broken=broken, before_stage=before_stage, after_update=after_update,
         )  # fmt: skip
         self._number = 0  # the last batch
+        self._open_passes: list[Pass] = []
         self.training: Pass | None = None
 
     @property
@@ -86,35 +87,41 @@ class Pipeline:
         return {"rows": exchange.sent_bytes, "least": exchange.least_bytes}
 
     @contextmanager
-    def train(self, batches: Iterable[Request]) -> Iterator[Pass]:
+    def train(
+        self, batches: Iterable[Request], *, background: bool = True, read_ahead: int | None = None
+    ) -> Iterator[Pass]:
         """Open a pass whose steps update the tables, from what they are now; at its end all is updated.
+
+        background  read in a thread, and not in that of the steps
+        read_ahead  at most so many batches are read beyond the one in its step; None: as many as depth and caches take
 
         RuntimeError while another is open.
         """
         if self.training is not None:
             raise RuntimeError("the tables are being trained; end or close the loop over `train` before")
-        counted = [(embedding, embedding.table.step - embedding.steps) for embedding in self._embeddings()]
         window = max(group.window for group in self.groups)
         for group in self.groups:
             if group.cache is not None:
                 group.cache.refresh()
         try:
-            with self._open(batches, window, update=True) as one:
+            with self._open(batches, window, update=True, background=background, read_ahead=read_ahead) as one:
                 self.training = one
                 yield one
         finally:  # its updates have ended
             self.training = None
-            for embedding, before in counted:
-                embedding.table.step = before + embedding.steps  # one whose update did not end was no step
+            for embedding in self._embeddings():
+                embedding.uncount_unfinished()
             for group in self.groups:
                 if group.cache is not None:
                     group.cache.write_back()
 
     @contextmanager
-    def predict(self, batches: Iterable[Request]) -> Iterator[Pass]:
-        """Open a pass that updates nothing; within one of `train` that has been drained, too."""
+    def predict(
+        self, batches: Iterable[Request], *, background: bool = True, read_ahead: int | None = None
+    ) -> Iterator[Pass]:
+        """Open a pass that updates nothing; within one of `train` that has been drained, too; arguments as there."""
         self.write_back()
-        with self._open(batches, 0, update=False) as one:
+        with self._open(batches, 0, update=False, background=background, read_ahead=read_ahead) as one:
             yield one
 
     def abandon(self, flight: Flight) -> None:
@@ -129,17 +136,36 @@ class Pipeline:
             if group.cache is not None:
                 group.cache.write_back_rows()
 
+    def reload(self, table: Any, ids: Ids | None) -> None:
+        """Look rows up again that were looked up ahead or are in a cache; after `write_back` and a write to the table.
+
+        ids  int32 or int64 [N], numbers of rows here; None for all
+        """
+        for group in self.groups:
+            if group.cache is not None and any(one.table is table for one in group.embeddings):
+                group.cache.refresh(table, ids)
+        for one in self._open_passes:
+            one.reload(table, ids)
+
     @contextmanager
-    def _open(self, batches: Iterable[Request], window: int, *, update: bool) -> Iterator[Any]:
+    def _open(
+        self, batches: Iterable[Request], window: int, *, update: bool, background: bool, read_ahead: int | None
+    ) -> Iterator[Any]:
+        ahead = self.depth
+        if read_ahead is not None:
+            window = min(window, read_ahead)
+            ahead = min(ahead, read_ahead - window)
         with self.timeline.run() if self.training is None else _nothing():
             one: SerialPass | OverlappedPass
             if self.depth:
                 one = OverlappedPass(
-                    self._stages, batches, depth=self.depth, window=window, number=self._number, update=update
-                )
+                    self._stages, batches, depth=self.depth, window=window, number=self._number, update=update,
+                    background=background, ahead_of_step=ahead, in_vain=self._waits_in_vain,
+                )  # fmt: skip
             else:
                 one = SerialPass(self._stages, batches, window=window, number=self._number, update=update)
             failed = False
+            self._open_passes.append(one)
             try:
                 yield one
             except GeneratorExit:
@@ -148,11 +174,16 @@ class Pipeline:
                 failed = True
                 raise
             finally:
+                self._open_passes.remove(one)
                 try:
                     one.close(failed=failed)
                 finally:
                     if self.training is None or update:
                         self._number = max(self._number, one.number)
+
+    def _waits_in_vain(self) -> bool:
+        """Tell whether other ranks have been found to do something else, and do not come."""
+        return self.ranks is not None and self.ranks.calls.wrong is not None
 
     def _embeddings(self) -> Iterator[Any]:
         return (embedding for group in self.groups for embedding in group.embeddings)

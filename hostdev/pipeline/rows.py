@@ -86,7 +86,7 @@ class BatchRows:
 
     def fetch_late(self, part: Part) -> Late:
         """Return what looks up and sends rows that had to wait; after `send`."""
-        if not self._staging.copies:
+        if not self._staging.copies or self._sent is self._host:
             return Late(self.fetch(part), lambda: None)
         late, whole = part.split(self.passed)
         sizes = [len(late), len(whole), len(whole)]
@@ -100,6 +100,29 @@ class BatchRows:
                     self._marks.append(self._staging.patch(rows, positions.positions, new, self._memory))
 
         return Late(tasks, send)
+
+    def reload(self, part: Part) -> None:
+        """Look rows up again that have been looked up, as somebody has written them since; before `arrived`."""
+        late = self.fetch_late(part)
+        run_tasks(late.tasks)
+        late.send()
+
+    def reload_in_step(self, part: Part) -> None:
+        """Read the rows again that the cache admits with this batch, after `arrived` and before `leave`.
+
+        Those that bypass it are updated on the host, where they have been written.
+        """
+        if self._places is None:
+            return
+        _, admitted = part.split(self.passed)
+        if len(admitted):
+            values = [rows.new_empty((len(admitted), *rows.shape[1:]), device="cpu") for rows in self._sent[1:]]
+            block, row_slots = (value.numpy() for value in values)
+            run_tasks(self._table.read_rows_tasks(admitted.ids, block, row_slots))
+            assert admitted.positions is not None
+            at = torch.from_numpy(admitted.positions)
+            for rows, value in zip(self._sent[1:], values, strict=True):
+                rows.index_copy_(0, at.to(rows.device, torch.int64), value.to(rows.device))
 
     def _look_up(self, part: Part, out: Tensor) -> list[Task]:
         return self._lookup.tasks(self._table, part.ids, out.numpy(), part.positions)
@@ -136,6 +159,7 @@ class BatchRows:
     def begin_step(self) -> None:
         """Count the step."""
         self._step = self._table.begin_step()
+        self.embedding.begun += 1
 
     def update_cached(self, grads: Tensor, skip: Tensor | None) -> None:
         """Count the step, and update the rows that are on the device; grads float32 [U, D], skip as in `Ops.update`."""

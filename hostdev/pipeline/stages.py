@@ -4,6 +4,7 @@ read -> unique -> plan -> lookup -> send -> (the caller's step) -> update
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +21,7 @@ from hostdev.kernels.groups import unique_groups
 from hostdev.kernels.pool import run_tasks, urgent
 from hostdev.parallel.exchange import Exchange
 from hostdev.pipeline.flight import End, Flight, Gradients, GroupBatch, Request, Stopped
-from hostdev.pipeline.groups import Group, Numbering, Part
+from hostdev.pipeline.groups import Group, Ids, Numbering, Part
 from hostdev.pipeline.hazards import LateRows, ask_for, find_late
 from hostdev.pipeline.line import Line
 from hostdev.pipeline.remote import Remote
@@ -177,19 +178,23 @@ class Stages:
             for group, part in zip(self.groups, flight.groups, strict=True) if copied and part.asked is not None
         )  # fmt: skip
         flight.memory = self.staging.slabs.take(needs)
+        looking_up = nullcontext if line is None else line.looking_up
         if self._on_host:
-            self._look_up(flight, late)
+            with looking_up():
+                self._look_up(flight, late)
             if self.exchanges:
                 before = line.flights.get(flight.number - 1) if line is not None else None
                 self.remote.give_early(flight, late, update, hazards=line is not None, before=before)
             flight.missing = 0 if line is None else 1  # what is sent here
             if line is not None:
                 self._await_room(flight, line)
-        self._send(flight)
+        with looking_up():
+            self._send(flight)
         if line is None:
             return
         for part in ask_for(flight, late, line) if late is not None else ():
-            with self.timeline.span("lookup", flight.number, rows=len(part), bytes=len(part) * self._row_bytes):
+            span = self.timeline.span("lookup", flight.number, rows=len(part), bytes=len(part) * self._row_bytes)
+            with span, looking_up():
                 self.fetch_late(flight, part)
         if self._on_host:
             line.arrived(flight)
@@ -243,6 +248,21 @@ class Stages:
         parts = self.numbering.split(part, flight.reads.edges)
         fetch_late([(rows, mine) for group, mine in zip(flight.groups, parts, strict=True) for rows in group.rows])
 
+    def reload(self, flight: Flight, table: Any, ids: Ids | None, *, in_step: bool) -> None:
+        """Look rows of a table up again for a batch, where it has looked them up, as somebody has written them.
+
+        ids      int32 or int64 [N]; None for all rows
+        in_step  the caller has the batch: its rows stay, but those that a cache admits with it are read again
+        """
+        for part in flight.groups:
+            for rows in part.rows:
+                if rows.embedding.table is not table:
+                    continue
+                reads = part.reads
+                at = np.arange(len(reads)) if ids is None else np.flatnonzero(np.isin(reads, ids))
+                if len(at):
+                    (rows.reload_in_step if in_step else rows.reload)(Part.of(reads, at.astype(np.int32)))
+
     def deliver(self, flight: Flight, line: Line) -> None:
         """Look up late rows of a batch, in the updater's thread or the caller's: whichever has nothing else to do."""
         part = line.begin_delivery(flight)
@@ -251,7 +271,8 @@ class Stages:
         try:
             with self.timeline.span("lookup late", flight.number) as span:
                 span["rows"], span["bytes"] = len(part), len(part) * self._row_bytes
-                self.fetch_late(flight, part)
+                with line.looking_up():
+                    self.fetch_late(flight, part)
             line.arrived(flight)
         finally:
             line.end_delivery()
@@ -329,6 +350,7 @@ class Stages:
                 continue
             for embedding, grad in zip(group.embeddings, grads, strict=True):
                 if grad is not None:
+                    embedding.begun += 1
                     embedding.update(embedding.table, part.there, grad, skip)
         leaving: list[tuple[int, Any, list[Tensor | None]]] = []
         for number, (group, part, grads) in enumerate(everything):

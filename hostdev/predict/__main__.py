@@ -10,6 +10,7 @@ import hostdev.core.environment  # noqa: F401  # isort: skip  (before torch)
 import argparse
 import os
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,15 +19,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hostdev.checkpoint import folder
 from hostdev.core import cli
 from hostdev.core.errors import UserError, naming
+from hostdev.core.outputs import new_file
 from hostdev.core.progress import bar, counted, note
 from hostdev.data import manifest
+from hostdev.data.preprocess.meaning import difference, with_known_ids
 from hostdev.data.preprocess.unlabelled import Part, rows_in
 from hostdev.data.shards import ShardReader
 from hostdev.device import backend
+from hostdev.predict.opening import WHICH
 from hostdev.predict.predictor import Predictor, probabilities
+from hostdev.predict.unknown import UnknownValues
 from hostdev.train.scores import Scores
 
 PROG = "hostdev.predict"
@@ -36,7 +40,11 @@ def main(argv: Sequence[str]) -> None:
     """Parse the command line and predict."""
     parser = cli.parser(PROG, "Write the probability of a positive label for each row of a file or a data set.")
     parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help=
-                        "a checkpoint of hostdev.train, or a folder or run directory of them: the newest")  # fmt: skip
+                        "a checkpoint of hostdev.train, or a folder or run directory of them")  # fmt: skip
+    parser.add_argument("--which", choices=WHICH, help=
+                        "of several (default: the best of a run with --early-stop, else the newest)")  # fmt: skip
+    parser.add_argument("--model", metavar="package.module:Class", help=
+                        "the model's class, where it is not one of hostdev's; its module is run")  # fmt: skip
     parser.add_argument("--data", type=Path, required=True, metavar="FILE|DIR", help=
                         "raw rows as the data set was made of, with or without labels, or a data set")  # fmt: skip
     parser.add_argument("--split", choices=("train", "test"), help="rows of a data set (default test)")
@@ -57,18 +65,21 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"--data {arguments.data}: there is no such file or data set")
     device = backend.select(arguments.device)
     backend.make_deterministic(device)
-    checkpoint = folder.newest(arguments.checkpoint)
-    for line in checkpoint.notes():
-        note(f"{PROG}: {line}")
-    predictor = Predictor(checkpoint.chain[-1].path, device=device)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        predictor = Predictor(arguments.checkpoint, device=device, model=arguments.model, which=arguments.which,
+                              _encodes=not arguments.data.is_dir())  # fmt: skip
+    for warning in told:
+        note(f"{PROG}: {warning.message}")
     work = _work(arguments, predictor)
-    print(f"model    {predictor.settings['model']} of {predictor.path}", flush=True)
+    chosen = f" ({predictor.why})" if predictor.why else ""
+    print(f"model    {predictor.settings['model']} of {predictor.path}{chosen}", flush=True)
+    unknown = None if arguments.data.is_dir() else UnknownValues(predictor.encoding)
     start = time.monotonic()
     lines = predicted = unlabelled = 0
-    partial = out.with_name(f".{out.name}.partial")
     schema = pa.schema([("probability", pa.float32()), ("label", pa.float32())])
     out.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with new_file(out) as partial:  # noqa: SIM117  (it names its own files in what it raises)
         with (
             naming(out),
             Scores(out.parent) as scores,
@@ -78,6 +89,8 @@ def run(arguments: argparse.Namespace) -> None:
         ):
             for part in work.parts:
                 logits = predictor.logits_by_batch(part.batch)
+                if unknown is not None:
+                    unknown.take_in(part.batch)
                 writer.write_table(_table(logits, part, schema))
                 finite = np.isfinite(logits)  # numbers that are too large for the model are as good as none
                 known = finite & ~np.isnan(part.batch.label)
@@ -86,9 +99,6 @@ def run(arguments: argparse.Namespace) -> None:
                 unlabelled += int((finite & ~known).sum())
                 progress.update(part.size)
             quality = scores.figures()
-        partial.rename(out)
-    finally:
-        partial.unlink(missing_ok=True)
     seconds = time.monotonic() - start
     print(f"rows     {predicted:,} in {seconds:.1f} s to {out}")
     if lines > predicted:
@@ -96,16 +106,11 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"         {counted(lines - predicted, 'malformed line')} {have} no probability")
     if unlabelled and work.labelled:
         print(f"         {counted(unlabelled, 'row')} without a label that can be read")
+    for line in unknown.lines() if unknown is not None else ():
+        note(f"{PROG}: warning: {line}")
     if quality.rows:
         of_these = "" if quality.rows == predicted else f" of the {quality.rows:,} rows with labels"
         print(f"AUC {quality.auc:.4f}   log loss {quality.logloss:.4f}{of_these}")
-
-
-def _meaning(data: manifest.Manifest) -> list[Any]:
-    """What the ids and numbers of a data set stand for."""
-    names = ("dense_max", "dense_mean", "dense_deviation")
-    how = [data.options.get(name) for name in ("dense", "hash_buckets")]
-    return [data.schema, data.id_type, data.vocabulary_sha256, *how, *(data.statistics.get(name) for name in names)]
 
 
 def _table(logits: Any, part: Part, schema: pa.Schema) -> pa.Table:
@@ -138,13 +143,19 @@ def _work(arguments: argparse.Namespace, predictor: Predictor) -> _Work:
     if path.is_dir():
         split = arguments.split or "test"
         found = manifest.read(path)
-        if _meaning(found) != _meaning(predictor.data):
+        differs = difference(predictor.data, predictor.data_folder, found, path)
+        if differs is not None:
             raise UserError(
-                f"--data {path} has other columns or ids than {predictor.path} was trained on, or other scales; give "
-                "the raw rows"
+                f"--data {path} has other columns or ids than {predictor.path} was trained on, or other scales "
+                f"({differs}); give the raw rows"
             )
+        if not found.rows(split):
+            raise UserError(f"--data {path} has no {split} rows; give --split train")
         reader = ShardReader(path, found, split)
-        batches = reader.batches(predictor.batch_size)
+        known = predictor.data.schema.rows
+        batches = (
+            with_known_ids(batch, found.schema, known) for batch in reader.batches(predictor.batch_size)
+        )  # values that are new since are out of the checkpoint's vocabulary
         return _Work(reader.rows, "row", True, (Part(batch, None, len(batch), len(batch)) for batch in batches))
     if arguments.split is not None:
         raise UserError(f"--split has no effect on {path}, which is not a data set; leave it out")

@@ -12,21 +12,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hostdev.checkpoint.folder import newest
-from hostdev.checkpoint.layers import Layers
-from hostdev.checkpoint.loading import values_of
 from hostdev.checkpoint.lookup import MappedTable
-from hostdev.checkpoint.manifest import BrokenCheckpointError
-from hostdev.checkpoint.state import file_in
 from hostdev.core.errors import UserError
-from hostdev.data import manifest
 from hostdev.data.batch import Batch
-from hostdev.data.preprocess.encoding import Encoding, rows_of
+from hostdev.data.preprocess.encoding import rows_of
 from hostdev.device import backend
 from hostdev.device.ops import ops_for
 from hostdev.models import registry
 from hostdev.models.model import Model
+from hostdev.predict.opening import model_class, open_checkpoint, reading
 from hostdev.predict.rows import as_batch, as_columns, as_mapping, names_of
+from hostdev.predict.unknown import UnknownValues
 from hostdev.runtime.features import FeatureIds, read_ids
 from hostdev.runtime.spec import Feature
 
@@ -42,45 +38,60 @@ class Predictor:
         predict = hostdev.Predictor("runs/20261122-073901/checkpoints")
         predict({"user": ["u1", "u2"], "item": ["m0001", "m0007"], "age": [31, 54], ...})  # float32 [2]
 
-    checkpoint  one of `python -m hostdev.train`, or a folder of them, or its run directory: the newest whole one, with
-                a warning where a newer one is not whole
+    checkpoint  one of `python -m hostdev.train`, or a folder of them, or its run directory: of a run with --early-stop
+                the best by the test AUC, of others the newest whole one, with a warning where a newer one is not whole
     device      of the dense layers
+    model       its class, or the name of one; needed where the run's was a class of one's own, as a checkpoint that
+                names a module does not decide what is imported and run
+    which       "best" or "newest", in place of the choice above
 
     Tables are mapped into memory without their slots, so that it begins at once whatever their size, and processes on
-    one host share one copy of what is looked up. Several threads may call. Of the checkpoint's files only the manifests
-    are checked: `python -m hostdev.checkpoint verify` reads them all.
+    one host share one copy of what is looked up. Several threads may call. All files are opened here, and the
+    checkpoint may go once that is done. Of the tables' files only the structure is checked: `python -m
+    hostdev.checkpoint verify` compares their checksums.
 
     Raises UserError for a checkpoint that is not whole, or was not saved by the command.
     """
 
-    def __init__(self, checkpoint: Path | str, *, device: torch.device | str = "cpu") -> None:
-        found = newest(Path(checkpoint))
-        for line in found.notes():
+    def __init__(
+        self,
+        checkpoint: Path | str,
+        *,
+        device: torch.device | str = "cpu",
+        model: str | type[Any] | None = None,
+        which: str | None = None,
+        _encodes: bool = True,  # raw rows, and not only those of a data set
+    ) -> None:
+        opened = open_checkpoint(Path(checkpoint), which)
+        for line in opened.found.notes():
             warnings.warn(line, stacklevel=2)
-        chain = found.chain
-        self.path = chain[-1].path
-        values = values_of(chain)
-        if not isinstance(values, dict) or "more" not in values:
-            raise UserError(f"{self.path} was saved by a program of its own; only that knows its model")
-        self.settings: dict[str, Any] = values["more"]["settings"]
-        layers = Layers(chain)
-        of_data = file_in(layers, f"data/{manifest.FILE_NAME}")
-        if of_data is None:
-            raise BrokenCheckpointError(f"{self.path} is broken (it has no data/{manifest.FILE_NAME})")
-        self.data = manifest.read(of_data.parent)
-        vocabulary = None if self.data.vocabulary is None else file_in(layers, f"data/{self.data.vocabulary}")
-        self.encoding = Encoding(self.data, vocabulary)
+        self.path, self.why, self.settings, self.data = opened.path, opened.why, opened.settings, opened.data
+        self.encoding, self.data_folder = opened.encoding, opened.data_folder
         self._device = backend.require(device)
         self._bf16 = self.settings["precision"] == "bf16"
-        dim = self.settings["emb_dim"] or registry.default_dim(self.settings["model"])
-        self.model: Model = registry.make(self.settings["model"], self.data.schema, dim, seed=self.settings["seed"])
+        chosen = model_class(self.settings, model, self.path)
+        dim = self.settings["emb_dim"] or registry.default_dim(chosen)
+        self.model: Model = registry.make(chosen, self.data.schema, dim, seed=self.settings["seed"])
         try:
-            self.model.load_state_dict(values["dense"]["model"])
-        except RuntimeError as error:
-            raise UserError(f"{self.path} is of another model: {' '.join(str(error).split())}") from None
+            self.model.load_state_dict(opened.dense)
+        except (RuntimeError, TypeError, AttributeError) as error:
+            raise UserError(f"{self.path} is of another model: {' '.join(str(error).split())[:300]}") from None
         self.model.to(self._device).eval()
-        self.tables = {name: MappedTable(chain, name) for name in self.model.tables}
+        with reading(self.path):
+            self.tables = {name: MappedTable(opened.chain, name) for name in self.model.tables}
+            self._require_tables()
+            if _encodes:
+                self.encoding.prepare()
         self._ops = ops_for(torch.device("cpu"))
+        self._unknown = UnknownValues(self.encoding)
+
+    def _require_tables(self) -> None:
+        """Raise UserError unless the tables have the shapes that the model has."""
+        for name, spec in self.model.tables.items():
+            table = self.tables[name]
+            if (table.rows, table.dim) != (spec.rows, spec.dim):
+                raise UserError(f"{self.path} is of another model: table {name!r} is {table.rows} x {table.dim} there, "
+                                f"not {spec.rows} x {spec.dim}")  # fmt: skip
 
     @property
     def batch_size(self) -> int:
@@ -94,18 +105,24 @@ class Predictor:
               row, in which a bag may have a list), a pandas DataFrame or Series (one row), a pyarrow Table or
               RecordBatch. None and NaN are missing. Other columns, the label too, are not looked at
 
-        UserError for a column that is missing or of another type, and for a value that the column may not have; a value
-        that training has not seen is out of vocabulary.
+        A value is found as training had it, whatever type it is of here (docs/serving.md); one that training has not
+        seen is out of vocabulary, and where that is most of a column's values, unlike in training, a warning says so.
+
+        UserError for a column that is missing or of a type that does not go with training's, and for a value that the
+        column may not have.
         """
         rows = as_mapping(rows)
         self.encoding.require(names_of(rows))
         batch = None
         if isinstance(rows, Mapping):
-            rows = as_columns(rows, self.data.schema)
+            rows = as_columns(rows, self.data.schema, self.encoding.separators)
             if all(type(values) is list and len(values) <= _FEW for values in rows.values()):
                 batch = self.encoding.encode_few(rows)
         if batch is None:
             batch = self.encoding.encode(as_batch(rows, self.data.schema))
+        self._unknown.take_in(batch)
+        for line in self._unknown.lines():
+            warnings.warn(line, stacklevel=2)
         logits = self.logits_by_batch(batch)
         self._require_finite(batch, logits)
         return probabilities(logits)

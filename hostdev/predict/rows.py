@@ -1,12 +1,13 @@
 """What a program gives to `Predictor` as rows, dicts, pandas' frames and Arrow's tables: to one record batch."""
 
 from collections.abc import Mapping, Sequence
+from datetime import date, datetime
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from hostdev.core.errors import UserError
+from hostdev.core.errors import UserError, in_words
 from hostdev.core.progress import counted
 from hostdev.data.schema import Schema
 
@@ -16,15 +17,20 @@ def as_mapping(rows: Any) -> Any:
     return rows.to_dict() if _is_pandas(rows, "Series") else rows
 
 
-def as_columns(rows: Mapping[Any, Any], schema: Schema) -> dict[str, Any]:
+def as_columns(
+    rows: Mapping[Any, Any], schema: Schema, separators: Mapping[str, str | None] | None = None
+) -> dict[str, Any]:
     """Return the columns that are needed, each with a value for each row; single values are one row.
 
-    A bag may have a list of its values where all other columns have single values.
+    A bag may have a list of its values where all other columns have single values, or where there are no others and
+    text is not split.
 
-    Raises UserError for columns of other lengths.
+    separators  between the values of bags in text; None: no bag is split
+
+    Raises UserError for columns of other lengths, and for lists that may be one row or several.
     """
     plain = [name for name in _names(schema) if name not in schema.bags]
-    one = bool(plain) and all(_is_single(rows[name]) for name in plain)
+    one = all(_is_single(rows[name]) for name in plain) if plain else _is_one_row(rows, schema, separators or {})
     columns = {}
     for name in _names(schema):
         values = rows[name]
@@ -43,6 +49,25 @@ def as_columns(rows: Mapping[Any, Any], schema: Schema) -> dict[str, Any]:
     return columns
 
 
+def _is_one_row(rows: Mapping[Any, Any], schema: Schema, separators: Mapping[str, str | None]) -> bool:
+    """Tell whether the bags of a model that has no other columns are those of one row.
+
+    Raises UserError where a list of texts may be the values of one row, or a text for each of several.
+    """
+    lists = {name: rows[name] for name in schema.bags if isinstance(rows[name], list | tuple)}
+    if len(lists) < len(schema.bags) or not all(map(_is_single, (v for values in lists.values() for v in values))):
+        return False
+    for name, values in lists.items():
+        separator = separators.get(name)
+        if separator and any(isinstance(value, str) and separator in value for value in values):
+            return False
+    for name, values in lists.items():
+        if separators.get(name) and len(values) > 1:
+            raise UserError(f"column {name!r} has a list of {len(values)} values, which may be one row's or a row "
+                            "each; give a list of lists, a list for each row")  # fmt: skip
+    return any(len(values) > 1 for values in lists.values())
+
+
 def as_batch(rows: Any, schema: Schema) -> pa.RecordBatch:
     """Return the columns that are needed of rows that have them.
 
@@ -51,11 +76,11 @@ def as_batch(rows: Any, schema: Schema) -> pa.RecordBatch:
     Raises UserError for a column that Arrow does not take.
     """
     names = _names(schema)
-    if isinstance(rows, pa.RecordBatch):
-        return rows
-    if isinstance(rows, pa.Table):
-        columns = [rows[name].combine_chunks() for name in names]
-        arrays = [column.chunk(0) if isinstance(column, pa.ChunkedArray) else column for column in columns]
+    if isinstance(rows, pa.RecordBatch | pa.Table):
+        arrays = []
+        for name in names:
+            _require_valid(name, rows[name])
+            arrays.append(_in_one(rows[name]))
     else:
         numbers = set(schema.dense)
         arrays = [_array(name, rows[name], "numbers" if name in numbers else "values") for name in names]
@@ -79,15 +104,59 @@ def _names(schema: Schema) -> list[str]:
 
 def _array(name: str, values: Any, what: str) -> pa.Array:
     """Return values as an array; None and NaN are missing."""
+    if isinstance(values, pa.Array | pa.ChunkedArray):
+        _require_valid(name, values)
+        return _in_one(values)
     if getattr(values, "ndim", 1) == 2:
         values = list(values)
-    elif hasattr(values, "__array__") and not _is_pandas(values, "Series") and not isinstance(values, pa.Array):
+    elif hasattr(values, "__array__") and not _is_pandas(values, "Series"):
         values = np.asarray(values)
     try:
+        if isinstance(values, list | tuple) and what != "numbers":
+            values = _of_one_kind(name, values)
         array = pa.array(values, from_pandas=True)
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"column {name!r} does not have {what} of one kind: {first}") from None
+    return _in_one(array)
+
+
+def _of_one_kind(name: str, values: Sequence[Any]) -> Any:
+    """Return values that Arrow would change: large integers as text, dates of NumPy as such.
+
+    Raises UserError for dates and times together, with and without a zone, and finer than Arrow takes them from a list.
+    """
+    kinds = {type(value) for value in values}
+    if (
+        int in kinds
+        and kinds <= {int, type(None)}
+        and any(value is not None and abs(value) >= 2**63 for value in values)
+    ):
+        return [None if value is None else str(value) for value in values]
+    if np.datetime64 in kinds and kinds <= {np.datetime64, type(None)}:
+        return np.array(["NaT" if value is None else value for value in values], "datetime64")
+    times = [value for value in values if isinstance(value, datetime) and value == value]  # NaT is not
+    if not times:
+        return values
+    if any(isinstance(value, date) and not isinstance(value, datetime) for value in values):
+        raise UserError(f"column {name!r} has dates and times; give all as times, or as dates")
+    if len({value.tzinfo is None for value in times}) > 1:
+        raise UserError(f"column {name!r} has times with a time zone and without one; give all in one way")
+    if any(getattr(value, "nanosecond", 0) for value in times):
+        raise UserError(f"column {name!r} has times finer than a microsecond; give them as a pandas Series")
+    return values
+
+
+def _require_valid(name: str, values: Any) -> None:
+    """Raise UserError for an array of Arrow's whose offsets or values are not inside its memory."""
+    try:
+        values.validate(full=True)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"column {name!r} is not a valid array of Arrow's: {in_words(error)}") from None
+
+
+def _in_one(array: Any) -> pa.Array:
+    """Return an array that may have chunks in one piece."""
     array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
     return array.chunk(0) if isinstance(array, pa.ChunkedArray) else array
 

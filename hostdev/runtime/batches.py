@@ -1,9 +1,10 @@
 """Batches in order, each with its rows: what loops to train and to predict have in common, and the latter."""
 
 import atexit
+import sys
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -12,9 +13,14 @@ from torch import Tensor
 
 from hostdev.device.rows import FeatureUses, GroupUses
 from hostdev.frameworks import accelerate
-from hostdev.pipeline.flight import Flight
+from hostdev.parallel.ranks import PeerLostError
+from hostdev.pipeline.flight import Flight, Request
+from hostdev.runtime.body import Body
+from hostdev.runtime.finite import Flags
+from hostdev.runtime.random_streams import Place, RandomStreams
 from hostdev.runtime.read_ahead import ReadAhead
 from hostdev.runtime.reduction import Reduction
+from hostdev.runtime.refills import InFlight
 from hostdev.runtime.requests import Micro, Reader
 from hostdev.runtime.rows import Leaf, Order, Rows, values_of
 from hostdev.runtime.step import Step
@@ -33,8 +39,18 @@ def _close_all() -> None:
 class Loop:
     """Batches in order, each with its rows."""
 
-    def __init__(self, runtime: Any, batches: Iterable[Any], reader: Reader, *, by_step: bool = False) -> None:
-        self._by_step = by_step
+    name = "train"  # the method of the runtime that returns it
+
+    def __init__(
+        self, runtime: Any, batches: Iterable[Any], reader: Reader, *, by_step: bool = False,
+        background: bool = False, read_ahead: int | None = None, name: str | None = None,
+    ) -> None:  # fmt: skip
+        self._by_step, self.name = by_step, name or self.name
+        self._number = 0  # of the last batch, or step, that was asked for
+        self._background = background
+        self._steps_ahead = None if read_ahead is None else read_ahead // reader.together
+        self._streams: RandomStreams | None = None  # of the batches, where reading may draw random numbers
+        self._in_flight: InFlight | None = None  # their memory, where more than one is read before it is given out
         self._runtime, self._reader, self._batches = runtime, reader, batches
         self._asks = runtime.ranks is None or runtime.ranks.leads  # else other ranks have the rows of its samples
         self._stack = ExitStack()  # whose callbacks do not refer to the loop: it is to end when nobody holds it
@@ -43,28 +59,60 @@ class Loop:
         self._ahead: ReadAhead | None = None  # where the batches are an iterator
         self._states: accelerate.States | None = None  # where accelerate is used, its state with each batch
         self._length: int | None = None
-        self._given = 0  # batches, so far
+        self._batches_given = 0  # batches, so far
+        self._what = "step" if self.name == "train" else "batch"
         self._flight: Flight | None = None
         self._micros: list[Micro] = []  # of the flight, to come
+        self._hint = ""  # for a feature that was left out
+        self._shares_rows = False  # the flight has rows that not each of its batches uses
         self._sent: list[Tensor] = []
         self._inverses: list[Tensor] = []
         self._leaves: list[list[Leaf]] = []
         self._rows: list[Rows] = []  # given out, of the flight
         self._reduction: Reduction | None = None  # of the flight's micro-batches
+        self._losses_seen: list[Tensor] = []  # of the flight: 0 for a loss that is finite, else NaN, float32 []
+        self._raised: bool | None = None  # whether the last body was left by an exception; None: it was not left
+        self._abandoned = False  # the last `for` statement was left by an exception, and nobody has come back
+        self._handled: int | None = None  # the exception that was being handled when the last batch was given out
 
-    def __iter__(self) -> Any:
-        """Return itself: a loop is gone through once. ValueError where it is over, as in a second epoch."""
+    def __iter__(self) -> Body:
+        """Return an iterator for one `for` statement. ValueError where the loop is over, as in a second epoch."""
         if self._ended or self._is_spent():
             raise ValueError(
                 "this loop is over; call runtime.train(...) or predict(...) again for each epoch, or give a trainer "
                 "runtime.train_loader(...), which begins a loop for each"
             )
-        return self
+        return Body(self)
+
+    def left_body(self, *, raised: bool, abandoned: bool) -> None:
+        """Note how a `for` statement over the loop was left; for `Body`.
+
+        raised     its body has raised, and so has not come to its end
+        abandoned  an exception has left the statement, from its body or from the loop
+        """
+        self._raised, self._abandoned = raised, abandoned
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Tell whether the loop was left by an exception, and nobody has come back since."""
+        return self._abandoned and not self._ended
+
+    @property
+    def is_finished(self) -> bool:
+        """Tell whether the last batch has been given out, and nothing waits for its end."""
+        return False
+
+    def _has_raised(self) -> bool:
+        """Tell whether the body of the current batch was left by an exception, as far as can be known."""
+        if self._raised is not None:
+            return self._raised
+        handled = sys.exception()
+        return handled is not None and id(handled) != self._handled
 
     def _is_spent(self) -> bool:
         """Tell whether the last batch was given out, as far as the loader's length says."""
         try:
-            return 0 < self._given == len(self)
+            return 0 < self._batches_given == len(self)
         except TypeError:  # it has none
             return False
 
@@ -73,12 +121,14 @@ class Loop:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self._raised is None:
+            self._raised = error is not None
         self.close()
 
     def __len__(self) -> int:
         """Return the number of batches; TypeError where the loader has no length."""
         if self._length is None:
-            self._length = self._reader.length(self._batches)
+            self._length = self._reader.length(self._batches) // (self._reader.together if self._by_step else 1)
         return self._length
 
     def __del__(self) -> None:
@@ -100,6 +150,12 @@ class Loop:
     def close(self) -> None:
         """End the loop early: what has been stepped is updated. Raises what a late update has raised."""
         self._ended = True
+        ranks = self._runtime.ranks
+        if ranks is not None and self._pass is not None:
+            if ranks.have_parted:  # nobody takes part in what is on its way
+                self._fail(PeerLostError("the ranks have parted"))
+                return
+            ranks.calls.leave(f"{self._text()}, left after {self._what} {self._number}")
         with torch.inference_mode(False):  # as in `__next__`
             try:
                 self._end_flight(closing=True)
@@ -121,7 +177,7 @@ class Loop:
         """Let go of all batches: the loop is over."""
         self._ended = True
         self._forget()
-        self._pass, self._batches, self._ahead = None, (), None
+        self._pass, self._batches, self._ahead, self._in_flight = None, (), None, None
         if self._states is not None:
             self._states.hide()
         _open_loops.discard(self)
@@ -131,10 +187,12 @@ class Loop:
 
     def _source(self) -> Iterator[Any]:
         """Return an iterator over the batches; what it has read, and the loop not come to, is there for the next."""
+        with suppress(Exception):  # of anybody's loader; whoever asks for it later hears of it
+            self._length = len(self)
         source = iter(self._batches)
         if source is not self._batches:
             return self._noting(source, accelerate.States() if accelerate.is_imported() else None)
-        self._ahead = self._runtime.read_ahead_of(source)
+        self._ahead = self._runtime.read_ahead_of(source, train=self._is_training)
         if self._ahead.states is None and accelerate.is_imported():
             self._ahead.states = accelerate.States()
         return self._noting(self._ahead.batches(), self._ahead.states)
@@ -143,14 +201,45 @@ class Loop:
         self._states = states
         return source if states is None else states.reading(source)
 
+    def _requests(self) -> Iterator[Request]:
+        """Return what the loop wants of each batch, read with random streams of its own; begins the loader."""
+        source = self._source()
+        if self._background:
+            return self._reader.requests(source)
+        place = self._first_place()
+        self._streams = self._runtime.random_streams(place, self._reader.together)
+        if self._ahead is not None:
+            self._ahead.streams = self._streams
+        if self._reader.together > 1 or (self._runtime.reads_ahead and self._steps_ahead != 0):
+            self._in_flight = InFlight()
+        return self._reader.requests(source, self._streams, self._in_flight, self._batches)
+
+    @property
+    def _reading(self) -> dict[str, Any]:
+        """How the pipeline reads the requests."""
+        return {"background": self._background, "read_ahead": self._steps_ahead}
+
+    def _first_place(self) -> Place | None:
+        """Return where the batches go on, for their random streams; None where they begin."""
+        if self._ahead is None or self._ahead.streams is None:
+            return None
+        return self._ahead.streams.place
+
+    @property
+    def place(self) -> Place | None:
+        """Where in its batches the loop is, for their random streams."""
+        return None if self._streams is None else self._streams.place
+
+    _is_training = False
+
     def _trains(self, table: Any) -> bool:
         raise NotImplementedError
 
     def _end_flight(self, *, closing: bool = False) -> None:
         raise NotImplementedError
 
-    def _flags(self) -> tuple[Tensor, Tensor] | None:
-        """For `Rows.guard`: what is not 0 from the first step on that is not finite, and 1; both on the device."""
+    def _flags(self) -> Flags | None:
+        """For `Rows.guard`."""
         return None
 
     def __next__(self) -> Any:
@@ -160,11 +249,16 @@ class Loop:
         try:
             with torch.inference_mode(False):  # or tensors that a step changes would not allow it
                 if self._by_step or not self._micros:
+                    self._begin_next()
                     self._end_flight()
+                self._raised, self._abandoned, self._handled = None, False, _identity(sys.exception())
+                if self._by_step or not self._micros:
                     if self._pass is None:
                         self._pass = self._open()
                         _open_loops.add(self)
-                    flight = self._pass.take()
+                        if self._runtime.ranks is not None:
+                            self._runtime.ranks.note_loop(self)
+                    flight = self._take_next()
                     if flight is None:
                         if self._ahead is not None:
                             self._runtime.read_out(self._ahead)
@@ -183,6 +277,28 @@ class Loop:
             self._fail(error)
             raise
 
+    def _text(self) -> str:
+        return f"runtime.{self.name}()"
+
+    def _begin_next(self) -> None:
+        """Count another batch, or step, which all ranks are to ask for."""
+        self._number += 1
+        if (ranks := self._runtime.ranks) is None:
+            return
+        if self._pass is None:
+            ranks.agree(self.name, self._text(), self._alike())
+        else:
+            ranks.calls.begin(self.name, f"{self._what} {self._number} of {self._text()}")
+
+    def _alike(self) -> dict[str, Any]:
+        """Return what all ranks are to have alike in this loop."""
+        return {"micro_batches": self._reader.together, "by_step": self._by_step}
+
+    def _take_next(self) -> Flight | None:
+        """Return the next step's batches; None after the last."""
+        found: Flight | None = self._pass.take()
+        return found
+
     def _fail(self, error: BaseException) -> None:
         """End the loop with an error."""
         self._let_go()
@@ -191,6 +307,7 @@ class Loop:
     def _take(self, flight: Flight) -> None:
         self._flight = flight
         self._micros = list(flight.request.note)
+        self._shares_rows = len(self._micros) > 1
         flight.request.note.clear()  # the loader's batches live no longer than the caller's
         self._sent = list(flight.tensors)
         self._inverses = [part.inverse for part in flight.groups]
@@ -207,9 +324,13 @@ class Loop:
     def _next_batch(self) -> tuple[Any, Rows]:
         micro, flight, runtime = self._micros.pop(0), self._flight, self._runtime
         assert flight is not None
-        self._given += 1
+        self._batches_given += 1
         if self._ahead is not None:
             self._ahead.given()
+        if self._in_flight is not None:
+            self._in_flight.given()
+        if self._streams is not None:
+            self._streams.give(micro.drew)
         if self._states is not None:
             self._states.show()
         order = list(dict.fromkeys(at for wanted in runtime.wanted for at in wanted.tables))
@@ -217,7 +338,7 @@ class Loop:
         batch = micro.batch([self._sent.pop(0) for _ in micro.tensors])
         rows = Rows(
             flight, uses, self._leaves, values, order, runtime.staging, self._flags(), due=not self._micros,
-            reduction=self._reduction,
+            shares_rows=self._shares_rows, reduction=self._reduction, losses=self._losses_seen, hint=self._hint,
         )  # fmt: skip
         self._rows.append(rows)
         return batch, rows
@@ -258,13 +379,66 @@ class Loop:
 
 
 class PredictLoop(Loop):
-    """Batches with their rows, from which nothing is learned; what `Runtime.predict` returns."""
+    """Batches with their rows, from which nothing is learned; what `Runtime.predict` returns.
+
+    features  that are looked up; None: all of them
+    """
+
+    name = "predict"
+
+    def __init__(self, *args: Any, features: Sequence[str] | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._features = features
+        self._hint = "" if features is None else " in this loop over predict(..., features=...)"
+        self._counted = ExitStack()  # it is one of the runtime's open ones
+        self._given = 0  # steps' batches
+        self._next: list[Flight | BaseException | None] = []  # what comes after the last batch, where that is known
 
     def _open(self) -> Any:
-        self._runtime.begin_prediction()
-        source = self._source()
-        self._stack.callback(self._runtime.end_prediction)
-        return self._stack.enter_context(self._runtime.pipeline.predict(self._reader.requests(source)))
+        self._runtime.begin_prediction(self)
+        requests = self._requests()
+        self._stack.enter_context(self._counted)
+        self._counted.callback(self._runtime.end_prediction)
+        return self._stack.enter_context(self._runtime.pipeline.predict(requests, **self._reading))
+
+    @property
+    def is_finished(self) -> bool:
+        """Tell whether the last batch has been given out, and nothing waits for its end."""
+        return self._next == [None] and not self._ended
+
+    def left_body(self, *, raised: bool, abandoned: bool) -> None:
+        """Note how a `for` statement was left, as for any loop; after the last batch the loop is over."""
+        super().left_body(raised=raised, abandoned=abandoned)
+        if self.is_finished:
+            self.close()
+
+    def _take_next(self) -> Flight | None:
+        if not self._next:
+            return super()._take_next()
+        found = self._next.pop()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def _take(self, flight: Flight) -> None:
+        super()._take(flight)
+        self._given += 1 if self._by_step else len(self._micros)
+        if self._given == self._length:
+            self._look_for_end()
+
+    def _look_for_end(self) -> None:
+        """Find out, with the last batch of a loader that has a length, whether the loop is at its end."""
+        try:
+            self._next.append(super()._take_next())
+        except BaseException as error:
+            self._next.append(error)
+            return
+        if self._next == [None]:
+            self._counted.close()
+
+    def _looked_up(self, flight: Flight, micro: Micro) -> tuple[list[GroupUses], dict[str, Any]]:
+        uses, values = super()._looked_up(flight, micro)
+        return uses, values if self._features is None else {name: values[name] for name in self._features}
 
     def _trains(self, table: Any) -> bool:
         return False
@@ -274,3 +448,7 @@ class PredictLoop(Loop):
             flight, self._flight = self._flight, None
             self._pass.finish(flight, None)
             self._forget()
+
+
+def _identity(error: BaseException | None) -> int | None:
+    return None if error is None else id(error)  # not itself: it would hold its frames, and so the loop

@@ -34,6 +34,11 @@ class GroupSpec(NamedTuple):
     features: list[int]  # in the order in which they were given
 
 
+def on_host(group: GroupSpec) -> bool:
+    """Tell whether a group's tables are in host memory."""
+    return group.tables[0].primitive_target == "CPU"
+
+
 def resolve(features: Mapping[str, Any]) -> tuple[list[Wanted], list[GroupSpec]]:
     """Return the features with their tables' places, and the groups.
 
@@ -99,6 +104,11 @@ class FeatureIds(NamedTuple):
     weights: Tensor | None  # float32 [N]
     shape: tuple[int, ...] | None  # of the ids as they were given; None where their rows are pooled
     samples: int
+
+    def copy(self) -> "FeatureIds":
+        """Return the same in memory of its own."""
+        weights = None if self.weights is None else self.weights.clone()
+        return self._replace(values=self.values.copy(), weights=weights)
 
 
 def read_ids(name: str, feature: Feature, given: Any) -> FeatureIds:

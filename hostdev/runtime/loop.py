@@ -2,34 +2,29 @@
 
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import islice
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 
-from hostdev.core.errors import UserError
 from hostdev.core.signals import deferred
 from hostdev.parallel.dense import DenseExchange
 from hostdev.pipeline.flight import Flight, Gradients
 from hostdev.pipeline.outcome import Outcome
 from hostdev.runtime import clipping, scaling
 from hostdev.runtime.batches import Loop, PredictLoop
+from hostdev.runtime.finite import Flags, NonFiniteError
 from hostdev.runtime.loaders import PredictLoader
+from hostdev.runtime.pending import FirstBatch, Pending, gradients_left
+from hostdev.runtime.random_streams import Place
 from hostdev.runtime.reduction import Reduction
 from hostdev.runtime.requests import Reader
-from hostdev.runtime.rows import Leaf, Rows, flag_now
-
-
-class NonFiniteError(UserError):
-    """A gradient or a loss is not a number or infinite; the message says which, and that no row was updated.
-
-    step  of the loop, from 1
-    """
-
-    def __init__(self, message: str, step: int = 0) -> None:
-        super().__init__(message)
-        self.step = step
-
+from hostdev.runtime.rows import Leaf, Rows
+from hostdev.runtime.waiting import waiting_optimizers
 
 __all__ = ["NonFiniteError", "PredictLoop", "TrainLoop"]
 
@@ -39,27 +34,35 @@ class TrainLoop(Loop):
 
     When the loop comes back for the next batch, the gradients that `backward` has brought are on their way to the
     tables behind its step; a batch without any is skipped, and changes nothing.
+
+    A loop with an optimizer of the dense side updates the tables for a batch in which that has stepped. A loop without
+    one updates them at the end of each body that `backward` has brought gradients in, whether the loop comes back,
+    is left by `break` or is closed; a body that raises has not come to its end, and changes nothing.
     """
 
     def __init__(
         self, runtime: Any, batches: Iterable[Any], reader: Reader, micro_batches: int = 0, *,
-        reduce_early: bool = False, by_step: bool = False,
+        reduce_early: bool = False, **reading: Any,
     ) -> None:  # fmt: skip
-        super().__init__(runtime, batches, reader, by_step=by_step)
+        super().__init__(runtime, batches, reader, **reading)
         self._reduce_early = reduce_early
         self._micro_batches = micro_batches  # of a step; 0: what it has is not added in the order of a tree
         self.thread = threading.get_ident()
-        self._flag = _scalar(0.0, runtime.device)  # not 0 from the first step on that is not finite
-        self._one = _scalar(1.0, runtime.device)
+        self._finite = Flags(runtime.device)
         self._stepped: set[int] = set()  # optimizers, since the last batch of the flight was given out
         self._early: set[int] = set()  # those that took a step before
         self._any_steps = False  # of optimizers, in the loop so far
-        self._rates: list[float] = []  # learning rates of the tables, for the flight
+        self._rates: list[float] | None = None  # learning rates of the tables, for the flight; None: those at its end
+        self._backward = -1  # torch's number of the backward pass that has brought gradients last
+        self._awaits_optimizer: bool | None = None  # whether one has gradients to step with; None: not looked at
         self._without = 0  # flights with gradients and without such a step
         self._losses = 0  # that were scaled before the flight
         self._unscaled = False
         self._origin: scaling.Origin | None = None  # of the flight's gradients, where a loss was scaled
         self._overflow: Tensor | None = None  # found when the gradients were unscaled, float32 []
+        self._of_pass = ExitStack()
+        self._first: FirstBatch | None = None  # the flight is alone, and has rows whose gradients are pending
+        self._position = 0  # of the flight in the loop, from 1
         self._dense = DenseExchange(
             runtime.dense_channel, micro_batches, runtime.dense_exchange, runtime.other_channels
         )
@@ -73,25 +76,51 @@ class TrainLoop(Loop):
 
     def take_clipped(self, given: Sequence[Tensor]) -> list[Tensor]:
         """See `clipping.Clipped`."""
-        if self._clipped or not self._rows or not self.leaves_out_rows(given):
+        gradients = [parameter.grad for parameter in given if parameter.grad is not None]
+        if self._clipped or not self._rows or self.clips_rows(gradients) is not False:
             return []
         self._clipped = True
         return self._rows[-1].parameters()
+
+    _is_training = True
 
     def _open(self) -> Any:
         runtime = self._runtime
         runtime.begin_training(self)
         self._stack.callback(runtime.end_training)
-        source = self._source()
+        self._wanted = self._requests()
         scaling.watch(self)
-        return self._stack.enter_context(runtime.pipeline.train(self._reader.requests(source)))
+        self._stack.enter_context(self._of_pass)
+        return self._open_pass()
+
+    def _first_place(self) -> Place | None:
+        loaded = self._runtime.take_loaded_place()
+        return super()._first_place() or loaded
+
+    def _open_pass(self) -> Any:
+        """Open a pass over the batches to come; where gradients of an earlier loop are pending, over the first one."""
+        requests, self._first = self._wanted, self._runtime.first_batch()
+        if self._first is not None:
+            self._of_pass.callback(self._first.end)
+            requests = map(self._first.request, islice(requests, 1))
+        return self._of_pass.enter_context(self._runtime.pipeline.train(requests, **self._reading))
+
+    def _take_next(self) -> Flight | None:
+        if self._first is not None and self._position:  # the one that was alone has been updated
+            self._of_pass.close()
+            self._pass = self._open_pass()
+        flight = super()._take_next()
+        if flight is not None:
+            self._position += 1
+            flight.position = self._position
+        return flight
 
     def __next__(self) -> Any:
         """Send the gradients of the batch before on their way, and return the next one with its rows."""
         self._require_thread()
         if self._runtime.predicting:
             self._runtime.close_loaders(PredictLoader)
-        if self._runtime.predicting:
+        if self._runtime.is_predicting():
             raise ValueError("a loop over `predict` is open; end it, or close it, before the next step of `train`")
         try:
             self._require_reduced()
@@ -112,21 +141,32 @@ class TrainLoop(Loop):
     def _trains(self, table: Any) -> bool:
         return not self._runtime.is_frozen(table)
 
-    def _flags(self) -> tuple[Tensor, Tensor] | None:
-        return self._flag, self._one
+    def _flags(self) -> Flags | None:
+        return self._finite
 
     def _take(self, flight: Flight) -> None:
         super()._take(flight)
+        self._losses_seen = []
         if self._micro_batches > 1 or self._runtime.ranks is not None:
             leaves = [leaf for group in self._leaves for leaf in group]
             self._reduction = Reduction(
-                leaves, self._micro_batches, (self._flag, self._one), self._runtime.ranks, self._dense, flight
+                leaves, self._micro_batches, self._finite, self._runtime.ranks, self._dense, flight,
+                self._losses_seen, self._runtime.step_channel,
             )  # fmt: skip
         self._stepped, self._early = set(), set()
-        self._rates = self._runtime.learning_rates()
+        self._rates, self._awaits_optimizer = None, None
+        self._runtime.learning_rates()  # raises those that cannot be before the step
+        if self._first is not None:
+            self._shares_rows = True
+        if self._first is not None or not self._any_steps:
+            for leaf in (leaf for group in self._leaves for leaf in group if leaf.trained):
+                leaf.rows.register_post_accumulate_grad_hook(partial(_came, ref(self)))  # type: ignore[no-untyped-call]
         self._losses = scaling.losses_scaled()
         self._unscaled, self._overflow, self._origin = False, None, None
         self._clipped = False
+
+    def _alike(self) -> dict[str, Any]:
+        return {**super()._alike(), "reduce_early": self._reduce_early}
 
     def _let_go(self) -> None:
         super()._let_go()
@@ -153,6 +193,7 @@ class TrainLoop(Loop):
                 leaf.drop_grad()
         if self._origin is not None:
             self._origin.forget()
+        self._losses_seen.clear()
 
     def submit(self) -> None:
         """Finish the current batch now, if it has been stepped, and wait for all updates, so that others see them."""
@@ -173,7 +214,32 @@ class TrainLoop(Loop):
         """Tell whether the body is done with the flight: an optimizer has taken its step, or the loop has none."""
         if self._reduction is not None and not (self._rows and self._rows[-1].reduced):
             return False
-        return not self._micros and self._has_gradients() and (bool(self._stepped) or self._without > 0)
+        if self._micros or not self._has_gradients():
+            return False
+        if self._stepped:
+            return True
+        return not (self._any_steps or self._has_raised() or self._awaits())
+
+    def _awaits(self) -> bool:
+        """Tell whether an optimizer of the dense side has still to step with the batch."""
+        if self._without:
+            return False
+        if self._awaits_optimizer is None:
+            self._awaits_optimizer = bool(waiting_optimizers())
+        return self._awaits_optimizer
+
+    def gradients_came(self) -> None:
+        """Take the rates for the batch: those that are set from now on are for the next one, unless more comes."""
+        if self._first is not None:
+            self._first.came(self._leaves, self._inverses)
+        backward = torch._C._current_graph_task_id()
+        if backward == self._backward or self._stepped:
+            return
+        self._backward, self._awaits_optimizer = backward, None
+        try:
+            self._rates = self._runtime.learning_rates()
+        except ValueError:  # which the end of the flight raises again: here it would seem to come from `backward`
+            self._rates = None
 
     def _is_known_to_fail(self) -> bool:
         """Tell whether the body has read that the step came to nothing: it need not be told again."""
@@ -186,16 +252,34 @@ class TrainLoop(Loop):
         if self._flight is None or self._pass is None:
             return
         if closing and (not self._was_stepped() or self._is_known_to_fail()):
+            self._keep_pending()
             return
+        if self._raised and not self._stepped:  # the loop is gone on with after an error: the body made no step
+            self.drop_gradients()
         with deferred():  # or Ctrl-C would leave a step half taken
+            rates = self._runtime.learning_rates() if self._rates is None else self._rates
             gradients = self._gradients()
             flight, self._flight = self._flight, None
             self._forget()  # the rows, before more is allocated
-            later = self._runtime.exchange_rates(self._rates)  # the body may have set others for the next step
+            later = self._runtime.exchange_rates(rates)  # the body may have set others for the next step
             try:
                 self._pass.finish(flight, gradients)
             finally:
                 self._runtime.exchange_rates(later)
+
+    def _keep_pending(self) -> None:
+        """Let gradients that have come without a step count in the next one, as those of the dense side do."""
+        assert self._flight is not None
+        if self._stepped or self._reduction is not None or not self._has_gradients() or self.is_scaled():
+            return
+        optimizers = [] if self._without else waiting_optimizers()
+        if not optimizers and (self._any_steps or not self._shares_rows):
+            return  # `zero_grad` has been called; or a body without an optimizer has raised
+        uses, more = [rows.uses for rows in self._rows], None
+        if self._first is not None and self._first.counts:
+            more = self._first.places(self._inverses)
+        left = gradients_left(self._flight, self._leaves, uses, more)
+        self._runtime.keep_pending(Pending(left, optimizers, self._runtime.apply_pending))
 
     def _gradients(self) -> Gradients:
         """Return what the flight's step has come to."""
@@ -209,10 +293,12 @@ class TrainLoop(Loop):
             return self._parts(self._reduction, guarded)
         grads = [[leaf.take_grad() for leaf in group] for group in self._leaves]
         if guarded is None:
-            come = [grad for group in grads for grad in group if grad is not None]
-            torch._amp_foreach_non_finite_check_and_unscale_(come, self._flag, self._one)
+            come = [(grad, leaf.table) for taken, group in zip(grads, self._leaves, strict=True)
+                    for grad, leaf in zip(taken, group, strict=True) if grad is not None]  # fmt: skip
+            found, tables = zip(*come, strict=True)
+            self._finite.check(found, tables, self._losses_seen)
             assert self._flight is not None
-            guarded = self._flag, self._outcome(self._flight)
+            guarded = self._finite.stop, self._outcome(self._flight)
         return Gradients(grads, *guarded)
 
     def _parts(self, reduction: Reduction, guarded: Any) -> Gradients:
@@ -220,7 +306,7 @@ class TrainLoop(Loop):
         parts = iter(reduction.parts)
         if guarded is None:
             assert self._flight is not None
-            guarded = self._flag, self._outcome(self._flight)
+            guarded = self._finite.stop, self._outcome(self._flight)
         return Gradients(
             (), guarded[0], guarded[1], [[next(parts) for _ in group] for group in self._leaves], reduction.count,
             reduction.in_two,
@@ -235,15 +321,23 @@ class TrainLoop(Loop):
     def _outcome(self, flight: Flight) -> Outcome:
         """Return what tells the host whether the gradients were finite."""
         step, names = flight.position, ", ".join(repr(leaf.table.name) for group in self._leaves for leaf in group)
+        losses = self._losses_seen
 
         def read(results: list[Any]) -> None:
-            if results[0][0]:
-                raise NonFiniteError(
-                    f"step {step}: a gradient of the rows of {names} is not finite; no row was updated. Look at the "
-                    "loss before backward(), or use a smaller learning rate", step,
-                )  # fmt: skip
+            if not results[0][0]:
+                return
+            if results[1][0]:
+                what = f"a gradient of the rows of {names} is not finite"
+            elif any(bool(loss.isnan()) for loss in losses):
+                what = "a loss is not finite"
+            else:
+                what = f"a gradient of the rows of {names} is too large: its square is not finite in float32"
+            raise NonFiniteError(
+                f"step {step}: {what}; no row was updated. Look at the loss before backward(), or use a smaller "
+                "learning rate", step,
+            )  # fmt: skip
 
-        return Outcome([flag_now(self._flag)], read, self._runtime.staging, flight.memory)
+        return Outcome(self._finite.now(), read, self._runtime.staging, flight.memory)
 
     def _require_step(self) -> bool:
         """Tell whether the gradients are to be applied; ValueError where the dense side and the tables would part."""
@@ -269,15 +363,32 @@ class TrainLoop(Loop):
             self._without += 1
         return True
 
+    def before_step(self) -> None:
+        """See `scaling.Watcher`. Raises ValueError for rates that cannot be, before the dense side has stepped."""
+        if self._flight is not None and not self._stepped:
+            self._rates = self._runtime.learning_rates()
+
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """See `scaling.Watcher`."""
         if self._flight is not None:
-            first = not self._stepped
             (self._early if self._micros else self._stepped).add(id(optimizer))
-            if first:
-                self._rates = self._runtime.learning_rates()
-        if getattr(optimizer, "found_inf", None) is self._flag:
+        if getattr(optimizer, "found_inf", None) is self._finite.stop:
             del optimizer.found_inf  # type: ignore[attr-defined]  # of this step, by `Rows.guard`
+
+    def gradients_version(self) -> int | None:
+        """See `scaling.Watcher`."""
+        if self._flight is None:
+            return None
+        return sum(1 + grad._version + id(grad) for group in self._leaves for leaf in group for grad in leaf.grads())
+
+    def backward(self, losses: Sequence[Tensor], version: int | None) -> None:
+        """See `scaling.Watcher`."""
+        if version is None or version == self.gradients_version():
+            return
+        if not version:  # gradients of before have been given up
+            self._losses_seen.clear()
+        if not self.is_scaled():  # an overflow of those is the scaler's business
+            self._losses_seen += [(loss - loss).float().to(self._finite.stop.device) for loss in losses]
 
     def scaled(self, losses: Any) -> None:
         """See `scaling.Watcher`."""
@@ -315,13 +426,16 @@ class TrainLoop(Loop):
         """See `scaling.Watcher`."""
         self._overflow = found if self._overflow is None else self._overflow + found.to(self._overflow.device)
 
-    def leaves_out_rows(self, parameters: Sequence[Tensor]) -> bool:
+    def clips_rows(self, gradients: Sequence[Tensor]) -> bool | None:
         """See `scaling.Watcher`."""
-        if self._clipped:
-            return False
-        given = {id(parameter) for parameter in parameters}
-        leaves = [leaf for group in self._leaves for leaf in group if leaf.grads()]
-        return bool(leaves) and not any(leaf.is_among(given) for leaf in leaves)
+        given = {id(gradient) for gradient in gradients}
+        own = [gradient for group in self._leaves for leaf in group for gradient in leaf.grads()]
+        return any(id(gradient) in given for gradient in own) if own else None
+
+
+def _came(loop: ReferenceType[TrainLoop], _: Tensor) -> None:
+    if (held := loop()) is not None:
+        held.gradients_came()
 
 
 def _scalar(value: float, device: torch.device) -> Tensor:

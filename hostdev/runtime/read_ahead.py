@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from hostdev.runtime.random_streams import RandomStreams
+
 
 class ReadAhead:
     """The batches of an iterator that were read, and not yet given out.
@@ -15,6 +17,7 @@ class ReadAhead:
 
     def __init__(self, source: Iterator[Any]) -> None:
         self.source = source
+        self.streams: RandomStreams | None = None  # of random numbers, as the last loop over it had them
         self.states: Any = None  # accelerate's, with each batch that is kept
         self._kept: deque[Any] = deque()
         self._readers = 0
@@ -42,3 +45,13 @@ class ReadAhead:
     def given(self) -> None:
         """Note that the first of them has been given out."""
         self._kept.popleft()
+
+
+def require_read_ahead(read_ahead: Any, *, background: bool) -> None:
+    """Raise ValueError for what is no number of batches, or has no effect."""
+    if read_ahead is None:
+        return
+    if isinstance(read_ahead, bool) or not isinstance(read_ahead, int) or read_ahead < 0:
+        raise ValueError(f"read_ahead is a number of batches, 0 or more, not {read_ahead!r}")
+    if background:
+        raise ValueError("read_ahead bounds what is read in the loop's thread; leave it out with background=True")

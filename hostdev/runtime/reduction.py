@@ -10,6 +10,8 @@ from hostdev.core.micro_batches import Node, TreeSum
 from hostdev.parallel.dense import DenseExchange, DenseGradients, Grads, add_lists
 from hostdev.parallel.ranks import Channel, Ranks
 from hostdev.pipeline.flight import Flight
+from hostdev.runtime import alike
+from hostdev.runtime.finite import Flags
 from hostdev.runtime.rows import Leaf
 
 
@@ -18,17 +20,19 @@ class Reduction:
 
     leaves  the rows of every table
     count   micro-batches of the step on each rank
-    flags   a number on the device that is not 0 from the first step on that is not finite, and 1
+    flags   that tell of a step which is not finite
     ranks   that have the others; None: all are here
     dense   exchanges the gradients of parameters with other ranks
     flight  the step's batch
+    losses  that `backward` was called on: 0, or not finite
+    steps   to the other ranks, for what they tell one another with each step
     """
 
     def __init__(
-        self, leaves: Sequence[Leaf], count: int, flags: tuple[Tensor, Tensor], ranks: Ranks | None,
-        dense: DenseExchange, flight: Flight,
+        self, leaves: Sequence[Leaf], count: int, flags: Flags, ranks: Ranks | None,
+        dense: DenseExchange, flight: Flight, losses: Sequence[Tensor], steps: Channel | None = None,
     ) -> None:  # fmt: skip
-        self._flight = flight
+        self._flight, self._losses, self._steps = flight, losses, steps
         self._leaves, self._flags, self._ranks, self.count, self._exchange = leaves, flags, ranks, count, dense
         self._rows: TreeSum[Grads] = TreeSum(add_lists)
         self._dense: TreeSum[Grads] = TreeSum(add_lists)
@@ -102,30 +106,39 @@ class Reduction:
 
     def _to_ranks(self, ranks: Ranks) -> Tensor | None:
         """Give all ranks the sums over all of the parameters' gradients, and of the rows' what is to be sent."""
-        dense = self._exchange.of([one for one in self._parameters if one.requires_grad])
+        trained = [one for one in self._parameters if one.requires_grad]
+        if self._exchange.is_of_all and self._exchange.is_new(trained):
+            ranks.agree("parameters", "the first rows.reduce()", alike.of_parameters(trained))
+        dense = self._exchange.of(trained)
         has_dense = dense.put()
         self._next += 1
         return None if has_dense is None else self._exchanged(ranks, dense, has_dense)
 
     def _exchanged(self, ranks: Ranks, dense: DenseGradients, has_dense: Sequence[bool]) -> Tensor | None:
+        ranks.calls.begin("reduce", f"rows.reduce() of step {self._flight.position}")
         rows = self._rows.nodes
         has_rows = [any(node.value is not None and node.value[leaf] is not None for node in rows)
                     for leaf in range(len(self._leaves))]  # fmt: skip
         shape = next((value.shape for value in self._values if value is not None), None)
         size, single = (0, False) if shape is None else (shape.numel(), not shape)
         not_ready = self._flight.first is None
-        alike = self._exchange.is_of_all  # else others have other parameters
-        given_dense: Sequence[int] = has_dense if alike else self._exchange.told(has_dense)
-        telling = [*has_rows, *(has_dense if alike else ()), size, single, not_ready, *ranks.telling]
-        told = _largest(ranks.control, telling)
+        same = self._exchange.is_of_all  # else others have other parameters
+        given_dense: Sequence[int] = has_dense if same else self._exchange.told(has_dense)
+        telling = [*has_rows, *(has_dense if same else ()), size, single, not_ready, *ranks.telling,
+                   ranks.calls.last.number]  # fmt: skip
+        assert self._steps is not None
+        told = _largest(self._steps, telling)
+        ranks.calls.catch_up(told.pop())
         given_rows, told = told[: len(has_rows)], told[len(has_rows) :]
-        if alike:
+        if same:
             given_dense, told = told[: len(has_dense)], told[len(has_dense) :]
         size, single, self.in_two, ranks.told = told[0], bool(told[1]), not told[2], told[3:]
-        found = [part for node in rows for part in node.value or () if part is not None]
-        flag, one = self._flags
+        found = [(part, leaf.table) for node in rows for part, leaf in zip(node.value or (), self._leaves, strict=False)
+                 if part is not None]  # fmt: skip
+        flag = self._flags.stop
         if found:  # of the dense side's gradients the sums show it
-            torch._amp_foreach_non_finite_check_and_unscale_(found, flag, one)
+            parts, tables = zip(*found, strict=True)
+            self._flags.check(parts, tables, self._losses)
         self.parts = [
             [_or_zeros(node.value, number, leaf.rows) for node in rows] if has else None
             for number, (leaf, has) in enumerate(zip(self._leaves, given_rows, strict=True))
@@ -135,14 +148,14 @@ class Reduction:
         for number, value in enumerate(self._values, self._first):
             if value is not None:
                 all_values[number] = value.view(-1)
-        if not alike:  # those who have other parameters do not see these sums
+        if not same:  # those who have other parameters do not see these sums
             dense.finish(given_dense)
             summed = [one.grad for one in dense.parameters if one.grad is not None]
             if summed:
-                torch._amp_foreach_non_finite_check_and_unscale_(summed, flag, one)
+                self._flags.check_others(summed)
         known = self._exchange.small(dense, torch.cat([all_values.view(-1), flag.view(1)])).to(flag.device)
         flag.copy_(known[-1])
-        if alike:
+        if same:
             dense.finish(given_dense)
         shape = torch.Size([] if single else [size])
         return known[:-1].view(M, *shape) if size else None

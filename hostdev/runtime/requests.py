@@ -1,7 +1,7 @@
 """What a loop wants of each batch: its ids by group, and the tensors that are to be on the device with its rows."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from hostdev.core.reading_ahead import reading_ahead
 from hostdev.pipeline.flight import Request
 from hostdev.runtime.features import FeatureIds, GroupSpec, Wanted, check_ranges, described, read_ids
+from hostdev.runtime.random_streams import RandomStreams
+from hostdev.runtime.refills import InFlight
+from hostdev.runtime.shared_generators import SharedGenerators
 
 IdsOf = Callable[[Any], Mapping[str, Any]]
 
@@ -21,6 +25,7 @@ class Micro(NamedTuple):
     leaves: list[Any]  # of what the loop yields
     structure: TreeSpec | None  # of these, whose tensors are sent; None: it yields the loader's batch as it is
     ids: list[FeatureIds]
+    drew: Sequence[str] = ()  # the generators that its reading drew from
 
     @property
     def samples(self) -> int:
@@ -53,7 +58,7 @@ def _tensor_of(leaf: Any) -> Any:
 
 
 class Reader:
-    """Makes requests of a loader's batches; in the reader's thread.
+    """Makes requests of a loader's batches, in the thread that asks for them.
 
     wanted, groups  of the runtime
     ids             returns a batch's ids by feature; None where the batches are dicts that have them
@@ -76,38 +81,91 @@ class Reader:
     ) -> None:
         self._asks = asks
         self._wanted, self._groups, self._ids, self._send, self._together = wanted, groups, ids, send, together
+        self.together = together
         self._whole = whole
         self._names = [feature.name for feature in wanted]
+        self._in_flight: InFlight | None = None
+        self._streams: RandomStreams | None = None
+        self._shared: SharedGenerators | None = None
 
-    def requests(self, batches: Iterator[Any]) -> Iterator[Request]:
-        """Yield a request for each batch, or for so many together."""
+    def requests(
+        self, batches: Iterator[Any], streams: RandomStreams | None = None, in_flight: InFlight | None = None,
+        loader: Any = None,
+    ) -> Iterator[Request]:  # fmt: skip
+        """Yield a request for each batch, or for so many together.
+
+        streams    of random numbers, for the batches of somebody's program; None: `batches`, `ids` and `send` draw none
+        in_flight  the memory of batches that were read ahead; None: each is given out before the next is read
+        loader     what `batches` comes from
+        """
+        self._streams, self._in_flight = streams, in_flight
+        self._shared = None if in_flight is None else SharedGenerators(loader, self._ids, self._send)
         number = 0
         while True:
-            some = list(islice(batches, self._together))
-            if not some:
-                return
-            if self._whole and len(some) < self._together:
-                raise ValueError(
-                    f"the batches end within a step: {len(some)} of {self._together} micro-batches are there"
-                )
-            micros = []
-            for batch in some:
+            micros: list[Micro] = []
+            while len(micros) < self._together:
+                held = self._read(batches, number)
+                if not held:
+                    break
                 number += 1
-                micros.append(self._micro(batch, number))
-            del some, batch  # or they would live until the next ones come
+                micros.append(held.pop())
+            if not micros:
+                return
+            if self._whole and len(micros) < self._together:
+                raise ValueError(
+                    f"the batches end within a step: {len(micros)} of {self._together} micro-batches are there"
+                )
             yield self._request(micros)
             del micros
 
-    def _micro(self, batch: Any, number: int) -> Micro:
-        given = self._ids_of(batch, number)
+    def _read(self, batches: Iterator[Any], number: int) -> list[Micro]:
+        """Return the next batch, or nothing at the end. All that a user's program does while it is read happens here.
+
+        number  of batches that were read before it
+        """
+        streams = self._streams
+        position = 0 if streams is None else streams.start + number
+        is_first = streams is not None and streams.is_new and not number  # it draws as in a loop of plain torch
+        if self._in_flight is not None:
+            self._in_flight.before_read()
+        if self._shared is not None:
+            self._shared.before_read()
+        with nullcontext() if self._in_flight is None or not number else reading_ahead():  # the first is not
+            held = self._next(batches) if is_first else []
+            if is_first and not held:
+                return []
+            with nullcontext(list[str]()) if streams is None else streams.reading(position) as drew:
+                if not is_first:
+                    held = self._next(batches)
+                    if not held:
+                        return []
+                batch = held.pop()
+                given = self._ids_of(batch, number + 1)
+                sent = batch if self._send is None else self._send(batch)
+        if self._shared is not None:
+            self._shared.after_read()
+        micro = self._micro(given, sent, number + 1)
+        if self._in_flight is not None:
+            self._in_flight.after_read(sent, number + 1)
+        return [micro._replace(drew=drew)]
+
+    def _next(self, batches: Iterator[Any]) -> list[Any]:
+        """Return the next batch in a list, out of which it is taken so that nothing keeps it alive; [] at the end."""
+        for batch in batches:
+            return [batch]
+        return []
+
+    def _micro(self, given: Mapping[str, Any], sent: Any, number: int) -> Micro:
         try:
             ids = [read_ids(feature.name, feature.feature, given[feature.name]) for feature in self._wanted]
+            if self._streams is not None:
+                ids = [one.copy() for one in ids]  # before they are checked: the loader may write to its own again
             check_ranges(ids, self._groups, self._wanted, given)
         except (TypeError, ValueError) as error:
             raise type(error)(f"batch {number}: {error}") from None
         if self._send is None:
-            return Micro([batch], None, ids)
-        leaves, structure = tree_flatten(self._send(batch))
+            return Micro([sent], None, ids)
+        leaves, structure = tree_flatten(sent)
         return Micro([_tensor_of(leaf) for leaf in leaves], structure, ids)
 
     def _ids_of(self, batch: Any, number: int) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ from hostdev.device.staging import Staging
 from hostdev.pipeline.flight import Flight
 from hostdev.pipeline.outcome import Outcome
 from hostdev.runtime.features import Wanted
+from hostdev.runtime.finite import Flags
 
 Value = Tensor | tuple[Tensor, ...]
 
@@ -81,15 +82,21 @@ class Leaf:
         grad = grad.detach().contiguous()  # somebody may have put it there
         return grad if self._order is None or self._parameter is None else self._order.in_rows(grad)
 
+    def add_grad(self, grad: Tensor) -> None:
+        """Add float32 [U, D], in the order of the rows, to the gradient."""
+        if self.rows.grad is not None:
+            self.rows.grad.add_(grad)
+        elif self._parameter is None or self._order is None:
+            self.rows.grad = grad
+        else:
+            grad = self._order.in_ids(grad)
+            self._parameter.grad = grad if self._parameter.grad is None else self._parameter.grad + grad
+
     def drop_grad(self) -> None:
         """Forget the gradient."""
         self.rows.grad = None
         if self._parameter is not None:
             self._parameter.grad = None
-
-    def is_among(self, parameters: set[int]) -> bool:
-        """Tell whether one of the tensors with these `id`s is the row's own."""
-        return id(self.rows if self._parameter is None else self._parameter) in parameters
 
     def parameter(self) -> Tensor:
         """Return a tensor with the gradient in the order of the ids, which may be changed in place, or replaced.
@@ -155,13 +162,19 @@ class Rows:
         values: dict[str, Value],
         order: Sequence[tuple[int, int]],
         staging: Staging,
-        flags: tuple[Tensor, Tensor] | None,
+        flags: Flags | None,
         *,
         due: bool,
+        shares_rows: bool = False,
         reduction: Any = None,
+        losses: Sequence[Tensor] = (),
+        hint: str = "",
     ) -> None:
         self._flight, self._staging, self._flags, self._due = flight, staging, flags, due
+        self._hint = hint  # where features have been left out
+        self._losses = losses  # that `backward` was called on: 0, or not finite
         self._reduction = reduction  # of a step's micro-batches
+        self._has_others = shares_rows or reduction is not None  # rows that other batches of the step use
         self.reduced = False
         self._uses, self._leaves, self._values = uses, leaves, values
         self._order = order  # of each table its group, and its place in that: as the features name them
@@ -175,7 +188,7 @@ class Rows:
         try:
             return self._values[feature]
         except KeyError:
-            raise KeyError(f"no feature {feature!r}; there are {', '.join(self._values)}") from None
+            raise KeyError(f"no feature {feature!r}; there are {', '.join(self._values)}{self._hint}") from None
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the features' names."""
@@ -212,6 +225,11 @@ class Rows:
         return self._values.get(feature, default)
 
     @property
+    def uses(self) -> Sequence[GroupUses]:
+        """Where the batch uses the rows of each group."""
+        return self._uses
+
+    @property
     def leaves(self) -> list[Leaf]:
         """The unique rows of every table that is trained, in an order that does not depend on where the tables are."""
         return [leaf for group, place in self._order if (leaf := self._leaves[group][place]).trained]
@@ -224,6 +242,7 @@ class Rows:
             clip_grad_norm_([*model.parameters(), *rows.parameters()], 1.0)
 
         Each is float32 [U, D], a row for each different id of the batch, in order of first occurrence. With
+        `accumulate` they are those of all batches of the step, with the gradients that have come so far. With
         micro-batches after the last `reduce`. ValueError with other ranks, where no rank has the sums over all.
         """
         self._require_open()
@@ -265,8 +284,8 @@ class Rows:
     def unique(self, table: str) -> tuple[Tensor, Tensor]:
         """Return a table's rows of the batch, each once, and how often the batch uses it: for a term of the loss.
 
-        returns  float32 [U, D], through which gradients go, in order of first occurrence; float32 [U]. Of a
-                 micro-batch those that it uses itself
+        returns  float32 [U, D], through which gradients go, in order of first occurrence; float32 [U]. Where several
+                 batches make a step (`accumulate`, `micro_batches`), the rows that this one uses itself
 
         ValueError where there is no table of this name.
         """
@@ -274,7 +293,7 @@ class Rows:
         for uses, group in zip(self._uses, self._leaves, strict=True):
             for leaf in group:
                 if leaf.table.name == table:
-                    own = None if self._reduction is None else uses.first_uses()
+                    own = uses.first_uses() if self._has_others else None
                     if table not in self._unique:  # one node of the graph: its gradients add up as without a cache
                         self._unique[table] = leaf.in_ids() if own is None else leaf.rows.index_select(0, own)
                     counts = uses.counts()
@@ -302,7 +321,7 @@ class Rows:
     ) -> Outcome:
         """Let a step that is not finite change nothing, on the device and the host, and nobody wait to find out.
 
-        Called between `backward` and the optimizer's step. One pass over the gradients of the optimizer's parameters,
+        Called between `backward` and the optimizer's step. A pass over the gradients of the optimizer's parameters,
         those of the rows and what else there is to look at sets a number on the device; while it is not 0, the
         optimizer and the updates of rows there do nothing, in this step and in those queued behind it.
 
@@ -317,15 +336,15 @@ class Rows:
             raise ValueError("nothing is stepped in a loop over `predict`")
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             raise ValueError(f"{type(optimizer).__name__} takes no found_inf; use one of torch's with fused=True")
-        flag, one = self._flags
         dense = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        grads = [grad for leaf in self.leaves for grad in leaf.grads()]
-        # As GradScaler does, with a scale of 1: one pass, nobody waits.
-        torch._amp_foreach_non_finite_check_and_unscale_([*look_at, *grads, *dense], flag, one)
-        optimizer.found_inf = flag  # type: ignore[attr-defined]
-        outcome = Outcome([*results, flag_now(flag)], read, self._staging, self._flight.memory)
+        grads = [(grad, leaf.table) for leaf in self.leaves for grad in leaf.grads()]
+        self._flags.check_others([*look_at, *dense, *self._losses])
+        if grads:
+            self._flags.check(*zip(*grads, strict=True))
+        optimizer.found_inf = self._flags.stop  # type: ignore[attr-defined]
+        outcome = Outcome([*results, self._flags.now()[0]], read, self._staging, self._flight.memory)
         self._flight.outcomes.append(outcome)
-        self.guarded = flag, outcome
+        self.guarded = self._flags.stop, outcome
         return outcome
 
     @property
@@ -340,7 +359,7 @@ class Rows:
 
     @property
     def step(self) -> int:
-        """The batch's number in its loop, from 1."""
+        """The step's number in its loop, from 1: with `accumulate` several batches have the same."""
         return self._flight.position
 
     def let_go(self) -> None:
@@ -358,11 +377,6 @@ class Rows:
             raise ValueError(
                 "this batch is over: the loop has come back for the next one, or an evaluation has seen it as finished"
             )
-
-
-def flag_now(flag: Tensor) -> Tensor:
-    """Return the flag's value of this step, float32 [1]: later steps change it while it is on its way to the host."""
-    return flag.clone().view(1)
 
 
 def values_of(

@@ -1,15 +1,14 @@
 """`Runtime`: tables behind features, for anybody's torch model and loop."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import ReferenceType, WeakSet, ref
+from weakref import WeakSet
 
 import torch
 
 from hostdev.cache.cache import EmbeddingCache
-from hostdev.core.errors import UserError
-from hostdev.core.memory import TableShape
+from hostdev.core.launched import require_alone
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.primitive import OpLog
 from hostdev.core.timeline import Timeline
@@ -18,23 +17,24 @@ from hostdev.device.staging import Staging
 from hostdev.parallel.ranks import Ranks
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.pipeline import Pipeline, require_depth
-from hostdev.runtime import room
-from hostdev.runtime.features import GroupSpec, Table, resolve
-from hostdev.runtime.loaders import ForFrameworks, PredictLoader
+from hostdev.runtime import alike
+from hostdev.runtime.features import Table, resolve
+from hostdev.runtime.loaders import ForFrameworks
+from hostdev.runtime.look_up import look_up
 from hostdev.runtime.loop import PredictLoop, TrainLoop
-from hostdev.runtime.read_ahead import ReadAhead
+from hostdev.runtime.open_loops import ForLoops
+from hostdev.runtime.partial import ids_of_some, some_features
+from hostdev.runtime.placement import cache_specs, require_parts, require_place, require_room
+from hostdev.runtime.read_ahead import require_read_ahead
 from hostdev.runtime.requests import IdsOf, Reader
-from hostdev.runtime.spec import CacheSpec
 from hostdev.runtime.table_optimizer import TableOptimizer
 
 if TYPE_CHECKING:
     from hostdev.checkpoint.saving import Saving
     from hostdev.runtime.saving import Keeper
 
-_trained: WeakSet[Any] = WeakSet()  # tables, by loops that are open
 
-
-class Runtime(ForFrameworks):
+class Runtime(ForFrameworks, ForLoops):
     """Looks up the rows of a model's tables for the batches to come, and updates them with their gradients.
 
     ::
@@ -57,7 +57,8 @@ class Runtime(ForFrameworks):
               dict of these by the name of a table, for it and those that are looked up with the same ids. None for none
     depth     how many batches ahead are read and looked up while one is in its step; 0: one stage after the other
     ranks     the processes that have met (`hostdev.parallel`), each with a part of every table; all make their
-              runtimes in the same order. None: this one is alone
+              runtimes in the same order. None: this one is alone; where a launcher has started several, it is to
+              say that this is meant, by `hostdev.alone()`
     dense_exchange  how ranks add up the gradients of `Rows.reduce`: "tree", in an order that does not depend on their
               number, or "all-reduce", as DistributedDataParallel does
     log       where every op's durations go
@@ -67,7 +68,8 @@ class Runtime(ForFrameworks):
     The bits do not depend on device memory or host memory, cache, depth or threads. Tables that the same features look
     up are a group, with one cache. The order of all sums is that of the features, and of the ids within them.
 
-    Raises UserError where there is no such device or not enough memory, TypeError or ValueError for wrong arguments.
+    Raises UserError where there is no such device or not enough memory, and in one of several processes without
+    `ranks`; TypeError or ValueError for wrong arguments.
     """
 
     def __init__(
@@ -84,29 +86,17 @@ class Runtime(ForFrameworks):
         **seams: Any,
     ) -> None:
         self.wanted, self.group_specs = resolve(features)
+        if ranks is None:
+            require_alone("a Runtime", "give each HostTable part=ranks.part() and the Runtime ranks=ranks")
         self.ranks, self.dense_exchange = ranks, dense_exchange
         require_depth(depth)
         if dense_exchange not in EXCHANGES:
             raise ValueError(f"dense_exchange must be one of {', '.join(EXCHANGES)}, not {dense_exchange!r}")
-        _require_parts(self.group_specs, ranks)
+        require_parts(self.group_specs, ranks)
         self.device = backend.require(device)
-        _require_place(self.group_specs, self.device)
-        specs = _cache_specs(cache, self.group_specs)
-        beside = room.kept(
-            [
-                room.GroupSize(
-                    group.tables[0].rows,
-                    [TableShape(table.dim, table.optimizer, table.dtype) for table in group.tables],
-                    _on_host(group),
-                    spec,
-                )
-                for group, spec in zip(self.group_specs, specs, strict=True)
-            ],
-            depth=depth,
-            slots_on_host=not backend.is_accelerator(self.device),
-        )
-        beside.pop("tables", None)
-        room.require(beside, room.free_with_counts(beside))
+        require_place(self.group_specs, self.device)
+        specs = cache_specs(cache, self.group_specs)
+        require_room(self.group_specs, specs, depth, self.device)
         self.staging = Staging(self.device, log, batches=depth + 2)
         groups = []
         for group, spec in zip(self.group_specs, specs, strict=True):
@@ -120,20 +110,24 @@ class Runtime(ForFrameworks):
                     spec.rows, spec.policy, self.device, spec.window, counts=counts, record=spec.record, log=log,
                 )  # fmt: skip
             groups.append(Group(group.tables, made, log))  # type: ignore[arg-type]
-        self.pipeline = Pipeline(groups, self.staging, depth=depth, timeline=timeline, log=log, ranks=ranks, **seams)
-        self.dense_channel = self.other_channels = None
         if ranks is not None:
-            alike = ranks.mesh.data == ranks.size  # all ranks have the same parameters
-            self.dense_channel = ranks.device_channel(self.device, None if alike else "data")
-            self.other_channels = None if alike else (ranks.channel("data"), ranks.channel())
+            ranks.agree("runtime", "hostdev.Runtime(...)", alike.of_runtime(
+                self.wanted, self.group_specs, device=self.device, depth=depth, dense_exchange=dense_exchange,
+                cached=[spec is not None for spec in specs],
+            ))  # fmt: skip
+        self.pipeline = Pipeline(groups, self.staging, depth=depth, timeline=timeline, log=log, ranks=ranks, **seams)
+        self.dense_channel = self.other_channels = self.step_channel = None
+        if ranks is not None:
+            self.step_channel = ranks.channel()
+            same = ranks.mesh.data == ranks.size  # all ranks have the same parameters
+            self.dense_channel = ranks.device_channel(self.device, None if same else "data")
+            self.other_channels = None if same else (ranks.channel("data"), ranks.channel())
         self._loaders = WeakSet()
-        self.predicting = 0  # loops over `predict` that are open
-        self._open: ReferenceType[TrainLoop] | None = None  # the open loop over `train`, which ends when it is dropped
+        self._begin_loops()
         self._frozen: set[str] = set()
         self._optimizer: TableOptimizer | None = None
-        self._read_ahead: ReadAhead | None = None  # of the iterator that a loop has been left with
-        self._late: tuple[type[BaseException], str] | None = None  # an error of a loop that was dropped
         self._saved: Keeper | None = None
+        self._closed = False
         self.saves_with_framework = False  # with its checkpoints
 
     @property
@@ -144,7 +138,8 @@ class Runtime(ForFrameworks):
     @property
     def caches(self) -> list[EmbeddingCache]:
         """The caches of the groups that have one."""
-        return [group.cache for group in self.pipeline.groups if group.cache is not None]
+        groups = [] if self._closed else self.pipeline.groups
+        return [group.cache for group in groups if group.cache is not None]
 
     def exchanged_bytes(self) -> dict[str, int]:
         """Return the bytes sent to other ranks in training: for rows, the least that could have been, for the rest."""
@@ -154,6 +149,7 @@ class Runtime(ForFrameworks):
     @property
     def optimizer(self) -> TableOptimizer:
         """The tables' learning rates as a torch optimizer, for torch's schedulers: a parameter group for each table."""
+        self._require_open()
         if self._optimizer is None:
             self._optimizer = TableOptimizer(self.tables.values(), self._drop_gradients)
         return self._optimizer
@@ -173,13 +169,15 @@ class Runtime(ForFrameworks):
         micro_batches: int | None = None,
         reduce_early: bool = False,
         by_step: bool = False,
+        read_ahead: int | None = None,
+        background: bool = False,
     ) -> TrainLoop:
         """Return an iterator of (batch, rows): each batch with its `Rows`, whose gradients go to the tables.
 
-        batches     a DataLoader or any other iterable. It is read in a thread of its own, ahead of the loop; what it
-                    has given must not be changed
-        ids         returns a batch's ids by feature: integers [B] or [B, k], a `Bag`, or (values, lengths). Called in
-                    that thread. None where the batches are dicts that have them under the features' names
+        batches     a DataLoader or any other iterable. It is read ahead of the loop, in the loop's thread, when the
+                    loop comes back for the next batch. Batches that it has given must not be changed by reading others
+        ids         returns a batch's ids by feature: integers [B] or [B, k], a `Bag`, or (values, lengths). Called as
+                    each batch is read. None where the batches are dicts that have them under the features' names
         send        returns what the loop needs of a batch in place of the batch, in any structure of tuples, lists and
                     dicts: its tensors and arrays are brought to the device on the way. None: the batch, as it is
         accumulate  batches whose gradients add up to one step: their rows are looked up at once, and updated once
@@ -191,6 +189,15 @@ class Runtime(ForFrameworks):
                     change it between the two, and a loop may not be left there
         by_step     with other ranks, give a step's micro-batches at once, as a `Step`: for those who take them in an
                     order of their own, as stages do
+        read_ahead  at most so many batches are read beyond the one that the loop has given out. None: `depth` steps,
+                    and with a cache that looks ahead its window of steps besides; a step has `accumulate` or
+                    `micro_batches` batches. 0: each is read when it is asked for
+        background  read in a thread of its own, for a loader, `ids` and `send` that draw no random numbers from global
+                    generators, write to no memory that they gave before, and use nothing that the loop's body uses
+
+        What reading draws from the global generators of random numbers (torch's, NumPy's, Python's, the device's) comes
+        from streams for each batch, seeded by the generators' states when the loop begins: it is the same at any depth.
+        So is what the body draws. Only the first `next` of a new loader draws from the generators as they are.
 
         A table takes a step with a batch if a gradient has come to its rows by then. When a step is skipped, as there
         was no `backward`, nothing changes. Breaking off, or an error, ends the loop: what has been stepped is in the
@@ -198,12 +205,15 @@ class Runtime(ForFrameworks):
         the next loop over the same iterator gets those batches first. ValueError while another loop over these tables
         is open.
         """
+        self._require_open()
         if accumulate < 1:
             raise ValueError(f"accumulate is a number of batches, not {accumulate}")
+        require_read_ahead(read_ahead, background=background)
         if micro_batches is None and self.ranks is None:
             if reduce_early:
                 raise ValueError("reduce_early is about micro-batches; say how many, with micro_batches=")
-            return TrainLoop(self, batches, Reader(self.wanted, self.group_specs, ids, send, accumulate))
+            reader = Reader(self.wanted, self.group_specs, ids, send, accumulate)
+            return TrainLoop(self, batches, reader, read_ahead=read_ahead, background=background)
         micro_batches = 1 if micro_batches is None else micro_batches
         if micro_batches < 1 or accumulate != 1:
             raise ValueError(
@@ -214,7 +224,10 @@ class Runtime(ForFrameworks):
         if by_step and self.ranks is None:
             raise ValueError("by_step is for stages on several ranks, and this process is alone")
         reader = Reader(self.wanted, self.group_specs, ids, send, micro_batches, whole=True, asks=self._asks)
-        return TrainLoop(self, batches, reader, micro_batches, reduce_early=reduce_early, by_step=by_step)
+        return TrainLoop(
+            self, batches, reader, micro_batches, reduce_early=reduce_early, by_step=by_step, read_ahead=read_ahead,
+            background=background,
+        )  # fmt: skip
 
     @property
     def _asks(self) -> bool:
@@ -223,26 +236,98 @@ class Runtime(ForFrameworks):
 
     def predict(
         self, batches: Iterable[Any], *, ids: IdsOf | None = None, send: Callable[[Any], Any] | None = None,
-        micro_batches: int | None = None,
+        micro_batches: int | None = None, features: Iterable[str] | None = None, read_ahead: int | None = None,
+        background: bool = False,
     ) -> PredictLoop:  # fmt: skip
         """Return an iterator of (batch, rows) as `train` does, with rows that no gradient goes to; nothing changes.
 
         micro_batches  so many batches at once, as a `Step`; None: one after the other
+        features       look up these features only, such as those of an item's tower: ids of others are not needed, and
+                       not looked at; None: all of them
+        read_ahead, background  as of `train`; `depth` steps are read ahead, with a cache, too
 
-        Within a loop over `train` the tables are as after its last optimizer step.
+        Within a loop over `train` the tables are as after its last optimizer step. Where the loader has a length, the
+        loop is over when the body of its last batch is left, or when that batch has been given out and another loop
+        begins. With other ranks all of them call it, and have equally many batches. ValueError for features that the
+        runtime does not have.
         """
+        return self._predict(
+            batches, ids, send, micro_batches, "predict", features=features, read_ahead=read_ahead,
+            background=background,
+        )  # fmt: skip
+
+    def _predict(
+        self, batches: Iterable[Any], ids: IdsOf | None, send: Callable[[Any], Any] | None, micro_batches: int | None,
+        name: str, *, features: Iterable[str] | None, read_ahead: int | None = None, background: bool = False,
+    ) -> PredictLoop:  # fmt: skip
+        self._require_open()
+        require_read_ahead(read_ahead, background=background)
+        chosen = None if features is None else some_features(features, self.wanted)
+        if chosen is not None:
+            if micro_batches is not None:
+                raise ValueError("features and micro_batches do not go together: stages need the rows of all features")
+            ids = ids_of_some(chosen, ids, self.wanted)
         together = 1 if micro_batches is None else micro_batches
         reader = Reader(
             self.wanted, self.group_specs, ids, send, together, whole=micro_batches is not None, asks=self._asks
         )
-        return PredictLoop(self, batches, reader, by_step=micro_batches is not None)
+        return PredictLoop(
+            self, batches, reader, by_step=micro_batches is not None, features=chosen, read_ahead=read_ahead,
+            background=background, name=name,
+        )  # fmt: skip
 
-    def look_up(self, ids: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the rows of one batch of ids, by feature, as `predict` gives them."""
-        with self.predict([ids]) as loop:
-            for _, rows in loop:
-                return dict(rows)
-        raise AssertionError("one batch has one result")
+    def look_up(self, ids: Mapping[str, Any], *, features: Iterable[str] | None = None) -> dict[str, Any]:
+        """Return the rows of one batch of ids, by feature, as `predict` gives them; without a pipeline.
+
+        features  look up these only; None: all of them
+
+        With other ranks all of them call it.
+        """
+        self._require_open()
+        if self.ranks is not None:
+            with self._predict([ids], None, None, None, "look_up", features=features) as loop:
+                return dict(next(loop)[1])
+        chosen = None if features is None else some_features(features, self.wanted)
+        self._catch_up()
+        if self._loop is not None:
+            self.pipeline.write_back()
+        ids_of = None if chosen is None else ids_of_some(chosen, None, self.wanted)
+        request = next(Reader(self.wanted, self.group_specs, ids_of, None).requests(iter([ids])))
+        with torch.inference_mode(False), torch.no_grad():
+            found = look_up(request, self.wanted, self.group_specs, self.device)
+        return found if chosen is None else {name: found[name] for name in chosen}
+
+    def close(self) -> None:
+        """Release the tables: end the loops that are open, and wait for checkpoints that are being written.
+
+        What has been stepped is in the tables, as when a loop is left. Again it does nothing; all else raises
+        ValueError from now on. A `with` statement over the runtime calls it at its end.
+        """
+        if self._closed:
+            return
+        for loop in [self._loop, *self._predict_loops]:
+            if loop is not None:
+                loop.close()
+        if self._saved is not None:
+            self._saved.close()
+        self._closed = True
+        self.wanted, self.group_specs = [], []
+        del self.pipeline, self.staging
+        self._pending = self._saved = self._optimizer = None
+        self._read_ahead = {}
+        self.raise_late()
+
+    def __enter__(self) -> "Runtime":
+        """Close it at the end of a `with` statement."""
+        self._require_open()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ValueError("this runtime is closed; make another one over its tables")
 
     def freeze(self, *tables: str) -> None:
         """From the next batch on no gradient goes to these tables, by name, or to all; their rows do not change."""
@@ -257,18 +342,16 @@ class Runtime(ForFrameworks):
         return table.name in self._frozen
 
     def _named(self, tables: tuple[str, ...]) -> set[str]:
+        self._require_open()
         known = self.tables
         for name in tables:
             if name not in known:
                 raise ValueError(f"no table {name!r}; there are {', '.join(known)}")
         return set(tables or known)
 
-    @property
-    def _loop(self) -> TrainLoop | None:
-        return self._open() if self._open is not None else None
-
     def write_back(self) -> None:
         """Bring the host tables up to date with all steps so far and with the caches, also in the middle of a loop."""
+        self._require_open()
         self.raise_late()
         if (loop := self._loop) is not None:
             loop.submit()
@@ -293,6 +376,7 @@ class Runtime(ForFrameworks):
         """
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep is a number of checkpoints, 1 or more, not {keep!r}")
+        self._begin_call("save")
         self.write_back()
         return self._keeper.save(Path(path), extra, keep, wait=wait)
 
@@ -305,11 +389,20 @@ class Runtime(ForFrameworks):
         loaded. Raises UserError for a checkpoint of other tables or of another program, and where there is none that is
         whole; ValueError while a loop is open.
         """
+        self._require_open()
+        self._close_abandoned()
         if self._loop is not None or self.predicting:
             raise ValueError("a loop over these tables is open; end it, or call its close(), before loading")
         self.raise_late()
+        self._begin_call("load")
         self.pipeline.write_back()
+        self._pending = None
         return self._keeper.load(Path(path))
+
+    def _begin_call(self, name: str) -> None:
+        """Begin something that all ranks do together."""
+        if self.ranks is not None:
+            self.ranks.agree(name, f"runtime.{name}()")
 
     @property
     def is_saved(self) -> bool:
@@ -323,69 +416,6 @@ class Runtime(ForFrameworks):
 
             self._saved = Keeper(self)
         return self._saved
-
-    def _drop_gradients(self) -> None:
-        if (loop := self._loop) is not None:
-            loop.drop_gradients()
-
-    def read_ahead_of(self, source: Iterator[Any]) -> ReadAhead:
-        """Return an iterator's batches, with those first that a loop has read and not come to."""
-        if self._read_ahead is None or self._read_ahead.source is not source:
-            self._read_ahead = ReadAhead(source)
-        return self._read_ahead
-
-    def read_out(self, ahead: ReadAhead) -> None:
-        """Note that an iterator has come to its end."""
-        if self._read_ahead is ahead:
-            self._read_ahead = None
-
-    def failed_late(self, error: BaseException) -> None:
-        """Keep an error of a loop that nobody holds: nobody has caught it."""
-        self._late = type(error), str(error)
-
-    def raise_late(self) -> None:
-        """Raise what a loop that was left has failed with at its end, if it has."""
-        if self._late is not None:
-            (kind, text), self._late = self._late, None
-            raise (kind(text) if issubclass(kind, UserError) else RuntimeError(f"{kind.__name__}: {text}"))
-
-    def begin_training(self, loop: TrainLoop) -> None:
-        """Note that a loop over `train` opens; ValueError while another one over these tables is open."""
-        self.raise_late()
-        if self._loop is not None:
-            raise ValueError("a loop over `train` is open; end it, or call its close(), before the next one")
-        self._require_own()
-        self.close_loaders(PredictLoader)
-        if self.predicting:
-            raise ValueError("a loop over `predict` is open; end it, or call its close(), before training")
-        self._open = ref(loop)
-        _trained.update(self.tables.values())
-
-    def _require_own(self) -> None:
-        """ValueError while a loop of another runtime trains one of the tables."""
-        busy = [table.name for table in self.tables.values() if table in _trained]
-        if busy and self._loop is None:
-            raise ValueError(
-                f"table {busy[0]!r} is being trained by a loop of another runtime; end it, or call its close(), first"
-            )
-
-    def end_training(self) -> None:
-        """Note that it has closed."""
-        self._open = None
-        for table in self.tables.values():
-            _trained.discard(table)
-
-    def begin_prediction(self) -> None:
-        """Note that a loop over `predict` opens; ValueError while one of another runtime trains these tables."""
-        self.raise_late()
-        self._require_own()
-        if (loop := self._loop) is not None:
-            loop.submit()
-        self.predicting += 1
-
-    def end_prediction(self) -> None:
-        """Note that it has closed."""
-        self.predicting -= 1
 
     def learning_rates(self) -> list[float]:
         """Return the tables' learning rates, after they have been given those that a scheduler has set."""
@@ -401,53 +431,3 @@ class Runtime(ForFrameworks):
             if table.optimizer.lr != rate:
                 table.optimizer.lr = rate
         return before
-
-
-def _require_place(groups: list[GroupSpec], device: torch.device) -> None:
-    for group in groups:
-        for table in group.tables:
-            if table.primitive_target == "DEVICE" and table.block.device != device:
-                raise ValueError(f"table {table.name!r} is on {table.block.device}, and the rows go to {device}")
-
-
-def _cache_specs(cache: Any, groups: list[GroupSpec]) -> list[CacheSpec | None]:
-    """Return each group's cache."""
-    if cache is None:
-        return [None] * len(groups)
-    if not isinstance(cache, Mapping):
-        spec = cache if isinstance(cache, CacheSpec) else CacheSpec(cache)
-        if not any(_on_host(group) for group in groups):
-            raise UserError("a cache has no effect where all tables are on the device; leave it out")
-        return [spec if _on_host(group) else None for group in groups]
-    specs: list[CacheSpec | None] = [None] * len(groups)
-    for name, value in cache.items():
-        found = [i for i, group in enumerate(groups) if name in [table.name for table in group.tables]]
-        if not found:
-            known = [table.name for group in groups for table in group.tables]
-            raise ValueError(f"a cache for table {name!r}, but there are {', '.join(known)}")
-        if not _on_host(groups[found[0]]):
-            raise UserError(f"a cache for table {name!r}, which is on the device, has no effect; leave it out")
-        if specs[found[0]] is not None:
-            raise ValueError(
-                f"table {name!r} shares its ids, and so its cache, with another one that has a cache given"
-            )
-        if value is not None:
-            specs[found[0]] = value if isinstance(value, CacheSpec) else CacheSpec(value)
-    return specs
-
-
-def _on_host(group: GroupSpec) -> bool:
-    return group.tables[0].primitive_target == "CPU"
-
-
-def _require_parts(groups: list[GroupSpec], ranks: Ranks | None) -> None:
-    """ValueError unless every table is this rank's part, or all of it where there are no others."""
-    wanted = None if ranks is None else ranks.part()
-    for table in (table for group in groups for table in group.tables):
-        part = getattr(table, "part", None)
-        if part != wanted:
-            raise ValueError(
-                f"table {table.name!r} holds {'all rows' if part is None else f'part {part[0]} of {part[1]}'}, but "
-                + ("there are no other ranks" if wanted is None else f"this is rank {wanted[0]} of {wanted[1]}")
-                + "; make it with part=ranks.part(), and give the Runtime these ranks"
-            )

@@ -14,6 +14,7 @@ from hostdev.checkpoint.loading import load_tables, newest_whole, require_tables
 from hostdev.checkpoint.saving import Content, Saving
 from hostdev.checkpoint.tree import to_tree
 from hostdev.core.errors import UserError
+from hostdev.runtime.random_streams import Place
 
 _begun: set[Saving] = set()  # of which nobody has heard yet how they have ended
 
@@ -51,8 +52,9 @@ def _require_extra(chain: Chain) -> None:
     """Raise UserError unless a checkpoint is one of `Runtime.save`; of its files none is read."""
     state = chain[-1].manifest.state
     if not isinstance(state, dict) or "extra" not in state:
-        raise UserError(f"{chain[-1].path} was saved by python -m hostdev.train, not by Runtime.save; go on with its "
-                        "--resume, or take what is in it with python -m hostdev.checkpoint export")  # fmt: skip
+        raise UserError(f"{chain[-1].path} was saved by python -m hostdev.train, not by Runtime.save; use its "
+                        "--resume, hostdev.open for its tables, hostdev.Predictor for probabilities, or python -m "
+                        "hostdev.checkpoint export")  # fmt: skip
 
 
 class Keeper:
@@ -66,7 +68,9 @@ class Keeper:
     def save(self, path: Path, extra: Any, keep: int, *, wait: bool) -> Saving:
         """See `Runtime.save`."""
         tensors: dict[str, Tensor] = {}
-        state = to_tree({"extra": extra}, tensors)
+        place = self._runtime.place
+        reading = {} if place is None else {"reading": place.to_state()}
+        state = to_tree({"extra": extra, **reading}, tensors)
         self._join()  # a table has one snapshot at a time
         to = self._at(path)
         to.keep = keep
@@ -101,7 +105,13 @@ class Keeper:
         to = self._at(chain[-1].path.parent)
         to.start_from(chain, tables.values())
         self._runtime.pipeline.steps = chain[-1].manifest.step
-        return values_of(chain)["extra"]
+        values = values_of(chain)
+        self._runtime.go_on_at(Place.from_state(values["reading"]) if "reading" in values else None)
+        return values["extra"]
+
+    def close(self) -> None:
+        """Wait for what is being written; a failure that nobody has waited for is a warning."""
+        self._join()
 
     def _at(self, path: Path) -> Checkpoints:
         """Return the checkpoints in a folder, which stay there if the program goes to work in another one."""

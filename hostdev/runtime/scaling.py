@@ -4,11 +4,12 @@ A scaler multiplies the loss and divides the gradients of the parameters that it
 parameters that it is given. Rows of a table are in neither. So while a loop is open these calls are looked at, in the
 thread of the loop: `GradScaler.scale` (with what was the loss multiplied?), `unscale_` and the check of fused
 optimizers (the rows' gradients are divided, too, and those that are not finite make the scaler skip the step), the
-inner function of `clip_grad_norm_` (were the rows left out?) and every optimizer's step (was there one?). A scaler
-with methods of its own is not seen.
+functions of torch.nn.utils that clip (were the rows left out?), `backward` (is the loss finite?) and every optimizer's
+step (was there one?). A scaler with methods of its own is not seen.
 """
 
 import functools
+import sys
 import threading
 import warnings
 from collections import deque
@@ -20,11 +21,17 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
+
+from hostdev.runtime.waiting import note_step
 
 _MOST_SCALES = 64  # remembered of a scaler; only those of the current batch are of interest
 _MARK = "_seen_by_hostdev"
+_GROUPING = "_group_tensors_by_device_and_dtype"
+_CLIPS = {"clip_grad_norm_": "max_norm", "_clip_grads_with_norm_": "max_norm, total_norm", "clip_grad_value_": "value"}
+_seen_through: dict[str, tuple[Any, Any, Any]] = {}  # by name a module, its own function, and what is there meanwhile
+_steps: list[Any] = []  # handles of the hook before steps, while a loop is open
 
 
 class Watcher(Protocol):
@@ -44,11 +51,20 @@ class Watcher(Protocol):
     def overflowed(self, found: Tensor) -> None:
         """Take note of whether gradients of an optimizer's parameters or of rows are not finite, float32 []."""
 
+    def gradients_version(self) -> int | None:
+        """Return a number that changes when gradients of rows come, 0 where there are none; None: no batch is open."""
+
+    def backward(self, losses: list[Tensor], version: int | None) -> None:
+        """`backward` of these losses, [], is over; the version of the rows' gradients was this one before."""
+
+    def before_step(self) -> None:
+        """An optimizer is about to take a step."""
+
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has taken a step."""
 
-    def leaves_out_rows(self, parameters: list[Tensor]) -> bool:
-        """Tell whether the batch has gradients of rows, and none of these is among the parameters."""
+    def clips_rows(self, gradients: list[Tensor]) -> bool | None:
+        """Tell whether gradients of the batch's rows are among these; None where it has none."""
 
 
 class Origin:
@@ -123,12 +139,53 @@ def watch(loop: Watcher) -> None:
     """Let a loop see these calls from now on, until it is gone or `forget` is called."""
     with _installed:
         _install()
-    _watchers.add(loop)
+        _watchers.add(loop)
+        _see(clip_grad, _GROUPING, _group_and_look, "a clip which leaves out the rows")
+        _see(torch.autograd, "backward", _backward_and_look, "a loss that is not finite")
+        if not _steps:
+            _steps.append(register_optimizer_step_pre_hook(_before_step))
 
 
 def forget(loop: Watcher) -> None:
     """End what `watch` began."""
-    _watchers.discard(loop)
+    with _installed:
+        _watchers.discard(loop)
+        if _watchers:
+            return
+        for name, (owner, original, look) in _seen_through.items():
+            if getattr(owner, name, None) is look:  # else somebody has put another one around it
+                setattr(owner, name, original)
+        while _steps:
+            _steps.pop().remove()
+
+
+def _see(owner: Any, name: str, look: Callable[..., Any], what: str) -> None:
+    """Put a function around one of torch's, while a loop is open."""
+    if (now := getattr(owner, name, None)) is None:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no {owner.__name__}.{name}, so that {what} would not be seen; use a "
+            "version of torch that hostdev supports"
+        )
+    if now is not look:
+        _seen_through[name] = owner, now, look
+        setattr(owner, name, look)
+
+
+def _backward_and_look(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+    """Look at the losses whose gradients come to rows: these may be finite where a loss is not."""
+    loops = [(loop, loop.gradients_version()) for loop in _mine()]
+    _seen_through["backward"][1](tensors, grad_tensors, *args, **kwargs)
+    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if grad_tensors is None and kwargs.get("grad_variables") is None:
+        losses = [tensor.detach() for tensor in given if tensor.numel() == 1 and tensor.is_floating_point()]
+        for loop, version in loops:
+            loop.backward([loss.view(()) for loss in losses], version)
+
+
+def _group_and_look(gradients: Any, *args: Any, **kwargs: Any) -> Any:
+    if (name := sys._getframe(1).f_code.co_name) in _CLIPS:
+        _look_at_clip(name, gradients[0])
+    return _seen_through[_GROUPING][1](gradients, *args, **kwargs)
 
 
 def _mine() -> list[Watcher]:
@@ -145,8 +202,6 @@ def _install() -> None:
     if hasattr(GradScaler, "_check_inf_per_device"):  # of optimizers that unscale on their own
         original = GradScaler._check_inf_per_device
         GradScaler._check_inf_per_device = _around(original, _after_unscale)  # type: ignore[method-assign]
-    if hasattr(clip_grad, "_clip_grads_with_norm_"):
-        clip_grad._clip_grads_with_norm_ = _around(clip_grad._clip_grads_with_norm_, _after_clip)
     register_optimizer_step_post_hook(_after_step)
 
 
@@ -188,17 +243,31 @@ def _after_unscale(_result: Any, scaler: GradScaler, optimizer: torch.optim.Opti
             loop.overflowed(wrong)
 
 
-def _after_clip(_result: Any, parameters: Any, *_: Any, **__: Any) -> None:
-    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if any(loop.leaves_out_rows(given) for loop in _mine()):
-        warnings.warn(
-            "clip_grad_norm_ was not given the rows of the batch, whose gradients stay as they are: "
-            "clip_grad_norm_([*model.parameters(), *rows.parameters()], max_norm)",
-            stacklevel=5,  # over the function that torch puts around clip_grad_norm_
-        )
+def _look_at_clip(name: str, gradients: list[Tensor]) -> None:
+    """Warn where a clip leaves out the rows; of several models' loops in a thread the one of the model has them."""
+    clipped = [loop.clips_rows(gradients) for loop in _mine()]
+    if any(clipped) or False not in clipped:
+        return
+    frame, depth = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename in (__file__, clip_grad.__file__):
+        frame, depth = frame.f_back, depth + 1
+        if frame.f_code.co_name == "clip_grad_norm_" and frame.f_code.co_filename == clip_grad.__file__:
+            name = "clip_grad_norm_"
+    said = name.removeprefix("_")
+    warnings.warn(
+        f"{said} was not given the rows of the batch, whose gradients stay as they are: "
+        f"{said}([*model.parameters(), *rows.parameters()], {_CLIPS[name]})",
+        stacklevel=depth,
+    )
+
+
+def _before_step(*_: Any, **__: Any) -> None:
+    for loop in _mine():
+        loop.before_step()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
+    note_step(optimizer)
     for loop in _mine():
         loop.stepped(optimizer)
 

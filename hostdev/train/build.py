@@ -82,7 +82,8 @@ def require_layout(settings: TrainConfig, data: Path) -> None:
         if settings.stage_cut is not None:
             cut(pieces_of(model), settings.stage_cut.split(","))
         return
-    settle(model, layout_of(settings), mesh, partial(inputs_like, model, sample, None))
+    is_searched = settings.parallel == "auto"
+    settle(model, layout_of(settings), mesh, partial(inputs_like, model, sample, None), searched=is_searched)
 
 
 def vector_tables(model: Model) -> dict[str, TableSpec]:

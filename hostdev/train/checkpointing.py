@@ -121,7 +121,8 @@ def _start_of(settings: TrainConfig, data: Manifest, chain: Chain) -> Start:
     """Return a run's start from a checkpoint; UserError for one of another model or other data."""
     values = values_of(chain)
     if not isinstance(values, dict) or "more" not in values:
-        raise UserError(f"{chain[-1].path} was saved by a program of its own, not by python -m hostdev.train")
+        raise UserError(f"{chain[-1].path} was written by Runtime.save, which does not record the model; use "
+                        "Runtime.load in the program that saved it")  # fmt: skip
     start = Start(chain, values["more"])
     _require_same(settings, data, start)
     return start
@@ -177,7 +178,8 @@ def _require_same(settings: TrainConfig, data: Manifest, start: Start) -> None:
         )
     if start.more["data"] != data.identity:
         raise UserError(
-            f"{start.path} was trained on another data set than {settings.data}; its rows, or their order, differ"
+            f"{start.path} was trained on another data set than {settings.data}; its rows, or their order, differ; to "
+            f"begin a new run with its tables and layers, give --start-from {start.path} in place of --resume"
         )
 
 
@@ -319,6 +321,13 @@ class Saver:
             self._fail(in_words(error))
         self._stalled += time.monotonic() - start
 
+    def keep_best(self, step: int) -> None:
+        """Have a checkpoint of after this step, the best one so far, and keep it beside the newest ones."""
+        self._look()
+        self.to.best_steps.insert(0, step)
+        if self._step != step or self._failing is not None:
+            self.save(step)
+
     def save_last(self, step: int, state_sha256: str | None = None) -> None:
         """Save a run's last checkpoint, but not the one again that the run went on from."""
         loaded = self._loaded
@@ -373,5 +382,6 @@ class Saver:
             "saved": self._count,
             "failed": self._failed,
             "last_step": self.saved_step,
+            **({"best_step": self.to.best_steps[0]} if self.to.best_steps else {}),
             "stall_us": round((self._stalled + self.to.copying_seconds) * 1e6),
         }

@@ -18,7 +18,7 @@ from hostdev.core.errors import UserError
 from hostdev.data import lookalike, manifest
 from hostdev.device import backend
 from hostdev.kernels.numa import in_words
-from hostdev.train import checkpointing, report
+from hostdev.train import checkpointing, report, starting
 from hostdev.train.auto_cache import decided
 from hostdev.train.build import require_layout
 from hostdev.train.config import TrainConfig
@@ -59,6 +59,8 @@ def _train(settings: TrainConfig, company: Company | None) -> dict[str, Any]:
         if company is not None and not company.ranks.rank:
             company.ranks.control.barrier()
         print(f"no --data: a look-alike of {lookalike.ROWS:,} rows, {'made in' if made else 'from'} {data}")
+        if company is not None:  # of data that is given this has been compared before
+            company.ranks.agree("data", "the look-alike", {"the data set": manifest.read(data).identity})
     settings = settings.resolved()
     found = manifest.read(data)
     if company is not None and settings.parallel == "auto":
@@ -81,7 +83,13 @@ def _train(settings: TrainConfig, company: Company | None) -> dict[str, Any]:
             else:
                 start, line = checkpointing.find_together(settings, found, company.ranks)
             print(line, flush=True)
-        run = Run(settings, data, found, start, company)
+        origin = None
+        if settings.start_from is not None and start is None:
+            if company is None:
+                origin = starting.find(settings, data, found)
+            else:
+                origin = starting.find_together(settings, data, found, company.ranks)
+        run = Run(settings, data, found, start, company, origin)
         if company is not None:
             company.on_fault = partial(run.abandon, "failed")
         config = {**settings.as_json(), "data": str(data), "versions": _versions(), "preprocess": found.options}

@@ -196,6 +196,11 @@ class TrainConfig:
         nargs="?",
         const="",
     )
+    start_from: Path | None = _flag(
+        "begin a new run with the tables and layers of a checkpoint: of earlier data, whose ids the data has kept",
+        kind=Path,
+        metavar="CHECKPOINT",
+    )
     trace: Path | None = _flag(
         "a new file for the timeline of all stages, as Chrome-trace JSON (open it in Perfetto)",
         kind=Path,
@@ -264,6 +269,8 @@ class TrainConfig:
                         f"{_option(name)} has no effect without --checkpoint-every or --checkpoint-minutes; leave it "
                         "out"
                     )
+        if self.resume and self.start_from is not None:
+            raise UserError(f"--start-from has no effect with --resume {self.resume}; leave one of them out")
         if self.resume == "" and self.run_dir is None and self.checkpoint_dir is None:
             raise UserError(
                 "--resume looks for checkpoints in --checkpoint-dir, or in the --run-dir; give one of them, or the "

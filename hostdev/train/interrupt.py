@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM during training: the step in progress ends, or a deadline passes, and the logs are complete."""
+"""Ctrl-C, SIGTERM and SIGHUP in training: the step in progress ends, or a deadline passes, and logs are complete."""
 
 import os
 import signal
@@ -8,19 +8,21 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 
 from hostdev.core.errors import tell_at_once
+from hostdev.core.streams import silence, terminals
 
 DEADLINE_SECONDS = 1.2
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(KeyboardInterrupt):
     """Raised when work has ended after a signal; `exit_code` is the shell's: 130 after Ctrl-C, 143 after SIGTERM.
 
-    saved  nothing was lost, and SIGTERM is no failure: 0
+    saved  nothing was lost, and SIGTERM, or SIGHUP of a lost terminal, is no failure: 0
     """
 
     def __init__(self, number: signal.Signals, message: str, *, saved: bool = False) -> None:
         super().__init__(message)
-        self.exit_code = 0 if saved and number == signal.SIGTERM else 128 + number
+        self.exit_code = 0 if saved and number in (signal.SIGTERM, signal.SIGHUP) else 128 + number
 
 
 class GracefulStop:
@@ -49,8 +51,10 @@ class GracefulStop:
             return self
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._handle)
+        self._terminals = terminals()
+        for number in _ENDING:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                self._previous[number] = signal.signal(number, self._handle)
         self._previous_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         self._watcher = threading.Thread(target=self._watch, name="hostdev-interrupt", daemon=True)
         self._watcher.start()
@@ -70,11 +74,13 @@ class GracefulStop:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = signal.Signals(number)
+        if number == signal.SIGHUP:
+            silence(self._terminals)  # to write there would be an error
 
     def _next_signal(self) -> bytes:
         """Wait for a signal that asks for the end, and return its number; nothing when the context is left."""
         number = self._read.recv(1)
-        while number and number[0] not in (signal.SIGINT, signal.SIGTERM):  # somebody else's
+        while number and number[0] not in self._previous:  # somebody else's
             number = self._read.recv(1)
         return number
 

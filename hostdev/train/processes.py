@@ -13,8 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from hostdev.core.errors import UserError, tell_at_once
+from hostdev.cache.options import AUTO
+from hostdev.core.errors import UserError, in_words, tell_at_once
 from hostdev.core.memory import share_memory
+from hostdev.data import manifest
+from hostdev.models import registry
+from hostdev.parallel.alike import shown
 from hostdev.parallel.join import share_host, together
 from hostdev.parallel.mesh import Mesh, mesh_of
 from hostdev.parallel.place import Place, find
@@ -27,6 +31,8 @@ from hostdev.train.layouts import meshed
 from hostdev.train.rundir import EVAL_LOG, LOSS_LOG, OPS_LOG, RunDir
 
 OUTPUT = "output.log"
+_OWN = ("data", "run_dir", "checkpoint_dir", "trace", "host_threads", "ops_log", "dist_timeout", "dist_url",
+        "dist_backend", "batch_per_rank", "cache_policy", "cache_window", "device")  # fmt: skip
 _BOOKS_SECONDS = 5.0  # for the logs of a rank that is ended
 
 
@@ -85,6 +91,7 @@ class Company:
             meeting=min(settings.dist_timeout or MEETING, MEETING),
             backend=settings.dist_backend,
             mesh=mesh_of(settings.mesh) if settings.mesh is not None else None,
+            values=alike(settings, place.ranks),
         )
         self._answer = self.ranks.watch.answer
         if place.rank:
@@ -124,6 +131,32 @@ class Company:
             with contextlib.suppress(OSError):  # there already, or no links here
                 (mine / name).symlink_to(f"../{name}")
         return root
+
+
+def alike(settings: TrainConfig, ranks: int) -> dict[str, Any]:
+    """Return what all ranks must have alike: the data set, and the options by their names.
+
+    Options that concern one process alone may differ, and so may folders, of which each host may have its own.
+    """
+    mesh = mesh_of(settings.mesh) if settings.mesh is not None else Mesh(data=ranks)
+    given = resolved(settings, mesh.data).resolved()
+    found: dict[str, Any] = {"the data set": None if settings.data is None else _identity(settings.data)}
+    found |= {f"--{name.replace('_', '-')}": value for name, value in given.as_json().items() if name not in _OWN}
+    with contextlib.suppress(UserError):  # said again when all have met
+        found["--emb-dim"] = given.emb_dim or registry.default_dim(given.model)
+    found["--pipeline-depth"] = shown(given.pipeline_depth > 0, str(given.pipeline_depth))
+    rows = given.cache_rows
+    found["--cache-rows"] = shown("some" if rows not in (None, "0", AUTO) else rows, str(rows))
+    found["--resume"] = shown(given.resume is not None, "not given" if given.resume is None else "given")
+    return found
+
+
+def _identity(data: Path) -> list[Any]:
+    try:
+        identity = manifest.read(data).identity
+    except (UserError, OSError) as error:  # said again when all have met
+        return shown(None, in_words(error))
+    return shown(identity, f"{data}, with checksum {identity[:12]},")
 
 
 def run_dir(settings: TrainConfig, company: Company | None) -> RunDir:

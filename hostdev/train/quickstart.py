@@ -62,7 +62,11 @@ def main(argv: Sequence[str]) -> None:
         text = arguments.datasets / f"lookalike-{ROWS}-{options.seed}.tsv"
         if not text.exists():
             _announce("hostdev.data.preprocess", "synthetic", "--rows", ROWS, "--tsv", text, "--seed", options.seed)
-            write_text(Synthetic(ROWS, options.seed), text)
+            try:
+                write_text(Synthetic(ROWS, options.seed), text, wait=True)
+            except UserError:  # another process may have made it meanwhile
+                if not text.exists():
+                    raise
     data = prepare(text, arguments.datasets, options)
 
     rows = manifest.read(data).rows("train")
@@ -90,7 +94,12 @@ def prepare(text: Path, datasets: Path, options: Options) -> Path:
     _announce("hostdev.data.preprocess", "criteo", text, "--out", out,
               *(part for name, value in flags.items() for part in ("--" + name.replace("_", "-"), value)))  # fmt: skip
     start = time.monotonic()
-    print(summary(build(source, out, options), out, time.monotonic() - start))
+    try:
+        print(summary(build(source, out, options), out, time.monotonic() - start))
+    except UserError:
+        if not (out / manifest.FILE_NAME).is_file():
+            raise
+        print(f"using {out}, which another process has made from {text} meanwhile")
     return out
 
 

@@ -37,7 +37,8 @@ def start_lines(
     inexact = f"NOT EXACT: --staleness {config['staleness']} lets lookups miss updates; runs differ"
     return "\n".join([
         *([inexact] if config["staleness"] else []),
-        f"data     {data}: {rows['train']:,} training and {rows['test']:,} test rows",
+        f"data     {data}: {rows['train']:,} training and {rows['test']:,} test rows"
+        + "; nothing is evaluated" * (not rows["test"]),
         f"tables   {tables_line(tables.values(), on_host=config['host_device_mix'])} of {place}",
         *map(_cache_line, caches),
         *([f"memory   {memory}"] if memory else []),

@@ -28,7 +28,7 @@ from hostdev.device import backend
 from hostdev.device.clock import EventClock, clock_for
 from hostdev.kernels.pool import host_threads, set_host_threads
 from hostdev.parallel.ranks import STOP, Ranks
-from hostdev.train import checkpointing, curve, report, summary
+from hostdev.train import checkpointing, curve, report, starting, summary
 from hostdev.train.build import cache_of, layout_of, model_of, most_uses, seed_torch, warm_up_for
 from hostdev.train.checkpointing import CheckpointError, Progress, Saver
 from hostdev.train.config import TrainConfig
@@ -48,7 +48,7 @@ class Run:
 
     def __init__(
         self, settings: TrainConfig, data: Path, found: manifest.Manifest, start: checkpointing.Start | None = None,
-        company: Company | None = None,
+        company: Company | None = None, origin: starting.Origin | None = None,
     ) -> None:  # fmt: skip
         self.ranks = company.ranks if company is not None else None
         self._part = (0, 1) if self.ranks is None else self.ranks.share()
@@ -60,6 +60,8 @@ class Run:
         self.test_rows = ShardReader(data, found, "test")
         self.train_rows.require(self.batch_size)
         self.sample = TrainingSample(data, found, self.test_rows.rows, settings.seed)
+        if settings.early_stop is not None and not self.test_rows.rows:
+            raise UserError(f"--early-stop {settings.early_stop} needs test rows, and {data} has none; leave it out")
         self.device = backend.select(settings.device)
         backend.set_tf32(self.device, settings.tf32)
         if settings.host_threads is not None:
@@ -115,6 +117,8 @@ class Run:
                 start = checkpointing.begin(settings, found, start, self._go_on)
             elif start is not None:  # the first has checked all of it
                 self._go_on(start)
+            if origin is not None and start is None:
+                print("\n".join(starting.load(origin, self.trainer)), flush=True)
             self._from = start.path if start is not None else None
             self.saver: Saver | None = None
             if settings.saves:
@@ -122,6 +126,8 @@ class Run:
                 path = checkpointing.folder_of(settings, company.root if company is not None else self.files.path)
                 self.saver = Saver(settings, path, self.trainer.runtime.write_back, self._save, self.ranks)
                 self.saver.start(start.chain if start is not None else None, self.trainer.tables.values())
+                if settings.early_stop is not None and self.quality.best is not None:
+                    self.saver.to.best_steps.append(self.quality.best.step)
         except BaseException:
             self.discard()
             raise
@@ -202,15 +208,20 @@ class Run:
             with self.timeline.span("epoch", epoch):
                 self._train_epoch(epoch, within, stop)
             within = 0
-            if not self._is_stopped(stop) and all(point.step < self.steps for point in self.quality.points):
+            evaluated = not self.test_rows.rows or any(point.step >= self.steps for point in self.quality.points)
+            if not evaluated and not self._is_stopped(stop):
                 with self.timeline.span("evaluation", epoch):
                     self._evaluate(epoch, stop)
+                self._keep_best()
             if self._is_stopped(stop):
                 return "interrupted"
             if self.steps == self.total_steps:
                 return "finished"
             if self.quality.is_enough:
                 print(report.early_stop_line(self.quality, self.settings.early_stop), flush=True)
+                if self.saver is not None and self.quality.best is not None:
+                    print(f"the checkpoint of step {self.quality.best.step:,}, the best, is kept beside the newest; "
+                          "predictions take it unless told --which newest", flush=True)  # fmt: skip
                 return "stopped early"
         raise AssertionError
 
@@ -300,6 +311,14 @@ class Run:
         self.quality.add(Point(epoch, self.steps, test, training))
         self.files.write_evaluation(self.quality.points[-1])
         print(report.evaluation_line(self.quality.points[-1]), flush=True)
+
+    def _keep_best(self) -> None:
+        """With --early-stop, keep a checkpoint of now if the evaluation is the best so far."""
+        if self.saver is None or self.settings.early_stop is None or self.quality.best is None:
+            return
+        if self.quality.best is self.quality.points[-1] and self.quality.best.step == self.steps:
+            with self.timeline.span("checkpoint", self.steps):
+                self.saver.keep_best(self.steps)
 
     def finish(self, status: str, digest: str | None = None) -> dict[str, Any]:
         """Complete the logs and summary.json, and return its content."""

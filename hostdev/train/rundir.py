@@ -7,15 +7,17 @@ import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hostdev.checkpoint.folder import FOLDER, names_in
+from hostdev.core import locks
 from hostdev.core.errors import UserError, naming
 from hostdev.core.rotation import RotatedFile
 from hostdev.train.quality import Point
 
 LOSS_LOG, EVAL_LOG, OPS_LOG = "loss.log", "eval.log", "ops.log"
 CONFIG, SUMMARY, CURVE = "config.json", "summary.json", "curve.png"
+_RUN = (LOSS_LOG, CONFIG, SUMMARY)  # by which a folder is a run's
 _NAMES = (LOSS_LOG, EVAL_LOG, OPS_LOG, CONFIG, SUMMARY, CURVE)
 
 
@@ -29,17 +31,19 @@ class RunDir:
     """
 
     def __init__(self, path: Path | None, *, again: bool = False, ops_log: int = 1 << 30) -> None:
+        self._lock: IO[str] | None = None
         try:
             if path is None:
                 self.path, self._made = _new_folder(Path("runs"), time.strftime("%Y%m%d-%H%M%S")), True
             else:
                 self.path, self._made = path, not path.exists()
-            for name in (LOSS_LOG, CONFIG, SUMMARY):
-                if (self.path / name).exists() and not again:
-                    more = ", or go on with it: --resume" if names_in(self.path / FOLDER) else ""
-                    raise UserError(f"{self.path} holds a run already ({name}); choose another --run-dir{more}")
-            self._there = [name for name in _NAMES if (self.path / name).exists()]
+            if not again:
+                self._require_none(_RUN)
             self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self.path)
+            self._there = [name for name in _NAMES if self._is_there(name)]
+            if not again:  # another process may have had it meanwhile
+                self._require_none(name for name in _RUN if name in self._there)
             self.loss = (self.path / LOSS_LOG).open("a", buffering=1)
             self.eval = (self.path / EVAL_LOG).open("a", buffering=1)
             self.ops = RotatedFile(self.path / OPS_LOG, ops_log) if ops_log else None
@@ -52,7 +56,22 @@ class RunDir:
                 )
                 raise UserError(f"{where} that can be written") from None
             raise UserError(f"--run-dir {path}: {error.strerror}; choose a folder that can be written") from None
+        except UserError:
+            self._release()
+            raise
         self.curve = self.path / CURVE
+
+    def _require_none(self, names: Iterable[str]) -> None:
+        """Raise UserError where one of these files is there, as a run is."""
+        for name in names:
+            if (self.path / name).exists():
+                more = ", or go on with it: --resume" if names_in(self.path / FOLDER) else ""
+                raise UserError(f"{self.path} holds a run already ({name}); choose another --run-dir{more}")
+
+    def _is_there(self, name: str) -> bool:
+        """Tell whether a file is of a run before; the lock has made an empty loss.log."""
+        path = self.path / name
+        return path.exists() and (name != LOSS_LOG or path.stat().st_size > 0 or (self.path / CONFIG).exists())
 
     def restart(self, losses: Iterable[tuple[int, int, float, float]], points: Iterable[Point]) -> None:
         """Let the logs hold what they held when a run was at a step: losses as of `write_losses`, and evaluations."""
@@ -90,22 +109,34 @@ class RunDir:
 
         What was there before stays: it is another run's.
         """
-        self.close()
+        self._close_logs()
         for name in _NAMES:
             if name not in self._there:
                 (self.path / name).unlink(missing_ok=True)
         if self._made:
             with contextlib.suppress(OSError):  # other ranks' folders are there
                 self.path.rmdir()
+        self._release()
 
     def close(self, summary: dict[str, Any] | None = None) -> None:
-        """Close the logs, and write summary.json where there is one."""
+        """Close the logs, and write summary.json where there is one; then other processes may go on with the run."""
+        try:
+            self._close_logs()
+            if summary is not None:
+                self.write_summary(summary)
+        finally:
+            self._release()
+
+    def _close_logs(self) -> None:
         with naming(self.path), ExitStack() as stack:
             for file in (self.loss, self.eval, self.ops):
                 if file is not None:
                     stack.callback(file.close)  # all, though one may fail
-        if summary is not None:
-            self.write_summary(summary)
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json, or another in its place; in a folder of its own where somebody has removed the run's."""
@@ -117,6 +148,21 @@ class RunDir:
     def has_logs(self) -> bool:
         """Tell whether the logs are there still."""
         return (self.path / LOSS_LOG).exists()
+
+
+def _locked(path: Path) -> IO[str]:
+    """Return a run directory's loss.log, locked: no other process opens or removes a file there.
+
+    Raises UserError where another process has it.
+    """
+    while True:
+        file = (path / LOSS_LOG).open("a")
+        state = locks.lock_state(file.fileno())
+        if state == "none" or (state == "locked" and locks.is_still(path / LOSS_LOG, file)):
+            return file
+        file.close()
+        if state == "held":
+            raise UserError(f"--run-dir {path} is in use: another process trains there; wait for it, or end it")
 
 
 def _loss_line(epoch: int, step: int, wide: float, deep: float) -> str:

@@ -231,8 +231,9 @@ class Trainer:
             yield from self._train_stages(self._staged, parts)
             return
         loop = self.runtime.train(
-            parts, ids=self.model.ids, send=_sent, micro_batches=self._parts_here if many else None, reduce_early=many
-        )
+            parts, ids=self.model.ids, send=_sent, micro_batches=self._parts_here if many else None, reduce_early=many,
+            background=True,
+        )  # fmt: skip
         with loop:
             for (batch, dense, label), rows in loop:
                 outcome = self._step(rows, batch, dense, label)
@@ -243,7 +244,9 @@ class Trainer:
 
     def _train_stages(self, staged: Staged, parts: Iterable[Batch]) -> Generator[Result, None, None]:
         """See `train`."""
-        loop = self.runtime.train(parts, ids=self.model.ids, send=_sent, micro_batches=self._parts_here, by_step=True)
+        loop = self.runtime.train(
+            parts, ids=self.model.ids, send=_sent, micro_batches=self._parts_here, by_step=True, background=True
+        )
         with loop:
             for step in loop:
                 outcome, rows = self._step_stages(staged, step)
@@ -393,14 +396,16 @@ class Trainer:
         """Yield the logits of each micro-batch here; None where it has no samples, or another rank has them."""
         parts = self._parts(batches)
         if self._staged is None:
-            with closing(self.runtime.predict(parts, ids=self.model.ids, send=_sent)) as loop:
+            with closing(self.runtime.predict(parts, ids=self.model.ids, send=_sent, background=True)) as loop:
                 for (batch, dense, _), rows in loop:
                     outcome = None
                     if len(batch):
                         outcome = rows.to_host([self._logits(dense, rows)], lambda results: results[0])
                     yield None if outcome is None else outcome.get(), batch
             return
-        loop = self.runtime.predict(parts, ids=self.model.ids, send=_sent, micro_batches=self._parts_here)
+        loop = self.runtime.predict(
+            parts, ids=self.model.ids, send=_sent, micro_batches=self._parts_here, background=True
+        )
         with closing(loop):
             for step in loop:
                 found = dict(self._staged.predict(step, partial(_given, step)))
@@ -451,7 +456,15 @@ class Trainer:
         """
         require_tables(chain, self.tables)
         values = values_of(chain)
-        dense = values["dense"]
+        self.load_dense(chain, values["dense"])
+        load_tables(chain, self.tables, check=check)
+        self.runtime.pipeline.steps = chain[-1].manifest.step
+        self._parts_begun = chain[-1].manifest.step * self._parts_here
+        _set_random_states(values["random"], self._device)
+        return values["more"]
+
+    def load_dense(self, chain: Chain, dense: Any) -> None:
+        """Load the weights and Adam's state of a checkpoint's dense side; UserError for another model's."""
         try:
             if self._staged is not None:
                 self._staged.load(dense["model"], self.adam, dense["optimizer"])
@@ -460,11 +473,6 @@ class Trainer:
                 self.adam.load_state_dict(dense["optimizer"])
         except (RuntimeError, UserError) as error:
             raise UserError(f"{chain[-1].path} is of another model: {' '.join(str(error).split())}") from None
-        load_tables(chain, self.tables, check=check)
-        self.runtime.pipeline.steps = chain[-1].manifest.step
-        self._parts_begun = chain[-1].manifest.step * self._parts_here
-        _set_random_states(values["random"], self._device)
-        return values["more"]
 
 
 def _has_generator(device: torch.device) -> bool:

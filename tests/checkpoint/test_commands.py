@@ -233,6 +233,46 @@ def test_export_is_read_by_others(saved, tmp_path, form):
     assert run(checkpoint, "export", path, "--out", out) == 2  # it is there already
 
 
+def test_export_with_slots_has_all_that_training_goes_on_with(saved, tmp_path):
+    path, _ = saved
+    assert run(checkpoint, "export", path, "--out", tmp_path / "out", "--slots") == 0
+    found = Layers(folder.chain_of(path / folder.names_in(path)[-1])).manifest
+    state = json.loads((tmp_path / "out/state.json").read_text())
+    assert state["step"] == found.step > 0
+    assert state["tables"].keys() == {table.name for table in found.tables}
+    for table in found.tables:
+        about = state["tables"][table.name]
+        assert (about["step"], about["optimizer"], about["slots"]) == (table.step, table.optimizer, table.slots)
+        assert about["hyperparameters"] == table.hyperparameters
+    optimizer = torch.load(tmp_path / "out/optimizer.pt", weights_only=True)
+    dense = torch.load(tmp_path / "out/dense.pt", weights_only=True)
+    assert len(optimizer["state"]) == len(dense)
+    assert optimizer["state"][0]["step"] == found.step
+    assert not (tmp_path / "out/extra.pt").exists()
+    assert run(checkpoint, "export", path, "--out", tmp_path / "plain") == 0
+    assert not any((tmp_path / "plain" / name).exists() for name in ("state.json", "optimizer.pt"))
+
+
+def test_export_with_slots_has_what_extra_holds(tmp_path):
+    import hostdev
+
+    table = hostdev.HostTable(9, 2, hostdev.LazyAdam(), name="t")
+    runtime = hostdev.Runtime({"x": table}, depth=0)
+    for _, rows in runtime.train([np.arange(4)] * 3, ids=lambda batch: {"x": batch}):
+        rows["x"].sum().backward()
+    extra = {"step": 3, "w": torch.ones(2), "n": np.arange(3), ("a", 1): [1.5, None, (2, "x")]}
+    runtime.save(tmp_path / "checkpoints", extra=extra)
+    runtime.close() if hasattr(runtime, "close") else None
+    assert run(checkpoint, "export", tmp_path / "checkpoints", "--out", tmp_path / "out", "--slots") == 0
+    state = json.loads((tmp_path / "out/state.json").read_text())
+    assert (state["step"], state["tables"]["t"]["step"]) == (3, 3)
+    found = torch.load(tmp_path / "out/extra.pt", weights_only=True)
+    assert found.keys() == extra.keys()
+    assert found["n"].tolist() == [0, 1, 2]
+    assert torch.equal(found["w"], extra["w"])
+    assert (found["step"], found["a", 1]) == (3, [1.5, None, (2, "x")])
+
+
 def test_export_in_bfloat16(saved, tmp_path, capsys):
     path, _ = saved
     options = ["export", path, "--out", tmp_path / "out", "--dtype", "bf16"]

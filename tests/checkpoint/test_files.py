@@ -308,12 +308,17 @@ def test_one_process_writes_and_others_are_told(tmp_path):
     other.save(tmp_path / "c")
 
 
-def test_memory_that_was_handed_out_is_saved_whole(tmp_path):
+def test_rows_that_are_written_as_arrays_are_in_the_next_checkpoint(tmp_path):
     runtime = runtime_of()
     runtime.save(tmp_path / "c")
-    runtime.tables["a"].weights[5] = 7
+    assert not runtime.tables["a"].weights.flags.writeable
+    with runtime.tables["a"].writing() as w:
+        w.weights[5] = 7
     runtime.pipeline.steps = 1
-    runtime.save(tmp_path / "c")
+    saving = runtime.save(tmp_path / "c")
+    assert [
+        sum(file.rows for file in table.files) for table in saving.checkpoint.manifest.tables if table.name == "a"
+    ] == [1]
     again = runtime_of()
     again.load(tmp_path / "c")
     assert (again.tables["a"].weights[5] == 7).all()
@@ -413,7 +418,7 @@ def test_a_folder_made_anew_is_not_the_locked_one(tmp_path):
             assert not folder.is_locked_here(path, file)
 
 
-def test_memory_is_handed_out_when_the_checkpoint_has_been_read(tmp_path, monkeypatch):
+def test_rows_that_are_written_while_a_checkpoint_is_saved_are_not_in_it(tmp_path, monkeypatch):
     runtime = runtime_of()
     read, seen = Snapshot.read, []
 
@@ -424,9 +429,10 @@ def test_memory_is_handed_out_when_the_checkpoint_has_been_read(tmp_path, monkey
 
     monkeypatch.setattr(Snapshot, "read", slow)
     saving = runtime.save(tmp_path / "c", wait=False)
-    runtime.tables["a"].weights[:] = 9
-    assert seen
+    with runtime.tables["a"].writing() as w:
+        w.weights[:] = 9
     saving.wait()
+    assert seen
     again = runtime_of()
     again.load(tmp_path / "c")
     assert not (again.tables["a"].block[:, 0] == 9).any()

@@ -1,7 +1,9 @@
 """Probabilities from a checkpoint: those of the last evaluation; raw rows, dicts, frames, shards; unseen values."""
 
+import contextlib
 import shutil
 import threading
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -23,7 +25,7 @@ from hostdev.train import __main__ as train
 from hostdev.train import metrics
 from tests.data import movies
 
-OWN = ["--model", "tests.own_models:ThreeTables"]
+OWN = ["--model", "tests.own_models:ThreeTables"]  # whose class predictions are told, too
 
 
 def run(module, *arguments):
@@ -63,7 +65,9 @@ def test_the_last_evaluation(request, name, tmp_path, capsys):
     path = request.getfixturevalue(name)
     capsys.readouterr()
     out = tmp_path / "p.parquet"
-    assert run(predict, "--checkpoint", path / "run/checkpoints", "--data", path / "data", "--out", out) == 0
+    model = OWN if name == "films" else []
+    options = ["--checkpoint", path / "run/checkpoints", *model]
+    assert run(predict, *options, "--data", path / "data", "--out", out) == 0
     printed = capsys.readouterr().out
     found = pq.read_table(out).to_pandas()
     auc = metrics.auc(found["probability"].to_numpy(np.float64), found["label"].to_numpy(np.float32))
@@ -122,7 +126,7 @@ def test_a_data_sets_own_rows_from_text(trained, tmp_path):
 @pytest.mark.parametrize("name", ["trained", "films"])
 def test_dicts_frames_and_tables(request, name):
     path = request.getfixturevalue(name)
-    predictor = hostdev.Predictor(path / "run/checkpoints")
+    predictor = hostdev.Predictor(path / "run/checkpoints", model=OWN[1] if name == "films" else None)
     if name == "trained":
         lines = [line.split("\t") for line in raw_lines(path)[:70]]
         frame = pd.DataFrame({column: [line[i] for line in lines] for i, column in enumerate(COLUMNS)}).drop(
@@ -150,7 +154,7 @@ def test_dicts_frames_and_tables(request, name):
 
 
 def test_values_that_training_has_not_seen(films):
-    predictor = hostdev.Predictor(films / "run/checkpoints")
+    predictor = hostdev.Predictor(films / "run/checkpoints", model=OWN[1])
     row = {"user": "nobody", "item": "m9999", "age": None, "history": "m0001 m7777", "genres": ""}
     batch = predictor.encoding.encode(pa.RecordBatch.from_pydict({k: [v] for k, v in row.items()}))
     spaces = {space.name: space for space in predictor.data.schema.spaces}
@@ -174,9 +178,9 @@ def test_values_that_training_has_not_seen(films):
 )
 def test_wrong_rows(films, rows, message):
     with pytest.raises(hostdev.UserError, match=message):
-        hostdev.Predictor(films / "run/checkpoints")(rows)
+        hostdev.Predictor(films / "run/checkpoints", model=OWN[1])(rows)
     with pytest.raises(TypeError, match="rows are a dict"):
-        hostdev.Predictor(films / "run/checkpoints")([1, 2])
+        hostdev.Predictor(films / "run/checkpoints", model=OWN[1])([1, 2])
 
 
 ROW = {"user": "u1", "item": "m0001", "age": 31.0, "genres": "Drama|War", "history": "m0005 m0007"}
@@ -212,13 +216,13 @@ def of_two(**changed):
 )
 def test_rows_of_other_types(films, rows, message):
     with pytest.raises(hostdev.UserError, match=message) as error:
-        hostdev.Predictor(films / "run/checkpoints")(rows)
+        hostdev.Predictor(films / "run/checkpoints", model=OWN[1])(rows)
     assert "\n" not in str(error.value)
 
 
 def test_missing_values_labels_and_one_row(films):
     """None and NaN are missing in text, too; a bag of one row may be a list; a label is not looked at."""
-    predictor = hostdev.Predictor(films / "run")
+    predictor = hostdev.Predictor(films / "run", model=OWN[1])
     texts = {"user": ["u1", np.nan, "u3"], "item": ["m0001", None, "m0003"], "age": [31, None, np.nan]}
     rows = {**texts, "genres": ["Drama|War", np.nan, None], "history": [None, "m0005", "m0005 m0007"]}
     expected = predictor(pd.DataFrame(rows))
@@ -257,9 +261,9 @@ def test_a_result_that_is_not_finite(films, tmp_path, capsys, monkeypatch):
     too_large = lambda self, batch: np.where(batch.dense[:, 0] > 100, np.nan, predict_logits(self, batch))  # noqa: E731
     monkeypatch.setattr(hostdev.Predictor, "logits", lambda *args: too_large(*args).astype(np.float32))
     with pytest.raises(hostdev.UserError, match="row 2: the model's result is not a .* number is that of column 'age'"):
-        hostdev.Predictor(films / "run")(of_two(age=[31, 1e9]))
+        hostdev.Predictor(films / "run", model=OWN[1])(of_two(age=[31, 1e9]))
     pd.DataFrame(of_two(age=[31, 1e9], liked=[1, 0])).to_csv(tmp_path / "t.csv", index=False)
-    options = ["--checkpoint", films / "run", "--data", tmp_path / "t.csv", "--out", tmp_path / "p.parquet"]
+    options = ["--checkpoint", films / "run", *OWN, "--data", tmp_path / "t.csv", "--out", tmp_path / "p.parquet"]
     assert run(predict, *options) == 0
     assert "         1 malformed line has no probability" in capsys.readouterr().out
     assert pq.read_table(tmp_path / "p.parquet")["probability"].is_null().to_pylist() == [False, True]
@@ -283,7 +287,7 @@ def test_numbers_and_labels_that_cannot_be_read(films, tmp_path, capsys, form):
         data.write_text("\n".join([*lines[:2], "short", *lines[2:]]))
     for name, path in (("whole", whole), ("some", data)):
         out = tmp_path / "made" / "here" / f"{name}.parquet"
-        assert run(predict, "--checkpoint", films / "run", "--data", path, "--out", out) == 0
+        assert run(predict, "--checkpoint", films / "run", *OWN, "--data", path, "--out", out) == 0
     printed = capsys.readouterr().out
     found, expected = (pq.read_table(tmp_path / "made/here" / f"{name}.parquet") for name in ("some", "whole"))
     table = found.to_pandas()
@@ -326,7 +330,7 @@ def test_an_error_that_remains_names_the_row_of_the_file(films, tmp_path, capsys
     users[66_000] = 0.5
     pq.write_table(pa.table({**rows, "user": users}), tmp_path / "t.parquet")
     options = ["--data", tmp_path / "t.parquet", "--out", tmp_path / "p.parquet"]
-    assert run(predict, "--checkpoint", films / "run", *options) == 2
+    assert run(predict, "--checkpoint", films / "run", *OWN, *options) == 2
     assert f"{tmp_path / 't.parquet'}, row 66001, column 'user': 0.5 is not a whole number" in capsys.readouterr().err
     assert [each.name for each in tmp_path.iterdir()] == ["t.parquet"]
 
@@ -345,8 +349,8 @@ def test_the_newest_is_damaged(trained, tmp_path, capsys):
     assert [str(each.message) for each in warnings] == [told]
 
 
-def test_a_full_disk_is_named(trained, tmp_path, capsys):
-    (tmp_path / ".p.parquet.partial").symlink_to("/dev/full")
+def test_a_full_disk_is_named(trained, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(predict, "new_file", lambda out: contextlib.nullcontext(Path("/dev/full")))
     options = ["--data", trained / "raw.txt", "--out", tmp_path / "p.parquet"]
     assert run(predict, "--checkpoint", trained / "run", *options) == 2
     error = capsys.readouterr().err
@@ -382,6 +386,8 @@ def test_mapped_tables_are_the_checkpoints(trained, number):
     for table in chain[-1].manifest.tables:
         expected = np.concatenate(list(Layers(chain).column(table.name, "weights")))
         mapped = MappedTable(chain, table.name)
+        opened = hostdev.open(chain[-1].path)[table.name]
+        np.testing.assert_array_equal(opened.lookup(np.arange(table.rows)), expected)
         for dtype in (np.int32, np.int64):
             ids = np.random.default_rng(0).integers(0, table.rows, 5000).astype(dtype)
             np.testing.assert_array_equal(mapped.lookup(ids), expected[ids])
@@ -449,7 +455,7 @@ def test_a_data_set_of_other_columns(trained, films, tmp_path, capsys):
 def test_a_checkpoint_of_a_program_of_its_own(tmp_path):
     table = hostdev.HostTable(10, 2, hostdev.SGD(lr=0.1), name="t")
     hostdev.Runtime({"t": table}, device="cpu").save(tmp_path / "c")
-    with pytest.raises(hostdev.UserError, match="saved by a program of its own"):
+    with pytest.raises(hostdev.UserError, match="written by Runtime.save, which does not record the model; use"):
         hostdev.Predictor(tmp_path / "c")
 
 

@@ -193,7 +193,8 @@ def test_slots_that_are_written_are_saved(tmp_path):
     runtime = Runtime({"t": table}, device="cpu")
     table.apply(np.arange(100), np.ones((100, 4), np.float32))
     runtime.save(tmp_path)
-    table.slots["m"][50] = 7
+    with table.writing() as w:
+        w.slots["m"][50] = 7
     table.apply(np.arange(3), np.ones((3, 4), np.float32))
     runtime.save(tmp_path)
     other = HostTable(100, 4, LazyAdam(), name="t")

@@ -329,7 +329,7 @@ def test_a_damaged_vocabulary_of_a_data_set_without_a_checksum(own_data, change,
 
 
 @pytest.mark.parametrize("wrong", [
-    {"threshold": -1}, {"threshold": None, "hash_buckets": 0}, {"test_fraction": 0.0}, {"test_fraction": 1.0},
+    {"threshold": -1}, {"threshold": None, "hash_buckets": 0}, {"test_fraction": -0.1}, {"test_fraction": 1.0},
     {"rows_per_shard": 0},
 ])  # fmt: skip
 def test_wrong_options(wrong):

@@ -410,3 +410,26 @@ def test_all_training_labels_equal_is_said(tmp_path, in_process):
     code, out, _ = in_process(preprocess, "table", "t.csv", "--out", "d", "--label", "y", "--categorical", "c")
     assert code == 0
     assert "all labels of the train rows are 1: nothing can be learned of them" in out
+
+
+def test_booleans_are_the_same_numbers_in_text_and_parquet(tmp_path):
+    values = [True, False, None, True] * 30
+    columns = {"label": [0, 1] * 60, "x": values, "c": ["a"] * 120}
+    how = {
+        "label": "label",
+        "numeric": ("x",),
+        "categorical": ("c",),
+        "options": Options(threshold=0, dense="standard"),
+    }
+    found = []
+    for name, text in (("t.parquet", None), ("True.csv", str), ("lower.csv", lambda value: str(value).lower()),
+                       ("digits.csv", lambda value: str(int(value)))):  # fmt: skip
+        if text is None:
+            path = twins.write_parquet(tmp_path / name, columns)
+        else:
+            written = ["" if value is None else text(value) for value in values]
+            path = twins.write_text(tmp_path / name, {**columns, "x": written})
+        twins.build_table(path, tmp_path / f"{name}.d", **how)
+        found.append(twins.read(tmp_path / f"{name}.d", "train"))
+    assert found[0] == found[1] == found[2] == found[3]
+    assert len({row[1][0] for row in found[0]}) == 3

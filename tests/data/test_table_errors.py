@@ -3,9 +3,11 @@
 import datetime
 import gzip
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hostdev.data import manifest
 from hostdev.data.preprocess import __main__ as preprocess
 
 GOOD = "y,x,c,g,t\n" + "".join(f"{i % 2},{i},v{i % 3},a|b,{i}\n" for i in range(20))
@@ -234,7 +236,12 @@ TABLE = {"y": [0, 1, 1], "c": ["a", "b", "c"], "x": [1.0, 2.5, None]}
     ("x", [datetime.date(2024, 1, 1)] * 3, ["--numeric", "x"], "it is of type date32[day], not numbers; name it with"),
     ("x", [datetime.timedelta(1)] * 3, ["--numeric", "x"], "it is of type duration[us], which is nested or unknown"),
     ("c", [1.0, float("nan"), 2.5], [], "row 3, column 'c': 2.5 is not a whole number; a categorical value is one, or"),
-    ("c", [1.0, 1e30, 2.0], [], "row 2, column 'c': 1e+30 is not a whole number"),
+    ("c", [1.0, 1e30, 2.0], [], "row 2, column 'c': 1e+30 is a double of 2^53 or more, which may stand for several"),
+    ("c", [1.0, 2.0**53, 2.0], [], "row 2, column 'c': 9007199254740992 is a double of 2^53 or more"),
+    ("c", np.array([1, 2, 2**24], np.float32), [], "row 3, column 'c': 16777216 is a float of 2^24 or more"),
+    ("c", ["1.0", "", "9007199254740992.0"], [], "row 3, column 'c': 9007199254740992.0 is a float of 2^53 or more"),
+    ("c", ["1.0", "", "1.2345678901234568e+18"], [], "row 3, column 'c': 1.2345678901234568e+18 is a float of 2^53"),
+    ("c", [1.0, float("inf"), 2.0], [], "row 2, column 'c': inf is not a whole number; a categorical value is one, or"),
     ("c", [[1.0], [], [2.0, 2.5]], ["--bag", "c"], "row 3, column 'c': 2.5 is not a whole number"),
     ("c", [b"a", b"\xff", b"c"], [], "row 2, column 'c': b'\\xff' is not text in UTF-8"),
     ("x", ["1", "2", "three"], ["--numeric", "x"], "row 3, column 'x': 'three' is not a number"),
@@ -325,3 +332,33 @@ def test_damaged_files(refused, tmp_path):
         assert f"{name}: the {kind} file is broken (" in refused(name)
     (tmp_path / "old.feather").write_bytes(b"FEA1" + b"\0" * 40)
     assert "old.feather: this is Feather version 1; write it again" in refused("old.feather")
+
+
+@pytest.mark.parametrize(("header", "hint"), [
+    ("y, c", "it has y, ' c'; ' c' differs by blanks: take them out of the file, or give the name with them, as '\" c"),
+    ("y,c ", "it has y, 'c '; 'c ' differs by blanks"),
+    ("y,d", "it has y, d (from its first line; if that is a row, give --columns)"),
+])  # fmt: skip
+def test_blanks_around_names_are_seen(refused, tmp_path, header, hint):
+    (tmp_path / "t.csv").write_text(f"{header}\n0,a\n1,b\n")
+    line = refused("t.csv")
+    assert hint in line
+    assert "t.csv has no column 'c'; " in line
+
+
+def test_a_name_with_blanks_can_be_given_as_it_is(tmp_path, in_process):
+    (tmp_path / "t.csv").write_text("y, c\n" + "".join(f"{i % 2}, v{i % 3}\n" for i in range(60)))
+    flags = ["--label", "y", "--categorical", '" c"', "--out", tmp_path / "out"]
+    assert in_process(preprocess, "table", tmp_path / "t.csv", *flags)[0] == 0
+    assert manifest.read(tmp_path / "out").schema.ids == (" c",)
+
+
+def test_many_and_long_names_and_types_make_short_lines(refused, tmp_path):
+    names = [f"column {i} " + "x" * 300 for i in range(900)]
+    (tmp_path / "t.csv").write_text(",".join(names) + "\n" + ",".join("1" for _ in names) + "\n")
+    assert len(refused("t.csv")) < 500
+    struct = pa.struct([(name, pa.int64()) for name in names])
+    pq.write_table(pa.table({"y": [0, 1], "c": pa.nulls(2, struct)}), tmp_path / "t.parquet")
+    line = refused("t.parquet")
+    assert "it is of type struct<column 0 xxx" in line
+    assert len(line) < 500

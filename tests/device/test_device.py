@@ -75,9 +75,9 @@ def test_the_accelerators_operations_on_the_cpu(optimizer, dtype, monkeypatch):
 def test_the_sum_of_squares_has_one_order(device, dim, rows, monkeypatch):
     """On the host, in the device's operations, in chunks of any size: the same bits."""
     host = HostTable(rows, dim, LazyAdam(), name="t", seed=4)
-    host.weights[:] *= 10.0 ** np.random.default_rng(0).integers(-6, 6, (rows, 1))
+    host.storage.block[:, 0] *= 10.0 ** np.random.default_rng(0).integers(-6, 6, (rows, 1))
     other = DeviceTable(rows, dim, LazyAdam(), device, name="t")
-    other.block.copy_(torch.from_numpy(host.block))
+    other.block.copy_(torch.from_numpy(host.storage.block))
     for size in (1, 3 * 4096 * dim * 8, 1 << 28):
         monkeypatch.setattr(table_module, "_FOLD_BYTES", size)
         partial = table_module.partial_squares_with_torch(other.weights)

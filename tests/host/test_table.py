@@ -13,9 +13,15 @@ def table():
     return HostTable(10, 4, LazyAdam(), name="deep")
 
 
-def test_views_are_writable_and_shared(table):
-    table.weights[3] = 7
-    table.slots["v"][3] = 2
+def test_views_are_shared_and_read_only(table):
+    before = table.weights
+    with table.writing() as w:
+        w.weights[3] = 7
+        w.slots["v"][3] = 2
+    assert (before[3] == 7).all()
+    for view in (table.weights, table.slots["v"], table.block, table.row_slots):
+        with pytest.raises(ValueError, match="read-only"):
+            view[3] = 1
     np.testing.assert_array_equal(table.lookup([3]), [[7, 7, 7, 7]])
     assert table.weights.shape == table.slots["m"].shape == (10, 4)
     assert table.weights.dtype == table.slots["v"].dtype == np.float32
@@ -130,7 +136,7 @@ def test_rows_beyond_2_to_the_31_elements(optimizer):
     assert table.block.size > 2**31
     ids = np.array([rows - 1, 0, rows - 2, rows - 1])
     small = HostTable(2, dim, optimizer, name="small")
-    small.block[:] = table.block[[rows - 1, 0]]
+    small.storage.block[:] = table.block[[rows - 1, 0]]
     grads = np.random.default_rng(0).standard_normal((4, dim), dtype=np.float32)
     table.apply(ids, grads)
     small.apply([0, 1, 0], grads[[0, 1, 3]])
@@ -237,8 +243,8 @@ def test_tasks_of_several_tables_run_together(threads):
             for every in ([table.block for table in apart], [table.row_slots for table in apart])]  # fmt: skip
     run(HostTable.read_rows_tasks, ids, *held, order)
     for table in together:
-        table.block[:] = 0
-        table.row_slots[:] = 0
+        table.storage.block[:] = 0
+        table.storage.row_slots[:] = 0
     run(HostTable.write_rows_tasks, ids, *held, order)
     for table, other, some in zip(apart, together, ids, strict=True):
         np.testing.assert_array_equal(other.block[some], table.block[some])
@@ -298,7 +304,8 @@ def test_bfloat16_weights_are_what_can_be_read_and_written():
         weights[3] = 1
     with pytest.raises(TypeError, match="table 't' stores weights as bfloat16, apart from its slots; use read_rows"):
         table.block  # noqa: B018
-    table.slots["m"][4] = 1.2345678
+    with table.writing([4]) as w:
+        w.slots["m"][:] = 1.2345678
     ids = np.array([4, 9, 0])
     block, none = np.empty((3, 3, 6), np.float32), np.empty((3, 0), np.float32)
     table.read_rows(ids, block, none)

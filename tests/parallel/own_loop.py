@@ -12,6 +12,7 @@ import pickle
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import hostdev
@@ -28,6 +29,7 @@ CHOICES = {
     "early": {"depth": 2, "reduce_early": True},
 }
 SCALED = {"serial": {"depth": 0, "factor": 0.3}, "cached": {"depth": 2, "cache": "20%", "factor": 0.3}}
+DRAWN = {"serial": {"depth": 0, "draws": True}, "cached": {"depth": 2, "cache": "20%", "draws": True}}
 SPOILT = 3, 4  # of "not finite" the step, from 1, and the micro-batch whose gradients are not
 
 
@@ -54,11 +56,18 @@ def made_tables(part, seed=3):
     }  # fmt: skip
 
 
+def drawn_ids(batch):
+    """Users that are drawn from global generators while the batch is read."""
+    count = len(batch["user"])
+    users = torch.randint(0, cases.ROWS["users"], (count,)).numpy()
+    return {**cases.ids(batch), "user": (users + np.random.randint(0, cases.ROWS["users"], count)) // 2}
+
+
 def train(ranks, options, *, spoilt=None, made=None, seed=None, saved=None):
     """Train on all steps; what this rank's tables, the parameters and the losses have come to.
 
-    options  of the runtime and of the loop, after how many steps the loop is left, and another one goes on, and by what
-             each micro-batch's dense gradients are multiplied before they are added up
+    options  of the runtime and of the loop, after how many steps the loop is left, and another one goes on, by what
+             each micro-batch's dense gradients are multiplied before they are added up, and whether ids are drawn
     made     the steps, in place of those of `made_steps`
     seed     of the initial values, in place of the usual ones
     saved    begins with a step, and is called after each: `saved_loop`
@@ -66,12 +75,14 @@ def train(ranks, options, *, spoilt=None, made=None, seed=None, saved=None):
     torch.set_num_threads(1)
     options = dict(options)
     leave_after, factor = options.pop("leave_after", None), options.pop("factor", None)
-    early = options.pop("reduce_early", False)
+    early, draws = options.pop("reduce_early", False), options.pop("draws", False)
     rank, size = (0, 1) if ranks is None else ranks.part()
     seeds = () if seed is None else (seed,)
     tables = made_tables(ranks and ranks.part(), *seeds)
     runtime = hostdev.Runtime(cases.features_of(tables), device="cpu", ranks=ranks, **options)
     model = cases.Model(*seeds)
+    torch.manual_seed(11)
+    np.random.seed(11)
     adam = torch.optim.Adam(model.parameters(), lr=0.02)
     each = M // size
     steps, samples = made or made_steps()
@@ -83,7 +94,8 @@ def train(ranks, options, *, spoilt=None, made=None, seed=None, saved=None):
         goes_on = False
         try:
             how = {"micro_batches": each, "reduce_early": early}
-            for label, rows in runtime.train(source, ids=cases.ids, send=cases.send, **how):
+            ids = drawn_ids if draws else cases.ids
+            for label, rows in runtime.train(source, ids=ids, send=cases.send, **how):
                 step, part = next(to_come)
                 values = None
                 if len(label):
@@ -178,6 +190,7 @@ def main(folder):
     found["beside"] = beside.found
     found["all-reduce"] = train(ranks, {"depth": 2, "dense_exchange": "all-reduce"})
     found |= {f"{name}, scaled": train(ranks, options) for name, options in SCALED.items()}
+    found |= {f"{name}, drawn": train(ranks, options) for name, options in DRAWN.items()}
     found["misused"] = ranks and misused(ranks)
     found["not finite"] = train(ranks, CHOICES["overlapped"], spoilt=SPOILT)
     (Path(folder) / f"rank{place.rank}.pickle").write_bytes(pickle.dumps(found))

@@ -38,6 +38,8 @@ WIDE_DEEP = [
     (2, NEAR, "--model", "examples.parallel.by_hand:WideDeepByHand", "--mesh", "model=2"),
     (2, NEAR, "--parallel", "semi", "--plan", "deep.0=colwise,deep.2=rowwise,deep.4=colwise"),
     (2, EXACT, "--parallel", "auto"),
+    (2, NEAR, "--parallel", "auto", "--mesh", "model=2"),
+    (2, NEAR, "--parallel", "auto", "--mesh", "model=2", "--plan", "deep.0=rowwise"),
     (2, EXACT, "--mesh", "pipe=2"),
     (4, EXACT, "--parallel", "data"),
     (4, NEAR, "--model", "examples.parallel.by_hand:WideDeepByHand", "--mesh", "data=2,model=2"),

@@ -67,6 +67,9 @@ def run(processes, count, alone, spoilt):
     scaled = own_loop.train(None, own_loop.SCALED["serial"])
     for choice in own_loop.SCALED:
         assert_same([part[f"{choice}, scaled"] for part in found], scaled)
+    drawn = own_loop.train(None, own_loop.DRAWN["serial"])
+    for choice in own_loop.DRAWN:  # the numbers that a micro-batch's ids draw do not depend on who reads it
+        assert_same([part[f"{choice}, drawn"] for part in found], drawn)
     for part in found:
         assert list(part["misused"]) == ["scaled", "clipped", "double", "table"]
         for said, words in zip(part["misused"].values(), MISUSED, strict=True):

@@ -71,6 +71,30 @@ def test_what_is_given_is_kept():
     assert (one.mesh, one.begins) == (Mesh(pipe=2), ["2"])
 
 
+def test_a_mesh_that_is_given_has_slices():
+    """Also where the network would be faster whole: those that cost the least."""
+    known = profile(0.1, 0.3, 0.1, given=10**6)
+    for mesh in (Mesh(model=2), Mesh(data=2, model=2), Mesh(model=2, pipe=2)):
+        wanted = Wanted(mesh.size, 8, mesh, sliced=True)
+        [one] = candidates(known, SLOW, layers(("0", "1")), wanted)
+        assert (one.mesh, bool(one.plan)) == (mesh, True)
+        plans = [{name: strategy} for name in "012" for strategy in ("colwise", "rowwise")]
+        tried = [
+            candidates(known, SLOW, layers(("0", "1")), wanted._replace(strategies=plan))[0].seconds
+            for plan in [*plans, {"0": "colwise", "1": "rowwise"}]
+        ]
+        assert one.seconds == min(tried)
+    [one] = candidates(known, SLOW, layers(), Wanted(2, 8, Mesh(model=2), strategies={"1": "replicate"}, sliced=True))
+    assert one.plan
+    assert "1" not in dict(one.plan)
+
+
+def test_a_mesh_that_is_given_and_nothing_can_be_cut():
+    whole, wanted = layers(able=lambda *_: False), Wanted(2, 8, Mesh(model=2), sliced=True)
+    with pytest.raises(UserError, match="--mesh model=2 has 2 processes for slices, and no layer can be cut"):
+        candidates(profile(0.1, 0.1), SLOW, whole, wanted)
+
+
 def test_what_does_not_fit_comes_last():
     known = profile(0.1, 0.1, parameters=1000, saved=0)
     machine = FAST._replace(available=4500)  # of 8,000 on each rank along data

@@ -17,6 +17,9 @@ class _Threads:
         self.rank, self.size, self._ways, self._made = rank, len(ways), ways, itertools.count()
         self.mesh = Mesh(data=self.size)
 
+    def part(self):
+        return self.rank, self.size
+
     def channel(self):
         return _ThreadChannel(self.rank, self.size, next(self._made), self._ways)
 

@@ -11,8 +11,10 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from tqdm import tqdm
 
 import hostdev
 from hostdev.runtime.loop import NonFiniteError
@@ -86,17 +88,189 @@ def test_an_error_in_the_body(device, depth, cache, where, first):
     assert differing(case.state(), wanted_of(device, batches)) == []
 
 
-def test_a_loop_without_an_optimizer():
-    """Its batches count as stepped from the second on, when it is known that none comes."""
-    for count in (1, 2, 5):
-        case = Case()
-        for _, rows in itertools.islice(case.loop(batches_of(6)), count):
-            rows["user"].sum().backward()
-        assert case.tables["users"].step == (count if count > 1 else 0)
-    case = Case()
-    for _, rows in case.loop(batches_of(3)):
-        rows["user"].sum().backward()
-    assert case.tables["users"].step == 3
+small = pytest.mark.parametrize(("depth", "cache"), [(0, None), (2, None), (3, "40%")])
+
+
+def counts_of(device, depth, cache, rows=3):
+    """A runtime over one table of zeros that is trained with a rate of 1: each use of a row takes 1 from it."""
+    table = hostdev.HostTable(rows, 1, hostdev.SGD(lr=1.0), name="t", init=hostdev.Constant(0.0))
+    return table, hostdev.Runtime({"x": table}, device=device, depth=depth, cache=cache)
+
+
+def values_of(table):
+    return table.lookup(np.arange(table.rows))[:, 0].tolist()
+
+
+LEFT = ["break", "return", "close", "with", "closing", "del", "next", "tqdm", "held", "islice"]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("how", LEFT)
+@small
+def test_a_loop_without_an_optimizer_that_is_left(device, depth, cache, how, count):
+    """Its steps are at the ends of the bodies, of the first one, too, however the loop is left."""
+    table, runtime = counts_of(device, depth, cache)
+    batches = [{"x": [0]}, {"x": [1]}, {"x": [2]}]
+    loop = runtime.train(batches)
+
+    def body(rows):
+        rows["x"].sum().backward()
+        return rows.step == count
+
+    def whole(given):
+        for _, rows in given:
+            if body(rows):
+                return rows.step
+        raise AssertionError
+
+    if how == "break":
+        del loop
+        for _, rows in runtime.train(batches):
+            if body(rows):
+                break
+    elif how == "return":
+        held = [loop]
+        del loop
+        assert whole(held.pop()) == count
+    elif how == "close":
+        for _, rows in loop:
+            if body(rows):
+                loop.close()
+                break
+    elif how in ("with", "closing"):
+        with loop if how == "with" else contextlib.closing(loop):
+            for _, rows in loop:
+                if body(rows):
+                    break
+    elif how == "del":
+        while not body(next(loop)[1]):
+            pass
+        del loop
+    elif how == "next":
+        bodies = iter(loop)
+        while not body(next(bodies)[1]):
+            pass
+        bodies.close()
+    elif how == "tqdm":
+        del loop
+        for _, rows in tqdm(runtime.train(batches), disable=True):
+            if body(rows):
+                break
+    elif how == "held":
+        for _, rows in loop:
+            if body(rows):
+                break
+        assert not loop.is_abandoned
+        loop.close()
+    else:
+        del loop
+        for _, rows in itertools.islice(runtime.train(batches), count):
+            body(rows)
+    assert values_of(table) == [-1.0] * count + [0.0] * (3 - count)
+    assert table.step == count
+
+
+def fails(rows):
+    rows["x"].sum().backward()
+    return int("no number")
+
+
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("how", ["dropped", "held", "tqdm", "closing", "manual", "generator", "caught"])
+@small
+def test_a_body_that_raises_without_an_optimizer(device, depth, cache, how, at):
+    """Its step is not made: it would have come at the end of the body."""
+    table, runtime = counts_of(device, depth, cache)
+    batches = [{"x": [0]}, {"x": [1]}, {"x": [2]}]
+
+    def body(rows):
+        rows["x"].sum().backward()
+        if rows.step == at:
+            fails(rows)
+
+    def run(loop):
+        for _, rows in loop:
+            body(rows)
+
+    if how == "caught":
+        loop = runtime.train(batches)
+        with pytest.raises(ValueError, match="no number"):
+            run(loop)
+        assert runtime.look_up({"x": [at - 1]})["x"].item() == 0.0
+        for _, rows in loop:  # it is gone on with; the batch is skipped
+            rows["x"].sum().backward()
+        assert values_of(table) == [-1.0 * (row != at - 1) for row in range(3)]
+        return
+    with pytest.raises(ValueError, match="no number"):
+        if how == "dropped":
+            for _, rows in runtime.train(batches):
+                body(rows)
+        elif how == "held":
+            run(loop := runtime.train(batches))
+        elif how == "tqdm":
+            run(tqdm(runtime.train(batches), disable=True))
+        elif how == "closing":
+            with contextlib.closing(runtime.train(batches)) as loop:
+                while True:
+                    body(next(loop)[1])
+        elif how == "manual":
+            with runtime.train(batches) as loop:
+                while True:
+                    body(next(loop)[1])
+        else:
+            run(batch for batch in runtime.train(batches))
+    if how == "held":
+        assert loop.is_abandoned
+        list(runtime.train([]))  # which ends it
+    assert values_of(table) == [-1.0] * (at - 1) + [0.0] * (4 - at)
+
+
+@small
+def test_a_rate_without_an_optimizer(device, depth, cache):
+    """Set at the top of the body it holds for this batch, and set after `backward` for the next, as torch's."""
+    for where, wanted in (("top", [-1.0, -0.1, -0.01]), ("end", [-2.0, -1.0, -0.1])):
+        table, runtime = counts_of(device, depth, cache)
+        table.optimizer.lr = 2.0
+        for number, (_, rows) in enumerate(runtime.train([{"x": [0]}, {"x": [1]}, {"x": [2]}])):
+            if where == "top":
+                runtime.optimizer.param_groups[0]["lr"] = 0.1**number
+            rows["x"].sum().backward()
+            if where == "end":
+                table.optimizer.lr = 0.1**number
+        np.testing.assert_allclose(values_of(table), wanted, rtol=1e-6)
+
+
+@small
+def test_looking_up_after_backward_without_an_optimizer(device, depth, cache):
+    """It sees the batch's step, of the first batch, too; with an optimizer that has still to step it does not."""
+    table, runtime = counts_of(device, depth, cache)
+    seen = []
+    for _, rows in runtime.train([{"x": [0]}, {"x": [0]}]):
+        rows["x"].sum().backward()
+        seen.append(runtime.look_up({"x": [0]})["x"].item())
+    assert seen == [-1.0, -2.0]
+    weight = torch.nn.Parameter(torch.ones(1, device=device))
+    dense = torch.optim.SGD([weight], lr=0.5)
+    for _ in range(2):  # in the second loop with a gradient that is left from the first
+        for _, rows in runtime.train([{"x": [1]}, {"x": [1]}]):
+            (rows["x"] * 2 + weight).sum().backward()
+            seen.append(runtime.look_up({"x": [1]})["x"].item())
+            dense.step()
+            dense.zero_grad()
+            if rows.step == 1:
+                break
+    assert seen[2:] == [0.0, -2.0]
+    for _, rows in runtime.train([{"x": [2]}, {"x": [2]}]):
+        (rows["x"] + weight).sum().backward()
+        break  # before the optimizer's step
+    assert values_of(table) == [-2.0, -4.0, 0.0]
+    dense.zero_grad()
+    weight.grad = torch.ones(1, device=device)
+    dense.step()  # a gradient that has been used does not wait
+    for _, rows in runtime.train([{"x": [2]}, {"x": [2]}]):
+        rows["x"].sum().backward()
+        break
+    assert values_of(table) == [-2.0, -4.0, -1.0]
 
 
 @pytest.mark.slow_on_standin
@@ -186,48 +360,36 @@ def test_ctrl_c_in_the_body(device, depth, cache):
     assert differing(case.state(), wanted_of(device, batches)) == []
 
 
-@pytest.mark.parametrize(("depth", "cache"), [(1, None), (2, hostdev.CacheSpec("20%", "lru"))])
-def test_ctrl_c_while_the_loop_waits(device, depth, cache):
-    """A real interrupt, while the loop waits for a loader that is slow."""
-    batches, stepped, over = batches_of(8), threading.Event(), threading.Event()
+class Slow:
+    """An iterator that is interrupted once while it reads, by a real Ctrl-C, and goes on afterwards."""
 
-    def loader():
-        yield from batches[:3]
-        assert stepped.wait(30)
-        _until(main_thread_waits)  # an interrupt in some object's finalizer would be lost: Python only prints it
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        assert over.wait(30)
-        yield from batches[3:]
+    def __init__(self, batches, at):
+        self.left, self.at = list(batches), at
 
-    case = Case(device, options={"depth": depth, "cache": cache})
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if not self.left:
+            raise StopIteration
+        if len(self.left) == self.at:
+            self.at = None
+            signal.raise_signal(signal.SIGINT)
+        return self.left.pop(0)
+
+
+@pytest.mark.parametrize(("depth", "cache"), [(0, None), (1, None), (2, hostdev.CacheSpec("20%", "lru"))])
+def test_ctrl_c_while_a_batch_is_read(device, depth, cache):
+    """It ends the loop at once; what was stepped stays, and the next loop over the iterator gets every other batch."""
+    batches = batches_of(8)
+    case, loader = Case(device, options={"depth": depth, "cache": cache}), Slow(batches, 3)
     with pytest.raises(KeyboardInterrupt):
-        for label, rows in case.loop(loader()):
+        for label, rows in case.loop(loader):
             case.step(label, rows)
-            if rows.step == 3:
-                stepped.set()
-    over.set()
-    assert case.tables["users"].step == 3
-    _until(lambda: threads() == set())
-    case.train(batches[3:])
+    assert case.tables["users"].step == {0: 5, 1: 4, 2: 3}[depth]
+    assert threads() == set()
+    case.train(loader)
     assert differing(case.state(), wanted_of(device, batches)) == []
-
-
-def main_thread_waits():
-    """Whether the main thread is in a lock's C code, waiting for a batch."""
-    frame = sys._current_frames()[threading.main_thread().ident]
-    waits, called = frame.f_code.co_name == "wait" and frame.f_globals["__name__"] == "threading", set()
-    while frame is not None:
-        called.add(frame.f_code.co_name)
-        frame = frame.f_back
-    return waits and "take" in called
-
-
-def _until(ready):
-    for _ in range(1000):
-        if ready():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it does not come")
 
 
 @pytest.mark.parametrize("stage", ["step", "lookup"])

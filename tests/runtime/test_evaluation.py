@@ -229,7 +229,8 @@ def test_tables_that_are_changed_by_other_means(device):
         case = Case(device, options={"cache": cache})
         case.train(batches[:3])
         for table in case.tables.values():
-            table.weights[:] = np.float32(0.25)
+            with table.writing() as w:
+                w.weights[:] = np.float32(0.25)
         case.train(batches[3:])
         states.append(case.state())
     assert differing(*states) == []

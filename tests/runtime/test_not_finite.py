@@ -1,8 +1,12 @@
 """Gradients that are not finite change no row: not in their step, nor in those queued behind it before it is known."""
 
+import contextlib
+
+import numpy as np
 import pytest
 import torch
 
+import hostdev
 from hostdev import UserError
 from hostdev.runtime.loop import NonFiniteError
 from tests.runtime.cases import Case, batches_of, differing, ids, loss_of, overlapped, send, tables_state
@@ -171,3 +175,89 @@ def test_results_on_their_way(device):
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             outcome.get()
+
+
+@pytest.mark.parametrize(("depth", "cache"), [(0, None), (2, "20%")])
+@pytest.mark.parametrize(
+    ("mode", "value"),
+    [
+        ("plain", "nan"),
+        ("plain", "inf"),
+        ("accumulate", "inf"),
+        ("without an optimizer", "nan"),
+        ("micro_batches", "nan"),
+    ],
+)
+def test_a_loss_that_is_not_finite_with_gradients_that_are(device, depth, cache, mode, value):
+    """It is seen where its `backward` is called; one whose gradients do not go to rows is not this loop's."""
+    batches = batches_of(6)
+    case = Case(device, options={"depth": depth, "cache": cache})
+    together = {mode: 2} if mode in ("accumulate", "micro_batches") else {}
+    before = torch.autograd.backward
+    with pytest.raises(NonFiniteError, match="^step 3: a loss is not finite; no row was updated") as caught:
+        for label, rows in case.loop(batches, **together):
+            loss = loss_of(case.model, rows, label)
+            other = (case.model.top.bias * float("inf")).sum()
+            other.backward()  # of the dense side alone
+            case.adam.zero_grad()
+            (loss + float(value) if rows.step == 3 else loss).backward()
+            rows.reduce(case.model.parameters())
+            if rows.is_due and mode != "without an optimizer":
+                case.adam.step()
+    assert caught.value.step == 3
+    assert torch.autograd.backward is before
+    assert {table.step for table in case.tables.values()} == {2}
+
+
+def test_losses_that_are_not_finite_and_change_nothing(device):
+    """Those that are given up, those of which the gradients are forgotten, and values that are no losses."""
+    batches = batches_of(4)
+    case = Case(device)
+    for label, rows in case.loop(batches):
+        bad = loss_of(case.model, rows, label) + float("nan")
+        if rows.step == 1:
+            bad.backward(retain_graph=True)
+            case.runtime.optimizer.zero_grad()
+        elif rows.step == 2:
+            bad.backward(retain_graph=True)
+            for parameter in rows.parameters():
+                parameter.grad = None
+        elif rows.step == 3:
+            case.adam.zero_grad()
+            (loss_of(case.model, rows, label).view(1) + torch.tensor([0.0, float("nan")], device=device)).backward(
+                torch.tensor([1.0, 0.0], device=device)
+            )
+            case.adam.step()
+            continue
+        case.step(label, rows)
+    assert differing(case.state(), Case(device).train(batches).state()) == []
+
+
+SIZES = {"SGD": 3e38, "LazyAdam": 1.8e19, "FTRL": 1.8e19, "Adagrad": 1.8e19, "RowWiseAdagrad": 0.9e19}
+
+
+@pytest.mark.parametrize(("depth", "cache"), [(0, None), (2, None), (2, "50%")])
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("name", SIZES)
+def test_gradients_whose_square_is_not_finite(device, name, where, depth, cache):
+    """The largest finite gradients that an optimizer can take change rows to finite values, larger ones nothing."""
+    for size, fits in ((SIZES[name], True), (2.1 * SIZES[name], False)):
+        optimizer = getattr(hostdev, name)(lr=1e-3)
+        arguments = {"name": "t", "init": hostdev.Constant(0.5)}
+        if where == "device":
+            table = hostdev.DeviceTable(5, 4, optimizer, device, **arguments)
+        else:
+            table = hostdev.HostTable(5, 4, optimizer, **arguments)
+        runtime = hostdev.Runtime({"x": table}, device=device, depth=depth, cache=cache if where == "host" else None)
+        ends = contextlib.nullcontext() if fits else pytest.raises(NonFiniteError, match="step 2: a gradient of the ro")
+        with ends as caught:
+            for _, rows in runtime.train([{"x": [0, 1]}, {"x": [2, 3]}, {"x": [0, 4]}]):
+                (rows["x"] * 0.5).sum().backward()
+                if rows.step == 2:
+                    rows.parameters()[0].grad.fill_(size if size < 3.4e38 else float("inf"))
+        columns = {key: np.asarray(torch.as_tensor(value).cpu()) for key, value in table.columns().items()}
+        assert all(np.isfinite(values).all() for values in columns.values())
+        assert (columns["weights"][2, 0] != 0.5) == fits
+        assert table.step == (3 if fits else 1)
+        if caught is not None and name != "SGD":
+            assert "is too large: its square is not finite in float32; no row was updated" in str(caught.value)

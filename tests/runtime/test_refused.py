@@ -129,7 +129,7 @@ def test_features_that_are_none():
 
 def test_a_table_elsewhere(device):
     meta = table_of(device, "device")
-    meta.block = meta.block.to("meta")
+    meta._block = meta._block.to("meta")
     with pytest.raises(ValueError, match=f"table 't' is on meta, and the rows go to {device}"):
         Runtime({"x": meta}, device=device)
     with pytest.raises(UserError, match="there is no such kind of device"):

@@ -1,0 +1,37 @@
+"""What a manifest's options and statistics may be: types and lengths, looked at before a value is used."""
+
+from typing import Any
+
+from hostdev.core.json_files import parse
+
+_OPTIONS: dict[str, Any] = {
+    "preset": str,
+    "dense": str,
+    "hash_buckets": int | None,
+    "positive": str | None,
+    "bags": dict[str, str | None],
+    "threshold": int | None,
+}
+_SCALES = ("dense_max", "dense_mean", "dense_deviation")  # of each numeric column
+_NEEDED = {"max": _SCALES[:1], "log": _SCALES[:1], "standard": _SCALES[1:]}
+
+
+def check_values(options: dict[str, Any], statistics: dict[str, Any], dense: tuple[str, ...]) -> None:
+    """Raise ValueError where an option or a statistic is none that a data set has; what is missing is none."""
+    for name, kind in _OPTIONS.items():
+        if name in options:
+            parse(kind, options[name], f"options.{name}")
+    if "dense" in options and options["dense"] not in _NEEDED:
+        raise ValueError("options.dense is not one of " + ", ".join(_NEEDED))
+    if not 1 <= (options.get("hash_buckets") or 1) <= 2**62:
+        raise ValueError("options.hash_buckets is not in 1..2^62")
+    for name in _SCALES:
+        if name in statistics and len(parse(list[float], statistics[name], f"statistics.{name}")) != len(dense):
+            raise ValueError(f"statistics.{name} does not have a value for each of the {len(dense)} numeric columns")
+
+
+def check_scaling(options: dict[str, Any], statistics: dict[str, Any]) -> None:
+    """Raise ValueError unless a manifest says how its numbers are scaled, as it must where new rows are to be."""
+    for name in _NEEDED.get(options.get("dense", ""), ("dense",)):
+        if name not in (statistics if name != "dense" else options):
+            raise ValueError(f"it does not say {name}")

@@ -1,0 +1,86 @@
+"""The flags that keep the ids of an earlier data set: --vocabulary, --frozen-vocabulary."""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hostdev.data.preprocess.earlier_vocabulary import Earlier, read_earlier
+
+from hostdev.core.errors import UserError
+
+_MOST = 120  # characters of a list of columns in a message
+_SAME = "leave it out: --vocabulary takes the columns from there"
+
+
+def add_flags(to: argparse.ArgumentParser) -> None:
+    """Add --vocabulary and --frozen-vocabulary."""
+    to.add_argument(
+        "--vocabulary",
+        type=Path,
+        metavar="FROM",
+        help="an earlier data set, whose ids, columns and scaling are kept; new values get ids after the earlier ones",
+    )
+    to.add_argument("--frozen-vocabulary", action="store_true",
+                    help="with --vocabulary: new values get no ids, and are out of vocabulary")  # fmt: skip
+
+
+def earlier_of(arguments: argparse.Namespace) -> Earlier | None:
+    """Return the data set that parsed flags name; UserError where flags do not go together with it."""
+    folder: Path | None = arguments.vocabulary
+    if folder is None:
+        if arguments.frozen_vocabulary:
+            raise UserError("--frozen-vocabulary has no effect without --vocabulary FROM; give both")
+        return None
+    if arguments.frozen_vocabulary and arguments.threshold is not None:
+        raise UserError("--threshold has no effect with --frozen-vocabulary; leave one of them out")
+    earlier = read_earlier(folder, frozen=arguments.frozen_vocabulary)
+    if earlier.is_table != (arguments.command == "table"):
+        command = "table" if earlier.is_table else "criteo"
+        raise UserError(f"--vocabulary {folder} was made by another command; use preprocess {command}")
+    if earlier.buckets is not None and arguments.threshold is not None:
+        raise UserError(f"--threshold has no effect with --vocabulary {folder}, whose ids are hashed; leave it out")
+    if arguments.hash_buckets not in (None, earlier.buckets):
+        there = "a vocabulary" if earlier.buckets is None else f"{earlier.buckets} buckets"
+        raise UserError(f"--hash-buckets {arguments.hash_buckets}: {folder} has {there}, whose ids --vocabulary keeps; "
+                        "leave it out")  # fmt: skip
+    return earlier
+
+
+def defaults(earlier: Earlier | None) -> dict[str, Any]:
+    """Return what takes the place of the usual defaults of `Options`: threshold, buckets and scaling from there."""
+    if earlier is None:
+        return {}
+    options = earlier.found.options
+    return {name: options.get(name) for name in ("threshold", "hash_buckets")} | {"dense": options["dense"]}
+
+
+def columns(given: Mapping[str, Any], earlier: Earlier) -> dict[str, Any]:
+    """Return which columns of a table are what, as `TableOptions` takes it: as in the earlier data set.
+
+    given  by the same names, what flags say; None or empty where they do not
+
+    Raises UserError where they say something else. The order of names does not matter: it is that of the earlier one.
+    """
+    options = earlier.found.options
+    there = {
+        "label": options["label"],
+        "positive": options.get("positive"),
+        "numeric": tuple(options.get("numeric", ())),
+        "categorical": tuple(options.get("categorical", ())),
+        "bags": tuple(options.get("bags", {}).items()),
+        "share": tuple(options.get("share", {}).items()),
+    }
+    for name, value in given.items():
+        known = there[name]
+        if value and not (value == known if isinstance(value, str) else set(value) == set(known)):
+            flag = {"bags": "bag"}.get(name, name)
+            raise UserError(f"--{flag} {_shown(value)}: {earlier.folder} has {_shown(known) or 'none'}; {_SAME}")
+    return there
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        shown = ", ".join("=".join(map(str, one)) if isinstance(one, tuple) else one for one in value)
+        return shown if len(shown) <= _MOST else shown[:_MOST] + "..."
+    return "" if value is None else str(value)

@@ -1,0 +1,140 @@
+"""The values of a data set's vocabulary, which its file is checked for once, to their ids."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+from hostdev.data import ragged
+from hostdev.data.manifest import Manifest
+from hostdev.data.preprocess import columns as arrow
+from hostdev.data.preprocess.forms import Written, forms_in, from_json
+
+from hostdev.core import arrow_files
+from hostdev.core.checksums import checksum
+from hostdev.core.errors import UserError, in_words
+from hostdev.kernels.strings import TextMap
+
+Ids = npt.NDArray[np.int64]
+
+
+class Vocabulary:
+    """The ids of all values: one map of texts, each with the number of its space before it.
+
+    path     the vocabulary's file
+    written  how the values of each space are written
+    rates    of the training rows' values, by space: the share that is out of vocabulary
+
+    Raises UserError unless the file is the data set's, and holds what its manifest says.
+    """
+
+    def __init__(self, path: Path, data: Manifest) -> None:
+        schema = data.schema
+        self._texts, self._first, self._path = TextMap(), schema.first_value, path
+        self.written: dict[str, Written] = {}
+        self.rates: dict[str, float] = {}
+        if not path.is_file():
+            raise UserError(f"{path} is missing, or not a file")
+        try:
+            if data.vocabulary_sha256 is not None and checksum(path) != data.vocabulary_sha256:
+                raise self._broken("its checksum is wrong: it is damaged or was changed")
+            table = arrow_files.read_table(path)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise self._broken(in_words(error)) from None
+        owners = self._owners(table, [*schema.dense, *(space.name for space in schema.spaces)], schema.rows)
+        if not np.array_equal(owners[: self._first], np.arange(self._first)):
+            raise self._broken("its first ids are not those of the columns")
+        # By the file's own account, as data sets of version 1 do not say which ids are of which space.
+        starts = np.flatnonzero(np.diff(owners[self._first :], prepend=-2)) + self._first
+        ends = [*starts.tolist(), len(table)]
+        segments: dict[int, list[tuple[int, int]]] = {}
+        for first, last in pairwise(ends):
+            segments.setdefault(int(owners[first]), []).append((first, last - first))
+        if min(segments, default=self._first) < len(schema.dense):
+            raise self._broken("an id is of no column with ids")
+        everything = (self._first, schema.rows)
+        recorded = any((space.first, space.first + space.size) != everything for space in schema.spaces)
+        self._prefixes = {space.name: f"{space.oov}\0" for space in schema.spaces if space.oov in segments}
+        by_oov = {space.oov: space for space in schema.spaces}
+        forms: dict[str, frozenset[int]] = {space.name: frozenset() for space in schema.spaces}
+        known = dict.fromkeys(forms, 0)
+        for first, last in pairwise(ends):  # in the order of the ids
+            name = by_oov[int(owners[first])].name
+            forms[name] |= self._add(name, table["value"].slice(first, last - first))
+            known[name] += pc.sum(table["count"].slice(first, last - first)).as_py() or 0
+        for space in schema.spaces:
+            found = tuple(segments.get(space.oov, ()))
+            if found != space.segments if recorded else len(found) > 1:
+                raise self._broken(f"its ids of {space.name!r} are not those of the manifest")
+            self.written[space.name] = Written(forms[space.name])
+            rare = table["count"][space.oov].as_py()
+            self.rates[space.name] = rare / max(1, known[space.name] + rare)
+        if len(self._texts) != len(table) - self._first:
+            raise self._broken("a space has a value twice")
+
+    def _owners(self, table: pa.Table, names: list[str], rows: int) -> npt.NDArray[np.int64]:
+        """Return the number of each id's column or space; UserError unless the columns are a vocabulary's."""
+        schema = table.schema
+        field = schema.types[0] if schema.types and pa.types.is_dictionary(schema.types[0]) else None
+        kinds = [field and field.value_type, *schema.types[1:]]
+        if schema.names != ["field", "value", "count"] or kinds != [pa.string(), pa.string(), pa.int64()]:
+            raise self._broken("its columns are not field, value and count")
+        if len(table) != rows:
+            raise self._broken(f"it has {len(table):,} ids, not {rows:,}")
+        if table["field"].null_count or table["count"].null_count or table["value"].slice(self._first).null_count:
+            raise self._broken("it has missing values")
+        numbers = {name: number for number, name in enumerate(names)}
+        found = [np.zeros(0, np.int64)]
+        for chunk in table["field"].chunks:
+            of_name = np.array([numbers.get(name, -1) for name in chunk.dictionary.to_pylist()], np.int64)
+            found.append(of_name[chunk.indices.to_numpy()])
+        return np.concatenate(found)
+
+    def _add(self, space: str, values: pa.ChunkedArray) -> frozenset[int]:
+        """Take in some values of a space, and return how they are written."""
+        forms: frozenset[int] = frozenset()
+        for chunk in values.chunks:
+            self._texts.add(*arrow.bytes_of(self._named(space, chunk)))
+            forms |= forms_in(chunk)
+        return forms
+
+    def _broken(self, why: str) -> UserError:
+        return UserError(f"{self._path} is broken ({why})")
+
+    def _named(self, space: str, texts: pa.Array) -> pa.Array:
+        return pc.binary_join_element_wise(pa.scalar(self._prefixes[space]), texts, pa.scalar(""))
+
+    def find(self, space: str, texts: pa.Array) -> Ids:
+        """Return the id of each text, -1 for one that has none."""
+        if space not in self._prefixes:  # no value of it is frequent enough
+            return np.full(len(texts), -1, np.int64)
+        return self._ids(*arrow.bytes_of(self._named(space, texts)))
+
+    def find_few(self, spaces: Sequence[str], texts: Sequence[str]) -> Ids:
+        """Return the id of each text in its own space, as `find`."""
+        found = [(self._prefixes.get(space, "?") + text).encode() for space, text in zip(spaces, texts, strict=True)]
+        offsets = ragged.offsets_of(np.fromiter(map(len, found), np.int64, len(found)))
+        return self._ids(offsets, np.frombuffer(b"".join(found), np.uint8))
+
+    def _ids(self, offsets: npt.NDArray[np.int64], data: npt.NDArray[np.uint8]) -> Ids:
+        """The values lie in the order of their ids."""
+        found = self._texts.find(offsets, data).astype(np.int64)
+        return np.where(found < 0, -1, found + self._first)
+
+
+def written_by_space(data: Manifest, inferred: Mapping[str, Written]) -> dict[str, Written]:
+    """Return how the values of each space were written, by the manifest; of older ones as the vocabulary has them."""
+    found: dict[str, Written] = {}
+    for column in data.schema.columns:
+        if column.name not in data.kinds:
+            found[column.space] = inferred.get(column.space, Written(frozenset()))
+            continue
+        written = from_json(data.kinds[column.name])
+        before = found.get(column.space)
+        found[column.space] = written if before is None else before.with_those_of(written)
+    return found

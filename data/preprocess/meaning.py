@@ -1,0 +1,99 @@
+"""Whether ids and numbers of two data sets mean the same: columns, values of ids, hash buckets, scaling."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from hostdev.data.batch import Batch
+from hostdev.data.manifest import Manifest
+from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
+from hostdev.data.schema import Schema
+
+_AT_ONCE = 1 << 20  # ids
+_SHOWN = 120  # characters of a value or a list of columns
+
+
+def difference(there: Manifest, theirs: Path, here: Manifest, root: Path) -> str | None:
+    """Return what differs between two data sets, as text; None where ids and numbers mean the same in both.
+
+    One may have more ids than the other: those that both have are compared.
+
+    there, here   their manifests
+    theirs, root  the folders with their vocabularies
+
+    Raises UserError for a vocabulary that is damaged.
+    """
+    if there.identity == here.identity:
+        return None
+    for what, a, b in (
+        ("numeric columns", there.schema.dense, here.schema.dense),
+        ("columns with ids", _columns(there.schema), _columns(here.schema)),
+        ("hash buckets", _buckets(there), _buckets(here)),
+        ("scaling of numbers", _scaling(there), _scaling(here)),
+    ):
+        if a != b:
+            order = " in another order" if sorted(a) == sorted(b) else ""
+            return f"other {what}{order}: {_shown(a)} there, {_shown(b)} here"
+    if there.vocabulary is None or here.vocabulary is None:
+        return None
+    return _other_ids(StoredVocabulary(theirs, there), StoredVocabulary(root, here))
+
+
+def _other_ids(there: StoredVocabulary, here: StoredVocabulary) -> str | None:
+    both = min(len(there.table), len(here.table))
+    for start in range(0, both, _AT_ONCE):
+        for name in ("field", "value"):
+            a, b = (
+                one.table[name].slice(start, min(_AT_ONCE, both - start)).cast(pa.string()) for one in (there, here)
+            )
+            if a.equals(b):
+                continue
+            pairs = zip(a.to_pylist(), b.to_pylist(), strict=True)
+            number = start + next(i for i, (x, y) in enumerate(pairs) if x != y)
+            one, other = (each.text(number)[:_SHOWN] for each in (there, here))
+            return f"other ids: id {number} is {one} there, {other} here"
+    return None
+
+
+def with_known_ids(batch: Batch, schema: Schema, known: int) -> Batch:
+    """Return a batch with the out-of-vocabulary id of its column for each id that is not below `known`.
+
+    schema  of the batch's data set, which has kept the first `known` ids of another one
+    """
+    if schema.rows <= known:
+        return batch
+    oov = {space.name: space.oov for space in schema.spaces}
+    of_column = {column.name: oov[column.space] for column in schema.columns}
+
+    def mapped(ids: npt.NDArray[Any], to: Any) -> npt.NDArray[Any]:
+        return np.where(ids < known, ids, to).astype(ids.dtype)
+
+    ids = mapped(batch.ids, np.array([of_column[name] for name in schema.ids], np.int64)) if schema.ids else batch.ids
+    bags = {name: (mapped(values, of_column[name]), lengths) for name, (values, lengths) in batch.bags.items()}
+    return replace(batch, ids=ids, bags=bags)
+
+
+def _columns(schema: Schema) -> tuple[str, ...]:
+    return tuple(
+        column.name + " (bag)" * (column.kind == "bag") + f" (ids of {column.space})" * (column.space != column.name)
+        for column in schema.columns
+    )
+
+
+def _buckets(data: Manifest) -> tuple[str, ...]:
+    return () if data.vocabulary is not None else (str(data.options.get("hash_buckets")),)
+
+
+def _scaling(data: Manifest) -> tuple[str, ...]:
+    if not data.schema.dense:
+        return ()
+    names = ("dense_max", "dense_mean", "dense_deviation")
+    return (data.options["dense"], *(str(data.statistics[name]) for name in names if name in data.statistics))
+
+
+def _shown(value: tuple[str, ...]) -> str:
+    text = ", ".join(value) or "none"
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

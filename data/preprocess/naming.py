@@ -1,0 +1,34 @@
+"""Names of columns and types in messages: short, and so that blanks in them are seen."""
+
+from collections.abc import Sequence
+from typing import Any
+
+_MOST_NAMES, _MOST_LETTERS, _EACH = 30, 240, 60
+
+
+def listed(names: Sequence[Any]) -> str:
+    """Return names in a message's words, not more than fit; those with blanks around them in quotes."""
+    shown: list[str] = []
+    for name in map(str, names[:_MOST_NAMES]):
+        text = short(repr(name) if name != name.strip() or not name else name, _EACH)
+        if sum(map(len, shown)) + len(text) > _MOST_LETTERS:
+            break
+        shown.append(text)
+    left = len(names) - len(shown)
+    text = ", ".join(shown)
+    return text if not left else f"{text} and {left} more" if shown else f"{left} columns"
+
+
+def short(value: Any, most: int = 100) -> str:
+    """Return what stands for a value, such as a type, in at most so many characters."""
+    text = str(value)
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def about_blanks(name: str, names: Sequence[str]) -> str:
+    """Return what to do where a name is not among names, but is but for blanks around it; else no text."""
+    found = next((one for one in names if one != name and one.strip() == name.strip()), None)
+    if found is None:
+        return ""
+    return f"; {short(found, _EACH)!r} differs by blanks: take them out of the file, or give the name with them, as " \
+           f"'{short(chr(34) + found + chr(34), _EACH)}'"  # fmt: skip

@@ -1,0 +1,296 @@
+"""Values of any type to the texts that training may have had for them: what they are looked up, or hashed, by.
+
+A value that is served as another type than in training, 1.0 for "1" or a timestamp of another unit, is the same value.
+So it is written in each form in which training's values were; what cannot be the same is refused.
+"""
+
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+from hostdev.data.preprocess import columns as arrow
+from hostdev.data.preprocess.columns import WrongValueError
+from hostdev.data.preprocess.forms import BOOLS, MISSING, NUMBERS, PADDED, TIMES, TIMESTAMPS, Texts, Written, each_form
+from hostdev.data.preprocess.times import time_texts, timestamp_texts, timestamps_from_text
+
+from hostdev.kernels import forms as kernel
+
+Mask = npt.NDArray[np.bool_]
+
+_SHOWN = 40
+
+
+class WrongTypeError(Exception):
+    """A column whose type leaves open which of training's values its values are."""
+
+
+def texts_for(values: pa.Array, written: Written, *, hashed: bool) -> Texts:
+    """Return what values [N] of any type may have been in training.
+
+    hashed  one text is needed for each value, as there is no vocabulary to look others up in
+
+    Raises WrongTypeError for a type that does not go with training's values, and WrongValueError for a value.
+    """
+    kind = arrow.kind_of(values.type)
+    if kind == "text":
+        return _of_text(arrow.cast(values, pa.string(), "text in UTF-8"), written, hashed=hashed)
+    missing = values.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
+    if written.kind == "unknown":
+        found = Texts([arrow.as_plain_text(values)], arrow.as_plain_text(values), np.zeros(len(values), np.bool_))
+    elif kind == "number":
+        found = _of_numbers(values, written)
+    elif kind == "bool":
+        found = _of_bools(values, written)
+    else:
+        found = _of_times(values, written)
+    found = _with_missing(found, missing, written)
+    if hashed:
+        _require_one(found, values.type, written)
+    return found
+
+
+def _with_missing(found: Texts, missing: Mask, written: Written) -> Texts:
+    """Return the texts of values, of which some are missing."""
+    if not missing.any():
+        return found
+    if written.missing is None:
+        raise WrongValueError(int(np.flatnonzero(missing)[0]), "it is missing, which was written in several ways in "
+                                                               "training; give the text that it was then")  # fmt: skip
+    mask, word = pa.array(missing), pa.scalar(written.missing)
+    texts = [pc.if_else(mask, word, found.texts[0]), *(pc.if_else(mask, None, each) for each in found.texts[1:])]
+    return Texts(texts, pc.if_else(mask, word, found.fallback), found.doubtful & ~missing)
+
+
+def require_type(found: pa.DataType, written: Written) -> None:
+    """Raise WrongTypeError where no value of a type can be one of training's."""
+    kind, was = arrow.kind_of(found), written.kind
+    if was == "unknown" or kind in ("text", "list", "nested"):
+        return
+    right = {
+        "number": was in ("number", "bool", "text"),
+        "bool": bool(written.forms & BOOLS) or was == "number",
+        "other": bool(written.forms & (TIMES if pa.types.is_time(found) else TIMESTAMPS)),
+    }
+    if not right[kind]:
+        raise WrongTypeError(f"is of type {found} here, and its values were {written.shown} in training; give it as "
+                             f"{'that' if written.is_typed else 'text, written as then'}")  # fmt: skip
+
+
+def _require_one(found: Texts, of: pa.DataType, written: Written) -> None:
+    """Raise WrongTypeError where a value may be several of training's, and no vocabulary tells which."""
+    several = sum(each.is_valid().to_numpy(zero_copy_only=False).astype(np.int32) for each in found.texts) > 1
+    if several.any() or found.doubtful.any():
+        raise WrongTypeError(f"is of type {of} here, and its values were {written.shown} in training, which of them a "
+                             "value is cannot be told; give it as text, written as then")  # fmt: skip
+
+
+def _of_text(values: pa.StringArray, written: Written, *, hashed: bool) -> Texts:
+    """Return texts as they are, but those that are written as none of training's and can be one of them."""
+    values = pc.fill_null(values, "")
+    plain = Texts([values], values, np.zeros(len(values), np.bool_))
+    kind, typed = written.kind, written.is_typed
+    if kind in ("text", "unknown"):
+        return plain
+    forms = each_form(values)
+    unlike = ~np.isin(forms, list(written.forms))
+    if widths := written.forms & PADDED:  # 1 may be 01
+        short = pc.less(pc.utf8_length(values), max(widths) - kernel.PADDED).to_numpy(zero_copy_only=False)
+        unlike |= (forms == kernel.INTEGER) & short
+    if not unlike.any():
+        return plain
+    if typed:
+        values = pc.if_else(pa.array(unlike), pc.utf8_trim_whitespace(values), values)
+        forms = each_form(values)
+    missing = unlike & np.isin(forms, list(MISSING))
+    plain = _with_missing(Texts([values], values, plain.doubtful), missing, written)
+    values, unlike = plain.fallback, unlike & ~missing
+    convert = {"number": _numbers_in, "bool": _bools_in, "timestamp": _timestamps_in, "time": _times_in}[kind]
+    chosen, found = convert(values, forms, unlike, written)
+    if not chosen.any():
+        return plain
+    if hashed:
+        _require_one(found, pa.string(), written)
+    mask = pa.array(chosen)
+    nulls = pa.nulls(len(values), pa.string())
+    texts = [pc.replace_with_mask(values if i == 0 else nulls, mask, each) for i, each in enumerate(found.texts)]
+    doubtful = np.zeros(len(values), np.bool_)
+    doubtful[chosen] = found.doubtful
+    return Texts(texts, values, doubtful)
+
+
+def _numbers_in(values: pa.Array, forms: Any, unlike: Mask, written: Written) -> tuple[Mask, Texts]:
+    chosen = unlike & np.isin(forms, [*NUMBERS, *BOOLS])
+    large = np.flatnonzero(chosen & (forms == kernel.LARGE_FLOAT))
+    if len(large):
+        raise WrongValueError(int(large[0]), large_float(values[int(large[0])].as_py()))
+    bits = {"true": "1", "false": "0"}
+    texts = [bits.get(text.lower()) or _shortest(text) for text in values.filter(pa.array(chosen)).to_pylist()]
+    found = _numbers(pa.array(texts, pa.string()), written)
+    return chosen, Texts(found.texts, found.fallback, np.zeros(len(texts), np.bool_))
+
+
+def _bools_in(values: pa.Array, forms: Any, unlike: Mask, written: Written) -> tuple[Mask, Texts]:
+    lower = pc.utf8_lower(values)
+    true = pc.is_in(lower, value_set=pa.array(["true", "1", "1.0"])).to_numpy(zero_copy_only=False)
+    false = pc.is_in(lower, value_set=pa.array(["false", "0", "0.0"])).to_numpy(zero_copy_only=False)
+    _require_readable(values, unlike & ~(true | false), written, "true or false")
+    chosen = unlike & (true | false)
+    return chosen, _of_bools(pa.array(true[chosen]), written)
+
+
+def _timestamps_in(values: pa.Array, forms: Any, unlike: Mask, written: Written) -> tuple[Mask, Texts]:
+    _require_readable(values, unlike & ~np.isin(forms, list(TIMESTAMPS)), written, "a date or time such as 2024-12-31")
+    chosen = unlike & np.isin(forms, list(TIMESTAMPS))
+    row = np.flatnonzero(chosen)
+
+    zoned = np.zeros(len(values), np.bool_)
+    zoned[chosen] = (forms[chosen] >= kernel.TIMESTAMP) & ((forms[chosen] - kernel.TIMESTAMP) % kernel.ZONES > 0)
+    with_zone = _part(values, chosen & zoned, written, zoned=True)
+    without = _part(values, chosen & ~zoned, written, zoned=False)
+    order = np.argsort(np.concatenate([np.flatnonzero(chosen & zoned), np.flatnonzero(chosen & ~zoned)]))
+    parts = [part for part in (with_zone, without) if part is not None]
+    n = max(len(part.texts) for part in parts) if parts else 0
+    if not len(row):
+        return chosen, Texts([], pa.nulls(0, pa.string()), np.zeros(0, np.bool_))
+
+    def joined(arrays: list[pa.Array]) -> pa.Array:
+        return pa.concat_arrays(arrays).take(pa.array(order))
+
+    texts = [joined([part.texts[i] if i < len(part.texts) else pa.nulls(len(part.fallback), pa.string())
+                     for part in parts]) for i in range(n)]  # fmt: skip
+    doubtful = np.concatenate([part.doubtful for part in parts])[order]
+    return chosen, Texts(texts, joined([part.fallback for part in parts]), doubtful)
+
+
+def _part(values: pa.Array, some: Mask, written: Written, *, zoned: bool) -> Texts | None:
+    """Return what timestamps in text, all with a zone or all without, may have been; None where there is none."""
+    if not some.any():
+        return None
+    texts = values.filter(pa.array(some))
+    try:
+        return _of_times(timestamps_from_text(texts, zoned=zoned), written, shown=repr(texts[0].as_py()))
+    except WrongTypeError as error:
+        raise WrongValueError(int(np.flatnonzero(some)[0]), str(error)) from None
+    except WrongValueError as error:
+        error.row = int(np.flatnonzero(some)[error.row])
+        raise
+
+
+def _times_in(values: pa.Array, forms: Any, unlike: Mask, written: Written) -> tuple[Mask, Texts]:
+    is_time = np.isin(forms, list(TIMES))
+    _require_readable(values, unlike & ~is_time, written, "a time of day such as 23:59:58")
+    chosen = unlike & is_time
+    some = values.filter(pa.array(chosen))
+    return chosen, time_texts(some, written.forms)
+
+
+def _require_readable(values: pa.Array, wrong: Mask, written: Written, what: str) -> None:
+    """Raise WrongValueError for text that is not what a column of another type than text had."""
+    if written.is_typed and len(rows := np.flatnonzero(wrong)):
+        shown = values[int(rows[0])].as_py()[:_SHOWN]
+        raise WrongValueError(int(rows[0]), f"{shown!r} is not {what}, and its values were {written.shown} in training")
+
+
+def _of_numbers(values: pa.Array, written: Written) -> Texts:
+    """Return what integers, floats or decimals may have been."""
+    require_type(values.type, written)
+    if pa.types.is_floating(values.type):
+        arrow.whole_numbers_below_limit(values)
+        numbers = values.to_numpy(zero_copy_only=False)
+        texts = [None if np.isnan(number) else _shortest(np.format_float_positional(number, unique=True, trim="-"))
+                 for number in numbers]  # fmt: skip
+    else:
+        texts = values.cast(pa.string()).to_pylist()
+        if pa.types.is_decimal(values.type):
+            texts = [None if text is None else _shortest(text) for text in texts]
+    if written.kind == "bool":
+        wrong = [i for i, text in enumerate(texts) if text not in (None, "0", "1")]
+        if wrong:
+            raise WrongValueError(wrong[0], f"{texts[wrong[0]]} is neither true nor false, and its values were "
+                                            f"{written.shown} in training")  # fmt: skip
+        return _of_bools(pa.array([None if text is None else text == "1" for text in texts], pa.bool_()), written)
+    fraction = next((i for i, text in enumerate(texts) if text is not None and "." in text), None)
+    if fraction is not None and not any(form > kernel.FRACTION and form <= kernel.FRACTION + kernel.MOST_DIGITS
+                                        for form in written.forms):  # fmt: skip
+        raise WrongValueError(fraction, f"{texts[fraction]} is not a whole number; a categorical value is one, or text")
+    return _numbers(pa.array(texts, pa.string()), written)
+
+
+def _numbers(texts: pa.StringArray, written: Written) -> Texts:
+    """Return what numbers may have been, which are given as their shortest text."""
+    forms = written.forms
+    whole = pc.invert(pc.match_substring(texts, "."))
+    integers = pc.if_else(whole, texts, None)
+    found = [integers] if kernel.INTEGER in forms else []
+    for digits in range(1, kernel.MOST_DIGITS + 1):
+        if kernel.WHOLE + digits in forms:
+            found.append(pc.binary_join_element_wise(integers, "." + "0" * digits, ""))
+        if kernel.FRACTION + digits in forms:
+            found.append(_with_digits(pc.if_else(whole, None, texts), digits))
+    found += [_padded(integers, form - kernel.PADDED) for form in sorted(forms & PADDED)]
+    doubtful = np.zeros(len(texts), np.bool_)
+    if kernel.NUMBER in forms and written.kind == "number":
+        doubtful[:] = True
+    return Texts(found or [texts], texts, doubtful)
+
+
+def _with_digits(texts: pa.Array, digits: int) -> pa.Array:
+    """Return numbers with so many digits after the point; null where that are too few."""
+    after = pc.subtract(pc.utf8_length(texts), pc.add(pc.find_substring(texts, "."), 1))
+    padded = [
+        None if text is None or n > digits else text + "0" * (digits - n)
+        for text, n in zip(texts.to_pylist(), after.to_pylist(), strict=True)
+    ]
+    return pa.array(padded, pa.string())
+
+
+def _padded(integers: pa.Array, width: int) -> pa.Array:
+    """Return integers of 0 and more with zeros before them; null where these have as many digits already."""
+    shorter = pc.and_(pc.less(pc.utf8_length(integers), width), pc.invert(pc.starts_with(integers, "-")))
+    return pc.if_else(shorter, pc.utf8_lpad(integers, width, "0"), None)
+
+
+def _of_bools(values: pa.Array, written: Written) -> Texts:
+    """Return what truth values may have been."""
+    require_type(values.type, written)
+    if not written.forms & BOOLS:
+        return _numbers(pc.if_else(values, "1", "0"), written)
+    names = {kernel.TITLE: ("True", "False"), kernel.LOWER: ("true", "false"), kernel.UPPER: ("TRUE", "FALSE")}
+    found = [pc.if_else(values, *names[form]) for form in sorted(written.forms & BOOLS)]
+    return Texts(found, found[0], np.zeros(len(values), np.bool_))
+
+
+def _of_times(values: pa.Array, written: Written, shown: str | None = None) -> Texts:
+    """Return what dates, timestamps or times of day may have been."""
+    require_type(values.type, written)
+    if pa.types.is_time(values.type):
+        return time_texts(values.cast(pa.string()), written.forms)
+    zoned = any(kernel.TIMESTAMP <= form < kernel.TIME and (form - kernel.TIMESTAMP) % kernel.ZONES
+                for form in written.forms)  # fmt: skip
+    naive = any(form == kernel.DATE or (kernel.TIMESTAMP <= form < kernel.TIME
+                and (form - kernel.TIMESTAMP) % kernel.ZONES == 0) for form in written.forms)  # fmt: skip
+    zone = getattr(values.type, "tz", None)
+    if zone is not None and not zoned:
+        raise WrongTypeError(f"{shown or f'is of type {values.type} here, which'} has a time zone, and its values had "
+                             "none in training; give it without one")  # fmt: skip
+    if zone is None and not naive:
+        raise WrongTypeError(f"{shown or f'is of type {values.type} here, which'} has no time zone, and its values had "
+                             "one in training; give it with one")  # fmt: skip
+    return timestamp_texts(values, written)
+
+
+def large_float(shown: str) -> str:
+    """Return what is wrong with a float that may stand for several integers."""
+    return (f"{shown} is a float of 2^53 or more, which may stand for several whole numbers; write the column as "
+            "integers, or as text of such")  # fmt: skip
+
+
+def _shortest(text: str) -> str:
+    """Return a decimal number, in any way to write it, without needless zeros and without an exponent."""
+    found = format(Decimal(text), "f")
+    if "." in found:
+        found = found.rstrip("0").rstrip(".")
+    return "0" if found == "-0" else found

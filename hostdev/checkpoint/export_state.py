@@ -1,0 +1,57 @@
+"""What `export --slots` writes beside the tables: steps and optimizers, the dense optimizer's state, `extra`."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hostdev.checkpoint.layers import Layers
+from hostdev.checkpoint.state import tensors_of
+from hostdev.checkpoint.tree import from_tree
+
+STATE, OPTIMIZER, EXTRA = "state.json", "optimizer.pt", "extra.pt"
+
+
+def write_state(out: Path, layers: Layers) -> None:
+    """Write state.json; optimizer.pt for a checkpoint of hostdev.train, extra.pt for one of `Runtime.save`.
+
+    state.json has the checkpoint's step, and for each table its step, its optimizer with all hyperparameters, the names
+    of its slots and the dtype of its weights in training. `torch.load` reads the other two without hostdev; NumPy
+    arrays in `extra` are tensors there.
+    """
+    found = layers.manifest
+    names = ("rows", "dim", "step", "optimizer", "hyperparameters", "slots", "row_slots", "dtype", "seed")
+    content = {
+        "step": found.step,
+        "tables": {table.name: {name: getattr(table, name) for name in names} for table in found.tables},
+        "state_sha256": found.state_sha256,
+        "versions": found.versions,
+        "created": found.created,
+    }
+    (out / STATE).write_text(json.dumps(content, indent=2) + "\n")
+    state = found.state if isinstance(found.state, dict) else {}
+    dense = state.get("dense")
+    if isinstance(dense, dict) and "optimizer" in dense:
+        _write(out / OPTIMIZER, dense["optimizer"], layers)
+    if "extra" in state:
+        _write(out / EXTRA, state["extra"], layers)
+
+
+def _write(path: Path, tree: Any, layers: Layers) -> None:
+    content = io.BytesIO()  # torch's own writer says of a full disk only that it has failed
+    torch.save(_as_tensors(from_tree(tree, tensors_of(layers))), content)
+    path.write_bytes(content.getbuffer())
+
+
+def _as_tensors(value: Any) -> Any:
+    """Return nested values with tensors for NumPy's arrays, which torch.load refuses with `weights_only`."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    if isinstance(value, dict):
+        return {key: _as_tensors(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_as_tensors(each) for each in value)
+    return value

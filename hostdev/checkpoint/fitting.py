@@ -1,0 +1,83 @@
+"""A checkpoint whose tables are others than the program's: fewer rows, some of the tables, or more of them."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from hostdev.checkpoint.folder import Chain
+from hostdev.checkpoint.loading import load_rows
+from hostdev.core.errors import UserError
+
+
+class Fit(NamedTuple):
+    """What a checkpoint has of a program's tables.
+
+    taken  rows there and here, by the names of the tables that both have
+    new    tables that only the program has
+    left   tables that only the checkpoint has
+    """
+
+    taken: dict[str, tuple[int, int]]
+    new: list[str]
+    left: list[str]
+
+    def lines(self) -> list[str]:
+        """Return a line for each table: which rows are taken, and which keep their initial values."""
+        found = []
+        for name, (there, here) in self.taken.items():
+            more = f"; {here - there:,} new rows have their initial values" if here > there else ""
+            found.append(f"table {name}: {there:,} rows with their slots{more}")
+        found += [f"table {name}: not in the checkpoint; all rows have their initial values" for name in self.new]
+        found += [f"table {name}: only in the checkpoint; not taken" for name in self.left]
+        return found
+
+
+def fit_tables(chain: Chain, tables: Mapping[str, Any]) -> Fit:
+    """Return what a checkpoint has of these tables, HostTable or DeviceTable by name.
+
+    Raises UserError, which says what differs, where a table that both have is of another width, optimizer or dtype, or
+    has fewer rows here than there, and where no table is in both.
+    """
+    newest = chain[-1]
+    held = {table.name: table for table in newest.manifest.tables}
+    taken = {}
+    for name in sorted(held.keys() & tables.keys()):
+        there, table = held[name], tables[name]
+        mine = type(table.optimizer).__name__, {**asdict(table.optimizer), "lr": None}
+        theirs = there.optimizer, {**there.hyperparameters, "lr": None}
+        if there.dim != table.dim:
+            raise UserError(f"{newest.path}: table {name!r} has {there.dim} columns there, and {table.dim} here")
+        if theirs != mine:
+            shown = [f"{kind}{_arguments(values)}" for kind, values in (theirs, mine)]
+            raise UserError(f"{newest.path}: table {name!r} has the optimizer {shown[0]} there, and {shown[1]} here")
+        if there.dtype != table.dtype:
+            raise UserError(f"{newest.path}: the weights of table {name!r} are {there.dtype} there, and {table.dtype} "
+                            "here")  # fmt: skip
+        if there.rows > table.total_rows:
+            raise UserError(
+                f"{newest.path}: table {name!r} has {there.rows:,} rows there, and only {table.total_rows:,} here"
+            )
+        taken[name] = there.rows, table.total_rows
+    if not taken:
+        raise UserError(
+            f"{newest.path} has none of the tables {', '.join(sorted(tables))}; its own are {', '.join(sorted(held))}"
+        )
+    return Fit(taken, sorted(tables.keys() - held.keys()), sorted(held.keys() - tables.keys()))
+
+
+def load_fitting(chain: Chain, tables: Mapping[str, Any], fit: Fit, *, check: bool = False) -> None:
+    """Write the rows, with their slots, and the steps of the tables that `fit_tables` has found; all else stays.
+
+    Learning rates and the tables' seeds stay, too. Rows that the checkpoint does not have keep what they hold.
+
+    check  as of `load_rows`
+    """
+    taken = {name: tables[name] for name in fit.taken}
+    load_rows(chain, taken, check=check)
+    for name, table in taken.items():
+        table.step = chain[-1].manifest.table(name).step
+
+
+def _arguments(values: Mapping[str, Any]) -> str:
+    shown = ", ".join(f"{name}={value}" for name, value in values.items() if name != "lr")
+    return f"({shown})" if shown else ""

@@ -1,0 +1,153 @@
+"""`hostdev.open`: a saved model's tables for looking rows up, without their optimizer state and without torch."""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.checkpoint.folder import Chain, newest
+from hostdev.checkpoint.lookup import MappedTable
+from hostdev.checkpoint.manifest import BrokenCheckpointError
+from hostdev.core.errors import UserError
+
+Rows = npt.NDArray[np.float32]
+
+
+class SavedTable:
+    """The weights of a table, float32 [rows, dim], mapped into memory and read-only; several threads may look up.
+
+    name, rows, dim  of the table
+    optimizer        its name, such as "LazyAdam", with its hyperparameters
+    """
+
+    def __init__(self, chain: Chain, name: str) -> None:
+        about = chain[-1].manifest.table(name)
+        self._mapped = MappedTable(chain, name)
+        self.name, self.rows, self.dim = name, self._mapped.rows, self._mapped.dim
+        self.optimizer, self.hyperparameters = about.optimizer, dict(about.hyperparameters)
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def lookup(self, ids: npt.ArrayLike) -> Rows:
+        """Return the rows of ids, integers of any shape [...], as a copy float32 [..., dim].
+
+        Raises UserError for an id outside 0..rows - 1, and TypeError for ids that are not integers.
+        """
+        array = np.asarray(ids)
+        if array.ndim == 1:
+            return self._mapped.lookup(array)
+        return self._mapped.lookup(array.reshape(-1)).reshape(*array.shape, self.dim)
+
+    def __repr__(self) -> str:
+        return f"<table {self.name!r}, {self.rows:,} x {self.dim}>"
+
+
+class SavedModel(Mapping[str, SavedTable]):
+    """A saved model: its tables by name, and what was saved beside them. `hostdev.open` returns one.
+
+    path    the checkpoint's folder
+    step    steps that the tables had taken
+    tables  by name, those that were asked for
+    """
+
+    def __init__(self, chain: Chain, names: Sequence[str] | None) -> None:
+        self._chain, self.path, self.step = chain, chain[-1].path, chain[-1].manifest.step
+        for checkpoint in chain:
+            for file in checkpoint.manifest.files:
+                _require_inside(checkpoint.path, file.file)
+        there = [table.name for table in chain[-1].manifest.tables]
+        for name in names or ():
+            if name not in there:
+                raise UserError(f"{self.path} has no table {name!r}; it has {', '.join(there)}")
+        self.tables = {name: SavedTable(chain, name) for name in (there if names is None else names)}
+
+    def __getitem__(self, name: str) -> SavedTable:
+        if name not in self.tables:
+            raise KeyError(f"no table {name!r} is open; there are {', '.join(self.tables)}")
+        return self.tables[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tables)
+
+    def __len__(self) -> int:
+        return len(self.tables)
+
+    def look_up(self, ids: Mapping[str, npt.ArrayLike]) -> dict[str, Rows]:
+        """Return the rows of ids by table, each as `SavedTable.lookup` does."""
+        return {name: self[name].lookup(values) for name, values in ids.items()}
+
+    @cached_property
+    def extra(self) -> Any:
+        """What `Runtime.save` was given as `extra`; of a checkpoint of the command `train` what it keeps beside the
+        tables: a dict with `dense`, `random` and `more`. Read when it is first asked for, which needs torch.
+
+        Raises BrokenCheckpointError where its checksum is wrong.
+        """
+        from hostdev.checkpoint.loading import values_of
+        from hostdev.checkpoint.ranges import check_file
+        from hostdev.checkpoint.state import DENSE
+
+        if (file := self._chain[-1].manifest.other(DENSE)) is not None:
+            check_file(self.path / DENSE, file)
+        try:
+            values = values_of(self._chain)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise BrokenCheckpointError(f"{self.path} is broken (what is beside the tables: {error})") from None
+        return values["extra"] if isinstance(values, dict) and "extra" in values else values
+
+    def verify(self) -> None:
+        """Read all files and compare their checksums; BrokenCheckpointError names the first that is wrong."""
+        from hostdev.checkpoint.loading import verify
+
+        verify(self._chain)
+
+    def __repr__(self) -> str:
+        return f"<{self.path}, step {self.step:,}: {', '.join(map(repr, self.tables.values()))}>"
+
+
+def open(path: Path | str, *, tables: Sequence[str] | None = None, verify: bool = False) -> SavedModel:
+    """Open a model that `Runtime.save` or the command `train` has saved, to look rows up. Nothing is trained here.
+
+    ::
+
+        model = hostdev.open("saved")
+        rows = model["users"].lookup(ids)  # float32 [N, dim]
+
+    path    a checkpoint, or a folder of them, or a run directory: the newest whole one, with a warning where a newer
+            one is not whole
+    tables  names of those that are wanted; None: all
+    verify  compare all checksums now; else only manifests, sizes and the structure of the files are checked
+
+    Files are mapped into memory, so that a table of any size opens at once, what is not looked up is not read, and
+    processes on one host share one copy. The checkpoint's folder may go while the model is open. Checkpoints that add
+    to others, of several ranks and of bfloat16 tables are read as the tables were. Pooling and features are the
+    caller's: a checkpoint has tables only.
+
+    Raises UserError where there is no checkpoint or no such table, and BrokenCheckpointError where it is not whole.
+    """
+    found = newest(Path(path))
+    for line in found.notes():
+        warnings.warn(line, stacklevel=2)
+    try:
+        model = SavedModel(found.chain, tables)
+    except (TypeError, ValueError, AttributeError, OverflowError, KeyError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise BrokenCheckpointError(f"{found.chain[-1].path} is broken ({type(error).__name__}: {error})") from None
+    if verify:
+        model.verify()
+    return model
+
+
+def _require_inside(path: Path, name: str) -> None:
+    """Raise BrokenCheckpointError for a name of a file that is not below the checkpoint's folder."""
+    place = PurePosixPath(name)
+    if place.is_absolute() or ".." in place.parts or not place.parts:
+        raise BrokenCheckpointError(f"{path} is broken (it names the file {name[:100]!r}, which is outside of it)")

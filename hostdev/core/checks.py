@@ -1,0 +1,57 @@
+"""What is asked of arrays before they reach a table's rows: dtype, shape, and that all values are finite."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.kernels.finite import largest
+
+Rows = npt.NDArray[np.float32]
+
+
+def check_rows(what: str, array: Rows, shape: tuple[int, ...], table: str) -> None:
+    """Raise TypeError or ValueError unless an array is float32, of this shape and C-contiguous."""
+    if array.dtype != np.float32:
+        raise TypeError(f"table {table!r}: {what} must be float32, not {array.dtype}")
+    if array.shape != shape:
+        raise ValueError(f"table {table!r}: {what} must have shape {shape}, not {array.shape}")
+    if not array.flags.c_contiguous:
+        raise ValueError(f"table {table!r}: {what} must be C-contiguous")
+
+
+def require_finite(table: str, ids: npt.NDArray[Any], *values: Rows) -> None:
+    """ValueError, with the first row, unless all values [N, ...] that are to be written to rows ids [N] are finite."""
+    for array in values:
+        if largest(array) < np.inf:
+            continue
+        wrong = ~np.isfinite(array).reshape(len(array), -1)
+        row = int(np.flatnonzero(wrong.any(1))[0])
+        value = array.reshape(len(array), -1)[row][wrong[row]][0]
+        raise ValueError(
+            f"table {table!r}: {value} is to be written to row {ids[row]}, and values must be finite; nothing was "
+            "written"
+        )
+
+
+def require_gradients(table: str, ids: npt.NDArray[Any], grads: Rows, limit: float, *, summed: bool) -> None:
+    """ValueError, with the first row, unless the gradients [N, D] of rows ids [N] are finite and at most `limit`.
+
+    summed  each id is there once; else the sum over an id's gradients must be, too
+    """
+    most = largest(grads)
+    if most * (1 if summed else max(1, len(ids))) <= limit:
+        return
+    if not summed and most <= limit:
+        rows, inverse = np.unique(ids, return_inverse=True)
+        sums = np.zeros((len(rows), grads.shape[1]), np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.add.at(sums, inverse, grads)  # in order of occurrence, as the update adds them
+        if largest(sums) <= limit:
+            return
+        ids, grads = rows, sums
+    wrong = ~(np.abs(grads) <= limit)
+    row = int(np.flatnonzero(wrong.any(1))[0])
+    value = grads[row][wrong[row]][0]
+    what = f"more than {limit:.3g}, the most that its optimizer takes" if np.isfinite(value) else "not finite"
+    raise ValueError(f"table {table!r}: a gradient of row {ids[row]} is {value}, {what}; no row was updated")

@@ -1,0 +1,140 @@
+"""JSON files that anybody may have made: read within limits, and turned into dataclasses by their annotations."""
+
+import json
+import math
+import os
+import stat
+import types
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+MOST_BYTES = 1 << 28
+_WIDEST = 2**63  # integers are in -_WIDEST.._WIDEST - 1, as int64 holds them
+
+T = TypeVar("T")
+
+
+def read(path: Path, most: int = MOST_BYTES) -> Any:
+    """Return what a JSON file holds.
+
+    Raises OSError where it cannot be read, and ValueError where it is not a regular file, larger than `most` bytes, or
+    not JSON.
+    """
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would be waited for
+    with os.fdopen(number, "rb") as file:
+        found = os.fstat(number)
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(21, "it is a folder", str(path))
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("not a regular file")
+        if found.st_size > most:
+            raise ValueError(f"{found.st_size:,} bytes, more than {most:,}")
+        content = file.read(most)
+    try:
+        return json.loads(content.decode())
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8 text") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def parse(kind: type[T], content: Any, where: str = "") -> T:
+    """Return a value of a type, such as a dataclass, from JSON; nothing is converted, only checked.
+
+    Takes dataclasses (objects with their fields; those with defaults may be missing), lists, tuples of any length,
+    dicts with text as keys, unions, int, float, str, bool, None and Any.
+
+    Raises ValueError, which says where it is wrong.
+    """
+    found: T = _parse(kind, content, where)
+    return found
+
+
+def _parse(kind: Any, content: Any, where: str) -> Any:
+    if kind is Any:
+        return content
+    if is_dataclass(kind):
+        return _dataclass(kind, content, where)
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return _union(inner, content, where)
+    if origin is list or origin is tuple:
+        _require(isinstance(content, list), content, "a list", where)
+        return origin(_parse(inner[0], each, f"{where}[{i}]") for i, each in enumerate(content))
+    if origin is dict:
+        _require(isinstance(content, dict), content, "an object", where)
+        return {key: _parse(inner[1], each, _join(where, key)) for key, each in content.items()}
+    if kind is int:
+        _require(type(content) is int and -_WIDEST <= content < _WIDEST, content, "a whole number of 64 bits", where)
+    elif kind is float:
+        right = type(content) in (int, float) and abs(content) < _WIDEST and math.isfinite(content)
+        _require(right, content, "a number", where)
+    elif kind is str:
+        _require(isinstance(content, str), content, "text", where)
+    elif kind is bool:
+        _require(isinstance(content, bool), content, "true or false", where)
+    elif kind is type(None):
+        _require(content is None, content, "null", where)
+    elif kind is dict:
+        _require(isinstance(content, dict), content, "an object", where)
+    else:
+        raise TypeError(f"no JSON value is a {kind}")
+    return content
+
+
+def _dataclass(kind: Any, content: Any, where: str) -> Any:
+    _require(isinstance(content, dict), content, "an object", where)
+    hints = _hints(kind)
+    for key in content:
+        if key not in hints:
+            raise ValueError(f"{_join(where, str(key)[:80])} is not known")
+    found = {}
+    for field in fields(kind):
+        if field.name in content:
+            found[field.name] = _parse(hints[field.name], content[field.name], _join(where, field.name))
+        elif field.name in _needed(kind):
+            raise ValueError(f"{_join(where, field.name)} is missing")
+    return kind(**found)
+
+
+def _union(kinds: tuple[Any, ...], content: Any, where: str) -> Any:
+    if content is None and type(None) in kinds:
+        return None
+    others = [kind for kind in kinds if kind is not type(None)]
+    for kind in others[:-1]:
+        try:
+            return _parse(kind, content, where)
+        except ValueError:
+            pass
+    return _parse(others[-1], content, where)
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+@cache
+def _needed(kind: Any) -> frozenset[str]:
+    each = fields(kind)
+    return frozenset(field.name for field in each if field.default is MISSING and field.default_factory is MISSING)
+
+
+def _require(right: bool, content: Any, what: str, where: str) -> None:
+    if not right:
+        raise ValueError(f"{where or 'the content'} is {_shown(content)}, not {what}")
+
+
+def _shown(content: Any) -> str:
+    if isinstance(content, dict | list):
+        return "an object" if isinstance(content, dict) else "a list"
+    if isinstance(content, int) and not isinstance(content, bool) and abs(content) >= _WIDEST:
+        return "a number of more than 64 bits"
+    text = json.dumps(content)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def _join(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name

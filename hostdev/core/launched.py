@@ -1,0 +1,83 @@
+"""How many processes a launcher has started beside this one, and whether each is meant to train tables of its own."""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from hostdev.core.errors import UserError
+
+# Of each launcher: its name, and its variables for rank, ranks, local rank and ranks of the host.
+LAUNCHERS = (
+    ("Open MPI", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+                  "OMPI_COMM_WORLD_LOCAL_SIZE")),
+    ("MPICH", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
+    ("RANK and WORLD_SIZE", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
+)  # fmt: skip
+RANK_TABLE = ("RANK_TABLE_FILE", "RANK_ID")
+SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")  # a batch script itself has no number of tasks
+_alone = False
+
+
+def alone() -> None:
+    """Declare that this process trains tables of its own, although a launcher has started several processes.
+
+    Without it, a `Runtime`, a `HostTable` or a `Network` that trains in one of several processes and was given no
+    `ranks` raises UserError. It holds until the process ends, and has no effect where there is one process only.
+    """
+    global _alone
+    _alone = True
+
+
+def started(environment: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """Return the number of processes that were started together, and what says so; (1, "") for a single process.
+
+    environment  in place of the process's own, where torch.distributed is not looked at
+    """
+    env = os.environ if environment is None else environment
+    found = [(_number(env, names[1]), f"{names[1]} is {env[names[1]]}") for _, names in LAUNCHERS if names[1] in env]
+    if RANK_TABLE[0] in env and RANK_TABLE[1] in env:
+        found.append((_ranks_of_table(Path(env[RANK_TABLE[0]])), f"so {RANK_TABLE[0]} says"))
+    if not found and SLURM[0] in env and SLURM[1] in env:
+        found.append((_number(env, SLURM[1]), f"{SLURM[1]} is {env[SLURM[1]]}"))
+    if environment is None:
+        found.append((group_size(), "torch.distributed is initialised"))
+    return max([one for one in found if one[0] > 1], default=(1, ""))
+
+
+def require_alone(what: str, joining: str) -> None:
+    """Raise UserError where `what` would train on its own in one of several processes.
+
+    joining  what to do instead, within `hostdev.join()`
+    """
+    if _alone:
+        return
+    count, why = started()
+    if count > 1:
+        raise UserError(
+            f"{what} in one of {count} processes ({why}) has no ranks: each process would train a copy of its own, and "
+            f"the copies drift apart. Join the processes: `with hostdev.join() as ranks:`, then {joining}. If each is "
+            "meant to train its own, call hostdev.alone() first"
+        )
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    value = env[name].strip()
+    return int(value) if value.isascii() and value.isdecimal() and len(value) < 10 else 1
+
+
+def _ranks_of_table(path: Path) -> int:
+    """Return the number of devices in a rank table; 1 where it cannot be read, which `hostdev.join` reports."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return sum(len(server["device"]) for server in json.loads(path.read_text())["server_list"])
+    return 1
+
+
+def group_size() -> int:
+    """Return the size of torch's default process group; 1 where there is none. Never imports torch."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return 1
+    return int(dist.get_world_size())

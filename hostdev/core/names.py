@@ -1,0 +1,59 @@
+"""Names of files that a manifest gives: plain relative paths that stay inside the manifest's folder."""
+
+import stat
+from pathlib import Path
+from typing import Any
+
+_LONGEST = 4096  # characters of a path
+
+
+def wrong_name(name: Any) -> str | None:
+    """Return what is wrong with a file's name in a manifest, such as "a/b.arrow"; None where nothing is."""
+    if not isinstance(name, str) or not name:
+        return "is not a name"
+    if len(name) > _LONGEST:
+        return f"has {len(name)} characters"
+    if any(ord(character) < 32 or 127 <= ord(character) < 160 for character in name):
+        return "has control characters"
+    if name.startswith("/") or "\\" in name:
+        return "is not relative to the manifest's folder"
+    if any(part in ("", ".", "..") for part in name.split("/")):
+        return "leads outside the manifest's folder, or is not a plain path"
+    return None
+
+
+def require_name(name: Any) -> str:
+    """Return a file's name; ValueError where it is none that a manifest may give."""
+    if wrong := wrong_name(name):
+        raise ValueError(f"the name {str(name)[:80]!r} {wrong}")
+    return str(name)
+
+
+def inside(root: Path, name: str) -> Path:
+    """Return the path of a file that a manifest in the folder `root` names.
+
+    Raises ValueError where the name is not plain, a link leads outside the folder, or it is there and a pipe or a
+    device: one could wait for ever for it.
+    """
+    path, mode, is_linked = root, 0, False
+    for part in require_name(name).split("/"):
+        path = path / part
+        try:
+            mode = path.lstat().st_mode
+        except FileNotFoundError:
+            return root / name
+        except OSError as error:
+            raise ValueError(f"{path} cannot be looked at ({error.strerror})") from None
+        is_linked |= stat.S_ISLNK(mode)
+    if is_linked:
+        try:
+            if not path.resolve().is_relative_to(root.resolve()):
+                raise ValueError(f"{path} is a link to outside its folder")
+            mode = path.stat().st_mode
+        except FileNotFoundError:
+            return path
+        except (OSError, RuntimeError) as error:  # links in a circle
+            raise ValueError(f"{path} cannot be found ({error})") from None
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a folder fails where it is opened
+        raise ValueError(f"{path} is not a regular file")
+    return path

@@ -1,0 +1,159 @@
+"""New files and folders that commands write: whole under their names or not there, and each by one process.
+
+The content is written beside the name, under a hidden one that the process holds a lock on; what a killed process left
+there is removed. A name that is taken meanwhile is never overwritten.
+"""
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+
+from hostdev.core import locks
+from hostdev.core.errors import UserError
+
+_LONGEST = 240  # bytes of a name, which may get a number at its end
+_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # of a rename onto a name that is taken
+
+
+@contextmanager
+def new_file(out: Path, option: str = "--out", *, wait: bool = False) -> Iterator[Path]:
+    """Yield the path of an empty file, which becomes `out` at the end of the block and is removed where that raises.
+
+    option  what the user gave the name with
+    wait    wait for another process that writes `out`, instead of raising
+
+    Raises UserError where `out` is there, at the beginning or at the end, or another process writes it.
+    """
+    with _hidden(_beside(out, "partial"), f"{option} {out}", _make_file, wait) as partial:
+        if os.path.lexists(out):
+            raise _taken_file(out, option)
+        yield partial
+        try:
+            _publish_file(partial, out)
+        except FileExistsError:
+            raise _taken_file(out, option) from None
+
+
+@contextmanager
+def new_folder(out: Path, option: str = "--out") -> Iterator[Path]:
+    """Yield the path of an empty folder, which becomes `out` at the end of the block and is removed where that raises.
+
+    Raises UserError as `new_file` does.
+    """
+    with _hidden(_beside(out, "unfinished"), f"{option} {out}", _make_folder, False) as partial:
+        if os.path.lexists(out):
+            raise taken_folder(out, option)
+        yield partial
+        try:
+            if os.path.lexists(out):  # a rename would replace an empty folder
+                raise taken_folder(out, option)
+            partial.rename(out)
+        except OSError as error:
+            if error.errno in _TAKEN:
+                raise taken_folder(out, option) from None
+            raise
+
+
+def _beside(out: Path, suffix: str) -> Path:
+    name = os.fsencode(out.name)
+    if len(name) + len(suffix) + 2 > _LONGEST:
+        name = sha256(name).hexdigest().encode()
+    return out.with_name(f".{os.fsdecode(name)}.{suffix}")
+
+
+def _taken_file(out: Path, option: str) -> UserError:
+    return UserError(f"{option} {out} exists; choose another file")
+
+
+def taken_folder(out: Path, option: str = "--out") -> UserError:
+    """Return the error for a folder that is there already."""
+    return UserError(f"{out} exists already; remove it or choose another {option}")
+
+
+@contextmanager
+def _hidden(path: Path, what: str, make: Callable[[Path], int], wait: bool) -> Iterator[Path]:
+    """Make `path`, or where the file system has no locks one like it, and hold it; remove it at the end."""
+    number, path = _claim(path, what, make, wait)
+    try:
+        yield path
+    finally:
+        with suppress(OSError):
+            _remove(path)
+        os.close(number)  # last: until here nobody else takes the name
+
+
+def _claim(path: Path, what: str, make: Callable[[Path], int], wait: bool) -> tuple[int, Path]:
+    """Return an open file or folder that this process has made and locked, and its path."""
+    while True:
+        try:
+            number = make(path)
+            made = True
+        except FileExistsError:
+            made = False
+            try:
+                number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            except FileNotFoundError:
+                continue
+            except OSError:
+                raise UserError(f"{what}: {path} is in the way; remove it") from None
+        try:
+            state = locks.lock_state(number, wait=wait and not made)
+            if state == "none":  # no locks here: a name of one's own
+                if made:
+                    return number, path
+                path = path.with_name(f"{path.name}-{os.urandom(4).hex()}")
+            elif state == "held" and not made:
+                raise UserError(f"{what} is being written by another process; wait for it, or choose another name")
+            elif state == "locked" and _is_still(path, number):
+                if made:
+                    return number, path
+                if not (stat.S_ISREG(mode := os.fstat(number).st_mode) or stat.S_ISDIR(mode)):
+                    raise UserError(f"{what}: {path} is in the way; remove it")
+                _remove(path)  # of a process that was killed: removed, and not written to, as it may have other names
+        except BaseException:
+            os.close(number)
+            if made:
+                with suppress(OSError):
+                    _remove(path)
+            raise
+        os.close(number)
+
+
+def _is_still(path: Path, number: int) -> bool:
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(number))
+    except OSError:
+        return False
+
+
+def _make_file(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+
+
+def _make_folder(path: Path) -> int:
+    path.mkdir()
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+
+
+def _publish_file(partial: Path, out: Path) -> None:
+    """Give a file its name; FileExistsError where that is taken."""
+    try:
+        os.link(partial, out)
+        return
+    except FileExistsError:
+        raise
+    except OSError:  # no hard links here: take the name first
+        os.close(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+    partial.replace(out)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,32 @@
+"""Text from outside, such as other processes' messages and file headers, made safe to print."""
+
+MOST_CHARACTERS = 500
+_CUT = " ... "
+# Lone surrogates stand for bytes of file names in no encoding (PEP 383), and are printed as those bytes; 0x80 to 0x9f
+# are left out, which some terminals take for control characters.
+_RAW_BYTES = range(0xDCA0, 0xDD00)
+
+
+def printable(text: str, most: int = MOST_CHARACTERS) -> str:
+    r"""Return text on one line without control characters, such as escape sequences that a terminal obeys.
+
+    most  characters; of a longer text the middle is left out
+
+    Line ends and tabs become blanks; other characters that are not printable become \x1b, \u202e, ...
+    """
+    if len(text) > 4 * most:  # so that the time does not grow with the text
+        text = text[: 2 * most] + text[-2 * most :]
+    shown = "".join(_shown(character) for character in " ".join(text.split()))
+    if len(shown) <= most:
+        return shown
+    tail = (most - len(_CUT)) // 3
+    return shown[: most - len(_CUT) - tail] + _CUT + shown[len(shown) - tail :]
+
+
+def _shown(character: str) -> str:
+    code = ord(character)
+    if character.isprintable() or code in _RAW_BYTES:
+        return character
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

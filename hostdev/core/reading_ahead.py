@@ -1,0 +1,31 @@
+"""Mark the parts of a user's program that run ahead of the loop's body: the loader, `ids` and `send`.
+
+There a table's rows are not those of the batch that is being read: how many batches lie between depends on the depth
+and on the cache. So tables refuse to be read or written while the mark is set.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class _Mark(threading.local):
+    is_set = False
+
+
+_mark = _Mark()
+
+
+@contextmanager
+def reading_ahead() -> Iterator[None]:
+    """Set the mark for the calling thread; for what is called more batches ahead than at depth 0 without a cache."""
+    before, _mark.is_set = _mark.is_set, True
+    try:
+        yield
+    finally:
+        _mark.is_set = before
+
+
+def is_reading_ahead() -> bool:
+    """Return whether the mark is set for the calling thread."""
+    return _mark.is_set

@@ -1,0 +1,55 @@
+"""Standard output and error as they are found: closed, of an encoding that lacks characters, of a lost terminal."""
+
+import codecs
+import io
+import os
+import sys
+
+_BYTES = range(0xDC80, 0xDD00)  # surrogates that stand for bytes of a file's name (PEP 383)
+
+
+def prepare() -> None:
+    """Let what is printed neither raise for its characters, nor for want of a stream."""
+    for number, name in ((0, ""), (1, "stdout"), (2, "stderr")):
+        if _is_closed(number):
+            opened = os.open(os.devnull, os.O_RDWR)  # else the next file that is opened would be it
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+        if name and getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", closefd=False))
+    codecs.register_error("hostdev.printed", _printed)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape", "backslashreplace"):
+            stream.reconfigure(errors="hostdev.printed")
+
+
+def silence(numbers: list[int]) -> None:
+    """Send what is written to these files nowhere: their terminal is gone."""
+    with open(os.devnull, "wb") as nowhere:  # noqa: PTH123  (in a signal handler)
+        for number in numbers:
+            os.dup2(nowhere.fileno(), number)
+
+
+def terminals() -> list[int]:
+    """Return which of standard output and error are terminals."""
+    return [number for number in (1, 2) if not _is_closed(number) and os.isatty(number)]
+
+
+def _is_closed(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return True
+    return False
+
+
+def _printed(error: UnicodeError) -> tuple[str | bytes, int]:
+    r"""Encode what an encoding lacks: bytes of a file's name as they are, other characters as \xe4, \u20ac, ..."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    made = bytearray()
+    for character in error.object[error.start : error.end]:
+        code = ord(character)
+        made += bytes([code - 0xDC00]) if code in _BYTES else character.encode("ascii", "backslashreplace")
+    return bytes(made), error.end

@@ -1,0 +1,99 @@
+"""What tables in host memory and on the device have in common: their steps, their seed, and the loops that use them."""
+
+import sys
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+_TORCHS_OWN_SEED = 67280421310721  # of its generator, where a program has set none
+
+
+class Owner(Protocol):
+    """A loop that is open over a table: it has steps to finish, cached rows, and rows that were looked up ahead."""
+
+    def before_read(self, table: Any) -> None:
+        """Bring the table up to date with all steps so far. ValueError where it cannot be read here and now."""
+
+    def before_write(self, table: Any) -> None:
+        """Do `before_read` of a table that is about to be written. ValueError where it cannot be written."""
+
+    def after_write(self, table: Any, ids: Any) -> None:
+        """Look rows up again that were looked up ahead; ids int32 or int64 [N], numbers of rows here, None for all."""
+
+
+class Owned:
+    """A table's part in the loops that are open over it.
+
+    Public methods call `_before_read`, or `_before_write` and `_after_write`. A loop's own threads use other methods,
+    which call none of these.
+    """
+
+    name: str
+    _owners: tuple[Owner, ...] = ()
+    _step = 0
+    _is_writing = False  # within `writing`
+
+    @property
+    def step(self) -> int:
+        """Number of optimizer steps taken so far, at least 0; may be set, and then counts from the next step on.
+
+        In the body of a loop over `Runtime.train`, the step of the body's batch is counted when the loop comes back,
+        or when a table is read or written before that.
+        """
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        if isinstance(step, bool) or not isinstance(step, int | np.integer):
+            raise TypeError(f"table {self.name!r}: step is a number of steps, an integer, not {step!r}")
+        if step < 0:
+            raise ValueError(f"table {self.name!r}: step is a number of steps, 0 or more, not {step}")
+        self._before_read()  # a step that has been taken counts from what was before
+        self._step = int(step)
+
+    def uncount_steps(self, steps: int) -> None:
+        """Take back steps that were counted, and whose updates did not end."""
+        self._step = max(0, self._step - steps)
+
+    def add_owner(self, owner: Owner) -> None:
+        """Let a loop know of reads and writes from now on."""
+        self._owners = (*self._owners, owner)
+
+    def remove_owner(self, owner: Owner) -> None:
+        """End what `add_owner` began."""
+        self._owners = tuple(one for one in self._owners if one is not owner)
+
+    def _before_read(self) -> None:
+        for owner in self._owners:
+            owner.before_read(self)
+
+    def _require_no_writing(self) -> None:
+        if self._is_writing:
+            raise ValueError(f"table {self.name!r}: a writing() of it is open; end it first, or write through it")
+
+    def _before_write(self) -> None:
+        self._require_no_writing()
+        for owner in self._owners:
+            owner.before_write(self)
+
+    def _after_write(self, ids: Any) -> None:
+        for owner in self._owners:
+            owner.after_write(self, ids)
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        """Return what a copy of the table has: all rows as of now, and no loop."""
+        self._before_read()
+        return self.__dict__ | {"_owners": (), "_is_writing": False}
+
+
+def initial_seed(seed: int | None) -> int:
+    """Return the seed of a table: the one given, else the one given to `torch.manual_seed`, else 0.
+
+    0, too, where torch has not been imported.
+    """
+    if seed is not None:
+        return seed
+    found = getattr(sys.modules.get("torch"), "initial_seed", None)
+    drawn = int(found()) if found is not None else _TORCHS_OWN_SEED
+    return 0 if drawn == _TORCHS_OWN_SEED else drawn

@@ -1,0 +1,123 @@
+"""Weights and slots as arrays that may be written, and which rows differ in the end."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.core.checks import require_finite
+from hostdev.core.errors import UserError
+from hostdev.core.memory import available_bytes, gib
+
+Rows = npt.NDArray[np.float32]
+
+_PART_BYTES = 1 << 24  # of rows that are compared or written at a time
+
+
+class Slots(Mapping[str, Rows]):
+    """The slots by name, copied when they are first asked for; `slots[name] = values` writes to a copy."""
+
+    def __init__(self, writing: "Writing") -> None:
+        self._writing = writing
+
+    def __getitem__(self, name: str) -> Rows:
+        if name not in self._writing.names[1:]:
+            raise KeyError(f"no slot {name!r}; there are {', '.join(self._writing.names[1:]) or 'none'}")
+        return self._writing.column(name)
+
+    def __setitem__(self, name: str, values: Any) -> None:
+        self[name][...] = values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._writing.names[1:])
+
+    def __len__(self) -> int:
+        return len(self._writing.names) - 1
+
+
+class Writing:
+    """What `HostTable.writing` gives.
+
+    table    its name, for errors
+    columns  its weights and slots by name, of which slices and rows by id are read
+    ids      int32 or int64 [N], all different; None for all rows
+    rows     V
+    """
+
+    def __init__(self, table: str, columns: Mapping[str, Any], ids: npt.NDArray[Any] | None, rows: int) -> None:
+        self._table, self._columns, self._ids = table, columns, ids
+        self._rows = rows if ids is None else len(ids)
+        self._held: dict[str, Rows] = {}
+        self._is_over = False
+        self.names = list(columns)
+
+    @property
+    def weights(self) -> Rows:
+        """The weights, float32 [V, D] or [N, D], to be written."""
+        return self.column("weights")
+
+    @weights.setter
+    def weights(self, values: Any) -> None:
+        self.column("weights")[...] = values  # `w.weights *= 2` assigns, too
+
+    @property
+    def slots(self) -> Slots:
+        """The slots by name, float32 [V, D], [N, D] or one column for one value a row, to be written."""
+        return Slots(self)
+
+    def column(self, name: str) -> Rows:
+        """Return the copy of a column."""
+        if self._is_over:
+            raise ValueError(f"table {self._table!r}: this writing() is over; write within its `with`")
+        if name not in self._held:
+            column = self._columns[name]
+            needed, free = 4 * self._rows * column.shape[1], available_bytes()
+            if needed > free:
+                raise UserError(
+                    f"table {self._table!r}: a copy of {name} for writing needs {gib(needed)}, but {gib(free)} of host "
+                    "memory are free; write some rows at a time, with writing(ids)"
+                )
+            self._held[name] = np.array(column[:] if self._ids is None else column[self._ids], np.float32)
+        return self._held[name]
+
+    def changed(self) -> npt.NDArray[np.int64]:
+        """Return which rows of the copies differ from the table's; ValueError where one of them is not finite."""
+        found = []
+        width = sum(values.shape[1] for values in self._held.values())
+        step = max(1, _PART_BYTES // (4 * max(1, width)))
+        for start in range(0, self._rows if self._held else 0, step):
+            stop = min(self._rows, start + step)
+            differs = np.zeros(stop - start, np.bool_)
+            for name, values in self._held.items():
+                there = self._columns[name][slice(start, stop) if self._ids is None else self._ids[start:stop]]
+                differs |= (np.ascontiguousarray(there).view(np.int32) != values[start:stop].view(np.int32)).any(1)
+            rows = np.flatnonzero(differs) + start
+            ids = rows if self._ids is None else self._ids[rows]
+            require_finite(self._table, ids, *(values[rows] for values in self._held.values()))
+            found.append(rows)
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def require_exact(self, changed: npt.NDArray[np.int64], check: Callable[[Rows], None]) -> None:
+        """Do `Storage.require_exact` of the rows of the copies that have changed."""
+        if "weights" in self._held:
+            step = max(1, _PART_BYTES // self._held["weights"][:1].nbytes)
+            for start in range(0, len(changed), step):
+                check(self._held["weights"][changed[start : start + step], None])
+
+    def parts(self, changed: npt.NDArray[np.int64]) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[Any]]]:
+        """Yield rows of the copies, some at a time, with the ids of these."""
+        width = sum(column.shape[1] for column in self._columns.values())
+        step = max(1, _PART_BYTES // (4 * width))
+        for start in range(0, len(changed), step):
+            rows = changed[start : start + step]
+            yield rows, rows if self._ids is None else self._ids[rows]
+
+    def put(self, name: str, rows: npt.NDArray[np.int64], out: Rows) -> None:
+        """Write rows of a copy to out, where the column has been copied."""
+        if name in self._held:
+            out[...] = self._held[name][rows]
+
+    def end(self) -> None:
+        """Refuse further writing."""
+        self._is_over = True

@@ -1,0 +1,239 @@
+"""Texts to how they are written: whole numbers, decimals, truth values, dates, times, or any other text.
+
+N texts are their bytes end to end, uint8, and the offsets int32 or int64 [N + 1] where each begins (Arrow's layout).
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.kernels.jit import inline, kernel
+
+EMPTY = 0
+TEXT = 1  # none of the others
+INTEGER = 2  # 12, -3
+NUMBER = 4  # another way to write a number: +1, .5, 1., 1e5, -0, 01.5
+LARGE_FLOAT = 5  # as Python writes floats of 2^53 and more: 9007199254740992.0, 1e+16, 1.5e+18
+TITLE, LOWER, UPPER = 6, 7, 8  # True, true, TRUE, and the same of false
+DATE = 9  # 2024-12-31
+WHOLE = 10  # + digits after the point, 1 to 18, all of them 0: 1.0 is WHOLE + 1
+FRACTION = 30  # + digits after the point, 1 to 18, not all of them 0
+MOST_DIGITS = 18
+TIMESTAMP = 50  # + (SPACE or T, then 11 precisions, then 8 zones), see `timestamp_form`
+PRECISIONS, ZONES = 11, 8
+TIME = TIMESTAMP + 2 * PRECISIONS * ZONES  # + precision: of the day
+MISSING = TIME + PRECISIONS  # + the number of one of these, which stand for a missing value where others are numbers
+MISSING_WORDS = (
+    b"NA", b"N/A", b"n/a", b"#N/A", b"NULL", b"null", b"None", b"NaN", b"nan", b"-NaN", b"-nan", b"NaT", b"<NA>",
+)  # fmt: skip
+PADDED = MISSING + len(MISSING_WORDS) - 2  # + digits, from 2: 012 is PADDED + 3
+WIDEST = 20
+FORMS = PADDED + WIDEST + 1
+_WORDS = np.frombuffer(b"".join(MISSING_WORDS), np.uint8)
+_WORD_ENDS = np.cumsum([0, *map(len, MISSING_WORDS)])
+NAIVE, ZULU, UTC_COLON, UTC_PLAIN, UTC_HOUR, COLON, PLAIN, HOUR = range(ZONES)  # no zone, Z, +00:00, +0000, +00, others
+
+
+def timestamp_form(is_t: bool, precision: int, zone: int) -> int:
+    """Return a timestamp's form.
+
+    is_t       a T is between the date and the time, not a space
+    precision  0: hours and minutes; 1: seconds; 1 + n: n digits of a second
+    """
+    return TIMESTAMP + (int(is_t) * PRECISIONS + precision) * ZONES + zone
+
+
+@inline
+def _is_digit(c: Any) -> Any:
+    return c >= 48 and c <= 57
+
+
+@kernel
+def _two(data: Any, at: Any) -> Any:
+    """Return the number that two digits are; -1 where they are none."""
+    a, b = np.int64(data[np.uint64(at)]), np.int64(data[np.uint64(at + 1)])
+    if not (_is_digit(a) and _is_digit(b)):
+        return -1
+    return (a - 48) * 10 + b - 48
+
+
+@kernel
+def _is(data: Any, at: Any, end: Any, word: Any) -> Any:
+    if end - at != len(word):
+        return False
+    for k in range(len(word)):  # noqa: SIM110  (numba has no all())
+        if data[np.uint64(at + k)] != word[k]:
+            return False
+    return True
+
+
+@kernel
+def _is_date(data: Any, at: Any) -> Any:
+    """Tell whether 10 bytes are a date."""
+    if data[np.uint64(at + 4)] != 45 or data[np.uint64(at + 7)] != 45:
+        return False
+    if _two(data, at) < 0 or _two(data, at + 2) < 0:
+        return False
+    month, day = _two(data, at + 5), _two(data, at + 8)
+    return month >= 1 and month <= 12 and day >= 1 and day <= 31
+
+
+@kernel
+def _time(data: Any, at: Any, end: Any) -> Any:
+    """Return how precise the time of day is that begins at a place, and where it ends; -1 where there is none."""
+    if end - at < 5 or data[np.uint64(at + 2)] != 58:
+        return -1, at
+    hour, minute = _two(data, at), _two(data, at + 3)
+    if hour < 0 or hour > 23 or minute < 0 or minute > 59:
+        return -1, at
+    at += 5
+    if at == end or data[np.uint64(at)] != 58:
+        return 0, at
+    if end - at < 3:
+        return -1, at
+    second = _two(data, at + 1)
+    if second < 0 or second > 60:
+        return -1, at
+    at += 3
+    if at == end or data[np.uint64(at)] != 46:
+        return 1, at
+    digits = 0
+    at += 1
+    while at < end and _is_digit(data[np.uint64(at)]):
+        at += 1
+        digits += 1
+    if digits < 1 or digits > 9:
+        return -1, at
+    return 1 + digits, at
+
+
+@kernel
+def _zone(data: Any, at: Any, end: Any) -> Any:
+    """Return the zone that the rest of a text is; -1 where it is none."""
+    n = end - at
+    if n == 0:
+        return NAIVE
+    if n == 1 and data[np.uint64(at)] == 90:
+        return ZULU
+    sign = data[np.uint64(at)]
+    if not (n == 3 or n == 5 or n == 6) or not (sign == 43 or sign == 45) or _two(data, at + 1) < 0:
+        return -1
+    colon = n == 6
+    if colon and data[np.uint64(at + 3)] != 58:
+        return -1
+    minutes = 0 if n == 3 else _two(data, at + (4 if colon else 3))
+    if minutes < 0:
+        return -1
+    if _two(data, at + 1) == 0 and minutes == 0 and sign == 43:
+        return UTC_COLON if colon else UTC_PLAIN if n == 5 else UTC_HOUR
+    return COLON if colon else PLAIN if n == 5 else HOUR
+
+
+@kernel
+def _number(data: Any, begin: Any, end: Any) -> Any:
+    """Return the form of a text that begins as a number does."""
+    at, negative = begin, False
+    plus = data[np.uint64(at)] == 43
+    if plus or data[np.uint64(at)] == 45:
+        negative = not plus
+        at += 1
+    first = at
+    value = np.int64(0)  # of the digits before the point, bounded
+    while at < end and _is_digit(data[np.uint64(at)]):
+        if value < 1 << 56:
+            value = value * 10 + np.int64(data[np.uint64(at)]) - 48
+        at += 1
+    whole = at - first
+    padded = whole > 1 and data[np.uint64(first)] == 48
+    if at == end:
+        if whole == 0:
+            return TEXT
+        if plus or (negative and value == 0):
+            return NUMBER
+        if padded and not negative and whole <= WIDEST:
+            return PADDED + whole
+        return NUMBER if padded else INTEGER
+    digits, zeros = 0, True
+    point = data[np.uint64(at)] == 46
+    if point:
+        at += 1
+        while at < end and _is_digit(data[np.uint64(at)]):
+            zeros = zeros and data[np.uint64(at)] == 48
+            at += 1
+            digits += 1
+    if whole + digits == 0:
+        return TEXT
+    if at == end:
+        usual = whole > 0 and digits > 0 and not padded and not plus and digits <= MOST_DIGITS
+        if not usual or (zeros and negative and value == 0):
+            return NUMBER
+        if zeros and digits == 1 and value >= 1 << 53:
+            return LARGE_FLOAT
+        return (WHOLE if zeros else FRACTION) + digits
+    if data[np.uint64(at)] != 101 and data[np.uint64(at)] != 69:
+        return TEXT
+    lower = data[np.uint64(at)] == 101
+    at += 1
+    signed = at < end and data[np.uint64(at)] == 43
+    if at < end and (signed or data[np.uint64(at)] == 45):
+        at += 1
+    power, exponents = np.int64(0), 0
+    while at < end and _is_digit(data[np.uint64(at)]):
+        if power < 1000:
+            power = power * 10 + np.int64(data[np.uint64(at)]) - 48
+        at += 1
+        exponents += 1
+    if at < end or exponents == 0:
+        return TEXT
+    if lower and signed and whole == 1 and not plus and (digits > 0) == point and power >= 16 and exponents >= 2:
+        return LARGE_FLOAT
+    return NUMBER
+
+
+@kernel
+def _form(data: Any, begin: Any, end: Any) -> Any:
+    n = end - begin
+    if n == 0:
+        return EMPTY
+    c = data[np.uint64(begin)]
+    if n >= 2 and n <= 4 and (c == 78 or c == 110 or c == 35 or c == 45 or c == 60):
+        for word in range(len(_WORD_ENDS) - 1):
+            if _is(data, begin, end, _WORDS[_WORD_ENDS[word] : _WORD_ENDS[word + 1]]):
+                return MISSING + word
+    if n >= 10 and _is_digit(c) and _is_date(data, begin):
+        if n == 10:
+            return DATE
+        between = data[np.uint64(begin + 10)]
+        precision, at = _time(data, begin + 11, end)
+        if (between == 32 or between == 84) and precision >= 0:
+            zone = _zone(data, at, end)
+            if zone >= 0:
+                return TIMESTAMP + ((PRECISIONS if between == 84 else 0) + precision) * ZONES + zone
+        return TEXT
+    if n >= 5 and _is_digit(c) and data[np.uint64(begin + 2)] == 58:
+        precision, at = _time(data, begin, end)
+        return TIME + precision if precision >= 0 and at == end else TEXT
+    if _is_digit(c) or c == 45 or c == 43 or c == 46:
+        return _number(data, begin, end)
+    if n == 4 or n == 5:
+        if _is(data, begin, end, b"True") or _is(data, begin, end, b"False"):
+            return TITLE
+        if _is(data, begin, end, b"true") or _is(data, begin, end, b"false"):
+            return LOWER
+        if _is(data, begin, end, b"TRUE") or _is(data, begin, end, b"FALSE"):
+            return UPPER
+    return TEXT
+
+
+@kernel
+def _forms(offsets: Any, data: Any, out: Any) -> None:
+    for i in range(len(out)):
+        out[i] = _form(data, np.int64(offsets[i]), np.int64(offsets[i + 1]))
+
+
+def forms_of(offsets: npt.NDArray[Any], data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
+    """Return how each text is written, uint16 [N]: one of the numbers of this module."""
+    found = np.empty(len(offsets) - 1, np.uint16)
+    _forms(offsets, data, found)
+    return found

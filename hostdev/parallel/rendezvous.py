@@ -1,0 +1,198 @@
+"""How the processes of one run find each other: a store on the host of rank 0, to which all come."""
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from hostdev.core.errors import UserError
+from hostdev.core.printable import printable
+from hostdev.parallel.alike import Values, compare, ranks_in_words
+from hostdev.parallel.place import LISTEN_VARIABLE, Place
+from hostdev.parallel.start import listening_at
+
+TOLD_SECONDS = 0.5  # that others have to look what is wrong, before the store ends with rank 0
+_GRACE_SECONDS = 2.0  # beyond its own timeout that torch has to connect
+
+
+def prefix_of(place: Place) -> str:
+    """Return what the keys of this run begin with: an attempt has its own, and the token keeps strangers out."""
+    return f"hostdev-{place.token}-{place.attempt}"
+
+
+def meet(place: Place, seconds: float, values: Values | None = None) -> Any:
+    """Return a store to which all ranks have come.
+
+    values  what all ranks must have alike
+
+    Raises UserError that names the ranks that have not come within so many seconds, and UnlikeError on all ranks where
+    their values differ.
+    """
+    where = f"{place.address}:{place.port}"
+    store = _open(place, seconds)
+    mine = PrefixStore(prefix_of(place), store)
+    missing = list(range(place.ranks))
+    try:
+        come(mine, place, values)
+        deadline = time.monotonic() + seconds
+        while missing and time.monotonic() < deadline:
+            if mine.check(["wrong"]):
+                wrong = mine.get("wrong").decode(errors="replace")
+                time.sleep(TOLD_SECONDS)
+                raise UserError(printable(wrong))
+            missing = [rank for rank in missing if not mine.check([f"here/{rank}"])]
+            if missing:
+                time.sleep(0.05)  # others are starting
+        each = [] if missing else [_values(mine.get(f"values/{rank}")) for rank in range(place.ranks)]
+    except RuntimeError:
+        raise UserError(
+            f"rank {place.rank} of {place.ranks}: rank 0 at {where} has ended before {ranks_in_words(missing)} came"
+        ) from None
+    if missing:
+        raise UserError(f"{ranks_in_words(missing)} of {place.ranks} did not come to {where} within {seconds:g} s")
+    _leave_together_if_unlike(mine, place, each)
+    return mine
+
+
+def come(store: Any, place: Place, values: Values | None = None) -> None:
+    """Say that this rank is here; UserError, of all that are or come, where that contradicts what others have said."""
+    me = f"{socket.gethostname()} pid {os.getpid()}"
+    wrong = None
+    ranks = store.compare_set("ranks", "", f"{place.ranks}").decode(errors="replace")
+    store.set(f"values/{place.rank}", json.dumps(dict(values or {})))
+    if ranks != f"{place.ranks}":  # so it is not here: another that counts it in would take all to have met
+        wrong = f"rank {place.rank} ({me}) was started as one of {place.ranks}, another as one of {ranks}"
+    elif (first := store.compare_set(f"here/{place.rank}", "", me).decode(errors="replace")) != me:
+        wrong = f"two processes were started as rank {place.rank}: {first} and {me}"
+    if wrong is not None:
+        store.set("wrong", wrong)
+        time.sleep(TOLD_SECONDS)
+        raise UserError(printable(wrong))
+
+
+def versions() -> Values:
+    """Return the versions that ranks must have alike: others compute other bits, or speak another protocol."""
+    import hostdev
+
+    return {"the version of hostdev": hostdev.__version__, "the version of torch": torch.__version__}
+
+
+def connect(place: Place, seconds: float, **how: Any) -> Any:
+    """Return a TCPStore at the place; UserError where what listens there does not answer within so many seconds.
+
+    torch waits without limit where a program accepts the connection and says nothing, so another thread does.
+    """
+    found: list[Any] = []
+
+    def make() -> None:
+        try:
+            within = timedelta(seconds=seconds)
+            found.append(TCPStore(place.address, place.port, timeout=within, **how))
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=make, name="hostdev-connect", daemon=True)
+    thread.start()
+    thread.join(seconds + _GRACE_SECONDS)
+    if not found:
+        raise UserError(
+            f"rank {place.rank} of {place.ranks}: what listens at {place.address}:{place.port} does not answer within "
+            f"{seconds:g} s; another program may have this port: choose another MASTER_PORT"
+        )
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
+
+
+def interface_of(place: Place) -> str:
+    """Return the network interface by which the others are reached."""
+    if place.all_here:
+        host = "127.0.0.1"
+    else:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((place.address, place.port or 1))
+            host = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == host for address in addresses):
+            return str(name)
+    raise UserError(f"no network interface has the address {host}; set GLOO_SOCKET_IFNAME")
+
+
+def short(error: BaseException) -> str:
+    """Return an error's first line."""
+    return printable(str(error).splitlines()[0]) if str(error) else type(error).__name__
+
+
+def _open(place: Place, seconds: float) -> Any:
+    """Return the store at the place, which rank 0 makes unless the launcher has; UserError where there is none."""
+    where, hosts = f"{place.address}:{place.port}", place.rank == 0 and not place.hosted
+    how: dict[str, Any] = {}
+    if hosts and (listening := _listen(place)) is not None:
+        how["master_listen_fd"] = listening.detach()
+    try:
+        return connect(
+            place, seconds, world_size=place.ranks, is_master=hosts, wait_for_workers=False, multi_tenant=True, **how
+        )
+    except (RuntimeError, dist.DistError) as error:
+        if hosts:
+            raise UserError(f"rank 0 cannot listen at {where}: {short(error)}; choose another MASTER_PORT") from None
+        raise UserError(
+            f"rank {place.rank} of {place.ranks} does not reach rank 0 at {where} within {seconds:g} s; is it running, "
+            "and are MASTER_ADDR and MASTER_PORT right?"
+        ) from None
+
+
+def _listen(place: Place) -> socket.socket | None:
+    """Return a socket that listens at the place's address only, where all ranks are on this host.
+
+    None: torch is to listen, on all interfaces, as it does where ranks of other hosts come; or to say what is wrong.
+    """
+    inherited = os.environ.pop(LISTEN_VARIABLE, "")
+    if inherited.isdecimal():
+        with contextlib.suppress(OSError):
+            found = socket.socket(fileno=int(inherited))
+            if found.getsockname()[1] == place.port:
+                return found
+    if not place.all_here:
+        return None
+    with contextlib.suppress(OSError):
+        known = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, address in sorted(known, key=lambda one: one[0] != socket.AF_INET):
+            with contextlib.suppress(OSError):
+                return listening_at(address, family, kind, protocol)
+    return None
+
+
+def _values(text: bytes) -> Values:
+    found = json.loads(text)
+    return found if isinstance(found, dict) else {}
+
+
+def _leave_together_if_unlike(store: Any, place: Place, each: Sequence[Values]) -> None:
+    """Compare the ranks' values; where they differ, rank 0, whose store it is, ends when all have seen them."""
+    store.set(f"seen/{place.rank}", "")
+    if not all(each):  # a program that only meets has none
+        return
+    try:
+        compare(each)
+    except UserError:
+        seen = [f"seen/{rank}" for rank in range(place.ranks)]
+        _await(lambda: store.check(seen), 10 * TOLD_SECONDS)
+        raise
+
+
+def _await(is_so: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(RuntimeError):
+        while not is_so() and time.monotonic() < deadline:
+            time.sleep(0.05)

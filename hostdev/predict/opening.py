@@ -1,0 +1,146 @@
+"""A checkpoint of the command `train` for predictions: which one of a folder, and all of its content, checked once."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hostdev.checkpoint import best
+from hostdev.checkpoint.folder import Chain, Found, is_checkpoint, newest
+from hostdev.checkpoint.layers import Layers
+from hostdev.checkpoint.loading import values_of
+from hostdev.checkpoint.manifest import BrokenCheckpointError
+from hostdev.checkpoint.ranges import check_file
+from hostdev.checkpoint.state import DENSE, file_in
+from hostdev.core.errors import UserError, in_words
+from hostdev.data import manifest
+from hostdev.data.manifest import Manifest
+from hostdev.data.preprocess.encoding import Encoding
+from hostdev.models import registry
+
+WHICH = ("best", "newest")
+
+
+class Opened(NamedTuple):
+    """What a checkpoint of the command holds, and which one it is.
+
+    why  the choice in words, such as "the best, after epoch 4"; "" where there was none
+    """
+
+    found: Found
+    settings: dict[str, Any]
+    dense: Any  # the model's state_dict
+    data: Manifest
+    data_folder: Path
+    encoding: Encoding
+    why: str
+
+    @property
+    def chain(self) -> Chain:
+        """The checkpoint, with those that it adds to."""
+        return self.found.chain
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's folder."""
+        return self.chain[-1].path
+
+
+def open_checkpoint(path: Path, which: str | None) -> Opened:
+    """Open a checkpoint, or one of those in a folder or run directory.
+
+    which  "best" by the test AUC, "newest", or None: the best of a run with --early-stop, of others the newest
+
+    Raises UserError where there is none, where it is not of the command, and where it holds what no checkpoint does.
+    """
+    if which not in (None, *WHICH):
+        raise UserError(f"there is no {which!r} checkpoint; say {' or '.join(WHICH)}, or name a checkpoint's folder")
+    found, why = _chosen(path, which)
+    newest_one = found.chain[-1]
+    with reading(newest_one.path):
+        for checkpoint in found.chain:
+            for file in checkpoint.manifest.others:
+                if file.file == DENSE and checkpoint is newest_one:
+                    check_file(checkpoint.path / file.file, file)
+        state = newest_one.manifest.state
+        if not isinstance(state, dict) or "more" not in state:
+            raise UserError(f"{newest_one.path} was written by Runtime.save, which does not record the model; use "
+                            "hostdev.open for its tables, or Runtime.load in the program that saved it")  # fmt: skip
+        values = values_of(found.chain)
+        settings, dense = _settings(values["more"]["settings"]), values["dense"]["model"]
+        layers = Layers(found.chain)
+        of_data = file_in(layers, f"data/{manifest.FILE_NAME}")
+        if of_data is None:
+            raise BrokenCheckpointError(f"{newest_one.path} is broken (it has no data/{manifest.FILE_NAME})")
+        data = manifest.read(of_data.parent)
+        vocabulary = None if data.vocabulary is None else file_in(layers, f"data/{data.vocabulary}")
+        if vocabulary is None and data.vocabulary is not None:
+            raise BrokenCheckpointError(f"{newest_one.path} is broken (it has no data/{data.vocabulary})")
+        encoding = Encoding(data, vocabulary)
+    return Opened(found, settings, dense, data, of_data.parent, encoding, why)
+
+
+def _chosen(path: Path, which: str | None) -> tuple[Found, str]:
+    """Return the checkpoint that is meant, and why that one."""
+    found = newest(path)
+    if is_checkpoint(path):
+        if which is not None:
+            raise UserError(f"{path} is one checkpoint; name its folder, or leave the choice of the {which} out")
+        return found, ""
+    known = best.of_run(found.chain[-1])
+    if which == "newest" or (which is None and (known is None or not known.stops_early)):
+        return found, "" if known is None or not known.stops_early else "the newest, as asked for"
+    if known is None:
+        raise UserError(f"{path} has no evaluation in its newest checkpoint, so that none is the best; take the newest")
+    chain = best.chain_in(found.chain[-1].path.parent, known)
+    if chain is None:
+        told = f"the best checkpoint, of step {known.step:,} after epoch {known.epoch}, is not in {path}"
+        if which == "best":
+            raise UserError(f"{told}; only runs with --early-stop keep it; take the newest")
+        return Found(found.chain, found.broken), f"the newest; {told}"
+    is_newest = chain[-1].path == found.chain[-1].path
+    return Found(chain, found.broken), (
+        f"the best{', and the newest' if is_newest else ''}: AUC {known.auc:.4f} after epoch {known.epoch}"
+    )
+
+
+def _settings(found: Any) -> dict[str, Any]:
+    """Return a run's options; TypeError or KeyError where those that are needed are none."""
+    right: dict[str, Callable[[Any], bool]] = {
+        "model": lambda value: isinstance(value, str),
+        "emb_dim": lambda value: value is None or (type(value) is int and 1 <= value <= 1 << 20),
+        "seed": lambda value: type(value) is int,
+        "batch_size": lambda value: type(value) is int and value >= 1,
+        "precision": lambda value: value in ("fp32", "bf16"),
+    }
+    for name, is_right in right.items():
+        if not is_right(found[name]):
+            raise TypeError(f"a wrong value of {name}")
+    return dict(found)
+
+
+def model_class(settings: dict[str, Any], model: "str | type[Any] | None", path: Path) -> "str | type[Any]":
+    """Return which model is to be made: by its name, or the one that the caller names.
+
+    Raises UserError where a checkpoint names a class of somebody's own and the caller does not.
+    """
+    if model is not None:
+        return model
+    if settings["model"] not in registry.NAMES:
+        shown = str(settings["model"])[:100]
+        raise UserError(f"{path} is of the model {shown!r}, a class of one's own, whose module would be run; name it "
+                        "if you trust it: --model, or Predictor(..., model=)")  # fmt: skip
+    return str(settings["model"])
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Let what a damaged or foreign file makes of the code that reads it be one line about the checkpoint."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError,
+            RuntimeError, OSError) as error:  # fmt: skip
+        why = in_words(error)[:200] or type(error).__name__
+        raise BrokenCheckpointError(f"{path} is broken ({type(error).__name__}: {why})") from error

@@ -1,0 +1,69 @@
+"""What a runtime's open loops do where somebody reads or writes one of their tables."""
+
+import os
+import threading
+from typing import Any
+from weakref import ref
+
+import torch
+
+from hostdev.core.reading_ahead import is_reading_ahead
+
+
+class Access:
+    """The runtime's part as `core.tables.Owner`; it does not keep the runtime alive."""
+
+    def __init__(self, runtime: Any) -> None:
+        self._runtime = ref(runtime)
+        self._process = os.getpid()
+        self._is_busy = False  # bringing tables up to date, in the loop's thread
+
+    def before_read(self, table: Any) -> None:
+        """See `Owner`."""
+        runtime = self._runtime()
+        loop = None if runtime is None else runtime.open_loop
+        if runtime is None or loop is None:
+            return
+        self._require_body(table, loop.thread)
+        if self._is_busy:
+            return
+        self._is_busy = True
+        try:
+            runtime.write_back()
+        finally:
+            self._is_busy = False
+
+    def before_write(self, table: Any) -> None:
+        """See `Owner`."""
+        self.before_read(table)
+        runtime = self._runtime()
+        if runtime is not None and runtime.ranks is not None and runtime.pipeline.depth and runtime.open_loop:
+            raise ValueError(
+                f"table {table.name!r}: other ranks have its rows for the next batches already; write it between "
+                "loops, or make the Runtime with depth=0"
+            )
+
+    def after_write(self, table: Any, ids: Any) -> None:
+        """See `Owner`."""
+        runtime = self._runtime()
+        if runtime is not None and table.primitive_target == "CPU":
+            with torch.inference_mode(False), torch.no_grad():
+                runtime.pipeline.reload(table, ids)
+
+    def _require_body(self, table: Any, thread: int) -> None:
+        """ValueError unless this is called from the body of the loop."""
+        if is_reading_ahead():
+            raise ValueError(
+                f"table {table.name!r}: the loader, `ids` and `send` run ahead of the loop, where a table's rows are "
+                "not yet those of their batch; read and write tables in the loop's body, or use depth=0 and no cache"
+            )
+        if os.getpid() != self._process:
+            raise ValueError(
+                f"table {table.name!r}: this process has a copy of the table from when it was forked; read and write "
+                "tables in the body of the loop"
+            )
+        if threading.get_ident() != thread:
+            raise ValueError(
+                f"table {table.name!r} is being trained by a loop of another thread; read and write it in the body of "
+                "that loop, not in its loader, `ids` or `send`, or after the loop"
+            )

@@ -1,0 +1,65 @@
+"""What the ranks' runtimes must have alike: rows of tables that differ would drift apart, or their exchange fail."""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hostdev.host.table import HostTable
+from hostdev.parallel.alike import shown
+from hostdev.runtime.features import GroupSpec, Table, Wanted
+
+
+def of_runtime(
+    wanted: Sequence[Wanted], groups: Sequence[GroupSpec], *, device: torch.device, depth: int, dense_exchange: str,
+    cached: Sequence[bool],
+) -> Mapping[str, Any]:  # fmt: skip
+    """Return the tables, the features and the options by name.
+
+    cached  of each group whether it has a cache; how large, and by which policy, each rank may choose
+    """
+    tables = [table for group in groups for table in group.tables]
+    names = ", ".join(table.name for table in tables)
+    found: dict[str, Any] = {"the list of tables": names}
+    for table in tables:
+        found |= {f"{what} of table {table.name!r}": value for what, value in _of_table(table).items()}
+    features = [_of_feature(one, groups) for one in wanted]
+    found["the list of features"] = ", ".join(one.name for one in wanted)
+    found |= {f"feature {one.name!r}": text for one, text in zip(wanted, features, strict=True)}
+    found["the kind of device"] = device.type
+    found["depth"] = shown(depth > 0, str(depth))  # how far batches are read ahead does not matter to others
+    found["dense_exchange"] = dense_exchange
+    for group, has in zip(groups, cached, strict=True):
+        found[f"the cache of table {group.tables[0].name!r}"] = shown(has, "there is one" if has else "there is none")
+    return found
+
+
+def of_parameters(parameters: Sequence[Tensor]) -> Mapping[str, Any]:
+    """Return the parameters that ranks reduce, with a checksum of each: ranks that begin apart stay apart."""
+    found: dict[str, Any] = {"the number of parameters": len(parameters)}
+    for number, one in enumerate(parameters):
+        values = one.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        text = f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}, values with checksum "
+        text += f"{zlib.crc32(values.numpy().data):08x}"
+        found[f"parameter {number}"] = text
+    return found
+
+
+def _of_table(table: Table) -> dict[str, Any]:
+    return {
+        "the number of rows": table.total_rows,
+        "dim": table.dim,
+        "the optimizer": repr(table.optimizer),
+        "the seed": table.seed,
+        "init": repr(table.init) if isinstance(table, HostTable) else None,
+        "dtype": getattr(table, "dtype", None),
+        "the number of steps": table.step,
+    }
+
+
+def _of_feature(one: Wanted, groups: Sequence[GroupSpec]) -> str:
+    tables = ", ".join(groups[group].tables[place].name for group, place in one.tables)
+    feature = one.feature
+    return f"of {tables}, pooling {feature.pooling}, padding {feature.padding}, dtype {feature.dtype}"

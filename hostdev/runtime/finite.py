@@ -1,0 +1,77 @@
+"""Whether gradients of rows are finite, and so small that an optimizer's arithmetic stays finite, too."""
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hostdev.core.errors import UserError
+
+_SURELY_SMALL = 2.0**50
+
+
+class NonFiniteError(UserError):
+    """A gradient or a loss is not a number or infinite; the message says which, and that no row was updated.
+
+    step  of the loop, from 1
+    """
+
+    def __init__(self, message: str, step: int = 0) -> None:
+        super().__init__(message)
+        self.step = step
+
+
+class Flags:
+    """Numbers on the device that are 0 until a step is not finite, float32 [].
+
+    stop        set where no row may change
+    not_finite  set where that is since a gradient itself is not finite
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stop, self.not_finite = (torch.full((), 0.0, dtype=torch.float32, device=device) for _ in range(2))
+
+    def check(self, grads: Sequence[Tensor], tables: Sequence[Any], zeros: Sequence[Tensor] = ()) -> None:
+        """Look at gradients of rows; nobody waits for an accelerator.
+
+        grads   float32 [U, D] of each of these tables
+        zeros   others that are 0, or not finite; those set `stop` alone
+        """
+        given = [*grads, *zeros]
+        # A norm reads once and writes nothing, but the CPU's maximum norm is slow, and this one is too strict.
+        if self.stop.device.type == "cpu" and float(torch.stack(torch._foreach_norm(given)).max()) < _SURELY_SMALL:
+            return
+        by_scale: dict[int, list[Tensor]] = {}
+        for grad, table in zip(grads, tables, strict=True):
+            by_scale.setdefault(_scale(table), []).append(grad)
+        if zeros:
+            self.check_others(zeros)
+        for scale, some in by_scale.items():  # powers of 2: unless something overflows, the bits are those of before
+            up, down = (_power(power, self.stop.device) for power in (scale, -scale))
+            torch._amp_foreach_non_finite_check_and_unscale_(some, self.not_finite, up)
+            torch._amp_foreach_non_finite_check_and_unscale_(some, self.stop, down)
+
+    def check_others(self, tensors: Sequence[Tensor]) -> None:
+        """Look at tensors which are only to be finite."""
+        # As GradScaler does, with a scale of 1: one pass, nobody waits.
+        torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), self.stop, _power(0, self.stop.device))
+
+    def now(self) -> list[Tensor]:
+        """Return both, float32 [1]: later steps change them while they are on their way to the host."""
+        return [self.stop.clone().view(1), self.not_finite.clone().view(1)]
+
+
+def _scale(table: Any) -> int:
+    """Return the power of 2 with which a gradient overflows float32 if its square does, or a row's sum of squares."""
+    if table.optimizer.row_slots:
+        return 64 + math.ceil(math.log2(table.dim) / 2)
+    return 64 if table.optimizer.slots else 0
+
+
+@cache
+def _power(power: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((), 2.0**power, dtype=torch.float32, device=device)

@@ -1,0 +1,165 @@
+"""The global generators of random numbers, one interface for all: torch's, NumPy's, Python's, the device's."""
+
+import ctypes
+import random
+from hashlib import blake2b
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+
+class Generator(Protocol):
+    """A global generator."""
+
+    name: str
+
+    def state(self) -> Any:
+        """Return its state, which `==` compares."""
+
+    def restore(self, state: Any) -> None:
+        """Set its state."""
+
+    def seed(self, seed: int) -> None:
+        """Begin anew from 64 bits."""
+
+    def draw(self) -> None:
+        """Draw one number, which changes the state."""
+
+    def fingerprint(self) -> int:
+        """Return 64 bits that the state determines."""
+
+
+def generators_of(device: torch.device) -> list[Generator]:
+    """Return the global generators: those of the host, and a device's where it has one that torch lets us set."""
+    found: list[Generator] = [_Torch(torch.default_generator, "torch"), _NumPy(), _Python()]
+    if device.type != "cpu":
+        defaults = getattr(torch.get_device_module(device), "default_generators", ())
+        index = device.index or 0
+        if index < len(defaults):
+            found.append(_Torch(defaults[index], "device"))
+    return found
+
+
+class _Torch:
+    def __init__(self, generator: torch.Generator, name: str) -> None:
+        self._generator, self.name = generator, name
+
+    def state(self) -> bytes:
+        return self._generator.get_state().numpy().tobytes()
+
+    def restore(self, state: bytes) -> None:
+        self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+    def seed(self, seed: int) -> None:
+        self._generator.manual_seed(seed)
+
+    def draw(self) -> None:
+        torch.empty((), dtype=torch.int64, device=self._generator.device).random_(generator=self._generator)
+
+    def fingerprint(self) -> int:
+        return _hash(self.state())
+
+
+class _Python:
+    name = "random"
+    state = staticmethod(random.getstate)
+    restore = staticmethod(random.setstate)
+    seed = staticmethod(random.seed)
+
+    def draw(self) -> None:
+        random.getrandbits(32)
+
+    def fingerprint(self) -> int:
+        version, words, gauss = random.getstate()
+        return _hash(repr((version, gauss)).encode() + np.array(words, np.uint64).tobytes())
+
+
+class _State(NamedTuple):
+    raw: bytes  # of the bit generator; empty where it is not known how that lies in memory
+    full: str  # all of the state, as text that can be compared; empty where `raw` says it all
+    values: Any  # what sets it again, where `full` is not empty
+
+
+_WORDS = 625  # of a Mersenne Twister: 624 of its state, and the position
+
+
+class _NumPy:
+    """The generator behind the functions of `numpy.random`.
+
+    NumPy takes 35 us to return its state as a dict, and as long to set it. Here the memory of the bit generator is
+    copied. A dict is made only where that memory has changed since it was last known that no normal value is kept:
+    NumPy draws these in pairs, and keeps the second one beside the bit generator.
+    """
+
+    name = "NumPy"
+
+    def __init__(self) -> None:
+        self._plain = b""  # the last memory without a kept value
+
+    def state(self) -> _State:
+        raw = _raw()
+        if raw and raw == self._plain:
+            return _State(raw, "", None)
+        values = np.random.get_state(legacy=False)
+        if raw and not values["has_gauss"]:
+            self._plain = raw
+            return _State(raw, "", None)
+        if raw:
+            return _State(raw, repr(values["gauss"]), values)
+        with np.printoptions(threshold=2**31):
+            return _State(raw, repr(values), values)
+
+    def restore(self, state: _State) -> None:
+        if state.full or not _raw():
+            np.random.set_state(state.values)
+            return
+        if self.state().full:
+            np.random.seed(0)  # forgets the kept value
+        bits = np.random.get_bit_generator()
+        with bits.lock:
+            ctypes.memmove(bits.ctypes.state_address, state.raw, len(state.raw))
+        self._plain = state.raw
+
+    def seed(self, seed: int) -> None:
+        bits = np.random.get_bit_generator()
+        if isinstance(bits, np.random.MT19937):
+            np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+            self._plain = _raw()
+        else:  # somebody has given NumPy another one
+            np.random.set_state({**type(bits)(seed).state, "has_gauss": 0, "gauss": 0.0})
+
+    def draw(self) -> None:
+        np.random.random_sample()
+
+    def fingerprint(self) -> int:
+        state = self.state()
+        return _hash(state.raw + state.full.encode())
+
+
+def _raw() -> bytes:
+    """Return the memory of NumPy's Mersenne Twister; b"" where it has another bit generator."""
+    bits = np.random.get_bit_generator()
+    if not isinstance(bits, np.random.MT19937) or not _is_known():
+        return b""
+    with bits.lock:
+        return ctypes.string_at(bits.ctypes.state_address, _WORDS * 4)
+
+
+def _is_known() -> bool:
+    """Tell whether a Mersenne Twister lies in memory as it does in the NumPy that this was written for."""
+    global _known
+    if _known is None:
+        bits = np.random.MT19937(1)
+        bits.random_raw(7)
+        words = np.frombuffer(ctypes.string_at(bits.ctypes.state_address, _WORDS * 4), np.uint32)
+        state = bits.state["state"]
+        _known = bool((words[:-1] == state["key"]).all() and words[-1] == state["pos"])
+    return _known
+
+
+_known: bool | None = None
+
+
+def _hash(data: bytes) -> int:
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")

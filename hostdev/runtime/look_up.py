@@ -1,0 +1,84 @@
+"""The rows of one batch of ids, in the caller's thread, without a pipeline."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hostdev.device.ops import ops_for
+from hostdev.kernels.pool import Task, run_tasks
+from hostdev.kernels.unique import unique
+from hostdev.pipeline.flight import Request
+from hostdev.runtime.features import FeatureIds, GroupSpec, Wanted, on_host
+from hostdev.runtime.rows import Value
+
+_FEW = 2048  # ids, of which the rows are looked up as often as they come
+
+
+def look_up(
+    request: Request, wanted: Sequence[Wanted], groups: Sequence[GroupSpec], device: torch.device
+) -> dict[str, Value]:
+    """Return the rows of a request by feature, as a loop gives them; the tables are up to date.
+
+    request  of one batch, with its ids by group and its features' ids as a note
+    """
+    [micro] = request.note
+    found = [_Group(group, given, device) for group, given in zip(groups, request.ids, strict=True)]
+    run_tasks([task for group in found for task in group.tasks])
+    values: dict[str, Value] = {}
+    for number, (feature, ids) in enumerate(zip(wanted, micro.ids, strict=True)):
+        outputs = []
+        for (group, place), dtype in zip(feature.tables, feature.dtypes, strict=True):
+            rows = found[group].rows_of(number, place, ids, dtype, mean=feature.feature.pooling == "mean")
+            outputs.append(rows if ids.shape is None else rows.view(*ids.shape, rows.shape[1]))
+        values[feature.name] = outputs[0] if feature.feature.is_single else tuple(outputs)
+    return values
+
+
+class _Group:
+    """A group's rows; they are there when the tasks have run."""
+
+    def __init__(self, group: GroupSpec, given: Sequence[npt.NDArray[Any]], device: torch.device) -> None:
+        ids = given[0] if len(given) == 1 else np.concatenate(given)
+        self._device, self._features = device, group.features
+        self._edges = list(accumulate(map(len, given), initial=0))
+        self._inverse: npt.NDArray[np.int32] | None = None  # None: the rows are in the order of the ids
+        if len(ids) > _FEW:
+            ids, self._inverse = unique(ids)
+        self.tasks: list[Task] = []
+        self._rows: list[Any] = []
+        tables: list[Any] = group.tables
+        for table in tables:
+            if not on_host(group):
+                self._rows.append(table.lookup_now(torch.from_numpy(ids).to(device)))
+            elif len(ids) > _FEW:
+                self._rows.append(np.empty((len(ids), table.dim), np.float32))
+                self.tasks += table.lookup_tasks(ids, self._rows[-1])
+            else:  # to wake the host's threads would take longer
+                block, at = table.where(ids)
+                self._rows.append(block[at, 0])
+
+    def rows_of(self, feature: int, table: int, ids: FeatureIds, dtype: torch.dtype, *, mean: bool) -> Tensor:
+        """Return a feature's rows of one of the tables, float32 or bfloat16 [B, D] or [N, D]."""
+        place = self._features.index(feature)
+        start, stop = self._edges[place : place + 2]
+        rows = self._rows[table]
+        if not isinstance(rows, Tensor):
+            rows = self._rows[table] = torch.from_numpy(rows).to(self._device)
+        if self._inverse is None:
+            rows = rows[start:stop]
+            if ids.offsets is None and ids.weights is None and dtype == torch.float32:
+                return rows
+            inverse = np.arange(stop - start, dtype=np.int32)
+        else:
+            inverse = self._inverse[start:stop]
+        at = torch.from_numpy(inverse).to(self._device)
+        offsets, weights = (None if one is None else one.to(self._device) for one in (ids.offsets, ids.weights))
+        ops = ops_for(self._device)
+        if offsets is None:
+            return ops.gather(rows, at, weights, dtype)
+        return ops.pool(rows, at, offsets, weights, mean, dtype)

@@ -1,0 +1,78 @@
+"""What a runtime's groups of tables must be for its device, its caches and its ranks."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hostdev.core.errors import UserError
+from hostdev.core.memory import TableShape
+from hostdev.device.backend import is_accelerator
+from hostdev.device.table import DeviceTable
+from hostdev.parallel.ranks import Ranks
+from hostdev.runtime import room
+from hostdev.runtime.features import GroupSpec, on_host
+from hostdev.runtime.spec import CacheSpec
+
+
+def require_place(groups: list[GroupSpec], device: torch.device) -> None:
+    """Raise ValueError where a table lies on another device."""
+    for group in groups:
+        for table in group.tables:
+            if isinstance(table, DeviceTable) and table.device != device:
+                raise ValueError(f"table {table.name!r} is on {table.device}, and the rows go to {device}")
+
+
+def cache_specs(cache: Any, groups: list[GroupSpec]) -> list[CacheSpec | None]:
+    """Return each group's cache."""
+    if cache is None:
+        return [None] * len(groups)
+    if not isinstance(cache, Mapping):
+        spec = cache if isinstance(cache, CacheSpec) else CacheSpec(cache)
+        if not any(on_host(group) for group in groups):
+            raise UserError("a cache has no effect where all tables are on the device; leave it out")
+        return [spec if on_host(group) else None for group in groups]
+    specs: list[CacheSpec | None] = [None] * len(groups)
+    for name, value in cache.items():
+        found = [i for i, group in enumerate(groups) if name in [table.name for table in group.tables]]
+        if not found:
+            known = [table.name for group in groups for table in group.tables]
+            raise ValueError(f"a cache for table {name!r}, but there are {', '.join(known)}")
+        if not on_host(groups[found[0]]):
+            raise UserError(f"a cache for table {name!r}, which is on the device, has no effect; leave it out")
+        if specs[found[0]] is not None:
+            raise ValueError(
+                f"table {name!r} shares its ids, and so its cache, with another one that has a cache given"
+            )
+        if value is not None:
+            specs[found[0]] = value if isinstance(value, CacheSpec) else CacheSpec(value)
+    return specs
+
+
+def require_parts(groups: list[GroupSpec], ranks: Ranks | None) -> None:
+    """ValueError unless every table is this rank's part, or all of it where there are no others."""
+    wanted = None if ranks is None else ranks.part()
+    for table in (table for group in groups for table in group.tables):
+        part = getattr(table, "part", None)
+        if part != wanted:
+            raise ValueError(
+                f"table {table.name!r} holds {'all rows' if part is None else f'part {part[0]} of {part[1]}'}, but "
+                + ("there are no other ranks" if wanted is None else f"this is rank {wanted[0]} of {wanted[1]}")
+                + "; make it with part=ranks.part(), and give the Runtime these ranks"
+            )
+
+
+def require_room(groups: list[GroupSpec], specs: list[CacheSpec | None], depth: int, device: torch.device) -> None:
+    """Raise UserError where the host's memory does not hold what a runtime keeps beside its tables."""
+    sizes = [
+        room.GroupSize(
+            group.tables[0].rows,
+            [TableShape(table.dim, table.optimizer, table.dtype) for table in group.tables],
+            on_host(group),
+            spec,
+        )
+        for group, spec in zip(groups, specs, strict=True)
+    ]
+    beside = room.kept(sizes, depth=depth, slots_on_host=not is_accelerator(device))
+    beside.pop("tables", None)
+    room.require(beside, room.free_with_counts(beside))

@@ -1,0 +1,109 @@
+"""Random numbers for reading: what a loader, `ids` and `send` draw from global generators, the same at any depth.
+
+A loop reads ahead of its body, and both may draw from the same global generator: torch's, NumPy's, Python's `random`,
+the device's. The order of their draws would depend on how far ahead the loop reads. So each batch is read with streams
+of its own: the global generators are seeded by (their state when the loop began, the number of the batch), and get
+their states back afterwards. What a batch's reading draws is then a function of the global seeds and of the batch's
+number. It does not depend on depth, caches, or the process that reads the batch.
+
+The first `next` of a new iterator draws from the global generators as they are: a `DataLoader` that shuffles takes its
+seed there, the same one as in a loop of plain torch.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from hostdev.kernels.counter import key64
+from hostdev.runtime.generators import generators_of
+
+
+class Place(NamedTuple):
+    """A place in a sequence of batches, and the seeds of their streams.
+
+    seeds     of each generator by name
+    position  batches that have been given out, those of other processes included
+    advanced  names of generators that have been advanced since the sequence began
+    """
+
+    seeds: dict[str, int]
+    position: int = 0
+    advanced: tuple[str, ...] = ()
+
+    def to_state(self) -> dict[str, Any]:
+        """Return it for a checkpoint; the seeds as text, since they take all of 64 bits."""
+        seeds = {name: str(seed) for name, seed in self.seeds.items()}
+        return {"seeds": seeds, "position": self.position, "advanced": list(self.advanced)}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "Place":
+        """Return what `to_state` was called on."""
+        seeds = {name: int(seed) for name, seed in state["seeds"].items()}
+        return cls(seeds, state["position"], tuple(state["advanced"]))
+
+
+class RandomStreams:
+    """Random streams for the batches of one loader, each with a number.
+
+    device  the runtime's, whose generator counts as a global one
+    place   where an earlier loop over the same batches, or a checkpoint, ended; None: a new sequence
+    stride  batches of a step, of which this process reads
+    each    so many in a row, the first of them after
+    first   so many: other processes read the rest
+
+    start   batches that this process had given out when the loop began
+    """
+
+    def __init__(
+        self, device: torch.device, place: Place | None = None, *, stride: int = 1, each: int = 1, first: int = 0
+    ) -> None:
+        self._generators = generators_of(device)
+        self.is_new = place is None
+        if place is None:
+            place = Place({one.name: one.fingerprint() for one in self._generators})
+        self._seeds = place.seeds
+        self._advanced = set(place.advanced)
+        self.start = self._given = place.position // stride * each
+        self._first, self._stride, self._each = first, stride, each
+
+    @property
+    def place(self) -> Place:
+        """Where the batches that have been given out end."""
+        position = self._given // self._each * self._stride
+        return Place(dict(self._seeds), position, tuple(sorted(self._advanced)))
+
+    @contextmanager
+    def reading(self, position: int) -> Iterator[list[str]]:
+        """Read a batch with streams of its own; the list has afterwards the names of the generators that it drew from.
+
+        position  how many batches of the sequence come before it, in this process
+        """
+        step, place = divmod(position, self._each)
+        number = step * self._stride + self._first + place
+        drew: list[str] = []
+        before = [one.state() for one in self._generators]
+        begun: list[Any] = []
+        try:
+            for one in self._generators:
+                one.seed(key64(self._seeds.get(one.name, 0), one.name, number))
+                begun.append(one.state())
+            yield drew
+        finally:
+            for one, start in zip(self._generators, begun, strict=False):
+                if one.state() != start:
+                    drew.append(one.name)
+            for one, state in zip(self._generators, before, strict=True):
+                one.restore(state)
+
+    def give(self, drew: Sequence[str]) -> None:
+        """Count a batch as given out, for which reading drew from these generators.
+
+        The first time that a generator was used it is advanced by one number: another loop begins from another state.
+        """
+        self._given += 1
+        for one in self._generators:
+            if one.name in drew and one.name not in self._advanced:
+                self._advanced.add(one.name)
+                one.draw()

@@ -1,0 +1,128 @@
+"""Batches that were read ahead and whose memory the loader writes again before the loop gives them out.
+
+A loader may fill one buffer again and again: a plain loop is done with a batch when the next one is read. A loop that
+reads ahead is not. Ids are copied when they are read; the rest of a batch stays the loader's. So the memory of batches
+in flight is compared with that of each new batch: torch counts the writes to a tensor, and where two batches share
+memory their contents are compared before and after the read.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hostdev.kernels.fingerprint import fingerprint
+
+_DEEPEST = 4  # levels of containers and objects that are looked into
+_LONGEST = 256  # items of a container
+_MOST_BYTES = 1 << 16  # of an array that are looked at: a refill changes them all over
+
+Leaf = Tensor | npt.NDArray[Any]
+
+
+def arrays_in(thing: Any, depth: int = _DEEPEST) -> Iterator[Leaf]:
+    """Yield the tensors and arrays in host memory that a batch holds: in lists, tuples, dicts, and objects' fields."""
+    if isinstance(thing, Tensor):
+        if thing.device.type == "cpu" and thing.layout is torch.strided and thing.numel():
+            yield thing
+    elif isinstance(thing, np.ndarray):
+        if thing.size and not thing.dtype.hasobject:
+            yield thing
+    elif depth and isinstance(thing, Mapping):
+        if len(thing) <= _LONGEST:
+            for value in thing.values():
+                yield from arrays_in(value, depth - 1)
+    elif depth and isinstance(thing, list | tuple):
+        if len(thing) <= _LONGEST:
+            for value in thing:
+                yield from arrays_in(value, depth - 1)
+    elif depth and hasattr(thing, "__dict__") and not isinstance(thing, type):
+        for value in list(vars(thing).values()):
+            yield from arrays_in(value, depth - 1)
+    elif depth and hasattr(thing, "__slots__"):
+        for name in thing.__slots__:
+            yield from arrays_in(getattr(thing, name, None), depth - 1)
+
+
+class _Held:
+    """An array of a batch in flight."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        self.leaf = leaf
+        self.start, self.stop = _range(leaf)
+        self.version = _version(leaf)
+        self.content = _content(leaf)
+        self.is_shared = False  # with another batch in flight
+
+    def overlaps(self, other: "_Held") -> bool:
+        return self.start < other.stop and other.start < self.stop
+
+
+class InFlight:
+    """The memory of the batches that were read and are not yet given out."""
+
+    def __init__(self) -> None:
+        self._batches: deque[list[_Held]] = deque()
+
+    def before_read(self) -> None:
+        """Note the contents that the loader must not change, as the loop's body may have since they were noted."""
+        for held in self._all():
+            held.version = _version(held.leaf)
+            if held.is_shared:
+                held.content = _content(held.leaf)
+
+    def after_read(self, batch: Any, number: int) -> None:
+        """Add a batch; ValueError where reading it has changed one that is in flight.
+
+        number  of the batch, for the message
+        """
+        new = [_Held(leaf) for leaf in arrays_in(batch)]
+        for held in self._all():
+            for one in new:
+                if held.overlaps(one):
+                    held.is_shared = one.is_shared = True
+            if _version(held.leaf) != held.version or (held.is_shared and _content(held.leaf) != held.content):
+                raise ValueError(_REFILLED.format(number))
+        self._batches.append(new)
+
+    def given(self) -> None:
+        """Forget the first batch: the loop has given it out."""
+        self._batches.popleft()
+
+    def _all(self) -> Iterator[_Held]:
+        return (held for batch in self._batches for held in batch)
+
+
+def _version(leaf: Leaf) -> int:
+    """Return how often torch has written to a tensor; 0 of what has no such count."""
+    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
+
+
+def _range(leaf: Leaf) -> tuple[int, int]:
+    """Return the addresses between which an array lies."""
+    if isinstance(leaf, Tensor):
+        reach = sum((n - 1) * stride for n, stride in zip(leaf.shape, leaf.stride(), strict=True)) + 1
+        return leaf.data_ptr(), leaf.data_ptr() + reach * leaf.element_size()
+    if leaf.flags.c_contiguous:
+        return leaf.ctypes.data, leaf.ctypes.data + leaf.nbytes
+    return np.lib.array_utils.byte_bounds(leaf)
+
+
+def _content(leaf: Leaf) -> bytes:
+    """Return a fingerprint of an array's contents, of a large one's rows at equal distances."""
+    if leaf.nbytes > _MOST_BYTES and leaf.ndim:
+        leaf = leaf[:: -(-leaf.nbytes // _MOST_BYTES)]
+    if isinstance(leaf, Tensor):
+        leaf = leaf.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy()
+    return fingerprint(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
+
+
+_REFILLED = (
+    "reading batch {0} has changed a batch that was read before it and that the loop has not given out: the loop reads "
+    "ahead, and the loader writes to memory that it gave before. Let it give new memory each time (tensor.clone(), "
+    "array.copy()). With read_ahead=0 a loop that does not accumulate reads nothing ahead"
+)

@@ -1,0 +1,325 @@
+"""--start-from: a new run on later data, whose vocabulary has grown, from the checkpoint of an earlier one."""
+
+import json
+import re
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hostdev.data import manifest
+from hostdev.data.preprocess import __main__ as preprocess
+from hostdev.data.preprocess.meaning import with_known_ids
+from hostdev.data.shards import ShardReader
+from hostdev.models.wide_deep.network import WideDeep
+
+import hostdev
+from hostdev.checkpoint.fitting import fit_tables, load_fitting
+from hostdev.checkpoint.folder import chain_of, names_in
+from hostdev.checkpoint.layers import Layers
+from hostdev.core import cli
+from hostdev.predict import __main__ as predict
+from hostdev.predict.predictor import probabilities
+from hostdev.train import __main__ as train
+from hostdev.train import starting
+from hostdev.train.build import model_of
+from hostdev.train.config import TrainConfig
+from hostdev.train.trainer import Trainer
+from tests.checkpoint.runs import MIX
+from tests.conftest import SMALL
+from tests.data import movies
+
+COLUMNS = [
+    *("--label", "liked", "--numeric", "age", "--categorical", "user,item"),
+    *("--bag", "genres=|", "--bag", "history= ", "--share", "history=item"),
+]
+
+
+def prepare(files, out, *flags):
+    preprocess.main(list(map(str, ["table", files, "--out", out, *flags])))
+    return out
+
+
+@pytest.fixture(scope="module")
+def days(tmp_path_factory):
+    """Two days' films: the second has users and films that the first has not, and keeps its ids."""
+    folder = tmp_path_factory.mktemp("days")
+    for day, users, items in ((1, 60, 50), (2, 150, 90)):
+        movies.make(rows=2500, users=users, items=items, seed=day).write_csv(folder / f"{day}.csv")
+    prepare(folder / "1.csv", folder / "one", *COLUMNS)
+    prepare(folder / "2.csv", folder / "two", "--vocabulary", folder / "one")
+    return folder
+
+
+def run(*flags):
+    return cli.run(train.PROG, train.main, list(map(str, flags)))
+
+
+def flags_of(data, run_dir, *more):
+    options = ["--batch-size", 500, "--emb-dim", 4, "--model", "deepfm", "--epochs", 1]
+    return ["--data", data, "--device", "cpu", "--run-dir", run_dir, *options, *more]
+
+
+@pytest.fixture(scope="module")
+def first(days):
+    """The first day's run, whose checkpoint has parents."""
+    assert run(*flags_of(days / "one", days / "first", *MIX, "--checkpoint-every", 2)) == 0
+    return days / "first"
+
+
+def digest(run_dir):
+    return json.loads((run_dir / "summary.json").read_text())["state_sha256"]
+
+
+def test_two_days(days, first, trained, tmp_path, capsys):
+    one, two = (manifest.read(days / name).schema.rows for name in ("one", "two"))
+    assert two > one
+    found = {}
+    for name, more in (("depth", [*MIX, "--checkpoint-every", 99]), ("cached", [*MIX, "--cache-rows", "20%"]),
+                       ("serial", [*MIX, "--pipeline-depth", 0, "--host-threads", 1]), ("device", [])):  # fmt: skip
+        code, out, err = trained(*flags_of(days / "two", tmp_path / name, *more), "--start-from", first)
+        assert (code, err) == (0, "")
+        found[name] = digest(tmp_path / name)
+        path = first / "checkpoints" / names_in(first / "checkpoints")[-1]
+        assert [line for line in out.splitlines() if line.startswith("start ")] == [
+            f"start    from {path}, after step 5; steps of this run count from 0",
+            *(f"start    table {table}: {one:,} rows with their slots; {two - one:,} new rows have their initial values"
+              for table in ("first_order", "vectors")),
+            "start    dense layers and their optimizer's state are taken; learning rates are this run's",
+        ]  # fmt: skip
+    assert len(set(found.values())) == 1
+    assert found["depth"] != digest(first)
+    assert json.loads((tmp_path / "depth/config.json").read_text())["start_from"] == str(first)
+    saved = chain_of(tmp_path / "depth/checkpoints" / names_in(tmp_path / "depth/checkpoints")[-1])
+    assert len(saved) == 1  # whole: it adds to none of another folder
+    assert (saved[-1].manifest.step, saved[-1].manifest.table("vectors").step) == (5, 10)
+    assert cli.run("p", predict.main, ["--checkpoint", str(tmp_path / "depth"), "--data", str(days / "two"), "--out",
+                                       str(tmp_path / "p.parquet")]) == 0  # fmt: skip
+    auc = json.loads((tmp_path / "depth/summary.json").read_text())["auc"]
+    assert f"AUC {auc:.4f}" in capsys.readouterr().out
+    # The same rows as text, whose values the checkpoint's own vocabulary looks up.
+    assert cli.run("p", predict.main, ["--checkpoint", str(tmp_path / "depth"), "--data", str(days / "2.csv"), "--out",
+                                       str(tmp_path / "q.parquet")]) == 0  # fmt: skip
+    assert len(pq.read_table(tmp_path / "q.parquet")) == 2500
+
+
+def predicted(checkpoint, data, out):
+    arguments = ["--checkpoint", checkpoint, "--data", data, "--out", out]
+    assert cli.run("p", predict.main, list(map(str, arguments))) == 0
+    return pq.read_table(out)
+
+
+def test_a_checkpoint_predicts_data_with_more_or_fewer_of_its_ids(days, first, trained, tmp_path):
+    """Values of the second day that the first day's checkpoint does not know are out of vocabulary for it."""
+    two = manifest.read(days / "two")
+    assert predicted(first, days / "two", tmp_path / "of_ids.parquet").num_rows == two.rows("test")
+    predictor = hostdev.Predictor(first)
+    frame = pd.read_csv(days / "2.csv", keep_default_na=False)
+    raw = predictor({name: frame[name].tolist() for name in ("age", "user", "item")}
+                    | {name: [text.split(mark) if text else [] for text in frame[name]]
+                       for name, mark in (("genres", "|"), ("history", " "))})  # fmt: skip
+    of_ids = np.concatenate([
+        pq.read_table(tmp_path / "of_ids.parquet")["probability"].to_numpy(),
+        *(predictor.logits_by_batch(with_known_ids(batch, two.schema, predictor.data.schema.rows))
+          for batch in ShardReader(days / "two", two, "train").batches(10_000)),
+    ])  # fmt: skip
+    of_ids[two.rows("test") :] = probabilities(of_ids[two.rows("test") :])
+    np.testing.assert_allclose(np.sort(of_ids), np.sort(raw), rtol=1e-5)
+    flags = flags_of(days / "two", tmp_path / "run", *MIX, "--checkpoint-every", 9, "--start-from", first)
+    assert trained(*flags)[0] == 0
+    one = manifest.read(days / "one").rows("test")
+    assert predicted(tmp_path / "run", days / "one", tmp_path / "p.parquet").num_rows == one
+
+
+def test_frozen_ids_are_the_checkpoints(days, first, tmp_path):
+    out = prepare(days / "2.csv", tmp_path / "frozen", "--vocabulary", days / "one", "--frozen-vocabulary")
+    frozen = predicted(first, out, tmp_path / "frozen.parquet")
+    grown = predicted(first, days / "two", tmp_path / "grown.parquet")
+    assert frozen.equals(grown)
+
+
+def trainer_of(settings, schema, *, mix=True):
+    model = model_of(settings, schema)
+    return Trainer(model, host_device_mix=mix, device=torch.device("cpu"), seed=settings.seed, lr=settings.lr)
+
+
+@pytest.mark.parametrize(("model", "dtype", "mix"), [
+    ("wide_deep", "fp32", True), ("deepfm", "bf16", True), ("dlrm", "fp32", False), ("dcn", "bf16", False),
+    ("tests.own_models:ThreeTables", "bf16", True),
+])  # fmt: skip
+def test_earlier_rows_are_the_checkpoints_and_new_ones_initial(days, tmp_path, monkeypatch, model, dtype, mix):
+    monkeypatch.setitem(WideDeep.__init__.__kwdefaults__, "layers", SMALL)
+    how = ["--model", model, "--emb-dim", 16, "--table-dtype", dtype]
+    flags = [*flags_of(days / "one", tmp_path / "run", "--checkpoint-every", 2, "--max-steps", 3), *how]
+    assert run(*flags, *(MIX if mix else [])) == 0
+    schema = manifest.read(days / "two").schema
+    settings = TrainConfig(data=days / "two", model=model, emb_dim=16, table_dtype=dtype, lr=0.5, seed=7,
+                           start_from=tmp_path / "run").resolved()  # fmt: skip
+    started, fresh = (trainer_of(settings, schema, mix=mix) for _ in range(2))
+    origin = starting.find(settings, days / "two", manifest.read(days / "two"))
+    starting.load(origin, started)
+    layers = Layers(origin.chain)
+    for name, table in started.tables.items():
+        about = layers.manifest.table(name)
+        rows = about.rows
+        for column, values in table.columns().items():
+            values = np.asarray(values[: table.rows])
+            known = np.concatenate(list(layers.column(name, column)))
+            np.testing.assert_array_equal(values[:rows], known)
+            initial = np.asarray(fresh.tables[name].columns()[column][: table.rows])
+            np.testing.assert_array_equal(values[rows:], initial[rows:])
+        assert (table.step, table.seed) == (about.step, 7)
+    assert started.adam.param_groups[0]["lr"] == 0.5
+    weights = started.model.state_dict()
+    for name, value in starting.values_of(origin.chain)["dense"]["model"].items():
+        assert torch.equal(weights[name], value)
+    state = next(iter(started.adam.state.values()))
+    assert state["step"] == 3
+    assert started.steps == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rows_go_by_their_ids_to_the_ranks_that_hold_them(days, first, tmp_path, ranks):
+    """A row's position is a function of the number of rows, which has grown."""
+    from hostdev.checkpoint.reshard import rewrite
+
+    chain = chain_of(first / "checkpoints" / names_in(first / "checkpoints")[-1])
+    rewrite(chain, tmp_path / "spread", 2)
+    spread = chain_of(tmp_path / "spread" / names_in(tmp_path / "spread")[-1])
+    rows = manifest.read(days / "two").schema.rows
+    layers = Layers(chain)
+    known = np.concatenate(list(layers.column("vectors", "weights")))
+    for source in (chain, spread):
+        for rank in range(ranks):
+            about = source[-1].manifest.table("vectors")
+            optimizer = hostdev.LazyAdam(**about.hyperparameters)
+            table, initial = (hostdev.HostTable(rows, 4, optimizer, name="vectors", part=(rank, ranks))
+                              for _ in range(2))  # fmt: skip
+            fit = fit_tables(source, {"vectors": table})
+            assert fit.taken == {"vectors": (about.rows, rows)}
+            assert fit.left == ["first_order"]
+            load_fitting(source, {"vectors": table}, fit)
+            ids = table.ids(0, table.rows)
+            found = table.lookup(np.arange(table.rows))
+            old = ids < about.rows
+            assert 0 < old.sum() < len(ids)
+            np.testing.assert_array_equal(found[old], known[ids[old]])
+            np.testing.assert_array_equal(found[~old], initial.lookup(np.flatnonzero(~old)))
+
+
+@pytest.mark.slow
+def test_two_processes_begin_alike(days, first, tmp_path, command):
+    flags = [*MIX, "--micro-batches", 2, "--start-from", first]
+    for name, more in (("alone", []), ("two", ["--spawn", 2])):
+        done = command("hostdev.train", *flags_of(days / "two", tmp_path / name, *flags, *more))
+        assert done.returncode == 0, done.stderr
+    assert digest(tmp_path / "alone") == digest(tmp_path / "two")
+
+
+def test_an_interrupted_run_goes_on_by_resume(days, first, trained, tmp_path):
+    flags = [*MIX, "--checkpoint-every", 2, "--start-from", first]
+    assert trained(*flags_of(days / "two", tmp_path / "whole", *flags))[0] == 0
+    assert trained(*flags_of(days / "two", tmp_path / "parts", *flags), "--max-steps", 3)[0] == 0
+    code, out, _ = trained(*flags_of(days / "two", tmp_path / "parts", *flags), "--resume")
+    assert code == 0
+    assert "start " not in out  # it goes on from its own checkpoint
+    assert digest(tmp_path / "parts") == digest(tmp_path / "whole")
+    code, out, _ = trained(*flags_of(days / "two", tmp_path / "new", *flags), "--resume")
+    assert (code, digest(tmp_path / "new")) == (0, digest(tmp_path / "whole"))
+    assert out.count("start    ") == 4
+
+
+@pytest.fixture(scope="module")
+def others(days):
+    """Data sets of the second day's rows that do not go with the first day's checkpoint."""
+    later = [*COLUMNS[:4], "--categorical", "item,user", *COLUMNS[6:]]
+    prepare(days / "2.csv", days / "order", *later)
+    prepare(days / "2.csv", days / "anew", *COLUMNS)
+    prepare(days / "1.csv", days / "rarer", *COLUMNS, "--threshold", 60)
+    prepare(days / "1.csv", days / "scaled", *COLUMNS, "--dense", "log")
+    prepare(days / "1.csv", days / "hashed", *COLUMNS, "--hash-buckets", 300)
+    return days
+
+
+@pytest.mark.parametrize(("data", "more", "message"), [
+    ("order", [], "order does not fit .* other columns with ids in another order: user, item, g.* there, item, u"),
+    ("anew", [], r"anew does not fit .* other .*: .* there, .* here; prepare the data with .* --vocabulary FROM"),
+    ("rarer", [], r"rarer does not fit .* other ids: id \d+ is '.*' value '.*' there, '.*' value '.*' here"),
+    ("scaled", [], "scaled does not fit .* other scaling of numbers: max, .* there, log, .* here"),
+    ("hashed", [], "hashed does not fit .* other hash buckets: none there, 300 here"),
+    ("two", ["--model", "dcn"], "was trained with --model deepfm, not --model dcn; give the same"),
+    ("two", ["--emb-dim", 8], "table 'vectors' has 4 columns there, and 8 here"),
+    ("two", ["--table-optimizer", "sgd"], r"table 'first_order' has the optimizer LazyAdam\(b.* there, and SGD here"),
+    ("two", ["--table-dtype", "bf16"], "the weights of table 'first_order' are fp32 there, and bf16 here"),
+    ("two", ["--resume", "x"], "--start-from has no effect with --resume x; leave one of them out"),
+    ("two", ["--start-from", "nowhere"], "--start-from nowhere: there is no such checkpoint"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(others, first, trained, tmp_path, data, more, message):
+    code, _, error = trained(*flags_of(others / data, tmp_path / "run", *MIX, "--start-from", first, *more))
+    assert code == 2
+    assert re.search(message, error), error
+    assert (error.count("\n"), len(error) < 700) == (1, True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_resume_on_other_data_names_it(days, first, trained, tmp_path):
+    newest = first / "checkpoints" / names_in(first / "checkpoints")[-1]
+    code, _, error = trained(*flags_of(days / "two", tmp_path / "run", *MIX), "--resume", newest)
+    assert code == 2
+    assert f"give --start-from {newest} in place of --resume" in error
+
+
+def test_other_ids_are_named(days, first, tmp_path):
+    """Both have as many ids; the first that differs is told."""
+    there = manifest.read(days / "one")
+    lines = (days / "1.csv").read_text().splitlines(keepends=True)
+    (tmp_path / "1.csv").write_text("".join([lines[0], *reversed(lines[1:])]))
+    here = manifest.read(prepare(tmp_path / "1.csv", tmp_path / "reversed", *COLUMNS))
+    here = replace(here, statistics=there.statistics)
+    words = r"reversed does not fit .* trained on other ids: id \d+ is '.*' value '.*' there, '.*' value '.*' here"
+    with pytest.raises(hostdev.UserError, match=words):
+        starting.require_same_meaning(first, days / "one", there, tmp_path / "reversed", here)
+    two = manifest.read(days / "two")
+    starting.require_same_meaning(first, days / "one", there, days / "two", two)
+    with pytest.raises(
+        hostdev.UserError, match=r"first was trained with \d+ ids, and .*/one has only \d+; prepare the"
+    ):
+        starting.require_same_meaning(first, days / "two", two, days / "one", there)
+
+
+def test_a_checkpoint_of_a_program_of_its_own_with_one_of_the_tables(days, trained, tmp_path):
+    schema = manifest.read(days / "two").schema
+    rng = np.random.default_rng(0)
+    # as DeepFM has it, with fewer rows; and one that DeepFM has not
+    model = model_of(TrainConfig(model="deepfm", emb_dim=4), schema)
+    vectors = hostdev.HostTable(50, 4, model.tables["vectors"].optimizer, name="vectors")
+    other = hostdev.HostTable(9, 2, hostdev.SGD(lr=1.0), name="other")
+    runtime = hostdev.Runtime({"a": vectors, "b": other}, depth=0)
+    for _, rows in runtime.train([rng.integers(0, 9, 20)], ids=lambda batch: {"a": batch, "b": batch}):
+        (rows["a"].sum() + rows["b"].sum()).backward()
+    runtime.save(tmp_path / "own", extra={"mine": 1})
+    flags = flags_of(days / "two", tmp_path / "run", *MIX, "--max-steps", 1, "--start-from", tmp_path / "own")
+    code, out, error = trained(*flags)
+    assert (code, error) == (0, "")
+    path = tmp_path / "own" / names_in(tmp_path / "own")[-1]
+    assert [line for line in out.splitlines() if line.startswith("start ")] == [
+        f"start    {path} has no data set's vocabulary: that its rows are of the same ids as the data's is not checked",
+        f"start    from {path}, after step 1; steps of this run count from 0",
+        f"start    table vectors: 50 rows with their slots; {schema.rows - 50} new rows have their initial values",
+        "start    table first_order: not in the checkpoint; all rows have their initial values",
+        "start    table other: only in the checkpoint; not taken",
+        "start    dense layers have their initial values: the checkpoint has none of this command; learning rates are "
+        "this run's",
+    ]
+
+
+def test_damaged_and_none_of_its_tables(days, first, trained, tmp_path):
+    table = hostdev.HostTable(9, 2, hostdev.SGD(lr=1.0), name="other")
+    hostdev.Runtime({"b": table}, depth=0).save(tmp_path / "own")
+    code, _, error = trained(*flags_of(days / "two", tmp_path / "run", *MIX), "--start-from", tmp_path / "own")
+    assert code == 2
+    assert "has none of the tables first_order, vectors; its own are other" in error
+    assert sys.getsizeof(error) < 700

@@ -1,0 +1,130 @@
+"""Checkpoints: manifests, rows, dense layers and vocabulary, changed, with checksums that are right again."""
+
+import json
+import shutil
+from hashlib import sha256
+from pathlib import Path
+from random import Random
+
+import numpy as np
+from hostdev.data.preprocess import __main__ as preprocess
+
+from hostdev.checkpoint import __main__ as checkpoint
+from hostdev.checkpoint import folder, manifest
+from hostdev.checkpoint.loading import load_tables, require_tables, values_of, verify
+from hostdev.checkpoint.lookup import MappedTable
+from hostdev.checkpoint.manifest import FILE_NAME
+from hostdev.core import cli
+from hostdev.core.checksums import json_checksum
+from hostdev.core.optimizers import FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad
+from hostdev.host.table import HostTable
+from hostdev.train import __main__ as train
+from tests.fuzz.datasets import TABLE, csv
+from tests.fuzz.mutations import change_bytes, change_json
+
+COMMANDS = [
+    ["info"], ["verify"], ["compact"], ["merge", "--out", "out"], ["reshard", "--ranks", "2", "--out", "out"],
+    ["export", "--out", "out"], ["export", "--out", "out", "--format", "npy", "--slots"],
+]  # fmt: skip
+OPTIMIZERS = {each.__name__: each for each in (FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad)}
+
+
+def make(base: Path) -> None:
+    """Train a model with three tables on a table with a bag: a whole checkpoint, and two that add to it."""
+    (base / "rows.csv").write_text(csv(500, 150))
+    table = ["table", base / "rows.csv", "--out", base / "data", "--dense", "log", *TABLE]
+    assert cli.run("preprocess", preprocess.main, list(map(str, table))) in (0, None)
+    options = ["--data", base / "data", "--batch-size", 2, "--emb-dim", 2, "--epochs", 1, "--device", "cpu"]
+    options += ["--model", "tests.own_models:ThreeTables", "--host-device-mix", "--run-dir", base / "run"]
+    options += ["--checkpoint-every", 1, "--max-steps", 3]
+    assert cli.run("train", train.main, list(map(str, options))) == 0
+    assert len(folder.newest(base / "run").chain) > 1
+
+
+def load(base: Path) -> None:
+    """Do all that cases do once."""
+    case = base.parent / "load"
+    shutil.rmtree(case, ignore_errors=True)
+    case.mkdir()
+    for number in range(len(COMMANDS) + 1):
+        shutil.copytree(base / "run/checkpoints", case / f"{number}/c")
+        _read(case / f"{number}", number)
+    shutil.rmtree(case)
+
+
+def run(base: Path, case: Path, draw: Random) -> None:
+    """Change one file of a chain, make the checksums right, and do one of the things that are done with it."""
+    shutil.copytree(base / "run/checkpoints", case / "c")
+    names = folder.names_in(case / "c")
+    name = draw.choice(names)
+    at = case / "c" / name
+    content = json.loads((at / FILE_NAME).read_text())
+    if draw.random() < 0.4:
+        content = change_json(content, draw)
+    else:
+        file = draw.choice([each for each in at.rglob("*") if each.is_file() and each.name != FILE_NAME])
+        file.write_bytes(change_bytes(file.read_bytes(), draw))
+    write(at, content)
+    fix_parents(case / "c", names)
+    _read(case, draw.randrange(len(COMMANDS) + 2))
+
+
+def write(at: Path, content: object) -> None:
+    """Write checkpoint.json with the checksums and sizes that the files have now."""
+    if isinstance(content, dict):
+        tables = content.get("tables") if isinstance(content.get("tables"), list) else []
+        lists = [table.get("files") for table in tables if isinstance(table, dict)] + [content.get("others")]
+        for file in [each for files in lists if isinstance(files, list) for each in files]:
+            if isinstance(file, dict) and isinstance(file.get("file"), str):
+                _fix(at, file)
+        content.pop("sha256", None)
+        content["sha256"] = json_checksum(content)
+    (at / FILE_NAME).write_text(json.dumps(content))
+
+
+def _fix(at: Path, file: dict) -> None:
+    try:
+        found = (at / file["file"]).read_bytes()
+    except (OSError, ValueError):
+        return
+    file["bytes"], file["sha256"] = len(found), sha256(found).hexdigest()
+
+
+def fix_parents(path: Path, names: list[str]) -> None:
+    """Let those that add to a changed checkpoint name it as it is now."""
+    for name in names:
+        content = json.loads((path / name / FILE_NAME).read_text())
+        parent = content.get("parent") if isinstance(content, dict) else None
+        if isinstance(parent, dict) and isinstance(parent.get("name"), str):
+            try:
+                parent["sha256"] = manifest.checksum_of(path / parent["name"])
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+            write(path / name, content)
+
+
+def _read(case: Path, number: int) -> None:
+    path = case / "c"
+    if number < len(COMMANDS):
+        command, *options = COMMANDS[number]
+        options = [str(case / each) if each == "out" else each for each in options]
+        cli.run(checkpoint.PROG, checkpoint.main, [command, str(path), *options])
+        return
+    chain = folder.newest(path).chain
+    verify(chain)
+    values_of(chain)
+    if number == len(COMMANDS):
+        tables = {}
+        for about in chain[-1].manifest.tables:
+            if about.rows * about.dim > 1 << 20 or about.optimizer not in OPTIMIZERS:
+                continue
+            tables[about.name] = HostTable(about.rows, about.dim, OPTIMIZERS[about.optimizer](), name=about.name,
+                                           dtype=about.dtype)  # fmt: skip
+        require_tables(chain, tables)
+        load_tables(chain, tables, check=True)
+    else:
+        for about in chain[-1].manifest.tables:
+            for column in ("weights", *about.slots, *about.row_slots):
+                table = MappedTable(chain, about.name, column)
+                last = table.rows - 1
+                assert table.lookup(np.array([0, last, last // 2])).shape == (3, table.dim)

@@ -1,0 +1,258 @@
+"""Random numbers that a user's program draws while batches are read, and in the loop's body: the same at any depth."""
+
+import functools
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import hostdev
+from tests.runtime.cases import differing, tables_state
+
+MODES = [(0, None), (2, None), (4, None), (2, "10%"), (0, "50%"), (2, hostdev.CacheSpec("30%", "lru"))]
+STEPS, SIZE, ROWS = 9, 16, 200
+BATCHES = [np.random.default_rng(i).integers(0, ROWS, SIZE) for i in range(STEPS)]
+DRAWS = {
+    "torch": lambda: torch.randint(0, ROWS, (SIZE,)),
+    "NumPy": lambda: np.random.randint(0, ROWS, SIZE),
+    "normal values, one at a time": lambda: [int(abs(np.random.randn()) * 20) for _ in range(SIZE - 1)] + [0],
+    "random": lambda: [random.randrange(ROWS) for _ in range(SIZE)],
+    "all": lambda: torch.randint(0, ROWS, (SIZE,)) // 2 + random.randrange(50) + np.random.randint(50),
+}
+
+
+class Drawing(Dataset):
+    """Samples whose negatives are drawn when they are read."""
+
+    def __len__(self):
+        return STEPS * SIZE
+
+    def __getitem__(self, at):
+        return {
+            "positive": at % ROWS,
+            "negative": int(torch.randint(0, ROWS, ())),
+            "label": np.float32(random.random()),
+        }
+
+
+def generator():
+    """Batches in a random order, with negatives."""
+    for at in torch.randperm(STEPS).tolist():
+        yield {"positive": BATCHES[at], "negative": np.random.randint(0, ROWS, SIZE)}
+
+
+def seed_all(seed=0):
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def states_of_all():
+    return torch.get_rng_state().tolist(), repr(np.random.get_state(legacy=False)), random.getstate()
+
+
+class Program:
+    """A user's program: negatives that are drawn, dropout, and draws in the loop's body."""
+
+    def __init__(self, depth, cache):
+        self.table = hostdev.HostTable(ROWS, 4, hostdev.LazyAdam(lr=0.05), name="t", seed=0)
+        features = {"positive": self.table, "negative": self.table}
+        self.runtime = hostdev.Runtime(features, device="cpu", depth=depth, cache=cache)
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.Linear(4, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def epoch(self, loader, ids, last=None, after=None, **options):
+        for _, rows in self.runtime.train(loader, ids=ids, **options):
+            loss = nn.functional.softplus(self.model(rows["negative"] - rows["positive"])).mean()
+            loss = loss * (1 + torch.rand(()) + np.random.randn() * 0.1 + random.random())
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            if after is not None:
+                after(rows.step)
+            if rows.step == last:
+                break
+
+    def state(self):
+        self.runtime.write_back()
+        weights = [parameter.detach().numpy().tobytes() for parameter in self.model.parameters()]
+        return tables_state([self.table]), weights, states_of_all()
+
+
+def drawn_ids(draw):
+    return lambda batch: {"positive": batch, "negative": draw()}
+
+
+@pytest.mark.parametrize("last", [None, 4])
+@pytest.mark.parametrize("what", DRAWS)
+def test_ids_that_draw(what, last):
+    """Two epochs, each left early or gone through: the same numbers at any depth, others in each epoch."""
+    found = []
+    for depth, cache in MODES:
+        seed_all()
+        drawn = []
+
+        def draw(drawn=drawn):
+            drawn.append(np.array(list(map(int, DRAWS[what]()))))
+            return drawn[-1]
+
+        program = Program(depth, cache)
+        seed_all(2)
+        for _ in range(2):
+            program.epoch(BATCHES, drawn_ids(draw), last)
+        found.append(program.state())
+        if last is None:
+            assert len({one.tobytes() for one in drawn}) == 2 * STEPS
+    assert all(one == found[0] for one in found[1:])
+
+
+def loaders():
+    return {
+        "a generator": (generator, None),
+        "a Dataset that draws": (lambda: DataLoader(Drawing(), SIZE, shuffle=True), features_of),
+        "many epochs": (lambda: (b for _ in range(2) for b in DataLoader(Drawing(), 40, shuffle=True)), features_of),
+    }  # fmt: skip
+
+
+def features_of(batch):
+    return {name: batch[name] for name in ("positive", "negative")}
+
+
+@pytest.mark.parametrize("what", loaders())
+def test_loaders_that_draw(what):
+    make, ids = loaders()[what]
+    found = []
+    for depth, cache in MODES[:4]:
+        program = Program(depth, cache)
+        seed_all()
+        loader = make()
+        program.epoch(loader, ids, 3)
+        program.epoch(loader, ids)  # an iterator goes on where the loop before has left it
+        found.append(program.state())
+    assert all(one == found[0] for one in found[1:])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_what_draws_nothing_while_it_is_read_has_the_numbers_of_plain_torch():
+    """A loader that shuffles, and dropout: the order, the masks and the state at the end are those of plain torch."""
+    data = torch.utils.data.TensorDataset(torch.arange(40))
+    seed_all()
+    wanted = []
+    for workers in (0, 1):
+        for [batch] in DataLoader(data, 8, shuffle=True, num_workers=workers):
+            wanted.append((batch.tolist(), torch.rand(()).item()))
+    wanted_state = states_of_all()
+    for depth in (0, 2):
+        table = hostdev.HostTable(40, 4, hostdev.SGD(lr=0.1), name="t", seed=0)
+        runtime = hostdev.Runtime({"id": table}, device="cpu", depth=depth)
+        seed_all()
+        found = []
+        for workers in (0, 1):
+            loader = DataLoader(data, 8, shuffle=True, num_workers=workers)
+            for [batch], _ in runtime.train(loader, ids=lambda batch: {"id": batch[0]}):
+                found.append((batch.tolist(), torch.rand(()).item()))
+        assert found == wanted
+        assert states_of_all() == wanted_state
+
+
+def test_the_same_seed_before_each_evaluation_gives_the_same_negatives():
+    program, seen = Program(2, None), []
+    for _ in range(2):
+        torch.manual_seed(7)
+        for _, rows in program.runtime.predict(BATCHES, ids=drawn_ids(DRAWS["torch"])):
+            seen.append(rows["negative"])
+    assert torch.equal(torch.cat(seen[:STEPS]), torch.cat(seen[STEPS:]))
+
+
+@pytest.mark.parametrize("what", ["ids", "loader"])
+def test_saved_in_a_loop_and_resumed(tmp_path, what):
+    """With the global generators' states beside the tables, as a program saves them."""
+
+    def batches(done):
+        for at in range(done, STEPS):
+            negative = np.random.randint(0, ROWS, SIZE) if what == "loader" else None
+            yield {"positive": BATCHES[at], "negative": negative}
+
+    def ids(batch):
+        return batch if what == "loader" else {**batch, "negative": torch.randint(0, ROWS, (SIZE,))}
+
+    def save(program, at, number):
+        if number == at:
+            keys = np.random.get_state(legacy=True)
+            extra = {
+                "model": program.model.state_dict(), "torch": torch.get_rng_state(),
+                "python": list(random.getstate()[1]), "NumPy": [torch.tensor(keys[1].astype(np.int64)), *keys[2:]],
+            }  # fmt: skip
+            program.runtime.save(tmp_path, extra=extra)
+
+    whole = Program(2, None)
+    seed_all()
+    whole.epoch(batches(0), ids, after=lambda number: save(whole, 4, number))
+    for depth, cache in MODES[:4]:
+        resumed = Program(depth, cache)
+        extra = resumed.runtime.load(tmp_path)
+        resumed.model.load_state_dict(extra["model"])
+        torch.set_rng_state(extra["torch"])
+        key, *rest = extra["NumPy"]
+        np.random.set_state(("MT19937", key.numpy().astype(np.uint32), *rest))
+        random.setstate((3, tuple(extra["python"]), None))
+        resumed.epoch(batches(4), ids)
+        assert resumed.state() == whole.state()
+
+
+def test_a_generator_of_the_programs_own_that_both_use():
+    """What reading and the body draw from it would depend on the depth: refused; where only one draws it is right."""
+    shared = np.random.default_rng(0)
+
+    class Loader:
+        def __init__(self):
+            self.source = torch.Generator().manual_seed(1)
+
+        def __iter__(self):
+            for batch in BATCHES:
+                yield {"positive": batch, "negative": torch.randint(0, ROWS, (SIZE,), generator=self.source)}
+
+    def through(loader, ids, body, **options):
+        for _, rows in Program(**{"depth": 2, "cache": None}).runtime.train(loader, ids=ids, **options):
+            (rows["negative"].sum() * float(body())).backward()
+
+    ids = drawn_ids(lambda: shared.integers(0, ROWS, SIZE))
+    with pytest.raises(ValueError, match=r"body draw from one Generator, and the loop reads ahead: .* read_ahead=0"):
+        through(BATCHES, ids, shared.random)
+    through(BATCHES, ids, shared.random, read_ahead=0)
+    through(BATCHES, ids, np.random.default_rng(0).random)
+    loader = Loader()
+    with pytest.raises(ValueError, match="draw from one Generator"):
+        through(loader, None, functools.partial(torch.rand, (), generator=loader.source))
+    through(Loader(), None, functools.partial(torch.rand, (), generator=loader.source))
+    own = random.Random(3)
+    mapped = map(lambda batch: {"positive": batch, "negative": [own.randrange(ROWS) for _ in batch]}, BATCHES)  # noqa: C417
+    with pytest.raises(ValueError, match="draw from one Random"):
+        through(mapped, None, own.random)
+    order = torch.Generator().manual_seed(0)  # reading draws from it before the body does
+    data = DataLoader(torch.utils.data.TensorDataset(torch.arange(80) % ROWS), SIZE, shuffle=True, generator=order)
+    for _, rows in Program(2, None).runtime.train(data, ids=lambda b: {"positive": b[0], "negative": b[0]}):
+        (rows["negative"].sum() * torch.rand((), generator=order)).backward()
+        if rows.step == 2:
+            break
+
+
+def test_another_bit_generator_of_numpys():
+    before = np.random.get_bit_generator()
+    try:
+        found = []
+        for depth in (0, 2):
+            np.random.set_bit_generator(np.random.PCG64(5))
+            program = Program(depth, None)
+            torch.manual_seed(0)
+            random.seed(0)
+            program.epoch(BATCHES, drawn_ids(DRAWS["normal values, one at a time"]))
+            found.append(program.state())
+        assert found[0] == found[1]
+    finally:
+        np.random.set_bit_generator(before)
+    assert differing(found[0][0], found[1][0]) == []

@@ -1,0 +1,156 @@
+"""Kernels have no bounds check: each that indexes memory by values it reads has its place here where these are checked.
+
+A kernel that is missing here, or a check that is gone, fails: whoever adds a kernel says where its indices are checked.
+"""
+
+import ast
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+# Where values from outside are checked, once, before any kernel sees them.
+IDS = "hostdev.core.ids:checked_ids"  # given to a table
+POSITIONS = "hostdev.core.ids:checked_positions"  # given to a host table, beside ids
+REQUESTED = "hostdev.runtime.features:check_ranges"  # what a batch looks up
+BAGS = "hostdev.runtime.features:_lengths"  # and how its bags are cut
+STORED = "hostdev.checkpoint.ranges:parse_range"  # rows in a checkpoint
+COVERED = "hostdev.checkpoint.ranges:require_covered"
+SHARDS = "hostdev.data.shard_files:ShardFiles.open"  # ids and lists in a data set
+ARROW = "hostdev.core.arrow_files:read_table"  # offsets of texts, indices of dictionaries
+TEXTS = "hostdev.data.preprocess.columns:as_text"  # what a program or a file gives, in Arrow
+JOURNAL = "hostdev.data.preprocess.build:_intact"  # pieces that an earlier process has written
+OWN = ""  # no value from outside is an index: they are the module's own, or are hashed into a range first
+
+CHECKS = {
+    "cache.bound": {"_pay": (OWN,)},
+    "cache.directory": dict.fromkeys(("_find", "_insert", "_ages", "_forget", "_rebuild"), (OWN,)),
+    "cache.likeliest": {"told": (REQUESTED,), "_digits": (OWN,)},
+    "cache.planning": {
+        "announce": (REQUESTED,), "_value": (REQUESTED,), "classify": (REQUESTED,),
+        **dict.fromkeys(("_chance", "judge", "score", "worst", "divide", "exchange", "take"), (OWN,)),
+    },
+    "checkpoint.lookup": {"_copy": (IDS, STORED, COVERED)},
+    "kernels.adagrad": dict.fromkeys(("_sgd", "_adagrad", "_row_wise_adagrad"), (IDS, POSITIONS, REQUESTED)),
+    "kernels.bags": dict.fromkeys(
+        ("_pool", "_pool_scalars", "_add_bags", "_add_bags_of_scalars", "_divide", "_bag_of_each"), (BAGS,)
+    ),
+    "kernels.bits": {
+        "_mark": (IDS, REQUESTED), "take": (IDS, REQUESTED), "copy_to_columns": (OWN,), "gather_rows": (REQUESTED,),
+    },
+    "kernels.cardinality": {"_note": (OWN,)},
+    "kernels.claims": dict.fromkeys(("_claim", "_forget", "_intersect", "_others"), (REQUESTED,)),
+    "kernels.columns": {"_place": (JOURNAL,)},
+    "kernels.counter": {"_sort_by_hash": (OWN,)},
+    "kernels.criteo": {"parse_lines": (OWN,)},
+    "kernels.dictionary": dict.fromkeys(("_add", "_find", "_rebuild"), (OWN,)),
+    "kernels.fingerprint": {"_hash_rows": (IDS,)},
+    "kernels.ftrl": dict.fromkeys(("_ftrl_sqrt", "_ftrl_power"), (IDS, POSITIONS, REQUESTED)),
+    "kernels.gather": {"_scale": (OWN,)},
+    "kernels.groups": {
+        "_add_hashed": (OWN,), "_unique_small": (REQUESTED,), "_count_kept": (BAGS,), "_copy_kept": (BAGS,),
+    },
+    "kernels.lazy_adam": {"_lazy_adam": (IDS, POSITIONS, REQUESTED)},
+    "kernels.lookup": {"_lookup": (IDS, REQUESTED), "_lookup_into": (IDS, POSITIONS, REQUESTED)},
+    "kernels.pieces": {"_take_lists": (SHARDS,)},
+    "kernels.rounding": {
+        "_round_rows": (IDS, REQUESTED), "_are_bfloat16": (OWN,), "_weights_at": (IDS, REQUESTED),
+        "_read": (IDS, POSITIONS, REQUESTED), "_write": (IDS, POSITIONS, REQUESTED),
+    },
+    "kernels.segment": dict.fromkeys(
+        ("sum_part", "sum_part_of_scalars", "sum_scaled_part", "sort_uses", "sum_sorted"), (OWN,)
+    ),
+    "kernels.shards": {"_locate": (REQUESTED,), "_sort": (OWN,)},
+    "kernels.stream": dict.fromkeys(("_mark", "_order"), (OWN,)),
+    "kernels.strings": {
+        "_hash": (ARROW, TEXTS), "_add": (ARROW, TEXTS), "_look_for": (ARROW, TEXTS), "_take": (OWN,),
+        "_rehash": (OWN,),
+    },
+    "kernels.tree": {"_sum_rows": (OWN,)},
+    "kernels.unique": {
+        **dict.fromkeys(("_add", "_rehash", "_find", "_forget", "_renumber"), (OWN,)),
+        "add_direct": (REQUESTED,), "tally": (OWN,),
+    },
+}  # fmt: skip
+
+
+def indexes_by_values(function: ast.FunctionDef) -> bool:
+    """Tell whether a kernel indexes memory by what it has read from memory, at once or by way of a variable."""
+    read: set[str] = set()
+
+    def reads(node: ast.AST) -> bool:
+        for each in ast.walk(node):
+            if isinstance(each, ast.Name) and each.id in read:
+                return True
+            if isinstance(each, ast.Subscript):
+                of = each.value
+                if not (isinstance(of, ast.Attribute) and of.attr in ("shape", "strides")):
+                    return True
+        return False
+
+    def targets(node: ast.AST) -> list[tuple[ast.AST, ast.AST]]:
+        if isinstance(node, ast.For):
+            return [(node.target, node.iter)]
+        if isinstance(node, ast.AugAssign):
+            return [(node.target, node.value)]
+        return [(target, node.value) for target in node.targets] if isinstance(node, ast.Assign) else []
+
+    before = -1
+    while len(read) > before:
+        before = len(read)
+        for target, value in (pair for node in ast.walk(function) for pair in targets(node)):
+            names = target.elts if isinstance(target, ast.Tuple) else [target]
+            values = (
+                value.elts if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) else [value] * len(names)
+            )
+            read |= {
+                name.id for name, each in zip(names, values, strict=True) if isinstance(name, ast.Name) and reads(each)
+            }
+    return any(isinstance(node, ast.Subscript) and reads(node.slice) for node in ast.walk(function))
+
+
+def kernels_in(path: Path) -> list[ast.FunctionDef]:
+    """Return the functions of a file that numba compiles."""
+    found = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
+    compiled = ("kernel", "inline", "overload", "njit", "numba.njit")
+    return [each for each in found if any(ast.unparse(d).split("(")[0] in compiled for d in each.decorator_list)]
+
+
+def found_kernels() -> set[tuple[str, str]]:
+    files = [*(ROOT / "hostdev").rglob("*.py"), *(ROOT / "data").rglob("*.py")]
+    return {
+        (".".join(path.relative_to(ROOT).with_suffix("").parts).removeprefix("hostdev."), kernel.name)
+        for path in files for kernel in kernels_in(path) if indexes_by_values(kernel)
+    }  # fmt: skip
+
+
+def test_each_kernel_that_indexes_by_values_says_where_they_are_checked():
+    listed = {(module, kernel) for module, kernels in CHECKS.items() for kernel in kernels}
+    found = found_kernels()
+    assert found - listed == set(), "say in CHECKS where what these index by is checked"
+    assert listed - found == set(), "these are gone, or index by no values any more"
+
+
+@pytest.mark.parametrize(
+    "check", sorted({each for kernels in CHECKS.values() for every in kernels.values() for each in every} - {OWN})
+)
+def test_the_checks_are_there(check):
+    module, name = check.split(":")
+    found = import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    assert callable(found)
+
+
+def test_what_counts_as_an_index_by_values():
+    def of(text):
+        return indexes_by_values(ast.parse(f"def f(a, b, n):\n {text}").body[0])
+
+    assert of("return a[b[n]]")
+    assert of("i = b[n]\n return a[i + 1]")
+    assert of("x, y = b[n], 2\n return a[x]")
+    assert not of("x, y = b[n], 2\n return a[y]")
+    assert not of("for i in range(b.shape[0]):\n  a[i] = 1")
+    assert of("for i in range(b[0]):\n  a[i] = 1")
