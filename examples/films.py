@@ -42,7 +42,7 @@ class Films(NamedTuple):
         return TensorDataset(*map(torch.from_numpy, columns))
 
 
-def make(users: int = 2000, films: int = 500, events: int = 24, seed: int = 0) -> Films:
+def make(users: int = 1000, films: int = 400, events: int = 24, seed: int = 0) -> Films:
     """Draw a world, and what its users do."""
     rng = np.random.default_rng(seed)
     genre = rng.integers(0, GENRES, films)

@@ -101,7 +101,7 @@ def train_hostdev(data: films.Films, epochs: int, **options) -> float:
         return recall(data, model(rows["history"]), rows["following"])
 
 
-def main(epochs: int = 20, **size: int) -> tuple[float, float]:
+def main(epochs: int = 12, **size: int) -> tuple[float, float]:
     """Train both, and return their recall@20."""
     data = films.make(**size)
     found = train_torch(data, epochs), train_hostdev(data, epochs)

@@ -59,6 +59,7 @@ class Loop:
         self._ahead: ReadAhead | None = None  # where the batches are an iterator
         self._states: accelerate.States | None = None  # where accelerate is used, its state with each batch
         self._length: int | None = None
+        self._batches_given = 0  # batches, so far
         self._what = "step" if self.name == "train" else "batch"
         self._flight: Flight | None = None
         self._micros: list[Micro] = []  # of the flight, to come
@@ -76,8 +77,11 @@ class Loop:
 
     def __iter__(self) -> Body:
         """Return an iterator for one `for` statement. ValueError where the loop is over, as in a second epoch."""
-        if self._ended:
-            raise ValueError("this loop is over; call runtime.train(...) or predict(...) again for each epoch")
+        if self._ended or self._is_spent():
+            raise ValueError(
+                "this loop is over; call runtime.train(...) or predict(...) again for each epoch, or give a trainer "
+                "runtime.train_loader(...), which begins a loop for each"
+            )
         return Body(self)
 
     def left_body(self, *, raised: bool, abandoned: bool) -> None:
@@ -104,6 +108,13 @@ class Loop:
             return self._raised
         handled = sys.exception()
         return handled is not None and id(handled) != self._handled
+
+    def _is_spent(self) -> bool:
+        """Tell whether the last batch was given out, as far as the loader's length says."""
+        try:
+            return 0 < self._batches_given == len(self)
+        except TypeError:  # it has none
+            return False
 
     def __enter__(self) -> Any:
         """Close it at the end of a `with`."""
@@ -313,6 +324,7 @@ class Loop:
     def _next_batch(self) -> tuple[Any, Rows]:
         micro, flight, runtime = self._micros.pop(0), self._flight, self._runtime
         assert flight is not None
+        self._batches_given += 1
         if self._ahead is not None:
             self._ahead.given()
         if self._in_flight is not None:

@@ -21,6 +21,9 @@ class _First:
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self._loader), self._skip, self._length)
 
+    def __len__(self) -> int:
+        return self._length - self._skip
+
 
 def _length(loader: Any) -> int | None:
     try:
@@ -61,25 +64,24 @@ class RowsLoader:
 
         ValueError where the loader ends before the length.
         """
-        length = len(self)
-        skip = self._skip
+        length, skip = len(self), self._skip
         self.close()
         self._begin()
-        if iter(self._loader) is self._loader:  # what is read of it beyond this epoch is kept for the next one
-            loop = self._open(self._loader)
-        else:
-            loop = self._open(_First(self._loader, length, skip))
+        goes_on = iter(self._loader) is self._loader  # what is read beyond this epoch is kept for the next one
+        loop = self._open(self._loader if goes_on else _First(self._loader, length, skip))
         self._loop, self._given = loop, skip
         try:
-            for item in loop:
+            while self._given < length:
+                item = next(loop, None)
+                if item is None:
+                    raise ValueError(f"the loader ended after {self._given} batches; its length is {length}")
                 self._given, self._skip = self._given + 1, 0
-                yield item
+                yield item  # after the last one a trainer may not come back: the next loop closes this one
                 del item
-                if self._given == length:
-                    break  # where the framework asks for no batch more, the loop ends with what it begins next
+            if goes_on:
+                loop.finish()
             else:
-                raise ValueError(f"the loader ended after {self._given} batches; its length is {length}")
-            loop.finish()
+                next(loop, None)
         finally:
             self._loop = None
             loop.close()

@@ -97,6 +97,24 @@ def test_bfloat16(tmp_path):
     assert module.losses == pytest.approx(losses, abs=0.01)
 
 
+def test_a_loop_is_one_epoch(tmp_path):
+    for epochs in (1, 2):
+        runtime = make_runtime()
+        module = module_class()(runtime)
+        trainer = lightning.Trainer(
+            max_epochs=epochs, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+            enable_checkpointing=False,
+        )  # fmt: skip
+        if epochs == 2:
+            with pytest.raises(
+                ValueError, match=r"this loop is over; .*, or give a trainer runtime.train_loader\(...\)"
+            ):
+                trainer.fit(module, runtime.train(loader(), ids=ids))
+        else:
+            trainer.fit(module, runtime.train(loader(), ids=ids))
+        assert module.losses == plain(1)[0]
+
+
 def test_accumulation_that_the_loader_was_not_given_is_refused(tmp_path):
     runtime = make_runtime()
     module = module_class()(runtime)

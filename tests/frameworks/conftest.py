@@ -1,0 +1,14 @@
+"""Every test of a framework ends with no thread of a loop left."""
+
+import gc
+
+import pytest
+
+from tests.runtime.cases import threads
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    yield
+    gc.collect()  # a trainer, which holds its loaders, is in cycles of references
+    assert threads() == set()
