@@ -13,7 +13,7 @@ if (_root / "pyproject.toml").is_file():  # a checkout: hostdev.models and hostd
 if TYPE_CHECKING:
     from hostdev.cache.cache import EmbeddingCache
     from hostdev.core.errors import UserError
-    from hostdev.core.initializers import Constant, Normal
+    from hostdev.core.initializers import Constant, Normal, Uniform
     from hostdev.core.optimizers import FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad
     from hostdev.core.primitive import (
         EmbeddingLookup,
@@ -34,11 +34,13 @@ if TYPE_CHECKING:
     from hostdev.parallel.plan import sliced
     from hostdev.parallel.ranks import ranks
     from hostdev.predict.predictor import Predictor
+    from hostdev.runtime.ema import EMA
     from hostdev.runtime.runtime import Runtime
     from hostdev.runtime.spec import Bag, CacheSpec, Feature, TableSpec
 
 # The public surface; what is not here is free to change. Loaded on first use, so that each command starts quickly.
 _PUBLIC = {
+    "EMA": "hostdev.runtime.ema",
     "SGD": "hostdev.core.optimizers",
     "Adagrad": "hostdev.core.optimizers",
     "RowWiseAdagrad": "hostdev.core.optimizers",
@@ -65,6 +67,7 @@ _PUBLIC = {
     "ParameterServer": "hostdev.host.server",
     "Predictor": "hostdev.predict.predictor",
     "Primitive": "hostdev.core.primitive",
+    "Uniform": "hostdev.core.initializers",
     "UserError": "hostdev.core.errors",
     "join": "hostdev.parallel.join",
     "ranks": "hostdev.parallel.ranks",
@@ -75,6 +78,7 @@ _PUBLIC = {
 
 
 __all__ = [
+    "EMA",
     "FTRL",
     "SGD",
     "Adagrad",
@@ -101,6 +105,7 @@ __all__ = [
     "RowWiseAdagrad",
     "Runtime",
     "TableSpec",
+    "Uniform",
     "UserError",
     "join",
     "ranks",

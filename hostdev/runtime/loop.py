@@ -14,6 +14,7 @@ from hostdev.pipeline.flight import Flight, Gradients
 from hostdev.pipeline.outcome import Outcome
 from hostdev.runtime import scaling
 from hostdev.runtime.batches import Loop, PredictLoop
+from hostdev.runtime.finite import TOO_LARGE, flag_gradients
 from hostdev.runtime.reduction import Reduction
 from hostdev.runtime.requests import Reader
 from hostdev.runtime.rows import Leaf, Rows, flag_now
@@ -191,8 +192,12 @@ class TrainLoop(Loop):
             return self._parts(self._reduction, guarded)
         grads = [[leaf.take_grad() for leaf in group] for group in self._leaves]
         if guarded is None:
-            come = [grad for group in grads for grad in group if grad is not None]
-            torch._amp_foreach_non_finite_check_and_unscale_(come, self._flag, self._one)
+            come = [
+                (leaf.table, grad)
+                for leaves, group in zip(self._leaves, grads, strict=True)
+                for leaf, grad in zip(leaves, group, strict=True) if grad is not None
+            ]  # fmt: skip
+            flag_gradients([table for table, _ in come], [grad for _, grad in come], self._flag)
             assert self._flight is not None
             guarded = self._flag, self._outcome(self._flight)
         return Gradients(grads, *guarded)
@@ -219,9 +224,10 @@ class TrainLoop(Loop):
         step, names = flight.position, ", ".join(repr(leaf.table.name) for group in self._leaves for leaf in group)
 
         def read(results: list[Any]) -> None:
-            if results[0][0]:
+            if found := results[0][0]:
+                what = "is not finite" if found % TOO_LARGE else "is too large for its optimizer"
                 raise NonFiniteError(
-                    f"step {step}: a gradient of the rows of {names} is not finite; no row was updated. Look at the "
+                    f"step {step}: a gradient of the rows of {names} {what}; no row was updated. Look at the "
                     "loss before backward(), or use a smaller learning rate", step,
                 )  # fmt: skip
 

@@ -10,6 +10,7 @@ from hostdev.core.micro_batches import Node, TreeSum
 from hostdev.parallel.dense import DenseExchange, DenseGradients, Grads, add_lists
 from hostdev.parallel.ranks import Channel, Ranks
 from hostdev.pipeline.flight import Flight
+from hostdev.runtime.finite import flag_gradients
 from hostdev.runtime.rows import Leaf
 
 
@@ -122,10 +123,11 @@ class Reduction:
         if alike:
             given_dense, told = told[: len(has_dense)], told[len(has_dense) :]
         size, single, self.in_two, ranks.told = told[0], bool(told[1]), not told[2], told[3:]
-        found = [part for node in rows for part in node.value or () if part is not None]
         flag, one = self._flags
-        if found:  # of the dense side's gradients the sums show it
-            torch._amp_foreach_non_finite_check_and_unscale_(found, flag, one)
+        for node in rows:  # of the dense side's gradients the sums show it
+            found = [(leaf.table, part) for leaf, part in zip(self._leaves, node.value or (), strict=False)
+                     if part is not None]  # fmt: skip
+            flag_gradients([table for table, _ in found], [part for _, part in found], flag)
         self.parts = [
             [_or_zeros(node.value, number, leaf.rows) for node in rows] if has else None
             for number, (leaf, has) in enumerate(zip(self._leaves, given_rows, strict=True))

@@ -16,6 +16,7 @@ from hostdev.device.staging import Staging
 from hostdev.pipeline.flight import Flight
 from hostdev.pipeline.outcome import Outcome
 from hostdev.runtime.features import Wanted
+from hostdev.runtime.finite import flag_gradients
 
 Value = Tensor | tuple[Tensor, ...]
 
@@ -291,9 +292,11 @@ class Rows(Mapping[str, Value]):
             raise ValueError(f"{type(optimizer).__name__} takes no found_inf; use one of torch's with fused=True")
         flag, one = self._flags
         dense = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        grads = [grad for leaf in self.leaves for grad in leaf.grads()]
+        come = [(leaf.table, grad) for leaf in self.leaves for grad in leaf.grads()]
         # As GradScaler does, with a scale of 1: one pass, nobody waits.
-        torch._amp_foreach_non_finite_check_and_unscale_([*look_at, *grads, *dense], flag, one)
+        if look_at or dense:
+            torch._amp_foreach_non_finite_check_and_unscale_([*look_at, *dense], flag, one)
+        flag_gradients([table for table, _ in come], [grad for _, grad in come], flag)
         optimizer.found_inf = flag  # type: ignore[attr-defined]
         outcome = Outcome([*results, flag_now(flag)], read, self._staging, self._flight.memory)
         self._flight.outcomes.append(outcome)

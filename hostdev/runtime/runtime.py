@@ -301,7 +301,7 @@ class Runtime:
         self.write_back()
         return self._keeper.save(Path(path), extra, keep, wait=wait)
 
-    def load(self, path: Path | str) -> Any:
+    def load(self, path: Path | str, *, strict: bool = True) -> Any:
         """Load the newest whole checkpoint of a folder, or the one that `path` is, into the tables; return its `extra`.
 
         Files are checked before a table is changed; those of host tables that nobody has used yet while they are
@@ -309,12 +309,16 @@ class Runtime:
         hold some of the checkpoint's rows. Where the newest is damaged, a warning says so, and the one before is
         loaded. Raises UserError for a checkpoint of other tables or of another program, and where there is none that is
         whole; ValueError while a loop is open.
+
+        strict  False: load the tables that both have, also into those with more rows, whose others stay as they are. A
+                warning for each says what is left out. Tables have the checkpoint's steps, rates and seeds then, and
+                the next checkpoint holds all rows
         """
         if self._loop is not None or self.predicting:
             raise ValueError("a loop over these tables is open; end it, or call its close(), before loading")
         self.raise_late()
         self.pipeline.write_back()
-        return self._keeper.load(Path(path))
+        return self._keeper.load(Path(path), strict=strict)
 
     @property
     def _keeper(self) -> "Keeper":

@@ -1,8 +1,10 @@
 """Gradients that are not finite change no row: not in their step, nor in those queued behind it before it is known."""
 
+import numpy as np
 import pytest
 import torch
 
+import hostdev
 from hostdev import UserError
 from hostdev.runtime.loop import NonFiniteError
 from tests.runtime.cases import Case, batches_of, differing, ids, loss_of, overlapped, send, tables_state
@@ -171,3 +173,43 @@ def test_results_on_their_way(device):
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             outcome.get()
+
+
+def _require_zero(results):
+    if results[-1][0]:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+@PLACES
+@overlapped
+def test_a_gradient_whose_square_is_infinite(device, depth, cache, on_device, guarded):
+    """1e20 is finite, and FTRL would write NaN, Adam an infinite moment: no row changes."""
+    batches = batches_of(5)
+    for at in ("users", "first"):
+        case = Case(device, on_device=on_device, options={"depth": depth, "cache": cache if not on_device else None})
+        case.adam = torch.optim.Adam(case.model.parameters(), lr=0.02, fused=True)
+        with pytest.raises((NonFiniteError, ZeroDivisionError)) as caught:
+            for label, rows in case.loop(batches):
+                case.adam.zero_grad()
+                loss_of(case.model, rows, label).backward()
+                if rows.step == 3:
+                    spoiled(rows, at, 1e20)
+                if guarded:
+                    rows.guard(case.adam, [], [], _require_zero)
+                case.adam.step()
+        if not guarded:
+            assert "is too large for its optimizer; no row was updated" in str(caught.value)
+        wanted = Case(device, on_device=on_device)
+        wanted.adam = torch.optim.Adam(wanted.model.parameters(), lr=0.02, fused=True)
+        wanted.train(batches[:2])
+        assert tables_state(case.tables.values()) == tables_state(wanted.tables.values())
+
+
+def test_a_large_gradient_of_plain_descent_is_taken(device):
+    """Nothing is squared there."""
+    table = hostdev.HostTable(3, 1, hostdev.SGD(lr=1.0), name="t", init=hostdev.Constant(0.0))
+    runtime = hostdev.Runtime({"x": table}, device=device)
+    for _, rows in runtime.train([{"x": [1]}]):
+        (rows["x"] * 1e20).sum().backward()
+    assert table.weights[1, 0] == np.float32(-1e20)
