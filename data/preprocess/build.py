@@ -15,7 +15,7 @@ from hostdev.data import schema as schemas
 from hostdev.data.manifest import REJECTED_FILE, Manifest, Shard
 from hostdev.data.preprocess import second_pass
 from hostdev.data.preprocess.dense import MODES, Scaling, fixed_scaling, scaling_of
-from hostdev.data.preprocess.earlier_vocabulary import EARLIER, Earlier
+from hostdev.data.preprocess.earlier_vocabulary import EARLIER, KNOWN_SHARES, Earlier
 from hostdev.data.preprocess.first_pass import FirstPass
 from hostdev.data.preprocess.pieces import SPLITS, Facts, Piece
 from hostdev.data.preprocess.raw import Layout, Source
@@ -93,6 +93,7 @@ class _Build:
     def __init__(self, source: Source, work: Work, options: Options, threads: int, earlier: Earlier | None) -> None:
         self._source, self._work, self._options, self._threads = source, work, options, threads
         self._earlier = earlier
+        self._known_shares: dict[str, float] | None = None  # of training uses, by space: of values that it knows
         self._layout: Layout = source.layout
         buckets = options.hash_buckets
         self._hashed = None if buckets is None else HashBuckets(buckets, self._layout)
@@ -169,6 +170,7 @@ class _Build:
         for entry in entries:
             if "learned" in entry:
                 found = entry["learned"]
+                self._known_shares = found.get(KNOWN_SHARES)
                 return schemas.from_json(found["schema"]), fixed_scaling(mode, dense, found["scaling"], signed=signed)
         earlier, checksums = self._earlier, []
         scaling = scaling_of(mode, dense, signed=signed)
@@ -192,6 +194,8 @@ class _Build:
             vocabulary.write(self._work.result / VOCABULARY_FILE, rows["train"])
             checksums.append(checksum(self._work.result / VOCABULARY_FILE, Crc32))
         found = {"schema": schema.as_json(), "scaling": scaling.statistics(), "checksums": checksums}
+        if vocabulary is not None and earlier is not None:
+            found[KNOWN_SHARES] = self._known_shares = vocabulary.known_shares()
         self._work.note(learned=found)
         return schema, fixed_scaling(mode, dense, scaling.statistics(), signed=signed)
 
@@ -269,6 +273,7 @@ class _Build:
                 "out_of_vocabulary": out_of_vocabulary,
                 **self._bag_values(),
                 "missing": self._missing(rows),
+                **({} if self._known_shares is None else {KNOWN_SHARES: self._known_shares}),
             },
             sources=self._source.describe(),
             kinds=self._kinds(),

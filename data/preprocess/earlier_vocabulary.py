@@ -14,6 +14,7 @@ from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo
 from hostdev.data.preprocess.dense import MODES, Numbers, Scaling, fixed_scaling
+from hostdev.data.preprocess.naming import short
 from hostdev.data.preprocess.pieces import Survey
 from hostdev.data.preprocess.raw import Layout, Source
 from hostdev.data.preprocess.stored import DamagedError
@@ -27,6 +28,8 @@ from hostdev.kernels.cardinality import registers_of, sample_of
 from hostdev.kernels.strings import hash_texts
 
 EARLIER = "earlier"  # the field of a manifest's options that `as_json` fills
+KNOWN_SHARES = "known_shares"  # a manifest's statistic: of training uses by space, those of earlier values
+_FEW = 0.01  # a share of known uses below this is told of
 _AT_ONCE = 1 << 20  # values
 _SHOWN = 120  # characters of a list of columns in a message
 
@@ -78,8 +81,9 @@ class Earlier:
             ("--hash-buckets", buckets, self.buckets),
         ):
             if here != there:
-                raise UserError(f"{what}: {_short(here)} here, but {_short(there)} in {self.folder}, whose columns, "
-                                "ids and scaling --vocabulary keeps; give the same")  # fmt: skip
+                one, other = (short(value or "none", _SHOWN) for value in (here, there))
+                raise UserError(f"{what}: {one} here, but {other} in {self.folder}, whose columns, ids and scaling "
+                                "--vocabulary keeps; give the same")  # fmt: skip
         if buckets is not None and HashBuckets(buckets, theirs).schema != mine:
             raise UserError(f"{self.folder}: its ids are not those of {buckets:,} hash buckets; preprocess it again")
 
@@ -233,11 +237,6 @@ def _listed(columns: Any) -> str:
     )
 
 
-def _short(value: Any) -> str:
-    text = str(value or "none")
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
-
-
 def _beside(path: str) -> str:
     """Return a path as it is from the current folder, where it lies in that."""
     with contextlib.suppress(OSError, ValueError):  # the current folder may be gone
@@ -267,4 +266,10 @@ def growth(found: Manifest) -> list[str]:
         line = f"ids      {kept:,} kept from {path}, no new ones (--frozen-vocabulary)"
     else:
         line = f"ids      {kept:,} kept from {path}, {new:,} new"
-    return [line + ("; numbers are scaled as there" if found.schema.dense else "")]
+    lines = [line + ("; numbers are scaled as there" if found.schema.dense else "")]
+    shares = found.statistics.get(KNOWN_SHARES)
+    for name, share in shares.items() if isinstance(shares, dict) else ():
+        if isinstance(share, int | float) and share < _FEW:
+            lines.append(f"ids      {short(name)}: {share:.1%} of its training uses are of values that {path} knows; "
+                         "are they written in another way there?")  # fmt: skip
+    return lines

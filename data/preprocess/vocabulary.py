@@ -117,6 +117,15 @@ class Vocabulary:
         """Return how many values of a space were counted."""
         return len(self._values[space].uses)
 
+    def known_shares(self) -> dict[str, float]:
+        """Return which share of the uses is of values of the earlier data set, by space, where both have any."""
+        shares = {}
+        for space, values in zip(self._begun, self._values, strict=True):
+            uses = int(values.uses.sum())
+            if uses and space.values:
+                shares[space.name] = int(values.uses[: space.values].sum()) / uses
+        return shares
+
     def freeze(self) -> Schema:
         """Assign the ids."""
         spaces = []

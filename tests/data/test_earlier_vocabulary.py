@@ -412,3 +412,20 @@ def test_what_is_recorded_wrongly_is_not_told(grown, earlier, in_process):
     edit_manifest(grown, change(earlier=earlier))
     assert check(grown).wrong == []
     assert "kept" not in "".join(check(grown).lines)
+
+
+def test_values_that_are_written_in_another_way_are_told_of(tmp_path, in_process):
+    """As pandas writes integers of a column in which some are missing."""
+    first = write(tmp_path / "1.csv", "y,u,c\n" + "".join(f"{i % 2},{i % 7},v{i % 3}\n" for i in range(60)))
+    second = write(tmp_path / "2.csv", "y,u,c\n" + "".join(f"{i % 2},{i % 7}.0,v{i % 3}\n" for i in range(60)))
+    flags = ["--label", "y", "--categorical", "u,c"]
+    assert in_process(preprocess, "table", first, "--out", tmp_path / "one", *flags)[0] == 0
+    for path, told in ((first, 0), (second, 1)):
+        out = tmp_path / f"two{told}"
+        code, said, _ = in_process(preprocess, "table", path, "--out", out, "--vocabulary", tmp_path / "one")
+        line = (
+            "ids      u: 0.0% of its training uses are of values that one knows; are they written in another way there?"
+        )
+        assert (code, said.count(line)) == (0, told)
+        assert manifest.read(out).statistics["known_shares"] == {"u": 1.0 - told, "c": 1.0}
+        assert check(out).wrong == []
