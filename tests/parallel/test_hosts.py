@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from hostdev.parallel.watch import HUNG_SECONDS
@@ -17,7 +16,6 @@ from tests.conftest import ROOT
 from tests.parallel.conftest import Trained, flags_of
 from tests.parallel.processes import wait_until
 from tests.parallel.test_faults import MANY, SOON, TRAIN, begun, one_line
-from tests.parallel.test_strangers import listening
 
 pytestmark = pytest.mark.slow
 
@@ -109,6 +107,14 @@ for port in map(int, sys.argv[2:]):
 """
 
 
+def ports_of(pid):
+    """At which any process listens in the network of this one."""
+    with contextlib.suppress(OSError):
+        lines = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+        return {int(line[1].partition(":")[2], 16) for line in lines if line[3] == "0A"}
+    return set()
+
+
 @pytest.mark.parametrize("by", ["spawn", "loop"])
 def test_two_hosts_do_not_disturb_each_other(alone, processes, hosts, small_data, by):
     """Each has a run of its own, at the same port where it is said; none reaches what the other listens at."""
@@ -125,11 +131,7 @@ def test_two_hosts_do_not_disturb_each_other(alone, processes, hosts, small_data
     def look():
         nonlocal tried
         time.sleep(0.3)
-        here = set()
-        for process in processes.started:
-            with contextlib.suppress(psutil.Error):
-                here |= {address.port for address in listening(psutil.Process(process.pid))}
-        here -= seen
+        here = set().union(*(ports_of(process.pid) for process in processes.started)) - seen
         if here:
             seen.update(here)
             for number in (0, 1):
