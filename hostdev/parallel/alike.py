@@ -7,7 +7,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.printable import printable
 
 Values = Mapping[str, Any]  # by name: values that JSON can hold, or `Shown`
-_MOST_SHOWN = 90  # characters of a value
+_MOST_SHOWN = 160  # characters of a value
 
 
 class UnlikeError(UserError):

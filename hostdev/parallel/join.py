@@ -80,7 +80,7 @@ def together(ranks: Ranks, alike: tuple[type[BaseException], ...] = ()) -> Itera
             time.sleep(_FAULT_SECONDS)  # the watch finds out which rank it was, and ends the process
         ranks.watch.fail(why or in_words(error))
         if why is not None:
-            raise UserError(f"rank {ranks.rank} of {ranks.size} {why}") from error
+            raise UserError(f"rank {ranks.rank} of {ranks.size} {why}") from None
         raise
     except BaseException as error:
         if not ranks.have_left:

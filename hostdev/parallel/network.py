@@ -17,7 +17,7 @@ from hostdev.parallel.dense import DenseExchange, Grads, add_lists
 from hostdev.parallel.layout import Layout, like
 from hostdev.parallel.mesh import SCHEDULES
 from hostdev.parallel.parts import Parts, Ran
-from hostdev.parallel.plan import plan_of
+from hostdev.parallel.plan import plan_of, slice_of
 from hostdev.parallel.ranks import Ranks
 from hostdev.parallel.state import DenseState
 
@@ -69,6 +69,16 @@ class Network:
         if ranks is None:
             require_alone("a Network", "give the Network ranks=ranks")
         autocast = torch.bfloat16 if precision == "bf16" else None
+        if ranks is not None:
+            shapes = {
+                f"parameter {name}": f"{one.dtype} {list(one.shape)}".removeprefix("torch.")
+                for name, one in module.named_parameters()
+                if slice_of(one) is None
+            }
+            options = {"micro_batches": micro_batches, "gradients": gradients, "schedule": schedule, "plan": plan,
+                       "stage_cut": stage_cut, "precision": precision, "seed": seed, "auto": auto,
+                       "the kind of device": torch.device(device).type}  # fmt: skip
+            ranks.agree("network", "hostdev.Network(...)", {**options, **shapes})
         self.choice: Chosen | None = None
         if auto is not None and ranks is not None:
             self.choice = choose(
@@ -122,6 +132,7 @@ class Network:
         """
         if samples < 1:
             raise ValueError(f"a step is of at least one sample, not {samples}")
+        self._begin("step", f"network.step() {self._steps + 1}")
         self.module.train()
         spans = self._spans(samples)
         weights = [(stop - start) / samples if self._mean else 1.0 for start, stop in cut(samples, self.micro_batches)]
@@ -155,6 +166,7 @@ class Network:
 
         As torch.nn.utils.clip_grad_norm_, which sees the slices and stages of this rank alone.
         """
+        self._begin("clip_grad_norm")
         norm = self._parts.norm()
         factor = (most / (norm + 1e-6)).clamp(max=1.0)
         for parameter in self.parameters:
@@ -168,6 +180,7 @@ class Network:
         samples, inputs  as in `step`
         measure          returns numbers, [] or [k], of what the network gives for a part; called where it ends
         """
+        self._begin("evaluate")
         training = self.module.training
         self.module.eval()
         try:
@@ -184,6 +197,7 @@ class Network:
 
     def state(self, optimizer: torch.optim.Optimizer) -> DenseState:
         """Return the whole network's state and the optimizer's, in host memory, on rank 0; all ranks call it."""
+        self._begin("state")
         return self._parts.state(optimizer)
 
     def save(self, folder: Path | str, optimizer: torch.optim.Optimizer, *, integrated: bool = True) -> None:
@@ -193,6 +207,7 @@ class Network:
 
         UserError, on all ranks, where it cannot be written; then nothing is there.
         """
+        self._begin("save")
         self._parts.save(Path(folder), optimizer, self._steps, integrated=integrated)
 
     def restore(self, folder: Path | str, optimizer: torch.optim.Optimizer) -> None:
@@ -200,11 +215,17 @@ class Network:
 
         UserError where it is damaged, or of another network; before anything changes.
         """
+        self._begin("restore")
         self._steps = self._parts.restore(Path(folder), optimizer)
 
     def load(self, state: DenseState, optimizer: torch.optim.Optimizer) -> None:
         """Take this rank's part of a whole state, of any mesh; UserError where it is of another network."""
         self._parts.load(dict(state.model), optimizer, dict(state.optimizer))
+
+    def _begin(self, name: str, text: str | None = None) -> None:
+        """Begin something that all ranks do together."""
+        if self.ranks is not None:
+            self.ranks.calls.begin(f"network.{name}", text or f"network.{name}()")
 
     def _spans(self, samples: int) -> list[tuple[int, int]]:
         """Return where the micro-batches here begin and end."""

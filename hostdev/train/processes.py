@@ -156,7 +156,7 @@ def _identity(data: Path) -> list[Any]:
         identity = manifest.read(data).identity
     except (UserError, OSError) as error:  # said again when all have met
         return shown(None, in_words(error))
-    return shown(identity, f"{data}, with checksum {identity[:12]},")
+    return shown(identity, f"checksum {identity[:12]} ({data})")
 
 
 def run_dir(settings: TrainConfig, company: Company | None) -> RunDir:

@@ -95,11 +95,13 @@ def test_a_shard_that_is_damaged_on_one_host(processes, own_data):
     folder, port = processes.folder / "run", free_port()
     shutil.copytree(own_data, processes.folder / "whole")
     rewrite(own_data, lambda table: table.slice(0, len(table) - 1))
+    shutil.copy(processes.folder / "whole" / "manifest.json", own_data)  # or it would be another data set
     for rank, data in enumerate([processes.folder / "whole", own_data]):
         where = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         processes.start(sys.executable, *TRAIN, *flags_of(data, folder, "--emb-dim", 4), **where)
     first, second = processes.ended()
-    words = f"shard {own_data}/train/part-00001.arrow has 199 rows, not 200; preprocess the data again"
+    shard = own_data / "train" / "part-00001.arrow"
+    words = f"shard {shard} has a wrong checksum: it is damaged or was changed; preprocess the data again"
     assert (first.code, second.code) == (2, 2)
     assert one_line(first.err) == f"hostdev.train: error: rank 1 of 2: {words}"
     assert f"hostdev.train: error: {words}" in (folder / "rank1" / "output.log").read_text()

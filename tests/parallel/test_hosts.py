@@ -1,8 +1,10 @@
 """Trainings on two hosts, each with an address of its own: by every launcher, and where the network is cut."""
 
+import contextlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -92,6 +94,59 @@ def test_two_hosts_reach_each_other(processes, hosts):
     assert met == f"2 processes have met at {hosts.addresses[0]}:{PORT}, and each has reached each"
     assert [line.split(" pid")[0] for line in each] == ["rank 0: host0", "rank 1: host1"]
     assert second.out.startswith(f"1 of 2 ranks here ({hosts.addresses[1]}): 1; logs in")
+
+
+CONNECT = """
+import socket, sys
+for port in map(int, sys.argv[2:]):
+    try:
+        socket.create_connection((sys.argv[1], port), timeout=3).close()
+        print("reached", port)
+    except OSError as error:
+        print("refused", port)
+"""
+
+
+def ports_of(pid):
+    """At which any process listens in the network of this one."""
+    with contextlib.suppress(OSError):
+        lines = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+        return {int(line[1].partition(":")[2], 16) for line in lines if line[3] == "0A"}
+    return set()
+
+
+@pytest.mark.parametrize("by", ["spawn", "loop"])
+def test_two_hosts_do_not_disturb_each_other(alone, processes, hosts, small_data, by):
+    """Each has a run of its own, at the same port where it is said; none reaches what the other listens at."""
+    folders = [processes.folder / f"run{number}" for number in (0, 1)]
+    for number, folder in enumerate(folders):
+        command = [*hosts.on(number), sys.executable, *TRAIN, *flags_of(small_data, folder, *SMALL, M=4)]
+        if by == "spawn":
+            processes.start(*command, "--spawn", 2)
+        else:
+            for rank in (0, 1):
+                processes.start(*command, RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=PORT)
+    seen, tried = set(), 0
+
+    def look():
+        nonlocal tried
+        time.sleep(0.3)
+        here = set().union(*(ports_of(process.pid) for process in processes.started)) - seen
+        if here:
+            seen.update(here)
+            for number in (0, 1):
+                command = [*hosts.on(number), sys.executable, "-c", CONNECT, hosts.addresses[1 - number]]
+                said = subprocess.run([*command, *map(str, here)], capture_output=True, text=True, check=True).stdout
+                assert "reached" not in said
+                tried += said.count("refused")
+        return all(process.poll() is not None for process in processes.started)
+
+    wait_until(look)
+    for process in processes.ended():
+        assert process.code == 0, process
+    assert tried >= 4
+    for folder in folders:
+        assert Trained(folder) == alone(small_data, *SMALL, M=4)
 
 
 @pytest.mark.parametrize("gone", [0, 1])

@@ -191,3 +191,25 @@ def test_memory_for_the_part_of_a_table(monkeypatch):
     assert room.require_room(tables, True, cpu, (1, 2)) == 60_000 - 500 * 8 * 3 * 4
     with pytest.raises(UserError, match="table 'deep' needs 1000 rows x 8 x"):
         room.require_room(tables, True, cpu, None)
+
+
+def test_a_rank_that_asks_for_rows_beyond_the_part():
+    """As where its tables are larger: kernels of the owner would read what is not there."""
+
+    def work(ranks):
+        exchange = Exchange(ranks, [50, 400 if ranks.rank == 1 else 20], [[4], [1, 2]])
+        return exchange.ids([np.arange(9), np.arange(20) + (380 if ranks.rank == 1 else 0)])
+
+    first, second = with_ranks(2, work)
+    assert isinstance(first, ValueError)
+    assert str(first).startswith("rank 1 asks rank 0 for row ")
+    assert "of its part of tables with 20 rows, which has 10; are the tables of both of one size?" in str(first)
+    assert not isinstance(second, ValueError)
+    [(ids, _)], _ = with_ranks(2, lambda ranks: Exchange(ranks, [9], [[1]]).ids([np.arange(9)]))
+    assert sorted(ids) == [0, 1, 2, 3]
+
+
+def test_a_rank_that_asks_for_a_negative_number_of_rows():
+    exchange = Exchange(with_ranks(1, lambda ranks: ranks)[0], [9], [[1]])
+    with pytest.raises(ValueError, match="rank 1 asks for a negative number of rows: -7"):
+        exchange._require_all(np.array([[3], [-7]]))
