@@ -132,15 +132,15 @@ def open(path: Path | str, *, tables: Sequence[str] | None = None, verify: bool 
 
     Raises UserError where there is no checkpoint or no such table, and BrokenCheckpointError where it is not whole.
     """
-    found = newest(Path(path))
-    for line in found.notes():
-        warnings.warn(line, stacklevel=2)
     try:
+        found = newest(Path(path))
+        for line in found.notes():
+            warnings.warn(line, stacklevel=2)
         model = SavedModel(found.chain, tables)
     except (TypeError, ValueError, AttributeError, OverflowError, KeyError) as error:
         if isinstance(error, UserError):
             raise
-        raise BrokenCheckpointError(f"{found.chain[-1].path} is broken ({type(error).__name__}: {error})") from None
+        raise BrokenCheckpointError(f"{path} is broken ({type(error).__name__}: {error})"[:400]) from None
     if verify:
         model.verify()
     return model

@@ -55,7 +55,8 @@ def open_checkpoint(path: Path, which: str | None) -> Opened:
     """
     if which not in (None, *WHICH):
         raise UserError(f"there is no {which!r} checkpoint; say {' or '.join(WHICH)}, or name a checkpoint's folder")
-    found, why = _chosen(path, which)
+    with reading(path):
+        found, why = _chosen(path, which)
     newest_one = found.chain[-1]
     with reading(newest_one.path):
         for checkpoint in found.chain:
