@@ -19,7 +19,7 @@ from hostdev.data.schema import Column, Schema, Space
 
 from hostdev.core import arrow_files, json_files
 from hostdev.core.checksums import checksum, json_checksum
-from hostdev.core.errors import UserError, in_words
+from hostdev.core.errors import UserError, in_words, raise_passing
 from hostdev.core.names import inside
 
 FORMAT = "hostdev-shards"
@@ -195,6 +195,7 @@ def read_counts(folder: Path, found: Manifest) -> npt.NDArray[np.int64]:
     except (ValueError, OSError) as error:
         if isinstance(error, UserError):
             raise
+        raise_passing(error)
         raise UserError(f"{path} is broken ({in_words(error)}); preprocess the data again") from None
     if len(column) != found.vocabulary_size:
         raise UserError(f"{path} has {len(column)} ids, not {found.vocabulary_size}; preprocess the data again")

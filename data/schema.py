@@ -172,6 +172,8 @@ def from_json(content: Any) -> Schema:
 
 def _space(content: Any) -> Space:
     """Return the space that a manifest describes."""
+    if not isinstance(content, dict):
+        raise TypeError("a space is not an object")
     more = content.get("more", ())
     if not isinstance(more, list | tuple) or not all(isinstance(one, list | tuple) and len(one) == 2 for one in more):
         raise TypeError("further segments of a space are not pairs")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hostdev.cache.cache import EmbeddingCache
     from hostdev.checkpoint.saved import open
     from hostdev.core.errors import UserError
-    from hostdev.core.initializers import Constant, Normal
+    from hostdev.core.initializers import Constant, Normal, Uniform
     from hostdev.core.launched import alone
     from hostdev.core.optimizers import FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad
     from hostdev.core.primitive import (
@@ -36,11 +36,13 @@ if TYPE_CHECKING:
     from hostdev.parallel.plan import sliced
     from hostdev.parallel.ranks import ranks
     from hostdev.predict.predictor import Predictor
+    from hostdev.runtime.ema import EMA
     from hostdev.runtime.runtime import Runtime
     from hostdev.runtime.spec import Bag, CacheSpec, Feature, TableSpec
 
 # The public surface; what is not here is free to change. Loaded on first use, so that each command starts quickly.
 _PUBLIC = {
+    "EMA": "hostdev.runtime.ema",
     "SGD": "hostdev.core.optimizers",
     "Adagrad": "hostdev.core.optimizers",
     "RowWiseAdagrad": "hostdev.core.optimizers",
@@ -67,6 +69,7 @@ _PUBLIC = {
     "ParameterServer": "hostdev.host.server",
     "Predictor": "hostdev.predict.predictor",
     "Primitive": "hostdev.core.primitive",
+    "Uniform": "hostdev.core.initializers",
     "UserError": "hostdev.core.errors",
     "alone": "hostdev.core.launched",
     "join": "hostdev.parallel.join",
@@ -79,6 +82,7 @@ _PUBLIC = {
 
 
 __all__ = [
+    "EMA",
     "FTRL",
     "SGD",
     "Adagrad",
@@ -105,6 +109,7 @@ __all__ = [
     "RowWiseAdagrad",
     "Runtime",
     "TableSpec",
+    "Uniform",
     "UserError",
     "alone",
     "join",

@@ -281,7 +281,7 @@ def criteo_lines(text):
 
 
 def fingerprint(data):
-    """The two sums of `kernels.fingerprint`, in Python's integers."""
+    """The two sums of `kernels.content`, in Python's integers."""
     whole, most = len(data) // 4 * 4, 2**32
     first = second = 0
     for i, word in enumerate(data[:whole].copy().view(np.uint32).tolist()):

@@ -47,6 +47,7 @@ CHECKS = {
     "kernels.criteo": {"parse_lines": (OWN,)},
     "kernels.dictionary": dict.fromkeys(("_add", "_find", "_rebuild"), (OWN,)),
     "kernels.fingerprint": {"_hash_rows": (IDS,)},
+    "kernels.forms": {"_form": (ARROW, TEXTS)},
     "kernels.ftrl": dict.fromkeys(("_ftrl_sqrt", "_ftrl_power"), (IDS, POSITIONS, REQUESTED)),
     "kernels.gather": {"_scale": (OWN,)},
     "kernels.groups": {

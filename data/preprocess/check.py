@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from hostdev.data import manifest
 from hostdev.data.manifest import REJECTED_FILE, Manifest, Shard
 from hostdev.data.preprocess.counting import Counter, count_bytes, require_room
-from hostdev.data.preprocess.earlier_vocabulary import EARLIER
+from hostdev.data.preprocess.earlier_vocabulary import recorded
 from hostdev.data.preprocess.pieces import SPLITS
 from hostdev.data.preprocess.stored import (
     REMEDY,
@@ -166,8 +166,8 @@ def _open_vocabulary(folder: Path, found: Manifest, report: Report) -> tuple[Sto
 
 def _kept(found: Manifest) -> str:
     """Return how many ids are those of an earlier data set, as text."""
-    earlier = found.options.get(EARLIER)
-    return f" ({earlier['ids']:,} kept from {earlier['path']})" if isinstance(earlier, dict) else ""
+    earlier = recorded(found)
+    return "" if earlier is None else f" ({earlier['ids']:,} kept from {earlier['path']})"
 
 
 def _is_version_1(found: Manifest) -> bool:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from hostdev.data.preprocess.files import Chunk, Part
 from hostdev.data.preprocess.inputs import COMPRESSED, HEAD_BYTES, AnyInput
+from hostdev.data.preprocess.naming import short
 from hostdev.data.preprocess.rejected import RejectedLines
 from hostdev.data.preprocess.text import LONGEST, newline, whole_lines
 from pyarrow import csv
@@ -20,6 +21,7 @@ from hostdev.core.errors import UserError
 from hostdev.kernels.strings import IN_QUOTES, scan_quotes
 
 BLOCK_BYTES = 1 << 24
+MOST_COLUMNS = 1 << 16
 _USUAL = {"\t": "tab", ";": "';'", "|": "'|'", ",": ","}  # delimiters, as a shell takes them
 _STAND_IN = b"\x1f"  # for a delimiter of several characters: the unit separator, which text does not have
 
@@ -116,6 +118,10 @@ class DelimitedFile:
             raise self._too_long(HEAD_BYTES)
         lines = start[:end] if len(start) == HEAD_BYTES else start + b"\n"
         self._check_encoding(lines, 0)
+        values = lines.partition(b"\n")[0].count(self._delimiter) + 1
+        if values > MOST_COLUMNS:  # each of which takes some KiB in Arrow's parser
+            raise UserError(f"{self.input.name}: the first line has {values:,} values between {self.shown}, more than "
+                            f"{MOST_COLUMNS:,}; is the delimiter another one? See --delimiter")  # fmt: skip
         try:
             return tuple(self._read(self._plain(lines), None, None, lambda row: "skip").schema.names)
         except pa.ArrowInvalid as error:
@@ -160,7 +166,7 @@ class DelimitedFile:
     def _unreadable(self, error: str) -> UserError:
         if "Empty CSV" in error:
             return UserError(f"{self.input.name}: the file has no rows")
-        return UserError(f"{self.input.name}: this is not delimited text ({error})")
+        return UserError(f"{self.input.name}: this is not delimited text ({short(error, 200)})")
 
 
 def _guess(path: Path, start: bytes) -> str:

@@ -68,7 +68,7 @@ def columns(given: Mapping[str, Any], earlier: Earlier) -> dict[str, Any]:
         "positive": options.get("positive"),
         "numeric": tuple(options.get("numeric", ())),
         "categorical": tuple(options.get("categorical", ())),
-        "bags": tuple(options.get("bags", {}).items()),
+        "bags": tuple((name, options["bags"][name]) for name in earlier.schema.bags),
         "share": tuple(options.get("share", {}).items()),
     }
     for name, value in given.items():

@@ -1,6 +1,8 @@
 """An earlier data set whose ids, columns and scaling are kept when new rows are prepared (`--vocabulary FROM`)."""
 
-from collections.abc import Iterator
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from hostdev.data import manifest
 from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo
-from hostdev.data.preprocess.dense import Numbers, Scaling, fixed_scaling
+from hostdev.data.preprocess.dense import MODES, Numbers, Scaling, fixed_scaling
 from hostdev.data.preprocess.pieces import Survey
 from hostdev.data.preprocess.raw import Layout, Source
 from hostdev.data.preprocess.stored import DamagedError
@@ -165,8 +167,44 @@ def read_earlier(folder: Path, *, frozen: bool = False) -> Earlier:
     found = manifest.read(folder)
     if found.vocabulary is None and frozen:
         raise UserError(f"--frozen-vocabulary has no effect with {folder}, whose ids are hashed; leave it out")
+    _require_whole(folder, found)
     schema = found.schema if found.vocabulary is None else _schema_of(found, StoredVocabulary(folder, found))
     return Earlier(folder, found, schema, frozen, _identity(folder, found, schema))
+
+
+def _require_whole(folder: Path, found: Manifest) -> None:
+    """Raise UserError where the manifest lacks something that a later data set takes from it."""
+    options, columns = found.options, len(found.schema.dense)
+    mode, buckets = options.get("dense"), options.get("hash_buckets")
+    names = ("dense_mean", "dense_deviation") if mode == "standard" else ("dense_max",)
+    lists = [found.statistics.get(name) for name in names]
+    is_table = options.get("preset") == "table"
+    for what, right in (
+        ("dense", mode in MODES),
+        ("hash_buckets", buckets is None if found.vocabulary is not None else type(buckets) is int and buckets > 0),
+        ("threshold", found.vocabulary is None or type(options.get("threshold")) is int),
+        ("the scaling of its numbers", all(_are_numbers(values, columns) for values in lists)),
+        ("label", not is_table or isinstance(options.get("label"), str)),
+        ("bags", not is_table or set(found.schema.bags) == set(_mapping(options.get("bags")))),
+        ("share", not is_table or isinstance(options.get("share", {}), dict)),
+        *((name, not is_table or isinstance(options.get(name, []), list)) for name in ("numeric", "categorical")),
+    ):
+        if not right:
+            raise UserError(
+                f"{folder / manifest.FILE_NAME} is broken (a wrong value of {what}); preprocess the data again"
+            )
+
+
+def _are_numbers(values: Any, count: int) -> bool:
+    return (
+        isinstance(values, list)
+        and len(values) == count
+        and all(isinstance(value, int | float) and math.isfinite(value) for value in values)
+    )
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _schema_of(found: Manifest, stored: StoredVocabulary) -> Schema:
@@ -200,12 +238,28 @@ def _short(value: Any) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
+def _beside(path: str) -> str:
+    """Return a path as it is from the current folder, where it lies in that."""
+    with contextlib.suppress(OSError, ValueError):  # the current folder may be gone
+        return str(Path(path).relative_to(Path.cwd()))
+    return path
+
+
+def recorded(found: Manifest) -> Mapping[str, Any] | None:
+    """Return what a manifest records of the earlier data set, as of `Earlier.as_json`; None where there is none."""
+    earlier = found.options.get(EARLIER)
+    types = {"path": str, "identity": str, "ids": int, "frozen": bool}
+    if isinstance(earlier, dict) and all(type(earlier.get(name)) is kind for name, kind in types.items()):
+        return earlier
+    return None
+
+
 def growth(found: Manifest) -> list[str]:
     """Return lines that say what a data set has kept of an earlier one; none where it has kept nothing."""
-    earlier = found.options.get(EARLIER)
-    if not isinstance(earlier, dict):
+    earlier = recorded(found)
+    if earlier is None:
         return []
-    kept, path = earlier["ids"], earlier["path"]
+    kept, path = earlier["ids"], _beside(earlier["path"])
     new = found.schema.rows - kept
     if found.vocabulary is None:
         line = f"ids      hashed into as many buckets as in {path}"

@@ -23,6 +23,7 @@ from hostdev.data.preprocess.columns import Positive, WrongValueError
 from hostdev.data.preprocess.dense import fixed_scaling
 from hostdev.data.preprocess.forms import NUMBERS, Written
 from hostdev.data.preprocess.known import Vocabulary, written_by_space
+from hostdev.data.preprocess.naming import listed
 from hostdev.data.preprocess.raw import Layout
 from hostdev.data.preprocess.serving import WrongTypeError, require_type, texts_for
 from hostdev.data.preprocess.vocabulary import HashBuckets
@@ -121,8 +122,7 @@ class Encoding:
         known = set(have)
         for name in self.columns():
             if name not in known:
-                shown = ", ".join(map(str, have[:30]))
-                raise UserError(f"the rows have no column {name!r}; they have {shown or 'none'}")
+                raise UserError(f"the rows have no column {name!r}; they have {listed(have) or 'none'}")
             if len(known) < len(have) and list(have).count(name) > 1:
                 raise UserError(f"the rows have {list(have).count(name)} columns of the name {name!r}")
 

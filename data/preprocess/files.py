@@ -16,8 +16,10 @@ from hostdev.data.preprocess.columns import WrongValueError, check_text
 from hostdev.data.preprocess.inputs import COMPRESSED, AnyInput, Input, unreadable
 from hostdev.data.preprocess.raw import WrongRowError
 from hostdev.data.preprocess.rejected import RejectedLines
+from hostdev.data.preprocess.text_bytes import rows_for_text
 
 from hostdev.core.errors import UserError
+from hostdev.core.printable import printable
 
 CHUNK_ROWS = 1 << 16
 CHUNK_VALUES = 1 << 21  # of lists
@@ -122,13 +124,18 @@ def _fitting(sizes: Iterable[npt.NDArray[np.int64]], most: int, n: int) -> int:
 
 def _rows_at_once(group: Any, used: Sequence[str]) -> int:
     """Return how many rows are decoded together, as those of a row group are: half of what is parsed together."""
-    inside = tuple(f"{name}." for name in used)  # paths of lists go on, in one way or another
-    columns = (group.column(i) for i in range(group.num_columns))
-    mine = [one for one in columns if one.path_in_schema in used or one.path_in_schema.startswith(inside)]
+    mine = _read_columns(group, used)
     values = sum(one.num_values for one in mine if one.path_in_schema not in used)
     text = sum(one.total_uncompressed_size for one in mine if one.physical_type == "BYTE_ARRAY")
     per_row = max(values / CHUNK_VALUES, text / CHUNK_BYTES) / max(1, group.num_rows)
     return CHUNK_ROWS if 2 * CHUNK_ROWS * per_row <= 1 else max(1, int(0.5 / per_row))
+
+
+def _read_columns(group: Any, used: Sequence[str]) -> list[Any]:
+    """Return those of a row group's columns that are read."""
+    inside = tuple(f"{name}." for name in used)  # paths of lists go on, in one way or another
+    columns = (group.column(i) for i in range(group.num_columns))
+    return [one for one in columns if one.path_in_schema in used or one.path_in_schema.startswith(inside)]
 
 
 @contextmanager
@@ -136,6 +143,19 @@ def _parquet(path: Path) -> Iterator[pq.ParquetFile]:
     """Open a Parquet file, whose name may be in no encoding."""
     with pa.OSFile(os.fsencode(path)) as source, pq.ParquetFile(source) as file:
         yield file
+
+
+def _names(path: Path, schema: pa.Schema) -> tuple[str, ...]:
+    """Return the names of columns; UserError where one is not UTF-8."""
+    try:
+        return tuple(schema.names)
+    except UnicodeDecodeError as error:
+        raise _no_name(path, error) from None
+
+
+def _no_name(path: Path, error: UnicodeDecodeError) -> UserError:
+    shown = printable(error.object.decode(errors="backslashreplace"), 80)
+    return UserError(f"{path}: the name of a column, '{shown}', is not UTF-8; write the file again with another name")
 
 
 def _is_list_of_dictionary(found: pa.DataType) -> bool:
@@ -153,9 +173,11 @@ class ParquetTable:
             with _parquet(path) as file:
                 self._schema = file.schema_arrow
                 self.most_rows = file.metadata.num_rows
+        except UnicodeDecodeError as error:
+            raise _no_name(path, error) from None
         except (pa.ArrowException, OSError) as error:
             raise unreadable(str(path), "the Parquet file is broken", error) from None
-        self.names = tuple(self._schema.names)
+        self.names = _names(path, self._schema)
 
     def type_of(self, name: str) -> pa.DataType:
         """Return a column's type."""
@@ -174,6 +196,8 @@ class ParquetTable:
                 while first < len(ends):  # some groups at a time: the reader keeps what it has read of its groups
                     rows = _rows_at_once(file.metadata.row_group(first), used)
                     last = first + 1 if alone else min(int(np.searchsorted(ends, row + rows)) + 1, len(ends))
+                    for number in range(first, last):
+                        rows = rows_for_text(path, number, _read_columns(file.metadata.row_group(number), used), rows)
                     for batch in file.iter_batches(rows, row_groups=list(range(first, last)), columns=list(used)):
                         rest = batch.slice(max(0, offset - row))
                         row += len(batch)
@@ -206,7 +230,7 @@ class ArrowTable:
                 self._schema = (pa.ipc.open_stream(source) if stream else pa.ipc.open_file(source)).schema
         except (pa.ArrowException, OSError) as error:
             raise unreadable(str(path), "the Arrow file is broken", error) from None
-        self.names = tuple(self._schema.names)
+        self.names = _names(path, self._schema)
 
     def type_of(self, name: str) -> pa.DataType:
         """Return a column's type."""

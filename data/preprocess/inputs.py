@@ -231,6 +231,8 @@ def open_input(path: Path, wanted: Callable[[str], bool] | None = None) -> AnyIn
 
 def unreadable(name: str, what: str, error: Exception) -> UserError:
     """Return the error for a file that cannot be read: PassingError where the system says so, and not its content."""
+    if isinstance(error, MemoryError):
+        return PassingError(f"{name}: there is not enough memory to read the file ({_reason(error)})")
     if isinstance(error, OSError) and error.errno is not None:
         return PassingError(f"{name}: the file cannot be read ({error.strerror})")
     return UserError(f"{name}: {what} ({_reason(error)})")

@@ -98,7 +98,7 @@ class Vocabulary:
     def _add(self, space: str, values: pa.ChunkedArray) -> frozenset[int]:
         """Take in some values of a space, and return how they are written."""
         forms: frozenset[int] = frozenset()
-        for chunk in values.chunks:
+        for chunk in values.chunks if len(values) else ():
             self._texts.add(*arrow.bytes_of(self._named(space, chunk)))
             forms |= forms_in(chunk)
         return forms

@@ -91,7 +91,7 @@ def _scaling(data: Manifest) -> tuple[str, ...]:
     if not data.schema.dense:
         return ()
     names = ("dense_max", "dense_mean", "dense_deviation")
-    return (data.options["dense"], *(str(data.statistics[name]) for name in names if name in data.statistics))
+    return (str(data.options.get("dense")), *(str(data.statistics[name]) for name in names if name in data.statistics))
 
 
 def _shown(value: tuple[str, ...]) -> str:

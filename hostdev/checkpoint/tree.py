@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.core.disk import is_text
+from hostdev.core.errors import raise_passing
 
 Tree = Any
 _MARKS = ("$tensor", "$array", "$tuple", "$dict")
@@ -83,7 +84,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         if not is_text(path):  # which load_file takes for a broken file
             return {name: tensor.clone() for name, tensor in load(path.read_bytes()).items()}
         return load_file(path)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, MemoryError) as error:
+        raise_passing(error)
         raise BrokenCheckpointError(f"{path} is broken ({error})") from None
 
 

@@ -28,6 +28,8 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> Any:
             options = pa.ipc.IpcReadOptions(included_fields=places)
         table = pa.ipc.open_file(source, options=options).read_all()
         table.validate(full=True)
+    except pa.ArrowMemoryError:
+        raise
     except pa.ArrowException as error:
         raise ValueError(f"not an Arrow file: {in_words(error)}") from None
     except OSError as error:

@@ -1,5 +1,6 @@
 """Errors that the user can mend: one line that says what, where and what to do."""
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,6 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from hostdev.core.printable import printable
+
+_SHORT = {
+    errno.EMFILE: "allow this process more, as with ulimit -n",
+    errno.ENFILE: "the system has no more",
+    errno.ENOMEM: "end other processes, or use less",
+}
 
 
 class UserError(ValueError):
@@ -21,6 +28,14 @@ class UserError(ValueError):
 
 class PassingError(UserError):
     """What may pass without another input or option, as when memory is short: what is finished stays worth keeping."""
+
+
+def raise_passing(error: BaseException) -> None:
+    """Raise PassingError where the system is short of memory or open files: that says nothing of what a file holds."""
+    if isinstance(error, OSError) and error.errno in _SHORT:
+        raise PassingError(f"{in_words(error)}; {_SHORT[error.errno]}") from None
+    if isinstance(error, MemoryError):
+        raise PassingError(f"there is not enough memory ({in_words(error)})") from None
 
 
 @contextmanager

@@ -9,6 +9,47 @@ from hostdev.core.errors import UserError
 from hostdev.kernels.lookup import first_outside
 from hostdev.kernels.unique import check_ids
 
+_LARGEST = 2**63 - 1
+
+
+class BeyondInt64Error(ValueError):
+    """An integer is too large for int64, and so for every table."""
+
+    def __init__(self, value: int, position: int) -> None:
+        super().__init__(f"{value} at position {position} is beyond int64, and so outside every table")
+        self.value, self.position = value, position
+
+
+def int64_of(given: Any, padding: int | None = None) -> npt.NDArray[Any]:
+    """Return integers that numpy would not have as int64, of uint64 or in lists, as int64; others as they are.
+
+    padding  where it is beyond int64, it is taken for what its 64 bits are in int64; see `padding_of`
+
+    BeyondInt64Error, with the first one, where an integer does not fit; ValueError for what is no array.
+    """
+    array = np.asarray(given)
+    if array.dtype.kind in "fO" and array.size and not hasattr(given, "dtype"):
+        exact = np.array(given, object)  # 2^63 beside -1 makes floating-point numbers of both
+        if not all(type(one) is int for one in exact.flat):
+            return array
+        array = exact
+    elif array.dtype != np.uint64:
+        return array
+    beyond = np.flatnonzero((array.reshape(-1) > _LARGEST) | (array.reshape(-1) < -_LARGEST - 1))
+    if not len(beyond):
+        return array.astype(np.int64)
+    flat = array.reshape(-1).astype(object)
+    for position in beyond.tolist():
+        if padding is None or (flat[position] - padding) % 2**64:
+            raise BeyondInt64Error(int(flat[position]), position)
+        flat[position] = padding_of(padding)
+    return flat.astype(np.int64).reshape(array.shape)
+
+
+def padding_of(padding: int) -> int:
+    """Return a padding as it is among ids int64: the same 64 bits, where it is beyond them."""
+    return padding if padding <= _LARGEST else padding - 2**64
+
 
 def checked_ids(ids: npt.ArrayLike, rows: int, table: str) -> npt.NDArray[Any]:
     """Return ids [N] as a C-contiguous array; TypeError, ValueError or UserError unless they are ids of the table.
@@ -17,7 +58,11 @@ def checked_ids(ids: npt.ArrayLike, rows: int, table: str) -> npt.NDArray[Any]:
     table  its name, for the message
     """
     try:
-        array = np.ascontiguousarray(check_ids(ids))
+        array = np.ascontiguousarray(check_ids(int64_of(ids)))
+    except BeyondInt64Error as error:
+        raise UserError(
+            f"table {table!r}: id {error.value} at position {error.position} is outside 0..{rows - 1}"
+        ) from None
     except (TypeError, ValueError) as error:
         raise type(error)(f"table {table!r}: {error}") from None
     position = first_outside(array, rows)

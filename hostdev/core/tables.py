@@ -6,8 +6,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-_TORCHS_OWN_SEED = 67280421310721  # of its generator, where a program has set none
-
 
 class Owner(Protocol):
     """A loop that is open over a table: it has steps to finish, cached rows, and rows that were looked up ahead."""
@@ -88,12 +86,22 @@ class Owned:
 
 
 def initial_seed(seed: int | None) -> int:
-    """Return the seed of a table: the one given, else the one given to `torch.manual_seed`, else 0.
+    """Return the seed of a table: the one given, else the one of `torch.manual_seed`, else 0.
 
-    0, too, where torch has not been imported.
+    0, too, where torch has not been imported. torch itself begins with a random seed where a program has set none.
     """
     if seed is not None:
         return seed
-    found = getattr(sys.modules.get("torch"), "initial_seed", None)
-    drawn = int(found()) if found is not None else _TORCHS_OWN_SEED
-    return 0 if drawn == _TORCHS_OWN_SEED else drawn
+    torch: Any = sys.modules.get("torch")
+    found = int(torch.initial_seed()) if hasattr(torch, "initial_seed") else 0
+    return found if _was_set(torch, found) else 0
+
+
+def _was_set(torch: Any, seed: int) -> bool:
+    """Return whether a program has set torch's seed; a random one has 64 bits."""
+    if seed < 1 << 32:
+        return True
+    tracker = getattr(torch.cuda, "_lazy_seed_tracker", None)  # it has the call until CUDA is there to be seeded, too
+    if getattr(tracker, "manual_seed_all_cb", None) is not None:
+        return True
+    return bool(torch.cuda.is_initialized()) and int(torch.cuda.initial_seed()) == seed

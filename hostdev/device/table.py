@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hostdev.core.checks import require_finite
 from hostdev.core.ids import checked_ids
-from hostdev.core.initializers import Initializer, Normal
+from hostdev.core.initializers import Initializer, Normal, initializer
 from hostdev.core.memory import require_table
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
 from hostdev.core.table_dtypes import BF16, FP32, TableStep, require_table_dtype, rounding_key
@@ -51,7 +51,7 @@ class DeviceTable(Owned):
         *,
         name: str,
         seed: int | None = None,
-        init: Initializer = Normal(0.01),
+        init: Initializer | npt.ArrayLike = Normal(0.01),
         dtype: str = FP32,
     ) -> None:
         require_optimizer(optimizer, name)
@@ -62,8 +62,8 @@ class DeviceTable(Owned):
         self.name, self.seed = name, initial_seed(seed)
         self.optimizer = optimizer
         self._block = torch.empty((rows, 1 + len(optimizer.slots), dim), dtype=torch.float32, device=device)
-        self._init = init
-        self._fill(init, self.seed)
+        self._init = initializer(init, rows, dim, name)
+        self._fill(self._init, self.seed)
         row_slots = torch.tensor(list(optimizer.row_slots.values()), dtype=torch.float32, device=device)
         self._row_slots = row_slots.repeat(rows, 1)
         self._ops = ops_for(self._block.device)

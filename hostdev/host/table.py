@@ -11,7 +11,7 @@ import numpy.typing as npt
 from hostdev.core.checks import check_rows, require_finite, require_gradients
 from hostdev.core.errors import UserError
 from hostdev.core.ids import checked_ids, checked_positions
-from hostdev.core.initializers import Initializer, Normal
+from hostdev.core.initializers import Initializer, Normal, initializer
 from hostdev.core.launched import require_alone
 from hostdev.core.memory import available_bytes, gib, require_table
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
@@ -53,7 +53,8 @@ class HostTable(Owned):
     optimizer  LazyAdam, FTRL, SGD, Adagrad or RowWiseAdagrad
     name       of the table, in errors and in the key of its initial values
     seed       of the initial values. None: the seed given to `torch.manual_seed`, or 0 where there is none
-    init       Normal(std) or Constant(value)
+    init       Normal(std), Uniform(low, high), Constant(value), or an array [rows, dim] of numbers, also where `part`
+               holds fewer; it is kept for `erase` and must not be changed. With dtype="bf16" rounded as updates are
     part       (rank, ranks): hold only the rows of that rank, at its positions (`kernels.shards`); ids given to its
                methods are then numbers of rows among those. None: all rows
     dtype      of the weights as they are stored: "fp32" or "bf16"; slots are float32
@@ -72,7 +73,7 @@ class HostTable(Owned):
         *,
         name: str,
         seed: int | None = None,
-        init: Initializer = Normal(0.01),
+        init: Initializer | npt.ArrayLike = Normal(0.01),
         part: tuple[int, int] | None = None,
         dtype: str = FP32,
     ) -> None:
@@ -88,7 +89,7 @@ class HostTable(Owned):
         self.name, self.seed = name, initial_seed(seed)
         self.optimizer = optimizer
         self._rows = rows
-        self._initial = (self.seed, init)
+        self._initial = (self.seed, initializer(init, self.total_rows, dim, name))
         shape = self._shape(dim)
         self.storage: Storage = STORAGES[dtype](name, shape)
         self.storage.fill(shape, *self._initial)

@@ -1,36 +1,35 @@
-"""A fingerprint of bytes, to find out whether memory has changed; not for data that somebody forges."""
+"""A 64-bit hash of every row of an array: to find the first that differs without keeping the rows."""
 
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import uint32
 
 from hostdev.kernels.jit import kernel
+from hostdev.kernels.pool import parallel_for
 
-_PRIMES = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)  # xxHash32's: odd, so that multiplication loses nothing
+_GRAIN = 256
 
 
 @kernel
-def _sums(words: Any, sums: Any) -> None:
-    """Write two sums, uint32 [2], over words, uint32 [N], each scrambled together with its place.
+def _hash_rows(start: Any, stop: Any, words: Any, ids: Any, out: Any) -> None:
+    for i in range(np.uint64(start), np.uint64(stop)):
+        row = words[np.uint64(ids[i])]
+        for s in range(row.shape[0]):
+            h = np.uint64(0xCBF29CE484222325)
+            for j in range(row.shape[1]):
+                h = (h ^ np.uint64(row[s, j])) * np.uint64(0x100000001B3)
+                h ^= h >> np.uint64(29)
+            out[i, s] = h
 
-    A word's terms are bijections of it: one changed word always changes both sums.
+
+def hash_rows(block: npt.NDArray[np.float32], ids: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    """Return a hash of the bits of each row: FNV-1a over 32-bit words, with a shift that spreads the high bits.
+
+    block    float32 [V, S, D]
+    ids      int32 or int64 [U], each in [0, V)
+    returns  uint64 [U, S]
     """
-    first, second = uint32(0), uint32(0)
-    for i in range(np.uint64(len(words))):
-        x = uint32(uint32(words[i] ^ uint32(uint32(i) * uint32(_PRIMES[0]))) * uint32(_PRIMES[1]))
-        x = uint32(x ^ uint32(x >> uint32(15)))
-        first = uint32(first + x)
-        x = uint32(x * uint32(_PRIMES[2]))
-        second = uint32(second + uint32(x ^ uint32(x >> uint32(13))))
-    sums[0], sums[1] = first, second
-
-
-def fingerprint(data: npt.NDArray[np.uint8]) -> bytes:
-    """Return a fingerprint of C-contiguous bytes [N]: two sums over words of 4, and the last bytes as they are."""
-    whole = len(data) // 4 * 4
-    words = data[:whole] if data.ctypes.data % 4 == 0 else data[:whole].copy()
-    sums = np.empty(2, np.uint32)
-    _sums(words.view(np.uint32), sums)
-    return sums.tobytes() + data[whole:].tobytes()
+    out = np.empty((len(ids), block.shape[1]), np.uint64)
+    parallel_for(_hash_rows, len(ids), block.view(np.uint32), ids, out, grain=_GRAIN)
+    return out

@@ -1,5 +1,6 @@
 """How large the values of an array are; a value that is not a number counts as infinite."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,20 @@ def _largest(start: Any, stop: Any, bits: Any, found: Any, piece: Any) -> None:
 
 def largest(values: npt.NDArray[np.float32]) -> float:
     """Return the largest absolute value of an array float32, any shape, C-contiguous; inf for NaN, 0 for none."""
-    n = values.size
-    if n == 0:
-        return 0.0
-    pieces = len(ranges(n, _GRAIN))
-    found = np.zeros(pieces, np.uint32)
-    run_tasks([KernelTask(_largest, n, _GRAIN, pieces, (values.reshape(-1).view(np.uint32), found))])
-    return float(np.minimum(found.max(), _INFINITE).view(np.float32))
+    return largest_of_each([values])[0]
+
+
+def largest_of_each(arrays: Sequence[npt.NDArray[np.float32]]) -> list[float]:
+    """Return `largest` of each of some arrays, which the host's threads share out."""
+    tasks, parts = [], []
+    for values in arrays:
+        n, pieces = values.size, max(1, len(ranges(values.size, _GRAIN)))
+        found, bits = np.zeros(pieces, np.uint32), values.reshape(-1).view(np.uint32)
+        parts.append(found)
+        if pieces == 1:  # to wake the threads would take longer
+            _largest(0, n, bits, found, 0)
+        else:
+            tasks.append(KernelTask(_largest, n, _GRAIN, pieces, (bits, found)))
+    if tasks:
+        run_tasks(tasks)
+    return [float(np.minimum(found.max(), _INFINITE).view(np.float32)) for found in parts]

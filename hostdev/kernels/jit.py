@@ -17,6 +17,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from hostdev.kernels.cached import check_cache
+
 _OPTIONS: dict[str, Any] = {
     "nogil": True,  # the pool runs ranges of one kernel on several Python threads
     "fastmath": False,  # no reassociation and no contraction to FMA: each operation is rounded once
@@ -31,7 +33,7 @@ def kernel(function: Callable[..., Any]) -> Any:
     Where neither the source's folder nor the user's cache folder can be written, it is compiled in every process.
     """
     try:
-        return numba.njit(function, cache=True, **_OPTIONS)
+        return check_cache(numba.njit(function, cache=True, **_OPTIONS))
     except RuntimeError:  # numba: "cannot cache function ...: no locator available"
         return numba.njit(function, **_OPTIONS)
 

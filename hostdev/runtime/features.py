@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hostdev.core.errors import UserError
+from hostdev.core.ids import BeyondInt64Error, int64_of, padding_of
 from hostdev.device.table import DeviceTable
 from hostdev.host.table import HostTable
 from hostdev.kernels.groups import check_groups, drop_padding, offsets_of
@@ -117,7 +118,7 @@ def read_ids(name: str, feature: Feature, given: Any) -> FeatureIds:
     Raises TypeError or ValueError, with the feature's name, for what is none of these or does not add up.
     """
     bag = _bag(name, given)
-    values = _integers(name, "ids", bag.values)
+    values = _integers(name, "ids", bag.values, feature.padding)
     weights = _weights(name, bag.weights, values.shape)
     shape = values.shape
     if bag.lengths is None and bag.offsets is None:
@@ -130,9 +131,10 @@ def read_ids(name: str, feature: Feature, given: Any) -> FeatureIds:
         samples, pooled = len(lengths), feature.pooling is not None
         lengths = lengths if pooled else None
     flat = np.ascontiguousarray(values.reshape(-1))
-    if feature.padding is not None and (flat == feature.padding).any():
+    padding = None if feature.padding is None else padding_of(feature.padding)
+    if padding is not None and (flat == padding).any():
         each = np.ones(len(flat), np.int32) if lengths is None else lengths
-        flat, lengths, weights = drop_padding(flat, each, feature.padding, weights)
+        flat, lengths, weights = drop_padding(flat, each, padding, weights)
     offsets = None if lengths is None else torch.from_numpy(offsets_of(lengths))
     sent = None if weights is None else torch.from_numpy(weights)
     return FeatureIds(flat, offsets, sent, None if pooled else shape, samples)
@@ -173,14 +175,16 @@ def _lengths(name: str, bag: Bag, values: npt.NDArray[Any]) -> npt.NDArray[np.in
     return lengths.astype(np.int32)
 
 
-def _integers(name: str, what: str, given: Any) -> npt.NDArray[Any]:
+def _integers(name: str, what: str, given: Any, padding: int | None = None) -> npt.NDArray[Any]:
     """Return int32 or int64 of what was given; TypeError for anything but integers."""
     if isinstance(given, Tensor):
         if given.numel() and (given.dtype.is_floating_point or given.dtype.is_complex):  # numpy does not have them all
             raise TypeError(f"feature {name!r}: {what} must be integers, not a Tensor of {given.dtype}")
         given = given.cpu().numpy() if given.numel() else np.empty(given.shape, np.int64)
     try:
-        array = np.asarray(given)
+        array = int64_of(given, padding)
+    except BeyondInt64Error as error:
+        raise ValueError(f"feature {name!r}: {'an id' if what == 'ids' else what}: {error}") from None
     except ValueError as error:
         raise ValueError(f"feature {name!r}: {what} are no array ({error})") from None
     if array.size == 0 and array.dtype == np.float64:
@@ -225,7 +229,8 @@ def check_ranges(
     spec = groups[group]
     name, table = wanted[spec.features[place]].name, spec.tables[0]
     value = ids[spec.features[place]].values[position]
-    every = _integers(name, "ids", _bag(name, given[name]).values).reshape(-1)  # with padding
+    padding = wanted[spec.features[place]].feature.padding
+    every = _integers(name, "ids", _bag(name, given[name]).values, padding).reshape(-1)  # with padding
     raise UserError(
         f"feature {name!r}: id {value} at position {np.flatnonzero(every == value)[0]} is outside "
         f"0..{table.total_rows - 1}, the rows of table {table.name!r}"

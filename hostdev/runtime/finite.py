@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from hostdev.core.errors import UserError
-
-_SURELY_SMALL = 2.0**50
+from hostdev.kernels.finite import largest_of_each
 
 
 class NonFiniteError(UserError):
@@ -37,18 +36,21 @@ class Flags:
     def check(self, grads: Sequence[Tensor], tables: Sequence[Any], zeros: Sequence[Tensor] = ()) -> None:
         """Look at gradients of rows; nobody waits for an accelerator.
 
-        grads   float32 [U, D] of each of these tables
+        grads   float32 [U, D] of each of these tables; larger ones than its optimizer takes set `stop`
         zeros   others that are 0, or not finite; those set `stop` alone
         """
-        given = [*grads, *zeros]
-        # A norm reads once and writes nothing, but the CPU's maximum norm is slow, and this one is too strict.
-        if self.stop.device.type == "cpu" and float(torch.stack(torch._foreach_norm(given)).max()) < _SURELY_SMALL:
+        if zeros:
+            self.check_others(zeros)
+        if self.stop.device.type == "cpu":
+            found = largest_of_each([grad.detach().contiguous().numpy() for grad in grads])
+            for most, table in zip(found, tables, strict=True):
+                if most > table.optimizer.largest_gradient:
+                    self.stop.fill_(1.0)
+                    self.not_finite.fill_(float(math.isinf(most)) or self.not_finite.item())
             return
         by_scale: dict[int, list[Tensor]] = {}
         for grad, table in zip(grads, tables, strict=True):
             by_scale.setdefault(_scale(table), []).append(grad)
-        if zeros:
-            self.check_others(zeros)
         for scale, some in by_scale.items():  # powers of 2: unless something overflows, the bits are those of before
             up, down = (_power(power, self.stop.device) for power in (scale, -scale))
             torch._amp_foreach_non_finite_check_and_unscale_(some, self.not_finite, up)
@@ -65,10 +67,8 @@ class Flags:
 
 
 def _scale(table: Any) -> int:
-    """Return the power of 2 with which a gradient overflows float32 if its square does, or a row's sum of squares."""
-    if table.optimizer.row_slots:
-        return 64 + math.ceil(math.log2(table.dim) / 2)
-    return 64 if table.optimizer.slots else 0
+    """Return the power of 2 that makes a gradient overflow float32 if it is more than the table's optimizer takes."""
+    return 128 - math.floor(math.log2(table.optimizer.largest_gradient))
 
 
 @cache

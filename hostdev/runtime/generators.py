@@ -116,13 +116,13 @@ class _NumPy:
             return
         if self.state().full:
             np.random.seed(0)  # forgets the kept value
-        bits = np.random.get_bit_generator()
+        bits = _bits()
         with bits.lock:
             ctypes.memmove(bits.ctypes.state_address, state.raw, len(state.raw))
         self._plain = state.raw
 
     def seed(self, seed: int) -> None:
-        bits = np.random.get_bit_generator()
+        bits = _bits()
         if isinstance(bits, np.random.MT19937):
             np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
             self._plain = _raw()
@@ -137,9 +137,14 @@ class _NumPy:
         return _hash(state.raw + state.full.encode())
 
 
+def _bits() -> Any:
+    """Return the bit generator behind the functions of `numpy.random`; NumPy's types do not name this function."""
+    return np.random.get_bit_generator()  # type: ignore[attr-defined]
+
+
 def _raw() -> bytes:
     """Return the memory of NumPy's Mersenne Twister; b"" where it has another bit generator."""
-    bits = np.random.get_bit_generator()
+    bits = _bits()
     if not isinstance(bits, np.random.MT19937) or not _is_known():
         return b""
     with bits.lock:

@@ -333,7 +333,7 @@ class TrainLoop(Loop):
             elif any(bool(loss.isnan()) for loss in losses):
                 what = "a loss is not finite"
             else:
-                what = f"a gradient of the rows of {names} is too large: its square is not finite in float32"
+                what = f"a gradient of the rows of {names} is too large for its optimizer"
             raise NonFiniteError(
                 f"step {step}: {what}; no row was updated. Look at the loss before backward(), or use a smaller "
                 "learning rate", step,

@@ -4,9 +4,14 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
+import torch
+
 from hostdev.core.errors import UserError
+from hostdev.parallel.ranks import Ranks
+from hostdev.pipeline.pipeline import Pipeline
 from hostdev.runtime import scaling
 from hostdev.runtime.access import Access
+from hostdev.runtime.features import GroupSpec
 from hostdev.runtime.loaders import PredictLoader
 from hostdev.runtime.loop import PredictLoop, TrainLoop
 from hostdev.runtime.pending import FirstBatch, Pending, take_step
@@ -24,11 +29,11 @@ def _trained_by(table: Any) -> TrainLoop | None:
 class ForLoops:
     """What `Runtime` has for its loops; the fields without values are the runtime's own."""
 
-    device: Any
-    pipeline: Any
-    ranks: Any
+    device: torch.device
+    pipeline: Pipeline
+    ranks: Ranks | None
+    group_specs: list[GroupSpec]
     tables: Any
-    group_specs: Any
     close_loaders: Any
     is_frozen: Any
     learning_rates: Any

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hostdev.kernels.fingerprint import fingerprint
+from hostdev.kernels.content import fingerprint
 
 _DEEPEST = 4  # levels of containers and objects that are looked into
 _LONGEST = 256  # items of a container

@@ -380,7 +380,7 @@ class Runtime(ForFrameworks, ForLoops):
         self.write_back()
         return self._keeper.save(Path(path), extra, keep, wait=wait)
 
-    def load(self, path: Path | str) -> Any:
+    def load(self, path: Path | str, *, strict: bool = True) -> Any:
         """Load the newest whole checkpoint of a folder, or the one that `path` is, into the tables; return its `extra`.
 
         Files are checked before a table is changed; those of host tables that nobody has used yet while they are
@@ -388,6 +388,10 @@ class Runtime(ForFrameworks, ForLoops):
         hold some of the checkpoint's rows. Where the newest is damaged, a warning says so, and the one before is
         loaded. Raises UserError for a checkpoint of other tables or of another program, and where there is none that is
         whole; ValueError while a loop is open.
+
+        strict  False: load the tables that both have, also into those with more rows, whose others stay as they are. A
+                warning for each says what is left out. Tables have the checkpoint's steps, rates and seeds then, and
+                the next checkpoint holds all rows
         """
         self._require_open()
         self._close_abandoned()
@@ -397,7 +401,7 @@ class Runtime(ForFrameworks, ForLoops):
         self._begin_call("load")
         self.pipeline.write_back()
         self._pending = None
-        return self._keeper.load(Path(path))
+        return self._keeper.load(Path(path), strict=strict)
 
     def _begin_call(self, name: str) -> None:
         """Begin something that all ranks do together."""

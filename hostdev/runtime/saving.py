@@ -10,7 +10,14 @@ from torch import Tensor
 
 from hostdev.checkpoint.checkpoints import Checkpoints
 from hostdev.checkpoint.folder import Chain, Found
-from hostdev.checkpoint.loading import load_tables, newest_whole, require_tables, values_of, verify_others
+from hostdev.checkpoint.loading import (
+    load_tables,
+    newest_whole,
+    require_tables,
+    shared_tables,
+    values_of,
+    verify_others,
+)
 from hostdev.checkpoint.saving import Content, Saving
 from hostdev.checkpoint.tree import to_tree
 from hostdev.core.errors import UserError
@@ -86,10 +93,12 @@ class Keeper:
             _begun.discard(saving)
         return saving
 
-    def load(self, path: Path) -> Any:
+    def load(self, path: Path, *, strict: bool = True) -> Any:
         """See `Runtime.load`."""
         self._join()
         tables = self._runtime.tables
+        if not strict:
+            return self._load_shared(path, tables)
         if self._runtime.ranks is None and all(getattr(table, "untouched", False) for table in tables.values()):
             found = _read_once(path, tables)
         else:  # what they hold stays unless there is a whole one, and all ranks choose the same
@@ -112,6 +121,22 @@ class Keeper:
     def close(self) -> None:
         """Wait for what is being written; a failure that nobody has waited for is a warning."""
         self._join()
+
+    def _load_shared(self, path: Path, tables: dict[str, Any]) -> Any:
+        """Load the rows that a checkpoint has for these tables; the next checkpoint is whole."""
+        found = newest_whole(path)
+        shared, lines = shared_tables(found.chain, tables)
+        _require_extra(found.chain)
+        load_tables(found.chain, shared)
+        for line in (*found.notes(), *lines):
+            warnings.warn(line, stacklevel=4)
+        for table in tables.values():
+            if hasattr(table, "note_changes"):
+                table.note_changes(anew=True)
+        if self._runtime.has_optimizer:
+            self._runtime.optimizer.take_over()
+        self._runtime.pipeline.steps = found.chain[-1].manifest.step
+        return values_of(found.chain)["extra"]
 
     def _at(self, path: Path) -> Checkpoints:
         """Return the checkpoints in a folder, which stay there if the program goes to work in another one."""

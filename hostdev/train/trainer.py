@@ -472,7 +472,7 @@ class Trainer:
                 self.model.load_state_dict(dense["model"])
                 self.adam.load_state_dict(dense["optimizer"])
         except (RuntimeError, UserError) as error:
-            raise UserError(f"{chain[-1].path} is of another model: {' '.join(str(error).split())}") from None
+            raise UserError(f"{chain[-1].path} is of another model: {' '.join(str(error).split())[:300]}") from None
 
 
 def _has_generator(device: torch.device) -> bool:

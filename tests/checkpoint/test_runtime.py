@@ -9,7 +9,7 @@ import torch
 
 from hostdev import HostTable, LazyAdam, RowWiseAdagrad, Runtime, UserError
 from hostdev.checkpoint import checkpoints, compact, folder, ranges, reshard
-from hostdev.checkpoint.loading import verify
+from hostdev.checkpoint.loading import load_tables, verify
 from hostdev.core.checksums import HashedFile
 from tests.conftest import environment
 from tests.runtime.cases import BF16, BodyError, Case, batches_of, differing, tables_state
@@ -339,16 +339,17 @@ def test_what_begins_with_the_parts_of_ranks_is_merged(tmp_path, monkeypatch):
     np.testing.assert_array_equal(other.block, table.block)
 
 
-@pytest.mark.parametrize("slot", ["block", "row_slots"])
+@pytest.mark.parametrize("slot", ["weights", "accum"])
 def test_what_is_written_by_hand_is_saved(tmp_path, slot):
     table = HostTable(50, 3, RowWiseAdagrad(), name="t")
     runtime = Runtime({"t": table}, device="cpu")
     runtime.save(tmp_path / "c")
-    getattr(table, slot)[7] = 5
+    with table.writing() as w:
+        (w.weights if slot == "weights" else w.slots[slot])[7] = 5
     runtime.save(tmp_path / "c")
     other = HostTable(50, 3, RowWiseAdagrad(), name="t", seed=1)
     Runtime({"t": other}, device="cpu").load(tmp_path / "c")
-    assert (getattr(other, slot)[7] == 5).all()
+    assert (other.columns()[slot][7] == 5).all()
 
 
 def test_a_folder_stays_where_it_is(tmp_path, monkeypatch):
@@ -363,3 +364,41 @@ def test_a_folder_stays_where_it_is(tmp_path, monkeypatch):
     runtime.save(tmp_path / "a" / "saved")
     assert len(list((tmp_path / "a" / "saved").glob("step-*"))) == 2
     assert not list((tmp_path / "b").iterdir())
+
+
+def test_tables_that_both_have_are_loaded(tmp_path):
+    """Into larger ones, one of several, and beside others; the rest is said, and the next checkpoint is whole."""
+    users, items = HostTable(30, 4, LazyAdam(), name="users"), HostTable(20, 2, LazyAdam(), name="items")
+    for table in (users, items):
+        table.apply(np.arange(20), np.ones((20, table.dim), np.float32))
+    Runtime({"user": users, "item": items}, device="cpu").save(tmp_path / "c", extra={"epoch": 3})
+
+    larger, others = HostTable(50, 4, LazyAdam(), name="users"), HostTable(9, 3, LazyAdam(), name="others")
+    fresh = larger.block.copy()
+    runtime = Runtime({"user": larger, "other": others}, device="cpu")
+    with pytest.raises(UserError, match="is of another model: it has the tables items, users, not others, users"):
+        runtime.load(tmp_path / "c")
+    with pytest.warns(UserWarning) as told:
+        assert runtime.load(tmp_path / "c", strict=False) == {"epoch": 3}
+    assert [str(one.message).replace(str(tmp_path), "T") for one in told] == [
+        "T/c/step-0000000000 has no table 'others', whose rows stay as they are",
+        "table 'items' of T/c/step-0000000000 is left out, as there is none here",
+        "table 'users' has 30 rows in T/c/step-0000000000; the others of the 50 here stay as they are",
+    ]
+    np.testing.assert_array_equal(larger.block[:30], users.block)
+    np.testing.assert_array_equal(larger.block[30:], fresh[30:])
+    assert (larger.step, others.step) == (1, 0)
+    runtime.save(tmp_path / "c")
+    assert len(folder.chain_of(tmp_path / "c" / folder.names_in(tmp_path / "c")[-1])) == 1
+
+    parts = [HostTable(50, 4, LazyAdam(), name="users", part=(rank, 3)) for rank in range(3)]
+    for part in parts:
+        load_tables(folder.chain_of(tmp_path / "c" / folder.names_in(tmp_path / "c")[0]), {"users": part})
+        np.testing.assert_array_equal(part.block, larger.block[part.ids(0, part.rows)])
+    smaller = Runtime({"user": HostTable(10, 4, LazyAdam(), name="users")}, device="cpu")
+    with pytest.raises(UserError, match="table 'users' has .* rows in .*, more than the 10 here"):
+        smaller.load(tmp_path / "c", strict=False)
+    with pytest.raises(UserError, match="and none of films"):
+        Runtime({"x": HostTable(10, 4, LazyAdam(), name="films")}, device="cpu").load(tmp_path / "c", strict=False)
+    with pytest.raises(UserError, match="table 'users' has the shape"):
+        Runtime({"x": HostTable(60, 5, LazyAdam(), name="users")}, device="cpu").load(tmp_path / "c", strict=False)

@@ -147,8 +147,9 @@ def trainer_of(settings, schema, *, mix=True):
 
 
 @pytest.mark.parametrize(("model", "dtype", "mix"), [
-    ("wide_deep", "fp32", True), ("deepfm", "bf16", True), ("dlrm", "fp32", False), ("dcn", "bf16", False),
-    ("tests.own_models:ThreeTables", "bf16", True),
+    ("wide_deep", "fp32", True), ("deepfm", "bf16", False), ("tests.own_models:ThreeTables", "bf16", True),
+    pytest.param("dlrm", "fp32", False, marks=pytest.mark.slow),
+    pytest.param("dcn", "bf16", True, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_earlier_rows_are_the_checkpoints_and_new_ones_initial(days, tmp_path, monkeypatch, model, dtype, mix):
     monkeypatch.setitem(WideDeep.__init__.__kwdefaults__, "layers", SMALL)

@@ -2,6 +2,11 @@
 
 import json
 import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 
 import numpy as np
@@ -25,6 +30,7 @@ from tests.data.test_manifest import VERSION_1
 from tests.data.test_restart import fail_at
 from tests.data.test_sources import contents
 from tests.data.test_table import write
+from tests.manifests import edit_manifest
 
 HOW = {"label": "label", "numeric": ("x",), "categorical": ("a", "b"), "bags": (("g", None),), "share": (("b", "a"),)}
 
@@ -147,7 +153,7 @@ def test_criteo(tmp_path, in_process):
     ids = [row for row in twins.vocabulary(tmp_path / "two") if row[1] not in (None, "")]
     assert [row[:2] for row in ids] == [("C1", A), ("C1", B), ("C2", B), ("C1", C.lower()), ("C2", A)]
     one, two = (manifest.read(tmp_path / name) for name in ("one", "two"))
-    assert f"ids      {one.schema.rows:,} kept from {tmp_path / 'one'}, 2 new; numbers are scaled as there\n" in out
+    assert f"ids      {one.schema.rows:,} kept from one, 2 new; numbers are scaled as there\n" in out
     assert two.schema.rows == one.schema.rows + 2
     assert two.statistics["dense_max"] == one.statistics["dense_max"]
     assert two.options["threshold"] == 0
@@ -155,7 +161,7 @@ def test_criteo(tmp_path, in_process):
     assert check(tmp_path / "two").wrong == []
     code, out, _ = in_process(preprocess, "info", tmp_path / "two", "--out", tmp_path / "two.png")
     assert code == 0
-    assert f"ids      {one.schema.rows:,} kept from {tmp_path / 'one'}, 2 new" in out
+    assert f"ids      {one.schema.rows:,} kept from one, 2 new" in out
 
 
 def test_version_1_says_nowhere_which_ids_are_whose(tmp_path):
@@ -194,6 +200,47 @@ def test_interrupted_work_goes_on_with_the_same_earlier_ids(tmp_path, monkeypatc
         (tmp_path / "out").rename(tmp_path / f"done-{begun_from}-{frozen}")
 
 
+# Kills itself at a random moment of the work.
+KILLED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from tests.data import test_earlier_vocabulary as test
+
+after, folder = float(sys.argv[1]), Path(sys.argv[2])
+threading.Thread(target=lambda: (time.sleep(after), os.kill(os.getpid(), signal.SIGKILL)), daemon=True).start()
+test.make_third_day(folder, folder / "out")
+"""
+
+
+def make_third_day(folder, out):
+    options = Options(threshold=0, test_fraction=None, rows_per_shard=100)
+    source = Table([folder / "3.arrow"], TableOptions(**HOW, test_column=("part", "test")))
+    return build(source, out, options, earlier=read_earlier(folder / "from"))
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments(tmp_path):
+    build(table(tmp_path / "1.arrow", rows_of(1, 300, 30)), tmp_path / "from", Options(threshold=0, test_fraction=None))
+    twins.write_arrow(tmp_path / "3.arrow", rows_of(3, 6000, 900), rows_per_batch=100)
+    start = time.monotonic()
+    make_third_day(tmp_path, tmp_path / "straight")
+    seconds = time.monotonic() - start
+    moments, killed = random.Random(1), 0
+    for _ in range(12):
+        after = str(moments.uniform(0, 1.5) * seconds)
+        done = subprocess.run([sys.executable, "-c", KILLED, after, tmp_path], capture_output=True, check=False)
+        assert done.returncode in (0, -signal.SIGKILL), done.stderr
+        killed += done.returncode != 0
+        if (tmp_path / "out").exists():
+            assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+            for path in (tmp_path / "out", tmp_path / ".out.partial"):
+                shutil.rmtree(path, ignore_errors=True)
+    if not (tmp_path / "out").exists():
+        make_third_day(tmp_path, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+    assert killed >= 3
+
+
 def test_hash_buckets(tmp_path, in_process):
     path = write(tmp_path / "t.csv", "y,c,x\n" + "\n".join(f"{i % 2},v{i % 7},{i}" for i in range(60)) + "\n")
     columns = ["--label", "y", "--categorical", "c", "--numeric", "x"]
@@ -204,7 +251,7 @@ def test_hash_buckets(tmp_path, in_process):
         out = tmp_path / f"two{len(given)}"
         code, said, _ = in_process(preprocess, "table", more, "--out", out, "--vocabulary", tmp_path / "one", *given)
         assert code == 0
-        assert f"ids      hashed into as many buckets as in {tmp_path / 'one'}; numbers are scaled as there\n" in said
+        assert "ids      hashed into as many buckets as in one; numbers are scaled as there\n" in said
         one, two = manifest.read(tmp_path / "one"), manifest.read(out)
         assert two.schema == one.schema
         assert two.statistics["dense_max"] == one.statistics["dense_max"]
@@ -340,3 +387,28 @@ def test_values_that_were_in_no_space_before(tmp_path):
     two = build(Table([second], how), tmp_path / "two", options, earlier=read_earlier(tmp_path / "one"))
     assert two.schema.spaces == (Space("a", 0, one.schema.rows, 4), one.schema.spaces[1])
     assert check(tmp_path / "two").wrong == []
+
+
+def change(**values):
+    return lambda content: content["options"].update(values)
+
+
+@pytest.mark.parametrize(("edit", "what"), [
+    (change(dense="most"), "dense"), (change(hash_buckets=5), "hash_buckets"), (change(threshold="1"), "threshold"),
+    (change(label=None), "label"), (change(bags={}), "bags"), (change(share=[]), "share"),
+    (change(numeric="x"), "numeric"), (change(categorical=None), "categorical"),
+    (lambda content: content["statistics"].update(dense_max=[1.0, 2.0]), "the scaling of its numbers"),
+    (lambda content: content["statistics"].update(dense_max=["1"]), "the scaling of its numbers"),
+    (lambda content: content["statistics"].pop("dense_max"), "the scaling of its numbers"),
+])  # fmt: skip
+def test_a_manifest_that_lacks_what_is_kept_is_refused(grown, edit, what):
+    edit_manifest(grown, edit)
+    with pytest.raises(UserError, match=rf"manifest.json is broken \(a wrong value of {what}\); preprocess the data"):
+        read_earlier(grown)
+
+
+@pytest.mark.parametrize("earlier", [7, {}, {"path": "x"}, {"path": 1, "identity": "", "ids": "1", "frozen": 0}])
+def test_what_is_recorded_wrongly_is_not_told(grown, earlier, in_process):
+    edit_manifest(grown, change(earlier=earlier))
+    assert check(grown).wrong == []
+    assert "kept" not in "".join(check(grown).lines)

@@ -163,6 +163,13 @@ def test_columns_that_share_their_ids_have_one_type(tmp_path):
         preprocess.main(["table", str(tmp_path / "t.parquet"), *options])
 
 
+def test_a_column_without_a_frequent_value(tmp_path):
+    encoding = encoding_of(tmp_path, {"u": pa.array(list("abcdefgh")), "v": pa.array([1] * 8)}, "--threshold", 3)
+    batch = encoding.encode(pa.RecordBatch.from_pydict({"u": ["a", "zz"], "v": [1.0, 2.0]}))
+    spaces = encoding.schema.spaces
+    assert batch.ids.tolist() == [[spaces[0].oov, spaces[1].first], [spaces[0].oov, spaces[1].oov]]
+
+
 def test_missing_values_that_are_words(tmp_path):
     """NaN in text beside numbers is the missing value of a frame."""
     encoding = encoding_of(tmp_path, {"u": pa.array(["1.0", "NaN"] * 4)})

@@ -5,6 +5,7 @@ import hostdev
 from hostdev import FTRL, SGD, HostTable, LazyAdam, ParameterServer, RowWiseAdagrad, UserError
 from hostdev.core import memory
 from hostdev.host import table as table_module
+from hostdev.host import writing as writing_module
 from hostdev.kernels.pool import run_tasks, set_host_threads
 
 
@@ -352,3 +353,80 @@ def test_bfloat16_rows_of_several_ranks_are_those_of_one(optimizer):
             part.update(here, grads[ids[here]])
     for part in parts:
         np.testing.assert_array_equal(part.weights, whole.weights[part.ids(0, part.rows)])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_what_is_not_finite_is_not_written(dtype):
+    """Neither weights nor slots; the row is named, and nothing is written."""
+    table = HostTable(10, 4, RowWiseAdagrad(), name="t", dtype=dtype)
+    before = {name: column[:].copy() for name, column in table.columns().items()}
+    block, row_slots = np.ones((3, 1, 4), np.float32), np.ones((3, 1), np.float32)
+    wrong, wrong_slots = block.copy(), row_slots.copy()
+    wrong[1, 0, 2], wrong_slots[1] = np.nan, np.inf
+    for values, message in (((wrong, row_slots), "nan"), ((block, wrong_slots), "inf")):
+        with pytest.raises(ValueError, match=f"table 't': {message} is to be written to row 7, and values must be"):
+            table.write_rows([2, 7, 4], *values)
+        positions = np.array([2, 1], np.int32)
+        with pytest.raises(ValueError, match="to row 9"):
+            table.write_rows([5, 9], *values, positions)
+    for name, value in (("weights", np.nan), ("accum", np.inf)):
+        for ids, row in ((None, 3), ([6, 3], 3)):
+            with (
+                pytest.raises(ValueError, match=f"table 't': {value} is to be written to row {row},"),
+                table.writing(ids) as w,
+            ):
+                (w.weights if name == "weights" else w.slots[name])[3 if ids is None else 1] = value
+    assert all(np.array_equal(before[name], column[:]) for name, column in table.columns().items())
+    table.write_rows([5, 9], wrong, row_slots, np.array([2, 0], np.int32))  # the wrong one is not among these
+
+
+def test_rows_that_bfloat16_cannot_represent_are_not_written():
+    table = HostTable(10, 4, LazyAdam(), name="t", dtype="bf16")
+    with pytest.raises(ValueError, match="table 't' has weights that bfloat16 can represent"), table.writing() as w:
+        w.weights[3] = 1.2345678
+    with table.writing() as w:
+        w.weights[3] = 1.5
+        w.slots["m"][4] = 1.2345678
+    assert (table.weights[3] == 1.5).all()
+    assert (table.slots["m"][4] == np.float32(1.2345678)).all()
+
+
+def test_some_rows_are_written_as_arrays(table):
+    before = table.block.copy()
+    with table.writing([7, 2]) as w:
+        assert w.weights.shape == w.slots["m"].shape == (2, 4)
+        assert list(w.slots) == ["m", "v"]
+        w.weights[0] = 1
+        w.slots["v"] = 3
+        with pytest.raises(KeyError, match="no slot 'accum'; there are m, v"):
+            w.slots["accum"]
+    assert (table.weights[7] == 1).all()
+    assert (table.slots["v"][[2, 7]] == 3).all()
+    np.testing.assert_array_equal(np.delete(table.block, [2, 7], 0), np.delete(before, [2, 7], 0))
+    with (
+        pytest.raises(ValueError, match="table 'deep': the ids of writing\\(\\) must be all different"),
+        table.writing([1, 1]),
+    ):
+        pass
+    with pytest.raises(UserError, match="table 'deep': id 10 at position 0 is outside"), table.writing([10]):
+        pass
+
+
+def test_writing_says_what_memory_it_needs(monkeypatch):
+    table = HostTable(100, 10, LazyAdam(), name="deep")
+    monkeypatch.setattr(writing_module, "available_bytes", lambda: 3_999)
+    message = "a copy of weights for writing needs 3.9 KiB, .*; write some rows at a time"
+    with pytest.raises(UserError, match=message), table.writing() as w:
+        w.weights  # noqa: B018
+    with table.writing(np.arange(99)) as w:
+        w.weights[:] = 1
+    assert (table.weights[:99] == 1).all()
+
+
+@pytest.mark.parametrize("ids", [[2**63], [5, 2**64 - 1, -1], [2**70, 1], [-(2**63) - 1]])
+def test_integers_that_int64_does_not_have(table, ids):
+    position = next(i for i, one in enumerate(ids) if not -(2**63) <= one < 2**63)
+    with pytest.raises(UserError, match=f"table 'deep': id {ids[position]} at position {position} is outside 0..9"):
+        table.lookup(ids)
+    with pytest.raises(UserError, match="is outside 0..9"):
+        table.lookup(ids * 100)

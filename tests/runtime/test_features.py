@@ -203,3 +203,24 @@ def test_what_was_given_is_not_changed_nor_kept():
         (rows["x"].sum() + rows["y"].square().sum()).backward()
     for array, old in zip(arrays, before, strict=True):
         np.testing.assert_array_equal(array, old)
+
+
+def test_unsigned_ids_and_their_padding():
+    """2^64 - 1 is a padding as any other; what is beyond int64 is named as it was given."""
+    table = HostTable(5, 2, hostdev.SGD(), name="t", init=hostdev.Constant(1.0))
+    most = 2**64 - 1
+    for padding in (most, -1):
+        runtime = Runtime({"x": hostdev.Feature(table, pooling="sum", padding=padding)}, device="cpu")
+        for given in (
+            np.array([[3, most], [most, most]], np.uint64),
+            torch.tensor([[3, most], [most, most]], dtype=torch.uint64),
+        ):
+            rows = runtime.look_up({"x": given})["x"]
+            assert rows[:, 0].tolist() == [1, 0]
+    for padding in (None, 2**63):
+        runtime = Runtime({"x": hostdev.Feature(table, pooling="sum", padding=padding)}, device="cpu")
+        for given in (np.array([[3, most]], np.uint64), [[3, most]], [[-1, most]], [[3, 2**64 - 1]] * 160):
+            with pytest.raises(ValueError, match=f"feature 'x': an id: {most} at position 1 is beyond int64"):
+                runtime.look_up({"x": given})
+    with pytest.raises(ValueError, match="feature 'x': lengths: 18446744073709551615 at position 0 is beyond int64"):
+        runtime.look_up({"x": ([1], np.array([most], np.uint64))})

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hostdev.kernels.fingerprint import fingerprint
+from hostdev.kernels.content import fingerprint
 from tests import naive
 
 

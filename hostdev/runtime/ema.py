@@ -1,0 +1,169 @@
+"""Averages of a table's rows over the steps, for evaluation."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hostdev.core.errors import UserError
+from hostdev.core.ids import checked_ids
+from hostdev.core.memory import available_bytes, gib
+from hostdev.core.table_dtypes import BF16
+from hostdev.device.table import DeviceTable
+from hostdev.host.table import HostTable
+
+Rows = npt.NDArray[np.float32]
+Ids = npt.NDArray[Any]
+
+_PART = 1 << 16  # rows at a time
+
+
+class EMA:
+    """The exponential moving average of a table's weights, of all rows at each step.
+
+    ::
+
+        average = hostdev.EMA(users, decay=0.999)
+        for batch, rows in runtime.train(loader, ids=ids):
+            ...
+            optimizer.step()
+            average.update(batch.user)  # the ids of the step's batch; without, all rows are compared
+        with average.applied():
+            for batch, rows in runtime.predict(test_loader, ids=ids):
+                ...
+
+    With a step's weights w, average <- decay * average + (1 - decay) * w, from the weights at first. It is what a dense
+    average would be: rows that no step has changed are brought up to date when they are read. Host memory: 2 x rows x
+    dim x 4 bytes, and 8 bytes a row. `update` reads the table, which ends the batch in the body as any read does.
+
+    table  a HostTable or a DeviceTable
+    decay  in [0, 1)
+
+    UserError where there is not enough host memory.
+    """
+
+    def __init__(self, table: HostTable | DeviceTable, decay: float) -> None:
+        if not isinstance(table, HostTable | DeviceTable):
+            raise TypeError(f"EMA is of a hostdev.HostTable or a DeviceTable, not of a {type(table).__name__}")
+        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
+            raise ValueError(f"table {table.name!r}: decay must be in [0, 1), not {decay!r}")
+        needed, free = table.rows * (8 * table.dim + 8), available_bytes()
+        if needed > free:
+            raise UserError(
+                f"table {table.name!r}: the average of its rows needs {gib(needed)}, but {gib(free)} of host memory "
+                "are free"
+            )
+        self.table, self.decay = table, float(decay)
+        self.steps = 0  # so many updates
+        self._rows: Rows = np.empty((table.rows, table.dim), np.float32)  # the weights at the last update of each row
+        for part, values in self._parts(self._read(None)):
+            self._rows[part] = values
+        self._average = self._rows.copy()  # of that time
+        self._last = np.zeros(table.rows, np.int64)  # that time
+
+    def update(self, ids: Any = None) -> None:
+        """Take the weights of a step in.
+
+        ids  integers [N] or of any shape, an array or a tensor, each in [0, rows), duplicates allowed: all rows that
+             the step may have changed. None: find them by comparing all rows
+
+        Raises as `HostTable.lookup`, and nothing is taken in then.
+        """
+        if ids is None:
+            read = self._read(None)
+            changed = [
+                np.flatnonzero((values.view(np.int32) != self._rows[part].view(np.int32)).any(1)) + part.start
+                for part, values in self._parts(read)
+            ]
+            rows = np.concatenate(changed)
+        else:
+            array = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
+            rows = np.unique(checked_ids(array.reshape(-1), self.table.rows, self.table.name))
+            read = self._read(rows)
+        self.steps += 1
+        for start in range(0, len(rows), _PART):
+            part = rows[start : start + _PART]
+            values = self._values(read, part if ids is None else slice(start, start + len(part)))
+            before = self._at(part, self.steps - 1)
+            self._average[part] = before + (1 - self.decay) * (values - before)
+            self._rows[part], self._last[part] = values, self.steps
+
+    def lookup(self, ids: npt.ArrayLike) -> Rows:
+        """Return the averages of rows, float32 [N, D]; ids as in `HostTable.lookup`."""
+        return self._at(checked_ids(ids, self.table.rows, self.table.name), self.steps).astype(np.float32)
+
+    @property
+    def weights(self) -> Rows:
+        """The averages of all rows, a copy float32 [rows, dim]."""
+        out = np.empty_like(self._rows)
+        for start in range(0, len(out), _PART):
+            part = np.arange(start, min(len(out), start + _PART))
+            out[part] = self._at(part, self.steps)
+        return out
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Let the table have the averages within a `with`, and then the same bits as before.
+
+        Slots stay. With dtype="bf16" the averages are rounded to the nearest. A checkpoint that is saved within has
+        the averages; what is written to the weights within is lost. ValueError where the table cannot be written, as
+        with other ranks in a loop at depth > 0.
+        """
+        average = self.weights
+        if self.table.dtype == BF16:
+            average = torch.from_numpy(average).bfloat16().float().numpy()
+        with self.table.writing() as w:
+            before = w.weights.clone() if isinstance(w.weights, torch.Tensor) else w.weights.copy()
+            w.weights = torch.from_numpy(average) if isinstance(w.weights, torch.Tensor) else average
+        try:
+            yield
+        finally:
+            with self.table.writing() as w:
+                w.weights = before
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` takes, for `extra` of `Runtime.save`: tensors, which share the memory."""
+        names = ("rows", "average", "last")
+        arrays = (self._rows, self._average, self._last)
+        tensors = {name: torch.from_numpy(array) for name, array in zip(names, arrays, strict=True)}
+        return {"decay": self.decay, "steps": self.steps, **tensors}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` has returned, of a table of the same shape; ValueError for another."""
+        shape = list(state["rows"].shape)
+        if shape != list(self._rows.shape):
+            raise ValueError(
+                f"table {self.table.name!r} is {list(self._rows.shape)}, and the average is of one that is {shape}"
+            )
+        self.decay, self.steps = float(state["decay"]), int(state["steps"])
+        for array, name in ((self._rows, "rows"), (self._average, "average"), (self._last, "last")):
+            array[...] = state[name].cpu().numpy()
+
+    def _at(self, rows: Ids, step: int) -> npt.NDArray[np.float64]:
+        """Return the averages of rows [N] at a step, float64 [N, D]: their weights have not changed since the last."""
+        there = self._rows[rows].astype(np.float64)
+        gone = np.power(self.decay, (step - self._last[rows]).astype(np.float64))[:, None]
+        return there + gone * (self._average[rows].astype(np.float64) - there)
+
+    def _read(self, rows: Ids | None) -> Any:
+        """Return the table's weights, or those of rows [N]."""
+        if rows is None:
+            return self.table.columns()["weights"]
+        if isinstance(self.table, DeviceTable):
+            return self.table.lookup(torch.from_numpy(rows).to(self.table.device))
+        return self.table.lookup(rows)
+
+    def _parts(self, read: Any) -> Iterator[tuple[slice, Rows]]:
+        for start in range(0, self.table.rows, _PART):
+            part = slice(start, min(self.table.rows, start + _PART))
+            yield part, self._values(read, part)
+
+    @staticmethod
+    def _values(read: Any, rows: Any) -> Rows:
+        if isinstance(read, torch.Tensor):
+            at = torch.from_numpy(rows).to(read.device) if isinstance(rows, np.ndarray) else rows
+            return np.ascontiguousarray(read[at].cpu().numpy())
+        return np.ascontiguousarray(read[rows])
