@@ -21,7 +21,7 @@ Batches = list[dict[str, torch.Tensor]]
 def mine(data: films.Films, user: np.ndarray, film: np.ndarray, random: torch.Generator) -> torch.Tensor:
     """Return a negative for each training event, int64 [U, T]: one of each user's hardest, from the tables' weights."""
     seen = torch.from_numpy(data.film[:, :-2])
-    scores = torch.from_numpy(user) @ torch.from_numpy(film).T
+    scores = torch.from_numpy(user @ film.T)
     hardest = scores.scatter(1, seen, -torch.inf).topk(HARDEST).indices
     return hardest.gather(1, torch.randint(HARDEST, seen.shape, generator=random))
 
@@ -48,7 +48,7 @@ def make_tables(data: films.Films) -> tuple[hostdev.HostTable, hostdev.HostTable
 
 def recall(data: films.Films, user: np.ndarray, film: np.ndarray) -> float:
     """Return recall@20 of each user's second last film."""
-    scores = torch.from_numpy(user) @ torch.from_numpy(film).T
+    scores = torch.from_numpy(user @ film.T)
     return films.recall(scores, torch.from_numpy(data.film[:, -2]), torch.from_numpy(data.film[:, :-2]))
 
 
@@ -89,11 +89,7 @@ def train_hostdev(data: films.Films, epochs: int, **options) -> float:
         for _, rows in runtime.train(batches):
             loss_of(rows["user"], rows["film"], rows["negative"]).backward()
 
-    def weights() -> tuple[np.ndarray, np.ndarray]:
-        runtime.write_back()  # what a cache holds
-        return user.weights, film.weights
-
-    return train(data, epochs, weights, learn)
+    return train(data, epochs, lambda: (user.weights, film.weights), learn)
 
 
 def main(epochs: int = 6, **size: int) -> tuple[float, float]:

@@ -19,10 +19,10 @@ def batches(first, last):
 
 def main(steps):
     """Train so many steps in all, those before included."""
+    torch.manual_seed(0)  # from which the tables begin, too
     users = hostdev.HostTable(1000, 8, hostdev.LazyAdam(lr=0.01), name="users")
     films = hostdev.HostTable(500, 8, hostdev.LazyAdam(lr=0.01), name="films")
     runtime = hostdev.Runtime({"user": users, "film": films}, device="cpu")
-    torch.manual_seed(0)
     model = nn.Linear(16, 1)
     adam = torch.optim.Adam(model.parameters(), lr=0.01)
     done = 0

@@ -187,7 +187,9 @@ class TrainLoop(Loop):
             )
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of the current batch's rows."""
+        """Forget the gradients of the current batch's rows; those that were stepped with are the tables' by then."""
+        if self._stepped:  # `zero_grad` at the end of a body takes back no step of the dense side either
+            return
         for group in self._leaves:
             for leaf in group:
                 leaf.drop_grad()

@@ -76,7 +76,7 @@ class TableOptimizer(torch.optim.Optimizer):
         raise ValueError("the tables take their steps when the loop comes back for the next batch; leave this call out")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients that the rows of the loop's batch have; the next batch's begin without any."""
+        """Forget the gradients of the batch's rows, unless an optimizer has stepped with them."""
         self._drop()
 
     def take_over(self) -> None:

@@ -54,8 +54,7 @@ def train(accelerator, epochs, accumulate, *, runtime=None, wrap=lambda batches:
     return losses, weights(runtime), steps
 
 
-@pytest.mark.parametrize("accumulate", [1, 3, 7])
-@pytest.mark.parametrize(("depth", "cache"), [(0, None), (2, None), (4, "50%")])
+@pytest.mark.parametrize(("accumulate", "depth", "cache"), [(1, 2, None), (3, 0, None), (3, 4, "50%"), (7, 2, None)])
 def test_the_loop_steps_where_it_does_without_reading_ahead(make_accelerator, accumulate, depth, cache):
     runtime = make_runtime(depth, cache)
     found = train(make_accelerator(gradient_accumulation_steps=accumulate), 2, accumulate, runtime=runtime)

@@ -327,6 +327,15 @@ def test_gradients_of_rows_are_forgotten(device, cache):
     assert differing(case.state(), Case(device).train(batches).state()) == []
 
 
+def test_zero_grad_after_the_step_takes_nothing_back():
+    """At the end of a body, where many clear the gradients."""
+    batches, case = batches_of(4), Case()
+    for label, rows in case.loop(batches):
+        case.step(label, rows)
+        case.runtime.optimizer.zero_grad()
+    assert differing(case.state(), Case().train(batches).state()) == []
+
+
 def test_the_state_of_a_schedule_goes_into_a_checkpoint():
     case = Case(optimizer=sgd)
     schedule = schedule_of("warm-up", case.runtime.optimizer)
