@@ -399,7 +399,8 @@ class Runtime:
         take_step(self.pipeline, pending, {table.name for table in self.tables.values() if self.is_frozen(table)})
 
     def _drop_gradients(self) -> None:
-        self._pending = None
+        if self._pending is not None:
+            self._pending.drop()
         if (loop := self._loop) is not None:
             loop.drop_gradients()
 
