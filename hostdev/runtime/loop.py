@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from typing import Any
-from weakref import ReferenceType, WeakSet, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from hostdev.runtime.requests import Reader
 from hostdev.runtime.rows import Leaf, Rows
 from hostdev.runtime.waiting import leaves_of, optimizers_of
 
-__all__ = ["NonFiniteError", "PredictLoop", "TrainLoop"]
+__all__ = ["NonFiniteError", "PredictLoop", "TrainLoop", "trained", "trained_by"]
 
 
 class TrainLoop(Loop):
@@ -427,6 +427,15 @@ class TrainLoop(Loop):
         given = {id(gradient) for gradient in gradients}
         own = [gradient for group in self._leaves for leaf in group for gradient in leaf.grads()]
         return any(id(gradient) in given for gradient in own) if own else None
+
+
+trained: WeakKeyDictionary[Any, ReferenceType[TrainLoop]] = WeakKeyDictionary()  # tables, by loops that are open
+
+
+def trained_by(table: Any) -> TrainLoop | None:
+    """Return the open loop, of any runtime, that trains a table."""
+    loop = trained.get(table)
+    return None if loop is None else loop()
 
 
 def _came(loop: ReferenceType[TrainLoop], _: Tensor) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
 
@@ -20,7 +20,7 @@ from hostdev.pipeline.pipeline import Pipeline, require_depth
 from hostdev.runtime import scaling
 from hostdev.runtime.features import Table, resolve
 from hostdev.runtime.look_up import look_up
-from hostdev.runtime.loop import PredictLoop, TrainLoop
+from hostdev.runtime.loop import PredictLoop, TrainLoop, trained, trained_by
 from hostdev.runtime.partial import ids_of_some, some_features
 from hostdev.runtime.pending import FirstBatch, Pending, take_step
 from hostdev.runtime.placement import cache_specs, require_parts, require_place, require_room
@@ -31,13 +31,6 @@ from hostdev.runtime.table_optimizer import TableOptimizer
 if TYPE_CHECKING:
     from hostdev.checkpoint.saving import Saving
     from hostdev.runtime.saving import Keeper
-
-_trained: WeakKeyDictionary[Any, ReferenceType[TrainLoop]] = WeakKeyDictionary()  # tables, by loops that are open
-
-
-def _trained_by(table: Any) -> TrainLoop | None:
-    loop = _trained.get(table)
-    return None if loop is None else loop()
 
 
 class Runtime:
@@ -189,9 +182,9 @@ class Runtime:
 
         A table takes a step with a batch if a gradient has come to its rows by then. When a step is skipped, as there
         was no `backward`, nothing changes. Breaking off, or an error, ends the loop: what has been stepped is in the
-        tables. Where `batches` is an iterator, such as a generator, it has been read further than the loop has come;
-        the next loop over the same iterator gets those batches first. ValueError while another loop over these tables
-        is open.
+        tables. Gradients that no step was taken with count in the next one, if the dense parameters keep theirs.
+        Where `batches` is an iterator, such as a generator, it has been read further than the loop has come; the next
+        loop over the same iterator gets those batches first. ValueError while another loop over these tables is open.
         """
         self._require_open()
         if accumulate < 1:
@@ -376,7 +369,7 @@ class Runtime:
     def keep_pending(self, pending: Pending) -> None:
         """Keep gradients that wait for a step which a loop was left before."""
         self._pending = pending
-        scaling.watch(pending)
+        scaling.watch_steps(pending)
 
     def first_batch(self) -> FirstBatch | None:
         """Return what the first batch of a loop is to do about gradients that wait for a step; None: there are none."""
@@ -436,7 +429,7 @@ class Runtime:
             raise ValueError("a loop over `predict` is open; end it, or call its close(), before training")
         self._open = ref(loop)
         for table in self.tables.values():
-            _trained[table] = self._open
+            trained[table] = self._open
 
     def is_predicting(self) -> bool:
         """Tell whether a loop over `predict` is open; one whose body has raised is closed."""
@@ -446,14 +439,14 @@ class Runtime:
 
     def _close_abandoned(self, *, but: TrainLoop | None = None) -> None:
         """Close loops over these tables whose body has raised: in a notebook, the traceback may hold them for long."""
-        training = [_trained_by(table) for table in self.tables.values()]
+        training = [trained_by(table) for table in self.tables.values()]
         for loop in [*training, *self._predict_loops]:
             if loop is not None and (loop.is_abandoned or loop.is_finished) and loop is not but:
                 loop.close()
 
     def _require_own(self) -> None:
         """ValueError while a loop of another runtime trains one of the tables."""
-        busy = [table.name for table in self.tables.values() if _trained_by(table) is not None]
+        busy = [table.name for table in self.tables.values() if trained_by(table) is not None]
         if busy and self._loop is None:
             raise ValueError(
                 f"table {busy[0]!r} is being trained by a loop of another runtime; end it, or call its close(), first"
@@ -463,7 +456,7 @@ class Runtime:
         """Note that it has closed."""
         self._open = None
         for table in self.tables.values():
-            _trained.pop(table, None)
+            trained.pop(table, None)
 
     def begin_prediction(self, loop: PredictLoop) -> None:
         """Note that a loop over `predict` opens; ValueError while one of another runtime trains these tables."""

@@ -134,25 +134,34 @@ class _Seen(threading.local):
 
 _seen = _Seen()
 _watchers: WeakSet[Any] = WeakSet()
+_open: WeakSet[Any] = WeakSet()  # the loops among them
 _installed = threading.Lock()
 
 
 def watch(loop: Watcher) -> None:
     """Let a loop see these calls from now on, until it is gone or `forget` is called."""
+    watch_steps(loop)
     with _installed:
-        _install()
-        _watchers.add(loop)
+        _open.add(loop)
         _see(clip_grad, _GROUPING, _group_and_look, "a clip which leaves out the rows")
         _see(torch.autograd, "backward", _backward_and_look, "a loss that is not finite")
         if not _steps:
             _steps.append(register_optimizer_step_pre_hook(_before_step))
 
 
+def watch_steps(watcher: Watcher) -> None:
+    """Let something see the optimizers' steps from now on, until it is gone; that is nothing to restore."""
+    with _installed:
+        _install()
+        _watchers.add(watcher)
+
+
 def forget(loop: Watcher) -> None:
-    """End what `watch` began."""
+    """End what `watch` began; with the last loop torch has its own functions again."""
     with _installed:
         _watchers.discard(loop)
-        if _watchers:
+        _open.discard(loop)
+        if _open:
             return
         for name, (owner, original, look) in _seen_through.items():
             if getattr(owner, name, None) is look:  # else somebody has put another one around it

@@ -120,6 +120,7 @@ def test_a_step_after_the_loop(device, depth, cache):
     """Of the dense side's optimizer, for a group that was left: the rows take it, too; once."""
 
     def flush(runtime, dense):
+        assert torch.autograd.backward.__module__ == "torch.autograd"  # no loop is open
         dense.step()
         assert runtime.look_up({"x": [0]})["x"].item() == -1.0
         dense.zero_grad()
