@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from typing import Any
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -24,9 +24,9 @@ from hostdev.runtime.random_streams import Place
 from hostdev.runtime.reduction import Reduction
 from hostdev.runtime.requests import Reader
 from hostdev.runtime.rows import Leaf, Rows
-from hostdev.runtime.waiting import waiting_optimizers
+from hostdev.runtime.waiting import leaves_of, optimizers_of
 
-__all__ = ["NonFiniteError", "PredictLoop", "TrainLoop"]
+__all__ = ["NonFiniteError", "PredictLoop", "TrainLoop", "trained", "trained_by"]
 
 
 class TrainLoop(Loop):
@@ -54,7 +54,11 @@ class TrainLoop(Loop):
         self._any_steps = False  # of optimizers, in the loop so far
         self._rates: list[float] | None = None  # learning rates of the tables, for the flight; None: those at its end
         self._backward = -1  # torch's number of the backward pass that has brought gradients last
-        self._awaits_optimizer: bool | None = None  # whether one has gradients to step with; None: not looked at
+        self._parameters: list[
+            ReferenceType[Tensor]
+        ] = []  # of the dense side, that the flight has brought gradients to
+        self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()  # that have stepped in the loop
+        self._awaits_optimizer: bool | None = None  # whether one has still to step; None: not looked at
         self._without = 0  # flights with gradients and without such a step
         self._losses = 0  # that were scaled before the flight
         self._unscaled = False
@@ -154,7 +158,7 @@ class TrainLoop(Loop):
                 self._losses_seen, self._runtime.step_channel,
             )  # fmt: skip
         self._stepped, self._early = set(), set()
-        self._rates, self._awaits_optimizer = None, None
+        self._rates, self._awaits_optimizer, self._parameters = None, None, []
         self._runtime.learning_rates()  # raises those that cannot be before the step
         if self._first is not None:
             self._shares_rows = True
@@ -227,8 +231,21 @@ class TrainLoop(Loop):
         if self._without:
             return False
         if self._awaits_optimizer is None:
-            self._awaits_optimizer = bool(waiting_optimizers())
+            self._awaits_optimizer = bool(self._waiting_optimizers())
         return self._awaits_optimizer
+
+    def _waiting_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers of the dense side that have gradients of the flight, before any has stepped."""
+        if self._any_steps:
+            return list(self._optimizers)
+        return optimizers_of([found for held in self._parameters if (found := held()) is not None])
+
+    def expect_backward(self, roots: Sequence[Any]) -> None:
+        """See `scaling.Watcher`."""
+        if self._flight is None or self._any_steps or self._without:
+            return
+        own = {id(leaf.rows) for group in self._leaves for leaf in group}
+        self._parameters += [ref(leaf) for leaf in leaves_of(roots) if id(leaf) not in own]
 
     def gradients_came(self) -> None:
         """Take the rates for the batch: those that are set from now on are for the next one, unless more comes."""
@@ -274,7 +291,7 @@ class TrainLoop(Loop):
         assert self._flight is not None
         if self._stepped or self._reduction is not None or not self._has_gradients() or self.is_scaled():
             return
-        optimizers = [] if self._without else waiting_optimizers()
+        optimizers = [] if self._without else self._waiting_optimizers()
         if not optimizers and (self._any_steps or not self._shares_rows):
             return  # `zero_grad` has been called; or a body without an optimizer has raised
         uses, more = [rows.uses for rows in self._rows], None
@@ -365,15 +382,18 @@ class TrainLoop(Loop):
             self._without += 1
         return True
 
-    def before_step(self) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """See `scaling.Watcher`. Raises ValueError for rates that cannot be, before the dense side has stepped."""
         if self._flight is not None and not self._stepped:
             self._rates = self._runtime.learning_rates()
+            if self._first is not None and not self._micros and self._first.pending.waits_for(optimizer):
+                self._first.came(self._leaves, self._inverses)  # it steps, though no gradients of the batch have come
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """See `scaling.Watcher`."""
         if self._flight is not None:
             (self._early if self._micros else self._stepped).add(id(optimizer))
+            self._optimizers.add(optimizer)
         if getattr(optimizer, "found_inf", None) is self._finite.stop:
             del optimizer.found_inf  # type: ignore[attr-defined]  # of this step, by `Rows.guard`
 
@@ -433,6 +453,15 @@ class TrainLoop(Loop):
         given = {id(gradient) for gradient in gradients}
         own = [gradient for group in self._leaves for leaf in group for gradient in leaf.grads()]
         return any(id(gradient) in given for gradient in own) if own else None
+
+
+trained: WeakKeyDictionary[Any, ReferenceType[TrainLoop]] = WeakKeyDictionary()  # tables, by loops that are open
+
+
+def trained_by(table: Any) -> TrainLoop | None:
+    """Return the open loop, of any runtime, that trains a table."""
+    loop = trained.get(table)
+    return None if loop is None else loop()
 
 
 def _came(loop: ReferenceType[TrainLoop], _: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
 
@@ -13,17 +13,10 @@ from hostdev.runtime import scaling
 from hostdev.runtime.access import Access
 from hostdev.runtime.features import GroupSpec
 from hostdev.runtime.loaders import PredictLoader
-from hostdev.runtime.loop import PredictLoop, TrainLoop
+from hostdev.runtime.loop import PredictLoop, TrainLoop, trained, trained_by
 from hostdev.runtime.pending import FirstBatch, Pending, take_step
 from hostdev.runtime.random_streams import Place, RandomStreams
 from hostdev.runtime.read_ahead import ReadAhead
-
-_trained: WeakKeyDictionary[Any, ReferenceType[TrainLoop]] = WeakKeyDictionary()  # tables, by loops that are open
-
-
-def _trained_by(table: Any) -> TrainLoop | None:
-    loop = _trained.get(table)
-    return None if loop is None else loop()
 
 
 class ForLoops:
@@ -61,7 +54,7 @@ class ForLoops:
     def keep_pending(self, pending: Pending) -> None:
         """Keep gradients that wait for a step which a loop was left before."""
         self._pending = pending
-        scaling.watch(pending)
+        scaling.watch_steps(pending)
 
     def first_batch(self) -> FirstBatch | None:
         """Return what the first batch of a loop is to do about gradients that wait for a step; None: there are none."""
@@ -84,7 +77,8 @@ class ForLoops:
         take_step(self.pipeline, pending, {table.name for table in self.tables.values() if self.is_frozen(table)})
 
     def _drop_gradients(self) -> None:
-        self._pending = None
+        if self._pending is not None:
+            self._pending.drop()
         if (loop := self._loop) is not None:
             loop.drop_gradients()
 
@@ -151,7 +145,7 @@ class ForLoops:
             raise ValueError("a loop over `predict` is open; end it, or call its close(), before training")
         self._open = ref(loop)
         for table in self.tables.values():
-            _trained[table] = self._open
+            trained[table] = self._open
         self._own()
 
     def is_predicting(self) -> bool:
@@ -162,14 +156,14 @@ class ForLoops:
 
     def _close_abandoned(self, *, but: TrainLoop | None = None) -> None:
         """Close loops over these tables whose body has raised: in a notebook, the traceback may hold them for long."""
-        training = [_trained_by(table) for table in self.tables.values()]
+        training = [trained_by(table) for table in self.tables.values()]
         for loop in [*training, *self._predict_loops]:
             if loop is not None and (loop.is_abandoned or loop.is_finished) and loop is not but:
                 loop.close()
 
     def _require_own(self) -> None:
         """ValueError while a loop of another runtime trains one of the tables."""
-        busy = [table.name for table in self.tables.values() if _trained_by(table) is not None]
+        busy = [table.name for table in self.tables.values() if trained_by(table) is not None]
         if busy and self._loop is None:
             raise ValueError(
                 f"table {busy[0]!r} is being trained by a loop of another runtime; end it, or call its close(), first"
@@ -179,7 +173,7 @@ class ForLoops:
         """Note that it has closed."""
         self._open = None
         for table in self.tables.values():
-            _trained.pop(table, None)
+            trained.pop(table, None)
         self._disown()
 
     def _own(self) -> None:

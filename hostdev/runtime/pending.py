@@ -47,11 +47,16 @@ class Pending:
         self._held = [(optimizer, found, found.grad) for optimizer in optimizers
                       if (found := first_parameter(optimizer)) is not None]  # fmt: skip
         self._apply = apply
+        self._dropped = False
         self.thread = threading.get_ident()
 
     def is_kept(self) -> bool:
         """Tell whether the dense side still has its gradients of the same batches."""
-        return all(parameter.grad is grad for _, parameter, grad in self._held)
+        return not self._dropped and all(parameter.grad is grad for _, parameter, grad in self._held)
+
+    def drop(self) -> None:
+        """Forget them."""
+        self._dropped = True
 
     def added_to(self, request: Request) -> Request:
         """Return a request for these rows, too."""
@@ -71,19 +76,26 @@ class Pending:
                 if grad is not None and leaf.trained:
                     leaf.add_grad(torch.zeros_like(leaf.rows, requires_grad=False).index_copy_(0, at.long(), grad))
 
+    def expect_backward(self, roots: Sequence[Any]) -> None:
+        """See `scaling.Watcher`."""
+
     def gradients_version(self) -> None:
         """See `scaling.Watcher`."""
 
     def backward(self, losses: Sequence[Tensor], version: int | None) -> None:
         """See `scaling.Watcher`."""
 
-    def before_step(self) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """See `scaling.Watcher`."""
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Take the step with an optimizer of the dense side that takes it after the loop; see `scaling.Watcher`."""
-        if any(optimizer is one for one, _, _ in self._held) and self.is_kept():
+        if self.waits_for(optimizer) and self.is_kept():
             self._apply(self)
+
+    def waits_for(self, optimizer: Optimizer) -> bool:
+        """Tell whether the dense side's gradients of the same batches are this optimizer's."""
+        return any(optimizer is one for one, _, _ in self._held)
 
     def scaled(self, losses: Any) -> None:
         """See `scaling.Watcher`."""

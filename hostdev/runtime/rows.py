@@ -120,6 +120,11 @@ class Leaf:
         out: Tensor = _InOrderOfIds.apply(self.rows, self._order)  # type: ignore[no-untyped-call]
         return out
 
+    def chosen(self, places: Tensor) -> Tensor:
+        """Return some of the rows, all different, int64 [any], through which gradients go."""
+        out: Tensor = _Chosen.apply(self.rows, places)  # type: ignore[no-untyped-call]
+        return out
+
     def reordered(self, values: Tensor) -> Tensor:
         """Return values [U] of the rows in the order of the ids."""
         return values if self._order is None else self._order.in_ids(values)
@@ -142,6 +147,21 @@ class _InOrderOfIds(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return ctx.order.in_rows(grads[0]), None
+
+
+class _Chosen(torch.autograd.Function):
+    """A node that can be used again after a backward pass, as `_Pull`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.places, ctx.size = places, len(rows)
+        return rows.index_select(0, places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        out = grads[0].new_zeros(ctx.size, grads[0].shape[1])
+        return out.index_copy_(0, ctx.places, grads[0]), None
 
 
 class Rows:
@@ -295,7 +315,7 @@ class Rows:
                 if leaf.table.name == table:
                     own = uses.first_uses() if self._has_others else None
                     if table not in self._unique:  # one node of the graph: its gradients add up as without a cache
-                        self._unique[table] = leaf.in_ids() if own is None else leaf.rows.index_select(0, own)
+                        self._unique[table] = leaf.in_ids() if own is None else leaf.chosen(own)
                     counts = uses.counts()
                     return self._unique[table], leaf.reordered(counts) if own is None else counts[own]
         names = [leaf.table.name for group in self._leaves for leaf in group]

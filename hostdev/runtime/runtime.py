@@ -201,9 +201,9 @@ class Runtime(ForFrameworks, ForLoops):
 
         A table takes a step with a batch if a gradient has come to its rows by then. When a step is skipped, as there
         was no `backward`, nothing changes. Breaking off, or an error, ends the loop: what has been stepped is in the
-        tables. Where `batches` is an iterator, such as a generator, it has been read further than the loop has come;
-        the next loop over the same iterator gets those batches first. ValueError while another loop over these tables
-        is open.
+        tables. Gradients that no step was taken with count in the next one, if the dense parameters keep theirs.
+        Where `batches` is an iterator, such as a generator, it has been read further than the loop has come; the next
+        loop over the same iterator gets those batches first. ValueError while another loop over these tables is open.
         """
         self._require_open()
         if accumulate < 1:

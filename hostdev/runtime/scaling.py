@@ -20,11 +20,10 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
+from torch.autograd.graph import GradientEdge
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
-
-from hostdev.runtime.waiting import note_step
 
 _MOST_SCALES = 64  # remembered of a scaler; only those of the current batch are of interest
 _MARK = "_seen_by_hostdev"
@@ -51,13 +50,16 @@ class Watcher(Protocol):
     def overflowed(self, found: Tensor) -> None:
         """Take note of whether gradients of an optimizer's parameters or of rows are not finite, float32 []."""
 
+    def expect_backward(self, roots: list[Any]) -> None:
+        """`backward` of these tensors is about to begin."""
+
     def gradients_version(self) -> int | None:
         """Return a number that changes when gradients of rows come, 0 where there are none; None: no batch is open."""
 
     def backward(self, losses: list[Tensor], version: int | None) -> None:
         """`backward` of these losses, [], is over; the version of the rows' gradients was this one before."""
 
-    def before_step(self) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to take a step."""
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -132,25 +134,34 @@ class _Seen(threading.local):
 
 _seen = _Seen()
 _watchers: WeakSet[Any] = WeakSet()
+_open: WeakSet[Any] = WeakSet()  # the loops among them
 _installed = threading.Lock()
 
 
 def watch(loop: Watcher) -> None:
     """Let a loop see these calls from now on, until it is gone or `forget` is called."""
+    watch_steps(loop)
     with _installed:
-        _install()
-        _watchers.add(loop)
+        _open.add(loop)
         _see(clip_grad, _GROUPING, _group_and_look, "a clip which leaves out the rows")
         _see(torch.autograd, "backward", _backward_and_look, "a loss that is not finite")
         if not _steps:
             _steps.append(register_optimizer_step_pre_hook(_before_step))
 
 
+def watch_steps(watcher: Watcher) -> None:
+    """Let something see the optimizers' steps from now on, until it is gone; that is nothing to restore."""
+    with _installed:
+        _install()
+        _watchers.add(watcher)
+
+
 def forget(loop: Watcher) -> None:
-    """End what `watch` began."""
+    """End what `watch` began; with the last loop torch has its own functions again."""
     with _installed:
         _watchers.discard(loop)
-        if _watchers:
+        _open.discard(loop)
+        if _open:
             return
         for name, (owner, original, look) in _seen_through.items():
             if getattr(owner, name, None) is look:  # else somebody has put another one around it
@@ -173,11 +184,14 @@ def _see(owner: Any, name: str, look: Callable[..., Any], what: str) -> None:
 
 def _backward_and_look(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
     """Look at the losses whose gradients come to rows: these may be finite where a loss is not."""
+    given = [tensors] if isinstance(tensors, Tensor | GradientEdge) else list(tensors)
     loops = [(loop, loop.gradients_version()) for loop in _mine()]
-    _seen_through["backward"][1](tensors, grad_tensors, *args, **kwargs)
-    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    for loop, _ in loops:
+        loop.expect_backward(given)
+    _seen_through["backward"][1](given, grad_tensors, *args, **kwargs)
     if grad_tensors is None and kwargs.get("grad_variables") is None:
-        losses = [tensor.detach() for tensor in given if tensor.numel() == 1 and tensor.is_floating_point()]
+        roots = [root.detach() for root in given if isinstance(root, Tensor)]
+        losses = [root for root in roots if root.numel() == 1 and root.is_floating_point()]
         for loop, version in loops:
             loop.backward([loss.view(()) for loss in losses], version)
 
@@ -261,13 +275,12 @@ def _look_at_clip(name: str, gradients: list[Tensor]) -> None:
     )
 
 
-def _before_step(*_: Any, **__: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
     for loop in _mine():
-        loop.before_step()
+        loop.before_step(optimizer)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
-    note_step(optimizer)
     for loop in _mine():
         loop.stepped(optimizer)
 

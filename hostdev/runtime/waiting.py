@@ -1,41 +1,49 @@
-"""Whether a dense optimizer waits with gradients for its step: then a batch is not over, though its rows have theirs.
+"""Whether a dense optimizer is yet to step with a batch's gradients: then the batch is not over.
 
-Asked only in the first batch of a loop, and only where that is left, or looked at, before any optimizer has stepped:
-later batches are known to have one or to have none.
+Asked only in the first batch of a loop that has gradients, and only where that batch is left, or looked at, before any
+optimizer has stepped: later ones are known to have an optimizer, or none.
 """
 
 import gc
+from collections.abc import Iterable, Sequence
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-_stepped_with: WeakKeyDictionary[Optimizer, tuple[ReferenceType[Tensor], int]] = WeakKeyDictionary()
+
+def leaves_of(roots: Iterable[Any]) -> list[Tensor]:
+    """Return the leaves that gradients of these tensors, or edges of a graph, go to."""
+    found = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
+    nodes = [node for node in found if node is not None]
+    seen: set[Any] = set(nodes)
+    leaves = []
+    while nodes:
+        node = nodes.pop()
+        if isinstance(leaf := getattr(node, "variable", None), Tensor):
+            leaves.append(leaf)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return leaves
 
 
-def note_step(optimizer: Optimizer) -> None:
-    """Remember which gradient an optimizer has stepped with, so that it counts as new only after it has changed."""
-    if (parameter := first_parameter(optimizer)) is not None and parameter.grad is not None:
-        _stepped_with[optimizer] = ref(parameter.grad), parameter.grad._version
-
-
-def waiting_optimizers() -> list[Optimizer]:
-    """Return the optimizers of this process that have gradients which they have not stepped with."""
-    gc.collect()  # one that nobody holds does not wait
+def optimizers_of(parameters: Sequence[Tensor]) -> list[Optimizer]:
+    """Return the optimizers that have one of these parameters."""
+    if not parameters:
+        return []
+    gc.collect()  # one that nobody holds does not count
+    wanted = {id(parameter) for parameter in parameters}
     optimizers = [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
-    return [optimizer for optimizer in optimizers if _waits(optimizer)]
-
-
-def _waits(optimizer: Optimizer) -> bool:
-    parameter = first_parameter(optimizer)
-    if parameter is None or parameter.grad is None:
-        return False
-    known, version = _stepped_with.get(optimizer, (None, 0))
-    return known is None or known() is not parameter.grad or version != parameter.grad._version
+    return [one for one in optimizers if any(id(parameter) in wanted for parameter in _parameters(one))]
 
 
 def first_parameter(optimizer: Optimizer) -> Tensor | None:
     """Return the first parameter that has a gradient."""
+    return next((parameter for parameter in _parameters(optimizer) if parameter.grad is not None), None)
+
+
+def _parameters(optimizer: Optimizer) -> Iterable[Tensor]:
     groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", [])  # not there while it is being made
-    return next((parameter for group in groups for parameter in group["params"] if parameter.grad is not None), None)
+    return (parameter for group in groups for parameter in group["params"])
