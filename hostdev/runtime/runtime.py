@@ -21,7 +21,7 @@ from hostdev.pipeline.groups import Group
 from hostdev.pipeline.pipeline import Pipeline, require_depth
 from hostdev.runtime import room
 from hostdev.runtime.access import Access
-from hostdev.runtime.features import GroupSpec, Table, resolve
+from hostdev.runtime.features import GroupSpec, Table, require_seeds, resolve
 from hostdev.runtime.loop import PredictLoop, TrainLoop
 from hostdev.runtime.read_ahead import ReadAhead
 from hostdev.runtime.requests import IdsOf, Reader
@@ -90,6 +90,7 @@ class Runtime:
         if dense_exchange not in EXCHANGES:
             raise ValueError(f"dense_exchange must be one of {', '.join(EXCHANGES)}, not {dense_exchange!r}")
         _require_parts(self.group_specs, ranks)
+        require_seeds(self.group_specs, ranks)
         self.device = backend.require(device)
         _require_place(self.group_specs, self.device)
         specs = _cache_specs(cache, self.group_specs)
