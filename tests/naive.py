@@ -184,6 +184,21 @@ def mix32(x):
     return x ^ (x >> np.uint32(16))
 
 
+def uniform(rows, dim, key, low, high):
+    """Initial weights of the rows [n], float32 [n, dim]: 24 bits of the same hashes as those of `normal`."""
+    z = splitmix64(rows.astype(np.uint64) ^ np.uint64(key))
+    halves = z.astype(np.uint32)[:, None], (z >> np.uint64(32)).astype(np.uint32)[:, None]
+    pair = np.arange((dim + 1) // 2, dtype=np.uint32)
+    words = [mix32(half ^ (pair * np.uint32(c))) for half, c in zip(halves, (0x9E3779B9, 0x85EBCA6B), strict=True)]
+    steps = np.stack(words, axis=2).reshape(len(rows), 2 * len(pair))[:, :dim] >> np.uint32(8)
+    return (low + (high - low) * 2.0**-24 * steps).astype(f32)
+
+
+def largest(values):
+    """The largest absolute value; infinite where one is not a number, 0 where there is none."""
+    return float(np.max(np.where(np.isnan(values), np.inf, np.abs(values)), initial=0))
+
+
 def normal(rows, dim, key, std):
     """Initial weights of the rows [n], float32 [n, dim]: hashes, then Box-Muller with Cephes' polynomials."""
     z = splitmix64(rows.astype(np.uint64) ^ np.uint64(key))

@@ -13,6 +13,7 @@ from hostdev.core.ids import BeyondInt64Error, int64_of, padding_of
 from hostdev.device.table import DeviceTable
 from hostdev.host.table import HostTable
 from hostdev.kernels.groups import check_groups, drop_padding, offsets_of
+from hostdev.parallel.ranks import Ranks
 from hostdev.runtime.spec import Bag, Feature
 
 Table = HostTable | DeviceTable
@@ -76,6 +77,20 @@ def resolve(features: Mapping[str, Any]) -> tuple[list[Wanted], list[GroupSpec]]
         for name, feature in specs.items()
     ]
     return wanted, list(groups.values())
+
+
+def require_seeds(groups: Sequence[GroupSpec], ranks: Ranks | None) -> None:
+    """UserError, on all ranks, where the parts of a table have other seeds, and so are not parts of one table."""
+    if ranks is None:
+        return
+    seeds = {table.name: table.seed for group in groups for table in group.tables}
+    for rank, others in enumerate(ranks.control.share(seeds)):
+        for name, seed in others.items():
+            if seeds.get(name, seed) != seed:
+                raise UserError(
+                    f"table {name!r} has the seed {seed} on rank {rank}, and {seeds[name]} on rank {ranks.rank}; give "
+                    "all ranks the same seed=, as torch.manual_seed may differ between them"
+                )
 
 
 def _tables(name: str, feature: Feature) -> tuple[Table, ...]:

@@ -18,7 +18,7 @@ from hostdev.parallel.ranks import Ranks
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.pipeline import Pipeline, require_depth
 from hostdev.runtime import alike
-from hostdev.runtime.features import Table, resolve
+from hostdev.runtime.features import Table, require_seeds, resolve
 from hostdev.runtime.loaders import ForFrameworks
 from hostdev.runtime.look_up import look_up
 from hostdev.runtime.loop import PredictLoop, TrainLoop
@@ -93,6 +93,7 @@ class Runtime(ForFrameworks, ForLoops):
         if dense_exchange not in EXCHANGES:
             raise ValueError(f"dense_exchange must be one of {', '.join(EXCHANGES)}, not {dense_exchange!r}")
         require_parts(self.group_specs, ranks)
+        require_seeds(self.group_specs, ranks)
         self.device = backend.require(device)
         require_place(self.group_specs, self.device)
         specs = cache_specs(cache, self.group_specs)

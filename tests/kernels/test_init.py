@@ -9,6 +9,7 @@ from hostdev.host.table import HostTable
 from hostdev.kernels.counter import key64, mix64, permutation, uniform
 from hostdev.kernels.init import fill_normal
 from hostdev.kernels.pool import set_host_threads
+from hostdev.kernels.uniform import fill_uniform
 from tests import naive
 
 NO_SLOTS = np.empty(0, np.float32)
@@ -24,6 +25,21 @@ def fill(rows, dim, key, first_row=0, std=0.01):
 def test_matches_the_naive_twin_to_the_bit(dim):
     key = key64(7, "deep")
     np.testing.assert_array_equal(fill(3000, dim, key), naive.normal(np.arange(3000), dim, key, 0.01))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dim", [1, 3, 80])
+def test_uniform_values_are_the_twins(dim, threads):
+    set_host_threads(threads)
+    key, slots = key64(7, "deep"), np.array([0.5, 2], np.float32)
+    for rows, first in ((0, 0), (1, 0), (3000, 2**33 + 5)):
+        block = np.empty((rows, 3, dim), np.float32)
+        fill_uniform(block, key, -0.3, 1.7, slots, first_row=first)
+        np.testing.assert_array_equal(block[:, 0], naive.uniform(first + np.arange(rows), dim, key, -0.3, 1.7))
+        assert (block[:, 1:] == slots[:, None]).all()
+    ids = np.array([5, 2**40, 5])
+    fill_uniform(block[:3], key, -0.3, 1.7, slots, ids=ids)
+    np.testing.assert_array_equal(block[:3, 0], naive.uniform(ids, dim, key, -0.3, 1.7))
 
 
 def test_a_value_depends_on_seed_name_row_and_column_only():

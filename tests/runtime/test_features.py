@@ -1,5 +1,7 @@
 """Features of all kinds against whole tables in plain torch."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 
 import hostdev
 from hostdev import Bag, DeviceTable, Feature, HostTable, Runtime
+from hostdev.runtime.features import require_seeds, resolve
 from tests.runtime.cases import CPU, sgd, weights_of
 
 V, D = 50, 3
@@ -224,3 +227,18 @@ def test_unsigned_ids_and_their_padding():
                 runtime.look_up({"x": given})
     with pytest.raises(ValueError, match="feature 'x': lengths: 18446744073709551615 at position 0 is beyond int64"):
         runtime.look_up({"x": ([1], np.array([most], np.uint64))})
+
+
+def test_the_parts_of_a_table_have_one_seed():
+    """`torch.manual_seed(seed + rank)` is usual, and would give each rank rows of another table."""
+
+    class Ranks:
+        rank, control = 0, SimpleNamespace(share=lambda seeds: [seeds, {"t": 7}])
+
+    for seed in (7, 1):
+        _, groups = resolve({"x": HostTable(5, 2, hostdev.SGD(), name="t", seed=seed, part=(0, 2))})
+        if seed == 7:
+            require_seeds(groups, Ranks)
+            require_seeds(groups, None)
+    with pytest.raises(hostdev.UserError, match="table 't' has the seed 7 on rank 1, and 1 on rank 0; give all ranks"):
+        require_seeds(groups, Ranks)
