@@ -4,11 +4,12 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hostdev.host.table import HostTable
-from hostdev.parallel.alike import shown
+from hostdev.parallel.alike import UnlikeError, shown
 from hostdev.runtime.features import GroupSpec, Table, Wanted
 
 
@@ -45,6 +46,24 @@ def of_parameters(parameters: Sequence[Tensor]) -> Mapping[str, Any]:
         text += f"{zlib.crc32(values.numpy().data):08x}"
         found[f"parameter {number}"] = text
     return found
+
+
+def marks_of(tables: Sequence[Table], frozen: Sequence[bool]) -> list[int]:
+    """Return what ranks tell each other with each step, to find by the largest of each whether all have the same."""
+    rates = [float(table.optimizer.lr) for table in tables]
+    marks = [zlib.crc32(np.array(values, np.float64).tobytes()) for values in (rates, frozen)]
+    return [*marks, *(-mark for mark in marks)]
+
+
+def require_marks(largest: Sequence[int], step: int) -> None:
+    """Raise UnlikeError, on all ranks, unless all have told the same `marks_of`."""
+    whats = "the learning rates of the tables differ", "which tables are frozen differs"
+    for what, most, least in zip(whats, largest[: len(whats)], largest[len(whats) :], strict=True):
+        if most != -least:
+            raise UnlikeError(f"step {step}: {what} between ranks; set them alike, in the same step, on all of them")
+
+
+MARKS = 4
 
 
 def _of_table(table: Table) -> dict[str, Any]:

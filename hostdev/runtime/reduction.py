@@ -125,10 +125,13 @@ class Reduction:
         same = self._exchange.is_of_all  # else others have other parameters
         given_dense: Sequence[int] = has_dense if same else self._exchange.told(has_dense)
         telling = [*has_rows, *(has_dense if same else ()), size, single, not_ready, *ranks.telling,
+                   *alike.marks_of([leaf.table for leaf in self._leaves], [not leaf.trained for leaf in self._leaves]),
                    ranks.calls.last.number]  # fmt: skip
         assert self._steps is not None
         told = _largest(self._steps, telling)
         ranks.calls.catch_up(told.pop())
+        told, marks = told[: -alike.MARKS], told[-alike.MARKS :]
+        alike.require_marks(marks, self._flight.position)
         given_rows, told = told[: len(has_rows)], told[len(has_rows) :]
         if same:
             given_dense, told = told[: len(has_dense)], told[len(has_dense) :]

@@ -24,6 +24,10 @@ def act(what, runtime, loop):
         runtime.look_up(IDS)
     elif what == "save":
         runtime.save("checkpoints")
+    elif what == "rate":
+        runtime.tables["a"].optimizer.lr = 0.5
+    elif what == "freeze":
+        runtime.freeze()
     elif what == "close":
         loop.close()
     elif what == "raise":

@@ -134,6 +134,8 @@ def test_one_rank_does_not_come(processes):
         ("name", "hostdev.Runtime(...): the list of tables differs between processes: a on rank 0; b on rank 1"),
         ("micro_batches", "runtime.train(): micro_batches differs between processes: 1 on rank 0; 2 on rank 1"),
         ("weights", "the first rows.reduce(): parameter 0 differs between processes: float32 [1, 4], values with"),
+        ("rate", "step 4: the learning rates of the tables differ between ranks"),
+        ("freeze", "step 4: which tables are frozen differs between ranks"),
         ("evaluate", "rank 0 is in runtime.save(), and rank 1 is in runtime.look_up(): all ranks are to call"),
     ],
 )
