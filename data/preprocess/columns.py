@@ -233,6 +233,7 @@ def as_numbers(array: pa.Array) -> npt.NDArray[np.float64]:
     array = decoded(array)
     if kind_of(array.type) == "text":
         array = trimmed(cast(array, pa.string(), "text in UTF-8"))
+        array = _with_bools_as_numbers(array)
     found = cast(array, pa.float64(), "a number", safe=False)
     numbers: npt.NDArray[np.float64] = found.to_numpy(zero_copy_only=False)
     wrong = np.flatnonzero(np.isinf(numbers))
@@ -251,11 +252,21 @@ def numbers_where_readable(array: pa.Array) -> tuple[npt.NDArray[np.float64], np
     wrong = np.zeros(len(array), np.bool_)
     if kind_of(array.type) == "text":
         array, wrong = _cast_where_possible(array, pa.string())
-        array = trimmed(array)
+        array = _with_bools_as_numbers(trimmed(array))
     found, not_cast = _cast_where_possible(array, pa.float64())
     numbers = found.to_numpy(zero_copy_only=False)
     wrong = wrong | not_cast | np.isinf(numbers)
     return np.where(wrong, np.nan, numbers), wrong
+
+
+def _with_bools_as_numbers(texts: pa.Array) -> pa.Array:
+    """Return texts with 1 for true and 0 for false, in any case: so are they numbers in Parquet, too."""
+    try:
+        texts.cast(pa.float64())
+        return texts
+    except pa.ArrowInvalid:
+        lower = pc.utf8_lower(texts)
+    return pc.if_else(pc.equal(lower, "true"), "1", pc.if_else(pc.equal(lower, "false"), "0", texts))
 
 
 def trimmed(texts: pa.Array) -> pa.Array:

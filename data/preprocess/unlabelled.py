@@ -122,7 +122,11 @@ class _Table:
         self._file, self._encoding = file, encoding
         self.total = file.input.size
         if missing := [name for name in encoding.columns() if name not in file.names]:
-            raise UserError(f"{file.input.name} has no column {missing[0]!r}; it has {', '.join(file.names[:30])}")
+            blank = next((name for name in file.names if name.strip() == missing[0].strip()), None)
+            raise UserError(
+                f"{file.input.name} has no column {missing[0]!r}; it has "
+                + (f"{blank!r}: take the blanks out of its header" if blank is not None else ", ".join(file.names[:30]))
+            )
         if twice := [name for name in encoding.columns() if file.names.count(name) > 1]:
             raise UserError(f"{file.input.name} has {file.names.count(twice[0])} columns of the name {twice[0]!r}")
         label = encoding.schema.label
