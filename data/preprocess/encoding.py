@@ -20,7 +20,7 @@ from hostdev.data.manifest_values import check_scaling
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo
 from hostdev.data.preprocess.columns import Positive, WrongValueError
-from hostdev.data.preprocess.dense import fixed_scaling
+from hostdev.data.preprocess.dense import MODES, fixed_scaling
 from hostdev.data.preprocess.forms import NUMBERS, Written
 from hostdev.data.preprocess.known import Vocabulary, written_by_space
 from hostdev.data.preprocess.naming import listed
@@ -63,6 +63,7 @@ class Encoding:
             check_scaling(data.options, data.statistics)
         except ValueError as error:
             raise UserError(f"the data set's manifest is broken ({error}); preprocess the data again") from None
+        _require_learned(data)
         preset = data.options.get("preset")
         self.is_criteo = preset != "table"
         scaled = data.options["dense"]
@@ -305,6 +306,41 @@ class Encoding:
             raise WrongValueError(int(unknown[0]), f"{shown} may have been written in another way in training; give it "
                                   "as text, written as then")  # fmt: skip
         return np.where(ids < 0, self._spaces[column.space].oov, ids), missing
+
+
+def _require_learned(data: Manifest) -> None:
+    """Raise UserError unless a manifest's options and statistics are such as encoding needs."""
+    options, statistics, n = data.options, data.statistics, len(data.schema.dense)
+    scaled, bags, buckets = (options.get(name) for name in ("dense", "bags", "hash_buckets"))
+    learned = ("dense_mean", "dense_deviation") if scaled == "standard" else ("dense_max",)
+    columns = len(data.schema.ids)
+    for what, right in (
+        ("dense", scaled in MODES),
+        *((name, _are_numbers(statistics.get(name), n)) for name in learned),
+        ("bags", bags is None or (isinstance(bags, dict) and all(map(_is_separator, bags.values())))),
+        ("hash_buckets", buckets is None or (type(buckets) is int and 1 <= buckets <= 2**62)),
+        ("vocabulary", (buckets is None) == (data.vocabulary is not None)),
+        ("positive", options.get("positive") is None or isinstance(options["positive"], str)),
+        (
+            "spaces",
+            buckets is None
+            or (all((space.first, space.size) == (data.schema.first_value, buckets) for space in data.schema.spaces)),
+        ),
+        ("id_type", data.id_type == "int64" or data.schema.rows <= 2**31),
+        ("preset", options.get("preset") == "table" or (n, columns) == (criteo.DENSE, criteo.CATEGORICAL)),
+    ):
+        if not right:
+            raise UserError(f"the data set's manifest is broken (a wrong value of {what}); preprocess the data again")
+
+
+def _are_numbers(values: Any, n: int) -> bool:
+    """Tell whether these are so many finite numbers."""
+    right = isinstance(values, list) and len(values) == n and all(type(value) in (int, float) for value in values)
+    return right and all(abs(value) <= np.finfo(np.float64).max for value in values)
+
+
+def _is_separator(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value != "")
 
 
 def _plain(array: Any) -> pa.Array:

@@ -16,6 +16,8 @@ from hostdev.core.errors import UserError
 
 Rows = npt.NDArray[np.float32]
 
+_LONGEST = 480  # characters of a message: the names in a file may be of any length
+
 
 class SavedTable:
     """The weights of a table, float32 [rows, dim], mapped into memory and read-only; several threads may look up.
@@ -138,9 +140,9 @@ def open(path: Path | str, *, tables: Sequence[str] | None = None, verify: bool 
             warnings.warn(line, stacklevel=2)
         model = SavedModel(found.chain, tables)
     except (TypeError, ValueError, AttributeError, OverflowError, KeyError) as error:
-        if isinstance(error, UserError):
+        if isinstance(error, UserError) and len(str(error)) <= _LONGEST:
             raise
-        raise BrokenCheckpointError(f"{path} is broken ({type(error).__name__}: {error})"[:400]) from None
+        raise BrokenCheckpointError(f"{path} is broken ({type(error).__name__}: {error})"[:_LONGEST]) from None
     if verify:
         model.verify()
     return model

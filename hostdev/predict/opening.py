@@ -19,6 +19,7 @@ from hostdev.data.preprocess.encoding import Encoding
 from hostdev.models import registry
 
 WHICH = ("best", "newest")
+_LONGEST = 480  # characters of a message about a file
 
 
 class Opened(NamedTuple):
@@ -139,8 +140,10 @@ def reading(path: Path) -> Iterator[None]:
     """Let what a damaged or foreign file makes of the code that reads it be one line about the checkpoint."""
     try:
         yield
-    except UserError:
-        raise
+    except UserError as error:
+        if len(str(error)) <= _LONGEST:
+            raise
+        raise type(error)(f"{str(error)[:_LONGEST]}...") from None  # the names in a file may be of any length
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError,
             RuntimeError, OSError) as error:  # fmt: skip
         why = in_words(error)[:200] or type(error).__name__

@@ -30,7 +30,7 @@ def of_runtime(
     found["the list of features"] = ", ".join(one.name for one in wanted)
     found |= {f"feature {one.name!r}": text for one, text in zip(wanted, features, strict=True)}
     found["the kind of device"] = device.type
-    found["depth"] = shown(depth > 0, str(depth))  # how far batches are read ahead does not matter to others
+    found["depth"] = depth  # ranks exchange the ids of what each has read ahead
     found["dense_exchange"] = dense_exchange
     for group, has in zip(groups, cached, strict=True):
         found[f"the cache of table {group.tables[0].name!r}"] = shown(has, "there is one" if has else "there is none")

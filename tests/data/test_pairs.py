@@ -9,6 +9,7 @@ import pytest
 from hostdev.data import manifest
 from hostdev.data.preprocess import __main__ as preprocess
 from hostdev.data.preprocess.encoding import Encoding
+from hostdev.data.preprocess.unlabelled import rows_in
 
 from hostdev.core.errors import UserError
 from tests.data import pairs
@@ -161,6 +162,18 @@ def test_columns_that_share_their_ids_have_one_type(tmp_path):
     options = ["--label", "y", "--categorical", "u,v", "--share", "v=u", "--out", str(tmp_path / "data")]
     with pytest.raises(UserError, match="columns 'u' and 'v' share their ids, and are of type"):
         preprocess.main(["table", str(tmp_path / "t.parquet"), *options])
+
+
+def test_truth_values_as_numbers_and_a_header_with_blanks(tmp_path):
+    """In text as in Parquet; and a header says what is wrong with it."""
+    rows = "".join(f"{i % 2},a,{'True' if i % 3 else 'false'},{'train' if i < 8 else 'test'}\n" for i in range(12))
+    (tmp_path / "t.csv").write_text("y,u,n,split\n" + rows)
+    encoding = made(tmp_path, tmp_path / "t.csv", ["u"], "--numeric", "n")
+    column = lambda n: encoding.encode(pa.RecordBatch.from_pydict({"u": ["a"] * 3, "n": n})).dense[:, 0].tolist()  # noqa: E731
+    assert column(["True", "FALSE", ""]) == column([True, False, None]) == column([1, 0, None]) == [1, 0, 0]
+    (tmp_path / "blanks.csv").write_text("u, n\na,1\n")
+    with pytest.raises(UserError, match="has no column 'n'; it has ' n': take the blanks out of its header"):
+        rows_in(tmp_path / "blanks.csv", encoding, {"preset": "table"})
 
 
 def test_a_column_without_a_frequent_value(tmp_path):
