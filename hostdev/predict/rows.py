@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from hostdev.core.errors import UserError
+from hostdev.core.errors import UserError, in_words
 from hostdev.core.progress import counted
 from hostdev.data.schema import Schema
 
@@ -52,14 +52,24 @@ def as_batch(rows: Any, schema: Schema) -> pa.RecordBatch:
     """
     names = _names(schema)
     if isinstance(rows, pa.RecordBatch):
-        return rows
+        return _valid(rows.select([name for name in names if name in rows.schema.names]))
     if isinstance(rows, pa.Table):
         columns = [rows[name].combine_chunks() for name in names]
         arrays = [column.chunk(0) if isinstance(column, pa.ChunkedArray) else column for column in columns]
     else:
         numbers = set(schema.dense)
         arrays = [_array(name, rows[name], "numbers" if name in numbers else "values") for name in names]
-    return pa.RecordBatch.from_arrays(arrays, names=names)
+    return _valid(pa.RecordBatch.from_arrays(arrays, names=names))
+
+
+def _valid(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return rows whose offsets, indices and texts are what Arrow says; UserError where they are not."""
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            column.validate(full=True)
+        except pa.ArrowInvalid as error:
+            raise UserError(f"column {name!r} is not a valid array of Arrow's: {in_words(error)}") from None
+    return batch
 
 
 def names_of(rows: Any) -> Sequence[Any]:
