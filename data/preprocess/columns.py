@@ -267,6 +267,12 @@ def numbers_where_readable(array: pa.Array) -> tuple[npt.NDArray[np.float64], np
     return np.where(wrong, np.nan, numbers), wrong
 
 
+def trimmed(texts: pa.Array) -> pa.Array:
+    """Return texts without spaces around them, null where that stands for a number that is missing."""
+    texts = pc.utf8_trim_whitespace(texts)
+    return pc.if_else(pc.is_in(texts, value_set=pa.array(MISSING_NUMBERS)), pa.scalar(None, pa.string()), texts)
+
+
 def _booleans_as_digits(texts: pa.Array) -> pa.Array:
     """Return texts with 1 and 0 in place of true and false."""
     lower = pc.utf8_lower(texts)

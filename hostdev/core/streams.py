@@ -19,9 +19,10 @@ def prepare() -> None:
         if name and getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", closefd=False))
     codecs.register_error("hostdev.printed", _printed)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape", "backslashreplace"):
-            stream.reconfigure(errors="hostdev.printed")
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="hostdev.printed")
+    if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr.errors == "strict":
+        sys.stderr.reconfigure(errors="backslashreplace")  # as it is in Python
 
 
 def silence(numbers: list[int]) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.fuzz.harness import fuzz
 
-TARGETS = ["checkpoints", "datasets", "journals", "tables"]
+TARGETS = ["checkpoints", "datasets", "journals", "predictor", "tables"]
 SEED = 2026
 
 
