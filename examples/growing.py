@@ -1,11 +1,13 @@
 """Who likes which film, while users join: each day has more of them, and the table of users grows.
 
-A larger table takes over the rows of the one before, with their optimizer's state; its other rows have the initial
-values that a table of that size has. So it has, to the bit, what a table of the last day's size would have learned.
-The same program in plain torch and on hostdev.
+Each day's checkpoint is loaded into the next day's larger tables, rows and their optimizer's state; a warning says how
+many rows are new, which have their initial values. So the table has, to the bit,
+what one of the last day's size would have learned. The same program in plain torch and on hostdev.
 
 python examples/growing.py [--small]
 """
+
+import tempfile
 
 import films
 import numpy as np
@@ -33,17 +35,6 @@ def make_table(name: str, rows: int) -> hostdev.HostTable:
     return hostdev.HostTable(rows, DIM, hostdev.LazyAdam(lr=LR), name=name, init=hostdev.Normal(0.1), seed=1)
 
 
-def grown(table: hostdev.HostTable, rows: int) -> hostdev.HostTable:
-    """Return a table with more rows, of which the first are those of a table."""
-    larger, ids = make_table(table.name, rows), np.arange(table.rows)
-    block = np.empty((len(ids), 1 + len(table.optimizer.slots), DIM), np.float32)
-    row_slots = np.empty((len(ids), len(table.optimizer.row_slots)), np.float32)
-    table.read_rows(ids, block, row_slots)
-    larger.write_rows(ids, block, row_slots)
-    larger.step = table.step  # of which LazyAdam's rate is a function
-    return larger
-
-
 def score(user: torch.Tensor, film: torch.Tensor) -> torch.Tensor:
     """Logits [B] of rows, each [B, DIM]; the last column is a bias."""
     return (user[:, :-1] * film[:, :-1]).sum(1) + user[:, -1] + film[:, -1]
@@ -51,21 +42,22 @@ def score(user: torch.Tensor, film: torch.Tensor) -> torch.Tensor:
 
 def train_hostdev(data: films.Films, epochs: int, *, whole: bool = False, **options) -> tuple[float, np.ndarray]:
     """Train on hostdev; return the AUC and the users' rows. With `whole` the table has all users from the first day."""
-    film, user = make_table("film", len(data.genre)), None
+    folder = tempfile.mkdtemp()
     for number in range(DAYS):
         users, batches = day(data, number)
-        if whole:
-            users = len(data.film)
-        user = make_table("user", users) if user is None else grown(user, users)
-        runtime = hostdev.Runtime({"user": user, "film": film}, device="cpu", **options)
-        ids = lambda batch: {"user": batch[0], "film": batch[1]}  # noqa: E731
+        tables = {"user": make_table("user", len(data.film) if whole else users),
+                  "film": make_table("film", len(data.genre))}  # fmt: skip
+        runtime = hostdev.Runtime(tables, device="cpu", **options)
+        if number:  # the rows of the day before, with their optimizer's state, into the first rows of these tables
+            runtime.load(folder, strict=False)
         for _ in range(epochs):
-            for (_, _, liked), rows in runtime.train(batches, ids=ids):
+            for batch, rows in runtime.train(batches, ids=lambda batch: {"user": batch[0], "film": batch[1]}):
                 logits = score(rows["user"], rows["film"])
-                nn.functional.binary_cross_entropy_with_logits(logits, liked).backward()
+                nn.functional.binary_cross_entropy_with_logits(logits, batch[2]).backward()
+        runtime.save(folder)
     at, films_at, _, liked, _ = data.events("test").tensors
     rows = runtime.look_up({"user": at, "film": films_at})
-    return films.auc(score(rows["user"], rows["film"]).numpy(), liked.numpy()), np.array(user.weights)
+    return films.auc(score(rows["user"], rows["film"]).numpy(), liked.numpy()), np.array(tables["user"].weights)
 
 
 def train_torch(data: films.Films, epochs: int) -> float:

@@ -15,11 +15,12 @@ from hostdev.runtime.features import GroupSpec, Table, Wanted
 
 def of_runtime(
     wanted: Sequence[Wanted], groups: Sequence[GroupSpec], *, device: torch.device, depth: int, dense_exchange: str,
-    cached: Sequence[bool],
+    windows: Sequence[int | None],
 ) -> Mapping[str, Any]:  # fmt: skip
     """Return the tables, the features and the options by name.
 
-    cached  of each group whether it has a cache; how large, and by which policy, each rank may choose
+    windows  of each group how many batches its cache looks ahead, None without a cache; how large it is, and by which
+             policy, each rank may choose
     """
     tables = [table for group in groups for table in group.tables]
     names = ", ".join(table.name for table in tables)
@@ -32,8 +33,9 @@ def of_runtime(
     found["the kind of device"] = device.type
     found["depth"] = depth  # ranks exchange the ids of what each has read ahead
     found["dense_exchange"] = dense_exchange
-    for group, has in zip(groups, cached, strict=True):
-        found[f"the cache of table {group.tables[0].name!r}"] = shown(has, "there is one" if has else "there is none")
+    for group, window in zip(groups, windows, strict=True):
+        text = "there is none" if window is None else f"it looks {window} batches ahead"
+        found[f"the cache of table {group.tables[0].name!r}"] = shown(window, text)
     return found
 
 

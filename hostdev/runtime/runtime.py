@@ -114,7 +114,7 @@ class Runtime(ForFrameworks, ForLoops):
         if ranks is not None:
             ranks.agree("runtime", "hostdev.Runtime(...)", alike.of_runtime(
                 self.wanted, self.group_specs, device=self.device, depth=depth, dense_exchange=dense_exchange,
-                cached=[spec is not None for spec in specs],
+                windows=[None if group.cache is None else group.window for group in groups],
             ))  # fmt: skip
         self.pipeline = Pipeline(groups, self.staging, depth=depth, timeline=timeline, log=log, ranks=ranks, **seams)
         self.dense_channel = self.other_channels = self.step_channel = None
