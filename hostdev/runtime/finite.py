@@ -28,19 +28,23 @@ class Flags:
 
     stop        set where no row may change
     not_finite  set where that is since a gradient itself is not finite
+    loss        set where that is since a loss is not
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.stop, self.not_finite = (torch.full((), 0.0, dtype=torch.float32, device=device) for _ in range(2))
+        self.stop, self.not_finite, self.loss = (
+            torch.full((), 0.0, dtype=torch.float32, device=device) for _ in range(3)
+        )
 
-    def check(self, grads: Sequence[Tensor], tables: Sequence[Any], zeros: Sequence[Tensor] = ()) -> None:
+    def check(self, grads: Sequence[Tensor], tables: Sequence[Any], losses: Sequence[Tensor] = ()) -> None:
         """Look at gradients of rows; nobody waits for an accelerator.
 
         grads   float32 [U, D] of each of these tables; larger ones than its optimizer takes set `stop`
-        zeros   others that are 0, or not finite; those set `stop` alone
+        losses  float32 [], 0, or NaN for one that is not finite
         """
-        if zeros:
-            self.check_others(zeros)
+        if losses:
+            torch._amp_foreach_non_finite_check_and_unscale_(list(losses), self.loss, _power(0, self.loss.device))
+            self.check_others(losses)
         if self.stop.device.type == "cpu":
             found = largest_of_each([grad.detach().contiguous().numpy() for grad in grads])
             for most, table in zip(found, tables, strict=True):
@@ -61,9 +65,14 @@ class Flags:
         # As GradScaler does, with a scale of 1: one pass, nobody waits.
         torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), self.stop, _power(0, self.stop.device))
 
-    def now(self) -> list[Tensor]:
-        """Return both, float32 [1]: later steps change them while they are on their way to the host."""
-        return [self.stop.clone().view(1), self.not_finite.clone().view(1)]
+    def now(self) -> Tensor:
+        """Return all, float32 [3]: later steps change them while they are on their way to the host."""
+        return torch.stack([self.stop, self.not_finite, self.loss])
+
+    def set(self, values: Tensor) -> None:
+        """Set all, from float32 [3]."""
+        for flag, value in zip((self.stop, self.not_finite, self.loss), values, strict=True):
+            flag.copy_(value)
 
 
 def _scale(table: Any) -> int:

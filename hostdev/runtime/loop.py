@@ -289,8 +289,10 @@ class TrainLoop(Loop):
     def _keep_pending(self) -> None:
         """Let gradients that have come without a step count in the next one, as those of the dense side do."""
         assert self._flight is not None
-        if self._stepped or self._reduction is not None or not self._has_gradients() or self.is_scaled():
+        if self._stepped or self._reduction is not None or not self._has_gradients():
             return
+        if self._origin is not None and self._origin.has_scaled:
+            return  # the scale may be another one by then
         optimizers = [] if self._without else self._waiting_optimizers()
         if not optimizers and (self._any_steps or not self._shares_rows):
             return  # `zero_grad` has been called; or a body without an optimizer has raised
@@ -340,14 +342,14 @@ class TrainLoop(Loop):
     def _outcome(self, flight: Flight) -> Outcome:
         """Return what tells the host whether the gradients were finite."""
         step, names = flight.position, ", ".join(repr(leaf.table.name) for group in self._leaves for leaf in group)
-        losses = self._losses_seen
 
         def read(results: list[Any]) -> None:
-            if not results[0][0]:
+            stop, not_finite, loss = results[0]
+            if not stop:
                 return
-            if results[1][0]:
+            if not_finite:
                 what = f"a gradient of the rows of {names} is not finite"
-            elif any(bool(loss.isnan()) for loss in losses):
+            elif loss:
                 what = "a loss is not finite"
             else:
                 what = f"a gradient of the rows of {names} is too large for its optimizer"
@@ -356,7 +358,7 @@ class TrainLoop(Loop):
                 "learning rate", step,
             )  # fmt: skip
 
-        return Outcome(self._finite.now(), read, self._runtime.staging, flight.memory)
+        return Outcome([self._finite.now()], read, self._runtime.staging, flight.memory)
 
     def _require_step(self) -> bool:
         """Tell whether the gradients are to be applied; ValueError where the dense side and the tables would part."""
@@ -409,7 +411,7 @@ class TrainLoop(Loop):
             return
         if not version:  # gradients of before have been given up
             self._losses_seen.clear()
-        if not self.is_scaled():  # an overflow of those is the scaler's business
+        if self._origin is None or not self._origin.has_scaled:  # an overflow of those is the scaler's business
             self._losses_seen += [(loss - loss).float().to(self._finite.stop.device) for loss in losses]
 
     def scaled(self, losses: Any) -> None:

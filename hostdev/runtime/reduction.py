@@ -156,12 +156,12 @@ class Reduction:
             summed = [one.grad for one in dense.parameters if one.grad is not None]
             if summed:
                 self._flags.check_others(summed)
-        known = self._exchange.small(dense, torch.cat([all_values.view(-1), flag.view(1)])).to(flag.device)
-        flag.copy_(known[-1])
+        known = self._exchange.small(dense, torch.cat([all_values.view(-1), self._flags.now()])).to(flag.device)
+        self._flags.set(known[-3:])
         if same:
             dense.finish(given_dense)
         shape = torch.Size([] if single else [size])
-        return known[:-1].view(M, *shape) if size else None
+        return known[:-3].view(M, *shape) if size else None
 
 
 def _largest(channel: Channel, telling: Sequence[int]) -> list[int]:

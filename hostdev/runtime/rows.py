@@ -362,7 +362,7 @@ class Rows:
         if grads:
             self._flags.check(*zip(*grads, strict=True))
         optimizer.found_inf = self._flags.stop  # type: ignore[attr-defined]
-        outcome = Outcome([*results, self._flags.now()[0]], read, self._staging, self._flight.memory)
+        outcome = Outcome([*results, self._flags.stop.clone().view(1)], read, self._staging, self._flight.memory)
         self._flight.outcomes.append(outcome)
         self.guarded = self._flags.stop, outcome
         return outcome

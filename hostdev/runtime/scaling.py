@@ -89,6 +89,11 @@ class Origin:
         """Look at the gradients that come to a tensor."""
         parameter.register_post_accumulate_grad_hook(self._came)  # type: ignore[no-untyped-call]
 
+    @property
+    def has_scaled(self) -> bool:
+        """Tell whether some are of scaled losses."""
+        return self._scaled
+
     def is_scaled(self) -> bool:
         """Tell whether they are of scaled losses, as far as it is known; ValueError where only some are."""
         if self._plain and self._scaled:
