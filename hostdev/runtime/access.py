@@ -37,7 +37,8 @@ class Access:
         """See `Owner`."""
         self.before_read(table)
         runtime = self._runtime()
-        if runtime is not None and runtime.ranks is not None and runtime.pipeline.depth and runtime.open_loop:
+        loop = None if runtime is None else runtime.open_loop
+        if runtime is not None and runtime.ranks is not None and runtime.pipeline.depth and loop is not None:
             raise ValueError(
                 f"table {table.name!r}: other ranks have its rows for the next batches already; write it between "
                 "loops, or make the Runtime with depth=0"
