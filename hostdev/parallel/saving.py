@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hostdev.core.disk import is_text
-from hostdev.core.errors import UserError
+from hostdev.core.errors import UserError, in_words
+from hostdev.core.names import inside
 from hostdev.parallel.ranks import Ranks
 
 MANIFEST, VERSION = "manifest.json", 1
@@ -89,8 +90,13 @@ def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor |
         raise UserError(f"{folder}: no saved network ({MANIFEST}: {error})") from None
     if manifest.get("version") != VERSION:
         raise UserError(f"{folder} is of version {manifest.get('version')}, and this hostdev reads {VERSION}")
-    tensors = {key: [Part(*one) for one in parts] for key, parts in manifest["tensors"].items()}
-    files = {part.file for key, parts in tensors.items() if wants(key) for part in parts}
+    try:
+        tensors = {key: [Part(*one) for one in parts] for key, parts in manifest["tensors"].items()}
+        files = {part.file for key, parts in tensors.items() if wants(key) for part in parts}
+        for name in files:
+            inside(folder, name)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{folder / MANIFEST} is broken ({in_words(error)})") from None
     for name in sorted(files):
         try:
             same = _sha256(folder / name) == manifest["files"][name]
