@@ -3,6 +3,8 @@
 import copy
 import importlib
 import pickle
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -206,3 +208,11 @@ def test_rows_and_bags_pass_through_as_they_are():
         assert len(rows) == len(list(rows)) == 2
     with pytest.raises(ValueError, match="this batch is over"):
         rows.items()
+
+
+def test_the_plugin_is_there_where_a_runtime_is():
+    program = (
+        "import sys, hostdev as h; h.Runtime; h.frameworks.lightning.checkpoint_io; print('lightning' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
