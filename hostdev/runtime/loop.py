@@ -14,7 +14,7 @@ from hostdev.pipeline.flight import Flight, Gradients
 from hostdev.pipeline.outcome import Outcome
 from hostdev.runtime import scaling
 from hostdev.runtime.batches import Loop, PredictLoop
-from hostdev.runtime.finite import TOO_LARGE, flag_gradients
+from hostdev.runtime.finite import flag_gradients
 from hostdev.runtime.reduction import Reduction
 from hostdev.runtime.requests import Reader
 from hostdev.runtime.rows import Leaf, Rows, flag_now
@@ -197,9 +197,9 @@ class TrainLoop(Loop):
                 for leaves, group in zip(self._leaves, grads, strict=True)
                 for leaf, grad in zip(leaves, group, strict=True) if grad is not None
             ]  # fmt: skip
-            flag_gradients([table for table, _ in come], [grad for _, grad in come], self._flag)
+            too_large = flag_gradients([table for table, _ in come], [grad for _, grad in come], self._flag)
             assert self._flight is not None
-            guarded = self._flag, self._outcome(self._flight)
+            guarded = self._flag, self._outcome(self._flight, too_large)
         return Gradients(grads, *guarded)
 
     def _parts(self, reduction: Reduction, guarded: Any) -> Gradients:
@@ -219,19 +219,20 @@ class TrainLoop(Loop):
             return True
         return any(leaf.grads() for group in self._leaves for leaf in group)
 
-    def _outcome(self, flight: Flight) -> Outcome:
+    def _outcome(self, flight: Flight, too_large: Tensor | None = None) -> Outcome:
         """Return what tells the host whether the gradients were finite."""
         step, names = flight.position, ", ".join(repr(leaf.table.name) for group in self._leaves for leaf in group)
 
         def read(results: list[Any]) -> None:
-            if found := results[0][0]:
-                what = "is not finite" if found % TOO_LARGE else "is too large for its optimizer"
+            if results[0][0]:
+                what = "is too large for its optimizer" if len(results) > 1 and results[1][0] else "is not finite"
                 raise NonFiniteError(
                     f"step {step}: a gradient of the rows of {names} {what}; no row was updated. Look at the "
                     "loss before backward(), or use a smaller learning rate", step,
                 )  # fmt: skip
 
-        return Outcome([flag_now(self._flag)], read, self._runtime.staging, flight.memory)
+        shown = [flag_now(self._flag)] if too_large is None else [flag_now(self._flag), too_large]
+        return Outcome(shown, read, self._runtime.staging, flight.memory)
 
     def _require_step(self) -> bool:
         """Tell whether the gradients are to be applied; ValueError where the dense side and the tables would part."""
