@@ -339,7 +339,7 @@ class TrainLoop(Loop):
             return True
         return any(leaf.grads() for group in self._leaves for leaf in group)
 
-    def _outcome(self, flight: Flight) -> Outcome:
+    def _outcome(self, flight: Flight, too_large: Tensor | None = None) -> Outcome:
         """Return what tells the host whether the gradients were finite."""
         step, names = flight.position, ", ".join(repr(leaf.table.name) for group in self._leaves for leaf in group)
 
