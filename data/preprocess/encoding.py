@@ -21,7 +21,7 @@ from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo
 from hostdev.data.preprocess.columns import Positive, WrongValueError
 from hostdev.data.preprocess.dense import MODES, fixed_scaling
-from hostdev.data.preprocess.forms import NUMBERS, Written
+from hostdev.data.preprocess.forms import Written
 from hostdev.data.preprocess.known import Vocabulary, written_by_space
 from hostdev.data.preprocess.naming import listed
 from hostdev.data.preprocess.raw import Layout
@@ -30,7 +30,7 @@ from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.schema import Column
 
 from hostdev.core.errors import UserError
-from hostdev.kernels.forms import EMPTY, INTEGER, TEXT
+from hostdev.kernels.forms import EMPTY, TEXT
 from hostdev.kernels.strings import hash_texts
 
 Ids = npt.NDArray[np.int64]
@@ -249,9 +249,7 @@ class Encoding:
         if type(value) is str:
             return value
         if type(value) is int:
-            written = self._written[column.space]
-            usual = written.kind in ("number", "text", "unknown") and written.forms & NUMBERS <= {INTEGER}
-            return str(value) if usual else None
+            return str(value) if self._written[column.space].has_plain_integers else None
         return self._written[column.space].missing if value is None else None
 
     def encode_criteo(self, rows: Any) -> Batch:

@@ -81,6 +81,11 @@ class Written:
         return bool(self.types) and "text" not in self.types
 
     @cached_property
+    def has_plain_integers(self) -> bool:
+        """Whether whole numbers were written as 1 is, if there were any."""
+        return self.kind in ("number", "text", "unknown") and self.forms & NUMBERS <= {kernel.INTEGER}
+
+    @cached_property
     def missing(self) -> str | None:
         """Return the text of a missing value; None where there are several."""
         words = self.forms & MISSING

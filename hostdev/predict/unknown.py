@@ -19,33 +19,37 @@ class UnknownValues:
     """
 
     def __init__(self, encoding: Encoding) -> None:
-        self._encoding, self._schema = encoding, encoding.schema
-        self._spaces = {space.name: space for space in self._schema.spaces}
-        self._uses = dict.fromkeys((column.name for column in self._schema.columns), 0)
-        self._unknown, self._told = dict(self._uses), set[str]()
+        self._encoding, schema = encoding, encoding.schema
+        spaces = {space.name: space for space in schema.spaces}
+        ids = [column for column in schema.columns if column.kind == "id"]
+        self._columns = [*ids, *(column for column in schema.columns if column.kind == "bag")]
+        self._oov = np.array([spaces[column.space].oov for column in self._columns], np.int64)
+        self._rates = np.array([encoding.rates.get(column.space, 1.0) for column in self._columns])
+        self._most = np.maximum(_MOST, _TIMES * self._rates)  # the share that is not remarkable
+        self._ids = len(ids)
+        self._uses = np.zeros(len(self._columns), np.int64)
+        self._unknown = np.zeros(len(self._columns), np.int64)
+        self._told: set[str] = set()
 
     def take_in(self, batch: Batch) -> None:
         """Count a batch."""
         if not self._encoding.rates:
             return
-        for place, name in enumerate(self._schema.ids):
-            self._take_in(name, batch.ids[:, place])
-        for name, (values, _) in batch.bags.items():
-            self._take_in(name, values)
-
-    def _take_in(self, name: str, ids: "np.ndarray[tuple[int, ...], np.dtype[np.integer]]") -> None:
-        column = next(column for column in self._schema.columns if column.name == name)
-        self._uses[name] += len(ids)
-        self._unknown[name] += int(np.count_nonzero(ids == self._spaces[column.space].oov))
+        self._uses[: self._ids] += len(batch)
+        self._unknown[: self._ids] += np.count_nonzero(batch.ids == self._oov[: self._ids], axis=0)
+        for place, column in enumerate(self._columns[self._ids :], self._ids):
+            values, _ = batch.bags[column.name]
+            self._uses[place] += len(values)
+            self._unknown[place] += np.count_nonzero(values == self._oov[place])
 
     def lines(self) -> Iterator[str]:
         """Yield a line for each column that deserves one, and had none yet."""
-        for column in self._schema.columns:
-            name, uses = column.name, self._uses[column.name]
-            share, before = self._unknown[name] / max(1, uses), self._encoding.rates.get(column.space, 1.0)
-            if name in self._told or uses < _SOME or share <= _MOST or share <= _TIMES * before:
+        for place in np.flatnonzero((self._uses >= _SOME) & (self._unknown > self._most * self._uses)).tolist():
+            column, uses = self._columns[place], int(self._uses[place])
+            if column.name in self._told:
                 continue
-            self._told.add(name)
+            self._told.add(column.name)
+            share, before = self._unknown[place] / uses, self._rates[place]
             shown = self._encoding.written(column.space).shown
-            yield (f"column {name!r}: {share:.1%} of {uses:,} values are out of vocabulary, and {before:.1%} were in "
-                   f"training, whose values were {shown}; are they written in the same way?")  # fmt: skip
+            yield (f"column {column.name!r}: {share:.1%} of {uses:,} values are out of vocabulary, and {before:.1%} "
+                   f"were in training, whose values were {shown}; are they written in the same way?")  # fmt: skip

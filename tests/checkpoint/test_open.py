@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import hostdev
+from hostdev.checkpoint import __main__ as checkpoint
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.manifest import BrokenCheckpointError
+from hostdev.core import cli
 from hostdev.core.checksums import json_checksum
 
 
@@ -135,6 +137,18 @@ def test_checksums_are_compared_when_asked_for(tmp_path):
         model.verify()
     with pytest.raises(BrokenCheckpointError, match="its checksum is wrong"):
         hostdev.open(tmp_path, verify=True)
+
+
+def test_export_says_what_it_leaves_out(tmp_path, capsys):
+    saved(tmp_path / "saved", steps=0)
+    told = {}
+    for name, options in (("a", []), ("b", ["--slots"])):
+        arguments = ["export", tmp_path / "saved", "--out", tmp_path / name, *options]
+        assert cli.run(checkpoint.PROG, checkpoint.main, list(map(str, arguments))) == 0
+        told[name] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out")]
+    extra = "left out: what Runtime.save was given as extra; hostdev.open(...).extra returns it"
+    slots = "left out: the optimizers' slots of items (accum), users (m, v); --slots writes them"
+    assert told == {"a": [slots, extra], "b": [extra]}
 
 
 def test_no_checkpoint(tmp_path):
