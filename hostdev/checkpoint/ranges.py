@@ -83,7 +83,7 @@ def parse_range(path: Path, content: Any, table: Table, file: RangeFile) -> Rows
         raise BrokenCheckpointError(f"{path} is broken (it is too small for {file.rows} rows)")
     try:
         reader = pa.ipc.open_file(pa.py_buffer(content))
-        whole = ID not in reader.schema.names
+        whole = reader.schema.get_field_index(ID) < 0
         same = reader.schema.equals(schema_of(table, whole=whole)) and reader.num_record_batches == 1
         batch = reader.get_batch(0) if same else None
         if batch is None or len(batch) != file.rows:

@@ -28,6 +28,9 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> Any:
             options = pa.ipc.IpcReadOptions(included_fields=places)
         table = pa.ipc.open_file(source, options=options).read_all()
         table.validate(full=True)
+        _ = table.schema.names  # which are read as text here
+    except UnicodeDecodeError:
+        raise ValueError("the name of a column is not UTF-8") from None
     except pa.ArrowMemoryError:
         raise
     except pa.ArrowException as error:

@@ -8,6 +8,8 @@ from typing import Any, Protocol, Self
 
 from tqdm import tqdm
 
+from hostdev.core.printable import printable
+
 _LOG_SECONDS, _MOST_LOG_SECONDS = 10.0, 60.0  # between two lines; longer where less than a part is done meanwhile
 _LOG_PARTS = 50
 
@@ -64,7 +66,7 @@ def bar(
 
 def note(text: str) -> None:
     """Write a line to standard error, above a bar that is shown there."""
-    tqdm.write(text, file=sys.stderr)
+    tqdm.write("\n".join(printable(line) for line in text.splitlines()), file=sys.stderr)
 
 
 class _Bar(tqdm):  # type: ignore[misc]

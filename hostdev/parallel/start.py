@@ -67,9 +67,10 @@ def end_with_parent() -> None:
 
 def wait_for(processes: "list[subprocess.Popen[bytes]]") -> int:
     """Wait until all have ended; where one fails the others have some seconds. Signals are theirs to handle."""
-    handlers = {
-        number: signal.signal(number, _passed_on(number, processes)) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+        numbers.append(signal.SIGHUP)
+    handlers = {number: signal.signal(number, _passed_on(number, processes)) for number in numbers}
     deadline, first = float("inf"), 0
     try:
         while None in (codes := [process.poll() for process in processes]):
@@ -88,8 +89,10 @@ def wait_for(processes: "list[subprocess.Popen[bytes]]") -> int:
 
 
 def _passed_on(number: signal.Signals, processes: "list[subprocess.Popen[bytes]]") -> Any:
+    has_terminal = os.isatty(0)
+
     def handle(*_: object) -> None:
-        if number == signal.SIGINT and os.isatty(0):
+        if number in (signal.SIGINT, signal.SIGHUP) and has_terminal:
             return  # the terminal has told them
         for process in processes:
             if process.poll() is None:

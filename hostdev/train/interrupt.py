@@ -88,6 +88,8 @@ class GracefulStop:
         number = self._next_signal()
         if number and self._seconds is None:
             number = self._next_signal()
+            while number and number[0] == signal.SIGHUP:  # shell and system may both send it for one lost terminal
+                number = self._next_signal()
         self._read.close()
         if not number or self._left.wait(self._seconds or 0):
             return

@@ -145,7 +145,7 @@ raise SystemExit(cli.run("x", main))
 
 def test_a_terminal_that_is_closed_ends_training_as_sigterm_does(tmp_path):
     text = """
-import signal, sys, time
+import os, signal, sys, time
 from hostdev.core import cli
 from hostdev.train.interrupt import GracefulStop, Interrupted
 
@@ -154,6 +154,8 @@ def main(argv):
         print("begun", flush=True)
         while stop.requested is None:
             time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGHUP)  # the shell may send it, too: that is no second request
+        time.sleep(0.2)
         for _ in range(100):
             print("after", flush=True)
             print("after", file=sys.stderr, flush=True)

@@ -84,7 +84,8 @@ def change_json(content, draw: Random):
             if isinstance(holder, list):
                 holder.insert(key, json.loads(json.dumps(holder[key])))
             else:
-                holder[draw.choice(["more", "", "sha256", "\0", key + "x"])] = holder[key]
+                copied = json.loads(json.dumps(holder[key]))
+                holder[draw.choice(["more", "", "sha256", "\0", key + "x"])] = copied
         else:
             others = [place for place in places if place[0] is not None]
             other, name = draw.choice(others)
