@@ -12,6 +12,7 @@ import pytest
 import torch
 from hostdev.data import manifest
 from hostdev.data.preprocess import __main__ as preprocess
+from hostdev.data.preprocess.earlier_vocabulary import read_earlier
 from hostdev.data.preprocess.meaning import with_known_ids
 from hostdev.data.shards import ShardReader
 from hostdev.models.wide_deep.network import WideDeep
@@ -324,3 +325,10 @@ def test_damaged_and_none_of_its_tables(days, first, trained, tmp_path):
     assert code == 2
     assert "has none of the tables first_order, vectors; its own are other" in error
     assert sys.getsizeof(error) < 700
+
+
+def test_a_checkpoints_data_stands_for_the_data_set_that_is_gone(days, first, tmp_path):
+    path = next(path for path in sorted((first / "checkpoints").iterdir()) if (path / "data").is_dir())
+    assert read_earlier(path / "data").identity == read_earlier(days / "one").identity
+    prepare(days / "2.csv", tmp_path / "two", "--vocabulary", path / "data")
+    assert manifest.read(tmp_path / "two").identity == manifest.read(days / "two").identity
