@@ -156,6 +156,7 @@ class Trainer:
         )  # fmt: skip
         self.timeline = self.runtime.pipeline.timeline
         self.model, self._staged = model, None
+        self._reading: dict[str, Any] = {"ids": model.ids, "send": _sent, "background": True}  # it draws nothing
         if layout is not None:
             assert ranks is not None
             assert sample is not None
@@ -230,10 +231,8 @@ class Trainer:
         if self._staged is not None:
             yield from self._train_stages(self._staged, parts)
             return
-        loop = self.runtime.train(
-            parts, ids=self.model.ids, send=_sent, micro_batches=self._parts_here if many else None, reduce_early=many,
-            background=True,
-        )  # fmt: skip
+        micro_batches = self._parts_here if many else None
+        loop = self.runtime.train(parts, **self._reading, micro_batches=micro_batches, reduce_early=many)
         with loop:
             for (batch, dense, label), rows in loop:
                 outcome = self._step(rows, batch, dense, label)
@@ -244,9 +243,7 @@ class Trainer:
 
     def _train_stages(self, staged: Staged, parts: Iterable[Batch]) -> Generator[Result, None, None]:
         """See `train`."""
-        loop = self.runtime.train(
-            parts, ids=self.model.ids, send=_sent, micro_batches=self._parts_here, by_step=True, background=True
-        )
+        loop = self.runtime.train(parts, **self._reading, micro_batches=self._parts_here, by_step=True)
         with loop:
             for step in loop:
                 outcome, rows = self._step_stages(staged, step)
@@ -396,16 +393,14 @@ class Trainer:
         """Yield the logits of each micro-batch here; None where it has no samples, or another rank has them."""
         parts = self._parts(batches)
         if self._staged is None:
-            with closing(self.runtime.predict(parts, ids=self.model.ids, send=_sent, background=True)) as loop:
+            with closing(self.runtime.predict(parts, **self._reading)) as loop:
                 for (batch, dense, _), rows in loop:
                     outcome = None
                     if len(batch):
                         outcome = rows.to_host([self._logits(dense, rows)], lambda results: results[0])
                     yield None if outcome is None else outcome.get(), batch
             return
-        loop = self.runtime.predict(
-            parts, ids=self.model.ids, send=_sent, micro_batches=self._parts_here, background=True
-        )
+        loop = self.runtime.predict(parts, **self._reading, micro_batches=self._parts_here)
         with closing(loop):
             for step in loop:
                 found = dict(self._staged.predict(step, partial(_given, step)))
