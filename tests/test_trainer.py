@@ -141,10 +141,11 @@ def test_the_digest_sees_every_part(device, small_data):
     step(trainer, steps[0])
     digests = [trainer.state_sha256()]
     adam_state = trainer.adam.state[trainer.model.bias]
-    for values in (
-        trainer.tables["deep"].weights[-1], trainer.tables["wide"].weights[-1], trainer.tables["deep"].slots["m"][0],
-        trainer.tables["wide"].slots["linear"][0], trainer.model.bias.data, adam_state["exp_avg_sq"],
-    ):  # fmt: skip
+    for name, column, row in (("deep", "weights", -1), ("wide", "weights", -1), ("deep", "m", 0), ("wide", "linear", 0)):
+        with trainer.tables[name].writing() as w:
+            (w.weights if column == "weights" else w.slots[column])[row] += 1
+        digests.append(trainer.state_sha256())
+    for values in (trainer.model.bias.data, adam_state["exp_avg_sq"]):
         values += 1
         digests.append(trainer.state_sha256())
     trainer.tables["deep"].step += 1
