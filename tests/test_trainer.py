@@ -141,7 +141,8 @@ def test_the_digest_sees_every_part(device, small_data):
     step(trainer, steps[0])
     digests = [trainer.state_sha256()]
     adam_state = trainer.adam.state[trainer.model.bias]
-    for name, column, row in (("deep", "weights", -1), ("wide", "weights", -1), ("deep", "m", 0), ("wide", "linear", 0)):
+    places = ("deep", "weights", -1), ("wide", "weights", -1), ("deep", "m", 0), ("wide", "linear", 0)
+    for name, column, row in places:
         with trainer.tables[name].writing() as w:
             (w.weights if column == "weights" else w.slots[column])[row] += 1
         digests.append(trainer.state_sha256())
