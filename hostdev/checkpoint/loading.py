@@ -209,7 +209,10 @@ def _load(memory: _Memory, path: Path, about: Table, file: RangeFile, table: Any
     block = memory.array("block", (len(numbers), len(columns), about.dim), np.float32)
     np.stack(columns, axis=1, out=block)
     row_slots = np.stack(row_columns, axis=1) if row_columns else np.empty((len(numbers), 0), np.float32)
-    table.write_rows(numbers, block, row_slots)
+    try:
+        table.write_rows(numbers, block, row_slots)
+    except ValueError as error:
+        raise BrokenCheckpointError(f"{path} cannot be loaded ({error})") from None
     return file.bytes
 
 

@@ -132,3 +132,10 @@ def test_rows_that_are_erased_begin_again(init, dtype):
         assert table.step == 1
         with pytest.raises(UserError, match="table 't': id 20 at position 1 is outside"):
             table.erase([1, 20])
+
+
+def test_given_values_are_described_by_what_they_are():
+    """Processes that share a table compare this text."""
+    values = np.arange(6, dtype=np.float32).reshape(3, 2)
+    one, same, other = (HostTable(3, 2, SGD(), name="t", init=v).init for v in (values, values.tolist(), values + 1))
+    assert repr(one) == repr(same) != repr(other)
