@@ -55,12 +55,12 @@ class Vocabulary:
         segments: dict[int, list[tuple[int, int]]] = {}
         for first, last in pairwise(ends):
             segments.setdefault(int(owners[first]), []).append((first, last - first))
-        if min(segments, default=self._first) < len(schema.dense):
+        by_oov = {space.oov: space for space in schema.spaces}
+        if not segments.keys() <= by_oov.keys():
             raise self._broken("an id is of no column with ids")
         everything = (self._first, schema.rows)
         recorded = any((space.first, space.first + space.size) != everything for space in schema.spaces)
         self._prefixes = {space.name: f"{space.oov}\0" for space in schema.spaces if space.oov in segments}
-        by_oov = {space.oov: space for space in schema.spaces}
         forms: dict[str, frozenset[int]] = {space.name: frozenset() for space in schema.spaces}
         known = dict.fromkeys(forms, 0)
         for first, last in pairwise(ends):  # in the order of the ids

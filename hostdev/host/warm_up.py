@@ -11,6 +11,7 @@ from hostdev.host.table import HostTable
 from hostdev.kernels.bags import Feature, Uses, pool
 from hostdev.kernels.buffers import identity
 from hostdev.kernels.claims import Claims, claim, intersect, others
+from hostdev.kernels.finite import largest
 from hostdev.kernels.gather import gather_scaled
 from hostdev.kernels.groups import check_groups, drop_padding, offsets_of, unique_groups
 from hostdev.kernels.rounding import round_rows
@@ -49,6 +50,7 @@ def warm_up(id_dtype: npt.DTypeLike, table_dtype: str = FP32) -> None:
         offsets_of(lengths)
     for of_uses in (None, np.ones(2, np.float32)):
         drop_padding(ids, np.full(1, 2, np.int32), 0, of_uses)
+    largest(np.zeros((1 << 15) + 1, np.float32))  # of gradients that take several threads, too
     claims = Claims(1)
     for number in (1, 2):
         claim(ids[:1], claims, number, 1, number - 1)

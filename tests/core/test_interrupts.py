@@ -166,12 +166,14 @@ raise SystemExit(cli.run("x", main))
 """
     master, slave = pty.openpty()
     process = subprocess.Popen([sys.executable, "-c", text], cwd=tmp_path, env=environment(tmp_path), stdin=slave,
-                               stdout=slave, stderr=slave, start_new_session=True)  # fmt: skip
+                               stdout=slave, stderr=slave, start_new_session=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # fmt: skip
     os.close(slave)
-    assert os.read(master, 100).startswith(b"begun")
-    os.close(master)
-    process.send_signal(signal.SIGHUP)
-    assert process.wait(30) == 0
+    with process:
+        assert os.read(master, 100).startswith(b"begun")
+        os.close(master)
+        process.send_signal(signal.SIGHUP)  # which is not ignored, whoever runs the tests under nohup
+        assert process.wait(30) == 0
     assert (tmp_path / "saved").read_text() == "SIGHUP"
 
 

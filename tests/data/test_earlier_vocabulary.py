@@ -394,16 +394,18 @@ def change(**values):
 
 
 @pytest.mark.parametrize(("edit", "what"), [
-    (change(dense="most"), "dense"), (change(hash_buckets=5), "hash_buckets"), (change(threshold="1"), "threshold"),
+    (change(dense="most"), "options.dense is not one of"), (change(hash_buckets=5), "hash_buckets"), (change(threshold="1"), "options.threshold is"),
     (change(label=None), "label"), (change(bags={}), "bags"), (change(share=[]), "share"),
     (change(numeric="x"), "numeric"), (change(categorical=None), "categorical"),
-    (lambda content: content["statistics"].update(dense_max=[1.0, 2.0]), "the scaling of its numbers"),
-    (lambda content: content["statistics"].update(dense_max=["1"]), "the scaling of its numbers"),
+    (lambda content: content["statistics"].update(dense_max=[1.0, 2.0]), "statistics.dense_max does not have"),
+    (lambda content: content["statistics"].update(dense_max=["1"]), "statistics.dense_max.0. is"),
     (lambda content: content["statistics"].pop("dense_max"), "the scaling of its numbers"),
 ])  # fmt: skip
 def test_a_manifest_that_lacks_what_is_kept_is_refused(grown, edit, what):
     edit_manifest(grown, edit)
-    with pytest.raises(UserError, match=rf"manifest.json is broken \(a wrong value of {what}\); preprocess the data"):
+    with pytest.raises(
+        UserError, match=rf"manifest.json is broken \((a wrong value of )?{what}.*\); preprocess the data"
+    ):
         read_earlier(grown)
 
 

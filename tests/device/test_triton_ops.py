@@ -68,7 +68,8 @@ def _quiet():
 
 def same(got, wanted):
     """Equal bits, so -0 is not 0; a NaN is a NaN, as devices differ in its payload."""
-    got, wanted = (torch.as_tensor(x).detach().cpu().float().numpy() for x in (got, wanted))
+    got, wanted = (torch.tensor(x) if isinstance(x, np.ndarray) else x for x in (got, wanted))
+    got, wanted = (x.detach().cpu().float().numpy() for x in (got, wanted))
     assert got.shape == wanted.shape
     np.testing.assert_array_equal(np.isnan(got), np.isnan(wanted))
     known = ~np.isnan(wanted)

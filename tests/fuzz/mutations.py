@@ -2,6 +2,7 @@
 
 import json
 import struct
+from copy import deepcopy
 from random import Random
 
 INTEGERS = [
@@ -71,13 +72,13 @@ def change_json(content, draw: Random):
         holder, key = draw.choice(places)
         if holder is None:
             if draw.random() < 0.05:
-                return draw.choice(VALUES)
+                return deepcopy(draw.choice(VALUES))
             continue
         kind = draw.randrange(6)
         if kind in (0, 1, 2):
             old = holder[key]
             near = [old + 1, old - 1, -old, old * 2, float(old)] if type(old) is int and abs(old) < 2**60 else []
-            holder[key] = draw.choice(near) if near and draw.random() < 0.5 else draw.choice(VALUES)
+            holder[key] = draw.choice(near) if near and draw.random() < 0.5 else deepcopy(draw.choice(VALUES))
         elif kind == 3:
             del holder[key]
         elif kind == 4:

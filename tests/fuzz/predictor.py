@@ -12,6 +12,7 @@ import pyarrow as pa
 import hostdev
 from tests.fuzz import checkpoints
 from tests.fuzz.mutations import INTEGERS, VALUES
+from tests.own_models import ThreeTables
 
 COLUMNS = ("age", "user", "item", "kind", "genres")
 ODD = [*VALUES, b"bytes", b"\xff\xfe", np.nan, np.float32(1), np.int64(3), np.str_("u1"), ["g1"], ["g1", None], ("g1",),
@@ -29,7 +30,7 @@ def make(base: Path) -> None:
 
 def load(base: Path) -> None:
     """Open the predictor once: cases differ in what it is given."""
-    _held["predict"] = hostdev.Predictor(base / "run")
+    _held["predict"] = hostdev.Predictor(base / "run", model=ThreeTables)
     for rows in (_rows(3), pd.DataFrame(_rows(3)), pa.table(_rows(70))):
         assert np.isfinite(_held["predict"](rows)).all()
 
