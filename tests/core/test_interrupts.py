@@ -193,7 +193,16 @@ def _commands(base, out):
     run, rows, data = base / "run", base / "rows.csv", base / "data"
     small = ["--batch-size", 2, "--emb-dim", 2, "--device", "cpu", "--max-steps", 40, "--epochs", 2]
     return {
-        "predict": ["--checkpoint", run, "--data", rows, "--out", out / "p.parquet"],
+        "predict": [
+            "--checkpoint",
+            run,
+            "--data",
+            rows,
+            "--out",
+            out / "p.parquet",
+            "--model",
+            "tests.own_models:ThreeTables",
+        ],
         "checkpoint": ["export", run, "--out", out / "e"],
         "data.preprocess": ["table", rows, "--out", out / "d", *TABLE],
         "train": ["--data", data, *small, "--run-dir", out / "r", "--checkpoint-every", 5],

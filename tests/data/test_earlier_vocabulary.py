@@ -394,7 +394,8 @@ def change(**values):
 
 
 @pytest.mark.parametrize(("edit", "what"), [
-    (change(dense="most"), "options.dense is not one of"), (change(hash_buckets=5), "hash_buckets"), (change(threshold="1"), "options.threshold is"),
+    (change(dense="most"), "options.dense is not one of"), (change(hash_buckets=5), "hash_buckets"),
+    (change(threshold="1"), "options.threshold is"),
     (change(label=None), "label"), (change(bags={}), "bags"), (change(share=[]), "share"),
     (change(numeric="x"), "numeric"), (change(categorical=None), "categorical"),
     (lambda content: content["statistics"].update(dense_max=[1.0, 2.0]), "statistics.dense_max does not have"),
