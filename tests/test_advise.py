@@ -292,6 +292,7 @@ def test_an_earlier_picture_stays(tmp_path, monkeypatch):
         (tmp_path / name).write_text("")
 
 
+@pytest.mark.slow
 def test_a_mesh_for_two_processes(tmp_path, small_data):
     """Two processes measure, and the first prints the table."""
     options = ["--data", small_data, "--mesh", 2, "--micro-batches", 4, "--batch-size", 200, "--emb-dim", 4]

@@ -117,6 +117,7 @@ def one(tmp_path_factory, cache_folder, images):
     return run
 
 
+@pytest.mark.slow
 def test_the_examples_run_as_stages(processes, images, one):
     found = trained(processes, 2, "mnist", images("digits"), "--mesh", "pipe=2", *FEW)
     assert found == one("mnist", "digits", *FEW)

@@ -94,6 +94,7 @@ def require_slices(processes, alone, cases, mesh, world):
     require_near(found, alone(*cases))
 
 
+@pytest.mark.slow
 def test_slices_come_to_the_same(processes, alone):
     require_slices(processes, alone, [*SLICED], "model=2", 2)
 

@@ -96,6 +96,7 @@ def test_two_processes_come_to_the_bits_of_one(alone, processes, small_data, sta
         assert told in launcher.out
 
 
+@pytest.mark.slow
 def test_two_processes_round_bfloat16_weights_as_one(alone, processes, small_data):
     own = (*SMALL, "--table-dtype", "bf16")
     first, _ = trained(processes, spawned, small_data, *own, *CACHED)
