@@ -293,16 +293,3 @@ def criteo_lines(text):
         numbers = [float(int(value)) if value else math.nan for value in values[1:14]]
         well.append((int(values[0]), numbers, [int(value, 16) if value else 1 << 32 for value in values[14:]]))
     return well, malformed
-
-
-def fingerprint(data):
-    """The two sums of `kernels.content`, in Python's integers."""
-    whole, most = len(data) // 4 * 4, 2**32
-    first = second = 0
-    for i, word in enumerate(data[:whole].copy().view(np.uint32).tolist()):
-        x = (word ^ (i * 0x9E3779B1 % most)) * 0x85EBCA77 % most
-        x ^= x >> 15
-        first = (first + x) % most
-        x = x * 0xC2B2AE3D % most
-        second = (second + (x ^ x >> 13)) % most
-    return np.array([first, second], np.uint32).tobytes() + data[whole:].tobytes()

@@ -1,7 +1,7 @@
 """What the threads of a pipeline share: the batches in flight, and who waits for which of their rows."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ class Request(NamedTuple):
     ids: Sequence[Sequence[Ids]]  # by group, by feature: int32 or int64 [N], C-contiguous, all in the table
     tensors: Sequence[Tensor] = ()  # others that are to be on the device for the step
     note: Any = None  # whatever the caller needs to know of it
+    check: Callable[[], None] | None = None  # raises for ids that are not in the table; before anything else is done
 
 
 class Gradients(NamedTuple):

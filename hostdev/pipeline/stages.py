@@ -90,6 +90,8 @@ class Stages:
         """Find the unique ids of every group, in order of first occurrence over its features, end to end."""
         self.before_stage("unique", flight.number)
         with self.timeline.span("unique", flight.number) as span:
+            if flight.request.check is not None:
+                flight.request.check()
             flight.groups = [GroupBatch(*found) for found in self._unique(flight.request.ids)]
             span["rows"] = sum(part.size for part in flight.groups)
         if self.exchanges:

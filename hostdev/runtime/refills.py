@@ -15,11 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hostdev.kernels.content import fingerprint
-
 _DEEPEST = 4  # levels of containers and objects that are looked into
 _LONGEST = 256  # items of a container
-_MOST_BYTES = 1 << 16  # of an array that are looked at: a refill changes them all over
+_MOST_BYTES = 1 << 13  # of an array that are looked at: a refill changes them all over
 
 Leaf = Tensor | npt.NDArray[Any]
 
@@ -113,12 +111,18 @@ def _range(leaf: Leaf) -> tuple[int, int]:
 
 
 def _content(leaf: Leaf) -> bytes:
-    """Return a fingerprint of an array's contents, of a large one's rows at equal distances."""
+    """Return an array's contents, of a large one some rows at equal distances."""
+    if isinstance(leaf, Tensor):
+        if leaf.requires_grad or leaf.is_conj() or leaf.is_neg():
+            leaf = leaf.detach().resolve_conj().resolve_neg()
+        try:
+            leaf = leaf.numpy()
+        except TypeError:  # NumPy does not have its dtype
+            leaf = leaf.contiguous().view(torch.uint8).numpy() if leaf.ndim else leaf.float().numpy()
     if leaf.nbytes > _MOST_BYTES and leaf.ndim:
         leaf = leaf[:: -(-leaf.nbytes // _MOST_BYTES)]
-    if isinstance(leaf, Tensor):
-        leaf = leaf.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy()
-    return fingerprint(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
+    found: bytes = leaf[:_MOST_BYTES].tobytes() if leaf.ndim else leaf.tobytes()
+    return found
 
 
 _REFILLED = (

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,6 +88,7 @@ class Reader:
         self._in_flight: InFlight | None = None
         self._streams: RandomStreams | None = None
         self._shared: SharedGenerators | None = None
+        self._checks: list[tuple[int, list[FeatureIds], Mapping[str, Any]]] = []  # to come, of the request's batches
 
     def requests(
         self, batches: Iterator[Any], streams: RandomStreams | None = None, in_flight: InFlight | None = None,
@@ -115,7 +117,8 @@ class Reader:
                 raise ValueError(
                     f"the batches end within a step: {len(micros)} of {self._together} micro-batches are there"
                 )
-            yield self._request(micros)
+            checks, self._checks = self._checks, []
+            yield self._request(micros)._replace(check=partial(self._require_in_range, checks))
             del micros
 
     def _read(self, batches: Iterator[Any], number: int) -> list[Micro]:
@@ -158,15 +161,24 @@ class Reader:
     def _micro(self, given: Mapping[str, Any], sent: Any, number: int) -> Micro:
         try:
             ids = [read_ids(feature.name, feature.feature, given[feature.name]) for feature in self._wanted]
-            if self._streams is not None:
-                ids = [one.copy() for one in ids]  # before they are checked: the loader may write to its own again
-            check_ranges(ids, self._groups, self._wanted, given)
         except (TypeError, ValueError) as error:
             raise type(error)(f"batch {number}: {error}") from None
+        if self._streams is not None:
+            ids = [one.copy() for one in ids]  # before they are checked: the loader may write to its own again
+        self._checks.append((number, ids, given))
         if self._send is None:
             return Micro([sent], None, ids)
         leaves, structure = tree_flatten(sent)
         return Micro([_tensor_of(leaf) for leaf in leaves], structure, ids)
+
+    def _require_in_range(self, checks: list[tuple[int, list[FeatureIds], Mapping[str, Any]]]) -> None:
+        """Raise UserError for an id outside its table; not in the loop's thread, as it looks at every id."""
+        while checks:  # taken out, so that nothing keeps the loader's batches
+            number, ids, given = checks.pop(0)
+            try:
+                check_ranges(ids, self._groups, self._wanted, given)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"batch {number}: {error}") from None
 
     def _ids_of(self, batch: Any, number: int) -> Mapping[str, Any]:
         given = batch if self._ids is None else self._ids(batch)
