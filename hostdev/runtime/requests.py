@@ -163,7 +163,7 @@ class Reader:
             ids = [read_ids(feature.name, feature.feature, given[feature.name]) for feature in self._wanted]
         except (TypeError, ValueError) as error:
             raise type(error)(f"batch {number}: {error}") from None
-        if self._streams is not None:
+        if self._in_flight is not None:
             ids = [one.copy() for one in ids]  # before they are checked: the loader may write to its own again
         self._checks.append((number, ids, given))
         if self._send is None:
