@@ -112,17 +112,19 @@ def _range(leaf: Leaf) -> tuple[int, int]:
 
 def _content(leaf: Leaf) -> bytes:
     """Return an array's contents, of a large one some rows at equal distances."""
-    if isinstance(leaf, Tensor):
-        if leaf.requires_grad or leaf.is_conj() or leaf.is_neg():
-            leaf = leaf.detach().resolve_conj().resolve_neg()
-        try:
-            leaf = leaf.numpy()
-        except TypeError:  # NumPy does not have its dtype
-            leaf = leaf.contiguous().view(torch.uint8).numpy() if leaf.ndim else leaf.float().numpy()
-    if leaf.nbytes > _MOST_BYTES and leaf.ndim:
-        leaf = leaf[:: -(-leaf.nbytes // _MOST_BYTES)]
-    found: bytes = leaf[:_MOST_BYTES].tobytes() if leaf.ndim else leaf.tobytes()
-    return found
+    values = _as_numpy(leaf) if isinstance(leaf, Tensor) else leaf
+    if values.nbytes > _MOST_BYTES and values.ndim:
+        values = values[:: -(-values.nbytes // _MOST_BYTES)]
+    return (values[:_MOST_BYTES] if values.ndim else values).tobytes()
+
+
+def _as_numpy(leaf: Tensor) -> npt.NDArray[Any]:
+    if leaf.requires_grad or leaf.is_conj() or leaf.is_neg():
+        leaf = leaf.detach().resolve_conj().resolve_neg()
+    try:
+        return leaf.numpy()
+    except TypeError:  # NumPy does not have its dtype
+        return leaf.contiguous().view(torch.uint8).numpy() if leaf.ndim else leaf.float().numpy()
 
 
 _REFILLED = (

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import hostdev
+from hostdev.runtime import refills
 from tests.conftest import environment
 
 ROWS, STEPS = 100, 25
@@ -188,3 +189,14 @@ def test_how_far_a_loop_reads_ahead():
             runtime.train([], read_ahead=wrong)
     with pytest.raises(ValueError, match="leave it out with background=True"):
         runtime.train([], read_ahead=1, background=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64])
+def test_tensors_of_any_dtype_are_looked_at(dtype):
+    """Refilled through memory that torch does not see, in two dimensions and in none."""
+    for shape in ((3, 4), ()):
+        held = torch.zeros(shape).to(dtype)
+        before = refills._content(held)
+        raw = held.view(-1).view(torch.uint8).numpy()
+        raw[0] = 1
+        assert refills._content(held) != before
