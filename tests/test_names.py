@@ -111,6 +111,7 @@ def test_what_is_told_at_the_end(odd, capfd):
     assert capfd.readouterr().err == "go on with --resume caf\\udce9\n"
 
 
+@pytest.mark.slow
 def test_all_processes_tell_what_has_failed_on_one(odd):
     write_text(Synthetic(1000, 5), Path("raw.txt"))
     assert run(preprocess, "criteo", "raw.txt", "--out", "data") == 0

@@ -94,7 +94,8 @@ def test_tf32_that_is_not_there(monkeypatch, precision):
     assert precision.fp32_precision == before
 
 
-@pytest.mark.parametrize("on", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("on", [False, True])
 def test_the_commands_set_tf32(monkeypatch, small_data, in_process, on):
     asked = []
     monkeypatch.setattr(backend, "set_tf32", lambda device, on: asked.append((device.type, on)))

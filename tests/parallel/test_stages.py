@@ -16,6 +16,7 @@ INTERLEAVED = (*PIPE, "--schedule", "interleaved")
 CACHED = ("--cache-rows", "10%")
 
 
+@pytest.mark.slow
 def test_two_ranks_without_tables(processes):
     processes.start_ranks(2, LOOP, "1f1b", "gpipe", "interleaved")
     for process in processes.ended():
