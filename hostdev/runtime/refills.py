@@ -60,11 +60,19 @@ class _Held:
         return self.start < other.stop and other.start < self.stop
 
 
+class _Batch:
+    """The arrays of a batch in flight."""
+
+    def __init__(self, batch: Any) -> None:
+        self.arrays = [_Held(leaf) for leaf in arrays_in(batch)]
+        self.changed_by: int | None = None  # the number of the batch that was read over it
+
+
 class InFlight:
     """The memory of the batches that were read and are not yet given out."""
 
     def __init__(self) -> None:
-        self._batches: deque[list[_Held]] = deque()
+        self._batches: deque[_Batch] = deque()
 
     def before_read(self) -> None:
         """Note the contents that the loader must not change, as the loop's body may have since they were noted."""
@@ -78,21 +86,26 @@ class InFlight:
 
         number  of the batch, for the message
         """
-        new = [_Held(leaf) for leaf in arrays_in(batch)]
-        for held in self._all():
-            for one in new:
-                if held.overlaps(one):
-                    held.is_shared = one.is_shared = True
-            if _version(held.leaf) != held.version or (held.is_shared and _content(held.leaf) != held.content):
-                raise ValueError(_REFILLED.format(number))
+        new, changed = _Batch(batch), False
+        for earlier in self._batches:
+            for held in earlier.arrays:
+                for one in new.arrays:
+                    if held.overlaps(one):
+                        held.is_shared = one.is_shared = True
+                if _version(held.leaf) != held.version or (held.is_shared and _content(held.leaf) != held.content):
+                    earlier.changed_by, changed = number, True
+        if changed:
+            raise ValueError(_REFILLED.format(number))
         self._batches.append(new)
 
     def given(self) -> None:
-        """Forget the first batch: the loop has given it out."""
-        self._batches.popleft()
+        """Forget the first batch, which the loop gives out; ValueError where it was changed after it was read."""
+        first = self._batches.popleft()
+        if first.changed_by is not None:
+            raise ValueError(_REFILLED.format(first.changed_by))
 
     def _all(self) -> Iterator[_Held]:
-        return (held for batch in self._batches for held in batch)
+        return (held for batch in self._batches for held in batch.arrays)
 
 
 def _version(leaf: Leaf) -> int:

@@ -102,6 +102,19 @@ def test_what_is_right_without_reading_ahead_is_refused_with_it(loader, kind):
             train(loader(KINDS[kind]), **options)
 
 
+@pytest.mark.parametrize("options", [{"depth": 2}, {"depth": 0, "cache": "20%"}, {"depth": 0, "accumulate": 3}])
+def test_a_batch_that_was_changed_is_not_given_out(options):
+    """The error comes in its place, and not in that of the batch that was read over it: the loop may be left there."""
+    given, options = [], dict(options)
+    together = {"accumulate": options.pop("accumulate")} if "accumulate" in options else {}
+    table = hostdev.HostTable(ROWS, 1, hostdev.SGD(lr=1.0), name="t", init=hostdev.Constant(0.0))
+    runtime = hostdev.Runtime({"id": table}, device="cpu", **options)
+    with pytest.raises(ValueError, match="has changed a batch that was read before it"):
+        for batch, rows in runtime.train(refilled_by_numpy(KINDS["dict"]), ids=lambda b: {"id": b["id"]}, **together):
+            given.append((rows.step, batch["scale"].tolist()))
+    assert given == [(number, [float(number)] * 4) for number, _ in given]
+
+
 @pytest.mark.parametrize("depth", [0, 2])
 def test_what_send_returns(depth):
     """Its memory is looked at in place of the batch's; a copy that it makes is right."""
