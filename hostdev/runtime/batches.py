@@ -329,6 +329,7 @@ class Loop:
             self._ahead.given()
         if self._in_flight is not None:
             self._in_flight.given()
+            self._reader.give()
         if self._streams is not None:
             self._streams.give(micro.drew)
         if self._states is not None:

@@ -152,6 +152,11 @@ class Reader:
             self._in_flight.after_read(sent, number + 1)
         return [micro._replace(drew=drew)]
 
+    def give(self) -> None:
+        """Look, as a batch is given out, whether the body has drawn from a generator that reading uses, too."""
+        if self._shared is not None:
+            self._shared.before_read()
+
     def _next(self, batches: Iterator[Any]) -> list[Any]:
         """Return the next batch in a list, out of which it is taken so that nothing keeps it alive; [] at the end."""
         for batch in batches:
