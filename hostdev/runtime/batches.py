@@ -59,7 +59,7 @@ class Loop:
         self._ahead: ReadAhead | None = None  # where the batches are an iterator
         self._states: accelerate.States | None = None  # where accelerate is used, its state with each batch
         self._length: int | None = None
-        self._batches_given = 0  # batches, so far
+        self._given = 0  # batches, or steps, so far
         self._what = "step" if self.name == "train" else "batch"
         self._flight: Flight | None = None
         self._micros: list[Micro] = []  # of the flight, to come
@@ -112,7 +112,7 @@ class Loop:
     def _is_spent(self) -> bool:
         """Tell whether the last batch was given out, as far as the loader's length says."""
         try:
-            return 0 < self._batches_given == len(self)
+            return 0 < self._given == len(self)
         except TypeError:  # it has none
             return False
 
@@ -267,9 +267,11 @@ class Loop:
                         raise StopIteration
                     self._take(flight)
                     if self._by_step:
+                        self._given += 1
                         return Step(
                             flight.number, [micro.samples for micro in self._micros], self._next_batch, self._reduction
                         )
+                self._given += 1
                 return self._next_batch()
         except StopIteration:
             raise
@@ -324,7 +326,6 @@ class Loop:
     def _next_batch(self) -> tuple[Any, Rows]:
         micro, flight, runtime = self._micros.pop(0), self._flight, self._runtime
         assert flight is not None
-        self._batches_given += 1
         if self._ahead is not None:
             self._ahead.given()
         if self._in_flight is not None:
@@ -392,7 +393,6 @@ class PredictLoop(Loop):
         self._features = features
         self._hint = "" if features is None else " in this loop over predict(..., features=...)"
         self._counted = ExitStack()  # it is one of the runtime's open ones
-        self._given = 0  # steps' batches
         self._next: list[Flight | BaseException | None] = []  # what comes after the last batch, where that is known
 
     def _open(self) -> Any:
@@ -423,8 +423,7 @@ class PredictLoop(Loop):
 
     def _take(self, flight: Flight) -> None:
         super()._take(flight)
-        self._given += 1 if self._by_step else len(self._micros)
-        if self._given == self._length:
+        if self._given + (1 if self._by_step else len(self._micros)) == self._length:
             self._look_for_end()
 
     def _look_for_end(self) -> None:

@@ -54,9 +54,7 @@ class TrainLoop(Loop):
         self._any_steps = False  # of optimizers, in the loop so far
         self._rates: list[float] | None = None  # learning rates of the tables, for the flight; None: those at its end
         self._backward = -1  # torch's number of the backward pass that has brought gradients last
-        self._parameters: list[
-            ReferenceType[Tensor]
-        ] = []  # of the dense side, that the flight has brought gradients to
+        self._parameters: list[ReferenceType[Tensor]] = []  # of the dense side, to which the flight brings gradients
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()  # that have stepped in the loop
         self._awaits_optimizer: bool | None = None  # whether one has still to step; None: not looked at
         self._without = 0  # flights with gradients and without such a step
@@ -339,7 +337,7 @@ class TrainLoop(Loop):
             return True
         return any(leaf.grads() for group in self._leaves for leaf in group)
 
-    def _outcome(self, flight: Flight, too_large: Tensor | None = None) -> Outcome:
+    def _outcome(self, flight: Flight) -> Outcome:
         """Return what tells the host whether the gradients were finite."""
         step, names = flight.position, ", ".join(repr(leaf.table.name) for group in self._leaves for leaf in group)
 

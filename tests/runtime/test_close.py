@@ -199,3 +199,16 @@ def test_where_a_checkpoint_is(tmp_path):
     assert saving.path.parent == tmp_path / "saved"
     assert saving.path.is_dir()
     assert Case().runtime.load(case.runtime.save(tmp_path / "saved").path) is None
+
+
+def test_a_loop_by_steps_that_is_left_between_them():
+    """It is gone on with: of four batches in two steps one step has been given out."""
+    case, batches = Case(), batches_of(4)
+    loop, sizes = case.runtime.predict(batches, ids=ids, micro_batches=2), []
+    assert len(loop) == 2
+    for step in loop:
+        sizes.append([len(step.micro_batch(number)[1]["user"]) for number in range(2)])
+        break
+    for step in loop:
+        sizes.append([len(step.micro_batch(number)[1]["user"]) for number in range(2)])
+    assert sizes == [[12, 12], [12, 12]]
