@@ -1,7 +1,6 @@
 """An earlier data set whose ids, columns and scaling are kept when new rows are prepared (`--vocabulary FROM`)."""
 
 import contextlib
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +10,10 @@ import numpy as np
 import pyarrow as pa
 from hostdev.data import manifest
 from hostdev.data.manifest import Manifest
+from hostdev.data.manifest_values import check_learned
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo
-from hostdev.data.preprocess.dense import MODES, Numbers, Scaling, fixed_scaling
+from hostdev.data.preprocess.dense import Numbers, Scaling, fixed_scaling
 from hostdev.data.preprocess.naming import short
 from hostdev.data.preprocess.pieces import Survey
 from hostdev.data.preprocess.raw import Layout, Source
@@ -178,33 +178,22 @@ def read_earlier(folder: Path, *, frozen: bool = False) -> Earlier:
 
 def _require_whole(folder: Path, found: Manifest) -> None:
     """Raise UserError where the manifest lacks something that a later data set takes from it."""
-    options, columns = found.options, len(found.schema.dense)
-    mode, buckets = options.get("dense"), options.get("hash_buckets")
-    names = ("dense_mean", "dense_deviation") if mode == "standard" else ("dense_max",)
-    lists = [found.statistics.get(name) for name in names]
+    options = found.options
     is_table = options.get("preset") == "table"
-    for what, right in (
-        ("dense", mode in MODES),
-        ("hash_buckets", buckets is None if found.vocabulary is not None else type(buckets) is int and buckets > 0),
-        ("threshold", found.vocabulary is None or type(options.get("threshold")) is int),
-        ("the scaling of its numbers", all(_are_numbers(values, columns) for values in lists)),
-        ("label", not is_table or isinstance(options.get("label"), str)),
-        ("bags", not is_table or set(found.schema.bags) == set(_mapping(options.get("bags")))),
-        ("share", not is_table or isinstance(options.get("share", {}), dict)),
-        *((name, not is_table or isinstance(options.get(name, []), list)) for name in ("numeric", "categorical")),
-    ):
-        if not right:
-            raise UserError(
-                f"{folder / manifest.FILE_NAME} is broken (a wrong value of {what}); preprocess the data again"
-            )
-
-
-def _are_numbers(values: Any, count: int) -> bool:
-    return (
-        isinstance(values, list)
-        and len(values) == count
-        and all(isinstance(value, int | float) and math.isfinite(value) for value in values)
-    )
+    try:
+        check_learned(options, found.statistics, found.schema, found.id_type, found.vocabulary)
+        for what, right in (
+            ("threshold", found.vocabulary is None or type(options.get("threshold")) is int),
+            ("label", not is_table or isinstance(options.get("label"), str)),
+            ("bags", not is_table or set(found.schema.bags) == set(_mapping(options.get("bags")))),
+            ("share", not is_table or isinstance(options.get("share", {}), dict)),
+            *((name, not is_table or isinstance(options.get(name, []), list)) for name in ("numeric", "categorical")),
+        ):
+            if not right:
+                raise ValueError(f"a wrong value of {what}")
+    except ValueError as error:
+        path = folder / manifest.FILE_NAME
+        raise UserError(f"{path} is broken ({error}); preprocess the data again") from None
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

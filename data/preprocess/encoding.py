@@ -16,11 +16,11 @@ import pyarrow.compute as pc
 from hostdev.data import ragged
 from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest
-from hostdev.data.manifest_values import check_scaling
+from hostdev.data.manifest_values import check_learned
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess import criteo
 from hostdev.data.preprocess.columns import Positive, WrongValueError
-from hostdev.data.preprocess.dense import MODES, fixed_scaling
+from hostdev.data.preprocess.dense import fixed_scaling
 from hostdev.data.preprocess.forms import Written
 from hostdev.data.preprocess.known import Vocabulary, written_by_space
 from hostdev.data.preprocess.naming import listed
@@ -59,10 +59,6 @@ class Encoding:
 
     def __init__(self, data: Manifest, vocabulary: Path | None) -> None:
         self._data, self.schema = data, data.schema
-        try:
-            check_scaling(data.options, data.statistics)
-        except ValueError as error:
-            raise UserError(f"the data set's manifest is broken ({error}); preprocess the data again") from None
         _require_learned(data)
         preset = data.options.get("preset")
         self.is_criteo = preset != "table"
@@ -307,38 +303,14 @@ class Encoding:
 
 
 def _require_learned(data: Manifest) -> None:
-    """Raise UserError unless a manifest's options and statistics are such as encoding needs."""
-    options, statistics, n = data.options, data.statistics, len(data.schema.dense)
-    scaled, bags, buckets = (options.get(name) for name in ("dense", "bags", "hash_buckets"))
-    learned = ("dense_mean", "dense_deviation") if scaled == "standard" else ("dense_max",)
-    columns = len(data.schema.ids)
-    for what, right in (
-        ("dense", scaled in MODES),
-        *((name, _are_numbers(statistics.get(name), n)) for name in learned),
-        ("bags", bags is None or (isinstance(bags, dict) and all(map(_is_separator, bags.values())))),
-        ("hash_buckets", buckets is None or (type(buckets) is int and 1 <= buckets <= 2**62)),
-        ("vocabulary", (buckets is None) == (data.vocabulary is not None)),
-        ("positive", options.get("positive") is None or isinstance(options["positive"], str)),
-        (
-            "spaces",
-            buckets is None
-            or (all((space.first, space.size) == (data.schema.first_value, buckets) for space in data.schema.spaces)),
-        ),
-        ("id_type", data.id_type == "int64" or data.schema.rows <= 2**31),
-        ("preset", options.get("preset") == "table" or (n, columns) == (criteo.DENSE, criteo.CATEGORICAL)),
-    ):
-        if not right:
-            raise UserError(f"the data set's manifest is broken (a wrong value of {what}); preprocess the data again")
-
-
-def _are_numbers(values: Any, n: int) -> bool:
-    """Tell whether these are so many finite numbers."""
-    right = isinstance(values, list) and len(values) == n and all(type(value) in (int, float) for value in values)
-    return right and all(abs(value) <= np.finfo(np.float64).max for value in values)
-
-
-def _is_separator(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and value != "")
+    """Raise UserError unless a manifest says all that encoding further rows needs."""
+    shape = len(data.schema.dense), len(data.schema.ids)
+    try:
+        check_learned(data.options, data.statistics, data.schema, data.id_type, data.vocabulary)
+        if data.options.get("preset") != "table" and shape != (criteo.DENSE, criteo.CATEGORICAL):
+            raise ValueError("a wrong value of preset")
+    except ValueError as error:
+        raise UserError(f"the data set's manifest.json is broken ({error}); preprocess the data again") from None
 
 
 def _plain(array: Any) -> pa.Array:

@@ -69,8 +69,9 @@ def _parse(kind: Any, content: Any, where: str) -> Any:
     if kind is int:
         _require(type(content) is int and -_WIDEST <= content < _WIDEST, content, "a whole number of 64 bits", where)
     elif kind is float:
-        right = type(content) in (int, float) and abs(content) < _WIDEST and math.isfinite(content)
-        _require(right, content, "a number", where)
+        is_float = type(content) is float and math.isfinite(content)
+        is_whole = type(content) is int and -_WIDEST <= content < _WIDEST  # a longer one may be no float
+        _require(is_float or is_whole, content, "a number", where)
     elif kind is str:
         _require(isinstance(content, str), content, "text", where)
     elif kind is bool:

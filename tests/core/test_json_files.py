@@ -33,6 +33,11 @@ def test_what_is_right():
     made = json_files.parse(Outer, GOOD)
     assert made == Outer([Inner("a", 1)], 1, (1, 2), None, {"x": [1, None]})
     assert json_files.parse(Outer, {**GOOD, "parent": {"name": "b", "n": 2}}).parent == Inner("b", 2)
+    for rate in (1.99e22, -1e300, 2**63 - 1, -(2**63)):
+        assert json_files.parse(Outer, {**GOOD, "rate": rate}).rate == rate
+    for rate in (2**63, 10**400, float("inf"), float("nan"), True):
+        with pytest.raises(ValueError, match=r"rate is .*, not a number"):
+            json_files.parse(Outer, {**GOOD, "rate": rate})
 
 
 @pytest.mark.parametrize(("change", "message"), [
