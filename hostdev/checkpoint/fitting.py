@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hostdev.checkpoint.folder import Chain
@@ -12,17 +13,28 @@ from hostdev.core.errors import UserError
 class Fit(NamedTuple):
     """What a checkpoint has of a program's tables.
 
+    path   of the checkpoint
     taken  rows there and here, by the names of the tables that both have
     new    tables that only the program has
     left   tables that only the checkpoint has
     """
 
+    path: Path
     taken: dict[str, tuple[int, int]]
     new: list[str]
     left: list[str]
 
+    def what_is_left(self) -> list[str]:
+        """Return a line for each table of which rows are not taken, or not there, in a program that may have trained."""
+        found = [f"{self.path} has no table {name!r}, whose rows stay as they are" for name in self.new]
+        found += [f"table {name!r} of {self.path} is left out, as there is none here" for name in self.left]
+        return found + [
+            f"table {name!r} has {there:,} rows in {self.path}; the others of the {here:,} here stay as they are"
+            for name, (there, here) in self.taken.items() if there < here
+        ]  # fmt: skip
+
     def lines(self) -> list[str]:
-        """Return a line for each table: which rows are taken, and which keep their initial values."""
+        """Return a line for each table of a new run: which rows are taken, and which keep their initial values."""
         found = []
         for name, (there, here) in self.taken.items():
             more = f"; {here - there:,} new rows have their initial values" if here > there else ""
@@ -55,14 +67,14 @@ def fit_tables(chain: Chain, tables: Mapping[str, Any]) -> Fit:
                             "here")  # fmt: skip
         if there.rows > table.total_rows:
             raise UserError(
-                f"{newest.path}: table {name!r} has {there.rows:,} rows there, and only {table.total_rows:,} here"
+                f"table {name!r} has {there.rows:,} rows in {newest.path}, more than the {table.total_rows:,} here"
             )
         taken[name] = there.rows, table.total_rows
     if not taken:
         raise UserError(
             f"{newest.path} has none of the tables {', '.join(sorted(tables))}; its own are {', '.join(sorted(held))}"
         )
-    return Fit(taken, sorted(tables.keys() - held.keys()), sorted(held.keys() - tables.keys()))
+    return Fit(newest.path, taken, sorted(tables.keys() - held.keys()), sorted(held.keys() - tables.keys()))
 
 
 def load_fitting(chain: Chain, tables: Mapping[str, Any], fit: Fit, *, check: bool = False) -> None:

@@ -81,37 +81,6 @@ def newest_whole(path: Path, check: Callable[[Chain], None] = verify) -> Found:
     raise BrokenCheckpointError(f"no checkpoint in {path} is whole; the newest: {next(iter(broken))}")
 
 
-def shared_tables(chain: Chain, tables: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return those of the tables that a checkpoint has rows for, and lines that say what is left out.
-
-    UserError where it has none, where a table here has fewer rows than there, or where other things than rows differ.
-    """
-    newest = chain[-1]
-    held = {table.name: table for table in newest.manifest.tables}
-    shared = {name: table for name, table in tables.items() if name in held}
-    if not shared:
-        raise UserError(
-            f"{newest.path} has the tables {', '.join(sorted(held))}, and none of {', '.join(sorted(tables))}"
-        )
-    lines = []
-    for name in sorted(set(tables) - set(held)):
-        lines.append(f"{newest.path} has no table {name!r}, whose rows stay as they are")
-    for name in sorted(set(held) - set(tables)):
-        lines.append(f"table {name!r} of {newest.path} is left out, as there is none here")
-    for name, table in shared.items():
-        if held[name].rows > table.total_rows:
-            raise UserError(
-                f"table {name!r} has {held[name].rows:,} rows in {newest.path}, more than the {table.total_rows:,} here"
-            )
-        if held[name].rows < table.total_rows:
-            lines.append(
-                f"table {name!r} has {held[name].rows:,} rows in {newest.path}; the others of the "
-                f"{table.total_rows:,} here stay as they are"
-            )
-    _require_alike(chain, shared, rows=False)
-    return shared, lines
-
-
 def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
     """Raise UserError, which says what differs, unless a checkpoint is one of these tables."""
     newest = chain[-1]
@@ -121,14 +90,9 @@ def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
             f"{newest.path} is of another model: it has the tables {', '.join(sorted(held))}, not "
             f"{', '.join(sorted(tables))}"
         )
-    _require_alike(chain, tables)
-
-
-def _require_alike(chain: Chain, tables: Mapping[str, Any], *, rows: bool = True) -> None:
-    newest = chain[-1]
     for name, table in tables.items():
         there, here = newest.manifest.table(name), table.optimizer
-        mine = (table.total_rows if rows else there.rows, table.dim), type(here).__name__, {**asdict(here), "lr": None}
+        mine = (table.total_rows, table.dim), type(here).__name__, {**asdict(here), "lr": None}
         theirs = (there.rows, there.dim), there.optimizer, {**there.hyperparameters, "lr": None}
         for what, a, b in zip(("shape", "optimizer", "optimizer"), theirs, mine, strict=True):
             if a != b:

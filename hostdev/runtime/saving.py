@@ -9,15 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from hostdev.checkpoint.checkpoints import Checkpoints
+from hostdev.checkpoint.fitting import fit_tables
 from hostdev.checkpoint.folder import Chain, Found
-from hostdev.checkpoint.loading import (
-    load_tables,
-    newest_whole,
-    require_tables,
-    shared_tables,
-    values_of,
-    verify_others,
-)
+from hostdev.checkpoint.loading import load_tables, newest_whole, require_tables, values_of, verify_others
 from hostdev.checkpoint.saving import Content, Saving
 from hostdev.checkpoint.tree import to_tree
 from hostdev.core.errors import UserError
@@ -125,10 +119,10 @@ class Keeper:
     def _load_shared(self, path: Path, tables: dict[str, Any]) -> Any:
         """Load the rows that a checkpoint has for these tables; the next checkpoint is whole."""
         found = newest_whole(path)
-        shared, lines = shared_tables(found.chain, tables)
+        fit = fit_tables(found.chain, tables)
         _require_extra(found.chain)
-        load_tables(found.chain, shared)
-        for line in (*found.notes(), *lines):
+        load_tables(found.chain, {name: tables[name] for name in fit.taken})
+        for line in (*found.notes(), *fit.what_is_left()):
             warnings.warn(line, stacklevel=4)
         for table in tables.values():
             if hasattr(table, "note_changes"):
