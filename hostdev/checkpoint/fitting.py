@@ -25,7 +25,7 @@ class Fit(NamedTuple):
     left: list[str]
 
     def what_is_left(self) -> list[str]:
-        """Return a line for each table of which rows are not taken, or not there, in a program that may have trained."""
+        """Return a line for each table of which rows are not taken, or not there, where all may have been trained."""
         found = [f"{self.path} has no table {name!r}, whose rows stay as they are" for name in self.new]
         found += [f"table {name!r} of {self.path} is left out, as there is none here" for name in self.left]
         return found + [

@@ -9,34 +9,14 @@ import numpy.typing as npt
 from hostdev.core.checks import require_finite
 from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, gib
+from hostdev.core.writing import Copies
 
 Rows = npt.NDArray[np.float32]
 
 _PART_BYTES = 1 << 24  # of rows that are compared or written at a time
 
 
-class Slots(Mapping[str, Rows]):
-    """The slots by name, copied when they are first asked for; `slots[name] = values` writes to a copy."""
-
-    def __init__(self, writing: "Writing") -> None:
-        self._writing = writing
-
-    def __getitem__(self, name: str) -> Rows:
-        if name not in self._writing.names[1:]:
-            raise KeyError(f"no slot {name!r}; there are {', '.join(self._writing.names[1:]) or 'none'}")
-        return self._writing.column(name)
-
-    def __setitem__(self, name: str, values: Any) -> None:
-        self[name][...] = values
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._writing.names[1:])
-
-    def __len__(self) -> int:
-        return len(self._writing.names) - 1
-
-
-class Writing:
+class Writing(Copies):
     """What `HostTable.writing` gives.
 
     table    its name, for errors
@@ -46,40 +26,19 @@ class Writing:
     """
 
     def __init__(self, table: str, columns: Mapping[str, Any], ids: npt.NDArray[Any] | None, rows: int) -> None:
-        self._table, self._columns, self._ids = table, columns, ids
+        super().__init__(table, columns)
+        self._columns, self._ids = columns, ids
         self._rows = rows if ids is None else len(ids)
-        self._held: dict[str, Rows] = {}
-        self._is_over = False
-        self.names = list(columns)
 
-    @property
-    def weights(self) -> Rows:
-        """The weights, float32 [V, D] or [N, D], to be written."""
-        return self.column("weights")
-
-    @weights.setter
-    def weights(self, values: Any) -> None:
-        self.column("weights")[...] = values  # `w.weights *= 2` assigns, too
-
-    @property
-    def slots(self) -> Slots:
-        """The slots by name, float32 [V, D], [N, D] or one column for one value a row, to be written."""
-        return Slots(self)
-
-    def column(self, name: str) -> Rows:
-        """Return the copy of a column."""
-        if self._is_over:
-            raise ValueError(f"table {self._table!r}: this writing() is over; write within its `with`")
-        if name not in self._held:
-            column = self._columns[name]
-            needed, free = 4 * self._rows * column.shape[1], available_bytes()
-            if needed > free:
-                raise UserError(
-                    f"table {self._table!r}: a copy of {name} for writing needs {gib(needed)}, but {gib(free)} of host "
-                    "memory are free; write some rows at a time, with writing(ids)"
-                )
-            self._held[name] = np.array(column[:] if self._ids is None else column[self._ids], np.float32)
-        return self._held[name]
+    def _copied(self, name: str) -> Rows:
+        column = self._columns[name]
+        needed, free = 4 * self._rows * column.shape[1], available_bytes()
+        if needed > free:
+            raise UserError(
+                f"table {self._table!r}: a copy of {name} for writing needs {gib(needed)}, but {gib(free)} of host "
+                "memory are free; write some rows at a time, with writing(ids)"
+            )
+        return np.array(column[:] if self._ids is None else column[self._ids], np.float32)
 
     def changed(self) -> npt.NDArray[np.int64]:
         """Return which rows of the copies differ from the table's; ValueError where one of them is not finite."""
@@ -117,7 +76,3 @@ class Writing:
         """Write rows of a copy to out, where the column has been copied."""
         if name in self._held:
             out[...] = self._held[name][rows]
-
-    def end(self) -> None:
-        """Refuse further writing."""
-        self._is_over = True

@@ -1,0 +1,67 @@
+"""Copies of a table's weights and slots that may be written: what `writing` gives, wherever the table is."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+
+class Slots(Mapping[str, Any]):
+    """The slots by name, copied when they are first asked for; `slots[name] = values` writes to a copy."""
+
+    def __init__(self, copies: "Copies") -> None:
+        self._copies = copies
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._copies.names[1:]:
+            raise KeyError(f"no slot {name!r}; there are {', '.join(self._copies.names[1:]) or 'none'}")
+        return self._copies.column(name)
+
+    def __setitem__(self, name: str, values: Any) -> None:
+        self[name][...] = values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._copies.names[1:])
+
+    def __len__(self) -> int:
+        return len(self._copies.names) - 1
+
+
+class Copies:
+    """Copies of columns, made when they are first asked for, until the end of a `with`.
+
+    table  its name, for errors
+    names  of the columns: the weights, then the slots
+    """
+
+    def __init__(self, table: str, names: Iterable[str]) -> None:
+        self._table, self.names = table, list(names)
+        self._held: dict[str, Any] = {}
+        self._is_over = False
+
+    def _copied(self, name: str) -> Any:
+        raise NotImplementedError
+
+    @property
+    def weights(self) -> Any:
+        """The weights, float32 [V, D] or [N, D], to be written."""
+        return self.column("weights")
+
+    @weights.setter
+    def weights(self, values: Any) -> None:
+        self.column("weights")[...] = values  # `w.weights *= 2` assigns, too
+
+    @property
+    def slots(self) -> Slots:
+        """The slots by name, float32 [V, D], [N, D] or one column for one value a row, to be written."""
+        return Slots(self)
+
+    def column(self, name: str) -> Any:
+        """Return the copy of a column; ValueError where the `with` is over."""
+        if self._is_over:
+            raise ValueError(f"table {self._table!r}: this writing() is over; write within its `with`")
+        if name not in self._held:
+            self._held[name] = self._copied(name)
+        return self._held[name]
+
+    def end(self) -> None:
+        """Refuse further writing."""
+        self._is_over = True
