@@ -19,7 +19,7 @@ from hostdev.core import cli
 
 def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(0.01)
+    time.sleep(0.01)  # Python raises it between two instructions: here, and not after the function
 """
 SWALLOWED = {
     "a finaliser": """
@@ -70,6 +70,7 @@ def run(tmp_path, text, **options):
 
 @pytest.mark.parametrize("where", SWALLOWED)
 def test_an_interrupt_that_is_swallowed_comes_again(tmp_path, where):
+    # What the command has still to do, which an interrupt that got lost would not end.
     rest = "" if "fails" in where or "last" in where else "    time.sleep(30)\n    print('ran on')\n"
     done = run(tmp_path, f"{BEGIN}{SWALLOWED[where]}{rest}\nraise SystemExit(cli.run('x', main))")
     assert (done.returncode, done.stdout) == (130, "")
@@ -153,9 +154,9 @@ def main(argv):
     with GracefulStop(lambda: "too late", None) as stop:
         print("begun", flush=True)
         while stop.requested is None:
-            time.sleep(0.01)
+            time.sleep(0.01)  # a step of the training
         os.kill(os.getpid(), signal.SIGHUP)  # the shell may send it, too: that is no second request
-        time.sleep(0.2)
+        time.sleep(0.2)  # the thread that would take it for one has seen it by then
         for _ in range(100):
             print("after", flush=True)
             print("after", file=sys.stderr, flush=True)
@@ -183,7 +184,7 @@ from hostdev.train.interrupt import GracefulStop
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 with GracefulStop(lambda: "too late") as stop:
     os.kill(os.getpid(), signal.SIGHUP)
-    time.sleep(0.05)
+    time.sleep(0.05)  # a signal that is not ignored has come by then
     print(stop.requested)""")  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "None\n")
 

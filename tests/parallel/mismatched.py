@@ -35,7 +35,7 @@ def act(what, runtime, loop):
     elif what.startswith("exit"):
         sys.exit(int(what[4:]))
     elif what == "sleep":
-        time.sleep(60)
+        time.sleep(60)  # it lives, and does not come: longer than the others wait
 
 
 def main(what, rank):

@@ -130,7 +130,7 @@ def test_two_hosts_do_not_disturb_each_other(alone, processes, hosts, small_data
 
     def look():
         nonlocal tried
-        time.sleep(0.3)
+        time.sleep(0.3)  # between two looks at what listens
         here = set().union(*(ports_of(process.pid) for process in processes.started)) - seen
         if here:
             seen.update(here)
