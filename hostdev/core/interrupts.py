@@ -4,6 +4,7 @@ KeyboardInterrupt is raised wherever the main thread is, also where nothing that
 finaliser or a callback, below a library's bare `except`, in C code that clears errors or makes an ImportError of them.
 """
 
+import atexit
 import os
 import signal
 import sys
@@ -57,6 +58,7 @@ class Arriving:
         if _is_main() and (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGALRM)) == usual:
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
             self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, _come_again)
+            atexit.register(_ignore)
         return self
 
     def __exit__(
@@ -80,6 +82,11 @@ class Arriving:
         """Raise it again soon: what is raised here, in a finaliser, would get lost as well."""
         if not self._has_arrived and not sys.is_finalizing():
             signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)  # no thread, which could wait for a lock here
+
+
+def _ignore() -> None:
+    """Ignore Ctrl-C from here, the last of what Python runs at its end: what follows would die of the signal."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _come_again(number: int, frame: FrameType | None) -> None:
