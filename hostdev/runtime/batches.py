@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -12,15 +13,13 @@ import torch
 from torch import Tensor
 
 from hostdev.device.rows import FeatureUses, GroupUses
-from hostdev.frameworks import accelerate
 from hostdev.parallel.ranks import PeerLostError
 from hostdev.pipeline.flight import Flight, Request
 from hostdev.runtime.body import Body
 from hostdev.runtime.finite import Flags
-from hostdev.runtime.random_streams import Place, RandomStreams
-from hostdev.runtime.read_ahead import ReadAhead
+from hostdev.runtime.random_streams import Place
+from hostdev.runtime.reading import Reading
 from hostdev.runtime.reduction import Reduction
-from hostdev.runtime.refills import InFlight
 from hostdev.runtime.requests import Micro, Reader
 from hostdev.runtime.rows import Leaf, Order, Rows, values_of
 from hostdev.runtime.step import Step
@@ -49,15 +48,12 @@ class Loop:
         self._number = 0  # of the last batch, or step, that was asked for
         self._background = background
         self._steps_ahead = None if read_ahead is None else read_ahead // reader.together
-        self._streams: RandomStreams | None = None  # of the batches, where reading may draw random numbers
-        self._in_flight: InFlight | None = None  # their memory, where more than one is read before it is given out
+        self._reading: Reading | None = None  # None before the first batch and after the last
         self._runtime, self._reader, self._batches = runtime, reader, batches
         self._asks = runtime.ranks is None or runtime.ranks.leads  # else other ranks have the rows of its samples
         self._stack = ExitStack()  # whose callbacks do not refer to the loop: it is to end when nobody holds it
         self._pass: Any = None  # None before the first batch and after the last
         self._ended = False
-        self._ahead: ReadAhead | None = None  # where the batches are an iterator
-        self._states: accelerate.States | None = None  # where accelerate is used, its state with each batch
         self._length: int | None = None
         self._given = 0  # batches, or steps, so far
         self._what = "step" if self.name == "train" else "batch"
@@ -160,8 +156,11 @@ class Loop:
             try:
                 self._end_flight(closing=True)
             finally:
+                reading, self._reading = self._reading, None
                 self._let_go()
                 self._stack.close()
+                if reading is not None:
+                    reading.leave()
 
     def finish(self) -> None:
         """End the loop with the batch that was given out last, as if it were the last one of the loader."""
@@ -177,58 +176,40 @@ class Loop:
         """Let go of all batches: the loop is over."""
         self._ended = True
         self._forget()
-        self._pass, self._batches, self._ahead, self._in_flight = None, (), None, None
-        if self._states is not None:
-            self._states.hide()
+        self._pass, self._batches = None, ()
+        if self._reading is not None:
+            self._reading.end()
+            self._reading = None
         _open_loops.discard(self)
 
     def _open(self) -> Any:
         raise NotImplementedError
 
-    def _source(self) -> Iterator[Any]:
-        """Return an iterator over the batches; what it has read, and the loop not come to, is there for the next."""
-        with suppress(Exception):  # of anybody's loader; whoever asks for it later hears of it
-            self._length = len(self)
-        source = iter(self._batches)
-        if source is not self._batches:
-            return self._noting(source, accelerate.States() if accelerate.is_imported() else None)
-        self._ahead = self._runtime.read_ahead_of(source, train=self._is_training)
-        if self._ahead.states is None and accelerate.is_imported():
-            self._ahead.states = accelerate.States()
-        return self._noting(self._ahead.batches(), self._ahead.states)
-
-    def _noting(self, source: Iterator[Any], states: accelerate.States | None) -> Iterator[Any]:
-        self._states = states
-        return source if states is None else states.reading(source)
-
     def _requests(self) -> Iterator[Request]:
-        """Return what the loop wants of each batch, read with random streams of its own; begins the loader."""
-        source = self._source()
-        if self._background:
-            return self._reader.requests(source)
-        place = self._first_place()
-        self._streams = self._runtime.random_streams(place, self._reader.together)
-        if self._ahead is not None:
-            self._ahead.streams = self._streams
-        if self._reader.together > 1 or (self._runtime.reads_ahead and self._steps_ahead != 0):
-            self._in_flight = InFlight()
-        return self._reader.requests(source, self._streams, self._in_flight, self._batches)
+        """Return what the loop wants of each batch; begins the loader."""
+        with suppress(Exception):  # of anybody's loader; whoever asks for its length later hears of it
+            self._length = len(self)
+        runtime, together = self._runtime, self._reader.together
+        keep = partial(runtime.read_ahead_of, train=self._is_training)
+        self._reading = reading = Reading(self._batches, self._reader.program, keep)
+        if not self._background:
+            ahead = together > 1 or (runtime.reads_ahead and self._steps_ahead != 0)
+            reading.watch(runtime.random_streams(self._first_place(reading), together), ahead=ahead)
+        return self._reader.requests(reading)
 
     @property
-    def _reading(self) -> dict[str, Any]:
+    def _how(self) -> dict[str, Any]:
         """How the pipeline reads the requests."""
         return {"background": self._background, "read_ahead": self._steps_ahead}
 
-    def _first_place(self) -> Place | None:
+    def _first_place(self, reading: Reading) -> Place | None:
         """Return where the batches go on, for their random streams; None where they begin."""
-        if self._ahead is None or self._ahead.streams is None:
-            return None
-        return self._ahead.streams.place
+        return None if reading.kept is None else reading.kept.place
 
     @property
     def place(self) -> Place | None:
         """Where in its batches the loop is, for their random streams."""
-        return None if self._streams is None else self._streams.place
+        return None if self._reading is None else self._reading.place
 
     _is_training = False
 
@@ -260,8 +241,8 @@ class Loop:
                             self._runtime.ranks.note_loop(self)
                     flight = self._take_next()
                     if flight is None:
-                        if self._ahead is not None:
-                            self._runtime.read_out(self._ahead)
+                        if self._reading is not None and self._reading.kept is not None:
+                            self._runtime.read_out(self._reading.kept)
                         self._let_go()
                         self._stack.close()
                         raise StopIteration
@@ -326,15 +307,8 @@ class Loop:
     def _next_batch(self) -> tuple[Any, Rows]:
         micro, flight, runtime = self._micros.pop(0), self._flight, self._runtime
         assert flight is not None
-        if self._ahead is not None:
-            self._ahead.given()
-        if self._in_flight is not None:
-            self._in_flight.given()
-            self._reader.give()
-        if self._streams is not None:
-            self._streams.give(micro.drew)
-        if self._states is not None:
-            self._states.show()
+        assert self._reading is not None
+        self._reading.give()
         order = list(dict.fromkeys(at for wanted in runtime.wanted for at in wanted.tables))
         uses, values = self._looked_up(flight, micro) if self._asks else ([], {})
         batch = micro.batch([self._sent.pop(0) for _ in micro.tensors])
@@ -400,7 +374,7 @@ class PredictLoop(Loop):
         requests = self._requests()
         self._stack.enter_context(self._counted)
         self._counted.callback(self._runtime.end_prediction)
-        return self._stack.enter_context(self._runtime.pipeline.predict(requests, **self._reading))
+        return self._stack.enter_context(self._runtime.pipeline.predict(requests, **self._how))
 
     @property
     def is_finished(self) -> bool:

@@ -21,6 +21,7 @@ from hostdev.runtime.finite import Flags, NonFiniteError
 from hostdev.runtime.loaders import PredictLoader
 from hostdev.runtime.pending import FirstBatch, Pending, gradients_left
 from hostdev.runtime.random_streams import Place
+from hostdev.runtime.reading import Reading
 from hostdev.runtime.reduction import Reduction
 from hostdev.runtime.requests import Reader
 from hostdev.runtime.rows import Leaf, Rows
@@ -95,9 +96,9 @@ class TrainLoop(Loop):
         self._stack.enter_context(self._of_pass)
         return self._open_pass()
 
-    def _first_place(self) -> Place | None:
+    def _first_place(self, reading: Reading) -> Place | None:
         loaded = self._runtime.take_loaded_place()
-        return super()._first_place() or loaded
+        return super()._first_place(reading) or loaded
 
     def _open_pass(self) -> Any:
         """Open a pass over the batches to come; where gradients of an earlier loop are pending, over the first one."""
@@ -105,7 +106,7 @@ class TrainLoop(Loop):
         if self._first is not None:
             self._of_pass.callback(self._first.end)
             requests = map(self._first.request, islice(requests, 1))
-        return self._of_pass.enter_context(self._runtime.pipeline.train(requests, **self._reading))
+        return self._of_pass.enter_context(self._runtime.pipeline.train(requests, **self._how))
 
     def _take_next(self) -> Flight | None:
         if self._first is not None and self._position:  # the one that was alone has been updated

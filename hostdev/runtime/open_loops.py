@@ -100,7 +100,7 @@ class ForLoops:
         if (loop := self._loop) is not None:
             return loop.place
         ahead = self._read_ahead.get(True)
-        return ahead.streams.place if ahead is not None and ahead.streams is not None else None
+        return None if ahead is None else ahead.place
 
     def go_on_at(self, place: Place | None) -> None:
         """Let the next loop over `train` go on at a place in its batches, which a checkpoint has."""

@@ -5,7 +5,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from hostdev.runtime.random_streams import RandomStreams
+from hostdev.runtime.own_generators import Draw
+from hostdev.runtime.random_streams import Place, RandomStreams
 
 
 class ReadAhead:
@@ -19,9 +20,15 @@ class ReadAhead:
         self.source = source
         self.streams: RandomStreams | None = None  # of random numbers, as the last loop over it had them
         self.states: Any = None  # accelerate's, with each batch that is kept
+        self.draws: deque[list[Draw]] = deque()  # of the loader's from generators of its own, for each that is kept
         self._kept: deque[Any] = deque()
         self._readers = 0
         self._reading = threading.Lock()  # a reader of before may still be in somebody's code
+
+    @property
+    def place(self) -> Place | None:
+        """Where in its batches the last loop over it is, for their random streams."""
+        return None if self.streams is None else self.streams.place
 
     def batches(self) -> Iterator[Any]:
         """Yield what was kept, then what the iterator has; for one reader at a time."""
@@ -40,11 +47,13 @@ class ReadAhead:
                 except StopIteration:
                     return
                 self._kept.append(held[0])
+                self.draws.append([])
             yield held.pop()  # not kept here: a batch lives no longer than the caller has it
 
     def given(self) -> None:
         """Note that the first of them has been given out."""
         self._kept.popleft()
+        self.draws.popleft()
 
 
 def require_read_ahead(read_ahead: Any, *, background: bool) -> None:

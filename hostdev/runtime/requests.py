@@ -1,7 +1,6 @@
 """What a loop wants of each batch: its ids by group, and the tensors that are to be on the device with its rows."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,12 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from hostdev.core.reading_ahead import reading_ahead
 from hostdev.pipeline.flight import Request
 from hostdev.runtime.features import FeatureIds, GroupSpec, Wanted, check_ranges, described, read_ids
-from hostdev.runtime.random_streams import RandomStreams
-from hostdev.runtime.refills import InFlight
-from hostdev.runtime.shared_generators import SharedGenerators
+from hostdev.runtime.reading import Reading
 
 IdsOf = Callable[[Any], Mapping[str, Any]]
 
@@ -26,7 +22,6 @@ class Micro(NamedTuple):
     leaves: list[Any]  # of what the loop yields
     structure: TreeSpec | None  # of these, whose tensors are sent; None: it yields the loader's batch as it is
     ids: list[FeatureIds]
-    drew: Sequence[str] = ()  # the generators that its reading drew from
 
     @property
     def samples(self) -> int:
@@ -81,32 +76,20 @@ class Reader:
         asks: bool = True,
     ) -> None:
         self._asks = asks
+        self.program = ids, send
         self._wanted, self._groups, self._ids, self._send, self._together = wanted, groups, ids, send, together
         self.together = together
         self._whole = whole
         self._names = [feature.name for feature in wanted]
-        self._in_flight: InFlight | None = None
-        self._streams: RandomStreams | None = None
-        self._shared: SharedGenerators | None = None
         self._checks: list[tuple[int, list[FeatureIds], Mapping[str, Any]]] = []  # to come, of the request's batches
 
-    def requests(
-        self, batches: Iterator[Any], streams: RandomStreams | None = None, in_flight: InFlight | None = None,
-        loader: Any = None,
-    ) -> Iterator[Request]:  # fmt: skip
-        """Yield a request for each batch, or for so many together.
-
-        streams    of random numbers, for the batches of somebody's program; None: `batches`, `ids` and `send` draw none
-        in_flight  the memory of batches that were read ahead; None: each is given out before the next is read
-        loader     what `batches` comes from
-        """
-        self._streams, self._in_flight = streams, in_flight
-        self._shared = None if in_flight is None else SharedGenerators(loader, self._ids, self._send)
+    def requests(self, reading: Reading) -> Iterator[Request]:
+        """Yield a request for each batch that is read, or for so many together."""
         number = 0
         while True:
             micros: list[Micro] = []
             while len(micros) < self._together:
-                held = self._read(batches, number)
+                held = self._read(reading, number)
                 if not held:
                     break
                 number += 1
@@ -121,54 +104,35 @@ class Reader:
             yield self._request(micros)._replace(check=partial(self._require_in_range, checks))
             del micros
 
-    def _read(self, batches: Iterator[Any], number: int) -> list[Micro]:
-        """Return the next batch, or nothing at the end. All that a user's program does while it is read happens here.
+    def request(self, batch: Any) -> Request:
+        """Return the request for one batch, whose ids have been checked."""
+        given = self._ids_of(batch, 1)
+        micro = self._micro(given, batch if self._send is None else self._send(batch), 1, copies=False)
+        checks, self._checks = self._checks, []
+        self._require_in_range(checks)
+        return self._request([micro])
+
+    def _read(self, reading: Reading, number: int) -> list[Micro]:
+        """Return the next batch, or nothing at the end.
 
         number  of batches that were read before it
         """
-        streams = self._streams
-        position = 0 if streams is None else streams.start + number
-        is_first = streams is not None and streams.is_new and not number  # it draws as in a loop of plain torch
-        if self._in_flight is not None:
-            self._in_flight.before_read()
-        if self._shared is not None:
-            self._shared.before_read()
-        with nullcontext() if self._in_flight is None or not number else reading_ahead():  # the first is not
-            held = self._next(batches) if is_first else []
-            if is_first and not held:
+        with reading.batch(number) as held:
+            if not held:
                 return []
-            with nullcontext(list[str]()) if streams is None else streams.reading(position) as drew:
-                if not is_first:
-                    held = self._next(batches)
-                    if not held:
-                        return []
-                batch = held.pop()
-                given = self._ids_of(batch, number + 1)
-                sent = batch if self._send is None else self._send(batch)
-        if self._shared is not None:
-            self._shared.after_read()
-        micro = self._micro(given, sent, number + 1)
-        if self._in_flight is not None:
-            self._in_flight.after_read(sent, number + 1)
-        return [micro._replace(drew=drew)]
+            batch = held.pop()
+            given = self._ids_of(batch, number + 1)
+            sent = batch if self._send is None else self._send(batch)
+        micro = self._micro(given, sent, number + 1, copies=reading.copies)
+        reading.has_read(sent, number + 1)
+        return [micro]
 
-    def give(self) -> None:
-        """Look, as a batch is given out, whether the body has drawn from a generator that reading uses, too."""
-        if self._shared is not None:
-            self._shared.before_read()
-
-    def _next(self, batches: Iterator[Any]) -> list[Any]:
-        """Return the next batch in a list, out of which it is taken so that nothing keeps it alive; [] at the end."""
-        for batch in batches:
-            return [batch]
-        return []
-
-    def _micro(self, given: Mapping[str, Any], sent: Any, number: int) -> Micro:
+    def _micro(self, given: Mapping[str, Any], sent: Any, number: int, *, copies: bool) -> Micro:
         try:
             ids = [read_ids(feature.name, feature.feature, given[feature.name]) for feature in self._wanted]
         except (TypeError, ValueError) as error:
             raise type(error)(f"batch {number}: {error}") from None
-        if self._in_flight is not None:
+        if copies:
             ids = [one.copy() for one in ids]  # before they are checked: the loader may write to its own again
         self._checks.append((number, ids, given))
         if self._send is None:

@@ -293,9 +293,7 @@ class Runtime(ForFrameworks, ForLoops):
         if self._loop is not None:
             self.pipeline.write_back()
         ids_of = None if chosen is None else ids_of_some(chosen, None, self.wanted)
-        request = next(Reader(self.wanted, self.group_specs, ids_of, None).requests(iter([ids])))
-        assert request.check is not None
-        request.check()
+        request = Reader(self.wanted, self.group_specs, ids_of, None).request(ids)
         with torch.inference_mode(False), torch.no_grad():
             found = look_up(request, self.wanted, self.group_specs, self.device)
         return found if chosen is None else {name: found[name] for name in chosen}

@@ -96,8 +96,7 @@ raise SystemExit(cli.run("x", main))""")  # fmt: skip
 def test_after_the_command_the_process_ends_at_once(tmp_path):
     done = run(tmp_path, f"""{BEGIN}
 import atexit
-atexit.register(interrupt)
-raise SystemExit(cli.run("x", lambda argv: 0))""")  # fmt: skip
+raise SystemExit(cli.run("x", lambda argv: atexit.register(interrupt) and 0))""")  # fmt: skip
     assert (done.returncode, done.stderr) == (130, "x: interrupted\n")
 
 

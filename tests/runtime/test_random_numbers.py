@@ -2,6 +2,7 @@
 
 import functools
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -239,6 +240,87 @@ def test_a_generator_of_the_programs_own_that_both_use():
         (rows["negative"].sum() * torch.rand((), generator=order)).backward()
         if rows.step == 2:
             break
+
+
+OWN = {
+    "Generator": lambda: (one := np.random.default_rng(1), lambda: one.integers(0, ROWS, SIZE)),
+    "RandomState": lambda: (one := np.random.RandomState(1), lambda: one.randint(0, ROWS, SIZE)),
+    "Random": lambda: (one := random.Random(1), lambda: np.array([one.randrange(ROWS) for _ in range(SIZE)])),
+    "torch.Generator": lambda: (
+        one := torch.Generator().manual_seed(1), lambda: torch.randint(0, ROWS, (SIZE,), generator=one).numpy()
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("reads", ["loader", "ids", "loader and ids", "iterator", "iterator and ids"])
+def test_a_loop_that_is_left_has_drawn_no_further(kind, reads):
+    """What the program draws afterwards, and the loop that goes on with an iterator, see the generator of depth 0."""
+
+    def run(mode, *, between):
+        keep, draw = OWN[kind]()
+        seen, program = [], Program(*mode)
+
+        def load():
+            for batch in BATCHES:
+                yield {"positive": batch, "negative": batch if reads == "ids" else draw()}
+
+        def ids(batch):
+            seen_at = draw() if "ids" in reads else batch["negative"]
+            return {"positive": batch["positive"], "negative": (batch["negative"] + seen_at) % ROWS}
+
+        iterator = load()
+        for leave_at in (3, 2, 9):
+            for batch, rows in program.runtime.train(iterator if "iterator" in reads else load(), ids=ids):
+                seen.append(np.array(batch["negative"]).tolist())
+                rows["negative"].sum().backward()
+                if rows.step == leave_at:
+                    break
+            if between and ("iterator" not in reads or leave_at == 9):
+                seen.append(draw().tolist())
+        assert keep is not None
+        program.runtime.write_back()
+        return seen, tables_state([program.table])
+
+    for between in (False, True):
+        wanted = run(MODES[0], between=between)
+        for mode in MODES[1:]:
+            found = run(mode, between=between)
+            assert found[0] == wanted[0], mode
+            assert differing(found[1], wanted[1]) == [], mode
+
+
+def test_a_loop_that_is_left_after_a_draw_that_would_be_another(monkeypatch):
+    """Before a `break`, or between two loops over one iterator: said, at the latest by the runtime's next call."""
+
+    def through(runtime, batches, ids, *, draw):
+        for _, rows in runtime.train(batches, ids=ids):
+            rows["negative"].sum().backward()
+            if rows.step == 2:
+                draw()
+                return
+
+    own = np.random.default_rng(0)
+    runtime = Program(2, None).runtime
+    printed = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: printed.append(str(raised.exc_value)))
+    through(runtime, BATCHES, drawn_ids(lambda: own.integers(0, ROWS, SIZE)), draw=own.random)
+    assert len(printed) == 1
+    assert "body draw from one Generator" in printed[0]
+    with pytest.raises(RuntimeError, match="ValueError: the loader, `ids` or `send` and the loop's body draw from one"):
+        runtime.write_back()
+
+    iterator = ({"positive": batch, "negative": own.integers(0, ROWS, SIZE)} for batch in BATCHES)
+    through(runtime, iterator, None, draw=lambda: None)
+    own.random()
+    with pytest.raises(ValueError, match="and what comes between two loops draw from one Generator"):
+        through(runtime, iterator, None, draw=lambda: None)
+
+
+def test_a_generator_without_a_state_is_nobodys_business():
+    system = random.SystemRandom()
+    ids = drawn_ids(lambda: [system.randrange(ROWS) for _ in range(SIZE)])
+    assert sum(1 for _ in Program(2, None).runtime.train(BATCHES, ids=ids)) == STEPS
 
 
 def test_another_bit_generator_of_numpys():

@@ -1,9 +1,10 @@
-"""Generators of a program's own, from which both reading and the loop's body draw: refused where a loop reads ahead.
+"""Generators of a program's own: the same draws at any depth, or an error.
 
 A global generator has streams for reading (`random_streams`). One that the program made, such as
 `numpy.random.default_rng(0)`, belongs to whoever draws from it. Where that is the loader, or `ids`, alone, or the body
-alone, the order of its draws is the same at any depth. Where it is both, it is not. So the generators that reading can
-reach are looked up once, and their states compared around each read.
+alone, the order of its draws is the same at any depth. Where it is both, it is not, and the loop refuses. So the
+generators that reading can reach are looked up once, and their states compared around each read. A loop that is left
+before its end sets them back to where the batch that was given out last had left them.
 """
 
 import functools
@@ -11,8 +12,9 @@ import gc
 import pickle
 import random
 import types
+from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +24,15 @@ _DEEPEST = 6
 _LONGEST = 64  # items of a container
 
 
-class SharedGenerators:
+class Draw(NamedTuple):
+    """What the loader has drawn for a batch that the loop did not come to: the next loop finds the batch, and this."""
+
+    generator: Any
+    before: bytes
+    after: bytes
+
+
+class OwnGenerators:
     """The generators that reading can reach.
 
     roots  the loader, `ids` and `send`
@@ -30,38 +40,79 @@ class SharedGenerators:
 
     def __init__(self, *roots: Any) -> None:
         self._found = {id(one): one for one in _generators_in(roots)}
-        self._states: dict[int, bytes] = {}  # after the last read
+        self._states = {key: _state(one) for key, one in self._found.items()}  # as they were seen last
+        self._ahead: deque[dict[int, bytes]] = deque()  # before each read ahead: the states of those it has drawn from
         self._is_first = True
         self._read: set[int] = set()  # those from which reading has drawn, after the first read: none is ahead of it
         self._elsewhere: set[int] = set()  # those from which somebody else has, between two reads
 
     def before_read(self) -> None:
-        """Note which have been drawn from since the last read; ValueError for one that both draw from."""
-        for key, one in self._found.items():
-            state = _state(one)
-            if key in self._states and state != self._states[key]:
-                self._elsewhere.add(key)
-            self._states[key] = state
+        """Note which somebody else has drawn from since the last read; ValueError for one that both draw from."""
+        self._elsewhere |= self._changed().keys()
         self._require_own()
+
+    def loaded(self) -> list[Draw]:
+        """Return what the loader has drawn in this read, before `ids` and `send` are called."""
+        now = {key: _state(one) for key, one in self._found.items()}
+        return [
+            Draw(self._found[key], before, now[key]) for key, before in self._states.items() if now[key] != before
+        ]  # fmt: skip
 
     def after_read(self) -> None:
         """Note from which the read has drawn; ValueError for one that both draw from."""
+        changed = self._changed()
+        if not self._is_first:
+            self._read |= changed.keys()
+        self._is_first = False
+        self._ahead.append(changed)
+        self._require_own()
+
+    def give(self) -> None:
+        """Count a batch as given out; ValueError where the body of the one before has drawn from a shared generator."""
+        self.before_read()
+        self._ahead.popleft()
+
+    def leave(self) -> None:
+        """Set the generators back to where they would be if nothing had been read ahead.
+
+        ValueError for one from which the last body has drawn, after reading had gone on with it.
+        """
+        before: dict[int, bytes] = {}
+        for changed in reversed(self._ahead):
+            before |= changed
+        self._read |= before.keys()
+        self._elsewhere |= self._changed().keys()
+        for key in before.keys() - self._elsewhere:
+            _restore(self._found[key], before[key])
+        self._require_own()
+
+    def _changed(self) -> dict[int, bytes]:
+        """Return those that have been drawn from since this was called last, each with its state of then."""
+        changed = {}
         for key, one in self._found.items():
             state = _state(one)
-            if state != self._states[key] and not self._is_first:
-                self._read.add(key)
-            self._states[key] = state
-        self._is_first = False
-        self._require_own()
+            if state != self._states[key]:
+                changed[key], self._states[key] = self._states[key], state
+        return changed
 
     def _require_own(self) -> None:
         if both := self._read & self._elsewhere:
-            one = self._found[both.pop()]
-            raise ValueError(
-                f"the loader, `ids` or `send` and the loop's body draw from one {type(one).__name__}, and the loop "
-                "reads ahead: the order of the draws would depend on the depth. Give each a generator of its own, or "
-                "draw from the global ones, or read nothing ahead, with read_ahead=0"
-            )
+            raise ValueError(_SHARED.format("the loop's body", type(self._found[both.pop()]).__name__))
+
+
+def repeat(draws: list[Draw]) -> None:
+    """Draw what the loader has drawn for a batch that is there from an earlier loop; ValueError where others drew."""
+    for draw in draws:
+        if _state(draw.generator) != draw.before:
+            raise ValueError(_SHARED.format("what comes between two loops", type(draw.generator).__name__))
+        _restore(draw.generator, draw.after)
+
+
+_SHARED = (
+    "the loader, `ids` or `send` and {} draw from one {}, and the loop reads ahead: the order of the draws would "
+    "depend on the depth. Give each a generator of its own, or draw from the global ones, or read nothing ahead, with "
+    "read_ahead=0"
+)
 
 
 def _generators_in(roots: tuple[Any, ...]) -> Iterator[Any]:
@@ -74,8 +125,9 @@ def _generators_in(roots: tuple[Any, ...]) -> Iterator[Any]:
             if id(thing) in seen or len(seen) > _MOST_OBJECTS:
                 continue
             seen.add(id(thing))
-            if isinstance(thing, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
-                yield thing
+            if isinstance(thing, _GENERATORS):
+                if not isinstance(thing, random.SystemRandom):  # which has no state
+                    yield thing
             else:
                 following += _referred(thing)
         level = following
@@ -122,6 +174,7 @@ def _named(code: types.CodeType, globals_: dict[str, Any]) -> list[Any]:
     return [one for one in found if not isinstance(one, types.ModuleType | type)]
 
 
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _LEAVES = (
     str, bytes, int, float, complex, bool, type, types.ModuleType, types.CodeType, types.BuiltinFunctionType,
     np.ndarray, torch.Tensor, torch.nn.Module,
@@ -136,3 +189,14 @@ def _state(generator: Any) -> bytes:
     if isinstance(generator, np.random.RandomState):
         return pickle.dumps(generator.get_state(legacy=False))
     return pickle.dumps(generator.bit_generator.state)
+
+
+def _restore(generator: Any, state: bytes) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(generator, random.Random):
+        generator.setstate(pickle.loads(state))
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(pickle.loads(state))
+    else:
+        generator.bit_generator.state = pickle.loads(state)
