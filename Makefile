@@ -40,6 +40,7 @@ bench: $(VENV)/.ready
 	$(BIN)/python bench/bench_device.py
 	$(BIN)/python bench/bench_loop.py --no-peers
 	$(BIN)/python bench/bench_checkpoint.py
+	$(BIN)/python bench/bench_open.py
 	$(BIN)/python bench/bench_ranks.py
 
 bench-peers: $(VENV)/.ready

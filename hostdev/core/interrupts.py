@@ -52,6 +52,7 @@ class Arriving:
         self._leave = leave
         self.has_come = self._has_arrived = False
         self._before: dict[int, Any] = {}
+        self._hook = sys.unraisablehook
 
     def __enter__(self) -> "Arriving":
         usual = signal.default_int_handler, signal.SIG_DFL
@@ -59,6 +60,7 @@ class Arriving:
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
             self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, _come_again)
             atexit.register(_ignore)
+            sys.unraisablehook = self._unraisable
         return self
 
     def __exit__(
@@ -69,10 +71,16 @@ class Arriving:
             signal.signal(signal.SIGINT, lambda number, frame: self._leave())
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, self._before[signal.SIGALRM])
+            sys.unraisablehook = self._hook
 
     def arrived(self) -> None:
         """The interrupt has reached who ends the command."""
         self._has_arrived = True
+
+    def _unraisable(self, raised: "sys.UnraisableHookArgs") -> None:
+        """Print what was raised where nobody can catch it, but not Ctrl-C, which comes again."""
+        if not isinstance(raised.exc_value, _Interrupt):
+            self._hook(raised)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.has_come = True

@@ -74,8 +74,7 @@ def test_an_interrupt_that_is_swallowed_comes_again(tmp_path, where):
     rest = "" if "fails" in where or "last" in where else "    time.sleep(30)\n    print('ran on')\n"
     done = run(tmp_path, f"{BEGIN}{SWALLOWED[where]}{rest}\nraise SystemExit(cli.run('x', main))")
     assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr.splitlines()[-1] == "x: interrupted"
-    assert "ran on" not in done.stdout
+    assert done.stderr == "x: interrupted\n"
 
 
 def test_an_interrupt_that_is_handled_stays_so(tmp_path):

@@ -1,0 +1,84 @@
+"""Claim: a saved table of 5 million rows opens within 0.2 s, and a request takes at most 3 x `nn.Embedding`'s time.
+
+The table is saved, opened, and asked for 100 rows, beside an `nn.Embedding` of the same weights that is asked for the
+same ids. So are six features of a runtime (`look_up`) beside six such modules.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from record import record
+
+import hostdev
+
+IDS, CALLS, ROUNDS = 100, 200, 7
+
+
+def seconds_of(call: Callable[[int], Any]) -> float:
+    """Return the median time of a call, each with other ids."""
+    times = []
+    for number in range(CALLS):
+        start = time.perf_counter()
+        call(number)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Open a saved table, and look up a request's rows.")
+    parser.add_argument("--rows", type=int, default=5_000_000)
+    parser.add_argument("--dim", type=int, default=16)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        result = measure(options.rows, options.dim, Path(folder))
+    print(f"results in {record('open', {'rows': options.rows, 'dim': options.dim, 'ids': IDS, **result})}")
+
+
+def measure(rows: int, dim: int, folder: Path) -> dict[str, Any]:
+    """Return the medians of all rounds, and each."""
+    runtime = hostdev.Runtime({"ids": hostdev.HostTable(rows, dim, hostdev.SGD(lr=0.1), name="t")}, device="cpu")
+    runtime.save(folder / "saved")
+    runtime.close()
+    ids = np.random.default_rng(0).integers(0, rows, (CALLS, IDS))
+    asked = [torch.from_numpy(one) for one in ids]
+    embedding = torch.nn.Embedding(rows, dim)
+    small = [hostdev.HostTable(100_000, dim, hostdev.SGD(lr=0.1), name=f"t{i}") for i in range(6)]
+    features = hostdev.Runtime({f"f{i}": table for i, table in enumerate(small)}, device="cpu")
+    requests = [{f"f{i}": one % 100_000 for i in range(6)} for one in ids]
+    modules = [torch.nn.Embedding(100_000, dim) for _ in range(6)]
+    found: list[dict[str, float]] = []
+    for _ in range(ROUNDS):
+        before, start = psutil.Process().memory_info().rss, time.perf_counter()
+        table = hostdev.open(folder / "saved")["t"]
+        opened = time.perf_counter() - start
+        with torch.no_grad():
+            found.append({
+                "open_s": opened,
+                "request_s": seconds_of(lambda number: table.lookup(ids[number])),  # noqa: B023
+                "embedding_s": seconds_of(lambda number: embedding(asked[number])),
+                "touched_bytes": float(psutil.Process().memory_info().rss - before),
+                "look_up_s": seconds_of(lambda number: features.look_up(requests[number])),
+                "embeddings_s": seconds_of(lambda number: [each(asked[number] % 100_000) for each in modules]),
+            })  # fmt: skip
+    features.close()
+    medians = {name: statistics.median(one[name] for one in found) for name in found[0]}
+    print(
+        f"{rows:,} x {dim}: open {medians['open_s'] * 1e3:.1f} ms; {IDS} rows {medians['request_s'] * 1e6:.1f} us, "
+        f"nn.Embedding {medians['embedding_s'] * 1e6:.1f} us: "
+        f"{medians['request_s'] / medians['embedding_s']:.2f}x\n"
+        f"look_up of six features {medians['look_up_s'] * 1e6:.1f} us, six nn.Embedding "
+        f"{medians['embeddings_s'] * 1e6:.1f} us: {medians['look_up_s'] / medians['embeddings_s']:.2f}x"
+    )
+    return {"medians": medians, "rounds": found}
+
+
+if __name__ == "__main__":
+    main()
