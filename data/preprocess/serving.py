@@ -288,9 +288,18 @@ def large_float(shown: str) -> str:
             "integers, or as text of such")  # fmt: skip
 
 
+_LARGEST_EXPONENT = 400  # of ten; a float's are smaller
+
+
 def _shortest(text: str) -> str:
-    """Return a decimal number, in any way to write it, without needless zeros and without an exponent."""
-    found = format(Decimal(text), "f")
+    """Return a decimal number, in any way to write it, without needless zeros and without an exponent.
+
+    One that would be longer than any that training writes so stays as it is: it is out of vocabulary either way.
+    """
+    number = Decimal(text)
+    if abs(number.adjusted()) > _LARGEST_EXPONENT:
+        return text
+    found = format(number, "f")
     if "." in found:
         found = found.rstrip("0").rstrip(".")
     return "0" if found == "-0" else found

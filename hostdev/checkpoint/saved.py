@@ -86,7 +86,8 @@ class SavedModel(Mapping[str, SavedTable]):
     @cached_property
     def extra(self) -> Any:
         """What `Runtime.save` was given as `extra`; of a checkpoint of the command `train` what it keeps beside the
-        tables: a dict with `dense`, `random` and `more`. Read when it is first asked for, which needs torch.
+        tables: a dict with `dense`, `random` and `more`. Read when it is first asked for, which needs torch and, unlike
+        the tables, the checkpoint's folder.
 
         Raises BrokenCheckpointError where its checksum is wrong.
         """
@@ -128,9 +129,9 @@ def open(path: Path | str, *, tables: Sequence[str] | None = None, verify: bool 
     verify  compare all checksums now; else only manifests, sizes and the structure of the files are checked
 
     Files are mapped into memory, so that a table of any size opens at once, what is not looked up is not read, and
-    processes on one host share one copy. The checkpoint's folder may go while the model is open. Checkpoints that add
-    to others, of several ranks and of bfloat16 tables are read as the tables were. Pooling and features are the
-    caller's: a checkpoint has tables only.
+    processes on one host share one copy. The checkpoint's folder may go while the model is open; only `extra` is read
+    later. Checkpoints that add to others, of several ranks and of bfloat16 tables are read as the tables were. Pooling
+    and features are the caller's: a checkpoint has tables only.
 
     Raises UserError where there is no checkpoint or no such table, and BrokenCheckpointError where it is not whole.
     """

@@ -4,6 +4,7 @@ import hostdev.core.environment  # noqa: F401  # isort: skip  (before torch)
 
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,10 @@ class Predictor:
             if _encodes:
                 self.encoding.prepare()
         self._ops = ops_for(torch.device("cpu"))
-        self._unknown = UnknownValues(self.encoding)
+
+    @cached_property
+    def _unknown(self) -> UnknownValues:
+        return UnknownValues(self.encoding)  # which loads the vocabulary
 
     def _require_tables(self) -> None:
         """Raise UserError unless the tables have the shapes that the model has."""

@@ -50,6 +50,9 @@ class Access:
         if runtime is not None and table.primitive_target == "CPU":
             with torch.inference_mode(False), torch.no_grad():
                 runtime.pipeline.reload(table, ids)
+        loop = None if runtime is None else runtime.open_loop
+        if loop is not None:
+            loop.wrote(table, ids)
 
     def _require_body(self, table: Any, thread: int) -> None:
         """ValueError unless this is called from the body of the loop."""

@@ -284,7 +284,11 @@ class Loop:
 
     def _fail(self, error: BaseException) -> None:
         """End the loop with an error."""
+        reading, self._reading = self._reading, None
         self._let_go()
+        if reading is not None:
+            with suppress(ValueError):  # the error is told already
+                reading.leave()
         self._stack.__exit__(type(error), error, error.__traceback__)
 
     def _take(self, flight: Flight) -> None:

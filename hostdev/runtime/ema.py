@@ -80,6 +80,11 @@ class EMA:
             ]
             rows = np.concatenate(changed)
         else:
+            if getattr(self.table, "part", None) is not None:
+                raise ValueError(
+                    f"table {self.table.name!r}: this rank has some of its rows, and those of its batch may be "
+                    "others'; call update() without ids, which finds what has changed here"
+                )
             array = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
             rows = np.unique(checked_ids(array.reshape(-1), self.table.rows, self.table.name))
             read = self._read(rows)

@@ -189,6 +189,11 @@ class TrainLoop(Loop):
                 "one thread goes through a loop over `train`, and evaluates or writes back within it: its own"
             )
 
+    def wrote(self, table: Any, ids: Any) -> None:
+        """Let what somebody has written to a table's rows count; int32 or int64 [N], None for all."""
+        if self._first is not None:
+            self._first.wrote(table, ids)
+
     def drop_gradients(self) -> None:
         """Forget the gradients of the current batch's rows; those that were stepped with are the tables' by then."""
         if self._stepped:  # `zero_grad` at the end of a body takes back no step of the dense side either
@@ -211,6 +216,8 @@ class TrainLoop(Loop):
                     self._late = late
                 if self._pass is not None:
                     self._pass.drain()
+                if self._first is not None and self._flight is None:
+                    self._first.end()
         except BaseException as error:
             self._fail(error)
             raise
@@ -241,6 +248,8 @@ class TrainLoop(Loop):
 
     def expect_backward(self, roots: Sequence[Any]) -> None:
         """See `scaling.Watcher`."""
+        if self._first is not None:
+            self._first.pending.is_kept()  # or a `zero_grad` before it would not be seen any more
         if self._flight is None or self._any_steps or self._without:
             return
         own = {id(leaf.rows) for group in self._leaves for leaf in group}
@@ -290,8 +299,8 @@ class TrainLoop(Loop):
         assert self._flight is not None
         if self._stepped or self._reduction is not None or not self._has_gradients():
             return
-        if self._origin is not None and self._origin.has_scaled:
-            return  # the scale may be another one by then
+        is_scaled = self._origin is not None and self._origin.has_scaled and not self._unscaled
+        scaled = scaling.scaler_since(self._losses) if is_scaled else None
         optimizers = [] if self._without else self._waiting_optimizers()
         if not optimizers and (self._any_steps or not self._shares_rows):
             return  # `zero_grad` has been called; or a body without an optimizer has raised
@@ -299,7 +308,9 @@ class TrainLoop(Loop):
         if self._first is not None and self._first.counts:
             more = self._first.places(self._inverses)
         left = gradients_left(self._flight, self._leaves, uses, more)
-        self._runtime.keep_pending(Pending(left, optimizers, self._runtime.apply_pending))
+        self._runtime.keep_pending(Pending(
+            left, optimizers, self._runtime.apply_pending, scaled[0] if scaled is not None else None
+        ))  # fmt: skip
 
     def _gradients(self) -> Gradients:
         """Return what the flight's step has come to."""
@@ -408,7 +419,7 @@ class TrainLoop(Loop):
         """See `scaling.Watcher`."""
         if version is None or version == self.gradients_version():
             return
-        if not version:  # gradients of before have been given up
+        if not version and self._reduction is None:  # gradients of before have been given up, and not added up
             self._losses_seen.clear()
         if self._origin is None or not self._origin.has_scaled:  # an overflow of those is the scaler's business
             self._losses_seen += [(loss - loss).float().to(self._finite.stop.device) for loss in losses]

@@ -38,7 +38,8 @@ class ForLoops:
         self._open: ReferenceType[TrainLoop] | None = None  # the open loop over `train`, which ends when it is dropped
         self._access = Access(self)
         self._pending: Pending | None = None  # gradients that wait for a step
-        self._read_ahead: dict[bool, ReadAhead] = {}  # of the iterators that loops over train (True) and predict read
+        self._read_ahead: list[ReadAhead] = []  # of the iterators that loops have read and not come to the end of
+        self._left: ReadAhead | None = None  # by the last loop over train
         self._late: tuple[type[BaseException], str] | None = None  # an error of a loop that was dropped
         self._loaded_place: Place | None = None
 
@@ -54,7 +55,7 @@ class ForLoops:
     def keep_pending(self, pending: Pending) -> None:
         """Keep gradients that wait for a step which a loop was left before."""
         self._pending = pending
-        scaling.watch_steps(pending)
+        scaling.watch_pending(pending)
 
     def first_batch(self) -> FirstBatch | None:
         """Return what the first batch of a loop is to do about gradients that wait for a step; None: there are none."""
@@ -62,7 +63,7 @@ class ForLoops:
         if pending is None or not pending.is_kept():
             self._pending = None
             return None
-        return FirstBatch(pending, [group.tables for group in self.group_specs], self._is_decided)
+        return FirstBatch(pending, [group.tables for group in self.group_specs], self.pipeline, self._is_decided)
 
     def _is_decided(self, pending: Pending) -> None:
         if self._pending is pending:  # else the loop has been left with others
@@ -99,8 +100,7 @@ class ForLoops:
         """Where a loop over `train` is in its batches, or has left an iterator; None where none is under way."""
         if (loop := self._loop) is not None:
             return loop.place
-        ahead = self._read_ahead.get(True)
-        return None if ahead is None else ahead.place
+        return None if self._left is None else self._left.place
 
     def go_on_at(self, place: Place | None) -> None:
         """Let the next loop over `train` go on at a place in its batches, which a checkpoint has."""
@@ -113,15 +113,20 @@ class ForLoops:
 
     def read_ahead_of(self, source: Iterator[Any], *, train: bool) -> ReadAhead:
         """Return an iterator's batches, with those first that a loop has read and not come to."""
-        for ahead in self._read_ahead.values():
-            if ahead.source is source:
-                return ahead
-        self._read_ahead[train] = ReadAhead(source)
-        return self._read_ahead[train]
+        self._read_ahead = [one for one in self._read_ahead if one.is_held or one is self._left]
+        found = next((one for one in self._read_ahead if one.source is source), None)
+        if found is None:
+            found = ReadAhead(source)
+            self._read_ahead.append(found)
+        if train:
+            self._left = found
+        return found
 
     def read_out(self, ahead: ReadAhead) -> None:
         """Note that an iterator has come to its end."""
-        self._read_ahead = {train: one for train, one in self._read_ahead.items() if one is not ahead}
+        self._read_ahead = [one for one in self._read_ahead if one is not ahead]
+        if self._left is ahead:
+            self._left = None
 
     def failed_late(self, error: BaseException) -> None:
         """Keep an error of a loop that nobody holds: nobody has caught it."""

@@ -14,6 +14,7 @@ import random
 import types
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,6 +67,10 @@ class OwnGenerators:
         self._is_first = False
         self._ahead.append(changed)
         self._require_own()
+
+    def failed(self) -> None:
+        """Take what a read that raises has drawn as it is; depth 0 would have drawn it, too."""
+        self._changed()
 
     def give(self) -> None:
         """Count a batch as given out; ValueError where the body of the one before has drawn from a shared generator."""
@@ -126,11 +131,20 @@ def _generators_in(roots: tuple[Any, ...]) -> Iterator[Any]:
                 continue
             seen.add(id(thing))
             if isinstance(thing, _GENERATORS):
-                if not isinstance(thing, random.SystemRandom):  # which has no state
+                if not (_is_global(thing) or isinstance(thing, random.SystemRandom)):  # the latter has no state
                     yield thing
             else:
                 following += _referred(thing)
         level = following
+
+
+def _is_global(generator: Any) -> bool:
+    """Tell whether it is one that has streams for reading: `from random import choice` leads to Python's."""
+    if isinstance(generator, torch.Generator):
+        return generator is torch.default_generator
+    if isinstance(generator, np.random.RandomState):
+        return generator is getattr(np.random.seed, "__self__", None)
+    return generator is getattr(random.random, "__self__", None)
 
 
 def _referred(thing: Any) -> list[Any]:
@@ -142,8 +156,8 @@ def _referred(thing: Any) -> list[Any]:
     if isinstance(thing, list | tuple | set):
         return list(thing) if len(thing) <= _LONGEST else []
     if isinstance(thing, types.FunctionType):
-        cells = [cell.cell_contents for cell in thing.__closure__ or () if cell.cell_contents is not thing]
-        return [*cells, *_named(thing.__code__, thing.__globals__), *(thing.__defaults__ or ())]
+        defaults = *(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()
+        return [*_cells(thing), *_named(thing.__code__, thing.__globals__), *defaults]
     if isinstance(thing, types.MethodType):
         return [thing.__self__, thing.__func__]
     if isinstance(thing, functools.partial):
@@ -156,15 +170,38 @@ def _referred(thing: Any) -> list[Any]:
     if type(thing).__module__ in ("builtins", "itertools"):  # map, zip, chain, iterators of containers
         return gc.get_referents(thing)
     fields = list(vars(thing).values()) if hasattr(thing, "__dict__") else []
-    return [*fields, *_methods(type(thing))]
+    return [*fields, *_slots(thing), *_methods(type(thing))]
+
+
+def _cells(function: types.FunctionType) -> list[Any]:
+    """Return what a function has of the functions around it; a variable may have no value yet."""
+    found = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):
+            found.append(cell.cell_contents)
+    return [one for one in found if one is not function]
+
+
+def _slots(thing: Any) -> list[Any]:
+    """Return the fields of an object whose class names them in `__slots__`."""
+    names: list[str] = []
+    for kind in type(thing).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else list(slots)
+    found = []
+    for name in names:
+        with suppress(AttributeError):
+            found.append(getattr(thing, name))
+    return found
 
 
 def _methods(kind: type) -> list[Any]:
     """Return the functions of a class that reading calls; of torch's and NumPy's own none draws by a global's name."""
-    if kind.__module__.split(".")[0] in ("torch", "numpy", "hostdev"):
-        return []
-    names = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
-    return [found for name in names if isinstance(found := vars(kind).get(name), types.FunctionType)]
+    return [
+        found for base in kind.__mro__ if base.__module__.split(".")[0] not in ("torch", "numpy", "hostdev")
+        for name in ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__")
+        if isinstance(found := vars(base).get(name), types.FunctionType)
+    ]  # fmt: skip
 
 
 def _named(code: types.CodeType, globals_: dict[str, Any]) -> list[Any]:

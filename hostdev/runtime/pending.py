@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from hostdev.device.rows import GroupUses
 from hostdev.kernels.pool import run_tasks
 from hostdev.pipeline.flight import Flight, Gradients, Request
+from hostdev.runtime import scaling
 from hostdev.runtime.finite import Flags, NonFiniteError
 from hostdev.runtime.rows import Leaf
 from hostdev.runtime.waiting import first_parameter
@@ -32,27 +33,49 @@ class GroupGradients(NamedTuple):
     grads: list[Tensor | None]  # of each table, float32 [P, D] on the device
 
 
+class _Held(NamedTuple):
+    """A gradient of the dense side, of the same batches."""
+
+    optimizer: Optimizer
+    parameter: Tensor
+    grad: Tensor
+    version: int  # torch's count of the writes to it; -1: it is 0 as it is
+
+    def is_gone(self) -> bool:
+        """Tell whether `zero_grad` has taken it away, or, with `set_to_none=False`, has made it 0."""
+        return self.parameter.grad is not self.grad or (
+            self.version not in (-1, self.grad._version) and not self.grad.any()
+        )
+
+
 class Pending:
     """Gradients that have come to rows in batches that no step was taken with.
 
     groups      of tables, as the runtime has them
     optimizers  of the dense side, which wait with the same batches' gradients; none: the loop has none
     apply       takes the step for these gradients alone
+    scaler      has multiplied the losses; it divides these gradients when it divides those of the dense side
     """
 
     def __init__(
-        self, groups: Sequence[GroupGradients], optimizers: Iterable[Optimizer], apply: Callable[["Pending"], None]
-    ) -> None:
+        self, groups: Sequence[GroupGradients], optimizers: Iterable[Optimizer], apply: Callable[["Pending"], None],
+        scaler: Any = None,
+    ) -> None:  # fmt: skip
         self.groups = groups
-        self._held = [(optimizer, found, found.grad) for optimizer in optimizers
-                      if (found := first_parameter(optimizer)) is not None]  # fmt: skip
-        self._apply = apply
+        self._held = [
+            _Held(optimizer, found, found.grad, found.grad._version if found.grad.any() else -1)
+            for optimizer in optimizers
+            if (found := first_parameter(optimizer)) is not None and found.grad is not None
+        ]  # fmt: skip
+        self._apply, self._scaler = apply, scaler
         self._dropped = False
         self.thread = threading.get_ident()
 
     def is_kept(self) -> bool:
         """Tell whether the dense side still has its gradients of the same batches."""
-        return not self._dropped and all(parameter.grad is grad for _, parameter, grad in self._held)
+        if any(one.is_gone() for one in self._held):
+            self._dropped = True
+        return not self._dropped
 
     def drop(self) -> None:
         """Forget them."""
@@ -76,43 +99,30 @@ class Pending:
                 if grad is not None and leaf.trained:
                     leaf.add_grad(torch.zeros_like(leaf.rows, requires_grad=False).index_copy_(0, at.long(), grad))
 
-    def expect_backward(self, roots: Sequence[Any]) -> None:
-        """See `scaling.Watcher`."""
-
-    def gradients_version(self) -> None:
-        """See `scaling.Watcher`."""
-
-    def backward(self, losses: Sequence[Tensor], version: int | None) -> None:
-        """See `scaling.Watcher`."""
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """See `scaling.Watcher`."""
-
     def stepped(self, optimizer: Optimizer) -> None:
-        """Take the step with an optimizer of the dense side that takes it after the loop; see `scaling.Watcher`."""
+        """Take the step with an optimizer of the dense side that takes it after the loop; see `scaling.Stepped`."""
         if self.waits_for(optimizer) and self.is_kept():
             self._apply(self)
 
     def waits_for(self, optimizer: Optimizer) -> bool:
         """Tell whether the dense side's gradients of the same batches are this optimizer's."""
-        return any(optimizer is one for one, _, _ in self._held)
-
-    def scaled(self, losses: Any) -> None:
-        """See `scaling.Watcher`."""
+        return any(optimizer is one.optimizer for one in self._held)
 
     def is_scaled(self) -> bool:
-        """See `scaling.Watcher`."""
-        return False
+        """Tell whether the gradients are of scaled losses; see `scaling.Stepped`."""
+        return self._scaler is not None
 
     def unscale(self, scaler: Any) -> dict[torch.device, Tensor]:
-        """See `scaling.Watcher`."""
-        return {}
-
-    def overflowed(self, found: Tensor) -> None:
-        """See `scaling.Watcher`."""
-
-    def clips_rows(self, gradients: Sequence[Tensor]) -> None:
-        """See `scaling.Watcher`."""
+        """Divide the gradients by the scale that the scaler has now, as it does those of the dense side."""
+        if scaler is not self._scaler or not self.is_kept():
+            return {}
+        self._scaler = None
+        found: dict[torch.device, Tensor] = {}
+        for grad in [grad for rows in self.groups for grad in rows.grads if grad is not None]:
+            wrong = found.setdefault(grad.device, torch.zeros((), device=grad.device))
+            factor = torch.full_like(wrong, scaling.inverse(scaler.get_scale()))
+            torch._amp_foreach_non_finite_check_and_unscale_([grad], wrong, factor)
+        return found
 
 
 def gradients_left(
@@ -146,8 +156,10 @@ class FirstBatch:
     changed them, but an optimizer changes a row whose gradient is 0.
     """
 
-    def __init__(self, pending: Pending, tables: Sequence[Sequence[Any]], done: Callable[[Pending], None]) -> None:
-        self.pending, self._tables, self._done = pending, tables, done
+    def __init__(
+        self, pending: Pending, tables: Sequence[Sequence[Any]], pipeline: Any, done: Callable[[Pending], None]
+    ) -> None:
+        self.pending, self._tables, self._pipeline, self._done = pending, tables, pipeline, done
         self.counts: bool | None = None  # None: no gradient has come
         self._before: list[tuple[Any, Ids, Any, Any]] = []
 
@@ -170,13 +182,26 @@ class FirstBatch:
         groups = self.pending.groups
         return [at[len(at) - len(rows.ids) :] for at, rows in zip(inverses, groups, strict=True)]
 
+    def wrote(self, table: Any, ids: Ids | None) -> None:
+        """Keep what somebody has written to rows as what they are to be; None for all of the table's.
+
+        ids  int32 or int64 [N]
+        """
+        for number, (one, own, _, _) in enumerate(self._before):
+            if one is table and (ids is None or np.isin(own, ids).any()):
+                self._before[number] = (table, own, *_read(table, own))
+
     def end(self) -> None:
         """Let rows that were not to change have their values again; after the batch's update."""
         if self.counts is None:
             return
-        if not self.counts:
-            for table, ids, block, row_slots in self._before:
+        before, self._before = self._before, []
+        if not self.counts and before:
+            self._pipeline.write_back()
+            for table, ids, block, row_slots in before:
                 _write(table, ids, block, row_slots)
+                if table.primitive_target == "CPU":
+                    self._pipeline.reload(table, ids)
         self._done(self.pending)
 
 

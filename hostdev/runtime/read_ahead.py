@@ -1,5 +1,6 @@
 """An iterator that is read ahead of a loop: what the loop did not come to is there for the next one."""
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -7,6 +8,8 @@ from typing import Any
 
 from hostdev.runtime.own_generators import Draw
 from hostdev.runtime.random_streams import Place, RandomStreams
+
+_OWN_REFERENCES = 2  # to the iterator: the field's, and that of the call which counts
 
 
 class ReadAhead:
@@ -24,6 +27,11 @@ class ReadAhead:
         self._kept: deque[Any] = deque()
         self._readers = 0
         self._reading = threading.Lock()  # a reader of before may still be in somebody's code
+
+    @property
+    def is_held(self) -> bool:
+        """Tell whether somebody else has the iterator, and so may go on with it."""
+        return sys.getrefcount(self.source) > _OWN_REFERENCES
 
     @property
     def place(self) -> Place | None:

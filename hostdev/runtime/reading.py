@@ -75,27 +75,36 @@ class Reading:
 
         number  of batches that were read before it
         """
-        streams = self._streams
-        position = 0 if streams is None else streams.start + number
-        is_first = streams is not None and streams.is_new and not number  # it draws as in a loop of plain torch
         if self._in_flight is not None:
             self._in_flight.before_read()
         if self._own is not None:
             self._own.before_read()
-        with nullcontext() if self._in_flight is None or not number else reading_ahead():  # the first is not
-            held = self._next() if is_first else []
-            if is_first and not held:
-                yield held
-                return
-            with nullcontext(list[str]()) if streams is None else streams.reading(position) as drew:
-                if not is_first:
-                    held = self._next()
+        try:
+            with self._reading(number) as (held, drew):
                 has_one = bool(held)
                 yield held
+        except BaseException:
+            if self._own is not None:
+                self._own.failed()
+            raise
         if self._own is not None:
             self._own.after_read()
         if has_one:
             self._drew.append(drew)
+
+    @contextmanager
+    def _reading(self, number: int) -> Iterator[tuple[list[Any], Sequence[str]]]:
+        """Read the next batch with random streams of its own: the loader's, and what of the program comes after it."""
+        streams = self._streams
+        position = 0 if streams is None else streams.start + number
+        is_first = streams is not None and streams.is_new and not number  # it draws as in a loop of plain torch
+        with nullcontext() if self._in_flight is None or not number else reading_ahead():  # the first is not
+            held = self._next() if is_first else []
+            if is_first and not held:
+                yield held, ()
+                return
+            with nullcontext(list[str]()) if streams is None else streams.reading(position) as drew:
+                yield held if is_first else self._next(), drew
 
     def _next(self) -> list[Any]:
         """Return the loader's next batch in a list, out of which it is taken so that nothing keeps it alive."""

@@ -315,7 +315,7 @@ class Runtime(ForFrameworks, ForLoops):
         self.wanted, self.group_specs = [], []
         del self.pipeline, self.staging
         self._pending = self._saved = self._optimizer = None
-        self._read_ahead = {}
+        self._read_ahead, self._left = [], None
         self.raise_late()
 
     def __enter__(self) -> "Runtime":

@@ -33,19 +33,33 @@ _seen_through: dict[str, tuple[Any, Any, Any]] = {}  # by name a module, its own
 _steps: list[Any] = []  # handles of the hook before steps, while a loop is open
 
 
-class Watcher(Protocol):
-    """A loop, as these tools see it."""
+class Stepped(Protocol):
+    """Gradients of rows, as a scaler and an optimizer see them."""
 
     thread: int
-
-    def scaled(self, losses: Any) -> None:
-        """A scaler has multiplied these losses."""
 
     def is_scaled(self) -> bool:
         """Tell whether the rows' gradients are of scaled losses; ValueError where only some are."""
 
     def unscale(self, scaler: GradScaler) -> dict[torch.device, Tensor]:
         """Divide the rows' gradients; return by device whether there are some that are not finite, float32 []."""
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has taken a step."""
+
+
+class Waiting(Stepped, Protocol):
+    """Those that a loop was left with before their step."""
+
+    def waits_for(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Tell whether they wait for a step of this one."""
+
+
+class Watcher(Stepped, Protocol):
+    """A loop, as these tools see it."""
+
+    def scaled(self, losses: Any) -> None:
+        """A scaler has multiplied these losses."""
 
     def overflowed(self, found: Tensor) -> None:
         """Take note of whether gradients of an optimizer's parameters or of rows are not finite, float32 []."""
@@ -61,9 +75,6 @@ class Watcher(Protocol):
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to take a step."""
-
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has taken a step."""
 
     def clips_rows(self, gradients: list[Tensor]) -> bool | None:
         """Tell whether gradients of the batch's rows are among these; None where it has none."""
@@ -138,39 +149,40 @@ class _Seen(threading.local):
 
 
 _seen = _Seen()
-_watchers: WeakSet[Any] = WeakSet()
-_open: WeakSet[Any] = WeakSet()  # the loops among them
+_watchers: WeakSet[Any] = WeakSet()  # open loops
+_pending: WeakSet[Any] = WeakSet()  # gradients that loops were left with
 _installed = threading.Lock()
 
 
 def watch(loop: Watcher) -> None:
     """Let a loop see these calls from now on, until it is gone or `forget` is called."""
-    watch_steps(loop)
     with _installed:
-        _open.add(loop)
+        _install()
+        _watchers.add(loop)
         _see(clip_grad, _GROUPING, _group_and_look, "a clip which leaves out the rows")
         _see(torch.autograd, "backward", _backward_and_look, "a loss that is not finite")
         if not _steps:
             _steps.append(register_optimizer_step_pre_hook(_before_step))
 
 
-def watch_steps(watcher: Watcher) -> None:
-    """Let something see the optimizers' steps from now on, until it is gone; that is nothing to restore."""
-    with _installed:
-        _install()
-        _watchers.add(watcher)
+def watch_pending(pending: Waiting) -> None:
+    """Let gradients that wait for a step see scalers and optimizers, until they are gone; that is nothing to restore.
+
+    A loop was open before: what is installed once is there.
+    """
+    _pending.add(pending)
 
 
 def forget(loop: Watcher) -> None:
     """End what `watch` began; with the last loop torch has its own functions again."""
     with _installed:
         _watchers.discard(loop)
-        _open.discard(loop)
-        if _open:
+        if _watchers:
             return
-        for name, (owner, original, look) in _seen_through.items():
+        for name, (owner, original, look) in list(_seen_through.items()):
             if getattr(owner, name, None) is look:  # else somebody has put another one around it
                 setattr(owner, name, original)
+                del _seen_through[name]
         while _steps:
             _steps.pop().remove()
 
@@ -182,9 +194,10 @@ def _see(owner: Any, name: str, look: Callable[..., Any], what: str) -> None:
             f"torch {torch.__version__} has no {owner.__name__}.{name}, so that {what} would not be seen; use a "
             "version of torch that hostdev supports"
         )
-    if now is not look:
-        _seen_through[name] = owner, now, look
-        setattr(owner, name, look)
+    if name in _seen_through and now is not _seen_through[name][1]:
+        return  # it is there, or within what somebody has put around it
+    _seen_through[name] = owner, now, look
+    setattr(owner, name, look)
 
 
 def _backward_and_look(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -208,7 +221,11 @@ def _group_and_look(gradients: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _mine() -> list[Watcher]:
-    return [loop for loop in _watchers if loop.thread == threading.get_ident()]
+    return _mine_of(_watchers)
+
+
+def _mine_of(watchers: WeakSet[Any]) -> list[Any]:
+    return [one for one in watchers if one.thread == threading.get_ident()]
 
 
 def _install() -> None:
@@ -252,12 +269,13 @@ def _after_scale(result: Any, scaler: GradScaler, *_: Any, **__: Any) -> None:
 def _after_unscale(_result: Any, scaler: GradScaler, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
     if not scaler.is_enabled():
         return
-    for loop in _mine():
-        if not loop.is_scaled():
-            continue
-        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        for device, wrong in loop.unscale(scaler).items():
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    loops = [loop for loop in _mine() if loop.is_scaled()]
+    waiting = [one for one in _mine_of(_pending) if one.is_scaled() and one.waits_for(optimizer)]
+    for one in [*loops, *waiting]:
+        for device, wrong in one.unscale(scaler).items():
             found[device] = found[device] + wrong if device in found else wrong
+    for loop in loops:
         for wrong in found.values():
             loop.overflowed(wrong)
 
@@ -286,8 +304,8 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
-    for loop in _mine():
-        loop.stepped(optimizer)
+    for one in [*_mine(), *_mine_of(_pending)]:
+        one.stepped(optimizer)
 
 
 def losses_scaled() -> int:

@@ -11,6 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hostdev.data.preprocess import __main__ as preprocess
+from hostdev.data.preprocess.forms import Written
+from hostdev.data.preprocess.serving import texts_for
 from hostdev.data.schema import Column, Schema, Space
 from hostdev.models.deepfm.network import DeepFM
 
@@ -18,6 +20,7 @@ import hostdev
 from hostdev.checkpoint import folder
 from hostdev.core import cli
 from hostdev.core.checksums import checksum, json_checksum
+from hostdev.kernels import forms as kernel
 from hostdev.predict import __main__ as predict
 from hostdev.predict.rows import as_columns
 from hostdev.train import __main__ as train
@@ -292,3 +295,11 @@ def test_a_row_of_bags_alone_is_not_two_rows():
         hostdev.UserError, match="column 'g' has a list of 2 values, which may be one row's or a row each"
     ):
         columns("text", ["1", "2"])
+
+
+def test_a_number_with_a_huge_exponent_is_a_value_as_any_other():
+    """It was written out: 11 characters became 100 million."""
+    written = Written(frozenset({kernel.INTEGER}), ("text",))
+    found = texts_for(pa.array(["12", "1e9000000000", "1.2e1", "-1e-9000000000"]), written, hashed=False)
+    assert max(len(text or "") for column in [*found.texts, found.fallback] for text in column.to_pylist()) < 100
+    assert found.texts[0].to_pylist()[2] == "12"

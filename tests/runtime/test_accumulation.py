@@ -164,3 +164,93 @@ def test_gradients_that_wait_are_clipped_with_the_next(device, depth, cache):
                 dense.step()
                 dense.zero_grad()
     np.testing.assert_allclose(values_of(table), -np.array([1, 2, 1, 0]) / 6**0.5, rtol=1e-5)
+
+
+@modes
+@pytest.mark.parametrize("optimizer", [hostdev.LazyAdam, hostdev.FTRL])
+def test_forgotten_gradients_change_no_row_that_is_read_or_written_meanwhile(device, depth, cache, optimizer, tmp_path):
+    """In the body of the next loop: reads, predictions and checkpoints had the rows after an update by 0."""
+    table = table_of(5, 0.0, optimizer(lr=1.0))
+    runtime = hostdev.Runtime({"x": table}, device=device, depth=depth, cache=cache)
+    d = torch.nn.Parameter(torch.ones(1, device=device))
+    dense = torch.optim.SGD([d], lr=1.0)
+    for at, _ in enumerate(range(2)):
+        for _, rows in runtime.train([{"x": [0, 1]}, {"x": [0, 1]}]):
+            (rows["x"] * d).sum().backward()
+            if at:
+                break
+            dense.step()
+            dense.zero_grad()
+    before = values_of(table)
+    for _, rows in runtime.train([{"x": [2]}, {"x": [3]}, {"x": [4]}]):
+        if rows.step == 1:
+            with table.writing([1]) as w:
+                w.weights[:] = 7
+        dense.zero_grad()
+        (rows["x"] * d).sum().backward()
+        dense.step()
+        wanted = [before[0], 3.5 if rows.step > 1 else 7.0]
+        assert values_of(table)[:2] == wanted
+        assert runtime.look_up({"x": [0, 1]})["x"][:, 0].tolist() == wanted
+        assert [found["x"][:, 0].tolist() for _, found in runtime.predict([{"x": [0, 1]}])] == [wanted]
+        if rows.step == 1:
+            runtime.save(tmp_path)
+            assert hostdev.open(tmp_path)["t"].lookup([0, 1])[:, 0].tolist() == wanted
+            with table.writing([1]) as w:
+                w.weights[:] *= 0.5
+    assert values_of(table)[:2] == [before[0], 3.5]
+
+
+@modes
+def test_gradients_that_are_made_zero_are_forgotten(device, depth, cache):
+    """`zero_grad(set_to_none=False)` leaves the gradient's tensor, in the body of the next loop as before it."""
+    options = {"depth": depth, "cache": cache}
+    wanted, d = left_within(device, options, between=lambda _, dense: dense.zero_grad())
+    table, found = left_within(device, options, between=lambda _, dense: dense.zero_grad(set_to_none=False))
+    assert (values_of(table), found) == (values_of(wanted), d)
+    other = table_of(4, 0.0)
+    runtime = hostdev.Runtime({"x": other}, device=device, **options)
+    p = torch.nn.Parameter(torch.zeros(1, device=device))
+    dense = torch.optim.SGD([p], lr=1.0)
+    for given in ([[0], [3]], [[1], [2]]):
+        for number, (_, rows) in enumerate(runtime.train([{"x": ids} for ids in given], accumulate=2)):
+            if number == 0:
+                dense.zero_grad(set_to_none=False)
+            (rows["x"] + p).sum().backward()
+            if given[0] == [0]:
+                break
+            if rows.is_due:
+                dense.step()
+    assert (values_of(other), p.item()) == (values_of(wanted), d)
+
+
+@modes
+@pytest.mark.parametrize("where", ["the next loop", "after the loop", "an overflow"])
+def test_scaled_gradients_of_a_group_that_was_left(device, depth, cache, where):
+    """They count, divided as those of the dense side are."""
+    found = []
+    for enabled in (False, True):
+        table = table_of(4, 0.0)
+        runtime = hostdev.Runtime({"x": table}, device=device, depth=depth, cache=cache)
+        d = torch.nn.Parameter(torch.zeros(1, device=device))
+        dense = torch.optim.SGD([d], lr=1.0)
+        scaler = torch.amp.GradScaler(device.type, 4.0, enabled=enabled)
+        for _, rows in runtime.train([{"x": [0]}, {"x": [3]}], accumulate=2):
+            scaler.scale((rows["x"] + d).sum()).backward()
+            break
+        if where == "an overflow":
+            if not enabled:
+                continue
+            d.grad.fill_(float("inf"))
+        if where != "the next loop":
+            scaler.step(dense)
+            scaler.update()
+            dense.zero_grad()
+        for _, rows in runtime.train([{"x": [1]}, {"x": [2]}], accumulate=2):
+            scaler.scale((rows["x"] + d).sum()).backward()
+            if rows.is_due:
+                scaler.step(dense)
+                scaler.update()
+        found.append((values_of(table), d.item()))
+    first = 0.0 if where == "an overflow" else -1.0
+    assert found[-1] == found[0] == ([first, -1.0, -1.0, 0.0], -2.0 + first)

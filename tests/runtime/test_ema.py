@@ -92,3 +92,6 @@ def test_wrong_averages(device):
     with pytest.raises(hostdev.UserError, match="table 't': id 5 at position 0 is outside 0..4"):
         EMA(table, 0.9).update([5])
     EMA(DeviceTable(5, 2, hostdev.SGD(), device, name="t"), 0.9).update(torch.tensor([[1], [4]], device=device))
+    part = HostTable(5, 2, hostdev.SGD(), name="t", part=(1, 2))
+    with pytest.raises(ValueError, match=r"table 't': this rank has some of its rows, .*; call update\(\) without ids"):
+        EMA(part, 0.9).update([3])

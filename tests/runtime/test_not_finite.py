@@ -301,3 +301,16 @@ def test_a_large_gradient_of_plain_descent_is_taken(device):
     for _, rows in runtime.train([{"x": [1]}]):
         (rows["x"] * 1e20).sum().backward()
     assert table.weights[1, 0] == np.float32(-1e20)
+
+
+def test_an_infinite_loss_in_an_early_micro_batch(device):
+    """With gradients that are finite: it was forgotten when the next micro-batch came."""
+    batches = batches_of(4)
+    case = Case(device)
+    with pytest.raises(NonFiniteError, match="^step 1: a loss is not finite"):
+        for number, (label, rows) in enumerate(case.loop(batches, micro_batches=2)):
+            loss = loss_of(case.model, rows, label)
+            (loss if number else loss + float("inf")).backward()
+            rows.reduce(case.model.parameters())
+            if rows.is_due:
+                case.adam.step()

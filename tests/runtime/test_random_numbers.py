@@ -3,6 +3,7 @@
 import functools
 import random
 import sys
+from random import randrange
 
 import numpy as np
 import pytest
@@ -315,6 +316,92 @@ def test_a_loop_that_is_left_after_a_draw_that_would_be_another(monkeypatch):
     own.random()
     with pytest.raises(ValueError, match="and what comes between two loops draw from one Generator"):
         through(runtime, iterator, None, draw=lambda: None)
+
+
+class Slotted:
+    """A loader without `__dict__`, whose class inherits how it is read."""
+
+    __slots__ = ("own",)
+
+    def __init__(self, own):
+        self.own = own
+
+    def __iter__(self):
+        return ({"positive": batch, "negative": self.own.integers(0, ROWS, SIZE)} for batch in BATCHES)
+
+
+class Inheriting(Slotted):
+    __slots__ = ()
+
+
+def test_where_a_generator_may_be():
+    """In a default of a keyword, a slot, an inherited method; and variables that have no value yet."""
+    own = np.random.default_rng(0)
+
+    def by_keyword(batch, *, rng=own):
+        return {"positive": batch, "negative": rng.integers(0, ROWS, SIZE)}
+
+    for loader, ids in ((BATCHES, by_keyword), (Inheriting(own), None)):
+        with pytest.raises(ValueError, match="body draw from one Generator"):
+            for _, rows in Program(2, None).runtime.train(loader, ids=ids):
+                (rows["negative"].sum() * own.random()).backward()
+
+    def unset(batch):
+        return {"positive": batch, "negative": later if batch is None else batch}
+
+    assert sum(1 for _ in Program(2, None).runtime.train(BATCHES, ids=unset)) == STEPS
+    later = None
+    assert later is None
+
+
+def test_pythons_generator_by_the_name_of_its_method():
+    """`from random import choice` leads to the global generator, which has streams of its own."""
+    found = []
+    for mode in MODES[:2]:
+        seed_all()
+        program, seen = Program(*mode), []
+        iterator = ({"positive": batch, "negative": [randrange(ROWS) for _ in batch]} for batch in BATCHES)
+        for _ in range(2):
+            for batch, rows in program.runtime.train(iterator):
+                rows["negative"].sum().backward()
+                seen.append((batch["negative"], randrange(ROWS)))
+                if rows.step in (2, 5):
+                    break
+        found.append(seen)
+    assert found[0] == found[1]
+
+
+def test_going_on_after_a_step_that_came_to_nothing():
+    """An iterator whose loader draws from a generator of its own: nobody else has drawn from it."""
+    found = []
+    for mode in MODES:
+        own, seen, program = np.random.default_rng(0), [], Program(*mode)
+        iterator = ({"positive": batch, "negative": own.integers(0, ROWS, SIZE)} for batch in BATCHES)
+        for _ in range(2):
+            try:
+                for batch, rows in program.runtime.train(iterator):
+                    seen.append(batch["negative"].tolist())
+                    factor = float("nan") if len(seen) == 3 else 1.0
+                    (rows["negative"].sum() * factor).backward()
+            except hostdev.NonFiniteError:
+                seen.append(None)
+        found.append(seen)
+    assert all(one == found[0] for one in found[1:])
+    assert len(found[0]) == STEPS + 1
+
+
+def test_two_iterators_in_turn():
+    """What a loop has read of one, and not come to, is there when another loop goes on with it."""
+    for mode in MODES:
+        program, seen = Program(*mode), []
+        iterators = [iter([{"positive": [10 * k + i], "negative": [0]} for i in range(6)]) for k in range(2)]
+        for which in (0, 1, 0, 1, 1, 0):
+            for batch, rows in program.runtime.train(iterators[which]):
+                rows["positive"].sum().backward()
+                seen.append(batch["positive"][0])
+                if rows.step % 2 == 0:
+                    break
+        assert seen == [0, 1, 10, 11, 2, 3, 12, 13, 14, 15, 4, 5], mode
 
 
 def test_a_generator_without_a_state_is_nobodys_business():

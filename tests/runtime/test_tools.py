@@ -497,3 +497,21 @@ def test_a_default_device_of_the_users(device):
         with torch.device(device):
             case.train(batches)
         assert differing(case.state(), Case(device).train(batches).state()) == []
+
+
+def test_somebody_else_wraps_backward_while_a_loop_is_open(monkeypatch):
+    """A profiler: another loop, within or after it, would have called itself without an end."""
+    batches, calls = batches_of(3), []
+    before = torch.autograd.backward
+    case, other = Case("cpu"), Case("cpu")
+    for label, rows in case.loop(batches):
+        if rows.step == 1:
+            seen = torch.autograd.backward
+            monkeypatch.setattr(torch.autograd, "backward", lambda *a, **k: (calls.append(1), seen(*a, **k))[1])  # noqa: B023
+            other.train(batches[:2])
+        case.step(label, rows)
+    case.train(batches[:1])
+    assert len(calls) == 6
+    monkeypatch.undo()
+    case.train(batches[:1])
+    assert torch.autograd.backward is before
