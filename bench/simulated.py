@@ -97,6 +97,11 @@ class FreeSlots:
             self._model.load.sent += [passed, admitted]
         return self._rows
 
+    def _no_bytes(self, *args: object) -> int:
+        return 0
+
+    rows_bytes = update_bytes = exchange_bytes = _no_bytes
+
     def update(self, *args: object) -> None:
         pass
 
@@ -110,4 +115,4 @@ class FreeSlots:
         pass
 
     def read(self, slots: torch.Tensor) -> list[torch.Tensor]:
-        return [values.expand(len(slots), *values.shape[1:]) for values in (self.block, self.row_slots)]
+        return [values.expand(len(slots), *values.shape[1:]).contiguous() for values in (self.block, self.row_slots)]
