@@ -54,10 +54,7 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# models/ and data/ are imported as hostdev.models and hostdev.data; the type checker needs that layout on disk.
 types: $(VENV)/.ready
-	@rm -rf .typecheck && mkdir -p .typecheck/hostdev
-	@cd .typecheck/hostdev && ln -s ../../hostdev/* ../../models ../../data .
 	$(BIN)/mypy
 
 unit: $(VENV)/.ready
@@ -76,4 +73,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .peers .typecheck build dist *.egg-info
+	rm -rf $(VENV) .peers build dist *.egg-info

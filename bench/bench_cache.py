@@ -18,8 +18,6 @@ from pathlib import Path
 
 import numba
 import numpy as np
-from hostdev.data import manifest
-from hostdev.data.shards import ShardReader
 from record import record
 from wide_deep import fields_of
 from workload import IDS, ids_of
@@ -30,6 +28,8 @@ from hostdev.cache.bound import least_cost, uses_of
 from hostdev.cache.options import POLICIES, WINDOW, rows_of
 from hostdev.cache.planner import Planner, Statistics
 from hostdev.cache.prices import Costs
+from hostdev.data import manifest
+from hostdev.data.shards import ShardReader
 from hostdev.kernels.pool import host_threads
 from hostdev.kernels.unique import count_uses
 from hostdev.train.rates import host_costs

@@ -24,14 +24,14 @@ from pathlib import Path
 import hostdev.core.environment  # isort: skip  (before torch)
 import numpy as np
 import torch
-from hostdev.data import lookalike, manifest
-from hostdev.data.batch import Batch
 from record import record
 from workload import ids_of
 
 import hostdev
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.loading import load_tables, verify
+from hostdev.data import lookalike, manifest
+from hostdev.data.batch import Batch
 from hostdev.device import backend
 from hostdev.train import config
 from hostdev.train.build import model_of

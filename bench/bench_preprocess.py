@@ -17,14 +17,14 @@ from typing import Any
 
 import psutil
 import pyarrow as pa
-from hostdev.data.preprocess.build import Options, build
-from hostdev.data.preprocess.criteo import COLUMNS, CriteoText
-from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from pyarrow import csv
 from record import record
 
 import hostdev
 from hostdev.core.memory import gib, parse_bytes
+from hostdev.data.preprocess.build import Options, build
+from hostdev.data.preprocess.criteo import COLUMNS, CriteoText
+from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.kernels.pool import host_threads
 
 WANTED = {"vocabulary": 0.4, "hash buckets": 0.6}

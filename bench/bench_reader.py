@@ -19,13 +19,13 @@ from pathlib import Path
 
 import numpy as np
 from bench_checkpoint import drop_page_cache
+from record import record
+
 from hostdev.data.manifest import Manifest, Shard
 from hostdev.data.preprocess.writer import write_shard
 from hostdev.data.rows import Piece
 from hostdev.data.schema import Column, Schema, Space
 from hostdev.data.shards import ShardReader
-from record import record
-
 from hostdev.kernels.buffers import aligned_empty
 from hostdev.kernels.pool import host_threads, parallel_for
 

@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import torch
-from hostdev.data import lookalike, manifest
-from hostdev.data.shards import ShardReader
 from wide_deep import fields_of, trainer_of
 
 from hostdev.core.primitive import OpLog, Primitive
+from hostdev.data import lookalike, manifest
+from hostdev.data.shards import ShardReader
 
 CALLS = 20_000
 STEPS = 20

@@ -18,9 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from bench_pipeline import batches_of
-from hostdev.data.batch import Batch
-from hostdev.data.schema import Column, Schema, Space
-from hostdev.models.wide_deep.network import LAYERS, WideDeep
 from simulated import Simulated
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -29,9 +26,12 @@ from workload import training_ids
 
 from hostdev.core.micro_batches import cut, nodes_of
 from hostdev.core.optimizers import FTRL, LazyAdam
+from hostdev.data.batch import Batch
+from hostdev.data.schema import Column, Schema, Space
 from hostdev.device.staging import Staging
 from hostdev.host.table import HostTable
 from hostdev.kernels.pool import set_host_threads
+from hostdev.models.wide_deep.network import LAYERS, WideDeep
 from hostdev.parallel.dense import DenseGradients
 from hostdev.parallel.place import find
 from hostdev.parallel.ranks import Ranks

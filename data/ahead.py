@@ -8,10 +8,9 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from hostdev.core.workers import Workers
 from hostdev.data.order import Window
 from hostdev.data.rows import Piece, Rows
-
-from hostdev.core.workers import Workers
 
 _THREADS = 2
 _AHEAD = 2  # shards, or one window where it has more

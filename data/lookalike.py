@@ -7,11 +7,10 @@ from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 
+from hostdev.core.errors import UserError
 from hostdev.data.manifest import FILE_NAME, VERSION
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import GENERATOR_VERSION, Synthetic
-
-from hostdev.core.errors import UserError
 
 ROWS = 60_000
 SEED = 2020

@@ -13,14 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from hostdev.data import schema as schemas
-from hostdev.data.manifest_values import check_values
-from hostdev.data.schema import Column, Schema, Space
 
 from hostdev.core import arrow_files, json_files
 from hostdev.core.checksums import checksum, json_checksum
 from hostdev.core.errors import UserError, in_words, raise_passing
 from hostdev.core.names import inside
+from hostdev.data import schema as schemas
+from hostdev.data.manifest_values import check_values
+from hostdev.data.schema import Column, Schema, Space
 
 FORMAT = "hostdev-shards"
 VERSION = 2

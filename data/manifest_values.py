@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from hostdev.data.schema import Schema
-
 from hostdev.core.json_files import parse
+from hostdev.data.schema import Schema
 
 _OPTIONS: dict[str, Any] = {
     "preset": str,

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from hostdev.data import ragged
 from hostdev.data.batch import Batch
-
 from hostdev.kernels.pieces import addresses_of, length_tasks, list_tasks, places_of, take_tasks
 from hostdev.kernels.pool import run_tasks
 

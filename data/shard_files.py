@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+
+from hostdev.core.errors import UserError, raise_passing
 from hostdev.data import ragged
 from hostdev.data.manifest import Manifest, Shard, shard_schema
 from hostdev.data.rows import Piece
-
-from hostdev.core.errors import UserError, raise_passing
 from hostdev.kernels.buffers import scratch
 from hostdev.kernels.lookup import first_outside
 

@@ -4,14 +4,13 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+from hostdev.core.errors import UserError
 from hostdev.data.ahead import opened
 from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest
 from hostdev.data.order import windows_of
 from hostdev.data.rows import Range, gathered
 from hostdev.data.shard_files import ShardFiles
-
-from hostdev.core.errors import UserError
 
 
 class ShardReader:

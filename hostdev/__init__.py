@@ -1,14 +1,9 @@
 """Train recommender models whose embedding tables are too big for the accelerator."""
 
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-
-_root = Path(__file__).resolve().parent.parent
-if (_root / "pyproject.toml").is_file():  # a checkout: hostdev.models and hostdev.data stand beside the package
-    __path__.append(str(_root))
 
 if TYPE_CHECKING:
     from hostdev.cache.cache import EmbeddingCache

@@ -7,11 +7,11 @@ the mean of its rows, and counts as one more field.
 from collections.abc import Iterable
 
 import torch
-from hostdev.data.schema import Schema
-from hostdev.models.model import Batch, Ids, Rows
 from torch import Tensor
 
 from hostdev.core.errors import UserError
+from hostdev.data.schema import Schema
+from hostdev.models.model import Batch, Ids, Rows
 from hostdev.runtime.spec import Bag, Feature
 
 FIELDS = "fields"

@@ -5,10 +5,9 @@ import math
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hostdev.data.schema import Schema
-
 from hostdev.core.errors import UserError
 from hostdev.core.optimizers import SparseOptimizer
+from hostdev.data.schema import Schema
 from hostdev.runtime.spec import Feature, TableSpec
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a list of names needs none of it
@@ -29,8 +28,9 @@ def find(name: "str | type[Any]") -> "type[Model]":
 
     Raises UserError where there is none, or where it lacks something; what a module of one's own raises comes as it is.
     """
-    from hostdev.models.model import Model
     from torch import nn
+
+    from hostdev.models.model import Model
 
     found = _load(name) if isinstance(name, str) else name
     if not (isinstance(found, type) and issubclass(found, nn.Module)):

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from hostdev.core import cli
 from hostdev.data.preprocess import __main__ as preprocess
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
-from hostdev.models.wide_deep.network import WideDeep
-
-from hostdev.core import cli
 from hostdev.device import backend
 from hostdev.kernels.pool import host_threads, set_host_threads
+from hostdev.models.wide_deep.network import WideDeep
 from tests.data import movies
 
 SMALL = (32, 16)  # hidden layers of Wide & Deep

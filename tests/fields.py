@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from hostdev.data.schema import Column, Schema, Space
 from hostdev.models.wide_deep.network import LAYERS, WideDeep
-
 from hostdev.runtime.spec import Bag, CacheSpec
 from hostdev.train.trainer import Trainer
 

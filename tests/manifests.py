@@ -2,9 +2,8 @@
 
 import json
 
-from hostdev.data import manifest
-
 from hostdev.core.checksums import json_checksum
+from hostdev.data import manifest
 
 
 def write_manifest(folder, content):

@@ -2,11 +2,11 @@
 
 import numpy as np
 import torch
-from hostdev.models.deepfm.network import DeepFM
 from torch import nn
 
 from hostdev import SGD, Bag, Feature, LazyAdam, TableSpec
 from hostdev.core.pieces import Piece, run
+from hostdev.models.deepfm.network import DeepFM
 
 
 class ThreeTables(nn.Module):

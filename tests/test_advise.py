@@ -10,9 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hostdev.data import manifest
-from hostdev.data.shards import ShardReader
-from hostdev.models.wide_deep.network import WideDeep
 from matplotlib.figure import Figure
 
 from hostdev import FTRL, SGD, LazyAdam, UserError, advise
@@ -21,8 +18,11 @@ from hostdev.cache.prices import Costs
 from hostdev.cache.simulation import Simulated
 from hostdev.core import pictures
 from hostdev.core.memory import parse_bytes
+from hostdev.data import manifest
+from hostdev.data.shards import ShardReader
 from hostdev.device import backend, bus
 from hostdev.device.bus import Bus
+from hostdev.models.wide_deep.network import WideDeep
 from hostdev.train import cache_advice, rates
 from hostdev.train.cache_advice import Group, Point, recommend
 from hostdev.train.host_time import host_costs_of

@@ -5,11 +5,11 @@ import re
 
 import pytest
 import torch
-from hostdev.data import manifest
 
 from hostdev import SGD, UserError
 from hostdev.cache.prices import Costs
 from hostdev.core import cli
+from hostdev.data import manifest
 from hostdev.device import backend
 from hostdev.runtime import room as runtime_room
 from hostdev.train import __main__ as train
@@ -138,7 +138,6 @@ def test_a_dense_step_leaves_less_than_there_was(device, small_data):
     if not backend.is_accelerator(device):
         pytest.skip("on the CPU nothing is measured")
     from hostdev.data.shards import ShardReader
-
     from hostdev.train.build import model_of
 
     found = manifest.read(small_data)

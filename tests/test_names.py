@@ -9,14 +9,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hostdev.data import manifest
-from hostdev.data.preprocess import __main__ as preprocess
-from hostdev.data.preprocess.synthetic import Synthetic, write_text
 
 from hostdev import HostTable, LazyAdam, Runtime, UserError
 from hostdev.checkpoint import __main__ as checkpoint
 from hostdev.core import cli
 from hostdev.core.errors import tell_at_once
+from hostdev.data import manifest
+from hostdev.data.preprocess import __main__ as preprocess
+from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.parallel import saving
 from hostdev.predict import __main__ as predict
 from hostdev.train import __main__ as train

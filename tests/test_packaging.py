@@ -1,11 +1,13 @@
-"""The wheel's package list, and the layers: who may import whom."""
+"""The packages of the wheel, and the layers: who may import whom."""
 
 import ast
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
+from setuptools import find_packages
 
 from tests.conftest import ROOT, environment
 
@@ -34,12 +36,25 @@ def imports_of(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def test_every_package_is_listed():
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+def test_every_package_is_found():
+    """`hostdev/models` and `hostdev/data` are links to the folders beside the package."""
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
     present = {name for path, name in modules() if path.name == "__init__.py"}
-    assert set(listed) == present
+    assert set(find_packages(ROOT, include=wanted)) == present
     folders = {path.parent for path, _ in modules()}
     assert all((folder / "__init__.py").is_file() for folder in folders)
+    for name in ("models", "data"):
+        assert (ROOT / "hostdev" / name).readlink() == Path("..", name)
+
+
+def test_a_module_has_one_name(tmp_path):
+    """`hostdev.hostdev.core.errors` was another module, with another `UserError`."""
+    code = (
+        "import hostdev, importlib.util as util\n"
+        "assert util.find_spec('hostdev.hostdev') is None and util.find_spec('hostdev.tests') is None\n"
+        "assert util.find_spec('hostdev.data.schema') and util.find_spec('hostdev.models.registry')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment(tmp_path))
 
 
 @pytest.mark.parametrize(("layer", "forbidden"), [

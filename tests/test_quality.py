@@ -6,13 +6,13 @@ from array import array
 
 import numpy as np
 import pytest
+from matplotlib import image
+from matplotlib.axes import Axes
+
 from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.data.shards import ShardReader
-from matplotlib import image
-from matplotlib.axes import Axes
-
 from hostdev.train import curve, run
 from hostdev.train.quality import Point, Quality
 from hostdev.train.sample import TrainingSample

@@ -3,12 +3,12 @@ import json
 import numpy as np
 import pyarrow as pa
 import pytest
+
+from hostdev import UserError
 from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.table import Table, TableOptions
 from hostdev.data.shards import ShardReader
-
-from hostdev import UserError
 from tests.data import twins
 from tests.manifests import as_version_1, edit_manifest, write_manifest
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+
+from hostdev.core import cli
 from hostdev.data import lookalike, manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
-
-from hostdev.core import cli
 from hostdev.device import backend
 from hostdev.train import __main__ as train
 from hostdev.train import config, room

@@ -5,16 +5,16 @@ import itertools
 import numpy as np
 import pytest
 import torch
+
+from hostdev import UserError
 from hostdev.data import manifest
 from hostdev.data.batch import Batch
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.data.shards import ShardReader
-from hostdev.models.wide_deep.network import LAYERS, WideDeep
-
-from hostdev import UserError
 from hostdev.kernels.pool import set_host_threads
+from hostdev.models.wide_deep.network import LAYERS, WideDeep
 from hostdev.train.trainer import Trainer
 from tests.fields import SMALL
 from tests.torch_twin import Twin

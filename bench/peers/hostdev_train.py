@@ -6,12 +6,12 @@ from serve import serve  # isort: skip  (finds workload.py and wide_deep.py)
 import hostdev.core.environment  # isort: skip  (before torch)
 import numpy as np
 import torch
-from hostdev.models.wide_deep.loss import wide_loss
 from wide_deep import FieldsBatch, trainer_of
 from workload import DIM, batch_of
 
 import hostdev
 from hostdev.device.backend import make_deterministic
+from hostdev.models.wide_deep.loss import wide_loss
 
 rows = int(sys.argv[1])
 cpu = torch.device("cpu")

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from hostdev.core import cli
+from hostdev.core.errors import UserError
 from hostdev.data.manifest import REJECTED_FILE, Manifest
 from hostdev.data.preprocess import earlier_flags, looking, table_flags
 from hostdev.data.preprocess.build import Options, build
@@ -23,9 +25,6 @@ from hostdev.data.preprocess.earlier_vocabulary import Earlier, growth
 from hostdev.data.preprocess.raw import Source
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import Table
-
-from hostdev.core import cli
-from hostdev.core.errors import UserError
 
 PROG = "hostdev.data.preprocess"
 OPTIONS = ("threshold", "hash_buckets", "dense", "test_fraction", "rows_per_shard")

@@ -11,6 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hostdev.core import json_files
+from hostdev.core.checksums import Crc32, checksum
+from hostdev.core.errors import UserError
+from hostdev.core.progress import bar
+from hostdev.core.workers import Workers
 from hostdev.data import schema as schemas
 from hostdev.data.manifest import REJECTED_FILE, Manifest, Shard
 from hostdev.data.preprocess import second_pass
@@ -24,12 +29,6 @@ from hostdev.data.preprocess.vocabulary import HashBuckets, Vocabulary
 from hostdev.data.preprocess.work import Work, claim
 from hostdev.data.preprocess.writer import write_shard
 from hostdev.data.schema import Schema
-
-from hostdev.core import json_files
-from hostdev.core.checksums import Crc32, checksum
-from hostdev.core.errors import UserError
-from hostdev.core.progress import bar
-from hostdev.core.workers import Workers
 from hostdev.kernels.pool import host_threads
 
 VOCABULARY_FILE = "vocabulary.arrow"

@@ -8,6 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
+
+from hostdev.core.errors import UserError
+from hostdev.core.memory import gib
+from hostdev.core.printable import printable
+from hostdev.core.progress import counted
 from hostdev.data import manifest
 from hostdev.data.manifest import REJECTED_FILE, Manifest, Shard
 from hostdev.data.preprocess.counting import Counter, count_bytes, require_room
@@ -25,11 +30,6 @@ from hostdev.data.preprocess.stored import (
     wrong_values,
 )
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
-
-from hostdev.core.errors import UserError
-from hostdev.core.memory import gib
-from hostdev.core.printable import printable
-from hostdev.core.progress import counted
 
 _NO_CHECKSUM = "no checksum recorded"
 _SHOWN = 40  # characters of a value

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from hostdev.data import ragged
 
 from hostdev.core.errors import UserError
+from hostdev.data import ragged
 
 Codes = npt.NDArray[np.int32]
 

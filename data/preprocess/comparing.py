@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from hostdev.data.preprocess.columns import WrongValueError, cast, decoded, kind_of, trimmed
 
 from hostdev.core.errors import UserError
+from hostdev.data.preprocess.columns import WrongValueError, cast, decoded, kind_of, trimmed
 
 _TIME_OF_DAY = re.compile(r"(\d\d):(\d\d)(?::(\d\d)(?:\.(\d{1,9}))?)?", re.ASCII)
 _EXACT = 2.0**53  # from which on a float64 may stand for several integers

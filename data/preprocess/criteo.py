@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from hostdev.core.errors import UserError
 from hostdev.data.preprocess.folders import expand
 from hostdev.data.preprocess.inputs import AnyInput, open_input
 from hostdev.data.preprocess.raw import BEGINNING, Block, Layout, Place, RawRows
 from hostdev.data.preprocess.rejected import RejectedLines
 from hostdev.data.preprocess.text import LONGEST, whole_lines
 from hostdev.data.schema import Column
-
-from hostdev.core.errors import UserError
 from hostdev.kernels.criteo import EMPTY, HEX_DIGITS, parse_lines
 
 DENSE = 13

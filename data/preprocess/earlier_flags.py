@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hostdev.data.preprocess.earlier_vocabulary import Earlier, read_earlier
-
 from hostdev.core.errors import UserError
+from hostdev.data.preprocess.earlier_vocabulary import Earlier, read_earlier
 
 _MOST = 120  # characters of a list of columns in a message
 _SAME = "leave it out: --vocabulary takes the columns from there"

@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+
+from hostdev.core.checksums import checksum, json_checksum
+from hostdev.core.errors import UserError
 from hostdev.data import manifest
 from hostdev.data.manifest import Manifest
 from hostdev.data.manifest_values import check_learned
@@ -21,9 +24,6 @@ from hostdev.data.preprocess.stored import DamagedError
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
 from hostdev.data.preprocess.vocabulary import HashBuckets, Vocabulary
 from hostdev.data.schema import Schema
-
-from hostdev.core.checksums import checksum, json_checksum
-from hostdev.core.errors import UserError
 from hostdev.kernels.cardinality import registers_of, sample_of
 from hostdev.kernels.strings import hash_texts
 

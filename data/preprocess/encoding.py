@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from hostdev.core.errors import UserError
 from hostdev.data import ragged
 from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest
@@ -28,8 +30,6 @@ from hostdev.data.preprocess.raw import Layout
 from hostdev.data.preprocess.serving import WrongTypeError, require_type, texts_for
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.schema import Column
-
-from hostdev.core.errors import UserError
 from hostdev.kernels.forms import EMPTY, TEXT
 from hostdev.kernels.strings import hash_texts
 

@@ -11,15 +11,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from hostdev.core.errors import UserError
+from hostdev.core.printable import printable
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import WrongValueError, check_text
 from hostdev.data.preprocess.inputs import COMPRESSED, AnyInput, Input, unreadable
 from hostdev.data.preprocess.raw import WrongRowError
 from hostdev.data.preprocess.rejected import RejectedLines
 from hostdev.data.preprocess.text_bytes import rows_for_text
-
-from hostdev.core.errors import UserError
-from hostdev.core.printable import printable
 
 CHUNK_ROWS = 1 << 16
 CHUNK_VALUES = 1 << 21  # of lists

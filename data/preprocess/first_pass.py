@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from hostdev.core.errors import UserError
+from hostdev.core.progress import bar
+from hostdev.core.workers import Workers
 from hostdev.data.preprocess.pieces import Facts, Piece, Survey, survey, write_piece
 from hostdev.data.preprocess.raw import BEGINNING, Block, RawRows, Source, WrongRowError
 from hostdev.data.preprocess.rejected import Rejected
 from hostdev.data.preprocess.shard_memory import ShardMemory
 from hostdev.data.preprocess.vocabulary import HashBuckets, require_memory
 from hostdev.data.preprocess.work import Work
-
-from hostdev.core.errors import UserError
-from hostdev.core.progress import bar
-from hostdev.core.workers import Workers
 from hostdev.kernels.counter import key64, uniform
 
 MAX_REJECTED = 0.01

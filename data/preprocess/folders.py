@@ -5,10 +5,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from hostdev.data.preprocess.inputs import COMPRESSED, STANDARD_INPUT, is_empty, refuse_unread
-
 from hostdev.core.errors import UserError
 from hostdev.core.progress import note
+from hostdev.data.preprocess.inputs import COMPRESSED, STANDARD_INPUT, is_empty, refuse_unread
 
 _START_BYTES = 512
 _NAMED = 3  # files in a line

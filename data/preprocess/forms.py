@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from hostdev.data.preprocess import columns as arrow
 
+from hostdev.data.preprocess import columns as arrow
 from hostdev.kernels import forms as kernel
 from hostdev.kernels.forms import forms_of
 

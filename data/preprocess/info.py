@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from hostdev.core.memory import available_bytes
 from hostdev.data import manifest
 from hostdev.data.manifest import Manifest, Shard
 from hostdev.data.preprocess.counting import Counter, count_bytes, require_room
@@ -15,8 +17,6 @@ from hostdev.data.preprocess.pieces import SPLITS
 from hostdev.data.preprocess.stored import DamagedError, Part, each_shard, parts_of, size_of, wrong_values
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary
 from hostdev.data.schema import Space
-
-from hostdev.core.memory import available_bytes
 
 Counts = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.float64]

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hostdev.data.preprocess.info import PLACES, Information, shortened
-from hostdev.data.preprocess.pieces import SPLITS
 
 from hostdev.core import pictures
+from hostdev.data.preprocess.info import PLACES, Information, shortened
+from hostdev.data.preprocess.pieces import SPLITS
 
 _COLORS = {"train": "C0", "test": "C1"}
 _NAMED = 6  # curves with a colour and a name

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from hostdev.core.memory import gib
+from hostdev.core.progress import counted
 from hostdev.data.preprocess.earlier_vocabulary import growth
 from hostdev.data.preprocess.info import TOPS, Curve, Information, shortened
 from hostdev.data.preprocess.pieces import SPLITS
 from hostdev.data.schema import Column
-
-from hostdev.core.memory import gib
-from hostdev.core.progress import counted
 
 _MOST_NAME = 24  # characters of a column's name
 _NO_FIGURE = "-"

@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from hostdev.data import ragged
-from hostdev.data.manifest import Manifest
-from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess.forms import Written, forms_in, from_json
 
 from hostdev.core import arrow_files
 from hostdev.core.checksums import checksum
 from hostdev.core.errors import UserError, in_words
+from hostdev.data import ragged
+from hostdev.data.manifest import Manifest
+from hostdev.data.preprocess import columns as arrow
+from hostdev.data.preprocess.forms import Written, forms_in, from_json
 from hostdev.kernels.strings import TextMap
 
 Ids = npt.NDArray[np.int64]

@@ -5,9 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hostdev.data.preprocess import check, info, info_picture, info_text
-
 from hostdev.core import cli, pictures
+from hostdev.data.preprocess import check, info, info_picture, info_text
 
 
 def add_commands(to: Any) -> None:

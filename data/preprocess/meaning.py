@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+
 from hostdev.data.batch import Batch
 from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess.stored_vocabulary import StoredVocabulary

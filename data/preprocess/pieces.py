@@ -16,14 +16,14 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+
+from hostdev.core.checksums import Crc32
 from hostdev.data import ragged
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.raw import Layout, Place, RawRows
 from hostdev.data.preprocess.rejected import Rejected, lines_in
 from hostdev.data.preprocess.vocabulary import HashBuckets
 from hostdev.data.preprocess.writer import write_arrow
-
-from hostdev.core.checksums import Crc32
 from hostdev.kernels.cardinality import Sample, estimate, join, registers_of, sample_of, total
 from hostdev.kernels.columns import narrowed
 from hostdev.kernels.strings import hash_texts

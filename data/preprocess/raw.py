@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+
 from hostdev.data import ragged
 from hostdev.data.preprocess.rejected import RejectedLines
 from hostdev.data.schema import Column

@@ -10,6 +10,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from hostdev.core.progress import bar
+from hostdev.core.workers import Workers
 from hostdev.data import ragged
 from hostdev.data.preprocess.dense import Scaling
 from hostdev.data.preprocess.pieces import Facts, Piece, write_lists
@@ -17,9 +20,6 @@ from hostdev.data.preprocess.raw import Layout
 from hostdev.data.preprocess.vocabulary import Vocabulary
 from hostdev.data.rows import Piece as Rows
 from hostdev.data.schema import Schema
-
-from hostdev.core.progress import bar
-from hostdev.core.workers import Workers
 from hostdev.kernels.columns import place_column
 
 Array = npt.NDArray[Any]

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import WrongValueError
 from hostdev.data.preprocess.forms import BOOLS, MISSING, NUMBERS, PADDED, TIMES, TIMESTAMPS, Texts, Written, each_form
 from hostdev.data.preprocess.times import time_texts, timestamp_texts, timestamps_from_text
-
 from hostdev.kernels import forms as kernel
 
 Mask = npt.NDArray[np.bool_]

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 import numpy as np
-from hostdev.data.preprocess.pieces import SPLITS, Facts
-from hostdev.data.preprocess.raw import Layout
 
 from hostdev.core.errors import PassingError
 from hostdev.core.memory import available_bytes, gib
+from hostdev.data.preprocess.pieces import SPLITS, Facts
+from hostdev.data.preprocess.raw import Layout
 
 _BESIDE = 16 << 20  # of a thread
 _NUMBER_BYTES = 24  # of each number of a piece, while it is scaled: three times as float64

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from hostdev.data.manifest import Manifest, Shard, shard_schema
-from hostdev.data.rows import Piece
-from hostdev.data.schema import Column, Schema
-from hostdev.data.shard_files import inside, piece_of, types
 
 from hostdev.core.checksums import checksum
 from hostdev.core.errors import UserError, in_words, raise_passing
 from hostdev.core.progress import bar, counted
+from hostdev.data.manifest import Manifest, Shard, shard_schema
+from hostdev.data.rows import Piece
+from hostdev.data.schema import Column, Schema
+from hostdev.data.shard_files import inside, piece_of, types
 from hostdev.kernels.pool import host_threads
 
 T = TypeVar("T")

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+
+from hostdev.core import arrow_files
+from hostdev.core.errors import in_words
 from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.stored import DamagedError, require_checksum
 from hostdev.data.schema import Space
 from hostdev.data.shard_files import types
-
-from hostdev.core import arrow_files
-from hostdev.core.errors import in_words
 from hostdev.kernels.strings import hash_texts
 
 _MOST_IDS = 1 << 20  # looked at together

@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from hostdev.data.preprocess.criteo import CATEGORICAL, COLUMNS, DENSE, LAYOUT, hex_text
-from hostdev.data.preprocess.raw import BEGINNING, Block, Place, RawRows
 from pyarrow import csv
 
 from hostdev.core.errors import UserError
 from hostdev.core.outputs import new_file
 from hostdev.core.progress import bar
+from hostdev.data.preprocess.criteo import CATEGORICAL, COLUMNS, DENSE, LAYOUT, hex_text
+from hostdev.data.preprocess.raw import BEGINNING, Block, Place, RawRows
 from hostdev.kernels.counter import key64, mix64
 from hostdev.kernels.criteo import EMPTY
 

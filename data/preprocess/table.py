@@ -10,6 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from hostdev.core.errors import UserError
+from hostdev.core.progress import note
 from hostdev.data.preprocess import columns as arrow
 from hostdev.data.preprocess.columns import Positive, WrongValueError
 from hostdev.data.preprocess.comparing import is_after
@@ -22,9 +25,6 @@ from hostdev.data.preprocess.naming import about_blanks, listed, short
 from hostdev.data.preprocess.raw import BEGINNING, Block, Layout, Place, RawRows, WrongRowError
 from hostdev.data.preprocess.serving import large_float
 from hostdev.data.schema import Column
-
-from hostdev.core.errors import UserError
-from hostdev.core.progress import note
 from hostdev.kernels.forms import FRACTION, INTEGER, LARGE_FLOAT, TEXT, WHOLE
 from hostdev.kernels.strings import TextMap, hash_texts
 

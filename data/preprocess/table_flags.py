@@ -4,12 +4,11 @@ import argparse
 import csv
 from collections.abc import Sequence
 
+from hostdev.core.disk import is_text
+from hostdev.core.errors import UserError
 from hostdev.data.preprocess import earlier_flags
 from hostdev.data.preprocess.earlier_vocabulary import Earlier
 from hostdev.data.preprocess.table import TableOptions
-
-from hostdev.core.disk import is_text
-from hostdev.core.errors import UserError
 
 THRESHOLD = 1  # what is seen once says nothing, and a row without an id of its own trains the out-of-vocabulary one
 _ESCAPES = {"\\t": "\t", "tab": "\t"}

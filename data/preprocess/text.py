@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from hostdev.data.preprocess.inputs import AnyInput
-
 from hostdev.core.errors import UserError
+from hostdev.data.preprocess.inputs import AnyInput
 
 
 class Lines(NamedTuple):

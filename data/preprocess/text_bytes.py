@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from hostdev.data.preprocess import columns as arrow
 
 MOST_BYTES = 1 << 27  # of text in rows that are decoded together

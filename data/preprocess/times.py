@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+
 from hostdev.data.preprocess.columns import WrongValueError
 from hostdev.data.preprocess.forms import Texts, Written
-
 from hostdev.kernels import forms as kernel
 
 _SECONDS = 19  # characters of a date and a time to the second

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+
+from hostdev.core.errors import UserError
 from hostdev.data.batch import Batch
 from hostdev.data.preprocess import criteo
 from hostdev.data.preprocess.criteo import CriteoText
@@ -16,8 +18,6 @@ from hostdev.data.preprocess.encoding import Encoding, WrongRowError
 from hostdev.data.preprocess.files import ArrowTable, ParquetTable, TableFile, chunks, format_of
 from hostdev.data.preprocess.inputs import HEAD_BYTES, AnyInput, Input, open_input
 from hostdev.data.preprocess.naming import about_blanks, listed
-
-from hostdev.core.errors import UserError
 
 
 class Part(NamedTuple):

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess.raw import Bags, Layout, RawRows
-from hostdev.data.schema import Schema, Space
 
 from hostdev.core.errors import PassingError
 from hostdev.core.memory import available_bytes, gib
+from hostdev.data.preprocess import columns as arrow
+from hostdev.data.preprocess.raw import Bags, Layout, RawRows
+from hostdev.data.schema import Schema, Space
 from hostdev.kernels.columns import hash_keys
 from hostdev.kernels.counter import key64
 from hostdev.kernels.dictionary import BYTES_A_VALUE, Dictionary

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from hostdev.data.manifest import shard_schema
-from hostdev.data.rows import Piece
-from hostdev.data.schema import Schema
 
 from hostdev.core.checksums import Digest, HashedFile
 from hostdev.core.errors import naming
+from hostdev.data.manifest import shard_schema
+from hostdev.data.rows import Piece
+from hostdev.data.schema import Schema
 
 MOST_VALUES = 2**31 - 1  # of a bag in a record batch: offsets are int32
 

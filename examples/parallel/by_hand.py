@@ -8,10 +8,10 @@ as slices and leaves their gradients to their ranks; what is exchanged is this f
 from typing import Any
 
 import torch
-from hostdev.models.wide_deep.network import WideDeep
 from torch import Tensor, nn
 
 import hostdev
+from hostdev.models.wide_deep.network import WideDeep
 
 
 class Sum(torch.autograd.Function):

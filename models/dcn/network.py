@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from hostdev.data.schema import Schema
-from hostdev.models.fields import features_of, ids_of, side_by_side
-from hostdev.models.layers import beside, he_normal, in_float32, initialize, perceptron, zeros_and
-from hostdev.models.model import Batch, Ids, Model, Rows
 from torch import Tensor, nn
 
 from hostdev.core.optimizers import Adagrad, SparseOptimizer
 from hostdev.core.pieces import Piece, run
+from hostdev.data.schema import Schema
+from hostdev.models.fields import features_of, ids_of, side_by_side
+from hostdev.models.layers import beside, he_normal, in_float32, initialize, perceptron, zeros_and
+from hostdev.models.model import Batch, Ids, Model, Rows
 from hostdev.runtime.spec import TableSpec
 
 LAYERS = (1024, 1024, 512, 256)

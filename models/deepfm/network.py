@@ -12,15 +12,15 @@ B rows, nd dense columns, F columns of ids (bags included), D columns of a vecto
 from collections.abc import Sequence
 
 import torch
-from hostdev.data.schema import Schema
-from hostdev.models.fields import features_of, ids_of, side_by_side
-from hostdev.models.layers import glorot_normal, hidden_pieces, in_float32, initialize, perceptron
-from hostdev.models.model import Batch, Ids, Model, Rows
 from torch import Tensor, nn
 
 from hostdev.core.initializers import Constant, Initializer, Normal
 from hostdev.core.optimizers import LazyAdam, SparseOptimizer
 from hostdev.core.pieces import Piece, run
+from hostdev.data.schema import Schema
+from hostdev.models.fields import features_of, ids_of, side_by_side
+from hostdev.models.layers import glorot_normal, hidden_pieces, in_float32, initialize, perceptron
+from hostdev.models.model import Batch, Ids, Model, Rows
 from hostdev.runtime.spec import TableSpec
 
 LAYERS = (400, 400, 400)

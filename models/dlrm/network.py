@@ -16,10 +16,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from hostdev.data.schema import Schema
-from hostdev.models.fields import features_of, ids_of, side_by_side
-from hostdev.models.layers import glorot_normal, hidden_pieces, in_float32, initialize, perceptron
-from hostdev.models.model import Batch, Ids, Model, Rows
 from torch import Tensor
 from torch.nn import functional
 
@@ -27,6 +23,10 @@ from hostdev.core.errors import UserError
 from hostdev.core.initializers import Initializer, Normal
 from hostdev.core.optimizers import RowWiseAdagrad, SparseOptimizer
 from hostdev.core.pieces import Piece, run
+from hostdev.data.schema import Schema
+from hostdev.models.fields import features_of, ids_of, side_by_side
+from hostdev.models.layers import glorot_normal, hidden_pieces, in_float32, initialize, perceptron
+from hostdev.models.model import Batch, Ids, Model, Rows
 from hostdev.runtime.spec import TableSpec
 
 BOTTOM = (512, 256)

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from hostdev.data.schema import Schema
-from hostdev.models.fields import FIELDS, bags_of, features_of, side_by_side
-from hostdev.models.layers import hidden_pieces, in_float32, initialize, perceptron
-from hostdev.models.model import Batch, Ids, Model, Rows
 from torch import Tensor, nn
 
 from hostdev.core.initializers import Normal
 from hostdev.core.optimizers import FTRL, LazyAdam, SparseOptimizer
 from hostdev.core.pieces import Piece, run
+from hostdev.data.schema import Schema
+from hostdev.models.fields import FIELDS, bags_of, features_of, side_by_side
+from hostdev.models.layers import hidden_pieces, in_float32, initialize, perceptron
+from hostdev.models.model import Batch, Ids, Model, Rows
 from hostdev.runtime.spec import Bag, TableSpec
 
 LAYERS = (1024, 512, 256, 128)

@@ -6,14 +6,14 @@ import time
 import numpy as np
 import pytest
 import torch
+
+from hostdev.cache.directory import Directory
+from hostdev.cache.planner import Planner
 from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.shards import ShardReader
 from hostdev.models.wide_deep.network import WideDeep
-
-from hostdev.cache.directory import Directory
-from hostdev.cache.planner import Planner
 from hostdev.runtime.spec import CacheSpec
 from hostdev.train.trainer import Trainer
 from tests.test_pipeline import ROWS, adversarial, outcome, trainer_of

@@ -4,16 +4,16 @@ import itertools
 
 import numpy as np
 import pytest
-from hostdev.data import manifest
-from hostdev.data.preprocess.build import Options, build
-from hostdev.data.preprocess.criteo import CriteoText
-from hostdev.data.shards import ShardReader
 
 from hostdev.cache.bound import least_cost, uses_of
 from hostdev.cache.optimum import optimal
 from hostdev.cache.options import POLICIES, rows_of
 from hostdev.cache.planner import Planner
 from hostdev.cache.prices import Costs, index_of, prices
+from hostdev.data import manifest
+from hostdev.data.preprocess.build import Options, build
+from hostdev.data.preprocess.criteo import CriteoText
+from hostdev.data.shards import ShardReader
 from hostdev.kernels.pool import set_host_threads
 from hostdev.kernels.unique import count_uses, unique
 

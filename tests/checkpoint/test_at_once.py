@@ -5,13 +5,13 @@ import shutil
 import threading
 
 import pytest
-from hostdev.data.preprocess.build import Options
-from hostdev.data.preprocess.synthetic import Synthetic, write_text
 
 from hostdev.checkpoint import __main__ as checkpoint
 from hostdev.checkpoint import compact, folder
 from hostdev.core import cli, outputs, pictures
 from hostdev.core.errors import UserError
+from hostdev.data.preprocess.build import Options
+from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.predict import __main__ as predict
 from hostdev.train import quickstart
 from hostdev.train.rundir import RunDir

@@ -8,13 +8,13 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hostdev.data.preprocess import __main__ as preprocess
 from safetensors.torch import load_file
 
 from hostdev.checkpoint import __main__ as checkpoint
 from hostdev.checkpoint import compact, folder, manifest
 from hostdev.checkpoint.layers import Layers
 from hostdev.core import cli
+from hostdev.data.preprocess import __main__ as preprocess
 from hostdev.train import __main__ as train
 
 OWN = ["--model", "tests.own_models:ThreeTables"]
@@ -289,10 +289,9 @@ def test_export_in_bfloat16(saved, tmp_path, capsys):
 
 def test_a_plain_model_of_what_was_exported(runs, tmp_path):
     """Wide & Deep by hand: tables from .npy, layers from torch's file; the logits are the predictor's."""
+    import hostdev
     from hostdev.data import manifest as data
     from hostdev.data.shards import ShardReader
-
-    import hostdev
 
     path = runs / "wide/checkpoints"
     assert run(checkpoint, "export", path, "--out", tmp_path / "out", "--format", "npy") == 0

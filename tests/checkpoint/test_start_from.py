@@ -10,18 +10,18 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hostdev.data import manifest
-from hostdev.data.preprocess import __main__ as preprocess
-from hostdev.data.preprocess.earlier_vocabulary import read_earlier
-from hostdev.data.preprocess.meaning import with_known_ids
-from hostdev.data.shards import ShardReader
-from hostdev.models.wide_deep.network import WideDeep
 
 import hostdev
 from hostdev.checkpoint.fitting import fit_tables, load_fitting
 from hostdev.checkpoint.folder import chain_of, names_in
 from hostdev.checkpoint.layers import Layers
 from hostdev.core import cli
+from hostdev.data import manifest
+from hostdev.data.preprocess import __main__ as preprocess
+from hostdev.data.preprocess.earlier_vocabulary import read_earlier
+from hostdev.data.preprocess.meaning import with_known_ids
+from hostdev.data.shards import ShardReader
+from hostdev.models.wide_deep.network import WideDeep
 from hostdev.predict import __main__ as predict
 from hostdev.predict.predictor import probabilities
 from hostdev.train import __main__ as train

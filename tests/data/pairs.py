@@ -18,13 +18,13 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
+
+from hostdev.core.errors import UserError
 from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.encoding import Encoding
 from hostdev.data.preprocess.table import Table, TableOptions
 from hostdev.data.preprocess.unlabelled import rows_in
-
-from hostdev.core.errors import UserError
 from hostdev.predict.rows import as_batch, as_columns
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs/serving.md"

@@ -7,13 +7,13 @@ import re
 import numpy as np
 import pyarrow as pa
 import pytest
+
+from hostdev import UserError
 from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.raw import BEGINNING
 from hostdev.data.preprocess.synthetic import CHUNK_ROWS, Synthetic, write_text
-
-from hostdev import UserError
 from hostdev.kernels.counter import key64, uniform
 from tests.data.test_criteo import line
 from tests.manifests import as_version_1, write_manifest

@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pyarrow as pa
 import pytest
+
+from hostdev import UserError
 from hostdev.data import manifest
 from hostdev.data.preprocess import __main__ as preprocess
 from hostdev.data.preprocess import counting, stored, stored_vocabulary
@@ -12,8 +14,6 @@ from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.check import check
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.data.preprocess.table import Table, TableOptions
-
-from hostdev import UserError
 from hostdev.kernels.pool import set_host_threads
 from tests.data import twins
 from tests.data.test_manifest import VERSION_1

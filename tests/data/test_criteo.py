@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from hostdev.data.preprocess.criteo import EMPTY, CriteoText, parse
 
 from hostdev import UserError
+from hostdev.data.preprocess.criteo import EMPTY, CriteoText, parse
 
 
 def line(label="0", integers=(), categories=()):

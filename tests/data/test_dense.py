@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from hostdev.data import ragged
-from hostdev.data.preprocess.dense import scaling_of
 
 from hostdev import UserError
+from hostdev.data import ragged
+from hostdev.data.preprocess.dense import scaling_of
 
 NAN = np.nan
 NUMBERS = np.array([[0, -8, 5, NAN], [2, 4, 5, NAN], [NAN, 1, NAN, NAN]], np.float64)

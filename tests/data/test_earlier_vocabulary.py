@@ -11,6 +11,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
+
+from hostdev import UserError
 from hostdev.data import manifest
 from hostdev.data.preprocess import __main__ as preprocess
 from hostdev.data.preprocess import second_pass
@@ -21,8 +23,6 @@ from hostdev.data.preprocess.earlier_vocabulary import read_earlier
 from hostdev.data.preprocess.info import gather
 from hostdev.data.preprocess.table import Table, TableOptions
 from hostdev.data.schema import Column, Schema, Space, from_json
-
-from hostdev import UserError
 from tests.data import twins
 from tests.data.test_check import edit_vocabulary, wrong
 from tests.data.test_criteo import line

@@ -4,14 +4,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hostdev.data.preprocess import columns as arrow
-from hostdev.data.preprocess import files
-from hostdev.data.preprocess.build import Options
-from hostdev.data.preprocess.table import Table, TableOptions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import feather
 
+from hostdev.data.preprocess import columns as arrow
+from hostdev.data.preprocess import files
+from hostdev.data.preprocess.build import Options
+from hostdev.data.preprocess.table import Table, TableOptions
 from tests.data import twins
 
 # csv writes a carriage return unquoted where lines end otherwise, and other readers take it for the end of a line.

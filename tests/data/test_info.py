@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hostdev.data.preprocess import __main__ as preprocess
-from hostdev.data.preprocess import counting, info, info_picture, info_text, stored
-from hostdev.data.preprocess.build import Options, build
-from hostdev.data.preprocess.synthetic import Synthetic
 from matplotlib.figure import Figure
 
 from hostdev import UserError
 from hostdev.core import pictures
+from hostdev.data.preprocess import __main__ as preprocess
+from hostdev.data.preprocess import counting, info, info_picture, info_text, stored
+from hostdev.data.preprocess.build import Options, build
+from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.kernels.pool import set_host_threads
 from tests.data import twins
 from tests.data.test_manifest import VERSION_1

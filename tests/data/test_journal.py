@@ -5,13 +5,13 @@ import random
 import shutil
 
 import pytest
+
 from hostdev.data.preprocess import build as build_module
 from hostdev.data.preprocess import second_pass
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import LAYOUT, CriteoText
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.work import _mark, _read_journal
-
 from tests.data.test_restart import fail_at
 from tests.data.test_sources import contents
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from hostdev import UserError
 from hostdev.data import manifest, schema
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.data.schema import Column, Schema, Space
 from hostdev.data.shards import ShardReader
 from hostdev.models.wide_deep.network import WideDeep
-
-from hostdev import UserError
 from tests.manifests import edit_manifest
 
 # A data set of version 1, made by the code of that time from 60 look-alike rows, threshold 1, 20 rows in a shard.

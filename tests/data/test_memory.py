@@ -6,6 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
+from hostdev import UserError
 from hostdev.data.preprocess import criteo, files, first_pass, shard_memory, vocabulary
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
@@ -14,8 +16,6 @@ from hostdev.data.preprocess.rejected import lines_in
 from hostdev.data.preprocess.table import Table, TableOptions
 from hostdev.data.preprocess.vocabulary import Vocabulary
 from hostdev.data.schema import Column
-
-from hostdev import UserError
 
 
 def written(path, texts):

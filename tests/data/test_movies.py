@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+
 from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options
 from hostdev.data.shards import ShardReader
-
 from hostdev.train.metrics import auc
 from tests.data import movies, twins
 

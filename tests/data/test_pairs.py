@@ -6,12 +6,12 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
+from hostdev.core.errors import UserError
 from hostdev.data import manifest
 from hostdev.data.preprocess import __main__ as preprocess
 from hostdev.data.preprocess.encoding import Encoding
 from hostdev.data.preprocess.unlabelled import rows_in
-
-from hostdev.core.errors import UserError
 from tests.data import pairs
 
 

@@ -12,13 +12,13 @@ from unittest.mock import Mock
 import numpy as np
 import pyarrow as pa
 import pytest
+
+from hostdev import UserError
+from hostdev.core.workers import Workers
 from hostdev.data import manifest, shards
 from hostdev.data.order import windows_of
 from hostdev.data.shard_files import ShardFiles, StoppedError
 from hostdev.data.shards import ShardReader
-
-from hostdev import UserError
-from hostdev.core.workers import Workers
 from hostdev.kernels.counter import key64
 from hostdev.kernels.pool import host_threads, set_host_threads
 from tests import naive

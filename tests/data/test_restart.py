@@ -17,6 +17,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
+from hostdev import UserError
+from hostdev.core.checksums import HashedFile
+from hostdev.core.errors import PassingError
 from hostdev.data.preprocess import inputs, second_pass, vocabulary, work
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
@@ -24,10 +28,6 @@ from hostdev.data.preprocess.dense import Standard
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import Table, TableOptions
 from hostdev.data.preprocess.vocabulary import Vocabulary
-
-from hostdev import UserError
-from hostdev.core.checksums import HashedFile
-from hostdev.core.errors import PassingError
 from tests.data.test_sources import contents
 
 OPTIONS = Options(threshold=1, dense="standard", rows_per_shard=900)

@@ -14,6 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hostdev import UserError
 from hostdev.data import manifest
 from hostdev.data.preprocess import criteo
 from hostdev.data.preprocess.build import Options, build
@@ -21,10 +25,6 @@ from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.folders import expand
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.table import Table, TableOptions
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from hostdev import UserError
 from tests import naive
 from tests.data.test_criteo import line
 

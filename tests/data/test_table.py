@@ -10,12 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
+from hostdev.core.errors import UserError
 from hostdev.data import manifest
 from hostdev.data.preprocess import __main__ as preprocess
 from hostdev.data.preprocess.build import Options
 from hostdev.data.schema import Column, Space
-
-from hostdev.core.errors import UserError
 from tests.data import twins
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from hostdev.data import manifest
 from hostdev.data.preprocess import __main__ as preprocess
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hostdev.models.wide_deep.network import LAYERS
 
 from hostdev.core.memory import copied_bytes, pinned_size, row_bytes
 from hostdev.device import backend, ops
 from hostdev.kernels.pool import set_host_threads
+from hostdev.models.wide_deep.network import LAYERS
 from hostdev.pipeline.line import Line
 from tests.conftest import devices, stand_in
 from tests.device import twins

@@ -7,7 +7,6 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
-from hostdev.data.preprocess import __main__ as preprocess
 
 from hostdev.checkpoint import __main__ as checkpoint
 from hostdev.checkpoint import folder, manifest
@@ -17,6 +16,7 @@ from hostdev.checkpoint.manifest import FILE_NAME
 from hostdev.core import cli
 from hostdev.core.checksums import json_checksum
 from hostdev.core.optimizers import FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad
+from hostdev.data.preprocess import __main__ as preprocess
 from hostdev.host.table import HostTable
 from hostdev.train import __main__ as train
 from tests.fuzz.datasets import TABLE, csv

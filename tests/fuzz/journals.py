@@ -10,7 +10,6 @@ from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.preprocess.work import _mark, _read_journal
-
 from tests.fuzz.mutations import change_bytes, change_json
 
 OPTIONS = Options(threshold=0, rows_per_shard=30)

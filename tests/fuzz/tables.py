@@ -9,10 +9,10 @@ from random import Random
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from hostdev.data.preprocess import __main__ as preprocess
 from pyarrow import csv as arrow_csv
 
 from hostdev.core import cli
+from hostdev.data.preprocess import __main__ as preprocess
 from tests.fuzz.datasets import TABLE, csv
 from tests.fuzz.mutations import change_bytes
 

@@ -3,10 +3,10 @@
 import re
 
 import numpy as np
-from hostdev.data.preprocess.forms import EXAMPLES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from hostdev.data.preprocess.forms import EXAMPLES
 from hostdev.kernels import forms
 
 TIME = r"([01]\d|2[0-3]):[0-5]\d(:([0-5]\d|60)(\.\d{1,9})?)?"

@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 import torch.nn.functional as F
-from hostdev.models import make
 
 from hostdev.host.table import HostTable
+from hostdev.models import make
 from hostdev.runtime.spec import Bag
 
 

@@ -1,6 +1,7 @@
 """Small data for models: dense columns, columns of ids of which two share a space, and bags."""
 
 import numpy as np
+
 from hostdev.data.batch import Batch
 from hostdev.data.schema import Column, Schema, Space
 

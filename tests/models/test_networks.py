@@ -5,14 +5,14 @@ import shutil
 import numpy as np
 import pytest
 import torch
+
+from hostdev.core.errors import UserError
+from hostdev.core.optimizers import FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad
 from hostdev.models import NAMES, make
 from hostdev.models.dcn import DCN
 from hostdev.models.deepfm import DeepFM
 from hostdev.models.dlrm import DLRM
 from hostdev.models.wide_deep.network import WideDeep
-
-from hostdev.core.errors import UserError
-from hostdev.core.optimizers import FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad
 from tests.models.reference import NETWORKS
 from tests.models.samples import batch_of, schema_of
 

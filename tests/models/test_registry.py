@@ -4,10 +4,10 @@ import subprocess
 import sys
 
 import pytest
-from hostdev.models import NAMES, default_dim, find, make
 
 from hostdev.core.errors import UserError
 from hostdev.core.optimizers import SGD
+from hostdev.models import NAMES, default_dim, find, make
 from tests.conftest import environment
 from tests.models.samples import batch_of, schema_of
 

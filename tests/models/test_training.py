@@ -5,12 +5,12 @@ import itertools
 import numpy as np
 import pytest
 import torch
+
 from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.shards import ShardReader
 from hostdev.models import NAMES, make
-
 from hostdev.runtime.spec import CacheSpec
 from hostdev.train import metrics
 from hostdev.train.trainer import Trainer

@@ -3,11 +3,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hostdev.models.wide_deep import WideDeep, deep_l2, wide_loss
 from torch import nn
 
 from hostdev.core.initializers import Normal, initial_array
 from hostdev.kernels.counter import key64
+from hostdev.models.wide_deep import WideDeep, deep_l2, wide_loss
 from tests import naive
 from tests.models.samples import schema_of
 

@@ -11,8 +11,8 @@ less, and 50 steps of Adam make 1e-3 of one rounding: where gradients are near 0
 import numpy as np
 import torch
 import torch.nn.functional as F
-from hostdev.models import make
 
+from hostdev.models import make
 from tests.models.reference import NETWORKS
 
 

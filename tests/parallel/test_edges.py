@@ -1,9 +1,9 @@
 """Fewer rows than processes, of tables, batches, bags and shards: the bits of one process."""
 
 import pytest
+
 from hostdev.data import manifest
 from hostdev.data.preprocess import __main__ as preprocess
-
 from tests.data import movies
 from tests.own_models import FewRows
 from tests.parallel.conftest import Trained, flags_of

@@ -4,14 +4,14 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hostdev.data import manifest
-from hostdev.data.batch import Batch
-from hostdev.data.preprocess.build import Options
-from hostdev.data.shards import ShardReader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hostdev.core.micro_batches import Node, TreeSum, cut, nodes_of
+from hostdev.data import manifest
+from hostdev.data.batch import Batch
+from hostdev.data.preprocess.build import Options
+from hostdev.data.shards import ShardReader
 from tests.data import movies, twins
 from tests.parallel.trees import tree_sum
 

@@ -6,13 +6,13 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
-from hostdev.models.deepfm.network import DeepFM
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from hostdev import UserError
 from hostdev.core.pieces import Piece, run
+from hostdev.models.deepfm.network import DeepFM
 from hostdev.parallel.pieces import balanced, costs_of, cut, pieces_of, trace
 from tests.conftest import ROOT
 from tests.models.samples import schema_of

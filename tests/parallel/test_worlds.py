@@ -3,9 +3,9 @@
 import json
 
 import pytest
+
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
-
 from tests.parallel.conftest import Trained, flags_of
 
 TRAIN = ("-m", "hostdev.train")

@@ -109,10 +109,8 @@ class Tests:
 
 def copy_of(root: Path, folder: Path) -> Path:
     """Return a copy of the repository; compiled kernels come with it."""
-    unneeded = shutil.ignore_patterns(
-        ".git", ".venv", ".peers", ".typecheck", ".*_cache", "datasets", "runs", "*.egg-info"
-    )
-    return Path(shutil.copytree(root, folder / "copy", ignore=unneeded))
+    unneeded = shutil.ignore_patterns(".git", ".venv", ".peers", ".*_cache", "datasets", "runs", "*.egg-info")
+    return Path(shutil.copytree(root, folder / "copy", symlinks=True, ignore=unneeded))
 
 
 def main() -> int:
