@@ -9,7 +9,8 @@ from pathlib import Path
 
 from hostdev.core.errors import UserError
 from hostdev.data.manifest import FILE_NAME, VERSION
-from hostdev.data.preprocess.build import Options, build
+from hostdev.data.preprocess.build import build
+from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.synthetic import GENERATOR_VERSION, Synthetic
 
 ROWS = 60_000

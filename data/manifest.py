@@ -19,12 +19,13 @@ from hostdev.core.checksums import checksum, json_checksum
 from hostdev.core.errors import UserError, in_words, raise_passing
 from hostdev.core.names import inside
 from hostdev.data import schema as schemas
+from hostdev.data.folder import FILE_NAME as FILE_NAME
+from hostdev.data.folder import require
 from hostdev.data.manifest_values import check_values
 from hostdev.data.schema import Column, Schema, Space
 
 FORMAT = "hostdev-shards"
 VERSION = 2
-FILE_NAME = "manifest.json"
 REJECTED_FILE = "rejected.tsv"
 
 
@@ -106,11 +107,8 @@ class Manifest:
 
 def read(folder: Path) -> Manifest:
     """Read a data set's manifest; UserError where there is none or it is not one that this version reads."""
+    require(folder)
     path = folder / FILE_NAME
-    if not path.is_file():
-        raise UserError(
-            f"{folder} is not a data set: it has no {FILE_NAME}; make one with python -m hostdev.data.preprocess"
-        )
     try:
         content = json_files.read(path)
         found = content.pop("format"), content.pop("version")

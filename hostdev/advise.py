@@ -1,11 +1,10 @@
 """python -m hostdev.advise: how large a cache is worth it on the user's own data, by simulating every policy."""
 
-if __name__ == "__main__":  # first of all, as the imports take seconds: Ctrl-C ends these, too, with one line
+if __name__ == "__main__":  # first of all, as imports take seconds: Ctrl-C ends these, too, with one line
     from hostdev.core import cli
 
-    raise SystemExit(cli.run_module("hostdev.advise"))
+    raise SystemExit(cli.run_module("hostdev.commands.advise", "hostdev.advise"))
 
-import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,12 +13,10 @@ from typing import Any
 
 from torch import nn
 
-from hostdev.cache.options import MOST_WINDOW, POLICIES, WINDOW
+from hostdev.cache.options import POLICIES
 from hostdev.cache.simulation import OPTIMUM
 from hostdev.core import cli, pictures
-from hostdev.core.errors import UserError
-from hostdev.core.launched import alone
-from hostdev.core.memory import available_bytes, dense_bytes, gib, parse_bytes
+from hostdev.core.memory import available_bytes, dense_bytes, gib
 from hostdev.data import lookalike, manifest
 from hostdev.data.batch import Batch
 from hostdev.data.shards import ShardReader
@@ -35,13 +32,6 @@ from hostdev.train.build import groups_of, ids_of, model_of
 from hostdev.train.cache_advice import Curves, Group, Point, flags, gains, recommend, simulate
 from hostdev.train.config import TrainConfig
 from hostdev.train.report import kind
-
-PROG = "hostdev.advise"
-MESH_OPTIONS = ("micro_batches", "plan", "stage_cut", "schedule", "precision")
-OPTIONS = (
-    "data", "model", "table_optimizer", "table_dtype", "device", "batch_size", "emb_dim", "host_threads", "seed",
-    "shuffle_window", *MESH_OPTIONS,
-)  # fmt: skip
 
 
 def tables_of(curves: Curves, memory: int, chosen: tuple[str, Point] | None) -> list[str]:
@@ -175,20 +165,13 @@ def _beside(model: Model, batch: Batch, *, dense: bool) -> int:
     return needed + dense_bytes(len(batch), inputs, hidden_layers(model)) if dense else needed
 
 
-def advise_mesh(settings: TrainConfig, arguments: argparse.Namespace) -> None:
+def advise_mesh(settings: TrainConfig, processes: int) -> None:
     """Start the processes, or be one of them, and print which layouts of the model take how long."""
     from hostdev.train.layouts import advise_alone, advise_together
 
-    for name, given in (("--memory", arguments.memory), ("--out", arguments.out)):
-        if given is not None:
-            raise UserError(f"{name} is about caches, and has no effect with --mesh; leave it out")
-    if settings.shuffle_window != TrainConfig.shuffle_window:
-        raise UserError("--shuffle-window has no effect with --mesh; leave it out")
-    if arguments.mesh < 2:
-        raise UserError(f"--mesh is a number of processes of 2 or more, not {arguments.mesh}")
     settings = replace(settings, data=settings.data or lookalike.ensure()[0])
     if find().alone:
-        raise SystemExit(advise_alone(settings, arguments.mesh))
+        raise SystemExit(advise_alone(settings, processes))
     advise_together(settings)
 
 
@@ -226,36 +209,3 @@ def _advice(chosen: tuple[str, Point] | None) -> str:
     if chosen is None:
         return "advice   no cache: none of those that fit makes a step shorter"
     return f"advice   {flags(chosen)}: {gains(chosen[1])}; {gib(chosen[1].nbytes)} of device memory"
-
-
-def main(argv: Sequence[str]) -> None:
-    """Parse the command line and advise."""
-    parser = cli.parser(PROG, "Find out on your own data how large an embedding cache is worth it.")
-    config.add_flags(parser, OPTIONS)
-    parser.add_argument("--cache-window", type=int, default=WINDOW, metavar="N", help=
-        f"batches that lookahead knows in advance (default {WINDOW})")  # fmt: skip
-    parser.add_argument("--memory", metavar="SIZE", help=
-        "device memory for the cache, such as 16GiB (what is free and the training leaves)")  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="FILE", help=
-        "a new file for the picture (advise.png, or with a number where that is taken)")  # fmt: skip
-    parser.add_argument("--mesh", type=int, metavar="N", help=
-        "find out instead how N processes of this host share out the model in the least time: by samples, slices of "
-        "layers, stages")  # fmt: skip
-    run(parser.parse_args(argv))
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Advise as the parsed flags say."""
-    if arguments.mesh is not None:
-        arguments.parallel = "auto"
-        advise_mesh(config.from_flags(arguments, [*OPTIONS, "parallel"]), arguments)
-        return
-    settings = config.from_flags(arguments, OPTIONS)
-    alone()  # whatever has started this process
-    for name in MESH_OPTIONS:
-        if getattr(settings, name) != getattr(TrainConfig, name):
-            raise UserError(f"--{name.replace('_', '-')} has no effect without --mesh; leave it out")
-    if not 0 <= arguments.cache_window <= MOST_WINDOW:
-        raise UserError(f"--cache-window must be in 0..{MOST_WINDOW}, not {arguments.cache_window}")
-    memory = parse_bytes(arguments.memory) if arguments.memory is not None else None
-    advise(settings, memory, arguments.cache_window, arguments.out or pictures.new_path("advise"))

@@ -3,7 +3,7 @@
 if __name__ == "__main__":  # first of all, as the imports take seconds: Ctrl-C ends these, too, with one line
     from hostdev.core import cli
 
-    raise SystemExit(cli.run_module("hostdev.launch"))
+    raise SystemExit(cli.run_module("hostdev.commands.launch", "hostdev.launch"))
 
 import contextlib
 import os
@@ -26,14 +26,14 @@ PROG = "hostdev.launch"
 _CHECKED_BYTES = 8 << 20
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], prog: str = PROG) -> int:
     """Parse the command line and start processes, or check the way between them."""
     own, command = list(argv), []
     if "--" in own:
         at = own.index("--")
         own, command = own[:at], own[at + 1 :]
     parser = cli.parser(
-        PROG, "Start this host's processes of a rank table; the program and its options follow after --."
+        prog, "Start this host's processes of a rank table; the program and its options follow after --."
     )
     parser.add_argument("--rank-table", type=Path, metavar="FILE", help="JSON: the servers and their devices")
     parser.add_argument("--server", metavar="ID", help="this host's server_id in it (the one whose address is here)")

@@ -1,14 +1,12 @@
 """python -m hostdev.verify: train a few steps in every mode on the user's data, and compare all bits of every step."""
 
-if __name__ == "__main__":  # first of all, as the imports take seconds: Ctrl-C ends these, too, with one line
+if __name__ == "__main__":  # first of all, as imports take seconds: Ctrl-C ends these, too, with one line
     from hostdev.core import cli
 
-    raise SystemExit(cli.run_module("hostdev.verify"))
+    raise SystemExit(cli.run_module("hostdev.commands.verify", "hostdev.verify"))
 
-import argparse
 import gc
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,8 +19,6 @@ import torch
 from hostdev.cache.cache import CacheTooLargeError
 from hostdev.cache.options import WINDOW
 from hostdev.core import cli
-from hostdev.core.errors import UserError
-from hostdev.core.launched import alone
 from hostdev.core.progress import bar
 from hostdev.data import lookalike, manifest
 from hostdev.data.batch import Batch
@@ -34,8 +30,9 @@ from hostdev.kernels.fingerprint import hash_rows
 from hostdev.kernels.pool import host_threads, set_host_threads
 from hostdev.models.model import Model
 from hostdev.parallel.layout import Layout, settle
-from hostdev.parallel.mesh import SCHEDULES, Mesh, mesh_of
-from hostdev.parallel.plan import STRATEGIES, divides, pairable, plan_of
+from hostdev.parallel.mesh import Mesh
+from hostdev.parallel.plan import divides, pairable
+from hostdev.parallel.plan_text import STRATEGIES
 from hostdev.parallel.ranks import Ranks
 from hostdev.parallel.state import DenseState
 from hostdev.runtime.digest import dense_arrays
@@ -46,13 +43,7 @@ from hostdev.train.config import TrainConfig
 from hostdev.train.staged import inputs_like
 from hostdev.train.trainer import Trainer
 
-PROG = "hostdev.verify"
-OPTIONS = (
-    "data", "model", "table_optimizer", "table_lr", "table_dtype", "lr", "device", "batch_size", "emb_dim", "l2",
-    "precision", "tf32", "host_threads", "seed", "shuffle_window",
-)  # fmt: skip
 DEPTHS = (1, 2, 4)
-EXIT_DIFFERENT = 1
 _FAULT_SECONDS = 0.03  # by which an update is held up, so that a lookup that does not wait for it comes before it
 
 Hashes = npt.NDArray[np.uint64]
@@ -336,81 +327,3 @@ def _compare_all(
         different += difference is not None
         report(f"{mode!s}{record.digest[:16]}  {difference or 'equal'}")
     return different
-
-
-def main(argv: Sequence[str]) -> int:
-    """Parse the command line, verify, and return the exit code: 1 if a mode differs."""
-    parser = cli.parser(PROG, "Show on your own data that training gives the same bits in every mode.")
-    config.add_flags(parser, OPTIONS)
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="steps per mode (default 20)")
-    parser.add_argument("--inject-fault", action="store_true", help=
-        "test the test: let lookups run ahead of the updates that they need, which must be caught")  # fmt: skip
-    parser.add_argument("--processes", metavar="W,...", help=
-        "numbers of processes on this host to compare, too, such as 2,4")  # fmt: skip
-    parser.add_argument("--mesh", action="append", default=[], metavar="AXES", help=
-        "processes on this host that share out the network, too, such as data=2,pipe=2; several times for several; "
-        "slices (model=N) are compared by tolerance")  # fmt: skip
-    parser.add_argument("--plan", metavar="STRATEGIES", help="of --mesh model=N (layers in pairs)")
-    parser.add_argument("--schedule", choices=SCHEDULES, help="of --mesh pipe=N (1f1b)")
-    parser.add_argument("--stage-cut", metavar="NAMES", help="of --mesh pipe=N (by cost)")
-    parser.add_argument("--micro-batches", type=int, metavar="M", help=
-        "that they share out (the least that all of them can)")  # fmt: skip
-    arguments = parser.parse_args(argv)
-    alone()  # whatever has started this process: those that it compares are started by itself
-    return run(arguments)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Verify as the parsed flags say."""
-    settings = config.from_flags(arguments, OPTIONS)
-    if arguments.steps < 2:
-        raise UserError(f"--steps must be at least 2, not {arguments.steps}")
-    meshes, micro_batches = _meshes(arguments)
-    cut = None if arguments.stage_cut is None else arguments.stage_cut.split(",")
-    layout = Layout(arguments.schedule or SCHEDULES[0], cut, plan_of(arguments.plan) if arguments.plan else ())
-    different = verify(
-        settings, arguments.steps, fault=arguments.inject_fault, meshes=meshes, micro_batches=micro_batches,
-        layout=layout,
-    )  # fmt: skip
-    if arguments.inject_fault:
-        if not all(different):
-            raise UserError("the injected fault was not caught: no two neighbouring batches share a row; use more rows")
-        print(f"\nthe injected fault was caught in {' and '.join(map(str, different))} modes")
-    elif any(different):
-        print(f"\n{different[0]} modes differ from the serial run")
-    else:
-        near = "; sliced layers to rounding" * any(mesh.model > 1 for mesh in meshes)
-        print(f"\nall modes agree in every bit of every step{near}")
-    return EXIT_DIFFERENT if any(different) else 0
-
-
-def _meshes(arguments: argparse.Namespace) -> tuple[list[Mesh], int]:
-    """Return the meshes of processes, and the number of the micro-batches that they share."""
-    for name, axis in (("plan", "model"), ("schedule", "pipe"), ("stage_cut", "pipe")):
-        if getattr(arguments, name) is not None and all(getattr(mesh_of(each), axis) == 1 for each in arguments.mesh):
-            raise UserError(f"--{name.replace('_', '-')} has no effect without --mesh {axis}=N; leave it out")
-    if arguments.processes is None and not arguments.mesh:
-        if arguments.micro_batches is not None:
-            raise UserError("--micro-batches has no effect without --processes or --mesh; leave it out")
-        return [], 1
-    if arguments.inject_fault:
-        what = "--processes" if arguments.processes is not None else "--mesh"
-        raise UserError(f"{what} does not go with --inject-fault; leave one of them out")
-    try:
-        worlds = [int(each) for each in (arguments.processes or "").split(",") if each or arguments.processes]
-    except ValueError:
-        raise UserError(f"--processes are numbers such as 2,4, not {arguments.processes!r}") from None
-    if min(worlds, default=2) < 2:
-        raise UserError(f"--processes are numbers from 2 on, not {arguments.processes}")
-    meshes = [*(Mesh(data=world) for world in worlds), *map(mesh_of, arguments.mesh)]
-    if any(mesh.size == 1 for mesh in meshes):
-        raise UserError("--mesh is of 2 processes or more, such as pipe=2")
-    each = math.lcm(*(mesh.data for mesh in meshes))
-    least = each * -(-max(mesh.data * mesh.pipe for mesh in meshes) // each)
-    M = arguments.micro_batches or least
-    if M % each or least > M:
-        who = f"{arguments.processes} processes" if not arguments.mesh else f"--mesh {' --mesh '.join(arguments.mesh)}"
-        raise UserError(
-            f"--micro-batches {M} cannot be shared out by {who}; give {least}, or a larger multiple of {each}"
-        )
-    return meshes, M

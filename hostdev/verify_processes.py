@@ -3,7 +3,7 @@
 if __name__ == "__main__":
     from hostdev.core import cli
 
-    raise SystemExit(cli.run_module("hostdev.verify_processes"))
+    raise SystemExit(cli.run_module("hostdev.verify_processes", "hostdev.verify_processes"))
 
 import json
 import subprocess
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hostdev.commands.verify import OPTIONS
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.data import lookalike, manifest
@@ -30,7 +31,7 @@ from hostdev.parallel.start import start_here, wait_for
 from hostdev.train import config
 from hostdev.train.build import device_of
 from hostdev.train.config import TrainConfig, to_flags
-from hostdev.verify import OPTIONS, Mode, Record, batches_of, compare, size_of, train
+from hostdev.verify import Mode, Record, batches_of, compare, size_of, train
 
 PROG = "hostdev.verify_processes"
 _WAYS = ((0, None), (2, None), (2, "10%"))  # depth, cache
@@ -119,10 +120,10 @@ def _joined(files: Sequence[Path], steps: int) -> Record:
     return record
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], prog: str = PROG) -> int:
     """Be one of several processes, and write down what it has trained."""
     steps, micro_batches, depth, cache, folder, mesh, layout = argv[:7]
-    parser = cli.parser(PROG, "One of the processes that hostdev.verify starts.")
+    parser = cli.parser(prog, "One of the processes that hostdev.verify starts.")
     config.add_flags(parser, OPTIONS)
     settings = config.from_flags(parser.parse_args(argv[7:]), OPTIONS)
     mode = Mode(True, int(depth), 1, cache or None)

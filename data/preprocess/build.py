@@ -7,7 +7,7 @@ the process ends, and the same command goes on from there; the result depends on
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ from hostdev.core.workers import Workers
 from hostdev.data import schema as schemas
 from hostdev.data.manifest import REJECTED_FILE, Manifest, Shard
 from hostdev.data.preprocess import second_pass
-from hostdev.data.preprocess.dense import MODES, Scaling, fixed_scaling, scaling_of
+from hostdev.data.preprocess.dense import Scaling, fixed_scaling, scaling_of
 from hostdev.data.preprocess.earlier_vocabulary import EARLIER, KNOWN_SHARES, Earlier
 from hostdev.data.preprocess.first_pass import FirstPass
+from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.pieces import SPLITS, Facts, Piece
 from hostdev.data.preprocess.raw import Layout, Source
 from hostdev.data.preprocess.shard_memory import ShardMemory
@@ -32,35 +33,6 @@ from hostdev.data.schema import Schema
 from hostdev.kernels.pool import host_threads
 
 VOCABULARY_FILE = "vocabulary.arrow"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How rows become shards."""
-
-    threshold: int | None = 100  # a value seen at most this often in training rows is out of vocabulary; None: hashed
-    hash_buckets: int | None = None  # ids by hash into so many buckets, without a vocabulary
-    dense: str = "max"  # scaling of the numeric columns: "max", "log" or "standard"
-    test_fraction: float | None = 0.1  # of the rows, drawn by seed and row number; 0: none; None: by the source
-    seed: int = 2020
-    rows_per_shard: int = 1 << 18
-
-    def __post_init__(self) -> None:
-        if self.threshold is not None and self.threshold < 0:
-            raise UserError(f"--threshold must be at least 0, not {self.threshold}")
-        if self.hash_buckets is not None and not 1 <= self.hash_buckets <= 2**62:
-            raise UserError(f"--hash-buckets must be from 1 to 2^62, not {self.hash_buckets}")
-        if self.dense not in MODES:
-            raise UserError(f"--dense must be one of {', '.join(MODES)}, not {self.dense}")
-        if self.test_fraction is not None and not 0 <= self.test_fraction < 1:
-            raise UserError(f"--test-fraction must be at least 0 and less than 1, not {self.test_fraction}")
-        if self.rows_per_shard < 1:
-            raise UserError(f"--rows-per-shard must be at least 1, not {self.rows_per_shard}")
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what the manifest records: all but what has no effect."""
-        drawn = self.test_fraction is not None
-        return {name: value for name, value in asdict(self).items() if drawn or name not in ("test_fraction", "seed")}
 
 
 def build(

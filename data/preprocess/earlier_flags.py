@@ -12,18 +12,6 @@ _MOST = 120  # characters of a list of columns in a message
 _SAME = "leave it out: --vocabulary takes the columns from there"
 
 
-def add_flags(to: argparse.ArgumentParser) -> None:
-    """Add --vocabulary and --frozen-vocabulary."""
-    to.add_argument(
-        "--vocabulary",
-        type=Path,
-        metavar="FROM",
-        help="an earlier data set, whose ids, columns and scaling are kept; new values get ids after the earlier ones",
-    )
-    to.add_argument("--frozen-vocabulary", action="store_true",
-                    help="with --vocabulary: new values get no ids, and are out of vocabulary")  # fmt: skip
-
-
 def earlier_of(arguments: argparse.Namespace) -> Earlier | None:
     """Return the data set that parsed flags name; UserError where flags do not go together with it."""
     folder: Path | None = arguments.vocabulary

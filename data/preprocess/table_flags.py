@@ -10,33 +10,7 @@ from hostdev.data.preprocess import earlier_flags
 from hostdev.data.preprocess.earlier_vocabulary import Earlier
 from hostdev.data.preprocess.table import TableOptions
 
-THRESHOLD = 1  # what is seen once says nothing, and a row without an id of its own trains the out-of-vocabulary one
 _ESCAPES = {"\\t": "\t", "tab": "\t"}
-
-
-def add_flags(to: argparse.ArgumentParser) -> None:
-    """Add the flags of `TableOptions`."""
-
-    def add(flag: str, metavar: str, text: str) -> None:
-        to.add_argument(flag, action="append", metavar=metavar, help=text)
-
-    to.add_argument("--label", metavar="NAME", help="the column with the label: 0 or 1, true or false")
-    to.add_argument("--positive", metavar="RULE", help=
-        "labels that are positive, if not 1 or true: '>3', '>=3', '<3', '<=3', '!=no' or a value")  # fmt: skip
-    add("--numeric", "NAMES", "columns of numbers, by commas")
-    add("--categorical", "NAMES", "columns of values that become ids, by commas")
-    add("--bag", "NAME=SEP", "a column with any number of values: text split by SEP, or a list in Parquet and Arrow")
-    add("--share", "NAME=OTHER", "give the values of column NAME the ids of column OTHER")
-    to.add_argument("--columns", metavar="NAMES", help="names of all columns, by commas, of text without a header")
-    to.add_argument("--delimiter", metavar="TEXT", help="between the values of text; tab for a tab (as the file looks)")
-    to.add_argument("--no-quotes", action="store_true", help="quotes in text are ordinary characters")
-
-
-def add_split(to: argparse.ArgumentParser) -> None:
-    """Add the flags that say which rows are for testing, instead of --test-fraction."""
-    to.add_argument("--test-column", metavar="NAME=VALUE", help="rows whose column has this value are for testing")
-    to.add_argument("--test-after", metavar="NAME=VALUE",
-                    help="rows whose column has a larger number or a later time are for testing")  # fmt: skip
 
 
 def options_of(arguments: argparse.Namespace, earlier: Earlier | None = None) -> TableOptions:

@@ -28,8 +28,6 @@ from hostdev.core.errors import UserError, in_words, naming
 from hostdev.core.memory import gib
 from hostdev.core.progress import Progress, bar
 
-FORMATS = ("parquet", "npy", "safetensors")
-DTYPES = ("float32", "bf16")
 VOCABULARY = "data/vocabulary.arrow"
 IDS, DENSE = "ids.parquet", "dense.pt"
 
@@ -41,16 +39,6 @@ class Options(NamedTuple):
     format: str
     slots: bool
     dtype: str
-
-
-def add_flags(to: argparse.ArgumentParser) -> None:
-    """Add the options of `export`."""
-    to.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
-    to.add_argument("--format", choices=FORMATS, default="parquet", help="of the tables (default parquet)")
-    to.add_argument(
-        "--slots", action="store_true", help="the optimizers' slots, steps and settings, and what `extra` holds, too"
-    )
-    to.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default float32)")
 
 
 def options_of(arguments: argparse.Namespace) -> Options:

@@ -5,7 +5,10 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from argparse import SUPPRESS
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
 from importlib import import_module
 from typing import NoReturn
 
@@ -18,6 +21,7 @@ _RANKS = {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK_ID"}  # of one of se
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+_is_own = False  # the process: a command is all that it does
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,7 +29,22 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage and leaving."""
-        raise UserError(f"{message} (see {self.prog} --help)")
+        raise UserError(f"{message}{self._meant(message)} (see {self.prog} --help)")
+
+    def _meant(self, message: str) -> str:
+        """Return the options that look like those that are unknown."""
+        if not message.startswith("unrecognized arguments"):
+            return ""
+        given = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+        near = [found for word in given for found in get_close_matches(word, self._all_options(), n=1, cutoff=0.7)]
+        return f"; did you mean {' '.join(near)}?" if near else ""
+
+    def _all_options(self) -> list[str]:
+        options = [option for action in self._actions for option in action.option_strings if action.help != SUPPRESS]
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                options += [option for one in action.choices.values() for option in one._all_options()]
+        return options
 
 
 def parser(prog: str, description: str) -> Parser:
@@ -48,6 +67,8 @@ def run(prog: str, main: Callable[[Sequence[str]], int | None], argv: Sequence[s
     """
     if argv is not None:
         return _run(prog, main, list(argv), Arriving())
+    global _is_own
+    _is_own = True
     streams.prepare()
     with Arriving(lambda: _interrupted(prog)) as arriving:
         return _run(prog, main, sys.argv[1:], arriving, alone=True)
@@ -82,23 +103,36 @@ def _run(
         return int(getattr(error, "exit_code", EXIT_ERROR))
 
 
-def run_module(name: str) -> int:
-    """Import a command's module and run its `main` as `run` does: Ctrl-C during the imports ends the command, too."""
-    prog = name.removesuffix(".__main__")
+def run_module(name: str, prog: str) -> int:
+    """Import the module of a command line and run its `main` as `run` does.
+
+    name  such as "hostdev.commands.train", with a `main(argv, prog)`
+    prog  what the user calls it, for messages
+    """
 
     def main(arguments: Sequence[str]) -> int | None:
-        with leaving(lambda: _interrupted(prog)):
-            import_module("numpy")  # before torch, which reports a numpy that is broken as missing
+        with importing(prog):
             module = import_module(name)
-        if (arrow := sys.modules.get("pyarrow")) is not None:
-            arrow.enable_signal_handlers(False)  # its own take Ctrl-C while a file is read, and may keep it
-        code: int | None = module.main(arguments)
+        code: int | None = module.main(arguments, prog)
         return code
 
     code = run(prog, main)
     if _RANKS & os.environ.keys():  # what torch.distributed leaves behind may abort the interpreter's own end
         _leave(code)
     return code
+
+
+@contextmanager
+def importing(prog: str) -> Iterator[None]:
+    """Import what a command needs: that may take seconds, and Ctrl-C ends the command at once meanwhile.
+
+    Where the command is not the process's own, as in a test, nothing changes.
+    """
+    with leaving(lambda: _interrupted(prog)) if _is_own else contextlib.nullcontext():
+        import_module("numpy")  # before torch, which reports a numpy that is broken as missing
+        yield
+    if _is_own and (arrow := sys.modules.get("pyarrow")) is not None:
+        arrow.enable_signal_handlers(False)  # its own take Ctrl-C while a file is read, and may keep it
 
 
 def _interrupted(prog: str) -> NoReturn:

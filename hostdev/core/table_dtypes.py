@@ -2,10 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from hostdev.kernels.counter import key64, mix64
-
 FP32, BF16 = "fp32", "bf16"
 TABLE_DTYPES = (FP32, BF16)
 
@@ -33,8 +29,3 @@ def require_table_dtype(dtype: str, table: str) -> str:
 def weight_bytes(dtype: str) -> int:
     """Return the bytes of a weight."""
     return 2 if dtype == BF16 else 4
-
-
-def rounding_key(seed: int, table: str, step: int) -> int:
-    """Return the key of a table's rounding at its step 1, 2, 3, ...; 0 for the initial values."""
-    return key64(seed, "bfloat16", table) ^ int(mix64(np.array([step]))[0])

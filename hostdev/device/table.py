@@ -15,7 +15,8 @@ from hostdev.core.ids import checked_ids
 from hostdev.core.initializers import Initializer, Normal, initializer
 from hostdev.core.memory import require_table
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
-from hostdev.core.table_dtypes import BF16, FP32, TableStep, require_table_dtype, rounding_key
+from hostdev.core.rounding import rounding_key
+from hostdev.core.table_dtypes import BF16, FP32, TableStep, require_table_dtype
 from hostdev.core.tables import Owned, initial_seed
 from hostdev.device.backend import free_bytes
 from hostdev.device.ops import ops_for

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from hostdev.core.initializers import Initializer
 from hostdev.core.optimizers import SparseOptimizer
-from hostdev.core.table_dtypes import BF16, FP32, TableStep, rounding_key
+from hostdev.core.rounding import rounding_key
+from hostdev.core.table_dtypes import BF16, FP32, TableStep
 from hostdev.kernels import rounding
 from hostdev.kernels.apply import apply_tasks, apply_uses
 from hostdev.kernels.bits import copy_to_columns, gather_rows

@@ -15,7 +15,8 @@ from hostdev.core.initializers import Initializer, Normal, initializer
 from hostdev.core.launched import require_alone
 from hostdev.core.memory import available_bytes, gib, require_table
 from hostdev.core.optimizers import SparseOptimizer, require_optimizer
-from hostdev.core.table_dtypes import BF16, FP32, TableStep, require_table_dtype, rounding_key
+from hostdev.core.rounding import rounding_key
+from hostdev.core.table_dtypes import BF16, FP32, TableStep, require_table_dtype
 from hostdev.core.tables import Owned, initial_seed
 from hostdev.host.changes import Changes
 from hostdev.host.storage import STORAGES, Float32, Shape, Storage

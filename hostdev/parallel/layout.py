@@ -10,7 +10,8 @@ from hostdev.core.errors import UserError
 from hostdev.core.pieces import Piece
 from hostdev.parallel.mesh import SCHEDULES, Mesh
 from hostdev.parallel.pieces import balanced, costs_of, cut, pieces_of
-from hostdev.parallel.plan import Plan, Strategies, settled, slice_of
+from hostdev.parallel.plan import Strategies, settled, slice_of
+from hostdev.parallel.plan_text import Plan
 
 Inputs = Callable[[int], tuple[Any, ...]]  # zeros in place of the network's inputs, for so many samples
 

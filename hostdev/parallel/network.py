@@ -17,7 +17,8 @@ from hostdev.parallel.dense import DenseExchange, Grads, add_lists
 from hostdev.parallel.layout import Layout, like
 from hostdev.parallel.mesh import SCHEDULES
 from hostdev.parallel.parts import Parts, Ran
-from hostdev.parallel.plan import plan_of, slice_of
+from hostdev.parallel.plan import slice_of
+from hostdev.parallel.plan_text import plan_of
 from hostdev.parallel.ranks import Ranks
 from hostdev.parallel.state import DenseState
 

@@ -238,3 +238,10 @@ def _of_table(env: Mapping[str, str]) -> Place:
     return Place(
         rank, table.ranks, local_rank, here, address, port, _TABLE[0], device=number, token=env.get(TOKEN_VARIABLE, "")
     )
+
+
+def speaks_for_host() -> bool:
+    """Tell whether this process says what is wrong with the command line, which all processes of the host have."""
+    with contextlib.suppress(UserError):  # about the place: all say it
+        return find().local_rank == 0
+    return True

@@ -19,9 +19,7 @@ from torch.overrides import TorchFunctionMode
 from hostdev.core.errors import UserError
 from hostdev.core.pieces import Piece, run
 from hostdev.parallel.pieces import not_computing
-
-STRATEGIES = ("colwise", "rowwise", "replicate")
-Plan = Sequence[tuple[str, str]]  # a layer's name or a pattern of names, and its strategy
+from hostdev.parallel.plan_text import Plan
 
 # Of each layer that can be cut: the dimension of each of its parameters that a strategy cuts; None: it is replicated.
 _CUTS: Mapping[type[nn.Module], Mapping[str, Mapping[str, int | None]]] = {
@@ -48,22 +46,6 @@ class Sliced(NamedTuple):
 
 
 Strategies = dict[str, Sliced]  # by the layer's name
-
-
-def plan_of(text: str) -> Plan:
-    """Return the plan that `--plan` names, such as deep.0=colwise,deep.2=rowwise; UserError where it names none."""
-    found: list[tuple[str, str]] = []
-    for part in text.split(","):
-        name, equals, strategy = (each.strip() for each in part.partition("="))
-        if not name or not equals or strategy not in STRATEGIES:
-            raise UserError(
-                f"--plan {text}: {part.strip() or 'nothing'!r} names no layer and one of {', '.join(STRATEGIES)}; give "
-                "such as deep.0=colwise,deep.2=rowwise"
-            )
-        if name in dict(found):
-            raise UserError(f"--plan {text}: {name} is there twice; give it once")
-        found.append((name, strategy))
-    return found
 
 
 def settled(

@@ -17,7 +17,7 @@ from hostdev.core.errors import UserError
 from hostdev.parallel.costs import LayerCost, Machine, PieceCost, Profile
 from hostdev.parallel.mesh import Mesh
 from hostdev.parallel.pieces import best_cut
-from hostdev.parallel.plan import Plan
+from hostdev.parallel.plan_text import Plan
 
 _NONE_SLICED = (
     "--mesh {mesh} has {count} processes for slices, and no layer can be cut into so many, or --plan leaves none to be "

@@ -28,7 +28,8 @@ from hostdev.models.model import Model
 from hostdev.parallel.layout import Layout, settle
 from hostdev.parallel.mesh import SCHEDULES, mesh_of
 from hostdev.parallel.pieces import cut, pieces_of
-from hostdev.parallel.plan import matched, plan_of
+from hostdev.parallel.plan import matched
+from hostdev.parallel.plan_text import plan_of
 from hostdev.runtime.features import read_ids
 from hostdev.runtime.room import require
 from hostdev.runtime.spec import Bag, CacheSpec, TableSpec

@@ -13,8 +13,9 @@ from hostdev.core.memory import gib, parse_bytes
 from hostdev.core.micro_batches import EXCHANGES
 from hostdev.core.optimizers import OPTIMIZERS
 from hostdev.core.table_dtypes import FP32, TABLE_DTYPES
+from hostdev.data import folder
 from hostdev.parallel.mesh import SCHEDULES, mesh_of
-from hostdev.parallel.plan import plan_of
+from hostdev.parallel.plan_text import plan_of
 
 REFERENCE_BATCH_SIZE = 16_000
 MOST_DEPTH = 64  # more ahead than that helps nobody
@@ -312,6 +313,11 @@ class TrainConfig:
                 raise UserError(f"--cache-window has no effect with --cache-policy {self.cache_policy}; leave it out")
             if not 0 <= self.cache_window <= MOST_WINDOW:
                 raise UserError(f"--cache-window must be in 0..{MOST_WINDOW}, not {self.cache_window}")
+
+    def require_data(self) -> None:
+        """UserError where `data` is no data set."""
+        if self.data is not None:
+            folder.require(self.data)
 
     def resolved(self) -> "TrainConfig":
         """Fill in the defaults that depend on others: the reference's, or for the look-alike what suits it."""

@@ -243,13 +243,6 @@ def require_shares(settings: TrainConfig, ranks: int) -> None:
         )
 
 
-def is_told_by_another() -> bool:
-    """Tell whether another process of this host, with the same command line, says what is wrong with it."""
-    with contextlib.suppress(UserError):  # about the place: all say it
-        return find().local_rank > 0
-    return False
-
-
 def resolved(settings: TrainConfig, shares: int) -> TrainConfig:
     """Return the settings with the batch of all ranks where that of each was given."""
     if settings.batch_per_rank is None:

@@ -1,62 +1,35 @@
 """python -m hostdev.train.quickstart: from raw Criteo text, or a look-alike, to a trained model in one command."""
 
-if __name__ == "__main__":  # first of all, as the imports take seconds: Ctrl-C ends these, too, with one line
+if __name__ == "__main__":  # first of all, as imports take seconds: Ctrl-C ends these, too, with one line
     from hostdev.core import cli
 
-    raise SystemExit(cli.run_module("hostdev.train.quickstart"))
+    raise SystemExit(cli.run_module("hostdev.commands.quickstart", "hostdev.train.quickstart"))
 
 import argparse
 import json
 import shlex
 import time
-from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
+from hostdev.commands.quickstart import ROWS
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.data import manifest
-from hostdev.data.preprocess.__main__ import add_options, options_from, summary
-from hostdev.data.preprocess.build import Options, build
+from hostdev.data.preprocess.build import build
+from hostdev.data.preprocess.command import summary
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.preprocess.inputs import STANDARD_INPUT
+from hostdev.data.preprocess.options import Options
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.train import config
 from hostdev.train.command import train
 
-PROG = "hostdev.train.quickstart"
-ROWS = 200_000
-THRESHOLD = 10
-EPOCHS = 2
 SMALL_ROWS, SMALL_BATCH = 1_000_000, 1000
 
 
-def main(argv: Sequence[str]) -> None:
-    """Parse the command line; make the look-alike if no file is given, preprocess what is new, train."""
-    parser = cli.parser(
-        PROG,
-        "Preprocess Criteo text (or a look-alike made for it) and train on it with --host-device-mix. "
-        "Takes the options of hostdev.data.preprocess and of hostdev.train.",
-    )
-    parser.add_argument(
-        "--criteo", type=Path, metavar="FILE", help=f"Criteo text; without it, {ROWS:,} look-alike rows"
-    )
-    parser.add_argument("--datasets", type=Path, default=Path("datasets"), metavar="DIR",
-                        help="folder for the data sets, kept for the next time (default %(default)s)")  # fmt: skip
-    add_options(parser, Options(threshold=THRESHOLD))
-    config.add_flags(parser)
-    for action in parser._actions:
-        if action.dest in ("data", "host_device_mix"):  # the one is refused, the other is on
-            action.help = argparse.SUPPRESS
-    arguments = parser.parse_args(argv)
-    if arguments.data is not None:
-        raise UserError("--data has no effect here; give --criteo FILE, or use python -m hostdev.train --data DIR")
-    arguments.host_device_mix = True
-    if arguments.epochs is None:
-        arguments.epochs = EPOCHS
-    config.from_flags(arguments)  # refuses what is wrong before the work begins
-    options = options_from(arguments, threshold=THRESHOLD)
-
+def run(arguments: argparse.Namespace, options: Options) -> None:
+    """Do what parsed flags say: `arguments` are those of training, `options` how rows become shards."""
     text = arguments.criteo
     if text is None:
         text = arguments.datasets / f"lookalike-{ROWS}-{options.seed}.tsv"

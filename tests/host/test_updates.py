@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hostdev.core.optimizers import FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad
-from hostdev.core.table_dtypes import TABLE_DTYPES, rounding_key
+from hostdev.core.rounding import rounding_key
+from hostdev.core.table_dtypes import TABLE_DTYPES
 from hostdev.host.table import HostTable
 from hostdev.kernels import stream
 from hostdev.kernels.pool import set_host_threads

@@ -18,7 +18,8 @@ from hostdev.parallel.layout import Layout, like, settle
 from hostdev.parallel.leaves import Leaves
 from hostdev.parallel.mesh import Mesh
 from hostdev.parallel.network import Network
-from hostdev.parallel.plan import plan_of, sliced
+from hostdev.parallel.plan import sliced
+from hostdev.parallel.plan_text import plan_of
 from hostdev.parallel.state import State
 from tests.conftest import ROOT
 

@@ -1,0 +1,15 @@
+"""Whether a folder is a data set. Imports little: a wrong path is answered at once."""
+
+from pathlib import Path
+
+from hostdev.core.errors import UserError
+
+FILE_NAME = "manifest.json"
+
+
+def require(folder: Path) -> None:
+    """UserError unless a data set is there."""
+    if not (folder / FILE_NAME).is_file():
+        raise UserError(
+            f"{folder} is not a data set: it has no {FILE_NAME}; make one with python -m hostdev.data.preprocess"
+        )

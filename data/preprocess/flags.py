@@ -1,0 +1,66 @@
+"""The flags of `preprocess`. Imports little: a wrong one is answered at once."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from hostdev.core import cli
+
+THRESHOLD = 1  # what is seen once says nothing, and a row without an id of its own trains the out-of-vocabulary one
+
+
+def add_table(to: argparse.ArgumentParser) -> None:
+    """Add the flags of `TableOptions`."""
+
+    def add(flag: str, metavar: str, text: str) -> None:
+        to.add_argument(flag, action="append", metavar=metavar, help=text)
+
+    to.add_argument("--label", metavar="NAME", help="the column with the label: 0 or 1, true or false")
+    to.add_argument("--positive", metavar="RULE", help=
+        "labels that are positive, if not 1 or true: '>3', '>=3', '<3', '<=3', '!=no' or a value")  # fmt: skip
+    add("--numeric", "NAMES", "columns of numbers, by commas")
+    add("--categorical", "NAMES", "columns of values that become ids, by commas")
+    add("--bag", "NAME=SEP", "a column with any number of values: text split by SEP, or a list in Parquet and Arrow")
+    add("--share", "NAME=OTHER", "give the values of column NAME the ids of column OTHER")
+    to.add_argument("--columns", metavar="NAMES", help="names of all columns, by commas, of text without a header")
+    to.add_argument("--delimiter", metavar="TEXT", help="between the values of text; tab for a tab (as the file looks)")
+    to.add_argument("--no-quotes", action="store_true", help="quotes in text are ordinary characters")
+
+
+def add_split(to: argparse.ArgumentParser) -> None:
+    """Add the flags that say which rows are for testing, instead of --test-fraction."""
+    to.add_argument("--test-column", metavar="NAME=VALUE", help="rows whose column has this value are for testing")
+    to.add_argument("--test-after", metavar="NAME=VALUE",
+                    help="rows whose column has a larger number or a later time are for testing")  # fmt: skip
+
+
+def add_earlier(to: argparse.ArgumentParser) -> None:
+    """Add --vocabulary and --frozen-vocabulary."""
+    to.add_argument(
+        "--vocabulary",
+        type=Path,
+        metavar="FROM",
+        help="an earlier data set, whose ids, columns and scaling are kept; new values get ids after the earlier ones",
+    )
+    to.add_argument("--frozen-vocabulary", action="store_true",
+                    help="with --vocabulary: new values get no ids, and are out of vocabulary")  # fmt: skip
+
+
+def add_looking(to: Any) -> None:
+    """Add them to the sub-commands of `hostdev.data.preprocess`."""
+
+    def add(name: str, what: str) -> argparse.ArgumentParser:
+        made: argparse.ArgumentParser = to.add_parser(
+            name, help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False
+        )
+        made.add_argument("path", type=Path, metavar="DIR", help="a data set's folder")
+        cli.add_debug(made)
+        return made
+
+    add("check", "read all of a data set and say what is wrong with it; exit code 1 if it is not whole")
+    add("info", "print and draw what is in a data set, from all of its rows").add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="a new file for the picture (info.png, or with a number where that is taken)",
+    )

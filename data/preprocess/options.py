@@ -1,0 +1,78 @@
+"""How rows become shards: the options that all sources of rows share, and their flags."""
+
+import argparse
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hostdev.core.errors import UserError
+from hostdev.data.preprocess.dense import MODES
+
+FLAGS = ("threshold", "hash_buckets", "dense", "test_fraction", "rows_per_shard")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How rows become shards."""
+
+    threshold: int | None = 100  # a value seen at most this often in training rows is out of vocabulary; None: hashed
+    hash_buckets: int | None = None  # ids by hash into so many buckets, without a vocabulary
+    dense: str = "max"  # scaling of the numeric columns: "max", "log" or "standard"
+    test_fraction: float | None = 0.1  # of the rows, drawn by seed and row number; 0: none; None: by the source
+    seed: int = 2020
+    rows_per_shard: int = 1 << 18
+
+    def __post_init__(self) -> None:
+        if self.threshold is not None and self.threshold < 0:
+            raise UserError(f"--threshold must be at least 0, not {self.threshold}")
+        if self.hash_buckets is not None and not 1 <= self.hash_buckets <= 2**62:
+            raise UserError(f"--hash-buckets must be from 1 to 2^62, not {self.hash_buckets}")
+        if self.dense not in MODES:
+            raise UserError(f"--dense must be one of {', '.join(MODES)}, not {self.dense}")
+        if self.test_fraction is not None and not 0 <= self.test_fraction < 1:
+            raise UserError(f"--test-fraction must be at least 0 and less than 1, not {self.test_fraction}")
+        if self.rows_per_shard < 1:
+            raise UserError(f"--rows-per-shard must be at least 1, not {self.rows_per_shard}")
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what the manifest records: all but what has no effect."""
+        drawn = self.test_fraction is not None
+        return {name: value for name, value in asdict(self).items() if drawn or name not in ("test_fraction", "seed")}
+
+
+def add_options(to: argparse.ArgumentParser, default: Options | None = None) -> None:
+    """Add the options of `Options` as flags; absent ones are None, so that their presence can be seen."""
+    default = default or Options()
+    to.add_argument(
+        "--threshold",
+        type=int,
+        metavar="N",
+        help=f"a value seen at most N times in training rows is out of vocabulary (default {default.threshold})",
+    )
+    to.add_argument("--hash-buckets", type=int, metavar="N", help="hash values into N ids instead of a vocabulary")
+    to.add_argument("--dense", choices=MODES, help=f"scaling of the numeric columns (default {default.dense})")
+    to.add_argument(
+        "--test-fraction",
+        type=float,
+        metavar="F",
+        help=f"part of the rows that is for testing, 0 for none (default {default.test_fraction})",
+    )
+    to.add_argument("--rows-per-shard", type=int, metavar="N",
+                    help=f"most rows in one file (default {default.rows_per_shard})")  # fmt: skip
+
+
+def add_seed(to: argparse.ArgumentParser, default: int | None) -> None:
+    """Add --seed."""
+    to.add_argument("--seed", type=int, metavar="N", default=default,
+                    help=f"of the test split and of synthetic rows (default {Options().seed})")  # fmt: skip
+
+
+def options_from(arguments: argparse.Namespace, **defaults: object) -> Options:
+    """Make `Options` of parsed flags; `defaults` take the place of the usual ones."""
+    given = {name: getattr(arguments, name) for name in FLAGS if getattr(arguments, name) is not None}
+    if "hash_buckets" in given:
+        if "threshold" in given:
+            raise UserError("--threshold has no effect with --hash-buckets; leave one of them out")
+        given["threshold"] = None
+    if arguments.seed is not None:
+        given["seed"] = arguments.seed
+    return Options(**{**defaults, **given})

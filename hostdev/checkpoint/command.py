@@ -1,0 +1,152 @@
+"""The commands `checkpoint info|verify|...`: what parsed flags say, done."""
+
+import argparse
+from pathlib import Path
+
+from hostdev.checkpoint import compact, diff, export, folder, reshard
+from hostdev.checkpoint.layers import Layers
+from hostdev.checkpoint.loading import damaged, newest_whole
+from hostdev.checkpoint.manifest import BrokenCheckpointError
+from hostdev.checkpoint.state import state_digest, tensors_of
+from hostdev.core import cli
+from hostdev.core.errors import UserError
+from hostdev.core.memory import gib
+from hostdev.core.progress import counted, note
+from hostdev.core.table_dtypes import FP32
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    found = list(reversed(folder.candidates(arguments.path)))
+    print(f"{'checkpoint':<24}{'step':>10}  {'holds':<36}{'bytes':>10}  created")
+    code = 0
+    chain: folder.Chain | None = None
+    for path in found:
+        try:
+            chain = folder.chain_of(path)
+        except BrokenCheckpointError as error:
+            print(f"{path.name:<24}{'':>10}  {error}")
+            code = cli.EXIT_ERROR
+            continue
+        of_it = chain[-1].manifest
+        rows = sum(file.rows for table in of_it.tables for file in table.files)
+        holds = "all rows" if of_it.parent is None else f"{counted(rows, 'row')} since {of_it.parent.name}"
+        print(f"{path.name:<24}{of_it.step:>10,}  {holds:<36}{gib(of_it.nbytes):>10}  {of_it.created}")
+    if chain is None:
+        return code
+    newest = chain[-1]
+    print(f"\n{newest.path}: hostdev {newest.manifest.versions['hostdev']}, torch {newest.manifest.versions['torch']}")
+    for table in newest.manifest.tables:
+        slots = ", ".join([*table.slots, *table.row_slots]) or "none"
+        weights = "" if table.dtype == FP32 else f", weights {table.dtype}"
+        print(f"table {table.name}: {table.rows:,} x {table.dim}, {table.optimizer} (slots {slots}){weights}, step "
+              f"{table.step:,}")  # fmt: skip
+    print(f"state_sha256 {newest.manifest.state_sha256 or 'not computed; verify does it'}")
+    return code
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    found = list(reversed(folder.candidates(arguments.path)))
+    chains: dict[Path, folder.Chain] = {}
+    wrong: dict[Path, str] = {}
+    for path in found:
+        try:
+            chains[path] = folder.chain_of(path)
+        except UserError as error:
+            wrong[path] = str(error)
+    for owner, damage in damaged(list(chains.values())):
+        for path, chain in chains.items():
+            if owner in (checkpoint.path for checkpoint in chain):
+                wrong.setdefault(path, str(damage))
+    digest = ""
+    newest = next((path for path in reversed(found) if path not in wrong), None)
+    if newest is not None:
+        digest, noted = _digest(chains[newest]), chains[newest][-1].manifest.state_sha256
+        if noted not in (None, digest):
+            wrong[newest] = f"{newest}: state_sha256 is {digest}, not {noted} as it says"
+        digest += "" if noted is None else ", as the manifest says"
+    if len(found) == 1 and wrong:
+        raise BrokenCheckpointError(wrong[found[0]])
+    for path in dict.fromkeys([*(each.path for each in chains.get(found[0], [])), *found]):  # one's parents, too
+        if path in wrong:
+            print(f"{path}: NOT WHOLE: {wrong[path]}")
+        else:
+            about = (chains.get(path) or [each for each in chains[found[0]] if each.path == path])[-1].manifest
+            print(f"{path}: {counted(len(about.files), 'file')}, {gib(about.nbytes)}: whole")
+    if wrong:
+        names = ", ".join(path.name for path in wrong)
+        are = "are" if len(wrong) > 1 else "is"
+        raise BrokenCheckpointError(
+            f"{len(wrong)} of {len(found)} checkpoints in {found[0].parent} {are} not whole: {names}: "
+            f"{next(iter(wrong.values()))}"
+        )
+    print(f"state_sha256 {digest}")
+    return 0
+
+
+def _digest(chain: folder.Chain) -> str:
+    layers = Layers(chain)
+    state = chain[-1].manifest.state
+    names = [(name, key) for name, key in state.get("digest", [])] if isinstance(state, dict) else []
+    return state_digest(layers, names, tensors_of(layers))
+
+
+def _newest(path: Path, prog: str) -> folder.Chain:
+    """Return the newest checkpoint, and say on standard error which ones were passed over."""
+    found = folder.newest(path)
+    for line in found.notes():
+        note(f"{prog}: {line}")
+    return found.chain
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    lines = diff.differences(_newest(arguments.path, arguments.prog), _newest(arguments.other, arguments.prog))
+    for line in lines:
+        print(line)
+    if not lines:
+        print("equal")
+    return 1 if lines else 0
+
+
+def _compact(arguments: argparse.Namespace) -> int:
+    if arguments.keep is not None and arguments.keep < 1:
+        raise UserError(f"--keep must be at least 1, not {arguments.keep}")
+    found = newest_whole(arguments.path)
+    for line in found.notes():
+        note(f"{arguments.prog}: {line}")
+    print(compact.compact(found.chain, arguments.keep))
+    return 0
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    return _rewrite(arguments, None)
+
+
+def _reshard(arguments: argparse.Namespace) -> int:
+    if arguments.ranks < 1:
+        raise UserError(f"--ranks must be at least 1, not {arguments.ranks}")
+    return _rewrite(arguments, arguments.ranks)
+
+
+def _rewrite(arguments: argparse.Namespace, ranks: int | None) -> int:
+    found = newest_whole(arguments.path)
+    for line in found.notes():
+        note(f"{arguments.prog}: {line}")
+    print(reshard.rewrite(found.chain, arguments.out, ranks))
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    for line in export.export(_newest(arguments.path, arguments.prog), export.options_of(arguments)):
+        print(line)
+    return 0
+
+
+_COMMANDS = {
+    "info": _info, "verify": _verify, "diff": _diff, "compact": _compact, "merge": _merge, "reshard": _reshard,
+    "export": _export,
+}  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command that parsed flags name, and return its exit code; `prog` is what it is called in messages."""
+    return _COMMANDS[arguments.command](arguments)

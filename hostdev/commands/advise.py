@@ -1,0 +1,73 @@
+"""The command line of `advise`."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from hostdev.cache.options import MOST_WINDOW, WINDOW
+from hostdev.core import cli, pictures
+from hostdev.core.errors import UserError
+from hostdev.core.launched import alone
+from hostdev.core.memory import parse_bytes
+from hostdev.train import config
+from hostdev.train.config import TrainConfig
+
+PROG = "hostdev.advise"
+MESH_OPTIONS = ("micro_batches", "plan", "stage_cut", "schedule", "precision")
+OPTIONS = (
+    "data", "model", "table_optimizer", "table_dtype", "device", "batch_size", "emb_dim", "host_threads", "seed",
+    "shuffle_window", *MESH_OPTIONS,
+)  # fmt: skip
+
+
+def parser(prog: str = PROG) -> cli.Parser:
+    """Return the parser of its flags."""
+    made = cli.parser(prog, "Find out on your own data how large an embedding cache is worth it.")
+    config.add_flags(made, OPTIONS)
+    made.add_argument("--cache-window", type=int, default=WINDOW, metavar="N", help=
+        f"batches that lookahead knows in advance (default {WINDOW})")  # fmt: skip
+    made.add_argument("--memory", metavar="SIZE", help=
+        "device memory for the cache, such as 16GiB (what is free and the training leaves)")  # fmt: skip
+    made.add_argument("--out", type=Path, metavar="FILE", help=
+        "a new file for the picture (advise.png, or with a number where that is taken)")  # fmt: skip
+    made.add_argument("--mesh", type=int, metavar="N", help=
+        "find out instead how N processes of this host share out the model in the least time: by samples, slices of "
+        "layers, stages")  # fmt: skip
+    return made
+
+
+def main(argv: Sequence[str], prog: str = PROG) -> None:
+    """Parse the command line and advise."""
+    arguments = parser(prog).parse_args(argv)
+    if arguments.mesh is not None:
+        arguments.parallel = "auto"
+        settings = _for_mesh(config.from_flags(arguments, [*OPTIONS, "parallel"]), arguments)
+        with cli.importing(prog):
+            from hostdev.advise import advise_mesh
+        advise_mesh(settings, arguments.mesh)
+        return
+    settings = config.from_flags(arguments, OPTIONS)
+    alone()  # whatever has started this process
+    for name in MESH_OPTIONS:
+        if getattr(settings, name) != getattr(TrainConfig, name):
+            raise UserError(f"--{name.replace('_', '-')} has no effect without --mesh; leave it out")
+    if not 0 <= arguments.cache_window <= MOST_WINDOW:
+        raise UserError(f"--cache-window must be in 0..{MOST_WINDOW}, not {arguments.cache_window}")
+    memory = parse_bytes(arguments.memory) if arguments.memory is not None else None
+    settings.require_data()
+    with cli.importing(prog):
+        from hostdev.advise import advise
+    advise(settings, memory, arguments.cache_window, arguments.out or pictures.new_path("advise"))
+
+
+def _for_mesh(settings: TrainConfig, arguments: argparse.Namespace) -> TrainConfig:
+    """Return the settings; UserError for what has no effect with --mesh."""
+    for name, given in (("--memory", arguments.memory), ("--out", arguments.out)):
+        if given is not None:
+            raise UserError(f"{name} is about caches, and has no effect with --mesh; leave it out")
+    if settings.shuffle_window != TrainConfig.shuffle_window:
+        raise UserError("--shuffle-window has no effect with --mesh; leave it out")
+    if arguments.mesh < 2:
+        raise UserError(f"--mesh is a number of processes of 2 or more, not {arguments.mesh}")
+    settings.require_data()
+    return settings

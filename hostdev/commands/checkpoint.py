@@ -1,0 +1,70 @@
+"""The command line of `checkpoint`."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from hostdev.core import cli
+from hostdev.core.errors import UserError
+
+PROG = "hostdev.checkpoint"
+FORMATS = ("parquet", "npy", "safetensors")
+DTYPES = ("float32", "bf16")
+
+
+def parser(prog: str = PROG) -> cli.Parser:
+    """Return the parser of its commands and flags."""
+    made = cli.parser(prog, "Look at checkpoints, check them, merge them, take them elsewhere.")
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, help: str) -> argparse.ArgumentParser:
+        one = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".", allow_abbrev=False)
+        cli.add_debug(one)
+        one.add_argument(
+            "path",
+            type=Path,
+            metavar="DIR",
+            help="a checkpoint, or a folder of them, or a run directory: the newest there",
+        )
+        return one
+
+    add("info", "say what checkpoints hold")
+    add(
+        "verify",
+        "read every file of all checkpoints there, compare checksums, and compute the digest of the newest's state",
+    )
+    of_diff = add("diff", "say how a checkpoint differs from another one; exit code 1 if it does")
+    of_diff.add_argument("other", type=Path, metavar="OTHER", help="the other one")
+    of_compact = add("compact", "merge a checkpoint and all that it adds to into one")
+    of_compact.add_argument(
+        "--keep", type=int, metavar="K", help="then remove all but the K newest checkpoints and what they add to"
+    )
+    of_merge = add("merge", "write a checkpoint of several processes as one of one process")
+    of_reshard = add("reshard", "write a checkpoint for another number of processes")
+    of_reshard.add_argument("--ranks", type=int, required=True, metavar="N", help="processes that are to load it")
+    for one in (of_merge, of_reshard):
+        one.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder for it, without checkpoints")
+    _add_export(add("export", "write tables and dense layers as files that others read"))
+    return made
+
+
+def _add_export(to: argparse.ArgumentParser) -> None:
+    """Add the options of `export`."""
+    to.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
+    to.add_argument("--format", choices=FORMATS, default="parquet", help="of the tables (default parquet)")
+    to.add_argument(
+        "--slots", action="store_true", help="the optimizers' slots, steps and settings, and what `extra` holds, too"
+    )
+    to.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default float32)")
+
+
+def main(argv: Sequence[str], prog: str = PROG) -> int:
+    """Run one of the commands."""
+    arguments = parser(prog).parse_args(argv)
+    for path in (arguments.path, getattr(arguments, "other", arguments.path)):
+        if not path.exists():
+            raise UserError(f"there is no {path}")
+    arguments.prog = prog
+    with cli.importing(prog):
+        from hostdev.checkpoint.command import run
+    return run(arguments)

@@ -1,0 +1,42 @@
+"""The command line of `predict`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hostdev.core import cli
+from hostdev.core.errors import UserError
+
+PROG = "hostdev.predict"
+WHICH = ("best", "newest")
+
+
+def parser(prog: str = PROG) -> cli.Parser:
+    """Return the parser of its flags."""
+    made = cli.parser(prog, "Write the probability of a positive label for each row of a file or a data set.")
+    made.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help=
+                        "a checkpoint of hostdev.train, or a folder or run directory of them")  # fmt: skip
+    made.add_argument("--which", choices=WHICH, help=
+                        "of several (default: the best of a run with --early-stop, else the newest)")  # fmt: skip
+    made.add_argument("--model", metavar="package.module:Class", help=
+                        "the model's class, where it is not one of hostdev's; its module is run")  # fmt: skip
+    made.add_argument("--data", type=Path, required=True, metavar="FILE|DIR", help=
+                        "raw rows as the data set was made of, with or without labels, or a data set")  # fmt: skip
+    made.add_argument("--split", choices=("train", "test"), help="rows of a data set (default test)")
+    made.add_argument("--out", type=Path, required=True, metavar="FILE", help="a new Parquet file, .parquet")
+    made.add_argument("--device", default="cpu", metavar="NAME", help="where the dense layers run (default cpu)")
+    return made
+
+
+def main(argv: Sequence[str], prog: str = PROG) -> None:
+    """Parse the command line and predict."""
+    arguments = parser(prog).parse_args(argv)
+    out: Path = arguments.out
+    if out.exists():
+        raise UserError(f"--out {out} exists; choose another file")
+    if out.suffix.lower() != ".parquet":
+        raise UserError(f"--out {out}: predictions are written as Parquet; call the file {out.stem or 'p'}.parquet")
+    if not arguments.data.exists():
+        raise UserError(f"--data {arguments.data}: there is no such file or data set")
+    with cli.importing(prog):
+        from hostdev.predict.command import run
+    run(arguments, prog)

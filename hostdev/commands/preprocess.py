@@ -1,0 +1,56 @@
+"""The command line of `preprocess`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hostdev.core import cli
+from hostdev.core.errors import UserError
+from hostdev.data.preprocess import flags
+from hostdev.data.preprocess.options import Options, add_options, add_seed
+
+PROG = "hostdev.data.preprocess"
+
+
+def parser(prog: str = PROG) -> cli.Parser:
+    """Return the parser of its flags."""
+    made = cli.parser(prog, "Turn any table, Criteo text, or a synthetic look-alike, into Arrow shards.")
+    commands = made.add_subparsers(dest="command", required=True, metavar="table|criteo|synthetic|check|info")
+    table = commands.add_parser("table", help="from CSV, TSV, Parquet or Arrow files", allow_abbrev=False)
+    table.add_argument("files", nargs="+", type=Path, metavar="FILE",
+                       help="tables with the same columns, folders of them, - for standard input")  # fmt: skip
+    table.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new data set's folder")
+    flags.add_table(table)
+    flags.add_split(table)
+    criteo = commands.add_parser("criteo", help="from Criteo text", allow_abbrev=False)
+    criteo.add_argument("files", nargs="+", type=Path, metavar="FILE",
+                        help="label, 13 integers, 26 hex, tab separated; also compressed, in folders, -")  # fmt: skip
+    criteo.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new data set's folder")
+    synthetic = commands.add_parser("synthetic", help="a look-alike of any length", allow_abbrev=False)
+    synthetic.add_argument("--rows", type=int, required=True, metavar="N", help="how many rows")
+    target = synthetic.add_mutually_exclusive_group(required=True)
+    target.add_argument("--out", type=Path, metavar="DIR", help="the new data set's folder")
+    target.add_argument("--tsv", type=Path, metavar="FILE", help="write raw Criteo text instead of shards")
+    add_options(table, Options(threshold=flags.THRESHOLD))
+    add_seed(table, None)
+    for command in (table, criteo):
+        flags.add_earlier(command)
+    for command in (criteo, synthetic):
+        add_options(command)
+        add_seed(command, Options().seed)
+    for command in (table, criteo, synthetic):
+        command.add_argument(
+            "--threads", type=int, metavar="N", help="that parse, count and encode (default: all cores)"
+        )
+        cli.add_debug(command)
+    flags.add_looking(commands)
+    return made
+
+
+def main(argv: Sequence[str], prog: str = PROG) -> None:
+    """Parse the command line and build the data set, or look at one."""
+    arguments = parser(prog).parse_args(argv)
+    if getattr(arguments, "threads", None) is not None and arguments.threads < 1:
+        raise UserError(f"--threads must be at least 1, not {arguments.threads}")
+    with cli.importing(prog):
+        from hostdev.data.preprocess.command import run
+    run(arguments)

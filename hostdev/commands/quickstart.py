@@ -1,0 +1,51 @@
+"""The command line of `quickstart`."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from hostdev.core import cli
+from hostdev.core.errors import UserError
+from hostdev.data.preprocess.options import Options, add_options, options_from
+from hostdev.train import config
+
+PROG = "hostdev.train.quickstart"
+ROWS = 200_000
+THRESHOLD = 10
+EPOCHS = 2
+
+
+def parser(prog: str = PROG) -> cli.Parser:
+    """Return the parser of its flags."""
+    made = cli.parser(
+        prog,
+        "Preprocess Criteo text (or a look-alike made for it) and train on it with --host-device-mix. "
+        "Takes the options of hostdev.data.preprocess and of hostdev.train.",
+    )
+    made.add_argument("--criteo", type=Path, metavar="FILE", help=f"Criteo text; without it, {ROWS:,} look-alike rows")
+    made.add_argument("--datasets", type=Path, default=Path("datasets"), metavar="DIR",
+                        help="folder for the data sets, kept for the next time (default %(default)s)")  # fmt: skip
+    add_options(made, Options(threshold=THRESHOLD))
+    config.add_flags(made)
+    for action in made._actions:
+        if action.dest in ("data", "host_device_mix"):  # the one is refused, the other is on
+            action.help = argparse.SUPPRESS
+    return made
+
+
+def main(argv: Sequence[str], prog: str = PROG) -> None:
+    """Parse the command line; make the look-alike if no file is given, preprocess what is new, train."""
+    arguments = parser(prog).parse_args(argv)
+    if arguments.data is not None:
+        raise UserError("--data has no effect here; give --criteo FILE, or use python -m hostdev.train --data DIR")
+    arguments.host_device_mix = True
+    if arguments.epochs is None:
+        arguments.epochs = EPOCHS
+    config.from_flags(arguments)  # refuses what is wrong before the work begins
+    options = options_from(arguments, threshold=THRESHOLD)
+
+    if arguments.criteo is not None and str(arguments.criteo) != "-" and not arguments.criteo.exists():
+        raise UserError(f"--criteo {arguments.criteo}: there is no such file")
+    with cli.importing(prog):
+        from hostdev.train.quickstart import run
+    run(arguments, options)

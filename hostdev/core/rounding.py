@@ -1,0 +1,10 @@
+"""The keys of the random numbers by which weights are rounded to bfloat16."""
+
+import numpy as np
+
+from hostdev.kernels.counter import key64, mix64
+
+
+def rounding_key(seed: int, table: str, step: int) -> int:
+    """Return the key of a table's rounding at its step 1, 2, 3, ...; 0 for the initial values."""
+    return key64(seed, "bfloat16", table) ^ int(mix64(np.array([step]))[0])

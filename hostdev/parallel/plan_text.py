@@ -1,0 +1,24 @@
+"""Plans as users write them: `--plan deep.0=colwise,deep.2=rowwise`. Imports little, as every command does it."""
+
+from collections.abc import Sequence
+
+from hostdev.core.errors import UserError
+
+STRATEGIES = ("colwise", "rowwise", "replicate")
+Plan = Sequence[tuple[str, str]]  # a layer's name or a pattern of names, and its strategy
+
+
+def plan_of(text: str) -> Plan:
+    """Return the plan that `--plan` names, such as deep.0=colwise,deep.2=rowwise; UserError where it names none."""
+    found: list[tuple[str, str]] = []
+    for part in text.split(","):
+        name, equals, strategy = (each.strip() for each in part.partition("="))
+        if not name or not equals or strategy not in STRATEGIES:
+            raise UserError(
+                f"--plan {text}: {part.strip() or 'nothing'!r} names no layer and one of {', '.join(STRATEGIES)}; give "
+                "such as deep.0=colwise,deep.2=rowwise"
+            )
+        if name in dict(found):
+            raise UserError(f"--plan {text}: {name} is there twice; give it once")
+        found.append((name, strategy))
+    return found

@@ -1,0 +1,130 @@
+"""The command `predict`: what parsed flags say, done."""
+
+import hostdev.core.environment  # noqa: F401  # isort: skip  (before torch)
+
+import argparse
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hostdev.core.errors import UserError, naming
+from hostdev.core.outputs import new_file
+from hostdev.core.progress import bar, counted, note
+from hostdev.data import manifest
+from hostdev.data.preprocess.meaning import difference, with_known_ids
+from hostdev.data.preprocess.unlabelled import Part, rows_in
+from hostdev.data.shards import ShardReader
+from hostdev.device import backend
+from hostdev.predict.predictor import Predictor, probabilities
+from hostdev.predict.unknown import UnknownValues
+from hostdev.train.scores import Scores
+
+
+def run(arguments: argparse.Namespace, prog: str) -> None:
+    """Predict as parsed flags say; `prog` is what the command is called."""
+    out: Path = arguments.out
+    device = backend.select(arguments.device)
+    backend.make_deterministic(device)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        predictor = Predictor(arguments.checkpoint, device=device, model=arguments.model, which=arguments.which,
+                              _encodes=not arguments.data.is_dir())  # fmt: skip
+    for warning in told:
+        note(f"{prog}: {warning.message}")
+    work = _work(arguments, predictor)
+    chosen = f" ({predictor.why})" if predictor.why else ""
+    print(f"model    {predictor.settings['model']} of {predictor.path}{chosen}", flush=True)
+    unknown = None if arguments.data.is_dir() else UnknownValues(predictor.encoding)
+    start = time.monotonic()
+    lines = predicted = unlabelled = 0
+    schema = pa.schema([("probability", pa.float32()), ("label", pa.float32())])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with new_file(out) as partial:  # noqa: SIM117  (it names its own files in what it raises)
+        with (
+            naming(out),
+            Scores(out.parent) as scores,
+            pa.OSFile(os.fsencode(partial), "wb") as content,
+            pq.ParquetWriter(content, schema) as writer,
+            bar(work.total, "predicting", work.unit, unit_scale=True) as progress,
+        ):
+            for part in work.parts:
+                logits = predictor.logits_by_batch(part.batch)
+                if unknown is not None:
+                    unknown.take_in(part.batch)
+                writer.write_table(_table(logits, part, schema))
+                finite = np.isfinite(logits)  # numbers that are too large for the model are as good as none
+                known = finite & ~np.isnan(part.batch.label)
+                scores.add(logits[known], part.batch.label[known])
+                lines, predicted = lines + part.lines, predicted + int(finite.sum())
+                unlabelled += int((finite & ~known).sum())
+                progress.update(part.size)
+            quality = scores.figures()
+    seconds = time.monotonic() - start
+    print(f"rows     {predicted:,} in {seconds:.1f} s to {out}")
+    if lines > predicted:
+        have = "has" if lines - predicted == 1 else "have"
+        print(f"         {counted(lines - predicted, 'malformed line')} {have} no probability")
+    if unlabelled and work.labelled:
+        print(f"         {counted(unlabelled, 'row')} without a label that can be read")
+    for line in unknown.lines() if unknown is not None else ():
+        note(f"{prog}: warning: {line}")
+    if quality.rows:
+        of_these = "" if quality.rows == predicted else f" of the {quality.rows:,} rows with labels"
+        print(f"AUC {quality.auc:.4f}   log loss {quality.logloss:.4f}{of_these}")
+
+
+def _table(logits: Any, part: Part, schema: pa.Schema) -> pa.Table:
+    """Return the probabilities and labels of a part's lines; null where a line was malformed, or has no label."""
+    probability, none = probabilities(logits), ~np.isfinite(logits)
+    label = part.batch.label
+    missing = np.isnan(label)
+    if part.places is not None:
+        columns = []
+        for values, without in ((probability, none), (label, missing)):
+            whole, nulls = np.zeros(part.lines, np.float32), np.ones(part.lines, np.bool_)
+            whole[part.places], nulls[part.places] = values, without
+            columns.append(pa.array(whole, mask=nulls))
+    else:
+        columns = [pa.array(probability, mask=none), pa.array(label, mask=missing)]
+    return pa.table(columns, schema=schema)
+
+
+class _Work(NamedTuple):
+    """How much there is to do, in which unit; whether there are labels; and the rows."""
+
+    total: int
+    unit: str
+    labelled: bool
+    parts: Iterator[Part]
+
+
+def _work(arguments: argparse.Namespace, predictor: Predictor) -> _Work:
+    path: Path = arguments.data
+    if path.is_dir():
+        split = arguments.split or "test"
+        found = manifest.read(path)
+        differs = difference(predictor.data, predictor.data_folder, found, path)
+        if differs is not None:
+            raise UserError(
+                f"--data {path} has other columns or ids than {predictor.path} was trained on, or other scales "
+                f"({differs}); give the raw rows"
+            )
+        if not found.rows(split):
+            raise UserError(f"--data {path} has no {split} rows; give --split train")
+        reader = ShardReader(path, found, split)
+        known = predictor.data.schema.rows
+        batches = (
+            with_known_ids(batch, found.schema, known) for batch in reader.batches(predictor.batch_size)
+        )  # values that are new since are out of the checkpoint's vocabulary
+        return _Work(reader.rows, "row", True, (Part(batch, None, len(batch), len(batch)) for batch in batches))
+    if arguments.split is not None:
+        raise UserError(f"--split has no effect on {path}, which is not a data set; leave it out")
+    source = rows_in(path, predictor.encoding, predictor.data.options)
+    return _Work(source.total, "B", source.labelled, source.parts())

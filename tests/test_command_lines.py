@@ -1,0 +1,73 @@
+"""The command lines: what is wrong with them is said before torch, numba and pyarrow are imported."""
+
+import subprocess
+import sys
+
+import pytest
+
+from hostdev.commands import COMMANDS, console
+from tests.conftest import environment
+
+WRONG = {
+    "train": (["--epoch", 3], "unrecognized arguments: --epoch 3; did you mean --epochs? (see hostdev train --help)"),
+    "quickstart": (["--criteo", "nope"], "--criteo nope: there is no such file"),
+    "preprocess": (
+        ["table", "--labl", "y", "x.csv", "--out", "d"],
+        "unrecognized arguments: --labl; did you mean --label? (see hostdev preprocess --help)",
+    ),
+    "predict": (
+        ["--checkpoint", "x", "--data", "nope", "--out", "p.parquet"],
+        "--data nope: there is no such file or data set",
+    ),
+    "checkpoint": (["diff", ".", "nope"], "there is no nope"),
+    "advise": (
+        ["--data", "nope"],
+        "nope is not a data set: it has no manifest.json; make one with python -m hostdev.data.preprocess",
+    ),
+    "verify": (["--steps", 1], "--steps must be at least 2, not 1"),
+    "launch": ([], "give --rank-table FILE -- PROGRAM OPTIONS, or --check"),
+}
+HEAVY = ("torch", "numba", "pyarrow", "matplotlib")
+
+
+def run(tmp_path, *arguments, check=""):
+    """Run `hostdev` with arguments; then some code."""
+    code = (
+        "import sys\nfrom hostdev.commands import console\n"
+        f"try:\n    code = console.main()\nexcept SystemExit as end:\n    code = end.code\n{check}\nsys.exit(code)\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], cwd=tmp_path, env=environment(tmp_path),
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_every_command_has_a_wrong_line():
+    assert WRONG.keys() == COMMANDS.keys()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_and_errors_import_little(tmp_path, command):
+    light = f"assert not set({HEAVY!r}) & set(sys.modules)"
+    given, message = WRONG[command]
+    done = run(tmp_path, command, *given, check=light)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"hostdev {command}: error: {message}\n")
+    done = run(tmp_path, command, "--help", check=light)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: hostdev {command} ")
+    module, _ = COMMANDS[command]
+    same = subprocess.run([sys.executable, "-m", module, *map(str, given)], cwd=tmp_path, env=environment(tmp_path),
+                          capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
+    assert same.stderr == f"{module}: error: {message}\n".replace(f"hostdev {command} --help", f"{module} --help")
+    assert same.returncode == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_program_itself(tmp_path):
+    assert run(tmp_path, "--help").stdout == console.text() + "\n"
+    assert all(f"  {name} " in console.text() for name in COMMANDS)
+    assert run(tmp_path).returncode == 2
+    assert run(tmp_path, "--version").stdout == "hostdev 0.1.0\n"
+    done = run(tmp_path, "trian")
+    assert (done.returncode, done.stderr) == (2, "hostdev: error: there is no command 'trian'; did you mean train?\n")
+    assert "; the commands are train, quickstart, " in run(tmp_path, "xyz").stderr
