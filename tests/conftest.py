@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from hostdev.commands import preprocess
 from hostdev.core import cli
-from hostdev.data.preprocess import __main__ as preprocess
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.device import backend

@@ -16,6 +16,7 @@ from hostdev import FTRL, SGD, LazyAdam, UserError, advise
 from hostdev.cache.planner import Statistics
 from hostdev.cache.prices import Costs
 from hostdev.cache.simulation import Simulated
+from hostdev.commands import advise as command
 from hostdev.core import pictures
 from hostdev.core.memory import parse_bytes
 from hostdev.data import manifest
@@ -33,7 +34,7 @@ from tests.conftest import ROOT
 def advised(in_process, monkeypatch):
     """The command, on a machine whose host takes so long for rows that no plan's time matters."""
     monkeypatch.setattr(cache_advice, "host_costs", lambda *arguments: Costs(1e6, 5e5, 5e5))
-    return functools.partial(in_process, advise)
+    return functools.partial(in_process, command)
 
 
 def test_the_table_the_picture_and_the_advice(advised, small_data, tmp_path):

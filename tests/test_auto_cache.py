@@ -8,11 +8,11 @@ import torch
 
 from hostdev import SGD, UserError
 from hostdev.cache.prices import Costs
+from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.data import manifest
 from hostdev.device import backend
 from hostdev.runtime import room as runtime_room
-from hostdev.train import __main__ as train
 from hostdev.train import auto_cache, cache_advice, room, trainer
 from hostdev.train.cache_advice import Group
 from hostdev.train.config import TrainConfig

@@ -11,15 +11,12 @@ import pytest
 import torch
 
 from hostdev import HostTable, LazyAdam, Runtime, UserError
-from hostdev.checkpoint import __main__ as checkpoint
+from hostdev.commands import checkpoint, predict, preprocess, train
 from hostdev.core import cli
 from hostdev.core.errors import tell_at_once
 from hostdev.data import manifest
-from hostdev.data.preprocess import __main__ as preprocess
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.parallel import saving
-from hostdev.predict import __main__ as predict
-from hostdev.train import __main__ as train
 
 ODD = Path(os.fsdecode(b"caf\xe9"))  # in Latin-1
 

@@ -95,7 +95,7 @@ def test_a_model_needs_little():
 def test_tables_and_preprocessing_run_without_torch(tmp_path):
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "import numpy as np, hostdev, hostdev.data.preprocess.__main__\n"
+        "import numpy as np, hostdev, hostdev.data.preprocess.command\n"
         "table = hostdev.HostTable(5, 2, hostdev.LazyAdam(), name='t')\n"
         "table.apply([1, 1], np.ones((2, 2), np.float32))\n"
         "hostdev.EmbeddingLookup(); hostdev.ParameterServer()\n"

@@ -12,12 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from hostdev.commands import train
 from hostdev.core import cli
 from hostdev.data import lookalike, manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.synthetic import Synthetic
 from hostdev.device import backend
-from hostdev.train import __main__ as train
 from hostdev.train import config, room
 from tests.conftest import environment
 from tests.test_shards import rewrite

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hostdev import verify
+from hostdev.commands import verify as command
 from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
@@ -21,7 +22,7 @@ from hostdev.train.config import TrainConfig
 
 @pytest.fixture
 def verified(in_process):
-    return functools.partial(in_process, verify)
+    return functools.partial(in_process, command)
 
 
 def small(data, *more, device=None):

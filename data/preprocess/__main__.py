@@ -7,7 +7,3 @@ if __name__ == "__main__":
     from hostdev.core import cli
 
     raise SystemExit(cli.run_module("hostdev.commands.preprocess", "hostdev.data.preprocess"))
-
-from hostdev.commands.preprocess import PROG, main
-
-__all__ = ["PROG", "main"]

@@ -4,7 +4,3 @@ if __name__ == "__main__":  # first of all, as imports take seconds: Ctrl-C ends
     from hostdev.core import cli
 
     raise SystemExit(cli.run_module("hostdev.commands.predict", "hostdev.predict"))
-
-from hostdev.commands.predict import PROG, main
-
-__all__ = ["PROG", "main"]

@@ -2,8 +2,8 @@
 
 import pytest
 
+from hostdev.commands import train
 from hostdev.core import cli
-from hostdev.train import __main__ as train
 
 
 @pytest.fixture

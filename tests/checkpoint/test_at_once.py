@@ -6,13 +6,12 @@ import threading
 
 import pytest
 
-from hostdev.checkpoint import __main__ as checkpoint
 from hostdev.checkpoint import compact, folder
+from hostdev.commands import checkpoint, predict
 from hostdev.core import cli, outputs, pictures
 from hostdev.core.errors import UserError
 from hostdev.data.preprocess.build import Options
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
-from hostdev.predict import __main__ as predict
 from hostdev.train import quickstart
 from hostdev.train.rundir import RunDir
 from tests.checkpoint.runs import MIX, small
@@ -25,7 +24,7 @@ def run(module, *arguments):
 @pytest.fixture(scope="module")
 def run_dir(small_data, tmp_path_factory):
     """A run that has taken 3 steps and saved each."""
-    from hostdev.train import __main__ as train
+    from hostdev.commands import train
 
     path = tmp_path_factory.mktemp("runs") / "run"
     options = [*MIX, "--checkpoint-every", 1, "--max-steps", 3, "--keep-checkpoints", 9]

@@ -7,12 +7,9 @@ import numpy as np
 import pytest
 
 import hostdev
-from hostdev.checkpoint import __main__ as checkpoint
 from hostdev.checkpoint import best, folder
+from hostdev.commands import checkpoint, predict, preprocess, train
 from hostdev.core import cli
-from hostdev.data.preprocess import __main__ as preprocess
-from hostdev.predict import __main__ as predict
-from hostdev.train import __main__ as train
 from tests.data import movies
 
 

@@ -10,12 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hostdev.checkpoint import __main__ as checkpoint
 from hostdev.checkpoint import compact, folder, manifest
 from hostdev.checkpoint.layers import Layers
+from hostdev.commands import checkpoint, preprocess, train
 from hostdev.core import cli
-from hostdev.data.preprocess import __main__ as preprocess
-from hostdev.train import __main__ as train
 
 OWN = ["--model", "tests.own_models:ThreeTables"]
 

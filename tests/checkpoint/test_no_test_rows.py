@@ -4,11 +4,10 @@ import json
 
 import pytest
 
+from hostdev.commands import predict, preprocess
 from hostdev.core import cli
 from hostdev.data import manifest
-from hostdev.data.preprocess import __main__ as preprocess
 from hostdev.data.preprocess.check import check
-from hostdev.predict import __main__ as predict
 from tests.checkpoint.runs import MIX, small
 from tests.data import movies
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import hostdev
-from hostdev.checkpoint import __main__ as checkpoint
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.manifest import BrokenCheckpointError
+from hostdev.commands import checkpoint
 from hostdev.core import cli
 from hostdev.core.checksums import json_checksum
 

@@ -14,14 +14,12 @@ import pytest
 import hostdev
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.lookup import MappedTable
+from hostdev.commands import predict, preprocess, train
 from hostdev.core import cli
 from hostdev.data import manifest
-from hostdev.data.preprocess import __main__ as preprocess
 from hostdev.data.preprocess.criteo import COLUMNS
 from hostdev.data.preprocess.synthetic import Synthetic, write_text
 from hostdev.data.shards import ShardReader
-from hostdev.predict import __main__ as predict
-from hostdev.train import __main__ as train
 from hostdev.train import metrics
 from tests.data import movies
 

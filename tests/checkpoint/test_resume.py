@@ -11,9 +11,9 @@ import time
 import pytest
 import torch
 
-from hostdev.checkpoint import __main__ as checkpoint
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.ranges import HashedFile
+from hostdev.commands import checkpoint
 from hostdev.core import cli
 from hostdev.train import checkpointing
 from tests.checkpoint.runs import MIX, leftovers, logs, names, small
@@ -367,7 +367,7 @@ def test_a_second_signal_ends_at_once_and_leaves_what_was_whole(tmp_path, comman
         "from hostdev.checkpoint.ranges import HashedFile\n"
         "from hostdev.checkpoint import checkpoints\n"
         "from hostdev.core import cli\n"
-        "from hostdev.train import __main__ as train\n"
+        "from hostdev.commands import train\n"
         "write, begun = HashedFile.write, []\n"
         "def slow(self, data):\n"
         "    if checkpoints.Checkpoints.slow: print('writing', flush=True); time.sleep(60)\n"

@@ -13,17 +13,15 @@ import pytest
 
 import hostdev
 from hostdev.checkpoint import folder
+from hostdev.commands import predict, preprocess, train
 from hostdev.core import cli
 from hostdev.core.checksums import checksum, json_checksum
-from hostdev.data.preprocess import __main__ as preprocess
 from hostdev.data.preprocess.forms import Written
 from hostdev.data.preprocess.serving import texts_for
 from hostdev.data.schema import Column, Schema, Space
 from hostdev.kernels import forms as kernel
 from hostdev.models.deepfm.network import DeepFM
-from hostdev.predict import __main__ as predict
 from hostdev.predict.rows import as_columns
-from hostdev.train import __main__ as train
 
 OPTIONS = ["--batch-size", 50, "--emb-dim", 4, "--epochs", 1, "--device", "cpu", "--table-lr", 0.01]
 

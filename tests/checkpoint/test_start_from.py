@@ -15,16 +15,14 @@ import hostdev
 from hostdev.checkpoint.fitting import fit_tables, load_fitting
 from hostdev.checkpoint.folder import chain_of, names_in
 from hostdev.checkpoint.layers import Layers
+from hostdev.commands import predict, preprocess, train
 from hostdev.core import cli
 from hostdev.data import manifest
-from hostdev.data.preprocess import __main__ as preprocess
 from hostdev.data.preprocess.earlier_vocabulary import read_earlier
 from hostdev.data.preprocess.meaning import with_known_ids
 from hostdev.data.shards import ShardReader
 from hostdev.models.wide_deep.network import WideDeep
-from hostdev.predict import __main__ as predict
 from hostdev.predict.predictor import probabilities
-from hostdev.train import __main__ as train
 from hostdev.train import starting
 from hostdev.train.build import model_of
 from hostdev.train.config import TrainConfig

@@ -7,12 +7,12 @@ import shutil
 import numpy as np
 import pytest
 
-from hostdev.checkpoint import __main__ as checkpoint
 from hostdev.checkpoint import folder, manifest
 from hostdev.checkpoint.loading import load_tables
 from hostdev.checkpoint.lookup import MappedTable
 from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError
 from hostdev.checkpoint.ranges import RowsOf, parse_range, write_range
+from hostdev.commands import checkpoint
 from hostdev.core import cli
 from hostdev.core.optimizers import SGD, LazyAdam
 from hostdev.host.table import HostTable

@@ -151,7 +151,7 @@ def test_an_initialised_process_group(tmp_path):
 @pytest.mark.slow
 def test_commands_that_work_alone(monkeypatch, in_process, small_data):
     """They are not about several processes, whatever has started them."""
-    from hostdev import verify
+    from hostdev.commands import verify
 
     set_all(monkeypatch, TORCHRUN | {"MASTER_ADDR": "127.0.0.1"})
     code, out, err = in_process(verify, "--data", small_data, "--device", "cpu", "--steps", 2, "--emb-dim", 2)

@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from hostdev.checkpoint import ranges
+from hostdev.commands import preprocess
 from hostdev.core import cli
 from hostdev.core.errors import PassingError, UserError
 from hostdev.data import manifest, shard_files
-from hostdev.data.preprocess import __main__ as preprocess
 from hostdev.data.preprocess import files, text_bytes
 from hostdev.data.preprocess.inputs import Input
 from hostdev.data.preprocess.table import Table, TableOptions

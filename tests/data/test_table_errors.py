@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hostdev.commands import preprocess
 from hostdev.data import manifest
-from hostdev.data.preprocess import __main__ as preprocess
 
 GOOD = "y,x,c,g,t\n" + "".join(f"{i % 2},{i},v{i % 3},a|b,{i}\n" for i in range(20))
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hostdev import UserError, verify
+from hostdev.commands import train
 from hostdev.device import backend
-from hostdev.train import __main__ as train
 
 
 class Machine:

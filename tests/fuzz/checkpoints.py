@@ -8,17 +8,15 @@ from random import Random
 
 import numpy as np
 
-from hostdev.checkpoint import __main__ as checkpoint
 from hostdev.checkpoint import folder, manifest
 from hostdev.checkpoint.loading import load_tables, require_tables, values_of, verify
 from hostdev.checkpoint.lookup import MappedTable
 from hostdev.checkpoint.manifest import FILE_NAME
+from hostdev.commands import checkpoint, preprocess, train
 from hostdev.core import cli
 from hostdev.core.checksums import json_checksum
 from hostdev.core.optimizers import FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad
-from hostdev.data.preprocess import __main__ as preprocess
 from hostdev.host.table import HostTable
-from hostdev.train import __main__ as train
 from tests.fuzz.datasets import TABLE, csv
 from tests.fuzz.mutations import change_bytes, change_json
 

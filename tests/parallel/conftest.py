@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
+from hostdev.commands import train
 from hostdev.core import cli
-from hostdev.train import __main__ as train
 from tests.parallel.hosts import Hosts
 from tests.parallel.processes import Processes
 

@@ -9,11 +9,9 @@ from functools import partial
 import pytest
 import torch
 
-from hostdev.checkpoint import __main__ as checkpoint
 from hostdev.checkpoint.folder import newest
+from hostdev.commands import checkpoint, predict, train
 from hostdev.core import cli
-from hostdev.predict import __main__ as predict
-from hostdev.train import __main__ as train
 from tests.parallel import own_loop, saved_loop
 from tests.parallel.conftest import Trained, flags_of
 from tests.parallel.processes import wait_until

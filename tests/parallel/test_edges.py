@@ -2,8 +2,8 @@
 
 import pytest
 
+from hostdev.commands import preprocess
 from hostdev.data import manifest
-from hostdev.data.preprocess import __main__ as preprocess
 from tests.data import movies
 from tests.own_models import FewRows
 from tests.parallel.conftest import Trained, flags_of

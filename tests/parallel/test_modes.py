@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from hostdev.commands import train
 from hostdev.core import cli
-from hostdev.train import __main__ as train
 from tests.conftest import ROOT
 from tests.parallel.processes import Processes
 

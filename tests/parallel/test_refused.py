@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from hostdev import LazyAdam, UserError
+from hostdev.commands import train
 from hostdev.parallel.exchange import Exchange
 from hostdev.parallel.place import Place
 from hostdev.parallel.ranks import Ranks
 from hostdev.runtime.spec import TableSpec
-from hostdev.train import __main__ as train
 from hostdev.train import room
 from hostdev.train.config import TrainConfig
 from hostdev.train.processes import resolved
