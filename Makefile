@@ -5,12 +5,12 @@ BIN := $(VENV)/bin
 CRITEO ?=
 ARGS ?=
 
-.PHONY: train test test-device test-slow bench bench-peers device-report lint types unit wheel venv clean
+.PHONY: train test test-device test-slow bench bench-peers device-report docs lint types unit wheel venv clean
 
 train: $(VENV)/.ready
 	@$(BIN)/python -m hostdev.train.quickstart $(if $(CRITEO),--criteo "$(CRITEO)") $(ARGS)
 
-test: lint types unit test-device wheel
+test: lint types docs unit test-device wheel
 
 # Two tests at a time. Torch's threads of one must not spin while they wait: the other's would have no core.
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal --durations 25
@@ -56,6 +56,9 @@ lint: $(VENV)/.ready
 
 types: $(VENV)/.ready
 	$(BIN)/mypy
+
+docs: $(VENV)/.ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 unit: $(VENV)/.ready
 	$(PYTEST) -m "not slow"

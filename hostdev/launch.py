@@ -20,49 +20,13 @@ import psutil
 
 from hostdev.core import cli
 from hostdev.core.errors import UserError, tell_at_once
-from hostdev.parallel.place import RankTable, read_table
+from hostdev.parallel.place import RankTable
 
 PROG = "hostdev.launch"
 _CHECKED_BYTES = 8 << 20
 
 
-def main(argv: Sequence[str], prog: str = PROG) -> int:
-    """Parse the command line and start processes, or check the way between them."""
-    own, command = list(argv), []
-    if "--" in own:
-        at = own.index("--")
-        own, command = own[:at], own[at + 1 :]
-    parser = cli.parser(
-        prog, "Start this host's processes of a rank table; the program and its options follow after --."
-    )
-    parser.add_argument("--rank-table", type=Path, metavar="FILE", help="JSON: the servers and their devices")
-    parser.add_argument("--server", metavar="ID", help="this host's server_id in it (the one whose address is here)")
-    parser.add_argument(
-        "--log-dir", type=Path, metavar="DIR", help="a new folder, with one for each rank (launch-TIME)"
-    )
-    parser.add_argument("--check", action="store_true",
-                        help="exchange something between all processes, and say how fast; by any launcher")  # fmt: skip
-    options = parser.parse_args(own)
-    if options.check and command:
-        raise UserError("--check starts no program; leave out what follows after --")
-    if options.rank_table is None:
-        for name in ("server", "log_dir"):
-            if getattr(options, name) is not None:
-                raise UserError(f"--{name.replace('_', '-')} has no effect without --rank-table; leave it out")
-        if not options.check:
-            raise UserError("give --rank-table FILE -- PROGRAM OPTIONS, or --check")
-        return check()
-    if not command and not options.check:
-        raise UserError("what is to be started? Give it after --, such as -- -m hostdev.train --host-device-mix ...")
-    if options.check:
-        command = ["-m", PROG, "--check"]
-    table = read_table(options.rank_table)
-    server = _server(table, options.server, options.rank_table)
-    folder = options.log_dir or Path(time.strftime("launch-%Y%m%d-%H%M%S"))
-    return start(options.rank_table, table, server, command, folder)
-
-
-def _server(table: RankTable, wanted: str | None, path: Path) -> dict[str, Any]:
+def server_of(table: RankTable, wanted: str | None, path: Path) -> dict[str, Any]:
     """Return the entry of this host."""
     names = [str(server["server_id"]) for server in table.servers]
     if wanted is not None:

@@ -38,9 +38,10 @@ def test_it_learns(file, capsys):
 def test_the_readme_shows_the_difference():
     one, other = ([line.rstrip() for line in file.read_text().split('"""', 2)[2].splitlines()] for file in FILES)
     changed = [line for line in difflib.ndiff(one, other) if line[0] in "+-"]
-    shown = (ROOT / "README.md").read_text().split("```diff\n")[1].split("```")[0].splitlines()
-    shown = [line for line in shown if line[:1] in ("+", "-")]
-    assert sorted(line[0] + line[2:] for line in changed if line[2:]) == sorted(line for line in shown if line[1:])
+    for page in ("README.md", "docs/tutorials/own-model.md"):
+        shown = (ROOT / page).read_text().split("```diff\n")[1].split("```")[0].splitlines()
+        shown = [line for line in shown if line[:1] in ("+", "-")]
+        assert sorted(line[0] + line[2:] for line in changed if line[2:]) == sorted(line for line in shown if line[1:])
 
 
 def test_what_was_saved_goes_on(tmp_path, monkeypatch, capsys):
@@ -56,7 +57,7 @@ def test_what_was_saved_goes_on(tmp_path, monkeypatch, capsys):
     assert first.startswith("step 60: loss 0.")
     assert then == "goes on after step 50"
     assert gone_on == plain
-    shown = (ROOT / "README.md").read_text()
+    shown = (ROOT / "docs/guides/checkpoints.md").read_text()
     assert file.read_text().partition("def main(steps):")[2].partition("\n\n\nif")[0] in shown
 
 

@@ -1,5 +1,52 @@
-"""The command line of `launch`, which imports little as it is."""
+"""The command line of `launch`."""
 
-from hostdev.launch import PROG, main
+import time
+from collections.abc import Sequence
+from pathlib import Path
 
-__all__ = ["PROG", "main"]
+from hostdev.core import cli
+from hostdev.core.errors import UserError
+from hostdev.parallel.place import read_table
+
+PROG = "hostdev.launch"
+
+
+def parser(prog: str = PROG) -> cli.Parser:
+    """Return the parser of its flags."""
+    made = cli.parser(prog, "Start this host's processes of a rank table; the program and its options follow after --.")
+    made.add_argument("--rank-table", type=Path, metavar="FILE", help="JSON: the servers and their devices")
+    made.add_argument("--server", metavar="ID", help="this host's server_id in it (the one whose address is here)")
+    made.add_argument("--log-dir", type=Path, metavar="DIR", help="a new folder, with one for each rank (launch-TIME)")
+    made.add_argument("--check", action="store_true",
+                        help="exchange something between all processes, and say how fast; by any launcher")  # fmt: skip
+    return made
+
+
+def main(argv: Sequence[str], prog: str = PROG) -> int:
+    """Parse the command line and start processes, or check the way between them."""
+    own, command = list(argv), []
+    if "--" in own:
+        at = own.index("--")
+        own, command = own[:at], own[at + 1 :]
+    options = parser(prog).parse_args(own)
+    if options.check and command:
+        raise UserError("--check starts no program; leave out what follows after --")
+    if options.rank_table is None:
+        for name in ("server", "log_dir"):
+            if getattr(options, name) is not None:
+                raise UserError(f"--{name.replace('_', '-')} has no effect without --rank-table; leave it out")
+        if not options.check:
+            raise UserError("give --rank-table FILE -- PROGRAM OPTIONS, or --check")
+        with cli.importing(prog):
+            from hostdev.launch import check
+        return check()
+    if not command and not options.check:
+        raise UserError("what is to be started? Give it after --, such as -- -m hostdev.train --host-device-mix ...")
+    if options.check:
+        command = ["-m", PROG, "--check"]
+    with cli.importing(prog):
+        from hostdev.launch import server_of, start
+    table = read_table(options.rank_table)
+    server = server_of(table, options.server, options.rank_table)
+    folder = options.log_dir or Path(time.strftime("launch-%Y%m%d-%H%M%S"))
+    return start(options.rank_table, table, server, command, folder)

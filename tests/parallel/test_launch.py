@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hostdev import launch
+from hostdev.commands import launch
 from hostdev.parallel.place import find
 
 SHOW = "import os; print(os.environ['RANK_ID'], os.environ['DEVICE_ID'], os.environ['RANK_TABLE_FILE'])"

@@ -1,0 +1,39 @@
+"""Lists of arguments in docstrings, "name  what it is", as Markdown lists: an extension of griffe for the site."""
+
+import re
+from typing import Any
+
+import griffe
+
+_NAMED = re.compile(r"(\w[\w.]*(?:, \w[\w.]*)*) {2,}(\S.*)")
+
+
+def as_lists(text: str) -> str:
+    """Return a docstring whose paragraphs of names with explanations are lists."""
+    return "\n\n".join(_list(part) if _is_list(part) else part for part in re.split(r"\n\s*\n", text))
+
+
+def _is_list(part: str) -> bool:
+    first, *others = part.strip("\n").splitlines() or [""]
+    return bool(_NAMED.fullmatch(first)) and all(_NAMED.fullmatch(line) or line.startswith("  ") for line in others)
+
+
+def _list(part: str) -> str:
+    items: list[str] = []
+    for line in part.strip("\n").splitlines():
+        found = _NAMED.fullmatch(line)
+        if found:
+            names = ", ".join(f"`{name}`" for name in found[1].split(", "))
+            items.append(f"- {names}: {found[2]}")
+        else:
+            items[-1] += f" {line.strip()}"
+    return "\n".join(items)
+
+
+class Columns(griffe.Extension):
+    """Rewrites every docstring."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        """See griffe.Extension."""
+        if obj.docstring is not None:
+            obj.docstring.value = as_lists(obj.docstring.value)

@@ -1,0 +1,44 @@
+"""What the site takes from the sources: the commands' help and the public names. A hook of mkdocs.yml."""
+
+import os
+from importlib import import_module
+from typing import Any
+
+os.environ["COLUMNS"] = "100"
+
+
+def commands() -> str:
+    """Return a section for each command with its help, as the parser prints it."""
+    from hostdev.commands import COMMANDS
+
+    sections = []
+    for name, (module, what) in COMMANDS.items():
+        made = _parser(name)
+        sections.append(f"## hostdev {name}\n\n`python -m {module}`: {what}.\n\n{_help(made)}")
+        for action in made._actions:
+            for part, one in action.choices.items() if hasattr(action, "_name_parser_map") else ():
+                sections.append(f"### hostdev {name} {part}\n\n{_help(one)}")
+    return "\n\n".join(sections)
+
+
+def _parser(name: str) -> Any:
+    return import_module(f"hostdev.commands.{name}").parser(f"hostdev {name}")
+
+
+def _help(parser: Any) -> str:
+    return f"```text\n{parser.format_help().rstrip()}\n```"
+
+
+def names() -> str:
+    """Return a directive of mkdocstrings for each public name."""
+    import hostdev
+
+    return "\n\n".join(f"::: hostdev.{name}" for name in sorted(hostdev.__all__, key=str.lower))
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Fill in what the sources say; see mkdocs' documentation of hooks."""
+    for mark, make in (("<!-- commands -->", commands), ("<!-- names -->", names)):
+        if mark in markdown:
+            markdown = markdown.replace(mark, make())
+    return markdown

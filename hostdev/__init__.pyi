@@ -1,0 +1,39 @@
+# The public names, each with its module: what tools see, and what is imported at its first use.
+from .cache.cache import EmbeddingCache as EmbeddingCache
+from .checkpoint.saved import open as open
+from .core.errors import UserError as UserError
+from .core.initializers import Constant as Constant
+from .core.initializers import Normal as Normal
+from .core.initializers import Uniform as Uniform
+from .core.launched import alone as alone
+from .core.optimizers import FTRL as FTRL
+from .core.optimizers import SGD as SGD
+from .core.optimizers import Adagrad as Adagrad
+from .core.optimizers import LazyAdam as LazyAdam
+from .core.optimizers import RowWiseAdagrad as RowWiseAdagrad
+from .core.primitive import EmbeddingLookup as EmbeddingLookup
+from .core.primitive import FusedSparseAdagrad as FusedSparseAdagrad
+from .core.primitive import FusedSparseFtrl as FusedSparseFtrl
+from .core.primitive import FusedSparseLazyAdam as FusedSparseLazyAdam
+from .core.primitive import FusedSparseRowWiseAdagrad as FusedSparseRowWiseAdagrad
+from .core.primitive import FusedSparseSGD as FusedSparseSGD
+from .core.primitive import Primitive as Primitive
+from .device.table import DeviceTable as DeviceTable
+from .host.server import ParameterServer as ParameterServer
+from .host.table import HostTable as HostTable
+from .kernels.pool import set_host_threads as set_host_threads
+from .kernels.unique import unique as unique
+from .parallel.join import join as join
+from .parallel.network import Network as Network
+from .parallel.plan import sliced as sliced
+from .parallel.ranks import ranks as ranks
+from .predict.predictor import Predictor as Predictor
+from .runtime.ema import EMA as EMA
+from .runtime.finite import NonFiniteError as NonFiniteError
+from .runtime.runtime import Runtime as Runtime
+from .runtime.spec import Bag as Bag
+from .runtime.spec import CacheSpec as CacheSpec
+from .runtime.spec import Feature as Feature
+from .runtime.spec import TableSpec as TableSpec
+
+__version__: str
