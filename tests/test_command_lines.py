@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from hostdev.commands import COMMANDS, console
-from tests.conftest import environment
+from hostdev.commands import COMMANDS, console, preprocess, train
+from tests.conftest import ROOT, environment
 
 WRONG = {
     "train": (["--epoch", 3], "unrecognized arguments: --epoch 3; did you mean --epochs? (see hostdev train --help)"),
@@ -71,3 +71,11 @@ def test_the_program_itself(tmp_path):
     done = run(tmp_path, "trian")
     assert (done.returncode, done.stderr) == (2, "hostdev: error: there is no command 'trian'; did you mean train?\n")
     assert "; the commands are train, quickstart, " in run(tmp_path, "xyz").stderr
+
+
+@pytest.mark.parametrize("page", ["training", "preparation"])
+def test_the_guides_have_every_option(page):
+    text = (ROOT / "docs/guides" / f"{page}.md").read_text()
+    parser = (train if page == "training" else preprocess).parser()
+    options = set(parser._all_options()) - {"--help", "-h", "--debug"}
+    assert {option for option in options if f"`{option}" not in text and f"{option} " not in text} == set()
