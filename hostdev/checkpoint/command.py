@@ -108,8 +108,6 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _compact(arguments: argparse.Namespace) -> int:
-    if arguments.keep is not None and arguments.keep < 1:
-        raise UserError(f"--keep must be at least 1, not {arguments.keep}")
     found = newest_whole(arguments.path)
     for line in found.notes():
         note(f"{arguments.prog}: {line}")
@@ -122,8 +120,6 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _reshard(arguments: argparse.Namespace) -> int:
-    if arguments.ranks < 1:
-        raise UserError(f"--ranks must be at least 1, not {arguments.ranks}")
     return _rewrite(arguments, arguments.ranks)
 
 

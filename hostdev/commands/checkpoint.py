@@ -61,6 +61,10 @@ def _add_export(to: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str], prog: str = PROG) -> int:
     """Run one of the commands."""
     arguments = parser(prog).parse_args(argv)
+    for name in ("keep", "ranks"):
+        number = getattr(arguments, name, None)
+        if number is not None and number < 1:
+            raise UserError(f"--{name} must be at least 1, not {number}")
     for path in (arguments.path, getattr(arguments, "other", arguments.path)):
         if not path.exists():
             raise UserError(f"there is no {path}")

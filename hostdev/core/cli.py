@@ -37,6 +37,7 @@ class Parser(argparse.ArgumentParser):
             return ""
         given = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
         near = [found for word in given for found in get_close_matches(word, self._all_options(), n=1, cutoff=0.7)]
+        near = [found for found in near if found not in given]  # that is an option of another command
         return f"; did you mean {' '.join(near)}?" if near else ""
 
     def _all_options(self) -> list[str]:
