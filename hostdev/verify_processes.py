@@ -3,7 +3,7 @@
 if __name__ == "__main__":
     from hostdev.core import cli
 
-    raise SystemExit(cli.run_module("hostdev.verify_processes", "hostdev.verify_processes"))
+    raise SystemExit(cli.run_module("hostdev.commands.verify_process", "hostdev.verify_processes"))
 
 import json
 import subprocess
@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from hostdev.commands.verify import OPTIONS
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.data import lookalike, manifest
@@ -28,7 +27,6 @@ from hostdev.parallel.layout import Layout
 from hostdev.parallel.mesh import Mesh
 from hostdev.parallel.ranks import Ranks
 from hostdev.parallel.start import start_here, wait_for
-from hostdev.train import config
 from hostdev.train.build import device_of
 from hostdev.train.config import TrainConfig, to_flags
 from hostdev.verify import Mode, Record, batches_of, compare, size_of, train
@@ -120,24 +118,24 @@ def _joined(files: Sequence[Path], steps: int) -> Record:
     return record
 
 
-def main(argv: Sequence[str], prog: str = PROG) -> int:
-    """Be one of several processes, and write down what it has trained."""
-    steps, micro_batches, depth, cache, folder, mesh, layout = argv[:7]
-    parser = cli.parser(prog, "One of the processes that hostdev.verify starts.")
-    config.add_flags(parser, OPTIONS)
-    settings = config.from_flags(parser.parse_args(argv[7:]), OPTIONS)
-    mode = Mode(True, int(depth), 1, cache or None)
+def take_part(
+    settings: TrainConfig, steps: int, micro_batches: int, mode: Mode, mesh: str, layout: str, folder: Path
+) -> None:
+    """Be one of several processes, and write down what it has trained.
+
+    layout  JSON: the arguments of `Layout`
+    folder  where the record goes, `RANK.npz`
+    """
     with join(mesh) as ranks:
         assert ranks is not None
         how = Layout(*json.loads(layout)) if ranks.has_parts else None
-        record = _record(settings, ranks, int(steps), int(micro_batches), mode, how)
+        record = _record(settings, ranks, steps, micro_batches, mode, how)
     values: dict[str, Any] = {"digest": record.digest, "losses": np.array(record.losses)}
     for number, step in enumerate(record.steps):
         for tensor, (ids, hashes) in step.items():
             values[f"ids|{number}|{tensor}"], values[f"hashes|{number}|{tensor}"] = ids, hashes
     values |= {f"weights|{name}": value for name, value in record.weights.items()}
-    np.savez(Path(folder) / f"{ranks.rank}.npz", **values)
-    return 0
+    np.savez(folder / f"{ranks.rank}.npz", **values)
 
 
 def _record(

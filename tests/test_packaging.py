@@ -83,6 +83,13 @@ def test_arrows_point_one_way(layer, forbidden):
     assert seen > 1
 
 
+def test_nothing_imports_the_command_lines():
+    for path, name in modules():
+        if not name.startswith("hostdev.commands") and name != "hostdev.__main__":
+            wrong = [other for other in imports_of(path) if other.startswith("hostdev.commands")]
+            assert not wrong, f"{path} imports {wrong}"
+
+
 def test_a_model_needs_little():
     """What a model of one's own needs, too: torch, optimizers and initial values, what it asks for, and the columns."""
     needed = ("hostdev.core", "hostdev.runtime.spec", "hostdev.data.schema", "hostdev.models")

@@ -48,4 +48,4 @@ def main(argv: Sequence[str], prog: str = PROG) -> None:
         raise UserError(f"--criteo {arguments.criteo}: there is no such file")
     with cli.importing(prog):
         from hostdev.train.quickstart import run
-    run(arguments, options)
+    run(arguments, options, ROWS)

@@ -12,7 +12,6 @@ import time
 from hashlib import sha256
 from pathlib import Path
 
-from hostdev.commands.quickstart import ROWS
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.data import manifest
@@ -28,23 +27,26 @@ from hostdev.train.command import train
 SMALL_ROWS, SMALL_BATCH = 1_000_000, 1000
 
 
-def run(arguments: argparse.Namespace, options: Options) -> None:
-    """Do what parsed flags say: `arguments` are those of training, `options` how rows become shards."""
+def run(arguments: argparse.Namespace, options: Options, rows: int) -> None:
+    """Do what parsed flags say: `arguments` are those of training, `options` how rows become shards.
+
+    rows  of the synthetic data, without a file
+    """
     text = arguments.criteo
     if text is None:
-        text = arguments.datasets / f"lookalike-{ROWS}-{options.seed}.tsv"
+        text = arguments.datasets / f"lookalike-{rows}-{options.seed}.tsv"
         if not text.exists():
-            _announce("hostdev.data.preprocess", "synthetic", "--rows", ROWS, "--tsv", text, "--seed", options.seed)
+            _announce("hostdev.data.preprocess", "synthetic", "--rows", rows, "--tsv", text, "--seed", options.seed)
             try:
-                write_text(Synthetic(ROWS, options.seed), text, wait=True)
+                write_text(Synthetic(rows, options.seed), text, wait=True)
             except UserError:  # another process may have made it meanwhile
                 if not text.exists():
                     raise
     data = prepare(text, arguments.datasets, options)
 
-    rows = manifest.read(data).rows("train")
-    if arguments.batch_size is None and rows < SMALL_ROWS:
-        arguments.batch_size = min(SMALL_BATCH, rows)
+    training = manifest.read(data).rows("train")
+    if arguments.batch_size is None and training < SMALL_ROWS:
+        arguments.batch_size = min(SMALL_BATCH, training)
     arguments.data = data
     settings = config.from_flags(arguments)
     _announce("hostdev.train", *config.to_flags(settings))
