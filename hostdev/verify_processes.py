@@ -31,7 +31,7 @@ from hostdev.train.build import device_of
 from hostdev.train.config import TrainConfig, to_flags
 from hostdev.verify import Mode, Record, batches_of, compare, size_of, train
 
-PROG = "hostdev.verify_processes"
+_MODULE = "hostdev.verify_processes"  # that its processes run
 _WAYS = ((0, None), (2, None), (2, "10%"))  # depth, cache
 _TOLERANCE = 1e-5  # relative, of the losses of sliced layers, whose sums are of another order
 _WEIGHTS = 1e-4  # and of what the dense layers have learned: of the norm of their weights
@@ -85,7 +85,7 @@ def _of_processes(
                 json.dumps(layout)]  # fmt: skip
         output = Path(folder) / "output.log"
         with output.open("wb") as log:
-            command = [sys.executable, "-m", PROG, *more, *to_flags(settings)]
+            command = [sys.executable, "-m", _MODULE, *more, *to_flags(settings)]
             code = wait_for(start_here(mesh.size, command, stdout=log, stderr=subprocess.STDOUT))
         if code:
             lines = output.read_text(errors="replace").strip().splitlines()

@@ -1,4 +1,4 @@
-"""The command line of `launch`."""
+"""The command line of `launch`; what does the work imports little, too."""
 
 import time
 from collections.abc import Sequence
@@ -6,9 +6,8 @@ from pathlib import Path
 
 from hostdev.core import cli
 from hostdev.core.errors import UserError
+from hostdev.launch import PROG, check, server_of, start
 from hostdev.parallel.place import read_table
-
-PROG = "hostdev.launch"
 
 
 def parser(prog: str = PROG) -> cli.Parser:
@@ -37,15 +36,11 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
                 raise UserError(f"--{name.replace('_', '-')} has no effect without --rank-table; leave it out")
         if not options.check:
             raise UserError("give --rank-table FILE -- PROGRAM OPTIONS, or --check")
-        with cli.importing(prog):
-            from hostdev.launch import check
         return check()
     if not command and not options.check:
         raise UserError("what is to be started? Give it after --, such as -- -m hostdev.train --host-device-mix ...")
     if options.check:
         command = ["-m", PROG, "--check"]
-    with cli.importing(prog):
-        from hostdev.launch import server_of, start
     table = read_table(options.rank_table)
     server = server_of(table, options.server, options.rank_table)
     folder = options.log_dir or Path(time.strftime("launch-%Y%m%d-%H%M%S"))

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from hostdev.core import cli
 from hostdev.core.errors import UserError
+from hostdev.predict import WHICH
 
 PROG = "hostdev.predict"
-WHICH = ("best", "newest")
 
 
 def parser(prog: str = PROG) -> cli.Parser:

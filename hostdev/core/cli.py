@@ -5,7 +5,6 @@ import contextlib
 import os
 import sys
 import traceback
-from argparse import SUPPRESS
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -41,7 +40,9 @@ class Parser(argparse.ArgumentParser):
         return f"; did you mean {' '.join(near)}?" if near else ""
 
     def _all_options(self) -> list[str]:
-        options = [option for action in self._actions for option in action.option_strings if action.help != SUPPRESS]
+        options = [
+            option for action in self._actions for option in action.option_strings if action.help != argparse.SUPPRESS
+        ]
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 options += [option for one in action.choices.values() for option in one._all_options()]

@@ -17,8 +17,8 @@ from hostdev.data import manifest
 from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess.encoding import Encoding
 from hostdev.models import registry
+from hostdev.predict import WHICH
 
-WHICH = ("best", "newest")
 _LONGEST = 480  # characters of a message about a file
 
 

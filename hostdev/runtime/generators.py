@@ -41,15 +41,25 @@ def generators_of(device: torch.device) -> list[Generator]:
     return found
 
 
+def torch_state(generator: torch.Generator) -> bytes:
+    """Return the state of one of torch's generators, which `==` compares."""
+    return generator.get_state().numpy().tobytes()
+
+
+def set_torch_state(generator: torch.Generator, state: bytes) -> None:
+    """Set what `torch_state` has returned."""
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
 class _Torch:
     def __init__(self, generator: torch.Generator, name: str) -> None:
         self._generator, self.name = generator, name
 
     def state(self) -> bytes:
-        return self._generator.get_state().numpy().tobytes()
+        return torch_state(self._generator)
 
     def restore(self, state: bytes) -> None:
-        self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        set_torch_state(self._generator, state)
 
     def seed(self, seed: int) -> None:
         self._generator.manual_seed(seed)

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hostdev.runtime.generators import set_torch_state, torch_state
+
 _MOST_OBJECTS = 2000  # that are looked at
 _DEEPEST = 6
 _LONGEST = 64  # items of a container
@@ -220,7 +222,7 @@ _LEAVES = (
 
 def _state(generator: Any) -> bytes:
     if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
+        return torch_state(generator)
     if isinstance(generator, random.Random):
         return pickle.dumps(generator.getstate())
     if isinstance(generator, np.random.RandomState):
@@ -230,7 +232,7 @@ def _state(generator: Any) -> bytes:
 
 def _restore(generator: Any, state: bytes) -> None:
     if isinstance(generator, torch.Generator):
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        set_torch_state(generator, state)
     elif isinstance(generator, random.Random):
         generator.setstate(pickle.loads(state))
     elif isinstance(generator, np.random.RandomState):

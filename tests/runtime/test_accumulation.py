@@ -90,11 +90,16 @@ def leave_again(runtime, dense):
 
 
 @modes
+@pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("optimizer", [hostdev.SGD, hostdev.LazyAdam, hostdev.FTRL])
-def test_gradients_that_are_forgotten_after_a_loop(device, depth, cache, optimizer):
+def test_gradients_that_are_forgotten_after_a_loop(device, depth, cache, optimizer, to_none):
     """By `zero_grad` of the dense side, before the next loop or in its body: rows stay, whatever their optimizer."""
     options = {"depth": depth, "cache": cache}
-    table, d = left_within(device, options, optimizer=optimizer(lr=1.0), between=lambda _, dense: dense.zero_grad())
+
+    def forget(_, dense):
+        dense.zero_grad(set_to_none=to_none)
+
+    table, d = left_within(device, options, optimizer=optimizer(lr=1.0), between=forget)
     wanted, runtime = values_of(table), None
     assert (wanted[0], d, table.step) == (0.0, -2.0, 1)
     other = table_of(4, 0.0, optimizer(lr=1.0))
@@ -104,7 +109,7 @@ def test_gradients_that_are_forgotten_after_a_loop(device, depth, cache, optimiz
     for given in ([[0], [3]], [[1], [2]]):
         for number, (_, rows) in enumerate(runtime.train([{"x": ids} for ids in given], accumulate=2)):
             if number == 0:
-                dense.zero_grad()
+                forget(runtime, dense)
             (rows["x"] + d).sum().backward()
             if given[0] == [0]:
                 break
@@ -199,29 +204,6 @@ def test_forgotten_gradients_change_no_row_that_is_read_or_written_meanwhile(dev
             with table.writing([1]) as w:
                 w.weights[:] *= 0.5
     assert values_of(table)[:2] == [before[0], 3.5]
-
-
-@modes
-def test_gradients_that_are_made_zero_are_forgotten(device, depth, cache):
-    """`zero_grad(set_to_none=False)` leaves the gradient's tensor, in the body of the next loop as before it."""
-    options = {"depth": depth, "cache": cache}
-    wanted, d = left_within(device, options, between=lambda _, dense: dense.zero_grad())
-    table, found = left_within(device, options, between=lambda _, dense: dense.zero_grad(set_to_none=False))
-    assert (values_of(table), found) == (values_of(wanted), d)
-    other = table_of(4, 0.0)
-    runtime = hostdev.Runtime({"x": other}, device=device, **options)
-    p = torch.nn.Parameter(torch.zeros(1, device=device))
-    dense = torch.optim.SGD([p], lr=1.0)
-    for given in ([[0], [3]], [[1], [2]]):
-        for number, (_, rows) in enumerate(runtime.train([{"x": ids} for ids in given], accumulate=2)):
-            if number == 0:
-                dense.zero_grad(set_to_none=False)
-            (rows["x"] + p).sum().backward()
-            if given[0] == [0]:
-                break
-            if rows.is_due:
-                dense.step()
-    assert (values_of(other), p.item()) == (values_of(wanted), d)
 
 
 @modes
