@@ -27,8 +27,24 @@ def check_values(options: dict[str, Any], statistics: dict[str, Any], dense: tup
     if not 1 <= (options.get("hash_buckets") or 1) <= 2**62:
         raise ValueError("options.hash_buckets is not in 1..2^62")
     for name in _SCALES:
-        if name in statistics and len(parse(list[float], statistics[name], f"statistics.{name}")) != len(dense):
-            raise ValueError(f"statistics.{name} does not have a value for each of the {len(dense)} numeric columns")
+        if name in statistics:
+            _check_scale(name, statistics[name], dense)
+
+
+def check_scaling(mode: str, statistics: dict[str, Any], dense: tuple[str, ...]) -> None:
+    """Raise ValueError unless these are exactly the statistics that a scaling of numeric columns learns.
+
+    mode  max, log or standard
+    """
+    if sorted(statistics) != sorted(_NEEDED[mode]):
+        raise ValueError(f"the scaling {mode} has {', '.join(_NEEDED[mode])}, not {', '.join(statistics) or 'nothing'}")
+    for name, values in statistics.items():
+        _check_scale(name, values, dense)
+
+
+def _check_scale(name: str, values: Any, dense: tuple[str, ...]) -> None:
+    if len(parse(list[float], values, f"statistics.{name}")) != len(dense):
+        raise ValueError(f"statistics.{name} does not have a value for each of the {len(dense)} numeric columns")
 
 
 def check_learned(options: dict[str, Any], statistics: dict[str, Any], schema: Schema, id_type: str,

@@ -18,6 +18,7 @@ from hostdev.core.progress import bar
 from hostdev.core.workers import Workers
 from hostdev.data import schema as schemas
 from hostdev.data.manifest import REJECTED_FILE, Manifest, Shard
+from hostdev.data.manifest_values import check_scaling
 from hostdev.data.preprocess import second_pass
 from hostdev.data.preprocess.dense import Scaling, fixed_scaling, scaling_of
 from hostdev.data.preprocess.earlier_vocabulary import EARLIER, KNOWN_SHARES, Earlier
@@ -83,7 +84,7 @@ class _Build:
             self._source, self._work, test_fraction=self._options.test_fraction, seed=self._options.seed,
             hashed=self._hashed, shards=shards_held, survey=None if self._earlier is None else self._earlier.survey(),
         )  # fmt: skip
-        entries = entries[: _sound(entries, self._layout)]
+        entries = entries[: _sound(entries, self._layout, self._options.dense)]
         pieces = [entry for entry in entries if "piece" in entry]
         facts = [Facts.from_json(entry["piece"]) for entry in pieces]
         with Workers(self._threads, "hostdev-preprocess") as workers, workers.dropping_what_waits():
@@ -282,7 +283,7 @@ class _Build:
         }
 
 
-def _sound(entries: Sequence[dict[str, Any]], layout: Layout) -> int:
+def _sound(entries: Sequence[dict[str, Any]], layout: Layout, mode: str) -> int:
     """Return how many entries of a journal, from the first on, are such as are written, in an order that they have."""
     order = ("piece", "parsed", "learned", "shard")
     stage = 0
@@ -302,7 +303,8 @@ def _sound(entries: Sequence[dict[str, Any]], layout: Layout) -> int:
                 if (schema.dense, schema.columns) != (layout.dense, layout.columns):
                     return number
                 list(map(str.lower, content["checksums"]))
-                dict(content["scaling"])
+                check_scaling(mode, json_files.parse(dict[str, Any], content["scaling"]), layout.dense)
+                json_files.parse(dict[str, float] | None, content.get(KNOWN_SHARES))
             elif kind == "shard":
                 json_files.parse(_Done, content)
         except (ValueError, TypeError, KeyError, AttributeError):

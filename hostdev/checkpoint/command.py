@@ -11,6 +11,7 @@ from hostdev.checkpoint.state import state_digest, tensors_of
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.core.memory import gib
+from hostdev.core.printable import printable
 from hostdev.core.progress import counted, note
 from hostdev.core.table_dtypes import FP32
 
@@ -24,23 +25,26 @@ def _info(arguments: argparse.Namespace) -> int:
         try:
             chain = folder.chain_of(path)
         except BrokenCheckpointError as error:
-            print(f"{path.name:<24}{'':>10}  {error}")
+            print(f"{path.name:<24}{'':>10}  {printable(str(error), 400)}")
             code = cli.EXIT_ERROR
             continue
         of_it = chain[-1].manifest
         rows = sum(file.rows for table in of_it.tables for file in table.files)
         holds = "all rows" if of_it.parent is None else f"{counted(rows, 'row')} since {of_it.parent.name}"
-        print(f"{path.name:<24}{of_it.step:>10,}  {holds:<36}{gib(of_it.nbytes):>10}  {of_it.created}")
+        print(f"{path.name:<24}{of_it.step:>10,}  {holds:<36}{gib(of_it.nbytes):>10}  {printable(of_it.created, 40)}")
     if chain is None:
         return code
     newest = chain[-1]
-    print(f"\n{newest.path}: hostdev {newest.manifest.versions['hostdev']}, torch {newest.manifest.versions['torch']}")
+    versions = newest.manifest.versions
+    print()
+    print(printable(f"{newest.path}: hostdev {versions['hostdev']}, torch {versions['torch']}"))
     for table in newest.manifest.tables:
         slots = ", ".join([*table.slots, *table.row_slots]) or "none"
         weights = "" if table.dtype == FP32 else f", weights {table.dtype}"
-        print(f"table {table.name}: {table.rows:,} x {table.dim}, {table.optimizer} (slots {slots}){weights}, step "
-              f"{table.step:,}")  # fmt: skip
-    print(f"state_sha256 {newest.manifest.state_sha256 or 'not computed; verify does it'}")
+        about = f"{table.rows:,} x {table.dim}, {table.optimizer} (slots {slots}){weights}, step {table.step:,}"
+        print(printable(f"table {table.name}: {about}"))
+    digest = newest.manifest.state_sha256 or "not computed; verify does it"
+    print(f"state_sha256 {printable(digest, 80)}")
     return code
 
 
@@ -68,7 +72,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         raise BrokenCheckpointError(wrong[found[0]])
     for path in dict.fromkeys([*(each.path for each in chains.get(found[0], [])), *found]):  # one's parents, too
         if path in wrong:
-            print(f"{path}: NOT WHOLE: {wrong[path]}")
+            print(printable(f"{path}: NOT WHOLE: {wrong[path]}"))
         else:
             about = (chains.get(path) or [each for each in chains[found[0]] if each.path == path])[-1].manifest
             print(f"{path}: {counted(len(about.files), 'file')}, {gib(about.nbytes)}: whole")

@@ -21,8 +21,7 @@ from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import verify
 from hostdev.checkpoint.manifest import BrokenCheckpointError, Table
 from hostdev.checkpoint.ranges import WEIGHTS
-from hostdev.checkpoint.state import file_in, tensors_of
-from hostdev.checkpoint.tree import from_tree
+from hostdev.checkpoint.state import file_in, read_values
 from hostdev.core import arrow_files, outputs
 from hostdev.core.errors import UserError, in_words, naming
 from hostdev.core.memory import gib
@@ -202,5 +201,5 @@ def _write_dense(out: Path, layers: Layers) -> None:
     dense = state.get("dense") if isinstance(state, dict) else None
     if isinstance(dense, dict) and "model" in dense:
         content = io.BytesIO()  # torch's own writer says of a full disk only that it has failed
-        torch.save(from_tree(dense["model"], tensors_of(layers)), content)
+        torch.save(read_values(layers, dense["model"]), content)
         (out / DENSE).write_bytes(content.getbuffer())

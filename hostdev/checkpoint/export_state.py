@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from hostdev.checkpoint.layers import Layers
-from hostdev.checkpoint.state import tensors_of
-from hostdev.checkpoint.tree import from_tree
+from hostdev.checkpoint.state import read_values
 
 STATE, OPTIMIZER, EXTRA = "state.json", "optimizer.pt", "extra.pt"
 
@@ -42,7 +41,7 @@ def write_state(out: Path, layers: Layers) -> None:
 
 def _write(path: Path, tree: Any, layers: Layers) -> None:
     content = io.BytesIO()  # torch's own writer says of a full disk only that it has failed
-    torch.save(_as_tensors(from_tree(tree, tensors_of(layers))), content)
+    torch.save(_as_tensors(read_values(layers, tree)), content)
     path.write_bytes(content.getbuffer())
 
 

@@ -16,9 +16,8 @@ from hostdev.checkpoint.folder import Chain, Found, candidates, chain_of
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import BrokenCheckpointError, File, RangeFile, Table
 from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, check_file, mapped, parse_range
-from hostdev.checkpoint.state import tensors_of
-from hostdev.checkpoint.tree import from_tree
-from hostdev.core.errors import UserError, in_words
+from hostdev.checkpoint.state import read_values
+from hostdev.core.errors import UserError
 from hostdev.core.progress import bar
 from hostdev.kernels.shards import ids_of, positions_of
 
@@ -206,12 +205,7 @@ def _rows_here(about: Table, numbers: Any, table: Any) -> tuple[Any, Any]:
 def values_of(chain: Chain) -> Any:
     """Return what a checkpoint holds beside its tables, as it was given to be saved."""
     layers = Layers(chain)
-    tensors = tensors_of(layers)
-    try:
-        return from_tree(layers.manifest.state, tensors)
-    except (KeyError, ValueError, TypeError, RecursionError) as error:
-        what = f"tensor {error} is missing" if isinstance(error, KeyError) else in_words(error)
-        raise BrokenCheckpointError(f"{chain[-1].path} is broken (its state: {what})") from None
+    return read_values(layers, layers.manifest.state)
 
 
 def _workers() -> ThreadPoolExecutor:

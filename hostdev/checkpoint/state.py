@@ -10,8 +10,9 @@ from torch import Tensor
 
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import BrokenCheckpointError
-from hostdev.checkpoint.tree import read_tensors
+from hostdev.checkpoint.tree import Tree, from_tree, read_tensors
 from hostdev.core.digest import Column, StateDigest, pieces_of
+from hostdev.core.errors import in_words
 
 DENSE = "dense.safetensors"
 DigestNames = list[tuple[str, str]]  # of each array of the dense side: its name in the digest, and in the file
@@ -41,6 +42,16 @@ def tensors_of(layers: Layers) -> dict[str, Tensor]:
     if newest.manifest.other(DENSE) is None:
         return {}
     return read_tensors(newest.path / DENSE)
+
+
+def read_values(layers: Layers, tree: Tree) -> Any:
+    """Return the values of a tree in a checkpoint's state; BrokenCheckpointError where it holds none."""
+    tensors = tensors_of(layers)
+    try:
+        return from_tree(tree, tensors)
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
+        what = f"tensor {error} is missing" if isinstance(error, KeyError) else in_words(error)
+        raise BrokenCheckpointError(f"{layers.chain[-1].path} is broken (its state: {what})") from None
 
 
 def file_in(layers: Layers, name: str) -> Path | None:

@@ -78,7 +78,8 @@ def _run_child(name: str, base: Path, work: Path, seed: int, first: int, end: in
         native.seek(0)
         said = native.read()[-600:].decode(errors="replace")
         if current is None:
-            raise RuntimeError(f"the child of {name} ends with {code} before its first case: {said}")
+            before = "\n".join(failed)
+            raise RuntimeError(f"the child of {name} ends with {code} before its first case: {said}\n{before}")
         failed.append(_told(name, seed, current, wrong or f"ends the process with {code}: {said}"))
         return current + 1
 

@@ -43,6 +43,7 @@ def make(base: Path) -> None:
 def load(base: Path) -> None:
     """Go on once."""
     case = base.parent / "load"
+    shutil.rmtree(case, ignore_errors=True)  # of a child before this one
     case.mkdir()
     shutil.copytree(base / ".out.partial", case / ".out.partial")
     _build(base, case / "out")

@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import io
+import shutil
 import tarfile
 from pathlib import Path
 from random import Random
@@ -57,6 +58,7 @@ def load(base: Path) -> None:
     """Prepare each once."""
     for suffix in FORMATS:
         case = base.parent / f"load{suffix}"
+        shutil.rmtree(case, ignore_errors=True)  # of a child before this one
         case.mkdir()
         assert _prepare(base / f"t{suffix}", suffix, case, []) == 0
 
