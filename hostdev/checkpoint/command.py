@@ -35,9 +35,9 @@ def _info(arguments: argparse.Namespace) -> int:
     if chain is None:
         return code
     newest = chain[-1]
-    versions = newest.manifest.versions
+    versions = (f"{name} {newest.manifest.versions.get(name, 'unknown')}" for name in ("hostdev", "torch"))
     print()
-    print(printable(f"{newest.path}: hostdev {versions['hostdev']}, torch {versions['torch']}"))
+    print(printable(f"{newest.path}: {', '.join(versions)}"))
     for table in newest.manifest.tables:
         slots = ", ".join([*table.slots, *table.row_slots]) or "none"
         weights = "" if table.dtype == FP32 else f", weights {table.dtype}"
