@@ -251,10 +251,11 @@ def _has_bag_values(found: Manifest) -> bool:
 def _has_kinds(kinds: Any) -> bool:
     """Tell whether these are types and forms by column."""
     return isinstance(kinds, dict) and all(
-        isinstance(kind, dict) and set(kind) == {"types", "forms"}
+        isinstance(kind, dict)
+        and set(kind) == {"types", "forms"}
         and all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in kind.values())
         for kind in kinds.values()
-    )  # fmt: skip
+    )
 
 
 def _has_rates(missing: Any) -> bool:

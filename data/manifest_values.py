@@ -47,8 +47,9 @@ def _check_scale(name: str, values: Any, dense: tuple[str, ...]) -> None:
         raise ValueError(f"statistics.{name} does not have a value for each of the {len(dense)} numeric columns")
 
 
-def check_learned(options: dict[str, Any], statistics: dict[str, Any], schema: Schema, id_type: str,
-                  vocabulary: str | None) -> None:  # fmt: skip
+def check_learned(
+    options: dict[str, Any], statistics: dict[str, Any], schema: Schema, id_type: str, vocabulary: str | None
+) -> None:
     """Raise ValueError unless a manifest, whose values have been checked, says all that encoding further rows needs."""
     buckets, bags = options.get("hash_buckets"), options.get("bags") or {}
     for name in _NEEDED.get(options.get("dense", ""), ("dense",)):
@@ -57,9 +58,12 @@ def check_learned(options: dict[str, Any], statistics: dict[str, Any], schema: S
     for what, right in (
         ("bags", "" not in bags.values()),
         ("vocabulary", (buckets is None) == (vocabulary is not None)),
-        ("spaces", buckets is None or all((space.first, space.size) == (schema.first_value, buckets)
-                                          for space in schema.spaces)),
+        (
+            "spaces",
+            buckets is None
+            or all((space.first, space.size) == (schema.first_value, buckets) for space in schema.spaces),
+        ),
         ("id_type", id_type == "int64" or schema.rows <= 2**31),
-    ):  # fmt: skip
+    ):
         if not right:
             raise ValueError(f"a wrong value of {what}")

@@ -120,8 +120,10 @@ class Schema:
             end = space.first + space.size
             for first, size in space.more:
                 if size < 1 or first < end or first + size > self.rows:
-                    raise ValueError(f"space {space.name!r} has segments of ids that overlap, are empty or end outside "
-                                     f"0..{self.rows - 1}")  # fmt: skip
+                    raise ValueError(
+                        f"space {space.name!r} has segments of ids that overlap, are empty or end outside "
+                        f"0..{self.rows - 1}"
+                    )
                 end = first + size
 
     @property

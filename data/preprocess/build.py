@@ -81,9 +81,14 @@ class _Build:
         id_type = "int32" if self._hashed is None else self._hashed.schema.id_type  # a vocabulary is counted later
         shards_held = ShardMemory(self._layout, self._options.rows_per_shard, self._threads, id_type)
         first = FirstPass(
-            self._source, self._work, test_fraction=self._options.test_fraction, seed=self._options.seed,
-            hashed=self._hashed, shards=shards_held, survey=None if self._earlier is None else self._earlier.survey(),
-        )  # fmt: skip
+            self._source,
+            self._work,
+            test_fraction=self._options.test_fraction,
+            seed=self._options.seed,
+            hashed=self._hashed,
+            shards=shards_held,
+            survey=None if self._earlier is None else self._earlier.survey(),
+        )
         entries = entries[: _sound(entries, self._layout, self._options.dense)]
         pieces = [entry for entry in entries if "piece" in entry]
         facts = [Facts.from_json(entry["piece"]) for entry in pieces]
@@ -136,7 +141,7 @@ class _Build:
 
     def _learned(
         self, entries: Sequence[dict[str, Any]], rows: dict[str, int], workers: Workers
-    ) -> tuple[Schema, Scaling]:  # fmt: skip
+    ) -> tuple[Schema, Scaling]:
         """Return the columns with their ids, and the scaling; the vocabulary is written, and values have their ids."""
         mode, dense, signed = self._options.dense, self._layout.dense, self._source.signed
         for entry in entries:
@@ -173,7 +178,7 @@ class _Build:
 
     def _shards(
         self, entries: Sequence[dict[str, Any]], schema: Schema, scaling: Scaling, workers: Workers
-    ) -> tuple[dict[str, list[Shard]], dict[str, float]]:  # fmt: skip
+    ) -> tuple[dict[str, list[Shard]], dict[str, float]]:
         """Write the shards that are not there yet; return all, and the share of ids that are out of vocabulary."""
         folder = self._work.result
         there = {entry["shard"]["file"]: entry["shard"] for entry in entries if "shard" in entry}
@@ -189,9 +194,15 @@ class _Build:
                     if done is not None and (folder / name).is_file() and checksum(folder / name) == done["sha256"]:
                         return done
                     rows = second_pass.rows_of(
-                        ranges, i, self._paths, self._facts, schema, self._layout, scaling,
+                        ranges,
+                        i,
+                        self._paths,
+                        self._facts,
+                        schema,
+                        self._layout,
+                        scaling,
                         hashed=self._hashed is not None,
-                    )  # fmt: skip
+                    )
                     out, uses = second_pass.out_of_vocabulary(rows, schema)
                     sha256 = write_shard(folder / name, rows, schema)
                     return {"file": name, "rows": len(rows), "sha256": sha256, "out": out, "uses": uses}
@@ -213,9 +224,13 @@ class _Build:
         return shards, share
 
     def _manifest(
-        self, schema: Schema, scaling: Scaling, rows: dict[str, int], shards: dict[str, list[Shard]],
+        self,
+        schema: Schema,
+        scaling: Scaling,
+        rows: dict[str, int],
+        shards: dict[str, list[Shard]],
         out_of_vocabulary: dict[str, float],
-    ) -> Manifest:  # fmt: skip
+    ) -> Manifest:
         """Write what is left: the malformed lines and the manifest."""
         folder = self._work.result
         with (folder / REJECTED_FILE).open("w", encoding="utf-8", errors="replace") as file:

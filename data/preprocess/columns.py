@@ -20,11 +20,16 @@ MISSING_NUMBERS = ("", "NA", "N/A", "n/a", "#N/A", "NULL", "null", "None", "NaN"
 _TRUE_OR_FALSE: dict[str | Decimal, float] = {Decimal(0): 0.0, Decimal(1): 1.0, "false": 0.0, "true": 1.0}
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,9})?")
 _ORDERS: dict[str, Callable[[Any, Any], Any]] = {
-    ">=": np.greater_equal, "<=": np.less_equal, ">": np.greater, "<": np.less,
-}  # fmt: skip
+    ">=": np.greater_equal,
+    "<=": np.less_equal,
+    ">": np.greater,
+    "<": np.less,
+}
 _BINARY = {
-    pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view(),
-}  # fmt: skip
+    pa.string(): pa.binary(),
+    pa.large_string(): pa.large_binary(),
+    pa.string_view(): pa.binary_view(),
+}
 TEXT_OR_WHOLE = "text or whole numbers"  # of `written_as`
 _SHOWN = 40  # characters of a wrong value in a message
 
@@ -118,9 +123,13 @@ def kind_of(found: pa.DataType) -> str:
     if pa.types.is_temporal(found) and not pa.types.is_duration(found):
         return "other"
     readable = (
-        pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view,
-        pa.types.is_binary, pa.types.is_large_binary, pa.types.is_null,
-    )  # fmt: skip
+        pa.types.is_string,
+        pa.types.is_large_string,
+        pa.types.is_string_view,
+        pa.types.is_binary,
+        pa.types.is_large_binary,
+        pa.types.is_null,
+    )
     return "text" if any(test(found) for test in readable) else "nested"
 
 
@@ -224,8 +233,11 @@ def whole_numbers_below_limit(values: pa.Array) -> None:
         )
     if len(wrong := np.flatnonzero(np.abs(numbers) >= 2.0**digits)):
         at = int(wrong[0])
-        raise WrongValueError(at, f"{numbers[at]:.17g} is a {values.type} of 2^{digits} or more, which may stand for "
-                                  "several whole numbers; write the column as integers, or as text")  # fmt: skip
+        raise WrongValueError(
+            at,
+            f"{numbers[at]:.17g} is a {values.type} of 2^{digits} or more, which may stand for "
+            "several whole numbers; write the column as integers, or as text",
+        )
 
 
 def as_numbers(array: pa.Array) -> npt.NDArray[np.float64]:
@@ -296,9 +308,13 @@ def as_labels(array: pa.Array, positive: Positive | None) -> npt.NDArray[np.floa
     labels = _meanings(texts, positive)[codes]
     if len(wrong := np.flatnonzero(np.isnan(labels))):
         text = texts[codes[wrong[0]]]
-        raise WrongValueError(int(wrong[0]), "it is missing" if text in MISSING_NUMBERS else
-                              f"{text[:_SHOWN]!r} is not 0 or 1, true or false; say which labels are positive, "
-                              "such as --positive '>3' or --positive yes")  # fmt: skip
+        raise WrongValueError(
+            int(wrong[0]),
+            "it is missing"
+            if text in MISSING_NUMBERS
+            else f"{text[:_SHOWN]!r} is not 0 or 1, true or false; say which labels are positive, "
+            "such as --positive '>3' or --positive yes",
+        )
     return labels
 
 
@@ -327,8 +343,9 @@ def _meanings(texts: list[str], positive: Positive | None) -> npt.NDArray[np.flo
         return np.array([_TRUE_OR_FALSE.get(_known(text.lower()), np.nan) for text in texts], np.float32)
     value = _known(positive.value)
     missing = {*MISSING_NUMBERS} - {positive.value}
-    return np.array([np.nan if text in missing else (_known(text) == value) == (positive.op == "=")
-                     for text in texts], np.float32)  # fmt: skip
+    return np.array(
+        [np.nan if text in missing else (_known(text) == value) == (positive.op == "=") for text in texts], np.float32
+    )
 
 
 def as_bags(array: pa.Array, separator: str | None) -> tuple[Codes, pa.StringArray, Codes]:

@@ -32,8 +32,9 @@ def is_after(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
         raise WrongValueError(int(missing[0]), "it is missing, so that its row is neither before nor after")
     found = array.type if pa.types.is_temporal(array.type) else _type_of(value)
     if found is None or (pa.types.is_temporal(found) and kind_of(array.type) in ("number", "bool")):
-        raise UserError(f"--test-after: {value!r} is not a number, and not a date or time such as 2024-12-31 or "
-                        "2024-12-31T12:00:00")  # fmt: skip
+        raise UserError(
+            f"--test-after: {value!r} is not a number, and not a date or time such as 2024-12-31 or 2024-12-31T12:00:00"
+        )
     if not pa.types.is_temporal(found):
         return _is_larger(array, value)
     try:
@@ -42,8 +43,9 @@ def is_after(array: pa.Array, value: str) -> npt.NDArray[np.bool_]:
         else:
             limit = pa.scalar(value).cast(found)
     except (ValueError, pa.ArrowNotImplementedError):
-        raise UserError(f"--test-after: {value!r} cannot be compared with a column of type {found}; write it as "
-                        f"{_example(found)}") from None  # fmt: skip
+        raise UserError(
+            f"--test-after: {value!r} cannot be compared with a column of type {found}; write it as {_example(found)}"
+        ) from None
     times = cast(array, found, f"a time like {value}")
     return pc.greater(times, limit).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
 

@@ -111,9 +111,7 @@ def parse(block: bytes, *, file: str) -> RawRows:
         parse_lines(text, HEX_DIGITS, label, numbers, keys, odd)
     odd = odd[:malformed].copy()  # and not the room for more
     rejected = RejectedLines(file, odd[:, 2] + 1, lambda i: _reject(block[odd[i, 0] : odd[i, 1]]))
-    return RawRows(
-        label[:n].astype(np.float32), numbers[:n], keys[:, :n].T, rejected=rejected, missing=_MISSING
-    )  # fmt: skip
+    return RawRows(label[:n].astype(np.float32), numbers[:n], keys[:, :n].T, rejected=rejected, missing=_MISSING)
 
 
 def _reject(line: bytes) -> tuple[str, str]:

@@ -56,8 +56,10 @@ class DelimitedFile:
         if columns is not None:
             if len(columns) != len(self.names):
                 hint = f"; give --delimiter {other}" if (other := self.other_delimiter) else ""
-                raise UserError(f"{source.name}: the first line has {len(self.names)} values between {self.shown}, "
-                                f"but --columns names {len(columns)} columns{hint}")  # fmt: skip
+                raise UserError(
+                    f"{source.name}: the first line has {len(self.names)} values between {self.shown}, "
+                    f"but --columns names {len(columns)} columns{hint}"
+                )
             self._columns, self.names = list(columns), tuple(columns)
         self.most_rows = source.size // max(1, len(self.names)) + 1 if source.plain else 2**62
 
@@ -120,8 +122,10 @@ class DelimitedFile:
         self._check_encoding(lines, 0)
         values = lines.partition(b"\n")[0].count(self._delimiter) + 1
         if values > MOST_COLUMNS:  # each of which takes some KiB in Arrow's parser
-            raise UserError(f"{self.input.name}: the first line has {values:,} values between {self.shown}, more than "
-                            f"{MOST_COLUMNS:,}; is the delimiter another one? See --delimiter")  # fmt: skip
+            raise UserError(
+                f"{self.input.name}: the first line has {values:,} values between {self.shown}, more than "
+                f"{MOST_COLUMNS:,}; is the delimiter another one? See --delimiter"
+            )
         try:
             return tuple(self._read(self._plain(lines), None, None, lambda row: "skip").schema.names)
         except pa.ArrowInvalid as error:
@@ -131,15 +135,19 @@ class DelimitedFile:
         try:
             text.decode()
         except UnicodeDecodeError as error:
-            raise UserError(f"{self.input.name}: byte {offset + error.start:,} or near is not UTF-8; "
-                            "convert the file, such as with iconv -f latin1 -t utf-8") from None  # fmt: skip
+            raise UserError(
+                f"{self.input.name}: byte {offset + error.start:,} or near is not UTF-8; "
+                "convert the file, such as with iconv -f latin1 -t utf-8"
+            ) from None
 
     def _plain(self, text: bytes) -> bytes:
         """Return text for Arrow's parser: one byte for each delimiter, and an end of the last line."""
         if len(self._delimiter) > 1:
             if _STAND_IN in text:
-                raise UserError(f"{self.input.name}: the file has the character 1F (hexadecimal), so that a delimiter "
-                                "of several characters cannot be read")  # fmt: skip
+                raise UserError(
+                    f"{self.input.name}: the file has the character 1F (hexadecimal), so that a delimiter "
+                    "of several characters cannot be read"
+                )
             text = text.replace(self._delimiter, _STAND_IN)
         return text if text.endswith(b"\n") else text + b"\n"  # without which a row alone is not taken for one
 
@@ -149,19 +157,25 @@ class DelimitedFile:
             BytesIO(text),
             read_options=csv.ReadOptions(column_names=names, use_threads=False, block_size=len(text) + 1),
             parse_options=csv.ParseOptions(
-                delimiter=delimiter.decode(), quote_char='"' if self._quotes else False,
-                newlines_in_values=self._quotes, invalid_row_handler=on_invalid,
+                delimiter=delimiter.decode(),
+                quote_char='"' if self._quotes else False,
+                newlines_in_values=self._quotes,
+                invalid_row_handler=on_invalid,
             ),
             convert_options=csv.ConvertOptions(
-                include_columns=list(used or ()), column_types=dict.fromkeys(used or (), pa.string()),
-                strings_can_be_null=False, check_utf8=False,
+                include_columns=list(used or ()),
+                column_types=dict.fromkeys(used or (), pa.string()),
+                strings_can_be_null=False,
+                check_utf8=False,
             ),
-        )  # fmt: skip
+        )
 
     def _too_long(self, most: int | None = None) -> UserError:
         most = LONGEST * BLOCK_BYTES if most is None else most
-        return UserError(f"{self.input.name}: a row is longer than {most} bytes; are there {self.shown} between "
-                         "values, and quotes as in CSV? See --delimiter and --no-quotes")  # fmt: skip
+        return UserError(
+            f"{self.input.name}: a row is longer than {most} bytes; are there {self.shown} between "
+            "values, and quotes as in CSV? See --delimiter and --no-quotes"
+        )
 
     def _unreadable(self, error: str) -> UserError:
         if "Empty CSV" in error:
@@ -237,5 +251,7 @@ class _RowEnds:
         if self._offset:
             with self._source.open() as stream:
                 before = sum(piece.count(b"\n") for piece in stream.pieces(self._offset))
-        raise UserError(f"{self._source.name}, line {before + opened}: the quotes that begin here are never closed; "
-                        "if quotes are ordinary characters, give --no-quotes")  # fmt: skip
+        raise UserError(
+            f"{self._source.name}, line {before + opened}: the quotes that begin here are never closed; "
+            "if quotes are ordinary characters, give --no-quotes"
+        )

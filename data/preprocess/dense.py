@@ -181,6 +181,8 @@ def _rounded(scaled: Numbers, names: tuple[str, ...]) -> npt.NDArray[np.float32]
     wrong = np.argwhere(~np.isfinite(rounded))
     if len(wrong):
         row, column = wrong[0]
-        raise UserError(f"column {names[column]!r}: a number is {scaled[row, column]:.3g} when scaled, which float32 "
-                        "cannot hold; leave such rows out, or use --dense log")  # fmt: skip
+        raise UserError(
+            f"column {names[column]!r}: a number is {scaled[row, column]:.3g} when scaled, which float32 "
+            "cannot hold; leave such rows out, or use --dense log"
+        )
     return rounded

@@ -29,8 +29,9 @@ def earlier_of(arguments: argparse.Namespace) -> Earlier | None:
         raise UserError(f"--threshold has no effect with --vocabulary {folder}, whose ids are hashed; leave it out")
     if arguments.hash_buckets not in (None, earlier.buckets):
         there = "a vocabulary" if earlier.buckets is None else f"{earlier.buckets} buckets"
-        raise UserError(f"--hash-buckets {arguments.hash_buckets}: {folder} has {there}, whose ids --vocabulary keeps; "
-                        "leave it out")  # fmt: skip
+        raise UserError(
+            f"--hash-buckets {arguments.hash_buckets}: {folder} has {there}, whose ids --vocabulary keeps; leave it out"
+        )
     return earlier
 
 

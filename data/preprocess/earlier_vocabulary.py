@@ -82,8 +82,10 @@ class Earlier:
         ):
             if here != there:
                 one, other = (short(value or "none", _SHOWN) for value in (here, there))
-                raise UserError(f"{what}: {one} here, but {other} in {self.folder}, whose columns, ids and scaling "
-                                "--vocabulary keeps; give the same")  # fmt: skip
+                raise UserError(
+                    f"{what}: {one} here, but {other} in {self.folder}, whose columns, ids and scaling "
+                    "--vocabulary keeps; give the same"
+                )
         if buckets is not None and HashBuckets(buckets, theirs).schema != mine:
             raise UserError(f"{self.folder}: its ids are not those of {buckets:,} hash buckets; preprocess it again")
 
@@ -211,12 +213,14 @@ def _identity(folder: Path, found: Manifest, schema: Schema) -> str:
         vocabulary = checksum(folder / found.vocabulary)
     names = ("dense_max", "dense_mean", "dense_deviation")
     scaling = {name: found.statistics[name] for name in names if name in found.statistics}
-    return json_checksum({
-        "schema": schema.as_json(),
-        "vocabulary": vocabulary,
-        "scaling": [found.options["dense"], scaling],
-        "preset": found.options.get("preset") == "table",
-    })  # fmt: skip
+    return json_checksum(
+        {
+            "schema": schema.as_json(),
+            "vocabulary": vocabulary,
+            "scaling": [found.options["dense"], scaling],
+            "preset": found.options.get("preset") == "table",
+        }
+    )
 
 
 def _listed(columns: Any) -> str:
@@ -259,6 +263,8 @@ def growth(found: Manifest) -> list[str]:
     shares = found.statistics.get(KNOWN_SHARES)
     for name, share in shares.items() if isinstance(shares, dict) else ():
         if isinstance(share, int | float) and share < _FEW:
-            lines.append(f"ids      {short(name)}: {share:.1%} of its training uses are of values that {path} knows; "
-                         "are they written in another way there?")  # fmt: skip
+            lines.append(
+                f"ids      {short(name)}: {share:.1%} of its training uses are of values that {path} knows; "
+                "are they written in another way there?"
+            )
     return lines

@@ -232,8 +232,10 @@ class Encoding:
             found = known.find_few(spaces, texts)  # type: ignore[arg-type]
         except UnicodeEncodeError:
             return None
-        if any(self._written[space].kind not in ("text", "unknown") and number < 0
-               for space, text, number in zip(spaces, texts, found.tolist(), strict=True)):  # fmt: skip
+        if any(
+            self._written[space].kind not in ("text", "unknown") and number < 0
+            for space, text, number in zip(spaces, texts, found.tolist(), strict=True)
+        ):
             return None  # it may be written in another way than in training
         oov = np.array([self._spaces[column.space].oov for column in columns])[:, None]
         ids = found.reshape(len(columns), n)
@@ -291,14 +293,19 @@ class Encoding:
             several = np.flatnonzero((ids >= 0) & (these >= 0) & ~verbatim)
             if len(several):
                 shown = found.fallback[int(several[0])].as_py()
-                raise WrongValueError(int(several[0]), f"{shown} was written in several ways in training, each with an "
-                                      "id of its own; give it as text, written as then")  # fmt: skip
+                raise WrongValueError(
+                    int(several[0]),
+                    f"{shown} was written in several ways in training, each with an "
+                    "id of its own; give it as text, written as then",
+                )
             ids = np.where(ids < 0, these, ids)
         unknown = np.flatnonzero(found.doubtful & (ids < 0))
         if len(unknown):
             shown = found.fallback[int(unknown[0])].as_py()
-            raise WrongValueError(int(unknown[0]), f"{shown} may have been written in another way in training; give it "
-                                  "as text, written as then")  # fmt: skip
+            raise WrongValueError(
+                int(unknown[0]),
+                f"{shown} may have been written in another way in training; give it as text, written as then",
+            )
         return np.where(ids < 0, self._spaces[column.space].oov, ids), missing
 
 

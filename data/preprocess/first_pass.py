@@ -35,9 +35,16 @@ class FirstPass:
     """
 
     def __init__(
-        self, source: Source, work: Work, *, test_fraction: float | None, seed: int, hashed: HashBuckets | None,
-        shards: ShardMemory, survey: Survey | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        source: Source,
+        work: Work,
+        *,
+        test_fraction: float | None,
+        seed: int,
+        hashed: HashBuckets | None,
+        shards: ShardMemory,
+        survey: Survey | None = None,
+    ) -> None:
         self._source, self._work, self._shards = source, work, shards
         self._fraction, self._key, self._hashed = test_fraction, key64(seed, "test split"), hashed
         self.facts: list[Facts] = []  # of the pieces that are written

@@ -16,8 +16,11 @@ def add_table(to: argparse.ArgumentParser) -> None:
         to.add_argument(flag, action="append", metavar=metavar, help=text)
 
     to.add_argument("--label", metavar="NAME", help="the column with the label: 0 or 1, true or false")
-    to.add_argument("--positive", metavar="RULE", help=
-        "labels that are positive, if not 1 or true: '>3', '>=3', '<3', '<=3', '!=no' or a value")  # fmt: skip
+    to.add_argument(
+        "--positive",
+        metavar="RULE",
+        help="labels that are positive, if not 1 or true: '>3', '>=3', '<3', '<=3', '!=no' or a value",
+    )
     add("--numeric", "NAMES", "columns of numbers, by commas")
     add("--categorical", "NAMES", "columns of values that become ids, by commas")
     add("--bag", "NAME=SEP", "a column with any number of values: text split by SEP, or a list in Parquet and Arrow")
@@ -30,8 +33,11 @@ def add_table(to: argparse.ArgumentParser) -> None:
 def add_split(to: argparse.ArgumentParser) -> None:
     """Add the flags that say which rows are for testing, instead of --test-fraction."""
     to.add_argument("--test-column", metavar="NAME=VALUE", help="rows whose column has this value are for testing")
-    to.add_argument("--test-after", metavar="NAME=VALUE",
-                    help="rows whose column has a larger number or a later time are for testing")  # fmt: skip
+    to.add_argument(
+        "--test-after",
+        metavar="NAME=VALUE",
+        help="rows whose column has a larger number or a later time are for testing",
+    )
 
 
 def add_earlier(to: argparse.ArgumentParser) -> None:
@@ -42,8 +48,11 @@ def add_earlier(to: argparse.ArgumentParser) -> None:
         metavar="FROM",
         help="an earlier data set, whose ids, columns and scaling are kept; new values get ids after the earlier ones",
     )
-    to.add_argument("--frozen-vocabulary", action="store_true",
-                    help="with --vocabulary: new values get no ids, and are out of vocabulary")  # fmt: skip
+    to.add_argument(
+        "--frozen-vocabulary",
+        action="store_true",
+        help="with --vocabulary: new values get no ids, and are out of vocabulary",
+    )
 
 
 def add_looking(to: Any) -> None:

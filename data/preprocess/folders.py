@@ -100,8 +100,10 @@ def _refuse_two_forms(files: Sequence[Path]) -> None:
         plain = file.with_suffix("") if file.suffix.lower() in COMPRESSED else file
         first = seen.setdefault(plain, file)
         if first != file:
-            raise UserError(f"{first} and {file} are the same rows, as their names say; remove one of them, or name "
-                            "the files that are meant")  # fmt: skip
+            raise UserError(
+                f"{first} and {file} are the same rows, as their names say; remove one of them, or name "
+                "the files that are meant"
+            )
 
 
 def _look_for_twice(files: Sequence[Path]) -> None:

@@ -24,10 +24,16 @@ def _examples() -> dict[int, str]:
     """Return an example of each form."""
     times = ["23:59", "23:59:58", *(f"23:59:58.{'123456789'[:digits]}" for digits in range(1, 10))]
     found = {
-        kernel.EMPTY: "", kernel.TEXT: "text", kernel.INTEGER: "1", kernel.NUMBER: "1e5",
-        kernel.LARGE_FLOAT: "1e+16", kernel.TITLE: "True", kernel.LOWER: "true", kernel.UPPER: "TRUE",
+        kernel.EMPTY: "",
+        kernel.TEXT: "text",
+        kernel.INTEGER: "1",
+        kernel.NUMBER: "1e5",
+        kernel.LARGE_FLOAT: "1e+16",
+        kernel.TITLE: "True",
+        kernel.LOWER: "true",
+        kernel.UPPER: "TRUE",
         kernel.DATE: "2024-12-31",
-    }  # fmt: skip
+    }
     for digits in range(1, kernel.MOST_DIGITS + 1):
         found[kernel.WHOLE + digits] = "1." + "0" * digits
         found[kernel.FRACTION + digits] = "0." + "0" * (digits - 1) + "5"
@@ -45,10 +51,15 @@ def _examples() -> dict[int, str]:
 EXAMPLES = _examples()
 _BY_EXAMPLE = {example: form for form, example in EXAMPLES.items()}
 BOOLS = frozenset({kernel.TITLE, kernel.LOWER, kernel.UPPER})
-NUMBERS = frozenset({
-    kernel.INTEGER, kernel.NUMBER, kernel.LARGE_FLOAT, *range(kernel.PADDED + 2, kernel.FORMS),
-    *(start + digits for start in (kernel.WHOLE, kernel.FRACTION) for digits in range(1, kernel.MOST_DIGITS + 1)),
-})  # fmt: skip
+NUMBERS = frozenset(
+    {
+        kernel.INTEGER,
+        kernel.NUMBER,
+        kernel.LARGE_FLOAT,
+        *range(kernel.PADDED + 2, kernel.FORMS),
+        *(start + digits for start in (kernel.WHOLE, kernel.FRACTION) for digits in range(1, kernel.MOST_DIGITS + 1)),
+    }
+)
 TIMESTAMPS = frozenset({kernel.DATE, *range(kernel.TIMESTAMP, kernel.TIME)})
 TIMES = frozenset(range(kernel.TIME, kernel.MISSING))
 MISSING = frozenset({kernel.EMPTY, *range(kernel.MISSING, kernel.PADDED + 2)})
@@ -138,9 +149,7 @@ def names_of(forms: Iterable[int]) -> list[str]:
 
 def from_json(content: Mapping[str, Any]) -> Written:
     """Return what `as_json` gave; forms that this version does not know are text."""
-    return Written(
-        frozenset(_BY_EXAMPLE.get(name, kernel.TEXT) for name in content["forms"]), tuple(content["types"])
-    )  # fmt: skip
+    return Written(frozenset(_BY_EXAMPLE.get(name, kernel.TEXT) for name in content["forms"]), tuple(content["types"]))
 
 
 def forms_in(texts: pa.Array) -> frozenset[int]:

@@ -73,10 +73,16 @@ class Totals:
             return np.zeros(n, np.int64)
 
         return Totals(
-            positive=zeros(PLACES), rows=zeros(PLACES),
-            zeros=zeros(dense), sums=np.zeros(dense), low=np.full(dense, np.inf), high=np.full(dense, -np.inf),
-            uses=zeros(columns), out=zeros(columns), seen=zeros(columns),
-        )  # fmt: skip
+            positive=zeros(PLACES),
+            rows=zeros(PLACES),
+            zeros=zeros(dense),
+            sums=np.zeros(dense),
+            low=np.full(dense, np.inf),
+            high=np.full(dense, -np.inf),
+            uses=zeros(columns),
+            out=zeros(columns),
+            seen=zeros(columns),
+        )
 
     def add(self, other: "Totals") -> None:
         """Add those of other rows."""

@@ -18,8 +18,10 @@ def lines_of(info: Information) -> Iterator[str]:
     """Return what is in a data set, as lines."""
     found = info.found
     ids = f"{found.schema.rows:,} ids" + ", hashed" * info.hashed
-    yield f"data     {info.folder}: {counted(len(found.schema.dense), 'numeric column')}, " \
-          f"{counted(len(found.schema.columns), 'column')} with ids, {ids}"  # fmt: skip
+    yield (
+        f"data     {info.folder}: {counted(len(found.schema.dense), 'numeric column')}, "
+        f"{counted(len(found.schema.columns), 'column')} with ids, {ids}"
+    )
     yield from growth(found)
     yield ""
     yield f"{'split':<8}{'rows':>16}{'shards':>9}{'on disk':>12}{'label mean':>13}"

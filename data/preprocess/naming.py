@@ -30,5 +30,7 @@ def about_blanks(name: str, names: Sequence[str]) -> str:
     found = next((one for one in names if one != name and one.strip() == name.strip()), None)
     if found is None:
         return ""
-    return f"; {short(found, _EACH)!r} differs by blanks: take them out of the file, or give the name with them, as " \
-           f"'{short(chr(34) + found + chr(34), _EACH)}'"  # fmt: skip
+    return (
+        f"; {short(found, _EACH)!r} differs by blanks: take them out of the file, or give the name with them, as "
+        f"'{short(chr(34) + found + chr(34), _EACH)}'"
+    )

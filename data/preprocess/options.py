@@ -56,14 +56,20 @@ def add_options(to: argparse.ArgumentParser, default: Options | None = None) -> 
         metavar="F",
         help=f"part of the rows that is for testing, 0 for none (default {default.test_fraction})",
     )
-    to.add_argument("--rows-per-shard", type=int, metavar="N",
-                    help=f"most rows in one file (default {default.rows_per_shard})")  # fmt: skip
+    to.add_argument(
+        "--rows-per-shard", type=int, metavar="N", help=f"most rows in one file (default {default.rows_per_shard})"
+    )
 
 
 def add_seed(to: argparse.ArgumentParser, default: int | None) -> None:
     """Add --seed."""
-    to.add_argument("--seed", type=int, metavar="N", default=default,
-                    help=f"of the test split and of synthetic rows (default {Options().seed})")  # fmt: skip
+    to.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        default=default,
+        help=f"of the test split and of synthetic rows (default {Options().seed})",
+    )
 
 
 def options_from(arguments: argparse.Namespace, **defaults: object) -> Options:

@@ -78,9 +78,7 @@ class RawRows:
         keys = np.empty((self.keys.shape[1], len(rows)), np.int64)
         for i, column in enumerate(keys):
             np.take(self.keys[:, i], rows, out=column)
-        return RawRows(
-            self.label[rows], self.numbers[rows], keys.T, bags, texts=self.texts, missing=self.missing
-        )  # fmt: skip
+        return RawRows(self.label[rows], self.numbers[rows], keys.T, bags, texts=self.texts, missing=self.missing)
 
 
 class Place(NamedTuple):

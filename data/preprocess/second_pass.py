@@ -31,9 +31,13 @@ def numbers_of(piece: Piece, columns: int) -> npt.NDArray[np.float64]:
 
 
 def learn(
-    paths: Sequence[Path], facts: Sequence[Facts], layout: Layout, scaling: Scaling, vocabulary: Vocabulary | None,
+    paths: Sequence[Path],
+    facts: Sequence[Facts],
+    layout: Layout,
+    scaling: Scaling,
+    vocabulary: Vocabulary | None,
     workers: Workers,
-) -> None:  # fmt: skip
+) -> None:
     """Let a scaling and a vocabulary take in all training rows, in order; each space on a thread of its own."""
     kinds = 1 + (len(layout.spaces) if vocabulary is not None else 0)
     stop = Event()  # so that Ctrl-C, or an error in one space, waits for a piece and not for all of them
@@ -111,9 +115,16 @@ def shards_of(facts: Sequence[Facts], split: int, rows_per_shard: int) -> Iterat
 
 
 def rows_of(
-    ranges: Sequence[Range], split: int, paths: Sequence[Path], facts: Sequence[Facts], schema: Schema, layout: Layout,
-    scaling: Scaling, *, hashed: bool,
-) -> Rows:  # fmt: skip
+    ranges: Sequence[Range],
+    split: int,
+    paths: Sequence[Path],
+    facts: Sequence[Facts],
+    schema: Schema,
+    layout: Layout,
+    scaling: Scaling,
+    *,
+    hashed: bool,
+) -> Rows:
     """Return the rows of a shard: their values' ids, their numbers scaled."""
     n, columns = sum(one.stop - one.start for one in ranges), len(layout.ids)
     label = np.empty(n, np.float32)

@@ -57,8 +57,10 @@ def _with_missing(found: Texts, missing: Mask, written: Written) -> Texts:
     if not missing.any():
         return found
     if written.missing is None:
-        raise WrongValueError(int(np.flatnonzero(missing)[0]), "it is missing, which was written in several ways in "
-                                                               "training; give the text that it was then")  # fmt: skip
+        raise WrongValueError(
+            int(np.flatnonzero(missing)[0]),
+            "it is missing, which was written in several ways in training; give the text that it was then",
+        )
     mask, word = pa.array(missing), pa.scalar(written.missing)
     texts = [pc.if_else(mask, word, found.texts[0]), *(pc.if_else(mask, None, each) for each in found.texts[1:])]
     return Texts(texts, pc.if_else(mask, word, found.fallback), found.doubtful & ~missing)
@@ -75,16 +77,20 @@ def require_type(found: pa.DataType, written: Written) -> None:
         "other": bool(written.forms & (TIMES if pa.types.is_time(found) else TIMESTAMPS)),
     }
     if not right[kind]:
-        raise WrongTypeError(f"is of type {found} here, and its values were {written.shown} in training; give it as "
-                             f"{'that' if written.is_typed else 'text, written as then'}")  # fmt: skip
+        raise WrongTypeError(
+            f"is of type {found} here, and its values were {written.shown} in training; give it as "
+            f"{'that' if written.is_typed else 'text, written as then'}"
+        )
 
 
 def _require_one(found: Texts, of: pa.DataType, written: Written) -> None:
     """Raise WrongTypeError where a value may be several of training's, and no vocabulary tells which."""
     several = sum(each.is_valid().to_numpy(zero_copy_only=False).astype(np.int32) for each in found.texts) > 1
     if several.any() or found.doubtful.any():
-        raise WrongTypeError(f"is of type {of} here, and its values were {written.shown} in training, which of them a "
-                             "value is cannot be told; give it as text, written as then")  # fmt: skip
+        raise WrongTypeError(
+            f"is of type {of} here, and its values were {written.shown} in training, which of them a "
+            "value is cannot be told; give it as text, written as then"
+        )
 
 
 def _of_text(values: pa.StringArray, written: Written, *, hashed: bool) -> Texts:
@@ -159,8 +165,10 @@ def _timestamps_in(values: pa.Array, forms: Any, unlike: Mask, written: Written)
     def joined(arrays: list[pa.Array]) -> pa.Array:
         return pa.concat_arrays(arrays).take(pa.array(order))
 
-    texts = [joined([part.texts[i] if i < len(part.texts) else pa.nulls(len(part.fallback), pa.string())
-                     for part in parts]) for i in range(n)]  # fmt: skip
+    texts = [
+        joined([part.texts[i] if i < len(part.texts) else pa.nulls(len(part.fallback), pa.string()) for part in parts])
+        for i in range(n)
+    ]
     doubtful = np.concatenate([part.doubtful for part in parts])[order]
     return chosen, Texts(texts, joined([part.fallback for part in parts]), doubtful)
 
@@ -200,8 +208,10 @@ def _of_numbers(values: pa.Array, written: Written) -> Texts:
     if pa.types.is_floating(values.type):
         arrow.whole_numbers_below_limit(values)
         numbers = values.to_numpy(zero_copy_only=False)
-        texts = [None if np.isnan(number) else _shortest(np.format_float_positional(number, unique=True, trim="-"))
-                 for number in numbers]  # fmt: skip
+        texts = [
+            None if np.isnan(number) else _shortest(np.format_float_positional(number, unique=True, trim="-"))
+            for number in numbers
+        ]
     else:
         texts = values.cast(pa.string()).to_pylist()
         if pa.types.is_decimal(values.type):
@@ -209,12 +219,15 @@ def _of_numbers(values: pa.Array, written: Written) -> Texts:
     if written.kind == "bool":
         wrong = [i for i, text in enumerate(texts) if text not in (None, "0", "1")]
         if wrong:
-            raise WrongValueError(wrong[0], f"{texts[wrong[0]]} is neither true nor false, and its values were "
-                                            f"{written.shown} in training")  # fmt: skip
+            raise WrongValueError(
+                wrong[0],
+                f"{texts[wrong[0]]} is neither true nor false, and its values were {written.shown} in training",
+            )
         return _of_bools(pa.array([None if text is None else text == "1" for text in texts], pa.bool_()), written)
     fraction = next((i for i, text in enumerate(texts) if text is not None and "." in text), None)
-    if fraction is not None and not any(form > kernel.FRACTION and form <= kernel.FRACTION + kernel.MOST_DIGITS
-                                        for form in written.forms):  # fmt: skip
+    if fraction is not None and not any(
+        form > kernel.FRACTION and form <= kernel.FRACTION + kernel.MOST_DIGITS for form in written.forms
+    ):
         raise WrongValueError(fraction, f"{texts[fraction]} is not a whole number; a categorical value is one, or text")
     return _numbers(pa.array(texts, pa.string()), written)
 
@@ -268,24 +281,34 @@ def _of_times(values: pa.Array, written: Written, shown: str | None = None) -> T
     require_type(values.type, written)
     if pa.types.is_time(values.type):
         return time_texts(values.cast(pa.string()), written.forms)
-    zoned = any(kernel.TIMESTAMP <= form < kernel.TIME and (form - kernel.TIMESTAMP) % kernel.ZONES
-                for form in written.forms)  # fmt: skip
-    naive = any(form == kernel.DATE or (kernel.TIMESTAMP <= form < kernel.TIME
-                and (form - kernel.TIMESTAMP) % kernel.ZONES == 0) for form in written.forms)  # fmt: skip
+    zoned = any(
+        kernel.TIMESTAMP <= form < kernel.TIME and (form - kernel.TIMESTAMP) % kernel.ZONES for form in written.forms
+    )
+    naive = any(
+        form == kernel.DATE
+        or (kernel.TIMESTAMP <= form < kernel.TIME and (form - kernel.TIMESTAMP) % kernel.ZONES == 0)
+        for form in written.forms
+    )
     zone = getattr(values.type, "tz", None)
     if zone is not None and not zoned:
-        raise WrongTypeError(f"{shown or f'is of type {values.type} here, which'} has a time zone, and its values had "
-                             "none in training; give it without one")  # fmt: skip
+        raise WrongTypeError(
+            f"{shown or f'is of type {values.type} here, which'} has a time zone, and its values had "
+            "none in training; give it without one"
+        )
     if zone is None and not naive:
-        raise WrongTypeError(f"{shown or f'is of type {values.type} here, which'} has no time zone, and its values had "
-                             "one in training; give it with one")  # fmt: skip
+        raise WrongTypeError(
+            f"{shown or f'is of type {values.type} here, which'} has no time zone, and its values had "
+            "one in training; give it with one"
+        )
     return timestamp_texts(values, written)
 
 
 def large_float(shown: str) -> str:
     """Return what is wrong with a float that may stand for several integers."""
-    return (f"{shown} is a float of 2^53 or more, which may stand for several whole numbers; write the column as "
-            "integers, or as text of such")  # fmt: skip
+    return (
+        f"{shown} is a float of 2^53 or more, which may stand for several whole numbers; write the column as "
+        "integers, or as text of such"
+    )
 
 
 _LARGEST_EXPONENT = 400  # of ten; a float's are smaller

@@ -28,14 +28,66 @@ CHUNK_ROWS = 1 << 16
 _SQRT_12 = math.sqrt(12.0)
 
 # Distinct values per categorical field of Criteo's Kaggle set, and how often the field is empty there.
-CARDINALITIES = np.array([
-    1460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5_683, 8_351_593, 3_194,
-    27, 14_992, 5_461_306, 10, 5_652, 2_173, 4, 7_046_547, 18, 15, 286_181, 105, 142_572,
-])  # fmt: skip
-EMPTY_RATES = np.array([
-    0, 0, 0.03, 0.03, 0, 0.12, 0, 0, 0, 0, 0, 0.03, 0,
-    0, 0, 0.03, 0, 0, 0.44, 0.44, 0.03, 0.76, 0, 0.03, 0.44, 0.44,
-])  # fmt: skip
+CARDINALITIES = np.array(
+    [
+        1460,
+        583,
+        10_131_227,
+        2_202_608,
+        305,
+        24,
+        12_517,
+        633,
+        3,
+        93_145,
+        5_683,
+        8_351_593,
+        3_194,
+        27,
+        14_992,
+        5_461_306,
+        10,
+        5_652,
+        2_173,
+        4,
+        7_046_547,
+        18,
+        15,
+        286_181,
+        105,
+        142_572,
+    ]
+)
+EMPTY_RATES = np.array(
+    [
+        0,
+        0,
+        0.03,
+        0.03,
+        0,
+        0.12,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0.03,
+        0,
+        0,
+        0,
+        0.03,
+        0,
+        0,
+        0.44,
+        0.44,
+        0.03,
+        0.76,
+        0,
+        0.03,
+        0.44,
+        0.44,
+    ]
+)
 ZIPF_EXPONENT = 1.1
 # The integer columns: log-normal with these medians, shifted down, and how often they are missing.
 MEDIANS = np.array([2, 8, 7, 5, 3000, 40, 4, 8, 40, 1, 2, 1, 5])

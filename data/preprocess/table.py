@@ -57,8 +57,10 @@ class TableOptions:
         for name, owner in self.share:
             for one in (name, owner):
                 if one not in with_ids:
-                    raise UserError(f"--share {name}={owner}: {one!r} is not a column of --categorical or --bag, which "
-                                    f"are {listed(with_ids)}")  # fmt: skip
+                    raise UserError(
+                        f"--share {name}={owner}: {one!r} is not a column of --categorical or --bag, which "
+                        f"are {listed(with_ids)}"
+                    )
             if name == owner or owner in owners:
                 raise UserError(f"--share {name}={owner}: {owner!r} has no ids of its own; name the column that has")
         if len(owners) < len(self.share):
@@ -195,8 +197,10 @@ class Table:
             raise
         except pa.ArrowException as error:  # which nobody has thought of
             kind = short(file.type_of(name))
-            raise UserError(f"{file.input.name}, column {name!r}: its values, of type {kind}, cannot be read "
-                            f"({short(error)}); write them as another type, such as text") from error  # fmt: skip
+            raise UserError(
+                f"{file.input.name}, column {name!r}: its values, of type {kind}, cannot be read "
+                f"({short(error)}); write them as another type, such as text"
+            ) from error
         if hashed:
             texts_of, missing = None, dict.fromkeys(layout.spaces, int(hash_texts(*_NOTHING).view(np.int64)[0]))
         else:
@@ -204,11 +208,9 @@ class Table:
             missing = {space: int(values.find(*_NOTHING)[0]) for space, values in seen.items()}
         return RawRows(
             label, numbers, ids.T, tuple(bags), chunk.rejected, test, texts=texts_of, missing=missing, forms=forms
-        )  # fmt: skip
+        )
 
-    def _forms(
-        self, name: str, file: TableFile, codes: arrow.Codes | None, texts: pa.StringArray
-    ) -> frozenset[int]:  # fmt: skip
+    def _forms(self, name: str, file: TableFile, codes: arrow.Codes | None, texts: pa.StringArray) -> frozenset[int]:
         """Return how a column's values are written.
 
         codes  which of the texts each row has; None: nobody knows
@@ -227,9 +229,13 @@ class Table:
             number = int(np.flatnonzero(each == wrong)[0])
             row = 0 if codes is None else int(np.flatnonzero(codes == number)[0])
             shown = texts[number].as_py()
-            raise WrongValueError(row, large_float(shown) if wrong == LARGE_FLOAT else
-                                  f"it is text such as {shown!r} here, and {where}, so that a value would be two; "
-                                  "write it alike in both")  # fmt: skip
+            raise WrongValueError(
+                row,
+                large_float(shown)
+                if wrong == LARGE_FLOAT
+                else f"it is text such as {shown!r} here, and {where}, so that a value would be two; "
+                "write it alike in both",
+            )
         return forms
 
     @cached_property
@@ -261,8 +267,10 @@ class Table:
             point = next((number for number, each in some.items() if WHOLE + 1 in each and INTEGER not in each), None)
             if plain is not None and point is not None:
                 names = [self._files[number].input.name for number in (plain, point)]
-                note(f"column {column.name!r} has numbers such as '1' in {names[0]} and '1.0' in {names[1]}, which are "
-                     "two values; write it alike in both if they mean the same")  # fmt: skip
+                note(
+                    f"column {column.name!r} has numbers such as '1' in {names[0]} and '1.0' in {names[1]}, which are "
+                    "two values; write it alike in both if they mean the same"
+                )
         return found
 
     def _hint(self, name: str) -> str:
@@ -297,12 +305,16 @@ class Table:
             return
         first, before, where, column = self._types.setdefault(owner, (written, found, file, name))
         if written != first and column == name:
-            raise UserError(f"column {name!r} is of type {short(before)} in {where.input.name} and {short(found)} in "
-                            f"{file.input.name}, so that a value would be two; cast it in one of them")  # fmt: skip
+            raise UserError(
+                f"column {name!r} is of type {short(before)} in {where.input.name} and {short(found)} in "
+                f"{file.input.name}, so that a value would be two; cast it in one of them"
+            )
         if written != first and arrow.TEXT_OR_WHOLE not in (written, first):
-            raise UserError(f"columns {column!r} and {name!r} share their ids, and are of type {short(before)} in "
-                            f"{where.input.name} and {short(found)} in {file.input.name}, so that a value would be "
-                            "two; cast one of them")  # fmt: skip
+            raise UserError(
+                f"columns {column!r} and {name!r} share their ids, and are of type {short(before)} in "
+                f"{where.input.name} and {short(found)} in {file.input.name}, so that a value would be "
+                "two; cast one of them"
+            )
 
     def _about_headers(self, file: TableFile) -> str:
         if not isinstance(file, DelimitedFile) or self._options.columns is not None:
@@ -319,8 +331,10 @@ class Table:
         if kind == "list" and name in self._options.split():
             return f"it is of type {shown}, a list; --test-column and --test-after take a column with a value a row"
         if name == self._options.label and kind == "other" and self._positive is not None and self._positive.orders:
-            return (f"it is of type {shown}, and --positive {self._options.positive} compares numbers; make it a "
-                    "number, or a column of 0 and 1")  # fmt: skip
+            return (
+                f"it is of type {shown}, and --positive {self._options.positive} compares numbers; make it a "
+                "number, or a column of 0 and 1"
+            )
         if name in bags:
             if kind != "list" and bags[name] is None:
                 return f"it is of type {shown}, not a list; say what separates its values, such as --bag '{name}=|'"

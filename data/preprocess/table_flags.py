@@ -26,10 +26,13 @@ def options_of(arguments: argparse.Namespace, earlier: Earlier | None = None) ->
         "positive": arguments.positive,
         "numeric": _names(arguments.numeric),
         "categorical": _names(arguments.categorical),
-        "bags": tuple((name, separator or (None if "=" not in text else "")) for text in arguments.bag or ()
-                      for name, _, separator in [text.partition("=")]),
+        "bags": tuple(
+            (name, separator or (None if "=" not in text else ""))
+            for text in arguments.bag or ()
+            for name, _, separator in [text.partition("=")]
+        ),
         "share": tuple(_pair("--share", text) for text in arguments.share or ()),
-    }  # fmt: skip
+    }
     if earlier is not None:
         what = earlier_flags.columns(what, earlier)
     elif arguments.label is None:
@@ -49,8 +52,10 @@ def _names(texts: Sequence[str] | None) -> tuple[str, ...]:
     try:
         return tuple(name for text in texts or () for name in next(csv.reader([text], skipinitialspace=True)))
     except csv.Error:
-        raise UserError(f"{', '.join(map(repr, texts or ()))}: these are no names, with commas between them; put one "
-                        "with a comma or a line end in it in double quotes") from None  # fmt: skip
+        raise UserError(
+            f"{', '.join(map(repr, texts or ()))}: these are no names, with commas between them; put one "
+            "with a comma or a line end in it in double quotes"
+        ) from None
 
 
 def _pair(flag: str, text: str) -> tuple[str, str]:

@@ -25,9 +25,12 @@ def newline(piece: bytes) -> int:
 
 
 def whole_lines(
-    source: AnyInput, offset: int, block_bytes: int, too_long: Callable[[], UserError],
+    source: AnyInput,
+    offset: int,
+    block_bytes: int,
+    too_long: Callable[[], UserError],
     last_end: Callable[[bytes], int] = newline,
-) -> Iterator[Lines]:  # fmt: skip
+) -> Iterator[Lines]:
     """Iterate over an input's lines from an offset on, where a line begins.
 
     too_long  the error for a line of more than `LONGEST` blocks

@@ -21,9 +21,10 @@ def rows_for_text(path: Path, group: int, columns: Sequence[Any], rows: int) -> 
     columns  of the group, as its metadata has them: those that are read
     """
     doubtful = [
-        one.path_in_schema for one in columns
+        one.path_in_schema
+        for one in columns
         if one.has_dictionary_page and one.physical_type == "BYTE_ARRAY" and one.total_uncompressed_size > _LARGE
-    ]  # fmt: skip
+    ]
     if not doubtful:
         return rows
     longest = 0

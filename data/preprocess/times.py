@@ -44,8 +44,9 @@ def timestamp_texts(values: pa.Array, written: Written) -> Texts:
         base, fraction = _pieces(pc.utf8_rtrim(utc, "Z"))
         mine = values.cast(pa.timestamp(values.type.unit, written.zone)) if written.zone else values
         here = mine.cast(pa.string())
-        here = pc.if_else(pc.ends_with(here, "Z"), pc.binary_join_element_wise(pc.utf8_rtrim(here, "Z"), "+0000", ""),
-                          here)  # fmt: skip
+        here = pc.if_else(
+            pc.ends_with(here, "Z"), pc.binary_join_element_wise(pc.utf8_rtrim(here, "Z"), "+0000", ""), here
+        )
         local, _ = _pieces(pc.utf8_slice_codeunits(here, 0, -5))
         offset = pc.utf8_slice_codeunits(here, -5)
     else:
@@ -80,8 +81,9 @@ def timestamp_texts(values: pa.Array, written: Written) -> Texts:
     if dates_only:
         wrong = pc.and_(values.is_valid(), found[0].is_null()).to_numpy(zero_copy_only=False)
         if len(rows := np.flatnonzero(wrong)):
-            raise WrongValueError(int(rows[0]), f"{fallback[int(rows[0])].as_py()} has a time, and its values were "
-                                                "dates in training")  # fmt: skip
+            raise WrongValueError(
+                int(rows[0]), f"{fallback[int(rows[0])].as_py()} has a time, and its values were dates in training"
+            )
     offsets = any(
         kernel.TIMESTAMP <= form < kernel.TIME and (form - kernel.TIMESTAMP) % kernel.ZONES >= kernel.COLON
         for form in written.forms
@@ -97,16 +99,18 @@ def time_texts(texts: pa.StringArray, forms: Any) -> Texts:
     base, fraction = _pieces(pc.if_else(short, pc.binary_join_element_wise(dated, ":00", ""), dated))
     found = [
         pc.utf8_slice_codeunits(_with_precision(base, fraction, form - kernel.TIME), 11)
-        for form in sorted(forms) if form >= kernel.TIME
-    ]  # fmt: skip
+        for form in sorted(forms)
+        if form >= kernel.TIME
+    ]
     return Texts(found, texts, np.zeros(len(texts), np.bool_))
 
 
 def _pieces(texts: pa.Array) -> tuple[pa.Array, pa.Array]:
     """Return the part to the second, null where the year has not four digits, and the 9 digits of the fraction."""
     base = pc.utf8_slice_codeunits(texts, 0, _SECONDS)
-    usual = pc.and_(pc.equal(pc.utf8_slice_codeunits(texts, 4, 5), "-"),
-                    pc.equal(pc.utf8_slice_codeunits(texts, 16, 17), ":"))  # fmt: skip
+    usual = pc.and_(
+        pc.equal(pc.utf8_slice_codeunits(texts, 4, 5), "-"), pc.equal(pc.utf8_slice_codeunits(texts, 16, 17), ":")
+    )
     digits = pc.utf8_slice_codeunits(texts, _SECONDS + 1, _SECONDS + 1 + _NANOSECONDS)
     fraction = pc.utf8_rpad(digits, _NANOSECONDS, "0")
     return pc.if_else(usual, base, None), fraction

@@ -123,8 +123,10 @@ class _Table:
         self._file, self._encoding = file, encoding
         self.total = file.input.size
         if missing := [name for name in encoding.columns() if name not in file.names]:
-            raise UserError(f"{file.input.name} has no column {missing[0]!r}; it has {listed(file.names)}"
-                            f"{about_blanks(missing[0], file.names)}")  # fmt: skip
+            raise UserError(
+                f"{file.input.name} has no column {missing[0]!r}; it has {listed(file.names)}"
+                f"{about_blanks(missing[0], file.names)}"
+            )
         if twice := [name for name in encoding.columns() if file.names.count(name) > 1]:
             raise UserError(f"{file.input.name} has {file.names.count(twice[0])} columns of the name {twice[0]!r}")
         label = encoding.schema.label

@@ -48,8 +48,10 @@ class Work:
             entries = _read_journal(self.folder / _JOURNAL)
         if not entries:
             if size := self.left():
-                note(f"unfinished work of another command, or on files that have changed, in {self.folder} "
-                     f"({gib(size)}) is removed")  # fmt: skip
+                note(
+                    f"unfinished work of another command, or on files that have changed, in {self.folder} "
+                    f"({gib(size)}) is removed"
+                )
             self.clear()
             path.write_text(content)
         self.goes_on = recipe is not None
@@ -149,8 +151,10 @@ def claim(out: Path) -> Iterator[Work]:
                 raise
             work._remove()
             if size:
-                note(f"the finished work ({gib(size)}) is not kept: standard input and pipes are read once only, and "
-                     "the same command begins anew; with a file it would go on")  # fmt: skip
+                note(
+                    f"the finished work ({gib(size)}) is not kept: standard input and pipes are read once only, and "
+                    "the same command begins anew; with a file it would go on"
+                )
             raise
         try:
             work._remove()
@@ -182,8 +186,9 @@ def _locked(folder: Path) -> Iterator[None]:
     while lock is None:  # or the folder was removed when the work of who had it was done
         folder.mkdir(exist_ok=True)
         if not _is_work(folder):
-            raise UserError(f"{folder} is where the work would be, but has other files; move them, or choose another "
-                            "--out")  # fmt: skip
+            raise UserError(
+                f"{folder} is where the work would be, but has other files; move them, or choose another --out"
+            )
         lock = _lock(folder)
     with lock:
         yield

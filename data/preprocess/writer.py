@@ -23,9 +23,7 @@ def write_shard(path: Path, rows: Piece, schema: Schema) -> str:
     return write_arrow(path, kinds, _batches(rows, kinds), sha256)
 
 
-def write_arrow(
-    path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], digest: Callable[[], Digest]
-) -> str:  # fmt: skip
+def write_arrow(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], digest: Callable[[], Digest]) -> str:
     """Write an Arrow file, which appears under its name when it is whole; return its checksum."""
     partial = path.with_name(f"{path.name}.partial")
     partial.unlink(missing_ok=True)  # of who was killed

@@ -83,8 +83,10 @@ def main():
     movies = make(arguments.rows, arguments.users, arguments.items, arguments.seed)
     movies.write_csv(arguments.file)
     last = slice(arguments.rows * 9 // 10, None)
-    print(f"{arguments.file}: {arguments.rows:,} rows, best possible AUC {movies.best_auc():.4f}, of the last tenth "
-          f"{movies.best_auc(last):.4f}")  # fmt: skip
+    print(
+        f"{arguments.file}: {arguments.rows:,} rows, best possible AUC {movies.best_auc():.4f}, of the last tenth "
+        f"{movies.best_auc(last):.4f}"
+    )
 
 
 if __name__ == "__main__":

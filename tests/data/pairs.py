@@ -54,17 +54,21 @@ def _berlin(values, unit):
 
 def groups():
     """Return by group and name the same values as arrays of different types."""
-    integers = {str(of): pa.array(_NUMBERS, of) for of in (
-        pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64())}  # fmt: skip
+    integers = {
+        str(of): pa.array(_NUMBERS, of)
+        for of in (pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64())
+    }
     floats = {str(of): pa.array(_NUMBERS, pa.float64()).cast(of) for of in (pa.float32(), pa.float64())}
     decimals = {
         str(of): pa.array([None if n is None else Decimal(n) for n in _NUMBERS], of)
         for of in (pa.decimal128(5, 0), pa.decimal128(5, 1), pa.decimal128(7, 2))
     }
     texts = {
-        "text 1": _text(_NUMBERS, str), "text 1.0": _text(_NUMBERS, lambda n: f"{n}.0"),
-        "text 1.00": _text(_NUMBERS, lambda n: f"{n}.00"), "text 01": _text(_NUMBERS, lambda n: f"{n:02d}"),
-    }  # fmt: skip
+        "text 1": _text(_NUMBERS, str),
+        "text 1.0": _text(_NUMBERS, lambda n: f"{n}.0"),
+        "text 1.00": _text(_NUMBERS, lambda n: f"{n}.00"),
+        "text 01": _text(_NUMBERS, lambda n: f"{n:02d}"),
+    }
     bits = [None if each is None else int(each) for each in _TRUE]
     stamps = {f"timestamp {unit}": unit for unit in ("s", "ms", "us", "ns")}
     return {
@@ -133,8 +137,12 @@ def made(folder, columns, write=None, hash_buckets=None):
         path = write(table, folder)
     # A column of lists for each type that CSV has no text of is not among these.
     options = TableOptions(label="y", categorical=tuple(columns), test_column=("split", "test"))
-    build(Table([path], options), folder / "data", Options(
-        threshold=None if hash_buckets else 0, hash_buckets=hash_buckets, test_fraction=None), threads=1)  # fmt: skip
+    build(
+        Table([path], options),
+        folder / "data",
+        Options(threshold=None if hash_buckets else 0, hash_buckets=hash_buckets, test_fraction=None),
+        threads=1,
+    )
     found = manifest.read(folder / "data")
     vocabulary = None if found.vocabulary is None else folder / "data" / found.vocabulary
     return Encoding(found, vocabulary)
@@ -145,8 +153,9 @@ def labelled(columns):
     table = pa.table(columns)
     more = {"y": [0, 1] * (ROWS // 2), "split": ["train"] * ROWS}
     first = pa.table({**more, **{name: table[name] for name in columns}})
-    return pa.concat_tables([first, pa.table({**{name: first[name] for name in first.column_names},
-                                              "split": ["test"] * ROWS})])  # fmt: skip
+    return pa.concat_tables(
+        [first, pa.table({**{name: first[name] for name in first.column_names}, "split": ["test"] * ROWS})]
+    )
 
 
 def ids_of(encoding, batch):
@@ -208,12 +217,16 @@ def _pandas_parquet(table, folder):
 
 
 def _arrow_csv(table, folder):
-    decoded = [column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
-               for column in table.columns]  # fmt: skip
-    decoded = [column.cast(pa.string()) if str(column.type) in ("string_view", "binary") else column
-               for column in decoded]  # fmt: skip
-    pyarrow.csv.write_csv(pa.table(decoded, table.column_names), folder / "t.csv",
-                          pyarrow.csv.WriteOptions(quoting_style="needed"))  # fmt: skip
+    decoded = [
+        column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
+        for column in table.columns
+    ]
+    decoded = [
+        column.cast(pa.string()) if str(column.type) in ("string_view", "binary") else column for column in decoded
+    ]
+    pyarrow.csv.write_csv(
+        pa.table(decoded, table.column_names), folder / "t.csv", pyarrow.csv.WriteOptions(quoting_style="needed")
+    )
     return folder / "t.csv"
 
 
@@ -234,9 +247,13 @@ def _arrow(table, folder):
 
 
 FILES = {
-    "CSV of pandas": _pandas_csv, "TSV of pandas": _tsv, "CSV of Arrow": _arrow_csv, "Parquet": _parquet,
-    "Parquet of pandas": _pandas_parquet, "Arrow": _arrow,
-}  # fmt: skip
+    "CSV of pandas": _pandas_csv,
+    "TSV of pandas": _tsv,
+    "CSV of Arrow": _arrow_csv,
+    "Parquet": _parquet,
+    "Parquet of pandas": _pandas_parquet,
+    "Arrow": _arrow,
+}
 OBJECTS = {
     "dict": lambda table: {name: table[name].to_pylist() for name in table.column_names},
     "frame": lambda table: table.to_pandas(),
@@ -247,10 +264,19 @@ OBJECTS = {
 
 
 _NOT_CARRIED = (
-    "timestamp us, no zone", "binary",  # of which pandas writes the text b'a'
-    "int16", "int32", "uint8", "uint16", "uint32", "decimal128(5, 0)", "decimal128(5, 1)",  # as others of their kind
-    "timestamp ms", "timestamp ms UTC", "timestamp s UTC",
-)  # fmt: skip
+    "timestamp us, no zone",
+    "binary",  # of which pandas writes the text b'a'
+    "int16",
+    "int32",
+    "uint8",
+    "uint16",
+    "uint32",
+    "decimal128(5, 0)",
+    "decimal128(5, 1)",  # as others of their kind
+    "timestamp ms",
+    "timestamp ms UTC",
+    "timestamp s UTC",
+)
 
 
 def carried():

@@ -307,14 +307,17 @@ def test_the_vocabulary_has_a_checksum(own_data):
         manifest.read_counts(own_data, found)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda counts: counts, None),
-    (lambda counts: counts[:-1], r"has \d+ ids, not \d+"),
-    (plus(40, 3), r"counts other uses than the \d+ of the training rows"),
-    (plus(slice(40, 42), np.array([-10**6, 10**6])), "counts of uses below 0"),
-    (lambda counts: counts.astype(np.float64), "counts of uses that are double, not int64"),
-    (lambda counts: [None, *counts[1:]], "counts of uses that are missing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda counts: counts, None),
+        (lambda counts: counts[:-1], r"has \d+ ids, not \d+"),
+        (plus(40, 3), r"counts other uses than the \d+ of the training rows"),
+        (plus(slice(40, 42), np.array([-(10**6), 10**6])), "counts of uses below 0"),
+        (lambda counts: counts.astype(np.float64), "counts of uses that are double, not int64"),
+        (lambda counts: [None, *counts[1:]], "counts of uses that are missing"),
+    ],
+)
 def test_a_damaged_vocabulary_of_a_data_set_without_a_checksum(own_data, change, message):
     """Data sets made before there was one are read, and looked at."""
     rewrite_vocabulary(own_data, change)
@@ -328,10 +331,16 @@ def test_a_damaged_vocabulary_of_a_data_set_without_a_checksum(own_data, change,
         manifest.read_counts(own_data, found)
 
 
-@pytest.mark.parametrize("wrong", [
-    {"threshold": -1}, {"threshold": None, "hash_buckets": 0}, {"test_fraction": -0.1}, {"test_fraction": 1.0},
-    {"rows_per_shard": 0},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"threshold": -1},
+        {"threshold": None, "hash_buckets": 0},
+        {"test_fraction": -0.1},
+        {"test_fraction": 1.0},
+        {"rows_per_shard": 0},
+    ],
+)
 def test_wrong_options(wrong):
     with pytest.raises(UserError, match=f"--{list(wrong)[-1].replace('_', '-')} must be"):
         Options(**wrong)
@@ -388,21 +397,26 @@ def test_the_command(command, tmp_path):
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["criteo", "nowhere", "--out", "out"], "nowhere: no such file"),
-    (["criteo", "empty", "--out", "out"], "empty: the file is empty"),
-    (["criteo", "columns", "--out", "out"], "columns:2: 3 columns, not 40"),
-    (["criteo", "label", "--out", "out"], "label:1: label is '2', not 0 or 1"),
-    (["criteo", "hex", "--out", "out"], "hex:1: C1 is 'xyz', not 8 hexadecimal digits or empty"),
-    (["criteo", "columns", "--out", "out", "--bogus"], "unrecognized arguments: --bogus"),
-    (["criteo", "columns", "--out", "out", "--threshold", "1", "--hash-buckets", "5"],
-     "--threshold has no effect with --hash-buckets"),
-    (["criteo", "columns"], "required: --out"),
-    (["synthetic", "--rows", "5", "--tsv", "x", "--dense", "log"], "--dense has no effect with --tsv"),
-    (["synthetic", "--rows", "0", "--tsv", "x"], "--rows must be at least 1, not 0"),
-    (["synthetic", "--rows", "5", "--out", "empty"], "empty exists already"),
-    ([], "required: table|criteo|synthetic"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["criteo", "nowhere", "--out", "out"], "nowhere: no such file"),
+        (["criteo", "empty", "--out", "out"], "empty: the file is empty"),
+        (["criteo", "columns", "--out", "out"], "columns:2: 3 columns, not 40"),
+        (["criteo", "label", "--out", "out"], "label:1: label is '2', not 0 or 1"),
+        (["criteo", "hex", "--out", "out"], "hex:1: C1 is 'xyz', not 8 hexadecimal digits or empty"),
+        (["criteo", "columns", "--out", "out", "--bogus"], "unrecognized arguments: --bogus"),
+        (
+            ["criteo", "columns", "--out", "out", "--threshold", "1", "--hash-buckets", "5"],
+            "--threshold has no effect with --hash-buckets",
+        ),
+        (["criteo", "columns"], "required: --out"),
+        (["synthetic", "--rows", "5", "--tsv", "x", "--dense", "log"], "--dense has no effect with --tsv"),
+        (["synthetic", "--rows", "0", "--tsv", "x"], "--rows must be at least 1, not 0"),
+        (["synthetic", "--rows", "5", "--out", "empty"], "empty exists already"),
+        ([], "required: table|criteo|synthetic"),
+    ],
+)
 def test_wrong_input_gets_one_line(command, tmp_path, arguments, message):
     (tmp_path / "empty").touch()
     (tmp_path / "columns").write_text(line() + "\n1\t2\t3\n")

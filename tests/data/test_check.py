@@ -101,9 +101,10 @@ def test_it_goes_on_after_damage_and_lists_all_of_it(own_data, in_process):
     shards = f"{counting.gib((own_data / 'train/part-00000.arrow').stat().st_size * 2)}"
     assert code == 1
     assert lines[:3] == [
-        f"{own_data}/vocabulary.arrow: {damaged}{REMEDY}", f"{own_data}/vocabulary.arrow: NOT WHOLE, 1 finding",
+        f"{own_data}/vocabulary.arrow: {damaged}{REMEDY}",
+        f"{own_data}/vocabulary.arrow: NOT WHOLE, 1 finding",
         f"{own_data}/train/part-00001.arrow: {damaged}{REMEDY}",
-    ]  # fmt: skip
+    ]
     assert lines[3] == missing
     assert lines[4].startswith(f"{own_data}/train: 3 shards, ")
     assert lines[4].endswith(" rows, " + shards + ": NOT WHOLE, 2 findings")
@@ -112,7 +113,7 @@ def test_it_goes_on_after_damage_and_lists_all_of_it(own_data, in_process):
     assert lines[7].startswith(f"{own_data}/manifest.json: statistics say that label_mean of the test rows is 0.5, ")
     assert lines[8:] == [
         f"{own_data}/manifest.json: statistics of train rows not compared: NOT WHOLE, 1 finding",
-    ]  # fmt: skip
+    ]
     assert err == (
         f"hostdev.data.preprocess: error: {own_data} is not whole: 4 findings: {own_data}/vocabulary.arrow: "
         f"{damaged}{REMEDY}\n"
@@ -130,22 +131,35 @@ def column(name, change):
     return changed
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda table: table.slice(1), "199 rows, not 200"),
-    (lambda table: table.drop_columns(["dense"]), "a wrong schema: label float, cat fixed_size_list"),
-    (column("label", lambda values: values.__setitem__(3, None)), "missing values in 'label'"),
-    (column("cat", lambda values: values[7].__setitem__(3, None)), "missing values in 'cat'"),
-    (column("label", lambda values: values.__setitem__(slice(9, 11), [0.5, 2])),
-     "2 labels not 0 or 1, the first in row 9: 0.5"),
-    (column("dense", lambda values: values[150].__setitem__(2, float("nan"))),
-     "1 number not finite, the first in row 150, column 'I3': nan"),
-    (column("cat", lambda values: values[17].__setitem__(4, -1)),
-     "1 id of column 'C5' outside its range, the first in row 17: -1 is not 17 or in "),
-    (column("cat", lambda values: values[17].__setitem__(4, 10**6)),
-     "1 id of column 'C5' outside its range, the first in row 17: 1000000 is not 17 or in "),
-    (column("cat", lambda values: values[199].__setitem__(4, 18)),  # of the table, but of the next column
-     "1 id of column 'C5' outside its range, the first in row 199: 18 is not 17 or in "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda table: table.slice(1), "199 rows, not 200"),
+        (lambda table: table.drop_columns(["dense"]), "a wrong schema: label float, cat fixed_size_list"),
+        (column("label", lambda values: values.__setitem__(3, None)), "missing values in 'label'"),
+        (column("cat", lambda values: values[7].__setitem__(3, None)), "missing values in 'cat'"),
+        (
+            column("label", lambda values: values.__setitem__(slice(9, 11), [0.5, 2])),
+            "2 labels not 0 or 1, the first in row 9: 0.5",
+        ),
+        (
+            column("dense", lambda values: values[150].__setitem__(2, float("nan"))),
+            "1 number not finite, the first in row 150, column 'I3': nan",
+        ),
+        (
+            column("cat", lambda values: values[17].__setitem__(4, -1)),
+            "1 id of column 'C5' outside its range, the first in row 17: -1 is not 17 or in ",
+        ),
+        (
+            column("cat", lambda values: values[17].__setitem__(4, 10**6)),
+            "1 id of column 'C5' outside its range, the first in row 17: 1000000 is not 17 or in ",
+        ),
+        (
+            column("cat", lambda values: values[199].__setitem__(4, 18)),  # of the table, but of the next column
+            "1 id of column 'C5' outside its range, the first in row 199: 18 is not 17 or in ",
+        ),
+    ],
+)
 def test_what_is_wrong_with_a_shard(own_data, monkeypatch, change, message):
     rewrite(own_data, change)
     for rows, threads in ((stored.MOST_ROWS, 1), (70, 3)):
@@ -216,25 +230,39 @@ def widen_field(columns):
     fields[at] = fields[at - 1]
 
 
-@pytest.mark.parametrize(("change", "messages"), [
-    (move_a_use, ["2 counts of uses not those of the training rows, the first of id 40 ('C1' value "]),
-    (lambda columns: columns["count"].__setitem__(5, 7),
-     ["its counts add up to ", "1 count of uses not those of the training rows, the first of id 5 ('I6'): 7, not "]),
-    (lambda columns: columns["count"].__setitem__(40, -1),
-     ["counts below 0", "1 count of uses not those of the training rows, the first of id 40 "]),
-    (copy_value, ["ids 39 and 40 are both 'C1' value "]),
-    (lambda columns: columns["value"].__setitem__(3, "x"), ["not exactly its 39 fixed ids have no value"]),
-    (lambda columns: columns["value"].__setitem__(41, None), ["not exactly its 39 fixed ids have no value"]),
-    (lambda columns: columns["field"].__setitem__(41, "C99"), ["id 41 is of 'C99', which is out of order or not in "]),
-    (swap_fields, ["id "]),
-    (widen_field, ["space 'C1' has the ids 39..", "space 'C2' has the ids "]),
-    (lambda columns: [values.pop() for values in columns.values()], ["153 ids, not 154"]),
-    (lambda columns: columns["count"].__setitem__(3, None), ["missing values in 'count'"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "messages"),
+    [
+        (move_a_use, ["2 counts of uses not those of the training rows, the first of id 40 ('C1' value "]),
+        (
+            lambda columns: columns["count"].__setitem__(5, 7),
+            [
+                "its counts add up to ",
+                "1 count of uses not those of the training rows, the first of id 5 ('I6'): 7, not ",
+            ],
+        ),
+        (
+            lambda columns: columns["count"].__setitem__(40, -1),
+            ["counts below 0", "1 count of uses not those of the training rows, the first of id 40 "],
+        ),
+        (copy_value, ["ids 39 and 40 are both 'C1' value "]),
+        (lambda columns: columns["value"].__setitem__(3, "x"), ["not exactly its 39 fixed ids have no value"]),
+        (lambda columns: columns["value"].__setitem__(41, None), ["not exactly its 39 fixed ids have no value"]),
+        (
+            lambda columns: columns["field"].__setitem__(41, "C99"),
+            ["id 41 is of 'C99', which is out of order or not in "],
+        ),
+        (swap_fields, ["id "]),
+        (widen_field, ["space 'C1' has the ids 39..", "space 'C2' has the ids "]),
+        (lambda columns: [values.pop() for values in columns.values()], ["153 ids, not 154"]),
+        (lambda columns: columns["count"].__setitem__(3, None), ["missing values in 'count'"]),
+    ],
+)
 def test_what_is_wrong_with_the_vocabulary(tmp_path, change, messages):
     found = build(Synthetic(120, 2), tmp_path / "data", Options(threshold=3, rows_per_shard=50))
-    messages = [text.replace("153 ids, not 154", f"{found.schema.rows - 1} ids, not {found.schema.rows}")
-                for text in messages]  # fmt: skip
+    messages = [
+        text.replace("153 ids, not 154", f"{found.schema.rows - 1} ids, not {found.schema.rows}") for text in messages
+    ]
     edit_vocabulary(tmp_path / "data", change)
     lines = wrong(tmp_path / "data")
     assert len(lines) == len(messages)

@@ -27,24 +27,27 @@ def test_values():
     assert rows.rejected.numbers.tolist() == []
 
 
-@pytest.mark.parametrize(("text", "reason"), [
-    (line("2"), "label is '2', not 0 or 1"),
-    (line(""), "label is '', not 0 or 1"),
-    (line("0", ["1.5"]), "I1 is '1.5', not an integer or empty"),
-    (line("0", [1, "0x1F"]), "I2 is '0x1F', not an integer or empty"),
-    (line("0", [1, 2, " 3"]), "I3 is ' 3', not an integer or empty"),
-    (line("0", ["9" * 19]), f"I1 is '{'9' * 19}', not an integer or empty"),
-    (line("0", [], ["0000000g"]), "C1 is '0000000g', not 8 hexadecimal digits or empty"),
-    (line("0", [], ["", "00ff"]), "C2 is '00ff', not 8 hexadecimal digits or empty"),
-    (line("0", [], ["", "", "000000000"]), "C3 is '000000000', not 8 hexadecimal digits or empty"),
-    (line("7", ["x"], ["y"]), "label is '7', not 0 or 1"),
-    (line() + "\t", "41 columns, not 40"),
-    ("1\t2", "2 columns, not 40"),
-    ("0\xff\t1", "2 columns, not 40"),
-    (line("0", [], ["000000\xff0"]), "C1 is '000000?0', not 8 hexadecimal digits or empty"),
-    (line("0", ['"1', '2"']), "I1 is '\"1', not an integer or empty"),
-    (line("0\r0"), "label is '0\\x000', not 0 or 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (line("2"), "label is '2', not 0 or 1"),
+        (line(""), "label is '', not 0 or 1"),
+        (line("0", ["1.5"]), "I1 is '1.5', not an integer or empty"),
+        (line("0", [1, "0x1F"]), "I2 is '0x1F', not an integer or empty"),
+        (line("0", [1, 2, " 3"]), "I3 is ' 3', not an integer or empty"),
+        (line("0", ["9" * 19]), f"I1 is '{'9' * 19}', not an integer or empty"),
+        (line("0", [], ["0000000g"]), "C1 is '0000000g', not 8 hexadecimal digits or empty"),
+        (line("0", [], ["", "00ff"]), "C2 is '00ff', not 8 hexadecimal digits or empty"),
+        (line("0", [], ["", "", "000000000"]), "C3 is '000000000', not 8 hexadecimal digits or empty"),
+        (line("7", ["x"], ["y"]), "label is '7', not 0 or 1"),
+        (line() + "\t", "41 columns, not 40"),
+        ("1\t2", "2 columns, not 40"),
+        ("0\xff\t1", "2 columns, not 40"),
+        (line("0", [], ["000000\xff0"]), "C1 is '000000?0', not 8 hexadecimal digits or empty"),
+        (line("0", ['"1', '2"']), "I1 is '\"1', not an integer or empty"),
+        (line("0\r0"), "label is '0\\x000', not 0 or 1"),
+    ],
+)
 def test_a_malformed_line_is_set_aside(text, reason):
     rows = parse_lines(line("1"), text, line("0", [3]))
     assert [(reject.line, reject.reason) for reject in rows.rejected] == [(2, reason)]

@@ -99,8 +99,9 @@ def test_four_days_against_a_dictionary(tmp_path, seed):
         out = tmp_path / f"day{day}"
         if earlier is not None:
             earlier = read_earlier(earlier, frozen=frozen)
-        found = build(table(tmp_path / f"{day}.arrow", columns), out, options, threads=rng.choice([1, 3]),
-                      earlier=earlier)  # fmt: skip
+        found = build(
+            table(tmp_path / f"{day}.arrow", columns), out, options, threads=rng.choice([1, 3]), earlier=earlier
+        )
         counts = known.take_in(columns, None if frozen else threshold)
         expected = [(*field, count) for field, count in zip(known.fields, counts, strict=True)]
         assert twins.vocabulary(out) == expected
@@ -109,8 +110,9 @@ def test_four_days_against_a_dictionary(tmp_path, seed):
             read = twins.read(out, split)
             assert [(ids, bags[0]) for _, _, ids, bags in read] == [known.encode(columns, row) for row in mine]
         first = first or found
-        statistics = [{name: one.statistics[name] for name in ("dense_mean", "dense_deviation")}
-                      for one in (first, found)]  # fmt: skip
+        statistics = [
+            {name: one.statistics[name] for name in ("dense_mean", "dense_deviation")} for one in (first, found)
+        ]
         assert statistics[0] == statistics[1]
         assert check(out).wrong == []
         spaces = {space.name: space for space in found.schema.spaces}
@@ -174,9 +176,15 @@ def test_version_1_says_nowhere_which_ids_are_whose(tmp_path):
     assert check(tmp_path / "out").wrong == []
 
 
-@pytest.mark.parametrize(("owner", "name", "at"), [
-    ("build", "write_shard", 1), (second_pass, "write_lists", 1), (second_pass, "learn", 0), ("vocabulary", "write", 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("owner", "name", "at"),
+    [
+        ("build", "write_shard", 1),
+        (second_pass, "write_lists", 1),
+        (second_pass, "learn", 0),
+        ("vocabulary", "write", 0),
+    ],
+)
 def test_interrupted_work_goes_on_with_the_same_earlier_ids(tmp_path, monkeypatch, capsys, owner, name, at):
     from hostdev.data.preprocess import build as building
     from hostdev.data.preprocess.vocabulary import Vocabulary
@@ -274,17 +282,26 @@ def refused(tmp_path, in_process, path, given, message, command="table"):
     assert not (tmp_path / "no").exists()
 
 
-@pytest.mark.parametrize(("given", "message"), [
-    (["--label", "c"], "--label c: {one} has y; leave it out: --vocabulary takes the columns from there"),
-    (["--numeric", "x,z"], "--numeric x, z: {one} has x; leave it out"),
-    (["--categorical", "c"], "--categorical c: {one} has c, d; leave it out"),
-    (["--bag", "g=;"], "--bag g=;: {one} has g=|; leave it out"),
-    (["--share", "d=c"], "--share d=c: {one} has none; leave it out"),
-    (["--positive", ">3"], "--positive >3: {one} has none; leave it out"),
-    (["--dense", "log"], "--dense: log here, but max in {one}, whose columns, ids and scaling --vocabulary keeps"),
-    (["--hash-buckets", "9"], "--hash-buckets 9: {one} has a vocabulary, whose ids --vocabulary keeps; leave it out"),
-    (["--frozen-vocabulary", "--threshold", "2"], "--threshold has no effect with --frozen-vocabulary; leave one of"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--label", "c"], "--label c: {one} has y; leave it out: --vocabulary takes the columns from there"),
+        (["--numeric", "x,z"], "--numeric x, z: {one} has x; leave it out"),
+        (["--categorical", "c"], "--categorical c: {one} has c, d; leave it out"),
+        (["--bag", "g=;"], "--bag g=;: {one} has g=|; leave it out"),
+        (["--share", "d=c"], "--share d=c: {one} has none; leave it out"),
+        (["--positive", ">3"], "--positive >3: {one} has none; leave it out"),
+        (["--dense", "log"], "--dense: log here, but max in {one}, whose columns, ids and scaling --vocabulary keeps"),
+        (
+            ["--hash-buckets", "9"],
+            "--hash-buckets 9: {one} has a vocabulary, whose ids --vocabulary keeps; leave it out",
+        ),
+        (
+            ["--frozen-vocabulary", "--threshold", "2"],
+            "--threshold has no effect with --frozen-vocabulary; leave one of",
+        ),
+    ],
+)
 def test_what_differs_from_the_earlier_columns_is_refused(tmp_path, in_process, given, message):
     rows = "\n".join(f"{i % 2},{i},v{i % 7},w{i % 3},a|b{i % 4}" for i in range(60))
     path = write(tmp_path / "t.csv", "y,x,c,d,g\n" + rows + "\n")
@@ -347,8 +364,12 @@ def test_check_finds_what_is_wrong_with_a_grown_vocabulary(grown):
 def test_an_earlier_vocabulary_with_a_value_twice_is_refused(grown, tmp_path):
     edit_vocabulary(grown, lambda columns: columns["value"].__setitem__(5, columns["value"][4]))
     with pytest.raises(UserError, match="a value of 'a' is there twice"):
-        build(table(tmp_path / "3.arrow", rows_of(3, 90, 9)), tmp_path / "out", Options(test_fraction=None),
-              earlier=read_earlier(grown))  # fmt: skip
+        build(
+            table(tmp_path / "3.arrow", rows_of(3, 90, 9)),
+            tmp_path / "out",
+            Options(test_fraction=None),
+            earlier=read_earlier(grown),
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -393,15 +414,22 @@ def change(**values):
     return lambda content: content["options"].update(values)
 
 
-@pytest.mark.parametrize(("edit", "what"), [
-    (change(dense="most"), "options.dense is not one of"), (change(hash_buckets=5), "vocabulary"),
-    (change(threshold="1"), "options.threshold is"),
-    (change(label=None), "label"), (change(bags={}), "bags"), (change(share=[]), "share"),
-    (change(numeric="x"), "numeric"), (change(categorical=None), "categorical"),
-    (lambda content: content["statistics"].update(dense_max=[1.0, 2.0]), "statistics.dense_max does not have"),
-    (lambda content: content["statistics"].update(dense_max=["1"]), "statistics.dense_max.0. is"),
-    (lambda content: content["statistics"].pop("dense_max"), "it does not say dense_max"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("edit", "what"),
+    [
+        (change(dense="most"), "options.dense is not one of"),
+        (change(hash_buckets=5), "vocabulary"),
+        (change(threshold="1"), "options.threshold is"),
+        (change(label=None), "label"),
+        (change(bags={}), "bags"),
+        (change(share=[]), "share"),
+        (change(numeric="x"), "numeric"),
+        (change(categorical=None), "categorical"),
+        (lambda content: content["statistics"].update(dense_max=[1.0, 2.0]), "statistics.dense_max does not have"),
+        (lambda content: content["statistics"].update(dense_max=["1"]), "statistics.dense_max.0. is"),
+        (lambda content: content["statistics"].pop("dense_max"), "it does not say dense_max"),
+    ],
+)
 def test_a_manifest_that_lacks_what_is_kept_is_refused(grown, edit, what):
     edit_manifest(grown, edit)
     with pytest.raises(

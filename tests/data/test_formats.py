@@ -98,10 +98,19 @@ def test_every_format_gives_the_twins_data_set(tmp_path_factory, drawn):
     made = []
     for path in paths:
         out = folder / f"{path.name}.out"
-        made.append(twins.build_table(
-            path, out, label="label", numeric=dense, categorical=ids, bags=(("tags", "|"), ("seen", "|")), share=share,
-            test_column=("split", "test"), options=Options(threshold=threshold, dense=mode, test_fraction=None),
-        ))  # fmt: skip
+        made.append(
+            twins.build_table(
+                path,
+                out,
+                label="label",
+                numeric=dense,
+                categorical=ids,
+                bags=(("tags", "|"), ("seen", "|")),
+                share=share,
+                test_column=("split", "test"),
+                options=Options(threshold=threshold, dense=mode, test_fraction=None),
+            )
+        )
         assert made[-1].schema == made[0].schema
         for split, chosen in (("train", False), ("test", True)):
             rows = twins.read(out, split)
@@ -153,10 +162,18 @@ def test_the_data_set_does_not_depend_on_how_many_rows_come_at_once(tmp_path, mo
         monkeypatch.setattr(files, "CHUNK_VALUES", values)
         monkeypatch.setattr(files, "CHUNK_BYTES", size)
         monkeypatch.setattr("hostdev.data.preprocess.delimited.BLOCK_BYTES", 5000)
-        made.append(twins.build_table(
-            source, tmp_path / name, label="label", numeric=("x",), categorical=("item",), bags=(("seen", "|"),),
-            share=(("seen", "item"),), options=Options(threshold=1, dense=mode),
-        ))  # fmt: skip
+        made.append(
+            twins.build_table(
+                source,
+                tmp_path / name,
+                label="label",
+                numeric=("x",),
+                categorical=("item",),
+                bags=(("seen", "|"),),
+                share=(("seen", "item"),),
+                options=Options(threshold=1, dense=mode),
+            )
+        )
     for found in made[1:]:
         assert found.schema == made[0].schema
         assert found.statistics == made[0].statistics
@@ -220,9 +237,17 @@ def test_as_many_rows_are_decoded_together_as_have_few_values(tmp_path, monkeypa
     assert decoded == [2**20 // 100, 25]
 
 
-@pytest.mark.parametrize("of", [
-    pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.dictionary(pa.int8(), pa.string()),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "of",
+    [
+        pa.string(),
+        pa.large_string(),
+        pa.string_view(),
+        pa.binary(),
+        pa.dictionary(pa.int8(), pa.string()),
+    ],
+    ids=str,
+)
 def test_lengths_of_texts_and_lists(of):
     texts = pa.array(["skipped", "Été", None, "", "much longer than a view has in it"]).cast(of)[1:]
     sizes = [5, 0, 0, 33]
@@ -269,9 +294,12 @@ def test_hashed_values_are_the_same_in_every_format_and_order(tmp_path):
     columns = columns_of(200)
     backwards = {name: values[::-1] for name, values in columns.items()}
     how = {
-        "label": "label", "categorical": ("item",), "bags": (("seen", "|"),), "share": (("seen", "item"),),
+        "label": "label",
+        "categorical": ("item",),
+        "bags": (("seen", "|"),),
+        "share": (("seen", "item"),),
         "options": Options(threshold=None, hash_buckets=40),
-    }  # fmt: skip
+    }
     made = twins.build_table(twins.write_text(tmp_path / "t.csv", columns), tmp_path / "a", **how)
     twins.build_table(twins.write_parquet(tmp_path / "t.parquet", columns), tmp_path / "b", **how)
     twins.build_table(twins.write_parquet(tmp_path / "back.parquet", backwards), tmp_path / "c", **how)

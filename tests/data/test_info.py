@@ -37,10 +37,16 @@ def rows(n=700):
 def made(folder, name, **options):
     path = twins.write_arrow(folder / f"{name}.arrow", rows())
     twins.build_table(
-        path, folder / name, label="y", numeric=("x", "z"), categorical=("word", "item"), bags=(("seen", None),),
-        share=(("seen", "item"),), test_column=("split", "test"),
+        path,
+        folder / name,
+        label="y",
+        numeric=("x", "z"),
+        categorical=("word", "item"),
+        bags=(("seen", None),),
+        share=(("seen", "item"),),
+        test_column=("split", "test"),
         options=Options(**{"threshold": 3, "rows_per_shard": 90, "test_fraction": None, **options}),
-    )  # fmt: skip
+    )
     forget_missing(folder / name)
     return folder / name
 
@@ -157,8 +163,9 @@ def test_version_1():
 def test_what_is_printed(tables):
     folder = tables["words"]
     lines = list(info_text.lines_of(info.gather(folder)))
-    on_disk = [counting.gib(sum(path.stat().st_size for path in (folder / split).iterdir()))
-               for split in ("train", "test")]  # fmt: skip
+    on_disk = [
+        counting.gib(sum(path.stat().st_size for path in (folder / split).iterdir())) for split in ("train", "test")
+    ]
     assert lines[0] == f"data     {folder}: 2 numeric columns, 3 columns with ids, 91 ids"
     assert lines[2:5] == [
         "split               rows   shards     on disk   label mean",
@@ -208,8 +215,9 @@ def drawn(monkeypatch, folder, tmp_path):
     """The figure that is drawn of a data set."""
     figures = []
     save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure) or save(
-        figure, *args, **options))  # fmt: skip
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *args, **options: figures.append(figure) or save(figure, *args, **options)
+    )
     info_picture.draw(info.gather(folder), tmp_path / "x.png")
     return figures[0]
 
@@ -223,8 +231,9 @@ def test_the_picture(monkeypatch, tmp_path, features, numbers):
     columns |= {f"x{k}": [float(i % 3) for i in range(60)] for k in range(numbers)}
     path = twins.write_arrow(tmp_path / "t.arrow", columns)
     numeric = tuple(f"x{k}" for k in range(numbers))
-    twins.build_table(path, tmp_path / "data", label="y", numeric=numeric, categorical=tuple(names), options=Options(
-        threshold=0))  # fmt: skip
+    twins.build_table(
+        path, tmp_path / "data", label="y", numeric=numeric, categorical=tuple(names), options=Options(threshold=0)
+    )
     forget_missing(tmp_path / "data")
     figure = drawn(monkeypatch, tmp_path / "data", tmp_path)
     titles = [axes.get_title() for axes in figure.axes]
@@ -244,12 +253,15 @@ def test_the_picture(monkeypatch, tmp_path, features, numbers):
         assert legend.x1 <= box.x1
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    (["--out", "taken.png"], "--out taken.png exists; choose another file"),
-    (["--out", "x.jpg"], "--out x.jpg must be a .png, .pdf or .svg file in a folder that exists"),
-    (["--out", "no/x.png"], "--out no/x.png must be a .png, .pdf or .svg file in a folder that exists"),
-    (["--threshold", "3"], "unrecognized arguments: --threshold 3 (see hostdev.data.preprocess --help)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--out", "taken.png"], "--out taken.png exists; choose another file"),
+        (["--out", "x.jpg"], "--out x.jpg must be a .png, .pdf or .svg file in a folder that exists"),
+        (["--out", "no/x.png"], "--out no/x.png must be a .png, .pdf or .svg file in a folder that exists"),
+        (["--threshold", "3"], "unrecognized arguments: --threshold 3 (see hostdev.data.preprocess --help)"),
+    ],
+)
 def test_wrong_options(tables, tmp_path, in_process, flags, message):
     (tmp_path / "taken.png").write_text("mine")
     code, out, err = in_process(preprocess, "info", tables["words"], *flags)

@@ -80,9 +80,15 @@ def test_entries_that_no_version_writes(killed, tmp_path):
     entries = _read_journal(killed / ".out.partial/journal.jsonl")
     first, learned = entries[0]["piece"], next(entry["learned"] for entry in entries if "learned" in entry)
     for wrong in (
-        {"piece": {**first, "rows": [1, "2"]}}, {"piece": {**first, "end": 3}}, {"piece": []}, {"other": 1}, {},
-        {"piece": {**first, "missing": [[], []]}, "parsed": True}, {"piece": {**first, "more": 1}}, "[" * 100_000,
-    ):  # fmt: skip
+        {"piece": {**first, "rows": [1, "2"]}},
+        {"piece": {**first, "end": 3}},
+        {"piece": []},
+        {"other": 1},
+        {},
+        {"piece": {**first, "missing": [[], []]}, "parsed": True},
+        {"piece": {**first, "more": 1}},
+        "[" * 100_000,
+    ):
         goes_on(killed, tmp_path, with_marks([*entries[:1], wrong, *entries[1:]]))
     for wrong in (
         {"schema": {}, "scaling": {}, "checksums": []},

@@ -72,9 +72,12 @@ def test_the_schema_of_criteo(own_data):
 
 
 SCHEMA = Schema(
-    "y", ("a", "b"), (Column("c", "id", "c"), Column("d", "bag", "c"), Column("e", "bag", "e")),
-    (Space("c", 2, 4, 10), Space("e", 3, 14, 5)), 19,
-)  # fmt: skip
+    "y",
+    ("a", "b"),
+    (Column("c", "id", "c"), Column("d", "bag", "c"), Column("e", "bag", "e")),
+    (Space("c", 2, 4, 10), Space("e", 3, 14, 5)),
+    19,
+)
 
 
 def test_a_schema_survives_json():
@@ -84,45 +87,54 @@ def test_a_schema_survives_json():
     assert schema.from_json(json.loads(json.dumps(SCHEMA.as_json()))) == SCHEMA
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"label": "a"}, "column 'a' is there twice"),
-    ({"dense": ("a", "c")}, "column 'c' is there twice"),
-    ({"spaces": (*SCHEMA.spaces, Space("c", 1, 2, 3))}, "space 'c' is there twice"),
-    ({"spaces": SCHEMA.spaces[:1]}, "column 'e' has the ids of 'e', which is no space"),
-    ({"columns": (Column("c", "list", "c"),)}, "column 'c' is of kind 'list', not one of id, bag"),
-    ({"rows": 3}, "3 rows, fewer than the 4 fixed ids"),
-    ({"rows": 18}, "space 'e' has ids outside 0..17"),
-    ({"spaces": (SCHEMA.spaces[0], Space("e", -1, 14, 5))}, "space 'e' has ids outside 0..18"),
-    ({"spaces": (SCHEMA.spaces[0], Space("e", 3, 14, -5))}, "space 'e' has ids outside 0..18"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"label": "a"}, "column 'a' is there twice"),
+        ({"dense": ("a", "c")}, "column 'c' is there twice"),
+        ({"spaces": (*SCHEMA.spaces, Space("c", 1, 2, 3))}, "space 'c' is there twice"),
+        ({"spaces": SCHEMA.spaces[:1]}, "column 'e' has the ids of 'e', which is no space"),
+        ({"columns": (Column("c", "list", "c"),)}, "column 'c' is of kind 'list', not one of id, bag"),
+        ({"rows": 3}, "3 rows, fewer than the 4 fixed ids"),
+        ({"rows": 18}, "space 'e' has ids outside 0..17"),
+        ({"spaces": (SCHEMA.spaces[0], Space("e", -1, 14, 5))}, "space 'e' has ids outside 0..18"),
+        ({"spaces": (SCHEMA.spaces[0], Space("e", 3, 14, -5))}, "space 'e' has ids outside 0..18"),
+    ],
+)
 def test_a_schema_that_cannot_be(change, message):
     with pytest.raises(ValueError, match=message):
         replace(SCHEMA, **change)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda found: found.pop("rows"), "a number of ids in the schema is not an integer"),
-    (lambda found: found.update(rows="19"), "a number of ids in the schema is not an integer"),
-    (lambda found: found["spaces"][0].update(first=3.0), "a number of ids in the schema is not an integer"),
-    (lambda found: found.update(label=None), "a name in the schema is not text"),
-    (lambda found: found["dense"].append(3), "a name in the schema is not text"),
-    (lambda found: found["columns"][0].update(kind="list"), "is of kind 'list'"),
-    (lambda found: found["columns"][0].pop("kind"), "kind"),
-    (lambda found: found.update(more=1), "more"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda found: found.pop("rows"), "a number of ids in the schema is not an integer"),
+        (lambda found: found.update(rows="19"), "a number of ids in the schema is not an integer"),
+        (lambda found: found["spaces"][0].update(first=3.0), "a number of ids in the schema is not an integer"),
+        (lambda found: found.update(label=None), "a name in the schema is not text"),
+        (lambda found: found["dense"].append(3), "a name in the schema is not text"),
+        (lambda found: found["columns"][0].update(kind="list"), "is of kind 'list'"),
+        (lambda found: found["columns"][0].pop("kind"), "kind"),
+        (lambda found: found.update(more=1), "more"),
+    ],
+)
 def test_a_manifest_with_a_broken_schema(own_data, change, message):
     edit_manifest(own_data, lambda content: change(content["schema"]))
     with pytest.raises(UserError, match=f"manifest.json is broken .*{message}.*preprocess the data again"):
         manifest.read(own_data)
 
 
-@pytest.mark.parametrize(("change", "what"), [
-    (lambda found: found.update(vocabulary=5), "vocabulary"),
-    (lambda found: found["statistics"].update(missing="none"), "missing"),
-    (lambda found: found["statistics"].update(rejected="none"), "rejected"),
-    (lambda found: found.update(statistics=[]), "statistics"),
-    (lambda found: found["statistics"]["missing"]["test"].update(C1="none"), "missing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda found: found.update(vocabulary=5), "vocabulary"),
+        (lambda found: found["statistics"].update(missing="none"), "missing"),
+        (lambda found: found["statistics"].update(rejected="none"), "rejected"),
+        (lambda found: found.update(statistics=[]), "statistics"),
+        (lambda found: found["statistics"]["missing"]["test"].update(C1="none"), "missing"),
+    ],
+)
 def test_a_manifest_with_a_wrong_value(own_data, change, what):
     edit_manifest(own_data, change)
     with pytest.raises(UserError, match=f"manifest.json is broken .a wrong value of {what}.; preprocess the data"):

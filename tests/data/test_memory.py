@@ -109,8 +109,11 @@ def test_shards_that_threads_cannot_hold_are_refused_while_the_first_pass_is_on(
     monkeypatch.setattr(shard_memory, "available_bytes", lambda: two - 1)
     asked = []
     monkeypatch.setattr(first_pass, "require_memory", lambda *sizes: asked.append(sizes))
-    with pytest.raises(UserError, match=r"^2 threads would each hold a shard of 200 rows, 12.7 KiB, but 25.4 KiB of "
-                       "memory are free; give a smaller --rows-per-shard, or fewer --threads$"):  # fmt: skip
+    with pytest.raises(
+        UserError,
+        match=r"^2 threads would each hold a shard of 200 rows, 12.7 KiB, but 25.4 KiB of "
+        "memory are free; give a smaller --rows-per-shard, or fewer --threads$",
+    ):
         build(table, out, Options(test_fraction=None, rows_per_shard=200), threads=2)
     assert len(asked) == 2  # before the third piece: with 75 rows for training in each there are two shards then
     assert not out.exists()

@@ -23,10 +23,16 @@ def data(made, tmp_path_factory):
     path = made.write_csv(folder / "movies.csv")
     last = made.columns["time"][int(CUT * len(made.label)) - 1]
     twins.build_table(
-        path, folder / "data", label="liked", numeric=("age",), categorical=("user", "item"),
-        bags=(("history", " "), ("genres", "|")), share=(("history", "item"),), test_after=("time", str(last)),
+        path,
+        folder / "data",
+        label="liked",
+        numeric=("age",),
+        categorical=("user", "item"),
+        bags=(("history", " "), ("genres", "|")),
+        share=(("history", "item"),),
+        test_after=("time", str(last)),
         options=Options(threshold=1, dense="standard", test_fraction=None, rows_per_shard=9000),
-    )  # fmt: skip
+    )
     return folder / "data"
 
 

@@ -80,8 +80,11 @@ def test_bags(tmp_path):
     values = lambda served: encoding.encode(pa.RecordBatch.from_pydict({"bag": served})).bags["bag"]  # noqa: E731
     found, lengths = values(text)
     assert lengths.tolist() == [2, 0, 1] + [1] * 5
-    for served in ([[1, 2], [], [3]] + [[1]] * 5, ["1|2", "", "3"] + ["1"] * 5,
-                   [[1.0, None, 2.0], [None], [3.0]] + [[1.0]] * 5):  # fmt: skip
+    for served in (
+        [[1, 2], [], [3]] + [[1]] * 5,
+        ["1|2", "", "3"] + ["1"] * 5,
+        [[1.0, None, 2.0], [None], [3.0]] + [[1.0]] * 5,
+    ):
         again, of_each = values(served)
         assert again.tolist() == found.tolist()
         assert of_each.tolist() == lengths.tolist()
@@ -93,7 +96,8 @@ def test_bags(tmp_path):
         (["yes", "no"], [True, False], "column 'u' is of type bool here, and its values were text in training"),
         (["a", "b"], pa.array([1], pa.date32()), "column 'u' is of type date32.* were text in training"),
         (
-            pa.array([1, 2]), pa.array([1, 2], pa.timestamp("s")),
+            pa.array([1, 2]),
+            pa.array([1, 2], pa.timestamp("s")),
             r"column 'u' is of type timestamp\[s\] here, and its values were of type int64 in training",
         ),
         (pa.array([1, 2]), [2.0**53], "row 1, column 'u': 9007199254740992 is a double of 2.53 or more"),
@@ -104,13 +108,14 @@ def test_bags(tmp_path):
         (pa.array([1, 2], pa.date32()), ["01/02/2024"], "row 1, column 'u': '01/02/2024' is not a date or time"),
         (pa.array([1, 2], pa.date32()), pa.array([1], pa.timestamp("s")), "has a time, and its values were dates in"),
         (
-            pa.array([1, 2], pa.timestamp("s")), pa.array([1], pa.timestamp("s", "UTC")),
+            pa.array([1, 2], pa.timestamp("s")),
+            pa.array([1], pa.timestamp("s", "UTC")),
             r"column 'u' is of type timestamp\[s, tz=UTC\] here, which has a time zone, and its values had none",
         ),
         (["1", "1.0"], [1], "row 1, column 'u': 1 was written in several ways in training, each with an id of its own"),
         (["007", "7"], [7], "row 1, column 'u': 7 was written in several ways in training"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_told_is_refused(tmp_path, trained, served, message):
     half = pa.array(trained)
     columns = {"u": pa.concat_arrays([half] * (pairs.ROWS // len(half)))}
@@ -138,8 +143,9 @@ def refused_files(tmp_path):
             paths.append(tmp_path / f"{number}.parquet")
             pq.write_table(pa.table({"u": column, "y": [0, 1]}), paths[-1])
         with pytest.raises(UserError) as error:
-            preprocess.main(["table", *map(str, paths), "--out", str(tmp_path / "data"), "--label", "y",
-                             "--categorical", "u"])  # fmt: skip
+            preprocess.main(
+                ["table", *map(str, paths), "--out", str(tmp_path / "data"), "--label", "y", "--categorical", "u"]
+            )
         return str(error.value)
 
     return line
@@ -152,8 +158,10 @@ def test_two_files_of_text_that_write_numbers_otherwise(tmp_path, capsys):
     preprocess.main([*map(str, [*arguments, "--test-column", "split=test"])])
     line = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("column"))
     files = [tmp_path / name for name in ("b.csv", "a.csv")]
-    assert line == (f"column 'u' has numbers such as '1' in {files[0]} and '1.0' in {files[1]}, which are two values; "
-                    "write it alike in both if they mean the same")  # fmt: skip
+    assert line == (
+        f"column 'u' has numbers such as '1' in {files[0]} and '1.0' in {files[1]}, which are two values; "
+        "write it alike in both if they mean the same"
+    )
 
 
 def test_columns_that_share_their_ids_have_one_type(tmp_path):

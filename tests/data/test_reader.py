@@ -35,10 +35,15 @@ def data(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("reader")
     path = twins.write_arrow(folder / "t.arrow", bag_columns(730))
     twins.build_table(
-        path, folder / "data", options=twins.Options(threshold=0, rows_per_shard=100, test_fraction=0.01),
-        label="y", numeric=("x",), categorical=("c",), bags=(("often", None), ("rare", None)),
+        path,
+        folder / "data",
+        options=twins.Options(threshold=0, rows_per_shard=100, test_fraction=0.01),
+        label="y",
+        numeric=("x",),
+        categorical=("c",),
+        bags=(("often", None), ("rare", None)),
         share=(("rare", "often"),),
-    )  # fmt: skip
+    )
     assert len(manifest.read(folder / "data").train) == SHARDS
     for shard in range(SHARDS):
         rewrite(folder / "data", lambda table: table.combine_chunks(), shard=shard, rows_per_batch=request.param)
@@ -273,10 +278,13 @@ def replace_by(path, other):
     path.with_suffix(".copy").replace(path)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda path: os.truncate(path, 1000), "part-00001.arrow is not an Arrow file"),
-    (lambda path: replace_by(path, path), "part-00001.arrow has a wrong checksum: it is damaged or was changed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda path: os.truncate(path, 1000), "part-00001.arrow is not an Arrow file"),
+        (lambda path: replace_by(path, path), "part-00001.arrow has a wrong checksum: it is damaged or was changed"),
+    ],
+)
 def test_a_shard_that_changes_between_reading_and_mapping(own, monkeypatch, change, message):
     real = pa.memory_map
 

@@ -143,10 +143,18 @@ def fail_at(monkeypatch, owner, name, at, error):
     monkeypatch.setattr(owner, name, failing)
 
 
-@pytest.mark.parametrize(("owner", "name", "at"), [
-    (HashedFile, "write", 0), (HashedFile, "write", 200), ("work", "note", 5), ("vocabulary", "write", 0),
-    (second_pass, "write_lists", 2), ("build", "write_shard", 3), ("manifest", "write", 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("owner", "name", "at"),
+    [
+        (HashedFile, "write", 0),
+        (HashedFile, "write", 200),
+        ("work", "note", 5),
+        ("vocabulary", "write", 0),
+        (second_pass, "write_lists", 2),
+        ("build", "write_shard", 3),
+        ("manifest", "write", 0),
+    ],
+)
 def test_a_full_disk_in_any_stage(tmp_path, text, straight, monkeypatch, owner, name, at, capsys):
     from hostdev.data import manifest
     from hostdev.data.preprocess import build as building
@@ -283,10 +291,15 @@ def test_two_at_once_share_the_work(tmp_path, text, straight, capfd):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize(("owner", "name", "at"), [
-    (HashedFile, "write", 60), (HashedFile, "write", 250), (second_pass, "learn", 0),
-    (second_pass, "rows_of", 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("owner", "name", "at"),
+    [
+        (HashedFile, "write", 60),
+        (HashedFile, "write", 250),
+        (second_pass, "learn", 0),
+        (second_pass, "rows_of", 1),
+    ],
+)
 def test_tables_go_on_too(tmp_path, monkeypatch, owner, name, at):
     """With quotes over several lines, bags and shared ids."""
     monkeypatch.setattr("hostdev.data.preprocess.delimited.BLOCK_BYTES", 2000)

@@ -37,8 +37,12 @@ MOVIELENS = """user_id,movie_id,rating,timestamp,title,genres,gender,age,occupat
 3,10,5,500,First Film (1901),Comedy|Drama,F,40,3,33333
 4,40,3,300,Fourth,,M,50,4,44444
 """
-MADE = {"avazu_sample.txt": AVAZU, "census-income.sample": CENSUS, "criteo_sample.txt": CRITEO,
-        "movielens_sample.txt": MOVIELENS}  # fmt: skip
+MADE = {
+    "avazu_sample.txt": AVAZU,
+    "census-income.sample": CENSUS,
+    "criteo_sample.txt": CRITEO,
+    "movielens_sample.txt": MOVIELENS,
+}
 
 
 @pytest.fixture(params=["made", "real"])
@@ -78,8 +82,10 @@ def all_rows(folder):
     """The rows of both splits with values for ids, in no order."""
     names = [value for _, value, _ in twins.vocabulary(folder)]
     rows = twins.read(folder, "train") + twins.read(folder, "test")
-    return [(label, dense, [names[i] for i in ids], [[names[i] for i in bag] for bag in bags])
-            for label, dense, ids, bags in rows]  # fmt: skip
+    return [
+        (label, dense, [names[i] for i in ids], [[names[i] for i in bag] for bag in bags])
+        for label, dense, ids, bags in rows
+    ]
 
 
 def test_avazu(sample, prepared, tmp_path):
@@ -103,14 +109,20 @@ def test_criteo_with_a_header(sample, prepared, tmp_path):
     path = sample("criteo_sample.txt")
     rows = rows_of(path)
     tested = rows[1]["C1"]
-    found = prepared(path, "--label", "label", "--numeric", "I1,I2,I3", "--categorical", "C1,C2,C3", "--test-column",
-                     f"C1={tested}")  # fmt: skip
+    found = prepared(
+        path, "--label", "label", "--numeric", "I1,I2,I3", "--categorical", "C1,C2,C3", "--test-column", f"C1={tested}"
+    )
     most = [max(abs(float(row[name] or 0)) for row in rows if row["C1"] != tested) for name in ("I1", "I2", "I3")]
     expected = [
-        (int(row["label"]), [float(np.float32(float(row[f"I{i + 1}"] or 0) / (most[i] or 1))) for i in range(3)],
-         [row["C1"], row["C2"], row["C3"]], [])
-        for row in rows if row["C1"] != tested
-    ]  # fmt: skip
+        (
+            int(row["label"]),
+            [float(np.float32(float(row[f"I{i + 1}"] or 0) / (most[i] or 1))) for i in range(3)],
+            [row["C1"], row["C2"], row["C3"]],
+            [],
+        )
+        for row in rows
+        if row["C1"] != tested
+    ]
     assert found.statistics["dense_max"] == most
     assert all_rows(tmp_path / "out")[: len(expected)] == expected
 
@@ -120,16 +132,30 @@ def test_movielens_with_a_bag_of_genres(sample, prepared, tmp_path):
     rows = rows_of(path)
     last = sorted(int(row["timestamp"]) for row in rows)[len(rows) // 2]
     found = prepared(
-        path, "--label", "rating", "--positive", ">3", "--categorical", "user_id,movie_id,gender,occupation,zip",
-        "--bag", "genres=|", "--numeric", "age", "--test-after", f"timestamp={last}",
-    )  # fmt: skip
+        path,
+        "--label",
+        "rating",
+        "--positive",
+        ">3",
+        "--categorical",
+        "user_id,movie_id,gender,occupation,zip",
+        "--bag",
+        "genres=|",
+        "--numeric",
+        "age",
+        "--test-after",
+        f"timestamp={last}",
+    )
     training = [row for row in rows if int(row["timestamp"]) <= last]
     assert found.rows("train") == len(training)
     expected = [
-        (float(int(row["rating"]) > 3), [row["user_id"], row["movie_id"], row["gender"], row["occupation"], row["zip"]],
-         [row["genres"].split("|") if row["genres"] else []])
+        (
+            float(int(row["rating"]) > 3),
+            [row["user_id"], row["movie_id"], row["gender"], row["occupation"], row["zip"]],
+            [row["genres"].split("|") if row["genres"] else []],
+        )
         for row in training
-    ]  # fmt: skip
+    ]
     assert [(label, ids, bags) for label, _, ids, bags in all_rows(tmp_path / "out")][: len(training)] == expected
     genres = next(space for space in found.schema.spaces if space.name == "genres")
     assert genres.size == len({genre for row in expected for genre in row[2][0]})
@@ -142,9 +168,22 @@ def test_census_without_a_header(sample, prepared, tmp_path):
     names = [f"c{i}" for i in range(n)]
     kinds = ("c1", "c3", "c5") if n == 10 else ("c4", "c5", "c8")
     found = prepared(
-        path, "--columns", ",".join(names), "--label", names[-1], "--positive", "50000+.", "--categorical",
-        ",".join(kinds), "--numeric", "c0" if n == 10 else "c1", "--test-fraction", 0.4, "--seed", 3,
-    )  # fmt: skip
+        path,
+        "--columns",
+        ",".join(names),
+        "--label",
+        names[-1],
+        "--positive",
+        "50000+.",
+        "--categorical",
+        ",".join(kinds),
+        "--numeric",
+        "c0" if n == 10 else "c1",
+        "--test-fraction",
+        0.4,
+        "--seed",
+        3,
+    )
     rows = rows_of(path, fieldnames=names)
     assert found.rows("train") + found.rows("test") == len(rows)
     labels = [row[0] for row in all_rows(tmp_path / "out")]

@@ -91,8 +91,10 @@ def test_the_same_shards_from_every_source_and_number_of_threads(tmp_path, rows,
         files_found, found = contents(out)
         rejected = [text.split("\t", 3)[1:] for text in files_found.pop("rejected.tsv").decode().split("\n")[:-1]]
         assert [text[1:] for text in rejected] == [
-            ["1 columns, not 40", "broken"], ["1 columns, not 40", "\0" * 50], ["1 columns, not 40", ""],
-        ], name  # fmt: skip
+            ["1 columns, not 40", "broken"],
+            ["1 columns, not 40", "\0" * 50],
+            ["1 columns, not 40", ""],
+        ], name
         if name != "24 days":
             assert [text[0] for text in rejected] == ["6", "2001", "2002"]
         expected = expected or (files_found, found)
@@ -231,10 +233,18 @@ def test_what_a_folder_has_beside_tables(tmp_path, capsys):
         Table([tmp_path / "in"], COLUMNS)
 
 
-@pytest.mark.parametrize(("name", "content", "kind"), [
-    ("b.csv.xz", b"\xfd7zXZ\0", "xz"), ("b.xz", b"", "xz"), ("b", b"\xfd7zXZ\0", "xz"), ("z.csv.zip", b"PK\3\4", "zip"),
-    ("z", b"PK\3\4", "zip"), ("z.7z", b"7z\xbc\xaf", "7z"), ("z.csv.Z", b"\x1f\x9d", "compress"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "content", "kind"),
+    [
+        ("b.csv.xz", b"\xfd7zXZ\0", "xz"),
+        ("b.xz", b"", "xz"),
+        ("b", b"\xfd7zXZ\0", "xz"),
+        ("z.csv.zip", b"PK\3\4", "zip"),
+        ("z", b"PK\3\4", "zip"),
+        ("z.7z", b"7z\xbc\xaf", "7z"),
+        ("z.csv.Z", b"\x1f\x9d", "compress"),
+    ],
+)
 def test_compressed_files_in_a_folder_that_are_not_read(tmp_path, name, content, kind):
     (tmp_path / "a.csv").write_text(CSV)
     (tmp_path / name).write_bytes(content)
@@ -324,8 +334,24 @@ def test_a_file_that_changes_while_it_is_read(tmp_path, rows):
     assert [found.name for found in tmp_path.iterdir()] == ["rows"]
 
 
-VALUES = st.sampled_from([b"", b"0", b"1", b"-7", b"123456789012345678", b"1234567890123456789", b"-", b"0000abCD",
-                          b"0000abc", b"0000abcg", b"\xff", b"\0", b"\r", b"12 "])  # fmt: skip
+VALUES = st.sampled_from(
+    [
+        b"",
+        b"0",
+        b"1",
+        b"-7",
+        b"123456789012345678",
+        b"1234567890123456789",
+        b"-",
+        b"0000abCD",
+        b"0000abc",
+        b"0000abcg",
+        b"\xff",
+        b"\0",
+        b"\r",
+        b"12 ",
+    ]
+)
 
 
 @st.composite

@@ -36,9 +36,26 @@ def test_a_whole_table(tmp_path, in_process):
     rows = ["u1,5,0.5,a|b,s,2", "u2,3,,b,,1", "u1,4,-1,,s,2", "u3,1,NA,a||c,t,3", "u2,5,2,c,s,9", '"u,4",2,1,z,s,3']
     write(tmp_path / "ratings.csv", "\n".join(["user,stars,price,tags,city,day", *rows]) + "\n")
     code, out, error = in_process(
-        preprocess, "table", "ratings.csv", "--out", "data", "--label", "stars", "--positive", ">3", "--numeric",
-        "price", "--categorical", "user,city", "--bag", "tags=|", "--test-after", "day=3", "--threshold", 0,
-    )  # fmt: skip
+        preprocess,
+        "table",
+        "ratings.csv",
+        "--out",
+        "data",
+        "--label",
+        "stars",
+        "--positive",
+        ">3",
+        "--numeric",
+        "price",
+        "--categorical",
+        "user,city",
+        "--bag",
+        "tags=|",
+        "--test-after",
+        "day=3",
+        "--threshold",
+        0,
+    )
     assert (code, error) == (0, "")
     assert out.splitlines()[0].startswith("data: 5 training and 1 test rows in 2 shards, 15 ids, labels 40.0% positive")
     assert out.splitlines()[1:] == [
@@ -56,10 +73,18 @@ def test_a_whole_table(tmp_path, in_process):
     )
     assert found.schema.spaces == (Space("user", 1, 4, 4), Space("city", 2, 8, 3), Space("tags", 3, 11, 4))
     assert twins.vocabulary(tmp_path / "data")[4:] == [
-        ("user", "u1", 2), ("user", "u2", 1), ("user", "u3", 1), ("user", "u,4", 1),
-        ("city", "s", 3), ("city", "", 1), ("city", "t", 1),
-        ("tags", "a", 2), ("tags", "b", 2), ("tags", "c", 1), ("tags", "z", 1),
-    ]  # fmt: skip
+        ("user", "u1", 2),
+        ("user", "u2", 1),
+        ("user", "u3", 1),
+        ("user", "u,4", 1),
+        ("city", "s", 3),
+        ("city", "", 1),
+        ("city", "t", 1),
+        ("tags", "a", 2),
+        ("tags", "b", 2),
+        ("tags", "c", 1),
+        ("tags", "z", 1),
+    ]
     assert twins.read(tmp_path / "data", "train") == [
         (1, [0.5], [4, 8], [[11, 12]]),
         (0, [0], [5, 9], [[12]]),
@@ -70,11 +95,23 @@ def test_a_whole_table(tmp_path, in_process):
     assert twins.read(tmp_path / "data", "test") == [(1, [2], [5, 8], [[13]])]
     options = json.loads((tmp_path / "data/manifest.json").read_text())["options"]
     assert options == {
-        "preset": "table", "label": "stars", "positive": ">3", "numeric": ["price"], "categorical": ["user", "city"],
-        "bags": {"tags": "|"}, "share": {}, "test_column": None, "test_after": ["day", "3"], "columns": None,
-        "delimiter": None, "quotes": True, "threshold": 0, "hash_buckets": None, "dense": "max",
+        "preset": "table",
+        "label": "stars",
+        "positive": ">3",
+        "numeric": ["price"],
+        "categorical": ["user", "city"],
+        "bags": {"tags": "|"},
+        "share": {},
+        "test_column": None,
+        "test_after": ["day", "3"],
+        "columns": None,
+        "delimiter": None,
+        "quotes": True,
+        "threshold": 0,
+        "hash_buckets": None,
+        "dense": "max",
         "rows_per_shard": 1 << 18,
-    }  # fmt: skip
+    }
     assert found.statistics["out_of_vocabulary"] == {"train": 0, "test": 0}
     assert found.statistics["dense_max"] == [1]
     assert manifest.read_counts(tmp_path / "data", found).sum() == found.uses("train") == 5 * 3 + 6
@@ -90,33 +127,36 @@ def test_what_is_seen_once_is_out_of_vocabulary_by_default(tmp_path, in_process)
     assert manifest.read(tmp_path / "d").statistics["out_of_vocabulary"] == {"train": 1 / 7, "test": 0}
 
 
-@pytest.mark.parametrize(("values", "rule", "expected"), [
-    (["0", "1", "1", "0"], None, [0, 1, 1, 0]),
-    (["true", "False", "TRUE", " false"], None, [1, 0, 1, 0]),
-    (["0.0", "1.0", "1", "0"], None, [0, 1, 1, 0]),
-    ([True, False, True, True], None, [1, 0, 1, 1]),
-    ([0, 1, 1, 0], None, [0, 1, 1, 0]),
-    ([0.0, 1.0, 1.0, 0.0], None, [0, 1, 1, 0]),
-    (["0.00", "1.00", "1e0", "-0"], None, [0, 1, 1, 0]),
-    ([Decimal("0.00"), Decimal("1.00"), Decimal("1.00"), Decimal("0.00")], None, [0, 1, 1, 0]),
-    (["5", "5.0", "3", "+5"], "5", [1, 1, 0, 1]),
-    (["5", "5.0", "3", "+5"], ">=5", [1, 1, 0, 1]),
-    (["0", "0.0", "3", "no"], "!=0", [0, 0, 1, 1]),
-    ([Decimal("5.00"), Decimal("5.10"), Decimal("5.01"), Decimal("5.00")], "=5", [1, 0, 0, 1]),
-    ([2**53, 2**53 + 1, 5, 2**53], str(2**53), [1, 0, 0, 1]),
-    (["5_0", "50", "\u0665", "5e99999999999999999999"], "50", [0, 1, 0, 0]),
-    (["5", "3", "3.5", "4"], ">3", [1, 0, 1, 1]),
-    ([5, 3, 4, 1], ">= 4", [1, 0, 1, 0]),
-    ([5.0, 3.5, 4.0, 1.0], "<4", [0, 1, 0, 1]),
-    ([5, 3, 4, 1], "<=3", [0, 1, 0, 1]),
-    ([5, 3, 4, 5], "5", [1, 0, 0, 1]),
-    ([5.0, 3.5, 4.0, 5.0], "=3.5", [0, 1, 0, 0]),
-    (["yes", "no", " yes", "maybe"], "yes", [1, 0, 1, 0]),
-    (["yes", "no", " yes", "maybe"], "==yes", [1, 0, 1, 0]),
-    (["yes", "no", " no", "maybe"], "!=no", [1, 0, 0, 1]),
-    (["None", "yes", "yes", "None"], "None", [1, 0, 0, 1]),  # the rule's own value is not missing
-    ([" 50000+.", " - 50000.", " 50000+.", "x"], " 50000+.", [1, 0, 1, 0]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "rule", "expected"),
+    [
+        (["0", "1", "1", "0"], None, [0, 1, 1, 0]),
+        (["true", "False", "TRUE", " false"], None, [1, 0, 1, 0]),
+        (["0.0", "1.0", "1", "0"], None, [0, 1, 1, 0]),
+        ([True, False, True, True], None, [1, 0, 1, 1]),
+        ([0, 1, 1, 0], None, [0, 1, 1, 0]),
+        ([0.0, 1.0, 1.0, 0.0], None, [0, 1, 1, 0]),
+        (["0.00", "1.00", "1e0", "-0"], None, [0, 1, 1, 0]),
+        ([Decimal("0.00"), Decimal("1.00"), Decimal("1.00"), Decimal("0.00")], None, [0, 1, 1, 0]),
+        (["5", "5.0", "3", "+5"], "5", [1, 1, 0, 1]),
+        (["5", "5.0", "3", "+5"], ">=5", [1, 1, 0, 1]),
+        (["0", "0.0", "3", "no"], "!=0", [0, 0, 1, 1]),
+        ([Decimal("5.00"), Decimal("5.10"), Decimal("5.01"), Decimal("5.00")], "=5", [1, 0, 0, 1]),
+        ([2**53, 2**53 + 1, 5, 2**53], str(2**53), [1, 0, 0, 1]),
+        (["5_0", "50", "\u0665", "5e99999999999999999999"], "50", [0, 1, 0, 0]),
+        (["5", "3", "3.5", "4"], ">3", [1, 0, 1, 1]),
+        ([5, 3, 4, 1], ">= 4", [1, 0, 1, 0]),
+        ([5.0, 3.5, 4.0, 1.0], "<4", [0, 1, 0, 1]),
+        ([5, 3, 4, 1], "<=3", [0, 1, 0, 1]),
+        ([5, 3, 4, 5], "5", [1, 0, 0, 1]),
+        ([5.0, 3.5, 4.0, 5.0], "=3.5", [0, 1, 0, 0]),
+        (["yes", "no", " yes", "maybe"], "yes", [1, 0, 1, 0]),
+        (["yes", "no", " yes", "maybe"], "==yes", [1, 0, 1, 0]),
+        (["yes", "no", " no", "maybe"], "!=no", [1, 0, 0, 1]),
+        (["None", "yes", "yes", "None"], "None", [1, 0, 0, 1]),  # the rule's own value is not missing
+        ([" 50000+.", " - 50000.", " 50000+.", "x"], " 50000+.", [1, 0, 1, 0]),
+    ],
+)
 def test_labels(tmp_path, values, rule, expected):
     columns = {"y": [*values, values[0]], "c": ["a"] * 5, "s": [0] * 4 + [1]}
     paths = [twins.write_parquet(tmp_path / "t.parquet", columns)]
@@ -149,9 +189,11 @@ def test_labels_by_number(tmp_path):
 def test_numbers(tmp_path):
     write(tmp_path / "t.csv", "y,a,b,s\n0, 1.5 ,NA,0\n1,-3,null,0\n0,,nan,0\n1,1e1,,0\n0,+2,5,1\n")
     columns = {
-        "y": [0, 1, 0, 1, 0], "a": [1.5, -3.0, None, 10.0, 2.0], "b": pa.array([None, None, None, None, 5], pa.int16()),
+        "y": [0, 1, 0, 1, 0],
+        "a": [1.5, -3.0, None, 10.0, 2.0],
+        "b": pa.array([None, None, None, None, 5], pa.int16()),
         "s": [False, False, False, False, True],
-    }  # fmt: skip
+    }
     pq.write_table(pa.table(columns), tmp_path / "t.parquet")
     for name, test in (("t.csv", "1"), ("t.parquet", "true")):
         out = tmp_path / f"{name}.out"
@@ -163,11 +205,25 @@ def test_numbers(tmp_path):
         assert test[0][1] == [np.float32(0.2), 5]  # a column with no number in training rows is not divided
 
 
-@pytest.mark.parametrize("kind", [
-    pa.int8(), pa.int64(), pa.uint16(), pa.float16(), pa.float32(), pa.float64(), pa.decimal128(22, 2), pa.string(),
-    pa.decimal32(5, 2), pa.decimal64(12, 2), pa.dictionary(pa.int8(), pa.decimal128(22, 2)),
-    pa.large_string(), pa.dictionary(pa.int8(), pa.string()), pa.dictionary(pa.int8(), pa.int64()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.int8(),
+        pa.int64(),
+        pa.uint16(),
+        pa.float16(),
+        pa.float32(),
+        pa.float64(),
+        pa.decimal128(22, 2),
+        pa.string(),
+        pa.decimal32(5, 2),
+        pa.decimal64(12, 2),
+        pa.dictionary(pa.int8(), pa.decimal128(22, 2)),
+        pa.large_string(),
+        pa.dictionary(pa.int8(), pa.string()),
+        pa.dictionary(pa.int8(), pa.int64()),
+    ],
+)
 def test_types_of_numbers_and_values(tmp_path, kind):
     inner = kind.value_type if pa.types.is_dictionary(kind) else kind
     values = pa.array([1, 2, 2, 4, 4], pa.int8()).cast(inner)
@@ -183,14 +239,25 @@ def test_types_of_numbers_and_values(tmp_path, kind):
     assert texts == ["1", "2", "2", "4"]
 
 
-@pytest.mark.parametrize("kind", [
-    pa.bool_(), pa.date32(), pa.timestamp("ms"), pa.timestamp("us", "UTC"), pa.binary(), pa.string_view(), pa.null(),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.bool_(),
+        pa.date32(),
+        pa.timestamp("ms"),
+        pa.timestamp("us", "UTC"),
+        pa.binary(),
+        pa.string_view(),
+        pa.null(),
+    ],
+)
 def test_types_of_values(tmp_path, kind):
     given = {
-        pa.bool_(): [True, False, None], pa.binary(): [b"a", b"b", None], pa.string_view(): ["a", "b", None],
+        pa.bool_(): [True, False, None],
+        pa.binary(): [b"a", b"b", None],
+        pa.string_view(): ["a", "b", None],
         pa.null(): [None, None, None],
-    }.get(kind, [datetime.datetime(2024, 5, 1), datetime.datetime(2024, 5, 2), None])  # fmt: skip
+    }.get(kind, [datetime.datetime(2024, 5, 1), datetime.datetime(2024, 5, 2), None])
     table = pa.table({"y": [0, 1, 0, 1], "c": pa.array([*given, given[0]], kind), "s": [0, 0, 0, 1]})
     with pa.ipc.new_stream(tmp_path / "t.arrows", table.schema) as file:
         file.write_table(table)
@@ -201,32 +268,45 @@ def test_types_of_values(tmp_path, kind):
     assert column_of(tmp_path / "d", "test", "c") == found[:1]
 
 
-@pytest.mark.parametrize(("values", "limit", "expected"), [
-    ([3, 1, 2, 5], "2", [1, 0, 0, 1]),
-    ([3.5, 1.0, 2.0, 2.5], "2", [1, 0, 0, 1]),
-    ([3, 1, 2, 5], "2.5", [1, 0, 0, 1]),
-    ([2**62 + 1, 2**62, 5, 2**62 + 2], str(2**62), [1, 0, 0, 1]),  # which float64 cannot tell apart
-    ([2**62 + 1, 2**62, 5, 2**62 + 2], f"{2**62}.0", [1, 0, 0, 1]),
-    ([17 * 10**17 + 1, 17 * 10**17, 5, 2**62], "1.7e18", [1, 0, 0, 1]),
-    (pa.array([2**63 + 1, 2**63, 5, 2**64 - 1], pa.uint64()), str(2**63), [1, 0, 0, 1]),
-    ([2**53 + 1, 2**53, 5, 2**53 + 2], str(2**53), [1, 0, 0, 1]),
-    ([str(2**53 + 1), str(2**53), "0.5", f"+{2**53 + 1}"], str(2**53), [1, 0, 0, 1]),  # what its neighbours are
-    ([str(2**64 + 1), str(2**64), "-1e3", f"{2**64 + 2}"], str(2**64), [1, 0, 0, 1]),
-    ([2.0**53 + 2, 2.0**53, 5.5, 2.0**60], str(2**53 + 1), [1, 0, 0, 1]),
-    (["9" * 5000, "-" + "9" * 5000, "5", str(2**53 + 1)], str(2**53), [1, 0, 0, 1]),  # more digits than int() takes
-    ([3, -4, -3, 5], "-3.5", [1, 0, 1, 1]),
-    ([Decimal("0.11"), Decimal("0.10"), Decimal("-1.00"), Decimal("0.12")], "0.1", [1, 0, 0, 1]),
-    ([Decimal(10**36 + 1), Decimal(10**36), Decimal(5), Decimal(10**36 + 2)], "1e36", [1, 0, 0, 1]),
-    (["2024-02-01", "2023-12-31", "2024-01-01", "2024-01-02"], "2024-01-01", [1, 0, 0, 1]),
-    (["2024-01-01 10:00", "2024-01-01", "2024-01-01 09:00:00", "2024-01-01T09:01"], "2024-01-01 09:00", [1, 0, 0, 1]),
-    (["2024-01-01T10:00Z", "2024-01-01T10:00+02:00", "2024-01-01T09:00Z", "2025-01-01T00:00Z"],
-     "2024-01-01T10:00+01:00", [1, 0, 0, 1]),
-    (["10", "9", "9.5", "1e3"], "9.5", [1, 0, 0, 1]),
-    ([datetime.date(2024, 1, day) for day in (3, 1, 2, 9)], "2024-01-02", [1, 0, 0, 1]),
-    ([datetime.datetime(2024, 1, 1, hour) for hour in (3, 1, 2, 9)], "2024-01-01T02:00", [1, 0, 0, 1]),
-    ([datetime.datetime(2024, 1, 1, hour, tzinfo=ZoneInfo("UTC")) for hour in (3, 1, 2, 9)],
-     "2024-01-01T03:00+01:00", [1, 0, 0, 1]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "limit", "expected"),
+    [
+        ([3, 1, 2, 5], "2", [1, 0, 0, 1]),
+        ([3.5, 1.0, 2.0, 2.5], "2", [1, 0, 0, 1]),
+        ([3, 1, 2, 5], "2.5", [1, 0, 0, 1]),
+        ([2**62 + 1, 2**62, 5, 2**62 + 2], str(2**62), [1, 0, 0, 1]),  # which float64 cannot tell apart
+        ([2**62 + 1, 2**62, 5, 2**62 + 2], f"{2**62}.0", [1, 0, 0, 1]),
+        ([17 * 10**17 + 1, 17 * 10**17, 5, 2**62], "1.7e18", [1, 0, 0, 1]),
+        (pa.array([2**63 + 1, 2**63, 5, 2**64 - 1], pa.uint64()), str(2**63), [1, 0, 0, 1]),
+        ([2**53 + 1, 2**53, 5, 2**53 + 2], str(2**53), [1, 0, 0, 1]),
+        ([str(2**53 + 1), str(2**53), "0.5", f"+{2**53 + 1}"], str(2**53), [1, 0, 0, 1]),  # what its neighbours are
+        ([str(2**64 + 1), str(2**64), "-1e3", f"{2**64 + 2}"], str(2**64), [1, 0, 0, 1]),
+        ([2.0**53 + 2, 2.0**53, 5.5, 2.0**60], str(2**53 + 1), [1, 0, 0, 1]),
+        (["9" * 5000, "-" + "9" * 5000, "5", str(2**53 + 1)], str(2**53), [1, 0, 0, 1]),  # more digits than int() takes
+        ([3, -4, -3, 5], "-3.5", [1, 0, 1, 1]),
+        ([Decimal("0.11"), Decimal("0.10"), Decimal("-1.00"), Decimal("0.12")], "0.1", [1, 0, 0, 1]),
+        ([Decimal(10**36 + 1), Decimal(10**36), Decimal(5), Decimal(10**36 + 2)], "1e36", [1, 0, 0, 1]),
+        (["2024-02-01", "2023-12-31", "2024-01-01", "2024-01-02"], "2024-01-01", [1, 0, 0, 1]),
+        (
+            ["2024-01-01 10:00", "2024-01-01", "2024-01-01 09:00:00", "2024-01-01T09:01"],
+            "2024-01-01 09:00",
+            [1, 0, 0, 1],
+        ),
+        (
+            ["2024-01-01T10:00Z", "2024-01-01T10:00+02:00", "2024-01-01T09:00Z", "2025-01-01T00:00Z"],
+            "2024-01-01T10:00+01:00",
+            [1, 0, 0, 1],
+        ),
+        (["10", "9", "9.5", "1e3"], "9.5", [1, 0, 0, 1]),
+        ([datetime.date(2024, 1, day) for day in (3, 1, 2, 9)], "2024-01-02", [1, 0, 0, 1]),
+        ([datetime.datetime(2024, 1, 1, hour) for hour in (3, 1, 2, 9)], "2024-01-01T02:00", [1, 0, 0, 1]),
+        (
+            [datetime.datetime(2024, 1, 1, hour, tzinfo=ZoneInfo("UTC")) for hour in (3, 1, 2, 9)],
+            "2024-01-01T03:00+01:00",
+            [1, 0, 0, 1],
+        ),
+    ],
+)
 def test_rows_after_a_time_are_for_testing(tmp_path, values, limit, expected):
     columns = {"y": [0, 1, 0, 1], "c": [str(i) for i in range(4)], "t": values}
     paths = [twins.write_parquet(tmp_path / "t.parquet", columns), twins.write_text(tmp_path / "t.csv", columns)]
@@ -250,9 +330,10 @@ def test_rows_after_a_time_of_day_are_for_testing(tmp_path, kind):
         assert column_of(tmp_path / name, "train", "c") == ["1", "2"]
 
 
-@pytest.mark.parametrize(("limit", "later"), [
-    ("12:00", 3), ("12:00:00.0", 3), ("12:00:00.000000050", 1), ("12:00:00.00000005", 1), ("11:59:59.999999999", 4)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("limit", "later"),
+    [("12:00", 3), ("12:00:00.0", 3), ("12:00:00.000000050", 1), ("12:00:00.00000005", 1), ("11:59:59.999999999", 4)],
+)
 def test_times_of_day_are_compared_to_the_nanosecond(tmp_path, limit, later):
     noon = 12 * 3600 * 10**9
     times = pa.array([noon, noon + 1, noon + 50, noon + 51, 0, 1], pa.time64("ns"))
@@ -276,9 +357,17 @@ def test_integers_after_a_number_whatever_their_block(tmp_path, monkeypatch):
 
 def test_a_value_is_one_whatever_the_type_of_integers_and_text(tmp_path):
     kinds = [
-        pa.null(), pa.int8(), pa.uint64(), pa.float32(), pa.string(), pa.large_string(), pa.binary(),
-        pa.dictionary(pa.int8(), pa.string()), pa.decimal128(10, 0), pa.string_view(),
-    ]  # fmt: skip
+        pa.null(),
+        pa.int8(),
+        pa.uint64(),
+        pa.float32(),
+        pa.string(),
+        pa.large_string(),
+        pa.binary(),
+        pa.dictionary(pa.int8(), pa.string()),
+        pa.decimal128(10, 0),
+        pa.string_view(),
+    ]
     for i, kind in enumerate(kinds):
         inner = kind.value_type if pa.types.is_dictionary(kind) else kind
         values = pa.nulls(2) if kind == pa.null() else pa.array([5, 6], pa.int8())
@@ -309,13 +398,16 @@ def test_rows_are_drawn_by_seed_and_number(tmp_path):
     assert 20 < len(twins.read(tmp_path / "a", "test")) < 60
 
 
-@pytest.mark.parametrize(("name", "text", "how"), [
-    ("t.dat", "1::a b::x|y::0\n0::c:d::::1\n1::\"q::y::0\n", {"columns": ("y", "c", "g", "s"), "delimiter": "::"}),
-    ("t.txt", "y\tc\tg\ts\n1\ta b\tx|y\t0\n0\tc:d\t\t1\n1\t\"q\ty\t0\n", {"quotes": False}),
-    ("t.csv", "y;c;g;s\r\n1;a b;x|y;0\r\n0;c:d;;1\r\n1;\"\"\"q\";y;0", {"delimiter": ";"}),
-    ("t.txt", "y,c,g,s\n\n1,a b,x|y,0\n0,\"c:d\",,1\n\n1,\"\"\"q\",y,0\n\n", {}),
-    ("t.tsv", "\ufeffy\tc\tg\ts\n1\ta b\tx|y\t0\n0\tc:d\t\t1\n1\t\"\"\"q\"\ty\t0\n", {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "text", "how"),
+    [
+        ("t.dat", '1::a b::x|y::0\n0::c:d::::1\n1::"q::y::0\n', {"columns": ("y", "c", "g", "s"), "delimiter": "::"}),
+        ("t.txt", 'y\tc\tg\ts\n1\ta b\tx|y\t0\n0\tc:d\t\t1\n1\t"q\ty\t0\n', {"quotes": False}),
+        ("t.csv", 'y;c;g;s\r\n1;a b;x|y;0\r\n0;c:d;;1\r\n1;"""q";y;0', {"delimiter": ";"}),
+        ("t.txt", 'y,c,g,s\n\n1,a b,x|y,0\n0,"c:d",,1\n\n1,"""q",y,0\n\n', {}),
+        ("t.tsv", '\ufeffy\tc\tg\ts\n1\ta b\tx|y\t0\n0\tc:d\t\t1\n1\t"""q"\ty\t0\n', {}),
+    ],
+)
 def test_delimiters_headers_and_quotes(tmp_path, name, text, how):
     path = write(tmp_path / name, text)
     twins.build_table(
@@ -337,9 +429,14 @@ def test_a_delimiter_of_several_characters_is_found_across_reads(tmp_path, monke
     monkeypatch.setattr("hostdev.data.preprocess.delimited.BLOCK_BYTES", 64)
     path = write(tmp_path / "t.dat", "\n".join(rows))
     found = twins.build_table(
-        path, tmp_path / "d", label="y", categorical=("c", "s"), columns=("y", "c", "s"), delimiter=":::",
+        path,
+        tmp_path / "d",
+        label="y",
+        categorical=("c", "s"),
+        columns=("y", "c", "s"),
+        delimiter=":::",
         options=Options(threshold=0),
-    )  # fmt: skip
+    )
     texts = {value for _, value, _ in twins.vocabulary(tmp_path / "d")}
     expected = {part for row in rows for part in row.split(":::")[1:]}
     assert texts - {None} <= expected
@@ -397,9 +494,20 @@ def test_a_malformed_line_of_a_file_whose_name_is_not_utf8(tmp_path, in_process,
 def test_names_with_commas_and_spaces(tmp_path, in_process):
     write(tmp_path / "t.csv", '"a, b",the label,c d,s\n1,0,x,0\n3,1,y,1\n')
     code, _, error = in_process(
-        preprocess, "table", "t.csv", "--out", "d", "--label", "the label", "--numeric", '"a, b"',
-        "--categorical", "c d, s", "--test-column", "s=1",
-    )  # fmt: skip
+        preprocess,
+        "table",
+        "t.csv",
+        "--out",
+        "d",
+        "--label",
+        "the label",
+        "--numeric",
+        '"a, b"',
+        "--categorical",
+        "c d, s",
+        "--test-column",
+        "s=1",
+    )
     assert (code, error) == (0, "")
     assert manifest.read(tmp_path / "d").schema.dense == ("a, b",)
     assert manifest.read(tmp_path / "d").schema.ids == ("c d", "s")
@@ -422,8 +530,12 @@ def test_booleans_are_the_same_numbers_in_text_and_parquet(tmp_path):
         "options": Options(threshold=0, dense="standard"),
     }
     found = []
-    for name, text in (("t.parquet", None), ("True.csv", str), ("lower.csv", lambda value: str(value).lower()),
-                       ("digits.csv", lambda value: str(int(value)))):  # fmt: skip
+    for name, text in (
+        ("t.parquet", None),
+        ("True.csv", str),
+        ("lower.csv", lambda value: str(value).lower()),
+        ("digits.csv", lambda value: str(int(value))),
+    ):
         if text is None:
             path = twins.write_parquet(tmp_path / name, columns)
         else:

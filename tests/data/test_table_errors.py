@@ -38,61 +38,104 @@ def good(tmp_path):
     return path
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (["--label", "z"], "good.csv has no column 'z'; it has y, x, c, g, t (from its first line; if that is a row, give"
-                       " --columns)"),
-    (["--label", "y", "--numeric", "x,zz"], "good.csv has no column 'zz'; it has y, x, c, g, t"),
-    (["--label", "y", "--bag", "zz=|"], "good.csv has no column 'zz'; it has"),
-    (["--label", "y", "--test-column", "zz=1"], "good.csv has no column 'zz'; it has"),
-    (["--label", "y", "--test-after", "zz=1"], "good.csv has no column 'zz'; it has"),
-    (["--label", "y", "--numeric", "x,x"], "column 'x' is named twice among --label, --numeric, --categorical and "),
-    (["--label", "y", "--numeric", "c"], "column 'c' is named twice"),
-    (["--label", "c"], "column 'c' is named twice"),
-    (["--label", "y", "--bag", "c=|"], "column 'c' is named twice"),
-    (["--label", "y", "--share", "g=c"], "--share g=c: 'g' is not a column of --categorical or --bag, which are c"),
-    (["--label", "y", "--bag", "g=|", "--share", "g=x"], "--share g=x: 'x' is not a column of --categorical or --bag"),
-    (["--label", "y", "--bag", "g=|", "--share", "g=g"], "--share g=g: 'g' has no ids of its own"),
-    (["--label", "y", "--bag", "g=|", "--share", "g=c", "--share", "c=g"], "--share g=c: 'c' has no ids of its own"),
-    (["--label", "y", "--bag", "g=|", "--categorical", "t", "--share", "g=c", "--share", "g=t"],
-     "--share names a column twice"),
-    (["--label", "y", "--share", "g"], "--share g: write it as NAME=VALUE"),
-    (["--label", "y", "--test-column", "t"], "--test-column t: write it as NAME=VALUE"),
-    (["--label", "y", "--bag", "g="], "--bag g=: the separator is empty"),
-    (["--label", "y", "--bag", "g"], "good.csv, column 'g': it is of type string, not a list; say what separates its "
-                                     "values, such as --bag 'g=|'"),
-    (["--label", "y", "--numeric", "g"], "good.csv, row 1, column 'g': 'a|b' is not a number; name the column with "
-                                         "--categorical, or mend the value (a missing one is empty or NA)"),
-    (["--label", "x"], "good.csv, row 3, column 'x': '2' is not 0 or 1, true or false; say which labels are positive,"
-                       " such as --positive '>3'"),
-    (["--label", "g", "--positive", ">3"], "good.csv, row 1, column 'g': 'a|b' is not a number"),
-    (["--label", "y", "--positive", ">three"], "--positive >three: 'three' is not a number"),
-    (["--label", "y", "--positive", ">nan"], "--positive >nan: 'nan' is not a number"),
-    (["--label", "y", "--test-after", "t=soon"], "--test-after: 'soon' is not a number, and not a date or time"),
-    (["--label", "y", "--test-after", "t=nan"], "--test-after: 'nan' is not a number, and not a date or time"),
-    (["--label", "y", "--test-after", "t=-nan(ind)"], "--test-after: '-nan(ind)' is not a number, and not a date"),
-    (["--label", "y", "--test-after", "g=3"], "good.csv, row 1, column 'g': 'a|b' is not a number"),
-    (["--label", "y", "--test-after", "t=2024-01-01"], "row 1, column 't': '0' is not a time like 2024-01-01"),
-    (["--label", "y", "--test-after", "t=100"], "none of the 20 rows is in the test split; give more rows or another "
-                                                "--test-column or --test-after"),
-    (["--label", "y", "--test-column", "t=z"], "none of the 20 rows is in the test split"),
-    (["--label", "y", "--test-column", "t=1", "--test-after", "t=3"], "--test-column and --test-after both say which "),
-    (["--label", "y", "--test-fraction", ".1", "--test-after", "t=3"], "--test-fraction and --test-after both say"),
-    (["--label", "y", "--seed", "1", "--test-after", "t=3"], "--seed has no effect with --test-after; leave it out"),
-    (["--label", "y", "--threshold", "1", "--hash-buckets", "9"], "--threshold has no effect with --hash-buckets"),
-    (["--label", "y", "--dense", "log"], "--dense has no effect without --numeric; leave it out, or name the columns"),
-    (["--label", "y", "--dense", "log", "--numeric", ""], "--dense has no effect without --numeric"),
-    (["--label", "y", "--dense", "minmax"], "invalid choice: 'minmax'"),
-    (["--label", "y", "--columns", "a,b"], "good.csv: the first line has 5 values between commas, but --columns names"
-                                           " 2 columns"),
-    (["--label", "y", "--columns", "y,c,c,d,e"], "--columns names a column twice"),
-    (["--label", "y", "--delimiter", ""], "--delimiter is empty"),
-    (["--label", "y", "--delimiter", ";"], "good.csv has no column 'y'; it has y,x,c,g,t (one name, as no ';' are in"
-                                           " its first line; give --delimiter ,)"),
-    (["--label", "y", "--delimiter", ";", "--columns", "a,b"], "the first line has 1 values between ';', but --columns"
-                                                               " names 2 columns; give --delimiter ,"),
-    (["--label", "y", "--columns", "y,x,c,g,t"], "good.csv, row 1, column 'y': 'y' is not 0 or 1"),
-    ([], "the following arguments are required: --label"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--label", "z"],
+            "good.csv has no column 'z'; it has y, x, c, g, t (from its first line; if that is a row, give --columns)",
+        ),
+        (["--label", "y", "--numeric", "x,zz"], "good.csv has no column 'zz'; it has y, x, c, g, t"),
+        (["--label", "y", "--bag", "zz=|"], "good.csv has no column 'zz'; it has"),
+        (["--label", "y", "--test-column", "zz=1"], "good.csv has no column 'zz'; it has"),
+        (["--label", "y", "--test-after", "zz=1"], "good.csv has no column 'zz'; it has"),
+        (
+            ["--label", "y", "--numeric", "x,x"],
+            "column 'x' is named twice among --label, --numeric, --categorical and ",
+        ),
+        (["--label", "y", "--numeric", "c"], "column 'c' is named twice"),
+        (["--label", "c"], "column 'c' is named twice"),
+        (["--label", "y", "--bag", "c=|"], "column 'c' is named twice"),
+        (["--label", "y", "--share", "g=c"], "--share g=c: 'g' is not a column of --categorical or --bag, which are c"),
+        (
+            ["--label", "y", "--bag", "g=|", "--share", "g=x"],
+            "--share g=x: 'x' is not a column of --categorical or --bag",
+        ),
+        (["--label", "y", "--bag", "g=|", "--share", "g=g"], "--share g=g: 'g' has no ids of its own"),
+        (
+            ["--label", "y", "--bag", "g=|", "--share", "g=c", "--share", "c=g"],
+            "--share g=c: 'c' has no ids of its own",
+        ),
+        (
+            ["--label", "y", "--bag", "g=|", "--categorical", "t", "--share", "g=c", "--share", "g=t"],
+            "--share names a column twice",
+        ),
+        (["--label", "y", "--share", "g"], "--share g: write it as NAME=VALUE"),
+        (["--label", "y", "--test-column", "t"], "--test-column t: write it as NAME=VALUE"),
+        (["--label", "y", "--bag", "g="], "--bag g=: the separator is empty"),
+        (
+            ["--label", "y", "--bag", "g"],
+            "good.csv, column 'g': it is of type string, not a list; say what separates its "
+            "values, such as --bag 'g=|'",
+        ),
+        (
+            ["--label", "y", "--numeric", "g"],
+            "good.csv, row 1, column 'g': 'a|b' is not a number; name the column with "
+            "--categorical, or mend the value (a missing one is empty or NA)",
+        ),
+        (
+            ["--label", "x"],
+            "good.csv, row 3, column 'x': '2' is not 0 or 1, true or false; say which labels are positive,"
+            " such as --positive '>3'",
+        ),
+        (["--label", "g", "--positive", ">3"], "good.csv, row 1, column 'g': 'a|b' is not a number"),
+        (["--label", "y", "--positive", ">three"], "--positive >three: 'three' is not a number"),
+        (["--label", "y", "--positive", ">nan"], "--positive >nan: 'nan' is not a number"),
+        (["--label", "y", "--test-after", "t=soon"], "--test-after: 'soon' is not a number, and not a date or time"),
+        (["--label", "y", "--test-after", "t=nan"], "--test-after: 'nan' is not a number, and not a date or time"),
+        (["--label", "y", "--test-after", "t=-nan(ind)"], "--test-after: '-nan(ind)' is not a number, and not a date"),
+        (["--label", "y", "--test-after", "g=3"], "good.csv, row 1, column 'g': 'a|b' is not a number"),
+        (["--label", "y", "--test-after", "t=2024-01-01"], "row 1, column 't': '0' is not a time like 2024-01-01"),
+        (
+            ["--label", "y", "--test-after", "t=100"],
+            "none of the 20 rows is in the test split; give more rows or another --test-column or --test-after",
+        ),
+        (["--label", "y", "--test-column", "t=z"], "none of the 20 rows is in the test split"),
+        (
+            ["--label", "y", "--test-column", "t=1", "--test-after", "t=3"],
+            "--test-column and --test-after both say which ",
+        ),
+        (["--label", "y", "--test-fraction", ".1", "--test-after", "t=3"], "--test-fraction and --test-after both say"),
+        (
+            ["--label", "y", "--seed", "1", "--test-after", "t=3"],
+            "--seed has no effect with --test-after; leave it out",
+        ),
+        (["--label", "y", "--threshold", "1", "--hash-buckets", "9"], "--threshold has no effect with --hash-buckets"),
+        (
+            ["--label", "y", "--dense", "log"],
+            "--dense has no effect without --numeric; leave it out, or name the columns",
+        ),
+        (["--label", "y", "--dense", "log", "--numeric", ""], "--dense has no effect without --numeric"),
+        (["--label", "y", "--dense", "minmax"], "invalid choice: 'minmax'"),
+        (
+            ["--label", "y", "--columns", "a,b"],
+            "good.csv: the first line has 5 values between commas, but --columns names 2 columns",
+        ),
+        (["--label", "y", "--columns", "y,c,c,d,e"], "--columns names a column twice"),
+        (["--label", "y", "--delimiter", ""], "--delimiter is empty"),
+        (
+            ["--label", "y", "--delimiter", ";"],
+            "good.csv has no column 'y'; it has y,x,c,g,t (one name, as no ';' are in"
+            " its first line; give --delimiter ,)",
+        ),
+        (
+            ["--label", "y", "--delimiter", ";", "--columns", "a,b"],
+            "the first line has 1 values between ';', but --columns names 2 columns; give --delimiter ,",
+        ),
+        (["--label", "y", "--columns", "y,x,c,g,t"], "good.csv, row 1, column 'y': 'y' is not 0 or 1"),
+        ([], "the following arguments are required: --label"),
+    ],
+)
 def test_wrong_options(refused, good, options, message):
     assert message in refused(good, *options, label=())
 
@@ -108,29 +151,45 @@ def test_no_column_with_ids(refused, good):
     )
 
 
-@pytest.mark.parametrize(("text", "options", "message"), [
-    ("", [], "t.csv: the file is empty"),
-    ("\n\n", [], "t.csv: the file is empty"),
-    ("y,c\n", [], "the input has no rows"),
-    ("y,c", [], "the input has no rows"),
-    ("y,c\n1,a\n,b\n0,a\n", [], "t.csv, row 2, column 'y': it is missing"),
-    ("y,c\n1,a\nNA,b\n0,a\n", ["--positive", ">0"], "t.csv, row 2, column 'y': it is missing"),
-    ("y,c\n1,a\n,b\n0,a\n", ["--positive", "1"], "t.csv, row 2, column 'y': it is missing"),
-    ("y,x,c\n1,5,a\n\n0,five,b\n", ["--numeric", "x"], "t.csv, row 2, column 'x': 'five' is not a number; name"),
-    ("y,x,c\n1,5,a\n0,inf,b\n", ["--numeric", "x"], "t.csv, row 2, column 'x': inf is not a finite number"),
-    ("y,x,c\n1,5,a\n0,1e999,b\n", ["--numeric", "x"], "t.csv, row 2, column 'x': inf is not a finite number"),
-    ("y,x,c\n1,1e-9,a\n0,1,b\n1,1e300,b\n", ["--numeric", "x", "--test-after", "x=0.5"],
-     "column 'x': a number is inf when scaled, which float32 cannot hold; leave such rows out, or use --dense log"),
-    ("y,x,c\n1,1e300,a\n0,-1e300,b\n1,3,t\n", ["--numeric", "x", "--test-column", "c=t", "--dense", "standard"],
-     "column 'x' has numbers too large for --dense standard; use --dense log"),
-    ("y,t,c\n1,5,a\n0,,b\n", ["--test-after", "t=3"],
-     "t.csv, row 2, column 't': it is missing, so that its row is neither before nor after"),
-    ("y,c,c\n1,a,b\n0,a,b\n", [], "t.csv has 2 columns of the name 'c'"),
-    ("y,c\n1,a\n" + "0,b,c\n" * 5, [], "5 lines are malformed, more than 1% of all; the first is "),
-    ('y,c\n1,a\n0,"b\n1,c\n', [], "t.csv, line 3: the quotes that begin here are never closed; if quotes are ordinary"
-                                  " characters, give --no-quotes"),
-    ("y::c\n1::a\x1f\n0::b\n", ["--delimiter", "::"], "t.csv: the file has the character 1F (hexadecimal)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("", [], "t.csv: the file is empty"),
+        ("\n\n", [], "t.csv: the file is empty"),
+        ("y,c\n", [], "the input has no rows"),
+        ("y,c", [], "the input has no rows"),
+        ("y,c\n1,a\n,b\n0,a\n", [], "t.csv, row 2, column 'y': it is missing"),
+        ("y,c\n1,a\nNA,b\n0,a\n", ["--positive", ">0"], "t.csv, row 2, column 'y': it is missing"),
+        ("y,c\n1,a\n,b\n0,a\n", ["--positive", "1"], "t.csv, row 2, column 'y': it is missing"),
+        ("y,x,c\n1,5,a\n\n0,five,b\n", ["--numeric", "x"], "t.csv, row 2, column 'x': 'five' is not a number; name"),
+        ("y,x,c\n1,5,a\n0,inf,b\n", ["--numeric", "x"], "t.csv, row 2, column 'x': inf is not a finite number"),
+        ("y,x,c\n1,5,a\n0,1e999,b\n", ["--numeric", "x"], "t.csv, row 2, column 'x': inf is not a finite number"),
+        (
+            "y,x,c\n1,1e-9,a\n0,1,b\n1,1e300,b\n",
+            ["--numeric", "x", "--test-after", "x=0.5"],
+            "column 'x': a number is inf when scaled, which float32 cannot hold; leave such rows out, or use --dense log",
+        ),
+        (
+            "y,x,c\n1,1e300,a\n0,-1e300,b\n1,3,t\n",
+            ["--numeric", "x", "--test-column", "c=t", "--dense", "standard"],
+            "column 'x' has numbers too large for --dense standard; use --dense log",
+        ),
+        (
+            "y,t,c\n1,5,a\n0,,b\n",
+            ["--test-after", "t=3"],
+            "t.csv, row 2, column 't': it is missing, so that its row is neither before nor after",
+        ),
+        ("y,c,c\n1,a,b\n0,a,b\n", [], "t.csv has 2 columns of the name 'c'"),
+        ("y,c\n1,a\n" + "0,b,c\n" * 5, [], "5 lines are malformed, more than 1% of all; the first is "),
+        (
+            'y,c\n1,a\n0,"b\n1,c\n',
+            [],
+            "t.csv, line 3: the quotes that begin here are never closed; if quotes are ordinary"
+            " characters, give --no-quotes",
+        ),
+        ("y::c\n1::a\x1f\n0::b\n", ["--delimiter", "::"], "t.csv: the file has the character 1F (hexadecimal)"),
+    ],
+)
 def test_wrong_text(refused, tmp_path, text, options, message):
     (tmp_path / "t.csv").write_text(text)
     assert message in refused("t.csv", *options)
@@ -154,14 +213,17 @@ def test_files_with_different_columns(refused, good, tmp_path):
 TIMES = [datetime.datetime(2024, 1, 1), datetime.datetime(2024, 1, 2)]
 
 
-@pytest.mark.parametrize(("values", "one", "other"), [
-    (TIMES, pa.timestamp("us"), pa.timestamp("ns")),
-    (TIMES, pa.date32(), pa.timestamp("s")),
-    (TIMES, pa.timestamp("us"), pa.timestamp("us", "UTC")),
-    ([0, 1], pa.decimal128(22, 2), pa.decimal128(22, 0)),
-    ([0, 1], pa.int8(), pa.bool_()),
-    ([0, 1], pa.list_(pa.int8()), pa.list_(pa.bool_())),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "one", "other"),
+    [
+        (TIMES, pa.timestamp("us"), pa.timestamp("ns")),
+        (TIMES, pa.date32(), pa.timestamp("s")),
+        (TIMES, pa.timestamp("us"), pa.timestamp("us", "UTC")),
+        ([0, 1], pa.decimal128(22, 2), pa.decimal128(22, 0)),
+        ([0, 1], pa.int8(), pa.bool_()),
+        ([0, 1], pa.list_(pa.int8()), pa.list_(pa.bool_())),
+    ],
+)
 def test_files_that_write_a_value_otherwise(refused, tmp_path, values, one, other):
     for name, kind in (("a", one), ("b", other)):
         array = pa.array([[v] if pa.types.is_list(kind) else v for v in values])
@@ -187,15 +249,18 @@ def test_text_that_is_not_utf8(refused, tmp_path, monkeypatch):
     assert "late.csv: byte 4,000,006 or near is not UTF-8" in refused("late.csv")
 
 
-@pytest.mark.parametrize(("kind", "options"), [
-    (pa.string(), ["--bag", "t=|"]),
-    (pa.string(), ["--bag", "c=|", "--categorical", "t"]),
-    (pa.string(), ["--bag", "c=|", "--numeric", "t"]),
-    (pa.string(), ["--bag", "c=|", "--test-column", "t=1"]),
-    (pa.string(), ["--bag", "c=|", "--label", "t", "--positive", "1"]),
-    (pa.large_string(), ["--bag", "t=|"]),
-    (pa.list_(pa.string()), ["--bag", "t"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (pa.string(), ["--bag", "t=|"]),
+        (pa.string(), ["--bag", "c=|", "--categorical", "t"]),
+        (pa.string(), ["--bag", "c=|", "--numeric", "t"]),
+        (pa.string(), ["--bag", "c=|", "--test-column", "t=1"]),
+        (pa.string(), ["--bag", "c=|", "--label", "t", "--positive", "1"]),
+        (pa.large_string(), ["--bag", "t=|"]),
+        (pa.list_(pa.string()), ["--bag", "t"]),
+    ],
+)
 def test_text_in_parquet_that_is_not_utf8(refused, tmp_path, monkeypatch, kind, options):
     """Arrow's reader takes the bytes as they are."""
     monkeypatch.setattr("hostdev.data.preprocess.files.CHUNK_ROWS", 3)
@@ -227,56 +292,134 @@ def test_a_row_that_is_too_long(refused, tmp_path, monkeypatch):
 TABLE = {"y": [0, 1, 1], "c": ["a", "b", "c"], "x": [1.0, 2.5, None]}
 
 
-@pytest.mark.parametrize(("name", "values", "options", "message"), [
-    ("c", [{"a": 1}] * 3, [], "it is of type struct<a: int64>, which is nested or unknown; only plain values and"),
-    ("c", [[["a"]]] * 3, ["--bag", "c"], "it is of type list<element: list<element: string>>, which is nested"),
-    ("c", [["a"]] * 3, [], "it is of type list<element: string>, a list; only --bag takes lists"),
-    ("x", [["a"]] * 3, ["--numeric", "x"], "it is of type list<element: string>, a list; only --bag takes lists"),
-    ("y", [[1]] * 3, [], "it is of type list<element: int64>, a list; only --bag takes lists"),
-    ("x", [5, 6, 7], ["--bag", "x"], "it is of type int64, not a list; say what separates its values"),
-    ("x", [datetime.date(2024, 1, 1)] * 3, ["--numeric", "x"], "it is of type date32[day], not numbers; name it with"),
-    ("x", [datetime.timedelta(1)] * 3, ["--numeric", "x"], "it is of type duration[us], which is nested or unknown"),
-    ("c", [1.0, float("nan"), 2.5], [], "row 3, column 'c': 2.5 is not a whole number; a categorical value is one, or"),
-    ("c", [1.0, 1e30, 2.0], [], "row 2, column 'c': 1e+30 is a double of 2^53 or more, which may stand for several"),
-    ("c", [1.0, 2.0**53, 2.0], [], "row 2, column 'c': 9007199254740992 is a double of 2^53 or more"),
-    ("c", np.array([1, 2, 2**24], np.float32), [], "row 3, column 'c': 16777216 is a float of 2^24 or more"),
-    ("c", ["1.0", "", "9007199254740992.0"], [], "row 3, column 'c': 9007199254740992.0 is a float of 2^53 or more"),
-    ("c", ["1.0", "", "1.2345678901234568e+18"], [], "row 3, column 'c': 1.2345678901234568e+18 is a float of 2^53"),
-    ("c", [1.0, float("inf"), 2.0], [], "row 2, column 'c': inf is not a whole number; a categorical value is one, or"),
-    ("c", [[1.0], [], [2.0, 2.5]], ["--bag", "c"], "row 3, column 'c': 2.5 is not a whole number"),
-    ("c", [b"a", b"\xff", b"c"], [], "row 2, column 'c': b'\\xff' is not text in UTF-8"),
-    ("x", ["1", "2", "three"], ["--numeric", "x"], "row 3, column 'x': 'three' is not a number"),
-    ("x", [1.0, float("inf"), 2.0], ["--numeric", "x"], "row 2, column 'x': inf is not a finite number"),
-    ("y", [0.0, 1.0, 0.5], [], "row 3, column 'y': '0.5' is not 0 or 1, true or false; say which labels are positive"),
-    ("y", [0, None, 1], [], "row 2, column 'y': it is missing"),
-    ("y", [0.0, float("nan"), 1.0], ["--positive", ">0.5"], "row 2, column 'y': it is missing"),
-    ("x", [1.0, None, 2.0], ["--test-after", "x=1"], "row 2, column 'x': it is missing"),
-    ("x", [1.0, float("nan"), 2.0], ["--test-after", "x=1"], "row 2, column 'x': it is missing"),
-    ("x", [datetime.date(2024, 1, 1), None, None], ["--test-after", "x=2024-01-01"], "row 2, column 'x': it is"),
-    ("x", ["5", "4", "NaN"], ["--test-after", "x=4"], "row 3, column 'x': it is missing"),
-    ("x", [datetime.date(2024, 1, 1)] * 3, ["--test-after", "x=5"],
-     "--test-after: '5' cannot be compared with a column of type date32[day]; write it as 2024-12-31"),
-    ("x", [datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)] * 3, ["--test-after", "x=2024-01-01"],
-     "cannot be compared with a column of type timestamp[us, tz=UTC]; write it as 2024-12-31T12:00:00Z"),
-    ("x", [datetime.time(12)] * 3, ["--test-after", "x=noon"],
-     "--test-after: 'noon' cannot be compared with a column of type time64[us]; write it as 12:00:00"),
-    ("x", [datetime.time(12)] * 3, ["--test-after", "x=12:00+01:00"], "cannot be compared with a column of"),
-    ("x", [datetime.time(12)] * 3, ["--test-after", "x=20240101"], "'20240101' cannot be compared with a column of"),
-    ("x", [datetime.time(12)] * 3, ["--test-after", "x=25:00"], "'25:00' cannot be compared with a column of type"),
-    ("x", [datetime.time(12)] * 3, ["--test-after", "x=12:00.5"], "'12:00.5' cannot be compared with a column of"),
-    ("x", [5, 6, 7], ["--test-after", "x=nan(abc)"], "--test-after: 'nan(abc)' is not a number"),
-    ("x", [5, 6, 7], ["--test-after", "x=2024-01-01"], "--test-after: '2024-01-01' is not a number"),
-    ("x", [datetime.date(2024, 1, 1)] * 3, ["--label", "x", "--positive", ">3"],
-     "column 'x': it is of type date32[day], and --positive >3 compares numbers; make it a number, or a column of 0"),
-    ("x", [["a"]] * 3, ["--bag", "x", "--test-column", "x=a"],
-     "it is of type list<element: string>, a list; --test-column and --test-after take a column with a value a row"),
-    ("x", [[1]] * 3, ["--bag", "x", "--test-after", "x=1"], "a list; --test-column and --test-after take a column"),
-    ("x", [True, False, True], ["--test-after", "x=2024-01-01"], "--test-after: '2024-01-01' is not a number, and not"),
-    ("y", [0, 1, 1], ["--columns", "y,c,x"], "--columns has no effect on t.parquet, which is Parquet; leave it out"),
-    ("y", [0, 1, 1], ["--delimiter", ","], "--delimiter has no effect on t.parquet"),
-    ("y", [0, 1, 1], ["--no-quotes"], "--no-quotes has no effect on t.parquet"),
-    ("y", [0, 1, 1], ["--label", "z"], "t.parquet has no column 'z'; it has y, c, x"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "values", "options", "message"),
+    [
+        ("c", [{"a": 1}] * 3, [], "it is of type struct<a: int64>, which is nested or unknown; only plain values and"),
+        ("c", [[["a"]]] * 3, ["--bag", "c"], "it is of type list<element: list<element: string>>, which is nested"),
+        ("c", [["a"]] * 3, [], "it is of type list<element: string>, a list; only --bag takes lists"),
+        ("x", [["a"]] * 3, ["--numeric", "x"], "it is of type list<element: string>, a list; only --bag takes lists"),
+        ("y", [[1]] * 3, [], "it is of type list<element: int64>, a list; only --bag takes lists"),
+        ("x", [5, 6, 7], ["--bag", "x"], "it is of type int64, not a list; say what separates its values"),
+        (
+            "x",
+            [datetime.date(2024, 1, 1)] * 3,
+            ["--numeric", "x"],
+            "it is of type date32[day], not numbers; name it with",
+        ),
+        (
+            "x",
+            [datetime.timedelta(1)] * 3,
+            ["--numeric", "x"],
+            "it is of type duration[us], which is nested or unknown",
+        ),
+        (
+            "c",
+            [1.0, float("nan"), 2.5],
+            [],
+            "row 3, column 'c': 2.5 is not a whole number; a categorical value is one, or",
+        ),
+        (
+            "c",
+            [1.0, 1e30, 2.0],
+            [],
+            "row 2, column 'c': 1e+30 is a double of 2^53 or more, which may stand for several",
+        ),
+        ("c", [1.0, 2.0**53, 2.0], [], "row 2, column 'c': 9007199254740992 is a double of 2^53 or more"),
+        ("c", np.array([1, 2, 2**24], np.float32), [], "row 3, column 'c': 16777216 is a float of 2^24 or more"),
+        (
+            "c",
+            ["1.0", "", "9007199254740992.0"],
+            [],
+            "row 3, column 'c': 9007199254740992.0 is a float of 2^53 or more",
+        ),
+        (
+            "c",
+            ["1.0", "", "1.2345678901234568e+18"],
+            [],
+            "row 3, column 'c': 1.2345678901234568e+18 is a float of 2^53",
+        ),
+        (
+            "c",
+            [1.0, float("inf"), 2.0],
+            [],
+            "row 2, column 'c': inf is not a whole number; a categorical value is one, or",
+        ),
+        ("c", [[1.0], [], [2.0, 2.5]], ["--bag", "c"], "row 3, column 'c': 2.5 is not a whole number"),
+        ("c", [b"a", b"\xff", b"c"], [], "row 2, column 'c': b'\\xff' is not text in UTF-8"),
+        ("x", ["1", "2", "three"], ["--numeric", "x"], "row 3, column 'x': 'three' is not a number"),
+        ("x", [1.0, float("inf"), 2.0], ["--numeric", "x"], "row 2, column 'x': inf is not a finite number"),
+        (
+            "y",
+            [0.0, 1.0, 0.5],
+            [],
+            "row 3, column 'y': '0.5' is not 0 or 1, true or false; say which labels are positive",
+        ),
+        ("y", [0, None, 1], [], "row 2, column 'y': it is missing"),
+        ("y", [0.0, float("nan"), 1.0], ["--positive", ">0.5"], "row 2, column 'y': it is missing"),
+        ("x", [1.0, None, 2.0], ["--test-after", "x=1"], "row 2, column 'x': it is missing"),
+        ("x", [1.0, float("nan"), 2.0], ["--test-after", "x=1"], "row 2, column 'x': it is missing"),
+        ("x", [datetime.date(2024, 1, 1), None, None], ["--test-after", "x=2024-01-01"], "row 2, column 'x': it is"),
+        ("x", ["5", "4", "NaN"], ["--test-after", "x=4"], "row 3, column 'x': it is missing"),
+        (
+            "x",
+            [datetime.date(2024, 1, 1)] * 3,
+            ["--test-after", "x=5"],
+            "--test-after: '5' cannot be compared with a column of type date32[day]; write it as 2024-12-31",
+        ),
+        (
+            "x",
+            [datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)] * 3,
+            ["--test-after", "x=2024-01-01"],
+            "cannot be compared with a column of type timestamp[us, tz=UTC]; write it as 2024-12-31T12:00:00Z",
+        ),
+        (
+            "x",
+            [datetime.time(12)] * 3,
+            ["--test-after", "x=noon"],
+            "--test-after: 'noon' cannot be compared with a column of type time64[us]; write it as 12:00:00",
+        ),
+        ("x", [datetime.time(12)] * 3, ["--test-after", "x=12:00+01:00"], "cannot be compared with a column of"),
+        (
+            "x",
+            [datetime.time(12)] * 3,
+            ["--test-after", "x=20240101"],
+            "'20240101' cannot be compared with a column of",
+        ),
+        ("x", [datetime.time(12)] * 3, ["--test-after", "x=25:00"], "'25:00' cannot be compared with a column of type"),
+        ("x", [datetime.time(12)] * 3, ["--test-after", "x=12:00.5"], "'12:00.5' cannot be compared with a column of"),
+        ("x", [5, 6, 7], ["--test-after", "x=nan(abc)"], "--test-after: 'nan(abc)' is not a number"),
+        ("x", [5, 6, 7], ["--test-after", "x=2024-01-01"], "--test-after: '2024-01-01' is not a number"),
+        (
+            "x",
+            [datetime.date(2024, 1, 1)] * 3,
+            ["--label", "x", "--positive", ">3"],
+            "column 'x': it is of type date32[day], and --positive >3 compares numbers; make it a number, or a column of 0",
+        ),
+        (
+            "x",
+            [["a"]] * 3,
+            ["--bag", "x", "--test-column", "x=a"],
+            "it is of type list<element: string>, a list; --test-column and --test-after take a column with a value a row",
+        ),
+        ("x", [[1]] * 3, ["--bag", "x", "--test-after", "x=1"], "a list; --test-column and --test-after take a column"),
+        (
+            "x",
+            [True, False, True],
+            ["--test-after", "x=2024-01-01"],
+            "--test-after: '2024-01-01' is not a number, and not",
+        ),
+        (
+            "y",
+            [0, 1, 1],
+            ["--columns", "y,c,x"],
+            "--columns has no effect on t.parquet, which is Parquet; leave it out",
+        ),
+        ("y", [0, 1, 1], ["--delimiter", ","], "--delimiter has no effect on t.parquet"),
+        ("y", [0, 1, 1], ["--no-quotes"], "--no-quotes has no effect on t.parquet"),
+        ("y", [0, 1, 1], ["--label", "z"], "t.parquet has no column 'z'; it has y, c, x"),
+    ],
+)
 def test_wrong_columns_of_parquet(refused, tmp_path, name, values, options, message):
     pq.write_table(pa.table({**TABLE, name: values}), tmp_path / "t.parquet")
     columns = () if options == ["--bag", "c"] else ("--categorical", "c")
@@ -335,11 +478,17 @@ def test_damaged_files(refused, tmp_path):
     assert "old.feather: this is Feather version 1; write it again" in refused("old.feather")
 
 
-@pytest.mark.parametrize(("header", "hint"), [
-    ("y, c", "it has y, ' c'; ' c' differs by blanks: take them out of the file, or give the name with them, as '\" c"),
-    ("y,c ", "it has y, 'c '; 'c ' differs by blanks"),
-    ("y,d", "it has y, d (from its first line; if that is a row, give --columns)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("header", "hint"),
+    [
+        (
+            "y, c",
+            "it has y, ' c'; ' c' differs by blanks: take them out of the file, or give the name with them, as '\" c",
+        ),
+        ("y,c ", "it has y, 'c '; 'c ' differs by blanks"),
+        ("y,d", "it has y, d (from its first line; if that is a row, give --columns)"),
+    ],
+)
 def test_blanks_around_names_are_seen(refused, tmp_path, header, hint):
     (tmp_path / "t.csv").write_text(f"{header}\n0,a\n1,b\n")
     line = refused("t.csv")
