@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from hostdev.core import streams
-from hostdev.core.errors import UserError, in_words, tell_at_once
+from hostdev.core.errors import HostdevError, UserError, in_words, tell_at_once
 from hostdev.core.interrupts import Arriving, leaving
 from hostdev.core.printable import printable
 
@@ -97,7 +97,7 @@ def _run(
             if alone:
                 _leave(code)
             return code
-        if not isinstance(error, UserError | OSError | MemoryError):
+        if not isinstance(error, HostdevError | OSError | MemoryError):
             raise
         if "--debug" in arguments:
             traceback.print_exc()
