@@ -1,4 +1,4 @@
-"""Plain descent and the Adagrad family on unique rows. Recurrences in `core.optimizers`; arguments as in `apply`."""
+"""SGD and the Adagrad family on unique rows; recurrences in `core.optimizers`, arguments in `apply`."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from hostdev.kernels.jit import kernel, prefetch_update
 from hostdev.kernels.pool import Kernel
 from hostdev.kernels.rounding import keep_weights, prefetch_row, scratch_of, slot_at, weights_at
 
-LANES = 16  # of RowWiseAdagrad's sum over a row; part of its definition, as the order of additions depends on it
+LANES = 16  # of RowWiseAdagrad's sum over a row; part of its definition: it sets the order of additions
 
 
 @kernel

@@ -1,4 +1,4 @@
-"""Columns of a table that lies row by row, keys by hash, and numbers in fewer bytes."""
+"""Columns of a row-major table, ids by hash, and float64 columns narrowed to float32."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def place_column(codes: npt.NDArray[Any], values: npt.NDArray[Any] | None, rows:
 
 @kernel
 def _narrow(numbers: Any, short: Any) -> Any:
-    """Write numbers as float32; return how many these hold, up to the first that they do not."""
+    """Write numbers as float32; return how many are exact, up to the first that is not."""
     for i in range(np.uint64(0), np.uint64(len(numbers))):
         number = numbers[i]
         short[i] = np.float32(number)
@@ -43,7 +43,7 @@ def _narrow(numbers: Any, short: Any) -> Any:
 
 
 def narrowed(numbers: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
-    """Return numbers [N] as float32 where that holds all of them exactly, NaN too, else as they are."""
+    """Return numbers [N] as float32 if all are exact in it (NaN included), else unchanged."""
     short = np.empty(len(numbers), np.float32)
     return short if _narrow(numbers, short) == len(numbers) else numbers
 

@@ -1,4 +1,4 @@
-"""Sparse FTRL-Proximal on unique rows. The recurrence is in `hostdev.core.optimizers.FTRL`; arguments as in `apply`."""
+"""Sparse FTRL-Proximal on unique rows; recurrence in `core.optimizers.FTRL`, arguments in `apply`."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from hostdev.kernels.rounding import keep_weights, prefetch_row, scratch_of, slo
 def _ftrl_sqrt(
     start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, row_slots: Any, lr: Any, l1: Any, two_l2: Any
 ) -> None:
-    """The usual lr_power = -0.5: n^-p is a square root, correctly rounded."""
+    """Update for the usual lr_power = -0.5: n^-p is a correctly rounded square root."""
     zero, scratch = np.float32(0), scratch_of(block)
     for i in range(np.uint64(start), np.uint64(stop)):
         prefetch_row(block, ids, i, stop)
@@ -38,7 +38,7 @@ def _ftrl_power(
     start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, row_slots: Any,
     lr: Any, l1: Any, two_l2: Any, exponent: Any,
 ) -> None:  # fmt: skip
-    """Any lr_power: the power is taken in float64 and rounded once, as math libraries differ in float32's last bit."""
+    """Update for any lr_power: the power is taken in float64 and rounded once, as math libraries differ in float32."""
     zero, scratch = np.float32(0), scratch_of(block)
     for i in range(np.uint64(start), np.uint64(stop)):
         row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]
@@ -58,7 +58,7 @@ def _ftrl_power(
 
 
 def ftrl(lr: np.float32, l1: np.float32, two_l2: np.float32, exponent: float) -> tuple[Kernel, tuple[Any, ...]]:
-    """Return the kernel for these scalars, and its scalars; two_l2 is 2 * l2, exponent is -lr_power."""
+    """Return the kernel for these scalars, and its scalars; two_l2 is 2 * l2 and exponent is -lr_power."""
     if exponent == 0.5:
         return _ftrl_sqrt, (lr, l1, two_l2)
     return _ftrl_power, (lr, l1, two_l2, exponent)

@@ -1,7 +1,7 @@
-"""Initial rows: a weight is a pure function of (key, row, column), in operations that every IEEE machine rounds alike.
+"""Initial rows: a weight is a pure function of (key, row, column), rounded alike on every IEEE machine.
 
-The normal numbers are Box & Muller's (1958), two per pair of columns, from 32-bit hashes; logarithm, sine and
-cosine are the polynomials of Cephes (Moshier: logf.c, sinf.c) written out, so no math library takes part.
+Normal numbers follow Box & Muller (1958), two per pair of columns, from 32-bit hashes. Logarithm, sine and cosine are
+the polynomials of Cephes (Moshier: logf.c, sinf.c) written out, independent of math libraries.
 """
 
 from typing import Any
@@ -28,12 +28,12 @@ _L0, _L1, _L2, _L3, _L4, _L5, _L6, _L7, _L8 = _LOG
 _S0, _S1, _S2 = _f(-1.9515295891e-4), _f(8.3321608736e-3), _f(-1.6666654611e-1)
 _C0, _C1, _C2 = _f(2.443315711809948e-5), _f(-1.388731625493765e-3), _f(4.166664568298827e-2)
 _ROWS = 256
-_PAIRS = 640  # of columns at a time; their numbers stay in the nearest cache
+_PAIRS = 640  # pairs of columns at a time; their numbers fit the L1 cache
 
 
 @inline
 def _normal_pair(a: Any, b: Any, std: Any) -> Any:
-    """Two independent normal numbers with standard deviation std from the random words a and b."""
+    """Return two independent normal numbers with standard deviation std from the random words a and b."""
     u = np.float32((float32(int32(a >> uint32(9))) + _HALF) * _TO_UNIT)  # (0, 1): 23 bits, exact
     bits = u.view(np.int32)
     exponent = int32(int32(bits - _SQRT_HALF_BITS) >> int32(23))
@@ -53,7 +53,7 @@ def _normal_pair(a: Any, b: Any, std: Any) -> Any:
     y = y - _HALF * z
     log_u = (x + y) + e * _LN2_HIGH
     radius = np.sqrt(-_TWO * log_u) * std
-    # The angle: 23 bits within the quarter turn around 0, one bit for its opposite, one for the quarter beside it.
+    # The angle: 23 bits within the quarter turn around 0, one bit for the opposite, one for the adjacent quarter.
     t = ((float32(int32((b >> uint32(7)) & uint32(0x7FFFFF))) + _HALF) * _TO_UNIT - _HALF) * _HALF_PI
     tt = t * t
     sin = ((_S0 * tt + _S1) * tt + _S2) * tt * t + t
@@ -65,7 +65,7 @@ def _normal_pair(a: Any, b: Any, std: Any) -> Any:
 
 @inline
 def _words(low: Any, high: Any, pair: Any) -> Any:
-    """The two random words of a pair of columns."""
+    """Return the two random words of a pair of columns."""
     a = mix32(uint32(low ^ uint32(uint32(pair) * uint32(0x9E3779B9))))
     b = mix32(uint32(high ^ uint32(uint32(pair) * uint32(0x85EBCA6B))))
     return a, b
@@ -75,7 +75,7 @@ def _words(low: Any, high: Any, pair: Any) -> Any:
 def _fill_normal(
     start: Any, stop: Any, first_row: Any, ids: Any, key: Any, std: Any, block: Any, slots: Any
 ) -> None:  # fmt: skip
-    """Several rows at a time, so that the pairs of their columns fill vectors whatever the number of columns."""
+    """Fill several rows at a time, so that the pairs of their columns fill vectors for any number of columns."""
     D, one = np.uint64(block.shape[2]), np.uint64(1)
     pairs = (D + one) // np.uint64(2)
     rows = max(one, np.uint64(_PAIRS) // pairs)
@@ -117,15 +117,19 @@ def fill_normal(
 ) -> None:  # fmt: skip
     """Fill rows with normal weights N(0, std^2) and constant slots.
 
-    block      float32 [V, 1 + S, D], overwritten: the rows first_row, first_row + 1, ..., or those of `ids`, int64 [V]
-    key        64 bits, from `counter.key64(seed, table name)`
-    slots      float32 [S], the initial value of each slot
+    Args:
+        block: float32 [V, 1 + S, D], overwritten.
+        key: 64 bits, from `counter.key64(seed, table name)`.
+        std: The standard deviation.
+        slots: float32 [S], the initial value of each slot.
+        first_row: The first row's number.
+        ids: int64 [V], the rows' numbers; None for first_row, first_row + 1, ...
     """
     args = (np.int64(first_row), ids, np.uint64(key), np.float32(std), block, slots)
     parallel_for(_fill_normal, len(block), *args, grain=_ROWS)
 
 
 def fill_constant(block: npt.NDArray[np.float32], weight: float, slots: npt.NDArray[np.float32]) -> None:
-    """Fill rows with one weight and constant slots; arrays as in `fill_normal`."""
+    """Fill rows with one weight and constant slots; arrays are those of `fill_normal`."""
     values = np.concatenate([np.array([weight], np.float32), slots])
     parallel_for(_fill_constant, len(block), values, block, grain=_ROWS)

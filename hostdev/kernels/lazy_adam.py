@@ -1,4 +1,4 @@
-"""Lazy Adam on unique rows. The recurrence is in `hostdev.core.optimizers.LazyAdam`; arguments as in `apply`."""
+"""Lazy Adam on unique rows; recurrence in `core.optimizers.LazyAdam`, arguments in `apply`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Uniform initial values of a table's rows; each a function of (key, row, column), as those of `kernels.init`."""
+"""Uniform initial rows; each weight is a function of (key, row, column), as in `kernels.init`."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def fill_uniform(
 ) -> None:  # fmt: skip
     """Fill rows with weights low + k * (high - low) / 2^24, k uniform in [0, 2^24), and constant slots.
 
-    Computed in float64 and rounded to float32 once; arrays as in `fill_normal`.
+    Computed in float64 and rounded to float32 once; arrays are those of `fill_normal`.
     """
     width = (np.float64(high) - np.float64(low)) * 2.0**-24
     args = (np.int64(first_row), ids, np.uint64(key), np.float64(low), width, block, slots)

@@ -102,7 +102,7 @@ def test_small_arrays_lie_where_they_are_written(machine, calls):
 @pytest.mark.parametrize(("errors", "policy", "why"), [
     ({237: errno.EPERM}, 0, "Operation not permitted"),
     ({239: errno.ENOSYS}, 0, "Function not implemented"),
-    ({}, 2, "this process was given a policy of its own"),
+    ({}, 2, "this process has a memory policy already"),
 ])  # fmt: skip
 def test_a_refusal_is_said_and_the_array_is_as_good(machine, calls, errors, policy, why):
     machine({0: mine(), 1: mine()}, [0, 1])
@@ -116,7 +116,7 @@ def test_the_kernel_takes_the_call():
     """On this machine's first node; a wrong argument is EINVAL or EFAULT."""
     array = aligned_empty((1 << 16,))
     why = numa.bind(array, numa.nodes()[:1] or [0])
-    refusals = [os.strerror(errno.EPERM), os.strerror(errno.ENOSYS), "this process was given a policy of its own"]
+    refusals = [os.strerror(errno.EPERM), os.strerror(errno.ENOSYS), "this process has a memory policy already"]
     assert why in ["", *refusals]
     array[:] = 1
     if not why:
