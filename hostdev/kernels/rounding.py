@@ -131,7 +131,7 @@ def round_into(values: Rows, out: Bfloat16, key: int, *, first_row: int = 0, ids
 
 
 def require_bfloat16(block: Rows, table: str) -> None:
-    """Raise ValueError unless bfloat16 represents a table's weights exactly; block is float32 [N, 1 + S, D], C-contiguous."""
+    """Raise ValueError unless bfloat16 can hold the weights exactly; block is float32 [N, 1 + S, D], C-contiguous."""
     if not _are_bfloat16(block):
         raise ValueError(
             f"table {table!r} has weights that bfloat16 can represent, and some that are to be written are not; round "
