@@ -77,13 +77,17 @@ def make(
     for attribute, kind in (("tables", TableSpec), ("features", Feature)):
         found = getattr(model, attribute, None)
         if not (isinstance(found, dict) and found and all(isinstance(value, kind) for value in found.values())):
-            raise UserError(f"model {name!r}: its attribute {attribute} must be a dict of {kind.__name__} by name, "
-                            f"with one at least, not {found!r}")  # fmt: skip
+            raise UserError(
+                f"model {name!r}: its attribute {attribute} must be a dict of {kind.__name__} by name, "
+                f"with one at least, not {found!r}"
+            )
     for feature_name, feature in model.features.items():
         for table in [feature.tables] if feature.is_single else feature.tables:
             if table not in model.tables:
-                raise UserError(f"model {name!r}: feature {feature_name!r} is of table {table!r}, which is not one of "
-                                f"its tables: {', '.join(model.tables)}")  # fmt: skip
+                raise UserError(
+                    f"model {name!r}: feature {feature_name!r} is of table {table!r}, which is not one of "
+                    f"its tables: {', '.join(model.tables)}"
+                )
     lr = getattr(model, "lr", None)
     if isinstance(lr, bool) or not isinstance(lr, int | float) or not (math.isfinite(lr) and lr >= 0):
         raise UserError(
@@ -111,8 +115,11 @@ def _load(name: str) -> Any:
     except ImportError as error:
         raise UserError(f"model {name!r}: module {module!r} cannot be imported: {error}") from error
     if not hasattr(imported, attribute):
-        classes = [key for key, value in vars(imported).items() if getattr(value, "__module__", None) == module
-                   and isinstance(value, type)]  # fmt: skip
+        classes = [
+            key
+            for key, value in vars(imported).items()
+            if getattr(value, "__module__", None) == module and isinstance(value, type)
+        ]
         there = f"; its classes are {', '.join(classes)}" if classes else ", and no class at all"
         raise UserError(f"model {name!r}: module {module!r} has no {attribute!r}{there}")
     return getattr(imported, attribute)

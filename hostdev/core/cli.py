@@ -77,9 +77,13 @@ def run(prog: str, main: Callable[[Sequence[str]], int | None], argv: Sequence[s
 
 
 def _run(
-    prog: str, main: Callable[[Sequence[str]], int | None], arguments: list[str], arriving: Arriving, *,
+    prog: str,
+    main: Callable[[Sequence[str]], int | None],
+    arguments: list[str],
+    arriving: Arriving,
+    *,
     alone: bool = False,
-) -> int:  # fmt: skip
+) -> int:
     try:
         code = main(arguments) or 0
         if arriving.has_come:  # somebody has swallowed it until now

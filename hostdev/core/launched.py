@@ -11,11 +11,13 @@ from hostdev.core.errors import UserError
 
 # Of each launcher: its name, and its variables for rank, ranks, local rank and ranks of the host.
 LAUNCHERS = (
-    ("Open MPI", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-                  "OMPI_COMM_WORLD_LOCAL_SIZE")),
+    (
+        "Open MPI",
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ),
     ("MPICH", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
     ("RANK and WORLD_SIZE", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
-)  # fmt: skip
+)
 RANK_TABLE = ("RANK_TABLE_FILE", "RANK_ID")
 SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")  # a batch script itself has no number of tasks
 _alone = False

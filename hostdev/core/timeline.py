@@ -137,9 +137,16 @@ class Timeline:
         at, length = (start - self._zero) / 1e3, (end - start) / 1e3
         number = {{"checkpoint": "step"}.get(stage, "epoch" if stage in PHASES else "batch"): batch}
         events: list[dict[str, Any]] = [
-            {"name": _NAMES.get(stage, stage), "cat": "stage", "ph": "X", "ts": at, "dur": length, **where,
-             "args": {**number, **args}}
-        ]  # fmt: skip
+            {
+                "name": _NAMES.get(stage, stage),
+                "cat": "stage",
+                "ph": "X",
+                "ts": at,
+                "dur": length,
+                **where,
+                "args": {**number, **args},
+            }
+        ]
         if stage in STAGES:
             arrow = {"name": "batch", "cat": "batch", "ph": flow, "id": batch, "ts": at, "bp": "e", **where}
             events.append(arrow)

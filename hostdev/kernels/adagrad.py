@@ -12,7 +12,7 @@ LANES = 16  # of RowWiseAdagrad's sum over a row; part of its definition: it set
 
 
 @kernel
-def _sgd(start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, row_slots: Any, lr: Any) -> None:
+def _sgd(start, stop, ids, source, grads, block, row_slots, lr):
     scratch = scratch_of(block)
     for i in range(np.uint64(start), np.uint64(stop)):
         prefetch_row(block, ids, i, stop)
@@ -24,9 +24,7 @@ def _sgd(start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, r
 
 
 @kernel
-def _adagrad(
-    start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, row_slots: Any, lr: Any, eps: Any
-) -> None:
+def _adagrad(start, stop, ids, source, grads, block, row_slots, lr, eps):
     scratch = scratch_of(block)
     for i in range(np.uint64(start), np.uint64(stop)):
         prefetch_row(block, ids, i, stop)
@@ -41,10 +39,7 @@ def _adagrad(
 
 
 @kernel
-def _row_wise_adagrad(
-    start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, row_slots: Any,
-    lr: Any, eps: Any, columns: Any,
-) -> None:  # fmt: skip
+def _row_wise_adagrad(start, stop, ids, source, grads, block, row_slots, lr, eps, columns):
     lanes, scratch = np.empty(LANES, np.float32), scratch_of(block)
     D = grads.shape[1]
     whole = np.uint64(D - D % LANES)

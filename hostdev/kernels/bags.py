@@ -51,7 +51,7 @@ class Feature(NamedTuple):
 
 
 @kernel
-def _pool(start: Any, stop: Any, rows: Any, inverse: Any, offsets: Any, weights: Any, mean: Any, out: Any) -> None:
+def _pool(start, stop, rows, inverse, offsets, weights, mean, out):
     D, one = rows.shape[1], np.uint64(1)
     sums = np.empty(D, np.float32)
     last = np.uint64(offsets[stop])
@@ -80,9 +80,7 @@ def _pool(start: Any, stop: Any, rows: Any, inverse: Any, offsets: Any, weights:
 
 
 @kernel
-def _pool_scalars(
-    start: Any, stop: Any, rows: Any, inverse: Any, offsets: Any, weights: Any, mean: Any, out: Any
-) -> None:
+def _pool_scalars(start, stop, rows, inverse, offsets, weights, mean, out):
     """`_pool` for D = 1."""
     one, column = np.uint64(1), np.uint64(0)
     last = np.uint64(offsets[stop])
@@ -117,9 +115,7 @@ def pool(rows: Rows, feature: Feature, out: npt.NDArray[Any]) -> None:
 
 
 @kernel
-def _add_bags(
-    start: Any, stop: Any, seen: Any, grads: Any, inverse: Any, offsets: Any, weights: Any, mean: Any, out: Any
-) -> Any:
+def _add_bags(start, stop, seen, grads, inverse, offsets, weights, mean, out):
     """Do `segment.sum_part` for the occurrences in the bags [start, stop); each bag's gradient is read once."""
     D, seen, one = grads.shape[1], np.uint64(seen), np.uint64(1)
     grad = np.empty(D, np.float32)
@@ -149,9 +145,7 @@ def _add_bags(
 
 
 @kernel
-def _add_bags_of_scalars(
-    start: Any, stop: Any, seen: Any, grads: Any, inverse: Any, offsets: Any, weights: Any, mean: Any, out: Any
-) -> Any:
+def _add_bags_of_scalars(start, stop, seen, grads, inverse, offsets, weights, mean, out):
     """`_add_bags` for D = 1."""
     seen, one, column = np.uint64(seen), np.uint64(1), np.uint64(0)
     for b in range(np.uint64(start), np.uint64(stop)):
@@ -170,7 +164,7 @@ def _add_bags_of_scalars(
 
 
 @kernel
-def _divide(start: Any, stop: Any, grads: Any, offsets: Any, out: Any) -> None:
+def _divide(start, stop, grads, offsets, out):
     """Divide each bag's gradient by the number of its occurrences."""
     for b in range(np.uint64(start), np.uint64(stop)):
         grad, to, n = grads[b], out[b], np.float32(max(1, offsets[b + np.uint64(1)] - offsets[b]))
@@ -179,7 +173,7 @@ def _divide(start: Any, stop: Any, grads: Any, offsets: Any, out: Any) -> None:
 
 
 @kernel
-def _bag_of_each(start: Any, stop: Any, offsets: Any, bags: Any) -> None:
+def _bag_of_each(start, stop, offsets, bags):
     for b in range(np.uint64(start), np.uint64(stop)):
         bags[np.uint64(offsets[b]) : np.uint64(offsets[b + np.uint64(1)])] = b
 

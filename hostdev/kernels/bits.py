@@ -37,7 +37,7 @@ def count_bits(bits: Bits) -> int:
 
 
 @kernel
-def _mark(start: Any, stop: Any, ids: Any, bits: Any) -> None:
+def _mark(start, stop, ids, bits):
     six, low, one = np.uint64(6), np.uint64(63), np.uint64(1)
     address = bits.ctypes.data
     for i in range(np.uint64(start), np.uint64(stop)):
@@ -53,7 +53,7 @@ def mark(ids: npt.NDArray[Any], bits: Bits) -> None:
 
 
 @kernel
-def take(ids: Any, bits: Any, out: Any) -> Any:
+def take(ids, bits, out):
     """Move the ids [N] that are in a set out of it, to the beginning of out [N]; return their number."""
     six, low, one = np.uint64(6), np.uint64(63), np.uint64(1)
     count = np.uint64(0)
@@ -69,7 +69,7 @@ def take(ids: Any, bits: Any, out: Any) -> Any:
 
 
 @kernel
-def rows_between(first: Any, last: Any, bits: Any, out: Any) -> Any:
+def rows_between(first, last, bits, out):
     """Write the set's rows in [first, last), ascending, to the beginning of `out`; return their number."""
     six, low, one = np.uint64(6), np.uint64(63), np.uint64(1)
     count = np.uint64(0)
@@ -87,7 +87,7 @@ def rows_between(first: Any, last: Any, bits: Any, out: Any) -> Any:
 
 
 @kernel
-def copy_to_columns(start: Any, stop: Any, first: Any, ids: Any, block: Any, out: Any) -> None:
+def copy_to_columns(start, stop, first, ids, block, out):
     """Copy rows to columns: out[s, i] = block[ids[i], s], or block[first + i, s] if ids is None.
 
     Args:
@@ -110,7 +110,7 @@ def copy_to_columns(start: Any, stop: Any, first: Any, ids: Any, block: Any, out
 
 
 @kernel
-def gather_rows(rows: Any, order: Any, out: Any) -> None:
+def gather_rows(rows, order, out):
     """Copy rows: out[i] = rows[order[i]], float32 [any, width]; releases the GIL."""
     for i in range(np.uint64(0), np.uint64(len(order))):
         ahead = i + np.uint64(_AHEAD)
@@ -122,7 +122,7 @@ def gather_rows(rows: Any, order: Any, out: Any) -> None:
 
 
 @kernel
-def place_in_columns(rows: Any, ids: Any, wanted: Any, columns: Any) -> None:
+def place_in_columns(rows, ids, wanted, columns):
     """Write rows into columns: columns[s, k] = rows[i, s] where wanted[k] = ids[i].
 
     Args:

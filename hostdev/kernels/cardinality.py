@@ -4,7 +4,7 @@ Sources: HyperLogLog (Flajolet, Fusy, Gandouet & Meunier, 2007) and priority sam
 The summaries of several sets of values combine into that of their union.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ _SAMPLED = 4096  # keys: the standard error of their sum is 1.6%, for any weight
 
 
 @kernel
-def _note(hashes: Any, registers: Any) -> None:
+def _note(hashes, registers):
     for i in range(np.uint64(0), np.uint64(len(hashes))):
         h = hashes[i]
         place, rest = h >> np.uint64(64 - _BITS), h << np.uint64(_BITS)

@@ -69,10 +69,7 @@ def _tag(number: int) -> int:
 
 
 @kernel
-def _claim(
-    start: Any, stop: Any, ids: Any, claims: Any, tag: Any, owner_of: Any,
-    late: Any, owner: Any, counts: Any, piece: Any,
-) -> None:  # fmt: skip
+def _claim(start, stop, ids, claims, tag, owner_of, late, owner, counts, piece):
     """Write the conflicting rows from `start` on, and their number."""
     count = np.uint64(start)
     for u in range(np.uint64(start), np.uint64(stop)):
@@ -87,7 +84,7 @@ def _claim(
 
 
 @kernel
-def _forget(start: Any, stop: Any, claims: Any, keep: Any) -> None:
+def _forget(start, stop, claims, keep):
     for row in range(np.uint64(start), np.uint64(stop)):
         claims[row] = keep[np.uint64(claims[row])]
 
@@ -120,12 +117,12 @@ def claim(ids: npt.NDArray[Any], claims: Claims, number: int, oldest: int, newes
 
 
 @inline
-def _place(row: Any) -> Any:
+def _place(row):
     return (np.uint64(row) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - _FILTER_BITS)
 
 
 @kernel
-def _intersect(ids: Any, others: Any, maybe: Any, claims: Any, tag: Any, out: Any) -> Any:
+def _intersect(ids, others, maybe, claims, tag, out):
     for i in range(np.uint64(0), np.uint64(len(others))):
         maybe[_place(others[i])] = True
     count = np.uint64(0)
@@ -149,7 +146,7 @@ def intersect(ids: npt.NDArray[Any], others: npt.NDArray[Any], claims: Claims, n
 
 
 @kernel
-def _others(marked: Any, out: Any) -> None:
+def _others(marked, out):
     count = np.uint64(0)
     for i in range(np.uint64(0), np.uint64(len(marked))):
         out[count] = i

@@ -10,14 +10,14 @@ from hostdev.kernels.jit import kernel
 
 
 @kernel
-def _place(codes: Any, values: Any, rows: Any, column: Any) -> None:
+def _place(codes, values, rows, column):
     at = np.uint64(column)
     for i in range(np.uint64(0), np.uint64(len(codes))):
         rows[i, at] = values[np.uint64(codes[i])]
 
 
 @kernel
-def _copy(values: Any, rows: Any, column: Any) -> None:
+def _copy(values, rows, column):
     at = np.uint64(column)
     for i in range(np.uint64(0), np.uint64(len(values))):
         rows[i, at] = values[i]
@@ -32,7 +32,7 @@ def place_column(codes: npt.NDArray[Any], values: npt.NDArray[Any] | None, rows:
 
 
 @kernel
-def _narrow(numbers: Any, short: Any) -> Any:
+def _narrow(numbers, short):
     """Write numbers as float32; return how many are exact, up to the first that is not."""
     for i in range(np.uint64(0), np.uint64(len(numbers))):
         number = numbers[i]
@@ -49,7 +49,7 @@ def narrowed(numbers: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
 
 
 @kernel
-def _hash(keys: Any, of_column: Any, buckets: Any, first: Any, ids: Any) -> None:
+def _hash(keys, of_column, buckets, first, ids):
     for i in range(np.uint64(0), np.uint64(len(keys))):
         ids[i] = np.int64(hashed(of_column, keys[i]) % buckets) + first
 

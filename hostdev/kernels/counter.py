@@ -35,7 +35,7 @@ def uniform(key: int, counters: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 
 @inline
-def hashed(key: Any, counter: Any) -> Any:
+def hashed(key, counter):
     """Return `mix64` of one counter, for kernels."""
     x = uint64((uint64(key) ^ uint64(counter)) + uint64(_GAMMA))
     x = uint64((x ^ (x >> uint64(30))) * uint64(0xBF58476D1CE4E5B9))
@@ -44,7 +44,7 @@ def hashed(key: Any, counter: Any) -> Any:
 
 
 @inline
-def mix32(x: Any) -> Any:
+def mix32(x):
     """Scramble a 32-bit number, for kernels ("lowbias32": Wellons, Hash Prospector, 2018)."""
     x = uint32(uint32(x ^ (x >> uint32(16))) * uint32(0x7FEB352D))
     x = uint32(uint32(x ^ (x >> uint32(15))) * uint32(0x846CA68B))
@@ -52,7 +52,7 @@ def mix32(x: Any) -> Any:
 
 
 @kernel
-def _sort_by_hash(key: Any, half: Any, order: Any) -> None:
+def _sort_by_hash(key, half, order):
     """Sort 0, 1, ... by hash: two radix passes, least significant digit first, then insertion sort."""
     n, one, mask = np.uint64(len(order)), np.uint64(1), np.uint64((1 << _DIGIT) - 1)
     first, second = np.uint64(64 - _DIGIT), np.uint64(64 - 2 * _DIGIT)

@@ -1,7 +1,5 @@
 """Parser of Criteo's lines: a label, 13 integers and 26 values of 8 hexadecimal digits, tab separated."""
 
-from typing import Any
-
 import numpy as np
 
 from hostdev.kernels.jit import kernel
@@ -16,7 +14,7 @@ for _digits in (b"0123456789abcdef", b"0123456789ABCDEF"):
 
 
 @kernel
-def parse_lines(text: Any, digits: Any, label: Any, numbers: Any, keys: Any, odd: Any) -> Any:
+def parse_lines(text, digits, label, numbers, keys, odd):
     """Parse the well-formed lines of a text, and locate the malformed ones.
 
     Args:

@@ -23,7 +23,7 @@ _MOST_VALUES = 2**31 - 1
 
 
 @kernel
-def _add(keys: Any, uses: Any, start: Any, slots: Any, shift: Any, known: Any, counts: Any, count: Any) -> Any:
+def _add(keys, uses, start, slots, shift, known, counts, count):
     """Count keys[start:]; stop early without room. Return (next key, number of keys)."""
     mask, one, stop = np.uint64(len(slots) - 1), np.uint64(1), np.uint64(len(keys))
     for i in range(np.uint64(start), stop):
@@ -53,7 +53,7 @@ def _add(keys: Any, uses: Any, start: Any, slots: Any, shift: Any, known: Any, c
 
 
 @kernel
-def _find(keys: Any, slots: Any, shift: Any, known: Any, positions: Any) -> None:
+def _find(keys, slots, shift, known, positions):
     mask, one, stop = np.uint64(len(slots) - 1), np.uint64(1), np.uint64(len(keys))
     for i in range(stop):
         ahead = i + np.uint64(_AHEAD)
@@ -71,7 +71,7 @@ def _find(keys: Any, slots: Any, shift: Any, known: Any, positions: Any) -> None
 
 
 @kernel
-def _rebuild(slots: Any, shift: Any, known: Any, count: Any) -> None:
+def _rebuild(slots, shift, known, count):
     mask, one = np.uint64(len(slots) - 1), np.uint64(1)
     for position in range(np.uint64(count)):
         slot = slot_of(known[position], shift)
@@ -108,9 +108,7 @@ class Dictionary:
         """Add occurrences [N] of keys int64 [N]."""
         done = 0
         while True:
-            done, self._count = _add(
-                keys, uses, done, self._slots, self._shift, self._keys, self._uses, self._count
-            )  # fmt: skip
+            done, self._count = _add(keys, uses, done, self._slots, self._shift, self._keys, self._uses, self._count)
             if done == len(keys):
                 return
             self._grow()

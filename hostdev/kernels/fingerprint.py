@@ -12,7 +12,7 @@ _GRAIN = 256
 
 
 @kernel
-def _hash_rows(start: Any, stop: Any, words: Any, ids: Any, out: Any) -> None:
+def _hash_rows(start, stop, words, ids, out):
     for i in range(np.uint64(start), np.uint64(stop)):
         row = words[np.uint64(ids[i])]
         for s in range(row.shape[0]):

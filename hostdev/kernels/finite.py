@@ -1,7 +1,6 @@
 """The largest absolute value of arrays; NaN counts as infinite."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +14,7 @@ _INFINITE = np.uint32(0x7F800000)
 
 
 @kernel
-def _largest(start: Any, stop: Any, bits: Any, found: Any, piece: Any) -> None:
+def _largest(start, stop, bits, found, piece):
     """Write the largest bits of absolute values, whose order is that of the values."""
     largest = uint32(0)
     for i in range(np.uint64(start), np.uint64(stop)):

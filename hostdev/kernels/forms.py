@@ -24,9 +24,7 @@ TIMESTAMP = 50  # + (SPACE or T, then 11 precisions, then 8 zones), see `timesta
 PRECISIONS, ZONES = 11, 8
 TIME = TIMESTAMP + 2 * PRECISIONS * ZONES  # + precision; a time of day
 MISSING = TIME + PRECISIONS  # + an index into MISSING_WORDS, which mean a missing value among numbers
-MISSING_WORDS = (
-    b"NA", b"N/A", b"n/a", b"#N/A", b"NULL", b"null", b"None", b"NaN", b"nan", b"-NaN", b"-nan", b"NaT", b"<NA>",
-)  # fmt: skip
+MISSING_WORDS = tuple(b"NA N/A n/a #N/A NULL null None NaN nan -NaN -nan NaT <NA>".split())
 PADDED = MISSING + len(MISSING_WORDS) - 2  # + digits, from 2: 012 is PADDED + 3
 WIDEST = 20
 FORMS = PADDED + WIDEST + 1
@@ -47,12 +45,12 @@ def timestamp_form(is_t: bool, precision: int, zone: int) -> int:
 
 
 @inline
-def _is_digit(c: Any) -> Any:
+def _is_digit(c):
     return c >= 48 and c <= 57
 
 
 @kernel
-def _two(data: Any, at: Any) -> Any:
+def _two(data, at):
     """Return the number that two digits form, or -1 for other characters."""
     a, b = np.int64(data[np.uint64(at)]), np.int64(data[np.uint64(at + 1)])
     if not (_is_digit(a) and _is_digit(b)):
@@ -61,7 +59,7 @@ def _two(data: Any, at: Any) -> Any:
 
 
 @kernel
-def _is(data: Any, at: Any, end: Any, word: Any) -> Any:
+def _is(data, at, end, word):
     if end - at != len(word):
         return False
     for k in range(len(word)):  # noqa: SIM110  (numba has no all())
@@ -71,7 +69,7 @@ def _is(data: Any, at: Any, end: Any, word: Any) -> Any:
 
 
 @kernel
-def _is_date(data: Any, at: Any) -> Any:
+def _is_date(data, at):
     """Tell whether 10 bytes are a date."""
     if data[np.uint64(at + 4)] != 45 or data[np.uint64(at + 7)] != 45:
         return False
@@ -82,7 +80,7 @@ def _is_date(data: Any, at: Any) -> Any:
 
 
 @kernel
-def _time(data: Any, at: Any, end: Any) -> Any:
+def _time(data, at, end):
     """Return the precision of the time of day that begins at a place, and its end; -1 if there is no time."""
     if end - at < 5 or data[np.uint64(at + 2)] != 58:
         return -1, at
@@ -111,7 +109,7 @@ def _time(data: Any, at: Any, end: Any) -> Any:
 
 
 @kernel
-def _zone(data: Any, at: Any, end: Any) -> Any:
+def _zone(data, at, end):
     """Return the zone that the rest of a text is, or -1."""
     n = end - at
     if n == 0:
@@ -133,7 +131,7 @@ def _zone(data: Any, at: Any, end: Any) -> Any:
 
 
 @kernel
-def _number(data: Any, begin: Any, end: Any) -> Any:
+def _number(data, begin, end):
     """Return the form of a text that begins like a number."""
     at, negative = begin, False
     plus = data[np.uint64(at)] == 43
@@ -194,7 +192,7 @@ def _number(data: Any, begin: Any, end: Any) -> Any:
 
 
 @kernel
-def _form(data: Any, begin: Any, end: Any) -> Any:
+def _form(data, begin, end):
     n = end - begin
     if n == 0:
         return EMPTY
@@ -229,7 +227,7 @@ def _form(data: Any, begin: Any, end: Any) -> Any:
 
 
 @kernel
-def _forms(offsets: Any, data: Any, out: Any) -> None:
+def _forms(offsets, data, out):
     for i in range(len(out)):
         out[i] = _form(data, np.int64(offsets[i]), np.int64(offsets[i + 1]))
 

@@ -10,9 +10,7 @@ from hostdev.kernels.rounding import keep_weights, prefetch_row, scratch_of, slo
 
 
 @kernel
-def _ftrl_sqrt(
-    start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, row_slots: Any, lr: Any, l1: Any, two_l2: Any
-) -> None:
+def _ftrl_sqrt(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2):
     """Update for the usual lr_power = -0.5: n^-p is a correctly rounded square root."""
     zero, scratch = np.float32(0), scratch_of(block)
     for i in range(np.uint64(start), np.uint64(stop)):
@@ -34,10 +32,7 @@ def _ftrl_sqrt(
 
 
 @kernel
-def _ftrl_power(
-    start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, row_slots: Any,
-    lr: Any, l1: Any, two_l2: Any, exponent: Any,
-) -> None:  # fmt: skip
+def _ftrl_power(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2, exponent):
     """Update for any lr_power: the power is taken in float64 and rounded once, as math libraries differ in float32."""
     zero, scratch = np.float32(0), scratch_of(block)
     for i in range(np.uint64(start), np.uint64(stop)):

@@ -16,7 +16,7 @@ _GRAIN = 512
 
 
 @kernel
-def _scale(start: Any, stop: Any, rows: Any, inverse: Any, weights: Any, out: Any) -> None:
+def _scale(start, stop, rows, inverse, weights, out):
     for i in range(np.uint64(start), np.uint64(stop)):
         row, to, weight = rows[np.uint64(inverse[i])], out[i], weights[i]
         for j in range(len(row)):

@@ -54,7 +54,7 @@ def _features_of(features: Sequence[Ids]) -> _Features:
 
 
 @kernel
-def _check(start: Any, stop: Any, addresses: Any, widths: Any, ends: Any, limits: Any, grain: Any, wrong: Any) -> None:
+def _check(start, stop, addresses, widths, ends, limits, grain, wrong):
     """Write to wrong[start // grain] whether one of the ids [start, stop) is outside [0, its feature's limit)."""
     f = np.searchsorted(ends, start, side="right") - 1
     outside = False
@@ -91,7 +91,7 @@ def check_groups(groups: Sequence[tuple[Sequence[Ids], int]]) -> tuple[int, int,
 
 
 @kernel
-def _add_hashed(ids: Any, slots: Any, shift: Any, keys: Any, count: Any, positions: Any) -> Any:
+def _add_hashed(ids, slots, shift, keys, count, positions):
     """Do `IdMap.add` with slots of positions into `keys`, which is faster while both fit the cache."""
     mask, one = np.uint64(len(slots) - 1), np.uint64(1)
     for i in range(np.uint64(0), np.uint64(len(ids))):
@@ -112,10 +112,7 @@ def _add_hashed(ids: Any, slots: Any, shift: Any, keys: Any, count: Any, positio
 
 
 @kernel
-def _unique_small(
-    start: Any, stop: Any, which: Any, firsts: Any, addresses: Any, ends: Any, keys: Any, inverse: Any, counts: Any,
-    places: Any, slots: Any,
-) -> None:  # fmt: skip
+def _unique_small(start, stop, which, firsts, addresses, ends, keys, inverse, counts, places, slots):
     """Deduplicate the groups which[start:stop], one after the other.
 
     Args:
@@ -223,7 +220,7 @@ def _merge(start: int, stop: int, works: Sequence[Dedupe]) -> None:
 
 
 @kernel
-def _offsets(lengths: Any, offsets: Any) -> Any:
+def _offsets(lengths, offsets):
     """Write the sum of the lengths before each; return the position of the first negative one, or -1, and the sum."""
     total: Any = np.int64(0)
     negative: Any = np.int64(-1)
@@ -252,7 +249,7 @@ def offsets_of(lengths: npt.NDArray[Any]) -> Positions:
 
 
 @kernel
-def _count_kept(start: Any, stop: Any, values: Any, offsets: Any, padding: Any, kept: Any) -> None:
+def _count_kept(start, stop, values, offsets, padding, kept):
     for b in range(np.uint64(start), np.uint64(stop)):
         count = np.int32(0)
         for i in range(np.uint64(offsets[b]), np.uint64(offsets[b + np.uint64(1)])):
@@ -261,10 +258,7 @@ def _count_kept(start: Any, stop: Any, values: Any, offsets: Any, padding: Any, 
 
 
 @kernel
-def _copy_kept(
-    start: Any, stop: Any, values: Any, weights: Any, offsets: Any, padding: Any, begins: Any,
-    kept_values: Any, kept_weights: Any,
-) -> None:  # fmt: skip
+def _copy_kept(start, stop, values, weights, offsets, padding, begins, kept_values, kept_weights):
     to = np.uint64(begins[start])
     for i in range(np.uint64(offsets[start]), np.uint64(offsets[stop])):
         if values[i] != padding:

@@ -4,8 +4,6 @@ Normal numbers follow Box & Muller (1958), two per pair of columns, from 32-bit 
 the polynomials of Cephes (Moshier: logf.c, sinf.c) written out, independent of math libraries.
 """
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 from numba import float32, int32, uint32, uint64
@@ -20,10 +18,22 @@ _TO_UNIT = _f(2.0**-23)
 _HALF_PI = _f(np.pi / 2)
 _SQRT_HALF_BITS = np.int32(0x3F3504F3)
 _LN2_HIGH, _LN2_LOW = _f(0.693359375), _f(-2.12194440e-4)
-_LOG = tuple(map(_f, (
-    7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
-    -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
-)))  # fmt: skip
+_LOG = tuple(
+    map(
+        _f,
+        (
+            7.0376836292e-2,
+            -1.1514610310e-1,
+            1.1676998740e-1,
+            -1.2420140846e-1,
+            1.4249322787e-1,
+            -1.6668057665e-1,
+            2.0000714765e-1,
+            -2.4999993993e-1,
+            3.3333331174e-1,
+        ),
+    )
+)
 _L0, _L1, _L2, _L3, _L4, _L5, _L6, _L7, _L8 = _LOG
 _S0, _S1, _S2 = _f(-1.9515295891e-4), _f(8.3321608736e-3), _f(-1.6666654611e-1)
 _C0, _C1, _C2 = _f(2.443315711809948e-5), _f(-1.388731625493765e-3), _f(4.166664568298827e-2)
@@ -32,7 +42,7 @@ _PAIRS = 640  # pairs of columns at a time; their numbers fit the L1 cache
 
 
 @inline
-def _normal_pair(a: Any, b: Any, std: Any) -> Any:
+def _normal_pair(a, b, std):
     """Return two independent normal numbers with standard deviation std from the random words a and b."""
     u = np.float32((float32(int32(a >> uint32(9))) + _HALF) * _TO_UNIT)  # (0, 1): 23 bits, exact
     bits = u.view(np.int32)
@@ -64,7 +74,7 @@ def _normal_pair(a: Any, b: Any, std: Any) -> Any:
 
 
 @inline
-def _words(low: Any, high: Any, pair: Any) -> Any:
+def _words(low, high, pair):
     """Return the two random words of a pair of columns."""
     a = mix32(uint32(low ^ uint32(uint32(pair) * uint32(0x9E3779B9))))
     b = mix32(uint32(high ^ uint32(uint32(pair) * uint32(0x85EBCA6B))))
@@ -72,9 +82,7 @@ def _words(low: Any, high: Any, pair: Any) -> Any:
 
 
 @kernel
-def _fill_normal(
-    start: Any, stop: Any, first_row: Any, ids: Any, key: Any, std: Any, block: Any, slots: Any
-) -> None:  # fmt: skip
+def _fill_normal(start, stop, first_row, ids, key, std, block, slots):
     """Fill several rows at a time, so that the pairs of their columns fill vectors for any number of columns."""
     D, one = np.uint64(block.shape[2]), np.uint64(1)
     pairs = (D + one) // np.uint64(2)
@@ -104,7 +112,7 @@ def _fill_normal(
 
 
 @kernel
-def _fill_constant(start: Any, stop: Any, values: Any, block: Any) -> None:
+def _fill_constant(start, stop, values, block):
     for i in range(start, stop):
         for s in range(len(values)):
             for j in range(block.shape[2]):
@@ -112,9 +120,14 @@ def _fill_constant(start: Any, stop: Any, values: Any, block: Any) -> None:
 
 
 def fill_normal(
-    block: npt.NDArray[np.float32], key: int, std: float, slots: npt.NDArray[np.float32], *, first_row: int = 0,
+    block: npt.NDArray[np.float32],
+    key: int,
+    std: float,
+    slots: npt.NDArray[np.float32],
+    *,
+    first_row: int = 0,
     ids: npt.NDArray[np.int64] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Fill rows with normal weights N(0, std^2) and constant slots.
 
     Args:

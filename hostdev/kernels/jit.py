@@ -102,7 +102,7 @@ _ask_to_read_once = _prefetch(0, 0)
 
 
 @inline
-def prefetch_to_write(array: Any, row: Any, nbytes: Any) -> None:
+def prefetch_to_write(array, row, nbytes):
     """Prefetch the first `nbytes` of array[row] for writing; row need not be in range."""
     address = array.ctypes.data + np.int64(row) * np.int64(array.strides[0])
     for offset in range(0, nbytes, 64):
@@ -110,7 +110,7 @@ def prefetch_to_write(array: Any, row: Any, nbytes: Any) -> None:
 
 
 @inline
-def prefetch_to_read(array: Any, row: Any, nbytes: Any) -> None:
+def prefetch_to_read(array, row, nbytes):
     """Prefetch the first `nbytes` of array[row] into the L2 cache; row need not be in range."""
     address = array.ctypes.data + np.int64(row) * np.int64(array.strides[0])
     for offset in range(0, nbytes, 64):
@@ -118,7 +118,7 @@ def prefetch_to_read(array: Any, row: Any, nbytes: Any) -> None:
 
 
 @inline
-def prefetch_to_read_once(array: Any, row: Any, nbytes: Any) -> None:
+def prefetch_to_read_once(array, row, nbytes):
     """Do `prefetch_to_read` for streamed data that must not evict data in use."""
     address = array.ctypes.data + np.int64(row) * np.int64(array.strides[0])
     for offset in range(0, nbytes, 64):
@@ -138,19 +138,19 @@ _pointer: Any = intrinsic(_as_pointer)
 
 
 @kernel
-def address_of(array: Any) -> Any:
+def address_of(array):
     """Return the address of an array, in a fifth of numpy's time."""
     return array.ctypes.data
 
 
 @inline
-def array_at(address: Any, n: Any, dtype: Any) -> Any:
+def array_at(address, n, dtype):
     """Return the C-contiguous array [n] at an address; the caller keeps its memory alive."""
     return numba.carray(_pointer(address), n, dtype)  # type: ignore[attr-defined]
 
 
 @inline
-def prefetch_update(block: Any, ids: Any, i: Any, stop: Any) -> None:
+def prefetch_update(block, ids, i, stop):
     """Prefetch the row that the update of item i + 8 of [.., stop) will write.
 
     It prefetches for reading into the L2 cache, which allows more such requests in flight than prefetches for writing.

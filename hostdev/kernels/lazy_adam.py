@@ -11,9 +11,21 @@ from hostdev.kernels.rounding import keep_weights, prefetch_row, scratch_of, slo
 
 @kernel
 def _lazy_adam(
-    start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, row_slots: Any,
-    lr_t: Any, beta1: Any, one_minus_beta1: Any, beta2: Any, one_minus_beta2: Any, eps: Any, nesterov: Any,
-) -> None:  # fmt: skip
+    start,
+    stop,
+    ids,
+    source,
+    grads,
+    block,
+    row_slots,
+    lr_t,
+    beta1,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    eps,
+    nesterov,
+):
     scratch = scratch_of(block)
     for i in range(np.uint64(start), np.uint64(stop)):
         prefetch_row(block, ids, i, stop)

@@ -18,7 +18,7 @@ _AHEAD = 8  # rows; memory latency / time per row
 
 
 @kernel
-def _lookup(start: Any, stop: Any, ids: Any, block: Any, out: Any) -> None:
+def _lookup(start, stop, ids, block, out):
     for i in range(np.uint64(start), np.uint64(stop)):
         ahead = i + np.uint64(_AHEAD)
         if ahead < np.uint64(stop):
@@ -29,7 +29,7 @@ def _lookup(start: Any, stop: Any, ids: Any, block: Any, out: Any) -> None:
 
 
 @kernel
-def _lookup_into(start: Any, stop: Any, ids: Any, positions: Any, block: Any, out: Any) -> None:
+def _lookup_into(start, stop, ids, positions, block, out):
     for i in range(np.uint64(start), np.uint64(stop)):
         ahead = i + np.uint64(_AHEAD)
         if ahead < np.uint64(stop):
@@ -41,7 +41,7 @@ def _lookup_into(start: Any, stop: Any, ids: Any, positions: Any, block: Any, ou
 
 
 @kernel
-def _first_outside(ids: Any, rows: Any) -> Any:
+def _first_outside(ids, rows):
     for i in range(len(ids)):
         if ids[i] < 0 or ids[i] >= rows:
             return i

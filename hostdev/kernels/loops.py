@@ -92,9 +92,7 @@ class Loop:
         times: Receives the begin and end, in nanoseconds, of each thread's run of ranges.
     """
 
-    def __init__(
-        self, work: Any, n: int, grain: int, pieces: int, args: tuple[Any, ...], times: Times | None
-    ) -> None:  # fmt: skip
+    def __init__(self, work: Any, n: int, grain: int, pieces: int, args: tuple[Any, ...], times: Times | None) -> None:
         self.pieces = pieces
         self._loop, self._args, self._times = loop_of(work), (n, grain, -(-n // grain), pieces, *args), times
         self._begun = np.zeros(_WORDS, np.int64)

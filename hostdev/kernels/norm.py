@@ -19,13 +19,13 @@ _EIGHTH = PART // 8
 
 
 @inline
-def _square(block: Any, row: Any, j: Any) -> Any:
+def _square(block, row, j):
     w = np.float64(to_float32(block[row, 0, j]))
     return w * w
 
 
 @kernel
-def _fold(block: Any, first: Any, x: Any, out: Any) -> None:
+def _fold(block, first, x, out):
     """Fold the rows first .. first + 4095 into out [D]; x [512, D] is scratch."""
     D = block.shape[2]
     first, eighth = np.uint64(first), np.uint64(_EIGHTH)
@@ -50,7 +50,7 @@ def _fold(block: Any, first: Any, x: Any, out: Any) -> None:
 
 
 @kernel
-def _partial_squares(start: Any, stop: Any, block: Any, sums: Any) -> None:
+def _partial_squares(start, stop, block, sums):
     x = np.empty((_EIGHTH, block.shape[2]))
     for part in range(start, stop):
         _fold(block, part * PART, x, sums[part])

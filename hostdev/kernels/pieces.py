@@ -29,14 +29,14 @@ def addresses_of(pieces: Sequence[npt.NDArray[Any]]) -> Addresses:
 
 
 @inline
-def _at(addresses: Any, place: Any, nbytes: Any) -> Any:
+def _at(addresses, place, nbytes):
     """Return the address of the item at a place; each row has `nbytes`."""
     piece, row = place >> np.int64(_ROW_BITS), place & np.int64((1 << _ROW_BITS) - 1)
     return addresses[np.uint64(piece)] + row * np.int64(nbytes)
 
 
 @kernel
-def _locate(start: Any, stop: Any, rows: Any, first: Any, places: Any) -> None:
+def _locate(start, stop, rows, first, places):
     for i in range(np.uint64(start), np.uint64(stop)):
         row = rows[i]
         low, high = np.uint64(0), np.uint64(len(first))
@@ -64,7 +64,7 @@ def places_of(rows: npt.NDArray[np.int64], first: npt.NDArray[np.int64]) -> Plac
 
 
 @kernel
-def _take(start: Any, stop: Any, places: Any, addresses: Any, out: Any) -> None:
+def _take(start, stop, places, addresses, out):
     D = out.shape[1]
     nbytes = D * out.itemsize
     for i in range(np.uint64(start), np.uint64(stop)):
@@ -88,14 +88,14 @@ def take_tasks(places: Places, addresses: Addresses, out: npt.NDArray[Any]) -> l
 
 
 @kernel
-def _measure(start: Any, stop: Any, places: Any, offsets: Any, lengths: Any) -> None:
+def _measure(start, stop, places, offsets, lengths):
     for i in range(np.uint64(start), np.uint64(stop)):
         edges = array_at(_at(offsets, places[i], 8), 2, np.int64)
         lengths[i] = edges[1] - edges[0]
 
 
 @kernel
-def _take_lists(start: Any, stop: Any, places: Any, offsets: Any, values: Any, begins: Any, out: Any) -> None:
+def _take_lists(start, stop, places, offsets, values, begins, out):
     for i in range(np.uint64(start), np.uint64(stop)):
         first = array_at(_at(offsets, places[i], 8), 1, np.int64)[0]
         piece = np.uint64(places[i] >> np.int64(_ROW_BITS))

@@ -68,7 +68,7 @@ def steps_of(dim: int) -> npt.NDArray[np.uint32]:
 
 
 @inline
-def _draw(key: Any, row_id: Any, steps: Any, words: Any) -> None:
+def _draw(key, row_id, steps, words):
     """Fill words uint32 [ceil(D / 2)] with a row's random numbers; the low half is the even column's."""
     word = hashed(key, row_id)
     low, high = uint32(word), uint32(word >> uint64(32))
@@ -77,14 +77,14 @@ def _draw(key: Any, row_id: Any, steps: Any, words: Any) -> None:
 
 
 @inline
-def _rounded_bits(bits: Any, r: Any) -> Any:
+def _rounded_bits(bits, r):
     """Return the 16 bits to which r rounds a float32 of these bits."""
     kept = uint32(uint32(bits + uint32(r)) >> uint32(16))
     return uint16(0x7FC0) if (bits & uint32(0x7FFFFFFF)) > uint32(0x7F800000) else uint16(kept)
 
 
 @kernel
-def _round_rows(start: Any, stop: Any, ids: Any, row_ids: Any, key: Any, steps: Any, block: Any) -> None:
+def _round_rows(start, stop, ids, row_ids, key, steps, block):
     D = np.uint64(block.shape[2])
     bits = block.view(np.uint32)
     words = np.empty(len(steps), np.uint32)
@@ -97,9 +97,7 @@ def _round_rows(start: Any, stop: Any, ids: Any, row_ids: Any, key: Any, steps: 
 
 
 @kernel
-def _round_into(
-    start: Any, stop: Any, first_row: Any, ids: Any, key: Any, steps: Any, values: Any, out: Any
-) -> None:  # fmt: skip
+def _round_into(start, stop, first_row, ids, key, steps, values, out):
     D = np.uint64(values.shape[2])
     bits = values.view(np.uint32)
     words = np.empty(len(steps), np.uint32)
@@ -140,7 +138,7 @@ def require_bfloat16(block: Rows, table: str) -> None:
 
 
 @kernel
-def _are_bfloat16(block: Any) -> Any:
+def _are_bfloat16(block):
     bits = block.view(np.uint32)
     for i in range(np.uint64(len(block))):
         weights, lost = bits[i, 0], uint32(0)
@@ -244,7 +242,7 @@ def _prefetch_row(block: Any, ids: Any, i: Any, stop: Any) -> Any:
 
 
 @kernel
-def _read(start: Any, stop: Any, ids: Any, positions: Any, weights: Any, slots: Any, out: Any) -> None:
+def _read(start, stop, ids, positions, weights, slots, out):
     planes = np.uint64(slots.shape[1])
     for i in range(np.uint64(start), np.uint64(stop)):
         ahead = i + np.uint64(_AHEAD)
@@ -262,7 +260,7 @@ def _read(start: Any, stop: Any, ids: Any, positions: Any, weights: Any, slots: 
 
 
 @kernel
-def _write(start: Any, stop: Any, ids: Any, positions: Any, weights: Any, slots: Any, values: Any) -> None:
+def _write(start, stop, ids, positions, weights, slots, values):
     planes, bits = np.uint64(slots.shape[1]), values.view(np.uint32)
     for i in range(np.uint64(start), np.uint64(stop)):
         row, at = np.uint64(ids[i]), np.uint64(i if positions is None else positions[i])

@@ -8,7 +8,6 @@ Shapes: N occurrences, U unique rows, D columns.
 """
 
 import itertools
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +23,7 @@ _NEVER = 1 << 62  # for `seen`: no row is at its first occurrence
 
 
 @kernel
-def sum_part(start: Any, stop: Any, seen: Any, grads: Any, inverse: Any, out: Any) -> Any:
+def sum_part(start, stop, seen, grads, inverse, out):
     """Add the occurrences [start, stop) to their rows' sums; earlier ones have been added.
 
     Args:
@@ -52,7 +51,7 @@ def sum_part(start: Any, stop: Any, seen: Any, grads: Any, inverse: Any, out: An
 
 
 @kernel
-def sum_part_of_scalars(start: Any, stop: Any, seen: Any, grads: Any, inverse: Any, out: Any) -> Any:
+def sum_part_of_scalars(start, stop, seen, grads, inverse, out):
     """`sum_part` for D = 1."""
     seen, one, column = np.uint64(seen), np.uint64(1), np.uint64(0)
     for i in range(np.uint64(start), np.uint64(stop)):
@@ -66,7 +65,7 @@ def sum_part_of_scalars(start: Any, stop: Any, seen: Any, grads: Any, inverse: A
 
 
 @kernel
-def sum_scaled_part(start: Any, stop: Any, seen: Any, grads: Any, inverse: Any, weights: Any, out: Any) -> Any:
+def sum_scaled_part(start, stop, seen, grads, inverse, weights, out):
     """Do `sum_part` for float32 or bfloat16 gradients times weights; None for 1."""
     D = grads.shape[1]
     uses, seen, one = np.uint64(stop), np.uint64(seen), np.uint64(1)
@@ -101,7 +100,7 @@ def first_seen(out: npt.NDArray[np.float32], in_order: bool) -> int:
 
 
 @kernel
-def sort_uses(inverse: Any, ends: Any, order: Any) -> None:
+def sort_uses(inverse, ends, order):
     """Sort occurrences by row, stable (counting sort): those of row u become order[ends[u] : ends[u + 1]].
 
     Args:
@@ -121,9 +120,7 @@ def sort_uses(inverse: Any, ends: Any, order: Any) -> None:
 
 
 @kernel
-def sum_sorted(
-    start: Any, stop: Any, grads: Any, order: Any, ends: Any, source: Any, weights: Any, fresh: Any, out: Any
-) -> None:
+def sum_sorted(start, stop, grads, order, ends, source, weights, fresh, out):
     """Sum over the occurrences of the unique rows [start, stop).
 
     Args:

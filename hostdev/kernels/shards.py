@@ -46,7 +46,7 @@ def ids_at(rows: int, start: int, stop: int) -> npt.NDArray[np.int64]:
 
 
 @kernel
-def _step(first: Any, step: Any, modulus: Any, out: Any) -> None:
+def _step(first, step, modulus, out):
     """Write first, first + step, first + 2 step, ... modulo `modulus`, without products, which may overflow."""
     value = np.uint64(first)
     for i in range(len(out)):
@@ -57,7 +57,7 @@ def _step(first: Any, step: Any, modulus: Any, out: Any) -> None:
 
 
 @kernel
-def _locate(ids: Any, multiplier: Any, rows: Any, ranks: Any, owners: Any, local: Any, counts: Any) -> None:
+def _locate(ids, multiplier, rows, ranks, owners, local, counts):
     V, W, one = np.uint64(rows), np.uint64(ranks), np.uint64(1)
     for i in range(np.uint64(0), np.uint64(len(ids))):
         position = np.uint64(ids[i]) * np.uint64(multiplier) % V
@@ -68,7 +68,7 @@ def _locate(ids: Any, multiplier: Any, rows: Any, ranks: Any, owners: Any, local
 
 
 @kernel
-def _sort(owners: Any, local: Any, ends: Any, places: Any, out: Any) -> None:
+def _sort(owners, local, ends, places, out):
     """Sort by owner, stable (counting sort)."""
     for i in range(np.uint64(0), np.uint64(len(owners))):
         owner = np.uint64(owners[i])
@@ -79,7 +79,7 @@ def _sort(owners: Any, local: Any, ends: Any, places: Any, out: Any) -> None:
 
 
 @kernel
-def _positions(ids: Any, multiplier: Any, rows: Any, out: Any) -> None:
+def _positions(ids, multiplier, rows, out):
     for i in range(len(ids)):
         out[i] = np.uint64(ids[i]) * np.uint64(multiplier) % np.uint64(rows)
 
@@ -92,7 +92,7 @@ def positions_of(ids: Ids, rows: int) -> npt.NDArray[np.int64]:
 
 
 @inline
-def id_at(position: Any, inverse: Any, rows: Any) -> Any:
+def id_at(position, inverse, rows):
     """Return the id at a position of a table of V rows: position * inverse mod V, by doubling if that overflows."""
     modulus, one = np.uint64(rows), np.uint64(1)
     left, value, total = np.uint64(position), np.uint64(inverse), np.uint64(0)
@@ -107,7 +107,7 @@ def id_at(position: Any, inverse: Any, rows: Any) -> Any:
 
 
 @kernel
-def _ids_of(positions: Any, inverse: Any, rows: Any, out: Any) -> None:
+def _ids_of(positions, inverse, rows, out):
     for i in range(len(positions)):
         out[i] = id_at(positions[i], inverse, rows)
 

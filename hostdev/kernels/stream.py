@@ -117,7 +117,7 @@ def apply_stream(update: Kernel, table: tuple[Any, ...], ids: npt.NDArray[Any], 
 
 
 @kernel
-def _mark(start: Any, stop: Any, seen: Any, part: Any, inverse: Any, uses: Any) -> Any:
+def _mark(start, stop, seen, part, inverse, uses):
     """Record the occurrences [start, stop), all of one part, for their rows.
 
     Args:
@@ -139,7 +139,7 @@ def _mark(start: Any, stop: Any, seen: Any, part: Any, inverse: Any, uses: Any) 
 
 
 @kernel
-def _order(ids: Any, uses: Any, ends: Any, chosen: Any, source: Any) -> None:
+def _order(ids, uses, ends, chosen, source):
     """Sort the rows, stable: those that occur once, then the others by the part of their last occurrence.
 
     Args:

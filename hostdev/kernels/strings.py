@@ -24,7 +24,7 @@ _PHI = np.uint64(0x9E3779B97F4A7C15)
 
 
 @kernel
-def _hash(offsets: Any, data: Any, hashes: Any) -> None:
+def _hash(offsets, data, hashes):
     for i in range(len(hashes)):
         h = _FNV_BASIS
         for at in range(np.uint64(offsets[i]), np.uint64(offsets[i + 1])):
@@ -33,7 +33,7 @@ def _hash(offsets: Any, data: Any, hashes: Any) -> None:
 
 
 @kernel
-def _same(a: Any, start_a: Any, b: Any, start_b: Any, length: Any) -> Any:
+def _same(a, start_a, b, start_b, length):
     for k in range(length):  # noqa: SIM110  (numba has no all())
         if a[np.uint64(start_a + k)] != b[np.uint64(start_b + k)]:
             return False
@@ -41,9 +41,7 @@ def _same(a: Any, start_a: Any, b: Any, start_b: Any, length: Any) -> Any:
 
 
 @kernel
-def _look_for(
-    data: Any, begin: Any, length: Any, h: Any, table: Any, shift: Any, known: Any, ends: Any, texts: Any
-) -> Any:  # fmt: skip
+def _look_for(data, begin, length, h, table, shift, known, ends, texts):
     """Return the slot of a text with hash h, and its position there; -1 if the slot is empty."""
     mask, one = np.uint64(len(table) - 1), np.uint64(1)
     slot = (h * _PHI) >> np.uint64(shift)
@@ -58,10 +56,7 @@ def _look_for(
 
 
 @kernel
-def _add(
-    offsets: Any, data: Any, hashes: Any, start: Any, table: Any, shift: Any,
-    known: Any, ends: Any, texts: Any, count: Any, positions: Any,
-) -> Any:  # fmt: skip
+def _add(offsets, data, hashes, start, table, shift, known, ends, texts, count, positions):
     """Insert texts [start:]; stop early without room. Return (next text to insert, number of texts)."""
     for i in range(start, len(hashes)):
         h, begin = hashes[i], np.int64(offsets[i])
@@ -80,9 +75,7 @@ def _add(
 
 
 @kernel
-def _find(
-    offsets: Any, data: Any, hashes: Any, table: Any, shift: Any, known: Any, ends: Any, texts: Any, positions: Any
-) -> None:
+def _find(offsets, data, hashes, table, shift, known, ends, texts, positions):
     for i in range(len(hashes)):
         begin = np.int64(offsets[i])
         length = np.int64(offsets[i + 1]) - begin
@@ -90,7 +83,7 @@ def _find(
 
 
 @kernel
-def _take(positions: Any, ends: Any, texts: Any, offsets: Any, out: Any) -> None:
+def _take(positions, ends, texts, offsets, out):
     for i in range(len(positions)):
         begin, to = ends[positions[i]], offsets[i]
         for k in range(offsets[i + 1] - to):
@@ -98,7 +91,7 @@ def _take(positions: Any, ends: Any, texts: Any, offsets: Any, out: Any) -> None
 
 
 @kernel
-def _rehash(table: Any, shift: Any, known: Any, count: Any) -> None:
+def _rehash(table, shift, known, count):
     mask, one = np.uint64(len(table) - 1), np.uint64(1)
     for position in range(count):
         slot = (known[position] * _PHI) >> np.uint64(shift)
@@ -137,9 +130,18 @@ class TextMap:
         done = 0
         while True:
             done, self._count = _add(
-                offsets, data, hashes, done, self._table, self._shift,
-                self._known, self._ends, self._texts, self._count, positions,
-            )  # fmt: skip
+                offsets,
+                data,
+                hashes,
+                done,
+                self._table,
+                self._shift,
+                self._known,
+                self._ends,
+                self._texts,
+                self._count,
+                positions,
+            )
             if done == len(hashes):
                 return positions
             self._grow(int(offsets[done + 1] - offsets[done]))
@@ -184,7 +186,7 @@ class TextMap:
 
 
 @kernel
-def scan_quotes(text: Any, delimiter: Any, state: Any, lines: Any, opened: Any) -> Any:
+def scan_quotes(text, delimiter, state, lines, opened):
     """Track the quotes of delimited text (RFC 4180) through its next bytes.
 
     Args:

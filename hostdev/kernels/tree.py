@@ -4,7 +4,7 @@ Shapes: N gradients from all ranks, of U rows with D columns.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ _AHEAD = 8  # occurrences; memory latency / time per row
 
 
 @inline
-def _height(a: Any, b: Any) -> Any:
+def _height(a, b):
     """Return the height of the lowest common ancestor of two nodes, given by their first micro-batches."""
     different, height = np.uint64(a) ^ np.uint64(b), 0
     while different:
@@ -30,10 +30,7 @@ def _height(a: Any, b: Any) -> Any:
 
 
 @kernel
-def _sum_rows(
-    start: Any, stop: Any, ends: Any, order: Any, source: Any, node_ends: Any, nodes: Any, strides: Any, own_rank: Any,
-    own: Any, grads: Any, only: Any, out: Any,
-) -> None:  # fmt: skip
+def _sum_rows(start, stop, ends, order, source, node_ends, nodes, strides, own_rank, own, grads, only, out):
     one, D = np.uint64(1), np.uint64(out.shape[1])
     stack = np.empty((_MOST_HEIGHT, out.shape[1]), np.float32)
     places = np.empty(_MOST_HEIGHT, np.int64)
@@ -140,6 +137,17 @@ def tree_sums(
     strides = [begin - int(firsts[rank]) * D for rank, each in enumerate(begins) for begin in each]
     node_ends = np.concatenate([[0], np.cumsum([len(each) for each in nodes])])
     flat = np.array([node for each in nodes for node in each], np.int64)
-    arguments = (uses.ends, uses.order, uses.source, node_ends, flat, np.array(strides, np.int64), own_rank,
-                 grads if own is None else own, grads, _NONE if only is None else only, out)  # fmt: skip
+    arguments = (
+        uses.ends,
+        uses.order,
+        uses.source,
+        node_ends,
+        flat,
+        np.array(strides, np.int64),
+        own_rank,
+        grads if own is None else own,
+        grads,
+        _NONE if only is None else only,
+        out,
+    )
     parallel_for(_sum_rows, len(out), *arguments, grain=_GRAIN)

@@ -1,7 +1,5 @@
 """Uniform initial rows; each weight is a function of (key, row, column), as in `kernels.init`."""
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 from numba import uint32, uint64
@@ -13,9 +11,7 @@ from hostdev.kernels.pool import parallel_for
 
 
 @kernel
-def _fill_uniform(
-    start: Any, stop: Any, first_row: Any, ids: Any, key: Any, low: Any, width: Any, block: Any, slots: Any
-) -> None:  # fmt: skip
+def _fill_uniform(start, stop, first_row, ids, key, low, width, block, slots):
     D, one = np.uint64(block.shape[2]), np.uint64(1)
     for i in range(np.uint64(start), np.uint64(stop)):
         row_id = np.uint64(first_row) + i if ids is None else np.uint64(ids[i])
@@ -33,9 +29,15 @@ def _fill_uniform(
 
 
 def fill_uniform(
-    block: npt.NDArray[np.float32], key: int, low: float, high: float, slots: npt.NDArray[np.float32], *,
-    first_row: int = 0, ids: npt.NDArray[np.int64] | None = None,
-) -> None:  # fmt: skip
+    block: npt.NDArray[np.float32],
+    key: int,
+    low: float,
+    high: float,
+    slots: npt.NDArray[np.float32],
+    *,
+    first_row: int = 0,
+    ids: npt.NDArray[np.int64] | None = None,
+) -> None:
     """Fill rows with weights low + k * (high - low) / 2^24, k uniform in [0, 2^24), and constant slots.
 
     Computed in float64 and rounded to float32 once; arrays are those of `fill_normal`.

@@ -32,14 +32,14 @@ _maps = threading.local()  # reused: batches have about as many distinct ids
 
 
 @inline
-def slot_of(key: Any, shift: Any) -> Any:
+def slot_of(key, shift):
     """Return where the search for an id begins, in a table of 2 ** (64 - shift) slots."""
     # Fibonacci hashing (Knuth, TAOCP vol. 3, section 6.4): the high bits of a product are well spread.
     return (np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(shift)
 
 
 @kernel
-def _add(ids: Any, start: Any, entries: Any, shift: Any, keys: Any, count: Any, positions: Any) -> Any:
+def _add(ids, start, entries, shift, keys, count, positions):
     """Insert ids[start:]; stop early when the keys are full. Return (next id to insert, number of keys)."""
     mask, one, stop = np.uint64(len(entries) - 1), np.uint64(1), np.uint64(len(ids))
     for i in range(np.uint64(start), stop):
@@ -65,7 +65,7 @@ def _add(ids: Any, start: Any, entries: Any, shift: Any, keys: Any, count: Any, 
 
 
 @kernel
-def _rehash(entries: Any, shift: Any, keys: Any, count: Any) -> None:
+def _rehash(entries, shift, keys, count):
     mask, one = np.uint64(len(entries) - 1), np.uint64(1)
     for position in range(count):
         slot = slot_of(keys[position], shift)
@@ -75,7 +75,7 @@ def _rehash(entries: Any, shift: Any, keys: Any, count: Any) -> None:
 
 
 @kernel
-def _find(ids: Any, entries: Any, shift: Any, positions: Any) -> None:
+def _find(ids, entries, shift, positions):
     mask, one = np.uint64(len(entries) - 1), np.uint64(1)
     for i in range(len(ids)):
         slot = slot_of(ids[i], shift)
@@ -88,7 +88,7 @@ def _find(ids: Any, entries: Any, shift: Any, positions: Any) -> None:
 
 
 @kernel
-def _forget(entries: Any, shift: Any, keys: Any, count: Any) -> None:
+def _forget(entries, shift, keys, count):
     """Empty the slots of keys, last one first, since earlier keys were not displaced by later ones."""
     mask, one = np.uint64(len(entries) - 1), np.uint64(1)
     for i in range(np.uint64(count)):
@@ -172,7 +172,7 @@ class IdMap:
 
 
 @kernel
-def id_range(ids: Any) -> Any:
+def id_range(ids):
     """Return the minimum and the maximum of ids [N] and 0."""
     low = high = ids.dtype.type(0)
     for i in range(np.uint64(0), np.uint64(len(ids))):
@@ -181,7 +181,7 @@ def id_range(ids: Any) -> Any:
 
 
 @kernel
-def add_direct(ids: Any, places: Any, keys: Any, count: Any, positions: Any) -> Any:
+def add_direct(ids, places, keys, count, positions):
     """Insert ids without a branch per id, which would be hard to predict. Return the number of keys."""
     for i in range(np.uint64(0), np.uint64(len(ids))):
         key, next_key = np.uint64(ids[i]), np.uint64(count)
@@ -345,13 +345,13 @@ def _maps_of(kind: Any, dtype: np.dtype[Any], n: int) -> list[Any]:
 
 
 @kernel
-def _renumber(start: Any, stop: Any, inverse: Any, number: Any) -> None:
+def _renumber(start, stop, inverse, number):
     for i in range(np.uint64(start), np.uint64(stop)):
         inverse[i] = number[np.uint64(inverse[i])]
 
 
 @kernel
-def tally(positions: Any, counts: Any) -> None:
+def tally(positions, counts):
     """Count in place: counts[p] += 1 for each position p.
 
     Args:

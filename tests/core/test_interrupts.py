@@ -63,9 +63,15 @@ def main(argv):
 
 def run(tmp_path, text, **options):
     return subprocess.run(
-        [sys.executable, "-c", text], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True,
-        timeout=60, check=False, **options,
-    )  # fmt: skip
+        [sys.executable, "-c", text],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("where", SWALLOWED)
@@ -79,7 +85,9 @@ def test_an_interrupt_that_is_swallowed_comes_again(tmp_path, where):
 
 def test_an_interrupt_that_is_handled_stays_so(tmp_path):
     """A context with handlers of its own, such as that of training, gets one that was swallowed before."""
-    done = run(tmp_path, f"""{BEGIN}
+    done = run(
+        tmp_path,
+        f"""{BEGIN}
 from hostdev.train.interrupt import GracefulStop
 
 def main(argv):
@@ -88,20 +96,27 @@ def main(argv):
         print(stop.requested.name)
     return 7
 
-raise SystemExit(cli.run("x", main))""")  # fmt: skip
+raise SystemExit(cli.run("x", main))""",
+    )
     assert (done.returncode, done.stdout, done.stderr) == (7, "SIGINT\n", "")
 
 
 def test_after_the_command_the_process_ends_at_once(tmp_path):
-    done = run(tmp_path, f"""{BEGIN}
+    done = run(
+        tmp_path,
+        f"""{BEGIN}
 import atexit
-raise SystemExit(cli.run("x", lambda argv: atexit.register(interrupt) and 0))""")  # fmt: skip
+raise SystemExit(cli.run("x", lambda argv: atexit.register(interrupt) and 0))""",
+    )
     assert (done.returncode, done.stderr) == (130, "x: interrupted\n")
 
 
 def test_who_ignores_ctrl_c_goes_on_ignoring_it(tmp_path):
-    done = run(tmp_path, f"signal = __import__('signal')\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n{BEGIN}\n"
-               "raise SystemExit(cli.run('x', lambda argv: interrupt()))")  # fmt: skip
+    done = run(
+        tmp_path,
+        f"signal = __import__('signal')\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n{BEGIN}\n"
+        "raise SystemExit(cli.run('x', lambda argv: interrupt()))",
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -115,8 +130,16 @@ MODULES = ["hostdev.checkpoint", "hostdev.predict", "hostdev.train", "hostdev.la
 def test_without_standard_error_or_output(tmp_path, module, closed):
     """Every command ended in an AttributeError."""
     command = f"{sys.executable} -m {module} nonsense {closed}"
-    done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True,
-                          timeout=60, check=False)  # fmt: skip
+    done = subprocess.run(
+        command,
+        shell=True,
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 2
     assert "Traceback" not in done.stdout + done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -164,9 +187,16 @@ def main(argv):
 raise SystemExit(cli.run("x", main))
 """
     master, slave = pty.openpty()
-    process = subprocess.Popen([sys.executable, "-c", text], cwd=tmp_path, env=environment(tmp_path), stdin=slave,
-                               stdout=slave, stderr=slave, start_new_session=True,
-                               preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", text],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    )
     os.close(slave)
     with process:
         assert os.read(master, 100).startswith(b"begun")
@@ -177,13 +207,16 @@ raise SystemExit(cli.run("x", main))
 
 
 def test_nohup_is_obeyed(tmp_path):
-    done = run(tmp_path, f"""{BEGIN}
+    done = run(
+        tmp_path,
+        f"""{BEGIN}
 from hostdev.train.interrupt import GracefulStop
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 with GracefulStop(lambda: "too late") as stop:
     os.kill(os.getpid(), signal.SIGHUP)
     time.sleep(0.05)  # a signal that is not ignored has come by then
-    print(stop.requested)""")  # fmt: skip
+    print(stop.requested)""",
+    )
     assert (done.returncode, done.stdout) == (0, "None\n")
 
 
@@ -211,8 +244,9 @@ def _commands(base, out):
 
 def interrupted(command, after, tmp_path):
     """Interrupt a command after so many seconds; return its code and what it said, None where it had ended before."""
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True)  # fmt: skip
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         process.wait(after)
     except subprocess.TimeoutExpired:
@@ -230,11 +264,16 @@ def base(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize(("name", "moments"), [
-    ("predict", [1.0, 2.7]),
-    *(pytest.param(name, [0.1 + 0.05 * i for i in range(160)], marks=pytest.mark.slow)
-      for name in ("predict", "checkpoint", "data.preprocess", "train", "advise")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "moments"),
+    [
+        ("predict", [1.0, 2.7]),
+        *(
+            pytest.param(name, [0.1 + 0.05 * i for i in range(160)], marks=pytest.mark.slow)
+            for name in ("predict", "checkpoint", "data.preprocess", "train", "advise")
+        ),
+    ],
+)
 def test_an_interrupt_at_any_moment_ends_a_command(base, tmp_path, name, moments):
     """Of 70 interrupts of predict 3 got lost, and one ended in a traceback."""
     wrong = []

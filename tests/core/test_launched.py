@@ -134,11 +134,15 @@ def test_an_initialised_process_group(tmp_path):
     """As DistributedDataParallel needs one, by whatever has started the processes."""
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", DDP, str(rank), str(tmp_path / "store")], cwd=ROOT, env=environment(tmp_path),
-            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [sys.executable, "-c", DDP, str(rank), str(tmp_path / "store")],
+            cwd=ROOT,
+            env=environment(tmp_path),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for rank in (0, 1)
-    ]  # fmt: skip
+    ]
     for process in started:
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err

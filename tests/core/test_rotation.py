@@ -29,8 +29,9 @@ def test_the_newest_lines_stay(tmp_path, at_once):
     again = RotatedFile(path, 400)  # it is appended to
     again.writelines(lines_of(6, 95))
     again.close()
-    assert files(path) == ["".join(lines_of(10, start))[: 10 * size] for start, size in ((100, 1), (90, 10), (80, 10),
-                                                                                         (70, 10))]  # fmt: skip
+    assert files(path) == [
+        "".join(lines_of(10, start))[: 10 * size] for start, size in ((100, 1), (90, 10), (80, 10), (70, 10))
+    ]
     assert again.dropped_bytes == 100
 
 

@@ -144,9 +144,12 @@ def test_lengths_that_are_none():
 
 @settings(deadline=None)
 @given(
-    st.lists(st.lists(st.integers(0, 4), max_size=6), max_size=40), st.integers(-1, 5), st.booleans(),
-    st.sampled_from(DTYPES), st.sampled_from(THREADS),
-)  # fmt: skip
+    st.lists(st.lists(st.integers(0, 4), max_size=6), max_size=40),
+    st.integers(-1, 5),
+    st.booleans(),
+    st.sampled_from(DTYPES),
+    st.sampled_from(THREADS),
+)
 def test_padding_is_dropped(bags, padding, weighted, dtype, threads):
     set_host_threads(threads)
     values = np.array([value for bag in bags for value in bag], dtype)

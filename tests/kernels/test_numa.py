@@ -78,14 +78,17 @@ def test_the_pages_of_a_large_array_go_over_all_nodes(machine, calls):
     assert numa.in_words() == "interleaved over 3 nodes"
 
 
-@pytest.mark.parametrize(("cpus", "memory"), [
-    ({0: "all"}, [0]),
-    ({0: "all", 1: "all"}, [1]),  # CPUs without memory
-    ({0: "all", 1: ""}, [0, 1]),  # memory without CPUs
-    ({0: "all", 1: "7000-7063"}, [0, 1]),  # this process runs on one of them
-    ({0: "all", 1: "x"}, [0, 1]),
-    ({}, [0, 1]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cpus", "memory"),
+    [
+        ({0: "all"}, [0]),
+        ({0: "all", 1: "all"}, [1]),  # CPUs without memory
+        ({0: "all", 1: ""}, [0, 1]),  # memory without CPUs
+        ({0: "all", 1: "7000-7063"}, [0, 1]),  # this process runs on one of them
+        ({0: "all", 1: "x"}, [0, 1]),
+        ({}, [0, 1]),
+    ],
+)
 def test_nothing_is_done_where_there_is_no_choice(machine, calls, cpus, memory):
     machine({node: mine() if some == "all" else some for node, some in cpus.items()}, memory)
     numa.interleave(np.empty(LARGE, np.float32))
@@ -99,11 +102,14 @@ def test_small_arrays_lie_where_they_are_written(machine, calls):
     assert not calls
 
 
-@pytest.mark.parametrize(("errors", "policy", "why"), [
-    ({237: errno.EPERM}, 0, "Operation not permitted"),
-    ({239: errno.ENOSYS}, 0, "Function not implemented"),
-    ({}, 2, "this process has a memory policy already"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("errors", "policy", "why"),
+    [
+        ({237: errno.EPERM}, 0, "Operation not permitted"),
+        ({239: errno.ENOSYS}, 0, "Function not implemented"),
+        ({}, 2, "this process has a memory policy already"),
+    ],
+)
 def test_a_refusal_is_said_and_the_array_is_as_good(machine, calls, errors, policy, why):
     machine({0: mine(), 1: mine()}, [0, 1])
     calls.errors, calls.policy = errors, policy

@@ -56,9 +56,11 @@ def test_the_twins_bits(dim, dtype, threads):
         expected = naive.round_to_bfloat16(values, row_ids, key)
         assert is_bfloat16(expected)
         for found in (
-            rounded(values, row_ids, key), rounded(values, row_ids, key, at),
-            by_torch(values, row_ids, key), by_torch(values, row_ids, key, at),
-        ):  # fmt: skip
+            rounded(values, row_ids, key),
+            rounded(values, row_ids, key, at),
+            by_torch(values, row_ids, key),
+            by_torch(values, row_ids, key, at),
+        ):
             assert found.tobytes() == expected.tobytes()
         out = np.empty((n, dim), np.uint16)
         rounding.round_into(values[:, None], out, key, ids=row_ids.astype(np.int64))

@@ -77,14 +77,28 @@ def test_hashes(texts):
 
 def test_a_hash_that_is_published():
     assert hash_texts(*packed([b"", b"a", b"foobar"])).tolist() == [
-        0xCBF29CE484222325, 0xAF63DC4C8601EC8C, 0x85944171F73967E8,
-    ]  # fmt: skip
+        0xCBF29CE484222325,
+        0xAF63DC4C8601EC8C,
+        0x85944171F73967E8,
+    ]
 
 
-@pytest.mark.parametrize(("text", "line"), [
-    ("", None), ('"', 1), ('"a"', None), ('a"', None), ('a,"', 1), ('a\n"b\n"\n', None), ('a\nb,"c\n\nd', 2),
-    ('"a""', 1), ('"a"""', None), ('"a" b"\n"', 2), ('"a"\r\n"', 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", None),
+        ('"', 1),
+        ('"a"', None),
+        ('a"', None),
+        ('a,"', 1),
+        ('a\n"b\n"\n', None),
+        ('a\nb,"c\n\nd', 2),
+        ('"a""', 1),
+        ('"a"""', None),
+        ('"a" b"\n"', 2),
+        ('"a"\r\n"', 2),
+    ],
+)
 def test_quotes_that_are_left_open(text, line):
     assert naive.open_quotes(text) == line
     assert open_quotes(text, len(text) + 1) == line

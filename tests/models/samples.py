@@ -6,8 +6,12 @@ from hostdev.data.batch import Batch
 from hostdev.data.schema import Column, Schema, Space
 
 # Options of the models' constructors: small networks, for speed.
-SMALL = {"wide_deep": {"layers": (32, 16)}, "deepfm": {"layers": (32, 16)},
-         "dlrm": {"bottom": (16,), "top": (32, 16)}, "dcn": {"layers": (32, 16), "rank": 8}}  # fmt: skip
+SMALL = {
+    "wide_deep": {"layers": (32, 16)},
+    "deepfm": {"layers": (32, 16)},
+    "dlrm": {"bottom": (16,), "top": (32, 16)},
+    "dcn": {"layers": (32, 16), "rank": 8},
+}
 
 
 def schema_of(dense=3, ids=4, bags=1, values=12):

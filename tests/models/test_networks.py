@@ -179,10 +179,11 @@ def test_published_sizes():
     """On Criteo's columns: 13 dense, 26 of ids."""
     schema = schema_of(dense=13, ids=26, bags=0)
     shapes = {
-        name: [tuple(value.shape) for key, value in make(name, schema, dim, seed=0).named_parameters()
-               if value.dim() == 2]
+        name: [
+            tuple(value.shape) for key, value in make(name, schema, dim, seed=0).named_parameters() if value.dim() == 2
+        ]
         for name, dim in (("wide_deep", 80), ("deepfm", 10), ("dlrm", 128), ("dcn", 128))
-    }  # fmt: skip
+    }
     assert shapes["wide_deep"] == [(1024, 39 * 80), (512, 1024), (256, 512), (128, 256), (1, 128)]
     assert shapes["deepfm"] == [(13, 10), (400, 39 * 10), (400, 400), (400, 400), (1, 400)]
     top = [(1024, 128 + 27 * 26 // 2), (1024, 1024), (512, 1024), (256, 512), (1, 256)]

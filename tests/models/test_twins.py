@@ -13,8 +13,13 @@ from tests.models.samples import SMALL, batch_of, schema_of
 from tests.models.twins import Twin, train_twin
 
 DIM, STEPS, SIZE = 8, 50, 200
-OPTIMIZERS = [LazyAdam(lr=2e-3, nesterov=True), FTRL(l1=1e-3, l2=1e-3), SGD(lr=0.1), Adagrad(initial_accum=0.1),
-              RowWiseAdagrad(initial_accum=0.1)]  # fmt: skip
+OPTIMIZERS = [
+    LazyAdam(lr=2e-3, nesterov=True),
+    FTRL(l1=1e-3, l2=1e-3),
+    SGD(lr=0.1),
+    Adagrad(initial_accum=0.1),
+    RowWiseAdagrad(initial_accum=0.1),
+]
 
 
 def batches_of(schema, steps):
