@@ -1,4 +1,4 @@
-"""Fully connected layers, their initial values, and a last one in float32."""
+"""Fully connected layers, their initial values, and a float32 last layer."""
 
 import itertools
 import math
@@ -13,10 +13,12 @@ from hostdev.core.pieces import Piece
 
 
 def perceptron(widths: Sequence[int], *, dropout: float = 0.0, linear: bool = True) -> nn.Sequential:
-    """Return layers from widths[0] inputs to widths[-1] outputs, with a ReLU after each.
+    """Return layers from widths[0] inputs to widths[-1] outputs, each followed by a ReLU and dropout.
 
-    dropout  of what a ReLU gives, in training
-    linear   the last layer has neither
+    Args:
+        widths: The number of inputs, then of each layer's outputs.
+        dropout: Dropout rate in training.
+        linear: Leave both out after the last layer.
     """
     modules: list[nn.Module] = []
     for inputs, outputs in itertools.pairwise(widths):
@@ -27,9 +29,12 @@ def perceptron(widths: Sequence[int], *, dropout: float = 0.0, linear: bool = Tr
 
 
 def hidden_pieces(name: str, layers: nn.Sequential, *, alone: bool = False) -> list[Piece]:
-    """Return a network's layers but the last as pieces.
+    """Return a network's layers but the last as segments.
 
-    alone  they take one value; else two, of which the first goes by
+    Args:
+        name: The network's name.
+        layers: The network.
+        alone: The segments take one value; else two, and pass the first through.
     """
     return [
         Piece(f"{name}.{number}", layer if alone else partial(beside, layer), (layer,))
@@ -38,19 +43,19 @@ def hidden_pieces(name: str, layers: nn.Sequential, *, alone: bool = False) -> l
 
 
 def beside(layer: nn.Module, by: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a value that goes by, and what a layer makes of another one."""
+    """Return the first value unchanged, and the layer's output for the second."""
     return by, layer(value)
 
 
 def in_float32(last: nn.Module, inputs: Tensor) -> Tensor:
-    """Return what a layer with one output gives, float32 [B]; under autocast, too."""
-    with torch.autocast(inputs.device.type, enabled=False):  # a single logit a row in bfloat16 would have 8 bits
+    """Return the output of a layer with one output, float32 [B], also under autocast."""
+    with torch.autocast(inputs.device.type, enabled=False):  # a bfloat16 logit would have 8 bits
         logits: Tensor = last(inputs.float()).squeeze(1)
     return logits
 
 
 def initialize(module: nn.Module, seed: int, init: Callable[[str, Tensor], Initializer]) -> None:
-    """Set every parameter to initial values that are a function of the seed and its name; `init` says which."""
+    """Set every parameter to initial values that depend on the seed and its name; `init` returns their initializer."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             values = initial_array(tuple(parameter.shape), init(name, parameter), seed, f"dense/{name}")
@@ -68,5 +73,5 @@ def he_normal(weight: Tensor) -> Normal:
 
 
 def zeros_and(weights: Callable[[Tensor], Initializer]) -> Callable[[str, Tensor], Initializer]:
-    """Return an `init` that starts matrices as `weights` says, and vectors (biases) at 0."""
+    """Return an `init` that initializes matrices by `weights`, and vectors (biases) to 0."""
     return lambda name, parameter: weights(parameter) if parameter.dim() == 2 else Constant(0.0)

@@ -1,4 +1,4 @@
-"""Models by name, and what a model must have: found and checked before anything is read or allocated."""
+"""Models by name, and the checks of a model before data is read or memory allocated."""
 
 import inspect
 import math
@@ -10,7 +10,7 @@ from hostdev.core.optimizers import SparseOptimizer
 from hostdev.data.schema import Schema
 from hostdev.runtime.spec import Feature, TableSpec
 
-if TYPE_CHECKING:  # torch takes seconds to import, and a list of names needs none of it
+if TYPE_CHECKING:  # torch takes seconds to import
     from hostdev.models.model import Model
 
 NAMES: dict[str, str] = {
@@ -22,11 +22,12 @@ NAMES: dict[str, str] = {
 
 
 def find(name: "str | type[Any]") -> "type[Model]":
-    """Return the class of a model: a name of NAMES, or "package.module:Class", or the class itself.
+    """Return a model class by a name in NAMES, or "package.module:Class", or the class itself.
 
-    The class need not inherit `Model`, but must be an nn.Module with its constructor and its methods.
+    The class must be an nn.Module with the constructor and methods of `Model`, but need not inherit from it.
 
-    Raises UserError where there is none, or where it lacks something; what a module of one's own raises comes as it is.
+    Raises:
+        UserError: There is no such class, or it lacks something. Errors of the user's module are raised unchanged.
     """
     from torch import nn
 
@@ -48,7 +49,7 @@ def find(name: "str | type[Any]") -> "type[Model]":
 
 
 def default_dim(name: "str | type[Any]") -> int:
-    """Return the columns of a model's embeddings where the user does not say; UserError where it does not either."""
+    """Return the default number of a model's embedding columns; UserError if it has none."""
     dim = getattr(find(name), "default_dim", None)
     if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
         raise UserError(f"model {name!r} has no default_dim, the columns of its embeddings; say how many: --emb-dim N")
@@ -64,14 +65,18 @@ def make(
     optimizer: SparseOptimizer | None = None,
     **options: Any,
 ) -> "Model":
-    """Return the model of a name that `find` takes, for data with this schema.
+    """Return a model for data with this schema.
 
-    dim        columns of the embeddings
-    seed       of all initial values
-    optimizer  of the tables; None for the model's own
-    options    others of its constructor, such as layers
+    Args:
+        name: As in `find`.
+        schema: The data's schema.
+        dim: Number of embedding columns.
+        seed: Seed of all initial values.
+        optimizer: The tables' optimizer; None: the model's own.
+        options: Further arguments of its constructor, such as layers.
 
-    Raises UserError as `find`, and where what the model says of its tables and features is not what it must be.
+    Raises:
+        UserError: As in `find`, or the model's tables and features are wrong.
     """
     model = find(name)(schema, dim, seed=seed, optimizer=optimizer, **options)
     for attribute, kind in (("tables", TableSpec), ("features", Feature)):
@@ -97,7 +102,7 @@ def make(
 
 
 def _load(name: str) -> Any:
-    """Import what a name stands for."""
+    """Import the class of a name."""
     module, _, attribute = NAMES.get(name, name).partition(":")
     if not (module and attribute) or module.startswith("."):
         raise UserError(
