@@ -22,7 +22,7 @@ def bag_feature(column: str) -> str:
     return f"bag:{column}"
 
 
-def features_of(schema: Schema, tables: str | tuple[str, ...], *, more: int = 0) -> dict[str, Feature]:
+def make_features(schema: Schema, tables: str | tuple[str, ...], *, more: int = 0) -> dict[str, Feature]:
     """Return the features of the schema's columns of ids, all of the same tables.
 
     Args:
@@ -36,18 +36,18 @@ def features_of(schema: Schema, tables: str | tuple[str, ...], *, more: int = 0)
     return features | {bag_feature(name): Feature(tables, pooling="mean") for name in schema.bags}
 
 
-def ids_of(schema: Schema, batch: Batch) -> dict[str, Ids]:
-    """Return the ids of the features of `features_of`."""
+def collect_ids(schema: Schema, batch: Batch) -> dict[str, Ids]:
+    """Return the ids of the features of `make_features`."""
     found: dict[str, Ids] = {FIELDS: batch.ids} if schema.ids else {}
-    return found | bags_of(schema, batch)
+    return found | collect_bags(schema, batch)
 
 
-def bags_of(schema: Schema, batch: Batch) -> dict[str, Ids]:
+def collect_bags(schema: Schema, batch: Batch) -> dict[str, Ids]:
     """Return the ids of the bags' features."""
     return {bag_feature(name): Bag(batch.bags[name][0], lengths=batch.bags[name][1]) for name in schema.bags}
 
 
-def side_by_side(rows: Rows, features: Iterable[str], table: int | None = None) -> Tensor:
+def concatenate_fields(rows: Rows, features: Iterable[str], table: int | None = None) -> Tensor:
     """Return the rows of all fields, [B, F + bags, D]; `table` is an index for features with several tables."""
     parts = [rows[name] if table is None else rows[name][table] for name in features]
     parts = [part if part.dim() == 3 else part.unsqueeze(1) for part in parts]

@@ -37,12 +37,12 @@ def hidden_pieces(name: str, layers: nn.Sequential, *, alone: bool = False) -> l
         alone: The segments take one value; else two, and pass the first through.
     """
     return [
-        Piece(f"{name}.{number}", layer if alone else partial(beside, layer), (layer,))
+        Piece(f"{name}.{number}", layer if alone else partial(pass_through, layer), (layer,))
         for number, layer in enumerate(list(layers)[:-1])
     ]
 
 
-def beside(layer: nn.Module, by: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def pass_through(layer: nn.Module, by: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first value unchanged, and the layer's output for the second."""
     return by, layer(value)
 
@@ -72,6 +72,6 @@ def he_normal(weight: Tensor) -> Normal:
     return Normal(math.sqrt(2 / weight.shape[1]))
 
 
-def zeros_and(weights: Callable[[Tensor], Initializer]) -> Callable[[str, Tensor], Initializer]:
+def with_zero_biases(weights: Callable[[Tensor], Initializer]) -> Callable[[str, Tensor], Initializer]:
     """Return an `init` that initializes matrices by `weights`, and vectors (biases) to 0."""
     return lambda name, parameter: weights(parameter) if parameter.dim() == 2 else Constant(0.0)

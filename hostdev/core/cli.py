@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from hostdev.core import streams
 from hostdev.core.errors import HostdevError, UserError, in_words, tell_at_once
-from hostdev.core.interrupts import Arriving, leaving
+from hostdev.core.interrupts import InterruptGuard, leaving
 from hostdev.core.printable import printable
 
 _RANKS = {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK_ID"}  # set in one of several processes
@@ -28,9 +28,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError instead of printing the usage and exiting."""
-        raise UserError(f"{message}{self._meant(message)} (see {self.prog} --help)")
+        raise UserError(f"{message}{self._suggestion(message)} (see {self.prog} --help)")
 
-    def _meant(self, message: str) -> str:
+    def _suggestion(self, message: str) -> str:
         """Return a suggestion of options that resemble the unknown ones."""
         if not message.startswith("unrecognized arguments"):
             return ""
@@ -69,33 +69,33 @@ def run(prog: str, main: Callable[[Sequence[str]], int | None], argv: Sequence[s
     running threads may abort it.
     """
     if argv is not None:
-        return _run(prog, main, list(argv), Arriving())
+        return _run(prog, main, list(argv), InterruptGuard())
     global _is_own
     _is_own = True
     streams.prepare()
-    with Arriving(lambda: _interrupted(prog)) as arriving:
-        return _run(prog, main, sys.argv[1:], arriving, alone=True)
+    with InterruptGuard(lambda: _interrupted(prog)) as guard:
+        return _run(prog, main, sys.argv[1:], guard, alone=True)
 
 
 def _run(
     prog: str,
     main: Callable[[Sequence[str]], int | None],
     arguments: list[str],
-    arriving: Arriving,
+    guard: InterruptGuard,
     *,
     alone: bool = False,
 ) -> int:
     try:
         code = main(arguments) or 0
-        if arriving.has_come:  # a library has swallowed it
+        if guard.is_interrupted:  # a library has swallowed it
             raise KeyboardInterrupt
         return code
     except BrokenPipeError:  # the reader has ended, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except (Exception, KeyboardInterrupt) as error:
-        arriving.arrived()
-        if isinstance(error, KeyboardInterrupt) or arriving.has_come:  # a library may have turned it into another error
+        guard.handled()
+        if isinstance(error, KeyboardInterrupt) or guard.is_interrupted:  # it may have become another error
             interrupt = error if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt()
             code = int(getattr(interrupt, "exit_code", EXIT_INTERRUPTED))
             print(printable(f"{prog}: interrupted{_detail(interrupt)}"), file=sys.stderr)

@@ -33,35 +33,35 @@ def leaving(leave: Callable[[], object]) -> Iterator[None]:
 class _Interrupt(KeyboardInterrupt):
     """A KeyboardInterrupt that reports when nothing refers to it any more."""
 
-    def __init__(self, arriving: "Arriving") -> None:
+    def __init__(self, guard: "InterruptGuard") -> None:
         super().__init__()
-        self._arriving = arriving
+        self._guard = guard
 
     def __del__(self) -> None:
-        self._arriving._lost()
+        self._guard._raise_again()
 
 
-class Arriving:
-    """A context in which Ctrl-C raises KeyboardInterrupt again and again until `arrived` is called.
+class InterruptGuard:
+    """A context in which Ctrl-C raises KeyboardInterrupt again and again until `handled` is called.
 
     Args:
         leave: Ends the process; the effect of Ctrl-C after the context, since the interpreter's own exit takes seconds.
 
     Attributes:
-        has_come: Whether Ctrl-C was pressed.
+        is_interrupted: Whether Ctrl-C was pressed.
     """
 
     def __init__(self, leave: Callable[[], object] = lambda: None) -> None:
         self._leave = leave
-        self.has_come = self._has_arrived = False
+        self.is_interrupted = self._is_handled = False
         self._before: dict[int, Any] = {}
         self._hook = sys.unraisablehook
 
-    def __enter__(self) -> "Arriving":
+    def __enter__(self) -> "InterruptGuard":
         usual = signal.default_int_handler, signal.SIG_DFL
         if _is_main() and (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGALRM)) == usual:
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
-            self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, _come_again)
+            self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, _resend)
             atexit.register(_ignore)
             sys.unraisablehook = self._unraisable
         return self
@@ -69,16 +69,16 @@ class Arriving:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.arrived()
+        self.handled()
         if self._before:
             signal.signal(signal.SIGINT, lambda number, frame: self._leave())
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, self._before[signal.SIGALRM])
             sys.unraisablehook = self._hook
 
-    def arrived(self) -> None:
+    def handled(self) -> None:
         """Note that the interrupt has reached the code that ends the command."""
-        self._has_arrived = True
+        self._is_handled = True
 
     def _unraisable(self, raised: "sys.UnraisableHookArgs") -> None:
         """Print an unraisable exception, except for Ctrl-C, which is raised again."""
@@ -86,12 +86,12 @@ class Arriving:
             self._hook(raised)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.has_come = True
+        self.is_interrupted = True
         raise _Interrupt(self)
 
-    def _lost(self) -> None:
+    def _raise_again(self) -> None:
         """Raise the interrupt again soon: here, in a finalizer, it would get lost again."""
-        if not self._has_arrived and not sys.is_finalizing():
+        if not self._is_handled and not sys.is_finalizing():
             signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)  # a thread could wait for a lock here
 
 
@@ -100,7 +100,7 @@ def _ignore() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _come_again(number: int, frame: FrameType | None) -> None:
+def _resend(number: int, frame: FrameType | None) -> None:
     os.kill(os.getpid(), signal.SIGINT)  # with its current handler
 
 

@@ -42,7 +42,7 @@ def started(environment: Mapping[str, str] | None = None) -> tuple[int, str]:
     env = os.environ if environment is None else environment
     found = [(_number(env, names[1]), f"{names[1]} is {env[names[1]]}") for _, names in LAUNCHERS if names[1] in env]
     if RANK_TABLE[0] in env and RANK_TABLE[1] in env:
-        found.append((_ranks_of_table(Path(env[RANK_TABLE[0]])), f"so {RANK_TABLE[0]} says"))
+        found.append((_count_ranks(Path(env[RANK_TABLE[0]])), f"so {RANK_TABLE[0]} says"))
     if not found and SLURM[0] in env and SLURM[1] in env:
         found.append((_number(env, SLURM[1]), f"{SLURM[1]} is {env[SLURM[1]]}"))
     if environment is None:
@@ -73,7 +73,7 @@ def _number(env: Mapping[str, str], name: str) -> int:
     return int(value) if value.isascii() and value.isdecimal() and len(value) < 10 else 1
 
 
-def _ranks_of_table(path: Path) -> int:
+def _count_ranks(path: Path) -> int:
     """Return the number of devices in a rank table; 1 if it cannot be read, which `hostdev.join` reports."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return sum(len(server["device"]) for server in json.loads(path.read_text())["server_list"])

@@ -34,12 +34,12 @@ def new_file(out: Path, option: str = "--out", *, wait: bool = False) -> Iterato
     """
     with _hidden(_beside(out, "partial"), f"{option} {out}", _make_file, wait) as partial:
         if os.path.lexists(out):
-            raise _taken_file(out, option)
+            raise _file_exists_error(out, option)
         yield partial
         try:
             _publish_file(partial, out)
         except FileExistsError:
-            raise _taken_file(out, option) from None
+            raise _file_exists_error(out, option) from None
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def _beside(out: Path, suffix: str) -> Path:
     return out.with_name(f".{os.fsdecode(name)}.{suffix}")
 
 
-def _taken_file(out: Path, option: str) -> UserError:
+def _file_exists_error(out: Path, option: str) -> UserError:
     return UserError(f"{option} {out} exists; choose another file")
 
 

@@ -18,12 +18,12 @@ from hostdev.kernels.buffers import scratch
 from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_write
 from hostdev.kernels.pool import grain_of, parallel_for, run_tasks
 from hostdev.kernels.segment import (
-    first_seen,
+    prepare_sums,
     row_ranges,
     sort_uses,
     streams,
     sum_part,
-    sum_part_of_scalars,
+    sum_scalar_part,
     sum_scaled_part,
     sum_sorted,
 )
@@ -145,7 +145,7 @@ def _add_bags(start, stop, seen, grads, inverse, offsets, weights, mean, out):
 
 
 @kernel
-def _add_bags_of_scalars(start, stop, seen, grads, inverse, offsets, weights, mean, out):
+def _add_scalar_bags(start, stop, seen, grads, inverse, offsets, weights, mean, out):
     """`_add_bags` for D = 1."""
     seen, one, column = np.uint64(seen), np.uint64(1), np.uint64(0)
     for b in range(np.uint64(start), np.uint64(stop)):
@@ -173,7 +173,7 @@ def _divide(start, stop, grads, offsets, out):
 
 
 @kernel
-def _bag_of_each(start, stop, offsets, bags):
+def _fill_bags(start, stop, offsets, bags):
     for b in range(np.uint64(start), np.uint64(stop)):
         bags[np.uint64(offsets[b]) : np.uint64(offsets[b + np.uint64(1)])] = b
 
@@ -206,7 +206,7 @@ class Uses:
             out: float32 [U, D]; -0 for a row that does not occur.
         """
         if streams() or not len(out):
-            seen = first_seen(out, self.in_order)
+            seen = prepare_sums(out, self.in_order)
             for feature, grad in zip(self.features, grads, strict=True):
                 seen = _stream(feature, grad, seen, out)
             return
@@ -239,18 +239,18 @@ class Uses:
         for feature, by_row in zip(self.features[start:stop], found[start:stop], strict=True):
             sort_uses(feature.inverse, by_row.ends, by_row.order)
             if feature.offsets is not None:
-                _bag_of_each(0, len(feature.offsets) - 1, feature.offsets, by_row.bags)
+                _fill_bags(0, len(feature.offsets) - 1, feature.offsets, by_row.bags)
 
 
 def _stream(feature: Feature, grads: npt.NDArray[Any], seen: Any, out: Rows) -> Any:
     """Add a feature's occurrences to the sums; `seen` is that of `segment.sum_part`."""
     inverse, offsets, weights, mean = feature
     if offsets is not None:
-        add_bags = _add_bags_of_scalars if out.shape[1] == 1 else _add_bags
+        add_bags = _add_scalar_bags if out.shape[1] == 1 else _add_bags
         return add_bags(0, len(offsets) - 1, seen, grads, inverse, offsets, weights, mean, out)
     if weights is not None or grads.dtype != np.float32:
         return sum_scaled_part(0, len(inverse), seen, grads, inverse, weights, out)
-    part = sum_part_of_scalars if out.shape[1] == 1 else sum_part
+    part = sum_scalar_part if out.shape[1] == 1 else sum_part
     return part(0, len(inverse), seen, grads, inverse, out)
 
 

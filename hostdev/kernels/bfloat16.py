@@ -13,7 +13,7 @@ def to_float32(value: Any) -> Any:
 
 
 @overload(to_float32, inline="always")
-def _to_float32_of(value: Any) -> Any:
+def _overload_to_float32(value: Any) -> Any:
     if isinstance(value, types.Float):
 
         def keep(value: Any) -> Any:
@@ -33,7 +33,7 @@ def as_stored(to: Any, x: Any) -> Any:
 
 
 @overload(as_stored, inline="always")
-def _as_stored_in(to: Any, x: Any) -> Any:
+def _overload_as_stored(to: Any, x: Any) -> Any:
     if isinstance(to.dtype, types.Float):
 
         def keep(to: Any, x: Any) -> Any:

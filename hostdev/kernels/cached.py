@@ -21,7 +21,7 @@ except ImportError:  # another version of numba
 
 _MARK = b"hostdev1"  # precedes the checksum at the end of a file, which numba does not read
 _SIZE = len(_MARK) + 32
-_told: set[str] = set()
+_reported: set[str] = set()
 
 
 def check_cache(dispatcher: Any) -> Any:
@@ -42,8 +42,8 @@ class _CheckedFile(_Base):  # type: ignore[misc]
             super().save(key, data)
         except OSError as error:
             folder = str(Path(self._index_path).parent)
-            if folder not in _told:
-                _told.add(folder)
+            if folder not in _reported:
+                _reported.add(folder)
                 why = f"compiled kernels are not kept in {folder} ({error.strerror}), and compiled in each process"
                 if sys.stderr is not None:
                     print(f"hostdev: warning: {why}", file=sys.stderr)

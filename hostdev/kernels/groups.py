@@ -41,7 +41,7 @@ class _Features(NamedTuple):
     ends: npt.NDArray[np.int64]  # [F + 1], where each feature's ids begin in the whole sequence
 
 
-def _features_of(features: Sequence[Ids]) -> _Features:
+def _describe_features(features: Sequence[Ids]) -> _Features:
     for ids in features:
         if ids.dtype not in _WIDTHS:
             raise TypeError(f"ids must be int32 or int64, not {ids.dtype}")
@@ -78,7 +78,7 @@ def check_groups(groups: Sequence[tuple[Sequence[Ids], int]]) -> tuple[int, int,
         groups: Per group, its features' ids, int32 or int64 [N_f], C-contiguous, and its number of rows.
     """
     features = [ids for group, _ in groups for ids in group]
-    described = _features_of(features)
+    described = _describe_features(features)
     n = int(described.ends[-1])
     if len(features) > _FEW or n > _CHECKED:  # else a call per feature is faster
         limits = np.array([rows for group, rows in groups for _ in group], np.int64)
@@ -174,7 +174,7 @@ def unique_groups(groups: Sequence[Sequence[Ids]]) -> list[tuple[Ids, Positions]
         Per group, its unique ids [U] in order of first occurrence, and inverse int32 [N], a slice of one array.
     """
     G, features = len(groups), [ids for group in groups for ids in group]
-    described = _features_of(features)
+    described = _describe_features(features)
     if G == len(features) == 1:
         return [unique(features[0])]
     addresses, _, ends = described

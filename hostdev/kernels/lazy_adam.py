@@ -6,7 +6,7 @@ import numpy as np
 
 from hostdev.kernels.jit import kernel
 from hostdev.kernels.pool import Kernel
-from hostdev.kernels.rounding import keep_weights, prefetch_row, scratch_of, slot_at, weights_at
+from hostdev.kernels.rounding import get_slot, load_weights, make_scratch, prefetch_row, store_weights
 
 
 @kernel
@@ -26,11 +26,11 @@ def _lazy_adam(
     eps,
     nesterov,
 ):
-    scratch = scratch_of(block)
+    scratch = make_scratch(block)
     for i in range(np.uint64(start), np.uint64(stop)):
         prefetch_row(block, ids, i, stop)
         row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]
-        weights, first, second = weights_at(block, row, scratch), slot_at(block, row, 0), slot_at(block, row, 1)
+        weights, first, second = load_weights(block, row, scratch), get_slot(block, row, 0), get_slot(block, row, 1)
         for j in range(len(grad)):
             g = grad[j]
             m = beta1 * first[j] + one_minus_beta1 * g
@@ -39,7 +39,7 @@ def _lazy_adam(
             first[j] = m
             second[j] = v
             weights[j] -= lr_t * numerator / (np.sqrt(v) + eps)
-        keep_weights(block, row, scratch)
+        store_weights(block, row, scratch)
 
 
 def lazy_adam(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:

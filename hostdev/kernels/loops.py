@@ -34,11 +34,11 @@ _VISIT_NS = 5_000_000  # the main thread's stay in native code: Ctrl-C waits for
 
 
 def is_kernel(function: Any) -> bool:
-    """Return whether `loop_of` can compile the function into a loop."""
+    """Return whether `make_loop` can compile the function into a loop."""
     return isinstance(function, numba.core.registry.CPUDispatcher)
 
 
-def loop_of(work: Any) -> Any:
+def make_loop(work: Any) -> Any:
     """Return the loop over a kernel's ranges: `loop(begun, halt, most, n, grain, grains, pieces, *args)`.
 
     It returns how many ranges it ran; threads that call it with the same `begun` share them.
@@ -94,7 +94,7 @@ class Loop:
 
     def __init__(self, work: Any, n: int, grain: int, pieces: int, args: tuple[Any, ...], times: Times | None) -> None:
         self.pieces = pieces
-        self._loop, self._args, self._times = loop_of(work), (n, grain, -(-n // grain), pieces, *args), times
+        self._loop, self._args, self._times = make_loop(work), (n, grain, -(-n // grain), pieces, *args), times
         self._begun = np.zeros(_WORDS, np.int64)
 
     def is_left(self) -> bool:

@@ -23,23 +23,23 @@ _LEAST_BYTES = 16 << 20
 _NUMBERS = {"x86_64": (237, 239), "aarch64": (235, 236)}  # system calls: mbind, get_mempolicy
 _DEFAULT, _INTERLEAVE, _MOVE = 0, 3, 2  # linux/mempolicy.h
 _WORD = 64
-_said = ""
+_layout = ""
 
 
 def interleave(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return the array, with its pages interleaved over all nodes if it has 16 MiB or more; call before writing."""
-    global _said
+    global _layout
     found = nodes()
     if len(found) < 2 or array.nbytes < _LEAST_BYTES:
         return array
     error = bind(array, found)
-    _said = f"not interleaved over {len(found)} nodes: {error}" if error else f"interleaved over {len(found)} nodes"
+    _layout = f"not interleaved over {len(found)} nodes: {error}" if error else f"interleaved over {len(found)} nodes"
     return array
 
 
 def in_words() -> str:
     """Return a text on how the memory of large tables is placed; "" if no table was large or there is one node."""
-    return _said
+    return _layout
 
 
 def nodes() -> list[int]:

@@ -149,22 +149,22 @@ def _are_bfloat16(block):
     return True
 
 
-def scratch_of(block: Any) -> Any:
-    """Return the scratch memory that `weights_at` needs for a range of rows, in a kernel."""
+def make_scratch(block: Any) -> Any:
+    """Return the scratch memory that `load_weights` needs for a range of rows, in a kernel."""
     raise NotImplementedError("compiled only")
 
 
-def weights_at(block: Any, row: Any, scratch: Any) -> Any:
-    """Return the weights of a row, float32 [D], to be changed: in place, or a copy that `keep_weights` stores."""
+def load_weights(block: Any, row: Any, scratch: Any) -> Any:
+    """Return the weights of a row, float32 [D], to be changed: in place, or a copy that `store_weights` stores."""
     raise NotImplementedError("compiled only")
 
 
-def slot_at(block: Any, row: Any, number: Any) -> Any:
+def get_slot(block: Any, row: Any, number: Any) -> Any:
     """Return an optimizer slot of a row, float32 [D], to be changed in place."""
     raise NotImplementedError("compiled only")
 
 
-def keep_weights(block: Any, row: Any, scratch: Any) -> None:
+def store_weights(block: Any, row: Any, scratch: Any) -> None:
     """Store the changed weights of a row."""
     raise NotImplementedError("compiled only")
 
@@ -174,8 +174,8 @@ def prefetch_row(block: Any, ids: Any, i: Any, stop: Any) -> None:
     raise NotImplementedError("compiled only")
 
 
-@overload(scratch_of, inline="always")
-def _scratch_of(block: Any) -> Any:
+@overload(make_scratch, inline="always")
+def _make_scratch(block: Any) -> Any:
     def none(block: Any) -> Any:
         return None
 
@@ -185,8 +185,8 @@ def _scratch_of(block: Any) -> Any:
     return none if isinstance(block, types.Array) else of_a_row
 
 
-@overload(weights_at, inline="always")
-def _weights_at(block: Any, row: Any, scratch: Any) -> Any:
+@overload(load_weights, inline="always")
+def _load_weights(block: Any, row: Any, scratch: Any) -> Any:
     def there(block: Any, row: Any, scratch: Any) -> Any:
         return block[row, 0]
 
@@ -199,8 +199,8 @@ def _weights_at(block: Any, row: Any, scratch: Any) -> Any:
     return there if isinstance(block, types.Array) else widen
 
 
-@overload(slot_at, inline="always")
-def _slot_at(block: Any, row: Any, number: Any) -> Any:
+@overload(get_slot, inline="always")
+def _get_slot(block: Any, row: Any, number: Any) -> Any:
     def in_block(block: Any, row: Any, number: Any) -> Any:
         return block[row, 1 + number]
 
@@ -210,8 +210,8 @@ def _slot_at(block: Any, row: Any, number: Any) -> Any:
     return in_block if isinstance(block, types.Array) else in_slots
 
 
-@overload(keep_weights, inline="always")
-def _keep_weights(block: Any, row: Any, scratch: Any) -> Any:
+@overload(store_weights, inline="always")
+def _store_weights(block: Any, row: Any, scratch: Any) -> Any:
     def nothing(block: Any, row: Any, scratch: Any) -> None:
         pass
 

@@ -51,7 +51,7 @@ def sum_part(start, stop, seen, grads, inverse, out):
 
 
 @kernel
-def sum_part_of_scalars(start, stop, seen, grads, inverse, out):
+def sum_scalar_part(start, stop, seen, grads, inverse, out):
     """`sum_part` for D = 1."""
     seen, one, column = np.uint64(seen), np.uint64(1), np.uint64(0)
     for i in range(np.uint64(start), np.uint64(stop)):
@@ -91,7 +91,7 @@ def streams() -> bool:
     return host_threads() < _SORT_FROM_THREADS
 
 
-def first_seen(out: npt.NDArray[np.float32], in_order: bool) -> int:
+def prepare_sums(out: npt.NDArray[np.float32], in_order: bool) -> int:
     """Prepare sums [U, D] of rows in order of first occurrence or any order; return `seen` for the first occurrence."""
     if in_order:
         return 0

@@ -107,7 +107,7 @@ def id_at(position, inverse, rows):
 
 
 @kernel
-def _ids_of(positions, inverse, rows, out):
+def _write_ids(positions, inverse, rows, out):
     for i in range(len(positions)):
         out[i] = id_at(positions[i], inverse, rows)
 
@@ -120,7 +120,7 @@ def inverse_of(rows: int) -> int:
 def ids_of(positions: Ids, rows: int) -> npt.NDArray[np.int64]:
     """Return the ids, int64 [N], at positions [N] of a table of V rows."""
     out = np.empty(len(positions), np.int64)
-    _ids_of(positions, inverse_of(rows), rows, out)
+    _write_ids(positions, inverse_of(rows), rows, out)
     return out
 
 

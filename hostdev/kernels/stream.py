@@ -18,7 +18,7 @@ import numpy.typing as npt
 from hostdev.kernels.buffers import identity, scratch
 from hostdev.kernels.jit import kernel
 from hostdev.kernels.pool import Kernel, Task, parallel_for, run_tasks
-from hostdev.kernels.segment import sum_part, sum_part_of_scalars
+from hostdev.kernels.segment import sum_part, sum_scalar_part
 from hostdev.kernels.unique import id_map
 
 Rows = npt.NDArray[np.float32]
@@ -45,7 +45,7 @@ class Progress:
         if self._error is not None:
             raise self._error
 
-    def _tell(self, done: int, error: BaseException | None = None) -> None:
+    def _report(self, done: int, error: BaseException | None = None) -> None:
         with self._changed:
             self._done, self._error = done, error
             self._changed.notify_all()
@@ -57,9 +57,9 @@ def _follow(start: int, stop: int, progress: Progress, work: Callable[[int], Non
         try:
             work(part)
         except BaseException as error:
-            progress._tell(part, error)
+            progress._report(part, error)
             raise
-        progress._tell(part + 1)
+        progress._report(part + 1)
 
 
 def apply_stream(update: Kernel, table: tuple[Any, ...], ids: npt.NDArray[Any], grads: Rows) -> None:
@@ -78,7 +78,7 @@ def apply_stream(update: Kernel, table: tuple[Any, ...], ids: npt.NDArray[Any], 
     uses, source = (scratch(name, (N,), np.int32) for name in ("uses", "source"))
     chosen = scratch("ids by last use", (N,), ids.dtype)
     ends = scratch("ends", (parts + 2,), np.int64)
-    add_part = sum_part_of_scalars if D == 1 else sum_part
+    add_part = sum_scalar_part if D == 1 else sum_part
     in_order = D >= _ORDER_FROM_COLUMNS
     seen, found, added = id_map(ids), Progress(), Progress()
     rows_marked = rows_added = 0

@@ -286,9 +286,9 @@ class Dedupe:
         self._limit: tuple[int, ...] = ()
         if min(lows) >= 0 and max(highs) < _DIRECT_UP_TO * N:  # one part is faster than hashing in two
             self._limit = (int(max(highs)) + 1,)
-            self._maps = _maps_of(DirectMap, dtype, number + 1)[number:][:1]
+            self._maps = _get_maps(DirectMap, dtype, number + 1)[number:][:1]
         else:
-            self._maps = _maps_of(IdMap, dtype, (number + 1) * _MOST_PARTS)[number * _MOST_PARTS :][:parts]
+            self._maps = _get_maps(IdMap, dtype, (number + 1) * _MOST_PARTS)[number * _MOST_PARTS :][:parts]
         self._features, self._inverse = features, inverse
         self._edges = [N * i // len(self._maps) for i in range(len(self._maps) + 1)]
         self._numbers: list[Positions] = []
@@ -328,15 +328,15 @@ def id_map(ids: npt.NDArray[Any]) -> "IdMap | DirectMap":
     """Return an empty map for ids int32 or int64 [N], in memory that this thread's next call reuses."""
     low, high = map(int, id_range(ids))
     if low >= 0 and high < _DIRECT_UP_TO * len(ids):
-        direct: DirectMap = _maps_of(DirectMap, ids.dtype, 1)[0]
+        direct: DirectMap = _get_maps(DirectMap, ids.dtype, 1)[0]
         direct.clear(high + 1)
         return direct
-    hashed: IdMap = _maps_of(IdMap, ids.dtype, 1)[0]
+    hashed: IdMap = _get_maps(IdMap, ids.dtype, 1)[0]
     hashed.clear()
     return hashed
 
 
-def _maps_of(kind: Any, dtype: np.dtype[Any], n: int) -> list[Any]:
+def _get_maps(kind: Any, dtype: np.dtype[Any], n: int) -> list[Any]:
     """Return this thread's maps, at least n."""
     maps: list[Any] = _maps.__dict__.setdefault(f"{kind.__name__} {dtype.char}", [])
     while len(maps) < n:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from hostdev.core.optimizers import Adagrad, SparseOptimizer
 from hostdev.core.pieces import Piece, run
 from hostdev.data.schema import Schema
-from hostdev.models.fields import features_of, ids_of, side_by_side
-from hostdev.models.layers import beside, he_normal, in_float32, initialize, perceptron, zeros_and
+from hostdev.models.fields import collect_ids, concatenate_fields, make_features
+from hostdev.models.layers import he_normal, in_float32, initialize, pass_through, perceptron, with_zero_biases
 from hostdev.models.model import Batch, Ids, Model, Rows
 from hostdev.runtime.spec import TableSpec
 
@@ -69,18 +69,18 @@ class DCN(Model):
             raise ValueError(f"the rank of cross layers must be at least 1, or None for full ones, not {rank}")
         self.schema = schema
         self.tables = {"vectors": TableSpec(schema.rows, dim, optimizer or Adagrad(lr=5e-3))}
-        self.features = features_of(schema, "vectors")
+        self.features = make_features(schema, "vectors")
         n = len(schema.dense) + len(schema.columns) * dim
         self.stacked = structure == "stacked"
         self.cross = nn.ModuleList(_cross_layer(n, rank) for _ in range(cross_layers))
         self.deep = perceptron([n, *layers], linear=False)
         outputs = [n, *layers][-1]
         self.last = nn.Linear(outputs if self.stacked else n + outputs, 1)
-        initialize(self, seed, zeros_and(he_normal))
+        initialize(self, seed, with_zero_biases(he_normal))
 
     def ids(self, batch: Batch) -> dict[str, Ids]:
         """Return the ids of the columns and of each bag."""
-        return ids_of(self.schema, batch)
+        return collect_ids(self.schema, batch)
 
     def forward(self, dense: Tensor, rows: Rows) -> Tensor:
         """Return logits float32 [B]; under autocast, the input, the sums with it, and the last layer are float32."""
@@ -99,13 +99,13 @@ class DCN(Model):
                 "output", lambda crossed, deep: in_float32(self.last, torch.cat([crossed, deep], 1)), (self.last,)
             )
         deep = [
-            Piece(f"deep.{i}", layer if self.stacked else partial(beside, layer), (layer,))
+            Piece(f"deep.{i}", layer if self.stacked else partial(pass_through, layer), (layer,))
             for i, layer in enumerate(self.deep)
         ]
         return [Piece("input", self._input), *crosses, begin, *deep, end]
 
     def _input(self, dense: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        first = torch.cat([dense, side_by_side(rows, self.features).flatten(1).float()], 1)
+        first = torch.cat([dense, concatenate_fields(rows, self.features).flatten(1).float()], 1)
         return first, first
 
 

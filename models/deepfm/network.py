@@ -18,7 +18,7 @@ from hostdev.core.initializers import Constant, Initializer, Normal
 from hostdev.core.optimizers import LazyAdam, SparseOptimizer
 from hostdev.core.pieces import Piece, run
 from hostdev.data.schema import Schema
-from hostdev.models.fields import features_of, ids_of, side_by_side
+from hostdev.models.fields import collect_ids, concatenate_fields, make_features
 from hostdev.models.layers import glorot_normal, hidden_pieces, in_float32, initialize, perceptron
 from hostdev.models.model import Batch, Ids, Model, Rows
 from hostdev.runtime.spec import TableSpec
@@ -62,7 +62,7 @@ class DeepFM(Model):
             "first_order": TableSpec(schema.rows, 1, optimizer, Constant(0.0)),
             "vectors": TableSpec(schema.rows, dim, optimizer, Normal(0.01)),
         }
-        self.features = features_of(schema, TABLES)
+        self.features = make_features(schema, TABLES)
         nd, F = len(schema.dense), len(schema.columns)
         self.bias = nn.Parameter(torch.zeros(1))
         self.dense_first_order = nn.Parameter(torch.zeros(nd)) if nd else None
@@ -72,7 +72,7 @@ class DeepFM(Model):
 
     def ids(self, batch: Batch) -> dict[str, Ids]:
         """Return the ids of the columns and of each bag."""
-        return ids_of(self.schema, batch)
+        return collect_ids(self.schema, batch)
 
     def forward(self, dense: Tensor, rows: Rows) -> Tensor:
         """Return logits float32 [B]; under autocast, everything but the hidden layers is float32."""
@@ -89,7 +89,7 @@ class DeepFM(Model):
         ]
 
     def _input(self, dense: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        weights, vectors = (side_by_side(rows, self.features, table).float() for table in range(2))
+        weights, vectors = (concatenate_fields(rows, self.features, table).float() for table in range(2))
         first_order = weights.squeeze(-1).sum(1)
         if self.dense_first_order is not None and self.dense_vectors is not None:
             first_order = first_order + (dense * self.dense_first_order).sum(1)

@@ -24,7 +24,7 @@ from hostdev.core.initializers import Initializer, Normal
 from hostdev.core.optimizers import RowWiseAdagrad, SparseOptimizer
 from hostdev.core.pieces import Piece, run
 from hostdev.data.schema import Schema
-from hostdev.models.fields import features_of, ids_of, side_by_side
+from hostdev.models.fields import collect_ids, concatenate_fields, make_features
 from hostdev.models.layers import glorot_normal, hidden_pieces, in_float32, initialize, perceptron
 from hostdev.models.model import Batch, Ids, Model, Rows
 from hostdev.runtime.spec import TableSpec
@@ -61,21 +61,21 @@ class DLRM(Model):
         super().__init__()
         self.schema = schema
         self.tables = {"vectors": TableSpec(schema.rows, dim, optimizer or RowWiseAdagrad(lr=1e-2))}
-        self.features = features_of(schema, "vectors")
+        self.features = make_features(schema, "vectors")
         nd, F = len(schema.dense), len(schema.columns)
         n = F + 1 if nd else F
         if n < 2:
             raise UserError("DLRM takes products of pairs, but the data has one column of ids and no dense column")
         self.bottom = perceptron([nd, *bottom, dim], linear=False) if nd else None
         self.top = perceptron([(dim if nd else 0) + n * (n - 1) // 2, *top, 1])
-        places, back = _below_the_diagonal(n)
+        places, back = _lower_triangle(n)
         self.register_buffer("_places", places, persistent=False)
         self.register_buffer("_back", back, persistent=False)
         initialize(self, seed, _init)
 
     def ids(self, batch: Batch) -> dict[str, Ids]:
         """Return the ids of the columns and of each bag."""
-        return ids_of(self.schema, batch)
+        return collect_ids(self.schema, batch)
 
     def forward(self, dense: Tensor, rows: Rows) -> Tensor:
         """Return logits float32 [B]; under autocast, the top network's last layer is float32."""
@@ -92,7 +92,7 @@ class DLRM(Model):
         ]
 
     def _input(self, dense: Tensor, rows: Rows) -> Tensor:
-        vectors = side_by_side(rows, self.features)
+        vectors = concatenate_fields(rows, self.features)
         found = []
         if self.bottom is not None:
             found.append(self.bottom(dense))
@@ -124,7 +124,7 @@ class _Pick(torch.autograd.Function):
         return functional.pad(grad, (0, 1)).index_select(1, back), None, None  # the extra column is 0
 
 
-def _below_the_diagonal(n: int) -> tuple[Tensor, Tensor]:
+def _lower_triangle(n: int) -> tuple[Tensor, Tensor]:
     """Return the places of i > j in a flat [n, n], row by row, and the index of each place of [n, n] among them."""
     i, j = torch.tril_indices(n, n, offset=-1)
     places = i * n + j

@@ -17,7 +17,7 @@ from hostdev.core.initializers import Normal
 from hostdev.core.optimizers import FTRL, LazyAdam, SparseOptimizer
 from hostdev.core.pieces import Piece, run
 from hostdev.data.schema import Schema
-from hostdev.models.fields import FIELDS, bags_of, features_of, side_by_side
+from hostdev.models.fields import FIELDS, collect_bags, concatenate_fields, make_features
 from hostdev.models.layers import hidden_pieces, in_float32, initialize, perceptron
 from hostdev.models.model import Batch, Ids, Model, Rows
 from hostdev.runtime.spec import Bag, TableSpec
@@ -55,7 +55,7 @@ class WideDeep(Model):
             "wide": TableSpec(schema.rows, 1, FTRL()),
             "deep": TableSpec(schema.rows, dim, optimizer or LazyAdam()),
         }
-        self.features = features_of(schema, TABLES, more=len(schema.dense))
+        self.features = make_features(schema, TABLES, more=len(schema.dense))
         fields = len(schema.dense) + len(schema.columns)
         self.deep = perceptron([fields * dim, *layers, 1])
         self.bias = nn.Parameter(torch.zeros(1))
@@ -69,7 +69,7 @@ class WideDeep(Model):
         weights = np.empty(ids.shape, np.float32)
         weights[:, :nd], weights[:, nd:] = batch.dense, 1
         fields: dict[str, Ids] = {FIELDS: Bag(ids, weights=weights)} if FIELDS in self.features else {}
-        return fields | bags_of(self.schema, batch)
+        return fields | collect_bags(self.schema, batch)
 
     def forward(self, dense: Tensor, rows: Rows) -> Tensor:
         """Return logits float32 [B]; under autocast, the last layer is float32.
@@ -90,5 +90,5 @@ class WideDeep(Model):
         ]
 
     def _input(self, dense: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        wide, deep = (side_by_side(rows, self.features, table) for table in range(2))
+        wide, deep = (concatenate_fields(rows, self.features, table) for table in range(2))
         return wide.squeeze(-1).sum(1) + self.bias, deep.flatten(1)

@@ -22,7 +22,7 @@ def run(tmp_path, monkeypatch):
     """Call a kernel as a new process does; return what it gives, and how often the cache had it."""
     (tmp_path / "mine.py").write_text(MODULE)
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "numba"))
-    monkeypatch.setattr(cached, "_told", set())
+    monkeypatch.setattr(cached, "_reported", set())
 
     def call():
         spec = importlib.util.spec_from_file_location("mine", tmp_path / "mine.py")

@@ -25,7 +25,7 @@ def lists(numbers):
 def machine(tmp_path, monkeypatch):
     """Make a machine: the CPUs of each node by its number, and which nodes have memory."""
     monkeypatch.setattr(numa, "_NODES", tmp_path)
-    monkeypatch.setattr(numa, "_said", "")
+    monkeypatch.setattr(numa, "_layout", "")
     monkeypatch.setattr(numa.platform, "machine", lambda: "x86_64")
 
     def make(cpus, memory):
