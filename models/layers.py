@@ -13,13 +13,7 @@ from hostdev.core.pieces import Piece
 
 
 def perceptron(widths: Sequence[int], *, dropout: float = 0.0, linear: bool = True) -> nn.Sequential:
-    """Return layers from widths[0] inputs to widths[-1] outputs, each followed by a ReLU and dropout.
-
-    Args:
-        widths: The number of inputs, then of each layer's outputs.
-        dropout: Dropout rate in training.
-        linear: Leave both out after the last layer.
-    """
+    """Return layers of these widths, inputs first, each with a ReLU and dropout; the last without if `linear`."""
     modules: list[nn.Module] = []
     for inputs, outputs in itertools.pairwise(widths):
         modules += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -29,13 +23,7 @@ def perceptron(widths: Sequence[int], *, dropout: float = 0.0, linear: bool = Tr
 
 
 def hidden_pieces(name: str, layers: nn.Sequential, *, alone: bool = False) -> list[Piece]:
-    """Return a network's layers but the last as segments.
-
-    Args:
-        name: The network's name.
-        layers: The network.
-        alone: The segments take one value; else two, and pass the first through.
-    """
+    """Return a network's layers but the last as segments; unless `alone`, they pass a first value through."""
     return [
         Piece(f"{name}.{number}", layer if alone else partial(pass_through, layer), (layer,))
         for number, layer in enumerate(list(layers)[:-1])

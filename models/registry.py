@@ -69,7 +69,6 @@ def make(
 
     Args:
         name: As in `find`.
-        schema: The data's schema.
         dim: Number of embedding columns.
         seed: Seed of all initial values.
         optimizer: The tables' optimizer; None: the model's own.

@@ -14,7 +14,6 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> Any:
     """Return a table of an Arrow IPC file, mapped into memory, with validated offsets, indices and texts.
 
     Args:
-        path: The file.
         columns: Names of the columns to read; None: all.
 
     Raises:

@@ -37,8 +37,7 @@ def require_finite(table: str, ids: npt.NDArray[Any], *values: Rows) -> None:
 def require_gradients(table: str, ids: npt.NDArray[Any], grads: Rows, limit: float, *, summed: bool) -> None:
     """Raise ValueError with the first row unless the gradients [N, D] of rows ids [N] are finite and at most `limit`.
 
-    Args:
-        summed: Each id occurs once; else the sum over an id's gradients is checked, too.
+    Unless they are `summed`, the sum over each id's gradients is checked, too.
     """
     most = largest(grads)
     if most * (1 if summed else max(1, len(ids))) <= limit:

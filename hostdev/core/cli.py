@@ -111,12 +111,7 @@ def _run(
 
 
 def run_module(name: str, prog: str) -> int:
-    """Import the module of a command line and run its `main` as in `run`.
-
-    Args:
-        name: The module, such as "hostdev.commands.train", with a `main(argv, prog)`.
-        prog: The command's name in messages.
-    """
+    """Import the module of a command line, which has a `main(argv, prog)`, and run that as in `run`."""
 
     def main(arguments: Sequence[str]) -> int | None:
         with importing(prog):
@@ -150,7 +145,6 @@ def _interrupted(prog: str) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit at once."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # the stream's reader is gone
             stream.flush()

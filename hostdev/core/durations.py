@@ -88,6 +88,5 @@ def _percentiles(histogram: npt.NDArray[np.int64], of: list[int]) -> list[float]
 
 
 def _middle(bucket: int) -> float:
-    """Return the midpoint of a bucket."""
     shift = max(0, (bucket >> _BITS) - 1)
     return float((bucket - (shift << _BITS)) << shift) + ((1 << shift) - 1) / 2

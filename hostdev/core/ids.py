@@ -23,9 +23,7 @@ class BeyondInt64Error(ValueError):
 def int64_of(given: Any, padding: int | None = None) -> npt.NDArray[Any]:
     """Convert uint64 arrays and lists of large integers to int64; return other arrays unchanged.
 
-    Args:
-        given: Integers, as an array or in lists.
-        padding: A padding id, which may be beyond int64; see `padding_of`.
+    A `padding` beyond int64 keeps its 64 bits; see `padding_of`.
 
     Raises:
         BeyondInt64Error: An integer does not fit; it names the first one.
@@ -56,12 +54,7 @@ def padding_of(padding: int) -> int:
 
 
 def checked_ids(ids: npt.ArrayLike, rows: int, table: str) -> npt.NDArray[Any]:
-    """Return ids [N] as a C-contiguous array.
-
-    Args:
-        ids: The ids.
-        rows: Rows of the table.
-        table: The table's name, for messages.
+    """Return ids [N] of a table with `rows` rows as a C-contiguous array.
 
     Raises:
         TypeError, ValueError: A wrong dtype or shape.
@@ -82,13 +75,7 @@ def checked_ids(ids: npt.ArrayLike, rows: int, table: str) -> npt.NDArray[Any]:
 
 
 def checked_positions(positions: Any, n: int, rows: int, table: str) -> npt.NDArray[Any] | None:
-    """Return positions [n], each in [0, rows), as a C-contiguous array; None for None.
-
-    Args:
-        positions: The positions.
-        n: The number of ids.
-        rows: Rows of the array that the positions index.
-        table: The table's name, for messages.
+    """Return n positions in an array of `rows` rows, C-contiguous; None for None.
 
     Raises:
         TypeError, ValueError: A wrong dtype, shape or range.

@@ -105,5 +105,4 @@ def _resend(number: int, frame: FrameType | None) -> None:
 
 
 def _is_main() -> bool:
-    """Return whether this thread receives signals."""
     return threading.current_thread() is threading.main_thread()

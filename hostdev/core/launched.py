@@ -36,8 +36,7 @@ def alone() -> None:
 def started(environment: Mapping[str, str] | None = None) -> tuple[int, str]:
     """Return the number of processes that were started together, and its source; (1, "") for a single process.
 
-    Args:
-        environment: Replaces the process's environment; then torch.distributed is not checked.
+    A given `environment` replaces the process's; then torch.distributed is not checked.
     """
     env = os.environ if environment is None else environment
     found = [(_number(env, names[1]), f"{names[1]} is {env[names[1]]}") for _, names in LAUNCHERS if names[1] in env]
@@ -51,12 +50,7 @@ def started(environment: Mapping[str, str] | None = None) -> tuple[int, str]:
 
 
 def require_alone(what: str, joining: str) -> None:
-    """Raise UserError if `what` would train on its own in one of several processes.
-
-    Args:
-        what: The object, for the message.
-        joining: What to do instead, within `hostdev.join()`.
-    """
+    """Raise UserError if `what` would train alone in one of several processes; `joining` says what to do instead."""
     if _alone:
         return
     count, why = started()

@@ -21,11 +21,10 @@ def try_lock(file: IO[Any]) -> bool:
 
 
 def lock_state(number: int, *, wait: bool = False) -> str:
-    """Lock an open file or folder; return "locked", "held" (by another process), or "none" (locks are unsupported).
+    """Lock an open file or folder, waiting for another process if `wait`.
 
-    Args:
-        number: The file descriptor.
-        wait: Wait for the process that holds the lock.
+    Returns:
+        "locked", "held" (by another process), or "none" (locks are unsupported).
     """
     if fcntl is not None:
         try:

@@ -100,11 +100,7 @@ def peak_rss_bytes() -> int:
 
 
 def table_bytes(rows: int, dim: int, slots: int, row_slots: int = 0, dtype: str = FP32) -> int:
-    """Return the bytes of a table: rows x dim x (1 + slots) x 4, and rows x 4 for each slot of one value per row.
-
-    Args:
-        dtype: Dtype of the weights; "bf16" takes 2 bytes per weight on the host.
-    """
+    """Return a table's bytes: rows x dim x (1 + slots) x 4 (2 for bf16 weights), and rows x 4 x row_slots."""
     return rows * (dim * (weight_bytes(dtype) + 4 * slots) + 4 * row_slots)
 
 
@@ -123,8 +119,7 @@ class TableShape(NamedTuple):
 def row_bytes(tables: Iterable[tuple[int, SparseOptimizer] | TableShape]) -> tuple[int, int]:
     """Return the float32 bytes of one row of all these tables in transit: of its weights, and with its slots.
 
-    Args:
-        tables: The dim and optimizer of each, or its shape.
+    Tables are given as (dim, optimizer) or as shapes.
     """
     passing = whole = 0
     for dim, optimizer, *_ in tables:
@@ -154,11 +149,7 @@ def pinned_size(nbytes: int) -> int:
 def require_table(
     name: str, rows: int, dim: int, optimizer: SparseOptimizer, free: int, where: str, dtype: str = FP32
 ) -> int:
-    """Return the bytes of a table; UserError unless it fits into `free` bytes of the memory `where`.
-
-    Args:
-        dtype: Dtype of the weights in that memory.
-    """
+    """Return the bytes of a table with this dtype of weights; UserError unless it fits into `free` bytes."""
     needed = TableShape(dim, optimizer, dtype).nbytes(rows)
     if needed > free:
         slots, row_slots = len(optimizer.slots), len(optimizer.row_slots)
@@ -173,14 +164,10 @@ def require_table(
 
 
 def cache_room(free: int, beside: int = 0) -> int:
-    """Return how many of an accelerator's `free` bytes an embedding cache may take.
+    """Return how many of an accelerator's `free` bytes an embedding cache may take, with `beside` more to be allocated.
 
     A tenth, and at least 256 MiB, is reserved for needs that are not known in advance: the libraries' workspaces,
     fragmentation, an unknown model.
-
-    Args:
-        free: Free bytes of the accelerator.
-        beside: Known needs that are not yet allocated, such as `dense_bytes`.
     """
     return max(0, free - beside - max(free // 10, _LEAST_RESERVE))
 

@@ -29,8 +29,7 @@ class Node(NamedTuple, Generic[T]):
 class TreeSum(Generic[T]):
     """A sum in the tree's order of values that arrive in the order of the micro-batches.
 
-    Args:
-        add: Returns the sum of two values, and may change the first.
+    `add` returns the sum of two values, and may change the first.
     """
 
     def __init__(self, add: Callable[[T, T], T]) -> None:

@@ -25,7 +25,6 @@ def new_file(out: Path, option: str = "--out", *, wait: bool = False) -> Iterato
     """Yield the path of an empty file, which becomes `out` at the end of the block, and is removed if that raises.
 
     Args:
-        out: The final path.
         option: The option that gave the name, for messages.
         wait: Wait for another process that writes `out` instead of raising.
 

@@ -365,13 +365,11 @@ class _Update(_TablePrimitive):
     """
 
     def run(self, table: Any, ids: Any, grads: Any, *some: Any) -> None:
-        """Take the step."""
         self._check(table)
         update = table.update_now if table.primitive_target == "DEVICE" else table.update
         update(ids, grads, *some)
 
     def tasks(self, table: Any, ids: Any, grads: Any, *some: Any) -> list[Task]:
-        """Return the tasks of a step on a host table."""
         self._check(table)
         tasks: list[Task] = table.update_tasks(ids, grads, *some)
         return tasks
@@ -387,7 +385,6 @@ class _Update(_TablePrimitive):
 
     @staticmethod
     def row_bytes(table: Any) -> int:
-        """Return the bytes read and written per row."""
         slots = 4 * len(table.optimizer.slots)
         return int(table.dim) * (4 + 2 * (_weight_bytes(table) + slots)) + 8 * len(table.optimizer.row_slots)
 
@@ -401,22 +398,18 @@ class _WholeRows(_TablePrimitive):
     method: ClassVar[str]  # the table's; `<method>_tasks` returns its tasks
 
     def run(self, table: Any, ids: Any, *some: Any) -> None:
-        """Copy the rows."""
         run_tasks(self.tasks(table, ids, *some))
 
     def tasks(self, table: Any, ids: Any, *some: Any) -> list[Task]:
-        """Return the tasks that copy the rows."""
         self._check(table)
         tasks: list[Task] = getattr(table, f"{self.method}_tasks")(ids, *some)
         return tasks
 
     def nbytes(self, table: Any, ids: Any, *some: Any) -> int:
-        """Return the bytes read and written: each row once."""
         return len(ids) * self.row_bytes(table)
 
     @staticmethod
     def row_bytes(table: Any) -> int:
-        """Return the bytes read and written per row."""
         weights, slots = _weight_bytes(table) + 4, 8 * len(table.optimizer.slots)
         return int(table.dim) * (weights + slots) + 8 * len(table.optimizer.row_slots)
 

@@ -43,11 +43,9 @@ def bar(
     a final one only after others.
 
     Args:
-        total: The amount of work.
-        description: The kind of work, such as "first pass".
+        total: The amount of work, of which `begin` is done.
         unit: The unit of the amounts, such as "steps", or "B" for bytes.
         unit_scale: Write large amounts as 1.2k or 3.4M.
-        begin: The amount already done.
         left: Returns the seconds to show as left, if this is a part of more work; None: unknown.
     """
     if not sys.stderr.isatty():
@@ -79,7 +77,6 @@ class _Bar(tqdm):  # type: ignore[misc]
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        """The values for the bar's format."""
         found: dict[str, Any] = super().format_dict
         n, total, unit, scale = (found[name] for name in ("n", "total", "unit", "unit_scale"))
         rate = found["rate"] or (n / found["elapsed"] if found["elapsed"] else 0.0)
@@ -132,7 +129,6 @@ class _Lines:
         print(f"{self._description}: {', '.join(parts + [self._postfix] * bool(self._postfix))}", flush=True)
 
     def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
-        """Add this text to later lines."""
         self._postfix = s
 
 

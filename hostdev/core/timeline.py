@@ -71,7 +71,6 @@ class Timeline:
             stage: One of STAGES, EXCHANGES, STEP_PARTS or PHASES.
             batch: The batch's number, from 1; for a phase, the epoch's.
             flow: "s" for a batch's first span, "f" for its last, "t" in between.
-            args: Arguments of the span.
         """
         return Span(self, stage, batch, flow, args)
 

@@ -64,13 +64,10 @@ def apply_rows(
     scalars: tuple[Any, ...],
     positions: npt.NDArray[np.int32] | None = None,
 ) -> None:
-    """Take one optimizer step on unique rows, in place.
+    """Take one optimizer step on unique rows, in place; block, row_slots and ids are those of the module.
 
     Args:
         primitive: The optimizer's op, such as "FusedSparseFtrl".
-        block: The weights and slots; see the module.
-        row_slots: The slots of one value per row.
-        ids: int32 or int64 [U], unique, each in [0, V).
         grads: float32 [U, D], the summed gradient of each row; or [any, D] with `positions`.
         scalars: The optimizer's scalars at this step.
         positions: int32 [U], the row of `grads` for each id.
@@ -86,13 +83,11 @@ def apply_uses(
     grads: Rows,
     scalars: tuple[Any, ...],
 ) -> None:
-    """Sum the gradients of each id in order of occurrence, and take one optimizer step on its row, in place.
+    """Sum the gradients of each id in order of occurrence, and do `apply_rows`.
 
     Args:
         ids: int32 or int64 [N], each in [0, V), duplicates allowed.
         grads: float32 [N, D], one row per occurrence.
-
-    Other arguments are those of `apply_rows`.
     """
     if len(ids) == 0:
         return

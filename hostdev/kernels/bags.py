@@ -165,7 +165,6 @@ def _add_scalar_bags(start, stop, seen, grads, inverse, offsets, weights, mean, 
 
 @kernel
 def _divide(start, stop, grads, offsets, out):
-    """Divide each bag's gradient by the number of its occurrences."""
     for b in range(np.uint64(start), np.uint64(stop)):
         grad, to, n = grads[b], out[b], np.float32(max(1, offsets[b + np.uint64(1)] - offsets[b]))
         for j in range(len(to)):
@@ -179,8 +178,6 @@ def _fill_bags(start, stop, offsets, bags):
 
 
 class _Sorted(NamedTuple):
-    """A feature's occurrences, sorted by row."""
-
     order: Positions  # [N], the occurrences
     ends: npt.NDArray[np.int64]  # [U + 1], where each row's occurrences begin
     bags: Positions | None  # [N], the bag of each occurrence

@@ -34,10 +34,7 @@ def check_cache(dispatcher: Any) -> Any:
 
 
 class _CheckedFile(_Base):  # type: ignore[misc]
-    """The cache files of one kernel."""
-
     def save(self, key: Any, data: Any) -> None:
-        """Write code if there is room for it."""
         try:
             super().save(key, data)
         except OSError as error:
@@ -80,7 +77,6 @@ class _WrongError(Exception):
 
 
 def _checked(content: bytes) -> bytes:
-    """Return a file's content without its checksum."""
     body, mark = content[:-_SIZE], content[-_SIZE:]
     if mark != _MARK + sha256(body).digest():
         raise _WrongError
@@ -88,6 +84,5 @@ def _checked(content: bytes) -> bytes:
 
 
 def _unpickled(content: bytes) -> tuple[Any, bytes]:
-    """Return the first pickled value and the bytes that follow it."""
     source = io.BytesIO(content)
     return pickle.load(source), source.read()

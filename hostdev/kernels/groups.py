@@ -157,7 +157,6 @@ def _unique_small(start, stop, which, firsts, addresses, ends, keys, inverse, co
 
 
 def _run_small(start: int, stop: int, which: npt.NDArray[np.int64], most: int, *arguments: Any) -> None:
-    """Call `_unique_small` with this thread's places and slots, for groups of at most `most` ids."""
     if not hasattr(_own, "places"):
         _own.places = np.full(_PLACES, -1, np.int32)
     slots = scratch("slots of ids", (1 << (2 * most).bit_length(),), np.int32)

@@ -75,7 +75,6 @@ def _normal_pair(a, b, std):
 
 @inline
 def _words(low, high, pair):
-    """Return the two random words of a pair of columns."""
     a = mix32(uint32(low ^ uint32(uint32(pair) * uint32(0x9E3779B9))))
     b = mix32(uint32(high ^ uint32(uint32(pair) * uint32(0x85EBCA6B))))
     return a, b

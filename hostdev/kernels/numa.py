@@ -77,7 +77,6 @@ def bind(array: npt.NDArray[Any], found: list[int]) -> str:
 
 
 def _call(number: int, *args: Any) -> int:
-    """Make a system call, and return its error number, 0 for success."""
     syscall = ctypes.CDLL(None, use_errno=True).syscall
     syscall.restype = ctypes.c_long
     given = [ctypes.c_long(arg) if isinstance(arg, int) else arg for arg in args]

@@ -127,7 +127,6 @@ def list_tasks(
         offsets: As for `length_tasks`.
         values: int64 [P], addresses of each piece's values, with the dtype of `out`.
         begins: int64 [n + 1], cumulated lengths.
-        out: The lists' values end to end, written.
     """
     n = len(places)
     mean = (int(begins[-1]) - int(begins[0])) * out.itemsize // max(1, n)

@@ -86,11 +86,9 @@ class _Job:
         self._changed = threading.Condition()
 
     def is_left(self) -> bool:
-        """Return whether tasks remain to begin."""
         return any(part.is_left() for part in self._parts)
 
     def drop(self) -> None:
-        """Begin no more tasks."""
         for part in self._parts:
             part.drop()
 
@@ -123,7 +121,6 @@ class _Job:
             insist(done)
 
     def work(self) -> None:
-        """Run tasks until none remains."""
         halt = _NEVER if self.urgent else _urgent.callers
         for part in self._parts:
             while part.is_left():
@@ -264,9 +261,7 @@ def grain_of(nbytes: int) -> int:
 def ranges(n: int, grain: int = 1) -> list[tuple[int, int]]:
     """Return half-open ranges that cover range(n), as many as suit the threads.
 
-    Args:
-        n: The number of items.
-        grain: Ranges begin at multiples of it; less than two grains stay in one range.
+    Ranges begin at multiples of `grain`; less than two grains stay in one range.
     """
     return list(itertools.pairwise(edges(n, grain, _pieces(n, grain)))) if n > 0 else []
 
@@ -330,12 +325,8 @@ def _timed(start: int, stop: int, times: Times, kernel: Kernel, args: tuple[Any,
 
 
 def parallel_for(kernel: Kernel, n: int, *args: Any, grain: int = 1) -> None:
-    """Call `kernel(start, stop, *args)` over ranges that cover range(n), in any order, and wait.
+    """Call `kernel(start, stop, *args)` over `ranges(n, grain)`, in any order, and wait.
 
-    Args:
-        kernel: Writes only memory of its own range.
-        n: The number of items.
-        args: The kernel's other arguments.
-        grain: As in `ranges`.
+    The kernel writes only memory of its own range.
     """
     run_tasks(tasks_over(kernel, n, *args, grain=grain))

@@ -167,7 +167,6 @@ class TextMap:
         return offsets, texts
 
     def _grow(self, length: int) -> None:
-        """Make room for a text of this many bytes."""
         if self._count == len(self._known):
             if self._count > _MOST_TEXTS:
                 raise OverflowError(f"more than {self._count} distinct texts in one map")

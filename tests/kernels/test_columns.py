@@ -26,13 +26,7 @@ def test_a_column_is_placed(dtype):
 
 @pytest.mark.parametrize(
     ("numbers", "short"),
-    [
-        ([1.5, np.nan, -0.0, 2.0**24], True),
-        ([], True),
-        ([2.0**24 + 1], False),
-        ([1.0, 0.1], False),
-        ([1e300], False),
-    ],
+    [([1.5, np.nan, -0.0, 2.0**24], True), ([], True), ([2.0**24 + 1], False), ([1.0, 0.1], False), ([1e300], False)],
 )
 def test_numbers_are_narrowed_where_nothing_is_lost(numbers, short):
     found = narrowed(np.array(numbers, np.float64))
