@@ -23,7 +23,7 @@ def bag_feature(column: str) -> str:
 
 
 def make_features(schema: Schema, tables: str | tuple[str, ...], *, more: int = 0) -> dict[str, Feature]:
-    """Return the features of the schema's columns of ids, all of the same tables; `more` adds ids per sample to FIELDS."""
+    """Return the features of the schema's columns of ids, with the same tables; FIELDS gets `more` ids per sample."""
     if not schema.columns:
         raise UserError("the data has no column of ids, so there is nothing to look up in a table")
     features = {FIELDS: Feature(tables)} if schema.ids or more else {}

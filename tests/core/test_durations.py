@@ -1,4 +1,4 @@
-"""Durations in bounded memory: exact up to a number, within 0.4% beyond it."""
+"""Durations in bounded memory: exact up to a number, then within 0.4%."""
 
 import numpy as np
 import pytest

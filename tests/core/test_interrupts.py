@@ -1,4 +1,4 @@
-"""Ctrl-C that is swallowed on its way comes again, and a command that was interrupted never ends with 0."""
+"""Ctrl-C that a library swallows is raised again, and an interrupted command never exits with 0."""
 
 import os
 import pty
@@ -76,7 +76,7 @@ def run(tmp_path, text, **options):
 
 @pytest.mark.parametrize("where", SWALLOWED)
 def test_an_interrupt_that_is_swallowed_comes_again(tmp_path, where):
-    # What the command has still to do, which an interrupt that got lost would not end.
+    # The command's remaining work, which a lost interrupt would not end.
     rest = "" if "fails" in where or "last" in where else "    time.sleep(30)\n    print('ran on')\n"
     done = run(tmp_path, f"{BEGIN}{SWALLOWED[where]}{rest}\nraise SystemExit(cli.run('x', main))")
     assert (done.returncode, done.stdout) == (130, "")
@@ -84,7 +84,7 @@ def test_an_interrupt_that_is_swallowed_comes_again(tmp_path, where):
 
 
 def test_an_interrupt_that_is_handled_stays_so(tmp_path):
-    """A context with handlers of its own, such as that of training, gets one that was swallowed before."""
+    """A context with its own handlers, such as training's, receives an interrupt that was swallowed before."""
     done = run(
         tmp_path,
         f"""{BEGIN}
@@ -128,7 +128,7 @@ MODULES = ["hostdev.checkpoint", "hostdev.predict", "hostdev.train", "hostdev.la
     "module", ["hostdev.data.preprocess", *(pytest.param(each, marks=pytest.mark.slow) for each in MODULES)]
 )
 def test_without_standard_error_or_output(tmp_path, module, closed):
-    """Every command ended in an AttributeError."""
+    """Earlier, every command ended in an AttributeError."""
     command = f"{sys.executable} -m {module} nonsense {closed}"
     done = subprocess.run(
         command,
@@ -201,7 +201,7 @@ raise SystemExit(cli.run("x", main))
     with process:
         assert os.read(master, 100).startswith(b"begun")
         os.close(master)
-        process.send_signal(signal.SIGHUP)  # which is not ignored, whoever runs the tests under nohup
+        process.send_signal(signal.SIGHUP)  # also under nohup
         assert process.wait(30) == 0
     assert (tmp_path / "saved").read_text() == "SIGHUP"
 
@@ -221,7 +221,7 @@ with GracefulStop(lambda: "too late") as stop:
 
 
 def _commands(base, out):
-    """Arguments of commands, each with what it writes."""
+    """Return arguments of commands, each with its output."""
     run, rows, data = base / "run", base / "rows.csv", base / "data"
     small = ["--batch-size", 2, "--emb-dim", 2, "--device", "cpu", "--max-steps", 40, "--epochs", 2]
     return {
@@ -243,7 +243,7 @@ def _commands(base, out):
 
 
 def interrupted(command, after, tmp_path):
-    """Interrupt a command after so many seconds; return its code and what it said, None where it had ended before."""
+    """Interrupt a command after some seconds; return its code and output, None if it had ended before."""
     process = subprocess.Popen(
         command, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -275,7 +275,7 @@ def base(tmp_path_factory):
     ],
 )
 def test_an_interrupt_at_any_moment_ends_a_command(base, tmp_path, name, moments):
-    """Of 70 interrupts of predict 3 got lost, and one ended in a traceback."""
+    """Earlier, 3 of 70 interrupts of predict got lost, and one ended in a traceback."""
     wrong = []
     for after in moments:
         out = tmp_path / "out"
@@ -287,7 +287,7 @@ def test_an_interrupt_at_any_moment_ends_a_command(base, tmp_path, name, moments
             break
         code, err = found
         if code == 0 and any(path.name[0] != "." for path in out.iterdir()):
-            break  # the work was done, and nothing was left that an interrupt could end
+            break  # the command ended before the interrupt
         if code != 130 or "Traceback" in err or f"hostdev.{name}: interrupted" not in err.splitlines()[-1]:
             wrong.append((after, code, err[-500:]))
     assert wrong == []

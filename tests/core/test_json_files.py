@@ -1,4 +1,4 @@
-"""JSON that anybody may have written: read within limits, parsed by a dataclass's annotations."""
+"""JSON from untrusted sources: read within limits, parsed by a dataclass's annotations."""
 
 import os
 from dataclasses import dataclass, field

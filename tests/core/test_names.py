@@ -1,4 +1,4 @@
-"""Names of files in manifests: plain relative paths, and no links to elsewhere."""
+"""File names in manifests: plain relative paths, and no links to other folders."""
 
 import os
 

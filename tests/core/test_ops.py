@@ -1,4 +1,4 @@
-"""`hostdev.ops` has the primitives that are public at the top."""
+"""`hostdev.ops` contains the primitives that are public at the top."""
 
 import hostdev
 import hostdev.ops

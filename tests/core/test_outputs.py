@@ -1,4 +1,4 @@
-"""New files and folders of commands: by one process each, whole or not there, and over nothing that is there."""
+"""New files and folders of commands: by one process each, complete or absent, and never overwriting."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ with getattr(outputs, sys.argv[1])(Path(sys.argv[2])) as partial:
 
 @pytest.fixture
 def other():
-    """Start another process that writes a file or folder until it is told to finish."""
+    """Start another process that writes a file or folder until it is asked to finish."""
     started = []
 
     def start(kind, out):

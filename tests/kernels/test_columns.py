@@ -1,4 +1,4 @@
-"""Columns of tables, keys by hash, numbers in fewer bytes: against NumPy."""
+"""Columns of tables, ids by hash, and narrowed numbers, against NumPy."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""How texts are written, beside regular expressions."""
+"""How texts are written, against regular expressions."""
 
 import re
 
@@ -24,7 +24,7 @@ def naive(text):
     """Return the form of a text."""
     if text == "":
         return forms.EMPTY
-    if not text.isascii():  # whose digits are none
+    if not text.isascii():  # other digits do not count
         return forms.TEXT
     words = [word.decode() for word in forms.MISSING_WORDS]
     if text in words:

@@ -1,4 +1,4 @@
-"""Where the pages of tables lie, on machines with several nodes: made of files, and of calls that are noted."""
+"""Placement of tables' pages on machines with several nodes, simulated by files and recorded calls."""
 
 import ctypes
 import errno
@@ -39,7 +39,7 @@ def machine(tmp_path, monkeypatch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls of mbind: address, bytes, nodes. `errors` and `policy` say what the kernel answers."""
+    """Record the calls of mbind: address, bytes, nodes. `errors` and `policy` are the kernel's answers."""
 
     class Calls(list):
         errors, policy = {}, 0
@@ -73,7 +73,7 @@ def test_the_pages_of_a_large_array_go_over_all_nodes(machine, calls):
     ((begin, size, held),) = calls
     assert held == {0, 1, 70}
     assert begin % mmap.PAGESIZE == size % mmap.PAGESIZE == 0
-    assert 0 <= begin - array.ctypes.data < mmap.PAGESIZE  # nobody else's pages
+    assert 0 <= begin - array.ctypes.data < mmap.PAGESIZE  # no other memory's pages
     assert 0 <= array.ctypes.data + array.nbytes - begin - size < mmap.PAGESIZE
     assert numa.in_words() == "interleaved over 3 nodes"
 
@@ -119,7 +119,7 @@ def test_a_refusal_is_said_and_the_array_is_as_good(machine, calls, errors, poli
 
 
 def test_the_kernel_takes_the_call():
-    """On this machine's first node; a wrong argument is EINVAL or EFAULT."""
+    """Bind to this machine's first node; a wrong argument is EINVAL or EFAULT."""
     array = aligned_empty((1 << 16,))
     why = numa.bind(array, numa.nodes()[:1] or [0])
     refusals = [os.strerror(errno.EPERM), os.strerror(errno.ENOSYS), "this process has a memory policy already"]

@@ -11,7 +11,7 @@ from tests import naive
 
 
 def packed(texts, dtype=np.int32):
-    """Offsets and bytes of texts, with something before the first."""
+    """Return offsets and bytes of texts, with other bytes before the first."""
     offsets = np.cumsum([3, *map(len, texts)]).astype(dtype)
     return offsets, np.frombuffer(b"abc" + b"".join(texts), np.uint8)
 
@@ -60,7 +60,7 @@ def test_taking_texts_needs_memory_for_a_copy_of_them_only():
 
 
 def test_texts_with_the_same_hash_are_different(monkeypatch):
-    """By the hash alone they would be one value."""
+    """By the hash alone they would be equal."""
     monkeypatch.setattr("hostdev.kernels.strings.hash_texts", lambda offsets, _: np.zeros(len(offsets) - 1, np.uint64))
     seen = TextMap()
     texts = [b"", b"a", b"b", b"ab", b"a", b"aa", b""]

@@ -1,4 +1,4 @@
-"""Models by name: what is found, and one clear line where something is missing."""
+"""Models by name: lookup, and one clear line for anything missing."""
 
 import subprocess
 import sys
@@ -84,7 +84,7 @@ def function():
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    """A folder on the path with a package of models; the modules are forgotten afterwards."""
+    """Create a folder on the path with a package of models; its modules are unloaded afterwards."""
     (tmp_path / "shop").mkdir()
     (tmp_path / "shop" / "__init__.py").write_text("")
     (tmp_path / "shop" / "models.py").write_text(MINE)
@@ -194,7 +194,7 @@ def test_an_error_of_ones_own_module_comes_as_it_is(mine):
 
 
 def test_names_without_torch(tmp_path):
-    """A list of names, for the help of a command, does not wait for torch."""
+    """The list of names, for a command's help, does not import torch."""
     code = "import sys; sys.modules['torch'] = None\nfrom hostdev.models import NAMES; print(*NAMES)"
     found = subprocess.run(
         [sys.executable, "-c", code],
