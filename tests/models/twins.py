@@ -1,7 +1,7 @@
 """Plain torch references of whole training runs: dense tensors as tables, and optimizers written out.
 
 A reference takes initial values, hyperparameters and the dense network from hostdev; lookups,
-gradients of rows and updates are torch's. With `network="paper"`, it also takes the network of `tests.models.reference`.
+gradients of rows and updates are torch's. With `network="paper"`, it takes that of `tests.models.reference`.
 
 On the CPU a model without bags over host tables comes to the twin's bits, as the twin does the same operations in the
 same order: gradients are summed in order of occurrence, and updates are those of the optimizers' docstrings. Anything
