@@ -29,8 +29,7 @@ def require_finite(table: str, ids: npt.NDArray[Any], *values: Rows) -> None:
         row = int(np.flatnonzero(wrong.any(1))[0])
         value = array.reshape(len(array), -1)[row][wrong[row]][0]
         raise ValueError(
-            f"table {table!r}: {value} is to be written to row {ids[row]}, and values must be finite; nothing was "
-            "written"
+            f"table {table!r}: {value} cannot be written to row {ids[row]}: values must be finite; nothing was written"
         )
 
 

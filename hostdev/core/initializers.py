@@ -81,7 +81,7 @@ class Given:
     def __init__(self, values: npt.ArrayLike) -> None:
         self._values = np.ascontiguousarray(values, np.float32)
         if self._values.ndim != 2:
-            raise ValueError(f"initial values are an array [rows, dim], not {list(self._values.shape)}")
+            raise ValueError(f"initial values must be an array [rows, dim], not {list(self._values.shape)}")
         if not largest(self._values) < np.inf:
             row = int(np.flatnonzero(~np.isfinite(self._values).all(1))[0])
             raise ValueError(f"initial values must be finite, and those of row {row} are not")

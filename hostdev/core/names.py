@@ -43,7 +43,7 @@ def inside(root: Path, name: str) -> Path:
         except FileNotFoundError:
             return root / name
         except OSError as error:
-            raise ValueError(f"{path} cannot be looked at ({error.strerror})") from None
+            raise ValueError(f"{path} cannot be accessed ({error.strerror})") from None
         is_linked |= stat.S_ISLNK(mode)
     if is_linked:
         try:

@@ -265,7 +265,7 @@ class Primitive:
 
     def tasks(self, *args: Any) -> list[Task]:
         """Return the tasks that do the work of one call, if it can be split."""
-        raise NotImplementedError(f"{self._name} cannot be cut into tasks")
+        raise NotImplementedError(f"{self._name} cannot be split into tasks")
 
     def nbytes(self, *args: Any, **kwargs: Any) -> int:
         """Return the bytes that a call with these arguments reads and writes; 0 if they are not counted."""

@@ -132,8 +132,8 @@ def require_bfloat16(block: Rows, table: str) -> None:
     """Raise ValueError unless bfloat16 can hold the weights exactly; block is float32 [N, 1 + S, D], C-contiguous."""
     if not _are_bfloat16(block):
         raise ValueError(
-            f"table {table!r} has weights that bfloat16 can represent, and some that are to be written are not; round "
-            "them before, as torch's weights.bfloat16().float()"
+            f"table {table!r} stores weights as bfloat16, which cannot represent all new ones; round them first, as "
+            "with torch's weights.bfloat16().float()"
         )
 
 
