@@ -7,7 +7,7 @@ from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 
-from hostdev.core.errors import UserError
+from hostdev.core.errors import HostdevError, UserError
 from hostdev.data.manifest import FILE_NAME, VERSION
 from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.options import Options
@@ -47,7 +47,7 @@ def ensure() -> tuple[Path, bool]:
         return folder, False
     try:
         build(Synthetic(ROWS, SEED), folder, OPTIONS)
-    except (UserError, OSError):
+    except (HostdevError, OSError):
         if not (folder / FILE_NAME).is_file():  # else another process was quicker
             raise
     return folder, True

@@ -1,7 +1,7 @@
-"""Fields: the columns of ids as features of the same tables, one row of each table for each column and sample.
+"""Fields: the columns of ids as features of the same tables, with one row per column and sample.
 
-F columns of kind "id" are one feature without pooling, whose rows come as [B, F, D]; each bag is a feature of its own,
-the mean of its rows, and counts as one more field.
+F columns of kind "id" form one feature without pooling, whose rows are [B, F, D]. Each bag is a feature of its own,
+pooled by the mean, and counts as one more field.
 """
 
 from collections.abc import Iterable
@@ -18,34 +18,31 @@ FIELDS = "fields"
 
 
 def bag_feature(column: str) -> str:
-    """Return the name of a bag's feature; no column of ids has it."""
+    """Return the name of a bag's feature, which no column of ids has."""
     return f"bag:{column}"
 
 
-def features_of(schema: Schema, tables: str | tuple[str, ...], *, more: int = 0) -> dict[str, Feature]:
-    """Return the features of the schema's columns of ids, all of the same tables.
-
-    more  ids that each sample has beside those of its columns, in the feature FIELDS
-    """
+def make_features(schema: Schema, tables: str | tuple[str, ...], *, more: int = 0) -> dict[str, Feature]:
+    """Return the features of the schema's columns of ids, with the same tables; FIELDS gets `more` ids per sample."""
     if not schema.columns:
-        raise UserError("the data has no column of ids, so that there is nothing to look up in a table")
+        raise UserError("the data has no column of ids, so there is nothing to look up in a table")
     features = {FIELDS: Feature(tables)} if schema.ids or more else {}
     return features | {bag_feature(name): Feature(tables, pooling="mean") for name in schema.bags}
 
 
-def ids_of(schema: Schema, batch: Batch) -> dict[str, Ids]:
-    """Return what the features of `features_of` look up."""
+def collect_ids(schema: Schema, batch: Batch) -> dict[str, Ids]:
+    """Return the ids of the features of `make_features`."""
     found: dict[str, Ids] = {FIELDS: batch.ids} if schema.ids else {}
-    return found | bags_of(schema, batch)
+    return found | collect_bags(schema, batch)
 
 
-def bags_of(schema: Schema, batch: Batch) -> dict[str, Ids]:
-    """Return what the features of the bags look up."""
+def collect_bags(schema: Schema, batch: Batch) -> dict[str, Ids]:
+    """Return the ids of the bags' features."""
     return {bag_feature(name): Bag(batch.bags[name][0], lengths=batch.bags[name][1]) for name in schema.bags}
 
 
-def side_by_side(rows: Rows, features: Iterable[str], table: int | None = None) -> Tensor:
-    """Return the rows of all fields, [B, F + bags, D]; `table` says which, where features have several."""
+def concatenate_fields(rows: Rows, features: Iterable[str], table: int | None = None) -> Tensor:
+    """Return the rows of all fields, [B, F + bags, D]; `table` is an index for features with several tables."""
     parts = [rows[name] if table is None else rows[name][table] for name in features]
     parts = [part if part.dim() == 3 else part.unsqueeze(1) for part in parts]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

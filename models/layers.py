@@ -1,4 +1,4 @@
-"""Fully connected layers, their initial values, and a last one in float32."""
+"""Fully connected layers, their initial values, and a float32 last layer."""
 
 import itertools
 import math
@@ -13,11 +13,7 @@ from hostdev.core.pieces import Piece
 
 
 def perceptron(widths: Sequence[int], *, dropout: float = 0.0, linear: bool = True) -> nn.Sequential:
-    """Return layers from widths[0] inputs to widths[-1] outputs, with a ReLU after each.
-
-    dropout  of what a ReLU gives, in training
-    linear   the last layer has neither
-    """
+    """Return layers of these widths, inputs first, each with a ReLU and dropout; the last without if `linear`."""
     modules: list[nn.Module] = []
     for inputs, outputs in itertools.pairwise(widths):
         modules += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -27,30 +23,27 @@ def perceptron(widths: Sequence[int], *, dropout: float = 0.0, linear: bool = Tr
 
 
 def hidden_pieces(name: str, layers: nn.Sequential, *, alone: bool = False) -> list[Piece]:
-    """Return a network's layers but the last as pieces.
-
-    alone  they take one value; else two, of which the first goes by
-    """
+    """Return a network's layers but the last as segments; unless `alone`, they pass a first value through."""
     return [
-        Piece(f"{name}.{number}", layer if alone else partial(beside, layer), (layer,))
+        Piece(f"{name}.{number}", layer if alone else partial(pass_through, layer), (layer,))
         for number, layer in enumerate(list(layers)[:-1])
     ]
 
 
-def beside(layer: nn.Module, by: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a value that goes by, and what a layer makes of another one."""
+def pass_through(layer: nn.Module, by: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first value unchanged, and the layer's output for the second."""
     return by, layer(value)
 
 
 def in_float32(last: nn.Module, inputs: Tensor) -> Tensor:
-    """Return what a layer with one output gives, float32 [B]; under autocast, too."""
-    with torch.autocast(inputs.device.type, enabled=False):  # a single logit a row in bfloat16 would have 8 bits
+    """Return the output of a layer with one output, float32 [B], also under autocast."""
+    with torch.autocast(inputs.device.type, enabled=False):  # a bfloat16 logit would have 8 bits
         logits: Tensor = last(inputs.float()).squeeze(1)
     return logits
 
 
 def initialize(module: nn.Module, seed: int, init: Callable[[str, Tensor], Initializer]) -> None:
-    """Set every parameter to initial values that are a function of the seed and its name; `init` says which."""
+    """Set every parameter to initial values that depend on the seed and its name; `init` returns their initializer."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             values = initial_array(tuple(parameter.shape), init(name, parameter), seed, f"dense/{name}")
@@ -67,6 +60,6 @@ def he_normal(weight: Tensor) -> Normal:
     return Normal(math.sqrt(2 / weight.shape[1]))
 
 
-def zeros_and(weights: Callable[[Tensor], Initializer]) -> Callable[[str, Tensor], Initializer]:
-    """Return an `init` that starts matrices as `weights` says, and vectors (biases) at 0."""
+def with_zero_biases(weights: Callable[[Tensor], Initializer]) -> Callable[[str, Tensor], Initializer]:
+    """Return an `init` that initializes matrices by `weights`, and vectors (biases) to 0."""
     return lambda name, parameter: weights(parameter) if parameter.dim() == 2 else Constant(0.0)

@@ -1,4 +1,4 @@
-"""What training asks of a model."""
+"""The interface of a model for training."""
 
 from typing import Any, ClassVar, Protocol
 
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from hostdev.runtime.spec import Bag, Feature, TableSpec
 
 Ids = npt.NDArray[Any] | Bag
-Rows = dict[str, Any]  # by feature: Tensor, or a tuple of Tensors where the feature has several tables
+Rows = dict[str, Any]  # by feature: Tensor, or a tuple of Tensors if the feature has several tables
 
 
 class Batch(Protocol):
-    """What a model sees of a batch of B rows, on the host; its ids are those of the schema."""
+    """A batch of B samples as a model sees it, on the host; its ids follow the schema."""
 
     @property
     def dense(self) -> npt.NDArray[np.float32]:
@@ -25,23 +25,24 @@ class Batch(Protocol):
 
     @property
     def bags(self) -> dict[str, tuple[npt.NDArray[Any], npt.NDArray[np.int32]]]:
-        """The columns of kind "bag" by name: values [N], all rows' end to end, and lengths int32 [B]."""
+        """The columns of kind "bag" by name: values [N] of all samples end to end, and lengths int32 [B]."""
 
 
 class Model(nn.Module):
-    """A network over rows of tables that it only names: it knows neither where they are nor who updates them.
+    """A network over rows of tables; it names the tables, but does not know where they are or how they are updated.
 
-    A class of one's own has the same constructor, attributes and methods, and need not inherit from this one::
+    A model class has this constructor, these attributes and methods; inheritance is optional::
 
         def __init__(self, schema: Schema, dim: int, *, seed: int, optimizer: SparseOptimizer | None = None): ...
 
-    tables       the tables that it wants, by name
-    features     by name, each with the names of its tables
-    lr           learning rate of the dense layers' Adam
-    default_dim  columns of the embeddings, where the user does not say; may be left out
+    Random draws in `forward` (dropout) come from torch's generator on the device. Steps run in the same order in every
+    mode, so equal seeds give equal draws unless other code uses that generator.
 
-    What `forward` draws at random (dropout) comes from torch's generator on the device. Steps come one after the other
-    in every mode, so equal seeds give equal draws, as long as nothing else draws from that generator.
+    Attributes:
+        tables: The tables, by name.
+        features: The features, by name, each with the names of its tables.
+        lr: Learning rate of the dense layers' Adam.
+        default_dim: Default number of embedding columns; optional.
     """
 
     default_dim: ClassVar[int]
@@ -50,14 +51,15 @@ class Model(nn.Module):
     features: dict[str, Feature]
 
     def ids(self, batch: Batch) -> dict[str, Ids]:
-        """Return what each feature looks up: ids [B] or [B, k], or a Bag. Called on the host, from another thread."""
+        """Return the ids of each feature: [B] or [B, k], or a Bag. Called on the host, in another thread."""
         raise NotImplementedError
 
     def forward(self, dense: Tensor, rows: Rows) -> Tensor:
         """Return logits float32 [B].
 
-        dense  float32 [B, nd]
-        rows   by feature: [B, k, D] of an unpooled one, [B, D] of a pooled one, each times its weight; a tuple of them
-               where the feature has several tables
+        Args:
+            dense: float32 [B, nd].
+            rows: By feature: [B, k, D] without pooling, [B, D] with pooling, times the weights; a tuple of them if the
+                feature has several tables.
         """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Models by name, and what a model must have: found and checked before anything is read or allocated."""
+"""Models by name, and the checks of a model before data is read or memory allocated."""
 
 import inspect
 import math
@@ -10,7 +10,7 @@ from hostdev.core.optimizers import SparseOptimizer
 from hostdev.data.schema import Schema
 from hostdev.runtime.spec import Feature, TableSpec
 
-if TYPE_CHECKING:  # torch takes seconds to import, and a list of names needs none of it
+if TYPE_CHECKING:  # torch takes seconds to import
     from hostdev.models.model import Model
 
 NAMES: dict[str, str] = {
@@ -22,11 +22,12 @@ NAMES: dict[str, str] = {
 
 
 def find(name: "str | type[Any]") -> "type[Model]":
-    """Return the class of a model: a name of NAMES, or "package.module:Class", or the class itself.
+    """Return a model class by a name in NAMES, or "package.module:Class", or the class itself.
 
-    The class need not inherit `Model`, but must be an nn.Module with its constructor and its methods.
+    The class must be an nn.Module with the constructor and methods of `Model`, but need not inherit from it.
 
-    Raises UserError where there is none, or where it lacks something; what a module of one's own raises comes as it is.
+    Raises:
+        UserError: There is no such class, or it lacks something. Errors of the user's module are raised unchanged.
     """
     from torch import nn
 
@@ -48,7 +49,7 @@ def find(name: "str | type[Any]") -> "type[Model]":
 
 
 def default_dim(name: "str | type[Any]") -> int:
-    """Return the columns of a model's embeddings where the user does not say; UserError where it does not either."""
+    """Return the default number of a model's embedding columns; UserError if it has none."""
     dim = getattr(find(name), "default_dim", None)
     if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
         raise UserError(f"model {name!r} has no default_dim, the columns of its embeddings; say how many: --emb-dim N")
@@ -64,26 +65,33 @@ def make(
     optimizer: SparseOptimizer | None = None,
     **options: Any,
 ) -> "Model":
-    """Return the model of a name that `find` takes, for data with this schema.
+    """Return a model for data with this schema.
 
-    dim        columns of the embeddings
-    seed       of all initial values
-    optimizer  of the tables; None for the model's own
-    options    others of its constructor, such as layers
+    Args:
+        name: As in `find`.
+        dim: Number of embedding columns.
+        seed: Seed of all initial values.
+        optimizer: The tables' optimizer; None: the model's own.
+        options: Further arguments of its constructor, such as layers.
 
-    Raises UserError as `find`, and where what the model says of its tables and features is not what it must be.
+    Raises:
+        UserError: As in `find`, or the model's tables and features are wrong.
     """
     model = find(name)(schema, dim, seed=seed, optimizer=optimizer, **options)
     for attribute, kind in (("tables", TableSpec), ("features", Feature)):
         found = getattr(model, attribute, None)
         if not (isinstance(found, dict) and found and all(isinstance(value, kind) for value in found.values())):
-            raise UserError(f"model {name!r}: its attribute {attribute} must be a dict of {kind.__name__} by name, "
-                            f"with one at least, not {found!r}")  # fmt: skip
+            raise UserError(
+                f"model {name!r}: its attribute {attribute} must be a dict of {kind.__name__} by name, "
+                f"with one at least, not {found!r}"
+            )
     for feature_name, feature in model.features.items():
         for table in [feature.tables] if feature.is_single else feature.tables:
             if table not in model.tables:
-                raise UserError(f"model {name!r}: feature {feature_name!r} is of table {table!r}, which is not one of "
-                                f"its tables: {', '.join(model.tables)}")  # fmt: skip
+                raise UserError(
+                    f"model {name!r}: feature {feature_name!r} is of table {table!r}, which is not one of "
+                    f"its tables: {', '.join(model.tables)}"
+                )
     lr = getattr(model, "lr", None)
     if isinstance(lr, bool) or not isinstance(lr, int | float) or not (math.isfinite(lr) and lr >= 0):
         raise UserError(
@@ -93,7 +101,7 @@ def make(
 
 
 def _load(name: str) -> Any:
-    """Import what a name stands for."""
+    """Import the class of a name."""
     module, _, attribute = NAMES.get(name, name).partition(":")
     if not (module and attribute) or module.startswith("."):
         raise UserError(
@@ -111,8 +119,11 @@ def _load(name: str) -> Any:
     except ImportError as error:
         raise UserError(f"model {name!r}: module {module!r} cannot be imported: {error}") from error
     if not hasattr(imported, attribute):
-        classes = [key for key, value in vars(imported).items() if getattr(value, "__module__", None) == module
-                   and isinstance(value, type)]  # fmt: skip
+        classes = [
+            key
+            for key, value in vars(imported).items()
+            if getattr(value, "__module__", None) == module and isinstance(value, type)
+        ]
         there = f"; its classes are {', '.join(classes)}" if classes else ", and no class at all"
         raise UserError(f"model {name!r}: module {module!r} has no {attribute!r}{there}")
     return getattr(imported, attribute)

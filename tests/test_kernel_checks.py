@@ -35,7 +35,7 @@ CHECKS = {
     "checkpoint.lookup": {"_copy": (IDS, STORED, COVERED)},
     "kernels.adagrad": dict.fromkeys(("_sgd", "_adagrad", "_row_wise_adagrad"), (IDS, POSITIONS, REQUESTED)),
     "kernels.bags": dict.fromkeys(
-        ("_pool", "_pool_scalars", "_add_bags", "_add_bags_of_scalars", "_divide", "_bag_of_each"), (BAGS,)
+        ("_pool", "_pool_scalars", "_add_bags", "_add_scalar_bags", "_divide", "_fill_bags"), (BAGS,)
     ),
     "kernels.bits": {
         "_mark": (IDS, REQUESTED), "take": (IDS, REQUESTED), "copy_to_columns": (OWN,), "gather_rows": (REQUESTED,),
@@ -57,11 +57,11 @@ CHECKS = {
     "kernels.lookup": {"_lookup": (IDS, REQUESTED), "_lookup_into": (IDS, POSITIONS, REQUESTED)},
     "kernels.pieces": {"_take_lists": (SHARDS,)},
     "kernels.rounding": {
-        "_round_rows": (IDS, REQUESTED), "_are_bfloat16": (OWN,), "_weights_at": (IDS, REQUESTED),
+        "_round_rows": (IDS, REQUESTED), "_are_bfloat16": (OWN,), "_load_weights": (IDS, REQUESTED),
         "_read": (IDS, POSITIONS, REQUESTED), "_write": (IDS, POSITIONS, REQUESTED),
     },
     "kernels.segment": dict.fromkeys(
-        ("sum_part", "sum_part_of_scalars", "sum_scaled_part", "sort_uses", "sum_sorted"), (OWN,)
+        ("sum_part", "sum_scalar_part", "sum_scaled_part", "sort_uses", "sum_sorted"), (OWN,)
     ),
     "kernels.shards": {"_locate": (REQUESTED,), "_sort": (OWN,)},
     "kernels.stream": dict.fromkeys(("_mark", "_order"), (OWN,)),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hostdev.core.errors import UserError
+from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.progress import bar
 from hostdev.core.workers import Workers
 from hostdev.data.preprocess.pieces import Facts, Piece, Survey, survey, write_piece
@@ -89,7 +89,7 @@ class FirstPass:
                     written, result = writing.popleft()
                     self._note(written, result.result())
                     progress.update(written.size)
-                if isinstance(block, UserError):
+                if isinstance(block, HostdevError):
                     raise block
         self._check_rejected(self._rows)
         self._source.check_unchanged()
@@ -154,11 +154,11 @@ class FirstPass:
             )
 
 
-def _until_error(blocks: Iterator[Block]) -> Iterator[Block | UserError | None]:
+def _until_error(blocks: Iterator[Block]) -> Iterator[Block | HostdevError | None]:
     """Iterate over blocks, and then give the error that has ended them, or None."""
     try:
         yield from blocks
-    except UserError as error:  # which comes after those of blocks that are on their way
+    except HostdevError as error:  # which comes after those of blocks that are on their way
         yield error
         return
     yield None

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from hostdev.core.errors import PassingError, UserError
+from hostdev.core.errors import HostdevError, PassingError, UserError
 
 STANDARD_INPUT = Path("-")
 HEAD_BYTES = 1 << 20  # of standard input, that can be looked at before it is read
@@ -229,7 +229,7 @@ def open_input(path: Path, wanted: Callable[[str], bool] | None = None) -> AnyIn
     return ReadOnce(path, path.open("rb")) if path.is_fifo() else Input(path, wanted)
 
 
-def unreadable(name: str, what: str, error: Exception) -> UserError:
+def unreadable(name: str, what: str, error: Exception) -> HostdevError:
     """Return the error for a file that cannot be read: PassingError where the system says so, and not its content."""
     if isinstance(error, MemoryError):
         return PassingError(f"{name}: there is not enough memory to read the file ({_reason(error)})")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from hostdev.checkpoint.folder import Chain, Checkpoint, chain_of, names_in
 from hostdev.checkpoint.manifest import read
-from hostdev.core.errors import UserError
+from hostdev.core.errors import HostdevError
 
 
 class Best(NamedTuple):
@@ -47,7 +47,7 @@ def names_of(path: Path, best: Best | None) -> list[str]:
         try:
             if read(path / name).step == best.step:
                 found.append(name)
-        except UserError:
+        except HostdevError:
             continue
     return found
 
@@ -57,6 +57,6 @@ def chain_in(path: Path, best: Best) -> Chain | None:
     for name in names_of(path, best):
         try:
             return chain_of(path / name)
-        except UserError:
+        except HostdevError:
             continue
     return None

@@ -9,7 +9,7 @@ from hostdev.checkpoint.loading import damaged, newest_whole
 from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.checkpoint.state import state_digest, tensors_of
 from hostdev.core import cli
-from hostdev.core.errors import UserError
+from hostdev.core.errors import HostdevError
 from hostdev.core.memory import gib
 from hostdev.core.printable import printable
 from hostdev.core.progress import counted, note
@@ -55,7 +55,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     for path in found:
         try:
             chains[path] = folder.chain_of(path)
-        except UserError as error:
+        except HostdevError as error:
             wrong[path] = str(error)
     for owner, damage in damaged(list(chains.values())):
         for path, chain in chains.items():

@@ -17,7 +17,7 @@ from hostdev.checkpoint import manifest
 from hostdev.checkpoint.manifest import BrokenCheckpointError, Manifest, Parent
 from hostdev.core import locks
 from hostdev.core.disk import sync_folder
-from hostdev.core.errors import UserError
+from hostdev.core.errors import HostdevError, UserError
 from hostdev.core.names import inside
 
 _NAME = re.compile(r"step-(\d{10,})(?:\.(\d+))?")
@@ -237,7 +237,7 @@ def is_parent(path: Path) -> bool:
     for name in names_in(path.parent):
         try:
             parent = manifest.read(path.parent / name).parent
-        except UserError:
+        except HostdevError:
             continue
         if parent is not None and parent.name == path.name:
             return True
@@ -267,7 +267,7 @@ def prune(path: Path, keep: int, best_steps: Sequence[int] = ()) -> None:
     chains: dict[str, Chain] = {}
     names = list(reversed(names_in(path)))
     for name in names:
-        with contextlib.suppress(UserError):
+        with contextlib.suppress(HostdevError):
             chains[name] = chain_of(path / name)
     for step in best_steps:
         of_step = [chain for chain in chains.values() if chain[-1].manifest.step == step]

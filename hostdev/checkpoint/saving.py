@@ -29,7 +29,7 @@ from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, RowsOf, rows_per_file, wr
 from hostdev.checkpoint.state import DENSE, DigestNames, state_digest
 from hostdev.checkpoint.tree import tensors_as_bytes
 from hostdev.core.checksums import HashedFile
-from hostdev.core.errors import UserError, in_words
+from hostdev.core.errors import RankError, UserError, in_words
 from hostdev.core.table_dtypes import FP32
 from hostdev.core.workers import Workers
 
@@ -300,7 +300,7 @@ def _agree(channel: Channel, work: Callable[[], Any] | None) -> list[Any]:
         raise error
     for rank, (why, _) in enumerate(told):
         if why is not None:
-            raise UserError(f"rank {rank}: {why}")
+            raise RankError(f"rank {rank}: {why}")
     return [each for _, each in told]
 
 

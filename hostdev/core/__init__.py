@@ -1,1 +1,1 @@
-"""What every room may use: errors, optimizers and initial values of rows, ops with names and clocks, memory needed."""
+"""Parts that every other package may use: errors, optimizers, initial values, timed ops, memory, files."""

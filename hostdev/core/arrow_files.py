@@ -1,4 +1,4 @@
-"""Arrow files that anybody may have made: mapped into memory, and validated before a value of them is used."""
+"""Arrow files from untrusted sources: mapped into memory, and validated before their values are used."""
 
 import os
 from collections.abc import Sequence
@@ -11,11 +11,14 @@ from hostdev.core.errors import in_words
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> Any:
-    """Return a table of an Arrow IPC file, mapped, whose offsets, indices and texts have all been looked at.
+    """Return a table of an Arrow IPC file, mapped into memory, with validated offsets, indices and texts.
 
-    columns  of these names only; None: all
+    Args:
+        columns: Names of the columns to read; None: all.
 
-    Raises ValueError, in one line, where it is not such a file, and OSError where it cannot be read.
+    Raises:
+        ValueError: It is not such a file; the message is one line.
+        OSError: It cannot be read.
     """
     try:
         source = pa.memory_map(os.fsencode(path))
@@ -28,7 +31,7 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> Any:
             options = pa.ipc.IpcReadOptions(included_fields=places)
         table = pa.ipc.open_file(source, options=options).read_all()
         table.validate(full=True)
-        _ = table.schema.names  # which are read as text here
+        _ = table.schema.names  # decodes the names
     except UnicodeDecodeError:
         raise ValueError("the name of a column is not UTF-8") from None
     except pa.ArrowMemoryError:
@@ -36,7 +39,7 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> Any:
     except pa.ArrowException as error:
         raise ValueError(f"not an Arrow file: {in_words(error)}") from None
     except OSError as error:
-        if error.errno is None:  # Arrow's own, for a file that is broken
+        if error.errno is None:  # raised by Arrow for a broken file
             raise ValueError(f"not an Arrow file: {in_words(error)}") from None
         raise
     return table

@@ -1,4 +1,4 @@
-"""What is asked of arrays before they reach a table's rows: dtype, shape, and that all values are finite."""
+"""Checks of arrays before they reach a table's rows: dtype, shape, and finite values."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def check_rows(what: str, array: Rows, shape: tuple[int, ...], table: str) -> No
 
 
 def require_finite(table: str, ids: npt.NDArray[Any], *values: Rows) -> None:
-    """ValueError, with the first row, unless all values [N, ...] that are to be written to rows ids [N] are finite."""
+    """Raise ValueError with the first row unless all values [N, ...] for the rows ids [N] are finite."""
     for array in values:
         if largest(array) < np.inf:
             continue
@@ -29,15 +29,14 @@ def require_finite(table: str, ids: npt.NDArray[Any], *values: Rows) -> None:
         row = int(np.flatnonzero(wrong.any(1))[0])
         value = array.reshape(len(array), -1)[row][wrong[row]][0]
         raise ValueError(
-            f"table {table!r}: {value} is to be written to row {ids[row]}, and values must be finite; nothing was "
-            "written"
+            f"table {table!r}: {value} cannot be written to row {ids[row]}: values must be finite; nothing was written"
         )
 
 
 def require_gradients(table: str, ids: npt.NDArray[Any], grads: Rows, limit: float, *, summed: bool) -> None:
-    """ValueError, with the first row, unless the gradients [N, D] of rows ids [N] are finite and at most `limit`.
+    """Raise ValueError with the first row unless the gradients [N, D] of rows ids [N] are finite and at most `limit`.
 
-    summed  each id is there once; else the sum over an id's gradients must be, too
+    Unless they are `summed`, the sum over each id's gradients is checked, too.
     """
     most = largest(grads)
     if most * (1 if summed else max(1, len(ids))) <= limit:
@@ -46,7 +45,7 @@ def require_gradients(table: str, ids: npt.NDArray[Any], grads: Rows, limit: flo
         rows, inverse = np.unique(ids, return_inverse=True)
         sums = np.zeros((len(rows), grads.shape[1]), np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
-            np.add.at(sums, inverse, grads)  # in order of occurrence, as the update adds them
+            np.add.at(sums, inverse, grads)  # in order of occurrence, like the update
         if largest(sums) <= limit:
             return
         ids, grads = rows, sums

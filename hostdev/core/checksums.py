@@ -1,4 +1,4 @@
-"""Checksums of files: of one that is there, of one while it is written, and of what a JSON file says."""
+"""Checksums of existing files, of files while they are written, and of JSON content."""
 
 import json
 import os
@@ -12,23 +12,23 @@ _AT_ONCE = 1 << 22  # bytes
 
 
 class Digest(Protocol):
-    """What adds up bytes: hashlib's objects, and `Crc32`."""
+    """A running checksum: hashlib's objects and `Crc32`."""
 
     def update(self, data: Any, /) -> object:
-        """Take in bytes."""
+        """Add bytes."""
 
     def hexdigest(self) -> str:
         """Return the checksum so far."""
 
 
 class Crc32:
-    """CRC-32, where files are to be told from damaged ones, and not from forged ones."""
+    """CRC-32, to detect damage but not forgery."""
 
     def __init__(self) -> None:
         self._value = 0
 
     def update(self, data: Any) -> None:
-        """Take in bytes."""
+        """Add bytes."""
         self._value = zlib.crc32(data, self._value)
 
     def hexdigest(self) -> str:
@@ -46,12 +46,12 @@ def checksum(path: Path, digest: Callable[[], Digest] = sha256) -> str:
 
 
 def json_checksum(content: dict[str, Any]) -> str:
-    """Return the SHA-256 of an object that was or will be read from JSON, in hexadecimal, in whatever order it is."""
+    """Return the SHA-256 of JSON content, in hexadecimal, independent of the order of keys."""
     return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 class HashedFile:
-    """A new file that is written once, from its beginning; its bytes are hashed on the way."""
+    """A new file, written once from its beginning, whose bytes are hashed meanwhile."""
 
     def __init__(self, path: Path, digest: Callable[[], Digest] = sha256) -> None:
         self._file = path.open("xb", buffering=0)
@@ -69,36 +69,36 @@ class HashedFile:
         return len(view)
 
     def finish(self, *, to_disk: bool = True) -> str:
-        """Close the file, and before bring it to the disk; return its checksum."""
+        """Flush the file to disk, close it, and return its checksum."""
         if to_disk:
             os.fsync(self._file.fileno())
         self._file.close()
         return self._digest.hexdigest()
 
     def close(self) -> None:
-        """Close it as it is."""
+        """Close the file."""
         self._file.close()
 
     def flush(self) -> None:
-        """Do nothing: nothing is kept back."""
+        """Do nothing: there is no buffer."""
 
     @property
     def closed(self) -> bool:
-        """Tell whether it is closed."""
+        """Return whether the file is closed."""
         return self._file.closed
 
     def readable(self) -> bool:
-        """No."""
+        """Return False."""
         return False
 
     def writable(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """No."""
+        """Return False."""
         return False
 
     def tell(self) -> int:
-        """Return the bytes written."""
+        """Return the number of bytes written."""
         return self.bytes

@@ -1,4 +1,4 @@
-"""What every command shares: one line for an error, exit codes, --debug."""
+"""Command-line basics: one line per error, exit codes, --debug."""
 
 import argparse
 import contextlib
@@ -12,31 +12,31 @@ from importlib import import_module
 from typing import NoReturn
 
 from hostdev.core import streams
-from hostdev.core.errors import UserError, in_words, tell_at_once
-from hostdev.core.interrupts import Arriving, leaving
+from hostdev.core.errors import HostdevError, UserError, in_words, tell_at_once
+from hostdev.core.interrupts import InterruptGuard, leaving
 from hostdev.core.printable import printable
 
-_RANKS = {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK_ID"}  # of one of several processes
+_RANKS = {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK_ID"}  # set in one of several processes
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
-_is_own = False  # the process: a command is all that it does
+_is_own = False  # whether the process runs nothing but a command
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that reports a wrong option in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the usage and leaving."""
-        raise UserError(f"{message}{self._meant(message)} (see {self.prog} --help)")
+        """Raise UserError instead of printing the usage and exiting."""
+        raise UserError(f"{message}{self._suggestion(message)} (see {self.prog} --help)")
 
-    def _meant(self, message: str) -> str:
-        """Return the options that look like those that are unknown."""
+    def _suggestion(self, message: str) -> str:
+        """Return a suggestion of options that resemble the unknown ones."""
         if not message.startswith("unrecognized arguments"):
             return ""
         given = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
         near = [found for word in given for found in get_close_matches(word, self._all_options(), n=1, cutoff=0.7)]
-        near = [found for found in near if found not in given]  # that is an option of another command
+        near = [found for found in near if found not in given]  # those belong to another command
         return f"; did you mean {' '.join(near)}?" if near else ""
 
     def _all_options(self) -> list[str]:
@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser(prog: str, description: str) -> Parser:
-    """Return a parser with the options that every command has."""
+    """Return a parser with the options of every command."""
     made = Parser(prog=prog, description=description, allow_abbrev=False)
     add_debug(made)
     return made
@@ -64,40 +64,45 @@ def add_debug(to: argparse.ArgumentParser) -> None:
 def run(prog: str, main: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: its own or 0, 2 after an error, 130 after Ctrl-C.
 
-    Other exceptions are bugs. Without `argv` the command is all that the process does, which ends here after Ctrl-C:
-    the interpreter's own end takes seconds on a busy machine, and threads that are at work may abort it.
+    Exceptions other than HostdevError, OSError and MemoryError are bugs, and are raised. Without `argv`, the process
+    runs nothing else, and exits here after Ctrl-C: the interpreter's own exit takes seconds on a busy machine, and
+    running threads may abort it.
     """
     if argv is not None:
-        return _run(prog, main, list(argv), Arriving())
+        return _run(prog, main, list(argv), InterruptGuard())
     global _is_own
     _is_own = True
     streams.prepare()
-    with Arriving(lambda: _interrupted(prog)) as arriving:
-        return _run(prog, main, sys.argv[1:], arriving, alone=True)
+    with InterruptGuard(lambda: _interrupted(prog)) as guard:
+        return _run(prog, main, sys.argv[1:], guard, alone=True)
 
 
 def _run(
-    prog: str, main: Callable[[Sequence[str]], int | None], arguments: list[str], arriving: Arriving, *,
+    prog: str,
+    main: Callable[[Sequence[str]], int | None],
+    arguments: list[str],
+    guard: InterruptGuard,
+    *,
     alone: bool = False,
-) -> int:  # fmt: skip
+) -> int:
     try:
         code = main(arguments) or 0
-        if arriving.has_come:  # somebody has swallowed it until now
+        if guard.is_interrupted:  # a library has swallowed it
             raise KeyboardInterrupt
         return code
-    except BrokenPipeError:  # nobody reads on, as with `| head`
+    except BrokenPipeError:  # the reader has ended, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except (Exception, KeyboardInterrupt) as error:
-        arriving.arrived()
-        if isinstance(error, KeyboardInterrupt) or arriving.has_come:  # which may have become another error on its way
+        guard.handled()
+        if isinstance(error, KeyboardInterrupt) or guard.is_interrupted:  # it may have become another error
             interrupt = error if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt()
             code = int(getattr(interrupt, "exit_code", EXIT_INTERRUPTED))
             print(printable(f"{prog}: interrupted{_detail(interrupt)}"), file=sys.stderr)
             if alone:
                 _leave(code)
             return code
-        if not isinstance(error, UserError | OSError | MemoryError):
+        if not isinstance(error, HostdevError | OSError | MemoryError):
             raise
         if "--debug" in arguments:
             traceback.print_exc()
@@ -106,11 +111,7 @@ def _run(
 
 
 def run_module(name: str, prog: str) -> int:
-    """Import the module of a command line and run its `main` as `run` does.
-
-    name  such as "hostdev.commands.train", with a `main(argv, prog)`
-    prog  what the user calls it, for messages
-    """
+    """Import the module of a command line, which has a `main(argv, prog)`, and run that as in `run`."""
 
     def main(arguments: Sequence[str]) -> int | None:
         with importing(prog):
@@ -119,34 +120,33 @@ def run_module(name: str, prog: str) -> int:
         return code
 
     code = run(prog, main)
-    if _RANKS & os.environ.keys():  # what torch.distributed leaves behind may abort the interpreter's own end
+    if _RANKS & os.environ.keys():  # remains of torch.distributed may abort the interpreter's own exit
         _leave(code)
     return code
 
 
 @contextmanager
 def importing(prog: str) -> Iterator[None]:
-    """Import what a command needs: that may take seconds, and Ctrl-C ends the command at once meanwhile.
+    """Import modules within the block; this may take seconds, and Ctrl-C ends the command at once meanwhile.
 
-    Where the command is not the process's own, as in a test, nothing changes.
+    Does nothing where the process runs more than the command, as in a test.
     """
     with leaving(lambda: _interrupted(prog)) if _is_own else contextlib.nullcontext():
-        import_module("numpy")  # before torch, which reports a numpy that is broken as missing
+        import_module("numpy")  # before torch, which reports a broken numpy as missing
         yield
     if _is_own and (arrow := sys.modules.get("pyarrow")) is not None:
-        arrow.enable_signal_handlers(False)  # its own take Ctrl-C while a file is read, and may keep it
+        arrow.enable_signal_handlers(False)  # its own catch Ctrl-C while a file is read, and may lose it
 
 
 def _interrupted(prog: str) -> NoReturn:
-    """End the process at once after Ctrl-C: nothing is to be cleaned up."""
+    """Exit at once after Ctrl-C, as there is nothing to clean up."""
     tell_at_once(f"{prog}: interrupted")
     _leave(EXIT_INTERRUPTED)
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process at once."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        with contextlib.suppress(OSError, ValueError):  # the stream's reader is gone
             stream.flush()
     os._exit(code)
 

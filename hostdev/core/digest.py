@@ -1,7 +1,8 @@
-"""state_sha256: a digest of all that training has learned. Equal digests mean equal models.
+"""state_sha256: a digest of everything that training has learned. Equal digests mean equal models.
 
-Tables by name: a line with the number of steps, the weights, then the slots by name; then the arrays of the dense side.
-Before each array goes a line with its name, dtype and shape; arrays are row-major and little-endian.
+It covers the tables by name, each with a line that has its number of steps, its weights, and its slots by name; then
+the arrays of the dense side. A line with name, dtype and shape precedes each array; arrays are row-major,
+little-endian.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +17,7 @@ PIECE_BYTES = 1 << 24
 
 
 class Column(NamedTuple):
-    """An array of a table: its name, its shape, and its rows in pieces, float32 and C-contiguous."""
+    """An array of a table: its name, its shape, and its rows in chunks, float32 and C-contiguous."""
 
     name: str
     shape: tuple[int, int]
@@ -24,19 +25,19 @@ class Column(NamedTuple):
 
 
 class StateDigest:
-    """SHA-256 in the order above, which is one after the other: the next piece is fetched while one is hashed."""
+    """SHA-256 over that sequence; the next chunk is fetched while one is hashed."""
 
     def __init__(self) -> None:
         self._digest = sha256()
 
     def table(self, name: str, step: int, weights: Column, slots: Iterable[Column]) -> None:
-        """Add a table; they come in the order of their names."""
+        """Add a table; tables are added in order of their names."""
         self._digest.update(f"table {name} step {step}\n".encode())
         for column in (weights, *sorted(slots, key=lambda column: column.name)):
             self.array(f"{name}/{column.name}", "float32", column.shape, column.pieces())
 
     def array(self, name: str, dtype: str, shape: Iterable[int], pieces: Iterable[Any]) -> None:
-        """Add an array in pieces."""
+        """Add an array in chunks."""
         self._digest.update(f"{name} {dtype} {list(shape)}\n".encode())
         for piece in _one_ahead(iter(pieces)):
             self._digest.update(np.ascontiguousarray(piece).data)
@@ -47,14 +48,14 @@ class StateDigest:
 
 
 def pieces_of(rows: Any, fetch: Callable[[Any], Any]) -> Iterator[Any]:
-    """Yield rows [n, ...] by some MiB, each as `fetch` returns it; not empty."""
+    """Yield non-empty chunks of some MiB of rows [n, ...], each as `fetch` returns it."""
     step = max(1, PIECE_BYTES // max(1, rows[:1].nbytes))
     for start in range(0, len(rows), step):
         yield fetch(rows[start : start + step])
 
 
 def _one_ahead(pieces: Iterator[Any]) -> Iterator[Any]:
-    """Yield pieces; the next one is fetched in another thread meanwhile."""
+    """Yield chunks; another thread fetches the next one meanwhile."""
     first = next(pieces, None)
     if first is None:
         return

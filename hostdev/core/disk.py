@@ -1,4 +1,4 @@
-"""What is written, brought to the disk, so that a loss of power leaves it."""
+"""Flushing of files and folders to disk, to survive a loss of power."""
 
 import errno
 import os
@@ -6,17 +6,17 @@ from pathlib import Path
 
 
 def is_text(path: Path | str) -> bool:
-    """Tell whether a name, or what a shell has given, is text: on POSIX it may be any bytes, here surrogates."""
+    """Return whether a name or a shell's argument is text; POSIX allows other bytes, which become surrogates."""
     return not any("\udc80" <= character <= "\udcff" for character in str(path))
 
 
 def sync_folder(path: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Flush the names in a folder to disk."""
     _sync(path)
 
 
 def sync_tree(path: Path) -> None:
-    """Bring all that is in a folder to the disk: the files, and then the names in it and in those inside."""
+    """Flush a folder's content to disk: the files, then the names in it and in its subfolders."""
     for folder, _, names in os.walk(path, topdown=False):
         for name in names:
             _sync(Path(folder) / name)
@@ -29,7 +29,7 @@ def _sync(path: Path) -> None:
         os.fsync(number)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.ENOTSUP) and path.is_dir():
-            return  # as some file systems have it, which bring names to the disk in their own time
+            return  # not supported by some file systems
         error.filename = str(path)
         raise
     finally:

@@ -1,4 +1,4 @@
-"""Durations of any number of calls in bounded memory: all of them up to a number, a histogram beyond it."""
+"""Durations of any number of calls in bounded memory: exact up to a number, then a histogram."""
 
 from array import array
 from collections.abc import Sequence
@@ -8,23 +8,23 @@ import numpy as np
 import numpy.typing as npt
 
 EXACT = 1 << 16  # durations, 8 bytes each
-_BITS = 7  # buckets of a power of two, as a power of two
+_BITS = 7  # log2 of the buckets per power of two
 _BUCKETS = (63 - _BITS + 1) << _BITS
 
 
 class Durations:
-    """Nanoseconds of calls: 65,536 are kept as they are, and a histogram of 57 KiB takes them in where more come.
+    """Nanoseconds of calls: 65,536 are kept exactly, and a histogram of 57 KiB takes further ones.
 
-    Count and sum are exact, percentiles of more calls than that within 0.4%. One thread at a time may call.
+    Count and sum are exact; percentiles over more calls are within 0.4%. Not thread-safe.
     """
 
     def __init__(self) -> None:
-        self.latest = array("q")  # those that are not in the histogram
+        self.latest = array("q")  # not yet in the histogram
         self._earlier: npt.NDArray[np.int64] | None = None
-        self._count = self._total = 0  # of the earlier ones
+        self._count = self._total = 0  # of those in the histogram
 
     def add(self, nanoseconds: int) -> None:
-        """Take in a call's duration."""
+        """Add a call's duration."""
         if len(self.latest) == EXACT:
             values = np.array(self.latest, np.int64)
             self._earlier = _histogram(values) if self._earlier is None else self._earlier + _histogram(values)
@@ -34,11 +34,11 @@ class Durations:
 
     @property
     def total(self) -> int:
-        """The sum of all."""
+        """The sum of all durations."""
         return self._total + sum(self.latest)
 
     def copy(self) -> "Durations":
-        """Return another with the same durations, which others may go on with."""
+        """Return an independent copy."""
         made = Durations()
         made.latest = self.latest[:]
         made._earlier, made._count, made._total = self._earlier, self._count, self._total
@@ -49,7 +49,7 @@ class Durations:
 
 
 def statistics(each: Sequence[Durations]) -> dict[str, Any]:
-    """Return count, total, mean, median and 99th percentile of all together, in microseconds."""
+    """Return count, total, mean, median and 99th percentile over all, in microseconds."""
     latest = [np.array(one.latest, np.int64) for one in each]
     earlier = [one._earlier for one in each if one._earlier is not None]
     us = np.concatenate(latest) / 1e3
@@ -69,7 +69,7 @@ def statistics(each: Sequence[Durations]) -> dict[str, Any]:
 
 
 def _histogram(nanoseconds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Count values by their highest eight bits: below 256 each has a bucket of its own."""
+    """Count values by their highest eight bits; each value below 256 has its own bucket."""
     values = np.maximum(nanoseconds, 0)
     shift = np.maximum(np.frexp(values.astype(np.float64))[1] - (_BITS + 1), 0)
     buckets = (shift << _BITS) + (values >> shift)
@@ -77,7 +77,7 @@ def _histogram(nanoseconds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def _percentiles(histogram: npt.NDArray[np.int64], of: list[int]) -> list[float]:
-    """Return percentiles in microseconds, as np.percentile would of the buckets' middles."""
+    """Return percentiles in microseconds: np.percentile of the buckets' midpoints."""
     until = np.cumsum(histogram)
     found = []
     for each in of:
@@ -88,6 +88,5 @@ def _percentiles(histogram: npt.NDArray[np.int64], of: list[int]) -> list[float]
 
 
 def _middle(bucket: int) -> float:
-    """Return the middle of a bucket's values."""
     shift = max(0, (bucket >> _BITS) - 1)
     return float((bucket - (shift << _BITS)) << shift) + ((1 << shift) - 1) / 2

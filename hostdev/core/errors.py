@@ -1,4 +1,4 @@
-"""Errors that the user can mend: one line that says what, where and what to do."""
+"""Errors of hostdev: each message is one line that says what is wrong, where, and what to do."""
 
 import errno
 import os
@@ -9,38 +9,58 @@ from typing import Any
 
 from hostdev.core.printable import printable
 
-_SHORT = {
+_SHORTAGES = {
     errno.EMFILE: "allow this process more, as with ulimit -n",
     errno.ENFILE: "the system has no more",
     errno.ENOMEM: "end other processes, or use less",
 }
 
 
-class UserError(ValueError):
-    """Wrong input or options; commands print it as one line and exit with code 2.
+class HostdevError(Exception):
+    """Base of hostdev's errors; commands print it as one line and exit with code 2.
 
-    What a file or a caller has given may be in the message: it has no control characters, and at most 500 others.
+    The message may quote files and callers: it has no control characters and at most 500 others.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*(printable(each) if isinstance(each, str) else each for each in arguments))
 
 
-class PassingError(UserError):
-    """What may pass without another input or option, as when memory is short: what is finished stays worth keeping."""
+class UserError(HostdevError, ValueError):
+    """Wrong input or options."""
+
+
+class NonFiniteError(UserError):
+    """A gradient or a loss is NaN or infinite; the message says which one. No row was updated.
+
+    Attributes:
+        step: Step of the loop, from 1; 0 if it is unknown.
+    """
+
+    def __init__(self, message: str, step: int = 0) -> None:
+        super().__init__(message)
+        self.step = step
+
+
+class PassingError(HostdevError):
+    """A transient failure, such as a lack of memory: finished work is kept, and the same command may succeed later."""
+
+
+class RankError(HostdevError):
+    """Another rank has failed, hangs or is gone."""
 
 
 def raise_passing(error: BaseException) -> None:
-    """Raise PassingError where the system is short of memory or open files: that says nothing of what a file holds."""
-    if isinstance(error, OSError) and error.errno in _SHORT:
-        raise PassingError(f"{in_words(error)}; {_SHORT[error.errno]}") from None
+    """Raise PassingError if the system lacks memory or open files, which says nothing about a file's content."""
+    if isinstance(error, OSError) and error.errno in _SHORTAGES:
+        raise PassingError(f"{in_words(error)}; {_SHORTAGES[error.errno]}") from None
     if isinstance(error, MemoryError):
         raise PassingError(f"there is not enough memory ({in_words(error)})") from None
 
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Let an OSError that says of no file name this one: a full disk is met in a write, which knows no path."""
+    """Add this file's name to an OSError that has none: a write to a full disk knows no path."""
     try:
         yield
     except OSError as error:
@@ -50,7 +70,7 @@ def naming(path: Path | str) -> Iterator[None]:
 
 
 def in_words(error: BaseException) -> str:
-    """Return what has failed, and where, on one line that can be printed."""
+    """Return what failed, and where, as one printable line."""
     text = printable(str(error)) or type(error).__name__
     if isinstance(error, OSError):
         text = error.strerror or text
@@ -60,5 +80,5 @@ def in_words(error: BaseException) -> str:
 
 
 def tell_at_once(line: str) -> None:
-    """Write a line to standard error past what holds its lock, as a thread does that ends the process."""
+    """Write a line to standard error without its lock, for a thread that ends the process."""
     os.write(2, f"{line}\n".encode(errors="backslashreplace"))

@@ -1,4 +1,4 @@
-"""Ids from users: their type, their shape, their range."""
+"""Ids from users: dtype, shape and range."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _LARGEST = 2**63 - 1
 
 
 class BeyondInt64Error(ValueError):
-    """An integer is too large for int64, and so for every table."""
+    """An integer is too large for int64, so it is outside every table."""
 
     def __init__(self, value: int, position: int) -> None:
         super().__init__(f"{value} at position {position} is beyond int64, and so outside every table")
@@ -21,15 +21,17 @@ class BeyondInt64Error(ValueError):
 
 
 def int64_of(given: Any, padding: int | None = None) -> npt.NDArray[Any]:
-    """Return integers that numpy would not have as int64, of uint64 or in lists, as int64; others as they are.
+    """Convert uint64 arrays and lists of large integers to int64; return other arrays unchanged.
 
-    padding  where it is beyond int64, it is taken for what its 64 bits are in int64; see `padding_of`
+    A `padding` beyond int64 keeps its 64 bits; see `padding_of`.
 
-    BeyondInt64Error, with the first one, where an integer does not fit; ValueError for what is no array.
+    Raises:
+        BeyondInt64Error: An integer does not fit; it names the first one.
+        ValueError: `given` is not an array.
     """
     array = np.asarray(given)
     if array.dtype.kind in "fO" and array.size and not hasattr(given, "dtype"):
-        exact = np.array(given, object)  # 2^63 beside -1 makes floating-point numbers of both
+        exact = np.array(given, object)  # numpy converts 2^63 and -1 together to floats
         if not all(type(one) is int for one in exact.flat):
             return array
         array = exact
@@ -47,15 +49,16 @@ def int64_of(given: Any, padding: int | None = None) -> npt.NDArray[Any]:
 
 
 def padding_of(padding: int) -> int:
-    """Return a padding as it is among ids int64: the same 64 bits, where it is beyond them."""
+    """Return a padding id as it appears among int64 ids: the same 64 bits if it is beyond int64."""
     return padding if padding <= _LARGEST else padding - 2**64
 
 
 def checked_ids(ids: npt.ArrayLike, rows: int, table: str) -> npt.NDArray[Any]:
-    """Return ids [N] as a C-contiguous array; TypeError, ValueError or UserError unless they are ids of the table.
+    """Return ids [N] of a table with `rows` rows as a C-contiguous array.
 
-    rows   of the table
-    table  its name, for the message
+    Raises:
+        TypeError, ValueError: A wrong dtype or shape.
+        UserError: An id is outside the table.
     """
     try:
         array = np.ascontiguousarray(check_ids(int64_of(ids)))
@@ -72,12 +75,10 @@ def checked_ids(ids: npt.ArrayLike, rows: int, table: str) -> npt.NDArray[Any]:
 
 
 def checked_positions(positions: Any, n: int, rows: int, table: str) -> npt.NDArray[Any] | None:
-    """Return positions [n], each in [0, rows), as a C-contiguous array; None for None.
+    """Return n positions in an array of `rows` rows, C-contiguous; None for None.
 
-    rows   of the array that they are positions in
-    table  its name, for the message
-
-    Raises TypeError or ValueError for what is none.
+    Raises:
+        TypeError, ValueError: A wrong dtype, shape or range.
     """
     if positions is None:
         return None

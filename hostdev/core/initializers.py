@@ -1,4 +1,4 @@
-"""How a table's weights start; each a pure function of (seed, table name, row, column)."""
+"""Initial weights of a table: pure functions of (seed, table name, row, column)."""
 
 import zlib
 from dataclasses import dataclass
@@ -29,9 +29,9 @@ class Normal:
     def fill(
         self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: Ids | None = None
     ) -> None:
-        """Fill a block float32 [V, 1 + S, D] with weights and the slots' constants float32 [S].
+        """Fill a block float32 [V, 1 + S, D] with weights, and with the slots' constants float32 [S].
 
-        Its rows are those of `ids`, int64 [V], or first_row and so on.
+        The rows are `ids`, int64 [V], or first_row, first_row + 1, ...
         """
         fill_normal(block, key64(seed, name), self.std, slots, first_row=first_row, ids=ids)
 
@@ -48,13 +48,13 @@ class Constant:
     def fill(
         self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: Ids | None = None
     ) -> None:
-        """Fill a block float32 [V, 1 + S, D] with the weight and the slots' constants float32 [S]."""
+        """Do `Normal.fill`."""
         fill_constant(block, self.value, slots)
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """Independent numbers, uniform from low to high, in 2^24 steps, each rounded to float32 once."""
+    """Independent numbers, uniform from low to high in 2^24 steps, rounded to float32 once."""
 
     low: float = -0.05
     high: float = 0.05
@@ -68,31 +68,31 @@ class Uniform:
     def fill(
         self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: Ids | None = None
     ) -> None:
-        """As `Normal.fill`."""
+        """Do `Normal.fill`."""
         fill_uniform(block, key64(seed, name, "uniform"), self.low, self.high, slots, first_row=first_row, ids=ids)
 
 
 class Given:
-    """The rows of an array float32 [rows, dim], or of what numpy makes one of; it is kept, and must not be changed.
+    """The rows of an array float32 [rows, dim], or of anything that numpy converts to one; do not change it afterwards.
 
-    With a part of a table, too, the array has all rows.
+    A rank that holds a part of a table also gets the whole array.
     """
 
     def __init__(self, values: npt.ArrayLike) -> None:
         self._values = np.ascontiguousarray(values, np.float32)
         if self._values.ndim != 2:
-            raise ValueError(f"initial values are an array [rows, dim], not {list(self._values.shape)}")
+            raise ValueError(f"initial values must be an array [rows, dim], not {list(self._values.shape)}")
         if not largest(self._values) < np.inf:
             row = int(np.flatnonzero(~np.isfinite(self._values).all(1))[0])
             raise ValueError(f"initial values must be finite, and those of row {row} are not")
 
     def __repr__(self) -> str:
-        """Return what processes that share a table compare: the values' checksum, and not where they lie."""
+        """Return text that ranks can compare: the checksum of the values, not their address."""
         rows, dim = self._values.shape
         return f"Given({rows} x {dim}, CRC-32 {zlib.crc32(self._values.data):08x})"
 
     def require(self, rows: int, dim: int, table: str) -> None:
-        """ValueError unless the array has this shape."""
+        """Raise ValueError unless the array has this shape."""
         if self._values.shape != (rows, dim):
             raise ValueError(
                 f"table {table!r} has {rows} rows of {dim} columns, and the array of its initial values the shape "
@@ -102,7 +102,7 @@ class Given:
     def fill(
         self, block: Rows, seed: int, name: str, slots: Rows, *, first_row: int = 0, ids: Ids | None = None
     ) -> None:
-        """As `Normal.fill`; seed and name do not matter."""
+        """Do `Normal.fill`; seed and name are not used."""
         if ids is None:
             block[:, 0] = self._values[first_row : first_row + len(block)]
         else:
@@ -112,14 +112,14 @@ class Given:
 
 Initializer = Normal | Constant | Uniform | Given
 
-_LARGEST = 1e37  # a standard deviation: a normal number of ten of them is finite in float32
+_LARGEST = 1e37  # standard deviation; ten of them are finite in float32
 
 
 def initializer(init: Any, rows: int, dim: int, table: str) -> Initializer:
-    """Return the initializer of a table [rows, dim] from what its user gave: one, or an array."""
+    """Return the initializer of a table [rows, dim] for the user's `init`: an initializer or an array."""
     if isinstance(init, Normal | Constant | Uniform):
         return init
-    if hasattr(init, "detach"):  # torch's
+    if hasattr(init, "detach"):  # a torch tensor
         init = init.detach().cpu().numpy()
     try:
         given = init if isinstance(init, Given) else Given(init)
@@ -141,7 +141,7 @@ def _require_finite(name: str, value: float) -> None:
 
 
 def initial_array(shape: tuple[int, ...], init: Initializer, seed: int, name: str) -> Rows:
-    """Return one array of initial values, as if it were the first row of the table `name`; float32 [*shape]."""
+    """Return initial values, float32 [*shape], equal to the first row of a table `name` with as many columns."""
     block = np.empty((1, 1, max(1, int(np.prod(shape)))), np.float32)
     init.fill(block, seed, name, np.empty(0, np.float32))
     return block.reshape(shape)

@@ -1,7 +1,7 @@
-"""Ctrl-C that cannot get lost: it ends the imports at once, and comes again where somebody has swallowed it.
+"""Ctrl-C that cannot get lost: it ends imports at once, and is raised again if something swallows it.
 
-KeyboardInterrupt is raised wherever the main thread is, also where nothing that is raised gets any further: in a
-finaliser or a callback, below a library's bare `except`, in C code that clears errors or makes an ImportError of them.
+Python raises KeyboardInterrupt wherever the main thread is, also where it goes no further: in a finalizer or callback,
+below a library's bare `except`, or in C code that clears errors or turns them into an ImportError.
 """
 
 import atexit
@@ -19,7 +19,7 @@ _AGAIN_SECONDS = 0.02
 
 @contextmanager
 def leaving(leave: Callable[[], object]) -> Iterator[None]:
-    """Call `leave`, which ends the process, at Ctrl-C within the block: there is nothing to clean up in imports."""
+    """On Ctrl-C within the block, call `leave`, which ends the process: imports need no cleanup."""
     if not (_is_main() and callable(signal.getsignal(signal.SIGINT))):
         yield
         return
@@ -31,34 +31,37 @@ def leaving(leave: Callable[[], object]) -> Iterator[None]:
 
 
 class _Interrupt(KeyboardInterrupt):
-    """Tells when nobody has it any more."""
+    """A KeyboardInterrupt that reports when nothing refers to it any more."""
 
-    def __init__(self, arriving: "Arriving") -> None:
+    def __init__(self, guard: "InterruptGuard") -> None:
         super().__init__()
-        self._arriving = arriving
+        self._guard = guard
 
     def __del__(self) -> None:
-        self._arriving._lost()
+        self._guard._raise_again()
 
 
-class Arriving:
-    """Within this context Ctrl-C raises KeyboardInterrupt until `arrived` is called.
+class InterruptGuard:
+    """A context in which Ctrl-C raises KeyboardInterrupt again and again until `handled` is called.
 
-    leave     ends the process; what Ctrl-C does after the context, as the interpreter's own end takes seconds
-    has_come  there was one
+    Args:
+        leave: Ends the process; the effect of Ctrl-C after the context, since the interpreter's own exit takes seconds.
+
+    Attributes:
+        is_interrupted: Whether Ctrl-C was pressed.
     """
 
     def __init__(self, leave: Callable[[], object] = lambda: None) -> None:
         self._leave = leave
-        self.has_come = self._has_arrived = False
+        self.is_interrupted = self._is_handled = False
         self._before: dict[int, Any] = {}
         self._hook = sys.unraisablehook
 
-    def __enter__(self) -> "Arriving":
+    def __enter__(self) -> "InterruptGuard":
         usual = signal.default_int_handler, signal.SIG_DFL
         if _is_main() and (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGALRM)) == usual:
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
-            self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, _come_again)
+            self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, _resend)
             atexit.register(_ignore)
             sys.unraisablehook = self._unraisable
         return self
@@ -66,41 +69,40 @@ class Arriving:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.arrived()
+        self.handled()
         if self._before:
             signal.signal(signal.SIGINT, lambda number, frame: self._leave())
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, self._before[signal.SIGALRM])
             sys.unraisablehook = self._hook
 
-    def arrived(self) -> None:
-        """The interrupt has reached who ends the command."""
-        self._has_arrived = True
+    def handled(self) -> None:
+        """Note that the interrupt has reached the code that ends the command."""
+        self._is_handled = True
 
     def _unraisable(self, raised: "sys.UnraisableHookArgs") -> None:
-        """Print what was raised where nobody can catch it, but not Ctrl-C, which comes again."""
+        """Print an unraisable exception, except for Ctrl-C, which is raised again."""
         if not isinstance(raised.exc_value, _Interrupt):
             self._hook(raised)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.has_come = True
+        self.is_interrupted = True
         raise _Interrupt(self)
 
-    def _lost(self) -> None:
-        """Raise it again soon: what is raised here, in a finaliser, would get lost as well."""
-        if not self._has_arrived and not sys.is_finalizing():
-            signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)  # no thread, which could wait for a lock here
+    def _raise_again(self) -> None:
+        """Raise the interrupt again soon: here, in a finalizer, it would get lost again."""
+        if not self._is_handled and not sys.is_finalizing():
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)  # a thread could wait for a lock here
 
 
 def _ignore() -> None:
-    """Ignore Ctrl-C from here, the last of what Python runs at its end: what follows would die of the signal."""
+    """Ignore Ctrl-C from here on, the last code that Python runs at exit, instead of dying of the signal."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _come_again(number: int, frame: FrameType | None) -> None:
-    os.kill(os.getpid(), signal.SIGINT)  # with whatever meaning that has now
+def _resend(number: int, frame: FrameType | None) -> None:
+    os.kill(os.getpid(), signal.SIGINT)  # with its current handler
 
 
 def _is_main() -> bool:
-    """Tell whether this thread gets signals."""
     return threading.current_thread() is threading.main_thread()

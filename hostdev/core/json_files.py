@@ -1,4 +1,4 @@
-"""JSON files that anybody may have made: read within limits, and turned into dataclasses by their annotations."""
+"""JSON files from untrusted sources: read within limits, and parsed into dataclasses by their annotations."""
 
 import json
 import math
@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 MOST_BYTES = 1 << 28
-_WIDEST = 2**63  # integers are in -_WIDEST.._WIDEST - 1, as int64 holds them
+_WIDEST = 2**63  # integers must fit int64
 
 T = TypeVar("T")
 
 
 def read(path: Path, most: int = MOST_BYTES) -> Any:
-    """Return what a JSON file holds.
+    """Return the content of a JSON file.
 
-    Raises OSError where it cannot be read, and ValueError where it is not a regular file, larger than `most` bytes, or
-    not JSON.
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is not a regular file, larger than `most` bytes, or not JSON.
     """
-    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would be waited for
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # do not wait for a pipe
     with os.fdopen(number, "rb") as file:
         found = os.fstat(number)
         if stat.S_ISDIR(found.st_mode):
@@ -41,12 +42,13 @@ def read(path: Path, most: int = MOST_BYTES) -> Any:
 
 
 def parse(kind: type[T], content: Any, where: str = "") -> T:
-    """Return a value of a type, such as a dataclass, from JSON; nothing is converted, only checked.
+    """Return a value of type `kind`, such as a dataclass, from JSON content; nothing is converted, only checked.
 
-    Takes dataclasses (objects with their fields; those with defaults may be missing), lists, tuples of any length,
-    dicts with text as keys, unions, int, float, str, bool, None and Any.
+    Supported are dataclasses (objects with their fields; those with defaults may be missing), lists, tuples of any
+    length, dicts with text keys, unions, int, float, str, bool, None and Any.
 
-    Raises ValueError, which says where it is wrong.
+    Raises:
+        ValueError: The content does not fit; the message says where.
     """
     found: T = _parse(kind, content, where)
     return found
@@ -70,7 +72,7 @@ def _parse(kind: Any, content: Any, where: str) -> Any:
         _require(type(content) is int and -_WIDEST <= content < _WIDEST, content, "a whole number of 64 bits", where)
     elif kind is float:
         is_float = type(content) is float and math.isfinite(content)
-        is_whole = type(content) is int and -_WIDEST <= content < _WIDEST  # a longer one may be no float
+        is_whole = type(content) is int and -_WIDEST <= content < _WIDEST  # a larger one may overflow a float
         _require(is_float or is_whole, content, "a number", where)
     elif kind is str:
         _require(isinstance(content, str), content, "text", where)

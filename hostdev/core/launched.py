@@ -1,4 +1,4 @@
-"""How many processes a launcher has started beside this one, and whether each is meant to train tables of its own."""
+"""The number of processes that a launcher has started, and whether each trains its own tables."""
 
 import contextlib
 import json
@@ -9,37 +9,39 @@ from pathlib import Path
 
 from hostdev.core.errors import UserError
 
-# Of each launcher: its name, and its variables for rank, ranks, local rank and ranks of the host.
+# Per launcher: its name, and its variables for rank, ranks, local rank and ranks of the host.
 LAUNCHERS = (
-    ("Open MPI", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-                  "OMPI_COMM_WORLD_LOCAL_SIZE")),
+    (
+        "Open MPI",
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ),
     ("MPICH", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
     ("RANK and WORLD_SIZE", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
-)  # fmt: skip
+)
 RANK_TABLE = ("RANK_TABLE_FILE", "RANK_ID")
-SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")  # a batch script itself has no number of tasks
+SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")  # not set in a batch script itself
 _alone = False
 
 
 def alone() -> None:
-    """Declare that this process trains tables of its own, although a launcher has started several processes.
+    """Declare that this process trains its own tables, although a launcher has started several processes.
 
-    Without it, a `Runtime`, a `HostTable` or a `Network` that trains in one of several processes and was given no
-    `ranks` raises UserError. It holds until the process ends, and has no effect where there is one process only.
+    Otherwise a `Runtime`, a `HostTable` or a `Network` that trains in one of several processes without `ranks` raises
+    UserError. The declaration holds until the process ends, and has no effect in a single process.
     """
     global _alone
     _alone = True
 
 
 def started(environment: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Return the number of processes that were started together, and what says so; (1, "") for a single process.
+    """Return the number of processes that were started together, and its source; (1, "") for a single process.
 
-    environment  in place of the process's own, where torch.distributed is not looked at
+    A given `environment` replaces the process's; then torch.distributed is not checked.
     """
     env = os.environ if environment is None else environment
     found = [(_number(env, names[1]), f"{names[1]} is {env[names[1]]}") for _, names in LAUNCHERS if names[1] in env]
     if RANK_TABLE[0] in env and RANK_TABLE[1] in env:
-        found.append((_ranks_of_table(Path(env[RANK_TABLE[0]])), f"so {RANK_TABLE[0]} says"))
+        found.append((_count_ranks(Path(env[RANK_TABLE[0]])), f"so {RANK_TABLE[0]} says"))
     if not found and SLURM[0] in env and SLURM[1] in env:
         found.append((_number(env, SLURM[1]), f"{SLURM[1]} is {env[SLURM[1]]}"))
     if environment is None:
@@ -48,10 +50,7 @@ def started(environment: Mapping[str, str] | None = None) -> tuple[int, str]:
 
 
 def require_alone(what: str, joining: str) -> None:
-    """Raise UserError where `what` would train on its own in one of several processes.
-
-    joining  what to do instead, within `hostdev.join()`
-    """
+    """Raise UserError if `what` would train alone in one of several processes; `joining` says what to do instead."""
     if _alone:
         return
     count, why = started()
@@ -68,15 +67,15 @@ def _number(env: Mapping[str, str], name: str) -> int:
     return int(value) if value.isascii() and value.isdecimal() and len(value) < 10 else 1
 
 
-def _ranks_of_table(path: Path) -> int:
-    """Return the number of devices in a rank table; 1 where it cannot be read, which `hostdev.join` reports."""
+def _count_ranks(path: Path) -> int:
+    """Return the number of devices in a rank table; 1 if it cannot be read, which `hostdev.join` reports."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return sum(len(server["device"]) for server in json.loads(path.read_text())["server_list"])
     return 1
 
 
 def group_size() -> int:
-    """Return the size of torch's default process group; 1 where there is none. Never imports torch."""
+    """Return the size of torch's default process group, 1 if there is none. Never imports torch."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return 1

@@ -1,4 +1,4 @@
-"""Locks on files, between processes: of a file that is open, until it is closed or unlocked."""
+"""File locks between processes: on an open file, until it is closed or unlocked."""
 
 import os
 from pathlib import Path
@@ -6,12 +6,12 @@ from typing import IO, Any
 
 try:
     import fcntl
-except ImportError:  # not POSIX: nobody is kept out
+except ImportError:  # not POSIX: no locks
     fcntl = None  # type: ignore[assignment]
 
 
 def try_lock(file: IO[Any]) -> bool:
-    """Lock a file, unless another process has or there are no locks; tell whether it is locked."""
+    """Lock a file unless another process holds it or locks are unsupported; return whether it is locked."""
     if fcntl is not None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -21,9 +21,10 @@ def try_lock(file: IO[Any]) -> bool:
 
 
 def lock_state(number: int, *, wait: bool = False) -> str:
-    """Lock an open file or folder; return "locked", "held" where another process has it, or "none": no locks here.
+    """Lock an open file or folder, waiting for another process if `wait`.
 
-    wait  for the process that has it
+    Returns:
+        "locked", "held" (by another process), or "none" (locks are unsupported).
     """
     if fcntl is not None:
         try:
@@ -31,25 +32,25 @@ def lock_state(number: int, *, wait: bool = False) -> str:
             return "locked"
         except BlockingIOError:
             return "held"
-        except OSError:  # a file system without locks, as some over a network are
+        except OSError:  # a file system without locks, such as some network file systems
             pass
     return "none"
 
 
 def await_lock(file: IO[Any]) -> None:
-    """Lock a file, once no other process has."""
+    """Lock a file, once no other process holds it."""
     if fcntl is not None:
         fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def unlock(file: IO[Any]) -> None:
-    """Unlock a file: a process that was forked meanwhile has it open, too."""
+    """Unlock a file explicitly, since a forked process may have it open, too."""
     if fcntl is not None:
         fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def is_still(path: Path, file: IO[Any]) -> bool:
-    """Tell whether an open file is still what lies at `path`, and was not removed, alone or with its folder."""
+    """Return whether an open file is still the one at `path`, so neither it nor its folder was removed."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except OSError:

@@ -1,4 +1,4 @@
-"""How much memory is free, and the refusal of a table that cannot fit, before it is allocated."""
+"""Free memory, and the refusal of tables that cannot fit before they are allocated."""
 
 import itertools
 import sys
@@ -17,7 +17,7 @@ _LEAST_RESERVE = 256 << 20
 
 
 def gib(n: int) -> str:
-    """Return a number of bytes as text, in the unit that suits it."""
+    """Format a number of bytes in a suitable unit."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if n >= size:
             return f"{n / size:.1f} {unit}"
@@ -25,7 +25,7 @@ def gib(n: int) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that a text such as "16GiB", "500 MB" or "1e9" says; UserError if it says none."""
+    """Parse a size such as "16GiB", "500 MB" or "1e9"; UserError for other text."""
     number, unit = text.strip(), 1
     for power, letter in enumerate("KMGT", 1):
         for suffix, base in ((f"{letter}iB", 1024), (f"{letter}B", 1000), (letter, 1024)):
@@ -40,17 +40,17 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
-_sharing = 1  # processes of one training on this host
+_sharing = 1  # processes of one run on this host
 
 
 def share_memory(processes: int) -> None:
-    """Let `available_bytes` be this process's share among so many, which allocate at the same time."""
+    """Make `available_bytes` this process's share among `processes`, which allocate at the same time."""
     global _sharing
     _sharing = processes
 
 
 def available_bytes() -> int:
-    """Return the bytes that can be allocated without swapping, within the container's limit if there is one."""
+    """Return the bytes that can be allocated without swapping, within the container's limit."""
     available = int(psutil.virtual_memory().available)
     for folder in _control_groups():
         for limit_name, used_name in (
@@ -67,7 +67,7 @@ def available_bytes() -> int:
 
 
 def _control_groups() -> list[Path]:
-    """The folders of this process's memory control group and of those around it (cgroup v2, then v1)."""
+    """Return the folders of this process's memory control group and of its ancestors (cgroup v2, then v1)."""
     found = [_CGROUP, _CGROUP / "memory"]
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -83,14 +83,14 @@ def _control_groups() -> list[Path]:
 
 
 def _page_cache(folder: Path) -> int:
-    """Bytes of files that a control group's usage counts and that the kernel gives up when memory is asked for."""
+    """Return the bytes of cached files in a control group's usage, which the kernel frees on demand."""
     values = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     prefix = "total_" if "total_inactive_file" in values else ""
     return int(values[f"{prefix}inactive_file"]) + int(values[f"{prefix}active_file"])
 
 
 def peak_rss_bytes() -> int:
-    """Return the largest resident set of this process so far."""
+    """Return the peak resident set size of this process."""
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     import resource  # not on Windows
@@ -100,29 +100,26 @@ def peak_rss_bytes() -> int:
 
 
 def table_bytes(rows: int, dim: int, slots: int, row_slots: int = 0, dtype: str = FP32) -> int:
-    """Return what a table holds: rows x dim x (1 + slots) x 4 bytes, and 4 more for each slot of one value a row.
-
-    dtype  of its weights; "bf16": 2 bytes each on the host, where it saves memory
-    """
+    """Return a table's bytes: rows x dim x (1 + slots) x 4 (2 for bf16 weights), and rows x 4 x row_slots."""
     return rows * (dim * (weight_bytes(dtype) + 4 * slots) + 4 * row_slots)
 
 
 class TableShape(NamedTuple):
-    """What a table's bytes depend on, but for its rows."""
+    """The properties of a table that determine its bytes per row."""
 
     dim: int
     optimizer: SparseOptimizer
-    dtype: str = FP32  # of its weights, as the host stores them
+    dtype: str = FP32  # of the weights in host memory
 
     def nbytes(self, rows: int) -> int:
-        """Return the bytes of so many rows with their slots."""
+        """Return the bytes of this many rows with their slots."""
         return table_bytes(rows, self.dim, len(self.optimizer.slots), len(self.optimizer.row_slots), self.dtype)
 
 
 def row_bytes(tables: Iterable[tuple[int, SparseOptimizer] | TableShape]) -> tuple[int, int]:
-    """Return the bytes of one row of all these tables as float32, which it is on its way: its weights, with its slots.
+    """Return the float32 bytes of one row of all these tables in transit: of its weights, and with its slots.
 
-    tables  columns and optimizer of each
+    Tables are given as (dim, optimizer) or as shapes.
     """
     passing = whole = 0
     for dim, optimizer, *_ in tables:
@@ -132,28 +129,27 @@ def row_bytes(tables: Iterable[tuple[int, SparseOptimizer] | TableShape]) -> tup
 
 
 def copied_bytes(passing: int, changing: int, uses: int, row: int, whole: int) -> int:
-    """Return what the copies of a batch need of the host's memory, on an accelerator.
+    """Return the host memory for the copies of a batch, with an accelerator.
 
-    passing   rows that go down and come back, some of them again because they were late, or wanted first
-    changing  rows that come or go with their slots
-    uses      of rows: a position, a weight and what else there is of each
-    row       bytes of a row of all tables; whole, with its slots
+    Args:
+        passing: Rows sent and returned, some of them again, as conflicting or wanted first.
+        changing: Rows that a cache admits or evicts, with their slots.
+        uses: Occurrences of rows, each with a position, a weight, etc.
+        row: Bytes of a row of all tables.
+        whole: Bytes of a row with its slots.
     """
     return 4 * passing * row + 2 * changing * whole + 16 * uses
 
 
 def pinned_size(nbytes: int) -> int:
-    """Return the size of a piece of pinned memory: a quarter more, and a power of two, as torch would round it to."""
+    """Return the size of a pinned buffer: a quarter more, rounded up to a power of two as torch would."""
     return 1 << max(12, (nbytes * 5 // 4 - 1).bit_length())
 
 
 def require_table(
     name: str, rows: int, dim: int, optimizer: SparseOptimizer, free: int, where: str, dtype: str = FP32
 ) -> int:
-    """Return the bytes of a table of this shape; UserError unless it fits into `free` bytes of the memory `where`.
-
-    dtype  of the weights as they are stored there
-    """
+    """Return the bytes of a table with this dtype of weights; UserError unless it fits into `free` bytes."""
     needed = TableShape(dim, optimizer, dtype).nbytes(rows)
     if needed > free:
         slots, row_slots = len(optimizer.slots), len(optimizer.row_slots)
@@ -168,21 +164,19 @@ def require_table(
 
 
 def cache_room(free: int, beside: int = 0) -> int:
-    """Return how many of an accelerator's `free` bytes an embedding cache may take.
+    """Return how many of an accelerator's `free` bytes an embedding cache may take, with `beside` more to be allocated.
 
-    A tenth, and at least 256 MiB, stays for what nobody can tell in advance: the libraries' workspaces, fragments, a
-    model that is not known.
-
-    beside  what is known to be needed, such as `dense_bytes`, and not yet allocated
+    A tenth, and at least 256 MiB, is reserved for needs that are not known in advance: the libraries' workspaces,
+    fragmentation, an unknown model.
     """
     return max(0, free - beside - max(free // 10, _LEAST_RESERVE))
 
 
 def dense_bytes(batch_size: int, inputs: int, layers: Sequence[int]) -> int:
-    """Return about what dense layers need in a step with Adam.
+    """Estimate the float32 memory of dense layers in a step with Adam.
 
-    Float32: each parameter with its gradient and two moments; of a row of the batch the input, before and after its
-    scaling, and its gradient, and of each hidden layer the output and the activation with their gradients.
+    Each parameter counts with its gradient and two moments; each sample's input, before and after scaling, with its
+    gradient; each hidden layer's output and activation with their gradients.
     """
     parameters = sum(a * b + b for a, b in itertools.pairwise([inputs, *layers, 1]))
     return 16 * parameters + 4 * batch_size * (3 * inputs + 4 * sum(layers))

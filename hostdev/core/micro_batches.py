@@ -1,25 +1,25 @@
-"""How a batch is cut into micro-batches, and in which order what they come to is added: functions of their number only.
+"""How a batch is split into micro-batches, and the order of sums over them; both depend on their number only.
 
-A sum over micro-batches is a binary tree: neighbours are added, then neighbours of these, and one that is left over at
-the end of a level goes up as it is. Of M micro-batches [0, M) a node is [start, start + size), size a power of two and
-start a multiple of it, cut off at M. So whoever has computed some neighbouring micro-batches adds what nodes they make
-up, and the rest is added where the nodes meet: the result does not depend on who has computed what.
+A sum over micro-batches is a binary tree: neighbours are added, then neighbours of these; a leftover node at the end of
+a level moves up unchanged. A node of M micro-batches is [start, start + size), cut off at M, where size is a power of
+two and start a multiple of it. Each rank adds the nodes that its neighbouring micro-batches complete, and the rest is
+added where nodes meet, so the result does not depend on which rank computed which micro-batch.
 """
 
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
-EXCHANGES = ("tree", "all-reduce")  # how ranks add up what all of them have; the latter in an order of its own
+EXCHANGES = ("tree", "all-reduce")  # how ranks sum gradients; the latter in an order of its own
 
 
 def cut(rows: int, parts: int) -> list[tuple[int, int]]:
-    """Return where the parts of a batch begin and end: as equal as they can be, some empty where rows are few."""
+    """Return the begin and end of each part of a batch: as equal as possible, some empty if there are few samples."""
     return [(rows * part // parts, rows * (part + 1) // parts) for part in range(parts)]
 
 
 class Node(NamedTuple, Generic[T]):
-    """What some neighbouring micro-batches have come to; None where that is nothing, which is not added."""
+    """The sum over some neighbouring micro-batches; None for nothing, which is not added."""
 
     start: int
     size: int
@@ -27,23 +27,23 @@ class Node(NamedTuple, Generic[T]):
 
 
 class TreeSum(Generic[T]):
-    """Adds in the tree's order what comes in the order of the micro-batches.
+    """A sum in the tree's order of values that arrive in the order of the micro-batches.
 
-    add  returns the sum of two values, and may change the first
+    `add` returns the sum of two values, and may change the first.
     """
 
     def __init__(self, add: Callable[[T, T], T]) -> None:
         self._add = add
-        self.nodes: list[Node[T]] = []  # as large as they can be so far, in order
+        self.nodes: list[Node[T]] = []  # the largest complete nodes so far, in order
 
     def put(self, node: Node[T]) -> None:
-        """Add the next one."""
+        """Add the next node."""
         while self.nodes and self.nodes[-1].size == node.size and self.nodes[-1].start % (2 * node.size) == 0:
             node = self._joined(self.nodes.pop(), node)
         self.nodes.append(node)
 
     def total(self) -> T | None:
-        """Return the sum over all, which came from the first on; None where there is nothing."""
+        """Return the sum over all, which began with the first; None for nothing."""
         while len(self.nodes) > 1:
             right = self.nodes.pop()
             self.nodes.append(self._joined(self.nodes.pop(), right))
@@ -57,7 +57,7 @@ class TreeSum(Generic[T]):
 
 
 def nodes_of(start: int, stop: int) -> list[tuple[int, int]]:
-    """Return the nodes (start, size) that the micro-batches [start, stop) make up."""
+    """Return the nodes (start, size) that the micro-batches [start, stop) complete."""
     tree: TreeSum[None] = TreeSum(lambda left, right: None)
     for number in range(start, stop):
         tree.put(Node(number, 1, None))

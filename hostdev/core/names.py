@@ -1,4 +1,4 @@
-"""Names of files that a manifest gives: plain relative paths that stay inside the manifest's folder."""
+"""File names in manifests: plain relative paths that stay inside the manifest's folder."""
 
 import stat
 from pathlib import Path
@@ -8,7 +8,7 @@ _LONGEST = 4096  # characters of a path
 
 
 def wrong_name(name: Any) -> str | None:
-    """Return what is wrong with a file's name in a manifest, such as "a/b.arrow"; None where nothing is."""
+    """Return what is wrong with a file name in a manifest, such as "a/b.arrow", or None."""
     if not isinstance(name, str) or not name:
         return "is not a name"
     if len(name) > _LONGEST:
@@ -23,7 +23,7 @@ def wrong_name(name: Any) -> str | None:
 
 
 def require_name(name: Any) -> str:
-    """Return a file's name; ValueError where it is none that a manifest may give."""
+    """Return a file name; ValueError if a manifest may not contain it."""
     if wrong := wrong_name(name):
         raise ValueError(f"the name {str(name)[:80]!r} {wrong}")
     return str(name)
@@ -32,8 +32,8 @@ def require_name(name: Any) -> str:
 def inside(root: Path, name: str) -> Path:
     """Return the path of a file that a manifest in the folder `root` names.
 
-    Raises ValueError where the name is not plain, a link leads outside the folder, or it is there and a pipe or a
-    device: one could wait for ever for it.
+    Raises:
+        ValueError: The name is not plain, a link leads outside the folder, or the file is a pipe or a device.
     """
     path, mode, is_linked = root, 0, False
     for part in require_name(name).split("/"):
@@ -43,7 +43,7 @@ def inside(root: Path, name: str) -> Path:
         except FileNotFoundError:
             return root / name
         except OSError as error:
-            raise ValueError(f"{path} cannot be looked at ({error.strerror})") from None
+            raise ValueError(f"{path} cannot be accessed ({error.strerror})") from None
         is_linked |= stat.S_ISLNK(mode)
     if is_linked:
         try:
@@ -52,8 +52,8 @@ def inside(root: Path, name: str) -> Path:
             mode = path.stat().st_mode
         except FileNotFoundError:
             return path
-        except (OSError, RuntimeError) as error:  # links in a circle
+        except (OSError, RuntimeError) as error:  # circular links
             raise ValueError(f"{path} cannot be found ({error})") from None
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a folder fails where it is opened
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a folder fails later
         raise ValueError(f"{path} is not a regular file")
     return path

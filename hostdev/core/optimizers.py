@@ -1,9 +1,9 @@
 """The sparse optimizers: hyperparameters, recurrences and slots. The arithmetic is in kernels/ and device/.
 
-Of an optimizer the learning rate, and nothing else, may be set (`table.optimizer.lr = 1e-4`): from the next update on.
+Only an optimizer's learning rate may be changed (`table.optimizer.lr = 1e-4`), from the next update on.
 
-Scalars are computed in float64 and rounded to float32 once, but for 1 - beta: the decay and its complement must
-add up to 1 in float32, or a moment of constant gradients drifts (1e-5 for beta2 = 0.999); MindSpore's kernel agrees.
+Scalars are computed in float64 and rounded to float32 once, except 1 - beta: the decay and its complement must add up
+to 1 in float32, or a moment of constant gradients drifts (1e-5 for beta2 = 0.999); MindSpore's kernel does the same.
 """
 
 import math
@@ -17,29 +17,29 @@ from hostdev.core.errors import UserError
 
 
 class SparseOptimizer(Protocol):
-    """What a table needs to know of its optimizer."""
+    """The interface of an optimizer for tables."""
 
     primitive: ClassVar[str]  # the name of the op that applies it
     lr: float  # may be set between updates
 
     @property
     def slots(self) -> Mapping[str, float]:
-        """Initial value of each slot of D values a row, by name, in the order in which a row stores them."""
+        """Initial value of each slot of D values per row, by name, in storage order."""
 
     @property
     def row_slots(self) -> Mapping[str, float]:
-        """Initial value of each slot of one value a row, by name."""
+        """Initial value of each slot of one value per row, by name."""
 
     @property
     def largest_gradient(self) -> float:
-        """Largest absolute value of a summed gradient that may reach a row."""
+        """Largest absolute value of a row's summed gradient."""
 
     def scalars(self, step: int, dim: int) -> tuple[Any, ...]:
-        """The kernel's scalar arguments at the table's step 1, 2, 3, ... for rows of `dim` columns."""
+        """Return the kernel's scalars at the table's step 1, 2, 3, ... for rows of `dim` columns."""
 
 
 class _Optimizer:
-    """Fields that are checked and then fixed, all but lr, which may be set and is checked again."""
+    """Fields that are checked and then fixed, except lr, which is checked again when it is set."""
 
     lr: float
 
@@ -65,15 +65,15 @@ class _Optimizer:
 
     @property
     def row_slots(self) -> Mapping[str, float]:
-        """None."""
+        """No slots of one value per row."""
         return {}
 
     @property
     def largest_gradient(self) -> float:
         """2^46, about 7e13: a sum of squares of such gradients cannot become infinite.
 
-        A finite float32 number plus 2^102, the half of its largest step, stays finite: 2^92 leaves room for sums over
-        ranks. So no optimizer has to look at what it writes.
+        A finite float32 number plus 2^102, half of its largest step, stays finite; 2^92 leaves room for sums over
+        ranks. So optimizers need not check what they write.
         """
         return 2.0**46
 
@@ -87,7 +87,7 @@ _NEEDED: dict[str, Callable[[float], bool]] = {
 
 
 def _check(name: str, value: float, needed: str, why: str = "") -> None:
-    """Raise ValueError unless a value is finite and what is needed, and still is when rounded to float32."""
+    """Raise ValueError unless a value is finite and fulfils `needed`, also when rounded to float32."""
     holds = _NEEDED[needed]
     if not (math.isfinite(value) and holds(value)):
         raise ValueError(f"{name} must be {needed}, not {value}{why}")
@@ -98,7 +98,7 @@ def _check(name: str, value: float, needed: str, why: str = "") -> None:
 
 
 def _check_lr(lr: float) -> None:
-    """Raise ValueError unless a learning rate is positive, or 0: with it, as a warm-up may begin, weights stay."""
+    """Raise ValueError unless a learning rate is positive, or 0, which keeps the weights (start of a warm-up)."""
     _check("lr", lr, "at least 0")
     if lr:
         _check("lr", lr, "positive")
@@ -106,9 +106,9 @@ def _check_lr(lr: float) -> None:
 
 @dataclass(kw_only=True, unsafe_hash=True)
 class LazyAdam(_Optimizer):
-    """Adam on the rows of a batch only; the moments of the other rows do not decay.
+    """Adam on the rows of a batch only; the moments of other rows do not decay.
 
-    With g the summed gradient of a row and t the number of steps that the table has taken::
+    With g the summed gradient of a row and t the table's number of steps::
 
         lr_t = lr * sqrt(1 - beta2^t) / (1 - beta1^t)
         m <- beta1 * m + (1 - beta1) * g
@@ -117,8 +117,8 @@ class LazyAdam(_Optimizer):
 
     With `nesterov` the numerator's m is beta1 * m + (1 - beta1) * g with the new m.
 
-    Source: Kingma & Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015; the efficient ordering at the end
-    of its section 2, which puts eps beside the uncorrected root. Deviations: lazy, and t is the table's.
+    Source: Kingma & Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015; the efficient ordering at the end of
+    its section 2, which adds eps to the uncorrected root. Deviations: lazy, and t is the table's.
     """
 
     lr: float = field(default=3.5e-4, hash=False)
@@ -149,7 +149,7 @@ class LazyAdam(_Optimizer):
         return 2.0**58
 
     def scalars(self, step: int, dim: int) -> tuple[Any, ...]:
-        """(lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, nesterov) of `kernels.lazy_adam`."""
+        """Return (lr_t, beta1, 1 - beta1, beta2, 1 - beta2, eps, nesterov) for `kernels.lazy_adam`."""
         lr_t = np.float32(self.lr * math.sqrt(1 - self.beta2**step) / (1 - self.beta1**step))
         one, beta1, beta2 = map(np.float32, (1, self.beta1, self.beta2))
         return lr_t, beta1, one - beta1, beta2, one - beta2, np.float32(self.eps), bool(self.nesterov)
@@ -167,7 +167,7 @@ class FTRL(_Optimizer):
         w <- (sign(z) * l1 - z) / (n^-p / lr + 2 * l2)   if |z| > l1, else 0
 
     Source: McMahan et al., "Ad Click Prediction: a View from the Trenches", KDD 2013, algorithm 1. Deviations: the
-    learning rate's power is free, and l2 counts twice, both as in TensorFlow's and MindSpore's kernels.
+    power of the learning rate is a parameter, and l2 counts twice, both as in TensorFlow's and MindSpore's kernels.
     """
 
     lr: float = field(default=5e-2, hash=False)
@@ -193,17 +193,17 @@ class FTRL(_Optimizer):
 
     @property
     def largest_gradient(self) -> float:
-        """As of the others that add squares up; less where the power of the sum would become infinite."""
+        """That of `Adagrad`; less if the power of the sum would become infinite."""
         return float(2.0 ** (46 / max(1.0, -self.lr_power)))
 
     def scalars(self, step: int, dim: int) -> tuple[Any, ...]:
-        """(lr, l1, 2 * l2, -lr_power) of `kernels.ftrl`; the same at every step."""
+        """Return (lr, l1, 2 * l2, -lr_power) for `kernels.ftrl`; the same at every step."""
         return (*map(np.float32, (self.lr, self.l1, 2 * self.l2)), float(-self.lr_power))
 
 
 @dataclass(kw_only=True, unsafe_hash=True)
 class SGD(_Optimizer):
-    """Plain stochastic gradient descent: w <- w - lr * g, with g the summed gradient of a row. No slots."""
+    """Stochastic gradient descent: w <- w - lr * g, with g the summed gradient of a row. No slots."""
 
     lr: float = field(default=1e-2, hash=False)
 
@@ -219,11 +219,11 @@ class SGD(_Optimizer):
 
     @property
     def slots(self) -> Mapping[str, float]:
-        """None."""
+        """No slots."""
         return {}
 
     def scalars(self, step: int, dim: int) -> tuple[Any, ...]:
-        """(lr,) of `kernels.adagrad.sgd`."""
+        """Return (lr,) for `kernels.adagrad.sgd`."""
         return (np.float32(self.lr),)
 
 
@@ -250,21 +250,21 @@ class Adagrad(_Optimizer):
         return {"accum": self.initial_accum}
 
     def scalars(self, step: int, dim: int) -> tuple[Any, ...]:
-        """(lr, eps) of `kernels.adagrad.adagrad`."""
+        """Return (lr, eps) for `kernels.adagrad.adagrad`."""
         return np.float32(self.lr), np.float32(self.eps)
 
 
 @dataclass(kw_only=True, unsafe_hash=True)
 class RowWiseAdagrad(_Optimizer):
-    """Adagrad with one accumulator a row, as DLRM uses it: 4 bytes of state a row instead of 4 * D.
+    """Adagrad with one accumulator per row, as in DLRM: 4 bytes of state per row instead of 4 * D.
 
     With D columns::
 
         accum <- accum + (sum over the row of g^2) / D
         w <- w - lr * g / (sqrt(accum) + eps)
 
-    The sum is taken in 16 lanes: lane k adds the squares of columns k, k + 16, k + 32, ... in that order, and then the
-    lanes are added from 0 to 15.
+    The sum has 16 lanes: lane k adds the squares of columns k, k + 16, k + 32, ... in that order; then the lanes are
+    added from 0 to 15.
 
     Source: Mudigere et al., "Software-Hardware Co-design for Fast and Scalable Training of Deep Learning Recommendation
     Models", ISCA 2022, section 4.1.4; FBGEMM's EXACT_ROWWISE_ADAGRAD.
@@ -281,16 +281,16 @@ class RowWiseAdagrad(_Optimizer):
 
     @property
     def slots(self) -> Mapping[str, float]:
-        """None of D values a row."""
+        """No slots of D values per row."""
         return {}
 
     @property
     def row_slots(self) -> Mapping[str, float]:
-        """The sum of mean squared gradients, one value a row."""
+        """The sum of mean squared gradients, one value per row."""
         return {"accum": self.initial_accum}
 
     def scalars(self, step: int, dim: int) -> tuple[Any, ...]:
-        """(lr, eps, D) of `kernels.adagrad.row_wise_adagrad`."""
+        """Return (lr, eps, D) for `kernels.adagrad.row_wise_adagrad`."""
         return np.float32(self.lr), np.float32(self.eps), np.float32(dim)
 
 
@@ -310,7 +310,7 @@ OPTIMIZERS: Mapping[str, Callable[..., SparseOptimizer]] = {
 
 
 def optimizer_of(name: str, lr: float | None = None) -> SparseOptimizer:
-    """Return the optimizer of a name in OPTIMIZERS, with this learning rate or its own; UserError if one is wrong."""
+    """Return the optimizer of a name in OPTIMIZERS, with this learning rate or its default; UserError if wrong."""
     if name not in OPTIMIZERS:
         raise UserError(f"there is no table optimizer {name!r}; choose one of {', '.join(OPTIMIZERS)}")
     try:
@@ -320,7 +320,7 @@ def optimizer_of(name: str, lr: float | None = None) -> SparseOptimizer:
 
 
 def require_optimizer(optimizer: object, table: str) -> None:
-    """Raise TypeError unless `optimizer` is one for the table of this name: a name, a class or torch's is not."""
+    """Raise TypeError unless `optimizer` is an optimizer for tables, and not a name, a class or one of torch's."""
     needed = ("primitive", "lr", "slots", "row_slots", "scalars")
     if not isinstance(optimizer, type) and all(hasattr(optimizer, name) for name in needed):
         return

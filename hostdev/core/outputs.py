@@ -1,7 +1,7 @@
-"""New files and folders that commands write: whole under their names or not there, and each by one process.
+"""New files and folders that commands write: complete under their names or absent, each written by one process.
 
-The content is written beside the name, under a hidden one that the process holds a lock on; what a killed process left
-there is removed. A name that is taken meanwhile is never overwritten.
+The content is written to a hidden sibling, on which the process holds a lock; leftovers of a killed process are
+removed. A name that another process creates meanwhile is never overwritten.
 """
 
 import errno
@@ -16,34 +16,37 @@ from pathlib import Path
 from hostdev.core import locks
 from hostdev.core.errors import UserError
 
-_LONGEST = 240  # bytes of a name, which may get a number at its end
-_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # of a rename onto a name that is taken
+_LONGEST = 240  # bytes of a name, to which a number may be appended
+_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # errors of a rename to an existing name
 
 
 @contextmanager
 def new_file(out: Path, option: str = "--out", *, wait: bool = False) -> Iterator[Path]:
-    """Yield the path of an empty file, which becomes `out` at the end of the block and is removed where that raises.
+    """Yield the path of an empty file, which becomes `out` at the end of the block, and is removed if that raises.
 
-    option  what the user gave the name with
-    wait    wait for another process that writes `out`, instead of raising
+    Args:
+        option: The option that gave the name, for messages.
+        wait: Wait for another process that writes `out` instead of raising.
 
-    Raises UserError where `out` is there, at the beginning or at the end, or another process writes it.
+    Raises:
+        UserError: `out` exists, at the beginning or the end, or another process writes it.
     """
     with _hidden(_beside(out, "partial"), f"{option} {out}", _make_file, wait) as partial:
         if os.path.lexists(out):
-            raise _taken_file(out, option)
+            raise _file_exists_error(out, option)
         yield partial
         try:
             _publish_file(partial, out)
         except FileExistsError:
-            raise _taken_file(out, option) from None
+            raise _file_exists_error(out, option) from None
 
 
 @contextmanager
 def new_folder(out: Path, option: str = "--out") -> Iterator[Path]:
-    """Yield the path of an empty folder, which becomes `out` at the end of the block and is removed where that raises.
+    """Yield the path of an empty folder, which becomes `out` at the end of the block, and is removed if that raises.
 
-    Raises UserError as `new_file` does.
+    Raises:
+        UserError: As in `new_file`.
     """
     with _hidden(_beside(out, "unfinished"), f"{option} {out}", _make_folder, False) as partial:
         if os.path.lexists(out):
@@ -66,29 +69,29 @@ def _beside(out: Path, suffix: str) -> Path:
     return out.with_name(f".{os.fsdecode(name)}.{suffix}")
 
 
-def _taken_file(out: Path, option: str) -> UserError:
+def _file_exists_error(out: Path, option: str) -> UserError:
     return UserError(f"{option} {out} exists; choose another file")
 
 
 def taken_folder(out: Path, option: str = "--out") -> UserError:
-    """Return the error for a folder that is there already."""
+    """Return the error for an existing folder."""
     return UserError(f"{out} exists already; remove it or choose another {option}")
 
 
 @contextmanager
 def _hidden(path: Path, what: str, make: Callable[[Path], int], wait: bool) -> Iterator[Path]:
-    """Make `path`, or where the file system has no locks one like it, and hold it; remove it at the end."""
+    """Create and lock `path`, or a similar one without locks; remove it at the end."""
     number, path = _claim(path, what, make, wait)
     try:
         yield path
     finally:
         with suppress(OSError):
             _remove(path)
-        os.close(number)  # last: until here nobody else takes the name
+        os.close(number)  # last, as it releases the name
 
 
 def _claim(path: Path, what: str, make: Callable[[Path], int], wait: bool) -> tuple[int, Path]:
-    """Return an open file or folder that this process has made and locked, and its path."""
+    """Return an open file or folder that this process has created and locked, and its path."""
     while True:
         try:
             number = make(path)
@@ -103,7 +106,7 @@ def _claim(path: Path, what: str, make: Callable[[Path], int], wait: bool) -> tu
                 raise UserError(f"{what}: {path} is in the way; remove it") from None
         try:
             state = locks.lock_state(number, wait=wait and not made)
-            if state == "none":  # no locks here: a name of one's own
+            if state == "none":  # no locks: use a unique name
                 if made:
                     return number, path
                 path = path.with_name(f"{path.name}-{os.urandom(4).hex()}")
@@ -114,7 +117,7 @@ def _claim(path: Path, what: str, make: Callable[[Path], int], wait: bool) -> tu
                     return number, path
                 if not (stat.S_ISREG(mode := os.fstat(number).st_mode) or stat.S_ISDIR(mode)):
                     raise UserError(f"{what}: {path} is in the way; remove it")
-                _remove(path)  # of a process that was killed: removed, and not written to, as it may have other names
+                _remove(path)  # left by a killed process; not reused, as it may have other names
         except BaseException:
             os.close(number)
             if made:
@@ -141,13 +144,13 @@ def _make_folder(path: Path) -> int:
 
 
 def _publish_file(partial: Path, out: Path) -> None:
-    """Give a file its name; FileExistsError where that is taken."""
+    """Give a file its final name; FileExistsError if it exists."""
     try:
         os.link(partial, out)
         return
     except FileExistsError:
         raise
-    except OSError:  # no hard links here: take the name first
+    except OSError:  # no hard links: create the name first
         os.close(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     partial.replace(out)
 

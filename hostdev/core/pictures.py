@@ -1,4 +1,4 @@
-"""Pictures that commands draw: a new file, a figure that leaves the user's pyplot alone."""
+"""Pictures that commands draw, without pyplot's global state."""
 
 import itertools
 from pathlib import Path
@@ -11,13 +11,13 @@ _SUFFIXES = (".png", ".pdf", ".svg")
 
 
 def new_path(stem: str) -> Path:
-    """Return STEM.png, or STEM-2.png, ... where an earlier one is kept."""
+    """Return STEM.png, or STEM-2.png, ... if earlier ones exist."""
     names = (f"{stem}{'' if number == 1 else f'-{number}'}.png" for number in itertools.count(1))
     return next(path for path in map(Path, names) if not path.exists())
 
 
 def require_new(out: Path) -> None:
-    """Raise UserError unless --out is a picture that can be written and is not there, before the work."""
+    """Raise UserError before the work unless --out is a new picture in a writable format and folder."""
     if out.exists():
         raise UserError(f"--out {out} exists; choose another file")
     if out.suffix.lower() not in _SUFFIXES or not out.parent.is_dir():
@@ -30,17 +30,17 @@ def require_new(out: Path) -> None:
 
 
 def figure(width: float, height: float) -> Any:
-    """Return an empty figure of so many inches."""
+    """Return an empty figure of this size in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     made = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(made)  # and no pyplot, which is the user's
+    FigureCanvasAgg(made)  # not pyplot, whose state is the user's
     return made
 
 
 def save(made: Any, out: Path) -> None:
-    """Write a figure to --out; UserError where that cannot be written, or another process has made it meanwhile."""
+    """Write a figure to --out; UserError if that fails or another process has created it meanwhile."""
     try:
         with new_file(out) as partial:
             made.savefig(partial, dpi=100, format=out.suffix.lower().removeprefix("."))

@@ -1,4 +1,4 @@
-"""A network as pieces that follow each other."""
+"""A network as a sequence of segments."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -7,11 +7,12 @@ from torch import nn
 
 
 class Piece(NamedTuple):
-    """A part of a network that takes what the one before it has returned.
+    """A segment of a network, which takes the output of the previous one.
 
-    name   by which `--stage-cut` says that a stage begins with it
-    call   takes tensors and returns one or a tuple of them; that of the first piece takes the network's inputs
-    holds  the modules and parameters that it uses
+    Attributes:
+        name: The name by which `--stage-cut` refers to it.
+        call: Takes tensors and returns one or a tuple; the first segment takes the network's inputs.
+        holds: The modules and parameters that it uses.
     """
 
     name: str
@@ -20,7 +21,7 @@ class Piece(NamedTuple):
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Its parameters, each once."""
+        """Return its parameters, each once."""
         found: dict[int, nn.Parameter] = {}
         for one in self.holds:
             for parameter in [one] if isinstance(one, nn.Parameter) else one.parameters():
@@ -29,7 +30,7 @@ class Piece(NamedTuple):
 
 
 def run(pieces: Iterable[Piece], *values: Any) -> Any:
-    """Return what pieces, one after the other, make of values."""
+    """Apply segments, one after the other."""
     result: Any = values
     for piece in pieces:
         result = piece.call(*result) if isinstance(result, tuple) else piece.call(result)

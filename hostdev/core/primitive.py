@@ -1,6 +1,6 @@
-"""Ops with a name, a target and a clock: what the log and the summary's table are made of.
+"""Timed ops with a name and a target: the source of the log and of the summary's table.
 
-The table that an op works on decides where it runs; the op's `primitive_target` must say the same.
+An op runs where its table is; its `primitive_target` must say the same.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ from hostdev.kernels.pool import Task, run_tasks, timed
 TARGETS = ("CPU", "DEVICE")
 Report = Callable[[int], None]
 
-_MOST_WAITING = 1 << 16  # lines for the thread that writes them
+_MOST_WAITING = 1 << 16  # lines queued for the writer thread
 _EVERY_SECONDS = 1.0
 
 
 class Clock(Protocol):
-    """Measures one call: `begin` before it, `end` after it; `end` reports nanoseconds, at once or later."""
+    """Measures one call: `begin` before it, `end` after it, which reports nanoseconds then or later."""
 
     def begin(self) -> Any:
         """Return a mark."""
@@ -32,7 +32,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """For work that is done when the call returns."""
+    """A clock for work that is done when the call returns."""
 
     def begin(self) -> int:
         """Return the time."""
@@ -44,17 +44,17 @@ class HostClock:
 
 
 class Lines(Protocol):
-    """What lines can be written to: a text file, or a `RotatedFile`."""
+    """A destination of lines: a text file, or a `RotatedFile`."""
 
     def writelines(self, lines: Iterable[str], /) -> Any:
         """Append lines."""
 
     def flush(self) -> Any:
-        """Hand everything to the system."""
+        """Flush to the system."""
 
 
 class OpTimes:
-    """The durations of one op, and how many bytes it moved."""
+    """The durations of one op, and the bytes that it moved."""
 
     def __init__(self, log: "OpLog", line: str, scope: str, name: str) -> None:
         self._log = log
@@ -66,12 +66,12 @@ class OpTimes:
         self._adding = threading.Lock()
 
     def count(self, nbytes: int) -> None:
-        """Add to the bytes that it moved."""
+        """Add to the bytes moved."""
         with self._adding:
             self.bytes += nbytes
 
     def add(self, nanoseconds: int) -> None:
-        """Take in one call's duration."""
+        """Add one call's duration."""
         with self._adding:
             self._durations.add(nanoseconds)
         self._log.append(self._line, nanoseconds)
@@ -85,10 +85,11 @@ class OpTimes:
 class OpLog:
     """Collects the durations of all ops; a thread writes ops.log.
 
-    clocks  by target; the host's clock for a target without one
+    Lines are written once a second, so that the file can be followed. None is dropped: an op waits if 65,536 lines are
+    queued for a slow disk.
 
-    Lines are written once a second, so that the file can be followed. None is left out: an op that ends while 65,536
-    lines wait for a slow disk waits, too.
+    Args:
+        clocks: Clocks by target; other targets use the host's clock.
     """
 
     def __init__(self, clocks: dict[str, Clock] | None = None) -> None:
@@ -104,7 +105,7 @@ class OpLog:
         self._failed: Exception | None = None
 
     def write_to(self, file: Lines) -> None:
-        """Have a line per call written from now on, until `close`."""
+        """Write a line per call from now on, until `close`."""
         self._file = file
         self._thread = threading.Thread(target=self._write, name="hostdev-ops-log", daemon=True)
         self._thread.start()
@@ -114,7 +115,7 @@ class OpLog:
         return self._clocks.get(target) or HostClock()
 
     def register(self, target: str, scope: str, name: str) -> OpTimes:
-        """Return the place for one op's durations; ops are numbered from 1 in order of registration."""
+        """Return the durations of a new op; ops are numbered from 1."""
         where = "cpu" if target == "CPU" else "device"
         full = "/".join(part for part in ("Default", scope, name) if part)
         with self._registering:
@@ -123,7 +124,7 @@ class OpLog:
         return op
 
     def append(self, line: str, nanoseconds: int) -> None:
-        """Take in a line; it is formatted and written by the thread."""
+        """Queue a line for the writer thread."""
         if self._file is None or self._failed is not None:
             return
         self._buffer.append((time.time(), line, nanoseconds))
@@ -136,7 +137,7 @@ class OpLog:
         return len(self._buffer) < _MOST_WAITING or self._file is None or self._failed is not None
 
     def _write(self) -> None:
-        """Write until the end, or until that fails."""
+        """Write until the end, or until an error."""
         while self._file is not None and self._failed is None:
             self._wake.wait(_EVERY_SECONDS)
             self._wake.clear()
@@ -144,12 +145,12 @@ class OpLog:
                 self.flush()
 
     def check(self) -> None:
-        """Raise what writing has met, such as an OSError."""
+        """Raise the writer's error, such as an OSError."""
         if self._failed is not None:
             raise self._failed
 
     def flush(self) -> None:
-        """Write what was collected since the last flush, in the caller's thread; raises what that meets, or has met."""
+        """Write the lines collected since the last flush, in the caller's thread; raise its or the writer's error."""
         with self._writing:
             self.check()
             if self._file is None:
@@ -166,7 +167,7 @@ class OpLog:
                     self._written.notify_all()
 
     def close(self) -> None:
-        """Write what is left, and keep durations only from now on; raises as `flush`."""
+        """Write the remaining lines, and only keep durations from now on; raise as `flush`."""
         try:
             self.flush()
         finally:
@@ -200,15 +201,16 @@ def _statistics(ops: list[OpTimes]) -> dict[str, Any]:
 
 
 class Primitive:
-    """An op with a name, attributes and timing. Subclasses define `run`, or it is given as a function.
-
-    name    such as "EmbeddingLookup"
-    run     what a call does
-    nbytes  returns the bytes that a call with these arguments reads and writes; if None, nobody counts
-    scope   the part of the model it works for, such as "deep"
-    log     where its durations go; if None, a log of its own
+    """An op with a name, attributes and timing; `run` is given, or defined by a subclass.
 
     The attribute "primitive_target" is "CPU" (the host) or "DEVICE", the default.
+
+    Args:
+        name: The op's name, such as "EmbeddingLookup".
+        run: The implementation.
+        nbytes: Returns the bytes that a call with these arguments reads and writes; None: not counted.
+        scope: The part of the model it works for, such as "deep".
+        log: Collects its durations; None: a log of its own.
     """
 
     name: ClassVar[str] = "Primitive"
@@ -235,16 +237,16 @@ class Primitive:
             self.nbytes = nbytes  # type: ignore[method-assign]
 
     def add_prim_attr(self, key: str, value: Any) -> "Primitive":
-        """Set an attribute and return self; ValueError for a target that is none."""
+        """Set an attribute and return self; ValueError for a wrong target."""
         if key == "primitive_target" and value not in TARGETS:
             raise ValueError(f"primitive_target must be one of {TARGETS}, not {value!r}")
         self.attrs[key] = value
-        self._times = None  # registered anew, under its new target
+        self._times = None  # registered again under the new target
         return self
 
     @property
     def primitive_target(self) -> str:
-        """Where it runs: "CPU" or "DEVICE"."""
+        """The place where it runs: "CPU" or "DEVICE"."""
         return str(self.attrs["primitive_target"])
 
     @property
@@ -262,15 +264,15 @@ class Primitive:
         raise NotImplementedError(f"{self._name} has no implementation")
 
     def tasks(self, *args: Any) -> list[Task]:
-        """Return the tasks that do the work of one call, where it can be cut into such."""
-        raise NotImplementedError(f"{self._name} cannot be cut into tasks")
+        """Return the tasks that do the work of one call, if it can be split."""
+        raise NotImplementedError(f"{self._name} cannot be split into tasks")
 
     def nbytes(self, *args: Any, **kwargs: Any) -> int:
-        """Return the bytes that a call with these arguments reads and writes; 0 where nobody counts."""
+        """Return the bytes that a call with these arguments reads and writes; 0 if they are not counted."""
         return 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run, timed."""
+        """Run and time the op."""
         times = self.times
         mark = self._clock.begin()
         result = self.run(*args, **kwargs)
@@ -279,17 +281,17 @@ class Primitive:
         return result
 
     def in_parts(self) -> "PartialCall":
-        """Return one call of this op that is made in parts, on the host, and timed as one."""
+        """Return a call of this op on the host that is made in parts, and timed as one."""
         return PartialCall(self)
 
 
 class PartialCall:
-    """One call of an op, in parts, by any threads."""
+    """A call of an op in parts, by any threads."""
 
     def __init__(self, op: Primitive) -> None:
         self._op = op
         self._parts: list[int] = []  # nanoseconds
-        self._spans: list[list[tuple[int, int]]] = []  # of the tasks of each part
+        self._spans: list[list[tuple[int, int]]] = []  # per part, those of its tasks
         self._nbytes = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -301,7 +303,7 @@ class PartialCall:
         return result
 
     def tasks(self, *args: Any) -> list[Task]:
-        """Return the tasks of a part, for one `run_tasks` of several ops; timed from first to last."""
+        """Return the tasks of a part, which `run_tasks` can run together with other ops; timed from first to last."""
         span: list[tuple[int, int]] = []
         self._spans.append(span)
         self._nbytes += self._op.nbytes(*args)
@@ -316,7 +318,7 @@ class PartialCall:
 
 
 class _TablePrimitive(Primitive):
-    """An op on a table, which must be where the op's target says."""
+    """An op on a table, which must be on the op's target."""
 
     def _check(self, table: Any) -> None:
         if table.primitive_target != self.primitive_target:
@@ -327,9 +329,9 @@ class _TablePrimitive(Primitive):
 
 
 class EmbeddingLookup(_TablePrimitive):
-    """Rows of a table: `(table, ids [U]) -> float32 [U, D]`; ids and rows are numpy or torch like the table.
+    """Look up rows of a table: `(table, ids [U]) -> float32 [U, D]`; ids and rows are numpy or torch, like the table.
 
-    Host tables take `out` and `positions` as well, as `HostTable.lookup`.
+    Host tables also take `out` and `positions`, as in `HostTable.lookup`.
     """
 
     name = "EmbeddingLookup"
@@ -347,29 +349,27 @@ class EmbeddingLookup(_TablePrimitive):
         return tasks
 
     def nbytes(self, table: Any, ids: Any, *some: Any) -> int:
-        """Every row is read and written once."""
+        """Return the bytes read and written: each row once."""
         return len(ids) * self.row_bytes(table)
 
     @staticmethod
     def row_bytes(table: Any) -> int:
-        """Return the bytes that are read and written of a row."""
+        """Return the bytes read and written per row."""
         return int(table.dim) * (_weight_bytes(table) + 4)
 
 
 class _Update(_TablePrimitive):
     """An optimizer step on unique rows: `(table, ids [U], grads float32 [U, D])`.
 
-    Host tables take `scalars` and `positions` as well, as `HostTable.update`.
+    Host tables also take `scalars` and `positions`, as in `HostTable.update`.
     """
 
     def run(self, table: Any, ids: Any, grads: Any, *some: Any) -> None:
-        """Take the step."""
         self._check(table)
         update = table.update_now if table.primitive_target == "DEVICE" else table.update
         update(ids, grads, *some)
 
     def tasks(self, table: Any, ids: Any, grads: Any, *some: Any) -> list[Task]:
-        """Return the tasks of a step of a host table."""
         self._check(table)
         tasks: list[Task] = table.update_tasks(ids, grads, *some)
         return tasks
@@ -380,12 +380,11 @@ class _Update(_TablePrimitive):
             raise ValueError(f"{self._name} cannot update table {table.name!r} of {type(table.optimizer).__name__}")
 
     def nbytes(self, table: Any, ids: Any, grads: Any, *some: Any) -> int:
-        """A row's gradient is read, its weights and slots are read and written."""
+        """Return the bytes of each row: its gradient is read, its weights and slots are read and written."""
         return len(ids) * self.row_bytes(table)
 
     @staticmethod
     def row_bytes(table: Any) -> int:
-        """Return the bytes that are read and written of a row."""
         slots = 4 * len(table.optimizer.slots)
         return int(table.dim) * (4 + 2 * (_weight_bytes(table) + slots)) + 8 * len(table.optimizer.row_slots)
 
@@ -393,46 +392,42 @@ class _Update(_TablePrimitive):
 class _WholeRows(_TablePrimitive):
     """Rows of a host table with their slots: `(table, ids [N], block float32 [N, 1 + S, D], row_slots float32 [N, R])`.
 
-    They take `positions` as well, as `HostTable.read_rows`.
+    They also take `positions`, as in `HostTable.read_rows`.
     """
 
-    method: ClassVar[str]  # of the table; its tasks are `<method>_tasks`
+    method: ClassVar[str]  # the table's; `<method>_tasks` returns its tasks
 
     def run(self, table: Any, ids: Any, *some: Any) -> None:
-        """Copy the rows."""
         run_tasks(self.tasks(table, ids, *some))
 
     def tasks(self, table: Any, ids: Any, *some: Any) -> list[Task]:
-        """Return the tasks of copying."""
         self._check(table)
         tasks: list[Task] = getattr(table, f"{self.method}_tasks")(ids, *some)
         return tasks
 
     def nbytes(self, table: Any, ids: Any, *some: Any) -> int:
-        """Every row is read and written once."""
         return len(ids) * self.row_bytes(table)
 
     @staticmethod
     def row_bytes(table: Any) -> int:
-        """Return the bytes that are read and written of a row."""
         weights, slots = _weight_bytes(table) + 4, 8 * len(table.optimizer.slots)
         return int(table.dim) * (weights + slots) + 8 * len(table.optimizer.row_slots)
 
 
 class CacheAdmit(_WholeRows):
-    """Reads the rows that a cache admits from their host table."""
+    """Read the rows that a cache admits from their host table."""
 
     name, method = "CacheAdmit", "read_rows"
 
 
 class CacheEvict(_WholeRows):
-    """Writes the rows that a cache evicts to their host table."""
+    """Write the rows that a cache evicts to their host table."""
 
     name, method = "CacheEvict", "write_rows"
 
 
 def _weight_bytes(table: Any) -> int:
-    """Bytes of a weight where it lies: on the device always 4."""
+    """Return the bytes of a weight in the table's storage; always 4 on the device."""
     return weight_bytes(table.dtype) if table.primitive_target == "CPU" else 4
 
 

@@ -1,20 +1,22 @@
-"""Text from outside, such as other processes' messages and file headers, made safe to print."""
+"""Untrusted text, such as other processes' messages and file headers, made safe to print."""
 
 MOST_CHARACTERS = 500
 _CUT = " ... "
-# Lone surrogates stand for bytes of file names in no encoding (PEP 383), and are printed as those bytes; 0x80 to 0x9f
-# are left out, which some terminals take for control characters.
+# Lone surrogates stand for undecodable bytes of file names (PEP 383), and are printed as those bytes, except 0x80 to
+# 0x9f, which some terminals interpret as control characters.
 _RAW_BYTES = range(0xDCA0, 0xDD00)
 
 
 def printable(text: str, most: int = MOST_CHARACTERS) -> str:
-    r"""Return text on one line without control characters, such as escape sequences that a terminal obeys.
+    r"""Return text on one line without control characters, such as a terminal's escape sequences.
 
-    most  characters; of a longer text the middle is left out
+    Line ends and tabs become blanks; other unprintable characters become \x1b, \u202e, ...
 
-    Line ends and tabs become blanks; other characters that are not printable become \x1b, \u202e, ...
+    Args:
+        text: The text.
+        most: Maximum number of characters; the middle of a longer text is dropped.
     """
-    if len(text) > 4 * most:  # so that the time does not grow with the text
+    if len(text) > 4 * most:  # bounds the time for long texts
         text = text[: 2 * most] + text[-2 * most :]
     shown = "".join(_shown(character) for character in " ".join(text.split()))
     if len(shown) <= most:

@@ -1,4 +1,4 @@
-"""Progress: a live bar on a terminal; in a log, a whole line now and then; nothing for work that is quick."""
+"""Progress: a live bar on a terminal, occasional lines in a log, nothing for quick work."""
 
 import sys
 import time
@@ -10,22 +10,22 @@ from tqdm import tqdm
 
 from hostdev.core.printable import printable
 
-_LOG_SECONDS, _MOST_LOG_SECONDS = 10.0, 60.0  # between two lines; longer where less than a part is done meanwhile
+_LOG_SECONDS, _MOST_LOG_SECONDS = 10.0, 60.0  # between lines; longer if little is done meanwhile
 _LOG_PARTS = 50
 
 
 class Progress(Protocol):
-    """What `bar` returns: a context; leaving it ends the bar."""
+    """The context that `bar` returns; leaving it ends the bar."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *error: Any) -> None: ...
 
     def update(self, n: int = 1) -> Any:
-        """Count so many more."""
+        """Count n more."""
 
     def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
-        """Show a text beside the figures."""
+        """Show a text next to the figures."""
 
 
 def bar(
@@ -37,15 +37,16 @@ def bar(
     begin: int = 0,
     left: Callable[[], float | None] | None = None,
 ) -> Progress:
-    """Return the progress of some work, on standard error where that is a terminal, else in lines of standard output.
+    """Return a progress display, on standard error if it is a terminal, else in lines on standard output.
 
-    On a terminal the bar vanishes when the work ends, however it does. Elsewhere there is no line before ten seconds
-    have passed, and a last one when all is done, if there was one before.
+    On a terminal, the bar disappears at the end in any case. Elsewhere there are no lines in the first ten seconds, and
+    a final one only after others.
 
-    total       how many there are to do, of unit, such as "steps", or "B" for bytes
-    begin       how many of them are done already
-    unit_scale  write large numbers as 1.2k or 3.4M
-    left        returns the seconds to be shown as left, where this is a part of more work; None: not known yet
+    Args:
+        total: The amount of work, of which `begin` is done.
+        unit: The unit of the amounts, such as "steps", or "B" for bytes.
+        unit_scale: Write large amounts as 1.2k or 3.4M.
+        left: Returns the seconds to show as left, if this is a part of more work; None: unknown.
     """
     if not sys.stderr.isatty():
         return _Lines(total, description, unit, unit_scale, begin, left)
@@ -65,18 +66,17 @@ def bar(
 
 
 def note(text: str) -> None:
-    """Write a line to standard error, above a bar that is shown there."""
+    """Write a line to standard error, above a bar."""
     tqdm.write("\n".join(printable(line) for line in text.splitlines()), file=sys.stderr)
 
 
 class _Bar(tqdm):  # type: ignore[misc]
-    """A bar that says what it counts: epoch 1/2 (00:18 left):  32%|███      | 29/91, 7.6 steps/s, loss 0.5."""
+    """A bar such as: epoch 1/2 (00:18 left):  32%|███      | 29/91, 7.6 steps/s, loss 0.5."""
 
     left: Callable[[], float | None] | None = None
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        """What the bar's format may name."""
         found: dict[str, Any] = super().format_dict
         n, total, unit, scale = (found[name] for name in ("n", "total", "unit", "unit_scale"))
         rate = found["rate"] or (n / found["elapsed"] if found["elapsed"] else 0.0)
@@ -90,7 +90,7 @@ class _Bar(tqdm):  # type: ignore[misc]
 
 
 class _Lines:
-    """Whole lines for output that is not a terminal, so that standard error keeps to errors."""
+    """Whole lines for output that is not a terminal; standard error is only for errors."""
 
     def __init__(
         self, total: int, description: str, unit: str, scale: bool, begin: int, left: Callable[[], float | None] | None
@@ -111,7 +111,7 @@ class _Lines:
             print(f"{self._description}: {amount} in {interval(time.monotonic() - self._start)}", flush=True)
 
     def update(self, n: int = 1) -> None:
-        """Count so many more, and write a line if it is time for one."""
+        """Count n more, and write a line if one is due."""
         self._done += n
         now = time.monotonic()
         part = (self._done - self._shown) * _LOG_PARTS >= self._total
@@ -129,16 +129,16 @@ class _Lines:
         print(f"{self._description}: {', '.join(parts + [self._postfix] * bool(self._postfix))}", flush=True)
 
     def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
-        """Write this text in the lines to come."""
         self._postfix = s
 
 
 class TimeLeft:
-    """How long work of several kinds is going to take still, from the time that a step of each kind took so far.
+    """An estimate of the time left for work of several kinds, from the time per step of each kind so far.
 
-    A kind of which no step is done yet is taken to be as quick as those that are known.
+    A kind without finished steps counts with the speed of the others.
 
-    steps  to be done of each kind, by its name
+    Args:
+        steps: The number of steps of each kind, by name.
     """
 
     def __init__(self, **steps: int) -> None:
@@ -148,18 +148,18 @@ class TimeLeft:
         self._since = 0.0
 
     def begin(self) -> None:
-        """Time the first step of what follows from now on."""
+        """Start the clock for the next step."""
         self._since = time.monotonic()
 
     def step(self, kind: str) -> None:
-        """Note that a step of this kind is done."""
+        """Note a finished step of this kind."""
         now = time.monotonic()
         self._seconds[kind] += now - self._since
         self._done[kind] += 1
         self._since = now
 
     def seconds(self) -> float | None:
-        """Return how many there are left; None before the first step."""
+        """Return the seconds left; None before the first step."""
         done = sum(self._done.values())
         if not done:
             return None
@@ -171,12 +171,12 @@ class TimeLeft:
 
 
 def counted(n: int, what: str) -> str:
-    """Return a number of things as text: 1 step, 2,000 steps."""
+    """Format a number of things: 1 step, 2,000 steps."""
     return f"{n:,} {what}{'s' * (n != 1)}"
 
 
 def interval(seconds: float) -> str:
-    """Return a time as text: 01:05, or 1:02:03."""
+    """Format a duration: 01:05, or 1:02:03."""
     return str(tqdm.format_interval(seconds))
 
 
@@ -188,7 +188,7 @@ def _amount(n: int, unit: str, scale: bool, *, named: bool = True) -> str:
 
 
 def _speed(rate: float, unit: str, scale: bool) -> str:
-    """So many a second, or where that is less than one, the seconds for one."""
+    """Format a rate per second, or below one, the seconds per unit."""
     if unit == "B":
         return f"{tqdm.format_sizeof(rate)}B/s"
     if 0 < rate < 1:

@@ -1,7 +1,7 @@
-"""Mark the parts of a user's program that run ahead of the loop's body: the loader, `ids` and `send`.
+"""A mark for the parts of a user's program that run ahead of the loop's body: the loader, `ids` and `send`.
 
-There a table's rows are not those of the batch that is being read: how many batches lie between depends on the depth
-and on the cache. So tables refuse to be read or written while the mark is set.
+How many batches lie in between depends on the depth and on the cache, so a table's rows are not those of the batch
+being read. Tables therefore refuse reads and writes while the mark is set.
 """
 
 import threading
@@ -18,7 +18,7 @@ _mark = _Mark()
 
 @contextmanager
 def reading_ahead() -> Iterator[None]:
-    """Set the mark for the calling thread; for what is called more batches ahead than at depth 0 without a cache."""
+    """Set the mark for the calling thread, while code runs more batches ahead than at depth 0 without a cache."""
     before, _mark.is_set = _mark.is_set, True
     try:
         yield

@@ -1,36 +1,38 @@
-"""A text file whose size is bounded: a full one gets a number, and the oldest are removed."""
+"""A text file of bounded size: full files are numbered, and the oldest are removed."""
 
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
 LARGEST = 64 << 20  # bytes of one file
-_FEWEST = 4  # files where the bound is small
+_FEWEST = 4  # files, if the bound is small
 
 
 class RotatedFile:
-    """Appends lines to `path`; a full file becomes NAME.1, the one before NAME.2, and so on.
+    """Appends lines to `path`; a full file becomes NAME.1, the previous one NAME.2, and so on.
 
-    limit  bytes of all files together: of 64 MiB each, or a quarter of the limit where that is less
+    Args:
+        path: The file.
+        limit: Maximum bytes of all files together, in files of 64 MiB, or of a quarter of a smaller limit.
     """
 
     def __init__(self, path: Path, limit: int) -> None:
         self.path, self.limit = path, limit
-        self.dropped_bytes = 0  # of files that had to go
+        self.dropped_bytes = 0  # bytes of removed files
         self._each = min(LARGEST, max(1, limit // _FEWEST))
         self._older = max(1, limit // self._each - 1)
         self._file = path.open("ab")
         self._size = os.fstat(self._file.fileno()).st_size
 
     def fit(self) -> None:
-        """Let what is there already, of a run that may have had a higher limit, be within this one's."""
+        """Apply the limit to existing files, of a run that may have had a higher one."""
         if self._size > self._each:
             self._rotate()
         else:
             self._remove_beyond()
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Append lines, each of which is in one file as a whole."""
+        """Append lines; each stays within one file."""
         part: list[bytes] = []
         room = self._each - self._size
         for line in lines:
@@ -49,7 +51,7 @@ class RotatedFile:
         self._size += len(data)
 
     def _rotate(self) -> None:
-        if not self.path.exists():  # somebody has removed it, or its folder: nobody can read what is written
+        if not self.path.exists():  # it or its folder was removed
             self._file.flush()
             self._file.truncate(0)
             self.dropped_bytes += self._size
@@ -63,7 +65,7 @@ class RotatedFile:
         self._size = 0
 
     def _remove_beyond(self) -> None:
-        """Remove the older files that are too many, or with which all are too large."""
+        """Remove the oldest files beyond the limits of number and size."""
         numbers = (
             path.name.removeprefix(f"{self.path.name}.") for path in self.path.parent.glob(f"{self.path.name}.*")
         )
@@ -79,7 +81,7 @@ class RotatedFile:
         return self.path.with_name(f"{self.path.name}.{number}") if number else self.path
 
     def flush(self) -> None:
-        """Hand everything to the system."""
+        """Flush to the system."""
         self._file.flush()
 
     def close(self) -> None:

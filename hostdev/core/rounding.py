@@ -1,4 +1,4 @@
-"""The keys of the random numbers by which weights are rounded to bfloat16."""
+"""Keys of the random numbers for rounding weights to bfloat16."""
 
 import numpy as np
 
@@ -6,5 +6,5 @@ from hostdev.kernels.counter import key64, mix64
 
 
 def rounding_key(seed: int, table: str, step: int) -> int:
-    """Return the key of a table's rounding at its step 1, 2, 3, ...; 0 for the initial values."""
+    """Return the key for rounding a table at its step 1, 2, 3, ...; 0 for the initial values."""
     return key64(seed, "bfloat16", table) ^ int(mix64(np.array([step]))[0])

@@ -1,4 +1,4 @@
-"""Ctrl-C, kept from work that is to happen as a whole."""
+"""Ctrl-C, kept away from work that must not be interrupted."""
 
 import signal
 import threading
@@ -9,10 +9,7 @@ from typing import Any
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Let SIGINT and SIGTERM wait for the end of the block, where Python handles them; a second one does not wait.
-
-    For the main thread: no other is interrupted.
-    """
+    """Defer SIGINT and SIGTERM to the end of the block in Python's main thread; a second signal is not deferred."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -30,7 +27,7 @@ def deferred() -> Iterator[None]:
             signal.signal(number, hold)
         yield
     finally:
-        for number, handler in before.items():  # SIGINT last: from then on this may be interrupted
+        for number, handler in before.items():  # SIGINT last: it may interrupt this
             signal.signal(number, handler)
         if len(held) == 1:
             number, frame = held[0]
@@ -38,7 +35,7 @@ def deferred() -> Iterator[None]:
 
 
 def insist(call: Callable[[], Any]) -> None:
-    """Call until it has come to its end, whatever interrupts it; then raise the interruption."""
+    """Repeat a call until it completes despite interrupts; then raise the interrupt."""
     interrupted: BaseException | None = None
     while True:
         try:

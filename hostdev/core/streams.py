@@ -1,18 +1,18 @@
-"""Standard output and error as they are found: closed, of an encoding that lacks characters, of a lost terminal."""
+"""Standard output and error in any state: closed, with a limited encoding, or with a lost terminal."""
 
 import codecs
 import io
 import os
 import sys
 
-_BYTES = range(0xDC80, 0xDD00)  # surrogates that stand for bytes of a file's name (PEP 383)
+_BYTES = range(0xDC80, 0xDD00)  # surrogates for undecodable bytes of a file name (PEP 383)
 
 
 def prepare() -> None:
-    """Let what is printed neither raise for its characters, nor for want of a stream."""
+    """Ensure that printing raises neither for its characters nor for a missing stream."""
     for number, name in ((0, ""), (1, "stdout"), (2, "stderr")):
         if _is_closed(number):
-            opened = os.open(os.devnull, os.O_RDWR)  # else the next file that is opened would be it
+            opened = os.open(os.devnull, os.O_RDWR)  # else the next opened file would get its number
             if opened != number:
                 os.dup2(opened, number)
                 os.close(opened)
@@ -22,18 +22,18 @@ def prepare() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="hostdev.printed")
     if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr.errors == "strict":
-        sys.stderr.reconfigure(errors="backslashreplace")  # as it is in Python
+        sys.stderr.reconfigure(errors="backslashreplace")  # Python's default
 
 
 def silence(numbers: list[int]) -> None:
-    """Send what is written to these files nowhere: their terminal is gone."""
+    """Discard what is written to these file descriptors, whose terminal is gone."""
     with open(os.devnull, "wb") as nowhere:  # noqa: PTH123  (in a signal handler)
         for number in numbers:
             os.dup2(nowhere.fileno(), number)
 
 
 def terminals() -> list[int]:
-    """Return which of standard output and error are terminals."""
+    """Return the descriptors of standard output and error that are terminals."""
     return [number for number in (1, 2) if not _is_closed(number) and os.isatty(number)]
 
 
@@ -46,7 +46,7 @@ def _is_closed(number: int) -> bool:
 
 
 def _printed(error: UnicodeError) -> tuple[str | bytes, int]:
-    r"""Encode what an encoding lacks: bytes of a file's name as they are, other characters as \xe4, \u20ac, ..."""
+    r"""Encode characters that an encoding lacks: bytes of a file name unchanged, others as \xe4, \u20ac, ..."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     made = bytearray()

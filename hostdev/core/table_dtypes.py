@@ -1,4 +1,4 @@
-"""What a table's weights are stored as, and what an update of them needs to know beside its gradients."""
+"""Dtypes of stored weights, and the arguments of an update besides gradients."""
 
 from typing import Any, NamedTuple
 
@@ -7,10 +7,11 @@ TABLE_DTYPES = (FP32, BF16)
 
 
 class TableStep(NamedTuple):
-    """A step of a table, as its updates take it, on the host and on the device.
+    """A step of a table, for its updates on the host and on the device.
 
-    scalars   the optimizer's
-    rounding  64 bits, the key of the random numbers by which new weights are rounded to bfloat16; None: they are not
+    Attributes:
+        scalars: The optimizer's scalars.
+        rounding: 64-bit key of the random numbers that round new weights to bfloat16; None: no rounding.
     """
 
     scalars: tuple[Any, ...]
@@ -18,7 +19,7 @@ class TableStep(NamedTuple):
 
 
 def require_table_dtype(dtype: str, table: str) -> str:
-    """Return what weights are to be stored as; ValueError where it is none of TABLE_DTYPES."""
+    """Return the dtype of stored weights; ValueError unless it is one of TABLE_DTYPES."""
     if dtype not in TABLE_DTYPES:
         raise ValueError(
             f"table {table!r}: the dtype of its weights is one of {', '.join(TABLE_DTYPES)}, not {dtype!r}"

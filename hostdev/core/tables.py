@@ -1,4 +1,4 @@
-"""What tables in host memory and on the device have in common: their steps, their seed, and the loops that use them."""
+"""Common parts of host and device tables: steps, seed, and the loops that use them."""
 
 import sys
 from collections.abc import Mapping
@@ -8,36 +8,36 @@ import numpy as np
 
 
 class Owner(Protocol):
-    """A loop that is open over a table: it has steps to finish, cached rows, and rows that were looked up ahead."""
+    """A loop that is open over a table, with unfinished steps, cached rows, and rows looked up ahead."""
 
     def before_read(self, table: Any) -> None:
-        """Bring the table up to date with all steps so far. ValueError where it cannot be read here and now."""
+        """Apply all steps so far to the table. ValueError if it cannot be read now."""
 
     def before_write(self, table: Any) -> None:
-        """Do `before_read` of a table that is about to be written. ValueError where it cannot be written."""
+        """Do `before_read` before a write. ValueError if the table cannot be written now."""
 
     def after_write(self, table: Any, ids: Any) -> None:
-        """Look rows up again that were looked up ahead; ids int32 or int64 [N], numbers of rows here, None for all."""
+        """Refresh rows that were looked up ahead; ids int32 or int64 [N] are local rows, None for all."""
 
 
 class Owned:
     """A table's part in the loops that are open over it.
 
     Public methods call `_before_read`, or `_before_write` and `_after_write`. A loop's own threads use other methods,
-    which call none of these.
+    which do not.
     """
 
     name: str
     _owners: tuple[Owner, ...] = ()
     _step = 0
-    _is_writing = False  # within `writing`
+    _is_writing = False  # inside `writing`
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps taken so far, at least 0; may be set, and then counts from the next step on.
+        """Number of optimizer steps so far; may be set to 0 or more.
 
-        In the body of a loop over `Runtime.train`, the step of the body's batch is counted when the loop comes back,
-        or when a table is read or written before that.
+        In the body of a loop over `Runtime.train`, the step of the current batch is counted when the loop continues, or
+        when a table is read or written before that.
         """
         return self._step
 
@@ -47,19 +47,19 @@ class Owned:
             raise TypeError(f"table {self.name!r}: step is a number of steps, an integer, not {step!r}")
         if step < 0:
             raise ValueError(f"table {self.name!r}: step is a number of steps, 0 or more, not {step}")
-        self._before_read()  # a step that has been taken counts from what was before
+        self._before_read()  # a pending step counts from the previous number
         self._step = int(step)
 
     def uncount_steps(self, steps: int) -> None:
-        """Take back steps that were counted, and whose updates did not end."""
+        """Take back counted steps whose updates failed."""
         self._step = max(0, self._step - steps)
 
     def add_owner(self, owner: Owner) -> None:
-        """Let a loop know of reads and writes from now on."""
+        """Notify a loop of reads and writes from now on."""
         self._owners = (*self._owners, owner)
 
     def remove_owner(self, owner: Owner) -> None:
-        """End what `add_owner` began."""
+        """Undo `add_owner`."""
         self._owners = tuple(one for one in self._owners if one is not owner)
 
     def _before_read(self) -> None:
@@ -80,15 +80,15 @@ class Owned:
             owner.after_write(self, ids)
 
     def __getstate__(self) -> Mapping[str, Any]:
-        """Return what a copy of the table has: all rows as of now, and no loop."""
+        """Return the state of a copy of the table: all current rows, and no loop."""
         self._before_read()
         return self.__dict__ | {"_owners": (), "_is_writing": False}
 
 
 def initial_seed(seed: int | None) -> int:
-    """Return the seed of a table: the one given, else the one of `torch.manual_seed`, else 0.
+    """Return the seed of a table: the given one, else that of `torch.manual_seed`, else 0.
 
-    0, too, where torch has not been imported. torch itself begins with a random seed where a program has set none.
+    If torch has not been imported, or if the program has not seeded it, so that its seed is random, that is 0.
     """
     if seed is not None:
         return seed
@@ -101,7 +101,7 @@ def _was_set(torch: Any, seed: int) -> bool:
     """Return whether a program has set torch's seed; a random one has 64 bits."""
     if seed < 1 << 32:
         return True
-    tracker = getattr(torch.cuda, "_lazy_seed_tracker", None)  # it has the call until CUDA is there to be seeded, too
+    tracker = getattr(torch.cuda, "_lazy_seed_tracker", None)  # holds the call until CUDA is initialized
     if getattr(tracker, "manual_seed_all_cb", None) is not None:
         return True
     return bool(torch.cuda.is_initialized()) and int(torch.cuda.initial_seed()) == seed

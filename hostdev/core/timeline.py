@@ -1,4 +1,4 @@
-"""Where a run's time goes: busy and stalled time of every stage, and its spans as a Chrome trace for Perfetto."""
+"""Busy and stalled time of each stage of a run, and a Chrome trace of its spans for Perfetto."""
 
 import json
 import threading
@@ -14,22 +14,22 @@ from hostdev.core.errors import naming
 
 HOST_STAGES = ("read", "unique", "plan", "lookup", "send", "update first", "lookup late", "update")
 STAGES = ("read", "unique", "plan", "lookup", "send", "step", "update first", "lookup late", "update")
-EXCHANGES = ("exchange ids", "exchange rows", "exchange late rows", "exchange gradients")  # where there are other ranks
-STEP_PARTS = ("forward", "backward", "optimizer")  # within the step; on an accelerator, the time to queue them
+EXCHANGES = ("exchange ids", "exchange rows", "exchange late rows", "exchange gradients")  # with other ranks
+STEP_PARTS = ("forward", "backward", "optimizer")  # within the step; the time to queue them on an accelerator
 PHASES = ("epoch", "evaluation", "checkpoint")  # around all stages, or between them
 _AFTER_STEP = 1 + STAGES.index("step")
 TRACKS = (*PHASES, *STAGES[:_AFTER_STEP], *STEP_PARTS, *STAGES[_AFTER_STEP:], *EXCHANGES)
 _NUMBERS = {stage: number for number, stage in enumerate(TRACKS, 1)}
-_NAMES = {"optimizer": "dense update"}  # beside the tracks of the rows' updates
+_NAMES = {"optimizer": "dense update"}  # as opposed to the tracks of row updates
 
 
 class Timeline:
-    """Collects the spans of a run's stages; any thread may report."""
+    """Collects the spans of a run's stages from any thread."""
 
     def __init__(self) -> None:
         self.busy_ns = dict.fromkeys(STAGES, 0)
         self.stall_ns = dict.fromkeys(STAGES, 0)
-        self.host_busy_ns = 0  # at least one host stage at work
+        self.host_busy_ns = 0  # time with at least one host stage at work
         self.device_busy_ns = 0
         self.wall_ns = 0
         self._lock = threading.Lock()
@@ -40,7 +40,7 @@ class Timeline:
         self._zero = time.perf_counter_ns()
 
     def write_to(self, file: IO[str], *, rank: int | None = None) -> None:
-        """Write a trace to a text file from now on; `close` completes it. `rank`: this one's among others."""
+        """Write a trace to a text file from now on; `close` completes it. `rank` is this rank, if there are others."""
         self._pid, name = (1, "hostdev") if rank is None else (1 + rank, f"hostdev rank {rank}")
         events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": self._pid, "args": {"name": name}}]
         for stage, track in _NUMBERS.items():
@@ -55,7 +55,7 @@ class Timeline:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Count the time within as wall time."""
+        """Count the time within the block as wall time."""
         start = time.perf_counter_ns()
         try:
             yield
@@ -63,13 +63,14 @@ class Timeline:
             self.wall_ns += time.perf_counter_ns() - start
 
     def span(self, stage: str, batch: int, *, flow: str = "t", **args: int) -> "Span":
-        """Time a stage's work on a batch; a context that gives the span's arguments, to be added to.
+        """Time a stage's work on a batch; a context that yields the span's arguments, for additions.
 
-        A part of a step, and an epoch's phase, is in the trace only: it is no stage that is busy or waits.
+        Parts of a step and phases of an epoch appear in the trace only.
 
-        stage  one of STAGES, EXCHANGES, STEP_PARTS or PHASES
-        batch  its number, from 1; of a phase, the epoch's
-        flow   "s" for a batch's first span, "f" for its last, "t" between
+        Args:
+            stage: One of STAGES, EXCHANGES, STEP_PARTS or PHASES.
+            batch: The batch's number, from 1; for a phase, the epoch's.
+            flow: "s" for a batch's first span, "f" for its last, "t" in between.
         """
         return Span(self, stage, batch, flow, args)
 
@@ -83,7 +84,7 @@ class Timeline:
             self.stall_ns[stage] += time.perf_counter_ns() - start
 
     def device_was_busy(self, nanoseconds: int) -> None:
-        """Add to the time that the device has worked."""
+        """Add to the device's busy time."""
         self.device_busy_ns += nanoseconds
 
     def summary(self) -> dict[str, Any]:
@@ -107,7 +108,7 @@ class Timeline:
                 file.write("\n]\n")
 
     def begin(self, stage: str) -> int:
-        """Note that a stage is at work from now on; return the time."""
+        """Note that a stage starts work; return the time."""
         now = time.perf_counter_ns()
         if stage in HOST_STAGES:
             self._change(now, 1)
@@ -137,9 +138,16 @@ class Timeline:
         at, length = (start - self._zero) / 1e3, (end - start) / 1e3
         number = {{"checkpoint": "step"}.get(stage, "epoch" if stage in PHASES else "batch"): batch}
         events: list[dict[str, Any]] = [
-            {"name": _NAMES.get(stage, stage), "cat": "stage", "ph": "X", "ts": at, "dur": length, **where,
-             "args": {**number, **args}}
-        ]  # fmt: skip
+            {
+                "name": _NAMES.get(stage, stage),
+                "cat": "stage",
+                "ph": "X",
+                "ts": at,
+                "dur": length,
+                **where,
+                "args": {**number, **args},
+            }
+        ]
         if stage in STAGES:
             arrow = {"name": "batch", "cat": "batch", "ph": flow, "id": batch, "ts": at, "bp": "e", **where}
             events.append(arrow)
@@ -151,7 +159,7 @@ class Timeline:
 
 
 class Span:
-    """A stage's work on a batch. A class, as a generator as context takes three times as long."""
+    """A stage's work on a batch. A context as a class is three times as fast as a generator."""
 
     __slots__ = ("_args", "_batch", "_flow", "_range", "_stage", "_start", "_timeline")
 
@@ -171,9 +179,9 @@ class Span:
         self._timeline.end(self._stage, self._batch, self._flow, self._start, self._args)
 
 
-_profiler_range: Any = record_function  # which is without types
+_profiler_range: Any = record_function  # untyped
 
 
 def _profiling() -> bool:
-    """Whether torch.profiler is on: an idle range of its costs up to 0.1 ms where the caches are cold."""
+    """Return whether torch.profiler is on; an idle range costs up to 0.1 ms with cold caches."""
     return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))

@@ -1,4 +1,4 @@
-"""Threads that do work behind, until the end of the program too: an executor takes none once the interpreter ends."""
+"""Background threads that also work while the interpreter exits, when an executor accepts no work."""
 
 import sys
 import threading
@@ -14,9 +14,12 @@ T = TypeVar("T")
 
 
 class Workers:
-    """Some threads that call what they are given, in order; a context, which waits for all of it at its end.
+    """Threads that make submitted calls in order; the context waits for all of them at its end.
 
-    begin  what each thread calls first
+    Args:
+        threads: The number of threads.
+        name: Their name.
+        begin: The first call of each thread.
     """
 
     def __init__(self, threads: int, name: str, begin: Callable[[], object] = lambda: None) -> None:
@@ -29,7 +32,7 @@ class Workers:
         for thread in wanted:
             try:
                 thread.start()
-            except RuntimeError as error:  # the system allows no more
+            except RuntimeError as error:  # the system's limit
                 self.__exit__()
                 raise PassingError(
                     f"only {len(self._threads):,} of {len(wanted):,} threads could be started ({error}); ask for "
@@ -44,18 +47,18 @@ class Workers:
         if sys.is_finalizing():  # Python has stopped them
             return
         for thread in self._threads:
-            if thread is not threading.current_thread():  # which may free who holds this
+            if thread is not threading.current_thread():  # it may hold the last reference to this
                 thread.join()
 
     def submit(self, call: Callable[[], T]) -> "Future[T]":
-        """Have a call made; return its result to be."""
+        """Queue a call; return its future."""
         future: Future[T] = Future()
         self._work.put((future, call))
         return future
 
     @contextmanager
     def dropping_what_waits(self) -> Iterator[None]:
-        """Drop the calls that have not begun where there is an error within."""
+        """Drop queued calls after an error within the block."""
         try:
             yield
         except BaseException:
@@ -72,4 +75,4 @@ class Workers:
                 future.set_result(call())
             except BaseException as error:
                 future.set_exception(error)
-            del work, future, call  # nobody's result is held while this waits
+            del work, future, call  # hold no results while waiting

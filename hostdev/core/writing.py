@@ -1,11 +1,11 @@
-"""Copies of a table's weights and slots that may be written: what `writing` gives, wherever the table is."""
+"""Writable copies of a table's weights and slots, which `writing` yields."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 
 class Slots(Mapping[str, Any]):
-    """The slots by name, copied when they are first asked for; `slots[name] = values` writes to a copy."""
+    """The slots by name, copied at their first access; `slots[name] = values` writes to a copy."""
 
     def __init__(self, copies: "Copies") -> None:
         self._copies = copies
@@ -26,10 +26,11 @@ class Slots(Mapping[str, Any]):
 
 
 class Copies:
-    """Copies of columns, made when they are first asked for, until the end of a `with`.
+    """Copies of columns, made at their first access, until the end of a `with`.
 
-    table  its name, for errors
-    names  of the columns: the weights, then the slots
+    Args:
+        table: The table's name, for messages.
+        names: Names of the columns: the weights, then the slots.
     """
 
     def __init__(self, table: str, names: Iterable[str]) -> None:
@@ -42,7 +43,7 @@ class Copies:
 
     @property
     def weights(self) -> Any:
-        """The weights, float32 [V, D] or [N, D], to be written."""
+        """The writable weights, float32 [V, D] or [N, D]."""
         return self.column("weights")
 
     @weights.setter
@@ -51,11 +52,11 @@ class Copies:
 
     @property
     def slots(self) -> Slots:
-        """The slots by name, float32 [V, D], [N, D] or one column for one value a row, to be written."""
+        """The writable slots by name, float32 [V, D], [N, D], or one column for one value per row."""
         return Slots(self)
 
     def column(self, name: str) -> Any:
-        """Return the copy of a column; ValueError where the `with` is over."""
+        """Return the copy of a column; ValueError after the end of the `with`."""
         if self._is_over:
             raise ValueError(f"table {self._table!r}: this writing() is over; write within its `with`")
         if name not in self._held:
@@ -63,5 +64,5 @@ class Copies:
         return self._held[name]
 
     def end(self) -> None:
-        """Refuse further writing."""
+        """Refuse further writes."""
         self._is_over = True

@@ -1,4 +1,4 @@
-"""Plain descent and the Adagrad family on unique rows. Recurrences in `core.optimizers`; arguments as in `apply`."""
+"""SGD and the Adagrad family on unique rows; recurrences in `core.optimizers`, arguments in `apply`."""
 
 from typing import Any
 
@@ -6,53 +6,48 @@ import numpy as np
 
 from hostdev.kernels.jit import kernel, prefetch_update
 from hostdev.kernels.pool import Kernel
-from hostdev.kernels.rounding import keep_weights, prefetch_row, scratch_of, slot_at, weights_at
+from hostdev.kernels.rounding import get_slot, load_weights, make_scratch, prefetch_row, store_weights
 
-LANES = 16  # of RowWiseAdagrad's sum over a row; part of its definition, as the order of additions depends on it
+LANES = 16  # of RowWiseAdagrad's sum over a row; part of its definition: it sets the order of additions
 
 
 @kernel
-def _sgd(start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, row_slots: Any, lr: Any) -> None:
-    scratch = scratch_of(block)
+def _sgd(start, stop, ids, source, grads, block, row_slots, lr):
+    scratch = make_scratch(block)
     for i in range(np.uint64(start), np.uint64(stop)):
         prefetch_row(block, ids, i, stop)
         row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]
-        weights = weights_at(block, row, scratch)
+        weights = load_weights(block, row, scratch)
         for j in range(len(grad)):
             weights[j] -= lr * grad[j]
-        keep_weights(block, row, scratch)
+        store_weights(block, row, scratch)
 
 
 @kernel
-def _adagrad(
-    start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, row_slots: Any, lr: Any, eps: Any
-) -> None:
-    scratch = scratch_of(block)
+def _adagrad(start, stop, ids, source, grads, block, row_slots, lr, eps):
+    scratch = make_scratch(block)
     for i in range(np.uint64(start), np.uint64(stop)):
         prefetch_row(block, ids, i, stop)
         row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]
-        weights, accum = weights_at(block, row, scratch), slot_at(block, row, 0)
+        weights, accum = load_weights(block, row, scratch), get_slot(block, row, 0)
         for j in range(len(grad)):
             g = grad[j]
             a = accum[j] + g * g
             accum[j] = a
             weights[j] -= lr * g / (np.sqrt(a) + eps)
-        keep_weights(block, row, scratch)
+        store_weights(block, row, scratch)
 
 
 @kernel
-def _row_wise_adagrad(
-    start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, row_slots: Any,
-    lr: Any, eps: Any, columns: Any,
-) -> None:  # fmt: skip
-    lanes, scratch = np.empty(LANES, np.float32), scratch_of(block)
+def _row_wise_adagrad(start, stop, ids, source, grads, block, row_slots, lr, eps, columns):
+    lanes, scratch = np.empty(LANES, np.float32), make_scratch(block)
     D = grads.shape[1]
     whole = np.uint64(D - D % LANES)
     for i in range(np.uint64(start), np.uint64(stop)):
         prefetch_row(block, ids, i, stop)
         prefetch_update(row_slots, ids, i, stop)
         row = np.uint64(ids[i])
-        weights, grad = weights_at(block, row, scratch), grads[np.uint64(source[i])]
+        weights, grad = load_weights(block, row, scratch), grads[np.uint64(source[i])]
         lanes[:] = np.float32(0)
         for c in range(np.uint64(0), whole, np.uint64(LANES)):
             part = grad[c : c + np.uint64(LANES)]
@@ -69,7 +64,7 @@ def _row_wise_adagrad(
         divisor = np.sqrt(a) + eps
         for j in range(len(grad)):
             weights[j] -= lr * grad[j] / divisor
-        keep_weights(block, row, scratch)
+        store_weights(block, row, scratch)
 
 
 def sgd(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:

@@ -1,13 +1,13 @@
-"""An optimizer's step on the rows of a table; on the CPU host tables and device tables share it.
+"""An optimizer step on the rows of a table; host tables and device tables on the CPU share it.
 
 An optimizer's kernel is called as `kernel(start, stop, ids, source, grads, block, row_slots, *scalars)` and updates the
 rows ids[start:stop] in place:
 
-    ids        int32 or int64 [U], unique, each in [0, V)
-    source     int32 [U], the row of `grads` that holds the summed gradient of each id
-    grads      float32 [any, D]
-    block      float32 [V, 1 + S, D]: a row's weights and its slots in one stretch; or `rounding.Bfloat16Rows`
-    row_slots  float32 [V, R]: slots of one value per row
+    ids: int32 or int64 [U], unique, each in [0, V).
+    source: int32 [U], the row of `grads` with the summed gradient of each id.
+    grads: float32 [any, D].
+    block: float32 [V, 1 + S, D], a row's weights and its slots side by side; or `rounding.Bfloat16Rows`.
+    row_slots: float32 [V, R], the slots of one value per row.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def apply_tasks(
     scalars: tuple[Any, ...],
     positions: npt.NDArray[np.int32] | None = None,
 ) -> list[Task]:
-    """Return the tasks of `apply_rows`, to be run together with others by one `run_tasks`."""
+    """Return the tasks of `apply_rows`, which `run_tasks` can run together with other tasks."""
     update, scalars = _KERNELS[primitive](*scalars)
     if positions is None:
         positions = identity(len(ids))
@@ -64,13 +64,13 @@ def apply_rows(
     scalars: tuple[Any, ...],
     positions: npt.NDArray[np.int32] | None = None,
 ) -> None:
-    """Take one optimizer step on unique rows, in place.
+    """Take one optimizer step on unique rows, in place; block, row_slots and ids are those of the module.
 
-    primitive  the optimizer's op, such as "FusedSparseFtrl"
-    ids        int32 or int64 [U], unique, each in [0, V)
-    grads      float32 [U, D], the summed gradient of each row; or [any, D], where `positions` says which is whose
-    scalars    the optimizer's scalars at this step
-    positions  int32 [U], rows of `grads`
+    Args:
+        primitive: The optimizer's op, such as "FusedSparseFtrl".
+        grads: float32 [U, D], the summed gradient of each row; or [any, D] with `positions`.
+        scalars: The optimizer's scalars at this step.
+        positions: int32 [U], the row of `grads` for each id.
     """
     run_tasks(apply_tasks(primitive, block, row_slots, ids, grads, scalars, positions))
 
@@ -83,10 +83,11 @@ def apply_uses(
     grads: Rows,
     scalars: tuple[Any, ...],
 ) -> None:
-    """Sum the gradients of each id in order of occurrence, and take one optimizer step on its row, in place.
+    """Sum the gradients of each id in order of occurrence, and do `apply_rows`.
 
-    ids    int32 or int64 [N], each in [0, V), duplicates allowed
-    grads  float32 [N, D], one row per use; the rest as in `apply_rows`
+    Args:
+        ids: int32 or int64 [N], each in [0, V), duplicates allowed.
+        grads: float32 [N, D], one row per occurrence.
     """
     if len(ids) == 0:
         return

@@ -1,9 +1,9 @@
-"""Sums over uses: of rows into bags, and of gradients back into rows, over several features that share the rows.
+"""Pooling of rows into bags and summation of gradients into rows, for several features that share the rows.
 
-Forward, a bag is the sum of its uses' rows. Backward, a row's gradient is the sum over its uses, in the order of the
-features, of their bags' gradients. Neither makes an array with a row for each use. Every operation is rounded once.
+Forward, a bag is the sum of its occurrences' rows. Backward, a row's gradient is the sum of its bags' gradients over
+all occurrences, feature by feature. No array has a row per occurrence. Each operation is rounded once.
 
-N uses of a feature in B bags, U unique rows, D columns.
+Shapes: N occurrences of a feature in B bags, U unique rows, D columns.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from hostdev.kernels.buffers import scratch
 from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_write
 from hostdev.kernels.pool import grain_of, parallel_for, run_tasks
 from hostdev.kernels.segment import (
-    first_seen,
+    prepare_sums,
     row_ranges,
     sort_uses,
     streams,
     sum_part,
-    sum_part_of_scalars,
+    sum_scalar_part,
     sum_scaled_part,
     sum_sorted,
 )
@@ -31,16 +31,17 @@ from hostdev.kernels.segment import (
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
 
-_ROWS_AHEAD, _SUMS_AHEAD = 16, 12  # uses
+_ROWS_AHEAD, _SUMS_AHEAD = 16, 12  # occurrences
 
 
 class Feature(NamedTuple):
-    """The uses of one feature.
+    """The occurrences of one feature.
 
-    inverse  int32 [N], the unique row of each
-    offsets  int32 [B + 1], where each bag's begin; None: a use is a bag
-    weights  float32 [N], None for 1
-    mean     a bag is divided by the number of its uses
+    Attributes:
+        inverse: int32 [N], the unique row of each.
+        offsets: int32 [B + 1], where each bag begins; None if each occurrence is a bag.
+        weights: float32 [N]; None for 1.
+        mean: Divide a bag by the number of its occurrences.
     """
 
     inverse: Positions
@@ -50,7 +51,7 @@ class Feature(NamedTuple):
 
 
 @kernel
-def _pool(start: Any, stop: Any, rows: Any, inverse: Any, offsets: Any, weights: Any, mean: Any, out: Any) -> None:
+def _pool(start, stop, rows, inverse, offsets, weights, mean, out):
     D, one = rows.shape[1], np.uint64(1)
     sums = np.empty(D, np.float32)
     last = np.uint64(offsets[stop])
@@ -79,9 +80,7 @@ def _pool(start: Any, stop: Any, rows: Any, inverse: Any, offsets: Any, weights:
 
 
 @kernel
-def _pool_scalars(
-    start: Any, stop: Any, rows: Any, inverse: Any, offsets: Any, weights: Any, mean: Any, out: Any
-) -> None:
+def _pool_scalars(start, stop, rows, inverse, offsets, weights, mean, out):
     """`_pool` for D = 1."""
     one, column = np.uint64(1), np.uint64(0)
     last = np.uint64(offsets[stop])
@@ -100,11 +99,12 @@ def _pool_scalars(
 
 
 def pool(rows: Rows, feature: Feature, out: npt.NDArray[Any]) -> None:
-    """Write each bag's sum, in order of occurrence, of its uses' rows times their weights; 0 for an empty bag.
+    """Write each bag's sum of rows times weights, in order of occurrence; 0 for an empty bag.
 
-    rows     float32 [U, D]
-    feature  with offsets
-    out      float32 [B, D], or uint16 [B, D] for bfloat16: rounded once, at the end
+    Args:
+        rows: float32 [U, D].
+        feature: The occurrences, with offsets.
+        out: float32 [B, D], or uint16 [B, D] for bfloat16, rounded once at the end.
     """
     inverse, offsets, weights, mean = feature
     assert offsets is not None
@@ -115,10 +115,8 @@ def pool(rows: Rows, feature: Feature, out: npt.NDArray[Any]) -> None:
 
 
 @kernel
-def _add_bags(
-    start: Any, stop: Any, seen: Any, grads: Any, inverse: Any, offsets: Any, weights: Any, mean: Any, out: Any
-) -> Any:
-    """`segment.sum_part` for the uses of the bags [start, stop), whose gradients are read once for all of them."""
+def _add_bags(start, stop, seen, grads, inverse, offsets, weights, mean, out):
+    """Do `segment.sum_part` for the occurrences in the bags [start, stop); each bag's gradient is read once."""
     D, seen, one = grads.shape[1], np.uint64(seen), np.uint64(1)
     grad = np.empty(D, np.float32)
     last = np.uint64(offsets[stop])
@@ -147,9 +145,7 @@ def _add_bags(
 
 
 @kernel
-def _add_bags_of_scalars(
-    start: Any, stop: Any, seen: Any, grads: Any, inverse: Any, offsets: Any, weights: Any, mean: Any, out: Any
-) -> Any:
+def _add_scalar_bags(start, stop, seen, grads, inverse, offsets, weights, mean, out):
     """`_add_bags` for D = 1."""
     seen, one, column = np.uint64(seen), np.uint64(1), np.uint64(0)
     for b in range(np.uint64(start), np.uint64(stop)):
@@ -168,8 +164,7 @@ def _add_bags_of_scalars(
 
 
 @kernel
-def _divide(start: Any, stop: Any, grads: Any, offsets: Any, out: Any) -> None:
-    """Divide the bags' gradients by the numbers of their uses."""
+def _divide(start, stop, grads, offsets, out):
     for b in range(np.uint64(start), np.uint64(stop)):
         grad, to, n = grads[b], out[b], np.float32(max(1, offsets[b + np.uint64(1)] - offsets[b]))
         for j in range(len(to)):
@@ -177,38 +172,38 @@ def _divide(start: Any, stop: Any, grads: Any, offsets: Any, out: Any) -> None:
 
 
 @kernel
-def _bag_of_each(start: Any, stop: Any, offsets: Any, bags: Any) -> None:
+def _fill_bags(start, stop, offsets, bags):
     for b in range(np.uint64(start), np.uint64(stop)):
         bags[np.uint64(offsets[b]) : np.uint64(offsets[b + np.uint64(1)])] = b
 
 
 class _Sorted(NamedTuple):
-    """A feature's uses by row."""
-
-    order: Positions  # [N], the uses
-    ends: npt.NDArray[np.int64]  # [U + 1], where each row's begin
-    bags: Positions | None  # [N], the bag of each use
+    order: Positions  # [N], the occurrences
+    ends: npt.NDArray[np.int64]  # [U + 1], where each row's occurrences begin
+    bags: Positions | None  # [N], the bag of each occurrence
 
 
 class Uses:
-    """The uses of some rows by several features; what their sums need is found once, for all tables.
+    """The occurrences of some rows in several features, prepared once for the sums of all tables.
 
-    rows      U
-    in_order  they are numbered in order of first occurrence over the features' uses, in the order of the features;
-              each has a use then
+    Args:
+        features: The features that share the rows.
+        rows: U.
+        in_order: The rows are numbered by first occurrence, feature by feature, and each occurs.
     """
 
     def __init__(self, features: Sequence[Feature], rows: int, *, in_order: bool = True) -> None:
         self.features, self.rows, self.in_order = features, rows, in_order
 
     def sum(self, grads: Sequence[npt.NDArray[Any]], out: Rows) -> None:
-        """Write each row's sum over its uses: in the order of the features, and in order of occurrence.
+        """Write each row's sum over its occurrences, feature by feature, in order of occurrence.
 
-        grads  of each feature: float32, or uint16 for bfloat16, [B, D], or [N, D] of one without bags
-        out    float32 [U, D]; -0 for a row without uses
+        Args:
+            grads: Gradients per feature, float32 or uint16 for bfloat16: [B, D], or [N, D] without bags.
+            out: float32 [U, D]; -0 for a row that does not occur.
         """
         if streams() or not len(out):
-            seen = first_seen(out, self.in_order)
+            seen = prepare_sums(out, self.in_order)
             for feature, grad in zip(self.features, grads, strict=True):
                 seen = _stream(feature, grad, seen, out)
             return
@@ -241,18 +236,18 @@ class Uses:
         for feature, by_row in zip(self.features[start:stop], found[start:stop], strict=True):
             sort_uses(feature.inverse, by_row.ends, by_row.order)
             if feature.offsets is not None:
-                _bag_of_each(0, len(feature.offsets) - 1, feature.offsets, by_row.bags)
+                _fill_bags(0, len(feature.offsets) - 1, feature.offsets, by_row.bags)
 
 
 def _stream(feature: Feature, grads: npt.NDArray[Any], seen: Any, out: Rows) -> Any:
-    """Add a feature's uses to the sums; `seen` as of `segment.sum_part`."""
+    """Add a feature's occurrences to the sums; `seen` is that of `segment.sum_part`."""
     inverse, offsets, weights, mean = feature
     if offsets is not None:
-        add_bags = _add_bags_of_scalars if out.shape[1] == 1 else _add_bags
+        add_bags = _add_scalar_bags if out.shape[1] == 1 else _add_bags
         return add_bags(0, len(offsets) - 1, seen, grads, inverse, offsets, weights, mean, out)
     if weights is not None or grads.dtype != np.float32:
         return sum_scaled_part(0, len(inverse), seen, grads, inverse, weights, out)
-    part = sum_part_of_scalars if out.shape[1] == 1 else sum_part
+    part = sum_scalar_part if out.shape[1] == 1 else sum_part
     return part(0, len(inverse), seen, grads, inverse, out)
 
 

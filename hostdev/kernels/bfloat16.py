@@ -1,4 +1,4 @@
-"""float32 and bfloat16 in one kernel: which of them an array stores, its type says. bfloat16 is its 16 bits, uint16."""
+"""float32 and bfloat16 in one kernel: the array's type selects the conversion. bfloat16 is stored as uint16."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from numba.extending import overload
 
 
 def to_float32(value: Any) -> Any:
-    """A stored number as float32."""
+    """Return a stored number as float32."""
     raise NotImplementedError("compiled only")
 
 
 @overload(to_float32, inline="always")
-def _to_float32_of(value: Any) -> Any:
+def _overload_to_float32(value: Any) -> Any:
     if isinstance(value, types.Float):
 
         def keep(value: Any) -> Any:
@@ -28,12 +28,12 @@ def _to_float32_of(value: Any) -> Any:
 
 
 def as_stored(to: Any, x: Any) -> Any:
-    """x rounded to what the array `to` stores."""
+    """Return x rounded to the type of the array `to`."""
     raise NotImplementedError("compiled only")
 
 
 @overload(as_stored, inline="always")
-def _as_stored_in(to: Any, x: Any) -> Any:
+def _overload_as_stored(to: Any, x: Any) -> Any:
     if isinstance(to.dtype, types.Float):
 
         def keep(to: Any, x: Any) -> Any:
@@ -42,7 +42,7 @@ def _as_stored_in(to: Any, x: Any) -> Any:
         return keep
 
     def round_to_bfloat16(to: Any, x: Any) -> Any:
-        # To the nearest, ties to even, as torch rounds; NaN becomes the quiet NaN.
+        # Round to nearest, ties to even, like torch; NaN becomes the quiet NaN.
         bits = np.float32(x).view(np.uint32)
         rounded = uint32(uint32(bits + uint32(0x7FFF) + uint32((bits >> uint32(16)) & uint32(1))) >> uint32(16))
         return uint16(0x7FC0) if x != x else uint16(rounded)

@@ -1,6 +1,6 @@
-"""Sets of rows at one bit a row, and copies of rows to columns.
+"""Sets of rows as bitmaps, and copies of rows into columns.
 
-V rows of the table, D its dimension, S its optimizer slots, N ids.
+Shapes: V rows of the table, D its dimension, S its optimizer slots, N ids.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ _AHEAD = 8  # rows
 
 
 def bits_for(rows: int) -> Bits:
-    """Return the empty set of so many rows."""
+    """Return an empty set for this many rows."""
     return np.zeros(-(-rows // 64), np.uint64)
 
 
@@ -37,24 +37,24 @@ def count_bits(bits: Bits) -> int:
 
 
 @kernel
-def _mark(start: Any, stop: Any, ids: Any, bits: Any) -> None:
+def _mark(start, stop, ids, bits):
     six, low, one = np.uint64(6), np.uint64(63), np.uint64(1)
     address = bits.ctypes.data
     for i in range(np.uint64(start), np.uint64(stop)):
         row = np.uint64(ids[i])
         bit = one << (row & low)
-        if not bits[row >> six] & bit:  # frequent rows are there after a few steps
+        if not bits[row >> six] & bit:  # frequent rows are set after a few steps
             fetch_or(address + np.int64(row >> six) * 8, bit)
 
 
 def mark(ids: npt.NDArray[Any], bits: Bits) -> None:
-    """Add the rows ids [N], int32 or int64, to a set, on all threads; it may grow by others at the same time."""
+    """Add the rows ids [N], int32 or int64, to a set, on all threads; other callers may add at the same time."""
     parallel_for(_mark, len(ids), ids, bits, grain=grain_of(LINE))
 
 
 @kernel
-def take(ids: Any, bits: Any, out: Any) -> Any:
-    """Move those of ids [N] that are in a set out of it, to the beginning of out [N]; return how many."""
+def take(ids, bits, out):
+    """Move the ids [N] that are in a set out of it, to the beginning of out [N]; return their number."""
     six, low, one = np.uint64(6), np.uint64(63), np.uint64(1)
     count = np.uint64(0)
     for i in range(np.uint64(0), np.uint64(len(ids))):
@@ -63,14 +63,14 @@ def take(ids: Any, bits: Any, out: Any) -> Any:
         word = bits[row >> six]
         found = word & bit
         bits[row >> six] = word & ~bit
-        out[count] = ids[i]  # where it is not in the set, the next one overwrites it
+        out[count] = ids[i]  # an id outside the set is overwritten by the next one
         count += one if found else np.uint64(0)
     return np.int64(count)
 
 
 @kernel
-def rows_between(first: Any, last: Any, bits: Any, out: Any) -> Any:
-    """Write the rows of a set that are in [first, last), ascending, to the beginning of `out`; return how many."""
+def rows_between(first, last, bits, out):
+    """Write the set's rows in [first, last), ascending, to the beginning of `out`; return their number."""
     six, low, one = np.uint64(6), np.uint64(63), np.uint64(1)
     count = np.uint64(0)
     row, end = np.uint64(first), np.uint64(last)
@@ -87,12 +87,13 @@ def rows_between(first: Any, last: Any, bits: Any, out: Any) -> Any:
 
 
 @kernel
-def copy_to_columns(start: Any, stop: Any, first: Any, ids: Any, block: Any, out: Any) -> None:
-    """Copy rows to columns: out[s, i] = block[ids[i], s]; of the rows from `first` on where ids is None.
+def copy_to_columns(start, stop, first, ids, block, out):
+    """Copy rows to columns: out[s, i] = block[ids[i], s], or block[first + i, s] if ids is None.
 
-    ids    int32 or int64 [N]
-    block  float32 or bfloat16 [V, S, D]
-    out    float32 [S, N, D]
+    Args:
+        ids: int32 or int64 [N], or None.
+        block: float32 or bfloat16 [V, S, D].
+        out: float32 [S, N, D].
     """
     for i in range(np.uint64(start), np.uint64(stop)):
         if ids is None:
@@ -109,8 +110,8 @@ def copy_to_columns(start: Any, stop: Any, first: Any, ids: Any, block: Any, out
 
 
 @kernel
-def gather_rows(rows: Any, order: Any, out: Any) -> None:
-    """Copy rows: out[i] = rows[order[i]], of float32 [any, width]; several threads may, without Python's lock."""
+def gather_rows(rows, order, out):
+    """Copy rows: out[i] = rows[order[i]], float32 [any, width]; releases the GIL."""
     for i in range(np.uint64(0), np.uint64(len(order))):
         ahead = i + np.uint64(_AHEAD)
         if ahead < np.uint64(len(order)):
@@ -121,13 +122,14 @@ def gather_rows(rows: Any, order: Any, out: Any) -> None:
 
 
 @kernel
-def place_in_columns(rows: Any, ids: Any, wanted: Any, columns: Any) -> None:
-    """Put rows into columns where their ids stand among those wanted: columns[s, k] = rows[i, s], wanted[k] = ids[i].
+def place_in_columns(rows, ids, wanted, columns):
+    """Write rows into columns: columns[s, k] = rows[i, s] where wanted[k] = ids[i].
 
-    rows     float32 [n, S, D]
-    ids      int32 or int64 [n], ascending, all of them wanted
-    wanted   int64 [N], ascending
-    columns  float32 [S, N, D]
+    Args:
+        rows: float32 [n, S, D].
+        ids: int32 or int64 [n], ascending, each in `wanted`.
+        wanted: int64 [N], ascending.
+        columns: float32 [S, N, D].
     """
     k = np.uint64(0)
     for i in range(np.uint64(0), np.uint64(len(ids))):

@@ -1,4 +1,4 @@
-"""Memory for the kernels: aligned to cache lines, on huge pages where it is large, and scratch that is used again."""
+"""Memory for the kernels: aligned to cache lines, huge pages for large arrays, and scratch memory for reuse."""
 
 import math
 import threading
@@ -13,10 +13,10 @@ _scratch = threading.local()
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Any:
-    """Return a C-contiguous array without initial values that begins on a cache line.
+    """Return an uninitialized C-contiguous array that begins on a cache line.
 
-    One of many MiB begins on a huge page, which numpy asks the kernel for (madvise) where it allocates. At most 2 MiB
-    more than the array are reserved, and less than a page of them is touched.
+    An array of many MiB begins on a huge page, which numpy requests (madvise) when it allocates. This reserves at most
+    2 MiB more than the array, and touches less than a page of them.
     """
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
@@ -27,9 +27,9 @@ def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> 
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:
-    """Return an array without initial values from this thread's scratch memory, aligned to a cache line.
+    """Return an uninitialized array in this thread's scratch memory, aligned to a cache line.
 
-    Its contents last until the thread asks for the same name again. Fresh memory would cost a page fault per 4 KiB.
+    The thread's next request for the same name reuses the memory. Fresh memory would cost a page fault per 4 KiB.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     held: dict[str, npt.NDArray[np.uint8]] = _scratch.__dict__

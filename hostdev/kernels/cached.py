@@ -1,7 +1,7 @@
-"""Machine code on disk: numba's cache of it, with checksums, so that a damaged or full folder ends no command.
+"""numba's cache of machine code on disk, with checksums, so that a damaged or full folder does not stop a command.
 
-numba trusts its files: a damaged index fails in every process until somebody removes it, and damaged code would run.
-A file whose checksum is wrong is compiled and written again. What cannot be written is compiled in every process.
+numba trusts its files: a damaged index fails in every process until it is removed, and damaged code would run. Here a
+file with a wrong checksum is compiled and written again. Code that cannot be written is compiled in every process.
 """
 
 import io
@@ -16,16 +16,16 @@ try:
     from numba.core.caching import IndexDataCacheFile
 
     _Base = IndexDataCacheFile
-except ImportError:  # another version of numba, with its own ways
+except ImportError:  # another version of numba
     pass
 
-_MARK = b"hostdev1"  # before the checksum, at a file's end, which numba does not read
+_MARK = b"hostdev1"  # precedes the checksum at the end of a file, which numba does not read
 _SIZE = len(_MARK) + 32
-_told: set[str] = set()
+_reported: set[str] = set()
 
 
 def check_cache(dispatcher: Any) -> Any:
-    """Let a kernel's cached code be checked; return the kernel."""
+    """Verify the checksums of a kernel's cached code; return the kernel."""
     cache = getattr(dispatcher, "_cache", None)
     file = getattr(cache, "_cache_file", None)
     if _Base is not object and type(file) is _Base:
@@ -34,16 +34,13 @@ def check_cache(dispatcher: Any) -> Any:
 
 
 class _CheckedFile(_Base):  # type: ignore[misc]
-    """Files of one kernel."""
-
     def save(self, key: Any, data: Any) -> None:
-        """Write code, if there is room for it."""
         try:
             super().save(key, data)
         except OSError as error:
             folder = str(Path(self._index_path).parent)
-            if folder not in _told:
-                _told.add(folder)
+            if folder not in _reported:
+                _reported.add(folder)
                 why = f"compiled kernels are not kept in {folder} ({error.strerror}), and compiled in each process"
                 if sys.stderr is not None:
                     print(f"hostdev: warning: {why}", file=sys.stderr)
@@ -65,7 +62,7 @@ class _CheckedFile(_Base):  # type: ignore[misc]
         try:
             return pickle.loads(_checked(Path(self._data_path(name)).read_bytes()))
         except _WrongError:
-            raise FileNotFoundError(name) from None  # which numba takes for code that is not there
+            raise FileNotFoundError(name) from None  # numba then compiles the code
 
     def _save_data(self, name: str, data: Any) -> None:
         self._write(self._data_path(name), self._dump(data))
@@ -76,11 +73,10 @@ class _CheckedFile(_Base):  # type: ignore[misc]
 
 
 class _WrongError(Exception):
-    """A file that is not as it was written."""
+    """A file whose checksum is wrong."""
 
 
 def _checked(content: bytes) -> bytes:
-    """Return a file's content without its checksum."""
     body, mark = content[:-_SIZE], content[-_SIZE:]
     if mark != _MARK + sha256(body).digest():
         raise _WrongError
@@ -88,6 +84,5 @@ def _checked(content: bytes) -> bytes:
 
 
 def _unpickled(content: bytes) -> tuple[Any, bytes]:
-    """Return the first value of some bytes, and the rest."""
     source = io.BytesIO(content)
     return pickle.load(source), source.read()

@@ -1,10 +1,10 @@
-"""How many distinct values there are, and how much they weigh together, from few bytes.
+"""The number of distinct values and the sum of their weights, estimated in little memory.
 
-By HyperLogLog (Flajolet, Fusy, Gandouet & Meunier, 2007) and priority sampling (Duffield, Lund & Thorup, 2007): what is
-known of several sets of values gives what is known of their union, whichever of them have a value.
+Sources: HyperLogLog (Flajolet, Fusy, Gandouet & Meunier, 2007) and priority sampling (Duffield, Lund & Thorup, 2007).
+The summaries of several sets of values combine into that of their union.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +16,11 @@ Registers = npt.NDArray[np.uint8]
 
 _BITS = 14  # 16,384 registers: the estimate's standard error is 0.8%
 _SIZE = 1 << _BITS
-_SAMPLED = 4096  # keys: the standard error of their sum is 1.6%, whatever they weigh
+_SAMPLED = 4096  # keys: the standard error of their sum is 1.6%, for any weights
 
 
 @kernel
-def _note(hashes: Any, registers: Any) -> None:
+def _note(hashes, registers):
     for i in range(np.uint64(0), np.uint64(len(hashes))):
         h = hashes[i]
         place, rest = h >> np.uint64(64 - _BITS), h << np.uint64(_BITS)
@@ -32,14 +32,14 @@ def _note(hashes: Any, registers: Any) -> None:
 
 
 def registers_of(keys: npt.NDArray[np.uint64]) -> Registers:
-    """Return the registers of keys [N], uint8 [16384]; those of several sets are the largest of each."""
+    """Return the registers of keys [N], uint8 [16384]; the maximum of several combines their sets."""
     registers = np.zeros(_SIZE, np.uint8)
     _note(mix64(keys), registers)
     return registers
 
 
 def estimate(registers: Registers) -> float:
-    """Return about how many distinct keys the registers have seen, to 0.8%."""
+    """Estimate how many distinct keys the registers have seen, to 0.8%."""
     found = 0.7213 / (1 + 1.079 / _SIZE) * _SIZE**2 / float(np.sum(2.0 ** -registers.astype(np.float64)))
     empty = int(np.count_nonzero(registers == 0))
     if found <= 2.5 * _SIZE and empty:
@@ -48,10 +48,11 @@ def estimate(registers: Registers) -> float:
 
 
 class Sample(NamedTuple):
-    """The keys with the largest weight / u, u being uniform in (0, 1] and the same wherever the key is met.
+    """The keys with the largest weight / u; u is uniform in (0, 1] and depends on the key alone.
 
-    keys     uint64 [K], distinct
-    weights  int64 [K], above 0
+    Attributes:
+        keys: uint64 [K], distinct.
+        weights: int64 [K], above 0.
     """
 
     keys: npt.NDArray[np.uint64]
@@ -59,10 +60,10 @@ class Sample(NamedTuple):
 
 
 def sample_of(keys: npt.NDArray[np.uint64], weights: npt.NDArray[np.int64]) -> Sample:
-    """Return a sample of distinct keys [N] by which to estimate the sum of their weights [N]; 0 adds nothing."""
+    """Return a sample of distinct keys [N] to estimate the sum of their weights [N]; weights of 0 add nothing."""
     there = weights > 0
     keys, weights = keys[there], weights[there]
-    if len(keys) > _SAMPLED + 1:  # the last of which only says what the others stand for
+    if len(keys) > _SAMPLED + 1:  # the smallest priority is only the threshold for the others
         priorities = _priorities(keys, weights)
         there = priorities >= np.partition(priorities, -_SAMPLED - 1)[-_SAMPLED - 1]
         keys, weights = keys[there], weights[there]
@@ -70,8 +71,8 @@ def sample_of(keys: npt.NDArray[np.uint64], weights: npt.NDArray[np.int64]) -> S
 
 
 def join(a: Sample, b: Sample) -> Sample:
-    """Return the sample of all keys that two samples are of; a key has one weight."""
-    if len(a.keys) > _SAMPLED:  # most of the other's have no place in it: few are to be sorted
+    """Return the sample of the union of two samples' keys; a key has the same weight in both."""
+    if len(a.keys) > _SAMPLED:  # most of b's keys drop out: few remain to be sorted
         there = _priorities(*b) >= _priorities(*a).min()
         b = Sample(b.keys[there], b.weights[there])
     keys, first = np.unique(np.concatenate([a.keys, b.keys]), return_index=True)
@@ -79,7 +80,7 @@ def join(a: Sample, b: Sample) -> Sample:
 
 
 def total(sample: Sample) -> float:
-    """Return about how much all keys weigh together: exactly up to 4096 keys, and to 1.6% beyond."""
+    """Estimate the sum of all keys' weights: exact up to 4096 keys, to 1.6% beyond."""
     if len(sample.keys) <= _SAMPLED:
         return float(sample.weights.sum())
     priorities = _priorities(*sample)

@@ -1,9 +1,9 @@
-"""Which rows of a batch an earlier, unfinished batch will still update, for every batch in turn.
+"""Read-after-write hazards: the rows of a batch that an earlier, unfinished batch will still update.
 
-Each row of the tables remembers the last batch that claimed it, in one byte, so that the rows of a batch are found in
-the cache. Batches are numbered 1, 2, 3, ...; their tags repeat after 255, and are forgotten before they do.
+One byte per row of the table holds the tag of its last writer, so that a batch's rows are looked up in the CPU's cache.
+Batches are numbered 1, 2, 3, ...; tags repeat after 255 batches, and old ones are cleared before that.
 
-U unique ids, V rows.
+Shapes: U unique ids, V rows.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ from hostdev.kernels.pool import KernelTask, parallel_for, ranges, run_tasks
 
 Positions = npt.NDArray[np.int32]
 
-MOST_UNFINISHED = 100  # batches; tags of older ones are forgotten, once in so many
+MOST_UNFINISHED = 100  # batches; also the interval at which older tags are cleared
 _TAGS = 255
 _AHEAD = 64  # rows
 _GRAIN = 1 << 14
@@ -25,32 +25,33 @@ _FILTER_BITS = 16
 
 
 class Late(NamedTuple):
-    """The rows of a batch that come late: an unfinished batch is going to update them."""
+    """The conflicting rows of a batch: an unfinished batch will update them."""
 
-    rows: Positions  # in the batch's unique ids, ascending
-    owner: npt.NDArray[np.int32]  # of each: the batch after whose update it may be read
+    rows: Positions  # positions in the batch's unique ids, ascending
+    owner: npt.NDArray[np.int32]  # per row, the batch after whose update it may be read
 
     def first(self, n: int) -> "Late":
-        """Return those among the first n ids."""
+        """Return the conflicting rows among the first n ids."""
         count = int(np.searchsorted(self.rows, n))
         return Late(self.rows[:count], self.owner[:count])
 
 
 class Claims:
-    """The last claim of each row.
+    """The last writer of each row.
 
-    tags  uint8 [V], 0 for a row that nobody has claimed
+    Attributes:
+        tags: uint8 [V], 0 for a row without a writer.
     """
 
     def __init__(self, rows: int) -> None:
         self.tags = np.zeros(rows, np.uint8)
-        self._forgotten = 0  # the batch at which old ones were forgotten last
-        self._made: deque[int] = deque()  # by these batches since then, and by the most recent before
+        self._forgotten = 0  # the batch at which old tags were cleared last
+        self._made: deque[int] = deque()  # the batches that claimed rows since then, and the most recent before
 
     def begin(self, number: int) -> None:
-        """Forget, where it is time to, all claims but those of the last `MOST_UNFINISHED` batches before this one.
+        """Begin a batch; once in a while, clear all tags but those of the `MOST_UNFINISHED` batches before this one.
 
-        Batches in between may have claimed nothing, as those of an evaluation do not.
+        Batches without claims, such as those of an evaluation, may lie in between.
         """
         if number - self._forgotten >= MOST_UNFINISHED:
             while self._made and self._made[0] < number - MOST_UNFINISHED:
@@ -68,11 +69,8 @@ def _tag(number: int) -> int:
 
 
 @kernel
-def _claim(
-    start: Any, stop: Any, ids: Any, claims: Any, tag: Any, owner_of: Any,
-    late: Any, owner: Any, counts: Any, piece: Any,
-) -> None:  # fmt: skip
-    """Write what is late from `start` on, and how much it is."""
+def _claim(start, stop, ids, claims, tag, owner_of, late, owner, counts, piece):
+    """Write the conflicting rows from `start` on, and their number."""
     count = np.uint64(start)
     for u in range(np.uint64(start), np.uint64(stop)):
         if u + np.uint64(_AHEAD) < np.uint64(stop):
@@ -86,19 +84,20 @@ def _claim(
 
 
 @kernel
-def _forget(start: Any, stop: Any, claims: Any, keep: Any) -> None:
+def _forget(start, stop, claims, keep):
     for row in range(np.uint64(start), np.uint64(stop)):
         claims[row] = keep[np.uint64(claims[row])]
 
 
 def claim(ids: npt.NDArray[Any], claims: Claims, number: int, oldest: int, newest: int) -> Late:
-    """Claim the rows of batch `number` and return which of them an earlier batch has yet to update.
+    """Claim the rows of batch `number`; return those that an earlier batch has yet to update.
 
-    ids     int32 or int64 [U], unique, each in [0, V)
-    claims  of the table's rows, overwritten
-    number  larger than at the call before
-    oldest  the oldest batch whose update is not finished; at most MOST_UNFINISHED before `number`
-    newest  the newest batch that is waited for; a row of a later one waits for this one instead
+    Args:
+        ids: int32 or int64 [U], unique, each in [0, V).
+        claims: The table's last writers, updated.
+        number: Larger than in the previous call.
+        oldest: The oldest unfinished batch, at most MOST_UNFINISHED before `number`.
+        newest: The newest batch to wait for; a row of a later batch waits for this one.
     """
     oldest = max(oldest, 1)
     if number - oldest > MOST_UNFINISHED:
@@ -118,12 +117,12 @@ def claim(ids: npt.NDArray[Any], claims: Claims, number: int, oldest: int, newes
 
 
 @inline
-def _place(row: Any) -> Any:
+def _place(row):
     return (np.uint64(row) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - _FILTER_BITS)
 
 
 @kernel
-def _intersect(ids: Any, others: Any, maybe: Any, claims: Any, tag: Any, out: Any) -> Any:
+def _intersect(ids, others, maybe, claims, tag, out):
     for i in range(np.uint64(0), np.uint64(len(others))):
         maybe[_place(others[i])] = True
     count = np.uint64(0)
@@ -135,18 +134,19 @@ def _intersect(ids: Any, others: Any, maybe: Any, claims: Any, tag: Any, out: An
 
 
 def intersect(ids: npt.NDArray[Any], others: npt.NDArray[Any], claims: Claims, number: int) -> Positions:
-    """Return the positions in ids [U] of those that are in `others` too, which batch `number` has claimed; ascending.
+    """Return the ascending positions in ids [U] of the ids that are also in `others`, which batch `number` claimed.
 
-    ids     int32 or int64 [U], unique, of the batch before
-    others  those of batch `number` whose owner is the batch before
+    Args:
+        ids: int32 or int64 [U], unique, of the previous batch.
+        others: Ids of batch `number` whose owner is the previous batch.
     """
-    maybe = np.zeros(1 << _FILTER_BITS, np.bool_)  # in the cache, unlike the claims, of which it spares most
+    maybe = np.zeros(1 << _FILTER_BITS, np.bool_)  # fits the cache, and avoids most reads of the claims
     out = np.empty(len(ids), np.int32)
     return out[: _intersect(ids, others, maybe, claims.tags, np.uint8(_tag(number)), out)]
 
 
 @kernel
-def _others(marked: Any, out: Any) -> None:
+def _others(marked, out):
     count = np.uint64(0)
     for i in range(np.uint64(0), np.uint64(len(marked))):
         out[count] = i

@@ -1,4 +1,4 @@
-"""Columns of a table that lies row by row, keys by hash, and numbers in fewer bytes."""
+"""Columns of a row-major table, ids by hash, and float64 columns narrowed to float32."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from hostdev.kernels.jit import kernel
 
 
 @kernel
-def _place(codes: Any, values: Any, rows: Any, column: Any) -> None:
+def _place(codes, values, rows, column):
     at = np.uint64(column)
     for i in range(np.uint64(0), np.uint64(len(codes))):
         rows[i, at] = values[np.uint64(codes[i])]
 
 
 @kernel
-def _copy(values: Any, rows: Any, column: Any) -> None:
+def _copy(values, rows, column):
     at = np.uint64(column)
     for i in range(np.uint64(0), np.uint64(len(values))):
         rows[i, at] = values[i]
@@ -32,8 +32,8 @@ def place_column(codes: npt.NDArray[Any], values: npt.NDArray[Any] | None, rows:
 
 
 @kernel
-def _narrow(numbers: Any, short: Any) -> Any:
-    """Write numbers as float32; return how many these hold, up to the first that they do not."""
+def _narrow(numbers, short):
+    """Write numbers as float32; return how many are exact, up to the first that is not."""
     for i in range(np.uint64(0), np.uint64(len(numbers))):
         number = numbers[i]
         short[i] = np.float32(number)
@@ -43,13 +43,13 @@ def _narrow(numbers: Any, short: Any) -> Any:
 
 
 def narrowed(numbers: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
-    """Return numbers [N] as float32 where that holds all of them exactly, NaN too, else as they are."""
+    """Return numbers [N] as float32 if all are exact in it (NaN included), else unchanged."""
     short = np.empty(len(numbers), np.float32)
     return short if _narrow(numbers, short) == len(numbers) else numbers
 
 
 @kernel
-def _hash(keys: Any, of_column: Any, buckets: Any, first: Any, ids: Any) -> None:
+def _hash(keys, of_column, buckets, first, ids):
     for i in range(np.uint64(0), np.uint64(len(keys))):
         ids[i] = np.int64(hashed(of_column, keys[i]) % buckets) + first
 

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: a value is a pure function of a key and a counter, never of a draw's order."""
+"""Counter-based random numbers: a value is a pure function of a key and a counter."""
 
 import hashlib
 from typing import Any
@@ -11,11 +11,11 @@ from hostdev.kernels.jit import inline, kernel
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
-_DIGIT = 11  # bits: their counts stay in the nearest cache, and a thousand numbers rarely share two digits
+_DIGIT = 11  # bits: their counts fit the L1 cache, and a thousand numbers rarely share two digits
 
 
 def mix64(x: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-    """Scramble an array of 64-bit counters, any shape (SplitMix64's finalizer: Steele, Lea & Flood, OOPSLA 2014)."""
+    """Scramble 64-bit counters of any shape (SplitMix64's finalizer: Steele, Lea & Flood, OOPSLA 2014)."""
     z = np.asarray(x, np.uint64) + np.uint64(_GAMMA)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -23,7 +23,7 @@ def mix64(x: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
 
 
 def key64(seed: int, *names: str | int) -> int:
-    """Derive a 64-bit key from a seed and the names of what it is for, the same on every platform and run."""
+    """Derive a 64-bit key from a seed and the names of its purpose; the same on every platform."""
     text = "\0".join([str(seed), *map(str, names)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
@@ -35,8 +35,8 @@ def uniform(key: int, counters: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 
 @inline
-def hashed(key: Any, counter: Any) -> Any:
-    """`mix64` of one counter, for kernels."""
+def hashed(key, counter):
+    """Return `mix64` of one counter, for kernels."""
     x = uint64((uint64(key) ^ uint64(counter)) + uint64(_GAMMA))
     x = uint64((x ^ (x >> uint64(30))) * uint64(0xBF58476D1CE4E5B9))
     x = uint64((x ^ (x >> uint64(27))) * uint64(0x94D049BB133111EB))
@@ -44,16 +44,16 @@ def hashed(key: Any, counter: Any) -> Any:
 
 
 @inline
-def mix32(x: Any) -> Any:
-    """Scramble a 32-bit number, for kernels: "lowbias32", found by search (Wellons, Hash Prospector, 2018)."""
+def mix32(x):
+    """Scramble a 32-bit number, for kernels ("lowbias32": Wellons, Hash Prospector, 2018)."""
     x = uint32(uint32(x ^ (x >> uint32(16))) * uint32(0x7FEB352D))
     x = uint32(uint32(x ^ (x >> uint32(15))) * uint32(0x846CA68B))
     return uint32(x ^ (x >> uint32(16)))
 
 
 @kernel
-def _sort_by_hash(key: Any, half: Any, order: Any) -> None:
-    """Sort 0, 1, ... by hash: by its first digit and its second, least significant first; then by insertion."""
+def _sort_by_hash(key, half, order):
+    """Sort 0, 1, ... by hash: two radix passes, least significant digit first, then insertion sort."""
     n, one, mask = np.uint64(len(order)), np.uint64(1), np.uint64((1 << _DIGIT) - 1)
     first, second = np.uint64(64 - _DIGIT), np.uint64(64 - 2 * _DIGIT)
     ends = np.zeros((2, (1 << _DIGIT) + 1), np.int64)
@@ -87,9 +87,9 @@ def _sort_by_hash(key: Any, half: Any, order: Any) -> None:
 
 
 def permutation(n: int, key: int) -> npt.NDArray[np.int64]:
-    """Return a random order of range(n), int64 [n], by a hash that no two numbers share; 8 bytes each on the way.
+    """Return a random order of range(n), int64 [n]; needs 8 more bytes per number meanwhile.
 
-    It is `np.argsort(mix64(np.arange(n, dtype=np.uint64) ^ np.uint64(key)))`.
+    Equals `np.argsort(mix64(np.arange(n, dtype=np.uint64) ^ np.uint64(key)))`; no two numbers share a hash.
     """
     half, order = np.empty(n, np.int64), np.empty(n, np.int64)
     _sort_by_hash(np.uint64(key & _MASK), half, order)

@@ -1,32 +1,32 @@
-"""Criteo's lines to numbers: a label, 13 integers and 26 values of 8 hexadecimal digits, tab separated."""
-
-from typing import Any
+"""Parser of Criteo's lines: a label, 13 integers and 26 values of 8 hexadecimal digits, tab separated."""
 
 import numpy as np
 
 from hostdev.kernels.jit import kernel
 
-EMPTY = 1 << 32  # the key of an empty categorical: one above every 32-bit value
+EMPTY = 1 << 32  # the key of an empty categorical, above every 32-bit value
 
 _TAB, _LINE_END, _RETURN, _MINUS, _ZERO = 9, 10, 13, 45, 48
-_MOST_DIGITS = 18  # which an int64 holds
-HEX_DIGITS = np.full(256, 255, np.uint8)  # by character; 255 for what is none
+_MOST_DIGITS = 18  # fit an int64
+HEX_DIGITS = np.full(256, 255, np.uint8)  # by character; 255 for other characters
 for _digits in (b"0123456789abcdef", b"0123456789ABCDEF"):
     HEX_DIGITS[np.frombuffer(_digits, np.uint8)] = np.arange(16)
 
 
 @kernel
-def parse_lines(text: Any, digits: Any, label: Any, numbers: Any, keys: Any, odd: Any) -> Any:
-    """Parse the well-formed lines of a text, and find the others.
+def parse_lines(text, digits, label, numbers, keys, odd):
+    """Parse the well-formed lines of a text, and locate the malformed ones.
 
-    text     uint8 [N]: whole lines; the last may lack its end
-    digits   HEX_DIGITS
-    label    uint8 [n], written; n is at least the number of lines
-    numbers  float64 [n, D], written: NaN where empty
-    keys     int64 [C, n], written: EMPTY where empty
-    odd      int32 [M, 3], written: begin, end and number (from 0) of each line that is malformed, of the first M
+    Args:
+        text: uint8 [N], whole lines; the last one may lack its line end.
+        digits: HEX_DIGITS.
+        label: uint8 [n], written; n is at least the number of lines.
+        numbers: float64 [n, D], written; NaN for empty fields.
+        keys: int64 [C, n], written; EMPTY for empty fields.
+        odd: int32 [M, 3], written: begin, end and number (from 0) of the first M malformed lines.
 
-    Returns the numbers of well-formed lines, of lines, and of malformed ones.
+    Returns:
+        The numbers of well-formed lines, of all lines, and of malformed lines.
     """
     N, one, eight = np.uint64(len(text)), np.uint64(1), np.uint64(8)
     D, C = np.uint64(numbers.shape[1]), np.uint64(len(keys))

@@ -1,7 +1,7 @@
-"""A dictionary of many values: their numbers in order of first occurrence, and how often each was used.
+"""A dictionary of many keys: their numbers in order of first occurrence, and how often each occurred.
 
-Lean, as it holds hundreds of millions: a value's key and uses, 16 bytes, and slots of 4 bytes, of which at most three
-of four are taken. Lines of memory are asked for some keys ahead, so that many are on their way at once.
+It holds hundreds of millions of keys: 16 bytes for a key and its count, and 4-byte slots, at most three quarters of
+them taken. Cache lines are prefetched some keys ahead, to overlap their latencies.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from hostdev.kernels.unique import slot_of
 
 Keys = npt.NDArray[np.int64]
 
-BYTES_A_VALUE = 31  # at most: key and uses with a fifth to spare, slots of which 3/8 are taken
+BYTES_A_VALUE = 31  # at most: key and count with a fifth to spare, and slots of which 3/8 are taken
 _EMPTY = -1
 _LEAST_BITS = 10
 _FULL, _OF = 3, 4  # slots that may be taken
@@ -23,8 +23,8 @@ _MOST_VALUES = 2**31 - 1
 
 
 @kernel
-def _add(keys: Any, uses: Any, start: Any, slots: Any, shift: Any, known: Any, counts: Any, count: Any) -> Any:
-    """Count keys[start:]; stop early where there is no room. Returns (next key, number of values)."""
+def _add(keys, uses, start, slots, shift, known, counts, count):
+    """Count keys[start:]; stop early without room. Return (next key, number of keys)."""
     mask, one, stop = np.uint64(len(slots) - 1), np.uint64(1), np.uint64(len(keys))
     for i in range(np.uint64(start), stop):
         ahead = i + np.uint64(_AHEAD)
@@ -53,7 +53,7 @@ def _add(keys: Any, uses: Any, start: Any, slots: Any, shift: Any, known: Any, c
 
 
 @kernel
-def _find(keys: Any, slots: Any, shift: Any, known: Any, positions: Any) -> None:
+def _find(keys, slots, shift, known, positions):
     mask, one, stop = np.uint64(len(slots) - 1), np.uint64(1), np.uint64(len(keys))
     for i in range(stop):
         ahead = i + np.uint64(_AHEAD)
@@ -71,7 +71,7 @@ def _find(keys: Any, slots: Any, shift: Any, known: Any, positions: Any) -> None
 
 
 @kernel
-def _rebuild(slots: Any, shift: Any, known: Any, count: Any) -> None:
+def _rebuild(slots, shift, known, count):
     mask, one = np.uint64(len(slots) - 1), np.uint64(1)
     for position in range(np.uint64(count)):
         slot = slot_of(known[position], shift)
@@ -81,7 +81,7 @@ def _rebuild(slots: Any, shift: Any, known: Any, count: Any) -> None:
 
 
 class Dictionary:
-    """Grows with the distinct keys that are counted; several threads may `find` at once."""
+    """A dictionary that grows with the distinct keys counted; several threads may call `find` at once."""
 
     def __init__(self) -> None:
         self._shift = 64 - _LEAST_BITS
@@ -101,22 +101,20 @@ class Dictionary:
 
     @property
     def uses(self) -> Keys:
-        """Uses of each key, int64 [len(self)]; a view until the next `count`."""
+        """Occurrences of each key, int64 [len(self)]; a view until the next `count`."""
         return self._uses[: self._count]
 
     def count(self, keys: Keys, uses: npt.NDArray[Any]) -> None:
-        """Add uses [N] of keys int64 [N]."""
+        """Add occurrences [N] of keys int64 [N]."""
         done = 0
         while True:
-            done, self._count = _add(
-                keys, uses, done, self._slots, self._shift, self._keys, self._uses, self._count
-            )  # fmt: skip
+            done, self._count = _add(keys, uses, done, self._slots, self._shift, self._keys, self._uses, self._count)
             if done == len(keys):
                 return
             self._grow()
 
     def find(self, keys: Keys) -> npt.NDArray[np.int64]:
-        """Return each key's number, int64 [N]; -1 for one that was never counted."""
+        """Return each key's number, int64 [N]; -1 for an unknown key."""
         positions = np.empty(len(keys), np.int64)
         _find(keys, self._slots, self._shift, self._keys, positions)
         return positions

@@ -1,4 +1,4 @@
-"""A 64-bit hash of every row of an array: to find the first that differs without keeping the rows."""
+"""A 64-bit hash of every row of an array, to find the first differing row without keeping the rows."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _GRAIN = 256
 
 
 @kernel
-def _hash_rows(start: Any, stop: Any, words: Any, ids: Any, out: Any) -> None:
+def _hash_rows(start, stop, words, ids, out):
     for i in range(np.uint64(start), np.uint64(stop)):
         row = words[np.uint64(ids[i])]
         for s in range(row.shape[0]):
@@ -26,9 +26,12 @@ def _hash_rows(start: Any, stop: Any, words: Any, ids: Any, out: Any) -> None:
 def hash_rows(block: npt.NDArray[np.float32], ids: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     """Return a hash of the bits of each row: FNV-1a over 32-bit words, with a shift that spreads the high bits.
 
-    block    float32 [V, S, D]
-    ids      int32 or int64 [U], each in [0, V)
-    returns  uint64 [U, S]
+    Args:
+        block: float32 [V, S, D].
+        ids: int32 or int64 [U], each in [0, V).
+
+    Returns:
+        uint64 [U, S].
     """
     out = np.empty((len(ids), block.shape[1]), np.uint64)
     parallel_for(_hash_rows, len(ids), block.view(np.uint32), ids, out, grain=_GRAIN)

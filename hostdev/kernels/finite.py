@@ -1,7 +1,6 @@
-"""How large the values of an array are; a value that is not a number counts as infinite."""
+"""The largest absolute value of arrays; NaN counts as infinite."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +14,8 @@ _INFINITE = np.uint32(0x7F800000)
 
 
 @kernel
-def _largest(start: Any, stop: Any, bits: Any, found: Any, piece: Any) -> None:
-    """Write the largest bits of absolute values, which are in the order of the values."""
+def _largest(start, stop, bits, found, piece):
+    """Write the largest bits of absolute values, whose order is that of the values."""
     largest = uint32(0)
     for i in range(np.uint64(start), np.uint64(stop)):
         largest = max(largest, bits[i] & uint32(0x7FFFFFFF))
@@ -24,18 +23,18 @@ def _largest(start: Any, stop: Any, bits: Any, found: Any, piece: Any) -> None:
 
 
 def largest(values: npt.NDArray[np.float32]) -> float:
-    """Return the largest absolute value of an array float32, any shape, C-contiguous; inf for NaN, 0 for none."""
+    """Return the largest absolute value of a C-contiguous float32 array of any shape; inf for NaN, 0 if it is empty."""
     return largest_of_each([values])[0]
 
 
 def largest_of_each(arrays: Sequence[npt.NDArray[np.float32]]) -> list[float]:
-    """Return `largest` of each of some arrays, which the host's threads share out."""
+    """Return `largest` of each array; the host's threads share the work."""
     tasks, parts = [], []
     for values in arrays:
         n, pieces = values.size, max(1, len(ranges(values.size, _GRAIN)))
         found, bits = np.zeros(pieces, np.uint32), values.reshape(-1).view(np.uint32)
         parts.append(found)
-        if pieces == 1:  # to wake the threads would take longer
+        if pieces == 1:  # waking threads would take longer
             _largest(0, n, bits, found, 0)
         else:
             tasks.append(KernelTask(_largest, n, _GRAIN, pieces, (bits, found)))

@@ -1,6 +1,6 @@
-"""Texts to how they are written: whole numbers, decimals, truth values, dates, times, or any other text.
+"""How texts are written: whole numbers, decimals, truth values, dates, times, or any other text.
 
-N texts are their bytes end to end, uint8, and the offsets int32 or int64 [N + 1] where each begins (Arrow's layout).
+N texts are their bytes end to end, uint8, and offsets int32 or int64 [N + 1] (Arrow's layout).
 """
 
 from typing import Any
@@ -17,16 +17,14 @@ NUMBER = 4  # another way to write a number: +1, .5, 1., 1e5, -0, 01.5
 LARGE_FLOAT = 5  # as Python writes floats of 2^53 and more: 9007199254740992.0, 1e+16, 1.5e+18
 TITLE, LOWER, UPPER = 6, 7, 8  # True, true, TRUE, and the same of false
 DATE = 9  # 2024-12-31
-WHOLE = 10  # + digits after the point, 1 to 18, all of them 0: 1.0 is WHOLE + 1
-FRACTION = 30  # + digits after the point, 1 to 18, not all of them 0
+WHOLE = 10  # + digits after the point, 1 to 18, all 0: 1.0 is WHOLE + 1
+FRACTION = 30  # + digits after the point, 1 to 18, not all 0
 MOST_DIGITS = 18
 TIMESTAMP = 50  # + (SPACE or T, then 11 precisions, then 8 zones), see `timestamp_form`
 PRECISIONS, ZONES = 11, 8
-TIME = TIMESTAMP + 2 * PRECISIONS * ZONES  # + precision: of the day
-MISSING = TIME + PRECISIONS  # + the number of one of these, which stand for a missing value where others are numbers
-MISSING_WORDS = (
-    b"NA", b"N/A", b"n/a", b"#N/A", b"NULL", b"null", b"None", b"NaN", b"nan", b"-NaN", b"-nan", b"NaT", b"<NA>",
-)  # fmt: skip
+TIME = TIMESTAMP + 2 * PRECISIONS * ZONES  # + precision; a time of day
+MISSING = TIME + PRECISIONS  # + an index into MISSING_WORDS, which mean a missing value among numbers
+MISSING_WORDS = tuple(b"NA N/A n/a #N/A NULL null None NaN nan -NaN -nan NaT <NA>".split())
 PADDED = MISSING + len(MISSING_WORDS) - 2  # + digits, from 2: 012 is PADDED + 3
 WIDEST = 20
 FORMS = PADDED + WIDEST + 1
@@ -38,20 +36,22 @@ NAIVE, ZULU, UTC_COLON, UTC_PLAIN, UTC_HOUR, COLON, PLAIN, HOUR = range(ZONES)  
 def timestamp_form(is_t: bool, precision: int, zone: int) -> int:
     """Return a timestamp's form.
 
-    is_t       a T is between the date and the time, not a space
-    precision  0: hours and minutes; 1: seconds; 1 + n: n digits of a second
+    Args:
+        is_t: A T separates date and time, not a space.
+        precision: 0 for hours and minutes, 1 for seconds, 1 + n for n digits of a second.
+        zone: How the time zone is written.
     """
     return TIMESTAMP + (int(is_t) * PRECISIONS + precision) * ZONES + zone
 
 
 @inline
-def _is_digit(c: Any) -> Any:
+def _is_digit(c):
     return c >= 48 and c <= 57
 
 
 @kernel
-def _two(data: Any, at: Any) -> Any:
-    """Return the number that two digits are; -1 where they are none."""
+def _two(data, at):
+    """Return the number that two digits form, or -1 for other characters."""
     a, b = np.int64(data[np.uint64(at)]), np.int64(data[np.uint64(at + 1)])
     if not (_is_digit(a) and _is_digit(b)):
         return -1
@@ -59,7 +59,7 @@ def _two(data: Any, at: Any) -> Any:
 
 
 @kernel
-def _is(data: Any, at: Any, end: Any, word: Any) -> Any:
+def _is(data, at, end, word):
     if end - at != len(word):
         return False
     for k in range(len(word)):  # noqa: SIM110  (numba has no all())
@@ -69,7 +69,7 @@ def _is(data: Any, at: Any, end: Any, word: Any) -> Any:
 
 
 @kernel
-def _is_date(data: Any, at: Any) -> Any:
+def _is_date(data, at):
     """Tell whether 10 bytes are a date."""
     if data[np.uint64(at + 4)] != 45 or data[np.uint64(at + 7)] != 45:
         return False
@@ -80,8 +80,8 @@ def _is_date(data: Any, at: Any) -> Any:
 
 
 @kernel
-def _time(data: Any, at: Any, end: Any) -> Any:
-    """Return how precise the time of day is that begins at a place, and where it ends; -1 where there is none."""
+def _time(data, at, end):
+    """Return the precision of the time of day that begins at a place, and its end; -1 if there is no time."""
     if end - at < 5 or data[np.uint64(at + 2)] != 58:
         return -1, at
     hour, minute = _two(data, at), _two(data, at + 3)
@@ -109,8 +109,8 @@ def _time(data: Any, at: Any, end: Any) -> Any:
 
 
 @kernel
-def _zone(data: Any, at: Any, end: Any) -> Any:
-    """Return the zone that the rest of a text is; -1 where it is none."""
+def _zone(data, at, end):
+    """Return the zone that the rest of a text is, or -1."""
     n = end - at
     if n == 0:
         return NAIVE
@@ -131,15 +131,15 @@ def _zone(data: Any, at: Any, end: Any) -> Any:
 
 
 @kernel
-def _number(data: Any, begin: Any, end: Any) -> Any:
-    """Return the form of a text that begins as a number does."""
+def _number(data, begin, end):
+    """Return the form of a text that begins like a number."""
     at, negative = begin, False
     plus = data[np.uint64(at)] == 43
     if plus or data[np.uint64(at)] == 45:
         negative = not plus
         at += 1
     first = at
-    value = np.int64(0)  # of the digits before the point, bounded
+    value = np.int64(0)  # the digits before the point, bounded
     while at < end and _is_digit(data[np.uint64(at)]):
         if value < 1 << 56:
             value = value * 10 + np.int64(data[np.uint64(at)]) - 48
@@ -192,7 +192,7 @@ def _number(data: Any, begin: Any, end: Any) -> Any:
 
 
 @kernel
-def _form(data: Any, begin: Any, end: Any) -> Any:
+def _form(data, begin, end):
     n = end - begin
     if n == 0:
         return EMPTY
@@ -227,13 +227,13 @@ def _form(data: Any, begin: Any, end: Any) -> Any:
 
 
 @kernel
-def _forms(offsets: Any, data: Any, out: Any) -> None:
+def _forms(offsets, data, out):
     for i in range(len(out)):
         out[i] = _form(data, np.int64(offsets[i]), np.int64(offsets[i + 1]))
 
 
 def forms_of(offsets: npt.NDArray[Any], data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
-    """Return how each text is written, uint16 [N]: one of the numbers of this module."""
+    """Return the form of each text, uint16 [N], one of this module's numbers."""
     found = np.empty(len(offsets) - 1, np.uint16)
     _forms(offsets, data, found)
     return found

@@ -1,4 +1,4 @@
-"""Sparse FTRL-Proximal on unique rows. The recurrence is in `hostdev.core.optimizers.FTRL`; arguments as in `apply`."""
+"""Sparse FTRL-Proximal on unique rows; recurrence in `core.optimizers.FTRL`, arguments in `apply`."""
 
 from typing import Any
 
@@ -6,19 +6,17 @@ import numpy as np
 
 from hostdev.kernels.jit import kernel
 from hostdev.kernels.pool import Kernel
-from hostdev.kernels.rounding import keep_weights, prefetch_row, scratch_of, slot_at, weights_at
+from hostdev.kernels.rounding import get_slot, load_weights, make_scratch, prefetch_row, store_weights
 
 
 @kernel
-def _ftrl_sqrt(
-    start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, row_slots: Any, lr: Any, l1: Any, two_l2: Any
-) -> None:
-    """The usual lr_power = -0.5: n^-p is a square root, correctly rounded."""
-    zero, scratch = np.float32(0), scratch_of(block)
+def _ftrl_sqrt(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2):
+    """Update for the usual lr_power = -0.5: n^-p is a correctly rounded square root."""
+    zero, scratch = np.float32(0), make_scratch(block)
     for i in range(np.uint64(start), np.uint64(stop)):
         prefetch_row(block, ids, i, stop)
         row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]
-        weights, accum, linear = weights_at(block, row, scratch), slot_at(block, row, 0), slot_at(block, row, 1)
+        weights, accum, linear = load_weights(block, row, scratch), get_slot(block, row, 0), get_slot(block, row, 1)
         for j in range(len(grad)):
             g, n = grad[j], accum[j]
             n1 = n + g * g
@@ -30,19 +28,16 @@ def _ftrl_sqrt(
             weights[j] = zero if abs(z) <= l1 else w  # NaN stays visible
             accum[j] = n1
             linear[j] = z
-        keep_weights(block, row, scratch)
+        store_weights(block, row, scratch)
 
 
 @kernel
-def _ftrl_power(
-    start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, row_slots: Any,
-    lr: Any, l1: Any, two_l2: Any, exponent: Any,
-) -> None:  # fmt: skip
-    """Any lr_power: the power is taken in float64 and rounded once, as math libraries differ in float32's last bit."""
-    zero, scratch = np.float32(0), scratch_of(block)
+def _ftrl_power(start, stop, ids, source, grads, block, row_slots, lr, l1, two_l2, exponent):
+    """Update for any lr_power: the power is taken in float64 and rounded once, as math libraries differ in float32."""
+    zero, scratch = np.float32(0), make_scratch(block)
     for i in range(np.uint64(start), np.uint64(stop)):
         row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]
-        weights, accum, linear = weights_at(block, row, scratch), slot_at(block, row, 0), slot_at(block, row, 1)
+        weights, accum, linear = load_weights(block, row, scratch), get_slot(block, row, 0), get_slot(block, row, 1)
         for j in range(len(grad)):
             g, n = grad[j], accum[j]
             n1 = n + g * g
@@ -54,11 +49,11 @@ def _ftrl_power(
             weights[j] = zero if abs(z) <= l1 else w
             accum[j] = n1
             linear[j] = z
-        keep_weights(block, row, scratch)
+        store_weights(block, row, scratch)
 
 
 def ftrl(lr: np.float32, l1: np.float32, two_l2: np.float32, exponent: float) -> tuple[Kernel, tuple[Any, ...]]:
-    """Return the kernel for these scalars, and its scalars; two_l2 is 2 * l2, exponent is -lr_power."""
+    """Return the kernel for these scalars, and its scalars; two_l2 is 2 * l2 and exponent is -lr_power."""
     if exponent == 0.5:
         return _ftrl_sqrt, (lr, l1, two_l2)
     return _ftrl_power, (lr, l1, two_l2, exponent)

@@ -1,7 +1,6 @@
-"""Each use's row, where the device's memory is the host's.
+"""The weighted row of each occurrence, on devices that share the host's memory.
 
-Scaling and rounding to bfloat16 are done on the way: as operations of their own each would carry all uses through
-memory once more.
+Scaling and rounding to bfloat16 happen in the same pass; separate operations would each move all rows through memory.
 """
 
 from typing import Any
@@ -17,7 +16,7 @@ _GRAIN = 512
 
 
 @kernel
-def _scale(start: Any, stop: Any, rows: Any, inverse: Any, weights: Any, out: Any) -> None:
+def _scale(start, stop, rows, inverse, weights, out):
     for i in range(np.uint64(start), np.uint64(stop)):
         row, to, weight = rows[np.uint64(inverse[i])], out[i], weights[i]
         for j in range(len(row)):
@@ -30,11 +29,12 @@ def gather_scaled(
     weights: npt.NDArray[np.float32],
     out: npt.NDArray[Any],
 ) -> None:
-    """Write each use's row times its weight: out[i] = rows[inverse[i]] * weights[i].
+    """Write each occurrence's row times its weight: out[i] = rows[inverse[i]] * weights[i].
 
-    rows     float32 [U, D]
-    inverse  int32 [N], each in [0, U)
-    weights  float32 [N]
-    out      float32 [N, D], or uint16 [N, D] for bfloat16
+    Args:
+        rows: float32 [U, D].
+        inverse: int32 [N], each in [0, U).
+        weights: float32 [N].
+        out: float32 [N, D], or uint16 [N, D] for bfloat16.
     """
     parallel_for(_scale, len(inverse), rows, inverse, weights, out, grain=_GRAIN)

@@ -1,7 +1,7 @@
-"""The ids of a batch by groups: checked, and deduplicated, all groups at once.
+"""Checks and deduplication of a batch's ids, for all table groups at once.
 
-The ids of a group's features, end to end, are one sequence. It is not made: kernels go from feature to feature by
-their addresses. Many small groups are one call of a kernel, as one from Python for each takes longer than its ids.
+The ids of a group's features form one sequence, end to end. It is never built: kernels walk the features by address.
+One kernel call handles many small groups, since a call from Python takes longer than their ids.
 """
 
 import threading
@@ -24,24 +24,24 @@ Ids = npt.NDArray[Any]
 Positions = npt.NDArray[np.int32]
 Weights = npt.NDArray[np.float32]
 
-_LARGE = 1 << 16  # ids; a group of so many is deduplicated in parts
+_LARGE = 1 << 16  # ids; larger groups are deduplicated in parts
 _GRAIN = 1 << 14  # ids; fewer are not worth a task
 _CHECKED, _FEW = 1 << 16, 4  # ids, features
-_PLACES = 1 << 18  # smaller ids get a place each, in the second cache; larger ones are hashed
-_MOST = 2**31 - 1  # uses of a feature
+_PLACES = 1 << 18  # smaller ids are indices into an array that fits the L2 cache; larger ones are hashed
+_MOST = 2**31 - 1  # occurrences of a feature
 _WIDTHS = {np.dtype(np.int32): 4, np.dtype(np.int64): 8}
 _own = threading.local()
 
 
 class _Features(NamedTuple):
-    """Where the features' ids are, for kernels; who calls them keeps the arrays alive."""
+    """Addresses of the features' ids, for kernels; the caller keeps the arrays alive."""
 
     addresses: npt.NDArray[np.int64]  # [F]
     widths: npt.NDArray[np.int64]  # [F], bytes of an id
-    ends: npt.NDArray[np.int64]  # [F + 1], where each feature's ids begin in those of all, end to end
+    ends: npt.NDArray[np.int64]  # [F + 1], where each feature's ids begin in the whole sequence
 
 
-def _features_of(features: Sequence[Ids]) -> _Features:
+def _describe_features(features: Sequence[Ids]) -> _Features:
     for ids in features:
         if ids.dtype not in _WIDTHS:
             raise TypeError(f"ids must be int32 or int64, not {ids.dtype}")
@@ -54,8 +54,8 @@ def _features_of(features: Sequence[Ids]) -> _Features:
 
 
 @kernel
-def _check(start: Any, stop: Any, addresses: Any, widths: Any, ends: Any, limits: Any, grain: Any, wrong: Any) -> None:
-    """Tell in wrong[start // grain] whether one of the ids [start, stop) is outside [0, its feature's limit)."""
+def _check(start, stop, addresses, widths, ends, limits, grain, wrong):
+    """Write to wrong[start // grain] whether one of the ids [start, stop) is outside [0, its feature's limit)."""
     f = np.searchsorted(ends, start, side="right") - 1
     outside = False
     while f < len(addresses) and ends[f] < stop:
@@ -72,14 +72,15 @@ def _check(start: Any, stop: Any, addresses: Any, widths: Any, ends: Any, limits
 
 
 def check_groups(groups: Sequence[tuple[Sequence[Ids], int]]) -> tuple[int, int, int] | None:
-    """Return the first id outside [0, rows) of its group, as (group, feature, position); None if there is none.
+    """Return the first id outside [0, rows) of its group, as (group, feature, position), or None.
 
-    groups  the features of each, int32 or int64 [N_f], C-contiguous, and its rows
+    Args:
+        groups: Per group, its features' ids, int32 or int64 [N_f], C-contiguous, and its number of rows.
     """
     features = [ids for group, _ in groups for ids in group]
-    described = _features_of(features)
+    described = _describe_features(features)
     n = int(described.ends[-1])
-    if len(features) > _FEW or n > _CHECKED:  # else a call for each takes less time than describing them
+    if len(features) > _FEW or n > _CHECKED:  # else a call per feature is faster
         limits = np.array([rows for group, rows in groups for _ in group], np.int64)
         wrong = np.zeros(n // _CHECKED + 1, np.bool_)
         parallel_for(_check, n, *described, limits, _CHECKED, wrong, grain=_CHECKED)
@@ -90,8 +91,8 @@ def check_groups(groups: Sequence[tuple[Sequence[Ids], int]]) -> tuple[int, int,
 
 
 @kernel
-def _add_hashed(ids: Any, slots: Any, shift: Any, keys: Any, count: Any, positions: Any) -> Any:
-    """`IdMap.add` in slots of positions only, whose ids are in `keys`: where both are in the cache it is faster."""
+def _add_hashed(ids, slots, shift, keys, count, positions):
+    """Do `IdMap.add` with slots of positions into `keys`, which is faster while both fit the cache."""
     mask, one = np.uint64(len(slots) - 1), np.uint64(1)
     for i in range(np.uint64(0), np.uint64(len(ids))):
         key = ids[i]
@@ -111,19 +112,18 @@ def _add_hashed(ids: Any, slots: Any, shift: Any, keys: Any, count: Any, positio
 
 
 @kernel
-def _unique_small(
-    start: Any, stop: Any, which: Any, firsts: Any, addresses: Any, ends: Any, keys: Any, inverse: Any, counts: Any,
-    places: Any, slots: Any,
-) -> None:  # fmt: skip
+def _unique_small(start, stop, which, firsts, addresses, ends, keys, inverse, counts, places, slots):
     """Deduplicate the groups which[start:stop], one after the other.
 
-    firsts     [G + 1], each group's first feature
-    addresses  [F], ends [F + 1], of the features
-    keys       [N + G], written: the unique ids of each group, from the place of its ids in those of all + its number on
-    inverse    int32 [N], written
-    counts     [G], written: how many unique ids each has
-    places     int32, -1 before and afterwards; one per id, for groups of small ids
-    slots      int32, a power of two and at least twice the ids of a group, for the others
+    Args:
+        firsts: [G + 1], each group's first feature.
+        addresses: [F], of the features.
+        ends: [F + 1], of the features.
+        keys: [N + G], written: each group's unique ids, from its begin in the whole sequence plus its number.
+        inverse: int32 [N], written.
+        counts: [G], written: the number of unique ids of each group.
+        places: int32, -1 before and afterwards; one per id, for groups of small ids.
+        slots: int32, a power of two and at least twice the ids of a group, for other groups.
     """
     one = np.uint64(1)
     for w in range(np.uint64(start), np.uint64(stop)):
@@ -157,7 +157,6 @@ def _unique_small(
 
 
 def _run_small(start: int, stop: int, which: npt.NDArray[np.int64], most: int, *arguments: Any) -> None:
-    """Call `_unique_small` with this thread's places and slots, for groups of at most so many ids."""
     if not hasattr(_own, "places"):
         _own.places = np.full(_PLACES, -1, np.int32)
     slots = scratch("slots of ids", (1 << (2 * most).bit_length(),), np.int32)
@@ -165,13 +164,16 @@ def _run_small(start: int, stop: int, which: npt.NDArray[np.int64], most: int, *
 
 
 def unique_groups(groups: Sequence[Sequence[Ids]]) -> list[tuple[Ids, Positions]]:
-    """Deduplicate the ids of each group: as `unique` of its features' ids end to end, for all groups at once.
+    """Deduplicate the ids of each group: `unique` of its features' ids end to end, for all groups at once.
 
-    groups   the features of each, at least one: int32 or int64 [N_f], of one dtype, C-contiguous
-    returns  for each its unique ids [U] in order of first occurrence, and inverse int32 [N], a part of one array
+    Args:
+        groups: Per group, at least one feature: int32 or int64 [N_f], of one dtype, C-contiguous.
+
+    Returns:
+        Per group, its unique ids [U] in order of first occurrence, and inverse int32 [N], a slice of one array.
     """
     G, features = len(groups), [ids for group in groups for ids in group]
-    described = _features_of(features)
+    described = _describe_features(features)
     if G == len(features) == 1:
         return [unique(features[0])]
     addresses, _, ends = described
@@ -187,7 +189,7 @@ def unique_groups(groups: Sequence[Sequence[Ids]]) -> list[tuple[Ids, Positions]
             small.setdefault(group[0].dtype, []).append(g)
         else:
             large[g] = Dedupe(group, inverse[begin:end], len(large))
-    tasks = [task for work in large.values() for task in work.tasks()]  # first, as they take longest
+    tasks = [task for work in large.values() for task in work.tasks()]  # longest first
     counts, keys = np.zeros(G, np.int64), {}
     for dtype, which in small.items():
         keys[dtype] = scratch(f"unique ids {dtype.char}", (begins[-1] + G,), dtype)  # its name takes numpy 10 us
@@ -205,7 +207,7 @@ def unique_groups(groups: Sequence[Sequence[Ids]]) -> list[tuple[Ids, Positions]
 
 
 def _shares(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return ranges of groups of these sizes with about as many ids each, as many as suit the threads."""
+    """Return ranges of groups with about as many ids each, as many as suit the threads."""
     ends = list(accumulate(sizes))
     edges = [0, *(bisect_left(ends, stop) + 1 for _, stop in ranges(ends[-1], _GRAIN)), len(sizes)]
     return [(start, stop) for start, stop in pairwise(edges) if start < stop]
@@ -217,8 +219,8 @@ def _merge(start: int, stop: int, works: Sequence[Dedupe]) -> None:
 
 
 @kernel
-def _offsets(lengths: Any, offsets: Any) -> Any:
-    """Write the sums of the lengths before each; return the place of the first negative one, or -1, and the sum."""
+def _offsets(lengths, offsets):
+    """Write the sum of the lengths before each; return the position of the first negative one, or -1, and the sum."""
     total: Any = np.int64(0)
     negative: Any = np.int64(-1)
     for b in range(len(lengths)):
@@ -231,9 +233,10 @@ def _offsets(lengths: Any, offsets: Any) -> Any:
 
 
 def offsets_of(lengths: npt.NDArray[Any]) -> Positions:
-    """Return where each bag's uses begin, int32 [B + 1], from how many each has, int32 or int64 [B].
+    """Return where each bag begins, int32 [B + 1], from the bags' lengths, int32 or int64 [B].
 
-    Raises UserError for a negative length, and for more than 2**31 - 1 uses.
+    Raises:
+        UserError: A length is negative, or the lengths add up to more than 2**31 - 1.
     """
     offsets = np.empty(len(lengths) + 1, np.int32)
     negative, total = _offsets(lengths, offsets)
@@ -245,7 +248,7 @@ def offsets_of(lengths: npt.NDArray[Any]) -> Positions:
 
 
 @kernel
-def _count_kept(start: Any, stop: Any, values: Any, offsets: Any, padding: Any, kept: Any) -> None:
+def _count_kept(start, stop, values, offsets, padding, kept):
     for b in range(np.uint64(start), np.uint64(stop)):
         count = np.int32(0)
         for i in range(np.uint64(offsets[b]), np.uint64(offsets[b + np.uint64(1)])):
@@ -254,10 +257,7 @@ def _count_kept(start: Any, stop: Any, values: Any, offsets: Any, padding: Any, 
 
 
 @kernel
-def _copy_kept(
-    start: Any, stop: Any, values: Any, weights: Any, offsets: Any, padding: Any, begins: Any,
-    kept_values: Any, kept_weights: Any,
-) -> None:  # fmt: skip
+def _copy_kept(start, stop, values, weights, offsets, padding, begins, kept_values, kept_weights):
     to = np.uint64(begins[start])
     for i in range(np.uint64(offsets[start]), np.uint64(offsets[stop])):
         if values[i] != padding:
@@ -270,13 +270,17 @@ def _copy_kept(
 def drop_padding(
     values: Ids, lengths: Positions, padding: int, weights: Weights | None
 ) -> tuple[Ids, Positions, Weights | None]:
-    """Return values, lengths and weights without the uses of one id: the arrays given, where no use is of it.
+    """Return values, lengths and weights without the padding id; the arrays given if it does not occur.
 
-    values   int32 or int64 [N], the ids of all bags end to end
-    lengths  int32 [B], how many each bag has
-    weights  float32 [N], or None
+    Args:
+        values: int32 or int64 [N], the ids of all bags end to end.
+        lengths: int32 [B], ids per bag.
+        padding: The id to drop.
+        weights: float32 [N], or None.
 
-    Raises UserError as `offsets_of` does; ValueError where the lengths do not add up to N.
+    Raises:
+        UserError: As in `offsets_of`.
+        ValueError: The lengths do not add up to N.
     """
     offsets = offsets_of(lengths)
     N, B = len(values), len(lengths)

@@ -1,10 +1,8 @@
-"""Initial rows: a weight is a pure function of (key, row, column), in operations that every IEEE machine rounds alike.
+"""Initial rows: a weight is a pure function of (key, row, column), rounded alike on every IEEE machine.
 
-The normal numbers are Box & Muller's (1958), two per pair of columns, from 32-bit hashes; logarithm, sine and
-cosine are the polynomials of Cephes (Moshier: logf.c, sinf.c) written out, so no math library takes part.
+Normal numbers follow Box & Muller (1958), two per pair of columns, from 32-bit hashes. Logarithm, sine and cosine are
+the polynomials of Cephes (Moshier: logf.c, sinf.c) written out, independent of math libraries.
 """
-
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,20 +18,32 @@ _TO_UNIT = _f(2.0**-23)
 _HALF_PI = _f(np.pi / 2)
 _SQRT_HALF_BITS = np.int32(0x3F3504F3)
 _LN2_HIGH, _LN2_LOW = _f(0.693359375), _f(-2.12194440e-4)
-_LOG = tuple(map(_f, (
-    7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
-    -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
-)))  # fmt: skip
+_LOG = tuple(
+    map(
+        _f,
+        (
+            7.0376836292e-2,
+            -1.1514610310e-1,
+            1.1676998740e-1,
+            -1.2420140846e-1,
+            1.4249322787e-1,
+            -1.6668057665e-1,
+            2.0000714765e-1,
+            -2.4999993993e-1,
+            3.3333331174e-1,
+        ),
+    )
+)
 _L0, _L1, _L2, _L3, _L4, _L5, _L6, _L7, _L8 = _LOG
 _S0, _S1, _S2 = _f(-1.9515295891e-4), _f(8.3321608736e-3), _f(-1.6666654611e-1)
 _C0, _C1, _C2 = _f(2.443315711809948e-5), _f(-1.388731625493765e-3), _f(4.166664568298827e-2)
 _ROWS = 256
-_PAIRS = 640  # of columns at a time; their numbers stay in the nearest cache
+_PAIRS = 640  # pairs of columns at a time; their numbers fit the L1 cache
 
 
 @inline
-def _normal_pair(a: Any, b: Any, std: Any) -> Any:
-    """Two independent normal numbers with standard deviation std from the random words a and b."""
+def _normal_pair(a, b, std):
+    """Return two independent normal numbers with standard deviation std from the random words a and b."""
     u = np.float32((float32(int32(a >> uint32(9))) + _HALF) * _TO_UNIT)  # (0, 1): 23 bits, exact
     bits = u.view(np.int32)
     exponent = int32(int32(bits - _SQRT_HALF_BITS) >> int32(23))
@@ -53,7 +63,7 @@ def _normal_pair(a: Any, b: Any, std: Any) -> Any:
     y = y - _HALF * z
     log_u = (x + y) + e * _LN2_HIGH
     radius = np.sqrt(-_TWO * log_u) * std
-    # The angle: 23 bits within the quarter turn around 0, one bit for its opposite, one for the quarter beside it.
+    # The angle: 23 bits within the quarter turn around 0, one bit for the opposite, one for the adjacent quarter.
     t = ((float32(int32((b >> uint32(7)) & uint32(0x7FFFFF))) + _HALF) * _TO_UNIT - _HALF) * _HALF_PI
     tt = t * t
     sin = ((_S0 * tt + _S1) * tt + _S2) * tt * t + t
@@ -64,18 +74,15 @@ def _normal_pair(a: Any, b: Any, std: Any) -> Any:
 
 
 @inline
-def _words(low: Any, high: Any, pair: Any) -> Any:
-    """The two random words of a pair of columns."""
+def _words(low, high, pair):
     a = mix32(uint32(low ^ uint32(uint32(pair) * uint32(0x9E3779B9))))
     b = mix32(uint32(high ^ uint32(uint32(pair) * uint32(0x85EBCA6B))))
     return a, b
 
 
 @kernel
-def _fill_normal(
-    start: Any, stop: Any, first_row: Any, ids: Any, key: Any, std: Any, block: Any, slots: Any
-) -> None:  # fmt: skip
-    """Several rows at a time, so that the pairs of their columns fill vectors whatever the number of columns."""
+def _fill_normal(start, stop, first_row, ids, key, std, block, slots):
+    """Fill several rows at a time, so that the pairs of their columns fill vectors for any number of columns."""
     D, one = np.uint64(block.shape[2]), np.uint64(1)
     pairs = (D + one) // np.uint64(2)
     rows = max(one, np.uint64(_PAIRS) // pairs)
@@ -104,7 +111,7 @@ def _fill_normal(
 
 
 @kernel
-def _fill_constant(start: Any, stop: Any, values: Any, block: Any) -> None:
+def _fill_constant(start, stop, values, block):
     for i in range(start, stop):
         for s in range(len(values)):
             for j in range(block.shape[2]):
@@ -112,20 +119,29 @@ def _fill_constant(start: Any, stop: Any, values: Any, block: Any) -> None:
 
 
 def fill_normal(
-    block: npt.NDArray[np.float32], key: int, std: float, slots: npt.NDArray[np.float32], *, first_row: int = 0,
+    block: npt.NDArray[np.float32],
+    key: int,
+    std: float,
+    slots: npt.NDArray[np.float32],
+    *,
+    first_row: int = 0,
     ids: npt.NDArray[np.int64] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Fill rows with normal weights N(0, std^2) and constant slots.
 
-    block      float32 [V, 1 + S, D], overwritten: the rows first_row, first_row + 1, ..., or those of `ids`, int64 [V]
-    key        64 bits, from `counter.key64(seed, table name)`
-    slots      float32 [S], the initial value of each slot
+    Args:
+        block: float32 [V, 1 + S, D], overwritten.
+        key: 64 bits, from `counter.key64(seed, table name)`.
+        std: The standard deviation.
+        slots: float32 [S], the initial value of each slot.
+        first_row: The first row's number.
+        ids: int64 [V], the rows' numbers; None for first_row, first_row + 1, ...
     """
     args = (np.int64(first_row), ids, np.uint64(key), np.float32(std), block, slots)
     parallel_for(_fill_normal, len(block), *args, grain=_ROWS)
 
 
 def fill_constant(block: npt.NDArray[np.float32], weight: float, slots: npt.NDArray[np.float32]) -> None:
-    """Fill rows with one weight and constant slots; arrays as in `fill_normal`."""
+    """Fill rows with one weight and constant slots; arrays are those of `fill_normal`."""
     values = np.concatenate([np.array([weight], np.float32), slots])
     parallel_for(_fill_constant, len(block), values, block, grain=_ROWS)

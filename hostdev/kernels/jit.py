@@ -1,11 +1,11 @@
-"""All numba policy: how a kernel is compiled, and what is promised of its arithmetic.
+"""All numba policy: how kernels are compiled, and what their arithmetic guarantees.
 
-Every kernel is a pure function on arrays. If its first two arguments are `start, stop`, the half-open range of items to
-work on, items of different ranges never write the same memory, so a range may run on any thread. If it has a last
-argument `piece` besides, that is the number of the range.
+Every kernel is a pure function on arrays. If its first two arguments are `start, stop`, a half-open range of items,
+then different ranges never write the same memory, so any thread may run a range. A last argument `piece` is the number
+of the range.
 
-Indices are made unsigned (`np.uint64`) before they are used: for a signed one numba adds the wrap-around of negative
-indices, which keeps a loop from vectorising.
+Indices are converted to `np.uint64` before use: numba adds wrap-around for negative signed indices, which prevents
+vectorization.
 """
 
 from collections.abc import Callable
@@ -22,15 +22,15 @@ from hostdev.kernels.cached import check_cache
 _OPTIONS: dict[str, Any] = {
     "nogil": True,  # the pool runs ranges of one kernel on several Python threads
     "fastmath": False,  # no reassociation and no contraction to FMA: each operation is rounded once
-    "error_model": "numpy",  # a check for a zero divisor keeps a division from vectorising
-    "boundscheck": False,  # ids are checked once, before a kernel sees them
+    "error_model": "numpy",  # a check for a zero divisor prevents vectorization
+    "boundscheck": False,  # ids are checked once, before a kernel gets them
 }
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile `function` lazily, one machine-code version per argument type, cached on disk beside the source.
+    """Compile `function` lazily, per argument types, cached on disk next to the source or in the user's cache folder.
 
-    Where neither the source's folder nor the user's cache folder can be written, it is compiled in every process.
+    If neither folder is writable, it is compiled in every process.
     """
     try:
         return check_cache(numba.njit(function, cache=True, **_OPTIONS))
@@ -44,7 +44,7 @@ def inline(function: Callable[..., Any]) -> Any:
 
 
 def _prefetch(to_write: int, locality: int) -> Any:
-    """An intrinsic that asks for the line at an address; locality 3 is the nearest cache, 2 the next, 0 used once."""
+    """Return an intrinsic that prefetches the line at an address; locality 3 is the L1 cache, 2 the L2, 0 used once."""
 
     @intrinsic
     def ask(typing_context: Any, address: Any) -> Any:
@@ -63,7 +63,7 @@ def _prefetch(to_write: int, locality: int) -> Any:
 
 
 def _fetch_add(typing_context: Any, address: Any, by: Any) -> Any:
-    """Add to the int64 at an address and return what it was, in one step for all threads."""
+    """Atomically add to the int64 at an address, and return its previous value."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
@@ -73,7 +73,7 @@ def _fetch_add(typing_context: Any, address: Any, by: Any) -> Any:
 
 
 def _fetch_or(typing_context: Any, address: Any, bits: Any) -> Any:
-    """Set bits of the uint64 at an address and return what it was, in one step for all threads."""
+    """Atomically set bits of the uint64 at an address, and return its previous value."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
@@ -83,7 +83,7 @@ def _fetch_or(typing_context: Any, address: Any, bits: Any) -> Any:
 
 
 def _load(typing_context: Any, address: Any) -> Any:
-    """The int64 at an address, read anew each time: another thread may have written it."""
+    """Load the int64 at an address, which another thread may have written (volatile)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
@@ -102,31 +102,31 @@ _ask_to_read_once = _prefetch(0, 0)
 
 
 @inline
-def prefetch_to_write(array: Any, row: Any, nbytes: Any) -> None:
-    """Ask the cache for the first `nbytes` of array[row], to be written; row need not be in range."""
+def prefetch_to_write(array, row, nbytes):
+    """Prefetch the first `nbytes` of array[row] for writing; row need not be in range."""
     address = array.ctypes.data + np.int64(row) * np.int64(array.strides[0])
     for offset in range(0, nbytes, 64):
         _ask_to_write(address + offset)
 
 
 @inline
-def prefetch_to_read(array: Any, row: Any, nbytes: Any) -> None:
-    """Ask the second cache for the first `nbytes` of array[row]; row need not be in range."""
+def prefetch_to_read(array, row, nbytes):
+    """Prefetch the first `nbytes` of array[row] into the L2 cache; row need not be in range."""
     address = array.ctypes.data + np.int64(row) * np.int64(array.strides[0])
     for offset in range(0, nbytes, 64):
         _ask_to_read(address + offset)
 
 
 @inline
-def prefetch_to_read_once(array: Any, row: Any, nbytes: Any) -> None:
-    """As `prefetch_to_read`, for a stream that must not drive out what is used again."""
+def prefetch_to_read_once(array, row, nbytes):
+    """Do `prefetch_to_read` for streamed data that must not evict data in use."""
     address = array.ctypes.data + np.int64(row) * np.int64(array.strides[0])
     for offset in range(0, nbytes, 64):
         _ask_to_read_once(address + offset)
 
 
 def _as_pointer(typing_context: Any, address: Any) -> Any:
-    """An address as a pointer."""
+    """Return an address as a pointer."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
@@ -138,22 +138,22 @@ _pointer: Any = intrinsic(_as_pointer)
 
 
 @kernel
-def address_of(array: Any) -> Any:
-    """Return where an array begins; in a fifth of the time that numpy takes."""
+def address_of(array):
+    """Return the address of an array, in a fifth of numpy's time."""
     return array.ctypes.data
 
 
 @inline
-def array_at(address: Any, n: Any, dtype: Any) -> Any:
-    """The array [n] at an address, C-contiguous; somebody must keep its memory alive."""
+def array_at(address, n, dtype):
+    """Return the C-contiguous array [n] at an address; the caller keeps its memory alive."""
     return numba.carray(_pointer(address), n, dtype)  # type: ignore[attr-defined]
 
 
 @inline
-def prefetch_update(block: Any, ids: Any, i: Any, stop: Any) -> None:
-    """Ask the cache for the row that the update of item i + 8 of [.., stop) will write.
+def prefetch_update(block, ids, i, stop):
+    """Prefetch the row that the update of item i + 8 of [.., stop) will write.
 
-    To be read, for the second cache: more such rows may be on their way than rows asked for to be written.
+    It prefetches for reading into the L2 cache, which allows more such requests in flight than prefetches for writing.
     """
     ahead = i + np.uint64(8)
     if ahead < np.uint64(stop):

@@ -1,4 +1,4 @@
-"""Lazy Adam on unique rows. The recurrence is in `hostdev.core.optimizers.LazyAdam`; arguments as in `apply`."""
+"""Lazy Adam on unique rows; recurrence in `core.optimizers.LazyAdam`, arguments in `apply`."""
 
 from typing import Any
 
@@ -6,19 +6,31 @@ import numpy as np
 
 from hostdev.kernels.jit import kernel
 from hostdev.kernels.pool import Kernel
-from hostdev.kernels.rounding import keep_weights, prefetch_row, scratch_of, slot_at, weights_at
+from hostdev.kernels.rounding import get_slot, load_weights, make_scratch, prefetch_row, store_weights
 
 
 @kernel
 def _lazy_adam(
-    start: Any, stop: Any, ids: Any, source: Any, grads: Any, block: Any, row_slots: Any,
-    lr_t: Any, beta1: Any, one_minus_beta1: Any, beta2: Any, one_minus_beta2: Any, eps: Any, nesterov: Any,
-) -> None:  # fmt: skip
-    scratch = scratch_of(block)
+    start,
+    stop,
+    ids,
+    source,
+    grads,
+    block,
+    row_slots,
+    lr_t,
+    beta1,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    eps,
+    nesterov,
+):
+    scratch = make_scratch(block)
     for i in range(np.uint64(start), np.uint64(stop)):
         prefetch_row(block, ids, i, stop)
         row, grad = np.uint64(ids[i]), grads[np.uint64(source[i])]
-        weights, first, second = weights_at(block, row, scratch), slot_at(block, row, 0), slot_at(block, row, 1)
+        weights, first, second = load_weights(block, row, scratch), get_slot(block, row, 0), get_slot(block, row, 1)
         for j in range(len(grad)):
             g = grad[j]
             m = beta1 * first[j] + one_minus_beta1 * g
@@ -27,7 +39,7 @@ def _lazy_adam(
             first[j] = m
             second[j] = v
             weights[j] -= lr_t * numerator / (np.sqrt(v) + eps)
-        keep_weights(block, row, scratch)
+        store_weights(block, row, scratch)
 
 
 def lazy_adam(*scalars: Any) -> tuple[Kernel, tuple[Any, ...]]:

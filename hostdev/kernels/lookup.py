@@ -1,6 +1,6 @@
-"""Rows of a table by id, and the check that the ids are the table's.
+"""Lookup and storage of a table's rows by id, and the range check of ids.
 
-V rows of the table, D its dimension, S its optimizer slots, N ids.
+Shapes: V rows of the table, D its dimension, S its optimizer slots, N ids.
 """
 
 from typing import Any
@@ -14,11 +14,11 @@ from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_write
 from hostdev.kernels.pool import Task, grain_of, run_tasks, tasks_over
 from hostdev.kernels.unique import id_range
 
-_AHEAD = 8  # rows; the latency of memory over the time of a row
+_AHEAD = 8  # rows; memory latency / time per row
 
 
 @kernel
-def _lookup(start: Any, stop: Any, ids: Any, block: Any, out: Any) -> None:
+def _lookup(start, stop, ids, block, out):
     for i in range(np.uint64(start), np.uint64(stop)):
         ahead = i + np.uint64(_AHEAD)
         if ahead < np.uint64(stop):
@@ -29,19 +29,19 @@ def _lookup(start: Any, stop: Any, ids: Any, block: Any, out: Any) -> None:
 
 
 @kernel
-def _lookup_into(start: Any, stop: Any, ids: Any, positions: Any, block: Any, out: Any) -> None:
+def _lookup_into(start, stop, ids, positions, block, out):
     for i in range(np.uint64(start), np.uint64(stop)):
         ahead = i + np.uint64(_AHEAD)
         if ahead < np.uint64(stop):
             prefetch_to_read(block, ids[ahead], block.shape[2] * block.itemsize)
-            prefetch_to_write(out, positions[ahead], out.strides[0])  # the hardware foresees only what is in order
+            prefetch_to_write(out, positions[ahead], out.strides[0])  # the hardware prefetches only sequential rows
         weights, row = block[np.uint64(ids[i]), 0], out[np.uint64(positions[i])]
         for j in range(len(row)):
             row[j] = as_stored(row, to_float32(weights[j]))
 
 
 @kernel
-def _first_outside(ids: Any, rows: Any) -> Any:
+def _first_outside(ids, rows):
     for i in range(len(ids)):
         if ids[i] < 0 or ids[i] >= rows:
             return i
@@ -54,7 +54,7 @@ def lookup_tasks(
     out: npt.NDArray[np.float32],
     positions: npt.NDArray[np.int32] | None = None,
 ) -> list[Task]:
-    """Return the tasks of `lookup`, to be run together with others by one `run_tasks`."""
+    """Return the tasks of `lookup`, which `run_tasks` can run together with other tasks."""
     grain = grain_of(block.itemsize * block.shape[2])
     if positions is None:
         return tasks_over(_lookup, len(ids), ids, block, out, grain=grain)
@@ -69,10 +69,11 @@ def lookup(
 ) -> None:
     """Copy weights rows: out[i] = block[ids[i], 0], or out[positions[i]].
 
-    block      float32 [V, 1 + S, D]: the weights row and its optimizer slots in one stretch; or bfloat16 [V, 1, D]
-    ids        int32 or int64 [N], each in [0, V) (see `first_outside`)
-    out        float32 [N, D], or [any, D]
-    positions  int32 [N], different rows of `out`
+    Args:
+        block: float32 [V, 1 + S, D], weights and slots side by side; or bfloat16 [V, 1, D].
+        ids: int32 or int64 [N], each in [0, V) (see `first_outside`).
+        out: float32 [N, D], or [any, D].
+        positions: int32 [N], distinct rows of `out`.
     """
     run_tasks(lookup_tasks(block, ids, out, positions))
 
@@ -83,7 +84,7 @@ def store_tasks(
     values: npt.NDArray[np.float32],
     positions: npt.NDArray[np.int32] | None = None,
 ) -> list[Task]:
-    """Return the tasks of `store`, to be run together with others by one `run_tasks`."""
+    """Return the tasks of `store`, which `run_tasks` can run together with other tasks."""
     if positions is None:
         positions = identity(len(ids))
     arguments = (positions, ids, values[:, None], rows)
@@ -96,12 +97,13 @@ def store(
     values: npt.NDArray[np.float32],
     positions: npt.NDArray[np.int32] | None = None,
 ) -> None:
-    """Overwrite rows: rows[ids[i]] = values[i], or values[positions[i]]: a lookup in `values`, with `rows` as `out`.
+    """Overwrite rows: rows[ids[i]] = values[i], or values[positions[i]].
 
-    rows       float32 [V, width]
-    ids        int32 or int64 [N], unique, each in [0, V)
-    values     float32 [N, width], or [any, width]
-    positions  int32 [N]
+    Args:
+        rows: float32 [V, width].
+        ids: int32 or int64 [N], unique, each in [0, V).
+        values: float32 [N, width], or [any, width].
+        positions: int32 [N].
     """
     run_tasks(store_tasks(rows, ids, values, positions))
 

@@ -1,7 +1,7 @@
-"""Tasks as threads take them: ranges of a kernel in native code, calls of anything else through Python.
+"""Work that threads share: ranges of a kernel in native code, and Python calls.
 
 A kernel is compiled into a loop that claims its next range by an atomic addition, so that a thread needs the
-interpreter's lock once for many ranges, and not once for each.
+interpreter's lock once for many ranges.
 """
 
 import threading
@@ -29,27 +29,28 @@ def loop(begun, halt, most, n, grain, grains, pieces{args}):
         done += 1
     return done
 """
-_WORDS, _AT = 16, 8  # nothing else is in the cache line of the word that all threads write
-_VISIT_NS = 5_000_000  # of the main thread in native code: Ctrl-C waits for about two of these, or for one range
+_WORDS, _AT = 16, 8  # the word that all threads write has a cache line to itself
+_VISIT_NS = 5_000_000  # the main thread's stay in native code: Ctrl-C waits for about two of these, or for one range
 
 
 def is_kernel(function: Any) -> bool:
-    """Tell whether a loop can be made of it."""
+    """Return whether `make_loop` can compile the function into a loop."""
     return isinstance(function, numba.core.registry.CPUDispatcher)
 
 
-def loop_of(work: Any) -> Any:
+def make_loop(work: Any) -> Any:
     """Return the loop over a kernel's ranges: `loop(begun, halt, most, n, grain, grains, pieces, *args)`.
 
-    It returns how many ranges it has done; several threads in it share them.
+    It returns how many ranges it ran; threads that call it with the same `begun` share them.
 
-    begun   address of an int64, 0 at first, to which each range adds 1 that begins
-    halt    address of an int64; not 0: begin no range
-    most    ranges to do
-    n, ...  as in `edges`; `grains` of them
-    args    of the kernel after start and stop; a last one named `piece` is not among them: it is the range's number
+    Args of the loop:
+        begun: Address of an int64, 0 at first, to which each begun range adds 1.
+        halt: Address of an int64; if it is not 0, no range begins.
+        most: Maximum number of ranges to run.
+        n, grain, pieces: As in `edges`; `grains` is the number of grains.
+        args: The kernel's arguments after start and stop, without `piece`, the range's number.
 
-    The kernel is compiled into the loop, and the loop cached in its place: one function, as before.
+    The kernel is compiled into the loop, and the loop is cached in the kernel's place.
     """
     loop = getattr(work, "loop", None)
     if loop is None:
@@ -60,7 +61,7 @@ def loop_of(work: Any) -> Any:
         args = "".join(f", arg{i}" for i in range(len(names) - numbered))
         text = _LOOP.format(args=args, number=", at" if numbered else "")
         given = {"work": inline(function), "fetch_add": fetch_add, "load": load}
-        exec(compile(text, code.co_filename, "exec"), given)  # cached beside it
+        exec(compile(text, code.co_filename, "exec"), given)  # cached next to it
         made: Any = given["loop"]
         made.__module__, made.__qualname__ = function.__module__, f"{function.__qualname__}.loop"
         loop = work.loop = kernel(made)
@@ -68,13 +69,13 @@ def loop_of(work: Any) -> Any:
 
 
 def edges(n: int, grain: int, pieces: int) -> list[int]:
-    """Return where ranges begin that cover range(n), and where the last one ends: multiples of `grain`, and n."""
+    """Return where ranges that cover range(n) begin, and where the last one ends: multiples of `grain`, and n."""
     grains = -(-n // grain)
     return [min(n, grains * at // pieces * grain) for at in range(pieces + 1)]
 
 
 class Flag:
-    """A number in memory that loops look at before each range."""
+    """A number in memory that loops check before each range."""
 
     def __init__(self) -> None:
         self.value = np.zeros(1, np.int64)
@@ -87,26 +88,25 @@ class Flag:
 class Loop:
     """A kernel's ranges, begun in order by any number of threads.
 
-    times  gets the begin and end, in nanoseconds, of each time that a thread does some
+    Args:
+        times: Receives the begin and end, in nanoseconds, of each thread's run of ranges.
     """
 
-    def __init__(
-        self, work: Any, n: int, grain: int, pieces: int, args: tuple[Any, ...], times: Times | None
-    ) -> None:  # fmt: skip
+    def __init__(self, work: Any, n: int, grain: int, pieces: int, args: tuple[Any, ...], times: Times | None) -> None:
         self.pieces = pieces
-        self._loop, self._args, self._times = loop_of(work), (n, grain, -(-n // grain), pieces, *args), times
+        self._loop, self._args, self._times = make_loop(work), (n, grain, -(-n // grain), pieces, *args), times
         self._begun = np.zeros(_WORDS, np.int64)
 
     def is_left(self) -> bool:
-        """Tell whether some have not begun."""
+        """Return whether ranges remain to begin."""
         return bool(self._begun[_AT] < self.pieces)
 
     def drop(self) -> None:
-        """Let no more begin."""
+        """Begin no more ranges."""
         self._begun[_AT] = self.pieces
 
     def work(self, halt: Flag) -> None:
-        """Do ranges until none is left, or the flag is set; the main thread comes back to Python in between."""
+        """Run ranges until none remains or the flag is set; the main thread returns to Python in between."""
         begun = address_of(self._begun) + 8 * _AT
         most = 1 if threading.current_thread() is threading.main_thread() else self.pieces
         while self.is_left() and not halt:
@@ -120,30 +120,30 @@ class Loop:
 
 
 class Calls:
-    """Calls of Python functions, each of which a thread takes while it holds the interpreter's lock."""
+    """Python calls, begun in order by any number of threads."""
 
     def __init__(self, call: Call) -> None:
         self._calls = deque([call])
 
     def add(self, call: Call) -> None:
-        """Let one follow."""
+        """Append a call."""
         self._calls.append(call)
 
     @property
     def pieces(self) -> int:
-        """How many have not begun."""
+        """The number of calls that have not begun."""
         return len(self._calls)
 
     def is_left(self) -> bool:
-        """Tell whether some have not begun."""
+        """Return whether calls remain to begin."""
         return bool(self._calls)
 
     def drop(self) -> None:
-        """Let no more begin."""
+        """Begin no more calls."""
         self._calls.clear()
 
     def work(self, halt: Flag) -> None:
-        """Make calls until none is left, or the flag is set."""
+        """Make calls until none remains or the flag is set."""
         while not halt:
             try:
                 call, start, stop, args = self._calls.popleft()

@@ -1,8 +1,8 @@
-"""The sum of squares of a table's weights, in an order that any number of threads and an accelerator can keep.
+"""The sum of squares of a table's weights, in an order that any number of threads and an accelerator can reproduce.
 
-All in float64, where the square of a float32 is exact. The rows are taken in parts of 4096, the last one filled up with
-zeros; within a part each column is folded in halves, x[i] + x[i + half] for half = 2048, 1024, ..., 1, which leaves a
-sum per part and column, [P, D]; the total is numpy's sum over these in C order.
+All in float64, where the square of a float32 is exact. Rows are taken in parts of 4096; the last part is padded with
+zeros. Within a part, each column is folded in halves, x[i] + x[i + half] for half = 2048, 1024, ..., 1, which leaves a
+sum per part and column, [P, D]. The total is numpy's sum over these in C order.
 """
 
 from typing import Any
@@ -14,22 +14,22 @@ from hostdev.kernels.bfloat16 import to_float32
 from hostdev.kernels.jit import inline, kernel
 from hostdev.kernels.pool import parallel_for
 
-PART = 4096  # rows; a power of two, fixed, as the order of additions depends on it
+PART = 4096  # rows; a power of two, fixed since it sets the order of additions
 _EIGHTH = PART // 8
 
 
 @inline
-def _square(block: Any, row: Any, j: Any) -> Any:
+def _square(block, row, j):
     w = np.float64(to_float32(block[row, 0, j]))
     return w * w
 
 
 @kernel
-def _fold(block: Any, first: Any, x: Any, out: Any) -> None:
+def _fold(block, first, x, out):
     """Fold the rows first .. first + 4095 into out [D]; x [512, D] is scratch."""
     D = block.shape[2]
     first, eighth = np.uint64(first), np.uint64(_EIGHTH)
-    for i in range(eighth):  # three folds at once, whose eight rows are read one after the other
+    for i in range(eighth):  # three folds at once
         r = first + np.uint64(i)
         for j in range(D):
             even = (_square(block, r, j) + _square(block, r + np.uint64(4) * eighth, j)) + (
@@ -50,7 +50,7 @@ def _fold(block: Any, first: Any, x: Any, out: Any) -> None:
 
 
 @kernel
-def _partial_squares(start: Any, stop: Any, block: Any, sums: Any) -> None:
+def _partial_squares(start, stop, block, sums):
     x = np.empty((_EIGHTH, block.shape[2]))
     for part in range(start, stop):
         _fold(block, part * PART, x, sums[part])
@@ -59,7 +59,8 @@ def _partial_squares(start: Any, stop: Any, block: Any, sums: Any) -> None:
 def partial_squares(block: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """Return the sums of squares of a block's weights by part and column, float64 [P, D].
 
-    block  float32 [V, 1 + S, D], or bfloat16 [V, 1, D]
+    Args:
+        block: float32 [V, 1 + S, D], or bfloat16 [V, 1, D].
     """
     rows, _, D = block.shape
     sums = np.empty((-(-rows // PART), D))
@@ -73,7 +74,7 @@ def partial_squares(block: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 
 def total(sums: npt.NDArray[np.float64]) -> float:
-    """Return the sum of all parts' sums [P, D], on the host: numpy's over the array in C order."""
+    """Return the sum of all parts' sums [P, D]: numpy's, over the array in C order on the host."""
     return float(np.ascontiguousarray(sums).sum())
 
 

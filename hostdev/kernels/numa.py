@@ -1,11 +1,11 @@
-"""Memory of a machine with several nodes (NUMA): the pages of a large table lie on all of them in turn.
+"""Interleaving of a large table's pages over the memory nodes of a NUMA machine.
 
-Left alone, a page lies on the node of the thread that writes it first. All threads read and update rows at random,
-wherever they run: the memory of each node is to serve its share of that. No library is needed: Linux's mbind, called by
-its number. Nothing is done where this process's CPUs are of one node, where somebody has chosen a policy (numactl), on
-other systems, and where the call is not permitted, as in some containers.
+By default, a page lies on the node of the thread that writes it first. All threads read and update random rows, so each
+node's memory should serve its share. This calls Linux's mbind by its number, without a library. It does nothing if this
+process's CPUs belong to one node, if a policy is set already (numactl), on other systems, and if the call is not
+permitted, as in some containers.
 
-No machine with several nodes was to be had: what this gains has not been measured.
+The benefit has not been measured: no machine with several nodes was available.
 """
 
 import ctypes
@@ -20,26 +20,26 @@ import numpy.typing as npt
 
 _NODES = Path("/sys/devices/system/node")
 _LEAST_BYTES = 16 << 20
-_NUMBERS = {"x86_64": (237, 239), "aarch64": (235, 236)}  # of mbind and get_mempolicy
+_NUMBERS = {"x86_64": (237, 239), "aarch64": (235, 236)}  # system calls: mbind, get_mempolicy
 _DEFAULT, _INTERLEAVE, _MOVE = 0, 3, 2  # linux/mempolicy.h
 _WORD = 64
-_said = ""
+_layout = ""
 
 
 def interleave(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the array, its pages on all nodes in turn if it is of 16 MiB or more; best before it is written."""
-    global _said
+    """Return the array, with its pages interleaved over all nodes if it has 16 MiB or more; call before writing."""
+    global _layout
     found = nodes()
     if len(found) < 2 or array.nbytes < _LEAST_BYTES:
         return array
     error = bind(array, found)
-    _said = f"not interleaved over {len(found)} nodes: {error}" if error else f"interleaved over {len(found)} nodes"
+    _layout = f"not interleaved over {len(found)} nodes: {error}" if error else f"interleaved over {len(found)} nodes"
     return array
 
 
 def in_words() -> str:
-    """Return how the memory of large tables lies, where there is a choice; "" where there was none so far."""
-    return _said
+    """Return a text on how the memory of large tables is placed; "" if no table was large or there is one node."""
+    return _layout
 
 
 def nodes() -> list[int]:
@@ -55,17 +55,17 @@ def nodes() -> list[int]:
 
 
 def bind(array: npt.NDArray[Any], found: list[int]) -> str:
-    """Let the whole pages of an array lie on these nodes in turn; return why not, "" if they do."""
+    """Interleave the whole pages of an array over these nodes; return why that failed, or ""."""
     numbers = _NUMBERS.get(platform.machine())
     if numbers is None:
-        return f"not known how on {platform.machine()}"
+        return f"unknown system call on {platform.machine()}"
     mbind, get_mempolicy = numbers
     mode = ctypes.c_int()
     error = _call(get_mempolicy, ctypes.byref(mode), None, 0, None, 0)
     if error:
         return os.strerror(error)
     if mode.value != _DEFAULT:
-        return "this process was given a policy of its own"
+        return "this process has a memory policy already"
     words = max(found) // _WORD + 1
     mask = (ctypes.c_uint64 * words)()
     for node in found:
@@ -77,7 +77,6 @@ def bind(array: npt.NDArray[Any], found: list[int]) -> str:
 
 
 def _call(number: int, *args: Any) -> int:
-    """Call the kernel, and return the number of its error, 0 for none."""
     syscall = ctypes.CDLL(None, use_errno=True).syscall
     syscall.restype = ctypes.c_long
     given = [ctypes.c_long(arg) if isinstance(arg, int) else arg for arg in args]
@@ -85,7 +84,7 @@ def _call(number: int, *args: Any) -> int:
 
 
 def _numbers(path: Path) -> set[int]:
-    """The numbers in a list such as 0-3,8."""
+    """Return the numbers in a list such as 0-3,8."""
     found: set[int] = set()
     for part in path.read_text().strip().split(","):
         if part:

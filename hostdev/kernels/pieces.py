@@ -1,8 +1,8 @@
-"""Rows and lists of arrays that lie in pieces, such as the record batches of files, gathered into one array.
+"""Gathering of rows and lists from arrays in pieces, such as the record batches of files.
 
-A place is where a row lies: the number of its piece, and the row within it, in one int64.
+A place encodes the number of a row's piece and the row within it in one int64.
 
-P pieces of R rows in all, n places, D columns.
+Shapes: P pieces of R rows in all, n places, D columns.
 """
 
 from collections.abc import Sequence
@@ -17,26 +17,26 @@ from hostdev.kernels.pool import Task, grain_of, parallel_for, tasks_over
 Places = npt.NDArray[np.int64]
 Addresses = npt.NDArray[np.int64]
 
-_ROW_BITS = 40  # of a place
+_ROW_BITS = 40  # low bits of a place
 _AHEAD = 8  # rows
-_GRAIN = 4096  # of places to be found
+_GRAIN = 4096  # places per range
 
 
 def addresses_of(pieces: Sequence[npt.NDArray[Any]]) -> Addresses:
-    """Return where C-contiguous arrays begin, int64 [P]; somebody must keep them alive."""
+    """Return the addresses of C-contiguous arrays, int64 [P]; the caller keeps them alive."""
     assert all(piece.flags.c_contiguous for piece in pieces)
     return np.array([piece.ctypes.data for piece in pieces], np.int64)
 
 
 @inline
-def _at(addresses: Any, place: Any, nbytes: Any) -> Any:
-    """The address of what lies at a place, where each row has so many bytes."""
+def _at(addresses, place, nbytes):
+    """Return the address of the item at a place; each row has `nbytes`."""
     piece, row = place >> np.int64(_ROW_BITS), place & np.int64((1 << _ROW_BITS) - 1)
     return addresses[np.uint64(piece)] + row * np.int64(nbytes)
 
 
 @kernel
-def _locate(start: Any, stop: Any, rows: Any, first: Any, places: Any) -> None:
+def _locate(start, stop, rows, first, places):
     for i in range(np.uint64(start), np.uint64(stop)):
         row = rows[i]
         low, high = np.uint64(0), np.uint64(len(first))
@@ -50,10 +50,11 @@ def _locate(start: Any, stop: Any, rows: Any, first: Any, places: Any) -> None:
 
 
 def places_of(rows: npt.NDArray[np.int64], first: npt.NDArray[np.int64]) -> Places:
-    """Return the places of rows, int64 [n]; it may be `rows` itself.
+    """Return the places of rows, int64 [n]; may return `rows` itself.
 
-    rows   int64 [n], each in [0, R): counted over all pieces, end to end
-    first  int64 [P], ascending from 0: the first row of each piece
+    Args:
+        rows: int64 [n], each in [0, R), counted over all pieces end to end.
+        first: int64 [P], ascending from 0: the first row of each piece.
     """
     if len(first) == 1:
         return rows
@@ -63,7 +64,7 @@ def places_of(rows: npt.NDArray[np.int64], first: npt.NDArray[np.int64]) -> Plac
 
 
 @kernel
-def _take(start: Any, stop: Any, places: Any, addresses: Any, out: Any) -> None:
+def _take(start, stop, places, addresses, out):
     D = out.shape[1]
     nbytes = D * out.itemsize
     for i in range(np.uint64(start), np.uint64(stop)):
@@ -76,24 +77,25 @@ def _take(start: Any, stop: Any, places: Any, addresses: Any, out: Any) -> None:
 
 
 def take_tasks(places: Places, addresses: Addresses, out: npt.NDArray[Any]) -> list[Task]:
-    """Return tasks that copy rows, out[i] = what lies at places[i], to be run together with others by one `run_tasks`.
+    """Return tasks that copy the row at places[i] to out[i]; `run_tasks` can run them together with other tasks.
 
-    places     int64 [n]
-    addresses  int64 [P], of pieces [any, D] of the type of `out`
-    out        [n, D], C-contiguous
+    Args:
+        places: int64 [n].
+        addresses: int64 [P], of pieces [any, D] with the dtype of `out`.
+        out: [n, D], C-contiguous.
     """
     return tasks_over(_take, len(places), places, addresses, out, grain=grain_of(out.strides[0]))
 
 
 @kernel
-def _measure(start: Any, stop: Any, places: Any, offsets: Any, lengths: Any) -> None:
+def _measure(start, stop, places, offsets, lengths):
     for i in range(np.uint64(start), np.uint64(stop)):
         edges = array_at(_at(offsets, places[i], 8), 2, np.int64)
         lengths[i] = edges[1] - edges[0]
 
 
 @kernel
-def _take_lists(start: Any, stop: Any, places: Any, offsets: Any, values: Any, begins: Any, out: Any) -> None:
+def _take_lists(start, stop, places, offsets, values, begins, out):
     for i in range(np.uint64(start), np.uint64(stop)):
         first = array_at(_at(offsets, places[i], 8), 1, np.int64)[0]
         piece = np.uint64(places[i] >> np.int64(_ROW_BITS))
@@ -105,11 +107,12 @@ def _take_lists(start: Any, stop: Any, places: Any, offsets: Any, values: Any, b
 
 
 def length_tasks(places: Places, offsets: Addresses, lengths: npt.NDArray[np.int32]) -> list[Task]:
-    """Return tasks that write how long lists are.
+    """Return tasks that write the lengths of lists.
 
-    places   int64 [n]
-    offsets  int64 [P], addresses of int64 [rows of the piece + 1]: where each list begins in the values of its piece
-    lengths  int32 [n], written
+    Args:
+        places: int64 [n].
+        offsets: int64 [P], addresses of int64 [rows of the piece + 1], where each list begins in its piece's values.
+        lengths: int32 [n], written.
     """
     return tasks_over(_measure, len(places), places, offsets, lengths, grain=_GRAIN)
 
@@ -117,11 +120,13 @@ def length_tasks(places: Places, offsets: Addresses, lengths: npt.NDArray[np.int
 def list_tasks(
     places: Places, offsets: Addresses, values: Addresses, begins: npt.NDArray[np.int64], out: npt.NDArray[Any]
 ) -> list[Task]:
-    """Return tasks that copy lists: the i-th to out[begins[i] : begins[i + 1]].
+    """Return tasks that copy the i-th list to out[begins[i] : begins[i + 1]].
 
-    offsets  as for `length_tasks`
-    values   int64 [P], addresses of each piece's values, of the type of `out`
-    begins   int64 [n + 1], of the lengths of `length_tasks`
+    Args:
+        places: int64 [n].
+        offsets: As for `length_tasks`.
+        values: int64 [P], addresses of each piece's values, with the dtype of `out`.
+        begins: int64 [n + 1], cumulated lengths.
     """
     n = len(places)
     mean = (int(begins[-1]) - int(begins[0])) * out.itemsize // max(1, n)

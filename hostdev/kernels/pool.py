@@ -1,8 +1,8 @@
-"""The host threads: runs a kernel over ranges of its items on a pool of Python threads.
+"""The host's thread pool: runs a kernel over ranges of its items on Python threads.
 
-Kernels release the GIL, so plain threads suffice: no OpenMP runtime is needed, several threads may call at once,
-and a caller never waits for a busy pool (it works off its own ranges itself). What a call costs does not grow with the
-threads: a kernel's ranges are handed out in native code, and each helper wakes the next ones while there is work left.
+Kernels release the GIL, so plain threads suffice: no OpenMP runtime is needed and several threads may call at once. A
+caller never waits for a busy pool, since it works on its own ranges. The cost of a call does not grow with the number
+of threads: native code hands out the ranges, and each helper wakes the next ones while work remains.
 """
 
 import atexit
@@ -22,7 +22,7 @@ Kernel = Callable[..., Any]
 
 
 class KernelTask(NamedTuple):
-    """A kernel over range(n), in so many ranges; arguments as `loops.Loop` has them."""
+    """A kernel over range(n) in `pieces` ranges; arguments are those of `loops.Loop`."""
 
     kernel: Kernel
     n: int
@@ -34,12 +34,12 @@ class KernelTask(NamedTuple):
 
 Task = Call | KernelTask
 
-_RANGES_PER_THREAD = 4  # evens out threads that the operating system slows down
-_RANGE_BYTES, _LINE = 1 << 18, 64  # scattered rows cost a line at least; 20 to 30 microseconds
-_MOST_GRAINS = 16  # in a range, so that who is urgent need not wait for long: about half a millisecond
-_MAX_RANGE_BITS = 18  # so that Ctrl-C need not wait for long
-_WAKES = 2  # helpers, by each thread that takes part
-_LONGEST_JOIN = 1.0  # seconds; for helpers in somebody's call as the interpreter ends
+_RANGES_PER_THREAD = 4  # balances threads that the operating system slows down
+_RANGE_BYTES, _LINE = 1 << 18, 64  # 20 to 30 microseconds; a scattered row costs at least a line
+_MOST_GRAINS = 16  # in a range: urgent callers wait about half a millisecond at most
+_MAX_RANGE_BITS = 18  # bounds the wait of Ctrl-C
+_WAKES = 2  # helpers that each participating thread wakes
+_LONGEST_JOIN = 1.0  # seconds to wait for helpers at work when the interpreter exits
 _NEVER = Flag()
 
 _queue: SimpleQueue["_Job | None"] = SimpleQueue()
@@ -57,7 +57,7 @@ _threads = _available_cpus()
 
 
 def set_host_threads(n: int) -> None:
-    """Set how many threads a host kernel uses, the calling one included. The results do not depend on it."""
+    """Set how many threads a host kernel uses, including the calling one. Results do not depend on it."""
     global _threads
     if n < 1:
         raise ValueError(f"host threads must be at least 1, not {n}")
@@ -65,14 +65,15 @@ def set_host_threads(n: int) -> None:
 
 
 def host_threads() -> int:
-    """Return how many threads a host kernel uses; by default, the CPUs this process may run on."""
+    """Return how many threads a host kernel uses; by default, the number of CPUs this process may run on."""
     return _threads
 
 
 class _Job:
-    """One call of `run_tasks`: the tasks still to begin, and how many helpers are at work on some.
+    """One call of `run_tasks`: the tasks that have not begun, and the helpers at work.
 
-    helpers  at most
+    Args:
+        helpers: Maximum number of helpers.
     """
 
     def __init__(self, parts: Sequence[Loop | Calls], helpers: int, *, urgent: bool) -> None:
@@ -85,23 +86,21 @@ class _Job:
         self._changed = threading.Condition()
 
     def is_left(self) -> bool:
-        """Tell whether there are tasks that have not begun."""
         return any(part.is_left() for part in self._parts)
 
     def drop(self) -> None:
-        """Let no more begin."""
         for part in self._parts:
             part.drop()
 
     def wake(self) -> None:
-        """Call the next helpers, who call the next: nobody has to call them all, and none comes for nothing."""
+        """Wake the next helpers, which wake the next: no thread has to wake all, and none wakes without work."""
         with self._changed:
             for _ in range(min(_WAKES, self._asleep)):
                 self._asleep -= 1
                 _queue.put(self)
 
     def help(self) -> None:
-        """Work in a thread that is not the caller's, unless the job has ended."""
+        """Work in a helper's thread, unless the job has ended."""
         counted = False
 
         def done() -> None:
@@ -122,7 +121,6 @@ class _Job:
             insist(done)
 
     def work(self) -> None:
-        """Take tasks until none is left."""
         halt = _NEVER if self.urgent else _urgent.callers
         for part in self._parts:
             while part.is_left():
@@ -130,15 +128,15 @@ class _Job:
                     _urgent.give_way()
                 try:
                     part.work(halt)
-                except BaseException as error:  # the caller raises it; what is not begun is dropped
+                except BaseException as error:  # the caller raises it; tasks that have not begun are dropped
                     self.error = error
                     self.drop()
                     return
 
     def end(self) -> None:
-        """Drop what is not begun, and wait for the helpers, whatever interrupts this thread: they write its memory.
+        """Drop tasks that have not begun, and wait for the helpers despite interrupts: they write the caller's memory.
 
-        Then the job holds no arrays: a helper that comes late would keep them, and be the one who frees them.
+        Then the job drops its arrays; otherwise a late helper would hold and free them.
         """
 
         def wait() -> None:
@@ -151,7 +149,7 @@ class _Job:
         insist(wait)
 
     def raise_error(self) -> None:
-        """Raise what has ended it; it is not kept, as its frames hold arrays, too."""
+        """Raise the error that ended the job; it is not kept, since its frames hold arrays."""
         if self.error is not None:
             try:
                 raise self.error
@@ -160,9 +158,10 @@ class _Job:
 
 
 class _Urgent:
-    """Who is in an urgent section, and the job of theirs that others are to help with.
+    """The callers in an urgent section, and their job that others help with.
 
-    callers  how many they are
+    Attributes:
+        callers: The number of callers.
     """
 
     def __init__(self) -> None:
@@ -171,7 +170,7 @@ class _Urgent:
         self.changed = threading.Condition()
 
     def give_way(self) -> None:
-        """Work for urgent callers until there is none."""
+        """Work for urgent callers until there are none."""
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: not self.callers or (self.job is not None and self.job.is_left()))
@@ -192,7 +191,7 @@ _this = threading.local()
 
 @contextmanager
 def urgent() -> Iterator[None]:
-    """Put this thread's kernels before those of other threads, which begin no task until the section ends."""
+    """Give this thread's kernels priority: other threads begin no task until the section ends."""
     counted = False
 
     def leave() -> None:
@@ -216,7 +215,7 @@ def urgent() -> Iterator[None]:
 def _serve() -> None:
     while (job := _queue.get()) is not None:
         job.help()
-        del job  # while it waits for the next
+        del job  # hold no arrays while waiting
 
 
 def _ensure_workers(n: int) -> None:
@@ -231,9 +230,9 @@ def _ensure_workers(n: int) -> None:
 
 @atexit.register
 def _end() -> None:
-    """Have the helpers end before the interpreter does: who frees a tensor while it ends aborts the process.
+    """End the helpers before the interpreter exits: freeing a tensor during exit aborts the process.
 
-    Callers work without them from then on.
+    Later calls run without helpers.
     """
     for _worker in _workers:
         _queue.put(None)
@@ -243,7 +242,7 @@ def _end() -> None:
 
 
 def _after_fork() -> None:
-    """Threads do not survive a fork: the child starts a pool of its own."""
+    """Start a new pool in the child: threads do not survive a fork."""
     global _queue, _grow, _urgent
     _queue, _urgent = SimpleQueue(), _Urgent()
     _workers.clear()
@@ -255,14 +254,14 @@ if hasattr(os, "register_at_fork"):
 
 
 def grain_of(nbytes: int) -> int:
-    """Return how many rows of `nbytes` are worth a range of their own: less work than handing it over takes is none."""
+    """Return how many rows of `nbytes` make a range whose work outweighs the cost of handing it over."""
     return max(1, _RANGE_BYTES // max(nbytes, _LINE))
 
 
 def ranges(n: int, grain: int = 1) -> list[tuple[int, int]]:
     """Return half-open ranges that cover range(n), as many as suit the threads.
 
-    grain  ranges start at multiples of it; work of less than two grains stays in one range
+    Ranges begin at multiples of `grain`; less than two grains stay in one range.
     """
     return list(itertools.pairwise(edges(n, grain, _pieces(n, grain)))) if n > 0 else []
 
@@ -274,10 +273,10 @@ def _pieces(n: int, grain: int) -> int:
 
 
 def run_tasks(tasks: Sequence[Task]) -> None:
-    """Call `kernel(start, stop, *args)` for every task (kernel, start, stop, args) and for those of kernels, and wait.
+    """Call `kernel(start, stop, *args)` for each task (kernel, start, stop, args) and each KernelTask, and wait.
 
-    Tasks begin in the order given; they write different memory, so that they may run at once. An exception of one is
-    raised here, after those that have begun, and so is one that interrupts the caller: nobody writes afterwards.
+    Tasks begin in the given order and may run at once, so they must write different memory. A task's exception, or the
+    caller's interruption, is raised when all tasks that have begun end: no task writes afterwards.
     """
     parts: list[Loop | Calls] = []
     for task in tasks:
@@ -305,14 +304,14 @@ def run_tasks(tasks: Sequence[Task]) -> None:
 
 
 def tasks_over(kernel: Kernel, n: int, *args: Any, grain: int = 1) -> list[Task]:
-    """Return the tasks of `parallel_for`, to be run together with others by one `run_tasks`."""
+    """Return the tasks of `parallel_for`, which `run_tasks` can run together with other tasks."""
     if n > 0 and is_kernel(kernel):
         return [KernelTask(kernel, n, grain, _pieces(n, grain), args)]
     return [(kernel, start, stop, args) for start, stop in ranges(n, grain)]
 
 
 def timed(task: Task, times: Times) -> Task:
-    """Return a task that adds to `times` when it began and ended, in nanoseconds: once or, of a kernel's, in pieces."""
+    """Return a task that adds its begin and end, in nanoseconds, to `times`; a kernel adds several spans."""
     if isinstance(task, KernelTask):
         return task._replace(times=times)
     kernel, start, stop, args = task
@@ -326,9 +325,8 @@ def _timed(start: int, stop: int, times: Times, kernel: Kernel, args: tuple[Any,
 
 
 def parallel_for(kernel: Kernel, n: int, *args: Any, grain: int = 1) -> None:
-    """Call `kernel(start, stop, *args)` over ranges that cover range(n), in no particular order, and wait.
+    """Call `kernel(start, stop, *args)` over `ranges(n, grain)`, in any order, and wait.
 
-    kernel  writes only what its own range owns, so that ranges may run at once
-    grain   as in `ranges`
+    The kernel writes only memory of its own range.
     """
     run_tasks(tasks_over(kernel, n, *args, grain=grain))

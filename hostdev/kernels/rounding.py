@@ -1,15 +1,14 @@
-"""Weights as bfloat16: stochastic rounding by counter-based random numbers, and optimizers on rows that are stored so.
+"""bfloat16 weights: stochastic rounding by counter-based random numbers, and access to rows for optimizers.
 
-A new weight, whose exact value lies between two bfloat16 numbers, becomes the upper or the lower one, with the
-probability that makes the mean right; a step far smaller than the distance of the two is not lost, as it would be to
-the nearest one. bits(rounded) = (bits(x) + r) with its low 16 bits cleared, r in [0, 2^16) (Gupta et al., "Deep
-Learning with Limited Numerical Precision", ICML 2015; Zamirai et al., "Revisiting BFloat16 Training", 2020). What
-bfloat16 has stays as it is, infinities among them; NaN becomes the quiet NaN.
+A new weight between two bfloat16 numbers becomes the upper or the lower one, with the probability that keeps the mean.
+Steps far smaller than the gap are therefore not lost. bits(rounded) = (bits(x) + r) with the low 16 bits cleared, r in
+[0, 2^16). Exact values stay, including infinities; NaN becomes the quiet NaN. Sources: Gupta et al., "Deep Learning
+with Limited Numerical Precision", ICML 2015; Zamirai et al., "Revisiting BFloat16 Training", 2020.
 
-r is a pure function of (key of the table's step, the row's id, the column): half of a 32-bit hash for each pair of
-columns. It depends on no thread, order, rank or place of the row.
+r is a pure function of (key of the table's step, row id, column): half of a 32-bit hash per pair of columns. It does
+not depend on threads, order, rank or the row's address.
 
-V rows of the table, D its dimension, S its optimizer slots of D values, R of one value.
+Shapes: V rows of the table, D its dimension, S its optimizer slots of D values, R of one value.
 """
 
 import functools
@@ -30,19 +29,21 @@ Ids = npt.NDArray[Any]
 Rows = npt.NDArray[np.float32]
 Bfloat16 = npt.NDArray[np.uint16]
 
-WEYL = 0x9E3779B9  # apart of the counters of two pairs of columns
+WEYL = 0x9E3779B9  # distance of the counters of adjacent pairs of columns
 _AHEAD = 8  # rows
 
 
 class Bfloat16Rows(NamedTuple):
-    """Rows whose weights are stored as bfloat16: what an optimizer's kernel takes in place of a block.
+    """Rows with bfloat16 weights, which an optimizer's kernel takes in place of a block.
 
-    weights  bfloat16 [V, D]
-    slots    float32 [V, S, D]
-    steps    from `steps_of`
-    key      64 bits, of the table's step
-    first    the position of the first row here, of all `total` rows, where ids are numbers of a rank's rows
-    inverse  as in `shards.id_at`; 0: ids are the rows' own
+    Attributes:
+        weights: bfloat16 [V, D].
+        slots: float32 [V, S, D].
+        steps: From `steps_of`.
+        key: 64 bits, of the table's step.
+        first: Position of the first row among all `total` rows, if ids are local rows of a rank.
+        inverse: That of `shards.id_at`; 0 if ids are the table's.
+        total: Rows of the whole table.
     """
 
     weights: Bfloat16
@@ -55,20 +56,20 @@ class Bfloat16Rows(NamedTuple):
 
     @classmethod
     def of(cls, weights: Bfloat16, slots: Rows, key: int, where: tuple[int, int, int]) -> "Bfloat16Rows":
-        """Those of a table at a step; where = (first, inverse, total)."""
+        """Return the rows of a table at a step; where = (first, inverse, total)."""
         first, inverse, total = map(np.uint64, where)
         return cls(weights, slots, steps_of(weights.shape[1]), np.uint64(key), first, inverse, total)
 
 
 @functools.cache
 def steps_of(dim: int) -> npt.NDArray[np.uint32]:
-    """Return the counters of each pair of columns, [ceil(D / 2)]."""
+    """Return the counter of each pair of columns, [ceil(D / 2)]."""
     return np.arange((dim + 1) // 2, dtype=np.uint32) * np.uint32(WEYL)
 
 
 @inline
-def _draw(key: Any, row_id: Any, steps: Any, words: Any) -> None:
-    """Fill words uint32 [ceil(D / 2)] with the random numbers of a row: the low half is that of the even column."""
+def _draw(key, row_id, steps, words):
+    """Fill words uint32 [ceil(D / 2)] with a row's random numbers; the low half is the even column's."""
     word = hashed(key, row_id)
     low, high = uint32(word), uint32(word >> uint64(32))
     for pair in range(np.uint64(len(words))):
@@ -76,14 +77,14 @@ def _draw(key: Any, row_id: Any, steps: Any, words: Any) -> None:
 
 
 @inline
-def _rounded_bits(bits: Any, r: Any) -> Any:
-    """The 16 bits to which a float32 of these bits is rounded by r."""
+def _rounded_bits(bits, r):
+    """Return the 16 bits to which r rounds a float32 of these bits."""
     kept = uint32(uint32(bits + uint32(r)) >> uint32(16))
     return uint16(0x7FC0) if (bits & uint32(0x7FFFFFFF)) > uint32(0x7F800000) else uint16(kept)
 
 
 @kernel
-def _round_rows(start: Any, stop: Any, ids: Any, row_ids: Any, key: Any, steps: Any, block: Any) -> None:
+def _round_rows(start, stop, ids, row_ids, key, steps, block):
     D = np.uint64(block.shape[2])
     bits = block.view(np.uint32)
     words = np.empty(len(steps), np.uint32)
@@ -96,9 +97,7 @@ def _round_rows(start: Any, stop: Any, ids: Any, row_ids: Any, key: Any, steps: 
 
 
 @kernel
-def _round_into(
-    start: Any, stop: Any, first_row: Any, ids: Any, key: Any, steps: Any, values: Any, out: Any
-) -> None:  # fmt: skip
+def _round_into(start, stop, first_row, ids, key, steps, values, out):
     D = np.uint64(values.shape[2])
     bits = values.view(np.uint32)
     words = np.empty(len(steps), np.uint32)
@@ -113,32 +112,33 @@ def _round_into(
 def round_rows(block: Rows, ids: Ids, row_ids: Ids, key: int) -> None:
     """Round the weights of rows in place, in float32.
 
-    block    float32 [any, 1 + S, D], C-contiguous
-    ids      int32 or int64 [U], unique, rows of the block
-    row_ids  int32 or int64 [U], the ids of these rows in their table
-    key      64 bits, of the table's step
+    Args:
+        block: float32 [any, 1 + S, D], C-contiguous.
+        ids: int32 or int64 [U], unique, rows of the block.
+        row_ids: int32 or int64 [U], the ids of these rows in their table.
+        key: 64 bits, of the table's step.
     """
     args = ids, row_ids, np.uint64(key), steps_of(block.shape[2]), block
     parallel_for(_round_rows, len(ids), *args, grain=grain_of(block.strides[0]))
 
 
 def round_into(values: Rows, out: Bfloat16, key: int, *, first_row: int = 0, ids: Ids | None = None) -> None:
-    """Round weights float32 [N, 1, D] of the rows first_row, ..., or of `ids`, int64 [N], into bfloat16 [N, D]."""
+    """Round weights float32 [N, 1, D] of the rows `ids`, int64 [N], or first_row, ... into bfloat16 [N, D]."""
     args = np.int64(first_row), ids, np.uint64(key), steps_of(out.shape[1]), values, out
     parallel_for(_round_into, len(values), *args, grain=grain_of(values.strides[0]))
 
 
 def require_bfloat16(block: Rows, table: str) -> None:
-    """ValueError unless bfloat16 can represent the weights of rows float32 [N, 1 + S, D], C-contiguous, of a table."""
+    """Raise ValueError unless bfloat16 can hold the weights exactly; block is float32 [N, 1 + S, D], C-contiguous."""
     if not _are_bfloat16(block):
         raise ValueError(
-            f"table {table!r} has weights that bfloat16 can represent, and some that are to be written are not; round "
-            "them before, as torch's weights.bfloat16().float()"
+            f"table {table!r} stores weights as bfloat16, which cannot represent all new ones; round them first, as "
+            "with torch's weights.bfloat16().float()"
         )
 
 
 @kernel
-def _are_bfloat16(block: Any) -> Any:
+def _are_bfloat16(block):
     bits = block.view(np.uint32)
     for i in range(np.uint64(len(block))):
         weights, lost = bits[i, 0], uint32(0)
@@ -149,33 +149,33 @@ def _are_bfloat16(block: Any) -> Any:
     return True
 
 
-def scratch_of(block: Any) -> Any:
-    """What `weights_at` needs of memory, in a kernel: for each range of rows."""
+def make_scratch(block: Any) -> Any:
+    """Return the scratch memory that `load_weights` needs for a range of rows, in a kernel."""
     raise NotImplementedError("compiled only")
 
 
-def weights_at(block: Any, row: Any, scratch: Any) -> Any:
-    """The weights of a row, float32 [D], to be changed: where they are, or a copy that `keep_weights` stores."""
+def load_weights(block: Any, row: Any, scratch: Any) -> Any:
+    """Return the weights of a row, float32 [D], to be changed: in place, or a copy that `store_weights` stores."""
     raise NotImplementedError("compiled only")
 
 
-def slot_at(block: Any, row: Any, number: Any) -> Any:
-    """An optimizer slot of a row, float32 [D], to be changed where it is."""
+def get_slot(block: Any, row: Any, number: Any) -> Any:
+    """Return an optimizer slot of a row, float32 [D], to be changed in place."""
     raise NotImplementedError("compiled only")
 
 
-def keep_weights(block: Any, row: Any, scratch: Any) -> None:
-    """Store the weights of a row that have been changed."""
+def store_weights(block: Any, row: Any, scratch: Any) -> None:
+    """Store the changed weights of a row."""
     raise NotImplementedError("compiled only")
 
 
 def prefetch_row(block: Any, ids: Any, i: Any, stop: Any) -> None:
-    """Ask the cache for the row that the update of item i + 8 of [.., stop) will write."""
+    """Prefetch the row that the update of item i + 8 of [.., stop) will write."""
     raise NotImplementedError("compiled only")
 
 
-@overload(scratch_of, inline="always")
-def _scratch_of(block: Any) -> Any:
+@overload(make_scratch, inline="always")
+def _make_scratch(block: Any) -> Any:
     def none(block: Any) -> Any:
         return None
 
@@ -185,8 +185,8 @@ def _scratch_of(block: Any) -> Any:
     return none if isinstance(block, types.Array) else of_a_row
 
 
-@overload(weights_at, inline="always")
-def _weights_at(block: Any, row: Any, scratch: Any) -> Any:
+@overload(load_weights, inline="always")
+def _load_weights(block: Any, row: Any, scratch: Any) -> Any:
     def there(block: Any, row: Any, scratch: Any) -> Any:
         return block[row, 0]
 
@@ -199,8 +199,8 @@ def _weights_at(block: Any, row: Any, scratch: Any) -> Any:
     return there if isinstance(block, types.Array) else widen
 
 
-@overload(slot_at, inline="always")
-def _slot_at(block: Any, row: Any, number: Any) -> Any:
+@overload(get_slot, inline="always")
+def _get_slot(block: Any, row: Any, number: Any) -> Any:
     def in_block(block: Any, row: Any, number: Any) -> Any:
         return block[row, 1 + number]
 
@@ -210,8 +210,8 @@ def _slot_at(block: Any, row: Any, number: Any) -> Any:
     return in_block if isinstance(block, types.Array) else in_slots
 
 
-@overload(keep_weights, inline="always")
-def _keep_weights(block: Any, row: Any, scratch: Any) -> Any:
+@overload(store_weights, inline="always")
+def _store_weights(block: Any, row: Any, scratch: Any) -> Any:
     def nothing(block: Any, row: Any, scratch: Any) -> None:
         pass
 
@@ -242,7 +242,7 @@ def _prefetch_row(block: Any, ids: Any, i: Any, stop: Any) -> Any:
 
 
 @kernel
-def _read(start: Any, stop: Any, ids: Any, positions: Any, weights: Any, slots: Any, out: Any) -> None:
+def _read(start, stop, ids, positions, weights, slots, out):
     planes = np.uint64(slots.shape[1])
     for i in range(np.uint64(start), np.uint64(stop)):
         ahead = i + np.uint64(_AHEAD)
@@ -260,7 +260,7 @@ def _read(start: Any, stop: Any, ids: Any, positions: Any, weights: Any, slots: 
 
 
 @kernel
-def _write(start: Any, stop: Any, ids: Any, positions: Any, weights: Any, slots: Any, values: Any) -> None:
+def _write(start, stop, ids, positions, weights, slots, values):
     planes, bits = np.uint64(slots.shape[1]), values.view(np.uint32)
     for i in range(np.uint64(start), np.uint64(stop)):
         row, at = np.uint64(ids[i]), np.uint64(i if positions is None else positions[i])
@@ -276,22 +276,25 @@ def _write(start: Any, stop: Any, ids: Any, positions: Any, weights: Any, slots:
 def read_tasks(
     weights: Bfloat16, slots: Rows, ids: Ids, out: Rows, positions: npt.NDArray[np.int32] | None = None
 ) -> list[Task]:
-    """Return the tasks that copy rows with their slots: out[i], or out[positions[i]], is the row ids[i].
+    """Return tasks that copy rows with their slots: out[i], or out[positions[i]], is the row ids[i].
 
-    weights  bfloat16 [V, D], slots float32 [V, S, D]
-    ids      int32 or int64 [N]
-    out      float32 [N, 1 + S, D], or [any, 1 + S, D]
+    Args:
+        weights: bfloat16 [V, D].
+        slots: float32 [V, S, D].
+        ids: int32 or int64 [N].
+        out: float32 [N, 1 + S, D], or [any, 1 + S, D].
+        positions: int32 [N].
     """
     return tasks_over(_read, len(ids), ids, positions, weights, slots, out, grain=grain_of(out.strides[0]))
 
 
 def read_here(weights: Bfloat16, slots: Rows, ids: Ids, out: Rows) -> None:
-    """Do what `read_tasks` returns, in this thread."""
+    """Do the work of `read_tasks` in this thread."""
     _read(0, len(ids), ids, None, weights, slots, out)
 
 
 def write_tasks(
     weights: Bfloat16, slots: Rows, ids: Ids, values: Rows, positions: npt.NDArray[np.int32] | None = None
 ) -> list[Task]:
-    """Return the tasks that overwrite rows with what bfloat16 can represent: the way back from `read_tasks`."""
+    """Return tasks that overwrite rows with values that bfloat16 can represent: the reverse of `read_tasks`."""
     return tasks_over(_write, len(ids), ids, positions, weights, slots, values, grain=grain_of(values.strides[0]))

@@ -1,14 +1,13 @@
-"""The kernels of a sum over the uses of each row, in order of occurrence, whatever the threads.
+"""Sums over the occurrences of each row, in order of occurrence for any number of threads.
 
-Two ways, the same additions. A few threads: one of them streams through the gradients in order and adds to the rows'
-sums, as a core reads a stream at nearly the bandwidth of the machine, and two that share it slow each other down. More
-threads: the uses are sorted by row, and threads share the rows.
+Two ways, with the same additions. With few threads, one streams through the gradients in order and adds to the rows'
+sums: a core reads a stream at nearly the machine's bandwidth, and two slow each other down. With more threads, the
+occurrences are sorted by row, and the threads share the rows.
 
-N uses, U unique rows, D columns.
+Shapes: N occurrences, U unique rows, D columns.
 """
 
 import itertools
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,17 +17,20 @@ from hostdev.kernels.jit import kernel, prefetch_to_read, prefetch_to_read_once,
 from hostdev.kernels.pool import host_threads
 
 _SORT_FROM_THREADS = 4
-_SUMS_AHEAD, _GRADS_AHEAD = 12, 24  # uses
+_SUMS_AHEAD, _GRADS_AHEAD = 12, 24  # occurrences
 _PIECES_PER_THREAD = 4
-_NEVER = 1 << 62  # for `seen`: no row is at its first use
+_NEVER = 1 << 62  # for `seen`: no row is at its first occurrence
 
 
 @kernel
-def sum_part(start: Any, stop: Any, seen: Any, grads: Any, inverse: Any, out: Any) -> Any:
-    """Add the uses [start, stop) to their rows' sums; the uses before have been added.
+def sum_part(start, stop, seen, grads, inverse, out):
+    """Add the occurrences [start, stop) to their rows' sums; earlier ones have been added.
 
-    seen     how many rows the uses before have; rows are numbered in order of first occurrence
-    returns  how many rows there are up to `stop`
+    Args:
+        seen: Number of rows seen before `start`; rows are numbered in order of first occurrence.
+
+    Returns:
+        The number of rows seen before `stop`.
     """
     D = grads.shape[1]
     uses, seen, one = np.uint64(stop), np.uint64(seen), np.uint64(1)
@@ -38,7 +40,7 @@ def sum_part(start: Any, stop: Any, seen: Any, grads: Any, inverse: Any, out: An
             prefetch_to_write(out, inverse[i + np.uint64(_SUMS_AHEAD)], D * 4)
         row = np.uint64(inverse[i])
         total, grad = out[row], grads[i]
-        if row == seen:  # its first use
+        if row == seen:  # its first occurrence
             seen += one
             for j in range(D):
                 total[j] = grad[j]
@@ -49,7 +51,7 @@ def sum_part(start: Any, stop: Any, seen: Any, grads: Any, inverse: Any, out: An
 
 
 @kernel
-def sum_part_of_scalars(start: Any, stop: Any, seen: Any, grads: Any, inverse: Any, out: Any) -> Any:
+def sum_scalar_part(start, stop, seen, grads, inverse, out):
     """`sum_part` for D = 1."""
     seen, one, column = np.uint64(seen), np.uint64(1), np.uint64(0)
     for i in range(np.uint64(start), np.uint64(stop)):
@@ -63,8 +65,8 @@ def sum_part_of_scalars(start: Any, stop: Any, seen: Any, grads: Any, inverse: A
 
 
 @kernel
-def sum_scaled_part(start: Any, stop: Any, seen: Any, grads: Any, inverse: Any, weights: Any, out: Any) -> Any:
-    """`sum_part` of gradients float32 or bfloat16 times their weights; None for 1."""
+def sum_scaled_part(start, stop, seen, grads, inverse, weights, out):
+    """Do `sum_part` for float32 or bfloat16 gradients times weights; None for 1."""
     D = grads.shape[1]
     uses, seen, one = np.uint64(stop), np.uint64(seen), np.uint64(1)
     for i in range(np.uint64(start), uses):
@@ -85,25 +87,26 @@ def sum_scaled_part(start: Any, stop: Any, seen: Any, grads: Any, inverse: Any, 
 
 
 def streams() -> bool:
-    """Tell whether the threads are so few that one of them should add up all gradients."""
+    """Return whether the threads are so few that one of them should add all gradients."""
     return host_threads() < _SORT_FROM_THREADS
 
 
-def first_seen(out: npt.NDArray[np.float32], in_order: bool) -> int:
-    """Prepare sums [U, D] of rows in any order, or in order of first occurrence; return `seen` for the first use."""
+def prepare_sums(out: npt.NDArray[np.float32], in_order: bool) -> int:
+    """Prepare sums [U, D] of rows in order of first occurrence or any order; return `seen` for the first occurrence."""
     if in_order:
         return 0
-    out.fill(-0.0)  # what -0 is added to stays as it is, 0 too
+    out.fill(-0.0)  # x + -0 is x, for 0 too
     return _NEVER
 
 
 @kernel
-def sort_uses(inverse: Any, ends: Any, order: Any) -> None:
-    """Counting sort, stable: the uses of row u become order[ends[u] : ends[u + 1]].
+def sort_uses(inverse, ends, order):
+    """Sort occurrences by row, stable (counting sort): those of row u become order[ends[u] : ends[u + 1]].
 
-    inverse  int32 [N]
-    ends     int64 [U + 2], written
-    order    int32 [N], written
+    Args:
+        inverse: int32 [N].
+        ends: int64 [U + 2], written.
+        order: int32 [N], written.
     """
     ends[:] = 0
     for i in range(len(inverse)):
@@ -117,16 +120,16 @@ def sort_uses(inverse: Any, ends: Any, order: Any) -> None:
 
 
 @kernel
-def sum_sorted(
-    start: Any, stop: Any, grads: Any, order: Any, ends: Any, source: Any, weights: Any, fresh: Any, out: Any
-) -> None:
-    """Sum over the uses of the unique rows [start, stop).
+def sum_sorted(start, stop, grads, order, ends, source, weights, fresh, out):
+    """Sum over the occurrences of the unique rows [start, stop).
 
-    grads    float32 or bfloat16
-    order    int32 [N], ends int64 [U + 1 or more], from `sort_uses`
-    source   int32 [N], where each use's gradient is; None: use i has row i
-    weights  float32 [N], or None for 1
-    fresh    sums begin here, and are -0 for rows without uses; else they go on
+    Args:
+        grads: float32 or bfloat16.
+        order: int32 [N], from `sort_uses`.
+        ends: int64 [U + 1 or more], from `sort_uses`.
+        source: int32 [N], the gradient's row of each occurrence; None if occurrence i has row i.
+        weights: float32 [N], or None for 1.
+        fresh: Begin new sums, -0 for rows that do not occur; else add to `out`.
     """
     D = grads.shape[1]
     last = np.uint64(ends[np.uint64(stop)])
@@ -151,7 +154,7 @@ def sum_sorted(
 
 
 def row_ranges(ends: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Return ranges of rows with about as many uses each, several per thread; ends [U + 1], where each row's begin."""
+    """Return ranges of rows with about as many occurrences each, several per thread; rows begin at ends [U + 1]."""
     pieces = host_threads() * _PIECES_PER_THREAD
     edges = np.searchsorted(ends, np.arange(1, pieces) * (ends[-1] // pieces))
     edges = np.concatenate([[0], edges, [len(ends) - 1]])

@@ -1,9 +1,8 @@
-"""The rows of a table spread over ranks: a bijection of the ids, whose values each rank holds a range of.
+"""Distribution of a table's rows over ranks: a bijection from ids to positions, of which each rank holds a range.
 
-Position = id * multiplier mod V, with a multiplier that has no common divisor with V and is near V times the golden
-ratio's fraction: neighbouring ids, such as the popular ones at a vocabulary's beginning, lie evenly over all ranges
-(the three-distance theorem; Sos, 1958). It does not depend on the number of ranks. Rank r of W holds the positions from
-V * r // W on.
+Position = id * multiplier mod V. The multiplier is coprime to V and near V times the golden ratio's fraction, so that
+neighbouring ids, such as the popular ones at a vocabulary's beginning, spread evenly over all ranges (three-distance
+theorem; Sos, 1958). It does not depend on the number of ranks. Rank r of W holds the positions from V * r // W on.
 """
 
 import functools
@@ -23,7 +22,7 @@ _MOST_PRODUCT = (1 << 63) - 1
 
 @functools.cache
 def multiplier_of(rows: int) -> int:
-    """Return the multiplier for a table of V rows: products with an id stay below 2**63."""
+    """Return the multiplier for a table of V rows; its products with ids stay below 2**63."""
     wanted = max(1, min(int(rows * 0.6180339887498949), _MOST_PRODUCT // rows))
     return next(
         found
@@ -34,7 +33,7 @@ def multiplier_of(rows: int) -> int:
 
 
 def range_of(rows: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the positions that a rank holds."""
+    """Return the range of positions that a rank holds."""
     return rows * rank // ranks, rows * (rank + 1) // ranks
 
 
@@ -47,8 +46,8 @@ def ids_at(rows: int, start: int, stop: int) -> npt.NDArray[np.int64]:
 
 
 @kernel
-def _step(first: Any, step: Any, modulus: Any, out: Any) -> None:
-    """Write first, first + step, first + 2 step, ..., each modulo the modulus: without products, which may overflow."""
+def _step(first, step, modulus, out):
+    """Write first, first + step, first + 2 step, ... modulo `modulus`, without products, which may overflow."""
     value = np.uint64(first)
     for i in range(len(out)):
         out[i] = value
@@ -58,7 +57,7 @@ def _step(first: Any, step: Any, modulus: Any, out: Any) -> None:
 
 
 @kernel
-def _locate(ids: Any, multiplier: Any, rows: Any, ranks: Any, owners: Any, local: Any, counts: Any) -> None:
+def _locate(ids, multiplier, rows, ranks, owners, local, counts):
     V, W, one = np.uint64(rows), np.uint64(ranks), np.uint64(1)
     for i in range(np.uint64(0), np.uint64(len(ids))):
         position = np.uint64(ids[i]) * np.uint64(multiplier) % V
@@ -69,8 +68,8 @@ def _locate(ids: Any, multiplier: Any, rows: Any, ranks: Any, owners: Any, local
 
 
 @kernel
-def _sort(owners: Any, local: Any, ends: Any, places: Any, out: Any) -> None:
-    """Counting sort by owner, stable."""
+def _sort(owners, local, ends, places, out):
+    """Sort by owner, stable (counting sort)."""
     for i in range(np.uint64(0), np.uint64(len(owners))):
         owner = np.uint64(owners[i])
         place = ends[owner]
@@ -80,7 +79,7 @@ def _sort(owners: Any, local: Any, ends: Any, places: Any, out: Any) -> None:
 
 
 @kernel
-def _positions(ids: Any, multiplier: Any, rows: Any, out: Any) -> None:
+def _positions(ids, multiplier, rows, out):
     for i in range(len(ids)):
         out[i] = np.uint64(ids[i]) * np.uint64(multiplier) % np.uint64(rows)
 
@@ -93,8 +92,8 @@ def positions_of(ids: Ids, rows: int) -> npt.NDArray[np.int64]:
 
 
 @inline
-def id_at(position: Any, inverse: Any, rows: Any) -> Any:
-    """The id at a position of a table of V rows: position * inverse mod V, by doubling where a product is too large."""
+def id_at(position, inverse, rows):
+    """Return the id at a position of a table of V rows: position * inverse mod V, by doubling if that overflows."""
     modulus, one = np.uint64(rows), np.uint64(1)
     left, value, total = np.uint64(position), np.uint64(inverse), np.uint64(0)
     if modulus <= np.uint64(1 << 32):
@@ -108,31 +107,36 @@ def id_at(position: Any, inverse: Any, rows: Any) -> Any:
 
 
 @kernel
-def _ids_of(positions: Any, inverse: Any, rows: Any, out: Any) -> None:
+def _write_ids(positions, inverse, rows, out):
     for i in range(len(positions)):
         out[i] = id_at(positions[i], inverse, rows)
 
 
 def inverse_of(rows: int) -> int:
-    """Return what a position of a table of V rows is multiplied with, modulo V, to give its id."""
+    """Return the inverse of the multiplier modulo V, which turns positions into ids."""
     return pow(multiplier_of(rows), -1, rows) if rows > 1 else 0
 
 
 def ids_of(positions: Ids, rows: int) -> npt.NDArray[np.int64]:
     """Return the ids, int64 [N], at positions [N] of a table of V rows."""
     out = np.empty(len(positions), np.int64)
-    _ids_of(positions, inverse_of(rows), rows, out)
+    _write_ids(positions, inverse_of(rows), rows, out)
     return out
 
 
 def partition(ids: Ids, rows: int, ranks: int) -> tuple[Ids, Places, npt.NDArray[np.int64]]:
     """Sort unique ids by the rank that holds their rows.
 
-    ids      int32 or int64 [U], each in [0, V)
-    returns  the number of each row among those of its rank, of the ids' dtype if that can hold it, by rank and then in
-             the order of the ids; places int32 [U], where that of each id lies; counts int64 [W], of each rank
+    Args:
+        ids: int32 or int64 [U], each in [0, V).
+        rows: V.
+        ranks: W.
+
+    Returns:
+        Each row's number within its rank, by rank and then in the order of the ids, of the ids' dtype if it suffices;
+        places int32 [U], where each id went; counts int64 [W], the ids of each rank.
     """
-    most = -(-rows // ranks) - 1  # of those numbers
+    most = -(-rows // ranks) - 1  # the largest number within a rank
     dtype = ids.dtype if most <= np.iinfo(ids.dtype).max else np.dtype(np.int64)
     owners, local, counts = np.empty(len(ids), np.int32), np.empty(len(ids), dtype), np.zeros(ranks, np.int64)
     _locate(ids, multiplier_of(rows), rows, ranks, owners, local, counts)

@@ -1,11 +1,11 @@
-"""A batch's dedupe, gradient sums and updates at once, for a few threads: nobody waits for what need not be complete.
+"""A batch's deduplication, gradient sums and updates in one pipelined pass, for a few threads.
 
-One thread streams through the gradients, part by part, and adds them to their rows' sums, right behind the one that
-deduplicates the ids. That one then orders the rows by the part in which they are used last, and updates each as soon
-as its sum is complete; a row used once takes its gradient from where it is. When all is added up, both update what is
-left. The arithmetic is that of one pass after the other.
+One thread deduplicates the ids; another streams through the gradients right behind it, part by part, and adds them to
+their rows' sums. The first thread then orders the rows by the part of their last occurrence, and updates each once its
+sum is complete; a row that occurs once takes its gradient from its source. At the end both threads update the remaining
+rows. The arithmetic equals that of separate passes.
 
-N uses, U unique rows, D columns.
+Shapes: N occurrences, U unique rows, D columns.
 """
 
 import threading
@@ -18,19 +18,19 @@ import numpy.typing as npt
 from hostdev.kernels.buffers import identity, scratch
 from hostdev.kernels.jit import kernel
 from hostdev.kernels.pool import Kernel, Task, parallel_for, run_tasks
-from hostdev.kernels.segment import sum_part, sum_part_of_scalars
+from hostdev.kernels.segment import sum_part, sum_scalar_part
 from hostdev.kernels.unique import id_map
 
 Rows = npt.NDArray[np.float32]
 
-_PART = 32768  # uses
-_PIECES = 2  # of the rows that one part completes
-_ORDER_FROM_COLUMNS = 16  # below, an update is too cheap to wait for a certain sum
+_PART = 32768  # occurrences
+_PIECES = 2  # tasks for the rows that one part completes
+_ORDER_FROM_COLUMNS = 16  # with fewer columns, an update is too cheap to be ordered
 _GRAIN = 256
 
 
 class Progress:
-    """How many parts of its work a task has done; later tasks wait for them."""
+    """The number of finished parts of a task, which later tasks wait for."""
 
     def __init__(self) -> None:
         self._done = 0
@@ -38,36 +38,38 @@ class Progress:
         self._changed = threading.Condition()
 
     def wait(self, parts: int) -> None:
-        """Return when `parts` are done; if the task has failed, raise its exception here too."""
+        """Wait until `parts` are done; if the task has failed, raise its exception here too."""
         if self._done < parts:
             with self._changed:
                 self._changed.wait_for(lambda: self._done >= parts or self._error)
         if self._error is not None:
             raise self._error
 
-    def _tell(self, done: int, error: BaseException | None = None) -> None:
+    def _report(self, done: int, error: BaseException | None = None) -> None:
         with self._changed:
             self._done, self._error = done, error
             self._changed.notify_all()
 
 
 def _follow(start: int, stop: int, progress: Progress, work: Callable[[int], None]) -> None:
-    """Do `work(start)`, ..., `work(stop - 1)`, and tell after each."""
+    """Do `work(start)`, ..., `work(stop - 1)`, and report each."""
     for part in range(start, stop):
         try:
             work(part)
         except BaseException as error:
-            progress._tell(part, error)
+            progress._report(part, error)
             raise
-        progress._tell(part + 1)
+        progress._report(part + 1)
 
 
 def apply_stream(update: Kernel, table: tuple[Any, ...], ids: npt.NDArray[Any], grads: Rows) -> None:
     """Sum the gradients of each id in order of occurrence and update its row.
 
-    update, table  an optimizer's kernel and its arguments from `block` on (see `apply`)
-    ids            int32 or int64 [N], in range, at least one
-    grads          float32 [N, D]
+    Args:
+        update: An optimizer's kernel.
+        table: The kernel's arguments from `block` on (see `apply`).
+        ids: int32 or int64 [N], in range, at least one.
+        grads: float32 [N, D].
     """
     N, D = grads.shape
     edges = [*range(0, N, _PART), N]
@@ -76,7 +78,7 @@ def apply_stream(update: Kernel, table: tuple[Any, ...], ids: npt.NDArray[Any], 
     uses, source = (scratch(name, (N,), np.int32) for name in ("uses", "source"))
     chosen = scratch("ids by last use", (N,), ids.dtype)
     ends = scratch("ends", (parts + 2,), np.int64)
-    add_part = sum_part_of_scalars if D == 1 else sum_part
+    add_part = sum_scalar_part if D == 1 else sum_part
     in_order = D >= _ORDER_FROM_COLUMNS
     seen, found, added = id_map(ids), Progress(), Progress()
     rows_marked = rows_added = 0
@@ -98,7 +100,7 @@ def apply_stream(update: Kernel, table: tuple[Any, ...], ids: npt.NDArray[Any], 
         rows_added = add_part(start, stop, rows_added, grads, inverse, sums)
 
     def update_complete(part: int, piece: int) -> None:
-        """Update a share of the rows whose sums are complete after so many parts; 0: the rows used once."""
+        """Update a share of the rows whose sums are complete after this many parts; 0: rows that occur once."""
         found.wait(parts + 1)
         added.wait(part)
         first, rows = ends[part], ends[part + 1] - ends[part]
@@ -115,12 +117,15 @@ def apply_stream(update: Kernel, table: tuple[Any, ...], ids: npt.NDArray[Any], 
 
 
 @kernel
-def _mark(start: Any, stop: Any, seen: Any, part: Any, inverse: Any, uses: Any) -> Any:
-    """Note what is known of the rows after the uses [start, stop), which are of one part.
+def _mark(start, stop, seen, part, inverse, uses):
+    """Record the occurrences [start, stop), all of one part, for their rows.
 
-    seen     how many rows the uses before have
-    uses     [N]; per row, its use if it has one, else -1 - the part of its last
-    returns  how many rows there are up to `stop`
+    Args:
+        seen: Number of rows seen before `start`.
+        uses: [N]; per row, its occurrence if it has one so far, else -1 - the part of its last occurrence.
+
+    Returns:
+        The number of rows seen before `stop`.
     """
     seen, one = np.uint64(seen), np.uint64(1)
     for i in range(np.uint64(start), np.uint64(stop)):
@@ -134,14 +139,15 @@ def _mark(start: Any, stop: Any, seen: Any, part: Any, inverse: Any, uses: Any) 
 
 
 @kernel
-def _order(ids: Any, uses: Any, ends: Any, chosen: Any, source: Any) -> None:
-    """Sort the rows, stable: those used once, then the others by the part of their last use.
+def _order(ids, uses, ends, chosen, source):
+    """Sort the rows, stable: those that occur once, then the others by the part of their last occurrence.
 
-    ids     [U]
-    uses    [U or more], from `_mark`
-    ends    [parts + 2]; the rows used once become [ends[0], ends[1]), those of part p [ends[p + 1], ends[p + 2])
-    chosen  the ids in that order
-    source  where the gradient of each is: the use of a row used once, the row itself of another
+    Args:
+        ids: [U].
+        uses: [U or more], from `_mark`.
+        ends: [parts + 2]; rows that occur once become [ends[0], ends[1]), those of part p [ends[p + 1], ends[p + 2]).
+        chosen: The ids in that order, written.
+        source: The row of each gradient, written: the occurrence of a row that occurs once, else the row itself.
     """
     ends[:] = 0
     for row in range(np.uint64(0), np.uint64(len(ids))):

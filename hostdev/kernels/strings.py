@@ -1,6 +1,6 @@
-"""Texts to numbers: their 64-bit hash, and their position in order of first occurrence, as `unique` has it for ids.
+"""Texts to numbers: their 64-bit hash, and their position in order of first occurrence.
 
-N texts are their bytes end to end, uint8, and the offsets int32 or int64 [N + 1] where each begins (Arrow's layout).
+N texts are their bytes end to end, uint8, and offsets int32 or int64 [N + 1] (Arrow's layout).
 """
 
 from typing import Any
@@ -15,15 +15,16 @@ Positions = npt.NDArray[np.int32]
 _EMPTY = -1
 _SPARE_BITS = 1  # the table is at most half full
 _MOST_TEXTS = 2**31 - 2
-BYTES_A_TEXT = 46  # of the map, at most: hash and end with a quarter to spare, slots of which a quarter are taken; and
-# 10 of a count beside it. The text's own bytes come on top, with a quarter to spare
+# At most, of the map: hash and end with a quarter to spare, slots of which a quarter are taken, and 10 for a count. The
+# text's own bytes come on top, with a quarter to spare.
+BYTES_A_TEXT = 46
 _FNV_BASIS, _FNV_PRIME = np.uint64(0xCBF29CE484222325), np.uint64(0x100000001B3)
 IN_QUOTES = 2  # a state of `scan_quotes`
 _PHI = np.uint64(0x9E3779B97F4A7C15)
 
 
 @kernel
-def _hash(offsets: Any, data: Any, hashes: Any) -> None:
+def _hash(offsets, data, hashes):
     for i in range(len(hashes)):
         h = _FNV_BASIS
         for at in range(np.uint64(offsets[i]), np.uint64(offsets[i + 1])):
@@ -32,7 +33,7 @@ def _hash(offsets: Any, data: Any, hashes: Any) -> None:
 
 
 @kernel
-def _same(a: Any, start_a: Any, b: Any, start_b: Any, length: Any) -> Any:
+def _same(a, start_a, b, start_b, length):
     for k in range(length):  # noqa: SIM110  (numba has no all())
         if a[np.uint64(start_a + k)] != b[np.uint64(start_b + k)]:
             return False
@@ -40,10 +41,8 @@ def _same(a: Any, start_a: Any, b: Any, start_b: Any, length: Any) -> Any:
 
 
 @kernel
-def _look_for(
-    data: Any, begin: Any, length: Any, h: Any, table: Any, shift: Any, known: Any, ends: Any, texts: Any
-) -> Any:  # fmt: skip
-    """Return the slot of a text with hash h, and its position there; -1 where the slot is empty."""
+def _look_for(data, begin, length, h, table, shift, known, ends, texts):
+    """Return the slot of a text with hash h, and its position there; -1 if the slot is empty."""
     mask, one = np.uint64(len(table) - 1), np.uint64(1)
     slot = (h * _PHI) >> np.uint64(shift)
     while True:
@@ -57,11 +56,8 @@ def _look_for(
 
 
 @kernel
-def _add(
-    offsets: Any, data: Any, hashes: Any, start: Any, table: Any, shift: Any,
-    known: Any, ends: Any, texts: Any, count: Any, positions: Any,
-) -> Any:  # fmt: skip
-    """Insert texts [start:]; stop early where there is no room. Returns (next text to insert, number of texts)."""
+def _add(offsets, data, hashes, start, table, shift, known, ends, texts, count, positions):
+    """Insert texts [start:]; stop early without room. Return (next text to insert, number of texts)."""
     for i in range(start, len(hashes)):
         h, begin = hashes[i], np.int64(offsets[i])
         length = np.int64(offsets[i + 1]) - begin
@@ -79,9 +75,7 @@ def _add(
 
 
 @kernel
-def _find(
-    offsets: Any, data: Any, hashes: Any, table: Any, shift: Any, known: Any, ends: Any, texts: Any, positions: Any
-) -> None:
+def _find(offsets, data, hashes, table, shift, known, ends, texts, positions):
     for i in range(len(hashes)):
         begin = np.int64(offsets[i])
         length = np.int64(offsets[i + 1]) - begin
@@ -89,7 +83,7 @@ def _find(
 
 
 @kernel
-def _take(positions: Any, ends: Any, texts: Any, offsets: Any, out: Any) -> None:
+def _take(positions, ends, texts, offsets, out):
     for i in range(len(positions)):
         begin, to = ends[positions[i]], offsets[i]
         for k in range(offsets[i + 1] - to):
@@ -97,7 +91,7 @@ def _take(positions: Any, ends: Any, texts: Any, offsets: Any, out: Any) -> None
 
 
 @kernel
-def _rehash(table: Any, shift: Any, known: Any, count: Any) -> None:
+def _rehash(table, shift, known, count):
     mask, one = np.uint64(len(table) - 1), np.uint64(1)
     for position in range(count):
         slot = (known[position] * _PHI) >> np.uint64(shift)
@@ -114,7 +108,7 @@ def hash_texts(offsets: npt.NDArray[Any], data: npt.NDArray[np.uint8]) -> npt.ND
 
 
 class TextMap:
-    """Grows with the distinct texts that it has seen, numbered 0, 1, 2, ... in order of first occurrence."""
+    """A map that grows with its distinct texts, numbered 0, 1, 2, ... in order of first occurrence."""
 
     def __init__(self) -> None:
         bits = 10
@@ -130,33 +124,42 @@ class TextMap:
         return self._count
 
     def add(self, offsets: npt.NDArray[Any], data: npt.NDArray[np.uint8]) -> Positions:
-        """Return each text's position, int32 [N]; a text not seen before gets the next one."""
+        """Return each text's position, int32 [N]; a new text gets the next one."""
         hashes = hash_texts(offsets, data)
         positions = np.empty(len(hashes), np.int32)
         done = 0
         while True:
             done, self._count = _add(
-                offsets, data, hashes, done, self._table, self._shift,
-                self._known, self._ends, self._texts, self._count, positions,
-            )  # fmt: skip
+                offsets,
+                data,
+                hashes,
+                done,
+                self._table,
+                self._shift,
+                self._known,
+                self._ends,
+                self._texts,
+                self._count,
+                positions,
+            )
             if done == len(hashes):
                 return positions
             self._grow(int(offsets[done + 1] - offsets[done]))
 
     def find(self, offsets: npt.NDArray[Any], data: npt.NDArray[np.uint8]) -> Positions:
-        """Return each text's position, int32 [N]; -1 for a text that was never added. Several threads may call."""
+        """Return each text's position, int32 [N]; -1 for an unknown text. Several threads may call."""
         hashes = hash_texts(offsets, data)
         positions = np.empty(len(hashes), np.int32)
         _find(offsets, data, hashes, self._table, self._shift, self._known, self._ends, self._texts, positions)
         return positions
 
     def lengths(self, positions: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        """Return how many bytes the texts at positions [N] have, int64 [N]."""
+        """Return the number of bytes of the texts at positions [N], int64 [N]."""
         lengths: npt.NDArray[np.int64] = self._ends[positions + 1] - self._ends[positions]
         return lengths
 
     def take(self, positions: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
-        """Return the texts at positions [N], as offsets [N + 1] and bytes: copies, and nothing else for each byte."""
+        """Copy the texts at positions [N]; return offsets [N + 1] and bytes."""
         offsets = np.zeros(len(positions) + 1, np.int64)
         np.cumsum(self.lengths(positions), out=offsets[1:])
         texts = np.empty(int(offsets[-1]), np.uint8)
@@ -164,7 +167,6 @@ class TextMap:
         return offsets, texts
 
     def _grow(self, length: int) -> None:
-        """Make room for a text of so many bytes."""
         if self._count == len(self._known):
             if self._count > _MOST_TEXTS:
                 raise OverflowError(f"more than {self._count} distinct texts in one map")
@@ -183,17 +185,18 @@ class TextMap:
 
 
 @kernel
-def scan_quotes(text: Any, delimiter: Any, state: Any, lines: Any, opened: Any) -> Any:
-    """Follow the quotes of delimited text (RFC 4180) through its next bytes, to know whether one is left open.
+def scan_quotes(text, delimiter, state, lines, opened):
+    """Track the quotes of delimited text (RFC 4180) through its next bytes.
 
-    text       uint8 [N]
-    delimiter  between fields, a byte
-    state      0 at the start of a field, 1 in one without quotes, 2 in quotes, 3 at a quote in quotes
-    lines      line ends so far
-    opened     the line, from 1, on which the last quotes begin
+    Args:
+        text: uint8 [N].
+        delimiter: The byte between fields.
+        state: 0 at the start of a field, 1 in an unquoted field, 2 in quotes, 3 at a quote within quotes.
+        lines: Line ends so far.
+        opened: The line, from 1, on which the last quotes begin.
 
-    Returns the new (state, lines, opened), at first (0, 0, 0), and how many bytes are up to the last line end that is
-    not in quotes.
+    Returns:
+        The new (state, lines, opened), initially (0, 0, 0), and the bytes up to the last line end outside quotes.
     """
     end = 0
     for i in range(len(text)):
@@ -206,7 +209,7 @@ def scan_quotes(text: Any, delimiter: Any, state: Any, lines: Any, opened: Any) 
             if c == 34:
                 state = 3
         elif c == 34 and state == 3:
-            state = 2  # two quotes in quotes are one
+            state = 2  # two quotes within quotes are one
         elif c == 34 and state == 0:
             state, opened = 2, lines + 1
         elif c in (delimiter, 10, 13):

@@ -1,10 +1,10 @@
-"""Sums of gradients that come from several ranks, in the order of the tree of `core.micro_batches`, row by row.
+"""Sums of gradients from several ranks, row by row, in the order of the tree in `core.micro_batches`.
 
-N gradients from all ranks, of U rows with D columns.
+Shapes: N gradients from all ranks, of U rows with D columns.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +16,12 @@ from hostdev.kernels.segment import sort_uses
 _MOST_HEIGHT = 64
 _NONE = np.empty(0, np.bool_)
 _GRAIN = 256  # rows
-_AHEAD = 8  # uses; the latency of memory over the time of a row
+_AHEAD = 8  # occurrences; memory latency / time per row
 
 
 @inline
-def _height(a: Any, b: Any) -> Any:
-    """How far above two nodes, by their first micro-batches, the one is that has both."""
+def _height(a, b):
+    """Return the height of the lowest common ancestor of two nodes, given by their first micro-batches."""
     different, height = np.uint64(a) ^ np.uint64(b), 0
     while different:
         different >>= np.uint64(1)
@@ -30,10 +30,7 @@ def _height(a: Any, b: Any) -> Any:
 
 
 @kernel
-def _sum_rows(
-    start: Any, stop: Any, ends: Any, order: Any, source: Any, node_ends: Any, nodes: Any, strides: Any, own_rank: Any,
-    own: Any, grads: Any, only: Any, out: Any,
-) -> None:  # fmt: skip
+def _sum_rows(start, stop, ends, order, source, node_ends, nodes, strides, own_rank, own, grads, only, out):
     one, D = np.uint64(1), np.uint64(out.shape[1])
     stack = np.empty((_MOST_HEIGHT, out.shape[1]), np.float32)
     places = np.empty(_MOST_HEIGHT, np.int64)
@@ -50,7 +47,7 @@ def _sum_rows(
         height = 0
         for k in range(begin, end):
             ahead = k + np.uint64(_AHEAD)
-            if ahead < last:  # the first one of its nodes
+            if ahead < last:  # its first node
                 use = np.uint64(order[ahead])
                 rank = np.uint64(source[use])
                 row = np.uint64(strides[np.uint64(node_ends[rank])]) + use * D
@@ -59,7 +56,7 @@ def _sum_rows(
             rank = np.uint64(source[use])
             values = own if rank == own_rank else grads
             first, after = np.uint64(node_ends[rank]), np.uint64(node_ends[rank + one])
-            if begin + one == end and first + one == after:  # nobody else has a gradient for the row
+            if begin + one == end and first + one == after:  # the only gradient of the row
                 row = np.uint64(strides[first]) + use * D
                 for j in range(D):
                     total[j] = values[row + j] + np.float32(0)
@@ -91,12 +88,13 @@ def _sum_rows(
 
 
 class Uses(NamedTuple):
-    """The uses of U rows by several ranks, row by row.
+    """The occurrences of U rows on several ranks, sorted by row.
 
-    ends    int64 [U + 2], where a row's uses end among all
-    order   int32 [N], the uses, by row, and of a row by rank
-    source  int32 [N], the rank of each use
-    counts  how many each rank has
+    Attributes:
+        ends: int64 [U + 2], where each row's occurrences end.
+        order: int32 [N], the occurrences by row, and within a row by rank.
+        source: int32 [N], the rank of each occurrence.
+        counts: Occurrences per rank.
     """
 
     ends: npt.NDArray[np.int64]
@@ -106,7 +104,7 @@ class Uses(NamedTuple):
 
 
 def uses_of(inverse: npt.NDArray[np.int32], counts: Sequence[int], rows: int) -> Uses:
-    """Return the uses of so many rows; inverse int32 [N] has the row of each use, rank by rank."""
+    """Return the occurrences of rows; inverse int32 [N] has the row of each, rank by rank."""
     ends, order = np.empty(rows + 2, np.int64), np.empty(len(inverse), np.int32)
     sort_uses(inverse, ends, order)
     return Uses(ends, order, np.repeat(np.arange(len(counts), dtype=np.int32), counts), counts)
@@ -122,20 +120,34 @@ def tree_sums(
     own: npt.NDArray[np.float32] | None = None,
     only: npt.NDArray[np.bool_] | None = None,
 ) -> None:
-    """Add what ranks give for the rows that they use.
+    """Sum the ranks' gradients of each row.
 
-    grads   float32, 1-dimensional: what has come
-    nodes   of each rank the first micro-batches of its nodes, ascending
-    begins  of each rank and node, where its rows [uses of the rank, D] begin in `grads`
-    out     float32 [U, D], written; 0 without uses, and never -0
-    own     float32, 1-dimensional: where those of `own_rank` begin, in place of `grads`
-    only    [U], the rows that are written; None: all
+    Args:
+        grads: float32, 1-dimensional: the received gradients.
+        uses: The occurrences of the rows.
+        nodes: Per rank, the first micro-batches of its nodes, ascending.
+        begins: Per rank and node, where its rows [occurrences of the rank, D] begin in `grads`.
+        out: float32 [U, D], written; 0 for rows that do not occur, never -0.
+        own_rank: The rank whose gradients are in `own`.
+        own: float32, 1-dimensional: the gradients of `own_rank`, in place of `grads`.
+        only: [U], the rows to write; None: all.
     """
-    firsts = np.cumsum(uses.counts) - uses.counts  # a rank's uses, in the numbers of all
+    firsts = np.cumsum(uses.counts) - uses.counts  # each rank's first occurrence
     D = out.shape[1]
     strides = [begin - int(firsts[rank]) * D for rank, each in enumerate(begins) for begin in each]
     node_ends = np.concatenate([[0], np.cumsum([len(each) for each in nodes])])
     flat = np.array([node for each in nodes for node in each], np.int64)
-    arguments = (uses.ends, uses.order, uses.source, node_ends, flat, np.array(strides, np.int64), own_rank,
-                 grads if own is None else own, grads, _NONE if only is None else only, out)  # fmt: skip
+    arguments = (
+        uses.ends,
+        uses.order,
+        uses.source,
+        node_ends,
+        flat,
+        np.array(strides, np.int64),
+        own_rank,
+        grads if own is None else own,
+        grads,
+        _NONE if only is None else only,
+        out,
+    )
     parallel_for(_sum_rows, len(out), *arguments, grain=_GRAIN)

@@ -1,6 +1,4 @@
-"""Uniform initial values of a table's rows; each a function of (key, row, column), as those of `kernels.init`."""
-
-from typing import Any
+"""Uniform initial rows; each weight is a function of (key, row, column), as in `kernels.init`."""
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +11,7 @@ from hostdev.kernels.pool import parallel_for
 
 
 @kernel
-def _fill_uniform(
-    start: Any, stop: Any, first_row: Any, ids: Any, key: Any, low: Any, width: Any, block: Any, slots: Any
-) -> None:  # fmt: skip
+def _fill_uniform(start, stop, first_row, ids, key, low, width, block, slots):
     D, one = np.uint64(block.shape[2]), np.uint64(1)
     for i in range(np.uint64(start), np.uint64(stop)):
         row_id = np.uint64(first_row) + i if ids is None else np.uint64(ids[i])
@@ -33,12 +29,18 @@ def _fill_uniform(
 
 
 def fill_uniform(
-    block: npt.NDArray[np.float32], key: int, low: float, high: float, slots: npt.NDArray[np.float32], *,
-    first_row: int = 0, ids: npt.NDArray[np.int64] | None = None,
-) -> None:  # fmt: skip
+    block: npt.NDArray[np.float32],
+    key: int,
+    low: float,
+    high: float,
+    slots: npt.NDArray[np.float32],
+    *,
+    first_row: int = 0,
+    ids: npt.NDArray[np.int64] | None = None,
+) -> None:
     """Fill rows with weights low + k * (high - low) / 2^24, k uniform in [0, 2^24), and constant slots.
 
-    Computed in float64 and rounded to float32 once; arrays as in `fill_normal`.
+    Computed in float64 and rounded to float32 once; arrays are those of `fill_normal`.
     """
     width = (np.float64(high) - np.float64(low)) * 2.0**-24
     args = (np.int64(first_row), ids, np.uint64(key), np.float64(low), width, block, slots)

@@ -1,8 +1,8 @@
-"""Ids to dense positions in order of first occurrence: the dedupe of a batch and the vocabulary's counting.
+"""Ids to dense positions in order of first occurrence: a batch's deduplication and the vocabulary's counting.
 
-Where the largest id of a batch is not far above the number of its ids, a place per possible id; else an open-addressing
-hash table with linear probing, whose cost depends on the number of distinct ids and not on the size of the embedding
-table. Either way the order depends on the ids alone.
+If the largest id of a batch is not far above the number of ids, an array is indexed by id. Otherwise an open-addressing
+hash table with linear probing is used; its cost depends on the number of distinct ids, not on the embedding table's
+size. The order depends on the ids alone.
 """
 
 import threading
@@ -22,25 +22,25 @@ Positions = npt.NDArray[np.int32]
 _EMPTY = -1
 _AHEAD = 32  # ids
 _SPARE_BITS = 1  # the table is at most half full
-_FEW = 32  # slots for each key: to empty those of the keys takes less time than to empty all
+_FEW = 32  # slots per key, above which emptying the keys' slots is faster than emptying all
 _MAX_DISTINCT = 2**31  # positions are int32
-_MOST_PARTS = 4  # of a batch, deduplicated at once; the rest is serial, and more parts make more of it
+_MOST_PARTS = 4  # of a batch, deduplicated in parallel; more parts make more serial work
 _SMALLEST_PART = 1 << 15
 _COUNTED_PART = 1 << 17  # at least
-_DIRECT_UP_TO = 2  # ids below this many times their number get a place each; above, that memory outgrows the cache
-_maps = threading.local()  # of `unique`: a batch has about as many distinct ids as the one before
+_DIRECT_UP_TO = 2  # an array is used for ids below this many times their number; above, it outgrows the cache
+_maps = threading.local()  # reused: batches have about as many distinct ids
 
 
 @inline
-def slot_of(key: Any, shift: Any) -> Any:
-    """Return where an id's search begins, in a table of 2 ** (64 - shift) slots."""
+def slot_of(key, shift):
+    """Return where the search for an id begins, in a table of 2 ** (64 - shift) slots."""
     # Fibonacci hashing (Knuth, TAOCP vol. 3, section 6.4): the high bits of a product are well spread.
     return (np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(shift)
 
 
 @kernel
-def _add(ids: Any, start: Any, entries: Any, shift: Any, keys: Any, count: Any, positions: Any) -> Any:
-    """Insert ids[start:]; stop early where the keys are full. Returns (next id to insert, number of keys)."""
+def _add(ids, start, entries, shift, keys, count, positions):
+    """Insert ids[start:]; stop early when the keys are full. Return (next id to insert, number of keys)."""
     mask, one, stop = np.uint64(len(entries) - 1), np.uint64(1), np.uint64(len(ids))
     for i in range(np.uint64(start), stop):
         if i + np.uint64(_AHEAD) < stop:
@@ -65,7 +65,7 @@ def _add(ids: Any, start: Any, entries: Any, shift: Any, keys: Any, count: Any, 
 
 
 @kernel
-def _rehash(entries: Any, shift: Any, keys: Any, count: Any) -> None:
+def _rehash(entries, shift, keys, count):
     mask, one = np.uint64(len(entries) - 1), np.uint64(1)
     for position in range(count):
         slot = slot_of(keys[position], shift)
@@ -75,7 +75,7 @@ def _rehash(entries: Any, shift: Any, keys: Any, count: Any) -> None:
 
 
 @kernel
-def _find(ids: Any, entries: Any, shift: Any, positions: Any) -> None:
+def _find(ids, entries, shift, positions):
     mask, one = np.uint64(len(entries) - 1), np.uint64(1)
     for i in range(len(ids)):
         slot = slot_of(ids[i], shift)
@@ -88,8 +88,8 @@ def _find(ids: Any, entries: Any, shift: Any, positions: Any) -> None:
 
 
 @kernel
-def _forget(entries: Any, shift: Any, keys: Any, count: Any) -> None:
-    """Empty the slots of keys, the last one first: what came before it has not been in its way."""
+def _forget(entries, shift, keys, count):
+    """Empty the slots of keys, last one first, since earlier keys were not displaced by later ones."""
     mask, one = np.uint64(len(entries) - 1), np.uint64(1)
     for i in range(np.uint64(count)):
         key = keys[np.uint64(count) - one - i]
@@ -100,17 +100,18 @@ def _forget(entries: Any, shift: Any, keys: Any, count: Any) -> None:
 
 
 def _entries(n: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Empty slots [n, 2]: an id and its position, side by side in one cache line; -1 where there is none."""
+    """Return empty slots [n, 2]: an id and its position, side by side in a cache line; -1 if empty."""
     entries: npt.NDArray[Any] = aligned_empty((n, 2), dtype)
     entries.fill(_EMPTY)
     return entries
 
 
 class IdMap:
-    """Grows with the distinct ids that it has seen, numbered 0, 1, 2, ... in order of first occurrence.
+    """A map that grows with its distinct ids, numbered 0, 1, 2, ... in order of first occurrence.
 
-    dtype     of the ids
-    expected  how many distinct ids are expected; more are welcome
+    Args:
+        dtype: Dtype of the ids.
+        expected: Expected number of distinct ids; more are allowed.
     """
 
     def __init__(self, dtype: npt.DTypeLike = np.int64, *, expected: int = 0) -> None:
@@ -130,7 +131,7 @@ class IdMap:
         return self._keys[: self._count]
 
     def clear(self) -> None:
-        """Forget all ids; the memory stays."""
+        """Remove all ids, but keep the memory."""
         if self._count * _FEW < len(self._entries):
             _forget(self._entries, self._shift, self._keys, self._count)
         else:
@@ -138,9 +139,11 @@ class IdMap:
         self._count = 0
 
     def add(self, ids: npt.NDArray[Any], positions: Positions | None = None) -> Positions:
-        """Return each id's position, int32 [N]; an id not seen before gets the next one.
+        """Return each id's position, int32 [N]; a new id gets the next one.
 
-        positions  int32 [N] to write into; a new array if None
+        Args:
+            ids: [N].
+            positions: int32 [N] to write to; a new array if None.
         """
         if positions is None:
             positions = np.empty(len(ids), np.int32)
@@ -152,7 +155,7 @@ class IdMap:
             self._grow()
 
     def find(self, ids: npt.NDArray[Any]) -> Positions:
-        """Return each id's position, int32 [N]; -1 for an id that was never added."""
+        """Return each id's position, int32 [N]; -1 for an unknown id."""
         positions = np.empty(len(ids), np.int32)
         _find(ids, self._entries, self._shift, positions)
         return positions
@@ -169,8 +172,8 @@ class IdMap:
 
 
 @kernel
-def id_range(ids: Any) -> Any:
-    """Return the smallest and the largest of ids [N] and 0."""
+def id_range(ids):
+    """Return the minimum and the maximum of ids [N] and 0."""
     low = high = ids.dtype.type(0)
     for i in range(np.uint64(0), np.uint64(len(ids))):
         low, high = min(low, ids[i]), max(high, ids[i])
@@ -178,21 +181,21 @@ def id_range(ids: Any) -> Any:
 
 
 @kernel
-def add_direct(ids: Any, places: Any, keys: Any, count: Any, positions: Any) -> Any:
-    """Insert ids without a branch per id, as whether one is new is hard to predict. Returns the number of keys."""
+def add_direct(ids, places, keys, count, positions):
+    """Insert ids without a branch per id, which would be hard to predict. Return the number of keys."""
     for i in range(np.uint64(0), np.uint64(len(ids))):
         key, next_key = np.uint64(ids[i]), np.uint64(count)
         place = places[key]
         new = place < 0
         place = np.int32(count) if new else place
         places[key] = positions[i] = place
-        keys[next_key] = ids[i]  # where it is not new, the next one overwrites it
+        keys[next_key] = ids[i]  # a known id is overwritten by the next one
         count += np.int64(new)
     return count
 
 
 class DirectMap:
-    """`IdMap` for ids in a small range: a position for every possible id, so nothing is hashed or compared."""
+    """An `IdMap` for ids in a small range: an array with a position for every possible id."""
 
     def __init__(self, dtype: npt.DTypeLike) -> None:
         self._places = np.empty(0, np.int32)
@@ -205,7 +208,7 @@ class DirectMap:
         return self._keys[: self._count]
 
     def clear(self, limit: int) -> None:
-        """Forget all ids and expect ids below `limit`."""
+        """Remove all ids, and expect ids below `limit`."""
         if len(self._places) < limit:
             self._places = np.empty(limit + limit // 4, np.int32)
             self._keys = np.empty(len(self._places) + 1, self._keys.dtype)
@@ -213,7 +216,7 @@ class DirectMap:
         self._count = 0
 
     def add(self, ids: npt.NDArray[Any], positions: Positions | None = None) -> Positions:
-        """Return each id's position, int32 [N], as `IdMap.add`."""
+        """Do `IdMap.add`."""
         if positions is None:
             positions = np.empty(len(ids), np.int32)
         self._count = int(add_direct(ids, self._places, self._keys, self._count, positions))
@@ -221,7 +224,7 @@ class DirectMap:
 
 
 def check_ids(ids: npt.ArrayLike) -> npt.NDArray[Any]:
-    """Return ids as an array; TypeError or ValueError unless it is int32 or int64 with one dimension."""
+    """Return ids as an array; raise TypeError or ValueError unless it is int32 or int64 with one dimension."""
     array = np.asarray(ids)
     if array.size == 0 and array.dtype == np.float64:
         array = array.astype(np.int64)  # numpy's dtype for an empty list
@@ -235,11 +238,14 @@ def check_ids(ids: npt.ArrayLike) -> npt.NDArray[Any]:
 def unique(ids: npt.ArrayLike) -> tuple[npt.NDArray[Any], Positions]:
     """Deduplicate the ids of a batch.
 
-    ids      int32 or int64 [N]
-    returns  unique ids [U] of the same dtype, in order of first occurrence, and inverse int32 [N] with
-             ids == unique[inverse]
+    Args:
+        ids: int32 or int64 [N].
 
-    Raises TypeError or ValueError for a wrong dtype or shape.
+    Returns:
+        Unique ids [U] of the same dtype, in order of first occurrence; inverse int32 [N] with ids == unique[inverse].
+
+    Raises:
+        TypeError, ValueError: A wrong dtype or shape.
     """
     ids = np.ascontiguousarray(check_ids(ids))
     inverse = np.empty(len(ids), np.int32)
@@ -247,9 +253,11 @@ def unique(ids: npt.ArrayLike) -> tuple[npt.NDArray[Any], Positions]:
 
 
 def unique_into(ids: npt.NDArray[Any], inverse: Positions) -> npt.NDArray[Any]:
-    """Deduplicate as `unique`, without new memory: write `inverse`, return a view until this thread's next call.
+    """Do `unique` without new memory: write `inverse`, and return a view until this thread's next call.
 
-    ids  int32 or int64 [N], C-contiguous
+    Args:
+        ids: int32 or int64 [N], C-contiguous.
+        inverse: int32 [N], written.
     """
     work = Dedupe([ids], inverse)
     run_tasks(work.tasks())
@@ -259,14 +267,15 @@ def unique_into(ids: npt.NDArray[Any], inverse: Positions) -> npt.NDArray[Any]:
 
 
 class Dedupe:
-    """The dedupe of one sequence of ids, in tasks that run together with those of others.
+    """The deduplication of one sequence of ids, in tasks that run together with those of other sequences.
 
-    Parts of it are deduplicated at once, each by itself (`tasks`); then the ids of each part are added to those of the
-    parts before it, in order (`merge`), which numbers them as one pass would (`renumber_tasks`).
+    Parts are deduplicated in parallel (`tasks`); then the ids of each part join those of earlier parts, in order
+    (`merge`), which numbers them as one pass would (`renumber_tasks`).
 
-    features  the sequence in pieces, at least one: int32 or int64, of one dtype, C-contiguous
-    inverse   int32 [N], written
-    number    of this thread's sequences that are deduplicated together; the maps of each are taken again
+    Args:
+        features: The sequence in pieces, at least one: int32 or int64, of one dtype, C-contiguous.
+        inverse: int32 [N], written.
+        number: Number of the sequence among this thread's concurrent ones, each of which reuses its own maps.
     """
 
     def __init__(self, features: Sequence[npt.NDArray[Any]], inverse: Positions, number: int = 0) -> None:
@@ -275,25 +284,25 @@ class Dedupe:
         parts = max(1, min(host_threads(), _MOST_PARTS, N // _SMALLEST_PART))
         self._maps: list[Any]
         self._limit: tuple[int, ...] = ()
-        if min(lows) >= 0 and max(highs) < _DIRECT_UP_TO * N:  # in one part it is faster than hashing is in two
+        if min(lows) >= 0 and max(highs) < _DIRECT_UP_TO * N:  # one part is faster than hashing in two
             self._limit = (int(max(highs)) + 1,)
-            self._maps = _maps_of(DirectMap, dtype, number + 1)[number:][:1]
+            self._maps = _get_maps(DirectMap, dtype, number + 1)[number:][:1]
         else:
-            self._maps = _maps_of(IdMap, dtype, (number + 1) * _MOST_PARTS)[number * _MOST_PARTS :][:parts]
+            self._maps = _get_maps(IdMap, dtype, (number + 1) * _MOST_PARTS)[number * _MOST_PARTS :][:parts]
         self._features, self._inverse = features, inverse
         self._edges = [N * i // len(self._maps) for i in range(len(self._maps) + 1)]
         self._numbers: list[Positions] = []
 
     def tasks(self) -> list[Task]:
-        """Return what is to run first."""
+        """Return the tasks to run first."""
         return [(self._add, a, b, (seen,)) for seen, (a, b) in zip(self._maps, pairwise(self._edges), strict=True)]
 
     def merge(self) -> None:
-        """Find the numbers of all ids, after `tasks`."""
+        """Number all ids, after `tasks`."""
         self._numbers = [self._maps[0].add(seen.ids) for seen in self._maps[1:]]
 
     def renumber_tasks(self) -> list[Task]:
-        """Return what is to run last, after `merge`."""
+        """Return the tasks to run last, after `merge`."""
         tasks: list[Task] = []
         for (start, stop), number in zip(pairwise(self._edges[1:]), self._numbers, strict=True):
             tasks += tasks_over(_renumber, stop - start, self._inverse[start:stop], number, grain=_SMALLEST_PART)
@@ -301,7 +310,7 @@ class Dedupe:
 
     @property
     def ids(self) -> npt.NDArray[Any]:
-        """The unique ids [U], after all; a view until this thread's next sequence of the same number."""
+        """The unique ids [U], at the end; a view until this thread's next sequence of the same number."""
         ids: npt.NDArray[Any] = self._maps[0].ids
         return ids
 
@@ -316,19 +325,19 @@ class Dedupe:
 
 
 def id_map(ids: npt.NDArray[Any]) -> "IdMap | DirectMap":
-    """Return an empty map for ids int32 or int64 [N], in memory that this thread's next call takes again."""
+    """Return an empty map for ids int32 or int64 [N], in memory that this thread's next call reuses."""
     low, high = map(int, id_range(ids))
     if low >= 0 and high < _DIRECT_UP_TO * len(ids):
-        direct: DirectMap = _maps_of(DirectMap, ids.dtype, 1)[0]
+        direct: DirectMap = _get_maps(DirectMap, ids.dtype, 1)[0]
         direct.clear(high + 1)
         return direct
-    hashed: IdMap = _maps_of(IdMap, ids.dtype, 1)[0]
+    hashed: IdMap = _get_maps(IdMap, ids.dtype, 1)[0]
     hashed.clear()
     return hashed
 
 
-def _maps_of(kind: Any, dtype: np.dtype[Any], n: int) -> list[Any]:
-    """This thread's maps, at least n."""
+def _get_maps(kind: Any, dtype: np.dtype[Any], n: int) -> list[Any]:
+    """Return this thread's maps, at least n."""
     maps: list[Any] = _maps.__dict__.setdefault(f"{kind.__name__} {dtype.char}", [])
     while len(maps) < n:
         maps.append(kind(dtype))
@@ -336,30 +345,31 @@ def _maps_of(kind: Any, dtype: np.dtype[Any], n: int) -> list[Any]:
 
 
 @kernel
-def _renumber(start: Any, stop: Any, inverse: Any, number: Any) -> None:
+def _renumber(start, stop, inverse, number):
     for i in range(np.uint64(start), np.uint64(stop)):
         inverse[i] = number[np.uint64(inverse[i])]
 
 
 @kernel
-def tally(positions: Any, counts: Any) -> None:
-    """Count uses in place: counts[p] += 1 for each position p.
+def tally(positions, counts):
+    """Count in place: counts[p] += 1 for each position p.
 
-    positions  int32 [N]
-    counts     int32 or int64 [at least the largest position + 1]
+    Args:
+        positions: int32 [N].
+        counts: int32 or int64 [at least the largest position + 1].
     """
     for i in range(np.uint64(0), np.uint64(len(positions))):
         counts[np.uint64(positions[i])] += 1
 
 
 def count_uses(inverse: Positions, unique: int) -> Positions:
-    """Return how often each unique id of a batch is used, int32 [U], from the inverse int32 [N] of `unique`."""
+    """Return how often each unique id of a batch occurs, int32 [U], from the inverse int32 [N] of `unique`."""
     parts = max(1, min(host_threads(), _MOST_PARTS, len(inverse) // _COUNTED_PART))
     counts = scratch("counts", (parts, unique), np.int32)
     edges = [len(inverse) * i // parts for i in range(parts + 1)]
     run_tasks([(_count_part, a, b, (inverse, part)) for part, (a, b) in zip(counts, pairwise(edges), strict=True)])
     total: Positions = counts[0].copy()
-    for part in counts[1:]:  # a sum over the first axis takes longer
+    for part in counts[1:]:  # faster than a sum over the first axis
         total += part
     return total
 

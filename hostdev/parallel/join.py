@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from hostdev.core.errors import UserError, in_words, tell_at_once
+from hostdev.core.errors import RankError, UserError, in_words, tell_at_once
 from hostdev.core.launched import group_size
 from hostdev.core.memory import share_memory
 from hostdev.device.backend import take_turns
@@ -80,7 +80,7 @@ def together(ranks: Ranks, alike: tuple[type[BaseException], ...] = ()) -> Itera
             time.sleep(_FAULT_SECONDS)  # the watch finds out which rank it was, and ends the process
         ranks.watch.fail(why or in_words(error))
         if why is not None:
-            raise UserError(f"rank {ranks.rank} of {ranks.size} {why}") from None
+            raise RankError(f"rank {ranks.rank} of {ranks.size} {why}") from None
         raise
     except BaseException as error:
         if not ranks.have_left:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from hostdev.core.errors import UserError
+from hostdev.core.errors import RankError, UserError
 from hostdev.parallel.alike import UnlikeError, Values, compare, ranks_in_words
 from hostdev.parallel.calls import ADVICE, Calls
 from hostdev.parallel.mesh import Mesh, MeshPlace
@@ -44,7 +44,7 @@ def ranks() -> "Ranks | None":
     return _joined[-1]() if _joined else None
 
 
-class PeerLostError(UserError):
+class PeerLostError(RankError):
     """A rank that was to exchange something is gone; which one, and why, the watch says."""
 
 

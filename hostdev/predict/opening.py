@@ -12,7 +12,7 @@ from hostdev.checkpoint.loading import values_of
 from hostdev.checkpoint.manifest import BrokenCheckpointError
 from hostdev.checkpoint.ranges import check_file
 from hostdev.checkpoint.state import DENSE, file_in
-from hostdev.core.errors import UserError, in_words
+from hostdev.core.errors import HostdevError, UserError, in_words
 from hostdev.data import manifest
 from hostdev.data.manifest import Manifest
 from hostdev.data.preprocess.encoding import Encoding
@@ -140,7 +140,7 @@ def reading(path: Path) -> Iterator[None]:
     """Let what a damaged or foreign file makes of the code that reads it be one line about the checkpoint."""
     try:
         yield
-    except UserError as error:
+    except HostdevError as error:
         if len(str(error)) <= _LONGEST:
             raise
         raise type(error)(f"{str(error)[:_LONGEST]}...") from None  # the names in a file may be of any length

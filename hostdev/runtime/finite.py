@@ -8,19 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hostdev.core.errors import UserError
+from hostdev.core.errors import NonFiniteError as NonFiniteError
 from hostdev.kernels.finite import largest_of_each
-
-
-class NonFiniteError(UserError):
-    """A gradient or a loss is not a number or infinite; the message says which, and that no row was updated.
-
-    step  of the loop, from 1
-    """
-
-    def __init__(self, message: str, step: int = 0) -> None:
-        super().__init__(message)
-        self.step = step
 
 
 class Flags:

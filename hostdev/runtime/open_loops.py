@@ -6,7 +6,7 @@ from weakref import ReferenceType, WeakSet, ref
 
 import torch
 
-from hostdev.core.errors import UserError
+from hostdev.core.errors import HostdevError
 from hostdev.parallel.ranks import Ranks
 from hostdev.pipeline.pipeline import Pipeline
 from hostdev.runtime import scaling
@@ -136,7 +136,7 @@ class ForLoops:
         """Raise what a loop that was left has failed with at its end, if it has."""
         if self._late is not None:
             (kind, text), self._late = self._late, None
-            raise (kind(text) if issubclass(kind, UserError) else RuntimeError(f"{kind.__name__}: {text}"))
+            raise (kind(text) if issubclass(kind, HostdevError) else RuntimeError(f"{kind.__name__}: {text}"))
 
     def begin_training(self, loop: TrainLoop) -> None:
         """Note that a loop over `train` opens; ValueError while another one over these tables is open."""

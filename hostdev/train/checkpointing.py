@@ -14,7 +14,7 @@ from hostdev.checkpoint.checkpoints import Checkpoints
 from hostdev.checkpoint.folder import FOLDER, Chain, Checkpoint, Found, chain_of, is_checkpoint, is_there, names_in
 from hostdev.checkpoint.loading import newest_whole, values_of, verify, verify_others
 from hostdev.checkpoint.saving import Saving
-from hostdev.core.errors import UserError, in_words
+from hostdev.core.errors import HostdevError, UserError, in_words
 from hostdev.core.progress import note
 from hostdev.core.table_dtypes import FP32
 from hostdev.data.manifest import FILE_NAME as DATA_MANIFEST
@@ -317,7 +317,7 @@ class Saver:
         try:
             self.to.lock()
             self._saving = self._save(self.to, step, state_sha256)
-        except (UserError, OSError) as error:
+        except (HostdevError, OSError) as error:
             self._fail(in_words(error))
         self._stalled += time.monotonic() - start
 

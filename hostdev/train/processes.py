@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hostdev.cache.options import AUTO
-from hostdev.core.errors import UserError, in_words, tell_at_once
+from hostdev.core.errors import HostdevError, UserError, in_words, tell_at_once
 from hostdev.core.memory import share_memory
 from hostdev.data import manifest
 from hostdev.models import registry
@@ -190,7 +190,7 @@ def joined(settings: TrainConfig, require: Callable[[TrainConfig], object]) -> I
         settings = meshed(settings, place.ranks)
         require_shares(settings, place.ranks)
         require(settings)
-    except UserError:
+    except HostdevError:
         if place.rank:
             raise SystemExit(2) from None  # rank 0 says it
         raise

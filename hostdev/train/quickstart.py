@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from hostdev.core import cli
-from hostdev.core.errors import UserError
+from hostdev.core.errors import HostdevError, UserError
 from hostdev.data import manifest
 from hostdev.data.preprocess.build import build
 from hostdev.data.preprocess.command import summary
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace, options: Options, rows: int) -> None:
             _announce("hostdev.data.preprocess", "synthetic", "--rows", rows, "--tsv", text, "--seed", options.seed)
             try:
                 write_text(Synthetic(rows, options.seed), text, wait=True)
-            except UserError:  # another process may have made it meanwhile
+            except HostdevError:  # another process may have made it meanwhile
                 if not text.exists():
                     raise
     data = prepare(text, arguments.datasets, options)
@@ -71,7 +71,7 @@ def prepare(text: Path, datasets: Path, options: Options) -> Path:
     start = time.monotonic()
     try:
         print(summary(build(source, out, options), out, time.monotonic() - start))
-    except UserError:
+    except HostdevError:
         if not (out / manifest.FILE_NAME).is_file():
             raise
         print(f"using {out}, which another process has made from {text} meanwhile")

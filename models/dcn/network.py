@@ -1,14 +1,14 @@
-"""DCN-v2: cross layers, which multiply the input by linear maps of what they have so far, and a ReLU network.
+"""DCN-v2: cross layers, which multiply the input elementwise with linear maps of their state, and a ReLU network.
 
 Source: Wang et al., "DCN V2: Improved Deep & Cross Network and Practical Lessons for Web-scale Learning to Rank
 Systems", WWW 2021: full and low-rank cross layers (one expert), stacked or parallel, initial values after He, Adam at
 1e-4 to 5e-4. Sizes, and Adagrad at 0.005 for the tables, are those of MLPerf Training's DLRM-DCNv2: D = 128, 3 cross
 layers of rank 512, 1024-1024-512-256-1, stacked.
 
-Deviations: dense columns enter the input as they are, as in the paper; MLPerf has a network on them first. The paper's
-gradient clipping and averaging of weights are not part of a model here.
+Deviations: dense columns are inputs directly, as in the paper; MLPerf applies a network to them first. The paper's
+gradient clipping and weight averaging are not part of this model.
 
-B rows, nd dense columns, F columns of ids (bags included), n = nd + F * D.
+Shapes: B samples, nd dense columns, F columns of ids (bags included), n = nd + F * D.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from hostdev.core.optimizers import Adagrad, SparseOptimizer
 from hostdev.core.pieces import Piece, run
 from hostdev.data.schema import Schema
-from hostdev.models.fields import features_of, ids_of, side_by_side
-from hostdev.models.layers import beside, he_normal, in_float32, initialize, perceptron, zeros_and
+from hostdev.models.fields import collect_ids, concatenate_fields, make_features
+from hostdev.models.layers import he_normal, in_float32, initialize, pass_through, perceptron, with_zero_biases
 from hostdev.models.model import Batch, Ids, Model, Rows
 from hostdev.runtime.spec import TableSpec
 
@@ -31,20 +31,20 @@ STRUCTURES = ("stacked", "parallel")
 
 
 class DCN(Model):
-    """Cross layers x_{l+1} = x_0 * (W_l x_l + b_l) + x_l, elementwise times, of x_0 = (dense, v_1, v_2, ...) [B, n].
+    """Cross layers x_{l+1} = x_0 * (W_l x_l + b_l) + x_l, with * elementwise and x_0 = (dense, v_1, v_2, ...) [B, n].
 
-    stacked   logit = last(deep(x_L))
-    parallel  logit = last(x_L, deep(x_0))
+    The logit is last(deep(x_L)) if stacked, last(x_L, deep(x_0)) if parallel.
 
-    schema        of the data
-    dim           D, columns of the table "vectors"
-    seed          of the initial values: layers He's, biases 0, vectors N(0, 0.01^2)
-    optimizer     of the table; None for Adagrad(lr=0.005)
-    layers        widths of the hidden layers
-    cross_layers  number L of them
-    rank          W_l = U_l V_l with U_l [n, rank] and V_l [rank, n] where these are fewer numbers (2 * rank < n): of a
-                  small input W_l is full all the same. None: always full
-    structure     "stacked" or "parallel"
+    Args:
+        schema: The data's schema.
+        dim: D, columns of the table "vectors".
+        seed: Seed of the initial values: layers He's, biases 0, vectors N(0, 0.01^2).
+        optimizer: The table's optimizer; None: Adagrad(lr=0.005).
+        layers: Widths of the hidden layers.
+        cross_layers: Their number L.
+        rank: W_l = U_l V_l with U_l [n, rank] and V_l [rank, n] if this takes fewer numbers (2 * rank < n), else W_l is
+            full. None: always full.
+        structure: "stacked" or "parallel".
     """
 
     default_dim = 128
@@ -69,28 +69,28 @@ class DCN(Model):
             raise ValueError(f"the rank of cross layers must be at least 1, or None for full ones, not {rank}")
         self.schema = schema
         self.tables = {"vectors": TableSpec(schema.rows, dim, optimizer or Adagrad(lr=5e-3))}
-        self.features = features_of(schema, "vectors")
+        self.features = make_features(schema, "vectors")
         n = len(schema.dense) + len(schema.columns) * dim
         self.stacked = structure == "stacked"
         self.cross = nn.ModuleList(_cross_layer(n, rank) for _ in range(cross_layers))
         self.deep = perceptron([n, *layers], linear=False)
         outputs = [n, *layers][-1]
         self.last = nn.Linear(outputs if self.stacked else n + outputs, 1)
-        initialize(self, seed, zeros_and(he_normal))
+        initialize(self, seed, with_zero_biases(he_normal))
 
     def ids(self, batch: Batch) -> dict[str, Ids]:
-        """Return the ids of the columns, and of each bag."""
-        return ids_of(self.schema, batch)
+        """Return the ids of the columns and of each bag."""
+        return collect_ids(self.schema, batch)
 
     def forward(self, dense: Tensor, rows: Rows) -> Tensor:
-        """Return logits float32 [B]; under autocast the input, what is added to it, and the last layer are float32."""
+        """Return logits float32 [B]; under autocast, the input, the sums with it, and the last layer are float32."""
         logits: Tensor = run(self.pieces(), dense, rows)
         return logits
 
     def pieces(self) -> list[Piece]:
-        """Return the network's pieces in order: "input", "cross.0", ..., "deep.0", ..., and "output"."""
+        """Return the network's segments in order: "input", "cross.0", ..., "deep.0", ..., and "output"."""
         crosses = [Piece(f"cross.{i}", partial(_crossed, layer), (layer,)) for i, layer in enumerate(self.cross)]
-        if self.stacked:  # from the last cross layer on the input is not needed any more
+        if self.stacked:  # the input is not needed after the last cross layer
             begin = Piece("cross", lambda first, crossed: crossed)
             end = Piece("output", lambda deep: in_float32(self.last, deep), (self.last,))
         else:
@@ -99,13 +99,13 @@ class DCN(Model):
                 "output", lambda crossed, deep: in_float32(self.last, torch.cat([crossed, deep], 1)), (self.last,)
             )
         deep = [
-            Piece(f"deep.{i}", layer if self.stacked else partial(beside, layer), (layer,))
+            Piece(f"deep.{i}", layer if self.stacked else partial(pass_through, layer), (layer,))
             for i, layer in enumerate(self.deep)
         ]
         return [Piece("input", self._input), *crosses, begin, *deep, end]
 
     def _input(self, dense: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        first = torch.cat([dense, side_by_side(rows, self.features).flatten(1).float()], 1)
+        first = torch.cat([dense, concatenate_fields(rows, self.features).flatten(1).float()], 1)
         return first, first
 
 

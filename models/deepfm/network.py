@@ -1,12 +1,12 @@
-"""DeepFM: a factorization machine and a ReLU network over the same vectors, added.
+"""DeepFM: the sum of a factorization machine and a ReLU network over the same vectors.
 
 Source: Guo et al., "DeepFM: A Factorization-Machine based Neural Network for CTR Prediction", IJCAI 2017. Its settings
-for Criteo: 10 columns, 400-400-400, ReLU, Adam (no learning rate is named: Adam's own, 1e-3), dropout 0.5.
+for Criteo: 10 columns, 400-400-400, ReLU, Adam (no learning rate given: Adam's default, 1e-3), dropout 0.5.
 
-Deviation: no dropout unless asked for, by a class of one's own that passes `dropout` on. It draws from torch's
-generator on the device, which --seed seeds before the model is made, and whose state a checkpoint holds.
+Deviation: no dropout by default; a subclass may pass `dropout`. It draws from torch's generator on the device, which
+--seed seeds before the model is built, and whose state a checkpoint holds.
 
-B rows, nd dense columns, F columns of ids (bags included), D columns of a vector.
+Shapes: B samples, nd dense columns, F columns of ids (bags included), D columns of a vector.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from hostdev.core.initializers import Constant, Initializer, Normal
 from hostdev.core.optimizers import LazyAdam, SparseOptimizer
 from hostdev.core.pieces import Piece, run
 from hostdev.data.schema import Schema
-from hostdev.models.fields import features_of, ids_of, side_by_side
+from hostdev.models.fields import collect_ids, concatenate_fields, make_features
 from hostdev.models.layers import glorot_normal, hidden_pieces, in_float32, initialize, perceptron
 from hostdev.models.model import Batch, Ids, Model, Rows
 from hostdev.runtime.spec import TableSpec
@@ -30,15 +30,16 @@ TABLES = ("first_order", "vectors")
 class DeepFM(Model):
     """logit = bias + sum of w_i x_i + sum over pairs of <v_i, v_j> x_i x_j + network(v_1 x_1, v_2 x_2, ...).
 
-    x_i is 1 for an id and the value of a dense column, whose w_i and v_i are parameters of the module, as they are used
-    in every row; those of the ids are rows of the tables "first_order" and "vectors".
+    x_i is 1 for an id, and the value of a dense column. Dense columns occur in every sample, so their w_i and v_i are
+    parameters of the module; those of ids are rows of the tables "first_order" and "vectors".
 
-    schema     of the data
-    dim        D
-    seed       of the initial values: vectors N(0, 0.01^2), first-order weights and biases 0, layers Glorot's
-    optimizer  of both tables; None for LazyAdam with Adam's defaults
-    layers     widths of the hidden layers
-    dropout    share of each hidden layer's outputs that is left out in training
+    Args:
+        schema: The data's schema.
+        dim: D.
+        seed: Seed of the initial values: vectors N(0, 0.01^2), first-order weights and biases 0, layers Glorot's.
+        optimizer: Both tables' optimizer; None: LazyAdam with Adam's defaults.
+        layers: Widths of the hidden layers.
+        dropout: Dropout rate of the hidden layers.
     """
 
     default_dim = 10
@@ -61,7 +62,7 @@ class DeepFM(Model):
             "first_order": TableSpec(schema.rows, 1, optimizer, Constant(0.0)),
             "vectors": TableSpec(schema.rows, dim, optimizer, Normal(0.01)),
         }
-        self.features = features_of(schema, TABLES)
+        self.features = make_features(schema, TABLES)
         nd, F = len(schema.dense), len(schema.columns)
         self.bias = nn.Parameter(torch.zeros(1))
         self.dense_first_order = nn.Parameter(torch.zeros(nd)) if nd else None
@@ -70,16 +71,16 @@ class DeepFM(Model):
         initialize(self, seed, _init)
 
     def ids(self, batch: Batch) -> dict[str, Ids]:
-        """Return the ids of the columns, and of each bag."""
-        return ids_of(self.schema, batch)
+        """Return the ids of the columns and of each bag."""
+        return collect_ids(self.schema, batch)
 
     def forward(self, dense: Tensor, rows: Rows) -> Tensor:
-        """Return logits float32 [B]; all but the network's hidden layers is float32 under autocast, too."""
+        """Return logits float32 [B]; under autocast, everything but the hidden layers is float32."""
         logits: Tensor = run(self.pieces(), dense, rows)
         return logits
 
     def pieces(self) -> list[Piece]:
-        """Return the network's pieces in order: "input", the layers "deep.0", "deep.1", ..., and "output"."""
+        """Return the network's segments in order: "input", the layers "deep.0", "deep.1", ..., and "output"."""
         own = (self.bias, self.dense_first_order, self.dense_vectors)
         return [
             Piece("input", self._input, tuple(one for one in own if one is not None)),
@@ -88,12 +89,12 @@ class DeepFM(Model):
         ]
 
     def _input(self, dense: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        weights, vectors = (side_by_side(rows, self.features, table).float() for table in range(2))
+        weights, vectors = (concatenate_fields(rows, self.features, table).float() for table in range(2))
         first_order = weights.squeeze(-1).sum(1)
         if self.dense_first_order is not None and self.dense_vectors is not None:
             first_order = first_order + (dense * self.dense_first_order).sum(1)
             vectors = torch.cat([dense.unsqueeze(2) * self.dense_vectors, vectors], 1)
-        # The pairs' products, each counted once: half of what the square of the sum has beside the sum of the squares.
+        # The sum of the products of all pairs: half the difference of the square of the sum and the sum of the squares.
         pairs = (vectors.sum(1).square() - vectors.square().sum(1)).sum(1) / 2
         return self.bias + first_order + pairs, vectors.flatten(1)
 

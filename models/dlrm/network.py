@@ -1,14 +1,14 @@
 """DLRM: a network on the dense columns, dot products of all pairs of vectors, and a network on those.
 
 Source: Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems",
-arXiv:1906.00091, 2019, with the sizes of MLPerf Training's DLRM benchmark (bottom 512-256-D, top 1024-1024-512-256-1,
-D = 128) and the initial values of the authors' code. Its tables have the row-wise Adagrad of that code, at its learning
-rate of 0.01 (optim/rwsadagrad.py).
+arXiv:1906.00091, 2019, with the sizes of MLPerf Training's DLRM benchmark (bottom 512-256-D, top 1024-1024-512-256-1, D
+= 128) and the initial values of the authors' code. Its tables use that code's row-wise Adagrad at its learning rate of
+0.01 (optim/rwsadagrad.py).
 
-Deviations: the authors train the dense layers with SGD or Adagrad, and here they have Adam, so at its own default of
-1e-3. Their vectors start uniform within 1 / sqrt(rows of a column's table), and here all columns share one.
+Deviations: the authors train the dense layers with SGD or Adagrad; here it is Adam at its default of 1e-3. Their
+vectors start uniform within 1 / sqrt(rows of a column's table); here all columns share one table.
 
-B rows, F columns of ids (bags included), n = F + 1 vectors (F where there are no dense columns) of D columns each.
+Shapes: B samples, F columns of ids (bags included), n = F + 1 vectors (F without dense columns) of D columns each.
 """
 
 import math
@@ -24,7 +24,7 @@ from hostdev.core.initializers import Initializer, Normal
 from hostdev.core.optimizers import RowWiseAdagrad, SparseOptimizer
 from hostdev.core.pieces import Piece, run
 from hostdev.data.schema import Schema
-from hostdev.models.fields import features_of, ids_of, side_by_side
+from hostdev.models.fields import collect_ids, concatenate_fields, make_features
 from hostdev.models.layers import glorot_normal, hidden_pieces, in_float32, initialize, perceptron
 from hostdev.models.model import Batch, Ids, Model, Rows
 from hostdev.runtime.spec import TableSpec
@@ -36,12 +36,13 @@ TOP = (1024, 1024, 512, 256)
 class DLRM(Model):
     """logit = top(b, <v_i, v_j> for i > j) with v_0 = b = bottom(dense), and v_1, v_2, ... rows of the table "vectors".
 
-    schema     of the data
-    dim        D, the width of the bottom network's last layer
-    seed       of the initial values: layers Glorot's, biases N(0, 1 / outputs), vectors N(0, 0.01^2)
-    optimizer  of the table; None for RowWiseAdagrad(lr=0.01)
-    bottom     widths of the bottom network's layers before the one with D
-    top        widths of the top network's hidden layers
+    Args:
+        schema: The data's schema.
+        dim: D, the width of the bottom network's last layer.
+        seed: Seed of the initial values: layers Glorot's, biases N(0, 1 / outputs), vectors N(0, 0.01^2).
+        optimizer: The table's optimizer; None: RowWiseAdagrad(lr=0.01).
+        bottom: Widths of the bottom network's hidden layers.
+        top: Widths of the top network's hidden layers.
     """
 
     default_dim = 128
@@ -60,29 +61,29 @@ class DLRM(Model):
         super().__init__()
         self.schema = schema
         self.tables = {"vectors": TableSpec(schema.rows, dim, optimizer or RowWiseAdagrad(lr=1e-2))}
-        self.features = features_of(schema, "vectors")
+        self.features = make_features(schema, "vectors")
         nd, F = len(schema.dense), len(schema.columns)
         n = F + 1 if nd else F
         if n < 2:
             raise UserError("DLRM takes products of pairs, but the data has one column of ids and no dense column")
         self.bottom = perceptron([nd, *bottom, dim], linear=False) if nd else None
         self.top = perceptron([(dim if nd else 0) + n * (n - 1) // 2, *top, 1])
-        places, back = _below_the_diagonal(n)
+        places, back = _lower_triangle(n)
         self.register_buffer("_places", places, persistent=False)
         self.register_buffer("_back", back, persistent=False)
         initialize(self, seed, _init)
 
     def ids(self, batch: Batch) -> dict[str, Ids]:
-        """Return the ids of the columns, and of each bag."""
-        return ids_of(self.schema, batch)
+        """Return the ids of the columns and of each bag."""
+        return collect_ids(self.schema, batch)
 
     def forward(self, dense: Tensor, rows: Rows) -> Tensor:
-        """Return logits float32 [B]; the top network's last layer is calculated in float32 under autocast, too."""
+        """Return logits float32 [B]; under autocast, the top network's last layer is float32."""
         logits: Tensor = run(self.pieces(), dense, rows)
         return logits
 
     def pieces(self) -> list[Piece]:
-        """Return the network's pieces in order: "input" with the bottom network, "top.0", ..., and "output"."""
+        """Return the network's segments in order: "input" with the bottom network, "top.0", ..., and "output"."""
         bottom = () if self.bottom is None else (self.bottom,)
         return [
             Piece("input", self._input, bottom),
@@ -91,7 +92,7 @@ class DLRM(Model):
         ]
 
     def _input(self, dense: Tensor, rows: Rows) -> Tensor:
-        vectors = side_by_side(rows, self.features)
+        vectors = concatenate_fields(rows, self.features)
         found = []
         if self.bottom is not None:
             found.append(self.bottom(dense))
@@ -102,13 +103,14 @@ class DLRM(Model):
 
 
 class _Pick(torch.autograd.Function):
-    """values[:, places] of values [B, N], all places different, with a backward pass that gathers, too.
+    """values[:, places] of values [B, N], with distinct places and a backward pass that also gathers.
 
-    torch's own would add to zeros by index: in any order, or after a sort where deterministic operations are asked for.
-    As no place comes twice, each gradient is one value or none.
+    torch's backward adds to zeros by index, in any order, or after a sort with deterministic operations. Here places
+    are distinct, so each gradient is one value or 0.
 
-    places  int64 [P]
-    back    int64 [N], where in `places` each of the N is; P for those that are not
+    Args:
+        places: int64 [P].
+        back: int64 [N], the index of each of the N in `places`; P for the others.
     """
 
     @staticmethod
@@ -119,11 +121,11 @@ class _Pick(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (back,) = ctx.saved_tensors
-        return functional.pad(grad, (0, 1)).index_select(1, back), None, None  # the column more is of zeros
+        return functional.pad(grad, (0, 1)).index_select(1, back), None, None  # the extra column is 0
 
 
-def _below_the_diagonal(n: int) -> tuple[Tensor, Tensor]:
-    """Return the places of i > j in a flat [n, n], row by row, and the number of each place of [n, n] among them."""
+def _lower_triangle(n: int) -> tuple[Tensor, Tensor]:
+    """Return the places of i > j in a flat [n, n], row by row, and the index of each place of [n, n] among them."""
     i, j = torch.tril_indices(n, n, offset=-1)
     places = i * n + j
     back = torch.full((n * n,), len(places))

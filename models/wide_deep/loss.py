@@ -1,4 +1,4 @@
-"""The reference's two losses: the wide one, and the deep one with L2 on the embeddings."""
+"""The reference's two losses: the wide loss, and the deep loss with L2 on the embeddings."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,10 +15,11 @@ def wide_loss(logits: Tensor, label: Tensor) -> Tensor:
 def deep_l2(rows: Tensor, uses: Tensor | None, places: Tensor | None = None) -> Tensor:
     """Return the L2 term of the deep loss on the looked-up rows, 8e-5 / 2 * sum of squares.
 
-    rows  float32 [U, D], the batch's unique deep rows, unmasked
-    uses  float32 [U], how often each is used in the batch (`--l2 batch`); None counts each row once (`--l2 table`,
-          whose gradient reaches the batch's rows only, as lazy optimizers leave the others alone)
-    places  int32 [U], the order in which the rows are added; None for theirs
+    Args:
+        rows: float32 [U, D], the batch's unique deep rows, unmasked.
+        uses: float32 [U], occurrences of each in the batch (`--l2 batch`); None counts each once (`--l2 table`, whose
+            gradient reaches the batch's rows only, like lazy optimizers).
+        places: int32 [U], the order in which rows are added; None: their own.
     """
     squares = rows.square().sum(1)
     terms = squares if uses is None else squares * uses

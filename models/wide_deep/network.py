@@ -1,8 +1,10 @@
-"""Wide & Deep: a linear model and a ReLU network over the same fields, added.
+"""Wide & Deep: the sum of a linear model and a ReLU network over the same fields.
 
 Source: Cheng et al., "Wide & Deep Learning for Recommender Systems", DLRS 2016. Sizes, initial values and learning
-rates are those of MindSpore's published model for Criteo, which also looks dense columns up: each has a row of its own,
-times its value. B rows, nd dense columns, F columns of ids, D the deep dimension.
+rates are those of MindSpore's published model for Criteo. It also looks up a row per dense column, times the column's
+value.
+
+Shapes: B samples, nd dense columns, F columns of ids, D the deep dimension.
 """
 
 from collections.abc import Sequence
@@ -15,7 +17,7 @@ from hostdev.core.initializers import Normal
 from hostdev.core.optimizers import FTRL, LazyAdam, SparseOptimizer
 from hostdev.core.pieces import Piece, run
 from hostdev.data.schema import Schema
-from hostdev.models.fields import FIELDS, bags_of, features_of, side_by_side
+from hostdev.models.fields import FIELDS, collect_bags, concatenate_fields, make_features
 from hostdev.models.layers import hidden_pieces, in_float32, initialize, perceptron
 from hostdev.models.model import Batch, Ids, Model, Rows
 from hostdev.runtime.spec import Bag, TableSpec
@@ -27,11 +29,12 @@ TABLES = ("wide", "deep")
 class WideDeep(Model):
     """logit = wide + bias + deep: the sum of the fields' wide weights, and a ReLU network on their deep rows.
 
-    schema     of the data: dense columns, columns of ids and bags are a field each
-    dim        columns of the deep table
-    seed       of the initial weights and biases, all N(0, 0.01^2), each a function of the seed and its name
-    optimizer  of the deep table; the wide one has FTRL always
-    layers     widths of the hidden layers
+    Args:
+        schema: The data's schema; each dense column, column of ids and bag is a field.
+        dim: D, columns of the deep table.
+        seed: Seed of the initial weights and biases, all N(0, 0.01^2), each a function of the seed and its name.
+        optimizer: The deep table's optimizer; the wide table always has FTRL.
+        layers: Widths of the hidden layers.
     """
 
     default_dim = 80
@@ -52,33 +55,34 @@ class WideDeep(Model):
             "wide": TableSpec(schema.rows, 1, FTRL()),
             "deep": TableSpec(schema.rows, dim, optimizer or LazyAdam()),
         }
-        self.features = features_of(schema, TABLES, more=len(schema.dense))
+        self.features = make_features(schema, TABLES, more=len(schema.dense))
         fields = len(schema.dense) + len(schema.columns)
         self.deep = perceptron([fields * dim, *layers, 1])
         self.bias = nn.Parameter(torch.zeros(1))
         initialize(self, seed, lambda name, parameter: Normal(0.01))
 
     def ids(self, batch: Batch) -> dict[str, Ids]:
-        """Return the fields' ids [B, nd + F], 0, 1, 2, ... for the dense columns, with their weights: value, or 1."""
+        """Return the fields' ids [B, nd + F], 0, 1, 2, ... for dense columns, and their weights: the value, or 1."""
         B, nd = batch.dense.shape
         ids = np.empty((B, nd + batch.ids.shape[1]), batch.ids.dtype)
         ids[:, :nd], ids[:, nd:] = np.arange(nd), batch.ids
         weights = np.empty(ids.shape, np.float32)
         weights[:, :nd], weights[:, nd:] = batch.dense, 1
         fields: dict[str, Ids] = {FIELDS: Bag(ids, weights=weights)} if FIELDS in self.features else {}
-        return fields | bags_of(self.schema, batch)
+        return fields | collect_bags(self.schema, batch)
 
     def forward(self, dense: Tensor, rows: Rows) -> Tensor:
-        """Return logits float32 [B]; the last layer is calculated in float32 under autocast, too.
+        """Return logits float32 [B]; under autocast, the last layer is float32.
 
-        dense  not used: the values are in the rows
-        rows   by feature (wide, deep), times their weights: wide float32, deep under autocast in its dtype
+        Args:
+            dense: Not used: the values are in the rows.
+            rows: By feature (wide, deep), times their weights: wide float32, deep in autocast's dtype.
         """
         logits: Tensor = run(self.pieces(), dense, rows)
         return logits
 
     def pieces(self) -> list[Piece]:
-        """Return the network's pieces in order: "input", the layers "deep.0", "deep.1", ..., and "output"."""
+        """Return the network's segments in order: "input", the layers "deep.0", "deep.1", ..., and "output"."""
         return [
             Piece("input", self._input, (self.bias,)),
             *hidden_pieces("deep", self.deep),
@@ -86,5 +90,5 @@ class WideDeep(Model):
         ]
 
     def _input(self, dense: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        wide, deep = (side_by_side(rows, self.features, table) for table in range(2))
+        wide, deep = (concatenate_fields(rows, self.features, table) for table in range(2))
         return wide.squeeze(-1).sum(1) + self.bias, deep.flatten(1)

@@ -1,4 +1,4 @@
-"""Ctrl-C that is swallowed on its way comes again, and a command that was interrupted never ends with 0."""
+"""Ctrl-C that a library swallows is raised again, and an interrupted command never exits with 0."""
 
 import os
 import pty
@@ -63,14 +63,20 @@ def main(argv):
 
 def run(tmp_path, text, **options):
     return subprocess.run(
-        [sys.executable, "-c", text], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True,
-        timeout=60, check=False, **options,
-    )  # fmt: skip
+        [sys.executable, "-c", text],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("where", SWALLOWED)
 def test_an_interrupt_that_is_swallowed_comes_again(tmp_path, where):
-    # What the command has still to do, which an interrupt that got lost would not end.
+    # The command's remaining work, which a lost interrupt would not end.
     rest = "" if "fails" in where or "last" in where else "    time.sleep(30)\n    print('ran on')\n"
     done = run(tmp_path, f"{BEGIN}{SWALLOWED[where]}{rest}\nraise SystemExit(cli.run('x', main))")
     assert (done.returncode, done.stdout) == (130, "")
@@ -78,8 +84,10 @@ def test_an_interrupt_that_is_swallowed_comes_again(tmp_path, where):
 
 
 def test_an_interrupt_that_is_handled_stays_so(tmp_path):
-    """A context with handlers of its own, such as that of training, gets one that was swallowed before."""
-    done = run(tmp_path, f"""{BEGIN}
+    """A context with its own handlers, such as training's, receives an interrupt that was swallowed before."""
+    done = run(
+        tmp_path,
+        f"""{BEGIN}
 from hostdev.train.interrupt import GracefulStop
 
 def main(argv):
@@ -88,20 +96,27 @@ def main(argv):
         print(stop.requested.name)
     return 7
 
-raise SystemExit(cli.run("x", main))""")  # fmt: skip
+raise SystemExit(cli.run("x", main))""",
+    )
     assert (done.returncode, done.stdout, done.stderr) == (7, "SIGINT\n", "")
 
 
 def test_after_the_command_the_process_ends_at_once(tmp_path):
-    done = run(tmp_path, f"""{BEGIN}
+    done = run(
+        tmp_path,
+        f"""{BEGIN}
 import atexit
-raise SystemExit(cli.run("x", lambda argv: atexit.register(interrupt) and 0))""")  # fmt: skip
+raise SystemExit(cli.run("x", lambda argv: atexit.register(interrupt) and 0))""",
+    )
     assert (done.returncode, done.stderr) == (130, "x: interrupted\n")
 
 
 def test_who_ignores_ctrl_c_goes_on_ignoring_it(tmp_path):
-    done = run(tmp_path, f"signal = __import__('signal')\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n{BEGIN}\n"
-               "raise SystemExit(cli.run('x', lambda argv: interrupt()))")  # fmt: skip
+    done = run(
+        tmp_path,
+        f"signal = __import__('signal')\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n{BEGIN}\n"
+        "raise SystemExit(cli.run('x', lambda argv: interrupt()))",
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -113,10 +128,18 @@ MODULES = ["hostdev.checkpoint", "hostdev.predict", "hostdev.train", "hostdev.la
     "module", ["hostdev.data.preprocess", *(pytest.param(each, marks=pytest.mark.slow) for each in MODULES)]
 )
 def test_without_standard_error_or_output(tmp_path, module, closed):
-    """Every command ended in an AttributeError."""
+    """Earlier, every command ended in an AttributeError."""
     command = f"{sys.executable} -m {module} nonsense {closed}"
-    done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True,
-                          timeout=60, check=False)  # fmt: skip
+    done = subprocess.run(
+        command,
+        shell=True,
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 2
     assert "Traceback" not in done.stdout + done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -164,31 +187,41 @@ def main(argv):
 raise SystemExit(cli.run("x", main))
 """
     master, slave = pty.openpty()
-    process = subprocess.Popen([sys.executable, "-c", text], cwd=tmp_path, env=environment(tmp_path), stdin=slave,
-                               stdout=slave, stderr=slave, start_new_session=True,
-                               preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", text],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    )
     os.close(slave)
     with process:
         assert os.read(master, 100).startswith(b"begun")
         os.close(master)
-        process.send_signal(signal.SIGHUP)  # which is not ignored, whoever runs the tests under nohup
+        process.send_signal(signal.SIGHUP)  # also under nohup
         assert process.wait(30) == 0
     assert (tmp_path / "saved").read_text() == "SIGHUP"
 
 
 def test_nohup_is_obeyed(tmp_path):
-    done = run(tmp_path, f"""{BEGIN}
+    done = run(
+        tmp_path,
+        f"""{BEGIN}
 from hostdev.train.interrupt import GracefulStop
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 with GracefulStop(lambda: "too late") as stop:
     os.kill(os.getpid(), signal.SIGHUP)
     time.sleep(0.05)  # a signal that is not ignored has come by then
-    print(stop.requested)""")  # fmt: skip
+    print(stop.requested)""",
+    )
     assert (done.returncode, done.stdout) == (0, "None\n")
 
 
 def _commands(base, out):
-    """Arguments of commands, each with what it writes."""
+    """Return arguments of commands, each with its output."""
     run, rows, data = base / "run", base / "rows.csv", base / "data"
     small = ["--batch-size", 2, "--emb-dim", 2, "--device", "cpu", "--max-steps", 40, "--epochs", 2]
     return {
@@ -210,9 +243,10 @@ def _commands(base, out):
 
 
 def interrupted(command, after, tmp_path):
-    """Interrupt a command after so many seconds; return its code and what it said, None where it had ended before."""
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True)  # fmt: skip
+    """Interrupt a command after some seconds; return its code and output, None if it had ended before."""
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         process.wait(after)
     except subprocess.TimeoutExpired:
@@ -230,13 +264,18 @@ def base(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize(("name", "moments"), [
-    ("predict", [1.0, 2.7]),
-    *(pytest.param(name, [0.1 + 0.05 * i for i in range(160)], marks=pytest.mark.slow)
-      for name in ("predict", "checkpoint", "data.preprocess", "train", "advise")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "moments"),
+    [
+        ("predict", [1.0, 2.7]),
+        *(
+            pytest.param(name, [0.1 + 0.05 * i for i in range(160)], marks=pytest.mark.slow)
+            for name in ("predict", "checkpoint", "data.preprocess", "train", "advise")
+        ),
+    ],
+)
 def test_an_interrupt_at_any_moment_ends_a_command(base, tmp_path, name, moments):
-    """Of 70 interrupts of predict 3 got lost, and one ended in a traceback."""
+    """Earlier, 3 of 70 interrupts of predict got lost, and one ended in a traceback."""
     wrong = []
     for after in moments:
         out = tmp_path / "out"
@@ -248,7 +287,7 @@ def test_an_interrupt_at_any_moment_ends_a_command(base, tmp_path, name, moments
             break
         code, err = found
         if code == 0 and any(path.name[0] != "." for path in out.iterdir()):
-            break  # the work was done, and nothing was left that an interrupt could end
+            break  # the command ended before the interrupt
         if code != 130 or "Traceback" in err or f"hostdev.{name}: interrupted" not in err.splitlines()[-1]:
             wrong.append((after, code, err[-500:]))
     assert wrong == []

@@ -1,4 +1,4 @@
-"""JSON that anybody may have written: read within limits, parsed by a dataclass's annotations."""
+"""JSON from untrusted sources: read within limits, parsed by a dataclass's annotations."""
 
 import os
 from dataclasses import dataclass, field
@@ -40,23 +40,26 @@ def test_what_is_right():
             json_files.parse(Outer, {**GOOD, "rate": rate})
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"inner": 5}, "inner is 5, not a list"),
-    ({"inner": [{"name": "a", "n": True}]}, r"inner\[0\].n is true, not a whole number"),
-    ({"inner": [{"name": "a", "n": 1.0}]}, r"inner\[0\].n is 1.0, not a whole number"),
-    ({"inner": [{"name": "a", "n": 2**63}]}, r"inner\[0\].n is a number of more than 64 bits"),
-    ({"inner": [{"name": "a"}]}, r"inner\[0\].n is missing"),
-    ({"inner": [{"name": None, "n": 1}]}, r"inner\[0\].name is null, not text"),
-    ({"inner": ["x" * 1000]}, r'inner\[0\] is "x{39}\.\.\., not an object'),
-    ({"rate": float("nan")}, "rate is NaN, not a number"),
-    ({"rate": float("inf")}, "rate is Infinity, not a number"),
-    ({"rate": "1"}, 'rate is "1", not a number'),
-    ({"pair": {}}, "pair is an object, not a list"),
-    ({"parent": []}, "parent is a list, not an object"),
-    ({"state": []}, "state is a list, not an object"),
-    ({"flag": 1}, "flag is 1, not true or false"),
-    ({"other": 1}, "other is not known"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"inner": 5}, "inner is 5, not a list"),
+        ({"inner": [{"name": "a", "n": True}]}, r"inner\[0\].n is true, not a whole number"),
+        ({"inner": [{"name": "a", "n": 1.0}]}, r"inner\[0\].n is 1.0, not a whole number"),
+        ({"inner": [{"name": "a", "n": 2**63}]}, r"inner\[0\].n is a number of more than 64 bits"),
+        ({"inner": [{"name": "a"}]}, r"inner\[0\].n is missing"),
+        ({"inner": [{"name": None, "n": 1}]}, r"inner\[0\].name is null, not text"),
+        ({"inner": ["x" * 1000]}, r'inner\[0\] is "x{39}\.\.\., not an object'),
+        ({"rate": float("nan")}, "rate is NaN, not a number"),
+        ({"rate": float("inf")}, "rate is Infinity, not a number"),
+        ({"rate": "1"}, 'rate is "1", not a number'),
+        ({"pair": {}}, "pair is an object, not a list"),
+        ({"parent": []}, "parent is a list, not an object"),
+        ({"state": []}, "state is a list, not an object"),
+        ({"flag": 1}, "flag is 1, not true or false"),
+        ({"other": 1}, "other is not known"),
+    ],
+)
 def test_what_is_wrong(change, message):
     with pytest.raises(ValueError, match=message) as caught:
         json_files.parse(Outer, {**GOOD, **change})

@@ -1,4 +1,4 @@
-"""A process that trains on its own where a launcher has started several: refused, unless it says that this is meant."""
+"""A process that trains alone among several launched ones: refused unless declared."""
 
 import json
 import subprocess
@@ -42,7 +42,7 @@ def set_all(monkeypatch, env):
         (OPEN_MPI, 4, "OMPI_COMM_WORLD_SIZE is 4"),
         (MPICH, 3, "PMI_SIZE is 3"),
         (SLURM, 8, "SLURM_STEP_NUM_TASKS is 8"),
-        (SLURM | {"RANK": "0", "WORLD_SIZE": "1"}, 1, ""),  # each is to be alone
+        (SLURM | {"RANK": "0", "WORLD_SIZE": "1"}, 1, ""),  # each is alone
         ({"SLURM_STEP_NUM_TASKS": "8"}, 1, ""),
         ({"WORLD_SIZE": "1"}, 1, ""),
         ({"WORLD_SIZE": "many"}, 1, ""),
@@ -56,7 +56,7 @@ def test_what_launchers_say(env, count, why):
 def test_a_rank_table(tmp_path):
     path = tmp_path / "table.json"
     env = {"RANK_TABLE_FILE": str(path), "RANK_ID": "0"}
-    assert started(env) == (1, "")  # there is none, which `join` says
+    assert started(env) == (1, "")  # there is no table, which `join` reports
     path.write_text(json.dumps({"server_list": [{"device": [{"rank_id": "0"}, {"rank_id": "1"}]}] * 2}))
     assert started(env) == (4, "so RANK_TABLE_FILE says")
 
@@ -70,7 +70,7 @@ def test_a_runtime_without_ranks(monkeypatch, env):
 
 
 def test_a_table_that_is_trained(monkeypatch):
-    """It may be made and read: nothing drifts apart."""
+    """It may be created and read, as no copies diverge."""
     set_all(monkeypatch, TORCHRUN)
     table = table_of()
     assert not table.lookup(np.array([1])).any()
@@ -131,14 +131,18 @@ dist.destroy_process_group()
 
 
 def test_an_initialised_process_group(tmp_path):
-    """As DistributedDataParallel needs one, by whatever has started the processes."""
+    """DistributedDataParallel needs one, with any launcher."""
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", DDP, str(rank), str(tmp_path / "store")], cwd=ROOT, env=environment(tmp_path),
-            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [sys.executable, "-c", DDP, str(rank), str(tmp_path / "store")],
+            cwd=ROOT,
+            env=environment(tmp_path),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for rank in (0, 1)
-    ]  # fmt: skip
+    ]
     for process in started:
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
@@ -150,7 +154,7 @@ def test_an_initialised_process_group(tmp_path):
 
 @pytest.mark.slow
 def test_commands_that_work_alone(monkeypatch, in_process, small_data):
-    """They are not about several processes, whatever has started them."""
+    """They do not concern several processes, with any launcher."""
     from hostdev.commands import verify
 
     set_all(monkeypatch, TORCHRUN | {"MASTER_ADDR": "127.0.0.1"})

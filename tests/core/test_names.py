@@ -1,4 +1,4 @@
-"""Names of files in manifests: plain relative paths, and no links to elsewhere."""
+"""File names in manifests: plain relative paths, and no links to other folders."""
 
 import os
 
@@ -6,8 +6,25 @@ import pytest
 
 from hostdev.core.names import inside, require_name
 
-BAD = ["", "/etc/passwd", "..", "../x", "a/../../x", "a/./b", "a//b", "./a", "a/", "a\0b", "a\nb", "a\x1b[2J", "c:\\x",
-       5, None, ["a"], "x" * 5000]  # fmt: skip
+BAD = [
+    "",
+    "/etc/passwd",
+    "..",
+    "../x",
+    "a/../../x",
+    "a/./b",
+    "a//b",
+    "./a",
+    "a/",
+    "a\0b",
+    "a\nb",
+    "a\x1b[2J",
+    "c:\\x",
+    5,
+    None,
+    ["a"],
+    "x" * 5000,
+]
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -36,8 +53,13 @@ def test_links(tmp_path):
     (root / "circle").symlink_to("circle")
     (root / "within").symlink_to("x")
     os.mkfifo(root / "pipe")
-    for name, message in (("folder/x", "a link to outside"), ("file", "a link to outside"), ("pipe", "not a regular"),
-                          ("dangling", "a link to outside"), ("circle", "cannot be found|to outside")):  # fmt: skip
+    for name, message in (
+        ("folder/x", "a link to outside"),
+        ("file", "a link to outside"),
+        ("pipe", "not a regular"),
+        ("dangling", "a link to outside"),
+        ("circle", "cannot be found|to outside"),
+    ):
         with pytest.raises(ValueError, match=message):
             inside(root, name)
     assert inside(root, "within").read_text() == "x"

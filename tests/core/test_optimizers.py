@@ -1,4 +1,4 @@
-"""Optimizers as users have them: a learning rate that may change, names, and what is refused in words."""
+"""Optimizers for users: a learning rate that may change, names, and messages for wrong values."""
 
 import copy
 import dataclasses
@@ -87,7 +87,7 @@ def test_equality_hashes_and_copies(make):
     assert optimizer == make(lr=0.5) != make(lr=0.25)
     copies = [copy.copy(optimizer), copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
     optimizer.lr = 0.25
-    assert hash(optimizer) == number == hash(make(lr=0.5))  # it may be in a set or a key while lr changes
+    assert hash(optimizer) == number == hash(make(lr=0.5))  # it may be a key while lr changes
     assert copies == [make(lr=0.5)] * 3
     assert dataclasses.replace(optimizer, lr=0.125) == make(lr=0.125)
 

@@ -1,4 +1,4 @@
-"""New files and folders of commands: by one process each, whole or not there, and over nothing that is there."""
+"""New files and folders of commands: by one process each, complete or absent, and never overwriting."""
 
 import os
 import subprocess
@@ -23,12 +23,17 @@ with getattr(outputs, sys.argv[1])(Path(sys.argv[2])) as partial:
 
 @pytest.fixture
 def other():
-    """Start another process that writes a file or folder until it is told to finish."""
+    """Start another process that writes a file or folder until it is asked to finish."""
     started = []
 
     def start(kind, out):
-        process = subprocess.Popen([sys.executable, "-c", HOLD, kind, str(out)], cwd=ROOT, text=True,
-                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLD, kind, str(out)],
+            cwd=ROOT,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         started.append(process)
         process.partial = process.stdout.readline().strip()
         return process
@@ -76,9 +81,11 @@ def test_what_appears_meanwhile_stays(tmp_path, monkeypatch, kind, has_locks):
     if not has_locks:
         monkeypatch.setattr(locks, "lock_state", lambda number, wait=False: "none")
     out = tmp_path / "out"
-    with pytest.raises(UserError, match="out exists"), getattr(outputs, kind)(out), getattr(outputs, kind)(
-        out if not has_locks else tmp_path / "else"
-    ):  # fmt: skip
+    with (
+        pytest.raises(UserError, match="out exists"),
+        getattr(outputs, kind)(out),
+        getattr(outputs, kind)(out if not has_locks else tmp_path / "else"),
+    ):
         if kind == "new_folder":
             out.mkdir()
         else:

@@ -1,4 +1,4 @@
-"""Text from outside is printed on one line, without what a terminal obeys, and not longer than it may be."""
+"""Untrusted text is printed on one line, without control characters, and bounded in length."""
 
 import pytest
 
@@ -15,8 +15,8 @@ from hostdev.core.printable import MOST_CHARACTERS, printable
         ("left \u202eright", "left \\u202eright"),
         ("\u2028", ""),
         ("\U000e0041", "\\U000e0041"),
-        ("caf\udce9", "caf\udce9"),  # a byte of a name in no encoding: it is printed as it is
-        ("\udc9b", "\\udc9b"),  # but not one that is a control character
+        ("caf\udce9", "caf\udce9"),  # an undecodable byte of a name is printed unchanged
+        ("\udc9b", "\\udc9b"),  # but not a control character
     ],
 )
 def test_what_is_shown(text, shown):

@@ -1,4 +1,4 @@
-"""A log of bounded size: every line is in one file, and the oldest files go."""
+"""A log of bounded size: every line is in one file, and the oldest files are removed."""
 
 import shutil
 
@@ -19,31 +19,32 @@ def lines_of(n, start=0):
 @pytest.mark.parametrize("at_once", [1, 7, 1000])
 def test_the_newest_lines_stay(tmp_path, at_once):
     path = tmp_path / "a.log"
-    log = RotatedFile(path, 400)  # of 4 files with 10 lines each
+    log = RotatedFile(path, 400)  # 4 files with 10 lines each
     lines = lines_of(95)
     for start in range(0, 95, at_once):
         log.writelines(lines[start : start + at_once])
     log.close()
     assert files(path) == ["".join(lines[start : start + 10]) for start in (90, 80, 70, 60)]
     assert log.dropped_bytes == 600
-    again = RotatedFile(path, 400)  # it is appended to
+    again = RotatedFile(path, 400)  # appends
     again.writelines(lines_of(6, 95))
     again.close()
-    assert files(path) == ["".join(lines_of(10, start))[: 10 * size] for start, size in ((100, 1), (90, 10), (80, 10),
-                                                                                         (70, 10))]  # fmt: skip
+    assert files(path) == [
+        "".join(lines_of(10, start))[: 10 * size] for start, size in ((100, 1), (90, 10), (80, 10), (70, 10))
+    ]
     assert again.dropped_bytes == 100
 
 
 def test_a_lower_limit_than_before(tmp_path):
-    """Whatever the files' sizes, and however many there are: at once, and what went is known."""
+    """The limit holds at once for files of any size and number, and removed bytes are counted."""
     path = tmp_path / "a.log"
     log = RotatedFile(path, 400)
     log.writelines(lines_of(36))
     log.close()
     before = files(path)
     RotatedFile(path, 100).close()
-    assert files(path) == before  # nothing goes unless it is asked for
-    again = RotatedFile(path, 100)  # of 4 files of 25 bytes, but those that are there have 100
+    assert files(path) == before  # nothing is removed before `fit`
+    again = RotatedFile(path, 100)  # 4 files of 25 bytes, but existing ones have 100
     again.fit()
     assert (files(path), again.dropped_bytes) == (["", "".join(lines_of(6, 30))], 300)
     again.writelines(lines_of(7, 36))

@@ -1,4 +1,4 @@
-"""Ctrl-C waits for what is to happen as a whole."""
+"""Ctrl-C waits for work that must not be interrupted."""
 
 import signal
 import threading

@@ -116,14 +116,14 @@ _MINE = {"case", "native.txt", "cache"}
 
 def _case(run) -> list[str]:
     """Run a case; return what is wrong with how it ends."""
-    from hostdev.core.errors import UserError, in_words
+    from hostdev.core.errors import HostdevError, in_words
 
     out, said = io.StringIO(), io.StringIO()
     messages = []
     try:
         with redirect_stdout(out), redirect_stderr(said):
             run()
-    except UserError as error:
+    except HostdevError as error:
         messages.append(in_words(error))
     except (ValueError, TypeError) as error:
         frames = traceback.extract_tb(error.__traceback__)

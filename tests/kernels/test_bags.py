@@ -1,4 +1,4 @@
-"""Bags and the sums of gradients over several features against their twins, to the bit, on any number of threads."""
+"""Bags and sums of gradients over several features against their references, bit for bit, on any number of threads."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ DIMS = [1, 3, 16, 80, 128]
 
 
 def to_bfloat16(x):
-    """The 16 bits of float32 x rounded to the nearest, ties to even, as uint16; no NaN among them."""
+    """Return the 16 bits of float32 x rounded to nearest, ties to even, as uint16; x has no NaN."""
     bits = x.view(np.uint32).astype(np.uint64)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
@@ -25,13 +25,13 @@ def from_bfloat16(stored):
 
 
 def same(got, wanted):
-    """Equal bits: -0 is not 0."""
+    """Return whether the bits are equal: -0 is not 0."""
     assert got.shape == wanted.shape
     np.testing.assert_array_equal(got.view(f"u{got.itemsize}"), wanted.view(f"u{wanted.itemsize}"))
 
 
 def batch(rng, lengths, span, *, weighted, pooled, mean, seen=()):
-    """A feature of bags of these lengths, with ids below `span`; `seen` are the ids of the features before."""
+    """Return a feature of bags of these lengths, with ids below `span`; `seen` are the ids of earlier features."""
     N = int(np.sum(lengths))
     ids = np.concatenate([np.array(seen, np.int64), rng.integers(0, span, N)])
     inverse = unique(ids)[1][len(seen) :].copy()
@@ -41,7 +41,7 @@ def batch(rng, lengths, span, *, weighted, pooled, mean, seen=()):
 
 
 def numbers(rng, *shape):
-    """Of all magnitudes, -0 among them."""
+    """Return numbers of all magnitudes, including -0."""
     values = (rng.standard_normal(shape) * 10.0 ** rng.integers(-6, 6, (shape[0], 1))).astype(np.float32)
     values[rng.random(shape) < 0.05] = -0.0
     return values
@@ -68,11 +68,11 @@ def check(features, ids, rng, dim):
     inverse = np.concatenate([feature.inverse for feature in features])
     expected = naive.segment_sum(np.concatenate(terms), inverse, len(rows))
     uses = Uses(features, len(rows))
-    for _ in range(2):  # the second time with what is known of the first
+    for _ in range(2):  # the second time reuses the sorted occurrences
         out = np.full_like(rows, np.nan)
         uses.sum(grads, out)
         same(out, expected)
-    # Numbered in any order, and with rows that have no use.
+    # Numbered in any order, and with rows that do not occur.
     number = rng.permutation(len(rows) + 3).astype(np.int32)
     moved = [feature._replace(inverse=number[feature.inverse]) for feature in features]
     out = np.full((len(rows) + 3, dim), np.nan, np.float32)
@@ -100,7 +100,7 @@ def test_one_feature(lengths, dim, weighted, mean, threads):
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize("dim", DIMS)
 def test_features_that_share_rows(dim, threads):
-    """Pooled and not, with weights and without, float32 and bfloat16, one without a use, one without a bag."""
+    """With and without pooling and weights, float32 and bfloat16, one without ids, one without bags."""
     set_host_threads(threads)
     rng = np.random.default_rng(dim)
     features, ids = [], ()
@@ -129,7 +129,7 @@ def test_any_features(data):
 
 @pytest.mark.parametrize("threads", THREADS)
 def test_many_uses(threads):
-    """So many that they are shared among the threads, in bags of very different sizes."""
+    """Enough for all threads, in bags of very different sizes."""
     set_host_threads(threads)
     rng = np.random.default_rng(threads)
     lengths = rng.zipf(1.5, 3000).clip(0, 4000) - 1

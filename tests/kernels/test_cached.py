@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: a damaged file is compiled again, and a full disk is told with the folder's name."""
+"""Compiled kernels on disk: a damaged file is compiled again, and a full disk is reported with the folder's name."""
 
 import importlib.util
 import sys
@@ -19,10 +19,10 @@ def twice(x):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Call a kernel as a new process does; return what it gives, and how often the cache had it."""
+    """Call a kernel like a new process; return its result, and the number of cache hits."""
     (tmp_path / "mine.py").write_text(MODULE)
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "numba"))
-    monkeypatch.setattr(cached, "_told", set())
+    monkeypatch.setattr(cached, "_reported", set())
 
     def call():
         spec = importlib.util.spec_from_file_location("mine", tmp_path / "mine.py")
@@ -37,7 +37,7 @@ def run(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", [".nbi", ".nbc"])
 @pytest.mark.parametrize("how", ["flipped", "cut", "empty", "another program's"])
 def test_a_damaged_file_is_compiled_again(tmp_path, run, kind, how):
-    """Every command ended in a traceback, for ever; or ran the damaged code."""
+    """Earlier, every later command ended in a traceback, or ran the damaged code."""
     assert run() == (42, 1.0, 0)
     assert run() == (42, 1.0, 2)
     damaged = [path for path in (tmp_path / "numba").rglob("*twice*") if path.suffix == kind]

@@ -21,7 +21,7 @@ def test_the_sum_of_few_is_exact_and_counts_each_once():
 
 @pytest.mark.parametrize("heavy", [0.5, 0.01, 0.0005])
 def test_the_sum_of_many_is_near_whatever_they_weigh(heavy):
-    """Of those that are in many parts, and of the few that weigh much, too."""
+    """Also for keys in many parts, and for a few heavy keys."""
     rng = np.random.default_rng(3)
     keys = np.arange(40_000, dtype=np.uint64)
     weights = np.where(rng.random(len(keys)) < heavy, 5000, rng.integers(1, 10, len(keys)))

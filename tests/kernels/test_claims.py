@@ -9,7 +9,7 @@ from hostdev.kernels.claims import MOST_UNFINISHED, Claims, claim, intersect, ot
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.sets(st.integers(0, 15), max_size=12), min_size=1, max_size=8), st.integers(1, 8), st.integers(0, 3))
 def test_claims_are_intersections(batches, oldest, staleness):
-    """Against sets: a row is late if a batch from `oldest` on has it; its owner is the last such batch."""
+    """Against sets: a row conflicts if a batch from `oldest` on has it; its owner is the last such batch."""
     claims = Claims(16)
     sent = [np.array(sorted(batch, key=lambda row: (row * 7) % 16), np.int32) for batch in batches]
     for number, ids in enumerate(sent, 1):
@@ -31,14 +31,14 @@ def test_claims_are_intersections(batches, oldest, staleness):
 @pytest.mark.parametrize("gap", [0, 60, 150, 255, 256])
 @pytest.mark.parametrize("window", [1, 3, MOST_UNFINISHED])
 def test_old_claims_are_forgotten_before_their_tags_repeat(window, gap):
-    """Also where batches that claim nothing, as in an evaluation, come between, and at whatever number."""
+    """Also with batches without claims in between, as in an evaluation, and at any number."""
     rng = np.random.default_rng(window)
     rows = 2000
     claims, last = Claims(rows), np.zeros(rows, int)
     number = 0
     for step in range(1, 1200):
         number += 1 + gap * (step % 95 == 0)
-        # Few rows a batch, so that most claims grow old.
+        # Few rows per batch, so that most claims grow old.
         ids = rng.choice(rows, rng.integers(0, 9), replace=False)
         oldest = max(1, number - window)
         found = claim(ids, claims, number, oldest, number - 1)

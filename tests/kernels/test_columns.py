@@ -1,4 +1,4 @@
-"""Columns of tables, keys by hash, numbers in fewer bytes: against NumPy."""
+"""Columns of tables, ids by hash, and narrowed numbers, against NumPy."""
 
 import numpy as np
 import pytest
@@ -24,9 +24,10 @@ def test_a_column_is_placed(dtype):
     np.testing.assert_array_equal(rows, np.stack([np.zeros(50), values[codes], codes], axis=1))
 
 
-@pytest.mark.parametrize(("numbers", "short"), [
-    ([1.5, np.nan, -0.0, 2.0**24], True), ([], True), ([2.0**24 + 1], False), ([1.0, 0.1], False), ([1e300], False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("numbers", "short"),
+    [([1.5, np.nan, -0.0, 2.0**24], True), ([], True), ([2.0**24 + 1], False), ([1.0, 0.1], False), ([1e300], False)],
+)
 def test_numbers_are_narrowed_where_nothing_is_lost(numbers, short):
     found = narrowed(np.array(numbers, np.float64))
     assert found.dtype == (np.float32 if short else np.float64)

@@ -1,4 +1,4 @@
-"""The largest absolute value of an array, by which gradients and rows are found that are not finite."""
+"""The largest absolute value of an array, which finds gradients and rows that are not finite."""
 
 import numpy as np
 import pytest

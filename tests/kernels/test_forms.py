@@ -1,4 +1,4 @@
-"""How texts are written, beside regular expressions."""
+"""How texts are written, against regular expressions."""
 
 import re
 
@@ -11,9 +11,7 @@ from hostdev.kernels import forms
 
 TIME = r"([01]\d|2[0-3]):[0-5]\d(:([0-5]\d|60)(\.\d{1,9})?)?"
 DATE = r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])"
-ZONES = (
-    "", "Z", r"\+00:00", r"\+0000", r"\+00", r"[+-]\d\d:\d\d", r"[+-]\d{4}", r"[+-]\d\d",
-)  # fmt: skip
+ZONES = ("", "Z", r"\+00:00", r"\+0000", r"\+00", r"[+-]\d\d:\d\d", r"[+-]\d{4}", r"[+-]\d\d")
 
 
 def precision_of(time):
@@ -26,7 +24,7 @@ def naive(text):
     """Return the form of a text."""
     if text == "":
         return forms.EMPTY
-    if not text.isascii():  # whose digits are none
+    if not text.isascii():  # other digits do not count
         return forms.TEXT
     words = [word.decode() for word in forms.MISSING_WORDS]
     if text in words:
@@ -63,8 +61,10 @@ def found_of(texts, dtype=np.int32):
 
 
 NUMBERS = st.from_regex(r"\A[+-]?[0-9]{0,19}(\.[0-9]{0,19})?(e[+-]?[0-9]{1,3})?\Z")
-STAMPS = st.from_regex(r"\A[0-9]{4}-[01][0-9]-[0-3][0-9]([ T][0-2][0-9]:[0-6][0-9](:[0-6][0-9](\.[0-9]{1,10})?)?)?"
-                       r"(Z|[+-][0-9]{2}(:?[0-9]{2})?)?\Z")  # fmt: skip
+STAMPS = st.from_regex(
+    r"\A[0-9]{4}-[01][0-9]-[0-3][0-9]([ T][0-2][0-9]:[0-6][0-9](:[0-6][0-9](\.[0-9]{1,10})?)?)?"
+    r"(Z|[+-][0-9]{2}(:?[0-9]{2})?)?\Z"
+)
 TIMES = st.from_regex(r"\A[0-2][0-9]:[0-6][0-9](:[0-6][0-9](\.[0-9]{0,10})?)?\Z")
 WORDS = st.sampled_from(["True", "FALSE", "true", "tRue", "NA", "NaN", "<NA>", "-nan", "None", "n/a", "N", "#N/A", "x"])
 

@@ -1,4 +1,4 @@
-"""The dedupe of several groups at once, the check of their ids and their bags, against their twins, on any threads."""
+"""Deduplication of several groups at once, checks of their ids, and bags, against references, on any threads."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from tests import naive
 
 THREADS = [1, 2, 4]
 DTYPES = [np.int32, np.int64]
-SPANS = [1, 40, 3000, 1 << 17, 1 << 20, 2**31]  # ids below; from a place each to hashed ones
+SPANS = [1, 40, 3000, 1 << 17, 1 << 20, 2**31]  # limits of ids: indexed and hashed
 
 
 def check_unique(groups):
@@ -28,7 +28,7 @@ def check_unique(groups):
 
 @st.composite
 def small_groups(draw):
-    """Groups of a few features, of either dtype, some empty, with ids of any range."""
+    """Return groups of a few features, of either dtype, some empty, with ids of any range."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     groups = []
     for sizes in draw(st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=4), max_size=8)):
@@ -43,13 +43,13 @@ def small_groups(draw):
 def test_groups_are_as_one_by_one(groups, threads):
     set_host_threads(threads)
     check_unique(groups)
-    check_unique(groups)  # nothing is left of the first time
+    check_unique(groups)  # no state remains
 
 
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_groups_of_all_sizes(dtype, threads):
-    """Small ones share tasks; those of 65,536 ids and more are done in parts, which features cross."""
+    """Small groups share tasks; those of 65,536 ids and more are split, across features."""
     set_host_threads(threads)
     rng = np.random.default_rng(threads)
     sizes = [
@@ -144,9 +144,12 @@ def test_lengths_that_are_none():
 
 @settings(deadline=None)
 @given(
-    st.lists(st.lists(st.integers(0, 4), max_size=6), max_size=40), st.integers(-1, 5), st.booleans(),
-    st.sampled_from(DTYPES), st.sampled_from(THREADS),
-)  # fmt: skip
+    st.lists(st.lists(st.integers(0, 4), max_size=6), max_size=40),
+    st.integers(-1, 5),
+    st.booleans(),
+    st.sampled_from(DTYPES),
+    st.sampled_from(THREADS),
+)
 def test_padding_is_dropped(bags, padding, weighted, dtype, threads):
     set_host_threads(threads)
     values = np.array([value for bag in bags for value in bag], dtype)

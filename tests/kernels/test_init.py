@@ -105,7 +105,7 @@ def test_counters():
     order = permutation(1000, 5)
     assert sorted(order.tolist()) == list(range(1000))
     assert not np.array_equal(order, permutation(1000, 6))
-    for n in (0, 1, 2, 4097, 100_000):  # of the last some share two digits of their hashes
+    for n in (0, 1, 2, 4097, 100_000):  # some of the last share two digits of their hashes
         for key in (0, 5, key64(1, "order"), 2**64 - 1):
             order = permutation(n, key)
             assert order.dtype == np.int64

@@ -21,7 +21,7 @@ def note(start, stop, done, starts, piece):
 
 
 def noted(n, grain):
-    """Run it, and return how often each item was done, and where each range began."""
+    """Run it; return how often each item was done, and where each range began."""
     pieces = ranges(n, grain)
     done, starts = np.zeros(n, np.int64), np.full(len(pieces), -1)
     run_tasks([KernelTask(note, n, grain, len(pieces), (done, starts))])
@@ -97,7 +97,7 @@ def test_tasks_begin_in_the_order_given():
         append(start, stop, 2, log)
 
     tasks = [kernel_task, (call, 0, 1, ()), (call, 1, 3, ()), kernel_task._replace(args=(3, log)), (call, 0, 2, ())]
-    for _ in range(2):  # the tasks are as new
+    for _ in range(2):  # tasks can run again
         log[:] = 0
         run_tasks(tasks)
         assert log[1 : log[0] + 1].tolist() == [1] * 5 + [2] * 3 + [3] * 5 + [2] * 2
@@ -121,9 +121,9 @@ def test_an_error_reaches_the_caller_and_what_is_not_begun_is_dropped(threads):
             run_tasks(tasks)
         seen = done.copy(), other.copy()
         assert seen[0].max() == 1
-        dropped += 2 * n - seen[0].sum() - seen[1].sum()  # unless this thread came late to its error
+        dropped += 2 * n - seen[0].sum() - seen[1].sum()  # unless this thread was late to its error
         time.sleep(0.01)  # in which a helper that goes on would write
-        assert np.array_equal(done, seen[0]) and np.array_equal(other, seen[1])  # nobody writes afterwards
+        assert np.array_equal(done, seen[0]) and np.array_equal(other, seen[1])  # no thread writes afterwards
     assert dropped > 0
     assert noted(1000, 1)[0] == [1] * 1000
 
@@ -187,7 +187,7 @@ def test_urgent_kernels_and_others_all_come_to_their_end():
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_ctrl_c_in_the_midst_of_a_kernels_ranges(threads):
-    """In the main thread, which begins no other range then; nor do the helpers."""
+    """Ctrl-C in the main thread: neither it nor the helpers begin another range."""
     set_host_threads(threads)
     n = 20_000  # seconds
     done = np.zeros(n)

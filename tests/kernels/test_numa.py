@@ -1,4 +1,4 @@
-"""Where the pages of tables lie, on machines with several nodes: made of files, and of calls that are noted."""
+"""Placement of tables' pages on machines with several nodes, simulated by files and recorded calls."""
 
 import ctypes
 import errno
@@ -25,7 +25,7 @@ def lists(numbers):
 def machine(tmp_path, monkeypatch):
     """Make a machine: the CPUs of each node by its number, and which nodes have memory."""
     monkeypatch.setattr(numa, "_NODES", tmp_path)
-    monkeypatch.setattr(numa, "_said", "")
+    monkeypatch.setattr(numa, "_layout", "")
     monkeypatch.setattr(numa.platform, "machine", lambda: "x86_64")
 
     def make(cpus, memory):
@@ -39,7 +39,7 @@ def machine(tmp_path, monkeypatch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls of mbind: address, bytes, nodes. `errors` and `policy` say what the kernel answers."""
+    """Record the calls of mbind: address, bytes, nodes. `errors` and `policy` are the kernel's answers."""
 
     class Calls(list):
         errors, policy = {}, 0
@@ -73,19 +73,22 @@ def test_the_pages_of_a_large_array_go_over_all_nodes(machine, calls):
     ((begin, size, held),) = calls
     assert held == {0, 1, 70}
     assert begin % mmap.PAGESIZE == size % mmap.PAGESIZE == 0
-    assert 0 <= begin - array.ctypes.data < mmap.PAGESIZE  # nobody else's pages
+    assert 0 <= begin - array.ctypes.data < mmap.PAGESIZE  # no other memory's pages
     assert 0 <= array.ctypes.data + array.nbytes - begin - size < mmap.PAGESIZE
     assert numa.in_words() == "interleaved over 3 nodes"
 
 
-@pytest.mark.parametrize(("cpus", "memory"), [
-    ({0: "all"}, [0]),
-    ({0: "all", 1: "all"}, [1]),  # CPUs without memory
-    ({0: "all", 1: ""}, [0, 1]),  # memory without CPUs
-    ({0: "all", 1: "7000-7063"}, [0, 1]),  # this process runs on one of them
-    ({0: "all", 1: "x"}, [0, 1]),
-    ({}, [0, 1]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cpus", "memory"),
+    [
+        ({0: "all"}, [0]),
+        ({0: "all", 1: "all"}, [1]),  # CPUs without memory
+        ({0: "all", 1: ""}, [0, 1]),  # memory without CPUs
+        ({0: "all", 1: "7000-7063"}, [0, 1]),  # this process runs on one of them
+        ({0: "all", 1: "x"}, [0, 1]),
+        ({}, [0, 1]),
+    ],
+)
 def test_nothing_is_done_where_there_is_no_choice(machine, calls, cpus, memory):
     machine({node: mine() if some == "all" else some for node, some in cpus.items()}, memory)
     numa.interleave(np.empty(LARGE, np.float32))
@@ -99,11 +102,14 @@ def test_small_arrays_lie_where_they_are_written(machine, calls):
     assert not calls
 
 
-@pytest.mark.parametrize(("errors", "policy", "why"), [
-    ({237: errno.EPERM}, 0, "Operation not permitted"),
-    ({239: errno.ENOSYS}, 0, "Function not implemented"),
-    ({}, 2, "this process was given a policy of its own"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("errors", "policy", "why"),
+    [
+        ({237: errno.EPERM}, 0, "Operation not permitted"),
+        ({239: errno.ENOSYS}, 0, "Function not implemented"),
+        ({}, 2, "this process has a memory policy already"),
+    ],
+)
 def test_a_refusal_is_said_and_the_array_is_as_good(machine, calls, errors, policy, why):
     machine({0: mine(), 1: mine()}, [0, 1])
     calls.errors, calls.policy = errors, policy
@@ -113,10 +119,10 @@ def test_a_refusal_is_said_and_the_array_is_as_good(machine, calls, errors, poli
 
 
 def test_the_kernel_takes_the_call():
-    """On this machine's first node; a wrong argument is EINVAL or EFAULT."""
+    """Bind to this machine's first node; a wrong argument is EINVAL or EFAULT."""
     array = aligned_empty((1 << 16,))
     why = numa.bind(array, numa.nodes()[:1] or [0])
-    refusals = [os.strerror(errno.EPERM), os.strerror(errno.ENOSYS), "this process was given a policy of its own"]
+    refusals = [os.strerror(errno.EPERM), os.strerror(errno.ENOSYS), "this process has a memory policy already"]
     assert why in ["", *refusals]
     array[:] = 1
     if not why:

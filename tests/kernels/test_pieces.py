@@ -1,4 +1,4 @@
-"""Rows and lists gathered from arrays in pieces, against their twins, on any number of threads."""
+"""Rows and lists gathered from arrays in pieces, against references, on any number of threads."""
 
 import numpy as np
 import pytest

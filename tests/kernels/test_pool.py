@@ -48,7 +48,7 @@ def test_an_error_reaches_the_caller_and_the_pool_lives_on():
 
 
 class Busy:
-    """What keeps a helper from its next job until `leave` is set."""
+    """Keeps a helper from its next job until `leave` is set."""
 
     def __init__(self):
         self.begun, self.leave = threading.Event(), threading.Event()
@@ -70,7 +70,7 @@ def fail(start, stop, values):
 
 @pytest.mark.parametrize("work", [add_one, fail])
 def test_a_helper_that_comes_late_holds_nothing(work):
-    """Else it would be who frees an array, whenever it comes."""
+    """Otherwise it would free an array at any later time."""
     set_host_threads(2)
     parallel_for(lambda start, stop: None, 1000)
     busy = [Busy() for _ in pool._workers]
@@ -114,7 +114,7 @@ begun.wait()
 
 
 def test_helpers_end_before_the_interpreter():
-    """Tensors are freed without the interpreter's lock; to take it back while it ends ends the process by a signal."""
+    """Tensors are freed without the interpreter's lock; taking it again during exit kills the process."""
     ran = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
 
@@ -139,7 +139,7 @@ def test_kernels_called_from_several_python_threads():
 
 @pytest.mark.parametrize("callers", [1, 2])
 def test_urgent_kernels_go_before_others(callers):
-    """While a thread is in an urgent section, others begin nothing, but help with what is urgent."""
+    """While a thread is in an urgent section, other threads only help with urgent work."""
     set_host_threads(3)
     begun, helpers, stop = [], set(), threading.Event()
 
@@ -162,7 +162,7 @@ def test_urgent_kernels_go_before_others(callers):
 
     def section():
         with urgent():
-            time.sleep(0.01)  # what has begun ends
+            time.sleep(0.01)  # begun tasks end
             start = time.perf_counter()
             for _ in range(5):
                 parallel_for(hurry, 12)
@@ -176,7 +176,7 @@ def test_urgent_kernels_go_before_others(callers):
         for thread in hurried:
             thread.join()
         count = len(begun)
-        while len(begun) < count + 10:  # they go on
+        while len(begun) < count + 10:  # they continue
             time.sleep(0.001)
     stop.set()
     for thread in others:
@@ -234,7 +234,7 @@ def test_an_interruption_drops_what_is_not_begun():
 
 
 def test_after_an_interruption_nobody_writes():
-    """Ctrl-C while the caller waits for its helpers, which are in the middle of a range, once and again."""
+    """Ctrl-C, twice, while the caller waits for helpers in the middle of a range."""
     set_host_threads(3)
     written, begun = np.zeros(3), threading.Barrier(4)
 

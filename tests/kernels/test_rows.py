@@ -1,4 +1,4 @@
-"""Lookup and segment sum against their twins, on any number of threads."""
+"""Lookup and segment sum against references, on any number of threads."""
 
 import numpy as np
 import pytest

@@ -11,7 +11,7 @@ from tests import naive
 
 
 def packed(texts, dtype=np.int32):
-    """Offsets and bytes of texts, with something before the first."""
+    """Return offsets and bytes of texts, with other bytes before the first."""
     offsets = np.cumsum([3, *map(len, texts)]).astype(dtype)
     return offsets, np.frombuffer(b"abc" + b"".join(texts), np.uint8)
 
@@ -60,7 +60,7 @@ def test_taking_texts_needs_memory_for_a_copy_of_them_only():
 
 
 def test_texts_with_the_same_hash_are_different(monkeypatch):
-    """By the hash alone they would be one value."""
+    """By the hash alone they would be equal."""
     monkeypatch.setattr("hostdev.kernels.strings.hash_texts", lambda offsets, _: np.zeros(len(offsets) - 1, np.uint64))
     seen = TextMap()
     texts = [b"", b"a", b"b", b"ab", b"a", b"aa", b""]
@@ -77,14 +77,28 @@ def test_hashes(texts):
 
 def test_a_hash_that_is_published():
     assert hash_texts(*packed([b"", b"a", b"foobar"])).tolist() == [
-        0xCBF29CE484222325, 0xAF63DC4C8601EC8C, 0x85944171F73967E8,
-    ]  # fmt: skip
+        0xCBF29CE484222325,
+        0xAF63DC4C8601EC8C,
+        0x85944171F73967E8,
+    ]
 
 
-@pytest.mark.parametrize(("text", "line"), [
-    ("", None), ('"', 1), ('"a"', None), ('a"', None), ('a,"', 1), ('a\n"b\n"\n', None), ('a\nb,"c\n\nd', 2),
-    ('"a""', 1), ('"a"""', None), ('"a" b"\n"', 2), ('"a"\r\n"', 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", None),
+        ('"', 1),
+        ('"a"', None),
+        ('a"', None),
+        ('a,"', 1),
+        ('a\n"b\n"\n', None),
+        ('a\nb,"c\n\nd', 2),
+        ('"a""', 1),
+        ('"a"""', None),
+        ('"a" b"\n"', 2),
+        ('"a"\r\n"', 2),
+    ],
+)
 def test_quotes_that_are_left_open(text, line):
     assert naive.open_quotes(text) == line
     assert open_quotes(text, len(text) + 1) == line

@@ -1,4 +1,4 @@
-"""A training run without overlap: a model over host tables, batch by batch. What any runtime must come to."""
+"""A training run without overlap: a model over host tables, batch by batch. Every runtime must match it."""
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ class HostRun:
         return self.model(torch.from_numpy(batch.dense), rows).numpy()
 
     def rows(self, batch, looked_up):
-        """Each feature's rows, as the model gets them; notes ids and leaves by table."""
+        """Return each feature's rows, as the model gets them; record ids and leaves by table."""
         rows = {}
         for feature_name, given in self.model.ids(batch).items():
             feature = self.model.features[feature_name]

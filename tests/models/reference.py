@@ -1,6 +1,6 @@
-"""The models as their papers write them, in plain torch: loops over columns and pairs, no hostdev code.
+"""The models as in their papers, in plain torch: loops over columns and pairs, no hostdev code.
 
-p is the parameters by name; dense [B, nd]; every column of ids is an entry of a list: its rows [B, D].
+p maps names to parameters; dense is [B, nd]; lists have an entry per column of ids: its rows [B, D].
 """
 
 import torch
@@ -12,7 +12,7 @@ def linear(p, name, x):
 
 
 def network(p, name, x, relu_at_the_end):
-    """Layers name.0, name.2, ... with a ReLU after each, or after each but the last."""
+    """Apply layers name.0, name.2, ... with a ReLU after each, or after each but the last."""
     numbers = sorted({int(key.split(".")[1]) for key in p if key.startswith(f"{name}.")})
     for number in numbers:
         x = linear(p, f"{name}.{number}", x)
@@ -22,7 +22,7 @@ def network(p, name, x, relu_at_the_end):
 
 
 def wide_deep(p, dense, wide, deep):
-    """Cheng et al. 2016, figure 1: both parts are added before the sigmoid. Dense columns are among the fields."""
+    """Cheng et al. 2016, figure 1: both parts are added before the sigmoid. Dense columns are fields."""
     logit = p["bias"] + network(p, "deep", torch.cat(deep, 1), False)[:, 0]
     for weight in wide:
         logit = logit + weight[:, 0]
@@ -44,7 +44,7 @@ def deepfm(p, dense, first_order, vectors):
 
 
 def dlrm(p, dense, vectors):
-    """Naumov et al. 2019, section 2.1: the bottom MLP's output beside the dot products of all pairs of vectors."""
+    """Naumov et al. 2019, section 2.1: the bottom MLP's output next to the dot products of all pairs of vectors."""
     v = list(vectors)
     given = []
     if dense.shape[1]:

@@ -1,4 +1,4 @@
-"""Small data for models: dense columns, columns of ids of which two share a space, and bags."""
+"""Small data for models: dense columns, columns of ids of which two share a range, and bags."""
 
 import numpy as np
 
@@ -6,12 +6,16 @@ from hostdev.data.batch import Batch
 from hostdev.data.schema import Column, Schema, Space
 
 # Options of the models' constructors: small networks, for speed.
-SMALL = {"wide_deep": {"layers": (32, 16)}, "deepfm": {"layers": (32, 16)},
-         "dlrm": {"bottom": (16,), "top": (32, 16)}, "dcn": {"layers": (32, 16), "rank": 8}}  # fmt: skip
+SMALL = {
+    "wide_deep": {"layers": (32, 16)},
+    "deepfm": {"layers": (32, 16)},
+    "dlrm": {"bottom": (16,), "top": (32, 16)},
+    "dcn": {"layers": (32, 16), "rank": 8},
+}
 
 
 def schema_of(dense=3, ids=4, bags=1, values=12):
-    """Columns c0, c1, ... of ids, the last two of one space, and bags b0, b1, ...; `values` ids a space."""
+    """Return columns c0, c1, ... of ids, the last two of one range, and bags b0, b1, ...; `values` ids per range."""
     columns = [Column(f"c{i}", "id", f"s{min(i, max(0, ids - 2))}") for i in range(ids)]
     columns += [Column(f"b{i}", "bag", f"s{i}") for i in range(bags)]
     names = list(dict.fromkeys(column.space for column in columns))
@@ -22,7 +26,7 @@ def schema_of(dense=3, ids=4, bags=1, values=12):
 
 
 def batch_of(schema, size, seed=0, dtype=np.int32):
-    """A batch with labels that depend on the ids; the first row's bags are empty."""
+    """Return a batch with labels that depend on the ids; the first sample's bags are empty."""
     rng = np.random.default_rng(seed)
     spaces = {space.name: space for space in schema.spaces}
 

@@ -1,4 +1,4 @@
-"""Each model's network against its paper's equations written out, in float32 and under autocast; what it looks up."""
+"""Each model's network against its paper's equations, in float32 and under autocast, and its lookups."""
 
 import shutil
 
@@ -31,7 +31,7 @@ by_model = pytest.mark.parametrize("name", MADE)
 
 
 def model_of(name, schema, seed=1, noise=0.3):
-    """A small model with parameters that matter: the initial ones, some of which are 0, and noise."""
+    """Return a small model with meaningful parameters: the initial ones, some of which are 0, plus noise."""
     make_it, options = MADE[name]
     model = make_it(schema, DIM, seed=seed, **options)
     torch.manual_seed(seed)
@@ -42,7 +42,7 @@ def model_of(name, schema, seed=1, noise=0.3):
 
 
 def rows_of(model, schema, seed=0, dtype=torch.float32):
-    """Random rows for every feature, and the same by table as a list of columns [B, dim]."""
+    """Return random rows for every feature, and the same by table as a list of columns [B, dim]."""
     torch.manual_seed(seed)
     fields = model.schema.ids
     rows, columns = {}, {key: [] for key in model.tables}
@@ -127,7 +127,7 @@ def test_compiled(name, tmp_path, monkeypatch):
 
 @by_model
 def test_deterministic_operations_alone(name):
-    """Twice the same bits, and no operation that torch refuses where only deterministic ones are allowed."""
+    """The same bits twice, and no operation that torch refuses in deterministic mode."""
     schema = schema_of()
     torch.use_deterministic_algorithms(True)
     try:
@@ -153,7 +153,7 @@ def test_initial_values_are_functions_of_seed_and_name(name):
     assert not any(torch.equal(first[key], other[key]) for key in drawn)
     values = [float(first[key].flatten()[0]) for key in drawn]
     assert len(set(values)) == len(values)
-    if name == "wide_deep":  # published digests hold on to these names
+    if name == "wide_deep":  # published digests depend on these names
         assert list(first) == ["bias", *(f"deep.{i}.{kind}" for i in (0, 2, 4) for kind in ("weight", "bias"))]
 
 
@@ -176,13 +176,14 @@ def test_initial_scales():
 
 
 def test_published_sizes():
-    """On Criteo's columns: 13 dense, 26 of ids."""
+    """Criteo's columns: 13 dense, 26 of ids."""
     schema = schema_of(dense=13, ids=26, bags=0)
     shapes = {
-        name: [tuple(value.shape) for key, value in make(name, schema, dim, seed=0).named_parameters()
-               if value.dim() == 2]
+        name: [
+            tuple(value.shape) for key, value in make(name, schema, dim, seed=0).named_parameters() if value.dim() == 2
+        ]
         for name, dim in (("wide_deep", 80), ("deepfm", 10), ("dlrm", 128), ("dcn", 128))
-    }  # fmt: skip
+    }
     assert shapes["wide_deep"] == [(1024, 39 * 80), (512, 1024), (256, 512), (128, 256), (1, 128)]
     assert shapes["deepfm"] == [(13, 10), (400, 39 * 10), (400, 400), (400, 400), (1, 400)]
     top = [(1024, 128 + 27 * 26 // 2), (1024, 1024), (512, 1024), (256, 512), (1, 256)]
@@ -253,7 +254,7 @@ def test_dropout_is_off_unless_asked_for():
     torch.manual_seed(3)
     first, second = model(dense, rows), model(dense, rows)
     torch.manual_seed(3)
-    assert torch.equal(first, model(dense, rows))  # what is drawn depends on the generator's state alone
+    assert torch.equal(first, model(dense, rows))  # draws depend on the generator's state alone
     assert not torch.equal(first, second)
     assert torch.equal(model.eval()(dense, rows), model(dense, rows))
 

@@ -1,4 +1,4 @@
-"""Models by name: what is found, and one clear line where something is missing."""
+"""Models by name: lookup, and one clear line for anything missing."""
 
 import subprocess
 import sys
@@ -84,7 +84,7 @@ def function():
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    """A folder on the path with a package of models; the modules are forgotten afterwards."""
+    """Create a folder on the path with a package of models; its modules are unloaded afterwards."""
     (tmp_path / "shop").mkdir()
     (tmp_path / "shop" / "__init__.py").write_text("")
     (tmp_path / "shop" / "models.py").write_text(MINE)
@@ -129,39 +129,60 @@ def test_a_model_of_ones_own(mine):
     assert make("shop.models:Mine", schema_of(), 4, seed=1, optimizer=given).tables["t"].optimizer is given
 
 
-@pytest.mark.parametrize(("name", "message"), [
-    ("deepfmm", "there is no model 'deepfmm'; choose one of wide_deep, deepfm, dlrm, dcn, or name a class as package"),
-    ("", "there is no model ''; choose one of"),
-    ("shop.models", "there is no model 'shop.models'"),
-    ("shop.models:", "there is no model 'shop.models:'"),
-    (":Mine", "there is no model ':Mine'"),
-    (".models:Mine", "there is no model '.models:Mine'"),
-    ("shopp.models:Mine", "model 'shopp.models:Mine': there is no module 'shopp'; it must be in the current folder"),
-    ("shop.model:Mine", "model 'shop.model:Mine': there is no module 'shop.model'"),
-    ("shop/models.py:Mine", "there is no module 'shop/models'"),
-    ("shop.missing:Mine", "module 'shop.missing' needs 'a_library_that_is_not_there', which is not installed"),
-    ("shop.broken:Mine", "module 'shop.broken' cannot be imported: cannot import name 'Nothing' from 'shop.models'"),
-    ("shop.models:Mime", "module 'shop.models' has no 'Mime'; its classes are Mine, WithDim, NoIds, NoForward, NoSeed"),
-    ("shop.empty:Mine", "module 'shop.empty' has no 'Mine', and no class at all"),
-    ("shop.models:function", "model 'shop.models:function' is not a class of torch's nn.Module, but <function"),
-    ("builtins:dict", "model 'builtins:dict' is not a class of torch's nn.Module, but <class 'dict'>"),
-    ("torch.nn:Linear", r"is not made by Linear\(schema, dim, \*, seed, optimizer=None\): got an unexpected keyword"),
-    ("shop.models:NoSeed", r"is not made by NoSeed\(schema, dim, \*, seed, optimizer=None\): got an unexpected"),
-    ("shop.models:NoIds", "model 'shop.models:NoIds' has no method ids; hostdev.models.model.Model says"),
-    ("shop.models:NoForward", "model 'shop.models:NoForward' has no method forward"),
-    ("hostdev.models.model:Model", "is not made by Model|has no method ids"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "deepfmm",
+            "there is no model 'deepfmm'; choose one of wide_deep, deepfm, dlrm, dcn, or name a class as package",
+        ),
+        ("", "there is no model ''; choose one of"),
+        ("shop.models", "there is no model 'shop.models'"),
+        ("shop.models:", "there is no model 'shop.models:'"),
+        (":Mine", "there is no model ':Mine'"),
+        (".models:Mine", "there is no model '.models:Mine'"),
+        (
+            "shopp.models:Mine",
+            "model 'shopp.models:Mine': there is no module 'shopp'; it must be in the current folder",
+        ),
+        ("shop.model:Mine", "model 'shop.model:Mine': there is no module 'shop.model'"),
+        ("shop/models.py:Mine", "there is no module 'shop/models'"),
+        ("shop.missing:Mine", "module 'shop.missing' needs 'a_library_that_is_not_there', which is not installed"),
+        (
+            "shop.broken:Mine",
+            "module 'shop.broken' cannot be imported: cannot import name 'Nothing' from 'shop.models'",
+        ),
+        (
+            "shop.models:Mime",
+            "module 'shop.models' has no 'Mime'; its classes are Mine, WithDim, NoIds, NoForward, NoSeed",
+        ),
+        ("shop.empty:Mine", "module 'shop.empty' has no 'Mine', and no class at all"),
+        ("shop.models:function", "model 'shop.models:function' is not a class of torch's nn.Module, but <function"),
+        ("builtins:dict", "model 'builtins:dict' is not a class of torch's nn.Module, but <class 'dict'>"),
+        (
+            "torch.nn:Linear",
+            r"is not made by Linear\(schema, dim, \*, seed, optimizer=None\): got an unexpected keyword",
+        ),
+        ("shop.models:NoSeed", r"is not made by NoSeed\(schema, dim, \*, seed, optimizer=None\): got an unexpected"),
+        ("shop.models:NoIds", "model 'shop.models:NoIds' has no method ids; hostdev.models.model.Model says"),
+        ("shop.models:NoForward", "model 'shop.models:NoForward' has no method forward"),
+        ("hostdev.models.model:Model", "is not made by Model|has no method ids"),
+    ],
+)
 def test_what_is_not_found(mine, name, message):
     with pytest.raises(UserError, match=message):
         find(name)
 
 
-@pytest.mark.parametrize(("name", "message"), [
-    ("NoTables", "its attribute tables must be a dict of TableSpec by name, with one at least, not None"),
-    ("NoFeature", "its attribute features must be a dict of Feature by name, with one at least, not {}"),
-    ("WrongTable", "feature 'ids' is of table 'u', which is not one of its tables: t"),
-    ("NoRate", "its attribute lr, the dense layers' learning rate, must be a number, not 'fast'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("NoTables", "its attribute tables must be a dict of TableSpec by name, with one at least, not None"),
+        ("NoFeature", "its attribute features must be a dict of Feature by name, with one at least, not {}"),
+        ("WrongTable", "feature 'ids' is of table 'u', which is not one of its tables: t"),
+        ("NoRate", "its attribute lr, the dense layers' learning rate, must be a number, not 'fast'"),
+    ],
+)
 def test_what_a_model_says_of_itself(mine, name, message):
     with pytest.raises(UserError, match=f"model 'shop.models:{name}': {message}"):
         make(f"shop.models:{name}", schema_of(), 4, seed=0)
@@ -173,8 +194,14 @@ def test_an_error_of_ones_own_module_comes_as_it_is(mine):
 
 
 def test_names_without_torch(tmp_path):
-    """A list of names, for the help of a command, does not wait for torch."""
+    """The list of names, for a command's help, does not import torch."""
     code = "import sys; sys.modules['torch'] = None\nfrom hostdev.models import NAMES; print(*NAMES)"
-    found = subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment(tmp_path),
-                           capture_output=True, text=True)  # fmt: skip
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+    )
     assert found.stdout.split() == list(NAMES)

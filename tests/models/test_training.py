@@ -1,4 +1,4 @@
-"""Training as `hostdev.train` does it: to plain torch's losses on real rows, and to the same bits in every mode."""
+"""Training like `hostdev.train`: plain torch's losses on real samples, and the same bits in every mode."""
 
 import itertools
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def real(criteo_sample, tmp_path_factory):
-    """The real rows: the schema, and a function from a split to batches of 1,000."""
+    """Return the real data's schema, and a function from a split to batches of 1,000."""
     folder = tmp_path_factory.mktemp("real") / "data"
     build(CriteoText([criteo_sample]), folder, Options(threshold=10, dense="log"))
     found = manifest.read(folder)
@@ -71,7 +71,7 @@ def test_two_epochs_on_real_rows(real, name, least):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_mode_comes_to_the_same_bits(device, name):
-    """Columns of ids and bags, tables here and there, overlapped and not, with a cache and without."""
+    """Columns of ids and bags, tables on host and device, with and without overlap and cache."""
     schema = schema_of(dense=3, ids=4, bags=2)
     batches = [batch_of(schema, 60, seed) for seed in range(6)]
 
@@ -87,7 +87,7 @@ def test_every_mode_comes_to_the_same_bits(device, name):
 
 
 def test_dropout_draws_the_same_in_every_mode():
-    """Steps come one after the other in the caller's thread, and an evaluation draws nothing."""
+    """Steps run one after the other in the caller's thread, and an evaluation draws nothing."""
     schema = schema_of(dense=3, ids=4, bags=1)
     batches = [batch_of(schema, 60, seed) for seed in range(6)]
 

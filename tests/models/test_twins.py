@@ -1,4 +1,4 @@
-"""A model over host tables against its plain torch twin: the losses of 50 steps, and what is predicted then."""
+"""A model over host tables against plain torch: the losses of 50 steps, and the predictions afterwards."""
 
 import dataclasses
 
@@ -13,8 +13,13 @@ from tests.models.samples import SMALL, batch_of, schema_of
 from tests.models.twins import Twin, train_twin
 
 DIM, STEPS, SIZE = 8, 50, 200
-OPTIMIZERS = [LazyAdam(lr=2e-3, nesterov=True), FTRL(l1=1e-3, l2=1e-3), SGD(lr=0.1), Adagrad(initial_accum=0.1),
-              RowWiseAdagrad(initial_accum=0.1)]  # fmt: skip
+OPTIMIZERS = [
+    LazyAdam(lr=2e-3, nesterov=True),
+    FTRL(l1=1e-3, l2=1e-3),
+    SGD(lr=0.1),
+    Adagrad(initial_accum=0.1),
+    RowWiseAdagrad(initial_accum=0.1),
+]
 
 
 def batches_of(schema, steps):
@@ -48,7 +53,7 @@ def test_every_table_optimizer_follows_its_twin(optimizer):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_bags_and_the_papers_network(name):
-    """A few steps: the mean of a bag, and the loops over pairs, round otherwise, and training makes more of it."""
+    """A few steps: means of bags and loops over pairs round differently, and training amplifies that."""
     schema = schema_of(dense=3, ids=4, bags=2)
     compare(name, schema, batches_of(schema, 5), network="paper")
 
@@ -64,7 +69,7 @@ def test_the_twin_starts_from_the_host_tables_values():
 
 
 def test_the_twin_notices_an_error(monkeypatch):
-    """A step with one wrong row is no longer within what the comparison lets pass."""
+    """The comparison detects a step with one wrong row."""
     schema = schema_of()
     batches = batches_of(schema, 5)
     original = HostTable.apply

@@ -13,7 +13,7 @@ from tests.models.samples import schema_of
 
 
 class Before(nn.Module):
-    """The network as it was when the published digests were made."""
+    """The network at the time of the published digests."""
 
     def __init__(self, fields, dim, *, seed, layers):
         super().__init__()
@@ -38,7 +38,7 @@ class Before(nn.Module):
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_the_bits_are_those_of_before(bf16):
-    """Logits, gradients of parameters and of rows, on which every digest depends."""
+    """Every digest depends on logits and on gradients of parameters and rows."""
     schema, B, D, layers = schema_of(dense=13, ids=26, bags=0), 64, 16, (128, 64, 32)
     before, model = Before(39, D, seed=3, layers=layers), WideDeep(schema, D, seed=3, layers=layers)
     assert list(before.state_dict()) == list(model.state_dict())

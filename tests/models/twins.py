@@ -1,7 +1,7 @@
-"""Plain torch twins of whole training runs: tables are dense tensors, and the optimizers are written out.
+"""Plain torch references of whole training runs: dense tensors as tables, and optimizers written out.
 
-A twin takes from hostdev what it starts from (initial values, hyperparameters) and the dense network; lookups,
-gradients of rows and updates are torch's. With `network="paper"` the network is that of `tests.models.reference`, too.
+A reference takes initial values, hyperparameters and the dense network from hostdev; lookups,
+gradients of rows and updates are torch's. With `network="paper"`, it takes that of `tests.models.reference`.
 
 On the CPU a model without bags over host tables comes to the twin's bits, as the twin does the same operations in the
 same order: gradients are summed in order of occurrence, and updates are those of the optimizers' docstrings. Anything
