@@ -10,15 +10,15 @@ import numpy.typing as npt
 from hostdev.checkpoint import best, folder
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.layers import Layers
-from hostdev.checkpoint.saving import Content, Item, Saving
 from hostdev.checkpoint.state import tensors_of
+from hostdev.checkpoint.writer import AsyncWriter, Content, Item
 from hostdev.core.errors import UserError
 
 Rows = npt.NDArray[np.float32]
 
 
 class _MergedRows:
-    """A table's rows from files, as `saving.Source`."""
+    """A table's rows from files, as `writer.Source`."""
 
     def __init__(self, layers: Layers, name: str) -> None:
         self._layers, self._name = layers, name
@@ -29,7 +29,7 @@ class _MergedRows:
         return np.arange(first, last)
 
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
-        """See `saving.Source`."""
+        """See `writer.Source`."""
         for start, stop in self._layers.ranges(self._name):  # which may begin where ranks' parts do
             begin, end = max(first, start), min(last, stop)
             if begin >= end:
@@ -88,9 +88,7 @@ def write_anew(layers: Layers, items: Sequence[Item], path: Path) -> Path:
     }  # fmt: skip
     names = [(name, key) for name, key in newest.state.get("digest", [])]
     content = Content(newest.state, tensors_of(layers), others, names)
-    saving = Saving(path, newest.step, items, content, None, keep=0, state_sha256=newest.state_sha256,
-                    on_end=lambda saving: None)  # fmt: skip
-    return saving.wait().path
+    return AsyncWriter(path, newest.step, items, content, None, state_sha256=newest.state_sha256).wait().path
 
 
 def _size(path: Path) -> int:

@@ -12,7 +12,7 @@ from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import Table
 from hostdev.checkpoint.ranges import SPREAD, WEIGHTS
-from hostdev.checkpoint.saving import Item
+from hostdev.checkpoint.writer import Item
 from hostdev.core.errors import UserError
 from hostdev.kernels.shards import ids_at, range_of
 
@@ -20,7 +20,7 @@ Rows = npt.NDArray[np.float32]
 
 
 class _Rows:
-    """A table's rows from files, in the order of their ids or of their positions, as `saving.Source`."""
+    """A table's rows from files, in the order of their ids or of their positions, as `writer.Source`."""
 
     def __init__(self, layers: Layers, table: Table, *, spread: bool) -> None:
         self._layers, self._table, self._spread = layers, table, spread
@@ -31,7 +31,7 @@ class _Rows:
         return np.arange(first, last)
 
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
-        """See `saving.Source`."""
+        """See `writer.Source`."""
         about = self._table
         wanted = ids_at(about.rows, first, last) if self._spread else np.arange(first, last)
         for to, name in zip(columns, (WEIGHTS, *about.slots), strict=True):

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hostdev.checkpoint.checkpoints import Checkpoints
 from hostdev.checkpoint.folder import FOLDER, Chain, Checkpoint, Found, chain_of, is_checkpoint, is_there, names_in
 from hostdev.checkpoint.loading import newest_whole, values_of, verify, verify_others
-from hostdev.checkpoint.saving import Saving
+from hostdev.checkpoint.manager import CheckpointManager
+from hostdev.checkpoint.writer import AsyncWriter
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.progress import note
 from hostdev.core.table_dtypes import FP32
@@ -243,12 +243,15 @@ def data_files(root: Path, data: Manifest) -> dict[str, Path]:
     return files
 
 
-class Saver:
-    """Saves a run's checkpoints when they are due; where that fails, training goes on, and a line says so.
+class CheckpointSchedule:
+    """Saves a run's checkpoints when they are due. After a failure it prints a warning, and training continues.
 
-    prepare  brings the tables up to date; what it raises is no failure to save
-    save     begins to save one: called with where to, the step, and a digest of the state where that is known
-    ranks    processes that save together; all call what one calls
+    Args:
+        settings: The run's options: when to save, and how many checkpoints to keep.
+        path: The folder of checkpoints.
+        prepare: Writes all rows back to the tables. Its errors are not counted as failures to save.
+        save: Starts to save; called with the manager, the step, and a digest of the state where it is known.
+        ranks: Processes that save together; all make the same calls.
     """
 
     def __init__(
@@ -256,16 +259,15 @@ class Saver:
         settings: TrainConfig,
         path: Path,
         prepare: Callable[[], None],
-        save: Callable[[Checkpoints, int, str | None], Saving],
+        save: Callable[[CheckpointManager, int, str | None], AsyncWriter],
         ranks: Ranks | None = None,
     ) -> None:
         self._ranks = ranks
         self._every = settings.checkpoint_every
         self._seconds = settings.checkpoint_minutes and settings.checkpoint_minutes * 60
         self._prepare, self._save = prepare, save
-        self.to = Checkpoints(path, keep=settings.keep_checkpoints or KEEP, hold=True, ranks=ranks)
+        self.manager = CheckpointManager(path, keep=settings.keep_checkpoints or KEEP, hold=True, ranks=ranks)
         self._last_began = time.monotonic()
-        self._saving: Saving | None = None
         self._step = 0  # of the last attempt
         self.saved_step: int | None = None
         self._loaded: Checkpoint | None = None  # from the folder where they are saved
@@ -277,27 +279,29 @@ class Saver:
         """Return when and where checkpoints are saved, as text."""
         when = [f"{self._every:,} steps"] if self._every is not None else []
         when += [f"{self._seconds / 60:g} minutes"] if self._seconds is not None else []
-        return f"a checkpoint every {' and every '.join(when)} to {self.to.path}; the newest {self.to.keep} stay"
+        return (
+            f"a checkpoint every {' and every '.join(when)} to {self.manager.path}; the newest {self.manager.keep} stay"
+        )
 
     def start(self, chain: Chain | None, tables: Any) -> None:
         """Take the folder; where a run goes on, what follows adds to the checkpoint that it has loaded."""
         try:
-            self.to.lock()
+            self.manager.lock()
         except UserError as error:
             if "in use" in str(error):
                 raise
             self._failing = str(error)
             note(f"warning: checkpoints cannot be saved: {error}; training goes on, and tries when one is due")
         if chain is not None:
-            self.to.start_from(chain, tables)
-            self._loaded = self.to.last
+            self.manager.start_from(chain, tables)
+            self._loaded = self.manager.last
 
     def is_due(self, step: int) -> bool:
         """Tell whether a checkpoint is to be saved after this step."""
         self._look()
         due = self._every is not None and step % self._every == 0
         late = self._seconds is not None and (
-            time.monotonic() - self._last_began >= self._seconds and not self.to.is_saving
+            time.monotonic() - self._last_began >= self._seconds and not self.manager.is_saving
         )  # fmt: skip
         if self._ranks is None:
             return due or late
@@ -308,15 +312,14 @@ class Saver:
     def save(self, step: int, state_sha256: str | None = None) -> None:
         """Begin to save a checkpoint of after this step; nothing is raised where that fails."""
         start = time.monotonic()
-        self.to.join()
+        self.manager.join()
         self._look()
         self._last_began, self._step = start, step
         if self.newest is not None and not self.newest.is_dir():
             note(f"warning: {self.newest} is gone; the checkpoint of step {step:,} holds all rows")
         self._prepare()
         try:
-            self.to.lock()
-            self._saving = self._save(self.to, step, state_sha256)
+            self._save(self.manager, step, state_sha256)
         except (UserError, OSError) as error:
             self._fail(in_words(error))
         self._stalled += time.monotonic() - start
@@ -324,14 +327,14 @@ class Saver:
     def keep_best(self, step: int) -> None:
         """Have a checkpoint of after this step, the best one so far, and keep it beside the newest ones."""
         self._look()
-        self.to.best_steps.insert(0, step)
+        self.manager.best_steps.insert(0, step)
         if self._step != step or self._failing is not None:
             self.save(step)
 
     def save_last(self, step: int, state_sha256: str | None = None) -> None:
         """Save a run's last checkpoint, but not the one again that the run went on from."""
         loaded = self._loaded
-        due = loaded is None or loaded is not self.to.last or loaded.manifest.step != step or not is_there(loaded)
+        due = loaded is None or loaded is not self.manager.last or loaded.manifest.step != step or not is_there(loaded)
         if self._ranks is not None:  # not all may see the same files at once
             due = self._ranks.control.share(due)[0]
         if due:
@@ -341,12 +344,11 @@ class Saver:
 
     def _look(self) -> None:
         """See how the last attempt has ended, if it has."""
-        saving = self._saving
-        if saving is None or saving.is_running:
+        writer = self.manager.take_ended()
+        if writer is None:
             return
-        self._saving = None
-        if saving.error is not None:
-            self._fail(in_words(saving.error))
+        if writer.error is not None:
+            self._fail(in_words(writer.error))
             return
         if self._failing is not None:
             note(f"the checkpoint of step {self._step:,} was saved")
@@ -362,13 +364,13 @@ class Saver:
 
     def finish(self) -> None:
         """Wait for what is being written, and let others write there."""
-        self.to.close()
+        self.manager.close()
         self._look()
 
     @property
     def newest(self) -> Path | None:
         """The last checkpoint that was saved or loaded, in the folder where they are saved."""
-        return self.to.last.path if self.to.last is not None else None
+        return self.manager.last.path if self.manager.last is not None else None
 
     @property
     def failed(self) -> str | None:
@@ -378,10 +380,10 @@ class Saver:
     def summary(self) -> dict[str, Any]:
         """Return what summary.json says."""
         return {
-            "path": str(self.to.path),
+            "path": str(self.manager.path),
             "saved": self._count,
             "failed": self._failed,
             "last_step": self.saved_step,
-            **({"best_step": self.to.best_steps[0]} if self.to.best_steps else {}),
-            "stall_us": round((self._stalled + self.to.copying_seconds) * 1e6),
+            **({"best_step": self.manager.best_steps[0]} if self.manager.best_steps else {}),
+            "stall_us": round((self._stalled + self.manager.copying_seconds) * 1e6),
         }

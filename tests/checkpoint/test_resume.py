@@ -236,14 +236,14 @@ def test_a_full_disk_under_the_run_directory_is_named(trained, small_data, tmp_p
 
 
 def test_a_run_directory_that_is_removed_meanwhile(trained, small_data, tmp_path, monkeypatch):
-    look = checkpointing.Saver.is_due
+    look = checkpointing.CheckpointSchedule.is_due
 
     def is_due(self, step):
         if step == 7:
             shutil.rmtree("run")
         return look(self, step)
 
-    monkeypatch.setattr(checkpointing.Saver, "is_due", is_due)
+    monkeypatch.setattr(checkpointing.CheckpointSchedule, "is_due", is_due)
     save = ["--checkpoint-every", 100, "--checkpoint-dir", "saved"]
     code, printed, error = trained(*small(small_data, "run", *MIX, *save))
     assert (code, error) == (0, "")
@@ -272,14 +272,14 @@ class FullDisk:
 def test_a_full_disk_does_not_end_the_training(trained, small_data, tmp_path, monkeypatch):
     assert trained(*small(small_data, "plain", *MIX))[0] == 0
     disk = FullDisk(monkeypatch)
-    look = checkpointing.Saver.is_due
+    look = checkpointing.CheckpointSchedule.is_due
 
     def is_due(self, step):
-        self.to.join()
+        self.manager.join()
         disk.left = 1 << 40 if step <= 4 or step >= 14 else 1000
         return look(self, step)
 
-    monkeypatch.setattr(checkpointing.Saver, "is_due", is_due)
+    monkeypatch.setattr(checkpointing.CheckpointSchedule, "is_due", is_due)
     code, printed, error = trained(*small(small_data, "run", *MIX), "--checkpoint-every", 2)
     assert code == 0
     assert error.count("warning: the checkpoint of step 6 was not saved: run/checkpoints: No space left on device") == 1
@@ -302,15 +302,15 @@ def test_the_exit_code_where_the_last_one_was_not_saved(trained, small_data, tmp
 
 
 def test_a_folder_that_is_removed_or_a_file(trained, small_data, tmp_path, monkeypatch):
-    look = checkpointing.Saver.is_due
+    look = checkpointing.CheckpointSchedule.is_due
 
     def is_due(self, step):
         if step == 7:
-            self.to.join()
+            self.manager.join()
             shutil.rmtree("run/checkpoints")
         return look(self, step)
 
-    monkeypatch.setattr(checkpointing.Saver, "is_due", is_due)
+    monkeypatch.setattr(checkpointing.CheckpointSchedule, "is_due", is_due)
     code, _, error = trained(*small(small_data, "run", *MIX), "--checkpoint-every", 5)
     assert code == 0
     assert error.count("warning") == 1
@@ -365,19 +365,19 @@ def test_a_second_signal_ends_at_once_and_leaves_what_was_whole(tmp_path, comman
     (tmp_path / "slow.py").write_text(
         "import sys, time\n"
         "from hostdev.checkpoint.ranges import HashedFile\n"
-        "from hostdev.checkpoint import checkpoints\n"
+        "from hostdev.checkpoint import manager\n"
         "from hostdev.core import cli\n"
         "from hostdev.commands import train\n"
         "write, begun = HashedFile.write, []\n"
         "def slow(self, data):\n"
-        "    if checkpoints.Checkpoints.slow: print('writing', flush=True); time.sleep(60)\n"
+        "    if manager.CheckpointManager.slow: print('writing', flush=True); time.sleep(60)\n"
         "    return write(self, data)\n"
         "HashedFile.write = slow\n"
-        "save = checkpoints.Checkpoints.save\n"
+        "save = manager.CheckpointManager.save\n"
         "def noted(self, tables, step, *rest, **more):\n"
-        "    checkpoints.Checkpoints.slow = step > 2\n"
+        "    manager.CheckpointManager.slow = step > 2\n"
         "    return save(self, tables, step, *rest, **more)\n"
-        "checkpoints.Checkpoints.save, checkpoints.Checkpoints.slow = noted, False\n"
+        "manager.CheckpointManager.save, manager.CheckpointManager.slow = noted, False\n"
         "raise SystemExit(cli.run(train.PROG, train.main))\n"
     )
     options = small("data", "run", *MIX, "--checkpoint-every", 2, "--epochs", 1000)

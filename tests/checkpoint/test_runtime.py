@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hostdev import HostTable, LazyAdam, RowWiseAdagrad, Runtime, UserError
-from hostdev.checkpoint import checkpoints, compact, folder, ranges, reshard
+from hostdev.checkpoint import compact, folder, manager, ranges, reshard
 from hostdev.checkpoint.loading import load_tables, verify
 from hostdev.core.checksums import HashedFile
 from tests.conftest import environment
@@ -63,7 +63,7 @@ def test_what_goes_on_ends_the_same(device, tmp_path, first, then):
 @pytest.mark.parametrize("copies", [1, 1 << 30])
 def test_tables_on_the_device_and_on_the_host_share_checkpoints(device, tmp_path, monkeypatch, copies):
     """Tables on the device are copied at once, or read while they are written where there is no room for copies."""
-    monkeypatch.setattr(checkpoints, "COPIES_BYTES", copies)
+    monkeypatch.setattr(manager, "COPIES_BYTES", copies)
     expected = Case(device).train(BATCHES).state()
     case = Case(device).train(BATCHES[:4])
     case.runtime.save(tmp_path / "c", extra={**extra_of(case), "batches": 4})

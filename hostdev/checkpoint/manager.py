@@ -1,4 +1,4 @@
-"""`Checkpoints`: what a training run saves into a folder, and goes on from."""
+"""`CheckpointManager`: the checkpoints of a folder, as a runtime and the command `train` save them."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -10,7 +10,7 @@ from hostdev.checkpoint.device_rows import DeviceRows
 from hostdev.checkpoint.folder import Checkpoint
 from hostdev.checkpoint.manifest import Table
 from hostdev.checkpoint.ranges import FILE_BYTES
-from hostdev.checkpoint.saving import BUFFERS, Content, Item, Saving, described
+from hostdev.checkpoint.writer import BUFFERS, AsyncWriter, Content, Item, describe_table
 from hostdev.core.errors import UserError
 from hostdev.host.changes import Budget
 from hostdev.kernels.bits import count_bits
@@ -19,7 +19,7 @@ COPIES_BYTES = 384 << 20  # of rows that training changes before they are saved;
 SAVING_BYTES = COPIES_BYTES + BUFFERS * FILE_BYTES  # what saving takes in all
 
 
-class Checkpoints:
+class CheckpointManager:
     """Saves the tables of a training run to a folder, whole or what has changed since the checkpoint before.
 
     path  the folder; made where it is not there
@@ -33,14 +33,15 @@ class Checkpoints:
         self.best_steps: list[int] = []  # the first of them that there is a checkpoint of is kept, too
         self.last: Checkpoint | None = None  # the one that the tables' changes are counted from
         self._increments = 0  # rows' bytes that those in its chain hold, the whole one left out
-        self._saving: Saving | None = None
+        self._writer: AsyncWriter | None = None
+        self._untaken: AsyncWriter | None = None
         self._channel: Any = None  # to the other ranks, for the thread that writes
         self._lock = ExitStack()
         self._locked: IO[Any] | None = None
         self.most_copied = 0  # bytes of rows that were copied aside at once
         self.copying_seconds = 0.0  # that training has spent with that
 
-    def __enter__(self) -> "Checkpoints":
+    def __enter__(self) -> "CheckpointManager":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -88,11 +89,11 @@ class Checkpoints:
     @property
     def is_saving(self) -> bool:
         """Tell whether a checkpoint is being written still."""
-        return self._saving is not None and self._saving.is_running
+        return self._writer is not None and self._writer.is_running
 
     def save(
         self, tables: Iterable[Any], step: int, content: Content, *, state_sha256: str | None = None
-    ) -> Saving:  # fmt: skip
+    ) -> AsyncWriter:  # fmt: skip
         """Begin to write a checkpoint of the tables as they are now, and return it; training may go on.
 
         Waits for the one before. Tables on a device are copied first; where they are too large for that, they are
@@ -101,6 +102,7 @@ class Checkpoints:
         tables  nobody writes them until this returns; host tables are up to date with their caches
         """
         self.join()
+        self.lock()
         if self._ranks is not None and self._channel is None:
             self._channel = self._ranks.channel()
         tables = sorted(tables, key=lambda table: table.name)
@@ -117,33 +119,33 @@ class Checkpoints:
             raise
         waits = any(isinstance(item.source, DeviceRows) and item.source.is_live for item in items)
 
-        def ended(saving: Saving) -> None:
+        def ended(writer: AsyncWriter) -> None:
             budget.close()
             self.most_copied = max(self.most_copied, budget.most)
             self.copying_seconds += budget.seconds
-            if saving.checkpoint is not None:
+            if writer.checkpoint is not None:
                 for table in tables:
                     if hasattr(table, "note_changes"):
-                        table.changes.since = self._token(saving.checkpoint)
+                        table.changes.since = self._token(writer.checkpoint)
                 written = sum(item.source.count * _row_bytes(item.table) for item in items)
                 self._increments = 0 if parent is None else self._increments + written
-                self.last = saving.checkpoint
+                self.last = writer.checkpoint
 
-        saving = self._saving = Saving(
+        writer = self._writer = self._untaken = AsyncWriter(
             self.path, step, items, content, parent, keep=self.keep, best_steps=list(self.best_steps),
             state_sha256=state_sha256, on_end=ended,
             channel=self._channel,
             release=(lambda: None) if self._hold else self._unlock,
         )  # fmt: skip
         if waits:
-            saving.join()
-        return saving
+            writer.join()
+        return writer
 
     def _parent(self, tables: Sequence[Any]) -> Checkpoint | None:
         """Return the checkpoint to which the next one adds; None where that is to be whole."""
         known = self.last is not None and folder.is_there(self.last) and self._is_of(self.last, tables)
-        whole = sum(table.rows * _row_bytes(described(table)) for table in tables)
-        new = sum(self._changed_rows(table) * _row_bytes(described(table)) for table in tables) if known else 0
+        whole = sum(table.rows * _row_bytes(describe_table(table)) for table in tables)
+        new = sum(self._changed_rows(table) * _row_bytes(describe_table(table)) for table in tables) if known else 0
         votes = [[known, self._increments + new, whole]]
         if self._ranks is not None:
             votes = self._ranks.control.share(votes[0])
@@ -153,13 +155,13 @@ class Checkpoints:
     @staticmethod
     def _is_of(last: Checkpoint, tables: Sequence[Any]) -> bool:
         """Tell whether a checkpoint is of these tables, with their rows in the same order."""
-        mine = [described(table) for table in tables]
+        mine = [describe_table(table) for table in tables]
         return {(table.name, table.rows, table.order) for table in last.manifest.tables} == {
             (table.name, table.rows, table.order) for table in mine
         }
 
     def _item(self, table: Any, budget: Budget, *, whole: bool) -> Item:
-        about = described(table)
+        about = describe_table(table)
         if not hasattr(table, "note_changes"):
             rows = DeviceRows(table, COPIES_BYTES)
             return Item(about, rows, True, rows.stop, lambda saved: None)
@@ -192,10 +194,17 @@ class Checkpoints:
         self._locked = None
         self._lock.close()
 
+    def take_ended(self) -> AsyncWriter | None:
+        """Return the last writer once it has ended; None while it runs, and where it was taken before."""
+        if self.is_saving:
+            return None
+        ended, self._untaken = self._untaken, None
+        return ended
+
     def join(self) -> None:
-        """Wait for what is being written."""
-        if self._saving is not None:
-            self._saving.join()
+        """Wait until the last checkpoint is written."""
+        if self._writer is not None:
+            self._writer.join()
 
 
 def _row_bytes(table: Table) -> int:

@@ -89,7 +89,7 @@ class Content(NamedTuple):
     digest: DigestNames
 
 
-class Saving:
+class AsyncWriter:
     """A checkpoint that is being written, in threads of its own."""
 
     def __init__(
@@ -100,10 +100,10 @@ class Saving:
         content: Content,
         parent: Checkpoint | None,
         *,
-        keep: int,
+        keep: int = 0,
         best_steps: Sequence[int] = (),
         state_sha256: str | None,
-        on_end: Callable[["Saving"], None],
+        on_end: Callable[["AsyncWriter"], None] = lambda writer: None,
         channel: Channel | None = None,
         release: Callable[[], None] = lambda: None,
     ) -> None:
@@ -139,7 +139,7 @@ class Saving:
         assert self.checkpoint is not None
         return self.checkpoint
 
-    def unheard(self) -> str | None:
+    def take_failure(self) -> str | None:
         """Return, once, why it has failed where nobody has waited for it; None where it has not, or goes on."""
         if self.is_running or self.error is None or self.is_heard:
             return None
@@ -360,7 +360,7 @@ def _write(root: Path, name: str, pieces: Iterable[bytes]) -> File:
         file.close()
 
 
-def described(table: Any) -> Table:
+def describe_table(table: Any) -> Table:
     """Return what a manifest says of a table."""
     optimizer = table.optimizer
     return Table(
