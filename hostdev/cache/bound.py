@@ -131,9 +131,20 @@ def least_cost(
 
 @kernel
 def _pay(
-    start: Any, stop: Any, starts: Any, batches: Any, until: Any, entry: Any, passed: Any, admitted: Any, evicted: Any,
-    choices: Any, kept: Any, totals: Any, piece: Any,
-) -> None:  # fmt: skip
+    start: Any,
+    stop: Any,
+    starts: Any,
+    batches: Any,
+    until: Any,
+    entry: Any,
+    passed: Any,
+    admitted: Any,
+    evicted: Any,
+    choices: Any,
+    kept: Any,
+    totals: Any,
+    piece: Any,
+) -> None:
     """Find what the rows [start, stop) pay, slots included, each at its least.
 
     until    float64 [T + 2], the prices of a slot before the batches up to each, summed

@@ -145,9 +145,17 @@ class Directory:
         expected, chosen = self._told(ids, positions)
         by_count = self._likeliest is not None and self._likeliest.per_use == 0
         _insert(
-            ids, positions, expected, chosen, COUNT if by_count else MEMBER, self._index, self._shift, self.rows,
-            self.values, self._state,
-        )  # fmt: skip
+            ids,
+            positions,
+            expected,
+            chosen,
+            COUNT if by_count else MEMBER,
+            self._index,
+            self._shift,
+            self.rows,
+            self.values,
+            self._state,
+        )
         return positions
 
     def look(self, ids: Positions) -> tuple[Positions, npt.NDArray[np.int32], npt.NDArray[np.float32]]:
@@ -300,9 +308,17 @@ def _find(start: Any, stop: Any, ids: Any, index: Any, shift: Any, rows: Any, po
 
 @kernel
 def _insert(
-    ids: Any, positions: Any, chances: Any, chosen: Any, flag: Any, index: Any, shift: Any, rows: Any, values: Any,
+    ids: Any,
+    positions: Any,
+    chances: Any,
+    chosen: Any,
+    flag: Any,
+    index: Any,
+    shift: Any,
+    rows: Any,
+    values: Any,
     state: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Give those of ids [U] a position that have none; there is room, and each of them is there once.
 
     chances  float32 [U], of those
@@ -345,9 +361,7 @@ def _goes(rows: Any, p: Any, before: Any) -> Any:
 
 
 @kernel
-def _forget(
-    start: Any, stop: Any, rows: Any, before: Any, index: Any, shift: Any, counted: Any, piece: Any
-) -> None:  # fmt: skip
+def _forget(start: Any, stop: Any, rows: Any, before: Any, index: Any, shift: Any, counted: Any, piece: Any) -> None:
     """Forget those at the positions [start, stop) that have no slot and that no batch from `before` on uses.
 
     counted  int64 [pieces, 2], written: rows that went; those whose place in the hash table is not empty now

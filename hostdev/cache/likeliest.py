@@ -102,9 +102,18 @@ def chances(start: Any, stop: Any, counts: Any, per_use: Any, out: Any) -> None:
 
 @kernel
 def told(
-    start: Any, stop: Any, ids: Any, positions: Any, counts: Any, per_use: Any, key: Any, last: Any, above: Any,
-    chances: Any, members: Any,
-) -> None:  # fmt: skip
+    start: Any,
+    stop: Any,
+    ids: Any,
+    positions: Any,
+    counts: Any,
+    per_use: Any,
+    key: Any,
+    last: Any,
+    above: Any,
+    chances: Any,
+    members: Any,
+) -> None:
     """Write for those ids[start:stop] that have no position yet how likely each is, and whether it is of `Likeliest`.
 
     chances  float32 [U]
@@ -121,7 +130,7 @@ def told(
 @kernel
 def _digits(
     start: Any, stop: Any, counts: Any, per_use: Any, key: Any, shift: Any, histograms: Any, piece: Any
-) -> None:  # fmt: skip
+) -> None:
     """Count the digits at `shift` of the rows [start, stop) that have those above it of `key`; its others are 0."""
     histogram = histograms[piece]
     for row in range(np.uint64(start), np.uint64(stop)):

@@ -122,9 +122,14 @@ class Statistics:
 
 
 def planner_bytes(
-    rows: int, capacity: int, unique: int = 0, window: int = WINDOW, *, batches: int | None = None,
+    rows: int,
+    capacity: int,
+    unique: int = 0,
+    window: int = WINDOW,
+    *,
+    batches: int | None = None,
     budget: int = BUDGET,
-) -> int:  # fmt: skip
+) -> int:
     """Return the bytes of a planner, at most; where not all rows fit the budget they depend on the batches.
 
     unique   ids of a batch; what batches add is left out without it
@@ -186,7 +191,7 @@ class Planner:
         self._margin = (1 << FINE_BITS) - 1 if kind == LOOKAHEAD else 0
         self._directory = (
             AllRows(rows, capacity) if rows * ROW <= budget else Directory(rows, capacity, self.window, _kept(budget))
-        )  # fmt: skip
+        )
         self._slots = np.empty(capacity, np.int32)  # the position of the row in each of the first `filled`
         self._exchanging = False  # else an interruption has left slots that nobody counts
         if kind == STATIC:

@@ -82,9 +82,18 @@ def _chance(rows: Any, values: Any, row: Any, now: Any, decays: Any) -> Any:
 
 @kernel
 def _value(
-    some: Any, count: Any, now: Any, rows: Any, values: Any, decays: Any, table: Any, chances: Any, of_late: Any,
-    places: Any, keys: Any,
-) -> None:  # fmt: skip
+    some: Any,
+    count: Any,
+    now: Any,
+    rows: Any,
+    values: Any,
+    decays: Any,
+    table: Any,
+    chances: Any,
+    of_late: Any,
+    places: Any,
+    keys: Any,
+) -> None:
     """Write chances and keys of the first `count` rows of a block: indices, of a table [RATES << bits], and 4 bits.
 
     In loops of their own: what is read from anywhere, what is calculated, which the compiler does for several rows at
@@ -116,9 +125,12 @@ def _value(
 def _block() -> Any:
     """Return room for what `_value` reads and writes."""
     return (
-        np.empty(_BLOCK, np.int64), np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32),
-        np.empty(_BLOCK, np.uint32), np.empty(_BLOCK, np.uint16),
-    )  # fmt: skip
+        np.empty(_BLOCK, np.int64),
+        np.empty(_BLOCK, np.float32),
+        np.empty(_BLOCK, np.float32),
+        np.empty(_BLOCK, np.uint32),
+        np.empty(_BLOCK, np.uint16),
+    )
 
 
 @kernel
@@ -159,9 +171,23 @@ def judge(watched: Any, now: Any, rows: Any, values: Any, decays: Any, weights: 
 
 @kernel
 def classify(
-    start: Any, stop: Any, ids: Any, uses: Any, now: Any, rows: Any, values: Any, decays: Any, indices: Any,
-    hits: Any, hit_slots: Any, missed: Any, keys: Any, histograms: Any, totals: Any, piece: Any,
-) -> None:  # fmt: skip
+    start: Any,
+    stop: Any,
+    ids: Any,
+    uses: Any,
+    now: Any,
+    rows: Any,
+    values: Any,
+    decays: Any,
+    indices: Any,
+    hits: Any,
+    hit_slots: Any,
+    missed: Any,
+    keys: Any,
+    histograms: Any,
+    totals: Any,
+    piece: Any,
+) -> None:
     """Find the slots of ids[start:stop] of batch `now.number`, and what those are worth that have none.
 
     indices          uint8 [2, RATES << bits], by `prices`
@@ -205,9 +231,18 @@ def classify(
 
 @kernel
 def score(
-    start: Any, stop: Any, slot_ids: Any, now: Any, rows: Any, values: Any, decays: Any, indices: Any,
-    keys: Any, histograms: Any, piece: Any,
-) -> None:  # fmt: skip
+    start: Any,
+    stop: Any,
+    slot_ids: Any,
+    now: Any,
+    rows: Any,
+    values: Any,
+    decays: Any,
+    indices: Any,
+    keys: Any,
+    histograms: Any,
+    piece: Any,
+) -> None:
     """Write the keys of the rows in slots [start, stop) to keys uint16 from `start` on, and count them.
 
     A row goes if a newcomer's key is larger, by the margin.

@@ -123,12 +123,10 @@ class Simulation:
         return [
             Simulated(
                 optimal(self._recorded, self._rows, size, since=self._half),
-                least=tuple(
-                    bound.least_cost(uses, size, costs, first=0.0, visits=_VISITS) for costs in self._others
-                ),
+                least=tuple(bound.least_cost(uses, size, costs, first=0.0, visits=_VISITS) for costs in self._others),
             )
             for size in self._sizes
-        ]  # fmt: skip
+        ]
 
 
 def add_up(parts: Iterable[Statistics]) -> Statistics:

@@ -38,8 +38,10 @@ def _info(arguments: argparse.Namespace) -> int:
     for table in newest.manifest.tables:
         slots = ", ".join([*table.slots, *table.row_slots]) or "none"
         weights = "" if table.dtype == FP32 else f", weights {table.dtype}"
-        print(f"table {table.name}: {table.rows:,} x {table.dim}, {table.optimizer} (slots {slots}){weights}, step "
-              f"{table.step:,}")  # fmt: skip
+        print(
+            f"table {table.name}: {table.rows:,} x {table.dim}, {table.optimizer} (slots {slots}){weights}, step "
+            f"{table.step:,}"
+        )
     print(f"state_sha256 {newest.manifest.state_sha256 or 'not computed; verify does it'}")
     return code
 
@@ -138,9 +140,14 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 _COMMANDS = {
-    "info": _info, "verify": _verify, "diff": _diff, "compact": _compact, "merge": _merge, "reshard": _reshard,
+    "info": _info,
+    "verify": _verify,
+    "diff": _diff,
+    "compact": _compact,
+    "merge": _merge,
+    "reshard": _reshard,
     "export": _export,
-}  # fmt: skip
+}
 
 
 def run(arguments: argparse.Namespace) -> int:

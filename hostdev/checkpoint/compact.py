@@ -84,8 +84,10 @@ def write_anew(layers: Layers, items: Sequence[Item], path: Path) -> Path:
     newest = layers.manifest
     others = {
         file.file: checkpoint.path / file.file
-        for checkpoint in layers.chain for file in checkpoint.manifest.others if file.file.startswith("data/")
-    }  # fmt: skip
+        for checkpoint in layers.chain
+        for file in checkpoint.manifest.others
+        if file.file.startswith("data/")
+    }
     names = [(name, key) for name, key in newest.state.get("digest", [])]
     content = Content(newest.state, tensors_of(layers), others, names)
     return AsyncWriter(path, newest.step, items, content, None, state_sha256=newest.state_sha256).wait().path

@@ -30,8 +30,9 @@ class Fit(NamedTuple):
         found += [f"table {name!r} of {self.path} is left out, as there is none here" for name in self.left]
         return found + [
             f"table {name!r} has {there:,} rows in {self.path}; the others of the {here:,} here stay as they are"
-            for name, (there, here) in self.taken.items() if there < here
-        ]  # fmt: skip
+            for name, (there, here) in self.taken.items()
+            if there < here
+        ]
 
     def lines(self) -> list[str]:
         """Return a line for each table of a new run: which rows are taken, and which keep their initial values."""
@@ -63,8 +64,9 @@ def fit_tables(chain: Chain, tables: Mapping[str, Any]) -> Fit:
             shown = [f"{kind}{_arguments(values)}" for kind, values in (theirs, mine)]
             raise UserError(f"{newest.path}: table {name!r} has the optimizer {shown[0]} there, and {shown[1]} here")
         if there.dtype != table.dtype:
-            raise UserError(f"{newest.path}: the weights of table {name!r} are {there.dtype} there, and {table.dtype} "
-                            "here")  # fmt: skip
+            raise UserError(
+                f"{newest.path}: the weights of table {name!r} are {there.dtype} there, and {table.dtype} here"
+            )
         if there.rows > table.total_rows:
             raise UserError(
                 f"table {name!r} has {there.rows:,} rows in {newest.path}, more than the {table.total_rows:,} here"

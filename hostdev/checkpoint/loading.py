@@ -130,11 +130,15 @@ def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -
     for name in tables:
         layers.ranges(name)  # no gaps
     wanted = [
-        [(checkpoint.path / file.file, table, file, tables[table.name])
-         for table in checkpoint.manifest.tables if table.name in tables for file in table.files
-         if _concerns(table, file, tables[table.name])]
+        [
+            (checkpoint.path / file.file, table, file, tables[table.name])
+            for table in checkpoint.manifest.tables
+            if table.name in tables
+            for file in table.files
+            if _concerns(table, file, tables[table.name])
+        ]
         for checkpoint in chain
-    ]  # fmt: skip
+    ]
     whole = sum(file.bytes for work in wanted for _, _, file, _ in work)
     load = partial(_load, _Memory(), check=check)
     with _workers() as pool, bar(whole, "loading", "B", unit_scale=True) as progress:

@@ -71,8 +71,9 @@ class MappedTable:
         for checkpoint in chain:
             table = checkpoint.manifest.table(name)
             if (table.dim, table.order) != (about.dim, about.order) or table.rows > about.rows:
-                raise BrokenCheckpointError(f"{checkpoint.path} is broken (table {name!r} has another shape than in "
-                                            f"{chain[-1].path})")  # fmt: skip
+                raise BrokenCheckpointError(
+                    f"{checkpoint.path} is broken (table {name!r} has another shape than in {chain[-1].path})"
+                )
         self._held: list[Any] = []  # the memory that `files` points into
         found: list[list[int]] = []
         layers = [0]

@@ -78,8 +78,10 @@ class CheckpointManager:
         self.last = chain[-1] if chain[-1].path.parent.resolve() == self.path.resolve() else None
         self._increments = sum(
             file.rows * _row_bytes(table)
-            for checkpoint in chain[1:] for table in checkpoint.manifest.tables for file in table.files
-        )  # fmt: skip
+            for checkpoint in chain[1:]
+            for table in checkpoint.manifest.tables
+            for file in table.files
+        )
         if self._ranks is not None:
             self._increments //= self._ranks.size  # of this one, about
         for table in tables:
@@ -93,7 +95,7 @@ class CheckpointManager:
 
     def save(
         self, tables: Iterable[Any], step: int, content: Content, *, state_sha256: str | None = None
-    ) -> AsyncWriter:  # fmt: skip
+    ) -> AsyncWriter:
         """Begin to write a checkpoint of the tables as they are now, and return it; training may go on.
 
         Waits for the one before. Tables on a device are copied first; where they are too large for that, they are
@@ -132,11 +134,18 @@ class CheckpointManager:
                 self.last = writer.checkpoint
 
         writer = self._writer = self._untaken = AsyncWriter(
-            self.path, step, items, content, parent, keep=self.keep, best_steps=list(self.best_steps),
-            state_sha256=state_sha256, on_end=ended,
+            self.path,
+            step,
+            items,
+            content,
+            parent,
+            keep=self.keep,
+            best_steps=list(self.best_steps),
+            state_sha256=state_sha256,
+            on_end=ended,
             channel=self._channel,
             release=(lambda: None) if self._hold else self._unlock,
-        )  # fmt: skip
+        )
         if waits:
             writer.join()
         return writer
@@ -168,8 +177,15 @@ class CheckpointManager:
         whole = whole or not self._knows_changes(table)
         changes = table.note_changes()
         snapshot = changes.begin(budget, everything=whole)
-        return Item(about, snapshot, whole, snapshot.end, lambda saved: changes.end(snapshot, saved=saved), table.start,
-                    table.rows)  # fmt: skip
+        return Item(
+            about,
+            snapshot,
+            whole,
+            snapshot.end,
+            lambda saved: changes.end(snapshot, saved=saved),
+            table.start,
+            table.rows,
+        )
 
     def _knows_changes(self, table: Any) -> bool:
         """Tell whether it is known which rows of a table were written since the last checkpoint here."""

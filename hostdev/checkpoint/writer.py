@@ -262,8 +262,12 @@ class AsyncWriter:
                     buffer, columns, row_columns = _columns(buffer, item.table, N)
                     item.source.read(start, stop, ids, columns, row_columns)
                     table = item.table
-                    rows = RowsOf(start, ids, dict(zip((WEIGHTS, *table.slots), columns, strict=True)),
-                                  dict(zip(table.row_slots, row_columns, strict=True)))  # fmt: skip
+                    rows = RowsOf(
+                        start,
+                        ids,
+                        dict(zip((WEIGHTS, *table.slots), columns, strict=True)),
+                        dict(zip(table.row_slots, row_columns, strict=True)),
+                    )
                     if self._channel is not None:
                         start, stop, ids = start + first, stop + first, None if ids is None else ids + first
                         rows = RowsOf(start, ids, rows.columns, rows.row_columns)
@@ -271,9 +275,13 @@ class AsyncWriter:
                     name = f"tables/{number}/{'' if self._channel is None else f'{self._channel.rank}-'}{piece}"
 
                     def write(
-                        name: str = name, table: Table = table, start: int = start, stop: int = stop,
-                        rows: RowsOf = rows, buffer: Rows = buffer,
-                    ) -> RangeFile:  # fmt: skip
+                        name: str = name,
+                        table: Table = table,
+                        start: int = start,
+                        stop: int = stop,
+                        rows: RowsOf = rows,
+                        buffer: Rows = buffer,
+                    ) -> RangeFile:
                         try:
                             return write_range(partial, name, table, start, stop, rows)
                         finally:

@@ -43,9 +43,15 @@ class Shape:
     """
 
     def __init__(
-        self, rows: int, dim: int, optimizer: SparseOptimizer, first: int, total: int, is_part: bool,
+        self,
+        rows: int,
+        dim: int,
+        optimizer: SparseOptimizer,
+        first: int,
+        total: int,
+        is_part: bool,
         ids: Callable[[int, int], npt.NDArray[np.int64]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rows, self.dim, self.optimizer = rows, dim, optimizer
         self.first, self.total, self.is_part, self.ids = first, total, is_part, ids
         self.slots = np.array(list(optimizer.slots.values()), np.float32)

@@ -34,8 +34,13 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
     backend.make_deterministic(device)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        predictor = Predictor(arguments.checkpoint, device=device, model=arguments.model, which=arguments.which,
-                              _encodes=not arguments.data.is_dir())  # fmt: skip
+        predictor = Predictor(
+            arguments.checkpoint,
+            device=device,
+            model=arguments.model,
+            which=arguments.which,
+            _encodes=not arguments.data.is_dir(),
+        )
     for warning in told:
         note(f"{prog}: {warning.message}")
     work = _work(arguments, predictor)

@@ -66,8 +66,10 @@ def open_checkpoint(path: Path, which: str | None) -> Opened:
                     check_file(checkpoint.path / file.file, file)
         state = newest_one.manifest.state
         if not isinstance(state, dict) or "more" not in state:
-            raise UserError(f"{newest_one.path} was written by Runtime.save, which does not record the model; use "
-                            "hostdev.open for its tables, or Runtime.load in the program that saved it")  # fmt: skip
+            raise UserError(
+                f"{newest_one.path} was written by Runtime.save, which does not record the model; use "
+                "hostdev.open for its tables, or Runtime.load in the program that saved it"
+            )
         values = values_of(found.chain)
         settings, dense = _settings(values["more"]["settings"]), values["dense"]["model"]
         layers = Layers(found.chain)
@@ -130,8 +132,10 @@ def model_class(settings: dict[str, Any], model: "str | type[Any] | None", path:
         return model
     if settings["model"] not in registry.NAMES:
         shown = str(settings["model"])[:100]
-        raise UserError(f"{path} is of the model {shown!r}, a class of one's own, whose module would be run; name it "
-                        "if you trust it: --model, or Predictor(..., model=)")  # fmt: skip
+        raise UserError(
+            f"{path} is of the model {shown!r}, a class of one's own, whose module would be run; name it "
+            "if you trust it: --model, or Predictor(..., model=)"
+        )
     return str(settings["model"])
 
 
@@ -144,7 +148,16 @@ def reading(path: Path) -> Iterator[None]:
         if len(str(error)) <= _LONGEST:
             raise
         raise type(error)(f"{str(error)[:_LONGEST]}...") from None  # the names in a file may be of any length
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError,
-            RuntimeError, OSError) as error:  # fmt: skip
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        OverflowError,
+        RecursionError,
+        RuntimeError,
+        OSError,
+    ) as error:
         why = in_words(error)[:200] or type(error).__name__
         raise BrokenCheckpointError(f"{path} is broken ({type(error).__name__}: {why})") from error

@@ -94,8 +94,10 @@ class Predictor:
         for name, spec in self.model.tables.items():
             table = self.tables[name]
             if (table.rows, table.dim) != (spec.rows, spec.dim):
-                raise UserError(f"{self.path} is of another model: table {name!r} is {table.rows} x {table.dim} there, "
-                                f"not {spec.rows} x {spec.dim}")  # fmt: skip
+                raise UserError(
+                    f"{self.path} is of another model: table {name!r} is {table.rows} x {table.dim} there, "
+                    f"not {spec.rows} x {spec.dim}"
+                )
 
     @property
     def batch_size(self) -> int:

@@ -63,8 +63,10 @@ def _is_one_row(rows: Mapping[Any, Any], schema: Schema, separators: Mapping[str
             return False
     for name, values in lists.items():
         if separators.get(name) and len(values) > 1:
-            raise UserError(f"column {name!r} has a list of {len(values)} values, which may be one row's or a row "
-                            "each; give a list of lists, a list for each row")  # fmt: skip
+            raise UserError(
+                f"column {name!r} has a list of {len(values)} values, which may be one row's or a row "
+                "each; give a list of lists, a list for each row"
+            )
     return any(len(values) > 1 for values in lists.values())
 
 

@@ -51,5 +51,7 @@ class UnknownValues:
             self._told.add(column.name)
             share, before = self._unknown[place] / uses, self._rates[place]
             shown = self._encoding.written(column.space).shown
-            yield (f"column {column.name!r}: {share:.1%} of {uses:,} values are out of vocabulary, and {before:.1%} "
-                   f"were in training, whose values were {shown}; are they written in the same way?")  # fmt: skip
+            yield (
+                f"column {column.name!r}: {share:.1%} of {uses:,} values are out of vocabulary, and {before:.1%} "
+                f"were in training, whose values were {shown}; are they written in the same way?"
+            )

@@ -29,12 +29,29 @@ KEEP = 3
 # What the bits depend on, beside the data: these must be as they were.
 IN_EFFECT = ("emb_dim", "table_optimizer", "table_lr", "lr")  # of these, what the model makes of them
 FIXED = (
-    "model", "emb_dim", "batch_size", "table_optimizer", "table_lr", "lr", "l2", "precision", "tf32", "seed",
-    "micro_batches", "gradients", "torch_threads", "shuffle_window", "table_dtype",
-)  # fmt: skip
+    "model",
+    "emb_dim",
+    "batch_size",
+    "table_optimizer",
+    "table_lr",
+    "lr",
+    "l2",
+    "precision",
+    "tf32",
+    "seed",
+    "micro_batches",
+    "gradients",
+    "torch_threads",
+    "shuffle_window",
+    "table_dtype",
+)
 _BEFORE = {  # in files of before there were such options
-    "micro_batches": 1, "gradients": None, "torch_threads": None, "shuffle_window": 1, "table_dtype": FP32,
-}  # fmt: skip
+    "micro_batches": 1,
+    "gradients": None,
+    "torch_threads": None,
+    "shuffle_window": 1,
+    "table_dtype": FP32,
+}
 
 
 class CheckpointError(UserError):
@@ -91,9 +108,7 @@ def folder_of(settings: TrainConfig, run_dir: Path) -> Path:
     return settings.checkpoint_dir or run_dir / FOLDER
 
 
-def find(
-    settings: TrainConfig, data: Manifest, check: Callable[[Chain], None] = verify
-) -> tuple[Start | None, str]:  # fmt: skip
+def find(settings: TrainConfig, data: Manifest, check: Callable[[Chain], None] = verify) -> tuple[Start | None, str]:
     """Return where a run with --resume goes on, None for the start, and a line that says so.
 
     check  raises BrokenCheckpointError for one that is not whole
@@ -121,8 +136,10 @@ def _start_of(settings: TrainConfig, data: Manifest, chain: Chain) -> Start:
     """Return a run's start from a checkpoint; UserError for one of another model or other data."""
     values = values_of(chain)
     if not isinstance(values, dict) or "more" not in values:
-        raise UserError(f"{chain[-1].path} was written by Runtime.save, which does not record the model; use "
-                        "Runtime.load in the program that saved it")  # fmt: skip
+        raise UserError(
+            f"{chain[-1].path} was written by Runtime.save, which does not record the model; use "
+            "Runtime.load in the program that saved it"
+        )
     start = Start(chain, values["more"])
     _require_same(settings, data, start)
     return start
@@ -134,9 +151,7 @@ def _told(found: Found, start: Start) -> str:
     return "\n".join([*lines, f"resume   {start.path}, after step {start.more['progress']['steps']:,}"])
 
 
-def begin(
-    settings: TrainConfig, data: Manifest, start: Start | None, load: Callable[[Start], None]
-) -> Start | None:  # fmt: skip
+def begin(settings: TrainConfig, data: Manifest, start: Start | None, load: Callable[[Start], None]) -> Start | None:
     """Load where a run goes on, whose tables' rows are checked meanwhile; return which checkpoint it was.
 
     Where the rows turn out to be damaged, older ones are loaded over them, and lines say so. Raises as `find` does.
@@ -302,7 +317,7 @@ class CheckpointSchedule:
         due = self._every is not None and step % self._every == 0
         late = self._seconds is not None and (
             time.monotonic() - self._last_began >= self._seconds and not self.manager.is_saving
-        )  # fmt: skip
+        )
         if self._ranks is None:
             return due or late
         due |= bool(self._ranks.told[SAVE])  # in the last step, by the first

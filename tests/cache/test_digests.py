@@ -136,9 +136,7 @@ def test_every_policy_and_size_on_the_real_sample(criteo_sample, tmp_path, seed)
     def result(depth, **cache):
         spec = CacheSpec(**cache, counts=counts) if cache else None
         model = WideDeep(found.schema, 8, seed=seed)
-        trainer = Trainer(
-            model, host_device_mix=True, device=torch.device("cpu"), seed=seed, depth=depth, cache=spec
-        )  # fmt: skip
+        trainer = Trainer(model, host_device_mix=True, device=torch.device("cpu"), seed=seed, depth=depth, cache=spec)
         losses = [tuple(step.value) for step in trainer.train(batches)]
         return losses, trainer.state_sha256()
 

@@ -210,10 +210,13 @@ def test_an_interruption_between_rows_and_hash_table():
 def test_the_likeliest_are_those_of_a_sort(capacity, kind):
     rng = np.random.default_rng(capacity)
     counts = {
-        "few": rng.integers(0, 4, 300), "many": rng.integers(0, 10**6, 300), "one": np.ones(300, int),
-        "float": np.abs(rng.normal(size=300).round(1)) * 100, "huge": rng.integers(2**52, 2**62, 300),
+        "few": rng.integers(0, 4, 300),
+        "many": rng.integers(0, 10**6, 300),
+        "one": np.ones(300, int),
+        "float": np.abs(rng.normal(size=300).round(1)) * 100,
+        "huge": rng.integers(2**52, 2**62, 300),
         "below 0": rng.normal(size=300).round(1),
-    }[kind]  # fmt: skip
+    }[kind]
     ids = np.arange(300)
     all_rows, some = AllRows(300, capacity), Directory(300, capacity, 0)
     all_rows.choose(counts)

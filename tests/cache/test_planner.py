@@ -347,8 +347,16 @@ def test_the_optimum_against_all_that_is_possible():
 
 def test_sizes():
     assert [rows_of(size, 1000) for size in (0, "0", 7, "7", "1%", "0.05%", "100%", 5000, "0%")] == [
-        0, 0, 7, 7, 10, 1, 1000, 1000, 0,
-    ]  # fmt: skip
+        0,
+        0,
+        7,
+        7,
+        10,
+        1,
+        1000,
+        1000,
+        0,
+    ]
 
 
 def test_wrong_arguments():

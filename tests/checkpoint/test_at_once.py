@@ -51,8 +51,9 @@ def test_a_run_directory_has_one_run(trained, run_dir, small_data, tmp_path, sav
     before = _files(path)
     code, _, err = trained(*small(small_data, path, *MIX, *options, "--max-steps", 6, "--resume"))
     assert (code, err) == (
-        2, f"hostdev.train: error: --run-dir {path} is in use: another process trains there; wait for it, or end it\n",
-    )  # fmt: skip
+        2,
+        f"hostdev.train: error: --run-dir {path} is in use: another process trains there; wait for it, or end it\n",
+    )
     assert _files(path) == before
     first.close()
     assert trained(*small(small_data, path, *MIX, *options, "--max-steps", 6, "--resume"))[0] == 0

@@ -219,9 +219,7 @@ def test_export_is_read_by_others(saved, tmp_path, form):
                 found = np.stack(pd.read_parquet(out / f"{table.name}.parquet")[name])
             np.testing.assert_array_equal(found.reshape(expected.shape), expected)
     dense = torch.load(out / "dense.pt", weights_only=True)
-    assert dense.keys() == {
-        key.removeprefix("model.") for key in layers.manifest.state["dense"]["model"]
-    }  # fmt: skip
+    assert dense.keys() == {key.removeprefix("model.") for key in layers.manifest.state["dense"]["model"]}
     ids = pq.read_table(out / ("ids.parquet" if form != "parquet" else f"{layers.manifest.tables[0].name}.parquet"))
     frame = ids.to_pandas()
     assert frame["id"].tolist() == list(range(len(frame)))

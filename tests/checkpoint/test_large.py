@@ -73,7 +73,7 @@ def test_a_large_table_with_little_memory_beside(tmp_path):
         command = [sys.executable, "-c", CODE, what, str(tmp_path / "c"), str(rows), *map(str, more)]
         ran = subprocess.run(
             command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, timeout=900, check=False
-        )  # fmt: skip
+        )
         assert ran.returncode == 0, ran.stderr
         lines = dict(line.split(None, 1) for line in ran.stdout.splitlines() if line.startswith(("beside", "sum")))
         print(what, lines)

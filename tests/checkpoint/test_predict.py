@@ -84,14 +84,34 @@ def test_raw_text_of_rows_never_seen_is_as_its_shards(trained, tmp_path, capsys)
     """Values of another draw, many of them unseen; with and without labels, and with a line that is none."""
     write_text(Synthetic(500, 77), tmp_path / "new.txt")
     lines = (tmp_path / "new.txt").read_text().splitlines()
-    assert run(predict, "--checkpoint", trained / "run/checkpoints", "--data", tmp_path / "new.txt",
-               "--out", tmp_path / "a.parquet") == 0  # fmt: skip
+    assert (
+        run(
+            predict,
+            "--checkpoint",
+            trained / "run/checkpoints",
+            "--data",
+            tmp_path / "new.txt",
+            "--out",
+            tmp_path / "a.parquet",
+        )
+        == 0
+    )
     assert "AUC" in capsys.readouterr().out
     bare = [line.partition("\t")[2] for line in lines]
     bare.insert(3, "what is this")
     (tmp_path / "bare.txt").write_text("\n".join(bare))
-    assert run(predict, "--checkpoint", trained / "run/checkpoints", "--data", tmp_path / "bare.txt",
-               "--out", tmp_path / "b.parquet") == 0  # fmt: skip
+    assert (
+        run(
+            predict,
+            "--checkpoint",
+            trained / "run/checkpoints",
+            "--data",
+            tmp_path / "bare.txt",
+            "--out",
+            tmp_path / "b.parquet",
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "AUC" not in printed
     assert "1 malformed line has no probability" in printed
@@ -225,8 +245,13 @@ def test_missing_values_labels_and_one_row(films):
     rows = {**texts, "genres": ["Drama|War", np.nan, None], "history": [None, "m0005", "m0005 m0007"]}
     expected = predictor(pd.DataFrame(rows))
     plain = {name: ["" if isinstance(v, float | None) and name != "age" else v for v in rows[name]] for name in rows}
-    for given in (rows, {n: np.array(v, object) for n, v in rows.items()}, {n: pd.Series(v) for n, v in rows.items()},
-                  plain, {**rows, "liked": ["?", 7, [1]]}):  # fmt: skip
+    for given in (
+        rows,
+        {n: np.array(v, object) for n, v in rows.items()},
+        {n: pd.Series(v) for n, v in rows.items()},
+        plain,
+        {**rows, "liked": ["?", 7, [1]]},
+    ):
         np.testing.assert_array_equal(predictor(given), expected)
     [one] = predictor(ROW)
     lists = {"genres": ["Drama", "War"], "history": ("m0005", "m0007")}

@@ -38,8 +38,9 @@ OWN = ["--model", "tests.own_models:ThreeTables"]
 )
 def test_a_run_goes_on_in_any_mode(device, trained, small_data, tmp_path, steps, then):
     assert trained(*small(small_data, "plain", *MIX, device=device))[0] == 0
-    code, printed, _ = trained(*small(small_data, "run", *CACHE, "--checkpoint-every", 2, "--resume", "--max-steps",
-                                      steps, device=device))  # fmt: skip
+    code, printed, _ = trained(
+        *small(small_data, "run", *CACHE, "--checkpoint-every", 2, "--resume", "--max-steps", steps, device=device)
+    )
     assert code == 0
     assert "there is no checkpoint in run/checkpoints yet: from the start" in printed
     assert f"the last after step {steps}" in printed
@@ -60,9 +61,12 @@ def test_bfloat16_weights_go_on_in_any_mode(device, trained, small_data, tmp_pat
     assert trained(*options("run", "--checkpoint-every", 2, "--max-steps", 13, "--resume"))[0] == 0  # on the device
     assert trained(*options("run", *MIX, "--pipeline-depth", 0, "--checkpoint-every", 3, "--resume"))[0] == 0
     assert logs(tmp_path / "run") == logs(tmp_path / "plain")
-    for command, told in ((["diff", "run/checkpoints", "plain/checkpoints"], "equal\n"),
-                          (["verify", "run/checkpoints"], "whole"), (["info", "run/checkpoints"], "weights bf16"),
-                          (["compact", "run/checkpoints"], "")):  # fmt: skip
+    for command, told in (
+        (["diff", "run/checkpoints", "plain/checkpoints"], "equal\n"),
+        (["verify", "run/checkpoints"], "whole"),
+        (["info", "run/checkpoints"], "weights bf16"),
+        (["compact", "run/checkpoints"], ""),
+    ):
         assert cli.run(checkpoint.PROG, checkpoint.main, command) == 0
         assert told in capsys.readouterr().out
     assert trained(*options("run", *MIX, "--resume"))[0] == 0  # from the compacted one
@@ -184,7 +188,7 @@ def test_a_finished_run_that_is_gone_on_with_saves_nothing(trained, small_data, 
         assert "calls     mean us" not in printed
         assert [line for line in printed.splitlines() if line.startswith(("best", "state_sha256"))] == [
             line for line in first.splitlines() if line.startswith(("best", "state_sha256"))
-        ]  # fmt: skip
+        ]
     assert trained(*small(small_data, "third", *MIX), "--checkpoint-every", 5, "--resume", "run")[0] == 0
     assert names(tmp_path / "third/checkpoints") == ["step-0000000016"]  # of another folder, so it is saved
 
@@ -327,8 +331,12 @@ def test_a_folder_that_is_removed_or_a_file(trained, small_data, tmp_path, monke
 def started(tmp_path, *options, module="hostdev.train"):
     return subprocess.Popen(
         [sys.executable, "-m", module, *map(str, options)],
-        cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def await_steps(process, log, count):
@@ -383,8 +391,12 @@ def test_a_second_signal_ends_at_once_and_leaves_what_was_whole(tmp_path, comman
     options = small("data", "run", *MIX, "--checkpoint-every", 2, "--epochs", 1000)
     process = subprocess.Popen(
         [sys.executable, "slow.py", *map(str, options)],
-        cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     while "writing" not in process.stdout.readline():  # two threads print
         assert process.poll() is None, process.communicate()
     process.send_signal(signal.SIGINT)

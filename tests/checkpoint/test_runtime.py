@@ -292,9 +292,14 @@ def test_the_end_of_the_program_waits_for_the_writing(tmp_path):
         "    hostdev.Runtime(tables, device='cpu').save(name, extra={'a': 1}, wait=False)\n"
     )
     process = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True,
-        timeout=120, check=False,
-    )  # fmt: skip
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     line = f"hostdev: warning: the checkpoint of step 0 was not saved: {tmp_path / 'broken'}: No space left on device\n"
     assert (process.returncode, process.stderr) == (0, line)
     verify(folder.chain_of(tmp_path / "whole/step-0000000000"))

@@ -65,9 +65,10 @@ def parquet(path):
 def runs(tmp_path_factory):
     path = tmp_path_factory.mktemp("runs")
     return {
-        "csv": trained(path / "csv", csv), "parquet": trained(path / "parquet", parquet),
+        "csv": trained(path / "csv", csv),
+        "parquet": trained(path / "parquet", parquet),
         "hashed": trained(path / "hashed", csv, "--hash-buckets", 1000),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("name", ["csv", "parquet", "hashed"])

@@ -110,13 +110,16 @@ def test_a_folder_of_checkpoints_may_be_a_link(saved, tmp_path, capsys):
     assert run("verify", tmp_path / "here") == 0
 
 
-@pytest.mark.parametrize(("edit", "told"), [
-    (lambda table: table.update(dim=3), "has other dim"),
-    (lambda table: table.update(rows=table["rows"] + 1), "has other rows"),
-    (lambda table: table.update(order="spread"), "has other order"),
-    (lambda table: table.update(slots=[]), "has other slots"),
-    (lambda table: table.update(name="renamed"), "it has other tables"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [
+        (lambda table: table.update(dim=3), "has other dim"),
+        (lambda table: table.update(rows=table["rows"] + 1), "has other rows"),
+        (lambda table: table.update(order="spread"), "has other order"),
+        (lambda table: table.update(slots=[]), "has other slots"),
+        (lambda table: table.update(name="renamed"), "it has other tables"),
+    ],
+)
 def test_one_that_adds_to_tables_of_another_shape(saved, edit, told):
     """A child with another `dim` was looked up in memory that nobody had written."""
     newest = folder.names_in(saved)[-1]
@@ -160,8 +163,12 @@ def test_a_whole_one_without_all_rows(saved, kind):
         MappedTable(folder.chain_of(saved / first), "second")
     about = manifest.read(saved / first).table("second")
     table = HostTable(about.rows, about.dim, LazyAdam(lr=1e-2), name="second")
-    tables = {each.name: HostTable(each.rows, each.dim, SGD(lr=1.0) if each.optimizer == "SGD" else LazyAdam(lr=1e-2),
-                                   name=each.name) for each in manifest.read(saved / first).tables}  # fmt: skip
+    tables = {
+        each.name: HostTable(
+            each.rows, each.dim, SGD(lr=1.0) if each.optimizer == "SGD" else LazyAdam(lr=1e-2), name=each.name
+        )
+        for each in manifest.read(saved / first).tables
+    }
     with pytest.raises(BrokenCheckpointError, match="has gaps|its rows are not those of"):
         load_tables(folder.chain_of(saved / first), {**tables, "second": table}, check=True)
 

@@ -26,9 +26,15 @@ from hostdev.kernels.unique import unique
 from tests import naive
 
 OPTIMIZERS = [
-    LazyAdam(), LazyAdam(nesterov=True, lr=0.01), FTRL(), FTRL(l1=0.5, l2=0.01), FTRL(lr_power=-0.3),
-    SGD(), Adagrad(), RowWiseAdagrad(),
-]  # fmt: skip
+    LazyAdam(),
+    LazyAdam(nesterov=True, lr=0.01),
+    FTRL(),
+    FTRL(l1=0.5, l2=0.01),
+    FTRL(lr_power=-0.3),
+    SGD(),
+    Adagrad(),
+    RowWiseAdagrad(),
+]
 
 
 def steps(dim, count=6):

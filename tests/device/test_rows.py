@@ -99,8 +99,9 @@ def check(made, device, way, rng, present=None):
     for out, expected, dtype in zip(outputs, made.outputs(), made.dtypes, strict=True):
         assert out.dtype == dtype
         same(out, torch.from_numpy(expected).to(dtype))
-    grads = [grad if present is None or number in present else None
-             for number, grad in enumerate(random_grads(rng, outputs))]  # fmt: skip
+    grads = [
+        grad if present is None or number in present else None for number, grad in enumerate(random_grads(rng, outputs))
+    ]
     pairs = [(out, grad.to(device)) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
     torch.autograd.backward(*zip(*pairs, strict=True))
     expected = made.gradient(grads, way)
@@ -197,9 +198,13 @@ def test_bags_are_those_of_torch(device, way, mode, weighted, padding):
     ids = rng.integers(0, 20, lengths.sum())
     weights = rng.standard_normal(len(ids), dtype=np.float32) if weighted else None
     expected = torch.nn.functional.embedding_bag(
-        torch.from_numpy(ids), table, torch.from_numpy(offsets_of(lengths)[:-1]).long(), mode=mode, padding_idx=padding,
+        torch.from_numpy(ids),
+        table,
+        torch.from_numpy(offsets_of(lengths)[:-1]).long(),
+        mode=mode,
+        padding_idx=padding,
         per_sample_weights=None if weights is None else torch.from_numpy(weights),
-    )  # fmt: skip
+    )
     grad = torch.from_numpy(rng.standard_normal(expected.shape, dtype=np.float32))
     expected.backward(grad)
 

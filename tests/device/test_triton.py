@@ -170,9 +170,13 @@ def test_the_contract_holds_in_the_interpreter(tmp_path, which, least):
     options = ["-q", "-p", "no:cacheprovider", "-m", which]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "tests/device/test_triton_ops.py"],
-        cwd=ROOT, env={**environment(tmp_path), "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**environment(tmp_path), "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= least
 

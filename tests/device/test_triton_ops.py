@@ -23,10 +23,18 @@ if INTERPRETED:
     _library = twins.register_on_cpu({name: ops.launching(name) for name in ops.SCHEMAS})
 
 OPTIMIZERS = [
-    LazyAdam(), LazyAdam(nesterov=True, lr=0.01), LazyAdam(lr=1.0, beta1=0.0, beta2=0.0, eps=1.0), FTRL(),
-    FTRL(l1=0.5, l2=0.01), FTRL(lr=1.0, l1=0.0, l2=0.0), SGD(), SGD(lr=1.0), Adagrad(), RowWiseAdagrad(),
+    LazyAdam(),
+    LazyAdam(nesterov=True, lr=0.01),
+    LazyAdam(lr=1.0, beta1=0.0, beta2=0.0, eps=1.0),
+    FTRL(),
+    FTRL(l1=0.5, l2=0.01),
+    FTRL(lr=1.0, l1=0.0, l2=0.0),
+    SGD(),
+    SGD(lr=1.0),
+    Adagrad(),
+    RowWiseAdagrad(),
     RowWiseAdagrad(lr=1.0),
-]  # fmt: skip
+]
 DIMS = [1, 3, 20, 80, 128]
 
 
@@ -37,9 +45,10 @@ def later(*case):
 
 # The interpreter takes every other size for an optimizer, and the other ones for the next.
 UPDATES = [
-    later(optimizer, dim) if at else (optimizer, dim) for number, optimizer in enumerate(OPTIMIZERS)
+    later(optimizer, dim) if at else (optimizer, dim)
+    for number, optimizer in enumerate(OPTIMIZERS)
     for at, dim in enumerate(DIMS[number % 2 :: 2] if INTERPRETED else DIMS)
-]  # fmt: skip
+]
 EXTREMES = np.array([0.0, -0.0, 1e-42, -1e-45, 1e-38, 1e38, -3.4e38, np.inf, -np.inf, np.nan, 1.0], np.float32)
 
 
@@ -191,9 +200,16 @@ def test_gather_scaled(device, dim, dtype, scaled):
 
 
 COUNTS = [
-    [1], [64], [65], [1, 63, 64, 65, 128, 129, 2, 192, 193, 1], [63, 65, 1, 127, 129, 64, 64], [16_000],
-    [0, 70, 0, 1, 0], [1] * 300, [],
-]  # fmt: skip
+    [1],
+    [64],
+    [65],
+    [1, 63, 64, 65, 128, 129, 2, 192, 193, 1],
+    [63, 65, 1, 127, 129, 64, 64],
+    [16_000],
+    [0, 70, 0, 1, 0],
+    [1] * 300,
+    [],
+]
 
 
 def check_sums(device, rng, counts, dim, dtype, scaled):
@@ -242,9 +258,12 @@ LENGTHS = [[], [0], [3], [1, 0, 4, 5, 8, 0, 70], [0, 0], [300], [2] * 90]
 
 
 POOLED = [
-    (dim, mean, scaled) for dim in ((1, 80) if INTERPRETED else (1, 3, 80, 300))
-    for mean in (True, False) for scaled in (True, False) if mean == scaled or not INTERPRETED
-]  # fmt: skip
+    (dim, mean, scaled)
+    for dim in ((1, 80) if INTERPRETED else (1, 3, 80, 300))
+    for mean in (True, False)
+    for scaled in (True, False)
+    if mean == scaled or not INTERPRETED
+]
 
 
 @pytest.mark.parametrize(("dim", "mean", "scaled"), POOLED)

@@ -27,8 +27,17 @@ def generator(batches):
     yield from batches
 
 
-def train(accelerator, epochs, accumulate, *, runtime=None, wrap=lambda batches: batches, folder=None, resume=None,
-          inside=lambda: None):  # fmt: skip
+def train(
+    accelerator,
+    epochs,
+    accumulate,
+    *,
+    runtime=None,
+    wrap=lambda batches: batches,
+    folder=None,
+    resume=None,
+    inside=lambda: None,
+):
     """Return what `plain` does, of a loop as accelerate's users write it."""
     runtime, top = runtime or make_runtime(), make_top()
     optimizer, losses, steps = adam(top.parameters()), [], []
@@ -61,8 +70,9 @@ def test_the_loop_steps_where_it_does_without_reading_ahead(make_accelerator, ac
     assert found == plain(2, accumulate=accumulate, clip=0.02)
 
 
-@pytest.mark.parametrize("wrap", [generator, iter, lambda batches: tqdm(batches, disable=True)],
-                         ids=["generator", "iterator", "tqdm"])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrap", [generator, iter, lambda batches: tqdm(batches, disable=True)], ids=["generator", "iterator", "tqdm"]
+)
 def test_a_prepared_loader_may_be_wrapped(make_accelerator, wrap):
     found = train(make_accelerator(gradient_accumulation_steps=3), 2, 3, wrap=wrap)
     assert found == plain(2, accumulate=3, clip=0.02)

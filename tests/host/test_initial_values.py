@@ -90,13 +90,17 @@ def test_wrong_initial_values():
         (np.full((3, 2), np.nan), ValueError, "table 't': initial values must be finite, and those of row 0 are not"),
         (np.zeros(3), TypeError, "table 't': init is hostdev.Normal"),
         ("zeros", TypeError, "table 't': init is hostdev.Normal.*, not str"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(error, match=message):
             HostTable(3, 2, SGD(), name="t", init=init)
     for make in (
-        lambda: Normal(float("inf")), lambda: Normal(float("nan")), lambda: Constant(1e39),
-        lambda: Constant(float("nan")), lambda: Uniform(1, 1), lambda: Uniform(0, float("inf")),
-    ):  # fmt: skip
+        lambda: Normal(float("inf")),
+        lambda: Normal(float("nan")),
+        lambda: Constant(1e39),
+        lambda: Constant(float("nan")),
+        lambda: Uniform(1, 1),
+        lambda: Uniform(0, float("inf")),
+    ):
         with pytest.raises(ValueError, match="must be|not"):
             make()
 

@@ -65,21 +65,27 @@ def test_an_id_outside_names_table_id_and_position(table, ids, wrong, position, 
     assert table.step == 0
 
 
-@pytest.mark.parametrize(("ids", "error", "message"), [
-    ([1.5], TypeError, "int32 or int64, not float64"),
-    (np.array([1], np.uint8), TypeError, "not uint8"),
-    ([[1, 2]], ValueError, "one dimension, not 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        ([1.5], TypeError, "int32 or int64, not float64"),
+        (np.array([1], np.uint8), TypeError, "not uint8"),
+        ([[1, 2]], ValueError, "one dimension, not 2"),
+    ],
+)
 def test_wrong_ids(table, ids, error, message):
     with pytest.raises(error, match=message):
         table.lookup(ids)
 
 
-@pytest.mark.parametrize(("grads", "error", "message"), [
-    (np.ones((2, 4)), TypeError, "float32, not float64"),
-    (np.ones((1, 4), np.float32), ValueError, r"shape \(2, 4\), not \(1, 4\)"),
-    (np.ones((2, 3), np.float32), ValueError, r"shape \(2, 4\), not \(2, 3\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("grads", "error", "message"),
+    [
+        (np.ones((2, 4)), TypeError, "float32, not float64"),
+        (np.ones((1, 4), np.float32), ValueError, r"shape \(2, 4\), not \(1, 4\)"),
+        (np.ones((2, 3), np.float32), ValueError, r"shape \(2, 4\), not \(2, 3\)"),
+    ],
+)
 def test_wrong_gradients(table, grads, error, message):
     with pytest.raises(error, match=message):
         table.apply([1, 2], grads)
@@ -240,8 +246,10 @@ def test_tasks_of_several_tables_run_together(threads):
     for table, some, at, rows in zip(apart, ids, order, out, strict=True):
         np.testing.assert_array_equal(rows[at], table.lookup(some))
 
-    held = [[np.empty((len(ids[i]), *of.shape[1:]), np.float32) for i, of in enumerate(every)]
-            for every in ([table.block for table in apart], [table.row_slots for table in apart])]  # fmt: skip
+    held = [
+        [np.empty((len(ids[i]), *of.shape[1:]), np.float32) for i, of in enumerate(every)]
+        for every in ([table.block for table in apart], [table.row_slots for table in apart])
+    ]
     run(HostTable.read_rows_tasks, ids, *held, order)
     for table in together:
         table.storage.block[:] = 0

@@ -13,9 +13,19 @@ from hostdev.device.triton.launch import launch, shape, tile, tiles
 
 @triton.jit(do_not_specialize=["H", "A", "M"])
 def _assemble(
-    block, slots, admitted, passed, out, H, A, M,
-    W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    block,
+    slots,
+    admitted,
+    passed,
+    out,
+    H,
+    A,
+    M,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row, column, inside = tile(D, ROWS, BLOCK, tl.program_id(0))
     inside = inside & (row < H + A + M)
     hit = inside & (row < H)
@@ -30,9 +40,15 @@ def _assemble(
 
 @triton.jit(do_not_specialize=["N"])
 def _gather(
-    rows, inverse, weights, out, N,
-    D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    rows,
+    inverse,
+    weights,
+    out,
+    N,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     use, column, inside = tile(D, ROWS, BLOCK, tl.program_id(0))
     inside = inside & (use < N)
     row = tl.load(inverse + use, mask=inside, other=0).to(tl.int64)
@@ -57,9 +73,19 @@ def to_bfloat16(x):
 
 @triton.jit(do_not_specialize=["A", "STAY"])
 def _exchange(
-    block, row_slots, slots, admitted, admitted_row_slots, A, STAY,
-    R: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PER_ROW: tl.constexpr,
-):  # fmt: skip
+    block,
+    row_slots,
+    slots,
+    admitted,
+    admitted_row_slots,
+    A,
+    STAY,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PER_ROW: tl.constexpr,
+):
     row, column, inside = tile(D, ROWS, BLOCK, tl.program_id(0))
     _swap(block, slots, admitted, row, column, inside & (row < A), STAY, D)
     if R > 0:

@@ -51,9 +51,22 @@ def _add_in_order(total, values, order, source, weights, first, count, column, D
 
 @triton.jit(do_not_specialize=["N", "U", "FIRST"])
 def _sum_segments(
-    grads, order, keys, starts, source, weights, out, partial, N, U, FIRST,
-    SEGMENT: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    grads,
+    order,
+    keys,
+    starts,
+    source,
+    weights,
+    out,
+    partial,
+    N,
+    U,
+    FIRST,
+    SEGMENT: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Programs below FIRST: the first segment of each row, to `out`; the others: a segment a window, to `partial`."""
     program = tl.program_id(0)
     if program < FIRST:
@@ -83,9 +96,15 @@ def _sum_segments(
 
 @triton.jit(do_not_specialize=["U"])
 def _add_segments(
-    starts, partial, out, U,
-    SEGMENT: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    starts,
+    partial,
+    out,
+    U,
+    SEGMENT: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Add the sums of a row's other segments to that of its first."""
     row, column, inside = tile(D, ROWS, BLOCK, tl.program_id(0))
     inside = inside & (row < U)
@@ -102,9 +121,17 @@ def _add_segments(
 
 @triton.jit(do_not_specialize=["B"])
 def _pool(
-    rows, inverse, offsets, weights, out, B,
-    MEAN: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    rows,
+    inverse,
+    offsets,
+    weights,
+    out,
+    B,
+    MEAN: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     bag, column, inside = tile(D, ROWS, BLOCK, tl.program_id(0))
     inside = inside & (bag < B)
     begin = tl.load(offsets + bag, mask=inside, other=0)

@@ -58,10 +58,27 @@ def _rows(program, FIRST, H, A, skip):
 
 @triton.jit(do_not_specialize=["H", "A", "FIRST"])
 def _update(
-    block, ids, grads, skip, admitted, H, A, FIRST, s0, s1, s2, s3, s4, s5,
-    PRIMITIVE: tl.constexpr, NESTEROV: tl.constexpr,
-    W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    block,
+    ids,
+    grads,
+    skip,
+    admitted,
+    H,
+    A,
+    FIRST,
+    s0,
+    s1,
+    s2,
+    s3,
+    s4,
+    s5,
+    PRIMITIVE: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Programs below FIRST update rows of `block`, the others rows of `admitted`."""
     program, rows = _rows(tl.program_id(0), FIRST, H, A, skip)
     row, column, inside = tile(D, ROWS, BLOCK, program)
@@ -99,9 +116,23 @@ def _update(
 
 @triton.jit(do_not_specialize=["H", "A", "FIRST"])
 def _update_row_wise(
-    block, row_slots, ids, grads, skip, admitted, admitted_row_slots, H, A, FIRST, lr, eps, columns,
-    D: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
+    block,
+    row_slots,
+    ids,
+    grads,
+    skip,
+    admitted,
+    admitted_row_slots,
+    H,
+    A,
+    FIRST,
+    lr,
+    eps,
+    columns,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """As `_update`; a row's columns are taken LANES at a time."""
     program, rows = _rows(tl.program_id(0), FIRST, H, A, skip)
     row = program * ROWS + tl.arange(0, ROWS)
