@@ -1,4 +1,4 @@
-"""Durations of work that the device does after the call has returned."""
+"""Durations of asynchronous work on the device."""
 
 import threading
 from collections import deque
@@ -11,7 +11,7 @@ from hostdev.device.backend import is_accelerator
 
 
 class EventClock:
-    """Puts events into the device's stream; reports a duration once both have passed, without waiting for them."""
+    """Records events in the device's stream, and reports a duration once both are done, without waiting."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -19,11 +19,11 @@ class EventClock:
         self._draining = threading.Lock()  # any thread may report
 
     def begin(self) -> Any:
-        """Mark the stream."""
+        """Record an event in the stream."""
         return self._mark()
 
     def end(self, mark: Any, report: Report) -> None:
-        """Mark the stream again, and report what has finished by now."""
+        """Record the end event, and report the durations that are known by now."""
         self._pending.append((mark, self._mark(), report))
         if len(self._pending) >= 64:
             self.drain()
