@@ -42,10 +42,13 @@ class Options(NamedTuple):
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
-    """Return the options that were given; UserError where they do not go together."""
-    if arguments.dtype == "bf16" and arguments.format != "safetensors":
-        raise UserError(f"--dtype bf16: {arguments.format} has no bfloat16; use --format safetensors, or float32")
-    return Options(arguments.out, arguments.format, arguments.slots, arguments.dtype)
+    """Return the options that were given; UserError for a combination that is not supported."""
+    dtype = "bfloat16" if arguments.dtype == "bf16" else arguments.dtype  # the alias is accepted for one release
+    if dtype == "bfloat16" and arguments.format != "safetensors":
+        raise UserError(
+            f"--dtype {arguments.dtype}: {arguments.format} has no bfloat16; use --format safetensors, or float32"
+        )
+    return Options(arguments.out, arguments.format, arguments.slots, dtype)
 
 
 def export(chain: Chain, options: Options) -> Iterator[str]:
@@ -93,7 +96,7 @@ def _left_out(layers: Layers, options: Options) -> Iterator[str]:
         yield "left out: what Runtime.save was given as extra; hostdev.open(...).extra returns it"
     if "more" in state:
         yield "left out: the dense layers' optimizer, random generators and the run's progress, which --resume needs"
-    if options.dtype == "bf16":
+    if options.dtype == "bfloat16":
         yield "left out: 16 bits of each weight, which is rounded to bfloat16"
 
 
@@ -148,7 +151,7 @@ def _write_safetensors(
     path: Path, layers: Layers, table: Table, columns: list[str], dtype: str, progress: Progress
 ) -> None:
     """A tensor for each column: its header, then all of them, as github.com/huggingface/safetensors has the format."""
-    size, kind = (2, "BF16") if dtype == "bf16" else (4, "F32")
+    size, kind = (2, "BF16") if dtype == "bfloat16" else (4, "F32")
     header: dict[str, Any] = {"__metadata__": {"table": table.name, "optimizer": table.optimizer}}
     end = 0
     for column in columns:
@@ -167,7 +170,7 @@ def _write_safetensors(
 
 def _write_values(file: IO[bytes], values: Any, dtype: str) -> None:
     values = np.ascontiguousarray(values)
-    if dtype == "bf16":
+    if dtype == "bfloat16":
         values = torch.from_numpy(values.copy()).to(torch.bfloat16).view(torch.int16).numpy()
     file.write(values.data)
 

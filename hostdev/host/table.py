@@ -87,7 +87,8 @@ class HostTable(Owned):
         self.part, self.total_rows = part, rows
         self.start, stop = (0, rows) if part is None else range_of(rows, *part)
         rows = stop - self.start
-        require_table(name, rows, dim, optimizer, available_bytes(), "host", require_table_dtype(dtype, name))
+        dtype = require_table_dtype(dtype, name)
+        require_table(name, rows, dim, optimizer, available_bytes(), "host", dtype)
         self.name, self.seed = name, initial_seed(seed)
         self.optimizer = optimizer
         self._rows = rows

@@ -39,7 +39,7 @@ def warm_up(id_dtype: npt.DTypeLike, table_dtype: str = FP32) -> None:
             table.read_rows(ids[:1], *row, positions)
             table.write_rows(ids[:1], *row, positions)
         table.sum_of_squares()
-        if stored == BF16:  # for rows on the CPU device
+        if table.dtype == BF16:  # for rows on the CPU device
             for numbers in (ids[:1], position, identity(1)):
                 round_rows(row[0], numbers, ids[:1], 0)
     far = np.arange(1 << 16, dtype=id_dtype) << 8  # sparse ids are hashed, and many ids are split

@@ -207,8 +207,9 @@ def test_the_device_clock(device):
     assert times[0] > 0
 
 
-def test_a_device_table_of_bfloat16_values_takes_only_these(device):
-    table = DeviceTable(10, 4, LazyAdam(), device, name="t", dtype="bf16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "bf16"])
+def test_a_device_table_of_bfloat16_values_takes_only_these(device, dtype):
+    table = DeviceTable(10, 4, LazyAdam(), device, name="t", dtype=dtype)
     block, none = np.full((2, 3, 4), np.float32(1.2345678)), np.empty((2, 0), np.float32)
     before = table.block.cpu()
     with pytest.raises(ValueError, match="round them before"):
