@@ -1,4 +1,4 @@
-"""One launch each, on CUDA: `hostdev.device.triton`. What its kernels do not do, torch's operations do."""
+"""Row operations on CUDA: the Triton kernels of `hostdev.device.triton`, and torch operations for the rest."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,12 +17,12 @@ pool = fused.pool
 
 
 class Uses(NamedTuple):
-    """A batch's uses by several features, whose gradients are taken end to end."""
+    """A batch's occurrences over several features, whose gradients are concatenated."""
 
     by_row: fused.Uses
-    source: Tensor | None  # int32, the row of the gradients of each use; None: its own
-    weights: Tensor | None  # float32, of each use
-    sizes: list[Tensor | None]  # float32 [B, 1] of each feature, the divisors of its bags' gradients
+    source: Tensor | None  # int32, the row of the gradients for each occurrence; None: the same row
+    weights: Tensor | None  # float32, one per occurrence
+    sizes: list[Tensor | None]  # float32 [B, 1] for each feature, the divisors of its bags' gradients
 
 
 def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Uses:
@@ -47,7 +47,7 @@ def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Us
 
 
 def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
-    """See `Ops`; rows of more than 64 uses in segments, see `hostdev.device.triton.ops.sum_uses`."""
+    """See `Ops`; rows with more than 64 occurrences are summed in segments (`hostdev.device.triton.ops.sum_uses`)."""
     grads = [grad if n is None else grad.float() / n for grad, n in zip(grads, uses.sizes, strict=True)]
     if len({grad.dtype for grad in grads}) > 1:
         grads = [grad.float() for grad in grads]
@@ -71,14 +71,14 @@ def update(
 
 
 def round_rows(block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int) -> None:
-    """See `Ops`; in torch's operations on integers."""
+    """See `Ops`; uses torch's integer operations."""
     torch_operations.round_rows(block, ids, row_ids, key)
 
 
 def exchange(
     block: Tensor, row_slots: Tensor, slots: Tensor, leaving: int, admitted: Tensor, admitted_row_slots: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `Ops`; the rows that leave lie where the admitted ones were."""
+    """See `Ops`; evicted rows overwrite the admitted ones."""
     fused.exchange(block, row_slots, slots, leaving, admitted, admitted_row_slots)
     stay = len(slots) - leaving
     return admitted[stay:], admitted_row_slots[stay:]
