@@ -1,4 +1,4 @@
-"""The commands `checkpoint info|verify|...`: what parsed flags say, done."""
+"""The commands `checkpoint info|verify|...`, after their flags are parsed."""
 
 import argparse
 from pathlib import Path
@@ -93,7 +93,7 @@ def _digest(chain: folder.Chain) -> str:
 
 
 def _newest(path: Path, prog: str) -> folder.Chain:
-    """Return the newest checkpoint, and say on standard error which ones were passed over."""
+    """Return the newest valid checkpoint, and name skipped ones on standard error."""
     found = folder.newest(path)
     for line in found.notes():
         note(f"{prog}: {line}")
@@ -151,5 +151,5 @@ _COMMANDS = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command that parsed flags name, and return its exit code; `prog` is what it is called in messages."""
+    """Run the command in the parsed flags, and return its exit code."""
     return _COMMANDS[arguments.command](arguments)

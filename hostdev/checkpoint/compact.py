@@ -1,4 +1,4 @@
-"""A checkpoint and all that it adds to, merged into one: range by range, without training."""
+"""Offline merging of a checkpoint and its parents into one full checkpoint, range by range."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,19 +18,19 @@ Rows = npt.NDArray[np.float32]
 
 
 class _MergedRows:
-    """A table's rows from files, as `writer.Source`."""
+    """A table's rows from files, as a `writer.Source`."""
 
     def __init__(self, layers: Layers, name: str) -> None:
         self._layers, self._name = layers, name
         self.count = layers.manifest.table(name).rows
 
     def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Return all."""
+        """Return all rows."""
         return np.arange(first, last)
 
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
         """See `writer.Source`."""
-        for start, stop in self._layers.ranges(self._name):  # which may begin where ranks' parts do
+        for start, stop in self._layers.ranges(self._name):  # ranks' parts may have irregular ranges
             begin, end = max(first, start), min(last, stop)
             if begin >= end:
                 continue
@@ -41,11 +41,15 @@ class _MergedRows:
 
 
 def compact(chain: Chain, keep: int | None = None) -> str:
-    """Write a checkpoint that is whole in the place of one that adds to others; return what was done, in words.
+    """Replace an incremental checkpoint by a full one; return a description of what was done.
 
-    keep  then remove all but so many of the newest checkpoints, and what these add to
+    Args:
+        chain: The checkpoint, with its parents.
+        keep: Then remove all but this number of newest checkpoints and their parents; None removes none.
 
-    Raises UserError where another process writes there, and OSError where it cannot be written.
+    Raises:
+        UserError: Another process writes there.
+        OSError: The checkpoint cannot be written.
     """
     newest = chain[-1]
     path = newest.path.parent
@@ -70,7 +74,7 @@ def compact(chain: Chain, keep: int | None = None) -> str:
 
 
 def merge(chain: Chain, path: Path) -> Path:
-    """Write a checkpoint and all that it adds to as one, beside them in the folder `path`; return where."""
+    """Write a checkpoint and its parents as one full checkpoint into the folder `path`; return its path."""
     layers = Layers(chain)
     items = [
         Item(replace(table, files=[]), _MergedRows(layers, table.name), True, lambda: None, lambda saved: None)
@@ -80,7 +84,7 @@ def merge(chain: Chain, path: Path) -> Path:
 
 
 def write_anew(layers: Layers, items: Sequence[Item], path: Path) -> Path:
-    """Write a checkpoint of these tables, with all else that a chain has, into the folder `path`; return where."""
+    """Write a full checkpoint of these tables, with a chain's other content, into `path`; return its path."""
     newest = layers.manifest
     others = {
         file.file: checkpoint.path / file.file

@@ -1,4 +1,4 @@
-"""What two checkpoints hold differently."""
+"""Differences between two checkpoints."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,7 @@ Rows = npt.NDArray[np.float32]
 
 
 def differences(one: Chain, other: Chain) -> list[str]:
-    """Return a line for each thing that differs between two checkpoints; none where they are equal, to the bit."""
+    """Return a line for each difference between two checkpoints; none if they are equal, bit for bit."""
     a, b = Layers(one), Layers(other)
     lines = []
     if a.manifest.step != b.manifest.step:
@@ -60,7 +60,7 @@ def _of_table(a: Layers, b: Layers, mine: Table, theirs: Table) -> list[str]:
 
 
 def _side_by_side(ours: Iterator[Rows], theirs: Iterator[Rows]) -> Iterator[tuple[Rows, Rows]]:
-    """Yield the same rows of both, which come in pieces of different lengths."""
+    """Yield the same rows of both, which arrive in chunks of different lengths."""
     x = y = np.empty((0, 0), np.float32)
     while True:
         try:

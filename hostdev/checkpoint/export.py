@@ -1,4 +1,4 @@
-"""Tables and dense layers of a checkpoint as files that others read: Parquet, .npy, safetensors; range by range."""
+"""Export of a checkpoint's tables and dense layers to Parquet, .npy or safetensors, range by range."""
 
 import argparse
 import io
@@ -33,7 +33,7 @@ IDS, DENSE = "ids.parquet", "dense.pt"
 
 
 class Options(NamedTuple):
-    """What is written, and how."""
+    """Options of an export."""
 
     out: Path
     format: str
@@ -54,8 +54,10 @@ def options_of(arguments: argparse.Namespace) -> Options:
 def export(chain: Chain, options: Options) -> Iterator[str]:
     """Write a checkpoint's tables and dense layers into a new folder; yield a line for each file.
 
-    Raises UserError where the folder is there already, BrokenCheckpointError where a checksum is wrong, before anything
-    is written, and OSError where it cannot be written.
+    Raises:
+        UserError: The folder exists.
+        BrokenCheckpointError: A file is damaged; raised before anything is written.
+        OSError: A file cannot be written.
     """
     out = options.out
     if os.path.lexists(out):
@@ -85,7 +87,7 @@ def _write(out: Path, layers: Layers, options: Options) -> None:
 
 
 def _left_out(layers: Layers, options: Options) -> Iterator[str]:
-    """Yield lines that say what of the checkpoint is in none of the files."""
+    """Yield a line for each part of the checkpoint that was not exported."""
     newest = layers.manifest
     slots = {table.name: [*table.slots, *table.row_slots] for table in newest.tables}
     if any(slots.values()) and not options.slots:
@@ -106,7 +108,7 @@ def _columns(table: Table, options: Options) -> list[str]:
 
 def _write_table(out: Path, layers: Layers, table: Table, options: Options, progress: Progress) -> None:
     columns = _columns(table, options)
-    name = quote(table.name, safe=" ")  # which may have a slash in it
+    name = quote(table.name, safe=" ")  # it may contain a slash
     if options.format == "parquet":
         _write_parquet(out / f"{name}.parquet", layers, table, columns, progress)
     elif options.format == "npy":
@@ -117,7 +119,7 @@ def _write_table(out: Path, layers: Layers, table: Table, options: Options, prog
 
 
 def _write_parquet(path: Path, layers: Layers, table: Table, columns: list[str], progress: Progress) -> None:
-    """Columns: id; where the data set's ids are the table's, column and value; weights and slots, lists of D."""
+    """Write the columns id; column and value, if ids are the data set's; weights and optimizer state, lists of D."""
     names = _names(layers)
     named = names is not None and len(names) == table.rows
     writer: pq.ParquetWriter | None = None
@@ -150,7 +152,7 @@ def _write_npy(path: Path, layers: Layers, table: Table, column: str, progress: 
 def _write_safetensors(
     path: Path, layers: Layers, table: Table, columns: list[str], dtype: str, progress: Progress
 ) -> None:
-    """A tensor for each column: its header, then all of them, as github.com/huggingface/safetensors has the format."""
+    """Write a tensor for each column in the format of github.com/huggingface/safetensors: a header, then all data."""
     size, kind = (2, "BF16") if dtype == "bfloat16" else (4, "F32")
     header: dict[str, Any] = {"__metadata__": {"table": table.name, "optimizer": table.optimizer}}
     end = 0
@@ -176,7 +178,7 @@ def _write_values(file: IO[bytes], values: Any, dtype: str) -> None:
 
 
 def _names(layers: Layers) -> pa.Table | None:
-    """Return the data set's columns and values by id, mapped into memory; None where the checkpoint has none."""
+    """Return the data set's columns and values by id, mapped into memory; None if the checkpoint has none."""
     path = file_in(layers, VOCABULARY)
     if path is None:
         return None
@@ -204,6 +206,6 @@ def _write_dense(out: Path, layers: Layers) -> None:
     state = layers.manifest.state
     dense = state.get("dense") if isinstance(state, dict) else None
     if isinstance(dense, dict) and "model" in dense:
-        content = io.BytesIO()  # torch's own writer says of a full disk only that it has failed
+        content = io.BytesIO()  # torch's own writer hides the cause of a full disk
         torch.save(from_tree(dense["model"], tensors_of(layers)), content)
         (out / DENSE).write_bytes(content.getbuffer())

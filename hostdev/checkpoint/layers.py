@@ -1,4 +1,4 @@
-"""The rows of a checkpoint and all that it adds to, as one: read from the files, a range at a time."""
+"""The rows of a checkpoint and its parents, merged: read from the files, a range at a time."""
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
@@ -17,10 +17,7 @@ Rows = npt.NDArray[np.float32]
 
 
 class Layers:
-    """A chain's tables. Files are mapped into memory, so that what is not looked at is not read.
-
-    chain  the whole checkpoint first; the manifests have been read, the files' checksums not looked at
-    """
+    """A chain's tables, with files mapped into memory. Files' checksums are not verified."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain, self.manifest = chain, chain[-1].manifest
@@ -28,11 +25,11 @@ class Layers:
         self._mapped = lru_cache(maxsize=None)(partial(MappedTable, chain))
 
     def ranges(self, name: str) -> list[tuple[int, int]]:
-        """Return the ranges of rows in which a table is stored; BrokenCheckpointError unless they cover it."""
+        """Return a table's ranges of rows; BrokenCheckpointError unless they cover it."""
         return require_covered(self.chain, name)
 
     def rows(self, name: str, start: int, stop: int, columns: Sequence[str] | None = None) -> RowsOf:
-        """Return the rows [start, stop), one of `ranges`, as they are stored, of all columns or of those named."""
+        """Return the rows [start, stop), one of `ranges`, in stored order, with all or the named columns."""
         table = self.manifest.table(name)
         wanted = [WEIGHTS, *table.slots, *table.row_slots] if columns is None else list(columns)
         base = next(file for file in self.chain[0].manifest.table(name).files if file.start == start)
@@ -56,7 +53,7 @@ class Layers:
         return RowsOf(start, None, whole, {column: found[column] for column in table.row_slots if column in found})
 
     def column(self, name: str, column: str) -> Iterator[Rows]:
-        """Yield a column's rows in the order of their ids, float32 [n, D] or [n, 1]."""
+        """Yield a column's rows in order of ids, float32 [n, D] or [n, 1]."""
         for start, stop in self.ranges(name):
             yield self.columns_of_ids(name, start, stop, [column])[column]
 
@@ -66,7 +63,7 @@ class Layers:
         return found
 
     def columns_of_ids(self, name: str, start: int, stop: int, columns: Sequence[str]) -> dict[str, Rows]:
-        """Return the rows of the ids [start, stop), one of `ranges`, by column: float32 [n, D] or [n, 1]."""
+        """Return the rows of ids [start, stop), one of `ranges`, by column: float32 [n, D] or [n, 1]."""
         if self.manifest.table(name).order == SPREAD:
             return {column: self.lookup(name, column, np.arange(start, stop)) for column in columns}
         rows = self.rows(name, start, stop, columns)

@@ -1,4 +1,4 @@
-"""From files to tables: the newest whole checkpoint, checked before anything is changed, or while it is loaded."""
+"""Loading of checkpoints: finding the newest valid one, verifying it, and writing its rows into tables."""
 
 import math
 import os
@@ -26,20 +26,20 @@ _THREADS = 4
 
 
 def verify(chain: Chain) -> None:
-    """Read every file of a chain and compare checksums; BrokenCheckpointError names the first that is wrong."""
+    """Verify the checksums of all files of a chain; BrokenCheckpointError names the first damaged file."""
     for _, error in damaged([chain]):
         raise error
 
 
 def verify_others(chain: Chain) -> None:
-    """Do `verify` of what a chain has beside its tables' rows: those are checked by who loads them."""
+    """Verify the files of a chain other than rows, which are verified while they are loaded."""
     for checkpoint in chain:
         for file in checkpoint.manifest.others:
             check_file(checkpoint.path / file.file, file)
 
 
 def damaged(chains: Sequence[Chain]) -> Iterator[tuple[Path, BrokenCheckpointError]]:
-    """Read every file of some checkpoints, once, and compare checksums; yield whose file is wrong, and how."""
+    """Verify the checksums of all files of some checkpoints, each once; yield checkpoints with damaged files."""
     whole = {checkpoint.path: checkpoint for chain in chains for checkpoint in chain}
     files = [(path, file) for path, checkpoint in whole.items() for file in checkpoint.manifest.files]
 
@@ -58,13 +58,17 @@ def damaged(chains: Sequence[Chain]) -> Iterator[tuple[Path, BrokenCheckpointErr
 
 
 def newest_whole(path: Path, check: Callable[[Chain], None] = verify) -> Found:
-    """Return the newest whole checkpoint in a folder, or the one that `path` is.
+    """Return the newest valid checkpoint in a folder, or the one at `path`.
 
-    check  raises BrokenCheckpointError for one that is not whole, whose manifests are
+    Args:
+        path: A checkpoint, a folder of checkpoints, or a run directory.
+        check: Raises BrokenCheckpointError for a damaged checkpoint; called after the manifests are checked.
 
-    Raises BrokenCheckpointError where `path` is one that is damaged, or none is whole; UserError where there is none.
+    Raises:
+        BrokenCheckpointError: The checkpoint at `path` is damaged, or all are.
+        UserError: There is none.
     """
-    broken: dict[str, Path | None] = {}  # what is wrong, and with which file, once: others may add to that checkpoint
+    broken: dict[str, Path | None] = {}  # damaged files by message, once: several checkpoints may share a parent
     found = candidates(path)
     for each in found:
         try:
@@ -82,7 +86,7 @@ def newest_whole(path: Path, check: Callable[[Chain], None] = verify) -> Found:
 
 
 def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
-    """Raise UserError, which says what differs, unless a checkpoint is one of these tables."""
+    """Raise UserError, which names the difference, unless a checkpoint has exactly these tables."""
     newest = chain[-1]
     held = {table.name: table for table in newest.manifest.tables}
     if set(held) != set(tables):
@@ -105,10 +109,7 @@ def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
 
 
 def load_tables(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -> None:
-    """Write a checkpoint's rows into the tables, with their steps and learning rates; after `require_tables`.
-
-    Raises as `load_rows`, which says what `check` does.
-    """
+    """Load rows, steps, learning rates and seeds into the tables, after `require_tables`; raises as `load_rows`."""
     load_rows(chain, tables, check=check)
     for name, table in tables.items():
         about = chain[-1].manifest.table(name)
@@ -119,12 +120,15 @@ def load_tables(chain: Chain, tables: Mapping[str, Any], *, check: bool = False)
 
 
 def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -> None:
-    """Write a checkpoint's rows into those of its tables that are given, by id; others are left out.
+    """Load a checkpoint's rows into the given tables, by id. Further rows of a table stay unchanged.
 
-    A table may have more rows than the checkpoint has of it: the others keep what they hold.
+    Args:
+        chain: The checkpoint, with its parents.
+        tables: A subset of the checkpoint's tables, by name.
+        check: Verify checksums while reading, if `verify` has not done so.
 
-    check  compare the checksums of the rows' files, each of which is read once; else `verify` has. Where one is wrong
-           BrokenCheckpointError names it, and the tables hold some of the checkpoint's rows
+    Raises:
+        BrokenCheckpointError: A file is damaged; the tables then hold some of the checkpoint's rows.
     """
     layers = Layers(chain)
     for name in tables:
@@ -142,19 +146,19 @@ def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -
     whole = sum(file.bytes for work in wanted for _, _, file, _ in work)
     load = partial(_load, _Memory(), check=check)
     with _workers() as pool, bar(whole, "loading", "B", unit_scale=True) as progress:
-        for work in wanted:  # the rows of one checkpoint come over those of the one before
+        for work in wanted:  # each checkpoint's rows overwrite its parent's
             for size in pool.map(lambda each: load(*each), work):
                 progress.update(size)
 
 
 class _Memory(threading.local):
-    """Memory that each thread takes for one file after the other, as to bring new memory takes as long as to read."""
+    """Reusable memory of each thread: allocating new memory takes as long as reading a file."""
 
     def __init__(self) -> None:
         self._held: dict[str, Any] = {}
 
     def array(self, what: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return an array whose values are those of before, or any; until the next one of this name."""
+        """Return an uninitialized array, valid until the next call with this name."""
         n = math.prod(shape)
         if what not in self._held or self._held[what].size < n:
             self._held[what] = np.empty(n, dtype)
@@ -185,20 +189,23 @@ def _load(memory: _Memory, path: Path, about: Table, file: RangeFile, table: Any
 
 
 def _concerns(about: Table, file: RangeFile, table: Any) -> bool:
-    """Tell whether a file has rows that are here."""
+    """Return whether a file has rows of this process."""
     if getattr(table, "part", None) is None or about.order != SPREAD or about.rows != table.total_rows:
         return True
     return bool(file.start < table.start + table.rows and table.start < file.stop)
 
 
 def _rows_here(about: Table, numbers: Any, table: Any) -> tuple[Any, Any]:
-    """Return which rows of a table here those with these numbers in a file are, and which of them are here; None: all.
+    """Map row numbers of a file to local rows; return these, and the indices of numbers that are local (None: all).
 
-    numbers  ascending: ids, or positions where processes have shared the rows
+    Args:
+        about: The table's entry in the manifest.
+        numbers: Ascending ids, or positions if processes have shared the rows.
+        table: The table to load into.
     """
     part = getattr(table, "part", None)
     if about.order == SPREAD and (part is None or about.rows != table.total_rows):
-        numbers = ids_of(numbers, about.rows)  # positions depend on the number of rows
+        numbers = ids_of(numbers, about.rows)  # positions depend on the table's number of rows
     if part is None:
         return numbers, None
     same = about.order == SPREAD and about.rows == table.total_rows
@@ -208,7 +215,7 @@ def _rows_here(about: Table, numbers: Any, table: Any) -> tuple[Any, Any]:
 
 
 def values_of(chain: Chain) -> Any:
-    """Return what a checkpoint holds beside its tables, as it was given to be saved."""
+    """Return the values besides the tables, as they were saved."""
     layers = Layers(chain)
     tensors = tensors_of(layers)
     try:

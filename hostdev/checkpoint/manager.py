@@ -15,31 +15,32 @@ from hostdev.core.errors import UserError
 from hostdev.host.changes import Budget
 from hostdev.kernels.bits import count_bits
 
-COPIES_BYTES = 384 << 20  # of rows that training changes before they are saved; with the buffers less than 1 GiB
-SAVING_BYTES = COPIES_BYTES + BUFFERS * FILE_BYTES  # what saving takes in all
+COPIES_BYTES = 384 << 20  # limit on rows that are copied aside; with the buffers less than 1 GiB
+SAVING_BYTES = COPIES_BYTES + BUFFERS * FILE_BYTES  # the memory that saving takes in total
 
 
 class CheckpointManager:
-    """Saves the tables of a training run to a folder, whole or what has changed since the checkpoint before.
+    """Saves a training's tables to a folder, as full checkpoints or as increments of the last one.
 
-    path  the folder; made where it is not there
-    keep  so many of the newest checkpoints are kept, with those that they add to
-    hold  keep others from writing there until `close`, and not only while a checkpoint is written
-    ranks  the processes that save together, each its part of the tables (`parallel.ranks`); all call what one calls
+    Args:
+        path: The folder; created if it is missing.
+        keep: Number of newest checkpoints to keep, together with their parents.
+        hold: Keep the folder locked until `close`, and not only while a checkpoint is written.
+        ranks: Processes that save together, each its part of the tables; all make the same calls.
     """
 
     def __init__(self, path: Path, *, keep: int = 3, hold: bool = False, ranks: Any = None) -> None:
         self.path, self.keep, self._hold, self._ranks = path, keep, hold, ranks
-        self.best_steps: list[int] = []  # the first of them that there is a checkpoint of is kept, too
-        self.last: Checkpoint | None = None  # the one that the tables' changes are counted from
-        self._increments = 0  # rows' bytes that those in its chain hold, the whole one left out
+        self.best_steps: list[int] = []  # the checkpoint of the first step that has one is kept, too
+        self.last: Checkpoint | None = None  # tables count their changes from this one
+        self._increments = 0  # bytes of rows in its chain, without the full checkpoint
         self._writer: AsyncWriter | None = None
         self._untaken: AsyncWriter | None = None
-        self._channel: Any = None  # to the other ranks, for the thread that writes
+        self._channel: Any = None  # to the other ranks, for the writer's thread
         self._lock = ExitStack()
         self._locked: IO[Any] | None = None
-        self.most_copied = 0  # bytes of rows that were copied aside at once
-        self.copying_seconds = 0.0  # that training has spent with that
+        self.most_copied = 0  # peak bytes of rows that were copied aside
+        self.copying_seconds = 0.0  # training time spent on copying them
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -48,7 +49,7 @@ class CheckpointManager:
         self.close()
 
     def lock(self) -> None:
-        """Make the folder, and keep other processes from writing there; UserError where that cannot be."""
+        """Create and lock the folder; UserError if that fails or another process writes there."""
         if self._ranks is None:
             self._lock_it()
             return
@@ -65,16 +66,16 @@ class CheckpointManager:
     def _lock_it(self) -> None:
         if self._locked is not None and folder.is_locked_here(self.path, self._locked):
             return
-        self._unlock()  # of a folder that is gone
+        self._unlock()  # the locked folder may be gone
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"{self.path} cannot be made: {error.strerror}") from None
+            raise UserError(f"{self.path} cannot be created: {error.strerror}") from None
         self._locked = self._lock.enter_context(folder.locked(self.path))
-        folder.clean(self.path)  # of who was killed; a finished run saves nothing that would do it
+        folder.clean(self.path)  # leftovers of killed processes; a finished run would not save, and so not clean
 
     def start_from(self, chain: Sequence[Checkpoint], tables: Iterable[Any]) -> None:
-        """Count the tables' changes from a checkpoint that they have just been loaded from."""
+        """Count the tables' changes from the checkpoint that they were just loaded from."""
         self.last = chain[-1] if chain[-1].path.parent.resolve() == self.path.resolve() else None
         self._increments = sum(
             file.rows * _row_bytes(table)
@@ -83,25 +84,32 @@ class CheckpointManager:
             for file in table.files
         )
         if self._ranks is not None:
-            self._increments //= self._ranks.size  # of this one, about
+            self._increments //= self._ranks.size  # this rank's share, roughly
         for table in tables:
             if hasattr(table, "note_changes"):
                 table.note_changes(anew=True).since = self._token(chain[-1])
 
     @property
     def is_saving(self) -> bool:
-        """Tell whether a checkpoint is being written still."""
+        """Whether a checkpoint is being written."""
         return self._writer is not None and self._writer.is_running
 
     def save(
         self, tables: Iterable[Any], step: int, content: Content, *, state_sha256: str | None = None
     ) -> AsyncWriter:
-        """Begin to write a checkpoint of the tables as they are now, and return it; training may go on.
+        """Start to write a checkpoint of the tables as they are now; training may continue once this returns.
 
-        Waits for the one before. Tables on a device are copied first; where they are too large for that, they are
-        written before this returns, and so are all where a table's memory was handed out.
+        Waits for the last checkpoint first, and locks the folder. Device tables are copied; if they are too large for
+        that, they are written before this returns.
 
-        tables  nobody writes them until this returns; host tables are up to date with their caches
+        Args:
+            tables: Not written by anybody until this returns; host tables are up to date with their caches.
+            step: The step of the training.
+            content: Values besides the tables.
+            state_sha256: Digest of the state, if it is known.
+
+        Raises:
+            UserError: The folder cannot be created or locked.
         """
         self.join()
         self.lock()
@@ -151,7 +159,7 @@ class CheckpointManager:
         return writer
 
     def _parent(self, tables: Sequence[Any]) -> Checkpoint | None:
-        """Return the checkpoint to which the next one adds; None where that is to be whole."""
+        """Return the parent of the next checkpoint; None if it is to be full."""
         known = self.last is not None and folder.is_there(self.last) and self._is_of(self.last, tables)
         whole = sum(table.rows * _row_bytes(describe_table(table)) for table in tables)
         new = sum(self._changed_rows(table) * _row_bytes(describe_table(table)) for table in tables) if known else 0
@@ -163,7 +171,7 @@ class CheckpointManager:
 
     @staticmethod
     def _is_of(last: Checkpoint, tables: Sequence[Any]) -> bool:
-        """Tell whether a checkpoint is of these tables, with their rows in the same order."""
+        """Return whether a checkpoint has these tables, with their rows in the same order."""
         mine = [describe_table(table) for table in tables]
         return {(table.name, table.rows, table.order) for table in last.manifest.tables} == {
             (table.name, table.rows, table.order) for table in mine
@@ -188,13 +196,13 @@ class CheckpointManager:
         )
 
     def _knows_changes(self, table: Any) -> bool:
-        """Tell whether it is known which rows of a table were written since the last checkpoint here."""
+        """Return whether a table's changes are counted from the last checkpoint here."""
         if not hasattr(table, "note_changes") or table.changes is None or self.last is None:
             return False
         return bool(table.changes.since == self._token(self.last))
 
     def _changed_rows(self, table: Any) -> int:
-        """Return how many rows of a table an increment would hold."""
+        """Return the number of a table's rows that an increment would hold."""
         return count_bits(table.changes.touched) if self._knows_changes(table) else int(table.rows)
 
     @staticmethod
@@ -202,7 +210,7 @@ class CheckpointManager:
         return f"{checkpoint.path.resolve()} {checkpoint.manifest.checksum}"
 
     def close(self) -> None:
-        """Wait for what is being written, and let others write here."""
+        """Wait until the last checkpoint is written, and unlock the folder."""
         self.join()
         self._unlock()
 

@@ -1,4 +1,4 @@
-"""What lies beside the tables in a checkpoint, and the digest of all of it."""
+"""The values besides the tables in a checkpoint, and the digest of the whole checkpoint."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -14,11 +14,11 @@ from hostdev.checkpoint.tree import read_tensors
 from hostdev.core.digest import Column, StateDigest, pieces_of
 
 DENSE = "dense.safetensors"
-DigestNames = list[tuple[str, str]]  # of each array of the dense side: its name in the digest, and in the file
+DigestNames = list[tuple[str, str]]  # for each dense array: its name in the digest, and in the file
 
 
 def state_digest(layers: Layers, names: DigestNames, tensors: Mapping[str, Tensor]) -> str:
-    """Return `state_sha256` of a checkpoint: what training would print at that moment."""
+    """Return `state_sha256` of a checkpoint, as training would print it at that step."""
     digest = StateDigest()
     for table in sorted(layers.manifest.tables, key=lambda table: table.name):
         columns = []
@@ -36,7 +36,7 @@ def state_digest(layers: Layers, names: DigestNames, tensors: Mapping[str, Tenso
 
 
 def tensors_of(layers: Layers) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint; BrokenCheckpointError where they cannot be read."""
+    """Return the tensors of a checkpoint; BrokenCheckpointError if they cannot be read."""
     newest = layers.chain[-1]
     if newest.manifest.other(DENSE) is None:
         return {}
@@ -44,7 +44,7 @@ def tensors_of(layers: Layers) -> dict[str, Tensor]:
 
 
 def file_in(layers: Layers, name: str) -> Path | None:
-    """Return where one of the other files is, in the newest checkpoint of a chain that has it; None where none does."""
+    """Return the path of another file in the newest checkpoint of a chain that has it; None if none has."""
     for checkpoint in reversed(layers.chain):
         if checkpoint.manifest.other(name) is not None:
             return checkpoint.path / name

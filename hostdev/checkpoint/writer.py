@@ -1,4 +1,4 @@
-"""From tables in training to files: a snapshot of each, read in order, written by threads while training goes on."""
+"""Writing of a checkpoint in background threads, from snapshots of the tables, while training continues."""
 
 import contextlib
 import os
@@ -37,50 +37,52 @@ Rows = npt.NDArray[np.float32]
 
 _PIECE = 1 << 22  # bytes
 _NICE = 19
-_WRITERS = 2  # hash and write a file each
-BUFFERS = _WRITERS + 1  # of a file each: another one is being filled
+_WRITERS = 2  # threads; each hashes and writes a file
+BUFFERS = _WRITERS + 1  # of a file each: one more is being filled
 
 
 class Source(Protocol):
-    """A table's rows as of one moment; `host.changes.Snapshot` is one."""
+    """A table's rows at one moment; `host.changes.Snapshot` is one."""
 
     count: int
 
     def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Return which of the rows [first, last) are to be saved, ascending."""
+        """Return the rows of [first, last) to save, ascending."""
 
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
         """Copy rows of [first, last) to columns [1 + S, N, D] and [R, N]; ranges come in ascending order."""
 
 
 class Channel(Protocol):
-    """What processes tell one another of a checkpoint that they write together; `parallel.ranks.Channel` is one."""
+    """A channel between processes that write a checkpoint together; `parallel.ranks.Channel` is one."""
 
     rank: int
 
     def share(self, value: Any) -> list[Any]:
-        """Return what each rank has to say, by rank."""
+        """Return the values of all ranks, by rank."""
 
 
 class Item(NamedTuple):
-    """A table to be saved, or this process's part of it; `end` is called with whether it was."""
+    """A table to save, or this process's part of it. `end` is called with whether it was saved."""
 
     table: Table
     source: Source
     whole: bool  # all rows
-    stop: Callable[[], None]  # all rows have been read
+    stop: Callable[[], None]  # called once all rows are read
     end: Callable[[bool], None]
-    first: int = 0  # the number of its first row among all rows
-    rows: int | None = None  # of the part; None: all of them
-    cuts: Sequence[int] = ()  # rows with which a file is to begin
+    first: int = 0  # position of the part's first row among all rows
+    rows: int | None = None  # rows of the part; None: all rows of the table
+    cuts: Sequence[int] = ()  # rows at which a file must begin
 
 
 class Content(NamedTuple):
-    """What is saved beside the tables.
+    """Values that are saved besides the tables.
 
-    state     a dict that JSON can hold, of `tree.to_tree`; `tensors`, those in it
-    others    files, by their names in the checkpoint; one that adds to another has them there
-    digest    which tensors the state's digest has, under which names
+    Attributes:
+        state: A dict for JSON, from `tree.to_tree`.
+        tensors: The tensors in `state`.
+        others: Files by their names in the checkpoint; written to full checkpoints only.
+        digest: Names in the state's digest, and names of their tensors.
     """
 
     state: dict[str, Any]
@@ -90,7 +92,21 @@ class Content(NamedTuple):
 
 
 class AsyncWriter:
-    """A checkpoint that is being written, in threads of its own."""
+    """Writes a checkpoint in background threads. `Runtime.save` returns one.
+
+    Args:
+        path: The folder of checkpoints.
+        step: The step of the training.
+        items: The tables.
+        content: Values besides the tables.
+        parent: The checkpoint that this one is an increment of; None for a full one.
+        keep: Number of newest checkpoints to keep; 0 keeps all.
+        best_steps: The checkpoint of the first of these steps that has one is kept, too.
+        state_sha256: Digest of the state, if it is known.
+        on_end: Called at the end, also after an error.
+        channel: To the other processes that write this checkpoint.
+        release: Called last, to unlock the folder.
+    """
 
     def __init__(
         self,
@@ -112,26 +128,26 @@ class AsyncWriter:
         self._release, self._channel, self._best_steps = release, channel, best_steps
         self.checkpoint: Checkpoint | None = None
         self.error: BaseException | None = None
-        self.is_heard = False  # somebody has waited for it, and knows how it has ended
+        self.is_heard = False  # the outcome was reported to a caller
         self._thread = threading.Thread(target=self._run, name="hostdev-checkpoint", daemon=True)
         self._thread.start()
 
     @property
     def path(self) -> Path | None:
-        """The checkpoint's own folder; None while it is being written, and where that has failed."""
+        """The checkpoint's own folder; None while it is being written and after a failure."""
         return None if self.checkpoint is None else self.checkpoint.path
 
     @property
     def is_running(self) -> bool:
-        """Tell whether it is being written still."""
+        """Whether the checkpoint is being written."""
         return self._thread.is_alive()
 
     def join(self) -> None:
-        """Wait for its end, however it ends."""
+        """Wait for the end, without raising its error."""
         self._thread.join()
 
     def wait(self) -> Checkpoint:
-        """Wait for its end, and return it; raises OSError or what else it has failed with."""
+        """Wait for the end and return the checkpoint; raises the error that ended it, such as OSError."""
         self.join()
         self.is_heard = True
         if self.error is not None:
@@ -140,7 +156,7 @@ class AsyncWriter:
         return self.checkpoint
 
     def take_failure(self) -> str | None:
-        """Return, once, why it has failed where nobody has waited for it; None where it has not, or goes on."""
+        """Return a message about a failure that was not reported yet, once; else None."""
         if self.is_running or self.error is None or self.is_heard:
             return None
         self.is_heard = True
@@ -153,7 +169,7 @@ class AsyncWriter:
             self._save()
         finally:
             self._release()
-            del self._items, self._content, self._on_end, self._release  # who holds this holds no table
+            del self._items, self._content, self._on_end, self._release  # so that a writer does not hold tables
 
     def _save(self) -> None:
         partial, channel = None, self._channel
@@ -182,10 +198,10 @@ class AsyncWriter:
                 if self._keep:
                     folder.prune(self._path, self._keep, self._best_steps)
             except OSError:
-                pass  # what is too much is removed after the next one
+                pass  # the next checkpoint removes them
 
     def _save_together(self, channel: Channel) -> Checkpoint:
-        """Write a checkpoint with other processes: each the files of its rows, the first one the rest."""
+        """Write a checkpoint with other processes: each writes the files of its rows, rank 0 writes the rest."""
         partial: Path | None = None
 
         def begin() -> list[str]:
@@ -198,7 +214,7 @@ class AsyncWriter:
 
             def write() -> list[list[dict[str, Any]]]:
                 if not partial.is_dir():
-                    raise UserError(f"{partial} is not there: all hosts are to see the folder of checkpoints")
+                    raise UserError(f"{partial} is missing: all hosts must share the folder of checkpoints")
                 return [[asdict(file) for file in table.files] for table in self._write_tables(partial)]
 
             written = _agree(channel, write)
@@ -239,7 +255,7 @@ class AsyncWriter:
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         alone = self._channel is None
-        if alone and parent is None and content.state_sha256 is None:  # the files have all that it needs
+        if alone and parent is None and content.state_sha256 is None:  # a full checkpoint: computed from the files
             layers = Layers([Checkpoint(partial, content)])
             content = replace(content, state_sha256=state_digest(layers, self._content.digest, self._content.tensors))
         return content
@@ -296,7 +312,7 @@ class AsyncWriter:
 
 
 def _agree(channel: Channel, work: Callable[[], Any] | None) -> list[Any]:
-    """Do this process's part of some work, and return what each has come to; raises, in all, where one has failed."""
+    """Do this process's part of the work, and return the results of all; if one fails, all raise."""
     error: BaseException | None = None
     found = None
     try:
@@ -313,9 +329,9 @@ def _agree(channel: Channel, work: Callable[[], Any] | None) -> list[Any]:
 
 
 def _give_way() -> None:
-    """Let training have the cores first; this thread holds nothing that training waits for."""
-    if sys.platform == "linux":  # where it is a matter of one thread
-        with contextlib.suppress(OSError):  # where that is not allowed
+    """Lower this thread's priority; training never waits for a lock that it holds."""
+    if sys.platform == "linux":  # elsewhere, the priority is that of the process
+        with contextlib.suppress(OSError):  # not permitted
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
@@ -326,7 +342,7 @@ def _raise_first(written: list[Future[RangeFile]]) -> None:
 
 
 def _ranges(item: Item) -> Iterator[tuple[int, int, npt.NDArray[np.int64] | None]]:
-    """Yield ranges of rows for a file each, with the rows in them that are to be saved; None for all."""
+    """Yield a range of rows for each file, with the rows of it to save; None for all."""
     V, most = item.table.rows if item.rows is None else item.rows, rows_per_file(item.table)
     if item.whole:
         edges = sorted({*range(0, V, most), *item.cuts, V})
@@ -349,7 +365,7 @@ def _ranges(item: Item) -> Iterator[tuple[int, int, npt.NDArray[np.int64] | None
 
 
 def _columns(buffer: Rows, table: Table, N: int) -> tuple[Rows, Rows, Rows]:
-    """Return a buffer that is large enough for N rows, and their columns in it."""
+    """Return a buffer that is large enough for N rows, and views of their columns in it."""
     S, R, D = 1 + len(table.slots), len(table.row_slots), table.dim
     if buffer.size < N * (S * D + R):
         buffer = np.empty(N * (S * D + R), np.float32)
@@ -358,7 +374,7 @@ def _columns(buffer: Rows, table: Table, N: int) -> tuple[Rows, Rows, Rows]:
 
 
 def _write(root: Path, name: str, pieces: Iterable[bytes]) -> File:
-    """Write a new file and bring it to the disk."""
+    """Write a new file and sync it to disk."""
     file = HashedFile(root / name)
     try:
         for piece in pieces:
@@ -369,7 +385,7 @@ def _write(root: Path, name: str, pieces: Iterable[bytes]) -> File:
 
 
 def describe_table(table: Any) -> Table:
-    """Return what a manifest says of a table."""
+    """Return a table's entry in the manifest."""
     optimizer = table.optimizer
     return Table(
         name=table.name,

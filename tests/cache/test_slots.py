@@ -100,7 +100,7 @@ def test_an_accelerator_keeps_memory_for_the_rest(monkeypatch):
     EmbeddingCache(table, 600)  # on the CPU all that is free
     monkeypatch.setattr(cache_module, "require", torch.device)
     message = (
-        r"needs 8016 bytes .*, but 8000 bytes .* of cuda:0 memory are free for one, beside a tenth and at least 256"
+        r"needs 8016 bytes .*8000 bytes .*cuda:0 memory are free for it, .*tenth .*256 MiB"
     )
     with pytest.raises(UserError, match=message):
         EmbeddingCache(table, 501, device="cuda:0")
