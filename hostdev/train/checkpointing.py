@@ -1,4 +1,4 @@
-"""A run's checkpoints: when one is saved, what it holds, and how a run goes on from one."""
+"""A run's checkpoints: their schedule, their content, and how a run resumes from one."""
 
 import json
 import time
@@ -26,8 +26,8 @@ from hostdev.train.quality import Quality
 from hostdev.train.rundir import CONFIG, SUMMARY
 
 KEEP = 3
-# What the bits depend on, beside the data: these must be as they were.
-IN_EFFECT = ("emb_dim", "table_optimizer", "table_lr", "lr")  # of these, what the model makes of them
+# Besides the data, results depend on these options: a resumed run must have the same values.
+IN_EFFECT = ("emb_dim", "table_optimizer", "table_lr", "lr")  # compared by their effect on the model
 FIXED = (
     "model",
     "emb_dim",
@@ -45,7 +45,7 @@ FIXED = (
     "shuffle_window",
     "table_dtype",
 )
-_BEFORE = {  # in files of before there were such options
+_BEFORE = {  # defaults for files that are older than the option
     "micro_batches": 1,
     "gradients": None,
     "torch_threads": None,
@@ -61,7 +61,7 @@ class CheckpointError(UserError):
 
 
 class Progress:
-    """How far a run is, as a checkpoint holds it."""
+    """A run's progress, as a checkpoint holds it."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -77,13 +77,13 @@ class Progress:
         self.rows.append(rows)
 
     def as_values(self) -> dict[str, Any]:
-        """Return what a checkpoint holds."""
+        """Return the values for a checkpoint."""
         arrays = {name: np.array(getattr(self, name)) for name in ("wide", "deep", "rows")}
         return {"steps": self.steps, "seconds": self.seconds, **arrays}
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Progress":
-        """Return what `as_values` has returned."""
+        """Return the progress from the values of `as_values`."""
         made = cls()
         made.steps, made.seconds = values["steps"], values["seconds"]
         for name in ("wide", "deep", "rows"):
@@ -92,7 +92,7 @@ class Progress:
 
 
 class Start(NamedTuple):
-    """Where a run goes on."""
+    """The checkpoint that a run resumes from."""
 
     chain: Chain
     more: dict[str, Any]  # of `values`
@@ -104,16 +104,20 @@ class Start(NamedTuple):
 
 
 def folder_of(settings: TrainConfig, run_dir: Path) -> Path:
-    """Return where a run's checkpoints lie."""
+    """Return the folder of a run's checkpoints."""
     return settings.checkpoint_dir or run_dir / FOLDER
 
 
 def find(settings: TrainConfig, data: Manifest, check: Callable[[Chain], None] = verify) -> tuple[Start | None, str]:
-    """Return where a run with --resume goes on, None for the start, and a line that says so.
+    """Return the checkpoint that a run with --resume starts from, None for a new run, and a line about it.
 
-    check  raises BrokenCheckpointError for one that is not whole
+    Args:
+        settings: The run's options.
+        data: The data set.
+        check: Raises BrokenCheckpointError for a damaged checkpoint.
 
-    Raises UserError for a checkpoint of another model or other data, and where none that was named is whole.
+    Raises:
+        UserError: The checkpoint is of another model or other data, or all named checkpoints are damaged.
     """
     path = _looked_in(settings)
     if settings.resume:
@@ -128,12 +132,12 @@ def find(settings: TrainConfig, data: Manifest, check: Callable[[Chain], None] =
 
 
 def _looked_in(settings: TrainConfig) -> Path:
-    """Return the folder in which a run with --resume finds checkpoints, or the one that it names."""
+    """Return the folder that --resume searches, or the checkpoint that it names."""
     return Path(settings.resume) if settings.resume else folder_of(settings, settings.run_dir or Path())
 
 
 def _start_of(settings: TrainConfig, data: Manifest, chain: Chain) -> Start:
-    """Return a run's start from a checkpoint; UserError for one of another model or other data."""
+    """Return a run's start from a checkpoint; UserError if it is of another model or other data."""
     values = values_of(chain)
     if not isinstance(values, dict) or "more" not in values:
         raise UserError(
@@ -146,15 +150,15 @@ def _start_of(settings: TrainConfig, data: Manifest, chain: Chain) -> Start:
 
 
 def _told(found: Found, start: Start) -> str:
-    """Return lines that say where a run goes on, and what was passed over."""
+    """Return lines about the checkpoint that a run resumes from, and about skipped ones."""
     lines = [f"resume   {line}" for line in found.notes()]
     return "\n".join([*lines, f"resume   {start.path}, after step {start.more['progress']['steps']:,}"])
 
 
 def begin(settings: TrainConfig, data: Manifest, start: Start | None, load: Callable[[Start], None]) -> Start | None:
-    """Load where a run goes on, whose tables' rows are checked meanwhile; return which checkpoint it was.
+    """Load the checkpoint that a run resumes from, verifying its rows meanwhile; return the one that was loaded.
 
-    Where the rows turn out to be damaged, older ones are loaded over them, and lines say so. Raises as `find` does.
+    If its rows are damaged, an older one is loaded instead, and lines say so. Raises as `find` does.
     """
     if start is None:
         return None
@@ -162,7 +166,7 @@ def begin(settings: TrainConfig, data: Manifest, start: Start | None, load: Call
 
     def check(chain: Chain) -> None:
         nonlocal begun
-        if chain[-1].path != start.path:  # at which `find` has looked
+        if chain[-1].path != start.path:  # `find` has checked that one
             verify_others(chain)
             begun = _start_of(settings, data, chain)
         load(begun)
@@ -174,7 +178,7 @@ def begin(settings: TrainConfig, data: Manifest, start: Start | None, load: Call
 
 
 def find_together(settings: TrainConfig, data: Manifest, ranks: Ranks) -> tuple[Start | None, str]:
-    """Do `find` as several processes: the first looks, and checks what it finds; all go on from the same."""
+    """Call `find` on rank 0, and return its result on all ranks."""
     start, line = find(settings, data) if ranks.rank == 0 else (None, "")
     told = ranks.control.share([None if start is None else str(start.path.resolve()), line])[0]
     if ranks.rank and told[0] is not None:
@@ -199,7 +203,7 @@ def _require_same(settings: TrainConfig, data: Manifest, start: Start) -> None:
 
 
 def _differing(settings: TrainConfig, then: Mapping[str, Any], data: Manifest) -> str | None:
-    """Return the first of FIXED that differs, in what it comes to: an option may say what is the model's own, too."""
+    """Return the first of FIXED that differs in effect: an option may also state the model's default."""
     found = [name for name in FIXED if getattr(settings, name) != then[name]]
     if not found or not set(found) <= set(IN_EFFECT):
         return next((name for name in found if name not in IN_EFFECT), None)
@@ -211,14 +215,14 @@ def _differing(settings: TrainConfig, then: Mapping[str, Any], data: Manifest) -
 
 
 def _in_effect(settings: TrainConfig, data: Manifest) -> tuple[Any, ...]:
-    """Return a model's tables, with their optimizers, and the learning rate of its dense layers."""
+    """Return a model's tables with their optimizers, and the learning rate of its dense layers."""
     model = model_of(settings, data.schema)
     tables = {name: (spec.rows, spec.dim, spec.optimizer) for name, spec in model.tables.items()}
     return tables, model.lr if settings.lr is None else settings.lr
 
 
 def _require_unfinished(settings: TrainConfig, data: Manifest) -> None:
-    """Raise UserError where the run directory has another run than the beginning of this one."""
+    """Raise UserError if the run directory holds another run, or a finished one."""
     if settings.run_dir is None or not (settings.run_dir / CONFIG).exists():
         return
     try:
@@ -229,7 +233,7 @@ def _require_unfinished(settings: TrainConfig, data: Manifest) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         return
     if status in ("finished", "stopped early") or not same:
-        what = "another run" if not same else "a run that has come to its end"
+        what = "another run" if not same else "a run that has finished"
         raise UserError(f"--run-dir {settings.run_dir} holds {what}, without checkpoints; choose another --run-dir")
 
 
@@ -240,7 +244,7 @@ def _given(option: str, value: Any) -> str:
 
 
 def values(settings: TrainConfig, data: Manifest, device: str, progress: Progress, quality: Quality) -> dict[str, Any]:
-    """Return what a checkpoint holds beside the model."""
+    """Return the values of a checkpoint besides the model."""
     return {
         "settings": {**settings.as_json(), "resume": None},
         "data": data.identity,
@@ -291,7 +295,7 @@ class CheckpointSchedule:
         self._stalled = 0.0
 
     def describe(self) -> str:
-        """Return when and where checkpoints are saved, as text."""
+        """Return the schedule and the folder as text."""
         when = [f"{self._every:,} steps"] if self._every is not None else []
         when += [f"{self._seconds / 60:g} minutes"] if self._seconds is not None else []
         return (
@@ -299,7 +303,7 @@ class CheckpointSchedule:
         )
 
     def start(self, chain: Chain | None, tables: Any) -> None:
-        """Take the folder; where a run goes on, what follows adds to the checkpoint that it has loaded."""
+        """Lock the folder; a resumed run's checkpoints are increments of the one that it loaded."""
         try:
             self.manager.lock()
         except UserError as error:
@@ -312,7 +316,7 @@ class CheckpointSchedule:
             self._loaded = self.manager.last
 
     def is_due(self, step: int) -> bool:
-        """Tell whether a checkpoint is to be saved after this step."""
+        """Return whether a checkpoint is due after this step."""
         self._look()
         due = self._every is not None and step % self._every == 0
         late = self._seconds is not None and (
@@ -325,7 +329,7 @@ class CheckpointSchedule:
         return due
 
     def save(self, step: int, state_sha256: str | None = None) -> None:
-        """Begin to save a checkpoint of after this step; nothing is raised where that fails."""
+        """Start to save a checkpoint of this step; failures are recorded, not raised."""
         start = time.monotonic()
         self.manager.join()
         self._look()
@@ -340,17 +344,17 @@ class CheckpointSchedule:
         self._stalled += time.monotonic() - start
 
     def keep_best(self, step: int) -> None:
-        """Have a checkpoint of after this step, the best one so far, and keep it beside the newest ones."""
+        """Keep a checkpoint of this step, the best so far, besides the newest ones; save it if necessary."""
         self._look()
         self.manager.best_steps.insert(0, step)
         if self._step != step or self._failing is not None:
             self.save(step)
 
     def save_last(self, step: int, state_sha256: str | None = None) -> None:
-        """Save a run's last checkpoint, but not the one again that the run went on from."""
+        """Save a run's last checkpoint, unless the run resumed from it without a step."""
         loaded = self._loaded
         due = loaded is None or loaded is not self.manager.last or loaded.manifest.step != step or not is_there(loaded)
-        if self._ranks is not None:  # not all may see the same files at once
+        if self._ranks is not None:  # ranks may see different files on a shared disk
             due = self._ranks.control.share(due)[0]
         if due:
             self.save(step, state_sha256)
@@ -358,7 +362,7 @@ class CheckpointSchedule:
             self.saved_step, self._failing = step, None
 
     def _look(self) -> None:
-        """See how the last attempt has ended, if it has."""
+        """Record the outcome of the last attempt, if it has ended."""
         writer = self.manager.take_ended()
         if writer is None:
             return
@@ -378,22 +382,22 @@ class CheckpointSchedule:
         self._failing = why
 
     def finish(self) -> None:
-        """Wait for what is being written, and let others write there."""
+        """Wait for the writer, and unlock the folder."""
         self.manager.close()
         self._look()
 
     @property
     def newest(self) -> Path | None:
-        """The last checkpoint that was saved or loaded, in the folder where they are saved."""
+        """The last checkpoint in the folder that was saved or loaded."""
         return self.manager.last.path if self.manager.last is not None else None
 
     @property
     def failed(self) -> str | None:
-        """Why the last attempt has failed; None where it has not."""
+        """The reason why the last attempt failed; None if it did not."""
         return self._failing
 
     def summary(self) -> dict[str, Any]:
-        """Return what summary.json says."""
+        """Return the entry in summary.json."""
         return {
             "path": str(self.manager.path),
             "saved": self._count,

@@ -197,7 +197,7 @@ def test_values_that_training_has_not_seen(films):
 def test_wrong_rows(films, rows, message):
     with pytest.raises(hostdev.UserError, match=message):
         hostdev.Predictor(films / "run/checkpoints", model=OWN[1])(rows)
-    with pytest.raises(TypeError, match="rows are a dict"):
+    with pytest.raises(TypeError, match="rows must be a dict"):
         hostdev.Predictor(films / "run/checkpoints", model=OWN[1])([1, 2])
 
 

@@ -219,7 +219,7 @@ def test_a_run_without_checkpoints_is_not_overwritten(trained, small_data, tmp_p
     before = (tmp_path / "run/loss.log").read_text()
     code, _, error = trained(*options, "--resume")
     assert (code, error.count("\n")) == (2, 1)
-    assert "--run-dir run holds a run that has come to its end, without checkpoints" in error
+    assert "--run-dir run holds a run that has finished, without checkpoints" in error
     (tmp_path / "run/summary.json").unlink()
     code, _, error = trained(*options, "--resume", "--seed", 1)
     assert code == 2
@@ -325,7 +325,7 @@ def test_a_folder_that_is_removed_or_a_file(trained, small_data, tmp_path, monke
     (tmp_path / "file").write_text("")
     code, _, error = trained(*small(small_data, "other", *MIX), "--checkpoint-every", 5, "--checkpoint-dir", "file")
     assert code == 3
-    assert error.startswith("warning: checkpoints cannot be saved: file cannot be made: File exists; training goes on")
+    assert error.startswith("warning: checkpoints cannot be saved: file cannot be created: File exists; training")
 
 
 def started(tmp_path, *options, module="hostdev.train"):

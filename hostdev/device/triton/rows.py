@@ -1,6 +1,6 @@
-"""Kernels that move rows: a batch's rows from a cache, rows to their uses, rows into and out of a cache.
+"""Kernels that move rows: from a cache to a batch, to their occurrences, into and out of a cache.
 
-The operations are described in `ops`. W = (1 + S) * D values lie between a row's weights and the next row's.
+`ops` describes the operations. W = (1 + S) * D values lie between a row's weights and the next row's.
 """
 
 import torch
@@ -62,9 +62,9 @@ def _gather(
 
 @triton.jit
 def to_bfloat16(x):
-    """Round to the nearest, ties to even, as the host's kernels; NaN becomes the quiet NaN.
+    """Round to nearest even, as the host's kernels do; NaN becomes the quiet NaN.
 
-    By its bits, as Triton's interpreter truncates, and CUDA's conversion has another NaN.
+    Computed on bits: Triton's interpreter truncates, and CUDA's conversion has another NaN.
     """
     bits = x.to(tl.uint32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -95,7 +95,7 @@ def _exchange(
 
 @triton.jit
 def _swap(there, slots, here, row, column, inside, STAY, D: tl.constexpr):
-    """Move rows of `here` to their slots; from row STAY on, what was there comes back."""
+    """Move rows of `here` to their slots; from row STAY on, swap them with the slots' rows."""
     at = there + tl.load(slots + row, mask=inside, other=0).to(tl.int64) * D + column
     own = here + row.to(tl.int64) * D + column
     comes, goes = tl.load(own, mask=inside), tl.load(at, mask=inside & (row >= STAY))
