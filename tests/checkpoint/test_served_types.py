@@ -183,9 +183,7 @@ def test_a_module_that_a_checkpoint_names_is_not_imported(copied, capsys):
     """Who makes a checkpoint does not decide what runs where it is read."""
     changed(copied, lambda content: content["state"]["more"]["settings"].update(model="this:X"))
     sys.modules.pop("this", None)
-    told = (
-        f"{copied} has the model 'this:X', a custom class, whose module would be imported; name it if you trust it"
-    )
+    told = f"{copied} has the model 'this:X', a custom class, whose module would be imported; name it if you trust it"
     with pytest.raises(hostdev.UserError) as error:
         hostdev.Predictor(copied)
     assert str(error.value).startswith(told)
@@ -290,9 +288,7 @@ def test_a_row_of_bags_alone_is_not_two_rows():
     assert columns("lists", [["1"], ["2"]]) == columns("text", [["1"], ["2"]]) == [["1"], ["2"]]
     assert columns("text", ["1|2", "2"]) == ["1|2", "2"]
     assert columns("text", ["1"]) == ["1"]
-    with pytest.raises(
-        hostdev.UserError, match="column 'g' has a list of 2 values"
-    ):
+    with pytest.raises(hostdev.UserError, match="column 'g' has a list of 2 values"):
         columns("text", ["1", "2"])
 
 
