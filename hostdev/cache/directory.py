@@ -75,7 +75,7 @@ class AllRows:
         expected = self.values[:, CHANCE]
         weights = np.ascontiguousarray(counts, np.float32)
         parallel_for(chances, len(weights), weights, per_use, expected, grain=_GRAIN)
-        least = least_of(expected, self._capacity / len(weights))
+        least = find_quantile(expected, self._capacity / len(weights))
         member = expected > least
         alike = np.flatnonzero(expected == least)
         member[alike[: self._capacity - np.count_nonzero(member)]] = True
@@ -140,7 +140,7 @@ class Directory:
         """Return the positions int32 [U] of rows, which are inserted if missing; may evict rows that are not pinned."""
         self._make_room(len(ids), planned)
         positions = self._find(ids)
-        expected, chosen = self._told(ids, positions)
+        expected, chosen = self._get_probabilities(ids, positions)
         by_count = self._likeliest is not None and self._likeliest.per_use == 0
         _insert(
             ids,
@@ -164,7 +164,7 @@ class Directory:
         rows = values.view(np.int32)
         rows[:, LAST] = rows[:, SLOT] = -1
         rows[found] = self.rows[positions[found]]
-        expected, chosen = self._told(ids, positions)
+        expected, chosen = self._get_probabilities(ids, positions)
         values[~found, CHANCE], rows[~found, MEMBER] = expected[~found], chosen[~found]
         return np.arange(len(ids), dtype=np.int32), rows, values
 
@@ -178,7 +178,7 @@ class Directory:
         self._likeliest = likeliest(counts, self._capacity, per_use, above=above)
         ids = self.known[:, ID].copy()
         here = ids >= 0
-        expected, chosen = self._told(ids[here], np.full(np.count_nonzero(here), -1, np.int32))
+        expected, chosen = self._get_probabilities(ids[here], np.full(np.count_nonzero(here), -1, np.int32))
         self.values[: len(ids)][here, CHANCE], self.known[here, MEMBER] = expected, chosen
         return chance_at(self._likeliest.key)
 
@@ -193,7 +193,9 @@ class Directory:
         parallel_for(_find, len(ids), ids, self._index, self._shift, self.rows, positions, grain=_GRAIN)
         return positions
 
-    def _told(self, ids: Ids, positions: Positions) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
+    def _get_probabilities(
+        self, ids: Ids, positions: Positions
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
         """Return, for rows without a position, their probabilities by counts [U], and which are likeliest [U]."""
         expected, chosen = scratch("expected", (len(ids),), np.float32), scratch("chosen", (len(ids),), np.bool_)
         if self._likeliest is None:
@@ -240,7 +242,7 @@ class Directory:
 
     def _settle(self) -> None:
         """Rebuild the hash table if its size does not fit or it has too many tombstones."""
-        bits = _bits_for(self._room)
+        bits = _get_hash_bits(self._room)
         crowded = self._room + self._state[_DEAD] > _MOST_LOAD * len(self._index)
         if self._sound and len(self._index) == 1 << bits and not crowded:
             return
@@ -251,7 +253,7 @@ class Directory:
         self._sound = True
 
 
-def _bits_for(room: int) -> int:
+def _get_hash_bits(room: int) -> int:
     """Return log2 of the size of a hash table for `room` rows."""
     return max(_LEAST_BITS, int(room / _LOAD).bit_length())
 
@@ -271,10 +273,10 @@ def _most(capacity: int, window: int, unique: int) -> int:
 def most_bytes(rows: int, capacity: int, window: int, least: int, unique: int) -> int:
     """Return the most bytes that a directory takes; at most `rows` rows occur, `unique` in a batch."""
     room = min(rows, max(least, _most(capacity, window, unique)))
-    return room * ROW + (4 << _bits_for(room))
+    return room * ROW + (4 << _get_hash_bits(room))
 
 
-def least_of(chances: npt.NDArray[np.float32], share: float) -> np.float32:
+def find_quantile(chances: npt.NDArray[np.float32], share: float) -> np.float32:
     """Return the probability that this share of rows reaches."""
     last = min(round(len(chances) * (1 - share)), len(chances) - 1)
     least: np.float32 = np.partition(chances, last)[last]

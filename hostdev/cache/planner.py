@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.cache import planning
-from hostdev.cache.directory import ROW, AllRows, Directory, least_of, most_bytes
+from hostdev.cache.directory import ROW, AllRows, Directory, find_quantile, most_bytes
 from hostdev.cache.options import MOST_WINDOW, POLICIES, WINDOW
-from hostdev.cache.planning import FINE_BITS, KEYS, LOOKAHEAD, STATIC, Now
-from hostdev.cache.prices import MOST_BITS, Costs, index_of, prices
+from hostdev.cache.planning import FINE_BITS, KEYS, LOOKAHEAD, STATIC, PlanContext
+from hostdev.cache.prices import MOST_BITS, Costs, get_price_index, prices
 from hostdev.kernels.buffers import identity, scratch
 from hostdev.kernels.pool import KernelTask, parallel_for, ranges, run_tasks
 from hostdev.kernels.unique import count_uses
@@ -145,7 +145,7 @@ def planner_bytes(
         return rows * ROW + capacity * 4
     seen = rows if batches is None else min(rows, batches * unique)
     slots = min(capacity, seen)
-    room = most_bytes(seen, slots, window, _kept(budget), unique)
+    room = most_bytes(seen, slots, window, _get_least_rows(budget), unique)
     return room + slots * 4 + (window + 1) * unique * 4
 
 
@@ -196,7 +196,9 @@ class Planner:
         self._kind = kind
         self._margin = (1 << FINE_BITS) - 1 if kind == LOOKAHEAD else 0
         self._directory = (
-            AllRows(rows, capacity) if rows * ROW <= budget else Directory(rows, capacity, self.window, _kept(budget))
+            AllRows(rows, capacity)
+            if rows * ROW <= budget
+            else Directory(rows, capacity, self.window, _get_least_rows(budget))
         )
         self._slots = np.empty(capacity, np.int32)  # the position of the row in each of the first `filled`
         self._exchanging = False  # True: an interruption left the slots inconsistent
@@ -245,9 +247,9 @@ class Planner:
         if len(self._announced) > self.window:
             raise ValueError(f"{len(self._announced)} batches are announced already; plan one before the next")
         if self._counts is not None and len(ids):
-            self._expect(self._counts, int(uses.sum()))
+            self._store_probabilities(self._counts, int(uses.sum()))
             self._counts = None
-        now = self._now(self._planned + len(self._announced))
+        now = self._make_context(self._planned + len(self._announced))
         positions = self._directory.place(ids, self._planned)
         self._announced.append((ids, uses, positions))
         args = (positions, uses, now, self._directory.rows, self._directory.values, _DECAYS)
@@ -257,7 +259,7 @@ class Planner:
 
     def plan(self) -> Plan:
         """Plan the earliest announced batch."""
-        now = self._now(self._planned + len(self._announced) - 1)
+        now = self._make_context(self._planned + len(self._announced) - 1)
         ids, uses, positions = self._announced.popleft()
         U = len(ids)
         self._planned += 1
@@ -278,8 +280,8 @@ class Planner:
         evicted = np.empty(len(leaving), positions.dtype)
         plan = Plan(
             ids=ids,
-            hits=_joined(hits, starts, starts + found),
-            hit_slots=_joined(hit_slots, starts, starts + found),
+            hits=_join_parts(hits, starts, starts + found),
+            hit_slots=_join_parts(hit_slots, starts, starts + found),
             admitted=admitted[:-1],
             admitted_slots=slots,
             passed=passed[:-1],
@@ -297,10 +299,10 @@ class Planner:
         self._count(plan, int(hit_uses.sum()), int(all_uses.sum()))
         return plan
 
-    def _now(self, latest: int) -> Now:
+    def _make_context(self, latest: int) -> PlanContext:
         """Return the context that rows are valued in; `latest` is the last announced batch."""
         by_counts = self._counted and self._believed >= planning.SURE
-        return Now(
+        return PlanContext(
             number=self._planned,
             latest=latest,
             kind=self._kind,
@@ -312,11 +314,11 @@ class Planner:
             gate=self._gate if by_counts else self._gate_of_late,
         )
 
-    def _learn(self, ids: Ids, now: Now) -> None:
+    def _learn(self, ids: Ids, now: PlanContext) -> None:
         """Weigh counts against recent uses by how well each predicted the rows of the new batch."""
         if now.latest > 0:
             self._scores *= _FORGOTTEN
-            known = self._now(now.latest - 1)._replace(latest=now.latest)  # with the rates before this batch
+            known = self._make_context(now.latest - 1)._replace(latest=now.latest)  # with the rates before this batch
             some = self._watched[now.latest % _JUDGED_OF :: _JUDGED_OF].copy()
             positions, rows, values = self._directory.look(some)
             planning.judge(positions, known, rows, values, _DECAYS, _WEIGHTS, self._scores)
@@ -327,11 +329,11 @@ class Planner:
             some = np.arange(0, self.rows, max(1, self.rows // _SAMPLED), dtype=np.int32)
             chances = np.empty(len(some), np.float32)
             positions, rows, values = self._directory.look(some)
-            planning.likely(positions, self._now(now.latest), rows, values, _DECAYS, chances)
-            self._least_of_late = least_of(chances, self.capacity / self.rows)
-            self._gate_of_late = _gate_at(self._least_of_late, _OPEN_GATE)
+            planning.likely(positions, self._make_context(now.latest), rows, values, _DECAYS, chances)
+            self._least_of_late = find_quantile(chances, self.capacity / self.rows)
+            self._gate_of_late = _get_gate(self._least_of_late, _OPEN_GATE)
 
-    def _expect(self, counts: npt.NDArray[Any], uses: int) -> None:
+    def _store_probabilities(self, counts: npt.NDArray[Any], uses: int) -> None:
         """Store the probabilities that a batch of `uses` occurrences has each row, by the counts."""
         total = float(counts.sum(dtype=np.float64))
         per_use = np.float32(uses / total) if total > 0 else np.float32(0)
@@ -341,7 +343,7 @@ class Planner:
         # A row that is used once per epoch is not worth a transfer.
         above = 1.0 if np.issubdtype(counts.dtype, np.integer) else -np.inf
         self._least = self._directory.expect(counts, per_use, above=above)
-        self._gate = _gate_at(self._least, _GATE)
+        self._gate = _get_gate(self._least, _GATE)
 
     def restore(self, slot_ids: Positions) -> None:
         """Forget announced batches, and set the cached rows [C]; -1 for none, after all others.
@@ -381,23 +383,23 @@ class Planner:
         free = min(self.capacity - self.filled, willing)
         leaving = np.empty(0, np.int32)
         if willing > free and self._kind != STATIC:
-            first, last = self._to_scan()
+            first, last = self._get_slots_to_scan()
             keys = scratch("resident_keys", (last - first,), np.uint16)
             pieces = len(ranges(last - first, _GRAIN))
             histograms = np.zeros((pieces, KEYS), np.int32)
             shared = (self._slots[first:last], *known, keys, histograms)
             run_tasks([KernelTask(planning.score, last - first, _GRAIN, pieces, shared)])
             residents = histograms.sum(0, dtype=np.int64)
-            swaps = int(planning.exchanges(_without_best(newcomers, free), residents, self._margin))
+            swaps = int(planning.exchanges(_drop_best(newcomers, free), residents, self._margin))
             if swaps:
                 leaving = np.empty(swaps + 1, np.int32)
-                planning.worst(*_until(residents, swaps), keys, leaving)
+                planning.worst(*_find_key(residents, swaps), keys, leaving)
                 leaving = leaving[:-1] + np.int32(first)
         fresh = np.arange(self.filled, self.filled + free, dtype=np.int32)
         slots = np.concatenate([fresh, leaving])
-        return slots, leaving, _from(newcomers, len(slots))
+        return slots, leaving, _find_key_from_top(newcomers, len(slots))
 
-    def _to_scan(self) -> tuple[int, int]:
+    def _get_slots_to_scan(self) -> tuple[int, int]:
         """Return the range of slots to search for evictions: all, or each part of very many in turn."""
         most = max(_SCANNED, _SCANNED_PER_SWAP * self._swapped)
         if self.filled <= most:
@@ -417,7 +419,7 @@ class Planner:
         total.evicted += len(plan.evicted)
 
 
-def _kept(budget: int) -> int:
+def _get_least_rows(budget: int) -> int:
     """Return the number of rows below which a directory forgets none."""
     return budget // 2 // ROW
 
@@ -428,34 +430,34 @@ def _kind(policy: str) -> int:
     return POLICIES.index(policy)
 
 
-def _gate_at(least: np.float32, gate: tuple[float, float]) -> int:
+def _get_gate(least: np.float32, gate: tuple[float, float]) -> int:
     """Return the key that a newcomer must exceed, from the C-th largest probability."""
-    return index_of(2 * gate[0] * float(least) + gate[1]) << FINE_BITS
+    return get_price_index(2 * gate[0] * float(least) + gate[1]) << FINE_BITS
 
 
-def _until(histogram: npt.NDArray[np.int64], count: int) -> tuple[int, int]:
+def _find_key(histogram: npt.NDArray[np.int64], count: int) -> tuple[int, int]:
     """Return the key up to which there are at least `count` > 0 rows, and how many at that key belong to them."""
     up_to = np.cumsum(histogram)
     key = int(np.searchsorted(up_to, count))
     return key, int(count - (up_to[key] - histogram[key]))
 
 
-def _from(histogram: npt.NDArray[np.int64], count: int) -> tuple[int, int]:
+def _find_key_from_top(histogram: npt.NDArray[np.int64], count: int) -> tuple[int, int]:
     """Return the key down to which there are at least `count` rows, and how many at that key belong to them."""
-    key, ties = _until(histogram[::-1], count) if count else (0, 0)
+    key, ties = _find_key(histogram[::-1], count) if count else (0, 0)
     return KEYS - 1 - key, ties
 
 
-def _without_best(histogram: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+def _drop_best(histogram: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
     """Return a histogram without the `count` largest keys."""
-    key, ties = _from(histogram, count)
+    key, ties = _find_key_from_top(histogram, count)
     left = histogram.copy()
     left[key + 1 :] = 0
     left[key] -= ties
     return left
 
 
-def _joined(values: Positions, starts: Iterable[int], stops: Iterable[int]) -> Positions:
+def _join_parts(values: Positions, starts: Iterable[int], stops: Iterable[int]) -> Positions:
     parts = [values[start:stop] for start, stop in zip(starts, stops, strict=True)]
     return np.concatenate(parts) if parts else values[:0].copy()
 

@@ -35,7 +35,7 @@ _BLOCK = 256  # rows, which fit the L1 cache
 _MOST_USES = 2**30
 
 
-class Now(NamedTuple):
+class PlanContext(NamedTuple):
     """The context that the rows of a planned batch are valued in."""
 
     number: int  # of the planned batch

@@ -72,14 +72,14 @@ def prices(costs: Costs, bits: int) -> npt.NDArray[np.uint8]:
         raise ValueError(f"indices exist for 0 to {MOST_BITS} known batches, not {bits}")
     table = np.zeros((2, RATES, 1 << bits), np.uint8)
     admitted, evicted = (np.float32(cost / costs.passed) for cost in costs[1:])
-    of_rate = np.array([chance_of(rate) for rate in range(RATES)], np.float32)
+    of_rate = np.array([get_rate_middle(rate) for rate in range(RATES)], np.float32)
     at = (1.01 * 2.0 ** ((np.arange(PRICES) - PRICES + 1) / 16)).astype(np.float32)
     parallel_for(_fill, RATES, admitted, evicted, of_rate, at, table)
     table.flags.writeable = False
     return table
 
 
-def chance_of(rate: int) -> float:
+def get_rate_middle(rate: int) -> float:
     """Return the middle of a class of probabilities; 0 for the last."""
     if rate in (0, RATES - 1):
         return float(rate == 0)
@@ -87,7 +87,7 @@ def chance_of(rate: int) -> float:
     return edge * 1.73 if rate % 2 else edge * 1.22  # from 1.5 to 2, and from 1 to 1.5
 
 
-def index_of(price: float) -> int:
+def get_price_index(price: float) -> int:
     """Return the index of a slot's price per batch, in units in which `passed` is 2."""
     return int(np.clip(np.ceil(PRICES + 16 * np.log2(max(price, 1e-9) / 2.02)), 0, PRICES))
 

@@ -7,7 +7,7 @@ from hostdev.checkpoint import compact, diff, export, folder, reshard
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import damaged, newest_whole
 from hostdev.checkpoint.manifest import BrokenCheckpointError
-from hostdev.checkpoint.state import state_digest, tensors_of
+from hostdev.checkpoint.state import read_dense_tensors, state_digest
 from hostdev.core import cli
 from hostdev.core.errors import UserError
 from hostdev.core.memory import gib
@@ -89,7 +89,7 @@ def _digest(chain: folder.Chain) -> str:
     layers = Layers(chain)
     state = chain[-1].manifest.state
     names = [(name, key) for name, key in state.get("digest", [])] if isinstance(state, dict) else []
-    return state_digest(layers, names, tensors_of(layers))
+    return state_digest(layers, names, read_dense_tensors(layers))
 
 
 def _newest(path: Path, prog: str) -> folder.Chain:
@@ -134,7 +134,7 @@ def _rewrite(arguments: argparse.Namespace, ranks: int | None) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    for line in export.export(_newest(arguments.path, arguments.prog), export.options_of(arguments)):
+    for line in export.export(_newest(arguments.path, arguments.prog), export.make_options(arguments)):
         print(line)
     return 0
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from hostdev.checkpoint import best, folder
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.layers import Layers
-from hostdev.checkpoint.state import tensors_of
+from hostdev.checkpoint.state import read_dense_tensors
 from hostdev.checkpoint.writer import AsyncWriter, Content, Item
 from hostdev.core.errors import UserError
 
@@ -54,7 +54,7 @@ def compact(chain: Chain, keep: int | None = None) -> str:
     newest = chain[-1]
     path = newest.path.parent
     with folder.locked(path):
-        if not all(map(folder.is_there, chain)):
+        if not all(map(folder.is_on_disk, chain)):
             raise UserError(f"{newest.path} was merged or removed by another process meanwhile; run the command again")
         before = _size(path)
         if len(chain) == 1:
@@ -93,7 +93,7 @@ def write_anew(layers: Layers, items: Sequence[Item], path: Path) -> Path:
         if file.file.startswith("data/")
     }
     names = [(name, key) for name, key in newest.state.get("digest", [])]
-    content = Content(newest.state, tensors_of(layers), others, names)
+    content = Content(newest.state, read_dense_tensors(layers), others, names)
     return AsyncWriter(path, newest.step, items, content, None, state_sha256=newest.state_sha256).wait().path
 
 

@@ -21,7 +21,7 @@ from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import verify
 from hostdev.checkpoint.manifest import BrokenCheckpointError, Table
 from hostdev.checkpoint.ranges import WEIGHTS
-from hostdev.checkpoint.state import file_in, tensors_of
+from hostdev.checkpoint.state import file_in, read_dense_tensors
 from hostdev.checkpoint.tree import from_tree
 from hostdev.core import arrow_files, outputs
 from hostdev.core.errors import UserError, in_words, naming
@@ -41,7 +41,7 @@ class Options(NamedTuple):
     dtype: str
 
 
-def options_of(arguments: argparse.Namespace) -> Options:
+def make_options(arguments: argparse.Namespace) -> Options:
     """Return the options that were given; UserError for a combination that is not supported."""
     dtype = "bfloat16" if arguments.dtype == "bf16" else arguments.dtype  # the alias is accepted for one release
     if dtype == "bfloat16" and arguments.format != "safetensors":
@@ -69,7 +69,7 @@ def export(chain: Chain, options: Options) -> Iterator[str]:
         _write(partial, layers, options)
     for file in sorted(out.iterdir()):
         yield f"{file}: {gib(file.stat().st_size)}"
-    yield from _left_out(layers, options)
+    yield from _describe_left_out(layers, options)
 
 
 def _write(out: Path, layers: Layers, options: Options) -> None:
@@ -77,16 +77,16 @@ def _write(out: Path, layers: Layers, options: Options) -> None:
     with bar(whole, "exporting", "row", unit_scale=True) as progress:
         for table in layers.manifest.tables:
             _write_table(out, layers, table, options, progress)
-    names = _names(layers)
+    names = _read_vocabulary(layers)
     if names is not None and options.format != "parquet":
         with (out / IDS).open("wb") as file:
-            pq.write_table(_with_ids(names, 0, len(names)), file)
+            pq.write_table(_add_ids(names, 0, len(names)), file)
     _write_dense(out, layers)
     if options.slots:
         write_state(out, layers)
 
 
-def _left_out(layers: Layers, options: Options) -> Iterator[str]:
+def _describe_left_out(layers: Layers, options: Options) -> Iterator[str]:
     """Yield a line for each part of the checkpoint that was not exported."""
     newest = layers.manifest
     slots = {table.name: [*table.slots, *table.row_slots] for table in newest.tables}
@@ -120,7 +120,7 @@ def _write_table(out: Path, layers: Layers, table: Table, options: Options, prog
 
 def _write_parquet(path: Path, layers: Layers, table: Table, columns: list[str], progress: Progress) -> None:
     """Write the columns id; column and value, if ids are the data set's; weights and optimizer state, lists of D."""
-    names = _names(layers)
+    names = _read_vocabulary(layers)
     named = names is not None and len(names) == table.rows
     writer: pq.ParquetWriter | None = None
     with path.open("wb") as file, ExitStack() as opened:
@@ -128,7 +128,7 @@ def _write_parquet(path: Path, layers: Layers, table: Table, columns: list[str],
             found = layers.columns_of_ids(table.name, start, stop, columns)
             arrays: dict[str, Any] = {"id": np.arange(start, stop)}
             if named:
-                arrays["column"], arrays["value"] = _names_of(names, start, stop)
+                arrays["column"], arrays["value"] = _slice_vocabulary(names, start, stop)
             for name, values in found.items():
                 flat = pa.array(values.ravel())
                 arrays[name] = flat if name in table.row_slots else pa.FixedSizeListArray.from_arrays(flat, table.dim)
@@ -177,7 +177,7 @@ def _write_values(file: IO[bytes], values: Any, dtype: str) -> None:
     file.write(values.data)
 
 
-def _names(layers: Layers) -> pa.Table | None:
+def _read_vocabulary(layers: Layers) -> pa.Table | None:
     """Return the data set's columns and values by id, mapped into memory; None if the checkpoint has none."""
     path = file_in(layers, VOCABULARY)
     if path is None:
@@ -191,13 +191,13 @@ def _names(layers: Layers) -> pa.Table | None:
     return table
 
 
-def _names_of(names: pa.Table, start: int, stop: int) -> tuple[Any, Any]:
+def _slice_vocabulary(names: pa.Table, start: int, stop: int) -> tuple[Any, Any]:
     part = names.slice(start, stop - start)
     return part["field"].cast(pa.string()), part["value"]
 
 
-def _with_ids(names: pa.Table, start: int, stop: int) -> pa.Table:
-    column, value = _names_of(names, start, stop)
+def _add_ids(names: pa.Table, start: int, stop: int) -> pa.Table:
+    column, value = _slice_vocabulary(names, start, stop)
     return pa.table({"id": np.arange(start, stop), "column": column, "value": value})
 
 
@@ -207,5 +207,5 @@ def _write_dense(out: Path, layers: Layers) -> None:
     dense = state.get("dense") if isinstance(state, dict) else None
     if isinstance(dense, dict) and "model" in dense:
         content = io.BytesIO()  # torch's own writer hides the cause of a full disk
-        torch.save(from_tree(dense["model"], tensors_of(layers)), content)
+        torch.save(from_tree(dense["model"], read_dense_tensors(layers)), content)
         (out / DENSE).write_bytes(content.getbuffer())

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hostdev.checkpoint.layers import Layers
-from hostdev.checkpoint.state import tensors_of
+from hostdev.checkpoint.state import read_dense_tensors
 from hostdev.checkpoint.tree import from_tree
 
 STATE, OPTIMIZER, EXTRA = "state.json", "optimizer.pt", "extra.pt"
@@ -42,7 +42,7 @@ def write_state(out: Path, layers: Layers) -> None:
 
 def _write(path: Path, tree: Any, layers: Layers) -> None:
     content = io.BytesIO()  # torch's own writer hides the cause of a full disk
-    torch.save(_as_tensors(from_tree(tree, tensors_of(layers))), content)
+    torch.save(_as_tensors(from_tree(tree, read_dense_tensors(layers))), content)
     path.write_bytes(content.getbuffer())
 
 

@@ -63,12 +63,12 @@ def names_in(path: Path) -> list[str]:
         return []
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    serials = {name: manifest.serial_of(path / name) for _, name in found}
-    order = {name: (serials[name] is None, serials[name] or 0, _numbers(match)) for match, name in found}
+    serials = {name: manifest.read_serial(path / name) for _, name in found}
+    order = {name: (serials[name] is None, serials[name] or 0, _parse_numbers(match)) for match, name in found}
     return sorted(order, key=order.__getitem__)
 
 
-def _numbers(match: re.Match[str]) -> tuple[int, int]:
+def _parse_numbers(match: re.Match[str]) -> tuple[int, int]:
     """Return the step and the number that are in a name."""
     return int(match[1]), int(match[2] or 1)
 
@@ -108,7 +108,7 @@ def chain_of(path: Path) -> Chain:
             raise BrokenCheckpointError(f"{path} is not whole: {beside} is not the one to which it adds")
         if len(chain) > 1 << 16:
             raise BrokenCheckpointError(f"{path} is broken (its parents go round in a circle)")
-        if wrong := _differing(found.manifest, chain[0].manifest):
+        if wrong := _find_difference(found.manifest, chain[0].manifest):
             raise BrokenCheckpointError(f"{chain[0].path} is broken ({wrong} than {beside}, to which it adds)")
         chain.insert(0, found)
     for checkpoint in chain:
@@ -117,7 +117,7 @@ def chain_of(path: Path) -> Chain:
     return chain
 
 
-def _differing(parent: Manifest, child: Manifest) -> str | None:
+def _find_difference(parent: Manifest, child: Manifest) -> str | None:
     """Return how the tables of a checkpoint differ from its parent's, as text; None if they do not."""
     if {table.name for table in parent.tables} != {table.name for table in child.tables}:
         return "it has other tables"
@@ -181,13 +181,13 @@ def _lock(file: IO[Any], path: Path) -> Iterator[None]:
 def new_name(path: Path, step: int) -> str:
     """Return an unused name for a checkpoint of this step."""
     matches = [match for name in names_in(path) if (match := _NAME.fullmatch(name))]
-    taken = [number for at, number in map(_numbers, matches) if at == step]
+    taken = [number for at, number in map(_parse_numbers, matches) if at == step]
     return name_of(step, max(taken, default=0) + 1)
 
 
 def new_serial(path: Path) -> int:
     """Return the serial number of the next checkpoint."""
-    return max((manifest.serial_of(path / name) or 0 for name in names_in(path)), default=0) + 1
+    return max((manifest.read_serial(path / name) or 0 for name in names_in(path)), default=0) + 1
 
 
 def begin(path: Path, name: str) -> Path:
@@ -214,12 +214,12 @@ def commit(partial: Path, name: str, content: Manifest) -> Checkpoint:
     return Checkpoint(path, content)
 
 
-def parent_of(checkpoint: Checkpoint) -> Parent:
+def make_parent(checkpoint: Checkpoint) -> Parent:
     """Return the entry that names a checkpoint as a parent."""
     return Parent(name=checkpoint.name, sha256=checkpoint.manifest.checksum)
 
 
-def is_there(checkpoint: Checkpoint) -> bool:
+def is_on_disk(checkpoint: Checkpoint) -> bool:
     """Return whether this checkpoint, and not another one of its name, is still on disk."""
     try:
         return manifest.checksum_of(checkpoint.path) == checkpoint.manifest.checksum

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.lookup import MappedTable
 from hostdev.checkpoint.manifest import RangeFile, Table
-from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, RowsOf, mapped, parse_range, require_covered
+from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, RowChunk, mapped, parse_range, require_covered
 
 Rows = npt.NDArray[np.float32]
 
@@ -28,7 +28,7 @@ class Layers:
         """Return a table's ranges of rows; BrokenCheckpointError unless they cover it."""
         return require_covered(self.chain, name)
 
-    def rows(self, name: str, start: int, stop: int, columns: Sequence[str] | None = None) -> RowsOf:
+    def rows(self, name: str, start: int, stop: int, columns: Sequence[str] | None = None) -> RowChunk:
         """Return the rows [start, stop), one of `ranges`, in stored order, with all or the named columns."""
         table = self.manifest.table(name)
         wanted = [WEIGHTS, *table.slots, *table.row_slots] if columns is None else list(columns)
@@ -50,7 +50,7 @@ class Layers:
                 for column in wanted:
                     found[column][ids[begin:end] - start] = _column(rows, column)[begin:end]
         whole = {column: values for column, values in found.items() if column not in table.row_slots}
-        return RowsOf(start, None, whole, {column: found[column] for column in table.row_slots if column in found})
+        return RowChunk(start, None, whole, {column: found[column] for column in table.row_slots if column in found})
 
     def column(self, name: str, column: str) -> Iterator[Rows]:
         """Yield a column's rows in order of ids, float32 [n, D] or [n, 1]."""
@@ -70,14 +70,14 @@ class Layers:
         found = {**rows.columns, **rows.row_columns}
         return {column: found[column].reshape(stop - start, -1) for column in columns}
 
-    def _rows_of(self, layer: int, table: Table, file: RangeFile) -> RowsOf:
-        found: RowsOf = self._parsed(layer, table.name, file)
+    def _rows_of(self, layer: int, table: Table, file: RangeFile) -> RowChunk:
+        found: RowChunk = self._parsed(layer, table.name, file)
         return found
 
-    def _parse(self, layer: int, name: str, file: RangeFile) -> RowsOf:
+    def _parse(self, layer: int, name: str, file: RangeFile) -> RowChunk:
         path: Path = self.chain[layer].path / file.file
         return parse_range(path, mapped(path), self.manifest.table(name), file)
 
 
-def _column(rows: RowsOf, column: str) -> Any:
+def _column(rows: RowChunk, column: str) -> Any:
     return rows.columns[column] if column in rows.columns else rows.row_columns[column]

@@ -16,7 +16,7 @@ from hostdev.checkpoint.folder import Chain, Found, candidates, chain_of
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import BrokenCheckpointError, File, RangeFile, Table
 from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, check_file, mapped, parse_range
-from hostdev.checkpoint.state import tensors_of
+from hostdev.checkpoint.state import read_dense_tensors
 from hostdev.checkpoint.tree import from_tree
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.progress import bar
@@ -50,7 +50,7 @@ def damaged(chains: Sequence[Chain]) -> Iterator[tuple[Path, BrokenCheckpointErr
             return error
         return None
 
-    with _workers() as pool, bar(sum(file.bytes for _, file in files), "checking", "B", unit_scale=True) as progress:
+    with _make_pool() as pool, bar(sum(file.bytes for _, file in files), "checking", "B", unit_scale=True) as progress:
         for (path, file), error in zip(files, pool.map(lambda each: look(*each), files), strict=True):
             progress.update(file.bytes)
             if error is not None:
@@ -139,13 +139,13 @@ def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -
             for table in checkpoint.manifest.tables
             if table.name in tables
             for file in table.files
-            if _concerns(table, file, tables[table.name])
+            if _has_local_rows(table, file, tables[table.name])
         ]
         for checkpoint in chain
     ]
     whole = sum(file.bytes for work in wanted for _, _, file, _ in work)
     load = partial(_load, _Memory(), check=check)
-    with _workers() as pool, bar(whole, "loading", "B", unit_scale=True) as progress:
+    with _make_pool() as pool, bar(whole, "loading", "B", unit_scale=True) as progress:
         for work in wanted:  # each checkpoint's rows overwrite its parent's
             for size in pool.map(lambda each: load(*each), work):
                 progress.update(size)
@@ -173,7 +173,7 @@ def _load(memory: _Memory, path: Path, about: Table, file: RangeFile, table: Any
         content = mapped(path)
     rows = parse_range(path, content, about, file)
     numbers = rows.ids if rows.ids is not None else np.arange(file.start, file.stop)
-    numbers, chosen = _rows_here(about, numbers, table)
+    numbers, chosen = _map_rows(about, numbers, table)
     columns = [rows.columns[name] for name in (WEIGHTS, *about.slots)]
     row_columns = [rows.row_columns[name] for name in about.row_slots]
     if chosen is not None:
@@ -188,14 +188,14 @@ def _load(memory: _Memory, path: Path, about: Table, file: RangeFile, table: Any
     return file.bytes
 
 
-def _concerns(about: Table, file: RangeFile, table: Any) -> bool:
+def _has_local_rows(about: Table, file: RangeFile, table: Any) -> bool:
     """Return whether a file has rows of this process."""
     if getattr(table, "part", None) is None or about.order != SPREAD or about.rows != table.total_rows:
         return True
     return bool(file.start < table.start + table.rows and table.start < file.stop)
 
 
-def _rows_here(about: Table, numbers: Any, table: Any) -> tuple[Any, Any]:
+def _map_rows(about: Table, numbers: Any, table: Any) -> tuple[Any, Any]:
     """Map row numbers of a file to local rows; return these, and the indices of numbers that are local (None: all).
 
     Args:
@@ -217,7 +217,7 @@ def _rows_here(about: Table, numbers: Any, table: Any) -> tuple[Any, Any]:
 def values_of(chain: Chain) -> Any:
     """Return the values besides the tables, as they were saved."""
     layers = Layers(chain)
-    tensors = tensors_of(layers)
+    tensors = read_dense_tensors(layers)
     try:
         return from_tree(layers.manifest.state, tensors)
     except (KeyError, ValueError, TypeError, RecursionError) as error:
@@ -225,5 +225,5 @@ def values_of(chain: Chain) -> Any:
         raise BrokenCheckpointError(f"{chain[-1].path} is broken (its state: {what})") from None
 
 
-def _workers() -> ThreadPoolExecutor:
+def _make_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "hostdev-checkpoint")

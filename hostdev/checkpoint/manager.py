@@ -160,7 +160,7 @@ class CheckpointManager:
 
     def _parent(self, tables: Sequence[Any]) -> Checkpoint | None:
         """Return the parent of the next checkpoint; None if it is to be full."""
-        known = self.last is not None and folder.is_there(self.last) and self._is_of(self.last, tables)
+        known = self.last is not None and folder.is_on_disk(self.last) and self._is_of(self.last, tables)
         whole = sum(table.rows * _row_bytes(describe_table(table)) for table in tables)
         new = sum(self._changed_rows(table) * _row_bytes(describe_table(table)) for table in tables) if known else 0
         votes = [[known, self._increments + new, whole]]

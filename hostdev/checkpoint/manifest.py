@@ -123,7 +123,7 @@ class Manifest:
         return json.dumps({**self._content(), "sha256": self.checksum}, indent=1) + "\n"
 
 
-def serial_of(path: Path) -> int | None:
+def read_serial(path: Path) -> int | None:
     """Return the serial number of the checkpoint at `path`, even if its manifest is damaged elsewhere; else None."""
     try:
         serial = json_files.read(path / FILE_NAME)["serial"]

@@ -27,7 +27,7 @@ SPREAD = "spread"  # of `Table.order`
 _PIECE = 1 << 22  # bytes
 
 
-class RowsOf(NamedTuple):
+class RowChunk(NamedTuple):
     """The content of a file: rows `ids` int64 [N], or all from `start` on; columns float32 [N, D] and [N] by name."""
 
     start: int
@@ -45,7 +45,7 @@ def rows_per_file(table: Table) -> int:
     return 1 << max(0, (FILE_BYTES // row).bit_length() - 1)
 
 
-def schema_of(table: Table, *, whole: bool) -> pa.Schema:
+def make_schema(table: Table, *, whole: bool) -> pa.Schema:
     """Return the Arrow schema of a table's files; `whole`: files have all rows of their ranges."""
     vector = pa.list_(pa.float32(), table.dim)
     names = [(ID, pa.int64())] if not whole else []
@@ -54,7 +54,7 @@ def schema_of(table: Table, *, whole: bool) -> pa.Schema:
     return pa.schema(names)
 
 
-def write_range(root: Path, name: str, table: Table, start: int, stop: int, rows: RowsOf) -> RangeFile:
+def write_range(root: Path, name: str, table: Table, start: int, stop: int, rows: RowChunk) -> RangeFile:
     """Write rows of [start, stop) to the new file root/name, hash it, and sync it to disk."""
     whole = rows.ids is None
     arrays = [] if whole else [pa.array(rows.ids)]
@@ -62,7 +62,7 @@ def write_range(root: Path, name: str, table: Table, start: int, stop: int, rows
         pa.FixedSizeListArray.from_arrays(pa.array(column.ravel()), table.dim) for column in rows.columns.values()
     ]
     arrays += [pa.array(column) for column in rows.row_columns.values()]
-    schema = schema_of(table, whole=whole)
+    schema = make_schema(table, whole=whole)
     file = HashedFile(root / name)
     try:
         with pa.ipc.new_file(pa.PythonFile(file, "w"), schema) as writer:
@@ -73,7 +73,7 @@ def write_range(root: Path, name: str, table: Table, start: int, stop: int, rows
     return RangeFile(file=name, bytes=file.bytes, sha256=checksum, start=start, stop=stop, rows=len(rows))
 
 
-def parse_range(path: Path, content: Any, table: Table, file: RangeFile) -> RowsOf:
+def parse_range(path: Path, content: Any, table: Table, file: RangeFile) -> RowChunk:
     """Return the rows of a file as views of its content, which is any buffer, such as a memory map.
 
     Raises:
@@ -85,7 +85,7 @@ def parse_range(path: Path, content: Any, table: Table, file: RangeFile) -> Rows
     try:
         reader = pa.ipc.open_file(pa.py_buffer(content))
         whole = reader.schema.get_field_index(ID) < 0
-        same = reader.schema.equals(schema_of(table, whole=whole)) and reader.num_record_batches == 1
+        same = reader.schema.equals(make_schema(table, whole=whole)) and reader.num_record_batches == 1
         batch = reader.get_batch(0) if same else None
         if batch is None or len(batch) != file.rows:
             raise BrokenCheckpointError(f"{path} is broken (it does not hold what the manifest says)")
@@ -104,7 +104,7 @@ def parse_range(path: Path, content: Any, table: Table, file: RangeFile) -> Rows
     columns = {
         name: batch[name].flatten().to_numpy().reshape(len(batch), table.dim) for name in (WEIGHTS, *table.slots)
     }
-    return RowsOf(file.start, ids, columns, {name: batch[name].to_numpy() for name in table.row_slots})
+    return RowChunk(file.start, ids, columns, {name: batch[name].to_numpy() for name in table.row_slots})
 
 
 def nested(column: Any) -> Any:

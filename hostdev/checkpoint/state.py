@@ -35,7 +35,7 @@ def state_digest(layers: Layers, names: DigestNames, tensors: Mapping[str, Tenso
     return digest.hexdigest()
 
 
-def tensors_of(layers: Layers) -> dict[str, Tensor]:
+def read_dense_tensors(layers: Layers) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint; BrokenCheckpointError if they cannot be read."""
     newest = layers.chain[-1]
     if newest.manifest.other(DENSE) is None:

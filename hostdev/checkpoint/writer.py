@@ -25,7 +25,7 @@ from hostdev.checkpoint.folder import Checkpoint
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import File, Manifest, Parent, RangeFile, Table
 from hostdev.checkpoint.manifest import read as read_manifest
-from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, RowsOf, rows_per_file, write_range
+from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, RowChunk, rows_per_file, write_range
 from hostdev.checkpoint.state import DENSE, DigestNames, state_digest
 from hostdev.checkpoint.tree import tensors_as_bytes
 from hostdev.core.checksums import HashedFile
@@ -128,7 +128,7 @@ class AsyncWriter:
         self._release, self._channel, self._best_steps = release, channel, best_steps
         self.checkpoint: Checkpoint | None = None
         self.error: BaseException | None = None
-        self.is_heard = False  # the outcome was reported to a caller
+        self.is_reported = False  # the outcome was reported to a caller
         self._thread = threading.Thread(target=self._run, name="hostdev-checkpoint", daemon=True)
         self._thread.start()
 
@@ -149,7 +149,7 @@ class AsyncWriter:
     def wait(self) -> Checkpoint:
         """Wait for the end and return the checkpoint; raises the error that ended it, such as OSError."""
         self.join()
-        self.is_heard = True
+        self.is_reported = True
         if self.error is not None:
             raise self.error
         assert self.checkpoint is not None
@@ -157,9 +157,9 @@ class AsyncWriter:
 
     def take_failure(self) -> str | None:
         """Return a message about a failure that was not reported yet, once; else None."""
-        if self.is_running or self.error is None or self.is_heard:
+        if self.is_running or self.error is None or self.is_reported:
             return None
-        self.is_heard = True
+        self.is_reported = True
         why = in_words(self.error)
         where = "" if str(self._path) in why else f" to {self._path}"
         return f"the checkpoint of step {self._step:,} was not saved{where}: {why}"
@@ -174,7 +174,7 @@ class AsyncWriter:
     def _save(self) -> None:
         partial, channel = None, self._channel
         try:
-            _give_way()
+            _lower_priority()
             if self._channel is None:
                 name = folder.new_name(self._path, self._step)
                 partial = folder.begin(self._path, name)
@@ -242,7 +242,7 @@ class AsyncWriter:
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             with source.open("rb") as file:
                 others.append(_write(partial, name, iter(lambda: file.read(_PIECE), b"")))
-        parent: Parent | None = folder.parent_of(self._parent) if self._parent is not None else None
+        parent: Parent | None = folder.make_parent(self._parent) if self._parent is not None else None
         content = Manifest(
             step=self._step,
             serial=folder.new_serial(self._path),
@@ -265,20 +265,20 @@ class AsyncWriter:
         buffers: SimpleQueue[Rows] = SimpleQueue()
         for _ in range(BUFFERS):
             buffers.put(np.empty(0, np.float32))
-        with Workers(_WRITERS, "hostdev-checkpoint", _give_way) as pool:
+        with Workers(_WRITERS, "hostdev-checkpoint", _lower_priority) as pool:
             for number, item in enumerate(self._items):
                 (partial / "tables" / str(number)).mkdir(parents=True, exist_ok=True)
                 first = item.first
                 written: list[Future[RangeFile]] = []
                 found.append(written)
-                for start, stop, ids in _ranges(item):
+                for start, stop, ids in _split_rows(item):
                     buffer = buffers.get()
-                    _raise_first(written)
+                    _raise_first_error(written)
                     N = stop - start if ids is None else len(ids)
-                    buffer, columns, row_columns = _columns(buffer, item.table, N)
+                    buffer, columns, row_columns = _get_columns(buffer, item.table, N)
                     item.source.read(start, stop, ids, columns, row_columns)
                     table = item.table
-                    rows = RowsOf(
+                    rows = RowChunk(
                         start,
                         ids,
                         dict(zip((WEIGHTS, *table.slots), columns, strict=True)),
@@ -286,7 +286,7 @@ class AsyncWriter:
                     )
                     if self._channel is not None:
                         start, stop, ids = start + first, stop + first, None if ids is None else ids + first
-                        rows = RowsOf(start, ids, rows.columns, rows.row_columns)
+                        rows = RowChunk(start, ids, rows.columns, rows.row_columns)
                     piece = f"{len(written):06d}.arrow"
                     name = f"tables/{number}/{'' if self._channel is None else f'{self._channel.rank}-'}{piece}"
 
@@ -295,7 +295,7 @@ class AsyncWriter:
                         table: Table = table,
                         start: int = start,
                         stop: int = stop,
-                        rows: RowsOf = rows,
+                        rows: RowChunk = rows,
                         buffer: Rows = buffer,
                     ) -> RangeFile:
                         try:
@@ -328,20 +328,20 @@ def _agree(channel: Channel, work: Callable[[], Any] | None) -> list[Any]:
     return [each for _, each in told]
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Lower this thread's priority; training never waits for a lock that it holds."""
     if sys.platform == "linux":  # elsewhere, the priority is that of the process
         with contextlib.suppress(OSError):  # not permitted
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
-def _raise_first(written: list[Future[RangeFile]]) -> None:
+def _raise_first_error(written: list[Future[RangeFile]]) -> None:
     for file in written:
         if file.done():
             file.result()
 
 
-def _ranges(item: Item) -> Iterator[tuple[int, int, npt.NDArray[np.int64] | None]]:
+def _split_rows(item: Item) -> Iterator[tuple[int, int, npt.NDArray[np.int64] | None]]:
     """Yield a range of rows for each file, with the rows of it to save; None for all."""
     V, most = item.table.rows if item.rows is None else item.rows, rows_per_file(item.table)
     if item.whole:
@@ -364,7 +364,7 @@ def _ranges(item: Item) -> Iterator[tuple[int, int, npt.NDArray[np.int64] | None
         yield begin, V, np.concatenate(waiting)
 
 
-def _columns(buffer: Rows, table: Table, N: int) -> tuple[Rows, Rows, Rows]:
+def _get_columns(buffer: Rows, table: Table, N: int) -> tuple[Rows, Rows, Rows]:
     """Return a buffer that is large enough for N rows, and views of their columns in it."""
     S, R, D = 1 + len(table.slots), len(table.row_slots), table.dim
     if buffer.size < N * (S * D + R):

@@ -24,9 +24,9 @@ def select(name: str, option: str = "--device ") -> torch.device:
     """
     accelerator = _accelerator()
     if name == "auto":
-        if accelerator is None or _missing(accelerator):
+        if accelerator is None or _find_missing(accelerator):
             return torch.device("cpu")
-        return _current(accelerator)
+        return _get_current(accelerator)
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -34,17 +34,17 @@ def select(name: str, option: str = "--device ") -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     if accelerator is None or device.type != accelerator.type:
-        raise UserError(f"{option}{name}: {_not_here(device, accelerator)}, or use {option}auto")
+        raise UserError(f"{option}{name}: {_explain_missing(device, accelerator)}, or use {option}auto")
     count = torch.accelerator.device_count()
     if device.index is not None and device.index >= count:
         raise UserError(f"{option}{name}: this machine has {count} of them, numbered from 0")
-    if missing := _missing(device):
+    if missing := _find_missing(device):
         raise UserError(
             f"{option}{name}: torch has no streams on this device, which are needed to copy rows during a step "
             f"(torch.{device.type} lacks {', '.join(missing)}); use {option}cpu"
         )
     if ":" not in name:
-        return _current(device)
+        return _get_current(device)
     torch.accelerator.set_device_index(device.index)
     return device
 
@@ -65,7 +65,7 @@ def require(device: torch.device | str) -> torch.device:
         return select(device, "device=")
     accelerator = _accelerator()
     if is_accelerator(device) and (accelerator is None or device.type != accelerator.type):
-        raise UserError(f"device={device}: {_not_here(device, accelerator)}, or use device=cpu")
+        raise UserError(f"device={device}: {_explain_missing(device, accelerator)}, or use device=cpu")
     return torch.empty(0, device=device).device  # with its index
 
 
@@ -73,7 +73,7 @@ def _accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
-def _not_here(device: torch.device, accelerator: torch.device | None) -> str:
+def _explain_missing(device: torch.device, accelerator: torch.device | None) -> str:
     """Return why torch does not see a device of this kind, and what to do."""
     version = f"torch {torch.__version__}"
     if device.type == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
@@ -81,17 +81,15 @@ def _not_here(device: torch.device, accelerator: torch.device | None) -> str:
     if accelerator is not None:
         return f"{version} sees only {accelerator.type} on this machine; use that"
     if device.type == "cuda":
-        return (
-            f"{version} sees no accelerator on this machine; check that nvidia-smi and CUDA_VISIBLE_DEVICES show one"
-        )
+        return f"{version} sees no accelerator on this machine; check that nvidia-smi and CUDA_VISIBLE_DEVICES show one"
     return f"{version} sees no accelerator on this machine; use a build of torch for {device.type}"
 
 
-def _current(accelerator: torch.device) -> torch.device:
+def _get_current(accelerator: torch.device) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def _missing(device: torch.device) -> list[str]:
+def _find_missing(device: torch.device) -> list[str]:
     """Return what `Staging` needs and torch's module for the device lacks; MPS has no streams."""
     module = torch.get_device_module(device)
     return [name for name in ("Stream", "Event", "stream", "current_stream") if not hasattr(module, name)]

@@ -20,11 +20,11 @@ class EventClock:
 
     def begin(self) -> Any:
         """Record an event in the stream."""
-        return self._mark()
+        return self._record_event()
 
     def end(self, mark: Any, report: Report) -> None:
         """Record the end event, and report the durations that are known by now."""
-        self._pending.append((mark, self._mark(), report))
+        self._pending.append((mark, self._record_event(), report))
         if len(self._pending) >= 64:
             self.drain()
 
@@ -37,7 +37,7 @@ class EventClock:
                 begin, end, report = self._pending.popleft()
                 report(int(begin.elapsed_time(end) * 1e6))
 
-    def _mark(self) -> Any:
+    def _record_event(self) -> Any:
         event = torch.Event(self._device, enable_timing=True)
         event.record()
         return event

@@ -41,7 +41,7 @@ class Staging:
         if self.copies:
             self._streams = streams or torch.get_device_module(device)
             self._down, self._up, self._results = (self._streams.Stream(device) for _ in range(3))
-            self._event = _sleeping_event(self._streams)
+            self._event = _make_event_factory(self._streams)
 
     def enter_thread(self) -> None:
         """Make the device current in a new thread, where the first device would be."""
@@ -58,15 +58,17 @@ class Staging:
         if not self.copies:
             return list(tensors), None
         with self._streams.stream(self._down):
-            return self._copy_down([self._staged(tensor, memory) for tensor in tensors], self.device), self._mark()
+            return self._copy_down(
+                [self._stage(tensor, memory) for tensor in tensors], self.device
+            ), self._record_event()
 
     def patch(self, rows: Tensor, positions: npt.NDArray[np.int32], late: Tensor, memory: Slab) -> Any:
         """Write conflicting rows [L, ...] at positions [L] into rows [U, ...] sent before; return an event."""
         with self._streams.stream(self._down):
-            host = [self._staged(torch.from_numpy(positions), memory), self._staged(late, memory)]
+            host = [self._stage(torch.from_numpy(positions), memory), self._stage(late, memory)]
             at, values = self._copy_down(host, self.device)
             ops_for(self.device).place(rows, at, values)
-            return self._mark()
+            return self._record_event()
 
     def await_sent(self, marks: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         """Make the device's current stream wait for sent tensors; the calling thread does not wait."""
@@ -90,7 +92,7 @@ class Staging:
         self._up.wait_stream(self._streams.current_stream(self.device))
         with self._streams.stream(self._up):
             different = {id(positions): positions for _, positions in wanted}  # a group's tables have the same
-            host = [self._staged(torch.from_numpy(positions), memory) for positions in different.values()]
+            host = [self._stage(torch.from_numpy(positions), memory) for positions in different.values()]
             at = dict(zip(different, self._copy_down(host, self.device), strict=True))
             picked = [tensor.index_select(0, at[id(positions)]) for tensor, positions in wanted]
             for tensor, _ in wanted:
@@ -110,7 +112,7 @@ class Staging:
             (self._copy_up if timed else _to_host)(host, tensors)
             for tensor in tensors:  # the allocator must not reuse it before it is copied
                 tensor.record_stream(stream)
-            return host, self._mark()
+            return host, self._record_event()
 
     def await_mark(self, mark: Any) -> None:
         """Block this thread until the device has passed an event."""
@@ -119,7 +121,7 @@ class Staging:
 
     def mark(self) -> Any:
         """Record an event in the device's current stream, for `await_mark`; None on the CPU."""
-        return self._mark() if self.copies else None
+        return self._record_event() if self.copies else None
 
     def clock(self) -> Any:
         """Return a timing event in the current stream, or the time on the CPU, for `nanoseconds`."""
@@ -133,19 +135,19 @@ class Staging:
         """Return the time between two events that the device has passed."""
         return int(begin.elapsed_time(end) * 1e6) if self.copies else int(end - begin)
 
-    def _staged(self, tensor: Tensor, memory: Slab) -> Tensor:
+    def _stage(self, tensor: Tensor, memory: Slab) -> Tensor:
         """Return the tensor in memory that allows an asynchronous copy."""
         if not self.slabs.pin or tensor.is_pinned():
             return tensor
         return memory.buffer(*tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
-    def _mark(self) -> Any:
+    def _record_event(self) -> Any:
         event = self._event()
         event.record(self._streams.current_stream(self.device))
         return event
 
 
-def _sleeping_event(streams: Any) -> Callable[..., Any]:
+def _make_event_factory(streams: Any) -> Callable[..., Any]:
     """Return a factory of events that threads wait for asleep, not spinning, if the backend has these."""
     try:
         streams.Event(blocking=True)

@@ -252,7 +252,7 @@ class Bfloat16:
         weights, bits = np.empty((len(ids), 1, shape.dim), np.float32), np.empty((len(ids), shape.dim), np.uint16)
         init.fill(weights, seed, self._name, np.empty(0, np.float32), ids=ids)
         rounding.round_into(weights, bits, rounding_key(seed, self._name, 0), ids=ids)
-        block[:, 0] = Widened(bits)[:]
+        block[:, 0] = Bfloat16View(bits)[:]
         block[:, 1:] = shape.slots[:, None]
 
     @property
@@ -268,13 +268,13 @@ class Bfloat16:
 
     def weights(self) -> Rows:
         """See `Storage`."""
-        found = Widened(self.bits)[:]
+        found = Bfloat16View(self.bits)[:]
         found.flags.writeable = False
         return found
 
     def column(self, number: int) -> Any:
         """See `Storage`."""
-        return self.slots[:, number - 1] if number else Widened(self.bits)
+        return self.slots[:, number - 1] if number else Bfloat16View(self.bits)
 
     def slot(self, number: int) -> Rows:
         """See `Storage`."""
@@ -327,7 +327,7 @@ class Bfloat16:
         return out
 
 
-class Widened:
+class Bfloat16View:
     """Bits of bfloat16 numbers [V, D]; slices and rows are read as float32."""
 
     def __init__(self, bits: npt.NDArray[np.uint16]) -> None:

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
         )
     for warning in told:
         note(f"{prog}: {warning.message}")
-    work = _work(arguments, predictor)
+    work = _open_rows(arguments, predictor)
     chosen = f" ({predictor.why})" if predictor.why else ""
     print(f"model    {predictor.settings['model']} of {predictor.path}{chosen}", flush=True)
     unknown = None if arguments.data.is_dir() else UnknownValues(predictor.encoding)
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
             for part in work.parts:
                 logits = predictor.logits_by_batch(part.batch)
                 if unknown is not None:
-                    unknown.take_in(part.batch)
+                    unknown.count(part.batch)
                 writer.write_table(_table(logits, part, schema))
                 finite = np.isfinite(logits)  # numbers that overflow the model count as missing
                 known = finite & ~np.isnan(part.batch.label)
@@ -110,7 +110,7 @@ class _Work(NamedTuple):
     parts: Iterator[Part]
 
 
-def _work(arguments: argparse.Namespace, predictor: Predictor) -> _Work:
+def _open_rows(arguments: argparse.Namespace, predictor: Predictor) -> _Work:
     path: Path = arguments.data
     if path.is_dir():
         split = arguments.split or "test"

@@ -127,7 +127,7 @@ def _settings(found: Any) -> dict[str, Any]:
     return dict(found)
 
 
-def model_class(settings: dict[str, Any], model: "str | type[Any] | None", path: Path) -> "str | type[Any]":
+def choose_model(settings: dict[str, Any], model: "str | type[Any] | None", path: Path) -> "str | type[Any]":
     """Return the model's name or class; UserError if the checkpoint names a custom class and the caller does not."""
     if model is not None:
         return model

@@ -21,8 +21,8 @@ from hostdev.device import backend
 from hostdev.device.ops import ops_for
 from hostdev.models import registry
 from hostdev.models.model import Model
-from hostdev.predict.opening import model_class, open_checkpoint, reading
-from hostdev.predict.rows import as_batch, as_columns, as_mapping, names_of
+from hostdev.predict.opening import choose_model, open_checkpoint, reading
+from hostdev.predict.rows import as_batch, as_columns, as_mapping, get_column_names
 from hostdev.predict.unknown import UnknownValues
 from hostdev.runtime.features import FeatureIds, read_ids
 from hostdev.runtime.spec import Feature
@@ -73,7 +73,7 @@ class Predictor:
         self.encoding, self.data_folder = opened.encoding, opened.data_folder
         self._device = backend.require(device)
         self._bf16 = self.settings["precision"] == "bf16"
-        chosen = model_class(self.settings, model, self.path)
+        chosen = choose_model(self.settings, model, self.path)
         dim = self.settings["emb_dim"] or registry.default_dim(chosen)
         self.model: Model = registry.make(chosen, self.data.schema, dim, seed=self.settings["seed"])
         try:
@@ -122,7 +122,7 @@ class Predictor:
             UserError: A column is missing, its type does not match the training's, or a value is invalid.
         """
         rows = as_mapping(rows)
-        self.encoding.require(names_of(rows))
+        self.encoding.require(get_column_names(rows))
         batch = None
         if isinstance(rows, Mapping):
             rows = as_columns(rows, self.data.schema, self.encoding.separators)
@@ -130,7 +130,7 @@ class Predictor:
                 batch = self.encoding.encode_few(rows)
         if batch is None:
             batch = self.encoding.encode(as_batch(rows, self.data.schema))
-        self._unknown.take_in(batch)
+        self._unknown.count(batch)
         for line in self._unknown.lines():
             warnings.warn(line, stacklevel=2)
         logits = self.logits_by_batch(batch)

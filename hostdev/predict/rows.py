@@ -34,12 +34,12 @@ def as_columns(
         UserError: Columns have different lengths, or lists may be one row or several.
     """
     plain = [name for name in _names(schema) if name not in schema.bags]
-    one = all(_is_single(rows[name]) for name in plain) if plain else _is_one_row(rows, schema, separators or {})
+    one = all(_is_scalar(rows[name]) for name in plain) if plain else _is_one_row(rows, schema, separators or {})
     columns = {}
     for name in _names(schema):
         values = rows[name]
-        is_list = not _is_single(values)
-        if not is_list or (one and name in schema.bags and all(map(_is_single, values))):
+        is_list = not _is_scalar(values)
+        if not is_list or (one and name in schema.bags and all(map(_is_scalar, values))):
             columns[name] = [values]
         else:
             columns[name] = values
@@ -48,7 +48,7 @@ def as_columns(
     for name, values in columns.items():
         if len(values) == n:
             continue
-        what = f"{counted(len(values), 'value')}" if not _is_single(rows[name]) else "a single value"
+        what = f"{counted(len(values), 'value')}" if not _is_scalar(rows[name]) else "a single value"
         raise UserError(f"column {name!r} has {what}, and column {longest!r} has {n:,}; give one for each row")
     return columns
 
@@ -56,7 +56,7 @@ def as_columns(
 def _is_one_row(rows: Mapping[Any, Any], schema: Schema, separators: Mapping[str, str | None]) -> bool:
     """Return whether the bags of a model without other columns are one row; UserError if that is ambiguous."""
     lists = {name: rows[name] for name in schema.bags if isinstance(rows[name], list | tuple)}
-    if len(lists) < len(schema.bags) or not all(map(_is_single, (v for values in lists.values() for v in values))):
+    if len(lists) < len(schema.bags) or not all(map(_is_scalar, (v for values in lists.values() for v in values))):
         return False
     for name, values in lists.items():
         separator = separators.get(name)
@@ -82,14 +82,14 @@ def as_batch(rows: Any, schema: Schema) -> pa.RecordBatch:
         arrays = []
         for name in names:
             _require_valid(name, rows[name])
-            arrays.append(_in_one(rows[name]))
+            arrays.append(_combine_chunks(rows[name]))
     else:
         numbers = set(schema.dense)
         arrays = [_array(name, rows[name], "numbers" if name in numbers else "values") for name in names]
     return pa.RecordBatch.from_arrays(arrays, names=names)
 
 
-def names_of(rows: Any) -> Sequence[Any]:
+def get_column_names(rows: Any) -> Sequence[Any]:
     """Return the names of the columns of rows; TypeError for other types."""
     if isinstance(rows, pa.RecordBatch | pa.Table):
         return list(rows.schema.names)
@@ -108,22 +108,22 @@ def _array(name: str, values: Any, what: str) -> pa.Array:
     """Return values as an array; None and NaN are missing."""
     if isinstance(values, pa.Array | pa.ChunkedArray):
         _require_valid(name, values)
-        return _in_one(values)
+        return _combine_chunks(values)
     if getattr(values, "ndim", 1) == 2:
         values = list(values)
     elif hasattr(values, "__array__") and not _is_pandas(values, "Series"):
         values = np.asarray(values)
     try:
         if isinstance(values, list | tuple) and what != "numbers":
-            values = _of_one_kind(name, values)
+            values = _protect_values(name, values)
         array = pa.array(values, from_pandas=True)
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"column {name!r} does not have {what} of one kind: {first}") from None
-    return _in_one(array)
+    return _combine_chunks(array)
 
 
-def _of_one_kind(name: str, values: Sequence[Any]) -> Any:
+def _protect_values(name: str, values: Sequence[Any]) -> Any:
     """Protect values that Arrow would change: large integers become text, NumPy dates an array.
 
     Raises:
@@ -158,13 +158,13 @@ def _require_valid(name: str, values: Any) -> None:
         raise UserError(f"column {name!r} is not a valid Arrow array: {in_words(error)}") from None
 
 
-def _in_one(array: Any) -> pa.Array:
+def _combine_chunks(array: Any) -> pa.Array:
     """Return an array without chunks."""
     array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
     return array.chunk(0) if isinstance(array, pa.ChunkedArray) else array
 
 
-def _is_single(value: Any) -> bool:
+def _is_scalar(value: Any) -> bool:
     return not hasattr(value, "__len__") or isinstance(value, str | bytes) or getattr(value, "ndim", 1) == 0
 
 

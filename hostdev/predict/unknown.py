@@ -29,9 +29,9 @@ class UnknownValues:
         self._ids = len(ids)
         self._uses = np.zeros(len(self._columns), np.int64)
         self._unknown = np.zeros(len(self._columns), np.int64)
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
-    def take_in(self, batch: Batch) -> None:
+    def count(self, batch: Batch) -> None:
         """Count a batch."""
         if not self._encoding.rates:
             return
@@ -46,9 +46,9 @@ class UnknownValues:
         """Yield a warning for each column that needs one and had none yet."""
         for place in np.flatnonzero((self._uses >= _SOME) & (self._unknown > self._most * self._uses)).tolist():
             column, uses = self._columns[place], int(self._uses[place])
-            if column.name in self._told:
+            if column.name in self._warned:
                 continue
-            self._told.add(column.name)
+            self._warned.add(column.name)
             share, before = self._unknown[place] / uses, self._rates[place]
             shown = self._encoding.written(column.space).shown
             yield (

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hostdev.checkpoint.folder import FOLDER, Chain, Checkpoint, Found, chain_of, is_checkpoint, is_there, names_in
+from hostdev.checkpoint.folder import FOLDER, Chain, Checkpoint, Found, chain_of, is_checkpoint, is_on_disk, names_in
 from hostdev.checkpoint.loading import newest_whole, values_of, verify, verify_others
 from hostdev.checkpoint.manager import CheckpointManager
 from hostdev.checkpoint.writer import AsyncWriter
@@ -119,7 +119,7 @@ def find(settings: TrainConfig, data: Manifest, check: Callable[[Chain], None] =
     Raises:
         UserError: The checkpoint is of another model or other data, or all named checkpoints are damaged.
     """
-    path = _looked_in(settings)
+    path = _get_search_path(settings)
     if settings.resume:
         if not path.exists():
             raise UserError(f"--resume {path}: there is no such checkpoint")
@@ -127,16 +127,16 @@ def find(settings: TrainConfig, data: Manifest, check: Callable[[Chain], None] =
         _require_unfinished(settings, data)
         return None, f"resume   there is no checkpoint in {path} yet: from the start"
     found = newest_whole(path, check)
-    start = _start_of(settings, data, found.chain)
-    return start, _told(found, start)
+    start = _make_start(settings, data, found.chain)
+    return start, _describe_start(found, start)
 
 
-def _looked_in(settings: TrainConfig) -> Path:
+def _get_search_path(settings: TrainConfig) -> Path:
     """Return the folder that --resume searches, or the checkpoint that it names."""
     return Path(settings.resume) if settings.resume else folder_of(settings, settings.run_dir or Path())
 
 
-def _start_of(settings: TrainConfig, data: Manifest, chain: Chain) -> Start:
+def _make_start(settings: TrainConfig, data: Manifest, chain: Chain) -> Start:
     """Return a run's start from a checkpoint; UserError if it is of another model or other data."""
     values = values_of(chain)
     if not isinstance(values, dict) or "more" not in values:
@@ -149,7 +149,7 @@ def _start_of(settings: TrainConfig, data: Manifest, chain: Chain) -> Start:
     return start
 
 
-def _told(found: Found, start: Start) -> str:
+def _describe_start(found: Found, start: Start) -> str:
     """Return lines about the checkpoint that a run resumes from, and about skipped ones."""
     lines = [f"resume   {line}" for line in found.notes()]
     return "\n".join([*lines, f"resume   {start.path}, after step {start.more['progress']['steps']:,}"])
@@ -168,12 +168,12 @@ def begin(settings: TrainConfig, data: Manifest, start: Start | None, load: Call
         nonlocal begun
         if chain[-1].path != start.path:  # `find` has checked that one
             verify_others(chain)
-            begun = _start_of(settings, data, chain)
+            begun = _make_start(settings, data, chain)
         load(begun)
 
-    found = newest_whole(_looked_in(settings), check)
+    found = newest_whole(_get_search_path(settings), check)
     if begun.path != start.path:
-        print(_told(found, begun), flush=True)
+        print(_describe_start(found, begun), flush=True)
     return begun
 
 
@@ -189,11 +189,11 @@ def find_together(settings: TrainConfig, data: Manifest, ranks: Ranks) -> tuple[
 
 def _require_same(settings: TrainConfig, data: Manifest, start: Start) -> None:
     then = _BEFORE | start.more["settings"]
-    if (name := _differing(settings, then, data)) is not None:
+    if (name := _find_difference(settings, then, data)) is not None:
         option = "--" + name.replace("_", "-")
         raise UserError(
-            f"{start.path} was trained with {_given(option, then[name])}, not "
-            f"{_given(option, getattr(settings, name))}; give the same, or begin another run without --resume"
+            f"{start.path} was trained with {_format_option(option, then[name])}, not "
+            f"{_format_option(option, getattr(settings, name))}; give the same, or begin another run without --resume"
         )
     if start.more["data"] != data.identity:
         raise UserError(
@@ -202,19 +202,19 @@ def _require_same(settings: TrainConfig, data: Manifest, start: Start) -> None:
         )
 
 
-def _differing(settings: TrainConfig, then: Mapping[str, Any], data: Manifest) -> str | None:
+def _find_difference(settings: TrainConfig, then: Mapping[str, Any], data: Manifest) -> str | None:
     """Return the first of FIXED that differs in effect: an option may also state the model's default."""
     found = [name for name in FIXED if getattr(settings, name) != then[name]]
     if not found or not set(found) <= set(IN_EFFECT):
         return next((name for name in found if name not in IN_EFFECT), None)
-    mine = _in_effect(settings, data)
-    if _in_effect(replace(settings, **{name: then[name] for name in found}), data) == mine:
+    mine = _get_effect(settings, data)
+    if _get_effect(replace(settings, **{name: then[name] for name in found}), data) == mine:
         return None
-    alone = (name for name in found if _in_effect(replace(settings, **{name: then[name]}), data) != mine)
+    alone = (name for name in found if _get_effect(replace(settings, **{name: then[name]}), data) != mine)
     return next(alone, found[0])
 
 
-def _in_effect(settings: TrainConfig, data: Manifest) -> tuple[Any, ...]:
+def _get_effect(settings: TrainConfig, data: Manifest) -> tuple[Any, ...]:
     """Return a model's tables with their optimizers, and the learning rate of its dense layers."""
     model = model_of(settings, data.schema)
     tables = {name: (spec.rows, spec.dim, spec.optimizer) for name, spec in model.tables.items()}
@@ -229,7 +229,7 @@ def _require_unfinished(settings: TrainConfig, data: Manifest) -> None:
         then = _BEFORE | json.loads((settings.run_dir / CONFIG).read_text())
         summary = settings.run_dir / SUMMARY
         status = json.loads(summary.read_text())["status"] if summary.exists() else "killed"
-        same = _differing(settings, then, data) is None and then["preprocess"] == data.options
+        same = _find_difference(settings, then, data) is None and then["preprocess"] == data.options
     except (OSError, ValueError, KeyError, TypeError):
         return
     if status in ("finished", "stopped early") or not same:
@@ -237,7 +237,7 @@ def _require_unfinished(settings: TrainConfig, data: Manifest) -> None:
         raise UserError(f"--run-dir {settings.run_dir} holds {what}, without checkpoints; choose another --run-dir")
 
 
-def _given(option: str, value: Any) -> str:
+def _format_option(option: str, value: Any) -> str:
     if value is None or value is False:
         return f"no {option}"
     return option if value is True else f"{option} {value}"
@@ -317,7 +317,7 @@ class CheckpointSchedule:
 
     def is_due(self, step: int) -> bool:
         """Return whether a checkpoint is due after this step."""
-        self._look()
+        self._record_outcome()
         due = self._every is not None and step % self._every == 0
         late = self._seconds is not None and (
             time.monotonic() - self._last_began >= self._seconds and not self.manager.is_saving
@@ -332,7 +332,7 @@ class CheckpointSchedule:
         """Start to save a checkpoint of this step; failures are recorded, not raised."""
         start = time.monotonic()
         self.manager.join()
-        self._look()
+        self._record_outcome()
         self._last_began, self._step = start, step
         if self.newest is not None and not self.newest.is_dir():
             note(f"warning: {self.newest} is gone; the checkpoint of step {step:,} holds all rows")
@@ -345,7 +345,7 @@ class CheckpointSchedule:
 
     def keep_best(self, step: int) -> None:
         """Keep a checkpoint of this step, the best so far, besides the newest ones; save it if necessary."""
-        self._look()
+        self._record_outcome()
         self.manager.best_steps.insert(0, step)
         if self._step != step or self._failing is not None:
             self.save(step)
@@ -353,7 +353,9 @@ class CheckpointSchedule:
     def save_last(self, step: int, state_sha256: str | None = None) -> None:
         """Save a run's last checkpoint, unless the run resumed from it without a step."""
         loaded = self._loaded
-        due = loaded is None or loaded is not self.manager.last or loaded.manifest.step != step or not is_there(loaded)
+        due = (
+            loaded is None or loaded is not self.manager.last or loaded.manifest.step != step or not is_on_disk(loaded)
+        )
         if self._ranks is not None:  # ranks may see different files on a shared disk
             due = self._ranks.control.share(due)[0]
         if due:
@@ -361,7 +363,7 @@ class CheckpointSchedule:
         else:
             self.saved_step, self._failing = step, None
 
-    def _look(self) -> None:
+    def _record_outcome(self) -> None:
         """Record the outcome of the last attempt, if it has ended."""
         writer = self.manager.take_ended()
         if writer is None:
@@ -384,7 +386,7 @@ class CheckpointSchedule:
     def finish(self) -> None:
         """Wait for the writer, and unlock the folder."""
         self.manager.close()
-        self._look()
+        self._record_outcome()
 
     @property
     def newest(self) -> Path | None:

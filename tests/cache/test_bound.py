@@ -9,7 +9,7 @@ from scipy.sparse import coo_array
 
 from hostdev.cache import bound
 from hostdev.cache.bound import least_cost, uses_of
-from hostdev.cache.prices import HORIZON, PRICES, RATES, Costs, chance_of, index_of, prices
+from hostdev.cache.prices import HORIZON, PRICES, RATES, Costs, get_price_index, get_rate_middle, prices
 from hostdev.kernels.pool import set_host_threads
 
 COSTS = [Costs(), Costs(2, 1, 1), Costs(2, 5, 3), Costs.of(320, 960)]
@@ -130,7 +130,7 @@ def test_indices_are_what_a_slot_may_cost(costs):
     ]:
         stay, enter, close = 0, 0, 0
         for price in of:
-            x, chance = 0.0, chance_of(rate)
+            x, chance = 0.0, get_rate_middle(rate)
             for _ in range(HORIZON):
                 used = np.clip(x, -evicted, admitted - passed) + passed
                 x = chance * used + (1 - chance) * max(x, -evicted) - price
@@ -151,7 +151,7 @@ def test_indices_rise_with_what_is_known():
     for state in range(16):
         for bit in range(4):
             assert (table[:, :, state | 1 << bit] >= table[:, :, state]).all()
-    assert (index_of(0), index_of(0.5), index_of(2.02), index_of(99)) == (0, 129, 161, 161)
+    assert (get_price_index(0), get_price_index(0.5), get_price_index(2.02), get_price_index(99)) == (0, 129, 161, 161)
     with pytest.raises(ValueError, match="0 to 16"):
         prices(Costs(), 17)
 

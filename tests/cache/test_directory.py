@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostdev.cache.directory import AllRows, Directory, least_of
+from hostdev.cache.directory import AllRows, Directory, find_quantile
 from hostdev.cache.likeliest import chance_at, likeliest
 from hostdev.cache.options import POLICIES
 from hostdev.cache.planner import BUDGET, Planner, planner_bytes
@@ -241,4 +241,4 @@ def test_the_likeliest_of_many_rows():
     zeros = np.flatnonzero(counts == 0)
     assert found.last == zeros[4_500_000 - np.count_nonzero(counts) - 1]
     found = likeliest(counts, 1000, np.float32(0.5))
-    assert chance_at(found.key) == least_of((1 - np.exp(-0.5 * counts)).astype(np.float32), 1000 / len(counts))
+    assert chance_at(found.key) == find_quantile((1 - np.exp(-0.5 * counts)).astype(np.float32), 1000 / len(counts))

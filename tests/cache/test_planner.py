@@ -9,7 +9,7 @@ from hostdev.cache.bound import least_cost, uses_of
 from hostdev.cache.optimum import optimal
 from hostdev.cache.options import POLICIES, rows_of
 from hostdev.cache.planner import Planner
-from hostdev.cache.prices import Costs, index_of, prices
+from hostdev.cache.prices import Costs, get_price_index, prices
 from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
@@ -78,7 +78,7 @@ class Expected:
     def gate(self, chances, factor, more):
         """Of the row that is the last in, if the likeliest are."""
         least = np.sort(chances)[::-1][max(self.capacity - 1, 0)]
-        return least, index_of(factor * least + more) << 4
+        return least, get_price_index(factor * least + more) << 4
 
     def mean(self, believed, known, of_late, times):
         """Of the counts' chance, or that of all `known` batches, and the chance of late, which count by uses."""

@@ -11,7 +11,7 @@ from hostdev.checkpoint import folder, manifest
 from hostdev.checkpoint.loading import load_tables
 from hostdev.checkpoint.lookup import MappedTable
 from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError
-from hostdev.checkpoint.ranges import RowsOf, parse_range, write_range
+from hostdev.checkpoint.ranges import RowChunk, parse_range, write_range
 from hostdev.commands import checkpoint
 from hostdev.core import cli
 from hostdev.core.optimizers import SGD, LazyAdam
@@ -137,7 +137,9 @@ def _rewritten(path, table, ids):
     taken = np.clip(np.asarray(ids), 0, about.rows - 1)
     columns = {name: values[taken] for name, values in rows.columns.items()}
     row_columns = {name: values[taken] for name, values in rows.row_columns.items()}
-    said = write_range(path, about.files[0].file, about, 0, about.rows, RowsOf(0, np.array(ids), columns, row_columns))
+    said = write_range(
+        path, about.files[0].file, about, 0, about.rows, RowChunk(0, np.array(ids), columns, row_columns)
+    )
 
     def edit(content):
         [mine] = [each for each in content["tables"] if each["name"] == table]

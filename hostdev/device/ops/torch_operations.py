@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hostdev.device.ops.uses import FeatureUses, bag_of_each, end_to_end, sizes_of
+from hostdev.device.ops.uses import FeatureUses, concatenate, get_bag_sizes, get_bags
 from hostdev.kernels.adagrad import LANES
 from hostdev.kernels.rounding import WEYL
 
@@ -43,9 +43,9 @@ def pool(
 ) -> Tensor:
     """See `Ops`, and `sum_uses` for the order on CUDA."""
     terms = gather(rows, inverse, weights, torch.float32)
-    sums = _sum(terms, bag_of_each(offsets, len(inverse)).long(), len(offsets) - 1)
+    sums = _sum(terms, get_bags(offsets, len(inverse)).long(), len(offsets) - 1)
     if mean:
-        sums /= sizes_of(offsets)
+        sums /= get_bag_sizes(offsets)
     return sums.masked_fill_((offsets[1:] == offsets[:-1]).unsqueeze(1), 0.0).to(dtype)
 
 
@@ -61,10 +61,10 @@ def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Us
     """See `Ops`."""
     parts = []
     for inverse, offsets, weights, mean, _ in features:
-        sizes = sizes_of(offsets) if mean and offsets is not None else None
-        bags = None if offsets is None else bag_of_each(offsets, len(inverse))
+        sizes = get_bag_sizes(offsets) if mean and offsets is not None else None
+        bags = None if offsets is None else get_bags(offsets, len(inverse))
         parts.append((sizes, bags, None if weights is None else weights.unsqueeze(1)))
-    return Uses(rows, end_to_end([feature.inverse for feature in features]).long(), parts)
+    return Uses(rows, concatenate([feature.inverse for feature in features]).long(), parts)
 
 
 def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
@@ -81,7 +81,7 @@ def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
         if bags is not None:
             term = term.index_select(0, bags)
         terms.append(term if weights is None else term * weights)
-    return _sum(end_to_end(terms), uses.inverse, uses.rows)
+    return _sum(concatenate(terms), uses.inverse, uses.rows)
 
 
 def _sum(terms: Tensor, to: Tensor, n: int) -> Tensor:
@@ -107,7 +107,7 @@ def update(
     H, A = len(ids), 0 if admitted is None else len(admitted)
     if not H + A:
         return
-    old = [_joined(held, ids, new) for held, new in ((block, admitted), (row_slots, admitted_row_slots))]
+    old = [_join_rows(held, ids, new) for held, new in ((block, admitted), (row_slots, admitted_row_slots))]
     new = old if skip is None else [values.clone() for values in old]
     _TWINS[primitive](new[0], new[1], grads[: H + A], *scalars)
     if skip is not None:
@@ -121,7 +121,7 @@ def update(
             at.copy_(values[H:])
 
 
-def _joined(held: Tensor, ids: Tensor, admitted: Tensor | None) -> Tensor:
+def _join_rows(held: Tensor, ids: Tensor, admitted: Tensor | None) -> Tensor:
     """Return copies of the rows of these ids, followed by the admitted rows."""
     if not held.shape[1]:
         return held.new_empty((len(ids) + (0 if admitted is None else len(admitted)), 0))

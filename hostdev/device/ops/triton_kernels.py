@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hostdev.device.ops import torch_operations
-from hostdev.device.ops.uses import FeatureUses, bag_of_each, end_to_end, sizes_of
+from hostdev.device.ops.uses import FeatureUses, concatenate, get_bag_sizes, get_bags
 from hostdev.device.triton import ops as fused
 
 lookup = fused.lookup
@@ -33,16 +33,19 @@ def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Us
     for inverse, offsets, scales, _, _ in features:
         N, there = len(inverse), inverse.device
         if pooled:
-            own = torch.arange(N, dtype=torch.int32, device=there) if offsets is None else bag_of_each(offsets, N)
+            own = torch.arange(N, dtype=torch.int32, device=there) if offsets is None else get_bags(offsets, N)
             sources.append(own + begin if begin else own)
         if weighted:
             weights.append(torch.ones(N, dtype=torch.float32, device=there) if scales is None else scales)
         begin += N if offsets is None else len(offsets) - 1
     return Uses(
-        fused.sort_uses(end_to_end([feature.inverse for feature in features]), rows),
-        end_to_end(sources) if pooled else None,
-        end_to_end(weights) if weighted else None,
-        [sizes_of(feature.offsets) if feature.mean and feature.offsets is not None else None for feature in features],
+        fused.sort_uses(concatenate([feature.inverse for feature in features]), rows),
+        concatenate(sources) if pooled else None,
+        concatenate(weights) if weighted else None,
+        [
+            get_bag_sizes(feature.offsets) if feature.mean and feature.offsets is not None else None
+            for feature in features
+        ],
     )
 
 
@@ -51,7 +54,7 @@ def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
     grads = [grad if n is None else grad.float() / n for grad, n in zip(grads, uses.sizes, strict=True)]
     if len({grad.dtype for grad in grads}) > 1:
         grads = [grad.float() for grad in grads]
-    return fused.sum_uses(end_to_end(grads).contiguous(), uses.by_row, uses.source, uses.weights)
+    return fused.sum_uses(concatenate(grads).contiguous(), uses.by_row, uses.source, uses.weights)
 
 
 def update(

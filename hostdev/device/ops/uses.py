@@ -25,17 +25,17 @@ class FeatureUses(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
-def bag_of_each(offsets: Tensor, uses: int) -> Tensor:
+def get_bags(offsets: Tensor, uses: int) -> Tensor:
     """Return the bag of each of N occurrences, int32 [N], from offsets int32 [B + 1]."""
     places = torch.arange(uses, dtype=torch.int32, device=offsets.device)
     return torch.searchsorted(offsets, places, right=True, out_int32=True) - 1
 
 
-def sizes_of(offsets: Tensor) -> Tensor:
+def get_bag_sizes(offsets: Tensor) -> Tensor:
     """Return the size of each bag as a divisor, float32 [B, 1]: 1 for an empty bag."""
     return (offsets[1:] - offsets[:-1]).clamp_(min=1).float().unsqueeze(1)
 
 
-def end_to_end(parts: Sequence[Tensor]) -> Tensor:
+def concatenate(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate the features' tensors; a single one is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
