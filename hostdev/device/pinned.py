@@ -16,7 +16,7 @@ from hostdev.core.memory import pinned_size
 _ALIGNED = 64  # bytes: a cache line
 
 
-class Slabs:
+class PinnedBuffers:
     """The buffers of one device.
 
     Args:
@@ -70,7 +70,7 @@ class Slabs:
 class Slab:
     """The host memory of one batch; any thread may allocate a part of it."""
 
-    def __init__(self, slabs: Slabs, memory: Tensor | None) -> None:
+    def __init__(self, slabs: PinnedBuffers, memory: Tensor | None) -> None:
         self._slabs, self._memory = slabs, memory
         self._used = 0
         self._lock = threading.Lock()

@@ -17,7 +17,7 @@ from torch import Tensor
 from hostdev.core.primitive import OpLog, Primitive
 from hostdev.device.backend import is_accelerator
 from hostdev.device.ops import ops_for
-from hostdev.device.pinned import Slab, Slabs
+from hostdev.device.pinned import Slab, PinnedBuffers
 
 
 class Staging:
@@ -37,7 +37,7 @@ class Staging:
         self._copy_down = Primitive("HostToDevice", _to_device, log=log)
         self._copy_up = Primitive("DeviceToHost", _to_host, log=log)
         self.copies = is_accelerator(device) or streams is not None
-        self.slabs = Slabs(pin=is_accelerator(device), batches=batches if self.copies else 0)
+        self.slabs = PinnedBuffers(pin=is_accelerator(device), batches=batches if self.copies else 0)
         if self.copies:
             self._streams = streams or torch.get_device_module(device)
             self._down, self._up, self._results = (self._streams.Stream(device) for _ in range(3))
