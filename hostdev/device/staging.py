@@ -17,7 +17,7 @@ from torch import Tensor
 from hostdev.core.primitive import OpLog, Primitive
 from hostdev.device.backend import is_accelerator
 from hostdev.device.ops import ops_for
-from hostdev.device.pinned import Slab, PinnedBuffers
+from hostdev.device.pinned import PinnedBuffers, Slab
 
 
 class Staging:
