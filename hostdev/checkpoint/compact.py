@@ -63,7 +63,7 @@ def compact(chain: Chain, keep: int | None = None) -> str:
             made = merge(chain, path)
             told = f"{made}: {len(chain)} checkpoints in one"
             if folder.is_parent(newest.path):
-                told += f"; {newest.path} stays, as another one adds to it"
+                told += f"; {newest.path} is kept, as it is the parent of another one"
             else:
                 folder.remove(newest.path)
         if keep is not None:

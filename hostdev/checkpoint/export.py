@@ -73,8 +73,8 @@ def export(chain: Chain, options: Options) -> Iterator[str]:
 
 
 def _write(out: Path, layers: Layers, options: Options) -> None:
-    whole = sum(table.rows for table in layers.manifest.tables)
-    with bar(whole, "exporting", "row", unit_scale=True) as progress:
+    total = sum(table.rows for table in layers.manifest.tables)
+    with bar(total, "exporting", "row", unit_scale=True) as progress:
         for table in layers.manifest.tables:
             _write_table(out, layers, table, options, progress)
     names = _read_vocabulary(layers)

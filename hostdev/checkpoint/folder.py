@@ -102,14 +102,14 @@ def chain_of(path: Path) -> Chain:
     while (parent := chain[0].manifest.parent) is not None:
         beside = path.parent / parent.name
         if not (beside / manifest.FILE_NAME).is_file():
-            raise BrokenCheckpointError(f"{path} is not whole: {beside}, to which it adds, is missing")
+            raise BrokenCheckpointError(f"{path} is not whole: its parent {beside} is missing")
         found = Checkpoint(beside, manifest.read(beside))
         if found.manifest.checksum != parent.sha256:
-            raise BrokenCheckpointError(f"{path} is not whole: {beside} is not the one to which it adds")
+            raise BrokenCheckpointError(f"{path} is not whole: {beside} is not its parent, but another checkpoint")
         if len(chain) > 1 << 16:
-            raise BrokenCheckpointError(f"{path} is broken (its parents go round in a circle)")
+            raise BrokenCheckpointError(f"{path} is broken (its parents form a cycle)")
         if wrong := _find_difference(found.manifest, chain[0].manifest):
-            raise BrokenCheckpointError(f"{chain[0].path} is broken ({wrong} than {beside}, to which it adds)")
+            raise BrokenCheckpointError(f"{chain[0].path} is broken ({wrong} than its parent {beside})")
         chain.insert(0, found)
     for checkpoint in chain:
         for file in checkpoint.manifest.files:

@@ -49,8 +49,10 @@ class Layers:
                     copied = True
                 for column in wanted:
                     found[column][ids[begin:end] - start] = _column(rows, column)[begin:end]
-        whole = {column: values for column, values in found.items() if column not in table.row_slots}
-        return RowChunk(start, None, whole, {column: found[column] for column in table.row_slots if column in found})
+        columns_found = {column: values for column, values in found.items() if column not in table.row_slots}
+        return RowChunk(
+            start, None, columns_found, {column: found[column] for column in table.row_slots if column in found}
+        )
 
     def column(self, name: str, column: str) -> Iterator[Rows]:
         """Yield a column's rows in order of ids, float32 [n, D] or [n, 1]."""

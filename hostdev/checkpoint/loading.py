@@ -40,8 +40,8 @@ def verify_others(chain: Chain) -> None:
 
 def damaged(chains: Sequence[Chain]) -> Iterator[tuple[Path, BrokenCheckpointError]]:
     """Verify the checksums of all files of some checkpoints, each once; yield checkpoints with damaged files."""
-    whole = {checkpoint.path: checkpoint for chain in chains for checkpoint in chain}
-    files = [(path, file) for path, checkpoint in whole.items() for file in checkpoint.manifest.files]
+    checkpoints = {checkpoint.path: checkpoint for chain in chains for checkpoint in chain}
+    files = [(path, file) for path, checkpoint in checkpoints.items() for file in checkpoint.manifest.files]
 
     def look(path: Path, file: File) -> BrokenCheckpointError | None:
         try:
@@ -143,9 +143,9 @@ def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -
         ]
         for checkpoint in chain
     ]
-    whole = sum(file.bytes for work in wanted for _, _, file, _ in work)
+    total = sum(file.bytes for work in wanted for _, _, file, _ in work)
     load = partial(_load, _Memory(), check=check)
-    with _make_pool() as pool, bar(whole, "loading", "B", unit_scale=True) as progress:
+    with _make_pool() as pool, bar(total, "loading", "B", unit_scale=True) as progress:
         for work in wanted:  # each checkpoint's rows overwrite its parent's
             for size in pool.map(lambda each: load(*each), work):
                 progress.update(size)

@@ -120,7 +120,7 @@ class CheckpointManager:
         parent = self._parent(tables)
         items: list[Item] = []
         try:
-            items += (self._item(table, budget, whole=parent is None) for table in tables)
+            items += (self._item(table, budget, full=parent is None) for table in tables)
         except BaseException:
             for item in items:
                 item.stop()
@@ -161,9 +161,9 @@ class CheckpointManager:
     def _parent(self, tables: Sequence[Any]) -> Checkpoint | None:
         """Return the parent of the next checkpoint; None if it is to be full."""
         known = self.last is not None and folder.is_on_disk(self.last) and self._is_of(self.last, tables)
-        whole = sum(table.rows * _row_bytes(describe_table(table)) for table in tables)
+        full = sum(table.rows * _row_bytes(describe_table(table)) for table in tables)
         new = sum(self._changed_rows(table) * _row_bytes(describe_table(table)) for table in tables) if known else 0
-        votes = [[known, self._increments + new, whole]]
+        votes = [[known, self._increments + new, full]]
         if self._ranks is not None:
             votes = self._ranks.control.share(votes[0])
         adds = all(vote[0] for vote in votes) and sum(vote[1] for vote in votes) <= sum(vote[2] for vote in votes) // 2
@@ -177,18 +177,18 @@ class CheckpointManager:
             (table.name, table.rows, table.order) for table in mine
         }
 
-    def _item(self, table: Any, budget: Budget, *, whole: bool) -> Item:
+    def _item(self, table: Any, budget: Budget, *, full: bool) -> Item:
         about = describe_table(table)
         if not hasattr(table, "note_changes"):
             rows = DeviceRows(table, COPIES_BYTES)
             return Item(about, rows, True, rows.stop, lambda saved: None)
-        whole = whole or not self._knows_changes(table)
+        full = full or not self._knows_changes(table)
         changes = table.note_changes()
-        snapshot = changes.begin(budget, everything=whole)
+        snapshot = changes.begin(budget, everything=full)
         return Item(
             about,
             snapshot,
-            whole,
+            full,
             snapshot.end,
             lambda saved: changes.end(snapshot, saved=saved),
             table.start,

@@ -45,10 +45,10 @@ def rows_per_file(table: Table) -> int:
     return 1 << max(0, (FILE_BYTES // row).bit_length() - 1)
 
 
-def make_schema(table: Table, *, whole: bool) -> pa.Schema:
-    """Return the Arrow schema of a table's files; `whole`: files have all rows of their ranges."""
+def make_schema(table: Table, *, full: bool) -> pa.Schema:
+    """Return the Arrow schema of a table's files; `full`: files have all rows of their ranges."""
     vector = pa.list_(pa.float32(), table.dim)
-    names = [(ID, pa.int64())] if not whole else []
+    names = [(ID, pa.int64())] if not full else []
     names += [(name, vector) for name in (WEIGHTS, *table.slots)]
     names += [(name, pa.float32()) for name in table.row_slots]
     return pa.schema(names)
@@ -56,13 +56,13 @@ def make_schema(table: Table, *, whole: bool) -> pa.Schema:
 
 def write_range(root: Path, name: str, table: Table, start: int, stop: int, rows: RowChunk) -> RangeFile:
     """Write rows of [start, stop) to the new file root/name, hash it, and sync it to disk."""
-    whole = rows.ids is None
-    arrays = [] if whole else [pa.array(rows.ids)]
+    full = rows.ids is None
+    arrays = [] if full else [pa.array(rows.ids)]
     arrays += [
         pa.FixedSizeListArray.from_arrays(pa.array(column.ravel()), table.dim) for column in rows.columns.values()
     ]
     arrays += [pa.array(column) for column in rows.row_columns.values()]
-    schema = make_schema(table, whole=whole)
+    schema = make_schema(table, full=full)
     file = HashedFile(root / name)
     try:
         with pa.ipc.new_file(pa.PythonFile(file, "w"), schema) as writer:
@@ -84,8 +84,8 @@ def parse_range(path: Path, content: Any, table: Table, file: RangeFile) -> RowC
         raise BrokenCheckpointError(f"{path} is broken (it is too small for {file.rows} rows)")
     try:
         reader = pa.ipc.open_file(pa.py_buffer(content))
-        whole = reader.schema.get_field_index(ID) < 0
-        same = reader.schema.equals(make_schema(table, whole=whole)) and reader.num_record_batches == 1
+        full = reader.schema.get_field_index(ID) < 0
+        same = reader.schema.equals(make_schema(table, full=full)) and reader.num_record_batches == 1
         batch = reader.get_batch(0) if same else None
         if batch is None or len(batch) != file.rows:
             raise BrokenCheckpointError(f"{path} is broken (it does not hold what the manifest says)")
@@ -95,7 +95,7 @@ def parse_range(path: Path, content: Any, table: Table, file: RangeFile) -> RowC
     except (pa.ArrowException, OSError) as error:
         raise_passing(error)
         raise BrokenCheckpointError(f"{path} is broken ({error})") from None
-    ids = None if whole else batch[ID].to_numpy()
+    ids = None if full else batch[ID].to_numpy()
     inside = file.rows == file.stop - file.start
     if ids is not None:
         inside = _ascend(ids, file.start, file.stop)

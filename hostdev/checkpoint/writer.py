@@ -67,7 +67,7 @@ class Item(NamedTuple):
 
     table: Table
     source: Source
-    whole: bool  # all rows
+    full: bool  # all rows
     stop: Callable[[], None]  # called once all rows are read
     end: Callable[[bool], None]
     first: int = 0  # position of the part's first row among all rows
@@ -344,7 +344,7 @@ def _raise_first_error(written: list[Future[RangeFile]]) -> None:
 def _split_rows(item: Item) -> Iterator[tuple[int, int, npt.NDArray[np.int64] | None]]:
     """Yield a range of rows for each file, with the rows of it to save; None for all."""
     V, most = item.table.rows if item.rows is None else item.rows, rows_per_file(item.table)
-    if item.whole:
+    if item.full:
         edges = sorted({*range(0, V, most), *item.cuts, V})
         yield from ((start, stop, None) for start, stop in pairwise(edges))
         return

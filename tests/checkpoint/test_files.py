@@ -156,7 +156,7 @@ def test_truncated_and_missing_files_are_named_and_an_older_one_is_loaded(saved)
 def test_a_missing_link_breaks_those_that_add_to_it(saved):
     path, states = saved
     shutil.rmtree(path / "step-0000000002")
-    with pytest.raises(BrokenCheckpointError, match=r"step-0000000002, to which it adds, is missing"):
+    with pytest.raises(BrokenCheckpointError, match=r"parent .*step-0000000002 is missing"):
         folder.chain_of(path / "step-0000000003")
     runtime = runtime_of()
     with pytest.warns(UserWarning, match="is missing"):
@@ -226,7 +226,7 @@ def test_a_parent_of_another_history_is_none(saved):
     other.pipeline.steps = 2
     shutil.rmtree(path / "step-0000000002")
     other.save(path)
-    with pytest.raises(BrokenCheckpointError, match="is not the one to which it adds"):
+    with pytest.raises(BrokenCheckpointError, match="is not its parent"):
         folder.chain_of(path / "step-0000000003")
 
 
