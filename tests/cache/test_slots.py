@@ -1,4 +1,4 @@
-"""The slots of a table on the device: a row is the host's or a slot's, and every optimizer updates both alike."""
+"""A table's slots on the device: a row is owned by the host or by a slot, and optimizers update both alike."""
 
 import numpy as np
 import pytest
@@ -94,7 +94,7 @@ def test_slots_that_do_not_fit_are_refused(monkeypatch):
 
 
 def test_an_accelerator_keeps_memory_for_the_rest(monkeypatch):
-    """A tenth of what is free, at least 256 MiB; before anything is allocated."""
+    """The reserve is a tenth of the free memory, at least 256 MiB; checked before allocation."""
     table = HostTable(1000, 4, SGD(), name="t")
     monkeypatch.setattr(backend, "free_bytes", lambda device: (256 << 20) + 16 * 500)
     EmbeddingCache(table, 600)  # on the CPU all that is free

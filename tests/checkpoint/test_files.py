@@ -1,4 +1,4 @@
-"""Files of checkpoints: values to JSON and safetensors, damage that is found, layers that are one, the folder."""
+"""Checkpoint files: values in JSON and safetensors, detection of damage, merged layers, and the folder."""
 
 import json
 import shutil
@@ -78,7 +78,7 @@ def state_of(runtime):
 
 @pytest.fixture
 def saved(tmp_path):
-    """A folder with a whole checkpoint and two that add to it, and the states that they hold."""
+    """A folder with a full checkpoint and two increments, and the states that they hold."""
     runtime, states = runtime_of(), []
     for seed in range(3):
         change(runtime, 20, seed)
@@ -112,7 +112,7 @@ def files_of(path):
 
 
 def test_a_flipped_bit_anywhere_is_found(saved):
-    """In every file, at its ends and at places between; the checkpoint is named."""
+    """Damage is found in every file, at its ends and in between; the error names the checkpoint."""
     path, _ = saved
     rng = np.random.default_rng(0)
     for file in files_of(path):
@@ -336,7 +336,7 @@ def test_two_folders_do_not_share_their_changes(tmp_path):
 
 
 def test_the_newest_is_the_one_written_last(tmp_path):
-    """Whoever goes back to an older one and on from there gets that, and not what was left."""
+    """A run that resumes from an older checkpoint gets that one later, not the abandoned ones."""
     path, runtime = tmp_path / "c", runtime_of()
     for step in (100, 200, 300, 400):
         change(runtime, 10, step)

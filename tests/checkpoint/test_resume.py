@@ -52,7 +52,7 @@ def test_a_run_goes_on_in_any_mode(device, trained, small_data, tmp_path, steps,
 
 @pytest.mark.slow_on_standin
 def test_bfloat16_weights_go_on_in_any_mode(device, trained, small_data, tmp_path, capsys):
-    """Its checkpoints are exact, and say what they are of; those of host and of device tables are alike."""
+    """Checkpoints are exact and name their settings; those of host and of device tables are equal."""
     options = lambda name, *more: small(small_data, name, "--table-dtype", "bf16", *more, device=device)  # noqa: E731
     code, printed, _ = trained(*options("plain", *MIX, "--checkpoint-every", 5))
     assert code == 0
@@ -85,7 +85,7 @@ def test_three_groups_with_bags_and_early_stop(trained, films, tmp_path):
 
 @pytest.mark.slow_on_standin
 def test_dropout_is_seeded_and_goes_on(device, trained, small_data, tmp_path, capsys):
-    """Two fresh runs are equal, and to one that was killed in the middle of an epoch; their checkpoints say so."""
+    """Two fresh runs equal one that was killed within an epoch, and their checkpoints agree."""
     options = lambda name: [*small(small_data, name, *CACHE, "--model", "tests.own_models:Dropout", device=device)]  # noqa: E731
     save = ["--checkpoint-every", 5]
     for name in ("plain", "again"):
@@ -159,7 +159,7 @@ def test_a_run_directory_stands_for_its_checkpoints(trained, small_data, tmp_pat
 
 
 def test_options_are_compared_by_what_they_come_to(trained, small_data, tmp_path):
-    """The model's own sizes and rates may be named, or not any more."""
+    """The model's own sizes and rates may be given explicitly, or no longer."""
     options = ["--data", small_data, "--device", "cpu", "--batch-size", 500, "--model", "deepfm", *MIX]
     options += ["--run-dir", "run", "--checkpoint-every", 9, "--resume", "--max-steps"]
     assert trained(*options, 1)[0] == 0
@@ -258,7 +258,7 @@ def test_a_run_directory_that_is_removed_meanwhile(trained, small_data, tmp_path
 
 
 class FullDisk:
-    """Lets so many bytes be written from now on."""
+    """Limits the bytes that can be written from now on."""
 
     def __init__(self, monkeypatch):
         self.left = 1 << 40
@@ -368,7 +368,7 @@ def test_a_signal_saves_what_was_trained(tmp_path, command, number, code):
 
 @pytest.mark.slow
 def test_a_second_signal_ends_at_once_and_leaves_what_was_whole(tmp_path, command):
-    """The first one asks for a checkpoint that takes long."""
+    """The first signal requests a checkpoint that takes long."""
     command("hostdev.data.preprocess", "synthetic", "--rows", 18_000, "--out", "data")
     (tmp_path / "slow.py").write_text(
         "import sys, time\n"
@@ -414,7 +414,7 @@ def test_a_second_signal_ends_at_once_and_leaves_what_was_whole(tmp_path, comman
 
 
 def kill_and_go_on(tmp_path, kills, seed, *options):
-    """Kill the command with SIGKILL at random moments, and a merging of its checkpoints; repeat it to its end."""
+    """Kill the command, and a merge of its checkpoints, with SIGKILL at random moments; repeat it until it ends."""
     rng = random.Random(seed)
     start = time.monotonic()
     process = started(tmp_path, *options, "--run-dir", "whole")

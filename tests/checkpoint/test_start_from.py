@@ -44,7 +44,7 @@ def prepare(files, out, *flags):
 
 @pytest.fixture(scope="module")
 def days(tmp_path_factory):
-    """Two days' films: the second has users and films that the first has not, and keeps its ids."""
+    """Two days' films: the second has new users and films, and keeps the first one's ids."""
     folder = tmp_path_factory.mktemp("days")
     for day, users, items in ((1, 60, 50), (2, 150, 90)):
         movies.make(rows=2500, users=users, items=items, seed=day).write_csv(folder / f"{day}.csv")
@@ -145,7 +145,7 @@ def predicted(checkpoint, data, out):
 
 
 def test_a_checkpoint_predicts_data_with_more_or_fewer_of_its_ids(days, first, trained, tmp_path):
-    """Values of the second day that the first day's checkpoint does not know are out of vocabulary for it."""
+    """The second day's new values are out of vocabulary for the first day's checkpoint."""
     two = manifest.read(days / "two")
     assert predicted(first, days / "two", tmp_path / "of_ids.parquet").num_rows == two.rows("test")
     predictor = hostdev.Predictor(first)
@@ -230,7 +230,7 @@ def test_earlier_rows_are_the_checkpoints_and_new_ones_initial(days, tmp_path, m
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_rows_go_by_their_ids_to_the_ranks_that_hold_them(days, first, tmp_path, ranks):
-    """A row's position is a function of the number of rows, which has grown."""
+    """A row's position depends on the number of rows, which has grown."""
     from hostdev.checkpoint.reshard import rewrite
 
     chain = chain_of(first / "checkpoints" / names_in(first / "checkpoints")[-1])
@@ -282,7 +282,7 @@ def test_an_interrupted_run_goes_on_by_resume(days, first, trained, tmp_path):
 
 @pytest.fixture(scope="module")
 def others(days):
-    """Data sets of the second day's rows that do not go with the first day's checkpoint."""
+    """Data sets of the second day that do not match the first day's checkpoint."""
     later = [*COLUMNS[:4], "--categorical", "item,user", *COLUMNS[6:]]
     prepare(days / "2.csv", days / "order", *later)
     prepare(days / "2.csv", days / "anew", *COLUMNS)
@@ -328,7 +328,7 @@ def test_resume_on_other_data_names_it(days, first, trained, tmp_path):
 
 
 def test_other_ids_are_named(days, first, tmp_path):
-    """Both have as many ids; the first that differs is told."""
+    """Both have the same number of ids; the error names the first that differs."""
     there = manifest.read(days / "one")
     lines = (days / "1.csv").read_text().splitlines(keepends=True)
     (tmp_path / "1.csv").write_text("".join([lines[0], *reversed(lines[1:])]))

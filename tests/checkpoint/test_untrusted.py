@@ -1,4 +1,4 @@
-"""Checkpoints that another may have made, with checksums that are right: nothing is written elsewhere, or made up."""
+"""Untrusted checkpoints with correct checksums: nothing is written elsewhere, and no values are made up."""
 
 import json
 import os
@@ -30,14 +30,14 @@ def base(tmp_path_factory):
 
 @pytest.fixture
 def saved(base, tmp_path):
-    """A copy: a whole checkpoint, and two that add to it."""
+    """A copy of a full checkpoint and two increments."""
     (tmp_path / "in").mkdir()
     shutil.copytree(base, tmp_path / "in/c")
     return tmp_path / "in/c"
 
 
 def change(path, name, edit):
-    """Let `edit` change what a checkpoint's manifest holds; the checksums are right again."""
+    """Change a checkpoint's manifest with `edit`, and correct the checksums."""
     content = json.loads((path / name / FILE_NAME).read_text())
     edit(content)
     made.write(path / name, content)
@@ -57,7 +57,7 @@ def _tree(path):
     "command", [["merge", "--out"], ["reshard", "--ranks", 2, "--out"], ["compact"], ["export", "--out"]]
 )
 def test_names_that_lead_outside(saved, tmp_path, capsys, command, way):
-    """Files were written wherever a name led: a .pth in site-packages is code at the next start."""
+    """Once, files were written wherever a name led: a .pth in site-packages is code at the next start."""
     first = folder.names_in(saved)[0]
     name = way.format(outside=tmp_path)
     source = saved / first / name
@@ -121,7 +121,7 @@ def test_a_folder_of_checkpoints_may_be_a_link(saved, tmp_path, capsys):
     ],
 )
 def test_one_that_adds_to_tables_of_another_shape(saved, edit, told):
-    """A child with another `dim` was looked up in memory that nobody had written."""
+    """Once, an increment with another `dim` was looked up in uninitialized memory."""
     newest = folder.names_in(saved)[-1]
     change(saved, newest, lambda content: edit(content["tables"][0]))
     with pytest.raises(BrokenCheckpointError, match=told):
@@ -129,7 +129,7 @@ def test_one_that_adds_to_tables_of_another_shape(saved, edit, told):
 
 
 def _rewritten(path, table, ids):
-    """Give the first table's file of a whole checkpoint these rows only, or in this order."""
+    """Replace the rows of the first table's file in a full checkpoint by these, in this order."""
     about = next(each for each in manifest.read(path).tables if each.name == table)
     file = path / about.files[0].file
     rows = parse_range(file, file.read_bytes(), about, about.files[0])
@@ -150,7 +150,7 @@ def _rewritten(path, table, ids):
 
 @pytest.mark.parametrize("kind", ["missing", "twice", "negative", "outside", "wrapped"])
 def test_a_whole_one_without_all_rows(saved, kind):
-    """Rows that no file has were what the memory held before."""
+    """Once, rows that no file has were uninitialized memory."""
     first = folder.names_in(saved)[0]
     rows = manifest.read(saved / first).table("second").rows
     ids = list(range(rows))

@@ -1,4 +1,4 @@
-"""The device twins: tables, rows and optimizers, on the CPU always and on an accelerator where there is one."""
+"""Device tables, rows and optimizers: on the CPU, and on an accelerator if there is one."""
 
 import numpy as np
 import pytest
@@ -64,7 +64,7 @@ def test_a_device_table_equals_a_host_table_to_the_bit(device, optimizer, dim, d
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_the_accelerators_operations_on_the_cpu(optimizer, dtype, monkeypatch):
-    """Torch's square root is correctly rounded on CUDA but not on the CPU, so NumPy's stands in for it."""
+    """Torch's square root is correctly rounded on CUDA but not on the CPU, so NumPy's replaces it."""
     monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: torch.from_numpy(np.sqrt(x.numpy())))
     host = HostTable(500, 8, optimizer, name="t", seed=4)
     block, row_slots = torch.from_numpy(host.block.copy()), torch.from_numpy(host.row_slots.copy())
@@ -79,7 +79,7 @@ def test_the_accelerators_operations_on_the_cpu(optimizer, dtype, monkeypatch):
 @pytest.mark.parametrize("rows", [1, 4095, 4096, 4097, 10_000])
 @pytest.mark.parametrize("dim", [1, 3, 80])
 def test_the_sum_of_squares_has_one_order(device, dim, rows, monkeypatch):
-    """On the host, in the device's operations, in chunks of any size: the same bits."""
+    """The host, the device's operations, and chunks of any size give the same bits."""
     host = HostTable(rows, dim, LazyAdam(), name="t", seed=4)
     host.storage.block[:, 0] *= 10.0 ** np.random.default_rng(0).integers(-6, 6, (rows, 1))
     other = DeviceTable(rows, dim, LazyAdam(), device, name="t")
@@ -173,7 +173,7 @@ def test_an_accelerator_by_its_number(device):
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 @pytest.mark.parametrize("name", ["cuda", "cuda:1"])
 def test_no_accelerator(name, monkeypatch):
-    """Without CUDA in torch, and with it and no GPU: what to do is another thing."""
+    """The advice differs between a torch without CUDA and a machine without a GPU."""
     table = HostTable(10, 2, SGD(), name="t")
     for built, message in (
         (False, "is built without CUDA; install a build with it .*"),

@@ -39,7 +39,7 @@ DIMS = [1, 3, 20, 80, 128]
 
 
 def later(*case):
-    """A case that is slow in the interpreter, in which `make test` leaves it out."""
+    """A case that is slow in the interpreter; `make test` skips it there."""
     return pytest.param(*case, marks=pytest.mark.slow if INTERPRETED else ())
 
 
@@ -53,7 +53,7 @@ EXTREMES = np.array([0.0, -0.0, 1e-42, -1e-45, 1e-38, 1e38, -3.4e38, np.inf, -np
 
 
 def ways():
-    """Who does the operations here."""
+    """The implementation that runs here."""
     if INTERPRETED:
         return ["kernels"]
     return ["twins", "cuda"] if devices()[-1] == "cuda" else devices() if devices() == ["standin"] else ["twins"]
@@ -76,7 +76,7 @@ def _quiet():
 
 
 def same(got, wanted):
-    """Equal bits, so -0 is not 0; a NaN is a NaN, as devices differ in its payload."""
+    """Compare bits, so that -0 is not 0; NaNs are equal, as devices differ in the payload."""
     got, wanted = (torch.tensor(x) if isinstance(x, np.ndarray) else x for x in (got, wanted))
     got, wanted = (x.detach().cpu().float().numpy() for x in (got, wanted))
     assert got.shape == wanted.shape
@@ -86,7 +86,7 @@ def same(got, wanted):
 
 
 def rows_of(rng, optimizer, rows, dim, extreme=False):
-    """Random rows with their slots; squares' sums are not negative."""
+    """Random rows with optimizer state; sums of squares are not negative."""
     block = rng.standard_normal((rows, 1 + len(optimizer.slots), dim), dtype=np.float32)
     row_slots = rng.random((rows, len(optimizer.row_slots)), dtype=np.float32)
     if extreme:
@@ -248,7 +248,7 @@ def test_sum_uses_of_random_counts(device):
 
 
 def bags_of(rng, lengths, rows):
-    """A bag's uses begin where that of the bags before end; its ids may be there twice."""
+    """A bag starts where the last one ends; its ids may repeat."""
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     N = int(offsets[-1])
     return rng.integers(0, rows, N).astype(np.int32), offsets, rng.choice([1.0, 0.37, 0.0, -1.7], N).astype(np.float32)
@@ -288,7 +288,7 @@ def test_pool(device, dim, mean, scaled):
     ("dim", "dtype"), [(1, torch.float32), (3, torch.bfloat16), later(20, torch.float32), later(20, torch.bfloat16)]
 )
 def test_sum_of_uses_that_share_gradients(device, dim, dtype):
-    """Those of a bag have one, a row of fewer gradients than uses; beyond 64 uses a row's sum goes by segments."""
+    """Occurrences of a bag share a gradient; beyond 64 occurrences, a row's sum uses segments."""
     rng = np.random.default_rng(dim)
     for lengths in LENGTHS:
         for rows in (1, 7, 60):
@@ -321,7 +321,7 @@ def test_exchange(device, dim, S, R, A, E):
 
 
 def test_the_schemas_say_what_is_written(device):
-    """Mutations, aliases and shapes, by torch's own check."""
+    """Checks mutations, aliases and shapes with torch's opcheck."""
     o = torch.ops.hostdev
     ids = torch.tensor([2, 0], dtype=torch.int32, device=device)
     block, row_slots, rows = (torch.rand(shape, device=device) for shape in ((5, 3, 8), (5, 0), (2, 8)))

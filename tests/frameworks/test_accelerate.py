@@ -1,4 +1,4 @@
-"""Hugging Face accelerate around a runtime: its prepared loaders tell the body of its own batch."""
+"""Hugging Face accelerate with a runtime: its prepared loaders show the body the state of its own batch."""
 
 import warnings
 from pathlib import Path
@@ -17,7 +17,7 @@ with warnings.catch_warnings():
 
 @pytest.fixture
 def make_accelerator():
-    """Make an Accelerator, whose state is the process's until the end of the test."""
+    """Make an Accelerator, whose state is global to the process until the end of the test."""
     yield lambda **options: accelerate.Accelerator(cpu=True, **options)
     accelerate.state.GradientState._reset_state()
     accelerate.state.AcceleratorState._reset_state(True)
@@ -38,7 +38,7 @@ def train(
     resume=None,
     inside=lambda: None,
 ):
-    """Return what `plain` does, of a loop as accelerate's users write it."""
+    """Run the equivalent of `plain` in a loop as accelerate's users write it."""
     runtime, top = runtime or make_runtime(), make_top()
     optimizer, losses, steps = adam(top.parameters()), [], []
     top, optimizer, batches = accelerator.prepare(top, optimizer, loader())

@@ -1,4 +1,4 @@
-"""Lightning's Trainer over a runtime: the bits of the plain loop, and checkpoints with the tables."""
+"""Lightning's Trainer with a runtime equals the plain loop, and its checkpoints have the tables."""
 
 import copy
 import importlib
@@ -69,7 +69,7 @@ def fit(
     validate=True,
     **options,
 ):
-    """Return the module and the trainer after so many epochs."""
+    """Return the module and the trainer after a number of epochs."""
     runtime = runtime or make_runtime()
     module = module_class(package)(runtime, manual)
     trainer = package.Trainer(

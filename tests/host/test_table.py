@@ -196,7 +196,7 @@ def test_the_public_surface():
 @pytest.mark.parametrize("dim", [1, 80])
 @pytest.mark.parametrize("stored", ["fp32", "bf16"])
 def test_rows_at_positions(dtype, dim, stored):
-    """Rows go to, and gradients come from, the rows of a larger array; nothing else is touched."""
+    """Rows are read from, and gradients written to, positions of a larger array; other rows are unchanged."""
     rng = np.random.default_rng(dim)
     split, whole = (HostTable(3000, dim, LazyAdam(), name="t", dtype=stored) for _ in range(2))
     ids = rng.permutation(3000)[:2000].astype(dtype)
@@ -217,7 +217,7 @@ def test_rows_at_positions(dtype, dim, stored):
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_tasks_of_several_tables_run_together(threads):
-    """They do what the tables' methods do one after the other."""
+    """Tasks of several tables do the same as the tables' methods in turn."""
     set_host_threads(threads)
     rng = np.random.default_rng(threads)
     kinds = [(3000, 80, LazyAdam()), (500, 1, FTRL()), (9000, 16, RowWiseAdagrad()), (4, 8, SGD())]
@@ -302,7 +302,7 @@ def test_a_part_is_that_of_a_rank(part):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "bf16"])
 def test_bfloat16_weights_are_what_can_be_read_and_written(dtype):
-    """Two bytes each; read as float32, exactly; written where they are exact; the view that cannot be is a copy."""
+    """A weight takes two bytes and is read as float32; only exact values are written; a view of weights is a copy."""
     table = HostTable(50, 6, LazyAdam(), name="t", seed=2, dtype=dtype)
     assert table.dtype == "bf16"
     assert table.storage.nbytes == memory.table_bytes(50, 6, 2, dtype=dtype) == 50 * 6 * (2 + 2 * 4)
@@ -347,7 +347,7 @@ def test_a_bfloat16_table_says_what_it_needs(monkeypatch):
 
 @pytest.mark.parametrize("optimizer", [LazyAdam(), FTRL(), SGD(), RowWiseAdagrad()], ids=str)
 def test_bfloat16_rows_of_several_ranks_are_those_of_one(optimizer):
-    """Rows are rounded by their ids, wherever they lie."""
+    """Rounding depends on rows' ids, not on their place."""
     rows, ranks = 101, 3
     whole = HostTable(rows, 5, optimizer, name="t", seed=1, dtype="bf16")
     parts = [HostTable(rows, 5, optimizer, name="t", seed=1, part=(rank, ranks), dtype="bf16") for rank in range(ranks)]
@@ -367,7 +367,7 @@ def test_bfloat16_rows_of_several_ranks_are_those_of_one(optimizer):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_what_is_not_finite_is_not_written(dtype):
-    """Neither weights nor slots; the row is named, and nothing is written."""
+    """Weights and optimizer state must be finite; the error names the row, and nothing is written."""
     table = HostTable(10, 4, RowWiseAdagrad(), name="t", dtype=dtype)
     before = {name: column[:].copy() for name, column in table.columns().items()}
     block, row_slots = np.ones((3, 1, 4), np.float32), np.ones((3, 1), np.float32)

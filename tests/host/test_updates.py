@@ -203,7 +203,7 @@ def test_a_wrong_hyperparameter_is_named(make):
 @pytest.mark.parametrize("dtype", TABLE_DTYPES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_gradient_that_is_not_finite_changes_nothing(name, dtype):
-    """Nor does one whose square is infinite in float32, or whose sum over the uses of a row is."""
+    """The same holds for a gradient whose square, or whose sum over a row's occurrences, overflows float32."""
     table = HostTable(3, 2, OPTIMIZERS[name], name="t", dtype=dtype)
     before = {name: column[:].copy() for name, column in table.columns().items()}
     too_large = np.float32(1.01 * OPTIMIZERS[name].largest_gradient)
@@ -244,7 +244,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(name, dtype):
     ],
 )
 def test_hyperparameters_that_float32_changes(optimizer, wrong, there):
-    """The kernels get float32 values: what is right in float64 may be 1, 0 or infinite there."""
+    """Kernels get float32 scalars: a valid float64 may be 1, 0 or infinite there."""
     with pytest.raises(ValueError, match=rf"must be .* in float32, with which rows are updated; .* is {there} there"):
         optimizer(**wrong)
 
