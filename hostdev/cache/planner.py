@@ -123,13 +123,7 @@ class Statistics:
 
 
 def planner_bytes(
-    rows: int,
-    capacity: int,
-    unique: int = 0,
-    window: int = WINDOW,
-    *,
-    batches: int | None = None,
-    budget: int = BUDGET,
+    rows: int, capacity: int, unique: int = 0, window: int = WINDOW, *, batches: int | None = None, budget: int = BUDGET
 ) -> int:
     """Return the most bytes that a planner takes; if not all rows fit the budget, they depend on the batches.
 

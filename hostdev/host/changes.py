@@ -13,16 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.host.storage import Storage, taken
-from hostdev.kernels.bits import (
-    Bits,
-    all_bits,
-    bits_for,
-    count_bits,
-    mark,
-    place_in_columns,
-    rows_between,
-    take,
-)
+from hostdev.kernels.bits import Bits, all_bits, bits_for, count_bits, mark, place_in_columns, rows_between, take
 from hostdev.kernels.buffers import scratch
 
 Rows = npt.NDArray[np.float32]

@@ -306,11 +306,7 @@ class HostTable(Owned):
         return TableStep(self.optimizer.scalars(self._step, self.dim), key)
 
     def update(
-        self,
-        ids: npt.ArrayLike,
-        grads: Rows,
-        step: TableStep | None = None,
-        positions: Positions | None = None,
+        self, ids: npt.ArrayLike, grads: Rows, step: TableStep | None = None, positions: Positions | None = None
     ) -> None:
         """Take one optimizer step on unique rows whose gradients are already summed.
 
@@ -334,11 +330,7 @@ class HostTable(Owned):
         self._after_write(ids)
 
     def update_tasks(
-        self,
-        ids: npt.NDArray[Any],
-        grads: Rows,
-        step: TableStep | None = None,
-        positions: Positions | None = None,
+        self, ids: npt.NDArray[Any], grads: Rows, step: TableStep | None = None, positions: Positions | None = None
     ) -> list[Task]:
         """Return the tasks of `update`; counts its step now."""
         check_rows("grads", grads, (len(ids if positions is None else grads), self.dim), self.name)

@@ -15,11 +15,7 @@ from tests.conftest import environment
 from tests.runtime.cases import BF16, BodyError, Case, batches_of, differing, tables_state
 
 BATCHES = batches_of(12)
-OPTIONS = {
-    "serial": {"depth": 0},
-    "depth 2": {"depth": 2},
-    "cache": {"depth": 2, "cache": "30%"},
-}
+OPTIONS = {"serial": {"depth": 0}, "depth 2": {"depth": 2}, "cache": {"depth": 2, "cache": "30%"}}
 
 
 def extra_of(case):

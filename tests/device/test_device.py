@@ -4,17 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hostdev import (
-    FTRL,
-    SGD,
-    Adagrad,
-    EmbeddingCache,
-    HostTable,
-    LazyAdam,
-    RowWiseAdagrad,
-    Runtime,
-    UserError,
-)
+from hostdev import FTRL, SGD, Adagrad, EmbeddingCache, HostTable, LazyAdam, RowWiseAdagrad, Runtime, UserError
 from hostdev.core.table_dtypes import TABLE_DTYPES
 from hostdev.device import backend
 from hostdev.device import table as table_module

@@ -381,10 +381,7 @@ def test_what_is_not_finite_is_not_written(dtype):
             table.write_rows([5, 9], *values, positions)
     for name, value in (("weights", np.nan), ("accum", np.inf)):
         for ids, row in ((None, 3), ([6, 3], 3)):
-            with (
-                pytest.raises(ValueError, match=f"table 't': {value} .*row {row},"),
-                table.writing(ids) as w,
-            ):
+            with pytest.raises(ValueError, match=f"table 't': {value} .*row {row},"), table.writing(ids) as w:
                 (w.weights if name == "weights" else w.slots[name])[3 if ids is None else 1] = value
     assert all(np.array_equal(before[name], column[:]) for name, column in table.columns().items())
     table.write_rows([5, 9], wrong, row_slots, np.array([2, 0], np.int32))  # the wrong one is not among these

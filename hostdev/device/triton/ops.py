@@ -142,12 +142,7 @@ def pool(
 
 
 def exchange(
-    block: Tensor,
-    row_slots: Tensor,
-    admitted_slots: Tensor,
-    leaving: int,
-    admitted: Tensor,
-    admitted_row_slots: Tensor,
+    block: Tensor, row_slots: Tensor, admitted_slots: Tensor, leaving: int, admitted: Tensor, admitted_row_slots: Tensor
 ) -> None:
     """Swap admitted rows into their slots, and the rows of the last E slots out, in place.
 

@@ -39,16 +39,7 @@ def _assemble(
 
 
 @triton.jit(do_not_specialize=["N"])
-def _gather(
-    rows,
-    inverse,
-    weights,
-    out,
-    N,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _gather(rows, inverse, weights, out, N, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     use, column, inside = tile(D, ROWS, BLOCK, tl.program_id(0))
     inside = inside & (use < N)
     row = tl.load(inverse + use, mask=inside, other=0).to(tl.int64)
@@ -132,12 +123,7 @@ def gather_scaled(rows: Tensor, inverse: Tensor, weights: Tensor | None, dtype: 
 
 
 def exchange(
-    block: Tensor,
-    row_slots: Tensor,
-    admitted_slots: Tensor,
-    leaving: int,
-    admitted: Tensor,
-    admitted_row_slots: Tensor,
+    block: Tensor, row_slots: Tensor, admitted_slots: Tensor, leaving: int, admitted: Tensor, admitted_row_slots: Tensor
 ) -> None:
     """Launch `ops.exchange`."""
     A, R = len(admitted), row_slots.shape[1]

@@ -95,14 +95,7 @@ def _sum_segments(
 
 @triton.jit(do_not_specialize=["U"])
 def _add_segments(
-    starts,
-    partial,
-    out,
-    U,
-    SEGMENT: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    starts, partial, out, U, SEGMENT: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Add the sums of a row's other segments to that of its first segment."""
     row, column, inside = tile(D, ROWS, BLOCK, tl.program_id(0))
