@@ -14,6 +14,7 @@ lookup = fused.lookup
 assemble = fused.assemble
 gather = fused.gather_scaled
 pool = fused.pool
+round_rows = torch_operations.round_rows
 
 
 class Uses(NamedTuple):
@@ -71,11 +72,6 @@ def update(
     """See `Ops`."""
     way = fused if fused.supports(primitive, scalars) else torch_operations
     way.update(primitive, block, row_slots, ids, grads, scalars, skip, admitted, admitted_row_slots)
-
-
-def round_rows(block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int) -> None:
-    """See `Ops`; uses torch's integer operations."""
-    torch_operations.round_rows(block, ids, row_ids, key)
 
 
 def exchange(
