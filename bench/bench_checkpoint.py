@@ -110,8 +110,8 @@ def saving(path: Path, rows: int, settle: int, between: int) -> dict[str, float]
         times = timed(steps, lambda _: not made.is_running)  # noqa: B023
         seconds = time.perf_counter() - start
         checkpoint = made.wait()
-        keeper = next(iter(runtime._keeper._folders.values()))
-        copying, before = keeper.copying_seconds, copying
+        manager = next(iter(runtime._checkpoints._managers.values()))
+        copying, before = manager.copying_seconds, copying
         size = checkpoint.manifest.nbytes
         longer = sum(max(0.0, one - plain) for one in times)
         written = sum(file.rows for file in checkpoint.manifest.tables[0].files)
@@ -122,7 +122,7 @@ def saving(path: Path, rows: int, settle: int, between: int) -> dict[str, float]
             f"{what}: stall of the write": (called + copying - before) / seconds,
             f"{what}: longer steps of the write": longer / seconds,
             f"{what}: p99 of a step over the median": sorted(times)[int(0.99 * len(times))] / plain,
-            f"{what}: copied aside MB": keeper.most_copied / 1e6,
+            f"{what}: copied aside MB": manager.most_copied / 1e6,
             f"{what}: bytes over those of the rows": size / (written * table.storage.block[0].nbytes),
         }  # fmt: skip
         timed(steps, lambda n: n == between)
@@ -149,7 +149,7 @@ def predicting(path: Path, rows: int, rounds: int) -> dict[str, float]:
         object.__setattr__(spec, "rows", rows)
     device = backend.select("cpu")
     trainer = Trainer(model, host_device_mix=True, device=device, seed=1)
-    with hostdev.checkpoint.checkpoints.Checkpoints(path / "p") as to:
+    with hostdev.checkpoint.manager.CheckpointManager(path / "p") as to:
         to.lock()
         more = values(settings, found, "cpu", Progress(), Quality())
         trainer.save(to, 1, more, data_files(data, found)).wait()

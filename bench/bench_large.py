@@ -31,7 +31,7 @@ from record import record
 from workload import ids_of
 
 import hostdev
-from hostdev.checkpoint.checkpoints import SAVING_BYTES
+from hostdev.checkpoint.manager import SAVING_BYTES
 from hostdev.core.digest import StateDigest
 from hostdev.core.memory import TableShape, gib
 from hostdev.core.primitive import OpLog

@@ -1,5 +1,5 @@
-"""The embedding cache: hot rows and their optimizer slots on the device, chosen with the coming batches known.
+"""The embedding cache: hot rows and their optimizer state on the device, chosen with knowledge of the next batches.
 
-`planner` decides on the host which rows to admit, to evict and to let pass (numpy and numba only); `slots` keeps them
-on the device (torch); `cache.EmbeddingCache` joins both to host tables. Needs nothing of the trainer.
+`planner` decides on the host which rows are admitted, evicted and bypassed (numpy and numba only). `slots` keeps rows
+on the device (torch). `cache.EmbeddingCache` connects both to host tables, and is usable without the trainer.
 """

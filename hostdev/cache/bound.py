@@ -1,12 +1,12 @@
-"""The least that any cache could cost on batches that are known: a bound of the linear program of offline caching.
+"""A lower bound on the cost of any cache on known batches: the Lagrangian dual of offline caching's linear program.
 
-Between two uses of a row a cache either keeps it, which takes a slot in every batch between, or lets it go and pays
-again; and at most C rows at a time are kept. Each slot of each batch given a price, every row decides for itself, by
-dynamic programming over its uses; what all rows then pay, less the price of the slots that there are, is a lower bound
-for every cache, and the largest such bound is the program's value.
+Between two uses of a row, a cache either keeps it, which takes a slot in every batch between, or evicts it and pays
+again; at most C rows are kept at a time. Once each slot of each batch has a price, every row is decided independently,
+by dynamic programming over its uses. The sum of the rows' costs minus the price of the C slots is a lower bound for
+every cache, and the largest such bound is the program's value.
 
-Rows may be there before the first batch, for what admitting them costs, or for nothing where earlier batches are not
-looked at. What is cached after the last batch is not written back.
+Rows may be cached before the first batch, at the cost of admission, or for free if earlier batches are not counted.
+Rows that are cached after the last batch are not written back.
 
 Sources: Albers, Arora & Khanna, "Page Replacement for General Caching Problems", SODA 1999 (the program); Held, Wolfe &
 Crowder, "Validation of Subgradient Optimization", Mathematical Programming 6 (1974) (the steps); Camerini, Fratta &
@@ -25,28 +25,28 @@ from hostdev.kernels.jit import kernel
 from hostdev.kernels.pool import KernelTask, ranges, run_tasks
 
 _SEARCHED, _LEAST_STEPS, _MOST_STEPS = 16, 60, 300
-VISITS = 4e8  # of uses, in all steps: a few seconds
+VISITS = 4e8  # of uses, over all steps: a few seconds
 _GRAIN = 1 << 13  # rows
 _SHRINK_AFTER = 12  # steps without a better bound
 _DEFLECTION = 1.5
 
 
 class Uses(NamedTuple):
-    """The batches that use each row that any uses: batches[starts[i]:starts[i + 1]] for the i-th, ascending."""
+    """The batches that use each row: batches[starts[i]:starts[i + 1]] for the i-th used row, ascending."""
 
     starts: npt.NDArray[np.int64]
     batches: npt.NDArray[np.int32]
-    total: int  # of all batches
+    total: int  # number of batches
 
 
 def fits(unique: int, batches: int) -> bool:
-    """Tell whether there is host memory for the uses of so many unique ids, summed over batches, and for the bound."""
+    """Return whether host memory suffices for `unique` ids, summed over batches, and the bound."""
     pieces = len(ranges(unique, _GRAIN))
     return 40 * unique + (10 * pieces + 64) * (batches + 2) <= available_bytes()
 
 
 def most_steps(unique: int, visits: float = VISITS) -> int:
-    """Return how many steps `least_cost` takes at most, each over so many uses."""
+    """Return the most steps that `least_cost` takes over `unique` uses."""
     return _SEARCHED + _steepest(unique, visits)
 
 
@@ -73,14 +73,18 @@ def least_cost(
     visits: float = VISITS,
     progress: Callable[[], object] = lambda: None,
 ) -> float:
-    """Return a lower bound for the cost of these uses with `capacity` slots, within about 0.3% of the program's.
+    """Return a lower bound on the cost of these uses with `capacity` slots, within about 0.3% of the program's value.
 
-    The prices of slots are found by subgradient steps from the best one that is the same for all batches.
+    Subgradient steps find the slots' prices, starting from the best price that is equal for all batches.
 
-    first     what a row costs that is there before the first batch: `costs.admitted` unless said; 0: it came in batches
-              that are not looked at
-    visits    of uses, about how many in all steps; with fewer the bound may be lower
-    progress  called after each step; what it raises is raised
+    Args:
+        uses: The uses of rows.
+        capacity: Number of slots.
+        costs: Costs of moving a row.
+        first: Cost of a row that is cached before the first batch; None for `costs.admitted`, 0 if it was admitted in
+            batches that are not counted.
+        visits: The approximate number of uses visited over all steps; fewer may give a lower bound.
+        progress: Called after each step; its exceptions are passed on.
     """
     batches = uses.total
     if not len(uses.batches):
@@ -91,7 +95,7 @@ def least_cost(
     totals, entry = np.empty(len(pieces)), float(costs.admitted if first is None else first)
 
     def bound(prices: npt.NDArray[np.float64]) -> tuple[float, npt.NDArray[np.float64]]:
-        """What all pay at these prices, and how many rows more than there are slots want one before each batch."""
+        """Return the bound at these prices, and the excess demand for slots before each batch."""
         until = np.r_[0.0, np.cumsum(prices)]
         shared = (uses.starts, uses.batches, until, entry, *map(float, costs), choices, kept, totals)
         run_tasks([KernelTask(_pay, len(uses.starts) - 1, _GRAIN, len(pieces), shared)])
@@ -101,7 +105,7 @@ def least_cost(
     best, wanted = bound(prices)
     low, high = 0.0, float(costs.passed)
     at = prices
-    for _ in range(_SEARCHED):  # the bound is concave: towards where as many rows as slots are kept
+    for _ in range(_SEARCHED):  # bisection: the bound is concave, and the demand meets C at its maximum
         middle = np.full(batches + 1, (low + high) / 2)
         value, more = bound(middle)
         if value > best:
@@ -131,23 +135,35 @@ def least_cost(
 
 @kernel
 def _pay(
-    start: Any, stop: Any, starts: Any, batches: Any, until: Any, entry: Any, passed: Any, admitted: Any, evicted: Any,
-    choices: Any, kept: Any, totals: Any, piece: Any,
-) -> None:  # fmt: skip
-    """Find what the rows [start, stop) pay, slots included, each at its least.
+    start: Any,
+    stop: Any,
+    starts: Any,
+    batches: Any,
+    until: Any,
+    entry: Any,
+    passed: Any,
+    admitted: Any,
+    evicted: Any,
+    choices: Any,
+    kept: Any,
+    totals: Any,
+    piece: Any,
+) -> None:
+    """Minimize the cost of each of the rows [start, stop), slots included.
 
-    until    float64 [T + 2], the prices of a slot before the batches up to each, summed
-    entry    what it costs to be there before the first batch
-    choices  bool [pieces, most uses of a row + 1, 2], for this kernel's own use
-    kept     int64 [pieces, T + 2], written: by how many more rows are kept before each batch than before the one before
-    totals   float64 [pieces], written: what they pay
+    Args:
+        until: float64 [T + 2], cumulative prices of a slot.
+        entry: The cost of being cached before the first batch.
+        choices: Scratch, bool [pieces, most uses of a row + 1, 2].
+        kept: Output, int64 [pieces, T + 2]: differences between batches of the number of rows that are kept.
+        totals: Output, float64 [pieces]: the rows' costs.
     """
     total, last, held_more, choice = 0.0, len(until) - 1, kept[piece], choices[piece]
     held_more[:] = 0
     for i in range(start, stop):
         begin, end = starts[i], starts[i + 1]
         uses = end - begin
-        # Before each use: the least cost so far without the row and with it; choices say where these came from.
+        # Before each use: the least cost so far without and with the row cached; choices are for the backtrack.
         without, cached = 0.0, entry + until[batches[begin] + 1]
         choice[0, 0], choice[0, 1] = False, False
         for k in range(uses):

@@ -1,4 +1,4 @@
-"""`EmbeddingCache`: the hot rows of host tables on the device, with a plan that knows the coming batches."""
+"""`EmbeddingCache`: hot rows of host tables on the device, planned with knowledge of the next batches."""
 
 import threading
 from collections import deque
@@ -24,8 +24,8 @@ from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.unique import count_uses
 
 _MOST_RECORDED = 1 << 24  # unique ids, for the comparison with the optimum
-_MOST_VISITS = 1 << 29  # of rows, to find it: some 20 seconds
-_AT_ONCE_BYTES = 1 << 26  # to the host, or from there
+_MOST_VISITS = 1 << 29  # of rows, to find it: about 20 seconds
+_AT_ONCE_BYTES = 1 << 26  # copied to or from the host at a time
 
 
 class CacheTooLargeError(UserError):
@@ -33,27 +33,31 @@ class CacheTooLargeError(UserError):
 
 
 class EmbeddingCache:
-    """Keeps hot rows of host tables, weights and optimizer slots, on the device.
+    """Keeps hot rows of host tables, weights and optimizer state, on the device.
 
-    A row has one owner: the host, or a slot of the device from the end of the step that admits it to the end of the
-    step that evicts it; then it is written back. `write_back` brings the host up to date, and the slots stay. Results
-    are those without a cache, to the bit. Device memory: capacity x (D x (1 + slots)) x 4 bytes a table, and the rows
-    of the batches on their way.
+    A row has one owner: the host, or a device slot from the end of the step that admits it to the end of the step that
+    evicts it; then it is written back. `write_back` updates the host, and rows stay cached. Results equal those without
+    a cache, bit for bit. Device memory: capacity x (D x (1 + slots)) x 4 bytes per table, and the rows of in-flight
+    batches.
 
-    tables         one host table, or several that share ids and so one plan
-    capacity_rows  slots, a number or a share of the table such as "5%"; 0 to all, and smaller than a batch is fine
-    policy         "lookahead", "lru", "lfu" or "static"; see `hostdev.cache.planner.Planner`
-    device         of the slots
-    window         batches to look ahead
-    counts         [V], how often each row is used, in any unit: "static" needs it, and "lookahead" moves fewer bytes
-    record         keep the ids of the first batches: `summary` then has the offline optimum over these, at most 16
-                   million unique ids, and fewer where slots or batches are so many that it would take minutes
-    log            where the planning's durations go
+    One thread at a time may call. The host copy of a cached row is stale: call `write_back` before reading the tables,
+    and before changing them by other means; then call `refresh`.
 
-    One thread at a time may call. While a row is cached its host copy is stale: call `write_back` before reading the
-    tables, and before changing them by other means, then `refresh` after. Raises CacheTooLargeError where the slots do
-    not fit into the device's free memory, of which an accelerator keeps a tenth, and at least 256 MiB, for the rest of
-    the training.
+    Args:
+        tables: One host table, or several that share ids and so one plan.
+        capacity_rows: Slots, as a number or a share of the table such as "5%"; may be smaller than a batch.
+        policy: "lookahead", "lru", "lfu" or "static"; see `hostdev.cache.planner.Planner`.
+        device: Where the slots lie.
+        window: Batches to look ahead.
+        counts: How often each row is used, [V], in any unit: required by "static"; helps "lookahead" to move fewer
+            bytes.
+        record: Keep the ids of the first batches, for the offline optimum in `summary`: at most 16 million unique ids,
+            and fewer if the search would take minutes.
+        log: Receives the durations of planning.
+
+    Raises:
+        CacheTooLargeError: The slots do not fit into the device's free memory, of which an accelerator keeps a tenth,
+            and at least 256 MiB, for the rest of the training.
     """
 
     def __init__(
@@ -84,13 +88,13 @@ class EmbeddingCache:
         self.planner = Planner(self.rows, capacity, policy, window=window, counts=counts, costs=self._costs)
         self.slots = [DeviceSlots(capacity, table, self.device) for table in self.tables]
         self._resident = [np.full(capacity, -1, np.int32) for _ in self.tables]  # the row in each slot, after steps
-        self._exchanged: deque[tuple[Plan, int]] = deque()  # by steps, and not yet in `_resident`
-        self._leaving: dict[tuple[int, int], tuple[Plan, Callable[[], None]]] = {}  # on their way to the host
+        self._exchanged: deque[tuple[Plan, int]] = deque()  # swaps by steps that are not in `_resident` yet
+        self._leaving: dict[tuple[int, int], tuple[Plan, Callable[[], None]]] = {}  # in flight to the host
         self._settling = threading.Lock()
         self.counting = _on_host("CacheCount", count_uses, log)
         self.announcing = _on_host("CacheAnnounce", self.planner.announce, log)
         self.planning = _on_host("CachePlan", self.planner.plan, log)
-        self._changed = False  # on the device, since the last writing back
+        self._changed = False  # the device has changed since the last write-back
         self._recorded: list[tuple[Ids, Positions]] = []
         self._recording = record
         self._recorded_ids = self._visits = 0
@@ -108,11 +112,11 @@ class EmbeddingCache:
 
     @property
     def window(self) -> int:
-        """Batches that are announced ahead of the one planned; 0 for a policy that does not look ahead."""
+        """Batches that are announced before one is planned; 0 for a policy without lookahead."""
         return self.planner.window
 
     def announce(self, ids: Ids, inverse: Positions) -> None:
-        """Take in the next batch of the future, as `unique` returns it; each id in [0, rows) (not checked)."""
+        """Announce the next future batch, as `unique` returns it; each id in [0, rows) (not checked)."""
         uses = self.counting(inverse, len(ids))
         self.announcing(ids, uses)
         if self._recording:
@@ -131,26 +135,29 @@ class EmbeddingCache:
         return plan
 
     def stepped(self, plan: Plan, table: int, bring_back: Callable[[], None]) -> None:
-        """Note that a plan's exchange has happened in the slots of the table of this number.
+        """Record that a plan's swap was done in the slots of table number `table`.
 
-        bring_back  writes the rows that left the slots to the host; called if an error comes before `left` does
+        Args:
+            plan: The plan.
+            table: The table's number.
+            bring_back: Writes the evicted rows to the host; called if an error occurs before `left` is called.
         """
         self._leaving[id(plan), table] = plan, bring_back
         self._exchanged.append((plan, table))  # a step must not wait for more
         self._changed = True
 
     def left(self, plan: Plan, table: int) -> None:
-        """Note that the rows that a plan evicted have been written to the host table of this number."""
+        """Record that a plan's evicted rows were written to the host table of this number."""
         self._leaving.pop((id(plan), table), None)
 
     def _bring_back(self) -> None:
-        """Write what has left the slots to the host, in the order in which it did, where nobody else is going to."""
+        """Write evicted rows that nothing else will write to the host, in order of eviction."""
         for key, (_, bring_back) in list(self._leaving.items()):
             bring_back()
             self._leaving.pop(key, None)
 
     def _settle(self) -> None:
-        """Take down which rows the exchanges of the steps so far have moved."""
+        """Apply the swaps of the steps so far to `_resident`."""
         with self._settling:
             while self._exchanged:
                 plan, table = self._exchanged[0]
@@ -159,18 +166,18 @@ class EmbeddingCache:
                 self._exchanged.popleft()
 
     def write_back(self) -> None:
-        """Write the cached rows to the host tables, whose rows are then up to date; the slots go on.
+        """Write the cached rows to the host tables; they stay cached.
 
-        Batches that were announced or planned, and not stepped, are forgotten.
+        Batches that were announced or planned but not stepped are forgotten.
         """
         self.write_back_rows()
         self._forget()
 
     def _forget(self) -> None:
-        """Set the planner back to what the slots hold; batches announced or planned, and not stepped, are forgotten."""
+        """Reset the planner to the slots' content, and forget batches that were announced but not stepped."""
         self._settle()
         if any(not np.array_equal(other, self._resident[0]) for other in self._resident[1:]):
-            self.write_back_rows()  # an error came between the tables' steps
+            self.write_back_rows()  # an error interrupted the tables' steps
             for resident in self._resident:
                 resident[:] = -1
         if len(self.planner) or not self.planner.holds(self._resident[0]):
@@ -178,7 +185,7 @@ class EmbeddingCache:
         del self._recorded[self.planner.statistics.batches :]
 
     def write_back_rows(self) -> None:
-        """Write the cached rows to the host tables; what is announced or planned stays so."""
+        """Write the cached rows to the host tables; announced and planned batches stay."""
         if not self._changed:
             return
         self._bring_back()
@@ -189,10 +196,11 @@ class EmbeddingCache:
         self._changed = False
 
     def refresh(self, changed: CachedTable | None = None, rows: Ids | None = None) -> None:
-        """Bring the cached rows up to date with the host tables, which others may have changed; after `write_back`.
+        """Reload cached rows from host tables that were changed after `write_back`.
 
-        changed  the only table that has been changed; None: all may have been
-        rows     the only rows that have been, int32 or int64 [N]; None: all may have been
+        Args:
+            changed: The only table that may have changed; None for all.
+            rows: The only rows that may have changed, int32 or int64 [N]; None for all.
         """
         self._settle()
         for table, slots, ids, part in self._parts():
@@ -209,7 +217,7 @@ class EmbeddingCache:
             slots.write(*(torch.from_numpy(array).to(self.device) for array in (part.astype(np.int64), *values)))
 
     def _parts(self) -> Iterator[tuple[CachedTable, DeviceSlots, Ids, Positions]]:
-        """Yield for each table some slots at a time that have rows, with these; as of the steps taken down."""
+        """Yield chunks of each table's occupied slots: table, slots, row ids, slot numbers."""
         for table, slots, resident in zip(self.tables, self.slots, self._resident, strict=True):
             taken = np.flatnonzero(resident >= 0).astype(np.int32)
             step = max(1, _AT_ONCE_BYTES // (4 * max(1, slots.block[:1].numel())))
@@ -219,7 +227,7 @@ class EmbeddingCache:
 
     @property
     def optimum_steps(self) -> int:
-        """How often `summary` calls its `progress` to find the optimum, at most."""
+        """The most calls of `progress` that `summary` makes."""
         return len(self._recorded) + 2 * bound.most_steps(self._unique)
 
     @property
@@ -227,7 +235,7 @@ class EmbeddingCache:
         return sum(len(ids) for ids, _ in self._recorded)
 
     def _no_optimum(self) -> str | None:
-        """Return why the optimum cannot be found; None: it can."""
+        """Return why the optimum cannot be found; None if it can."""
         if not self._unique:
             return "no batch was recorded for it"
         batches = self._recorded
@@ -237,20 +245,20 @@ class EmbeddingCache:
     def summary(
         self, *, optimum: bool = True, host: Costs | None = None, progress: Callable[[], object] = lambda: None
     ) -> dict[str, Any]:
-        """Return the statistics, and beside them what the best cache could have done on the first batches.
+        """Return the statistics, and the figures of the best possible caches on the recorded batches.
 
-        optimum   compute it, which takes up to a minute, unless memory is short or nothing was recorded, which
-                  `no_optimum` then says; over `optimal_batches` batches, those that were recorded, on which the cache
-                  itself had `hit_rate_of_these`, moved `bytes_of_these` and saved `host_us_saved_of_these`, its plan
-                  not counted: the highest hit rate, and, each of another cache, the fewest bytes, both ways, and the
-                  most time
-        host      nanoseconds of the host for a row that passes by, is admitted, is evicted; without it, what it saves,
-                  less its plan's time, is null
-        progress  called now and then on the way to the optimum; what it raises is raised
+        The `optimal_batches` first batches were recorded. On these, this cache had `hit_rate_of_these`, moved
+        `bytes_of_these` and saved `host_us_saved_of_these` (planning not counted). The optimum has the highest hit
+        rate, the fewest bytes in both directions, and the most time saved, each by a different cache.
+
+        Args:
+            optimum: Compute the optimum, in up to a minute; `no_optimum` gives the reason if that is not possible.
+            host: Nanoseconds of the host for a row that bypasses, is admitted, is evicted; None: saved time is null.
+            progress: Called during the search; its exceptions are passed on.
         """
         total, these = self.planner.statistics, self._at_first
         down, up = total.bytes_moved(*self._row_bytes)
-        why = self._no_optimum() if optimum else "nobody has asked for it"
+        why = self._no_optimum() if optimum else "it was not requested"
         best = uses = least = None
         if why is None:
             best = optimal(self._recorded, self.rows, self.capacity, progress=progress)
@@ -280,7 +288,7 @@ class EmbeddingCache:
     def _host_time(
         self, host: Costs | None, uses: bound.Uses | None, progress: Callable[[], object]
     ) -> dict[str, float | None]:
-        """Return what the cache saves the host, and at most could on the recorded batches, in microseconds."""
+        """Return the host time that the cache saves, and the most that a cache could on the recorded batches, in us."""
         saved = most = of_these = None
         if host is not None:
             spent = sum(op.times.durations().total for op in (self.counting, self.announcing, self.planning))
@@ -306,7 +314,7 @@ def _require(capacity: int, tables: Sequence[CachedTable], device: torch.device)
     needed = capacity * row_bytes((table.dim, table.optimizer) for table in tables)[1]
     room = room_for_cache(device)
     if room is not None and needed > room:
-        kept = " for one, beside a tenth and at least 256 MiB for the rest" if is_accelerator(device) else ""
+        kept = " for it, besides a tenth and at least 256 MiB for the rest" if is_accelerator(device) else ""
         raise CacheTooLargeError(
             f"a cache of {capacity} rows needs {needed} bytes ({gib(needed)}), but {room} bytes ({gib(room)}) of "
             f"{device} memory are free{kept}; use fewer rows"

@@ -1,8 +1,8 @@
-"""Where what a planner knows of a row lies: of every row at its id, or in a directory of those that matter now.
+"""Storage of a planner's per-row data: for every row at its id, or in a directory of the rows that matter now.
 
-A directory is an open-addressing hash table of positions, with linear probing. A row is in it while it has a slot or an
-announced batch uses it; of the others those that were used last stay, as many as there is room for. A position stays
-while its row is in; what is known of a row that was forgotten begins anew, and so does its count of uses under lfu.
+A directory is an open-addressing hash table of positions, with linear probing. It holds the rows that have a slot or
+occur in an announced batch, and as many of the most recently used others as fit. A row keeps its position while it is
+in the directory. A forgotten row starts from zero when it returns, including its count of uses under lfu.
 """
 
 from typing import Any
@@ -22,21 +22,17 @@ Ids = npt.NDArray[Any]
 Positions = npt.NDArray[np.int32]
 
 ROW = 4 * WORDS  # bytes, within a cache line
-_EMPTY, _GONE = -1, -2  # in the hash table; a search goes on behind what is gone
-_LIVE, _USED, _HAND, _DEAD = range(4)  # of the state: rows, positions so far, the next that may be free, _GONE
-_AGES = 512  # batches that are told apart
-_AHEAD, _NEAR = 32, 12  # ids: the hash table is asked for, and then the row
+_EMPTY, _GONE = -1, -2  # hash table entries; a search continues past _GONE (a tombstone)
+_LIVE, _USED, _HAND, _DEAD = range(4)  # the state: rows, positions so far, the next that may be free, tombstones
+_AGES = 512  # distinct ages, in batches
+_AHEAD, _NEAR = 32, 12  # prefetch distances in ids: the hash table entry, then the row
 _GRAIN = 1 << 14
 _LEAST_BITS, _LOAD = 10, 0.6  # of the hash table
-_MOST_LOAD = 0.75  # with what is gone
+_MOST_LOAD = 0.75  # with tombstones
 
 
 class AllRows:
-    """Every row at its id: 32 bytes each.
-
-    rows      V
-    capacity  slots
-    """
+    """Data of all V rows, each at its id: 32 bytes per row."""
 
     def __init__(self, rows: int, capacity: int) -> None:
         self._capacity = capacity
@@ -47,12 +43,12 @@ class AllRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it."""
+        """Bytes in total."""
         return int(self.rows.nbytes)
 
     @property
     def known(self) -> npt.NDArray[np.int32]:
-        """What is known of all rows, int32 [V, 8]."""
+        """The data of all rows, int32 [V, 8]."""
         rows: npt.NDArray[np.int32] = self.rows
         return rows
 
@@ -61,7 +57,7 @@ class AllRows:
         return ids
 
     def look(self, ids: Positions) -> tuple[Positions, npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Return what is known of some rows: where it lies, and in what."""
+        """Return the data of rows: positions, and the arrays that these index."""
         return ids, self.rows, self.values
 
     def ids_of(self, positions: Positions) -> Positions:
@@ -69,16 +65,17 @@ class AllRows:
         return positions
 
     def expect(self, counts: npt.NDArray[Any], per_use: np.float32, *, above: float) -> np.float32:
-        """Take down how likely a batch has each row, and the likeliest, as many as slots; return the last one's chance.
+        """Store the probability that a batch has each row, and mark the C likeliest; return the lowest one's.
 
-        counts   [V], of uses
-        per_use  uses of a batch over the sum of counts
-        above    which count the likeliest need
+        Args:
+            counts: Uses of each row, [V].
+            per_use: Uses in a batch divided by the sum of counts.
+            above: The likeliest rows need a larger count than this.
         """
         expected = self.values[:, CHANCE]
         weights = np.ascontiguousarray(counts, np.float32)
         parallel_for(chances, len(weights), weights, per_use, expected, grain=_GRAIN)
-        least = least_of(expected, self._capacity / len(weights))
+        least = find_quantile(expected, self._capacity / len(weights))
         member = expected > least
         alike = np.flatnonzero(expected == least)
         member[alike[: self._capacity - np.count_nonzero(member)]] = True
@@ -86,33 +83,34 @@ class AllRows:
         return least
 
     def choose(self, counts: npt.NDArray[Any]) -> None:
-        """Count 1 use of each of the most frequent rows, as many as slots: the first of equally frequent ones."""
+        """Set the count of the C most frequent rows to 1; of equally frequent rows, the first are taken."""
         self.rows[np.argsort(-np.asarray(counts, np.float64), kind="stable")[: self._capacity], COUNT] = 1
 
 
 class Directory:
-    """The rows that matter now: 32 bytes each, and 7 to 14 to find it. Methods are those of `AllRows`.
+    """Data of the rows that matter now: 32 bytes per row, and 7 to 14 to find it. Methods are those of `AllRows`.
 
-    There is room for a quarter more rows than have slots or are used by announced batches, and two batches, and at
-    least for so many. What is not used of it takes no memory.
+    There is room for a quarter more rows than are pinned (they have a slot or occur in an announced batch), and for two
+    batches. Unused room takes no memory.
 
-    rows      V
-    capacity  slots
-    window    batches that are announced beside the one that is next
-    least     rows, before any is forgotten
+    Args:
+        rows: V.
+        capacity: Number of slots.
+        window: Batches that are announced besides the next one.
+        least: Number of rows below which none is forgotten.
     """
 
     def __init__(self, rows: int, capacity: int, window: int, least: int = 0) -> None:
         self._rows, self._capacity, self._window, self._least = rows, capacity, window, least
         self._room = 0  # rows
         self._state = np.zeros(4, np.int64)
-        self._sound = True  # else an interruption has left the hash table behind the rows
+        self._sound = True  # False: an interruption left the hash table inconsistent with the rows
         self._likeliest: Likeliest | None = None
         self._reserve(0)
         self._index = _empty(_LEAST_BITS)
 
     def _reserve(self, n: int) -> None:
-        """Have place for so many rows, of which those that come first take memory when they come."""
+        """Reserve address space for n rows; memory is allocated when rows are written."""
         values = aligned_empty((n, WORDS), np.float32)
         used = self._state[_USED]
         if used:
@@ -121,17 +119,17 @@ class Directory:
 
     @property
     def rows(self) -> npt.NDArray[np.int32]:
-        """What is known of rows, by position."""
+        """The data of rows, by position."""
         return self.values.view(np.int32)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it that hold something."""
+        """Bytes in use."""
         return int(self._state[_USED]) * ROW + self._index.nbytes
 
     @property
     def known(self) -> npt.NDArray[np.int32]:
-        """What is known of rows, int32 [n, 8]; some belong to no row, and `ID` is -1 there."""
+        """The data of rows, int32 [n, 8]; `ID` is -1 for free positions."""
         return self.rows[: self._state[_USED]]
 
     @property
@@ -139,56 +137,66 @@ class Directory:
         return np.uint64(65 - len(self._index).bit_length())
 
     def place(self, ids: Ids, planned: int) -> Positions:
-        """Return the positions int32 [U] of rows that are to be in; others than pinned ones may go for them."""
+        """Return the positions int32 [U] of rows, which are inserted if missing; may evict rows that are not pinned."""
         self._make_room(len(ids), planned)
         positions = self._find(ids)
-        expected, chosen = self._told(ids, positions)
+        expected, chosen = self._get_probabilities(ids, positions)
         by_count = self._likeliest is not None and self._likeliest.per_use == 0
         _insert(
-            ids, positions, expected, chosen, COUNT if by_count else MEMBER, self._index, self._shift, self.rows,
-            self.values, self._state,
-        )  # fmt: skip
+            ids,
+            positions,
+            expected,
+            chosen,
+            COUNT if by_count else MEMBER,
+            self._index,
+            self._shift,
+            self.rows,
+            self.values,
+            self._state,
+        )
         return positions
 
     def look(self, ids: Positions) -> tuple[Positions, npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Return what is known of some rows, in a copy; what would be, of those that are not in."""
+        """Return a copy of the data of rows, with initial data for missing ones."""
         positions = self._find(ids)
         found = positions >= 0
         values = np.zeros((len(ids), WORDS), np.float32)
         rows = values.view(np.int32)
         rows[:, LAST] = rows[:, SLOT] = -1
         rows[found] = self.rows[positions[found]]
-        expected, chosen = self._told(ids, positions)
+        expected, chosen = self._get_probabilities(ids, positions)
         values[~found, CHANCE], rows[~found, MEMBER] = expected[~found], chosen[~found]
         return np.arange(len(ids), dtype=np.int32), rows, values
 
     def ids_of(self, positions: Positions) -> Positions:
-        """As of `AllRows`."""
+        """See `AllRows`."""
         ids: Positions = self.rows[positions, ID]
         return ids
 
     def expect(self, counts: npt.NDArray[Any], per_use: np.float32, *, above: float) -> np.float32:
-        """As of `AllRows`; counts are kept, and read where rows come in."""
+        """See `AllRows`; counts are kept, and read when rows are inserted."""
         self._likeliest = likeliest(counts, self._capacity, per_use, above=above)
         ids = self.known[:, ID].copy()
         here = ids >= 0
-        expected, chosen = self._told(ids[here], np.full(np.count_nonzero(here), -1, np.int32))
+        expected, chosen = self._get_probabilities(ids[here], np.full(np.count_nonzero(here), -1, np.int32))
         self.values[: len(ids)][here, CHANCE], self.known[here, MEMBER] = expected, chosen
         return chance_at(self._likeliest.key)
 
     def choose(self, counts: npt.NDArray[Any]) -> None:
-        """As of `AllRows`, before any row is in; counts are kept."""
+        """See `AllRows`; called before any row is inserted; counts are kept."""
         if self._capacity:
             self._likeliest = likeliest(counts, self._capacity)
 
     def _find(self, ids: Ids) -> Positions:
-        """Return the positions of rows; -1 of those that are not in."""
+        """Return the positions of rows; -1 for missing ones."""
         positions = np.empty(len(ids), np.int32)
         parallel_for(_find, len(ids), ids, self._index, self._shift, self.rows, positions, grain=_GRAIN)
         return positions
 
-    def _told(self, ids: Ids, positions: Positions) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
-        """Return what counts tell of rows without a position: chances [U], and which are of the likeliest, [U]."""
+    def _get_probabilities(
+        self, ids: Ids, positions: Positions
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
+        """Return, for rows without a position, their probabilities by counts [U], and which are likeliest [U]."""
         expected, chosen = scratch("expected", (len(ids),), np.float32), scratch("chosen", (len(ids),), np.bool_)
         if self._likeliest is None:
             expected.fill(0)
@@ -198,7 +206,7 @@ class Directory:
         return expected, chosen
 
     def _make_room(self, n: int, planned: int) -> None:
-        """Have room for n rows more, if need be without those that were used least of late."""
+        """Make room for n more rows; forget the least recently used ones if necessary."""
         state = self._state
         if self._sound and self._room - state[_LIVE] >= min(n, self._rows - state[_LIVE]):
             return
@@ -220,7 +228,7 @@ class Directory:
         self._settle()
 
     def _forget(self, before: int) -> None:
-        """Forget the rows that are not pinned and that no batch from `before` on has used."""
+        """Forget rows that are not pinned and were not used by a batch from `before` on."""
         self._sound = False
         pieces = ranges(int(self._state[_USED]), _GRAIN)
         counted = np.zeros((len(pieces), 2), np.int64)
@@ -233,8 +241,8 @@ class Directory:
         self._sound = True
 
     def _settle(self) -> None:
-        """Have the hash table suit the room, and what is gone out of it where that is much."""
-        bits = _bits_for(self._room)
+        """Rebuild the hash table if its size does not fit or it has too many tombstones."""
+        bits = _get_hash_bits(self._room)
         crowded = self._room + self._state[_DEAD] > _MOST_LOAD * len(self._index)
         if self._sound and len(self._index) == 1 << bits and not crowded:
             return
@@ -245,8 +253,8 @@ class Directory:
         self._sound = True
 
 
-def _bits_for(room: int) -> int:
-    """Of a hash table for so many rows."""
+def _get_hash_bits(room: int) -> int:
+    """Return log2 of the size of a hash table for `room` rows."""
     return max(_LEAST_BITS, int(room / _LOAD).bit_length())
 
 
@@ -257,19 +265,19 @@ def _empty(bits: int) -> Positions:
 
 
 def _most(capacity: int, window: int, unique: int) -> int:
-    """The most rows that a directory has room for, with batches of so many unique ids."""
+    """Return the most rows that a directory has room for, with batches of `unique` ids."""
     pinned = capacity + (window + 1) * unique
     return pinned + pinned // 4 + 2 * unique
 
 
 def most_bytes(rows: int, capacity: int, window: int, least: int, unique: int) -> int:
-    """Return the most bytes that a directory comes to; `rows` are all that may come, `unique` ids of a batch."""
+    """Return the most bytes that a directory takes; at most `rows` rows occur, `unique` in a batch."""
     room = min(rows, max(least, _most(capacity, window, unique)))
-    return room * ROW + (4 << _bits_for(room))
+    return room * ROW + (4 << _get_hash_bits(room))
 
 
-def least_of(chances: npt.NDArray[np.float32], share: float) -> np.float32:
-    """Return the chance down to which this share of rows is."""
+def find_quantile(chances: npt.NDArray[np.float32], share: float) -> np.float32:
+    """Return the probability that this share of rows reaches."""
     last = min(round(len(chances) * (1 - share)), len(chances) - 1)
     least: np.float32 = np.partition(chances, last)[last]
     return least
@@ -277,13 +285,13 @@ def least_of(chances: npt.NDArray[np.float32], share: float) -> np.float32:
 
 @inline
 def _is_pinned(rows: Any, p: Any, planned: Any) -> Any:
-    """Tell whether a row has a slot, or an announced batch that is not planned uses it."""
+    """Return whether a row has a slot, or occurs in an announced batch that is not planned yet."""
     return (rows[p, SLOT] >= 0) | (rows[p, LAST] >= planned)
 
 
 @kernel
 def _find(start: Any, stop: Any, ids: Any, index: Any, shift: Any, rows: Any, positions: Any) -> None:
-    """Write the positions of ids[start:stop], -1 where there is none; rows are asked for on the way."""
+    """Write the positions of ids[start:stop], -1 for missing ones; prefetches the rows."""
     mask, one, end = np.uint64(len(index) - 1), np.uint64(1), np.uint64(stop)
     for i in range(np.uint64(start), end):
         if i + np.uint64(_AHEAD) < end:
@@ -300,13 +308,22 @@ def _find(start: Any, stop: Any, ids: Any, index: Any, shift: Any, rows: Any, po
 
 @kernel
 def _insert(
-    ids: Any, positions: Any, chances: Any, chosen: Any, flag: Any, index: Any, shift: Any, rows: Any, values: Any,
+    ids: Any,
+    positions: Any,
+    chances: Any,
+    chosen: Any,
+    flag: Any,
+    index: Any,
+    shift: Any,
+    rows: Any,
+    values: Any,
     state: Any,
-) -> None:  # fmt: skip
-    """Give those of ids [U] a position that have none; there is room, and each of them is there once.
+) -> None:
+    """Insert those of ids [U], all different, that have no position; there is room for them.
 
-    chances  float32 [U], of those
-    chosen   bool [U], written to the word `flag` of their rows
+    Args:
+        chances: float32 [U], their probabilities.
+        chosen: bool [U], written to the word `flag` of their rows.
     """
     mask, one, stop = np.uint64(len(index) - 1), np.uint64(1), np.uint64(len(ids))
     for i in range(stop):
@@ -333,7 +350,7 @@ def _insert(
 
 @kernel
 def _ages(start: Any, stop: Any, rows: Any, planned: Any, histograms: Any, piece: Any) -> None:
-    """Count the rows at the positions [start, stop) by the batches planned since they were used; pinned ones last."""
+    """Count the rows at positions [start, stop) by age in planned batches; pinned ones are counted last."""
     for p in range(np.uint64(start), np.uint64(stop)):
         age = np.int64(_AGES) if _is_pinned(rows, p, planned) else min(planned - 1 - rows[p, LAST], _AGES - 1)
         histograms[piece, np.uint64(age)] += rows[p, ID] >= 0
@@ -345,12 +362,11 @@ def _goes(rows: Any, p: Any, before: Any) -> Any:
 
 
 @kernel
-def _forget(
-    start: Any, stop: Any, rows: Any, before: Any, index: Any, shift: Any, counted: Any, piece: Any
-) -> None:  # fmt: skip
-    """Forget those at the positions [start, stop) that have no slot and that no batch from `before` on uses.
+def _forget(start: Any, stop: Any, rows: Any, before: Any, index: Any, shift: Any, counted: Any, piece: Any) -> None:
+    """Forget rows at positions [start, stop) that have no slot and are not used by a batch from `before` on.
 
-    counted  int64 [pieces, 2], written: rows that went; those whose place in the hash table is not empty now
+    Args:
+        counted: Output, int64 [pieces, 2]: forgotten rows, and tombstones that they left.
     """
     mask, one, end = np.uint64(len(index) - 1), np.uint64(1), np.uint64(stop)
     freed = gone = np.int64(0)
@@ -363,7 +379,7 @@ def _forget(
         slot = slot_of(rows[p, ID], shift)
         while index[slot] != np.int32(p):
             slot = (slot + one) & mask
-        last = index[(slot + one) & mask] == _EMPTY  # of a run: nothing is searched for behind it
+        last = index[(slot + one) & mask] == _EMPTY  # the end of a run needs no tombstone
         index[slot] = _EMPTY if last else _GONE
         rows[p, ID] = -1
         freed, gone = freed + 1, gone + np.int64(not last)
@@ -372,7 +388,7 @@ def _forget(
 
 @kernel
 def _rebuild(index: Any, shift: Any, rows: Any, state: Any) -> None:
-    """Fill an empty hash table with the rows that are in."""
+    """Fill an empty hash table with the live rows."""
     mask, one, end = np.uint64(len(index) - 1), np.uint64(1), np.uint64(state[_USED])
     state[_LIVE] = state[_DEAD] = state[_HAND] = 0
     for p in range(end):

@@ -1,7 +1,7 @@
-"""Which rows counts say are used most, found without a copy of the counts: they may be of many rows, and in a file.
+"""The most used rows by counts, found without copying the counts, which may be large and lie in a file.
 
-A row's key is how likely a batch uses it, or the count itself. The C-th largest key is found digit by digit, from
-histograms; of the rows that have it the first are in.
+A row's key is the probability that a batch uses it, or the count itself. A radix search over histograms finds the C-th
+largest key; of the rows that have it, the first are taken.
 """
 
 from typing import Any, NamedTuple
@@ -12,25 +12,25 @@ import numpy.typing as npt
 from hostdev.kernels.jit import inline, kernel
 from hostdev.kernels.pool import run_tasks
 
-_DIGIT_BITS, _KEY_BITS, _CHANCE_BITS = 16, 64, 32  # the last: below a chance, which is a float32
+_DIGIT_BITS, _KEY_BITS, _CHANCE_BITS = 16, 64, 32  # the last: bits below a probability, which is a float32
 _BY_COUNT = np.float32(0)
-_PIECES, _PIECE = 16, 1 << 18  # at once, and rows of each
+_PIECES, _PIECE = 16, 1 << 18  # chunks at a time, and rows per chunk
 
 
 class Likeliest(NamedTuple):
-    """The C rows with the largest keys: those with a larger one than `key`, and up to the row `last` those with it."""
+    """The C rows with the largest keys: those above `key`, and those equal to it up to the row `last`."""
 
     counts: npt.NDArray[Any]  # [V]
-    per_use: np.float32  # of a batch: its uses over the sum of counts; 0: the count itself is the key
+    per_use: np.float32  # a batch's uses divided by the sum of counts; 0: the count itself is the key
     key: np.uint64
     last: int
-    above: float  # which count is needed beside
+    above: float  # rows also need a larger count than this
 
 
 def likeliest(
     counts: npt.NDArray[Any], capacity: int, per_use: np.float32 = _BY_COUNT, *, above: float = -np.inf
 ) -> Likeliest:
-    """Return which `capacity` > 0 rows have the largest keys; arguments as in `Likeliest`."""
+    """Return the `capacity` > 0 rows with the largest keys; arguments as in `Likeliest`."""
     key, left = 0, capacity
     for shift in range(_KEY_BITS - _DIGIT_BITS, _CHANCE_BITS - 1 if per_use > 0 else -1, -_DIGIT_BITS):
         histograms = np.zeros((_PIECES, 1 << _DIGIT_BITS), np.int64)
@@ -46,13 +46,13 @@ def likeliest(
 
 
 def chance_at(key: np.uint64) -> np.float32:
-    """Return how likely a row of this key is, where keys are not counts."""
+    """Return the probability that is encoded in a key, if keys are not counts."""
     bits = key ^ np.uint64(1 << 63) if key >> np.uint64(63) else ~key
     return np.uint32(bits >> np.uint64(_CHANCE_BITS)).view(np.float32)
 
 
 def _blocks(rows: int) -> list[list[tuple[int, int]]]:
-    """The rows, in pieces that run at once; an interruption need not wait for long."""
+    """Return blocks of chunks of rows; a block is short, so that an interruption does not wait for long."""
     pieces = [(start, min(start + _PIECE, rows)) for start in range(0, rows, _PIECE)]
     return [pieces[i : i + _PIECES] for i in range(0, len(pieces), _PIECES)]
 
@@ -67,18 +67,18 @@ def _nth(counts: npt.NDArray[Any], per_use: np.float32, key: np.uint64, n: int) 
             piece = int(np.searchsorted(np.cumsum(found), n))
             return int(_find_nth(*pieces[piece], counts, per_use, key, n - found[:piece].sum()))
         n -= int(found.sum())
-    raise AssertionError("the key is that of no row")
+    raise AssertionError("no row has this key")
 
 
 @inline
 def chance_by(count: Any, per_use: Any) -> Any:
-    """Return the chance that a batch uses a row; `per_use` is its uses over the sum of counts."""
+    """Return the probability that a batch uses a row; `per_use` is its uses divided by the sum of counts."""
     return np.float32(1) - np.exp(np.float32(-per_use * np.float32(count)))
 
 
 @inline
 def _key_of(count: Any, per_use: Any) -> Any:
-    """Return what a row is ordered by: the bits of a number, made to ascend; 0 for what is not a number."""
+    """Return a row's key: the bits of a number, mapped to ascending order; 0 for NaN."""
     if per_use > 0:
         chance = chance_by(count, per_use) + np.float32(0)  # -0 as 0
         bits = np.uint64(np.float32(chance).view(np.uint32)) << np.uint64(_CHANCE_BITS)
@@ -95,20 +95,30 @@ def _key_of(count: Any, per_use: Any) -> Any:
 
 @kernel
 def chances(start: Any, stop: Any, counts: Any, per_use: Any, out: Any) -> None:
-    """Write the chances that a batch uses the rows [start, stop)."""
+    """Write the probabilities that a batch uses the rows [start, stop)."""
     for row in range(np.uint64(start), np.uint64(stop)):
         out[row] = chance_by(counts[row], per_use)
 
 
 @kernel
 def told(
-    start: Any, stop: Any, ids: Any, positions: Any, counts: Any, per_use: Any, key: Any, last: Any, above: Any,
-    chances: Any, members: Any,
-) -> None:  # fmt: skip
-    """Write for those ids[start:stop] that have no position yet how likely each is, and whether it is of `Likeliest`.
+    start: Any,
+    stop: Any,
+    ids: Any,
+    positions: Any,
+    counts: Any,
+    per_use: Any,
+    key: Any,
+    last: Any,
+    above: Any,
+    chances: Any,
+    members: Any,
+) -> None:
+    """Write probabilities and membership in `Likeliest` of those ids[start:stop] that have no position yet.
 
-    chances  float32 [U]
-    members  bool [U]
+    Args:
+        chances: Output, float32 [U].
+        members: Output, bool [U].
     """
     for i in range(np.uint64(start), np.uint64(stop)):
         if positions[i] < 0:
@@ -121,8 +131,8 @@ def told(
 @kernel
 def _digits(
     start: Any, stop: Any, counts: Any, per_use: Any, key: Any, shift: Any, histograms: Any, piece: Any
-) -> None:  # fmt: skip
-    """Count the digits at `shift` of the rows [start, stop) that have those above it of `key`; its others are 0."""
+) -> None:
+    """Count the digits at `shift` of the rows [start, stop) whose higher digits are those of `key`."""
     histogram = histograms[piece]
     for row in range(np.uint64(start), np.uint64(stop)):
         digit = (_key_of(counts[row], per_use) ^ key) >> shift

@@ -1,4 +1,4 @@
-"""The hit rate that a cache with the whole future known would reach: offline, and in NumPy only."""
+"""The hit rate of a cache that knows the whole future, computed offline with NumPy only."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,18 +8,18 @@ from hostdev.cache.planner import Ids, Positions, Statistics
 from hostdev.core.memory import available_bytes
 
 _NEVER = np.float32(np.inf)
-_VISITS_A_BATCH = 1000  # the calls, in rows
+_VISITS_A_BATCH = 1000  # the fixed cost of a batch, in rows
 
 
 def fits(batches: Sequence[tuple[Ids, Positions]], rows: int, capacity: int) -> bool:
-    """Tell whether there is host memory for `optimal`: 9 bytes a row, 8 for each id of a batch, and candidates."""
+    """Return whether host memory suffices for `optimal`: 9 bytes per row, 8 per id of a batch, and candidates."""
     sizes = [len(ids) for ids, _ in batches]
     needed = 9 * rows + 8 * sum(sizes) + 48 * (min(capacity, rows) + max(sizes, default=0))
     return needed <= available_bytes()
 
 
 def visits(unique: int, rows: int, capacity: int) -> int:
-    """Return what `optimal` does for a batch of so many ids, in rows that it looks at: 20 to 40 ns each."""
+    """Return the number of rows that `optimal` visits for a batch of `unique` ids: 20 to 40 ns each."""
     return unique + min(capacity, rows) + _VISITS_A_BATCH
 
 
@@ -33,15 +33,16 @@ def optimal(
 ) -> Statistics:
     """Return the offline optimum's statistics: Belady with bypass over all batches, weighted by uses.
 
-    After each batch it keeps those rows, of the cached ones and the batch's, whose next use is the densest: its uses
-    over the batches until then. Over 90 batches of Criteo and of Zipf ids its hit rate was within 0.001 of the exact
-    optimum, the dual bound of the linear program (sources in `planning`).
+    After each batch it keeps those cached and current rows whose next use is the densest: its uses divided by the
+    batches until then. Over 90 batches of Criteo and of Zipf ids, its hit rate was within 0.001 of the exact optimum,
+    the dual bound of the linear program (sources in `bound`).
 
-    batches   unique ids [U] and their uses int32 [U], in order
-    rows      V
-    capacity  slots
-    since     the first batch that counts
-    progress  called after each batch; what it raises is raised
+    Args:
+        batches: Unique ids [U] and their uses int32 [U], in order.
+        rows: V.
+        capacity: Number of slots.
+        since: The first batch that counts.
+        progress: Called after each batch; its exceptions are passed on.
     """
     total = Statistics(batches=len(batches) - since)
     following = _next_uses(batches, rows)
@@ -70,7 +71,7 @@ def optimal(
 
 
 def _next_uses(batches: Sequence[tuple[Ids, Positions]], rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each batch, the last one first: of each id the next batch that has it, and how often."""
+    """Return for each batch, the last one first, the next batch that has each id, and how often."""
     next_batch, next_uses = np.full(rows, _NEVER), np.zeros(rows, np.float32)
     found = []
     for number in range(len(batches) - 1, -1, -1):

@@ -1,19 +1,20 @@
-"""What users say of a cache: its size, its policy, how far it looks ahead. Imports little, as every command does it."""
+"""Options of a cache: size, policy and window. Every command imports this module, so it imports little."""
 
 import math
 
 from hostdev.core.errors import UserError
 
 POLICIES = ("lookahead", "lru", "lfu", "static")
-AUTO = "auto"  # a size that `hostdev.train` finds
-WINDOW = 16  # batches, unless said otherwise
-MOST_WINDOW = 32  # batches: the bits that a row has for them
+AUTO = "auto"  # `hostdev.train` finds the size
+WINDOW = 16  # batches, the default
+MOST_WINDOW = 32  # batches: a row has one bit for each
 
 
 def rows_of(size: int | str, rows: int) -> int:
-    """Return a number of rows from a number, or from a share of `rows` such as "5%" (rounded up); at most `rows`.
+    """Parse a size, a number of rows or a share of `rows` such as "5%" (rounded up); return at most `rows`.
 
-    Raises UserError for anything else.
+    Raises:
+        UserError: `size` is neither.
     """
     text = str(size).strip()
     try:

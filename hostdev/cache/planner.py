@@ -1,7 +1,7 @@
-"""Which rows a cache admits, evicts and lets pass: a function of the batches' ids alone, in the order of the calls.
+"""The cache's plan: which rows are admitted, evicted and bypassed. It depends only on the batches' ids, in order.
 
-A row enters when a batch uses it and leaves when a better one needs its slot; any row may take any slot. Both happen
-after the batch's step, so rows that the batch uses may leave too. What is not worth its transfers passes by.
+A row enters when a batch uses it, and leaves when a better one needs its slot; any row may take any slot. Both happen
+after the batch's step, so that rows of the batch may leave, too. Rows that are not worth their transfers bypass.
 """
 
 import itertools
@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.cache import planning
-from hostdev.cache.directory import ROW, AllRows, Directory, least_of, most_bytes
+from hostdev.cache.directory import ROW, AllRows, Directory, find_quantile, most_bytes
 from hostdev.cache.options import MOST_WINDOW, POLICIES, WINDOW
-from hostdev.cache.planning import FINE_BITS, KEYS, LOOKAHEAD, STATIC, Now
-from hostdev.cache.prices import MOST_BITS, Costs, index_of, prices
+from hostdev.cache.planning import FINE_BITS, KEYS, LOOKAHEAD, STATIC, PlanContext
+from hostdev.cache.prices import MOST_BITS, Costs, get_price_index, prices
 from hostdev.kernels.buffers import identity, scratch
 from hostdev.kernels.pool import KernelTask, parallel_for, ranges, run_tasks
 from hostdev.kernels.unique import count_uses
@@ -25,61 +25,61 @@ from hostdev.kernels.unique import count_uses
 Ids = npt.NDArray[Any]
 Positions = npt.NDArray[np.int32]
 
-BUDGET = 192 << 20  # bytes; where all rows fit, a directory would only take time
+BUDGET = 192 << 20  # bytes; if all rows fit, a directory would only cost time
 MOST_ROWS = 2**31 - 1  # a slot is an int32
 _GRAIN = 1 << 14
-# What enters is to save in a batch: of what the C-th likeliest row does, and rows; less where counts do not tell what
-# comes, as there comes more that nobody expects.
+# A newcomer must save, per batch, this factor of what the C-th likeliest row saves, plus this many rows. Both are lower
+# without counts, as more rows are then unexpected.
 _GATE, _OPEN_GATE = (0.7, 0.045), (0.5, 0.03)
-_SAMPLED, _SAMPLED_EVERY = 1024, 4  # rows, batches: how likely the C-th likeliest is
-_DECAY = 2 ** (-1 / 15)  # a batch, of what was used of late
+_SAMPLED, _SAMPLED_EVERY = 1024, 4  # rows, batches: to estimate the C-th largest probability
+_DECAY = 2 ** (-1 / 15)  # per batch, of recent uses
 _WATCHED, _WATCHED_OF_BATCH = 1024, 64  # rows
-_JUDGED_OF = 4  # with each batch one row of so many
-_FORGOTTEN = 0.97  # of what a batch has told of the counts is left with the next
-# Uses of late that the counts may weigh as much as.
+_JUDGED_OF = 4  # each batch judges one in four watched rows
+_FORGOTTEN = 0.97  # decay of the scores per batch
+# Candidates for the weight of the counts, in recent uses.
 _WEIGHTS = np.array([planning.SURE, 64, 32, 16, 8, 4, 2, 1, 0.5], np.float32)
 _DECAYS = np.float32(_DECAY) ** np.arange(planning.DECAYS, dtype=np.float32)
-_SCANNED, _SCANNED_PER_SWAP = 1 << 13, 8  # slots, at least
+_SCANNED, _SCANNED_PER_SWAP = 1 << 13, 8  # slots to search for evictions, at least
 
 
 class Plan(NamedTuple):
-    """What becomes of a batch's unique ids [U]. Each of their positions is in one of three groups, ascending.
+    """The plan of a batch's unique ids [U]: each position is in one of three groups, ascending.
 
-    On the device the batch's rows lie in the order of these groups: hits, admitted, passed.
+    On the device, the batch's rows lie in the order of these groups: hits, admitted, passed.
     """
 
     ids: Ids  # [U]
     hits: Positions  # [H], cached before the batch
     hit_slots: Positions  # [H]
     admitted: Positions  # [A], cached from the end of the batch's step on
-    admitted_slots: Positions  # [A]: first free ones, then those of the rows that leave, in the order of `evicted`
-    passed: Positions  # [M], looked up and updated on the host
+    admitted_slots: Positions  # [A]: first free slots, then those of evicted rows, in the order of `evicted`
+    passed: Positions  # [M], bypassing rows: looked up and updated on the host
     evicted: Ids  # [E], rows that leave at the end of the batch's step, before others are admitted
     evicted_slots: Positions  # [E]
 
     @property
     def reads(self) -> Ids:
-        """The rows that the batch takes from the host: those that pass by, then those that are admitted, [M + A]."""
+        """The rows that the batch reads from the host: bypassing, then admitted ones, [M + A]."""
         return np.concatenate([self.ids[self.passed], self.ids[self.admitted]])
 
     @property
     def writes(self) -> Ids:
-        """The rows of the host that the batch writes: those that pass by, then those that are evicted, [M + E]."""
+        """The host rows that the batch writes: bypassing, then evicted ones, [M + E]."""
         return np.concatenate([self.ids[self.passed], self.evicted])
 
     @property
     def cached(self) -> Ids:
-        """The rows that are on the device, hits and then those that are admitted, [H + A]."""
+        """The rows on the device: hits, then admitted ones, [H + A]."""
         return np.concatenate([self.ids[self.hits], self.ids[self.admitted]])
 
     @property
     def order(self) -> Positions:
-        """The positions of the ids in the order in which their rows lie on the device, int32 [U]."""
+        """The positions of the ids in the order of their rows on the device, int32 [U]."""
         return np.concatenate([self.hits, self.admitted, self.passed])
 
     @property
     def places(self) -> Positions:
-        """Where the row of each id lies on the device, int32 [U]."""
+        """The place of each id's row on the device, int32 [U]."""
         places = np.empty(len(self.ids), np.int32)
         places[self.order] = identity(len(places))
         return places
@@ -87,7 +87,7 @@ class Plan(NamedTuple):
 
 @dataclass
 class Statistics:
-    """Sums over batches. A use is a hit if its row was cached before the batch came."""
+    """Sums over batches. A use is a hit if its row was cached before the batch."""
 
     batches: int = 0
     uses: int = 0
@@ -99,65 +99,70 @@ class Statistics:
 
     @property
     def passed(self) -> int:
-        """Unique rows that passed by, summed over batches."""
+        """Unique rows that bypassed the cache, summed over batches."""
         return self.unique - self.unique_hits - self.admitted
 
     def bytes_moved(self, passing: int, whole: int) -> tuple[int, int]:
-        """Return the bytes of rows that went to the device and to the host.
+        """Return the bytes of rows that were sent to the device and to the host.
 
-        passing  of a row that passes by
-        whole    of a row with its slots, which is admitted or evicted
+        Args:
+            passing: Bytes of a bypassing row.
+            whole: Bytes of an admitted or evicted row, which has its optimizer state.
         """
         return self.passed * passing + self.admitted * whole, self.passed * passing + self.evicted * whole
 
     @property
     def hit_rate(self) -> float:
-        """Hits by uses."""
+        """Hits divided by uses."""
         return self.hits / self.uses if self.uses else 0.0
 
     @property
     def unique_hit_rate(self) -> float:
-        """Hits by the batches' unique rows."""
+        """Hits divided by uses, counting each unique row of a batch once."""
         return self.unique_hits / self.unique if self.unique else 0.0
 
 
 def planner_bytes(
-    rows: int, capacity: int, unique: int = 0, window: int = WINDOW, *, batches: int | None = None,
-    budget: int = BUDGET,
-) -> int:  # fmt: skip
-    """Return the bytes of a planner, at most; where not all rows fit the budget they depend on the batches.
+    rows: int, capacity: int, unique: int = 0, window: int = WINDOW, *, batches: int | None = None, budget: int = BUDGET
+) -> int:
+    """Return the most bytes that a planner takes; if not all rows fit the budget, they depend on the batches.
 
-    unique   ids of a batch; what batches add is left out without it
-    window   as of the planner; 0 of a policy that does not look ahead
-    batches  so many come, if that is known
+    Args:
+        rows: V.
+        capacity: Number of slots.
+        unique: Unique ids of a batch; 0 leaves out what batches add.
+        window: The planner's window; 0 for a policy without lookahead.
+        batches: The number of batches to come, if it is known.
+        budget: As for `Planner`.
     """
     if rows * ROW <= budget:
         return rows * ROW + capacity * 4
     seen = rows if batches is None else min(rows, batches * unique)
     slots = min(capacity, seen)
-    room = most_bytes(seen, slots, window, _kept(budget), unique)
+    room = most_bytes(seen, slots, window, _get_least_rows(budget), unique)
     return room + slots * 4 + (window + 1) * unique * 4
 
 
 class Planner:
     """Plans a cache of `capacity` of `rows` rows.
 
-    rows      V, at most 2^31 - 1
-    capacity  slots, in 0..V
-    policy    "lookahead": what costs least, by the uses within the window and how likely a row is beyond it; "lru";
-              "lfu", by the uses so far, of rows that are not cached too; "static": those with the largest `counts`. Of
-              more than 8,192 slots a part in turn is searched for the rows that leave, with each batch another
-    window    how many batches the caller announces ahead of the one that is planned, at most 32, of which the first 16
-              are told apart and all count for how likely a row is; lookahead only
-    counts    [V], how often each row is used, in any unit: "static" needs it; lookahead goes by it where it tells what
-              comes, and by what came where that tells more; others ignore it
-    costs     of a row that passes by, is admitted, is evicted: lookahead only
-    budget    bytes for what is known of rows: of all where they fit; else half of it, and more where that must be
+    Memory: 32 bytes per row and 4 per slot. If there are too many rows for the budget: about 40 bytes for each row that
+    has a slot or occurs in announced batches, for a quarter as many others and for two batches, and for at least 3
+    million rows; 4 per slot, and 4 per id of an announced batch. Data of other rows is then forgotten; `counts`, which
+    may lie in a file, and the ids of announced batches are kept.
 
-    Memory: 32 bytes a row and 4 a slot. Where rows are too many for the budget: about 40 bytes for each row that has a
-    slot or is used by announced batches, for a quarter as many others and for two batches, and at least for 3 million
-    rows; 4 a slot, and 4 for each id of an announced batch. What was known of other rows is forgotten; `counts` are
-    kept, and may lie in a file. The ids of the announced batches are kept.
+    Args:
+        rows: V, at most 2^31 - 1.
+        capacity: Number of slots, in 0..V.
+        policy: "lookahead": the least cost, by the uses within the window and the probability of uses beyond; "lru";
+            "lfu": by the uses so far, also of uncached rows; "static": the rows with the largest `counts`. With more
+            than 8,192 slots, each batch searches another part of them for evictions.
+        window: Batches that are announced before one is planned, at most 32. The first 16 are distinguished; all count
+            for probabilities. Only for lookahead.
+        counts: How often each row is used, [V], in any unit: required by "static". Lookahead weighs it against recent
+            uses by how well each predicts; other policies ignore it.
+        costs: Costs of a bypass, an admission and an eviction; only for lookahead.
+        budget: Bytes for the data of all rows; if they do not fit, half of it for a part of them, and more if needed.
     """
 
     def __init__(
@@ -181,29 +186,31 @@ class Planner:
         self.rows, self.capacity, self.policy = rows, capacity, policy
         self.window = window if kind == LOOKAHEAD else 0
         self.statistics = Statistics()
-        self.filled = 0  # slots taken; one that was never becomes free again
+        self.filled = 0  # occupied slots; they never become free again
         self._kind = kind
         self._margin = (1 << FINE_BITS) - 1 if kind == LOOKAHEAD else 0
         self._directory = (
-            AllRows(rows, capacity) if rows * ROW <= budget else Directory(rows, capacity, self.window, _kept(budget))
-        )  # fmt: skip
+            AllRows(rows, capacity)
+            if rows * ROW <= budget
+            else Directory(rows, capacity, self.window, _get_least_rows(budget))
+        )
         self._slots = np.empty(capacity, np.int32)  # the position of the row in each of the first `filled`
-        self._exchanging = False  # else an interruption has left slots that nobody counts
+        self._exchanging = False  # True: an interruption left the slots inconsistent
         if kind == STATIC:
             if counts is None:
                 raise ValueError(f"the policy static needs counts of shape ({rows},), not None")
             self._directory.choose(np.asarray(counts))
         self._bits = min(self.window, MOST_BITS)
-        self._indices = prices(costs, self._bits).reshape(2, -1)  # of 0 bits, and not used, for others
+        self._indices = prices(costs, self._bits).reshape(2, -1)  # unused by other policies
         self._counts = (
             np.asarray(counts) if kind == LOOKAHEAD and counts is not None else None
-        )  # until the first batch tells how many uses a batch has
+        )  # until the first batch shows how many uses a batch has
         self._least, self._gate, self._counted = np.float32(0), 0, False  # by the counts
         self._least_of_late, self._gate_of_late = np.float32(0), 0
         self._watched = np.empty(0, np.int32)  # rows by which the counts are judged
         self._scores, self._believed = np.zeros(len(_WEIGHTS)), _WEIGHTS[0]
-        self._scanned = 0  # slots, so far, for those to leave
-        self._swapped = 0  # rows that left with the batch before
+        self._scanned = 0  # the next slot to search for evictions
+        self._swapped = 0  # evictions of the last batch
         self._announced: deque[tuple[Ids, Positions, Ids]] = deque()  # with positions
         self._planned = 0  # batches
 
@@ -220,22 +227,23 @@ class Planner:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the planner now, beside the ids and uses of announced batches, and the counts."""
+        """Bytes of the planner now, without the ids and uses of announced batches and the counts."""
         beside = sum(positions.nbytes for ids, _, positions in self._announced if positions is not ids)
         return self._directory.nbytes + self.filled * 4 + beside
 
     def announce(self, ids: Ids, uses: Positions) -> None:
-        """Take in the next batch of the future: at most `window` + 1 may wait to be planned.
+        """Announce the next future batch; at most `window` + 1 may wait to be planned.
 
-        ids   int32 or int64 [U], unique, each in [0, V) (not checked)
-        uses  int32 [U], how often the batch has each
+        Args:
+            ids: Unique, int32 or int64 [U], each in [0, V) (not checked).
+            uses: How often the batch has each, int32 [U].
         """
         if len(self._announced) > self.window:
-            raise ValueError(f"{len(self._announced)} batches are announced; plan one before the next")
+            raise ValueError(f"{len(self._announced)} batches are announced already; plan one before the next")
         if self._counts is not None and len(ids):
-            self._expect(self._counts, int(uses.sum()))
+            self._store_probabilities(self._counts, int(uses.sum()))
             self._counts = None
-        now = self._now(self._planned + len(self._announced))
+        now = self._make_context(self._planned + len(self._announced))
         positions = self._directory.place(ids, self._planned)
         self._announced.append((ids, uses, positions))
         args = (positions, uses, now, self._directory.rows, self._directory.values, _DECAYS)
@@ -245,7 +253,7 @@ class Planner:
 
     def plan(self) -> Plan:
         """Plan the earliest announced batch."""
-        now = self._now(self._planned + len(self._announced) - 1)
+        now = self._make_context(self._planned + len(self._announced) - 1)
         ids, uses, positions = self._announced.popleft()
         U = len(ids)
         self._planned += 1
@@ -266,8 +274,8 @@ class Planner:
         evicted = np.empty(len(leaving), positions.dtype)
         plan = Plan(
             ids=ids,
-            hits=_joined(hits, starts, starts + found),
-            hit_slots=_joined(hit_slots, starts, starts + found),
+            hits=_join_parts(hits, starts, starts + found),
+            hit_slots=_join_parts(hit_slots, starts, starts + found),
             admitted=admitted[:-1],
             admitted_slots=slots,
             passed=passed[:-1],
@@ -285,10 +293,10 @@ class Planner:
         self._count(plan, int(hit_uses.sum()), int(all_uses.sum()))
         return plan
 
-    def _now(self, latest: int) -> Now:
-        """Return what rows are valued by; `latest` is the last announced batch."""
+    def _make_context(self, latest: int) -> PlanContext:
+        """Return the context that rows are valued in; `latest` is the last announced batch."""
         by_counts = self._counted and self._believed >= planning.SURE
-        return Now(
+        return PlanContext(
             number=self._planned,
             latest=latest,
             kind=self._kind,
@@ -300,11 +308,11 @@ class Planner:
             gate=self._gate if by_counts else self._gate_of_late,
         )
 
-    def _learn(self, ids: Ids, now: Now) -> None:
-        """Weigh counts against uses of late by how well both have told which rows the new batch uses."""
+    def _learn(self, ids: Ids, now: PlanContext) -> None:
+        """Weigh counts against recent uses by how well each predicted the rows of the new batch."""
         if now.latest > 0:
             self._scores *= _FORGOTTEN
-            known = self._now(now.latest - 1)._replace(latest=now.latest)  # rates of before
+            known = self._make_context(now.latest - 1)._replace(latest=now.latest)  # with the rates before this batch
             some = self._watched[now.latest % _JUDGED_OF :: _JUDGED_OF].copy()
             positions, rows, values = self._directory.look(some)
             planning.judge(positions, known, rows, values, _DECAYS, _WEIGHTS, self._scores)
@@ -315,34 +323,34 @@ class Planner:
             some = np.arange(0, self.rows, max(1, self.rows // _SAMPLED), dtype=np.int32)
             chances = np.empty(len(some), np.float32)
             positions, rows, values = self._directory.look(some)
-            planning.likely(positions, self._now(now.latest), rows, values, _DECAYS, chances)
-            self._least_of_late = least_of(chances, self.capacity / self.rows)
-            self._gate_of_late = _gate_at(self._least_of_late, _OPEN_GATE)
+            planning.likely(positions, self._make_context(now.latest), rows, values, _DECAYS, chances)
+            self._least_of_late = find_quantile(chances, self.capacity / self.rows)
+            self._gate_of_late = _get_gate(self._least_of_late, _OPEN_GATE)
 
-    def _expect(self, counts: npt.NDArray[Any], uses: int) -> None:
-        """Take down how likely a batch of so many uses has each row, by the counts, and the rows that it has most."""
+    def _store_probabilities(self, counts: npt.NDArray[Any], uses: int) -> None:
+        """Store the probabilities that a batch of `uses` occurrences has each row, by the counts."""
         total = float(counts.sum(dtype=np.float64))
         per_use = np.float32(uses / total) if total > 0 else np.float32(0)
-        self._counted = bool(per_use > 0)  # numbers too large to be counts tell nothing
+        self._counted = bool(per_use > 0)  # counts that overflow are useless
         if not self._counted or not self.capacity:
             return
-        # A row that is used once in an epoch pays for no transfer.
+        # A row that is used once per epoch is not worth a transfer.
         above = 1.0 if np.issubdtype(counts.dtype, np.integer) else -np.inf
         self._least = self._directory.expect(counts, per_use, above=above)
-        self._gate = _gate_at(self._least, _GATE)
+        self._gate = _get_gate(self._least, _GATE)
 
     def restore(self, slot_ids: Positions) -> None:
-        """Forget what is announced, and take over these rows [C] as cached, -1 for none, behind all others.
+        """Forget announced batches, and set the cached rows [C]; -1 for none, after all others.
 
-        How often rows were used in the batches planned so far is still known.
+        Usage statistics of planned batches are kept.
         """
         taken = np.flatnonzero(slot_ids >= 0)
         if len(taken) and taken[-1] >= len(taken):
-            raise ValueError("slots are taken from the first on, and here some before the last row's are free")
+            raise ValueError("slots are filled from the first on, but some before the last row's are free")
         for _, uses, positions in self._announced if self._kind != STATIC else ():
             added = 1 if self._kind == LOOKAHEAD else uses
             rows = self._directory.rows
-            counts = rows[positions, planning.COUNT] - added  # of which an interrupted `announce` has added only some
+            counts = rows[positions, planning.COUNT] - added  # an interrupted `announce` may have added only some
             rows[positions, planning.COUNT] = np.maximum(counts, 0)
         self._announced.clear()
         self.filled = len(taken)
@@ -355,7 +363,7 @@ class Planner:
         self._exchanging = False
 
     def holds(self, slot_ids: Positions) -> bool:
-        """Tell whether these rows [C] are those that are cached."""
+        """Return whether these rows [C] are the cached ones."""
         if self._exchanging:
             return False
         here = self._directory.ids_of(self._slots[: self.filled])
@@ -364,29 +372,29 @@ class Planner:
     def _choose(
         self, known: tuple[Any, ...], newcomers: npt.NDArray[np.int64]
     ) -> tuple[Positions, Positions, tuple[int, int]]:
-        """Return the slots for those who enter, those of them that are taken, and from which key on one enters."""
+        """Return the slots of admitted rows, those that evicted rows free, and the threshold key with its ties."""
         willing = int(newcomers[1:].sum())
         free = min(self.capacity - self.filled, willing)
         leaving = np.empty(0, np.int32)
         if willing > free and self._kind != STATIC:
-            first, last = self._to_scan()
+            first, last = self._get_slots_to_scan()
             keys = scratch("resident_keys", (last - first,), np.uint16)
             pieces = len(ranges(last - first, _GRAIN))
             histograms = np.zeros((pieces, KEYS), np.int32)
             shared = (self._slots[first:last], *known, keys, histograms)
             run_tasks([KernelTask(planning.score, last - first, _GRAIN, pieces, shared)])
             residents = histograms.sum(0, dtype=np.int64)
-            swaps = int(planning.exchanges(_without_best(newcomers, free), residents, self._margin))
+            swaps = int(planning.exchanges(_drop_best(newcomers, free), residents, self._margin))
             if swaps:
                 leaving = np.empty(swaps + 1, np.int32)
-                planning.worst(*_until(residents, swaps), keys, leaving)
+                planning.worst(*_find_key(residents, swaps), keys, leaving)
                 leaving = leaving[:-1] + np.int32(first)
         fresh = np.arange(self.filled, self.filled + free, dtype=np.int32)
         slots = np.concatenate([fresh, leaving])
-        return slots, leaving, _from(newcomers, len(slots))
+        return slots, leaving, _find_key_from_top(newcomers, len(slots))
 
-    def _to_scan(self) -> tuple[int, int]:
-        """The slots among which those that leave are looked for: all, or of very many a part in turn."""
+    def _get_slots_to_scan(self) -> tuple[int, int]:
+        """Return the range of slots to search for evictions: all, or each part of very many in turn."""
         most = max(_SCANNED, _SCANNED_PER_SWAP * self._swapped)
         if self.filled <= most:
             return 0, self.filled
@@ -405,8 +413,8 @@ class Planner:
         total.evicted += len(plan.evicted)
 
 
-def _kept(budget: int) -> int:
-    """Return how many rows a directory has before it forgets any."""
+def _get_least_rows(budget: int) -> int:
+    """Return the number of rows below which a directory forgets none."""
     return budget // 2 // ROW
 
 
@@ -416,47 +424,47 @@ def _kind(policy: str) -> int:
     return POLICIES.index(policy)
 
 
-def _gate_at(least: np.float32, gate: tuple[float, float]) -> int:
-    """Return the key that a newcomer's has to be above, by how likely the C-th likeliest row is."""
-    return index_of(2 * gate[0] * float(least) + gate[1]) << FINE_BITS
+def _get_gate(least: np.float32, gate: tuple[float, float]) -> int:
+    """Return the key that a newcomer must exceed, from the C-th largest probability."""
+    return get_price_index(2 * gate[0] * float(least) + gate[1]) << FINE_BITS
 
 
-def _until(histogram: npt.NDArray[np.int64], count: int) -> tuple[int, int]:
-    """Return the key up to which there are at least `count` > 0, and how many at that key are among those."""
+def _find_key(histogram: npt.NDArray[np.int64], count: int) -> tuple[int, int]:
+    """Return the key up to which there are at least `count` > 0 rows, and how many at that key belong to them."""
     up_to = np.cumsum(histogram)
     key = int(np.searchsorted(up_to, count))
     return key, int(count - (up_to[key] - histogram[key]))
 
 
-def _from(histogram: npt.NDArray[np.int64], count: int) -> tuple[int, int]:
-    """Return the key down to which there are at least `count`, and how many at that key are among those."""
-    key, ties = _until(histogram[::-1], count) if count else (0, 0)
+def _find_key_from_top(histogram: npt.NDArray[np.int64], count: int) -> tuple[int, int]:
+    """Return the key down to which there are at least `count` rows, and how many at that key belong to them."""
+    key, ties = _find_key(histogram[::-1], count) if count else (0, 0)
     return KEYS - 1 - key, ties
 
 
-def _without_best(histogram: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+def _drop_best(histogram: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
     """Return a histogram without the `count` largest keys."""
-    key, ties = _from(histogram, count)
+    key, ties = _find_key_from_top(histogram, count)
     left = histogram.copy()
     left[key + 1 :] = 0
     left[key] -= ties
     return left
 
 
-def _joined(values: Positions, starts: Iterable[int], stops: Iterable[int]) -> Positions:
+def _join_parts(values: Positions, starts: Iterable[int], stops: Iterable[int]) -> Positions:
     parts = [values[start:stop] for start, stop in zip(starts, stops, strict=True)]
     return np.concatenate(parts) if parts else values[:0].copy()
 
 
 def renumber(inverse: Positions, places: Positions) -> Positions:
-    """Return the inverse int32 [N] of rows as they lie on the device, from that of the ids and the ids' places."""
+    """Return the inverse int32 [N] into the rows on the device, from that into ids and the ids' places."""
     out = np.empty_like(inverse)
     parallel_for(planning.take, len(inverse), inverse, places, out, grain=_GRAIN)
     return out
 
 
 def warm_up(id_dtype: npt.DTypeLike) -> None:
-    """Compile, or load from numba's cache, all kernels of a planner for ids of this dtype."""
+    """Compile all kernels of a planner for ids of this dtype, or load them from numba's cache."""
     for policy, counts, budget in itertools.product(
         ("lookahead", "lru"), (None, np.arange(8)), (BUDGET, 0)
     ):  # lru swaps rows each time

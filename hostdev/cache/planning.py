@@ -1,16 +1,16 @@
-"""The kernels of `planner`: what is known of rows and coming batches, what a row is worth, who enters and leaves.
+"""The kernels of `planner`: data of rows and announced batches, values of rows, admissions and evictions.
 
-V rows, C slots, U unique ids of a batch. All that is known of a row lies in half a cache line:
+V rows, C slots, U unique ids of a batch. A row's data takes half a cache line:
 
-    rows    int32 [V, 8]: the last announced batch that uses the row; a bit for each of the 32 batches up to that one,
-            bit k for the one k before it; the row's slot or -1; its uses in all batches announced so far, for lookahead
-            the batches that use it, for static 1 if it is to be cached
-    values  float32 [V, 8], a view of `rows`: at 4 how often batches have used it, the last ones most, as of the last
-            that did; at 5 how likely a batch uses it by its count; in `rows`, at 6, 1 for the C likeliest by that
+    rows    int32 [V, 8]: 0 the last announced batch that uses the row; 1 a bit for each of the 32 batches up to that
+            one, bit k for the one k before it; 2 the row's slot or -1; 3 its uses in all announced batches (lookahead:
+            the batches that use it; static: 1 if it is to be cached); 6 is 1 for the C likeliest rows by count
+    values  float32 [V, 8], a view of `rows`: 4 its decayed number of uses as of the last one; 5 the probability that a
+            batch uses it, by its count
 
-A row is worth a key of 12 bits, so that ranks come from a histogram. That of lookahead is the index of `prices`, by the
-batches that are known and by how likely one beyond them uses the row, and then that likelihood; others have 64 steps
-an octave of a number.
+A row's value is a 12-bit key, so that a histogram gives ranks. Lookahead's key is the index of `prices`, by the known
+batches and the probability of a use beyond them, followed by bits of that probability. Other policies have 64 steps per
+octave of a number.
 """
 
 from typing import Any, NamedTuple
@@ -23,42 +23,42 @@ from hostdev.kernels.jit import inline, kernel, prefetch_to_read
 LOOKAHEAD, LRU, LFU, STATIC = range(4)  # as in `options.POLICIES`
 
 KEYS = 1 << 12
-FINE_BITS = 4  # of a key, below the index
-_DROPPED_BITS = 17  # of float32's 23 bits behind the point; 6 are kept
+FINE_BITS = 4  # bits of a key below the index
+_DROPPED_BITS = 17  # of float32's 23 mantissa bits; 6 are kept
 _LOWEST = (127 - 32) << 6  # the key of 2 ** -32
-LAST, BEFORE, SLOT, COUNT, RECENT, CHANCE, MEMBER, ID = range(8)  # of a row
-WORDS = 8  # of a row
-SURE = 1e6  # uses; what is believed as much is not doubted
-DECAYS = 512  # batches, after which a use is forgotten
-_AHEAD = 64  # rows; asked for to be read, a line comes to the second cache, of which more may be on their way
-_BLOCK = 256  # rows, which stay in the nearest caches
+LAST, BEFORE, SLOT, COUNT, RECENT, CHANCE, MEMBER, ID = range(8)  # words of a row
+WORDS = 8  # per row
+SURE = 1e6  # recent uses: counts with this weight are fully trusted
+DECAYS = 512  # batches after which a use is forgotten
+_AHEAD = 64  # rows to prefetch; read prefetches go to the L2 cache, which allows more in flight
+_BLOCK = 256  # rows, which fit the L1 cache
 _MOST_USES = 2**30
 
 
-class Now(NamedTuple):
-    """What all rows of a batch that is planned are valued by."""
+class PlanContext(NamedTuple):
+    """The context that the rows of a planned batch are valued in."""
 
-    number: int  # of the batch that is planned
-    latest: int  # of the last that is announced
+    number: int  # of the planned batch
+    latest: int  # of the last announced batch
     kind: int
-    bits: int  # of the index table: batches that it tells apart
-    believed: np.float32  # uses seen of late that weigh as much as what the counts say
-    per_batch: np.float32  # 1 / the batches that count for what was used of late, decayed alike
-    per_announced: np.float32  # 1 / batches so far, where they are all that tells how likely a row is; else 0
-    least: np.float32  # a chance that is sure to enter
-    gate: int  # the key above which others do
+    bits: int  # of the index table: batches that it distinguishes
+    believed: np.float32  # weight of the counts, in recent uses
+    per_batch: np.float32  # 1 / the decayed number of batches
+    per_announced: np.float32  # 1 / batches so far, if there are no counts; else 0
+    least: np.float32  # a row of this probability always enters
+    gate: int  # other rows enter above this key
 
 
 @inline
 def _key_of(value: Any) -> Any:
-    """Return the key of a float32 of at least 0; 0 for 0."""
+    """Return the key of a float32 >= 0; 0 for 0."""
     steps: Any = np.int64(np.float32(value).view(np.uint32)) >> _DROPPED_BITS
     return np.uint16(min(max(steps - _LOWEST, 0), KEYS - 1))
 
 
 @inline
 def _coming(rows: Any, row: Any, now: Any) -> Any:
-    """Return the announced batches that use the row, as the index table has them: the nearest is the highest bit."""
+    """Return the announced batches that use the row as bits for the index table; the nearest is the highest bit."""
     later: Any = min(max(np.int64(rows[row, LAST]) - np.int64(now.number), 0), 32)
     used = np.uint64(np.uint32(rows[row, BEFORE])) & ((np.uint64(1) << np.uint64(later)) - np.uint64(1))
     return (used << np.uint64(32)) >> np.uint64(later + 32 - now.bits)
@@ -66,14 +66,14 @@ def _coming(rows: Any, row: Any, now: Any) -> Any:
 
 @inline
 def _mean(counted: Any, of_late: Any, believed: Any, per_batch: Any) -> Any:
-    """Return the mean of two chances, the first of which weighs as much as `believed` uses seen of late."""
+    """Return the weighted mean of two probabilities; the first has the weight of `believed` recent uses."""
     weight = believed / (believed + max(counted, of_late) / per_batch)
     return of_late + (counted - of_late) * weight
 
 
 @inline
 def _chance(rows: Any, values: Any, row: Any, now: Any, decays: Any) -> Any:
-    """Return how likely a batch uses the row that nobody knows yet."""
+    """Return the probability that a future, unannounced batch uses the row."""
     ago = np.uint64(min(now.latest - rows[row, LAST], DECAYS - 1))
     counted = values[row, CHANCE] + np.float32(rows[row, COUNT]) * now.per_announced
     of_late = values[row, RECENT] * decays[ago] * now.per_batch
@@ -82,13 +82,21 @@ def _chance(rows: Any, values: Any, row: Any, now: Any, decays: Any) -> Any:
 
 @kernel
 def _value(
-    some: Any, count: Any, now: Any, rows: Any, values: Any, decays: Any, table: Any, chances: Any, of_late: Any,
-    places: Any, keys: Any,
-) -> None:  # fmt: skip
-    """Write chances and keys of the first `count` rows of a block: indices, of a table [RATES << bits], and 4 bits.
+    some: Any,
+    count: Any,
+    now: Any,
+    rows: Any,
+    values: Any,
+    decays: Any,
+    table: Any,
+    chances: Any,
+    of_late: Any,
+    places: Any,
+    keys: Any,
+) -> None:
+    """Write probabilities and keys of the first `count` rows of a block: indices from a table [RATES << bits], 4 bits.
 
-    In loops of their own: what is read from anywhere, what is calculated, which the compiler does for several rows at
-    once, what is read from the table, which is larger than the nearest caches.
+    Separate loops read rows at random, compute (vectorized), and read the table, which is larger than the L1 cache.
     """
     believed, per_batch, per_announced, bits = now.believed, now.per_batch, now.per_announced, np.uint32(now.bits)
     last: Any = np.int64(now.latest)
@@ -114,16 +122,19 @@ def _value(
 
 @inline
 def _block() -> Any:
-    """Return room for what `_value` reads and writes."""
+    """Allocate the arrays that `_value` reads and writes."""
     return (
-        np.empty(_BLOCK, np.int64), np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32),
-        np.empty(_BLOCK, np.uint32), np.empty(_BLOCK, np.uint16),
-    )  # fmt: skip
+        np.empty(_BLOCK, np.int64),
+        np.empty(_BLOCK, np.float32),
+        np.empty(_BLOCK, np.float32),
+        np.empty(_BLOCK, np.uint32),
+        np.empty(_BLOCK, np.uint16),
+    )
 
 
 @kernel
 def announce(start: Any, stop: Any, ids: Any, uses: Any, now: Any, rows: Any, values: Any, decays: Any) -> None:
-    """Take in ids[start:stop] of batch `now.latest`."""
+    """Record ids[start:stop] of batch `now.latest`."""
     end, number = np.uint64(stop), np.int64(now.latest)
     for p in range(np.uint64(start), end):
         if p + np.uint64(_AHEAD) < end:
@@ -141,9 +152,9 @@ def announce(start: Any, stop: Any, ids: Any, uses: Any, now: Any, rows: Any, va
 
 @kernel
 def judge(watched: Any, now: Any, rows: Any, values: Any, decays: Any, weights: Any, scores: Any) -> None:
-    """Add to `scores` [K] how likely batch `now.latest` was, if counts weigh weights[k] uses.
+    """Add to `scores` [K] the log-likelihood of batch `now.latest` if counts have the weight weights[k].
 
-    The logarithm, of Poisson's law, over rows `watched`, once that batch is announced; rates in `now` are of before.
+    The Poisson likelihood over the rows `watched`, after that batch is announced, with the rates before it in `now`.
     """
     decay = decays[1]
     for i in range(len(watched)):
@@ -159,16 +170,33 @@ def judge(watched: Any, now: Any, rows: Any, values: Any, decays: Any, weights: 
 
 @kernel
 def classify(
-    start: Any, stop: Any, ids: Any, uses: Any, now: Any, rows: Any, values: Any, decays: Any, indices: Any,
-    hits: Any, hit_slots: Any, missed: Any, keys: Any, histograms: Any, totals: Any, piece: Any,
-) -> None:  # fmt: skip
-    """Find the slots of ids[start:stop] of batch `now.number`, and what those are worth that have none.
+    start: Any,
+    stop: Any,
+    ids: Any,
+    uses: Any,
+    now: Any,
+    rows: Any,
+    values: Any,
+    decays: Any,
+    indices: Any,
+    hits: Any,
+    hit_slots: Any,
+    missed: Any,
+    keys: Any,
+    histograms: Any,
+    totals: Any,
+    piece: Any,
+) -> None:
+    """Find the slots of ids[start:stop] of batch `now.number`, and the keys of those without one.
 
-    indices          uint8 [2, RATES << bits], by `prices`
-    hits, hit_slots  int32 [U], written from `start` on: the positions of ids with a slot, and these; ascending
-    missed, keys     int32 and uint16 [U], the same for those without one, and their keys; 0 for one that is to pass by
-    histograms       int32 [pieces, KEYS], histograms[piece] added to: how many ids without a slot have each key
-    totals           int64 [pieces, 3], written: ids with a slot, their uses, all uses
+    Args:
+        indices: uint8 [2, RATES << bits], from `prices`.
+        hits: Output from `start` on, int32 [U]: positions of ids with a slot, ascending.
+        hit_slots: Output from `start` on, int32 [U]: their slots.
+        missed: Output from `start` on, int32 [U]: positions of ids without a slot, ascending.
+        keys: Output from `start` on, uint16 [U]: their keys; 0 for a bypass.
+        histograms: int32 [pieces, KEYS]; histograms[piece] is increased by the counts of these keys.
+        totals: Output, int64 [pieces, 3]: ids with a slot, their uses, all uses.
     """
     histogram, end, block, entering = histograms[piece], np.uint64(stop), np.uint64(_BLOCK), indices[ENTER]
     some, chances, of_late, places, block_keys = _block()
@@ -179,7 +207,7 @@ def classify(
             if p + np.uint64(_AHEAD) < end:
                 prefetch_to_read(rows, ids[p + np.uint64(_AHEAD)], 1)
             slot, used = rows[np.uint64(ids[p]), SLOT], np.int64(uses[p])
-            hits[h], hit_slots[h], missed[m] = p, slot, p  # what is not so is overwritten by the next
+            hits[h], hit_slots[h], missed[m] = p, slot, p  # the wrong one is overwritten by the next
             hit = slot >= 0
             h, m = h + np.uint64(hit), m + np.uint64(not hit)
             hit_uses, all_uses = hit_uses + used * np.int64(hit), all_uses + used
@@ -196,7 +224,7 @@ def classify(
                 willing = (sure & (index >= 1 << FINE_BITS)) | (index > now.gate)
                 key = np.uint16(index * np.int64(willing))
             else:
-                key = _key_of(1.0) if now.kind == LRU else _key_of(rows[row, COUNT])  # static: above 0 to be cached
+                key = _key_of(1.0) if now.kind == LRU else _key_of(rows[row, COUNT])  # static: above 0 is cached
             keys[valued + i] = key
             histogram[np.uint64(key)] += 1
         valued = m
@@ -205,12 +233,21 @@ def classify(
 
 @kernel
 def score(
-    start: Any, stop: Any, slot_ids: Any, now: Any, rows: Any, values: Any, decays: Any, indices: Any,
-    keys: Any, histograms: Any, piece: Any,
-) -> None:  # fmt: skip
+    start: Any,
+    stop: Any,
+    slot_ids: Any,
+    now: Any,
+    rows: Any,
+    values: Any,
+    decays: Any,
+    indices: Any,
+    keys: Any,
+    histograms: Any,
+    piece: Any,
+) -> None:
     """Write the keys of the rows in slots [start, stop) to keys uint16 from `start` on, and count them.
 
-    A row goes if a newcomer's key is larger, by the margin.
+    A row is evicted if a newcomer's key exceeds its own by the margin.
     """
     histogram, end, block, staying = histograms[piece], np.uint64(stop), np.uint64(_BLOCK), indices[STAY]
     some, chances, of_late, places, block_keys = _block()
@@ -236,18 +273,19 @@ def score(
 
 @kernel
 def likely(some: Any, now: Any, rows: Any, values: Any, decays: Any, out: Any) -> None:
-    """Write how likely a batch uses these rows that nobody knows yet."""
+    """Write the probabilities that a future, unannounced batch uses these rows."""
     for i in range(len(some)):
         out[i] = _chance(rows, values, np.uint64(some[i]), now, decays)
 
 
 @kernel
 def exchanges(newcomers: Any, residents: Any, margin: Any) -> Any:
-    """Return how many newcomers take a resident's place: the k-th best one is worth more than the k-th worst resident.
+    """Return the number of swaps: the k-th best newcomer replaces the k-th worst resident while it is better.
 
-    newcomers  int64 [KEYS], how many have each key; those of key 0 do not enter
-    residents  int64 [KEYS]
-    margin     steps by which a newcomer must be better
+    Args:
+        newcomers: Counts by key, int64 [KEYS]; those of key 0 do not enter.
+        residents: Counts by key, int64 [KEYS].
+        margin: A newcomer's key must exceed the resident's by more than this.
     """
     better, worse = np.int64(KEYS - 1), np.int64(0)
     left, room, count = newcomers[better], residents[worse], np.int64(0)
@@ -266,7 +304,7 @@ def exchanges(newcomers: Any, residents: Any, margin: Any) -> Any:
 
 @kernel
 def worst(threshold: Any, ties: Any, keys: Any, out: Any) -> None:
-    """Write the positions of keys below the threshold and of the first `ties` at it, ascending, to out [one more]."""
+    """Write the positions of keys below the threshold, and of the first `ties` at it, ascending, to out, one longer."""
     count, left = np.uint64(0), np.int64(ties)
     for p in range(np.uint64(0), np.uint64(len(keys))):
         out[count] = p
@@ -279,10 +317,13 @@ def worst(threshold: Any, ties: Any, keys: Any, out: Any) -> None:
 def divide(
     threshold: Any, ties: Any, missed: Any, keys: Any, starts: Any, ends: Any, admitted: Any, passed: Any
 ) -> None:
-    """Write the positions `missed` whose key is above the threshold, with the first `ties` at it, and the others.
+    """Divide `missed` into positions with a key above the threshold, or the first `ties` at it, and the others.
 
-    starts, ends      int64 [pieces], of the parts of `missed` and `keys` that count
-    admitted, passed  one longer than what is written
+    Args:
+        starts: int64 [pieces], starts of the valid ranges of `missed` and `keys`.
+        ends: int64 [pieces], ends of the valid ranges.
+        admitted: Output, one longer than needed.
+        passed: Output, one longer than needed.
     """
     a, m, left = np.uint64(0), np.uint64(0), np.int64(ties)
     for piece in range(len(starts)):
@@ -296,9 +337,10 @@ def divide(
 
 @kernel
 def exchange(start: Any, stop: Any, ids: Any, admitted: Any, into: Any, evicted: Any, rows: Any, slot_ids: Any) -> None:
-    """Give the slots into[start:stop] to the ids at the positions `admitted`.
+    """Assign the slots into[start:stop] to the ids at the positions `admitted`.
 
-    evicted  [E], written: the rows that lose the last E of these slots
+    Args:
+        evicted: Output [E]: the rows that held the last E of these slots.
     """
     end, free = np.uint64(stop), np.uint64(len(into) - len(evicted))
     for i in range(np.uint64(start), end):
@@ -316,6 +358,6 @@ def exchange(start: Any, stop: Any, ids: Any, admitted: Any, into: Any, evicted:
 
 @kernel
 def take(start: Any, stop: Any, indices: Any, values: Any, out: Any) -> None:
-    """out[i] = values[indices[i]]."""
+    """Set out[i] = values[indices[i]]."""
     for i in range(np.uint64(start), np.uint64(stop)):
         out[i] = values[np.uint64(indices[i])]

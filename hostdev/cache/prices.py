@@ -1,18 +1,18 @@
-"""What a slot must cost before a row is no longer worth one: an index of rows by their known and expected uses.
+"""Whittle indices: the highest price per slot at which a row is worth caching, by its known and expected uses.
 
-A row of which the uses in the next batches are known, and beyond these only how likely a batch uses it, is worth a slot
-for as long as the slot costs less per batch than keeping the row saves. The highest such price is its Whittle index:
-to keep the rows of the largest index is the rule that relaxing "C rows at a time" to "C rows on average" makes optimal,
-and with the whole future known it is the linear program of offline caching.
+The uses of a row in the next batches are known; beyond them, only the probability that a batch uses it. A row is worth
+a slot while the slot costs less per batch than caching the row saves. The highest such price is its Whittle index.
+Keeping the rows with the largest indices is optimal if "C rows at a time" is relaxed to "C rows on average"; with the
+whole future known, it is the linear program of offline caching.
 
-With x(s) = the cost of going on without the row less that of going on with it, for a slot of price p:
+Let x(s) be the future cost without the row minus that with it, for a slot of price p:
 
     x(used, s)     = p' + clip(x(s), -evicted, admitted - passed) + passed      p' = -p
     x(not used, s) = p' + max(x(s), -evicted)
 
-as a row that is not cached enters only when it is used, and one that is cached may leave at any batch. Beyond what is
-known x is the mean of both, and 0 after `HORIZON` batches. A cached row stays where x > -evicted, and one that was
-used enters where x > admitted - passed.
+because an uncached row enters only when it is used, and a cached one may leave at any batch. Beyond the known batches x
+is the weighted mean of both, and 0 after `HORIZON` batches. A cached row stays if x > -evicted, and a row that was used
+enters if x > admitted - passed.
 
 Sources: Whittle, "Restless Bandits: Activity Allocation in a Changing World", J. Applied Probability 25A (1988);
 Albers, Arora & Khanna, "Page Replacement for General Caching Problems", SODA 1999 (the program).
@@ -27,72 +27,74 @@ import numpy.typing as npt
 from hostdev.kernels.jit import kernel
 from hostdev.kernels.pool import parallel_for
 
-RATES = 22  # classes of how likely a batch uses a row: 1, from 3/4, from 1/2, from 3/8, ..., and the rest
-PRICES = 161  # 16 an octave, the highest a little above what any row is worth
+RATES = 22  # classes of the probability that a batch uses a row: 1, from 3/4, from 1/2, from 3/8, ..., and the rest
+PRICES = 161  # 16 per octave; the highest is a little above any row's index
 HORIZON = 100  # batches
 MOST_BITS = 16  # batches ahead
 STAY, ENTER = 0, 1
 
 
 class Costs(NamedTuple):
-    """What a row's ways cost, in any one unit: bytes, or nanoseconds of the host, or both weighed."""
+    """Costs of moving a row, in one unit: bytes, nanoseconds of the host, or a weighted sum."""
 
-    passed: float = 2.0  # a batch uses it from the host: its weights go down, its gradient comes up
-    admitted: float = 3.0  # it goes down with its slots
-    evicted: float = 3.0  # it comes up with them
+    passed: float = 2.0  # bypass: weights to the device, gradient to the host
+    admitted: float = 3.0  # the row with its optimizer state to the device
+    evicted: float = 3.0  # the row with its optimizer state to the host
 
     @classmethod
     def of(
         cls, passing: int, whole: int, *, down: float = 1.0, up: float = 1.0, host: "Costs | None" = None
     ) -> "Costs":
-        """Those of the bus, and of the host's work.
+        """Return the costs on the bus, plus those of the host's work.
 
-        passing   bytes of a row that passes by, each way
-        whole     of one with its slots
-        down, up  what a byte to the device costs, and one to the host; 1 counts bytes
-        host      what the host takes for a row that passes by, is admitted, is evicted, in the same unit
+        Args:
+            passing: Bytes of a bypassing row, in each direction.
+            whole: Bytes of a row with its optimizer state.
+            down: Cost of a byte to the device; 1 counts bytes.
+            up: Cost of a byte to the host.
+            host: Costs of the host's work, in the same unit.
         """
         bus = cls((down + up) * passing, down * whole, up * whole)
         return bus if host is None else cls(*(one + other for one, other in zip(bus, host, strict=True)))
 
     def paid(self, passed: float, admitted: float, evicted: float) -> float:
-        """Return what so many rows cost."""
+        """Return the cost of these numbers of rows."""
         return passed * self.passed + admitted * self.admitted + evicted * self.evicted
 
 
 @lru_cache(maxsize=4)
 def prices(costs: Costs, bits: int) -> npt.NDArray[np.uint8]:
-    """Return the indices [2, RATES, 2 ** bits]: of rows to stay, and of rows to enter; 0: not worth any price.
+    """Return the indices [2, RATES, 2 ** bits] of rows to stay, and of rows to enter; 0: not worth any price.
 
-    The known batches are bits of the last axis, the nearest is the highest. Index i is a price of about 2 ** (i / 16).
+    The last axis has a bit per known batch, the nearest one highest. Index i is a price of about 2 ** (i / 16).
     """
     if not 0 <= bits <= MOST_BITS:
-        raise ValueError(f"indices are of 0 to {MOST_BITS} known batches, not {bits}")
+        raise ValueError(f"indices exist for 0 to {MOST_BITS} known batches, not {bits}")
     table = np.zeros((2, RATES, 1 << bits), np.uint8)
     admitted, evicted = (np.float32(cost / costs.passed) for cost in costs[1:])
-    of_rate = np.array([chance_of(rate) for rate in range(RATES)], np.float32)
+    of_rate = np.array([get_rate_middle(rate) for rate in range(RATES)], np.float32)
     at = (1.01 * 2.0 ** ((np.arange(PRICES) - PRICES + 1) / 16)).astype(np.float32)
     parallel_for(_fill, RATES, admitted, evicted, of_rate, at, table)
     table.flags.writeable = False
     return table
 
 
-def chance_of(rate: int) -> float:
-    """Return the middle of a class of rates; 0 for the last."""
+def get_rate_middle(rate: int) -> float:
+    """Return the middle of a class of probabilities; 0 for the last."""
     if rate in (0, RATES - 1):
         return float(rate == 0)
     edge = 2.0 ** (-((rate + 1) // 2))
     return edge * 1.73 if rate % 2 else edge * 1.22  # from 1.5 to 2, and from 1 to 1.5
 
 
-def index_of(price: float) -> int:
-    """Return the index of a slot's price per batch, of which `passed` is 2."""
+def get_price_index(price: float) -> int:
+    """Return the index of a slot's price per batch, in units in which `passed` is 2."""
     return int(np.clip(np.ceil(PRICES + 16 * np.log2(max(price, 1e-9) / 2.02)), 0, PRICES))
 
 
 @kernel
 def _fill(start: Any, stop: Any, admitted: Any, evicted: Any, of_rate: Any, at: Any, table: Any) -> None:
-    """Count the prices at which the rows of the classes [start, stop) are worth a slot; `passed` is 1."""
+    """Count the prices at which rows of the classes [start, stop) are worth a slot; `passed` is 1."""
     size = np.uint64(table.shape[2])
     x = np.empty(size, np.float32)
     passed, top, low, zero = np.float32(1), np.float32(admitted) - np.float32(1), -np.float32(evicted), np.float32(0)

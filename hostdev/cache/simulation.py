@@ -1,4 +1,4 @@
-"""Planners of every policy and size over one pass of batches: what caches would do, without rows."""
+"""Simulated caches of every policy and size over one pass of batches: planners without rows."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -21,26 +21,27 @@ _VISITS = 1e8  # of uses, for each bound
 
 
 class Simulated(NamedTuple):
-    """What a cache has done, or of the optimum what none can do better: each figure that of another cache."""
+    """Results of a cache, or of the optimum, whose figures each belong to a different cache."""
 
     statistics: Statistics
     planning: float = 0.0  # seconds, over the same batches
-    least: tuple[float, ...] = ()  # of the optimum: by each of the costs
+    least: tuple[float, ...] = ()  # for the optimum: the least by each of the costs
 
 
 class Simulation:
-    """Caches of the tables of a group, of every policy and several sizes, over the same batches.
+    """Caches of a group's tables, of every policy and several sizes, over the same batches.
 
-    rows      of the tables
-    sizes     of the caches, in rows
-    steps     batches to come; what is returned is about the second half of them
-    counts    [V], for "static"; without them it is left out
-    told      lookahead has the counts, too
-    window    batches that lookahead knows in advance
-    costs     of a row's ways, which lookahead keeps low
-    policies  of `POLICIES`
-    optimum   find it, too: the most hits, and the least by each of `others`, such as bytes and nanoseconds
-    others    costs
+    Args:
+        rows: Rows of the tables.
+        sizes: Sizes of the caches, in rows.
+        steps: Batches to come; results cover the second half of them.
+        counts: Uses of each row [V], for "static", which is left out without them.
+        window: Batches that lookahead knows in advance.
+        costs: Costs of moving a row, which lookahead minimizes.
+        told: Whether lookahead has the counts, too.
+        policies: A subset of `POLICIES`.
+        optimum: Find the optimum, too: the most hits, and the least by each of `others`.
+        others: Further costs, such as bytes and nanoseconds.
     """
 
     def __init__(
@@ -73,12 +74,12 @@ class Simulation:
         self._room = _MOST_RECORDED if optimum else -1
 
     def add(self, ids: npt.NDArray[Any]) -> None:
-        """Take in the next batch: all its ids, int32 or int64 [N]."""
+        """Add the next batch: all its ids, int32 or int64 [N]."""
         found, inverse = unique(ids)
         self.add_unique(found, count_uses(inverse, len(found)))
 
     def add_unique(self, ids: npt.NDArray[Any], uses: npt.NDArray[np.int32]) -> None:
-        """Take in the next batch: its unique ids, and the uses of each, int32 [U]."""
+        """Add the next batch: its unique ids, and the uses of each, int32 [U]."""
         self._room -= len(ids)
         if self._room >= 0:
             self._recorded.append((ids, uses))
@@ -98,7 +99,7 @@ class Simulation:
             self._at_half[key] = Simulated(replace(self._planners[key].statistics), self._seconds[key])
 
     def end(self) -> dict[str, list[Simulated]]:
-        """Return what the caches of each policy have done, by size; the optimum's where its batches fit in memory."""
+        """Return the results of each policy by size, and of the optimum if its batches fit in memory."""
         for key, planner in self._planners.items():
             while len(planner):
                 self._plan(key)
@@ -118,17 +119,15 @@ class Simulation:
         return bound.fits(unique, self._steps) and fits(self._recorded, self._rows, max(self._sizes, default=0))
 
     def _optimum(self) -> list[Simulated]:
-        """What the best caches do in the second half; those of the least cost may have what they want before it."""
+        """Return the results of the best caches in the second half; those of least cost may start with any rows."""
         uses = bound.uses_of([ids for ids, _ in self._recorded[self._half :]])
         return [
             Simulated(
                 optimal(self._recorded, self._rows, size, since=self._half),
-                least=tuple(
-                    bound.least_cost(uses, size, costs, first=0.0, visits=_VISITS) for costs in self._others
-                ),
+                least=tuple(bound.least_cost(uses, size, costs, first=0.0, visits=_VISITS) for costs in self._others),
             )
             for size in self._sizes
-        ]  # fmt: skip
+        ]
 
 
 def add_up(parts: Iterable[Statistics]) -> Statistics:

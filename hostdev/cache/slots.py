@@ -1,7 +1,7 @@
-"""The device's side of a cache: a table's hot rows with their optimizer slots, gathered and updated in place.
+"""The device side of a cache: a table's hot rows with their optimizer state, gathered and updated in place.
 
-C slots, S optimizer slots of D values a row, R of one value; U unique ids of a batch, of which H are cached, A are
-admitted and M pass by: its rows lie in this order. E rows leave.
+C slots; optimizer state of S columns of D values and R of one value per row. A batch has U unique ids: H are cached, A
+are admitted, M bypass the cache, and its rows lie in this order. E rows are evicted.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -18,14 +18,14 @@ from hostdev.kernels.pool import Task
 
 
 class CachedTable(Protocol):
-    """What a cache needs to know of a table in host memory; `hostdev.HostTable` is one."""
+    """A table in host memory, as a cache uses it; `hostdev.HostTable` is one."""
 
     name: str
     optimizer: SparseOptimizer
 
     @property
     def dtype(self) -> str:
-        """What its weights are stored as on the host."""
+        """How the host stores its weights."""
 
     @property
     def rows(self) -> int:
@@ -36,18 +36,18 @@ class CachedTable(Protocol):
         """Number of columns, D."""
 
     def read_rows_tasks(self, ids: Any, block: Any, row_slots: Any, positions: Any = None) -> list[Task]:
-        """Return the tasks that copy rows with their slots, as `HostTable.read_rows_tasks`."""
+        """Return tasks that copy rows with their optimizer state, as `HostTable.read_rows_tasks` does."""
 
     def write_rows_tasks(self, ids: Any, block: Any, row_slots: Any, positions: Any = None) -> list[Task]:
-        """Return the tasks that overwrite rows with their slots, as `HostTable.write_rows_tasks`."""
+        """Return tasks that overwrite rows with their optimizer state, as `HostTable.write_rows_tasks` does."""
 
 
 class Places(NamedTuple):
     """A plan's slots on the device, int32; all tables of a cache share them."""
 
     hit_slots: Tensor  # [H]
-    admitted_slots: Tensor  # [A], the last E of them taken by rows that leave
-    row_ids: Tensor | None = None  # int32 or int64 [H + A], the ids of both in the table; None: nothing depends on them
+    admitted_slots: Tensor  # [A]; the last E hold rows that are evicted
+    row_ids: Tensor | None = None  # int32 or int64 [H + A], the ids of both in the table; None if they are not needed
 
     @classmethod
     def of(cls, plan: Plan, row_ids: Any = None) -> "Places":
@@ -57,14 +57,14 @@ class Places(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that there are, in order."""
+        """The tensors that are not None, in order."""
         return [tensor for tensor in self if tensor is not None]
 
 
 class DeviceSlots:
-    """The slots of one table: block float32 [C, 1 + S, D] and row_slots float32 [C, R] on the device.
+    """One table's slots on the device: block float32 [C, 1 + S, D] and row_slots float32 [C, R].
 
-    Work is ordered by the device's current stream; one thread at a time may call.
+    The device's current stream orders the work; one thread at a time may call.
     """
 
     def __init__(self, capacity: int, table: CachedTable, device: torch.device) -> None:
@@ -76,10 +76,12 @@ class DeviceSlots:
         self._ops = ops_for(self.block.device)
 
     def rows(self, at: Places, passed: Tensor, admitted: Tensor) -> Tensor:
-        """Return the weights of a batch's unique rows, float32 [U, D], a new tensor.
+        """Return the weights of a batch's unique rows in a new tensor, float32 [U, D].
 
-        passed    float32 [M, D], from the host
-        admitted  float32 [A, 1 + S, D], from the host
+        Args:
+            at: The plan's slots.
+            passed: Bypassing rows from the host, float32 [M, D].
+            admitted: Admitted rows from the host, float32 [A, 1 + S, D].
         """
         return self._ops.assemble(self.block, at.hit_slots, admitted, passed)
 
@@ -96,13 +98,17 @@ class DeviceSlots:
         step: TableStep,
         skip: Tensor | None = None,
     ) -> None:
-        """Take one optimizer step on the rows that are cached, and on the admitted ones where they still lie.
+        """Take one optimizer step on cached rows in their slots, and on admitted rows in their own memory.
 
-        Weights that the host stores as bfloat16 are rounded then; where nothing has changed that changes nothing.
+        Afterwards, weights that the host stores as bfloat16 are rounded; this does not change skipped rows.
 
-        grads     float32 [U, D], the summed gradients of the batch's rows
-        admitted  float32 [A, 1 + S, D], admitted_row_slots float32 [A, R]: updated in place
-        skip      float32 []: nothing changes unless it is 0; None for 0
+        Args:
+            at: The plan's slots.
+            grads: Summed gradients of the batch's rows, float32 [U, D].
+            admitted: float32 [A, 1 + S, D], updated in place.
+            admitted_row_slots: float32 [A, R], updated in place.
+            step: The table's step.
+            skip: float32 []; unless it is 0, nothing changes. None for 0.
         """
         where = (self.optimizer.primitive, self.block, self.row_slots, at.hit_slots)
         self._ops.update(*where, grads, step.scalars, skip, admitted, admitted_row_slots)
@@ -117,13 +123,13 @@ class DeviceSlots:
         return (4 * self.block.shape[2] + 2 * self._row_bytes) * (len(at.hit_slots) + len(admitted))
 
     def passed(self, at: Places, grads: Tensor) -> Tensor:
-        """Return the gradients of the rows that pass by, float32 [M, D], of all grads float32 [U, D]: a view."""
+        """Return the gradients of bypassing rows, float32 [M, D], a view of all grads float32 [U, D]."""
         return grads[len(at.hit_slots) + len(at.admitted_slots) :]
 
     def exchange(self, at: Places, leaving: int, admitted: Tensor, admitted_row_slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Put the admitted rows in; return the E = `leaving` rows that they replace, [E, 1 + S, D] and [E, R].
+        """Swap the admitted rows in; return the E = `leaving` evicted rows, [E, 1 + S, D] and [E, R].
 
-        The memory of the admitted ones is used up.
+        The memory of the admitted rows may be overwritten.
         """
         return self._ops.exchange(self.block, self.row_slots, at.admitted_slots, leaving, admitted, admitted_row_slots)
 

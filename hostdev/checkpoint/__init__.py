@@ -1,5 +1,5 @@
-"""Checkpoints: tables, slots and dense layers as of one moment, on disk. See docs/checkpoints.md.
+"""Checkpoints: tables, optimizer state and dense layers at one moment, on disk. See docs/checkpoints.md.
 
-manifest: what a checkpoint says of itself. folder: several of them, whole or not. ranges: files of tables' rows.
-tree: values beside the tables. saving, loading: from a running training, and back. export, compact, diff: offline.
+manifest describes a checkpoint; folder finds, commits and prunes checkpoints; ranges has the files of rows; tree has
+other values. manager and writer save from a running training, loading loads. export, compact and diff work offline.
 """

@@ -1,4 +1,4 @@
-"""python -m hostdev.checkpoint: look at checkpoints, check them, merge them, take them elsewhere."""
+"""python -m hostdev.checkpoint: show, verify, compare, merge and export checkpoints."""
 
 if __name__ == "__main__":  # first of all, as imports take seconds: Ctrl-C ends these, too, with one line
     from hostdev.core import cli

@@ -1,4 +1,4 @@
-"""Which checkpoint of a run was the best: the evaluations that the newest one holds say it, without another mark."""
+"""The best checkpoint of a run, by the evaluations that the newest checkpoint holds."""
 
 import math
 from pathlib import Path
@@ -10,9 +10,10 @@ from hostdev.core.errors import HostdevError
 
 
 class Best(NamedTuple):
-    """A run's best evaluation so far: the highest AUC of the test rows, of equal ones the first.
+    """A run's best evaluation so far: the highest test AUC, the first of equal ones.
 
-    stops_early  the run has --early-stop, and so keeps the checkpoint
+    Attributes:
+        stops_early: The run has --early-stop, and so keeps the checkpoint.
     """
 
     step: int
@@ -22,7 +23,7 @@ class Best(NamedTuple):
 
 
 def of_run(newest: Checkpoint) -> Best | None:
-    """Return the best evaluation that a checkpoint of the command `train` holds; None where it has none."""
+    """Return the best evaluation in a checkpoint of the command `train`; None if there is none."""
     state = newest.manifest.state
     more = state.get("more") if isinstance(state, dict) else None
     if not isinstance(more, dict) or not isinstance(more.get("quality"), list):
@@ -39,7 +40,7 @@ def of_run(newest: Checkpoint) -> Best | None:
 
 
 def names_of(path: Path, best: Best | None) -> list[str]:
-    """Return the checkpoints in a folder that are of the best's step, the newest first."""
+    """Return the checkpoints of the best step in a folder, the newest first."""
     if best is None:
         return []
     found = []
@@ -53,7 +54,7 @@ def names_of(path: Path, best: Best | None) -> list[str]:
 
 
 def chain_in(path: Path, best: Best) -> Chain | None:
-    """Return the best checkpoint in a folder, with what it adds to; None where it is not there, or not whole."""
+    """Return the best checkpoint in a folder with its parents; None if it is missing or damaged."""
     for name in names_of(path, best):
         try:
             return chain_of(path / name)

@@ -1,4 +1,4 @@
-"""The commands `checkpoint info|verify|...`: what parsed flags say, done."""
+"""The commands `checkpoint info|verify|...`, after their flags are parsed."""
 
 import argparse
 from pathlib import Path
@@ -7,7 +7,7 @@ from hostdev.checkpoint import compact, diff, export, folder, reshard
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.loading import damaged, newest_whole
 from hostdev.checkpoint.manifest import BrokenCheckpointError
-from hostdev.checkpoint.state import state_digest, tensors_of
+from hostdev.checkpoint.state import read_dense_tensors, state_digest
 from hostdev.core import cli
 from hostdev.core.errors import HostdevError
 from hostdev.core.memory import gib
@@ -91,11 +91,11 @@ def _digest(chain: folder.Chain) -> str:
     layers = Layers(chain)
     state = chain[-1].manifest.state
     names = [(name, key) for name, key in state.get("digest", [])] if isinstance(state, dict) else []
-    return state_digest(layers, names, tensors_of(layers))
+    return state_digest(layers, names, read_dense_tensors(layers))
 
 
 def _newest(path: Path, prog: str) -> folder.Chain:
-    """Return the newest checkpoint, and say on standard error which ones were passed over."""
+    """Return the newest valid checkpoint, and name skipped ones on standard error."""
     found = folder.newest(path)
     for line in found.notes():
         note(f"{prog}: {line}")
@@ -136,17 +136,22 @@ def _rewrite(arguments: argparse.Namespace, ranks: int | None) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    for line in export.export(_newest(arguments.path, arguments.prog), export.options_of(arguments)):
+    for line in export.export(_newest(arguments.path, arguments.prog), export.make_options(arguments)):
         print(line)
     return 0
 
 
 _COMMANDS = {
-    "info": _info, "verify": _verify, "diff": _diff, "compact": _compact, "merge": _merge, "reshard": _reshard,
+    "info": _info,
+    "verify": _verify,
+    "diff": _diff,
+    "compact": _compact,
+    "merge": _merge,
+    "reshard": _reshard,
     "export": _export,
-}  # fmt: skip
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command that parsed flags name, and return its exit code; `prog` is what it is called in messages."""
+    """Run the command in the parsed flags, and return its exit code."""
     return _COMMANDS[arguments.command](arguments)

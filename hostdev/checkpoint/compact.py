@@ -1,4 +1,4 @@
-"""A checkpoint and all that it adds to, merged into one: range by range, without training."""
+"""Offline merging of a checkpoint and its parents into one full checkpoint, range by range."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,27 +10,27 @@ import numpy.typing as npt
 from hostdev.checkpoint import best, folder
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.layers import Layers
-from hostdev.checkpoint.saving import Content, Item, Saving
-from hostdev.checkpoint.state import tensors_of
+from hostdev.checkpoint.state import read_dense_tensors
+from hostdev.checkpoint.writer import AsyncWriter, Content, Item
 from hostdev.core.errors import UserError
 
 Rows = npt.NDArray[np.float32]
 
 
 class _MergedRows:
-    """A table's rows from files, as `saving.Source`."""
+    """A table's rows from files, as a `writer.Source`."""
 
     def __init__(self, layers: Layers, name: str) -> None:
         self._layers, self._name = layers, name
         self.count = layers.manifest.table(name).rows
 
     def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Return all."""
+        """Return all rows."""
         return np.arange(first, last)
 
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
-        """See `saving.Source`."""
-        for start, stop in self._layers.ranges(self._name):  # which may begin where ranks' parts do
+        """See `writer.Source`."""
+        for start, stop in self._layers.ranges(self._name):  # ranks' parts may have irregular ranges
             begin, end = max(first, start), min(last, stop)
             if begin >= end:
                 continue
@@ -41,16 +41,20 @@ class _MergedRows:
 
 
 def compact(chain: Chain, keep: int | None = None) -> str:
-    """Write a checkpoint that is whole in the place of one that adds to others; return what was done, in words.
+    """Replace an incremental checkpoint by a full one; return a description of what was done.
 
-    keep  then remove all but so many of the newest checkpoints, and what these add to
+    Args:
+        chain: The checkpoint, with its parents.
+        keep: Then remove all but this number of newest checkpoints and their parents; None removes none.
 
-    Raises UserError where another process writes there, and OSError where it cannot be written.
+    Raises:
+        UserError: Another process writes there.
+        OSError: The checkpoint cannot be written.
     """
     newest = chain[-1]
     path = newest.path.parent
     with folder.locked(path):
-        if not all(map(folder.is_there, chain)):
+        if not all(map(folder.is_on_disk, chain)):
             raise UserError(f"{newest.path} was merged or removed by another process meanwhile; run the command again")
         before = _size(path)
         if len(chain) == 1:
@@ -59,7 +63,7 @@ def compact(chain: Chain, keep: int | None = None) -> str:
             made = merge(chain, path)
             told = f"{made}: {len(chain)} checkpoints in one"
             if folder.is_parent(newest.path):
-                told += f"; {newest.path} stays, as another one adds to it"
+                told += f"; {newest.path} is kept, as it is the parent of another one"
             else:
                 folder.remove(newest.path)
         if keep is not None:
@@ -70,7 +74,7 @@ def compact(chain: Chain, keep: int | None = None) -> str:
 
 
 def merge(chain: Chain, path: Path) -> Path:
-    """Write a checkpoint and all that it adds to as one, beside them in the folder `path`; return where."""
+    """Write a checkpoint and its parents as one full checkpoint into the folder `path`; return its path."""
     layers = Layers(chain)
     items = [
         Item(replace(table, files=[]), _MergedRows(layers, table.name), True, lambda: None, lambda saved: None)
@@ -80,17 +84,17 @@ def merge(chain: Chain, path: Path) -> Path:
 
 
 def write_anew(layers: Layers, items: Sequence[Item], path: Path) -> Path:
-    """Write a checkpoint of these tables, with all else that a chain has, into the folder `path`; return where."""
+    """Write a full checkpoint of these tables, with a chain's other content, into `path`; return its path."""
     newest = layers.manifest
     others = {
         file.file: checkpoint.path / file.file
-        for checkpoint in layers.chain for file in checkpoint.manifest.others if file.file.startswith("data/")
-    }  # fmt: skip
+        for checkpoint in layers.chain
+        for file in checkpoint.manifest.others
+        if file.file.startswith("data/")
+    }
     names = [(name, key) for name, key in newest.state.get("digest", [])]
-    content = Content(newest.state, tensors_of(layers), others, names)
-    saving = Saving(path, newest.step, items, content, None, keep=0, state_sha256=newest.state_sha256,
-                    on_end=lambda saving: None)  # fmt: skip
-    return saving.wait().path
+    content = Content(newest.state, read_dense_tensors(layers), others, names)
+    return AsyncWriter(path, newest.step, items, content, None, state_sha256=newest.state_sha256).wait().path
 
 
 def _size(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""A device table's rows for a checkpoint: the device's memory has no copy-on-write, so they are copied at once."""
+"""A device table's rows for a checkpoint: copied in advance, as device tables have no copy-on-write."""
 
 from typing import Any
 
@@ -10,10 +10,11 @@ Rows = npt.NDArray[np.float32]
 
 
 class DeviceRows:
-    """The rows of a table on a device as of now, as `saving.Source`.
+    """The current rows of a device table, as a `writer.Source`.
 
-    table    a `DeviceTable`
-    at_once  bytes that may be copied; a table that is larger is read while it is written: nobody may change it
+    Args:
+        table: A `DeviceTable`.
+        at_once: Most bytes to copy; a larger table is read while the checkpoint is written, and must not change.
     """
 
     def __init__(self, table: Any, at_once: int) -> None:
@@ -26,17 +27,17 @@ class DeviceRows:
             self._row_slots = self._row_slots.to("cpu", copy=True)
 
     def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Return all."""
+        """Return all rows."""
         return np.arange(first, last)
 
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
-        """See `saving.Source`."""
+        """See `writer.Source`."""
         assert ids is None
         np.copyto(columns, _host(self._block[first:last]).transpose(1, 0, 2))
         np.copyto(row_columns, _host(self._row_slots[first:last]).T)
 
     def stop(self) -> None:
-        """Let go of the copies."""
+        """Free the copies."""
         self._block, self._row_slots = self._block[:0], self._row_slots[:0]
 
 

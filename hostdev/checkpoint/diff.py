@@ -1,4 +1,4 @@
-"""What two checkpoints hold differently."""
+"""Differences between two checkpoints."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,13 +11,13 @@ from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import Table
 from hostdev.checkpoint.ranges import WEIGHTS
-from hostdev.checkpoint.state import tensors_of
+from hostdev.checkpoint.state import read_dense_tensors
 
 Rows = npt.NDArray[np.float32]
 
 
 def differences(one: Chain, other: Chain) -> list[str]:
-    """Return a line for each thing that differs between two checkpoints; none where they are equal, to the bit."""
+    """Return a line for each difference between two checkpoints; none if they are equal, bit for bit."""
     a, b = Layers(one), Layers(other)
     lines = []
     if a.manifest.step != b.manifest.step:
@@ -27,11 +27,11 @@ def differences(one: Chain, other: Chain) -> list[str]:
         if name not in tables[a] or name not in tables[b]:
             lines.append(f"table {name}: only in {(one if name in tables[a] else other)[-1].path}")
         else:
-            lines += _of_table(a, b, tables[a][name], tables[b][name])
-    return lines + _of_tensors(tensors_of(a), tensors_of(b))
+            lines += _compare_tables(a, b, tables[a][name], tables[b][name])
+    return lines + _compare_tensors(read_dense_tensors(a), read_dense_tensors(b))
 
 
-def _of_table(a: Layers, b: Layers, mine: Table, theirs: Table) -> list[str]:
+def _compare_tables(a: Layers, b: Layers, mine: Table, theirs: Table) -> list[str]:
     lines = []
     for what in ("rows", "dim", "optimizer", "hyperparameters", "dtype", "step"):
         if getattr(mine, what) != getattr(theirs, what):
@@ -44,7 +44,7 @@ def _of_table(a: Layers, b: Layers, mine: Table, theirs: Table) -> list[str]:
             continue
         count, first, most = 0, -1, 0.0
         begin = 0
-        for x, y in _side_by_side(a.column(mine.name, column), b.column(mine.name, column)):
+        for x, y in _zip_rows(a.column(mine.name, column), b.column(mine.name, column)):
             rows = np.flatnonzero((x.view(np.uint32) != y.view(np.uint32)).any(1))
             if len(rows):
                 first = begin + int(rows[0]) if first < 0 else first
@@ -59,8 +59,8 @@ def _of_table(a: Layers, b: Layers, mine: Table, theirs: Table) -> list[str]:
     return lines
 
 
-def _side_by_side(ours: Iterator[Rows], theirs: Iterator[Rows]) -> Iterator[tuple[Rows, Rows]]:
-    """Yield the same rows of both, which come in pieces of different lengths."""
+def _zip_rows(ours: Iterator[Rows], theirs: Iterator[Rows]) -> Iterator[tuple[Rows, Rows]]:
+    """Yield the same rows of both, which arrive in chunks of different lengths."""
     x = y = np.empty((0, 0), np.float32)
     while True:
         try:
@@ -73,7 +73,7 @@ def _side_by_side(ours: Iterator[Rows], theirs: Iterator[Rows]) -> Iterator[tupl
         x, y = x[n:], y[n:]
 
 
-def _of_tensors(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+def _compare_tensors(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     lines = []
     for name in sorted(mine.keys() | theirs.keys()):
         x, y = mine.get(name), theirs.get(name)

@@ -1,4 +1,4 @@
-"""Tables and dense layers of a checkpoint as files that others read: Parquet, .npy, safetensors; range by range."""
+"""Export of a checkpoint's tables and dense layers to Parquet, .npy or safetensors, range by range."""
 
 import argparse
 import io
@@ -32,7 +32,7 @@ IDS, DENSE = "ids.parquet", "dense.pt"
 
 
 class Options(NamedTuple):
-    """What is written, and how."""
+    """Options of an export."""
 
     out: Path
     format: str
@@ -40,18 +40,23 @@ class Options(NamedTuple):
     dtype: str
 
 
-def options_of(arguments: argparse.Namespace) -> Options:
-    """Return the options that were given; UserError where they do not go together."""
-    if arguments.dtype == "bf16" and arguments.format != "safetensors":
-        raise UserError(f"--dtype bf16: {arguments.format} has no bfloat16; use --format safetensors, or float32")
-    return Options(arguments.out, arguments.format, arguments.slots, arguments.dtype)
+def make_options(arguments: argparse.Namespace) -> Options:
+    """Return the options that were given; UserError for a combination that is not supported."""
+    dtype = "bfloat16" if arguments.dtype == "bf16" else arguments.dtype  # the alias is accepted for one release
+    if dtype == "bfloat16" and arguments.format != "safetensors":
+        raise UserError(
+            f"--dtype {arguments.dtype}: {arguments.format} has no bfloat16; use --format safetensors, or float32"
+        )
+    return Options(arguments.out, arguments.format, arguments.slots, dtype)
 
 
 def export(chain: Chain, options: Options) -> Iterator[str]:
     """Write a checkpoint's tables and dense layers into a new folder; yield a line for each file.
 
-    Raises UserError where the folder is there already, BrokenCheckpointError where a checksum is wrong, before anything
-    is written, and OSError where it cannot be written.
+    Raises:
+        UserError: The folder exists.
+        BrokenCheckpointError: A file is damaged; raised before anything is written.
+        OSError: A file cannot be written.
     """
     out = options.out
     if os.path.lexists(out):
@@ -63,25 +68,25 @@ def export(chain: Chain, options: Options) -> Iterator[str]:
         _write(partial, layers, options)
     for file in sorted(out.iterdir()):
         yield f"{file}: {gib(file.stat().st_size)}"
-    yield from _left_out(layers, options)
+    yield from _describe_left_out(layers, options)
 
 
 def _write(out: Path, layers: Layers, options: Options) -> None:
-    whole = sum(table.rows for table in layers.manifest.tables)
-    with bar(whole, "exporting", "row", unit_scale=True) as progress:
+    total = sum(table.rows for table in layers.manifest.tables)
+    with bar(total, "exporting", "row", unit_scale=True) as progress:
         for table in layers.manifest.tables:
             _write_table(out, layers, table, options, progress)
-    names = _names(layers)
+    names = _read_vocabulary(layers)
     if names is not None and options.format != "parquet":
         with (out / IDS).open("wb") as file:
-            pq.write_table(_with_ids(names, 0, len(names)), file)
+            pq.write_table(_add_ids(names, 0, len(names)), file)
     _write_dense(out, layers)
     if options.slots:
         write_state(out, layers)
 
 
-def _left_out(layers: Layers, options: Options) -> Iterator[str]:
-    """Yield lines that say what of the checkpoint is in none of the files."""
+def _describe_left_out(layers: Layers, options: Options) -> Iterator[str]:
+    """Yield a line for each part of the checkpoint that was not exported."""
     newest = layers.manifest
     slots = {table.name: [*table.slots, *table.row_slots] for table in newest.tables}
     if any(slots.values()) and not options.slots:
@@ -92,7 +97,7 @@ def _left_out(layers: Layers, options: Options) -> Iterator[str]:
         yield "left out: what Runtime.save was given as extra; hostdev.open(...).extra returns it"
     if "more" in state:
         yield "left out: the dense layers' optimizer, random generators and the run's progress, which --resume needs"
-    if options.dtype == "bf16":
+    if options.dtype == "bfloat16":
         yield "left out: 16 bits of each weight, which is rounded to bfloat16"
 
 
@@ -102,7 +107,7 @@ def _columns(table: Table, options: Options) -> list[str]:
 
 def _write_table(out: Path, layers: Layers, table: Table, options: Options, progress: Progress) -> None:
     columns = _columns(table, options)
-    name = quote(table.name, safe=" ")  # which may have a slash in it
+    name = quote(table.name, safe=" ")  # it may contain a slash
     if options.format == "parquet":
         _write_parquet(out / f"{name}.parquet", layers, table, columns, progress)
     elif options.format == "npy":
@@ -113,8 +118,8 @@ def _write_table(out: Path, layers: Layers, table: Table, options: Options, prog
 
 
 def _write_parquet(path: Path, layers: Layers, table: Table, columns: list[str], progress: Progress) -> None:
-    """Columns: id; where the data set's ids are the table's, column and value; weights and slots, lists of D."""
-    names = _names(layers)
+    """Write the columns id; column and value, if ids are the data set's; weights and optimizer state, lists of D."""
+    names = _read_vocabulary(layers)
     named = names is not None and len(names) == table.rows
     writer: pq.ParquetWriter | None = None
     with path.open("wb") as file, ExitStack() as opened:
@@ -122,7 +127,7 @@ def _write_parquet(path: Path, layers: Layers, table: Table, columns: list[str],
             found = layers.columns_of_ids(table.name, start, stop, columns)
             arrays: dict[str, Any] = {"id": np.arange(start, stop)}
             if named:
-                arrays["column"], arrays["value"] = _names_of(names, start, stop)
+                arrays["column"], arrays["value"] = _slice_vocabulary(names, start, stop)
             for name, values in found.items():
                 flat = pa.array(values.ravel())
                 arrays[name] = flat if name in table.row_slots else pa.FixedSizeListArray.from_arrays(flat, table.dim)
@@ -146,8 +151,8 @@ def _write_npy(path: Path, layers: Layers, table: Table, column: str, progress: 
 def _write_safetensors(
     path: Path, layers: Layers, table: Table, columns: list[str], dtype: str, progress: Progress
 ) -> None:
-    """A tensor for each column: its header, then all of them, as github.com/huggingface/safetensors has the format."""
-    size, kind = (2, "BF16") if dtype == "bf16" else (4, "F32")
+    """Write a tensor for each column in the format of github.com/huggingface/safetensors: a header, then all data."""
+    size, kind = (2, "BF16") if dtype == "bfloat16" else (4, "F32")
     header: dict[str, Any] = {"__metadata__": {"table": table.name, "optimizer": table.optimizer}}
     end = 0
     for column in columns:
@@ -166,13 +171,13 @@ def _write_safetensors(
 
 def _write_values(file: IO[bytes], values: Any, dtype: str) -> None:
     values = np.ascontiguousarray(values)
-    if dtype == "bf16":
+    if dtype == "bfloat16":
         values = torch.from_numpy(values.copy()).to(torch.bfloat16).view(torch.int16).numpy()
     file.write(values.data)
 
 
-def _names(layers: Layers) -> pa.Table | None:
-    """Return the data set's columns and values by id, mapped into memory; None where the checkpoint has none."""
+def _read_vocabulary(layers: Layers) -> pa.Table | None:
+    """Return the data set's columns and values by id, mapped into memory; None if the checkpoint has none."""
     path = file_in(layers, VOCABULARY)
     if path is None:
         return None
@@ -185,13 +190,13 @@ def _names(layers: Layers) -> pa.Table | None:
     return table
 
 
-def _names_of(names: pa.Table, start: int, stop: int) -> tuple[Any, Any]:
+def _slice_vocabulary(names: pa.Table, start: int, stop: int) -> tuple[Any, Any]:
     part = names.slice(start, stop - start)
     return part["field"].cast(pa.string()), part["value"]
 
 
-def _with_ids(names: pa.Table, start: int, stop: int) -> pa.Table:
-    column, value = _names_of(names, start, stop)
+def _add_ids(names: pa.Table, start: int, stop: int) -> pa.Table:
+    column, value = _slice_vocabulary(names, start, stop)
     return pa.table({"id": np.arange(start, stop), "column": column, "value": value})
 
 
@@ -200,6 +205,6 @@ def _write_dense(out: Path, layers: Layers) -> None:
     state = layers.manifest.state
     dense = state.get("dense") if isinstance(state, dict) else None
     if isinstance(dense, dict) and "model" in dense:
-        content = io.BytesIO()  # torch's own writer says of a full disk only that it has failed
+        content = io.BytesIO()  # torch's own writer hides the cause of a full disk
         torch.save(read_values(layers, dense["model"]), content)
         (out / DENSE).write_bytes(content.getbuffer())

@@ -1,4 +1,4 @@
-"""What `export --slots` writes beside the tables: steps and optimizers, the dense optimizer's state, `extra`."""
+"""Files that `export --slots` writes besides the tables: steps and optimizers, dense optimizer state, `extra`."""
 
 import io
 import json
@@ -15,11 +15,11 @@ STATE, OPTIMIZER, EXTRA = "state.json", "optimizer.pt", "extra.pt"
 
 
 def write_state(out: Path, layers: Layers) -> None:
-    """Write state.json; optimizer.pt for a checkpoint of hostdev.train, extra.pt for one of `Runtime.save`.
+    """Write state.json; also optimizer.pt for a checkpoint of hostdev.train, extra.pt for one of `Runtime.save`.
 
-    state.json has the checkpoint's step, and for each table its step, its optimizer with all hyperparameters, the names
-    of its slots and the dtype of its weights in training. `torch.load` reads the other two without hostdev; NumPy
-    arrays in `extra` are tensors there.
+    state.json has the checkpoint's step, and for each table its step, optimizer with hyperparameters, names of
+    optimizer state, and dtype in training. `torch.load` reads the other files without hostdev; NumPy arrays in `extra`
+    become tensors.
     """
     found = layers.manifest
     names = ("rows", "dim", "step", "optimizer", "hyperparameters", "slots", "row_slots", "dtype", "seed")
@@ -40,13 +40,13 @@ def write_state(out: Path, layers: Layers) -> None:
 
 
 def _write(path: Path, tree: Any, layers: Layers) -> None:
-    content = io.BytesIO()  # torch's own writer says of a full disk only that it has failed
+    content = io.BytesIO()  # torch's own writer hides the cause of a full disk
     torch.save(_as_tensors(read_values(layers, tree)), content)
     path.write_bytes(content.getbuffer())
 
 
 def _as_tensors(value: Any) -> Any:
-    """Return nested values with tensors for NumPy's arrays, which torch.load refuses with `weights_only`."""
+    """Return nested values with NumPy arrays as tensors: torch.load rejects arrays with `weights_only`."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""A checkpoint whose tables are others than the program's: fewer rows, some of the tables, or more of them."""
+"""Partial loading: a checkpoint with other tables than the program's, or with fewer rows."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -11,12 +11,13 @@ from hostdev.core.errors import UserError
 
 
 class Fit(NamedTuple):
-    """What a checkpoint has of a program's tables.
+    """The overlap of a checkpoint's and a program's tables.
 
-    path   of the checkpoint
-    taken  rows there and here, by the names of the tables that both have
-    new    tables that only the program has
-    left   tables that only the checkpoint has
+    Attributes:
+        path: The checkpoint.
+        taken: Rows in the checkpoint and in the program, by names of shared tables.
+        new: Tables that only the program has.
+        left: Tables that only the checkpoint has.
     """
 
     path: Path
@@ -25,16 +26,17 @@ class Fit(NamedTuple):
     left: list[str]
 
     def what_is_left(self) -> list[str]:
-        """Return a line for each table of which rows are not taken, or not there, where all may have been trained."""
+        """Return a line for each table with rows that are not loaded or not in the checkpoint."""
         found = [f"{self.path} has no table {name!r}, whose rows stay as they are" for name in self.new]
         found += [f"table {name!r} of {self.path} is left out, as there is none here" for name in self.left]
         return found + [
             f"table {name!r} has {there:,} rows in {self.path}; the others of the {here:,} here stay as they are"
-            for name, (there, here) in self.taken.items() if there < here
-        ]  # fmt: skip
+            for name, (there, here) in self.taken.items()
+            if there < here
+        ]
 
     def lines(self) -> list[str]:
-        """Return a line for each table of a new run: which rows are taken, and which keep their initial values."""
+        """Return a line for each table of a new run: the rows that are loaded, and those with initial values."""
         found = []
         for name, (there, here) in self.taken.items():
             more = f"; {here - there:,} new rows have their initial values" if here > there else ""
@@ -45,10 +47,10 @@ class Fit(NamedTuple):
 
 
 def fit_tables(chain: Chain, tables: Mapping[str, Any]) -> Fit:
-    """Return what a checkpoint has of these tables, HostTable or DeviceTable by name.
+    """Return the overlap of a checkpoint's tables and these, HostTable or DeviceTable by name.
 
-    Raises UserError, which says what differs, where a table that both have is of another width, optimizer or dtype, or
-    has fewer rows here than there, and where no table is in both.
+    Raises:
+        UserError: No table is shared, or a shared one differs in columns, optimizer or dtype, or has fewer rows here.
     """
     newest = chain[-1]
     held = {table.name: table for table in newest.manifest.tables}
@@ -63,8 +65,9 @@ def fit_tables(chain: Chain, tables: Mapping[str, Any]) -> Fit:
             shown = [f"{kind}{_arguments(values)}" for kind, values in (theirs, mine)]
             raise UserError(f"{newest.path}: table {name!r} has the optimizer {shown[0]} there, and {shown[1]} here")
         if there.dtype != table.dtype:
-            raise UserError(f"{newest.path}: the weights of table {name!r} are {there.dtype} there, and {table.dtype} "
-                            "here")  # fmt: skip
+            raise UserError(
+                f"{newest.path}: the weights of table {name!r} are {there.dtype} there, and {table.dtype} here"
+            )
         if there.rows > table.total_rows:
             raise UserError(
                 f"table {name!r} has {there.rows:,} rows in {newest.path}, more than the {table.total_rows:,} here"
@@ -78,12 +81,7 @@ def fit_tables(chain: Chain, tables: Mapping[str, Any]) -> Fit:
 
 
 def load_fitting(chain: Chain, tables: Mapping[str, Any], fit: Fit, *, check: bool = False) -> None:
-    """Write the rows, with their slots, and the steps of the tables that `fit_tables` has found; all else stays.
-
-    Learning rates and the tables' seeds stay, too. Rows that the checkpoint does not have keep what they hold.
-
-    check  as of `load_rows`
-    """
+    """Load rows with their optimizer state, and steps, of the tables in `fit`; learning rates and seeds stay."""
     taken = {name: tables[name] for name in fit.taken}
     load_rows(chain, taken, check=check)
     for name, table in taken.items():

@@ -1,8 +1,7 @@
-"""A folder with checkpoints: which there are, which are whole, how a new one comes to be there, which may go.
+"""A folder of checkpoints: listing, finding valid ones, committing new ones, and pruning.
 
-A checkpoint is written into a folder with another name, brought to the disk, and then renamed, so that under its own
-name it is whole or not there at all. One that holds only what was written since another one names that as its parent;
-`chain` finds all that one needs.
+A checkpoint is written to a folder with a temporary name, synced to disk, and renamed. Under its final name it is
+complete or absent. An incremental checkpoint names its parent; `chain_of` finds all checkpoints that one needs.
 """
 
 import contextlib
@@ -37,52 +36,50 @@ class Checkpoint(NamedTuple):
         return self.path.name
 
 
-Chain = list[Checkpoint]  # the whole one first, each one's parent before it
+Chain = list[Checkpoint]  # the full one first; each one's parent is before it
 
 
 class Found(NamedTuple):
-    """A whole checkpoint: its chain, and those newer ones that are not whole, with why."""
+    """A valid checkpoint: its chain, and descriptions of newer, damaged ones."""
 
     chain: Chain
     broken: list[str]
 
     def notes(self) -> list[str]:
-        """Return a line for each one that was passed over."""
+        """Return a line for each newer, damaged checkpoint."""
         return [f"{line}; an older one is taken: {self.chain[-1].path}" for line in self.broken]
 
 
 def name_of(step: int, number: int = 1) -> str:
-    """Return the name of a checkpoint's folder, such as step-0000000300; another of the same step has a number."""
+    """Return the name of a checkpoint's folder, such as step-0000000300; further ones of a step have a number."""
     return f"step-{step:010d}" + (f".{number}" if number > 1 else "")
 
 
 def names_in(path: Path) -> list[str]:
-    """Return the names of the checkpoints in a folder, in the order in which they were written; those of which that
-    cannot be read are last. None where it is not there.
-    """
+    """Return the names of the checkpoints in a folder as written, unreadable ones last; [] if it is missing."""
     try:
         found = [(match, each.name) for each in path.iterdir() if (match := _NAME.fullmatch(each.name))]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    serials = {name: manifest.serial_of(path / name) for _, name in found}
-    order = {name: (serials[name] is None, serials[name] or 0, _numbers(match)) for match, name in found}
+    serials = {name: manifest.read_serial(path / name) for _, name in found}
+    order = {name: (serials[name] is None, serials[name] or 0, _parse_numbers(match)) for match, name in found}
     return sorted(order, key=order.__getitem__)
 
 
-def _numbers(match: re.Match[str]) -> tuple[int, int]:
+def _parse_numbers(match: re.Match[str]) -> tuple[int, int]:
     """Return the step and the number that are in a name."""
     return int(match[1]), int(match[2] or 1)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Tell whether a folder is a checkpoint itself, and not one with checkpoints in it."""
+    """Return whether a folder is itself a checkpoint, and not a folder of checkpoints."""
     return (path / manifest.FILE_NAME).exists() or _NAME.fullmatch(path.name) is not None
 
 
 def candidates(path: Path) -> list[Path]:
-    """Return the checkpoint that `path` is, or those in it, the newest first; UserError where there are none.
+    """Return the checkpoint at `path`, or those in it, the newest first; UserError if there are none.
 
     A run directory stands for the folder `checkpoints` in it.
     """
@@ -95,23 +92,24 @@ def candidates(path: Path) -> list[Path]:
 
 
 def chain_of(path: Path) -> Chain:
-    """Return a checkpoint with what it adds to.
+    """Return a checkpoint with its parents. Only manifests are read.
 
-    Raises BrokenCheckpointError where a part is missing or damaged, and UserError where there is no checkpoint or one
-    of another version. Of the files only the manifests are read.
+    Raises:
+        BrokenCheckpointError: A part is missing or damaged.
+        UserError: There is no checkpoint, or it has another version.
     """
     chain = [Checkpoint(path, manifest.read(path))]
     while (parent := chain[0].manifest.parent) is not None:
         beside = path.parent / parent.name
         if not (beside / manifest.FILE_NAME).is_file():
-            raise BrokenCheckpointError(f"{path} is not whole: {beside}, to which it adds, is missing")
+            raise BrokenCheckpointError(f"{path} is not whole: its parent {beside} is missing")
         found = Checkpoint(beside, manifest.read(beside))
         if found.manifest.checksum != parent.sha256:
-            raise BrokenCheckpointError(f"{path} is not whole: {beside} is not the one to which it adds")
+            raise BrokenCheckpointError(f"{path} is not whole: {beside} is not its parent, but another checkpoint")
         if len(chain) > 1 << 16:
-            raise BrokenCheckpointError(f"{path} is broken (its parents go round in a circle)")
-        if wrong := _differing(found.manifest, chain[0].manifest):
-            raise BrokenCheckpointError(f"{chain[0].path} is broken ({wrong} than {beside}, to which it adds)")
+            raise BrokenCheckpointError(f"{path} is broken (its parents form a cycle)")
+        if wrong := _find_difference(found.manifest, chain[0].manifest):
+            raise BrokenCheckpointError(f"{chain[0].path} is broken ({wrong} than its parent {beside})")
         chain.insert(0, found)
     for checkpoint in chain:
         for file in checkpoint.manifest.files:
@@ -119,8 +117,8 @@ def chain_of(path: Path) -> Chain:
     return chain
 
 
-def _differing(parent: Manifest, child: Manifest) -> str | None:
-    """Return how the tables of a checkpoint differ from those that it adds to, in words; None where they do not."""
+def _find_difference(parent: Manifest, child: Manifest) -> str | None:
+    """Return how the tables of a checkpoint differ from its parent's, as text; None if they do not."""
     if {table.name for table in parent.tables} != {table.name for table in child.tables}:
         return "it has other tables"
     for table in child.tables:
@@ -132,7 +130,7 @@ def _differing(parent: Manifest, child: Manifest) -> str | None:
 
 
 def _require_there(path: Path, file: manifest.File) -> None:
-    """Raise BrokenCheckpointError unless a file is in a checkpoint's folder, with its size."""
+    """Raise BrokenCheckpointError unless a checkpoint's file exists with the right size."""
     try:
         size = inside(path, file.file).stat().st_size
     except OSError:
@@ -144,8 +142,8 @@ def _require_there(path: Path, file: manifest.File) -> None:
 
 
 def newest(path: Path) -> Found:
-    """Return the checkpoint that `path` is, or the newest in it that `chain_of` finds whole; raises as that does."""
-    broken: dict[str, BrokenCheckpointError] = {}  # once: others may add to one
+    """Return the checkpoint at `path`, or the newest one in it that `chain_of` accepts; raises as that does."""
+    broken: dict[str, BrokenCheckpointError] = {}  # by message: several checkpoints may share a broken parent
     for each in candidates(path):
         try:
             return Found(chain_of(each), list(broken))
@@ -156,10 +154,7 @@ def newest(path: Path) -> Found:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[IO[Any]]:
-    """Keep other processes from writing checkpoints here; UserError where one does. The folder is there.
-
-    Returns the file that is locked, for `is_locked_here`.
-    """
+    """Lock an existing folder against other writers, and yield the lock's file; UserError if another process writes."""
     try:
         file = (path / _LOCK).open("a")
     except OSError as error:
@@ -169,7 +164,7 @@ def locked(path: Path) -> Iterator[IO[Any]]:
 
 
 def is_locked_here(path: Path, file: IO[Any]) -> bool:
-    """Tell whether the folder that was locked is still there, and not another one of its name."""
+    """Return whether the locked folder still exists, and is not a new one of its name."""
     return locks.is_still(path / _LOCK, file)
 
 
@@ -184,19 +179,19 @@ def _lock(file: IO[Any], path: Path) -> Iterator[None]:
 
 
 def new_name(path: Path, step: int) -> str:
-    """Return a name for a checkpoint of this step that no other has."""
+    """Return an unused name for a checkpoint of this step."""
     matches = [match for name in names_in(path) if (match := _NAME.fullmatch(name))]
-    taken = [number for at, number in map(_numbers, matches) if at == step]
+    taken = [number for at, number in map(_parse_numbers, matches) if at == step]
     return name_of(step, max(taken, default=0) + 1)
 
 
 def new_serial(path: Path) -> int:
     """Return the serial number of the next checkpoint."""
-    return max((manifest.serial_of(path / name) or 0 for name in names_in(path)), default=0) + 1
+    return max((manifest.read_serial(path / name) or 0 for name in names_in(path)), default=0) + 1
 
 
 def begin(path: Path, name: str) -> Path:
-    """Make the folder into which a checkpoint is written before it has its name; raises OSError."""
+    """Create the temporary folder of a new checkpoint; raises OSError."""
     path.mkdir(parents=True, exist_ok=True)
     partial = path / f"{_PARTIAL}{name}"
     if partial.exists():
@@ -206,7 +201,7 @@ def begin(path: Path, name: str) -> Path:
 
 
 def commit(partial: Path, name: str, content: Manifest) -> Checkpoint:
-    """Write the manifest, bring everything to the disk and give the folder its name; raises OSError."""
+    """Write the manifest, sync everything to disk, and rename the folder; raises OSError."""
     with (partial / manifest.FILE_NAME).open("x") as file:
         file.write(content.to_text())
         file.flush()
@@ -219,13 +214,13 @@ def commit(partial: Path, name: str, content: Manifest) -> Checkpoint:
     return Checkpoint(path, content)
 
 
-def parent_of(checkpoint: Checkpoint) -> Parent:
-    """Return how another one names this as its parent."""
+def make_parent(checkpoint: Checkpoint) -> Parent:
+    """Return the entry that names a checkpoint as a parent."""
     return Parent(name=checkpoint.name, sha256=checkpoint.manifest.checksum)
 
 
-def is_there(checkpoint: Checkpoint) -> bool:
-    """Tell whether this checkpoint, and not another one of its name, is still on the disk."""
+def is_on_disk(checkpoint: Checkpoint) -> bool:
+    """Return whether this checkpoint, and not another one of its name, is still on disk."""
     try:
         return manifest.checksum_of(checkpoint.path) == checkpoint.manifest.checksum
     except (OSError, ValueError, KeyError, TypeError):
@@ -233,7 +228,7 @@ def is_there(checkpoint: Checkpoint) -> bool:
 
 
 def is_parent(path: Path) -> bool:
-    """Tell whether another checkpoint in its folder adds to this one."""
+    """Return whether another checkpoint in its folder has this one as its parent."""
     for name in names_in(path.parent):
         try:
             parent = manifest.read(path.parent / name).parent
@@ -245,23 +240,26 @@ def is_parent(path: Path) -> bool:
 
 
 def clean(path: Path, but: Path | None = None) -> None:
-    """Remove what was not finished, `but` one, and what was not removed to its end."""
+    """Remove unfinished checkpoints, except `but`, and the rest of those being removed."""
     for each in path.iterdir() if path.is_dir() else ():
         if each.name.startswith((_PARTIAL, _REMOVED)) and each != but:
             shutil.rmtree(each, ignore_errors=True)
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: first its name, so that nobody finds half of it."""
+    """Remove a checkpoint; rename it first, so that no reader finds a part of it."""
     hidden = path.with_name(f"{_REMOVED}{path.name}")
     path.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
 
 def prune(path: Path, keep: int, best_steps: Sequence[int] = ()) -> None:
-    """Keep the newest whole checkpoints and what they add to; remove what is older.
+    """Remove all but the newest valid checkpoints and their parents.
 
-    best_steps  the newest whole checkpoint of the first of these steps that has one is kept, too, and not counted
+    Args:
+        path: The folder.
+        keep: Number of valid checkpoints to keep.
+        best_steps: The newest valid checkpoint of the first of these steps that has one is kept, too, and not counted.
     """
     kept: set[str] = set()
     chains: dict[str, Chain] = {}

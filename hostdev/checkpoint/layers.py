@@ -1,4 +1,4 @@
-"""The rows of a checkpoint and all that it adds to, as one: read from the files, a range at a time."""
+"""The rows of a checkpoint and its parents, merged: read from the files, a range at a time."""
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
@@ -11,16 +11,13 @@ import numpy.typing as npt
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.lookup import MappedTable
 from hostdev.checkpoint.manifest import RangeFile, Table
-from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, RowsOf, mapped, parse_range, require_covered
+from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, RowChunk, mapped, parse_range, require_covered
 
 Rows = npt.NDArray[np.float32]
 
 
 class Layers:
-    """A chain's tables. Files are mapped into memory, so that what is not looked at is not read.
-
-    chain  the whole checkpoint first; the manifests have been read, the files' checksums not looked at
-    """
+    """A chain's tables, with files mapped into memory. Files' checksums are not verified."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain, self.manifest = chain, chain[-1].manifest
@@ -28,11 +25,11 @@ class Layers:
         self._mapped = lru_cache(maxsize=None)(partial(MappedTable, chain))
 
     def ranges(self, name: str) -> list[tuple[int, int]]:
-        """Return the ranges of rows in which a table is stored; BrokenCheckpointError unless they cover it."""
+        """Return a table's ranges of rows; BrokenCheckpointError unless they cover it."""
         return require_covered(self.chain, name)
 
-    def rows(self, name: str, start: int, stop: int, columns: Sequence[str] | None = None) -> RowsOf:
-        """Return the rows [start, stop), one of `ranges`, as they are stored, of all columns or of those named."""
+    def rows(self, name: str, start: int, stop: int, columns: Sequence[str] | None = None) -> RowChunk:
+        """Return the rows [start, stop), one of `ranges`, in stored order, with all or the named columns."""
         table = self.manifest.table(name)
         wanted = [WEIGHTS, *table.slots, *table.row_slots] if columns is None else list(columns)
         base = next(file for file in self.chain[0].manifest.table(name).files if file.start == start)
@@ -52,11 +49,13 @@ class Layers:
                     copied = True
                 for column in wanted:
                     found[column][ids[begin:end] - start] = _column(rows, column)[begin:end]
-        whole = {column: values for column, values in found.items() if column not in table.row_slots}
-        return RowsOf(start, None, whole, {column: found[column] for column in table.row_slots if column in found})
+        columns_found = {column: values for column, values in found.items() if column not in table.row_slots}
+        return RowChunk(
+            start, None, columns_found, {column: found[column] for column in table.row_slots if column in found}
+        )
 
     def column(self, name: str, column: str) -> Iterator[Rows]:
-        """Yield a column's rows in the order of their ids, float32 [n, D] or [n, 1]."""
+        """Yield a column's rows in order of ids, float32 [n, D] or [n, 1]."""
         for start, stop in self.ranges(name):
             yield self.columns_of_ids(name, start, stop, [column])[column]
 
@@ -66,21 +65,21 @@ class Layers:
         return found
 
     def columns_of_ids(self, name: str, start: int, stop: int, columns: Sequence[str]) -> dict[str, Rows]:
-        """Return the rows of the ids [start, stop), one of `ranges`, by column: float32 [n, D] or [n, 1]."""
+        """Return the rows of ids [start, stop), one of `ranges`, by column: float32 [n, D] or [n, 1]."""
         if self.manifest.table(name).order == SPREAD:
             return {column: self.lookup(name, column, np.arange(start, stop)) for column in columns}
         rows = self.rows(name, start, stop, columns)
         found = {**rows.columns, **rows.row_columns}
         return {column: found[column].reshape(stop - start, -1) for column in columns}
 
-    def _rows_of(self, layer: int, table: Table, file: RangeFile) -> RowsOf:
-        found: RowsOf = self._parsed(layer, table.name, file)
+    def _rows_of(self, layer: int, table: Table, file: RangeFile) -> RowChunk:
+        found: RowChunk = self._parsed(layer, table.name, file)
         return found
 
-    def _parse(self, layer: int, name: str, file: RangeFile) -> RowsOf:
+    def _parse(self, layer: int, name: str, file: RangeFile) -> RowChunk:
         path: Path = self.chain[layer].path / file.file
         return parse_range(path, mapped(path), self.manifest.table(name), file)
 
 
-def _column(rows: RowsOf, column: str) -> Any:
+def _column(rows: RowChunk, column: str) -> Any:
     return rows.columns[column] if column in rows.columns else rows.row_columns[column]

@@ -1,4 +1,4 @@
-"""From files to tables: the newest whole checkpoint, checked before anything is changed, or while it is loaded."""
+"""Loading of checkpoints: finding the newest valid one, verifying it, and writing its rows into tables."""
 
 import math
 import os
@@ -25,22 +25,22 @@ _THREADS = 4
 
 
 def verify(chain: Chain) -> None:
-    """Read every file of a chain and compare checksums; BrokenCheckpointError names the first that is wrong."""
+    """Verify the checksums of all files of a chain; BrokenCheckpointError names the first damaged file."""
     for _, error in damaged([chain]):
         raise error
 
 
 def verify_others(chain: Chain) -> None:
-    """Do `verify` of what a chain has beside its tables' rows: those are checked by who loads them."""
+    """Verify the files of a chain other than rows, which are verified while they are loaded."""
     for checkpoint in chain:
         for file in checkpoint.manifest.others:
             check_file(checkpoint.path / file.file, file)
 
 
 def damaged(chains: Sequence[Chain]) -> Iterator[tuple[Path, BrokenCheckpointError]]:
-    """Read every file of some checkpoints, once, and compare checksums; yield whose file is wrong, and how."""
-    whole = {checkpoint.path: checkpoint for chain in chains for checkpoint in chain}
-    files = [(path, file) for path, checkpoint in whole.items() for file in checkpoint.manifest.files]
+    """Verify the checksums of all files of some checkpoints, each once; yield checkpoints with damaged files."""
+    checkpoints = {checkpoint.path: checkpoint for chain in chains for checkpoint in chain}
+    files = [(path, file) for path, checkpoint in checkpoints.items() for file in checkpoint.manifest.files]
 
     def look(path: Path, file: File) -> BrokenCheckpointError | None:
         try:
@@ -49,7 +49,7 @@ def damaged(chains: Sequence[Chain]) -> Iterator[tuple[Path, BrokenCheckpointErr
             return error
         return None
 
-    with _workers() as pool, bar(sum(file.bytes for _, file in files), "checking", "B", unit_scale=True) as progress:
+    with _make_pool() as pool, bar(sum(file.bytes for _, file in files), "checking", "B", unit_scale=True) as progress:
         for (path, file), error in zip(files, pool.map(lambda each: look(*each), files), strict=True):
             progress.update(file.bytes)
             if error is not None:
@@ -57,13 +57,17 @@ def damaged(chains: Sequence[Chain]) -> Iterator[tuple[Path, BrokenCheckpointErr
 
 
 def newest_whole(path: Path, check: Callable[[Chain], None] = verify) -> Found:
-    """Return the newest whole checkpoint in a folder, or the one that `path` is.
+    """Return the newest valid checkpoint in a folder, or the one at `path`.
 
-    check  raises BrokenCheckpointError for one that is not whole, whose manifests are
+    Args:
+        path: A checkpoint, a folder of checkpoints, or a run directory.
+        check: Raises BrokenCheckpointError for a damaged checkpoint; called after the manifests are checked.
 
-    Raises BrokenCheckpointError where `path` is one that is damaged, or none is whole; UserError where there is none.
+    Raises:
+        BrokenCheckpointError: The checkpoint at `path` is damaged, or all are.
+        UserError: There is none.
     """
-    broken: dict[str, Path | None] = {}  # what is wrong, and with which file, once: others may add to that checkpoint
+    broken: dict[str, Path | None] = {}  # damaged files by message, once: several checkpoints may share a parent
     found = candidates(path)
     for each in found:
         try:
@@ -81,7 +85,7 @@ def newest_whole(path: Path, check: Callable[[Chain], None] = verify) -> Found:
 
 
 def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
-    """Raise UserError, which says what differs, unless a checkpoint is one of these tables."""
+    """Raise UserError, which names the difference, unless a checkpoint has exactly these tables."""
     newest = chain[-1]
     held = {table.name: table for table in newest.manifest.tables}
     if set(held) != set(tables):
@@ -104,10 +108,7 @@ def require_tables(chain: Chain, tables: Mapping[str, Any]) -> None:
 
 
 def load_tables(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -> None:
-    """Write a checkpoint's rows into the tables, with their steps and learning rates; after `require_tables`.
-
-    Raises as `load_rows`, which says what `check` does.
-    """
+    """Load rows, steps, learning rates and seeds into the tables, after `require_tables`; raises as `load_rows`."""
     load_rows(chain, tables, check=check)
     for name, table in tables.items():
         about = chain[-1].manifest.table(name)
@@ -118,38 +119,45 @@ def load_tables(chain: Chain, tables: Mapping[str, Any], *, check: bool = False)
 
 
 def load_rows(chain: Chain, tables: Mapping[str, Any], *, check: bool = False) -> None:
-    """Write a checkpoint's rows into those of its tables that are given, by id; others are left out.
+    """Load a checkpoint's rows into the given tables, by id. Further rows of a table stay unchanged.
 
-    A table may have more rows than the checkpoint has of it: the others keep what they hold.
+    Args:
+        chain: The checkpoint, with its parents.
+        tables: A subset of the checkpoint's tables, by name.
+        check: Verify checksums while reading, if `verify` has not done so.
 
-    check  compare the checksums of the rows' files, each of which is read once; else `verify` has. Where one is wrong
-           BrokenCheckpointError names it, and the tables hold some of the checkpoint's rows
+    Raises:
+        BrokenCheckpointError: A file is damaged; the tables then hold some of the checkpoint's rows.
     """
     layers = Layers(chain)
     for name in tables:
         layers.ranges(name)  # no gaps
     wanted = [
-        [(checkpoint.path / file.file, table, file, tables[table.name])
-         for table in checkpoint.manifest.tables if table.name in tables for file in table.files
-         if _concerns(table, file, tables[table.name])]
+        [
+            (checkpoint.path / file.file, table, file, tables[table.name])
+            for table in checkpoint.manifest.tables
+            if table.name in tables
+            for file in table.files
+            if _has_local_rows(table, file, tables[table.name])
+        ]
         for checkpoint in chain
-    ]  # fmt: skip
-    whole = sum(file.bytes for work in wanted for _, _, file, _ in work)
+    ]
+    total = sum(file.bytes for work in wanted for _, _, file, _ in work)
     load = partial(_load, _Memory(), check=check)
-    with _workers() as pool, bar(whole, "loading", "B", unit_scale=True) as progress:
-        for work in wanted:  # the rows of one checkpoint come over those of the one before
+    with _make_pool() as pool, bar(total, "loading", "B", unit_scale=True) as progress:
+        for work in wanted:  # each checkpoint's rows overwrite its parent's
             for size in pool.map(lambda each: load(*each), work):
                 progress.update(size)
 
 
 class _Memory(threading.local):
-    """Memory that each thread takes for one file after the other, as to bring new memory takes as long as to read."""
+    """Reusable memory of each thread: allocating new memory takes as long as reading a file."""
 
     def __init__(self) -> None:
         self._held: dict[str, Any] = {}
 
     def array(self, what: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return an array whose values are those of before, or any; until the next one of this name."""
+        """Return an uninitialized array, valid until the next call with this name."""
         n = math.prod(shape)
         if what not in self._held or self._held[what].size < n:
             self._held[what] = np.empty(n, dtype)
@@ -164,7 +172,7 @@ def _load(memory: _Memory, path: Path, about: Table, file: RangeFile, table: Any
         content = mapped(path)
     rows = parse_range(path, content, about, file)
     numbers = rows.ids if rows.ids is not None else np.arange(file.start, file.stop)
-    numbers, chosen = _rows_here(about, numbers, table)
+    numbers, chosen = _map_rows(about, numbers, table)
     columns = [rows.columns[name] for name in (WEIGHTS, *about.slots)]
     row_columns = [rows.row_columns[name] for name in about.row_slots]
     if chosen is not None:
@@ -179,21 +187,24 @@ def _load(memory: _Memory, path: Path, about: Table, file: RangeFile, table: Any
     return file.bytes
 
 
-def _concerns(about: Table, file: RangeFile, table: Any) -> bool:
-    """Tell whether a file has rows that are here."""
+def _has_local_rows(about: Table, file: RangeFile, table: Any) -> bool:
+    """Return whether a file has rows of this process."""
     if getattr(table, "part", None) is None or about.order != SPREAD or about.rows != table.total_rows:
         return True
     return bool(file.start < table.start + table.rows and table.start < file.stop)
 
 
-def _rows_here(about: Table, numbers: Any, table: Any) -> tuple[Any, Any]:
-    """Return which rows of a table here those with these numbers in a file are, and which of them are here; None: all.
+def _map_rows(about: Table, numbers: Any, table: Any) -> tuple[Any, Any]:
+    """Map row numbers of a file to local rows; return these, and the indices of numbers that are local (None: all).
 
-    numbers  ascending: ids, or positions where processes have shared the rows
+    Args:
+        about: The table's entry in the manifest.
+        numbers: Ascending ids, or positions if processes have shared the rows.
+        table: The table to load into.
     """
     part = getattr(table, "part", None)
     if about.order == SPREAD and (part is None or about.rows != table.total_rows):
-        numbers = ids_of(numbers, about.rows)  # positions depend on the number of rows
+        numbers = ids_of(numbers, about.rows)  # positions depend on the table's number of rows
     if part is None:
         return numbers, None
     same = about.order == SPREAD and about.rows == table.total_rows
@@ -203,10 +214,10 @@ def _rows_here(about: Table, numbers: Any, table: Any) -> tuple[Any, Any]:
 
 
 def values_of(chain: Chain) -> Any:
-    """Return what a checkpoint holds beside its tables, as it was given to be saved."""
+    """Return the values besides the tables, as they were saved."""
     layers = Layers(chain)
     return read_values(layers, layers.manifest.state)
 
 
-def _workers() -> ThreadPoolExecutor:
+def _make_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "hostdev-checkpoint")

@@ -1,4 +1,4 @@
-"""A checkpoint's tables for looking rows up: files mapped into memory, which processes share, and no slots."""
+"""Lookups in a checkpoint's tables: files are mapped into memory, which processes share."""
 
 from typing import Any
 
@@ -16,18 +16,18 @@ from hostdev.kernels.shards import positions_of
 Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[Any]
 
-_FEW = 512  # rows, for which other threads are not worth waking
+_FEW = 512  # rows, too few to wake other threads
 
 
 @kernel
 def _copy(start: Any, stop: Any, ids: Any, layers: Any, files: Any, out: Any) -> None:
-    """Copy the newest version of each row; layers [L + 1]: which files [F, 5] are of each, the newest first."""
+    """Copy the newest version of each row; layer l, newest first, has files [layers[l], layers[l + 1]) of [F, 5]."""
     D = out.shape[1]
     for i in range(np.uint64(start), np.uint64(stop)):
         row = np.int64(ids[i])
         for layer in range(len(layers) - 1):
             low, high = layers[layer], layers[layer + 1]
-            while high - low > 1:  # the last file that begins at the row or before
+            while high - low > 1:  # find the last file that begins at or before the row
                 middle = (low + high) // 2
                 if files[middle, 0] <= row:
                     low = middle
@@ -55,11 +55,12 @@ def _copy(start: Any, stop: Any, ids: Any, layers: Any, files: Any, out: Any) ->
 
 
 class MappedTable:
-    """A column of one table, its weights or one of its slots, float32 [rows, dim], read where it is looked up.
+    """A column of a table, weights or optimizer state, float32 [rows, dim]. Several threads may look rows up.
 
-    Several threads may look up.
-
-    chain  a whole checkpoint and what adds to it; only the manifests are trusted to have been looked at
+    Args:
+        chain: A full checkpoint and its increments; their manifests are checked.
+        name: The table.
+        column: "weights" or the name of a state column.
     """
 
     def __init__(self, chain: Chain, name: str, column: str = WEIGHTS) -> None:
@@ -71,9 +72,10 @@ class MappedTable:
         for checkpoint in chain:
             table = checkpoint.manifest.table(name)
             if (table.dim, table.order) != (about.dim, about.order) or table.rows > about.rows:
-                raise BrokenCheckpointError(f"{checkpoint.path} is broken (table {name!r} has another shape than in "
-                                            f"{chain[-1].path})")  # fmt: skip
-        self._held: list[Any] = []  # the memory that `files` points into
+                raise BrokenCheckpointError(
+                    f"{checkpoint.path} is broken (table {name!r} has another shape than in {chain[-1].path})"
+                )
+        self._held: list[Any] = []  # keeps the memory alive that `files` points into
         found: list[list[int]] = []
         layers = [0]
         for checkpoint in reversed(chain):
@@ -89,7 +91,7 @@ class MappedTable:
         self._files, self._layers = np.array(found, np.int64).reshape(-1, 5), np.array(layers, np.int64)
 
     def lookup(self, ids: Ids) -> Rows:
-        """Return the rows of ids int32 or int64 [N], a copy float32 [N, D]; raises as `HostTable.lookup`."""
+        """Return a copy of the rows of ids int32 or int64 [N], float32 [N, D]; raises as `HostTable.lookup`."""
         ids = checked_ids(ids, self.rows, self.name)
         out = np.empty((len(ids), self.dim), np.float32)
         if self._spread:

@@ -1,4 +1,4 @@
-"""checkpoint.json: what a checkpoint holds, and how to tell that it is whole. Format version 1."""
+"""checkpoint.json: a checkpoint's content, with checksums of its files. Format version 1."""
 
 import json
 import re
@@ -21,14 +21,14 @@ _MOST_ROWS, _MOST_VALUES = 1 << 48, 1 << 56  # of a table
 
 
 class BrokenCheckpointError(UserError):
-    """A checkpoint is damaged or incomplete; the message names the file, and `file` where it is one of the content."""
+    """A checkpoint is damaged or incomplete; the message names the file, and `file` is set for a content file."""
 
     file: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class File:
-    """A file of a checkpoint: its path below the checkpoint's folder, its size and the SHA-256 of its bytes."""
+    """A file of a checkpoint: its path below the checkpoint's folder, its size and its SHA-256."""
 
     file: str
     bytes: int
@@ -37,7 +37,7 @@ class File:
 
 @dataclass(frozen=True, kw_only=True)
 class RangeFile(File):
-    """Rows of a table: those of [start, stop) that the checkpoint holds, `rows` of them."""
+    """A file with `rows` rows of a table, all in [start, stop)."""
 
     start: int
     stop: int
@@ -46,25 +46,25 @@ class RangeFile(File):
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """What a checkpoint says of a table."""
+    """A table's entry."""
 
     name: str
     rows: int  # of the table
     dim: int
     optimizer: str  # such as "LazyAdam"
     hyperparameters: dict[str, Any]
-    slots: list[str]  # of `dim` values a row, in order
-    row_slots: list[str]  # of one value a row
+    slots: list[str]  # optimizer state of `dim` values per row, in order
+    row_slots: list[str]  # optimizer state of one value per row
     step: int
     files: list[RangeFile] = field(default_factory=list)
-    order: str = "ids"  # of the rows; "spread": by their positions, as processes share them (`kernels.shards`)
-    dtype: str = FP32  # of the weights in training; here they are float32, too
-    seed: int | None = None  # on which the rounding of weights depends that are not float32
+    order: str = "ids"  # of the rows; "spread": by position, as processes share them (`kernels.shards`)
+    dtype: str = FP32  # of the weights in training; files always have float32
+    seed: int | None = None  # seed of the rounding, for weights that are not float32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parent:
-    """The checkpoint that this one adds to: its folder's name, beside this one's, and its manifest's checksum."""
+    """The parent of an incremental checkpoint: its folder's name, next to this one's, and its manifest's checksum."""
 
     name: str
     sha256: str
@@ -72,15 +72,15 @@ class Parent:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What checkpoint.json says."""
+    """The content of checkpoint.json."""
 
     step: int
-    serial: int  # 1 more than that of the newest one that the folder had
-    parent: Parent | None  # None: whole; else the rows written since that one
+    serial: int  # 1 more than the newest one's in the folder
+    parent: Parent | None  # None: a full checkpoint; else this one has the rows written since its parent
     tables: list[Table]
-    others: list[File]  # the dense side, the vocabulary, ...
+    others: list[File]  # dense tensors, the vocabulary, ...
     state: dict[str, Any]  # a tree of values, see `tree`
-    state_sha256: str | None  # as in summary.json; None where it was not computed
+    state_sha256: str | None  # as in summary.json; None if it was not computed
     versions: dict[str, str]
     created: str  # UTC
 
@@ -95,7 +95,7 @@ class Manifest:
         return sum(file.bytes for file in self.files)
 
     def table(self, name: str) -> Table:
-        """Return a table by name; UserError where there is none."""
+        """Return a table by name; UserError if it is missing."""
         for table in self.tables:
             if table.name == name:
                 return table
@@ -107,7 +107,7 @@ class Manifest:
 
     @property
     def checksum(self) -> str:
-        """What checkpoint.json carries as the checksum of its content."""
+        """The checksum of the content, as checkpoint.json has it."""
         return json_checksum(self._content())
 
     def _content(self) -> dict[str, Any]:
@@ -123,8 +123,8 @@ class Manifest:
         return json.dumps({**self._content(), "sha256": self.checksum}, indent=1) + "\n"
 
 
-def serial_of(path: Path) -> int | None:
-    """Return the serial number of the checkpoint in `path`, whose manifest may be damaged otherwise; None for none."""
+def read_serial(path: Path) -> int | None:
+    """Return the serial number of the checkpoint at `path`, even if its manifest is damaged elsewhere; else None."""
     try:
         serial = json_files.read(path / FILE_NAME)["serial"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -133,14 +133,16 @@ def serial_of(path: Path) -> int | None:
 
 
 def checksum_of(path: Path) -> str:
-    """Return the checksum that the manifest of the checkpoint in `path` carries."""
+    """Return the checksum in the manifest of the checkpoint at `path`."""
     return str(json_files.read(path / FILE_NAME)["sha256"])
 
 
 def read(path: Path) -> Manifest:
-    """Read the manifest of the checkpoint in the folder `path`.
+    """Read the manifest of the checkpoint at `path`.
 
-    Raises BrokenCheckpointError where it is damaged or missing, and UserError where it is of another version.
+    Raises:
+        BrokenCheckpointError: It is damaged or missing.
+        UserError: It has another version.
     """
     file = path / FILE_NAME
     try:
@@ -173,7 +175,7 @@ def read(path: Path) -> Manifest:
 
 
 def _check(found: Manifest) -> None:
-    """Raise ValueError for values that no checkpoint has."""
+    """Raise ValueError for values that are not valid in a checkpoint."""
     _require(found.step >= 0 and found.serial >= 0, "step or serial is negative")
     if found.parent is not None:
         _require("/" not in require_name(found.parent.name), f"the parent {found.parent.name[:80]!r} is not a name")

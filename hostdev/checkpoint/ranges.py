@@ -1,7 +1,7 @@
 """Files of tables' rows: Arrow IPC, one record batch each, at most 64 MiB.
 
-Columns: `id` (int64, ascending; left out where the file has all rows of its range), `weights` and the slots by name,
-lists of D float32 values, then the slots of one value a row, float32.
+Columns: `id` (int64, ascending; absent if the file has all rows of its range), `weights` and optimizer state by name,
+lists of D float32 values, then per-row state, float32.
 """
 
 import os
@@ -27,8 +27,8 @@ SPREAD = "spread"  # of `Table.order`
 _PIECE = 1 << 22  # bytes
 
 
-class RowsOf(NamedTuple):
-    """What a file holds: rows `ids` int64 [N], or all from `start` on; columns float32 [N, D] and [N] by name."""
+class RowChunk(NamedTuple):
+    """The content of a file: rows `ids` int64 [N], or all from `start` on; columns float32 [N, D] and [N] by name."""
 
     start: int
     ids: Ids | None
@@ -40,29 +40,29 @@ class RowsOf(NamedTuple):
 
 
 def rows_per_file(table: Table) -> int:
-    """Return how many rows of a table one file holds: a power of two."""
+    """Return the number of a table's rows per file, a power of two."""
     row = 4 * (table.dim * (1 + len(table.slots)) + len(table.row_slots))
     return 1 << max(0, (FILE_BYTES // row).bit_length() - 1)
 
 
-def schema_of(table: Table, *, whole: bool) -> pa.Schema:
-    """Return the Arrow schema of a table's files; `whole`: with all rows of their ranges."""
+def make_schema(table: Table, *, full: bool) -> pa.Schema:
+    """Return the Arrow schema of a table's files; `full`: files have all rows of their ranges."""
     vector = pa.list_(pa.float32(), table.dim)
-    names = [(ID, pa.int64())] if not whole else []
+    names = [(ID, pa.int64())] if not full else []
     names += [(name, vector) for name in (WEIGHTS, *table.slots)]
     names += [(name, pa.float32()) for name in table.row_slots]
     return pa.schema(names)
 
 
-def write_range(root: Path, name: str, table: Table, start: int, stop: int, rows: RowsOf) -> RangeFile:
-    """Write rows of [start, stop) to the new file root/name, hashed and brought to the disk."""
-    whole = rows.ids is None
-    arrays = [] if whole else [pa.array(rows.ids)]
+def write_range(root: Path, name: str, table: Table, start: int, stop: int, rows: RowChunk) -> RangeFile:
+    """Write rows of [start, stop) to the new file root/name, hash it, and sync it to disk."""
+    full = rows.ids is None
+    arrays = [] if full else [pa.array(rows.ids)]
     arrays += [
         pa.FixedSizeListArray.from_arrays(pa.array(column.ravel()), table.dim) for column in rows.columns.values()
     ]
     arrays += [pa.array(column) for column in rows.row_columns.values()]
-    schema = schema_of(table, whole=whole)
+    schema = make_schema(table, full=full)
     file = HashedFile(root / name)
     try:
         with pa.ipc.new_file(pa.PythonFile(file, "w"), schema) as writer:
@@ -73,18 +73,19 @@ def write_range(root: Path, name: str, table: Table, start: int, stop: int, rows
     return RangeFile(file=name, bytes=file.bytes, sha256=checksum, start=start, stop=stop, rows=len(rows))
 
 
-def parse_range(path: Path, content: Any, table: Table, file: RangeFile) -> RowsOf:
-    """Return the rows of a file, views of its content (anything with a buffer, such as a memory map of it).
+def parse_range(path: Path, content: Any, table: Table, file: RangeFile) -> RowChunk:
+    """Return the rows of a file as views of its content, which is any buffer, such as a memory map.
 
-    Raises BrokenCheckpointError where they are not what the manifest says: kernels read them by address.
+    Raises:
+        BrokenCheckpointError: The rows do not match the manifest; kernels read them by address.
     """
     values = file.rows * (table.dim * (1 + len(table.slots)) + len(table.row_slots))
-    if file.bytes < 4 * values:  # before memory is taken for what a compressed file says that it holds
+    if file.bytes < 4 * values:  # before a compressed file could make us allocate too much
         raise BrokenCheckpointError(f"{path} is broken (it is too small for {file.rows} rows)")
     try:
         reader = pa.ipc.open_file(pa.py_buffer(content))
-        whole = reader.schema.get_field_index(ID) < 0
-        same = reader.schema.equals(schema_of(table, whole=whole)) and reader.num_record_batches == 1
+        full = reader.schema.get_field_index(ID) < 0
+        same = reader.schema.equals(make_schema(table, full=full)) and reader.num_record_batches == 1
         batch = reader.get_batch(0) if same else None
         if batch is None or len(batch) != file.rows:
             raise BrokenCheckpointError(f"{path} is broken (it does not hold what the manifest says)")
@@ -94,7 +95,7 @@ def parse_range(path: Path, content: Any, table: Table, file: RangeFile) -> Rows
     except (pa.ArrowException, OSError) as error:
         raise_passing(error)
         raise BrokenCheckpointError(f"{path} is broken ({error})") from None
-    ids = None if whole else batch[ID].to_numpy()
+    ids = None if full else batch[ID].to_numpy()
     inside = file.rows == file.stop - file.start
     if ids is not None:
         inside = _ascend(ids, file.start, file.stop)
@@ -103,11 +104,11 @@ def parse_range(path: Path, content: Any, table: Table, file: RangeFile) -> Rows
     columns = {
         name: batch[name].flatten().to_numpy().reshape(len(batch), table.dim) for name in (WEIGHTS, *table.slots)
     }
-    return RowsOf(file.start, ids, columns, {name: batch[name].to_numpy() for name in table.row_slots})
+    return RowChunk(file.start, ids, columns, {name: batch[name].to_numpy() for name in table.row_slots})
 
 
 def nested(column: Any) -> Any:
-    """Return the values of a column of lists, end to end, or the column."""
+    """Return the concatenated values of a column of lists; other columns as they are."""
     return column.flatten() if pa.types.is_fixed_size_list(column.type) else column
 
 
@@ -116,7 +117,7 @@ def _ascend(ids: Ids, start: int, stop: int) -> bool:
 
 
 def mapped(path: Path) -> Any:
-    """Return a file's content, mapped into memory; BrokenCheckpointError where it is missing."""
+    """Return a file's content, mapped into memory; BrokenCheckpointError if it is missing."""
     try:
         with pa.memory_map(os.fsencode(path)) as file:
             return file.read_buffer()
@@ -126,10 +127,7 @@ def mapped(path: Path) -> Any:
 
 
 def require_covered(chain: Chain, name: str) -> list[tuple[int, int]]:
-    """Return the ranges of rows in which a whole checkpoint, a chain's first, stores a table.
-
-    Raises BrokenCheckpointError unless they cover it.
-    """
+    """Return a table's ranges of rows in a chain's full checkpoint; BrokenCheckpointError unless they cover it."""
     found = sorted((file.start, file.stop) for file in chain[0].manifest.table(name).files)
     ends = [0, *(stop for _, stop in found)]
     is_gap = any(file.rows != file.stop - file.start for file in chain[0].manifest.table(name).files)
@@ -139,9 +137,12 @@ def require_covered(chain: Chain, name: str) -> list[tuple[int, int]]:
 
 
 def check_file(path: Path, file: File, content: memoryview | None = None) -> None:
-    """Read a file, a piece at a time; BrokenCheckpointError unless it is the one that the manifest says.
+    """Read a file in chunks; BrokenCheckpointError unless its size and checksum match the manifest.
 
-    content  `file.bytes` bytes, into which it is read; None: it is only looked at
+    Args:
+        path: The file.
+        file: Its entry in the manifest.
+        content: Output, `file.bytes` bytes; None only verifies.
     """
     if wrong := _wrong(path, file, content):
         error = BrokenCheckpointError(f"{path} {wrong}")
@@ -150,7 +151,7 @@ def check_file(path: Path, file: File, content: memoryview | None = None) -> Non
 
 
 def _wrong(path: Path, file: File, content: memoryview | None) -> str | None:
-    """Return what is wrong with a file, in words; None where nothing is."""
+    """Return what is wrong with a file, as text; None if nothing is."""
     digest, size = sha256(), 0
     piece = memoryview(bytearray(_PIECE)) if content is None else content
     try:

@@ -1,4 +1,4 @@
-"""A checkpoint for another number of processes, or for one: all rows anew in another order, range by range."""
+"""Rewriting of a checkpoint for another number of processes: all rows in another order, range by range."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import Table
 from hostdev.checkpoint.ranges import SPREAD, WEIGHTS
-from hostdev.checkpoint.saving import Item
+from hostdev.checkpoint.writer import Item
 from hostdev.core.errors import UserError
 from hostdev.kernels.shards import ids_at, range_of
 
@@ -20,18 +20,18 @@ Rows = npt.NDArray[np.float32]
 
 
 class _Rows:
-    """A table's rows from files, in the order of their ids or of their positions, as `saving.Source`."""
+    """A table's rows from files, in order of ids or positions, as a `writer.Source`."""
 
     def __init__(self, layers: Layers, table: Table, *, spread: bool) -> None:
         self._layers, self._table, self._spread = layers, table, spread
         self.count = table.rows
 
     def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Return all."""
+        """Return all rows."""
         return np.arange(first, last)
 
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
-        """See `saving.Source`."""
+        """See `writer.Source`."""
         about = self._table
         wanted = ids_at(about.rows, first, last) if self._spread else np.arange(first, last)
         for to, name in zip(columns, (WEIGHTS, *about.slots), strict=True):
@@ -41,11 +41,16 @@ class _Rows:
 
 
 def rewrite(chain: Chain, out: Path, ranks: int | None) -> str:
-    """Write a checkpoint, with all that it adds to, as one into the folder `out`; return what was done, in words.
+    """Write a checkpoint and its parents as a full one into the folder `out`; return a description.
 
-    ranks  a number of processes, each of which finds its rows in files of its own; None: one process, in order of ids
+    Args:
+        chain: The checkpoint, with its parents.
+        out: A folder without checkpoints.
+        ranks: Number of processes, each with files of its own; None: one process, in order of ids.
 
-    Raises UserError where `out` has checkpoints or another process writes there, OSError where it cannot be written.
+    Raises:
+        UserError: `out` has checkpoints, or another process writes there.
+        OSError: The checkpoint cannot be written.
     """
     _require_none(out)
     layers = Layers(chain)
@@ -57,7 +62,7 @@ def rewrite(chain: Chain, out: Path, ranks: int | None) -> str:
         rows = _Rows(layers, table, spread=ranks is not None)
         items.append(Item(about, rows, True, lambda: None, lambda saved: None, cuts=cuts))
     with folder.locked(out):
-        _require_none(out)  # another process may have written one meanwhile
+        _require_none(out)  # again: another process may have written one meanwhile
         made = write_anew(layers, items, out)
     return f"{made}: {chain[-1].path} for {'one process' if ranks is None else f'{ranks} processes'}"
 

@@ -1,4 +1,4 @@
-"""`hostdev.open`: a saved model's tables for looking rows up, without their optimizer state and without torch."""
+"""`hostdev.open`: lookups in a saved model's tables, without optimizer state and without torch."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,14 +16,18 @@ from hostdev.core.errors import UserError
 
 Rows = npt.NDArray[np.float32]
 
-_LONGEST = 480  # characters of a message: the names in a file may be of any length
+_LONGEST = 480  # characters of a message: names in a file may have any length
 
 
 class SavedTable:
-    """The weights of a table, float32 [rows, dim], mapped into memory and read-only; several threads may look up.
+    """The weights of a table, float32 [rows, dim], read-only and mapped into memory. Several threads may use it.
 
-    name, rows, dim  of the table
-    optimizer        its name, such as "LazyAdam", with its hyperparameters
+    Attributes:
+        name: The table's name.
+        rows: Number of rows.
+        dim: Number of columns.
+        optimizer: The optimizer's name, such as "LazyAdam".
+        hyperparameters: The optimizer's hyperparameters by name.
     """
 
     def __init__(self, chain: Chain, name: str) -> None:
@@ -36,9 +40,11 @@ class SavedTable:
         return self.rows
 
     def lookup(self, ids: npt.ArrayLike) -> Rows:
-        """Return the rows of ids, integers of any shape [...], as a copy float32 [..., dim].
+        """Return a copy of the rows of integer ids of any shape [...], float32 [..., dim].
 
-        Raises UserError for an id outside 0..rows - 1, and TypeError for ids that are not integers.
+        Raises:
+            UserError: An id is outside 0..rows - 1.
+            TypeError: Ids are not integers.
         """
         array = np.asarray(ids)
         if array.ndim == 1:
@@ -50,11 +56,12 @@ class SavedTable:
 
 
 class SavedModel(Mapping[str, SavedTable]):
-    """A saved model: its tables by name, and what was saved beside them. `hostdev.open` returns one.
+    """A saved model: its tables by name, and the values saved with them. `hostdev.open` returns one.
 
-    path    the checkpoint's folder
-    step    steps that the tables had taken
-    tables  by name, those that were asked for
+    Attributes:
+        path: The checkpoint's folder.
+        step: The step of the training.
+        tables: The opened tables by name.
     """
 
     def __init__(self, chain: Chain, names: Sequence[str] | None) -> None:
@@ -80,16 +87,17 @@ class SavedModel(Mapping[str, SavedTable]):
         return len(self.tables)
 
     def look_up(self, ids: Mapping[str, npt.ArrayLike]) -> dict[str, Rows]:
-        """Return the rows of ids by table, each as `SavedTable.lookup` does."""
+        """Return the rows of ids for each table, as `SavedTable.lookup` does."""
         return {name: self[name].lookup(values) for name, values in ids.items()}
 
     @cached_property
     def extra(self) -> Any:
-        """What `Runtime.save` was given as `extra`; of a checkpoint of the command `train` what it keeps beside the
-        tables: a dict with `dense`, `random` and `more`. Read when it is first asked for, which needs torch and, unlike
-        the tables, the checkpoint's folder.
+        """The `extra` of `Runtime.save`; for the command `train`, a dict with `dense`, `random` and `more`.
 
-        Raises BrokenCheckpointError where its checksum is wrong.
+        It is read at first use, which needs torch and, unlike the tables, the checkpoint's folder.
+
+        Raises:
+            BrokenCheckpointError: The file is damaged.
         """
         from hostdev.checkpoint.loading import values_of
         from hostdev.checkpoint.ranges import check_file
@@ -102,11 +110,11 @@ class SavedModel(Mapping[str, SavedTable]):
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, UserError):
                 raise
-            raise BrokenCheckpointError(f"{self.path} is broken (what is beside the tables: {error})") from None
+            raise BrokenCheckpointError(f"{self.path} is broken (its values besides the tables: {error})") from None
         return values["extra"] if isinstance(values, dict) and "extra" in values else values
 
     def verify(self) -> None:
-        """Read all files and compare their checksums; BrokenCheckpointError names the first that is wrong."""
+        """Verify the checksums of all files; BrokenCheckpointError names the first damaged file."""
         from hostdev.checkpoint.loading import verify
 
         verify(self._chain)
@@ -116,24 +124,27 @@ class SavedModel(Mapping[str, SavedTable]):
 
 
 def open(path: Path | str, *, tables: Sequence[str] | None = None, verify: bool = False) -> SavedModel:
-    """Open a model that `Runtime.save` or the command `train` has saved, to look rows up. Nothing is trained here.
+    """Open a model that `Runtime.save` or the command `train` has saved, to look rows up.
 
     ::
 
         model = hostdev.open("saved")
         rows = model["users"].lookup(ids)  # float32 [N, dim]
 
-    path    a checkpoint, or a folder of them, or a run directory: the newest whole one, with a warning where a newer
-            one is not whole
-    tables  names of those that are wanted; None: all
-    verify  compare all checksums now; else only manifests, sizes and the structure of the files are checked
+    Files are mapped into memory: a table of any size opens instantly, only rows that are looked up are read, and
+    processes on one host share one copy. The checkpoint's folder may be deleted while the model is open; only `extra`
+    is read later. Incremental checkpoints, those of several ranks and of bfloat16 tables work the same way. A
+    checkpoint has tables only; features and pooling are up to the caller.
 
-    Files are mapped into memory, so that a table of any size opens at once, what is not looked up is not read, and
-    processes on one host share one copy. The checkpoint's folder may go while the model is open; only `extra` is read
-    later. Checkpoints that add to others, of several ranks and of bfloat16 tables are read as the tables were. Pooling
-    and features are the caller's: a checkpoint has tables only.
+    Args:
+        path: A checkpoint, a folder of them, or a run directory. A folder's newest valid checkpoint is opened, with a
+            warning if a newer one is damaged.
+        tables: Names of tables to open; None for all.
+        verify: Verify all checksums now. Otherwise only manifests, sizes and file structures are checked.
 
-    Raises UserError where there is no checkpoint or no such table, and BrokenCheckpointError where it is not whole.
+    Raises:
+        UserError: There is no checkpoint, or no table of a given name.
+        BrokenCheckpointError: The checkpoint is damaged.
     """
     try:
         found = newest(Path(path))
@@ -150,7 +161,7 @@ def open(path: Path | str, *, tables: Sequence[str] | None = None, verify: bool 
 
 
 def _require_inside(path: Path, name: str) -> None:
-    """Raise BrokenCheckpointError for a name of a file that is not below the checkpoint's folder."""
+    """Raise BrokenCheckpointError for a file name outside the checkpoint's folder."""
     place = PurePosixPath(name)
     if place.is_absolute() or ".." in place.parts or not place.parts:
         raise BrokenCheckpointError(f"{path} is broken (it names the file {name[:100]!r}, which is outside of it)")

@@ -1,4 +1,4 @@
-"""What lies beside the tables in a checkpoint, and the digest of all of it."""
+"""The values besides the tables in a checkpoint, and the digest of the whole checkpoint."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -15,11 +15,11 @@ from hostdev.core.digest import Column, StateDigest, pieces_of
 from hostdev.core.errors import in_words
 
 DENSE = "dense.safetensors"
-DigestNames = list[tuple[str, str]]  # of each array of the dense side: its name in the digest, and in the file
+DigestNames = list[tuple[str, str]]  # for each dense array: its name in the digest, and in the file
 
 
 def state_digest(layers: Layers, names: DigestNames, tensors: Mapping[str, Tensor]) -> str:
-    """Return `state_sha256` of a checkpoint: what training would print at that moment."""
+    """Return `state_sha256` of a checkpoint, as training would print it at that step."""
     digest = StateDigest()
     for table in sorted(layers.manifest.tables, key=lambda table: table.name):
         columns = []
@@ -36,8 +36,8 @@ def state_digest(layers: Layers, names: DigestNames, tensors: Mapping[str, Tenso
     return digest.hexdigest()
 
 
-def tensors_of(layers: Layers) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint; BrokenCheckpointError where they cannot be read."""
+def read_dense_tensors(layers: Layers) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint; BrokenCheckpointError if they cannot be read."""
     newest = layers.chain[-1]
     if newest.manifest.other(DENSE) is None:
         return {}
@@ -46,7 +46,7 @@ def tensors_of(layers: Layers) -> dict[str, Tensor]:
 
 def read_values(layers: Layers, tree: Tree) -> Any:
     """Return the values of a tree in a checkpoint's state; BrokenCheckpointError where it holds none."""
-    tensors = tensors_of(layers)
+    tensors = read_dense_tensors(layers)
     try:
         return from_tree(tree, tensors)
     except (KeyError, ValueError, TypeError, RecursionError) as error:
@@ -55,7 +55,7 @@ def read_values(layers: Layers, tree: Tree) -> Any:
 
 
 def file_in(layers: Layers, name: str) -> Path | None:
-    """Return where one of the other files is, in the newest checkpoint of a chain that has it; None where none does."""
+    """Return the path of another file in the newest checkpoint of a chain that has it; None if none has."""
     for checkpoint in reversed(layers.chain):
         if checkpoint.manifest.other(name) is not None:
             return checkpoint.path / name

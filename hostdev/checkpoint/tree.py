@@ -1,7 +1,7 @@
-"""Nested values with tensors in them, as torch's `state_dict`s are, to and from JSON beside safetensors.
+"""Nested values with tensors, such as torch's `state_dict`s, to and from JSON and safetensors. Nothing is pickled.
 
-Nothing is pickled. A tensor stands in the tree as {"$tensor": its name in the file}, a tuple as {"$tuple": [...]}, a
-dict whose keys are not all text as {"$dict": [[key, value], ...]}.
+The tree represents a tensor as {"$tensor": its name in the file}, a tuple as {"$tuple": [...]}, and a dict whose keys
+are not all text as {"$dict": [[key, value], ...]}.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,10 +23,10 @@ _MARKS = ("$tensor", "$array", "$tuple", "$dict")
 
 
 def to_tree(value: Any, tensors: dict[str, Tensor], path: str = "") -> Tree:
-    """Return what JSON can hold of nested values, and put their tensors into `tensors`: copies in host memory.
+    """Return nested values as JSON values, and add copies of their tensors in host memory to `tensors`.
 
-    Takes dicts, lists, tuples, tensors, NumPy's arrays and numbers, text, numbers, bools and None. TypeError for what
-    is none of these, by its path.
+    Takes dicts, lists, tuples, tensors, NumPy's arrays and numbers, text, numbers, bools and None. Other types raise
+    TypeError, which names their path.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -48,13 +48,13 @@ def to_tree(value: Any, tensors: dict[str, Tensor], path: str = "") -> Tree:
             return dict(pairs)
         return {"$dict": [[to_tree(key, tensors, _join(path, "key")), each] for key, each in pairs]}
     raise TypeError(
-        f"{path or 'the value'} is of type {type(value).__name__}, which a checkpoint does not hold: give its "
+        f"{path or 'the value'} is of type {type(value).__name__}, which a checkpoint cannot hold: give its "
         "state_dict(), or dicts, lists, tensors, numbers and text"
     )
 
 
 def from_tree(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the values of `to_tree`."""
+    """Return the values that `to_tree` was given."""
     if isinstance(tree, list):
         return [from_tree(each, tensors) for each in tree]
     if not isinstance(tree, dict):
@@ -79,9 +79,9 @@ def tensors_as_bytes(tensors: dict[str, Tensor]) -> bytes:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read safetensors; BrokenCheckpointError where that is impossible."""
+    """Read safetensors; BrokenCheckpointError if that fails."""
     try:
-        if not is_text(path):  # which load_file takes for a broken file
+        if not is_text(path):  # load_file rejects such paths
             return {name: tensor.clone() for name, tensor in load(path.read_bytes()).items()}
         return load_file(path)
     except (SafetensorError, OSError, MemoryError) as error:
@@ -90,7 +90,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _put(tensor: Tensor, tensors: dict[str, Tensor], path: str) -> str:
-    """Put a tensor under its path, or with a number behind it where {"a.b": ..} and {"a": {"b": ..}} meet."""
+    """Add a tensor under its path, with a suffix if {"a.b": ..} and {"a": {"b": ..}} collide; return the name."""
     name, number = path or "value", 2
     while name in tensors:
         name, number = f"{path}#{number}", number + 1

@@ -3,7 +3,8 @@
 from typing import Any, NamedTuple
 
 FP32, BF16 = "fp32", "bf16"
-TABLE_DTYPES = (FP32, BF16)
+TABLE_DTYPES = (FP32, BF16)  # as files and options name them
+_ALIASES = {"bfloat16": BF16}  # the public name; "bf16" is accepted for one release
 
 
 class TableStep(NamedTuple):
@@ -19,14 +20,13 @@ class TableStep(NamedTuple):
 
 
 def require_table_dtype(dtype: str, table: str) -> str:
-    """Return the dtype of stored weights; ValueError unless it is one of TABLE_DTYPES."""
-    if dtype not in TABLE_DTYPES:
-        raise ValueError(
-            f"table {table!r}: the dtype of its weights is one of {', '.join(TABLE_DTYPES)}, not {dtype!r}"
-        )
-    return dtype
+    """Return the dtype of stored weights, one of TABLE_DTYPES; ValueError unless it is fp32, bfloat16 or bf16."""
+    found = _ALIASES.get(dtype, dtype)
+    if found not in TABLE_DTYPES:
+        raise ValueError(f"table {table!r}: the dtype of its weights is one of fp32, bfloat16, not {dtype!r}")
+    return found
 
 
 def weight_bytes(dtype: str) -> int:
     """Return the bytes of a weight."""
-    return 2 if dtype == BF16 else 4
+    return 4 if dtype == FP32 else 2

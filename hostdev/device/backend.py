@@ -1,4 +1,4 @@
-"""Which device, how much memory it has free, and deterministic arithmetic on it."""
+"""Choice of the device, its free memory, and deterministic arithmetic on it."""
 
 import os
 
@@ -13,17 +13,20 @@ _TF32_CAPABILITY = (8, 0)  # Ampere
 def select(name: str, option: str = "--device ") -> torch.device:
     """Return the device of this name; "auto" is the accelerator if there is one, else the CPU.
 
-    An accelerator comes with its index, the current one's unless the name has it, and becomes the current one.
+    An accelerator gets an index, the current one unless the name has one, and becomes the current device.
 
-    option  how the user says which: in the errors
+    Args:
+        name: "auto", "cpu", "cuda", "cuda:1", ...
+        option: The user's option, as errors show it.
 
-    Raises UserError where there is no such device, or none with which rows can be copied beside a step.
+    Raises:
+        UserError: There is no such device, or it has no streams to copy rows during a step.
     """
     accelerator = _accelerator()
     if name == "auto":
-        if accelerator is None or _missing(accelerator):
+        if accelerator is None or _find_missing(accelerator):
             return torch.device("cpu")
-        return _current(accelerator)
+        return _get_current(accelerator)
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -31,40 +34,38 @@ def select(name: str, option: str = "--device ") -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     if accelerator is None or device.type != accelerator.type:
-        raise UserError(f"{option}{name}: {_not_here(device, accelerator)}, or use {option}auto")
+        raise UserError(f"{option}{name}: {_explain_missing(device, accelerator)}, or use {option}auto")
     count = torch.accelerator.device_count()
     if device.index is not None and device.index >= count:
         raise UserError(f"{option}{name}: this machine has {count} of them, numbered from 0")
-    if missing := _missing(device):
+    if missing := _find_missing(device):
         raise UserError(
-            f"{option}{name}: torch has no streams there, with which rows are copied beside a step "
+            f"{option}{name}: torch has no streams on this device, which are needed to copy rows during a step "
             f"(torch.{device.type} lacks {', '.join(missing)}); use {option}cpu"
         )
     if ":" not in name:
-        return _current(device)
+        return _get_current(device)
     torch.accelerator.set_device_index(device.index)
     return device
 
 
 def take_turns(number: int) -> None:
-    """Let the processes of a host have a device each, as many as there are: make this one's the current one.
+    """Assign the host's devices to its processes in turn, and make this process's device the current one.
 
-    number  of the process among those of this host, or of the device that it was told to take
+    Args:
+        number: The process's number on this host, or the number of the device to use.
     """
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(number % torch.accelerator.device_count())
 
 
 def require(device: torch.device | str) -> torch.device:
-    """Return the device that a caller of the Python API gives, by its name as `select` takes it or as torch's object.
-
-    Raises UserError where there is no such device.
-    """
+    """Return the device that a caller names or gives as a torch.device; UserError if it is missing."""
     if isinstance(device, str):
         return select(device, "device=")
     accelerator = _accelerator()
     if is_accelerator(device) and (accelerator is None or device.type != accelerator.type):
-        raise UserError(f"device={device}: {_not_here(device, accelerator)}, or use device=cpu")
+        raise UserError(f"device={device}: {_explain_missing(device, accelerator)}, or use device=cpu")
     return torch.empty(0, device=device).device  # with its index
 
 
@@ -72,26 +73,24 @@ def _accelerator() -> torch.device | None:
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
-def _not_here(device: torch.device, accelerator: torch.device | None) -> str:
-    """Why torch does not see a device of this kind, and what to do."""
+def _explain_missing(device: torch.device, accelerator: torch.device | None) -> str:
+    """Return why torch does not see a device of this kind, and what to do."""
     version = f"torch {torch.__version__}"
     if device.type == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return f"{version} is built without CUDA; install a build with it (https://pytorch.org/get-started/locally)"
     if accelerator is not None:
         return f"{version} sees only {accelerator.type} on this machine; use that"
     if device.type == "cuda":
-        return (
-            f"{version} sees no accelerator on this machine; look whether nvidia-smi and CUDA_VISIBLE_DEVICES show one"
-        )
+        return f"{version} sees no accelerator on this machine; check that nvidia-smi and CUDA_VISIBLE_DEVICES show one"
     return f"{version} sees no accelerator on this machine; use a build of torch for {device.type}"
 
 
-def _current(accelerator: torch.device) -> torch.device:
+def _get_current(accelerator: torch.device) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def _missing(device: torch.device) -> list[str]:
-    """What `Staging` needs of torch's module for the device and does not find; MPS has no streams."""
+def _find_missing(device: torch.device) -> list[str]:
+    """Return what `Staging` needs and torch's module for the device lacks; MPS has no streams."""
     module = torch.get_device_module(device)
     return [name for name in ("Stream", "Event", "stream", "current_stream") if not hasattr(module, name)]
 
@@ -102,19 +101,16 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def make_deterministic(device: torch.device) -> None:
-    """Allow deterministic operations only; call it before the first one."""
+    """Allow deterministic operations only; call this before the first operation."""
     if device.type == "cuda":  # cuBLAS reads it when it starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # No filling of new memory with NaN: every byte that is read was written before.
+    # New memory is not filled with NaN: every byte is written before it is read.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def set_tf32(device: torch.device, on: bool) -> None:
-    """Let float32 matrix products on the device round their inputs to TF32, or keep to IEEE float32.
-
-    Raises UserError where it is to be on and the device has no TF32.
-    """
+    """Set whether float32 matrix products round their inputs to TF32; UserError if `on` and there is no TF32."""
     if on and (device.type != "cuda" or torch.version.hip is not None):
         raise UserError(f"--tf32 has no effect on {describe(device)}; leave it out")
     if device.type != "cuda":
@@ -128,7 +124,7 @@ def set_tf32(device: torch.device, on: bool) -> None:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the device's free memory in bytes; None where torch cannot tell."""
+    """Return the device's free memory in bytes; None if torch cannot tell."""
     if not is_accelerator(device):
         return available_bytes()
     module = torch.get_device_module(device)
@@ -138,16 +134,16 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def room_for_cache(device: torch.device, beside: int = 0) -> int | None:
-    """Return the bytes that an embedding cache may take; None where torch cannot tell what is free.
+    """Return the bytes that an embedding cache may take; None if torch cannot tell.
 
-    On the CPU that is all that is free, and on an accelerator what `memory.cache_room` leaves of it.
+    The CPU offers all free memory, an accelerator what `memory.cache_room` leaves of it.
     """
     free = free_bytes(device)
     return cache_room(free, beside) if free is not None and is_accelerator(device) else free
 
 
 def describe(device: torch.device) -> str:
-    """Return the device as text, with the accelerator's product name where torch tells it."""
+    """Return the device as text, with the accelerator's product name if torch knows it."""
     if not is_accelerator(device):
         return "cpu"
     module = torch.get_device_module(device)
@@ -156,7 +152,7 @@ def describe(device: torch.device) -> str:
 
 
 def seed_draws(device: torch.device, seed: int) -> None:
-    """Let torch's generators begin anew, from which layers on a device draw; torch.manual_seed takes longer."""
+    """Seed the torch generators that layers on a device draw from; torch.manual_seed takes longer."""
     if device.type == "cpu":
         torch.default_generator.manual_seed(seed)
     else:

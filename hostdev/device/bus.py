@@ -1,4 +1,4 @@
-"""How fast bytes go to a device and come back, measured."""
+"""Measured bandwidth between host and device."""
 
 import statistics
 import time
@@ -11,25 +11,22 @@ from hostdev.device.backend import is_accelerator
 
 
 class Bus(NamedTuple):
-    """Bytes a second."""
+    """Bytes per second."""
 
     down: float  # to the device
     up: float
 
 
 def measure(device: torch.device, nbytes: int = 1 << 26, rounds: int = 5) -> Bus:
-    """Return the medians over copies of so many bytes, through pinned memory.
-
-    Of the CPU, which has no bus, those of copies in host memory.
-    """
+    """Return the median bandwidth of copies of `nbytes` through pinned memory; on the CPU, of copies in memory."""
     host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=is_accelerator(device))
     there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    down = _seconds_of(lambda: there.copy_(host, non_blocking=True), device, rounds)
-    up = _seconds_of(lambda: host.copy_(there, non_blocking=True), device, rounds)
+    down = _measure_seconds(lambda: there.copy_(host, non_blocking=True), device, rounds)
+    up = _measure_seconds(lambda: host.copy_(there, non_blocking=True), device, rounds)
     return Bus(nbytes / down, nbytes / up)
 
 
-def _seconds_of(call: Callable[[], object], device: torch.device, rounds: int) -> float:
+def _measure_seconds(call: Callable[[], object], device: torch.device, rounds: int) -> float:
     """Return the median seconds of a call on the device."""
     module: Any = torch.get_device_module(device) if is_accelerator(device) else None
     times = []

@@ -1,4 +1,4 @@
-"""Durations of work that the device does after the call has returned."""
+"""Durations of asynchronous work on the device."""
 
 import threading
 from collections import deque
@@ -11,7 +11,7 @@ from hostdev.device.backend import is_accelerator
 
 
 class EventClock:
-    """Puts events into the device's stream; reports a duration once both have passed, without waiting for them."""
+    """Records events in the device's stream, and reports a duration once both are done, without waiting."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -19,12 +19,12 @@ class EventClock:
         self._draining = threading.Lock()  # any thread may report
 
     def begin(self) -> Any:
-        """Mark the stream."""
-        return self._mark()
+        """Record an event in the stream."""
+        return self._record_event()
 
     def end(self, mark: Any, report: Report) -> None:
-        """Mark the stream again, and report what has finished by now."""
-        self._pending.append((mark, self._mark(), report))
+        """Record the end event, and report the durations that are known by now."""
+        self._pending.append((mark, self._record_event(), report))
         if len(self._pending) >= 64:
             self.drain()
 
@@ -37,7 +37,7 @@ class EventClock:
                 begin, end, report = self._pending.popleft()
                 report(int(begin.elapsed_time(end) * 1e6))
 
-    def _mark(self) -> Any:
+    def _record_event(self) -> Any:
         event = torch.Event(self._device, enable_timing=True)
         event.record()
         return event

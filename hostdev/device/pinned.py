@@ -1,7 +1,7 @@
-"""Host memory for the copies of a batch, pinned where the device asks for it, and used again by later batches.
+"""Reusable host buffers for a batch's copies, pinned if the device needs it.
 
-Pinning is slow and stops the device, so it is done in the first steps: slabs are as large as the largest batch so far
-needs, and a quarter more, rounded to a power of two as torch would.
+Pinning is slow and stalls the device, so it happens in the first steps. A buffer has the size of the largest batch so
+far plus a quarter, rounded up to a power of two as torch does.
 """
 
 import math
@@ -16,22 +16,23 @@ from hostdev.core.memory import pinned_size
 _ALIGNED = 64  # bytes: a cache line
 
 
-class Slabs:
-    """The slabs of one device.
+class PinnedBuffers:
+    """The buffers of one device.
 
-    pin      pin their memory
-    batches  that have one at a time, at most; 0: every batch gets new memory
+    Args:
+        pin: Pin their memory.
+        batches: Most batches that hold a buffer at a time; 0 gives every batch new memory.
     """
 
     def __init__(self, *, pin: bool, batches: int) -> None:
         self.pin, self.batches = pin, batches
         self._free: list[Tensor] = []
-        self._made: list[weakref.ref[Tensor]] = []  # one that an error has kept from coming back is made again
-        self._bytes = 0  # of each
+        self._made: list[weakref.ref[Tensor]] = []  # weak: a buffer that an error lost is replaced
+        self._bytes = 0  # of each buffer
         self._lock = threading.Lock()
 
     def take(self, nbytes: int = 0) -> "Slab":
-        """Return memory for a batch that needs about so much; `release` gives it back."""
+        """Return memory for a batch that needs about `nbytes`; `release` gives it back."""
         if not self.batches:
             return self.loose()
         with self._lock:
@@ -39,7 +40,7 @@ class Slabs:
             return Slab(self, self._free.pop() if self._free else None)
 
     def loose(self) -> "Slab":
-        """Return memory that nobody gives back: torch keeps pinned memory until the copies from it are done."""
+        """Return memory that need not be released: torch keeps pinned memory until the copies from it are done."""
         return Slab(self, None)
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -47,7 +48,7 @@ class Slabs:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self.pin)
 
     def give_back(self, memory: Tensor | None, used: int) -> None:
-        """Take in a slab's memory; the device is done with it."""
+        """Take a buffer's memory back once the device is done with it."""
         if not self.batches:
             return
         with self._lock:
@@ -56,7 +57,7 @@ class Slabs:
             self._grow(used)
 
     def _grow(self, nbytes: int) -> None:
-        """Make slabs: those that are missing, or larger ones in place of all."""
+        """Allocate missing buffers, or replace all by larger ones."""
         if nbytes > self._bytes:
             self._bytes = pinned_size(nbytes)
             self._free, self._made = [], []
@@ -67,15 +68,15 @@ class Slabs:
 
 
 class Slab:
-    """The host memory of one batch; any thread may ask for a part of it."""
+    """The host memory of one batch; any thread may allocate a part of it."""
 
-    def __init__(self, slabs: Slabs, memory: Tensor | None) -> None:
+    def __init__(self, slabs: PinnedBuffers, memory: Tensor | None) -> None:
         self._slabs, self._memory = slabs, memory
         self._used = 0
         self._lock = threading.Lock()
 
     def buffer(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return memory without initial values, from which a copy need not wait."""
+        """Return uninitialized memory for an asynchronous copy."""
         if not self._slabs.batches:
             return torch.empty(shape, dtype=dtype, device="cpu")
         nbytes = math.prod(shape) * dtype.itemsize
@@ -87,6 +88,6 @@ class Slab:
         return self._memory[start : start + nbytes].view(dtype).view(shape)
 
     def release(self) -> None:
-        """Give the memory back; nobody reads what is there from now on."""
+        """Give the memory back; its content must not be used any more."""
         memory, self._memory = self._memory, None
         self._slabs.give_back(memory, self._used)

@@ -1,4 +1,4 @@
-"""Unique rows to the uses and bags of a batch's features, and the features' gradients back to one per row."""
+"""Expand unique rows to the occurrences and bags of features, and sum gradients back to one per unique row."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,12 +14,12 @@ __all__ = ["FeatureUses", "GroupUses", "pull"]
 
 
 class GroupUses:
-    """What the sums of a batch need to know, found once for all tables of a group, which have the same ids.
+    """The occurrences of a batch's unique rows, shared by all tables of a group, which have the same ids.
 
-    features  that take their ids from the group
-    rows      U
-    in_order  each has a use, and they are numbered in order of first occurrence over the features' uses, in the order
-              of the features, end to end
+    Args:
+        features: The features that take their ids from the group.
+        rows: U.
+        in_order: Each row occurs, and rows are numbered by first occurrence over the concatenated features.
     """
 
     def __init__(self, features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> None:
@@ -27,10 +27,10 @@ class GroupUses:
         self._found: dict[tuple[bool, ...], Any] = {}  # by which features have a gradient: nearly always all
 
     def sum(self, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """Return each row's gradient float32 [U, D] from those of the features' outputs, as `Ops.sum_uses`.
+        """Return each row's gradient float32 [U, D] from those of the features' outputs, as `Ops.sum_uses` does.
 
-        A feature without a gradient counts as zeros: its uses are left out, and 0 is added in the end. None where no
-        feature has one.
+        A feature without a gradient counts as zeros: its occurrences are skipped, and 0 is added in the end. Returns
+        None if no feature has a gradient.
         """
         given = tuple(grad is not None for grad in grads)
         present = [grad for grad in grads if grad is not None]
@@ -41,20 +41,20 @@ class GroupUses:
             features = [feature for feature, has in zip(self.features, given, strict=True) if has]
             self._found[given] = ops.uses_of(features, self.rows, in_order=self.in_order and all(given))
         sums = ops.sum_uses(present, self._found[given])
-        return sums if all(given) else sums.add_(0.0)  # so that rows without uses have no -0
+        return sums if all(given) else sums.add_(0.0)  # turns -0 into 0 for rows without occurrences
 
     def first_uses(self) -> Tensor:
-        """Return the rows that have uses, in order of first occurrence, int64 [any]; waits for the device."""
+        """Return the rows that occur, in order of first occurrence, int64 [any]; waits for the device."""
         inverse = torch.cat([feature.inverse for feature in self.features]).long()
         first = torch.full((self.rows,), len(inverse), dtype=torch.int64, device=inverse.device)
         first.scatter_reduce_(0, inverse, torch.arange(len(inverse), device=inverse.device), "amin")
         return inverse[first.sort().values[: int((first < len(inverse)).sum())]]
 
     def counts(self) -> Tensor:
-        """Return how many uses each row has, float32 [U]."""
+        """Return the number of occurrences of each row, float32 [U]."""
         device = self.features[0].inverse.device
         counts = torch.zeros(self.rows, dtype=torch.float32, device=device)
-        for feature in self.features:  # whole numbers: the order of the sum does not matter
+        for feature in self.features:  # integers: the order of the sum does not matter
             ones = torch.ones(len(feature.inverse), dtype=torch.float32, device=device)
             counts.index_put_((feature.inverse.long(),), ones, accumulate=True)
         return counts
@@ -80,14 +80,18 @@ class _Pull(torch.autograd.Function):
 
 
 def pull(rows: Tensor, uses: GroupUses, dtypes: Sequence[torch.dtype] | None = None) -> tuple[Tensor, ...]:
-    """Return each feature's rows: of a pooled one the sum or mean of each bag, else each use's row times its weight.
+    """Return each feature's rows: the sum or mean of each bag if it is pooled, else each occurrence's weighted row.
 
-    rows     float32 [U, D]
-    dtypes   of what is returned, in place of the features': several tables of a group may differ
-    returns  for each feature, in its dtype, [B, D] or [N, D]; 0 for an empty bag
+    The gradient of the rows is `GroupUses.sum`; weights get none. The single graph node survives a backward pass, so
+    that several losses can be differentiated in turn.
 
-    The gradient of the rows is `GroupUses.sum`; none goes to the weights. It is one node of the graph, which can be
-    used again after a backward pass, so that several losses may have theirs one after the other.
+    Args:
+        rows: float32 [U, D].
+        uses: The features' occurrences.
+        dtypes: Output dtypes in place of the features': tables of a group may differ.
+
+    Returns:
+        For each feature, in its dtype, [B, D] or [N, D]; 0 for an empty bag.
     """
     dtypes = dtypes or [feature.dtype for feature in uses.features]
     out: tuple[Tensor, ...] = _Pull.apply(rows, uses, dtypes)  # type: ignore[no-untyped-call]

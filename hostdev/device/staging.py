@@ -1,7 +1,7 @@
-"""What crosses between host memory and the device's, without anybody waiting who need not.
+"""Asynchronous copies between host memory and the device.
 
-On an accelerator: pinned memory, a copy stream each way and one for results, events. On the CPU device nothing is
-copied: a tensor and its host memory are the same.
+An accelerator uses pinned memory, a copy stream in each direction, a stream for results, and events. On the CPU device
+nothing is copied: a tensor is its host memory.
 """
 
 import functools
@@ -17,16 +17,17 @@ from torch import Tensor
 from hostdev.core.primitive import OpLog, Primitive
 from hostdev.device.backend import is_accelerator
 from hostdev.device.ops import ops_for
-from hostdev.device.pinned import Slab, Slabs
+from hostdev.device.pinned import PinnedBuffers, Slab
 
 
 class Staging:
     """The copy streams of one device. Any thread may call; each tensor belongs to one batch.
 
-    device   where the dense layers run
-    log      where the copies' durations go
-    batches  that have host memory of their own at a time, at most
-    streams  the module with Stream, Event, stream and current_stream: torch's for the device if None
+    Args:
+        device: Where the dense layers run.
+        log: Receives the copies' durations.
+        batches: Most batches that hold a pinned buffer at a time.
+        streams: The module with Stream, Event, stream and current_stream; None for torch's module of the device.
     """
 
     def __init__(
@@ -36,58 +37,62 @@ class Staging:
         self._copy_down = Primitive("HostToDevice", _to_device, log=log)
         self._copy_up = Primitive("DeviceToHost", _to_host, log=log)
         self.copies = is_accelerator(device) or streams is not None
-        self.slabs = Slabs(pin=is_accelerator(device), batches=batches if self.copies else 0)
+        self.slabs = PinnedBuffers(pin=is_accelerator(device), batches=batches if self.copies else 0)
         if self.copies:
             self._streams = streams or torch.get_device_module(device)
             self._down, self._up, self._results = (self._streams.Stream(device) for _ in range(3))
-            self._event = _sleeping_event(self._streams)
+            self._event = _make_event_factory(self._streams)
 
     def enter_thread(self) -> None:
-        """Make the device the current one of a new thread, whose own would be the first."""
+        """Make the device current in a new thread, where the first device would be."""
         if self.slabs.pin:
             torch.accelerator.set_device_index(self.device)
 
     def send(self, tensors: Sequence[Tensor], memory: Slab) -> tuple[list[Tensor], Any]:
-        """Copy tensors to the device; return the copies and what `await_sent` takes. On the CPU, the tensors.
+        """Copy tensors to the device; return the copies and an event for `await_sent`. On the CPU, return the tensors.
 
-        memory  the batch's, through which tensors go that are not in it
+        Args:
+            tensors: On the host.
+            memory: The batch's pinned buffer, which stages tensors that are not in it.
         """
         if not self.copies:
             return list(tensors), None
         with self._streams.stream(self._down):
-            return self._copy_down([self._staged(tensor, memory) for tensor in tensors], self.device), self._mark()
+            return self._copy_down(
+                [self._stage(tensor, memory) for tensor in tensors], self.device
+            ), self._record_event()
 
     def patch(self, rows: Tensor, positions: npt.NDArray[np.int32], late: Tensor, memory: Slab) -> Any:
-        """Put late rows [L, ...] at their positions [L] into rows [U, ...], sent before; return a mark, as `send`."""
+        """Write conflicting rows [L, ...] at positions [L] into rows [U, ...] sent before; return an event."""
         with self._streams.stream(self._down):
-            host = [self._staged(torch.from_numpy(positions), memory), self._staged(late, memory)]
+            host = [self._stage(torch.from_numpy(positions), memory), self._stage(late, memory)]
             at, values = self._copy_down(host, self.device)
             ops_for(self.device).place(rows, at, values)
-            return self._mark()
+            return self._record_event()
 
     def await_sent(self, marks: Sequence[Any], tensors: Sequence[Tensor]) -> None:
-        """Let the device's current stream wait for what was sent; the calling thread does not."""
+        """Make the device's current stream wait for sent tensors; the calling thread does not wait."""
         if not self.copies:
             return
         stream = self._streams.current_stream(self.device)
         for mark in marks:
             stream.wait_event(mark)
-        for tensor in tensors:  # the allocator must not give it away before this stream has used it
+        for tensor in tensors:  # the allocator must not reuse it before this stream is done with it
             tensor.record_stream(stream)
 
     def receive(self, tensors: Sequence[Tensor], memory: Slab) -> tuple[list[Tensor], Any]:
-        """Copy tensors of the current stream to host memory; return the copies, and what `await_mark` takes."""
+        """Copy tensors of the current stream to host memory; return the copies and an event for `await_mark`."""
         return self._receive(tensors, memory, self._up) if self.copies else (list(tensors), None)
 
     def pick(self, wanted: Sequence[tuple[Tensor, npt.NDArray[np.int32]]], memory: Slab) -> list[Tensor]:
-        """Return rows of tensors of the current stream, each at positions [L], for `receive`; only where it copies.
+        """Return rows of tensors of the current stream, each at positions [L], for `receive`; on accelerators only.
 
-        The step does not wait for it: it is done in the stream of `receive`.
+        This runs in the stream of `receive`, so the step does not wait for it.
         """
         self._up.wait_stream(self._streams.current_stream(self.device))
         with self._streams.stream(self._up):
             different = {id(positions): positions for _, positions in wanted}  # a group's tables have the same
-            host = [self._staged(torch.from_numpy(positions), memory) for positions in different.values()]
+            host = [self._stage(torch.from_numpy(positions), memory) for positions in different.values()]
             at = dict(zip(different, self._copy_down(host, self.device), strict=True))
             picked = [tensor.index_select(0, at[id(positions)]) for tensor, positions in wanted]
             for tensor, _ in wanted:
@@ -95,7 +100,7 @@ class Staging:
             return picked
 
     def receive_results(self, tensors: Sequence[Tensor], memory: Slab) -> tuple[list[Tensor], Any]:
-        """Do `receive` for what is small and asked for soon, not behind larger copies."""
+        """Receive small, urgent tensors in a stream of their own, not behind larger copies."""
         return self._receive(tensors, memory, self._results, timed=False) if self.copies else (list(tensors), None)
 
     def _receive(
@@ -105,21 +110,21 @@ class Staging:
         with self._streams.stream(stream):
             host = [memory.buffer(*tensor.shape, dtype=tensor.dtype) for tensor in tensors]
             (self._copy_up if timed else _to_host)(host, tensors)
-            for tensor in tensors:  # the allocator must not give it away before it is copied
+            for tensor in tensors:  # the allocator must not reuse it before it is copied
                 tensor.record_stream(stream)
-            return host, self._mark()
+            return host, self._record_event()
 
     def await_mark(self, mark: Any) -> None:
-        """Wait, in this thread, until the device has passed a mark."""
+        """Block this thread until the device has passed an event."""
         if mark is not None:
             mark.synchronize()
 
     def mark(self) -> Any:
-        """Return a mark in the device's current stream, for `await_mark`; None on the CPU."""
-        return self._mark() if self.copies else None
+        """Record an event in the device's current stream, for `await_mark`; None on the CPU."""
+        return self._record_event() if self.copies else None
 
     def clock(self) -> Any:
-        """Return a mark in the current stream, or on the CPU the time, for `nanoseconds`."""
+        """Return a timing event in the current stream, or the time on the CPU, for `nanoseconds`."""
         if not self.copies:
             return time.perf_counter_ns()
         event = self._event(enable_timing=True)
@@ -127,23 +132,23 @@ class Staging:
         return event
 
     def nanoseconds(self, begin: Any, end: Any) -> int:
-        """Return the time between two marks that the device has passed."""
+        """Return the time between two events that the device has passed."""
         return int(begin.elapsed_time(end) * 1e6) if self.copies else int(end - begin)
 
-    def _staged(self, tensor: Tensor, memory: Slab) -> Tensor:
-        """A tensor in memory from which a copy need not wait."""
+    def _stage(self, tensor: Tensor, memory: Slab) -> Tensor:
+        """Return the tensor in memory that allows an asynchronous copy."""
         if not self.slabs.pin or tensor.is_pinned():
             return tensor
         return memory.buffer(*tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
-    def _mark(self) -> Any:
+    def _record_event(self) -> Any:
         event = self._event()
         event.record(self._streams.current_stream(self.device))
         return event
 
 
-def _sleeping_event(streams: Any) -> Callable[..., Any]:
-    """Return what makes events for which a thread waits asleep, as the host has other work; not every backend can."""
+def _make_event_factory(streams: Any) -> Callable[..., Any]:
+    """Return a factory of events that threads wait for asleep, not spinning, if the backend has these."""
     try:
         streams.Event(blocking=True)
     except TypeError:

@@ -1,4 +1,4 @@
-"""An embedding table and its optimizer rows in the device's memory: the host table's twin."""
+"""An embedding table and its optimizer state in device memory: the counterpart of the host table."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,17 +28,20 @@ from hostdev.kernels.rounding import require_bfloat16, round_rows
 Rows = npt.NDArray[np.float32]
 
 _FILL_BYTES = 1 << 26
-_FOLD_BYTES = 1 << 28  # of squares at once
+_FOLD_BYTES = 1 << 28  # of squares at a time
 
 
 class DeviceTable(Owned):
-    """Weights float32 [rows, dim] and slots on `device`, with the initial values of a `HostTable` of the same name.
+    """Weights float32 [rows, dim] and optimizer state on `device`; equal to a `HostTable` with the same arguments.
 
-    Ids must be in range and unique: the caller has checked and deduplicated them on the host. With dtype="bf16" its
-    values are those of such a host table, which bfloat16 can represent; here they take 4 bytes each.
+    Ids must be in range and unique; the caller checks and deduplicates them on the host. With dtype="bfloat16" the
+    values are those of a host table of that dtype, but take 4 bytes each.
 
-    While a loop over `Runtime.train` is open, reads and writes in its body are as of a host table. `weights`, `slots`
-    and `block` are views of the memory, which torch cannot protect: write through `writing` or `write_rows`.
+    The body of an open `Runtime.train` loop may read and write as with a host table. `weights`, `slots` and `block` are
+    views that torch cannot protect: use `writing` or `write_rows` to write.
+
+    Args:
+        device: Where the table lies. The other arguments are those of `HostTable`.
     """
 
     primitive_target = "DEVICE"
@@ -95,7 +98,7 @@ class DeviceTable(Owned):
 
     @property
     def total_rows(self) -> int:
-        """Number of rows, V: all are here."""
+        """Number of rows, V."""
         return self.rows
 
     @property
@@ -110,18 +113,18 @@ class DeviceTable(Owned):
 
     @property
     def device(self) -> torch.device:
-        """Where the table is."""
+        """Where the table lies."""
         return self._block.device
 
     @property
     def block(self) -> Tensor:
-        """The memory of all rows, float32 [V, 1 + S, D]: weights, then slots of D values."""
+        """The memory of all rows, float32 [V, 1 + S, D]: weights, then state columns of D values."""
         self._before_read()
         return self._block
 
     @property
     def row_slots(self) -> Tensor:
-        """The memory of the slots of one value a row, float32 [V, R]."""
+        """The memory of the per-row state, float32 [V, R]."""
         self._before_read()
         return self._row_slots
 
@@ -132,14 +135,14 @@ class DeviceTable(Owned):
 
     @property
     def slots(self) -> Mapping[str, Tensor]:
-        """Views of the optimizer's slots by name, each float32 [V, D], or [V, 1] for one value a row."""
+        """Views of the optimizer state by name, each float32 [V, D], or [V, 1] for per-row state."""
         self._before_read()
         slots = {name: self._block[:, 1 + i] for i, name in enumerate(self.optimizer.slots)}
         row_slots = {name: self._row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
         return MappingProxyType(slots | row_slots)
 
     def columns(self) -> dict[str, Tensor]:
-        """Return the weights and the slots by name, as `HostTable.columns`."""
+        """Return weights and optimizer state by name, as `HostTable.columns` does."""
         self._before_read()
         return self._columns()
 
@@ -148,49 +151,53 @@ class DeviceTable(Owned):
         return planes | {name: self._row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
 
     def where(self, ids: Any) -> tuple[Tensor, Any]:
-        """Return the memory of rows and their slots, float32 [V, 1 + S, D], and where those of these ids are in it."""
+        """Return the rows with their optimizer state, float32 [V, 1 + S, D], and the places of these ids in them."""
         return self._block, ids
 
     @property
     def memory(self) -> tuple[Tensor, Tensor]:
-        """`block` and `row_slots` for a loop, which knows what the table holds."""
+        """`block` and `row_slots` for the loop itself, without checks."""
         return self._block, self._row_slots
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Return the weights rows of ids int32 or int64 [U], a copy float32 [U, D]."""
+        """Return the weights of ids int32 or int64 [U], a copy float32 [U, D]."""
         self._before_read()
         return self.lookup_now(ids)
 
     def lookup_now(self, ids: Tensor) -> Tensor:
-        """Do `lookup` for a loop, which knows what the table holds."""
+        """Return the weights as `lookup` does, for the loop itself, without checks."""
         return self._ops.lookup(self._block, ids)
 
     def update(self, ids: Tensor, grads: Tensor, skip: Tensor | None = None) -> None:
-        """Take one optimizer step on unique rows: ids [U], their summed gradients float32 [U, D].
+        """Take one optimizer step on unique rows.
 
-        skip  float32 []: nothing changes unless it is 0; None for 0
+        Args:
+            ids: int32 or int64 [U].
+            grads: Summed gradients, float32 [U, D].
+            skip: float32 []; unless it is 0, nothing changes. None for 0.
 
-        ValueError for gradients that are not finite or above `optimizer.largest_gradient`; nothing is written then.
+        Raises:
+            ValueError: A gradient is not finite or above `optimizer.largest_gradient`; nothing is written then.
         """
         most = float(grads.abs().max()) if grads.numel() else 0.0  # NaN where one is
         if not most <= self.optimizer.largest_gradient:
             raise ValueError(
-                f"table {self.name!r}: a gradient is {most}, not finite or more than "
-                f"{self.optimizer.largest_gradient:.3g}, the most that its optimizer takes; no row was updated"
+                f"table {self.name!r}: a gradient is {most}, which is not finite or above "
+                f"{self.optimizer.largest_gradient:.3g}, the limit of its optimizer; no row was updated"
             )
         self._before_write()
         self.update_now(ids, grads, skip)
         self._after_write(ids)
 
     def update_now(self, ids: Tensor, grads: Tensor, skip: Tensor | None = None) -> None:
-        """Do `update` for a loop, which has looked at the gradients."""
+        """Update as `update` does, for the loop itself, which has checked the gradients."""
         step = self.begin_step()
         self._ops.update(self.optimizer.primitive, self._block, self._row_slots, ids, grads, step.scalars, skip)
-        if step.rounding is not None:  # where nothing has changed it changes nothing
+        if step.rounding is not None:  # does not change rows that were skipped
             self._ops.round_rows(self._block, ids, ids, step.rounding)
 
     def begin_step(self) -> TableStep:
-        """Count one step, and return what its updates need to know of it."""
+        """Count one step, and return its scalars and rounding key."""
         self._require_no_writing()
         self._step += 1
         key = rounding_key(self.seed, self.name, self._step) if self.dtype == BF16 else None
@@ -198,9 +205,10 @@ class DeviceTable(Owned):
 
     @contextmanager
     def writing(self, ids: Any = None) -> Iterator[Writing]:
-        """Change weights and slots as tensors, as `HostTable.writing`; they are written at the end of the `with`.
+        """Edit weights and optimizer state as tensors, as `HostTable.writing` does; written at the end of the `with`.
 
-        ids  integers [N], an array or a tensor, each in [0, V), all different; None for all rows
+        Args:
+            ids: Integers [N], an array or a tensor, each in [0, V), all different; None for all rows.
         """
         chosen = None
         if ids is not None:
@@ -224,7 +232,7 @@ class DeviceTable(Owned):
         self._after_write(chosen)
 
     def erase(self, ids: Any) -> None:
-        """Give rows their initial values again, weights and slots, as `HostTable.erase`."""
+        """Reset weights and optimizer state of rows to their initial values, as `HostTable.erase` does."""
         array = checked_ids(ids.cpu().numpy() if isinstance(ids, Tensor) else ids, self.rows, self.name)
         array = np.unique(array).astype(np.int64)
         _, planes, D = self._block.shape
@@ -238,9 +246,10 @@ class DeviceTable(Owned):
         self.write_rows(array, block, row_slots)
 
     def write_rows(self, ids: npt.NDArray[Any], block: Rows, row_slots: Rows) -> None:
-        """Overwrite rows with their slots: ids [N], float32 [N, 1 + S, D] and [N, R], from host memory.
+        """Overwrite rows and their optimizer state: ids [N], float32 [N, 1 + S, D] and [N, R], from host memory.
 
-        ValueError, with nothing written, for values that are not finite or that the table's dtype cannot represent.
+        Raises:
+            ValueError: Values are not finite or not representable in the table's dtype; nothing is written then.
         """
         if self.dtype == BF16:
             require_bfloat16(block, self.name)
@@ -267,7 +276,7 @@ class DeviceTable(Owned):
 
 
 def partial_squares_with_torch(weights: Tensor) -> Tensor:
-    """Do `kernels.norm.partial_squares` of weights float32 [V, D] in torch's elementwise operations, in chunks."""
+    """Compute `kernels.norm.partial_squares` of weights float32 [V, D] with torch's elementwise operations."""
     rows, dim = weights.shape
     out = torch.empty((-(-rows // PART), dim), dtype=torch.float64, device=weights.device)
     step = max(1, _FOLD_BYTES // (PART * dim * 8))

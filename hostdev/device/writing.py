@@ -1,4 +1,4 @@
-"""Weights and slots of a table on the device as tensors that may be written, and which rows differ in the end."""
+"""Editable copies of a device table's weights and optimizer state."""
 
 from collections.abc import Mapping
 
@@ -9,11 +9,12 @@ from hostdev.core.writing import Copies
 
 
 class Writing(Copies):
-    """What `DeviceTable.writing` gives.
+    """The copies that `DeviceTable.writing` yields.
 
-    table    its name, for errors
-    columns  views of its weights and slots by name
-    ids      int64 [N] on the device, all different; None for all rows
+    Args:
+        table: The table's name, for errors.
+        columns: Views of its weights and optimizer state by name.
+        ids: int64 [N] on the device, all different; None for all rows.
     """
 
     def __init__(self, table: str, columns: Mapping[str, Tensor], ids: Tensor | None) -> None:
@@ -26,7 +27,7 @@ class Writing(Copies):
         return there.clone(memory_format=torch.contiguous_format)
 
     def require_finite(self) -> None:
-        """ValueError, with the first row, unless all values of the copies are finite."""
+        """Raise ValueError, with the first row, unless all values of the copies are finite."""
         for values in self._held.values():
             wrong = ~values.isfinite()
             if wrong.any():
@@ -34,7 +35,7 @@ class Writing(Copies):
                 value = float(values[row][wrong[row]][0])
                 number = row if self._ids is None else int(self._ids[row])
                 raise ValueError(
-                    f"table {self._table!r}: {value} is to be written to row {number}, and values must be finite; "
+                    f"table {self._table!r}: {value} cannot be written to row {number}, as values must be finite; "
                     "nothing was written"
                 )
 

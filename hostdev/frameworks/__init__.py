@@ -1,4 +1,4 @@
-"""What other people's training loops need: accelerate's view of the batch in the body, Lightning's checkpoints."""
+"""Support for other training loops: accelerate's state of the body's batch, and Lightning's checkpoints."""
 
 from hostdev.frameworks import accelerate, lightning
 

@@ -1,9 +1,9 @@
-"""Hugging Face accelerate's prepared loaders under a loop that reads ahead.
+"""Hugging Face accelerate's prepared loaders in a loop that reads ahead.
 
-accelerate tells the body of a loop, through its `GradientState`, whether this batch is the last one of the loader
-(`Accelerator.accumulate` steps there) and how many samples of it are padding. A prepared loader sets this when it is
-read, and a hostdev loop reads several batches before the body sees them. So a prepared loader that is read by a loop
-reports to the loop, which notes the state of each batch and shows it to accelerate with that batch.
+accelerate's `GradientState` tells a loop's body whether a batch is the loader's last one (`Accelerator.accumulate`
+steps there), and how many of its samples are padding. A prepared loader sets this state when it is read, but a hostdev
+loop reads several batches before the body sees them. So the loop records the state of each batch when it is read, and
+shows it to accelerate when the body gets the batch.
 """
 
 import functools
@@ -17,21 +17,21 @@ _MARK = "_seen_by_hostdev"
 
 
 class _State(NamedTuple):
-    """What accelerate tells of a batch."""
+    """accelerate's state of a batch."""
 
     end_of_dataloader: bool
     remainder: int
 
 
 class _Shown:
-    """The dataloader that accelerate sees as the active one: it has the state of the batch in the body."""
+    """The active dataloader that accelerate sees, with the state of the body's batch."""
 
     end_of_dataloader = False
     remainder = -1
 
 
 class _Reports:
-    """Stands in for the `GradientState` of a prepared loader while a loop reads it."""
+    """Replaces the `GradientState` of a prepared loader while a loop reads it."""
 
     def __init__(self) -> None:
         self._active: list[Any] = []
@@ -43,14 +43,14 @@ class _Reports:
         self._active = [one for one in self._active if one is not loader]
 
     def state(self) -> _State | None:
-        """Return the state of the innermost loader that is being read; None where there is none."""
+        """Return the state of the innermost loader that is being read; None if there is none."""
         if not self._active:
             return None
         return _State(bool(self._active[-1].end_of_dataloader), int(self._active[-1].remainder))
 
 
 class _Reading(threading.local):
-    """Where prepared loaders report to, while a thread reads for a loop."""
+    """The thread's recorder of prepared loaders' states, while it reads for a loop."""
 
     reports: _Reports | None = None
 
@@ -59,14 +59,14 @@ _reading = _Reading()
 
 
 def is_imported() -> bool:
-    """Tell whether the program uses accelerate."""
+    """Return whether the program uses accelerate."""
     return "accelerate.data_loader" in sys.modules
 
 
 class States:
-    """The state of accelerate with each batch that was read and not yet given out.
+    """accelerate's state of each batch that was read but not yielded yet.
 
-    Batches are read in one thread at a time, and given out in the same order, in the thread of the loop.
+    One thread at a time reads batches; the loop's thread yields them in the same order.
     """
 
     def __init__(self) -> None:
@@ -75,9 +75,9 @@ class States:
         self._shown: _Shown | None = None
 
     def reading(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches, and note the state with each; those that were noted before come first."""
+        """Yield the batches and record the state of each; batches that were recorded before come first."""
         _install()
-        known = len(self._noted)  # read for a loop before this one, and kept for it
+        known = len(self._noted)  # left over from an earlier loop
         while True:
             before, _reading.reports = _reading.reports, self._reports
             try:
@@ -90,10 +90,10 @@ class States:
                 known -= 1
             else:
                 self._noted.append(self._reports.state())
-            yield held.pop()  # not kept here: a batch lives no longer than the caller has it
+            yield held.pop()  # keep no reference: only the caller holds the batch
 
     def show(self) -> None:
-        """Show accelerate the state of the batch that is given out now."""
+        """Show accelerate the state of the batch that is yielded now."""
         state = self._noted.popleft()
         if state is None:
             self.hide()
@@ -104,7 +104,7 @@ class States:
         self._shown.end_of_dataloader, self._shown.remainder = state
 
     def hide(self) -> None:
-        """Let accelerate see no loader of this loop: it is over."""
+        """Hide this loop's loader from accelerate at the loop's end."""
         if self._shown is not None:
             _gradient_state()._remove_dataloader(self._shown)
             self._shown = None
@@ -115,7 +115,7 @@ def _gradient_state() -> Any:
 
 
 def _install() -> None:
-    """Let prepared loaders report to the loop that reads them, once in a process."""
+    """Make prepared loaders report to the loop that reads them, once per process."""
     mixin = sys.modules["accelerate.data_loader"].DataLoaderStateMixin
     if getattr(mixin, _MARK, False):
         return
@@ -126,7 +126,7 @@ def _install() -> None:
     def begin_reporting(loader: Any) -> None:
         if _reading.reports is not None:
             loader.gradient_state = _reading.reports
-        elif isinstance(loader.gradient_state, _Reports):  # a loop read it before
+        elif isinstance(loader.gradient_state, _Reports):  # an earlier loop read it
             loader.gradient_state = _gradient_state()
         begin(loader)
 

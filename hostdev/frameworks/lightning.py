@@ -1,4 +1,4 @@
-"""Lightning's checkpoints with the tables in them: a plugin for its Trainer."""
+"""A plugin for Lightning's Trainer that saves the tables with its checkpoints."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from typing import Any
 
 from hostdev.core.errors import UserError
 
-_ENTRY = "hostdev_tables"  # in Lightning's checkpoint: the name of the tables' checkpoint beside it
+_ENTRY = "hostdev_tables"  # key in Lightning's checkpoint: the name of the tables' checkpoint
 _PACKAGES = {"lightning": "lightning.fabric.plugins", "pytorch_lightning": "lightning_fabric.plugins"}
 
 
@@ -20,12 +20,12 @@ def checkpoint_io(runtime: Any) -> Any:
 
         trainer = lightning.Trainer(plugins=[hostdev.frameworks.lightning.checkpoint_io(runtime)])
 
-    The tables of `epoch=3.ckpt` are in the folder `epoch=3.ckpt.tables` beside it, as `Runtime.save` writes them.
-    Lightning's checkpoint names the one that belongs to it. `Trainer.fit`, `validate` and `test` with `ckpt_path`
-    load both, and where `ModelCheckpoint` removes a checkpoint, its tables go, too. Works with the packages
-    `lightning` and `pytorch_lightning`.
+    The tables of `epoch=3.ckpt` are in the folder `epoch=3.ckpt.tables` next to it, as `Runtime.save` writes them, and
+    Lightning's checkpoint names the one that belongs to it. `Trainer.fit`, `validate` and `test` with `ckpt_path` load
+    both, and `ModelCheckpoint` removes both. Works with the packages `lightning` and `pytorch_lightning`.
 
-    UserError where neither is installed, and on loading a checkpoint without tables.
+    Raises:
+        UserError: Neither package is installed; or, when it is loaded, a checkpoint has no tables.
     """
     runtime.saves_with_framework = True
     loaded = [plugins for package, plugins in _PACKAGES.items() if package in sys.modules]
@@ -34,7 +34,7 @@ def checkpoint_io(runtime: Any) -> Any:
     class TablesIO(*bases):  # type: ignore[misc]
         def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, *args: Any, **kwargs: Any) -> None:
             folder = _folder(path)
-            # The tables first: a checkpoint of the same path, which is replaced now, names the ones before.
+            # Tables first: until it is replaced, an older checkpoint at this path still names its own tables.
             saved = runtime.save(folder, keep=2).wait().path.name
             super().save_checkpoint({**checkpoint, _ENTRY: saved}, path, *args, **kwargs)
 
@@ -64,6 +64,6 @@ def _installed() -> str:
 
 
 def _folder(path: Any) -> Path:
-    """Return the folder of the tables of a checkpoint; `last.ckpt` may be a link to another one."""
+    """Return the folder of a checkpoint's tables; `last.ckpt` may be a link to another checkpoint."""
     resolved = os.path.realpath(path)
     return Path(f"{resolved}.tables")

@@ -1,1 +1,1 @@
-"""Tables in host memory and the server that names them; over kernels/, and like it without torch."""
+"""Tables in host memory, and a server of named tables. Built on kernels/; does not import torch."""

@@ -1,7 +1,7 @@
-"""Which rows of a table have been written, and what they held before: for checkpoints while training goes on.
+"""Change tracking and copy-on-write snapshots of a table, for checkpoints that are written during training.
 
-A `Snapshot` is a table as of one moment. Its rows are read in order by who saves them; a row that training wants to
-write before is copied aside first, and the reader takes the copy. Both happen under one lock, for a few rows at a time.
+A `Snapshot` holds a table's rows at one moment. The checkpoint writer reads them in order. If training writes a row
+first, the old row is copied aside, and the writer reads the copy. One lock guards both, a few rows at a time.
 """
 
 import threading
@@ -13,80 +13,72 @@ import numpy as np
 import numpy.typing as npt
 
 from hostdev.host.storage import Storage, taken
-from hostdev.kernels.bits import (
-    Bits,
-    all_bits,
-    bits_for,
-    count_bits,
-    mark,
-    place_in_columns,
-    rows_between,
-    take,
-)
+from hostdev.kernels.bits import Bits, all_bits, bits_for, count_bits, mark, place_in_columns, rows_between, take
 from hostdev.kernels.buffers import scratch
 
 Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[Any]
 
-_AT_ONCE_BYTES = 1 << 22  # copied under the lock; half a millisecond
-_SORTED_AT_ONCE = 16  # of these copies
-_BUCKETS = 32  # of a table's rows; the copies of one are freed when it has been read
+_AT_ONCE_BYTES = 1 << 22  # copied per hold of the lock; half a millisecond
+_SORTED_AT_ONCE = 16  # copies
+_BUCKETS = 32  # ranges of a table's rows; a bucket's copies are freed once its rows are read
 
 
 class Budget:
-    """Bytes of copies, which several snapshots share; who wants more than there are waits."""
+    """A limit on the bytes of copies that several snapshots share; a thread that exceeds it waits."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._used, self._closed = limit, 0, False
         self._changed = threading.Condition()
-        self.most = 0  # used so far
-        self.seconds = 0.0  # that training has spent with copying rows aside, and waiting for that
+        self.most = 0  # peak bytes
+        self.seconds = 0.0  # training time spent on copying rows aside, waits included
 
     def await_room(self) -> None:
-        """Wait until less than the limit is used."""
+        """Wait until usage is below the limit."""
         with self._changed:
             self._changed.wait_for(lambda: self._used < self._limit or self._closed)
 
     def add(self, nbytes: int) -> None:
-        """Count bytes that are used; below 0 for bytes that no longer are."""
+        """Add to the bytes in use; a negative number frees bytes."""
         with self._changed:
             self._used += nbytes
             self.most = max(self.most, self._used)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let nobody wait any more."""
+        """Release all waiting threads; later calls do not wait."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
 
 class Snapshot:
-    """Rows of a table as of now, though they are written later.
+    """A table's rows at the moment of construction.
 
-    storage  the table's memory
-    wanted   the rows
-    budget   for the copies of those that are written before they have been read
+    Args:
+        storage: The table's memory.
+        wanted: The rows to keep, one bit each.
+        budget: Limits the copies of rows that are overwritten before they are read.
     """
 
     def __init__(self, storage: Storage, wanted: Bits, budget: Budget) -> None:
         self.storage, self.row_slots = storage, storage.row_slots
         self.wanted = wanted
         self.count = count_bits(wanted)
-        self._pending = wanted.copy()  # neither read nor copied aside
-        self._aside: list[tuple[Ids, Rows, Rows]] = []  # in the order of the writes
+        self._pending = wanted.copy()  # neither read nor copied aside yet
+        self._aside: list[tuple[Ids, Rows, Rows]] = []  # in write order
         self._sorted: dict[int, list[tuple[Ids, Rows, Rows]]] = defaultdict(list)  # by bucket, ids ascending
         V, planes, D = storage.shape
         self._rows = V
         self._bucket = -(-V // _BUCKETS)
-        self._first_bucket = 0  # that is not freed
+        self._first_bucket = 0  # the first that is not freed
         self._budget = budget
         self._lock = threading.Lock()
-        self.ended = threading.Event()  # all has been read, or nobody is going to
+        self.ended = threading.Event()  # all rows are read, or the snapshot is abandoned
         self._row_bytes = 4 * (planes * D + self.row_slots.shape[1])
 
     def save_before_write(self, ids: Ids) -> None:
-        """Copy those of the rows ids [N] aside that have not been read; waits where there is no room for copies."""
+        """Copy the unread ones of the rows ids [N] aside; waits while the budget is used up."""
         step = max(1, _AT_ONCE_BYTES // self._row_bytes)
         begin = time.perf_counter()
         for start in range(0, len(ids), step):
@@ -105,11 +97,14 @@ class Snapshot:
         self._budget.seconds += time.perf_counter() - begin
 
     def read(self, first: int, last: int, ids: Ids | None, columns: Rows, row_columns: Rows) -> None:
-        """Copy rows of [first, last) to columns; ranges come in ascending order, from one thread.
+        """Copy rows of [first, last) to columns. One thread calls this, with ascending ranges.
 
-        ids          int64 [N], ascending: which of them; None for all, N = last - first
-        columns      float32 [1 + S, N, D], written
-        row_columns  float32 [R, N], written
+        Args:
+            first: The first row of the range.
+            last: The end of the range.
+            ids: The rows to copy, int64 [N], ascending; None copies all, N = last - first.
+            columns: Output, float32 [1 + S, N, D].
+            row_columns: Output, float32 [R, N].
         """
         step = max(1, _AT_ONCE_BYTES // self._row_bytes)
         N = columns.shape[1]
@@ -127,7 +122,7 @@ class Snapshot:
         self._free(last)
 
     def _sort_in(self, aside: list[tuple[Ids, Rows, Rows]]) -> None:
-        """File copies by the rows' buckets; in few steps, as training's threads want Python's lock."""
+        """Sort copies into buckets, in few Python steps: training's threads need the GIL."""
         ids, rows, row_slots = (np.concatenate(parts) for parts in zip(*aside, strict=True))
         order = np.argsort(ids)
         ids = ids[order]
@@ -139,7 +134,7 @@ class Snapshot:
             self._sorted[int(buckets[begin])].append(kept)
 
     def _take_aside(self, rows: Ids, columns: Rows, row_columns: Rows) -> None:
-        """Put copies in the place of rows that may have been written."""
+        """Replace rows that may have been overwritten by their copies."""
         first, last = int(rows[0]), int(rows[-1]) + 1
         for bucket in range(first // self._bucket, (last - 1) // self._bucket + 1):
             for ids, values, row_slots in self._sorted.get(bucket, ()):
@@ -150,7 +145,7 @@ class Snapshot:
                     place_in_columns(row_slots[begin:end, :, None], of_these, rows, row_columns[:, :, None])
 
     def _free(self, last: int) -> None:
-        """Let go of the copies of rows before `last`."""
+        """Free the copies of rows before `last`."""
         done = self._rows if last >= self._rows else last // self._bucket
         for bucket in [bucket for bucket in self._sorted if bucket < done]:
             freed = sum(len(ids) for ids, _, _ in self._sorted.pop(bucket))
@@ -162,7 +157,7 @@ class Snapshot:
         return out[: rows_between(first, last, self.wanted, out)].copy()
 
     def end(self) -> None:
-        """Copy nothing any more: all has been read, or nobody is going to."""
+        """Stop copying: all rows are read, or the snapshot is abandoned."""
         self.ended.set()
         with self._lock:
             left = sum(len(kept[0]) for kept in self._aside)
@@ -173,16 +168,13 @@ class Snapshot:
 
 
 class Changes:
-    """What is noted of a table's rows, at a bit a row, when they are written.
-
-    storage  the table's memory, as in `Snapshot`
-    """
+    """The set of a table's rows that were written since the last snapshot, one bit per row."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage, self._rows = storage, storage.shape[0]
         self._touched = bits_for(self._rows)  # since the last snapshot
-        self._unsaved: list[Bits] = []  # of snapshots that were not saved
-        self.since: Any = None  # what they are counted from: whoever saves notes it here
+        self._unsaved: list[Bits] = []  # rows of snapshots that were not saved
+        self.since: Any = None  # names the checkpoint that changes are counted from; set by the checkpoint manager
         self._snapshot: Snapshot | None = None
 
     @property
@@ -194,15 +186,16 @@ class Changes:
         return self._touched
 
     def before_write(self, ids: Ids) -> None:
-        """Note that rows ids [N] are about to be written; one thread at a time."""
+        """Record that rows ids [N] are about to be written; one thread at a time may call."""
         if self._snapshot is not None:
             self._snapshot.save_before_write(ids)
         mark(ids, self._touched)
 
     def begin(self, budget: Budget, *, everything: bool) -> Snapshot:
-        """Return a snapshot of the rows written since the last one, or of all; nobody writes in the meantime.
+        """Return a snapshot of the rows written since the last one, or of all; no thread may write meanwhile.
 
-        RuntimeError while the one before has not ended.
+        Raises:
+            RuntimeError: The last snapshot has not ended.
         """
         if self._snapshot is not None:
             raise RuntimeError("a snapshot of this table is being saved")
@@ -213,13 +206,13 @@ class Changes:
         return snapshot
 
     def await_end(self) -> None:
-        """Wait until the snapshot that there is has been read, or given up."""
+        """Wait until the current snapshot, if any, is read or abandoned."""
         if self._snapshot is not None:
             self._snapshot.ended.wait()
 
     def end(self, snapshot: Snapshot, *, saved: bool) -> None:
-        """End a snapshot; where it was not saved, its rows count as not saved."""
+        """End a snapshot; unless it was saved, its rows count as changed again."""
         snapshot.end()
         if not saved:
-            self._unsaved.append(snapshot.wanted)  # others may be marking rows
+            self._unsaved.append(snapshot.wanted)  # merged later: another thread may be marking rows
         self._snapshot = None

@@ -15,7 +15,7 @@ class ParameterServer:
         self._tables: dict[str, HostTable] = {}
 
     def add(self, table: HostTable) -> HostTable:
-        """Take a table under its own name and return it; ValueError if the name is taken."""
+        """Add a table under its own name and return it; ValueError if the name is taken."""
         if table.name in self._tables:
             raise ValueError(f"there is a table {table.name!r} already")
         self._tables[table.name] = table

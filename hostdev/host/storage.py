@@ -1,6 +1,7 @@
-"""How a table's rows lie in host memory: as float32, or their weights as bfloat16. What is read of them is float32.
+"""Layouts of a table's rows in host memory: all float32, or bfloat16 weights. Reads always return float32.
 
-V rows, D columns, S optimizer slots of D values a row and R of one; N ids, int32 or int64, trusted to be in [0, V).
+V rows, D columns; optimizer state of S columns of D values and R of one value per row. N ids, int32 or int64, are
+trusted to be in [0, V).
 """
 
 from collections.abc import Callable
@@ -29,47 +30,57 @@ Rows = npt.NDArray[np.float32]
 Ids = npt.NDArray[Any]
 Positions = npt.NDArray[np.int32]
 
-_FILLED = 1 << 20  # rows of a part at a time
-_FILLED_BYTES = 1 << 26  # of rows that are rounded, as float32
+_FILLED = 1 << 20  # rows of a rank's part that are filled at a time
+_FILLED_BYTES = 1 << 26  # float32 bytes that are filled and rounded at a time
 
 
 class Shape:
-    """What a storage is made for.
+    """The dimensions of a storage.
 
-    rows       V, here
-    first      the position of the first of them among all `total` rows
-    is_part    they are those of a rank, at its positions (`kernels.shards`)
-    ids        returns the ids of the rows [start, stop) here
+    Args:
+        rows: V, the rows that are stored here.
+        dim: D.
+        optimizer: Defines the optimizer state.
+        first: The position of the first row among all `total` rows.
+        total: Rows of the table over all ranks.
+        is_part: The rows are a rank's part, at its positions (`kernels.shards`).
+        ids: Returns the ids of the local rows [start, stop).
     """
 
     def __init__(
-        self, rows: int, dim: int, optimizer: SparseOptimizer, first: int, total: int, is_part: bool,
+        self,
+        rows: int,
+        dim: int,
+        optimizer: SparseOptimizer,
+        first: int,
+        total: int,
+        is_part: bool,
         ids: Callable[[int, int], npt.NDArray[np.int64]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rows, self.dim, self.optimizer = rows, dim, optimizer
         self.first, self.total, self.is_part, self.ids = first, total, is_part, ids
         self.slots = np.array(list(optimizer.slots.values()), np.float32)
 
     def row_slots(self) -> Rows:
-        """Return memory for the slots of one value a row."""
+        """Return memory for the per-row state."""
         found: Rows = interleave(aligned_empty((self.rows, len(self.optimizer.row_slots))))
         return found
 
     def fill_row_slots(self, row_slots: Rows) -> None:
-        """Write the initial slots of one value a row."""
+        """Write the initial per-row state."""
         values = np.array(list(self.optimizer.row_slots.values()), np.float32)
         if len(values):
             fill_constant(row_slots[:, :, None], values[0], values[1:])
 
 
 class Storage(Protocol):
-    """A table's rows. What is to be done to them comes as tasks, as in `HostTable`."""
+    """A table's rows. Operations on them are returned as tasks, as by `HostTable`."""
 
     dtype: str
     row_slots: Rows  # [V, R]
 
     def initial(self, shape: Shape, seed: int, init: Initializer, ids: npt.NDArray[np.int64], block: Rows) -> None:
-        """Write the initial values of rows to block [N, 1 + S, D]; ids [N] are among all rows, of a part, too."""
+        """Write the initial values of rows to block [N, 1 + S, D]; ids [N] count over the rows of all ranks."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -77,7 +88,7 @@ class Storage(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows."""
+        """Bytes in total."""
 
     def fill(self, shape: Shape, seed: int, init: Initializer) -> None:
         """Write the initial values of all rows."""
@@ -86,10 +97,10 @@ class Storage(Protocol):
         """Return all weights: a view, or a copy that is read-only."""
 
     def column(self, number: int) -> Any:
-        """Return what is read of the weights, 0, or of a slot of D values: slices and rows by id, float32."""
+        """Return the weights (0) or a state column, to be read by slices and by row ids as float32."""
 
     def slot(self, number: int) -> Rows:
-        """Return a view of a slot of D values, [V, D]."""
+        """Return a view of a state column [V, D]."""
 
     def lookup_tasks(self, ids: Ids, out: Rows, positions: Positions | None) -> list[Task]:
         """Copy weights to out [N, D]."""
@@ -98,29 +109,29 @@ class Storage(Protocol):
         """Copy rows to block [N, 1 + S, D] and row_slots [N, R]."""
 
     def write_tasks(self, ids: Ids, block: Rows, row_slots: Rows, positions: Positions | None) -> list[Task]:
-        """Overwrite rows, with what `require_exact` lets pass."""
+        """Overwrite rows with values that `require_exact` accepts."""
 
     def require_exact(self, block: Rows) -> None:
-        """Raise ValueError for rows [N, 1 + S, D] that cannot be stored as they are."""
+        """Raise ValueError unless the rows [N, 1 + S, D] can be stored without rounding."""
 
     def update_tasks(self, ids: Ids, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
         """Take an optimizer step on unique rows."""
 
     def apply(self, ids: Ids, grads: Rows, step: TableStep) -> None:
-        """Sum the gradients of each id and take an optimizer step on its row."""
+        """Sum the gradients of each id, and take an optimizer step on its row."""
 
     def partial_squares(self) -> npt.NDArray[np.float64]:
-        """Return the sums of squares of the weights, as `kernels.norm`."""
+        """Return the sums of squares of the weights, as `kernels.norm` does."""
 
     def copy_to_columns(self, start: int, stop: int, first: int, ids: Ids | None, columns: Rows) -> None:
-        """Copy rows to columns [1 + S, N, D], as `kernels.bits.copy_to_columns`."""
+        """Copy rows to columns [1 + S, N, D], as `kernels.bits.copy_to_columns` does."""
 
     def taken(self, ids: Ids) -> Rows:
-        """Return copies of rows, [N, 1 + S, D]; other Python threads go on meanwhile."""
+        """Return copies of rows, [N, 1 + S, D]; releases the GIL."""
 
 
 class Float32:
-    """A row's weights and slots in one stretch: block [V, 1 + S, D]."""
+    """Weights and optimizer state of a row lie together: block float32 [V, 1 + S, D]."""
 
     dtype = FP32
 
@@ -181,7 +192,7 @@ class Float32:
         return tasks + _write_row_slots(self.row_slots, ids, row_slots, positions)
 
     def require_exact(self, block: Rows) -> None:
-        """All can."""
+        """Accept all values."""
 
     def update_tasks(self, ids: Ids, grads: Rows, step: TableStep, positions: Positions | None) -> list[Task]:
         """See `Storage`."""
@@ -206,9 +217,9 @@ class Float32:
 
 
 class Bfloat16:
-    """Weights uint16 [V, D], the bits of bfloat16 numbers, and slots float32 [V, S, D].
+    """Weights uint16 [V, D], the bits of bfloat16 numbers, apart from optimizer state float32 [V, S, D].
 
-    New weights are rounded by `kernels.rounding`, by the row's id: of a part, that among all rows.
+    `kernels.rounding` rounds new weights. The rounding depends on the row's id over all ranks.
     """
 
     dtype = BF16
@@ -241,7 +252,7 @@ class Bfloat16:
         weights, bits = np.empty((len(ids), 1, shape.dim), np.float32), np.empty((len(ids), shape.dim), np.uint16)
         init.fill(weights, seed, self._name, np.empty(0, np.float32), ids=ids)
         rounding.round_into(weights, bits, rounding_key(seed, self._name, 0), ids=ids)
-        block[:, 0] = Widened(bits)[:]
+        block[:, 0] = Bfloat16View(bits)[:]
         block[:, 1:] = shape.slots[:, None]
 
     @property
@@ -257,13 +268,13 @@ class Bfloat16:
 
     def weights(self) -> Rows:
         """See `Storage`."""
-        found = Widened(self.bits)[:]
+        found = Bfloat16View(self.bits)[:]
         found.flags.writeable = False
         return found
 
     def column(self, number: int) -> Any:
         """See `Storage`."""
-        return self.slots[:, number - 1] if number else Widened(self.bits)
+        return self.slots[:, number - 1] if number else Bfloat16View(self.bits)
 
     def slot(self, number: int) -> Rows:
         """See `Storage`."""
@@ -316,8 +327,8 @@ class Bfloat16:
         return out
 
 
-class Widened:
-    """Bits of bfloat16 numbers [V, D], of which slices and rows by id are read as float32."""
+class Bfloat16View:
+    """Bits of bfloat16 numbers [V, D]; slices and rows are read as float32."""
 
     def __init__(self, bits: npt.NDArray[np.uint16]) -> None:
         self._bits = bits
@@ -346,7 +357,7 @@ def _write_row_slots(held: Rows, ids: Ids, values: Rows, positions: Positions | 
 
 
 def taken(values: Rows, ids: Ids) -> Rows:
-    """Return values[ids], of float32 [any, ...]; other Python threads go on meanwhile."""
+    """Return values[ids] of float32 values [any, ...]; releases the GIL."""
     out = np.empty((len(ids), *values.shape[1:]), np.float32)
     if out.size:
         width = out.size // len(ids)

@@ -1,4 +1,4 @@
-"""An embedding table and its optimizer rows in host memory."""
+"""An embedding table and its optimizer state in host memory."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,36 +32,37 @@ _ERASED = 1 << 16  # rows at a time
 
 
 class HostTable(Owned):
-    """Weights float32 [rows, dim] and the optimizer's slots of the same shape.
+    """An embedding table in host memory: weights float32 [rows, dim], and optimizer state.
 
-    Initial weights depend on (seed, name, row, column) only. Memory: rows x dim x (1 + slots) x 4 bytes; a row's
-    weights and slots lie in one stretch. With dtype="bf16" a weight takes 2 bytes: all values are those that bfloat16
-    can represent, in float32 wherever they are read, and a new one is rounded stochastically to one of its two
-    neighbours, by a random number that depends on (seed, name, step of the table, row, column) only.
+    Initial weights depend only on (seed, name, row, column). Memory: rows x dim x (1 + slots) x 4 bytes. With
+    dtype="bfloat16" a weight takes 2 bytes, and reads return float32. Each update rounds new weights stochastically to
+    one of the two nearest bfloat16 values, by a random number that depends only on (seed, name, step of the table,
+    row, column).
 
-    Lookups may run in several threads at once; an update of rows that another thread reads or updates must be kept
-    apart by the caller.
+    Several threads may look rows up at once. The caller must keep an update apart from other access to its rows.
 
-    While a loop over `Runtime.train` is open, its thread may read and write the table in the loop's body. A read sees
-    all steps so far, that of the body's batch too once an optimizer has taken it, which ends that batch: no gradient
-    can come to its rows any more. What is written counts from the next batch on. ValueError in another thread, and in
-    the loader, `ids` or `send`, which run ahead of the loop.
+    While a `Runtime.train` loop is open, the loop's body may read and write the table. A read sees all steps so far. If
+    the body's batch has been stepped, reading ends it: its rows accept no more gradients. A write takes effect from the
+    next batch on. Access from another thread, or from the loader, `ids` or `send`, raises ValueError.
 
-    What is done to rows comes as methods that check their ids and do it, and as `*_tasks`, which return the same work
-    for one `run_tasks` of several tables; ids given to these are trusted: C-contiguous int32 or int64, in [0, V).
+    Methods check their ids. Their `*_tasks` twins return the same work for a joint `run_tasks` of several tables, and
+    trust their ids: C-contiguous int32 or int64, in [0, V).
 
-    rows, dim  at least 1
-    optimizer  LazyAdam, FTRL, SGD, Adagrad or RowWiseAdagrad
-    name       of the table, in errors and in the key of its initial values
-    seed       of the initial values. None: the seed given to `torch.manual_seed`, or 0 where there is none
-    init       Normal(std), Uniform(low, high), Constant(value), or an array [rows, dim] of numbers, also where `part`
-               holds fewer; it is kept for `erase` and must not be changed. With dtype="bf16" rounded as updates are
-    part       (rank, ranks): hold only the rows of that rank, at its positions (`kernels.shards`); ids given to its
-               methods are then numbers of rows among those. None: all rows
-    dtype      of the weights as they are stored: "fp32" or "bf16"; slots are float32
+    Args:
+        rows: Number of rows, at least 1.
+        dim: Number of columns, at least 1.
+        optimizer: LazyAdam, FTRL, SGD, Adagrad or RowWiseAdagrad.
+        name: The table's name, in errors and in the key of its initial values.
+        seed: Seed of the initial values. None: the seed given to `torch.manual_seed`, or 0.
+        init: Normal(std), Uniform(low, high), Constant(value), or numbers [rows, dim], which the table keeps for
+            `erase` and which must not change. With dtype="bfloat16" they are rounded as updates are.
+        part: (rank, ranks): hold only that rank's rows, at its positions (`kernels.shards`); ids are then local row
+            numbers. `init` still has all rows. None: hold all rows.
+        dtype: How weights are stored: "fp32" or "bfloat16". Optimizer state is float32.
 
-    Raises UserError, before it allocates, where the table cannot fit in the available memory, and TypeError for what is
-    no optimizer of a table.
+    Raises:
+        UserError: The table does not fit in the available memory; raised before allocation.
+        TypeError: `optimizer` is not an optimizer of tables.
     """
 
     primitive_target = "CPU"
@@ -86,7 +87,8 @@ class HostTable(Owned):
         self.part, self.total_rows = part, rows
         self.start, stop = (0, rows) if part is None else range_of(rows, *part)
         rows = stop - self.start
-        require_table(name, rows, dim, optimizer, available_bytes(), "host", require_table_dtype(dtype, name))
+        dtype = require_table_dtype(dtype, name)
+        require_table(name, rows, dim, optimizer, available_bytes(), "host", dtype)
         self.name, self.seed = name, initial_seed(seed)
         self.optimizer = optimizer
         self._rows = rows
@@ -94,24 +96,24 @@ class HostTable(Owned):
         shape = self._shape(dim)
         self.storage: Storage = STORAGES[dtype](name, shape)
         self.storage.fill(shape, *self._initial)
-        self.changes: Changes | None = None  # noted from the first checkpoint on
+        self.changes: Changes | None = None  # tracked from the first checkpoint on
         self.untouched = True  # all rows have their initial values
-        self.may_train = part is not None  # or known to be meant, where several processes were started
+        self.may_train = part is not None  # else `_require_alone` decides
 
     @property
     def rows(self) -> int:
-        """Number of rows here, V; of a part fewer than `total_rows`."""
+        """Number of local rows, V; fewer than `total_rows` if the table is a rank's part."""
         return self._rows
 
     def ids(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return the ids of the rows [start, stop) here."""
+        """Return the ids of the local rows [start, stop)."""
         stop = min(stop, self.rows)
         if self.part is None:
             return np.arange(start, stop)
         return ids_at(self.total_rows, self.start + start, self.start + stop)
 
     def row_ids(self, ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the ids, among all rows, of rows by their numbers here."""
+        """Return the ids of local rows, which count over all ranks."""
         return ids if self.part is None else ids_of(ids.astype(np.int64) + self.start, self.total_rows)
 
     @property
@@ -121,17 +123,17 @@ class HostTable(Owned):
 
     @property
     def init(self) -> Initializer:
-        """What the weights started as."""
+        """The initial weights."""
         return self._initial[1]
 
     @property
     def dtype(self) -> str:
-        """What the weights are stored as."""
+        """How weights are stored: "fp32" or "bf16"."""
         return self.storage.dtype
 
     @property
     def block(self) -> Rows:
-        """A read-only view of all rows, float32 [V, 1 + S, D]; TypeError where weights are bfloat16, and lie apart."""
+        """A read-only view of all rows, float32 [V, 1 + S, D]; TypeError for bfloat16 weights, which lie apart."""
         if not isinstance(self.storage, Float32):
             raise TypeError(f"table {self.name!r} stores weights as bfloat16, apart from its slots; use read_rows")
         self._before_read()
@@ -139,7 +141,7 @@ class HostTable(Owned):
 
     @property
     def row_slots(self) -> Rows:
-        """A read-only view of the slots of one value a row, float32 [V, R]."""
+        """A read-only view of the per-row state, float32 [V, R]."""
         self._before_read()
         return _read_only(self.storage.row_slots)
 
@@ -147,10 +149,8 @@ class HostTable(Owned):
     def weights(self) -> Rows:
         """A read-only view of the weights, float32 [V, D]; `writing` and `write_rows` write them.
 
-        The view is of the memory: while a loop is open, take it anew where you read it. One that was kept from an
-        earlier batch lags behind by steps that are not finished and rows that are in a cache.
-
-        With dtype="bf16" a copy in float32. UserError where there is no memory for it.
+        While a loop is open, get a new view for each read: an older one lacks unfinished steps and cached rows. With
+        dtype="bfloat16" this is a float32 copy; UserError if there is no memory for it.
         """
         self._before_read()
         if self.dtype == BF16:
@@ -158,15 +158,15 @@ class HostTable(Owned):
             if needed > free:
                 raise UserError(
                     f"table {self.name!r}: a float32 copy of its weights needs {gib(needed)}, but {gib(free)} of host "
-                    "memory are free; look up the rows that you need"
+                    "memory is free; look up only the rows that you need"
                 )
         return _read_only(self.storage.weights())
 
     @property
     def slots(self) -> Mapping[str, Rows]:
-        """Read-only views of the optimizer's slots by name, each float32 [V, D], or [V, 1] for one value a row.
+        """Read-only views of the optimizer state by name, each float32 [V, D], or [V, 1] for per-row state.
 
-        As `weights`: take them anew where you read them.
+        Get new views for each read, as with `weights`.
         """
         self._before_read()
         slots = {name: self.storage.slot(i) for i, name in enumerate(self.optimizer.slots)}
@@ -175,7 +175,7 @@ class HostTable(Owned):
 
     @contextmanager
     def writing(self, ids: npt.ArrayLike | None = None) -> Iterator[Writing]:
-        """Change weights and slots as arrays; at the end of the `with` the rows that differ are written.
+        """Edit weights and optimizer state as arrays; rows that differ are written at the end of the `with`.
 
         ::
 
@@ -183,15 +183,16 @@ class HostTable(Owned):
                 w.weights *= 0.5
                 w.slots["m"][:] = 0
 
-        `w.weights` is float32 [V, D], and `w.slots[name]` [V, D], or [V, 1] for one value a row; with `ids` [N, ...]
-        in the order of these. They are copies, made when they are first asked for. Where the `with` ends with an
-        error, or what is to be written cannot be, the table stays as it is.
+        `w.weights` is float32 [V, D], and `w.slots[name]` is [V, D], or [V, 1] for per-row state; with `ids`, their
+        first dimension is N. They are copies, made at first use. After any error the table is unchanged.
 
-        ids  int32 or int64 [N], each in [0, V), all different; None for all rows
+        Args:
+            ids: int32 or int64 [N], each in [0, V), all different; None for all rows.
 
-        ValueError for values that are not finite or that the table's dtype cannot represent, for ids that repeat, and
-        for another write of this table within the `with`; UserError for an id outside the table, or where there is no
-        memory for the copies.
+        Raises:
+            ValueError: Values are not finite or not representable in the table's dtype, ids repeat, or the table is
+                written by other means within the `with`.
+            UserError: An id is outside the table, or there is no memory for the copies.
         """
         chosen = None if ids is None else self._checked(ids)
         if chosen is not None and len(np.unique(chosen)) < len(chosen):
@@ -224,11 +225,13 @@ class HostTable(Owned):
             run_tasks(self.write_rows_tasks(ids, block, row_slots))
 
     def erase(self, ids: npt.ArrayLike) -> None:
-        """Give rows their initial values again, weights and slots; the table's step stays.
+        """Reset weights and optimizer state of rows to their initial values; the table's step stays.
 
-        ids  int32 or int64 [N], each in [0, V), duplicates allowed
+        Args:
+            ids: int32 or int64 [N], each in [0, V), duplicates allowed.
 
-        Raises as `lookup` does.
+        Raises:
+            UserError, TypeError, ValueError: As `lookup`.
         """
         ids = np.unique(self._checked(ids))
         self._before_write()
@@ -243,15 +246,20 @@ class HostTable(Owned):
         self._after_write(ids)
 
     def lookup(self, ids: npt.ArrayLike, out: Rows | None = None, positions: Positions | None = None) -> Rows:
-        """Return the weights rows of `ids`.
+        """Return the weights of rows.
 
-        ids        int32 or int64 [N], each in [0, V), duplicates allowed
-        out        float32 [N, D], C-contiguous, to write into; a new array if None
-        positions  int32 [N], rows of `out`, which may have more: where each row goes; all different
-                   (that is not checked)
-        returns    float32 [N, D], a copy, or `out`
+        Args:
+            ids: int32 or int64 [N], each in [0, V), duplicates allowed.
+            out: Output, float32 [N, D], C-contiguous; None allocates it.
+            positions: int32 [N]: the row of `out`, which may have more than N, for each id; all different (not
+                checked).
 
-        Raises UserError for an id outside the table, TypeError or ValueError for a wrong dtype or shape.
+        Returns:
+            A copy, float32 [N, D], or `out`.
+
+        Raises:
+            UserError: An id is outside the table.
+            TypeError, ValueError: A dtype or shape is wrong.
         """
         ids = self._checked(ids)
         self._before_read()
@@ -268,13 +276,17 @@ class HostTable(Owned):
     def apply(self, ids: npt.ArrayLike, grads: Rows) -> None:
         """Sum the gradients of each id in order of occurrence, then take one optimizer step on its row.
 
-        ids    int32 or int64 [N], each in [0, V), duplicates allowed
-        grads  float32 [N, D]
+        A call counts as one step of the table even if N is 0.
 
-        Raises as `lookup` does, and ValueError for gradients that are not finite, or so large that their squares are
-        not (`optimizer.largest_gradient`); nothing is written then. A call counts as one step of the table even if N
-        is 0. Raises UserError in one of several processes, where the table is no part of one that they share
-        (`hostdev.alone`).
+        Args:
+            ids: int32 or int64 [N], each in [0, V), duplicates allowed.
+            grads: float32 [N, D].
+
+        Raises:
+            UserError: An id is outside the table, or the table is not shared between the several processes that were
+                started (`hostdev.alone`).
+            TypeError, ValueError: A dtype or shape is wrong, or a gradient is not finite or above
+                `optimizer.largest_gradient`, so that its square overflows; nothing is written then.
         """
         self._require_alone()
         ids = self._checked(ids)
@@ -287,27 +299,25 @@ class HostTable(Owned):
         self._after_write(ids)
 
     def begin_step(self) -> TableStep:
-        """Count one step of the table, and return what its updates need to know of it, for `update`."""
+        """Count one step of the table, and return its scalars and rounding key for `update`."""
         self._require_no_writing()
         self._step += 1
         key = rounding_key(self.seed, self.name, self._step) if self.dtype == BF16 else None
         return TableStep(self.optimizer.scalars(self._step, self.dim), key)
 
     def update(
-        self,
-        ids: npt.ArrayLike,
-        grads: Rows,
-        step: TableStep | None = None,
-        positions: Positions | None = None,
+        self, ids: npt.ArrayLike, grads: Rows, step: TableStep | None = None, positions: Positions | None = None
     ) -> None:
-        """Take one optimizer step on unique rows whose gradients are summed already: `apply` without its first half.
+        """Take one optimizer step on unique rows whose gradients are already summed.
 
-        ids        int32 or int64 [U], each in [0, V), **unique** (not checked)
-        grads      float32 [U, D]
-        step       from `begin_step`, where several calls make one step; None for a step of its own
-        positions  int32 [U], rows of `grads`, which may have more of them: where each gradient is
+        Args:
+            ids: int32 or int64 [U], each in [0, V), **unique** (not checked).
+            grads: float32 [U, D].
+            step: From `begin_step`, if several calls make one step; None for a new step.
+            positions: int32 [U]: the row of `grads`, which may have more than U, for each id.
 
-        Raises as `apply` does.
+        Raises:
+            UserError, TypeError, ValueError: As `apply`.
         """
         self._require_alone()
         ids, grads = self._checked(ids), np.ascontiguousarray(grads)
@@ -320,27 +330,25 @@ class HostTable(Owned):
         self._after_write(ids)
 
     def update_tasks(
-        self,
-        ids: npt.NDArray[Any],
-        grads: Rows,
-        step: TableStep | None = None,
-        positions: Positions | None = None,
+        self, ids: npt.NDArray[Any], grads: Rows, step: TableStep | None = None, positions: Positions | None = None
     ) -> list[Task]:
-        """Return the tasks of `update`; its step is counted now."""
+        """Return the tasks of `update`; counts its step now."""
         check_rows("grads", grads, (len(ids if positions is None else grads), self.dim), self.name)
         step = step or self.begin_step()
         self._note_write(ids)
         return self.storage.update_tasks(ids, grads, step, positions)
 
     def read_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
-        """Copy rows with their slots.
+        """Copy rows with their optimizer state.
 
-        ids        int32 or int64 [N], each in [0, V)
-        block      float32 [N, 1 + S, D], C-contiguous, written: weights and slots of D values
-        row_slots  float32 [N, R], C-contiguous, written: slots of one value a row
-        positions  int32 [N], rows of both, which may have more, as in `lookup`
+        Args:
+            ids: int32 or int64 [N], each in [0, V).
+            block: Output, float32 [N, 1 + S, D], C-contiguous: weights, then state of D values.
+            row_slots: Output, float32 [N, R], C-contiguous: per-row state.
+            positions: int32 [N]: rows of both outputs, as in `lookup`.
 
-        Raises as `lookup` does.
+        Raises:
+            UserError, TypeError, ValueError: As `lookup`.
         """
         ids = self._checked(ids)
         positions = checked_positions(positions, len(ids), len(block), self.name)
@@ -355,10 +363,12 @@ class HostTable(Owned):
         return self.storage.read_tasks(ids, block, row_slots, positions)
 
     def write_rows(self, ids: npt.ArrayLike, block: Rows, row_slots: Rows, positions: Positions | None = None) -> None:
-        """Overwrite rows with their slots: the way back from `read_rows`; ids must be unique (not checked).
+        """Overwrite rows and their optimizer state, as `read_rows` returns them; ids must be unique (not checked).
 
-        Raises as `lookup` does, and ValueError for values that are not finite and for weights that the table's dtype
-        cannot represent; nothing is written then.
+        Raises:
+            UserError, TypeError: As `lookup`.
+            ValueError: As `lookup`, or values are not finite or not representable in the table's dtype; nothing is
+                written then.
         """
         ids = self._checked(ids)
         positions = checked_positions(positions, len(ids), len(block), self.name)
@@ -373,14 +383,14 @@ class HostTable(Owned):
     def write_rows_tasks(
         self, ids: npt.NDArray[Any], block: Rows, row_slots: Rows, positions: Positions | None = None
     ) -> list[Task]:
-        """Return the tasks of `write_rows`; that the table's dtype can represent the weights is trusted."""
+        """Return the tasks of `write_rows`; trusts that the table's dtype can represent the weights."""
         self._check_whole(ids, block, row_slots, positions)
         tasks = self.storage.write_tasks(ids, block, row_slots, positions)
         self._note_write(ids)
         return tasks
 
     def columns(self) -> dict[str, Any]:
-        """Return the weights and the slots by name, of which slices and rows by id are read, float32; for digests."""
+        """Return weights and optimizer state by name, to be read by slices and row ids as float32; for digests."""
         self._before_read()
         return self._columns()
 
@@ -391,7 +401,7 @@ class HostTable(Owned):
         return found | {name: row_slots[:, i : i + 1] for i, name in enumerate(self.optimizer.row_slots)}
 
     def where(self, ids: Any) -> tuple[Rows, Any]:
-        """Return memory with rows and their slots, float32 [any, 1 + S, D], and where those of these ids are in it."""
+        """Return rows with their optimizer state, float32 [any, 1 + S, D], and the places of these ids in them."""
         if isinstance(self.storage, Float32):
             return self.storage.block, ids
         return self.storage.taken(ids), np.arange(len(ids))
@@ -406,7 +416,7 @@ class HostTable(Owned):
         return total(self.partial_squares())
 
     def _require_alone(self) -> None:
-        """Raise UserError where other processes train copies of this table that would drift apart."""
+        """Raise UserError if other processes train copies of this table, which would diverge."""
         if not self.may_train:
             require_alone(
                 f"the training of table {self.name!r}", "give HostTable part=ranks.part(), and a Runtime ranks"
@@ -414,24 +424,24 @@ class HostTable(Owned):
             self.may_train = True
 
     def _note_write(self, ids: npt.NDArray[Any]) -> None:
-        """Note which rows are about to be written; a checkpoint that is being saved gets them first."""
+        """Record the rows that are about to be written; a running snapshot copies them first."""
         self.untouched = False
         if self.changes is not None:
             self.changes.before_write(ids)
 
     def __getstate__(self) -> Mapping[str, Any]:
-        """See `Owned`; which rows a checkpoint lacks is not known of a copy."""
+        """See `Owned`; a copy does not track changes."""
         return {**super().__getstate__(), "changes": None}
 
     def reset(self) -> None:
-        """Write the initial values of all rows, and count no step.
+        """Reset all rows to their initial values, and the step to 0.
 
-        Nobody reads or writes the table meanwhile. Waits for a checkpoint that is being saved.
+        No thread may use the table meanwhile. Waits for a running snapshot.
         """
         self._before_write()
         if self.changes is not None:
             self.changes.await_end()
-            self.note_changes(anew=True)  # since no checkpoint: the next one is whole
+            self.note_changes(anew=True)  # since no checkpoint: the next one is full
         self.storage.fill(self._shape(self.dim), *self._initial)
         self._step, self.untouched = 0, True
         self._after_write(None)
@@ -440,13 +450,13 @@ class HostTable(Owned):
         return Shape(self.rows, dim, self.optimizer, self.start, self.total_rows, self.part is not None, self.ids)
 
     def note_changes(self, *, anew: bool = False) -> Changes:
-        """Note from now on which rows are written; return the notes, `anew` without those so far."""
+        """Track changes from now on and return them; `anew` forgets earlier ones."""
         if self.changes is None or anew:
             self.changes = Changes(self.storage)
         return self.changes
 
     def _check_whole(self, ids: npt.NDArray[Any], block: Rows, row_slots: Rows, positions: Positions | None) -> None:
-        """Raise unless these are rows with their slots."""
+        """Raise unless these arrays have the shapes of rows with their optimizer state."""
         _, planes, D = self.storage.shape
         n, R = len(ids if positions is None else block), self.storage.row_slots.shape[1]
         check_rows("block", block, (n, planes, D), self.name)

@@ -1,4 +1,4 @@
-"""Compile, or load from numba's cache, the kernels of a training run before its first step is timed."""
+"""Warm-up: compile a training run's kernels, or load them from numba's cache, before the first step is timed."""
 
 import itertools
 
@@ -21,13 +21,13 @@ from hostdev.kernels.unique import unique
 def warm_up(id_dtype: npt.DTypeLike, table_dtype: str = FP32) -> None:
     """Call every kernel once with ids of this dtype, on tables of a few bytes.
 
-    table_dtype  of weights; of bfloat16 those of float32 are called, too, which update rows in a cache
+    With bfloat16 tables, the float32 kernels are called, too: they update rows in a cache.
     """
     ids, position = np.zeros(2, id_dtype), np.zeros(1, np.int32)
     optimizers: list[tuple[SparseOptimizer, int]] = [(FTRL(), 1), (LazyAdam(), 32)]
     for (optimizer, dim), stored in itertools.product(optimizers, sorted({FP32, table_dtype})):
         table = HostTable(1, dim, optimizer, name="warm-up", dtype=stored)
-        table.may_train = True  # in each of several processes, too
+        table.may_train = True  # also in one of several processes
         table.note_changes()
         grads = np.zeros((2, dim), np.float32)
         table.lookup(ids)
@@ -39,18 +39,18 @@ def warm_up(id_dtype: npt.DTypeLike, table_dtype: str = FP32) -> None:
             table.read_rows(ids[:1], *row, positions)
             table.write_rows(ids[:1], *row, positions)
         table.sum_of_squares()
-        if stored == BF16:  # of rows on a device whose memory is the host's
+        if table.dtype == BF16:  # for rows on the CPU device
             for numbers in (ids[:1], position, identity(1)):
                 round_rows(row[0], numbers, ids[:1], 0)
-    far = np.arange(1 << 16, dtype=id_dtype) << 8  # ids far apart are hashed, and many in parts
+    far = np.arange(1 << 16, dtype=id_dtype) << 8  # sparse ids are hashed, and many ids are split
     unique(far)
     unique_groups([[ids], [far[:999]], [far]])
-    check_groups([([far], 1 << 24), ([ids], 1)])  # so many ids that the kernel of all features runs
+    check_groups([([far], 1 << 24), ([ids], 1)])  # enough ids for the parallel kernel
     for lengths in (np.full(1, 2, np.int32), np.full(1, 2, np.int64)):
         offsets_of(lengths)
     for of_uses in (None, np.ones(2, np.float32)):
         drop_padding(ids, np.full(1, 2, np.int32), 0, of_uses)
-    largest(np.zeros((1 << 15) + 1, np.float32))  # of gradients that take several threads, too
+    largest(np.zeros((1 << 15) + 1, np.float32))  # enough gradients for several threads
     claims = Claims(1)
     for number in (1, 2):
         claim(ids[:1], claims, number, 1, number - 1)
@@ -61,7 +61,7 @@ def warm_up(id_dtype: npt.DTypeLike, table_dtype: str = FP32) -> None:
 
 
 def warm_up_feature(dim: int, *, pooled: bool = False, weighted: bool = False, bfloat16: bool = False) -> None:
-    """Call what a feature of such a kind takes once, for tables of `dim` columns and now so many host threads."""
+    """Call the kernels of one kind of feature once, for tables of `dim` columns and the current thread count."""
     rows, inverse = np.zeros((1, dim), np.float32), np.zeros(2, np.int32)
     weights = np.ones(2, np.float32) if weighted else None
     out = np.zeros((2, dim), np.uint16 if bfloat16 else np.float32)

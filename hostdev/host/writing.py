@@ -1,4 +1,4 @@
-"""Weights and slots as arrays that may be written, and which rows differ in the end."""
+"""Editable copies of a host table's weights and optimizer state, and the rows that differ in the end."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -13,16 +13,17 @@ from hostdev.core.writing import Copies
 
 Rows = npt.NDArray[np.float32]
 
-_PART_BYTES = 1 << 24  # of rows that are compared or written at a time
+_PART_BYTES = 1 << 24  # compared or written at a time
 
 
 class Writing(Copies):
-    """What `HostTable.writing` gives.
+    """The copies that `HostTable.writing` yields.
 
-    table    its name, for errors
-    columns  its weights and slots by name, of which slices and rows by id are read
-    ids      int32 or int64 [N], all different; None for all rows
-    rows     V
+    Args:
+        table: The table's name, for errors.
+        columns: Its weights and optimizer state by name, read by slices and row ids.
+        ids: int32 or int64 [N], all different; None for all rows.
+        rows: V.
     """
 
     def __init__(self, table: str, columns: Mapping[str, Any], ids: npt.NDArray[Any] | None, rows: int) -> None:
@@ -36,12 +37,12 @@ class Writing(Copies):
         if needed > free:
             raise UserError(
                 f"table {self._table!r}: a copy of {name} for writing needs {gib(needed)}, but {gib(free)} of host "
-                "memory are free; write some rows at a time, with writing(ids)"
+                "memory is free; write fewer rows at a time, with writing(ids)"
             )
         return np.array(column[:] if self._ids is None else column[self._ids], np.float32)
 
     def changed(self) -> npt.NDArray[np.int64]:
-        """Return which rows of the copies differ from the table's; ValueError where one of them is not finite."""
+        """Return the rows of the copies that differ from the table's; ValueError if one is not finite."""
         found = []
         width = sum(values.shape[1] for values in self._held.values())
         step = max(1, _PART_BYTES // (4 * max(1, width)))
@@ -58,14 +59,14 @@ class Writing(Copies):
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def require_exact(self, changed: npt.NDArray[np.int64], check: Callable[[Rows], None]) -> None:
-        """Do `Storage.require_exact` of the rows of the copies that have changed."""
+        """Call `Storage.require_exact` on the changed rows of the copies."""
         if "weights" in self._held:
             step = max(1, _PART_BYTES // self._held["weights"][:1].nbytes)
             for start in range(0, len(changed), step):
                 check(self._held["weights"][changed[start : start + step], None])
 
     def parts(self, changed: npt.NDArray[np.int64]) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[Any]]]:
-        """Yield rows of the copies, some at a time, with the ids of these."""
+        """Yield chunks of the changed rows, each with its ids."""
         width = sum(column.shape[1] for column in self._columns.values())
         step = max(1, _PART_BYTES // (4 * width))
         for start in range(0, len(changed), step):
@@ -73,6 +74,6 @@ class Writing(Copies):
             yield rows, rows if self._ids is None else self._ids[rows]
 
     def put(self, name: str, rows: npt.NDArray[np.int64], out: Rows) -> None:
-        """Write rows of a copy to out, where the column has been copied."""
+        """Write rows of a copy to out, if the column was copied."""
         if name in self._held:
             out[...] = self._held[name][rows]

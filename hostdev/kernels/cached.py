@@ -50,7 +50,7 @@ class _CheckedFile(_Base):  # type: ignore[misc]
             content = _checked(Path(self._index_path).read_bytes())
             version, rest = _unpickled(content)
             stamp, overloads = pickle.loads(rest) if version == self._version else (None, {})
-        except (OSError, _WrongError):
+        except (OSError, _WrongError, AttributeError, ImportError):  # the last two: types of an older source are gone
             return {}
         return overloads if stamp == self._source_stamp else {}
 

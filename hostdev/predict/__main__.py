@@ -1,4 +1,4 @@
-"""python -m hostdev.predict: probabilities of a file's rows, or of a data set's."""
+"""python -m hostdev.predict: probabilities for the rows of a file or of a data set."""
 
 if __name__ == "__main__":  # first of all, as imports take seconds: Ctrl-C ends these, too, with one line
     from hostdev.core import cli

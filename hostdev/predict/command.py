@@ -1,4 +1,4 @@
-"""The command `predict`: what parsed flags say, done."""
+"""The command `predict`, after its flags are parsed."""
 
 import hostdev.core.environment  # noqa: F401  # isort: skip  (before torch)
 
@@ -28,17 +28,22 @@ from hostdev.train.scores import Scores
 
 
 def run(arguments: argparse.Namespace, prog: str) -> None:
-    """Predict as parsed flags say; `prog` is what the command is called."""
+    """Predict by parsed flags; `prog` is the command's name in messages."""
     out: Path = arguments.out
     device = backend.select(arguments.device)
     backend.make_deterministic(device)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        predictor = Predictor(arguments.checkpoint, device=device, model=arguments.model, which=arguments.which,
-                              _encodes=not arguments.data.is_dir())  # fmt: skip
+        predictor = Predictor(
+            arguments.checkpoint,
+            device=device,
+            model=arguments.model,
+            which=arguments.which,
+            _encodes=not arguments.data.is_dir(),
+        )
     for warning in told:
         note(f"{prog}: {warning.message}")
-    work = _work(arguments, predictor)
+    work = _open_rows(arguments, predictor)
     chosen = f" ({predictor.why})" if predictor.why else ""
     print(f"model    {predictor.settings['model']} of {predictor.path}{chosen}", flush=True)
     unknown = None if arguments.data.is_dir() else UnknownValues(predictor.encoding)
@@ -57,9 +62,9 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
             for part in work.parts:
                 logits = predictor.logits_by_batch(part.batch)
                 if unknown is not None:
-                    unknown.take_in(part.batch)
+                    unknown.count(part.batch)
                 writer.write_table(_table(logits, part, schema))
-                finite = np.isfinite(logits)  # numbers that are too large for the model are as good as none
+                finite = np.isfinite(logits)  # numbers that overflow the model count as missing
                 known = finite & ~np.isnan(part.batch.label)
                 scores.add(logits[known], part.batch.label[known])
                 lines, predicted = lines + part.lines, predicted + int(finite.sum())
@@ -81,7 +86,7 @@ def run(arguments: argparse.Namespace, prog: str) -> None:
 
 
 def _table(logits: Any, part: Part, schema: pa.Schema) -> pa.Table:
-    """Return the probabilities and labels of a part's lines; null where a line was malformed, or has no label."""
+    """Return the probabilities and labels of a part's lines; null for malformed lines and missing labels."""
     probability, none = probabilities(logits), ~np.isfinite(logits)
     label = part.batch.label
     missing = np.isnan(label)
@@ -97,7 +102,7 @@ def _table(logits: Any, part: Part, schema: pa.Schema) -> pa.Table:
 
 
 class _Work(NamedTuple):
-    """How much there is to do, in which unit; whether there are labels; and the rows."""
+    """The amount of work and its unit, whether there are labels, and the rows."""
 
     total: int
     unit: str
@@ -105,7 +110,7 @@ class _Work(NamedTuple):
     parts: Iterator[Part]
 
 
-def _work(arguments: argparse.Namespace, predictor: Predictor) -> _Work:
+def _open_rows(arguments: argparse.Namespace, predictor: Predictor) -> _Work:
     path: Path = arguments.data
     if path.is_dir():
         split = arguments.split or "test"
@@ -122,7 +127,7 @@ def _work(arguments: argparse.Namespace, predictor: Predictor) -> _Work:
         known = predictor.data.schema.rows
         batches = (
             with_known_ids(batch, found.schema, known) for batch in reader.batches(predictor.batch_size)
-        )  # values that are new since are out of the checkpoint's vocabulary
+        )  # newer values are out of the checkpoint's vocabulary
         return _Work(reader.rows, "row", True, (Part(batch, None, len(batch), len(batch)) for batch in batches))
     if arguments.split is not None:
         raise UserError(f"--split has no effect on {path}, which is not a data set; leave it out")

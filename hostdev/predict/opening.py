@@ -1,4 +1,4 @@
-"""A checkpoint of the command `train` for predictions: which one of a folder, and all of its content, checked once."""
+"""Opening of a checkpoint of the command `train` for predictions: chooses one of a folder, and checks its content."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,9 +23,10 @@ _LONGEST = 480  # characters of a message about a file
 
 
 class Opened(NamedTuple):
-    """What a checkpoint of the command holds, and which one it is.
+    """The content of a checkpoint of the command `train`.
 
-    why  the choice in words, such as "the best, after epoch 4"; "" where there was none
+    Attributes:
+        why: The reason of the choice, such as "the best, after epoch 4"; "" if there was no choice.
     """
 
     found: Found
@@ -38,7 +39,7 @@ class Opened(NamedTuple):
 
     @property
     def chain(self) -> Chain:
-        """The checkpoint, with those that it adds to."""
+        """The checkpoint, with its parents."""
         return self.found.chain
 
     @property
@@ -50,9 +51,12 @@ class Opened(NamedTuple):
 def open_checkpoint(path: Path, which: str | None) -> Opened:
     """Open a checkpoint, or one of those in a folder or run directory.
 
-    which  "best" by the test AUC, "newest", or None: the best of a run with --early-stop, of others the newest
+    Args:
+        path: The checkpoint or the folder.
+        which: "best" by the test AUC, "newest", or None: the best of a run with --early-stop, else the newest.
 
-    Raises UserError where there is none, where it is not of the command, and where it holds what no checkpoint does.
+    Raises:
+        UserError: There is none, the command did not write it, or its content is invalid.
     """
     if which not in (None, *WHICH):
         raise UserError(f"there is no {which!r} checkpoint; say {' or '.join(WHICH)}, or name a checkpoint's folder")
@@ -66,8 +70,10 @@ def open_checkpoint(path: Path, which: str | None) -> Opened:
                     check_file(checkpoint.path / file.file, file)
         state = newest_one.manifest.state
         if not isinstance(state, dict) or "more" not in state:
-            raise UserError(f"{newest_one.path} was written by Runtime.save, which does not record the model; use "
-                            "hostdev.open for its tables, or Runtime.load in the program that saved it")  # fmt: skip
+            raise UserError(
+                f"{newest_one.path} was written by Runtime.save, which does not record the model; use "
+                "hostdev.open for its tables, or Runtime.load in the program that saved it"
+            )
         values = values_of(found.chain)
         settings, dense = _settings(values["more"]["settings"]), values["dense"]["model"]
         layers = Layers(found.chain)
@@ -83,7 +89,7 @@ def open_checkpoint(path: Path, which: str | None) -> Opened:
 
 
 def _chosen(path: Path, which: str | None) -> tuple[Found, str]:
-    """Return the checkpoint that is meant, and why that one."""
+    """Return the chosen checkpoint, and the reason of the choice."""
     found = newest(path)
     if is_checkpoint(path):
         if which is not None:
@@ -107,7 +113,7 @@ def _chosen(path: Path, which: str | None) -> tuple[Found, str]:
 
 
 def _settings(found: Any) -> dict[str, Any]:
-    """Return a run's options; TypeError or KeyError where those that are needed are none."""
+    """Return a run's options; TypeError or KeyError if a required one is invalid."""
     right: dict[str, Callable[[Any], bool]] = {
         "model": lambda value: isinstance(value, str),
         "emb_dim": lambda value: value is None or (type(value) is int and 1 <= value <= 1 << 20),
@@ -121,30 +127,38 @@ def _settings(found: Any) -> dict[str, Any]:
     return dict(found)
 
 
-def model_class(settings: dict[str, Any], model: "str | type[Any] | None", path: Path) -> "str | type[Any]":
-    """Return which model is to be made: by its name, or the one that the caller names.
-
-    Raises UserError where a checkpoint names a class of somebody's own and the caller does not.
-    """
+def choose_model(settings: dict[str, Any], model: "str | type[Any] | None", path: Path) -> "str | type[Any]":
+    """Return the model's name or class; UserError if the checkpoint names a custom class and the caller does not."""
     if model is not None:
         return model
     if settings["model"] not in registry.NAMES:
         shown = str(settings["model"])[:100]
-        raise UserError(f"{path} is of the model {shown!r}, a class of one's own, whose module would be run; name it "
-                        "if you trust it: --model, or Predictor(..., model=)")  # fmt: skip
+        raise UserError(
+            f"{path} has the model {shown!r}, a custom class, whose module would be imported; name it if you trust it: "
+            "--model, or Predictor(..., model=)"
+        )
     return str(settings["model"])
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Let what a damaged or foreign file makes of the code that reads it be one line about the checkpoint."""
+    """Convert any error that a damaged or foreign file causes to one line about the checkpoint."""
     try:
         yield
     except HostdevError as error:
         if len(str(error)) <= _LONGEST:
             raise
-        raise type(error)(f"{str(error)[:_LONGEST]}...") from None  # the names in a file may be of any length
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError,
-            RuntimeError, OSError) as error:  # fmt: skip
+        raise type(error)(f"{str(error)[:_LONGEST]}...") from None  # names in a file may have any length
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        OverflowError,
+        RecursionError,
+        RuntimeError,
+        OSError,
+    ) as error:
         why = in_words(error)[:200] or type(error).__name__
         raise BrokenCheckpointError(f"{path} is broken ({type(error).__name__}: {why})") from error

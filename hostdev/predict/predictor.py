@@ -21,37 +21,40 @@ from hostdev.device import backend
 from hostdev.device.ops import ops_for
 from hostdev.models import registry
 from hostdev.models.model import Model
-from hostdev.predict.opening import model_class, open_checkpoint, reading
-from hostdev.predict.rows import as_batch, as_columns, as_mapping, names_of
+from hostdev.predict.opening import choose_model, open_checkpoint, reading
+from hostdev.predict.rows import as_batch, as_columns, as_mapping, get_column_names
 from hostdev.predict.unknown import UnknownValues
 from hostdev.runtime.features import FeatureIds, read_ids
 from hostdev.runtime.spec import Feature
 
 Probabilities = npt.NDArray[np.float32]
-_FEW = 64  # rows, for which one dict of Python's values is the quicker way
+_FEW = 64  # rows, for which plain Python values are faster
 
 
 class Predictor:
-    """A trained model that says how probable a positive label is.
+    """A trained model that predicts the probability of a positive label.
 
     ::
 
         predict = hostdev.Predictor("runs/20261122-073901/checkpoints")
         predict({"user": ["u1", "u2"], "item": ["m0001", "m0007"], "age": [31, 54], ...})  # float32 [2]
 
-    checkpoint  one of `python -m hostdev.train`, or a folder of them, or its run directory: of a run with --early-stop
-                the best by the test AUC, of others the newest whole one, with a warning where a newer one is not whole
-    device      of the dense layers
-    model       its class, or the name of one; needed where the run's was a class of one's own, as a checkpoint that
-                names a module does not decide what is imported and run
-    which       "best" or "newest", in place of the choice above
+    Tables are mapped into memory: a table of any size opens instantly, and processes on one host share one copy of the
+    rows that are looked up. Several threads may call. All files are opened here; the checkpoint may be deleted
+    afterwards. Only the structure of the tables' files is checked; `python -m hostdev.checkpoint verify` compares
+    checksums.
 
-    Tables are mapped into memory without their slots, so that it begins at once whatever their size, and processes on
-    one host share one copy of what is looked up. Several threads may call. All files are opened here, and the
-    checkpoint may go once that is done. Of the tables' files only the structure is checked: `python -m
-    hostdev.checkpoint verify` compares their checksums.
+    Args:
+        checkpoint: A checkpoint of `python -m hostdev.train`, a folder of them, or a run directory. A run with
+            --early-stop gives its best checkpoint by test AUC, others the newest valid one, with a warning if a newer
+            one is damaged.
+        device: The device of the dense layers.
+        model: A model class or its name. Required if the run had a custom class: a checkpoint does not decide which
+            module is imported.
+        which: "best" or "newest", to override the choice.
 
-    Raises UserError for a checkpoint that is not whole, or was not saved by the command.
+    Raises:
+        UserError: The checkpoint is damaged, or the command did not save it.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class Predictor:
         device: torch.device | str = "cpu",
         model: str | type[Any] | None = None,
         which: str | None = None,
-        _encodes: bool = True,  # raw rows, and not only those of a data set
+        _encodes: bool = True,  # for raw rows, not only those of a data set
     ) -> None:
         opened = open_checkpoint(Path(checkpoint), which)
         for line in opened.found.notes():
@@ -70,7 +73,7 @@ class Predictor:
         self.encoding, self.data_folder = opened.encoding, opened.data_folder
         self._device = backend.require(device)
         self._bf16 = self.settings["precision"] == "bf16"
-        chosen = model_class(self.settings, model, self.path)
+        chosen = choose_model(self.settings, model, self.path)
         dim = self.settings["emb_dim"] or registry.default_dim(chosen)
         self.model: Model = registry.make(chosen, self.data.schema, dim, seed=self.settings["seed"])
         try:
@@ -87,36 +90,39 @@ class Predictor:
 
     @cached_property
     def _unknown(self) -> UnknownValues:
-        return UnknownValues(self.encoding)  # which loads the vocabulary
+        return UnknownValues(self.encoding)  # this loads the vocabulary
 
     def _require_tables(self) -> None:
-        """Raise UserError unless the tables have the shapes that the model has."""
+        """Raise UserError unless the tables have the model's shapes."""
         for name, spec in self.model.tables.items():
             table = self.tables[name]
             if (table.rows, table.dim) != (spec.rows, spec.dim):
-                raise UserError(f"{self.path} is of another model: table {name!r} is {table.rows} x {table.dim} there, "
-                                f"not {spec.rows} x {spec.dim}")  # fmt: skip
+                raise UserError(
+                    f"{self.path} is of another model: table {name!r} is {table.rows} x {table.dim} there, "
+                    f"not {spec.rows} x {spec.dim}"
+                )
 
     @property
     def batch_size(self) -> int:
-        """Rows that are computed at once: those of a batch in training, so that the bits are the evaluation's."""
+        """Rows per computation: the training's batch size, so that results equal the evaluation's bit for bit."""
         return int(self.settings["batch_size"])
 
     def __call__(self, rows: Any) -> Probabilities:
         """Return the probability of each row, float32 [n].
 
-        rows  of columns by name, as the data set had them: a dict of lists or arrays (or of single values, for one
-              row, in which a bag may have a list), a pandas DataFrame or Series (one row), a pyarrow Table or
-              RecordBatch. None and NaN are missing. Other columns, the label too, are not looked at
+        A value matches the training's value regardless of its type here (docs/serving.md). Unseen values are out of
+        vocabulary; a warning names a column in which they are most values, unlike in training.
 
-        A value is found as training had it, whatever type it is of here (docs/serving.md); one that training has not
-        seen is out of vocabulary, and where that is most of a column's values, unlike in training, a warning says so.
+        Args:
+            rows: Columns by name, as in the data set: a dict of lists or arrays (or of single values for one row, where
+                a bag may have a list), a pandas DataFrame or Series (one row), a pyarrow Table or RecordBatch. None
+                and NaN are missing. Other columns, such as the label, are ignored.
 
-        UserError for a column that is missing or of a type that does not go with training's, and for a value that the
-        column may not have.
+        Raises:
+            UserError: A column is missing, its type does not match the training's, or a value is invalid.
         """
         rows = as_mapping(rows)
-        self.encoding.require(names_of(rows))
+        self.encoding.require(get_column_names(rows))
         batch = None
         if isinstance(rows, Mapping):
             rows = as_columns(rows, self.data.schema, self.encoding.separators)
@@ -124,7 +130,7 @@ class Predictor:
                 batch = self.encoding.encode_few(rows)
         if batch is None:
             batch = self.encoding.encode(as_batch(rows, self.data.schema))
-        self._unknown.take_in(batch)
+        self._unknown.count(batch)
         for line in self._unknown.lines():
             warnings.warn(line, stacklevel=2)
         logits = self.logits_by_batch(batch)
@@ -132,7 +138,7 @@ class Predictor:
         return probabilities(logits)
 
     def _require_finite(self, batch: Batch, logits: Probabilities) -> None:
-        """Raise UserError, which says what is likely to blame, unless all logits [n] are finite."""
+        """Raise UserError, which names the likely cause, unless all logits [n] are finite."""
         if not len(wrong := np.flatnonzero(~np.isfinite(logits))):
             return
         row, names = int(wrong[0]), self.data.schema.dense
@@ -140,17 +146,17 @@ class Predictor:
         raise UserError(f"row {row + 1}: the model's result is not a finite number{most if names else ''}")
 
     def predict(self, batch: Batch) -> Probabilities:
-        """Return the probability of each row of a batch, whose ids are those of the data set, float32 [n]."""
+        """Return the probability of each row of a batch with the data set's ids, float32 [n]."""
         return probabilities(self.logits_by_batch(batch))
 
     def logits_by_batch(self, batch: Batch) -> Probabilities:
-        """Return the logits of any number of rows, float32 [n], computed as many at once as in training."""
+        """Return the logits of any number of rows, float32 [n], computed in batches of the training's size."""
         size = self.batch_size
         logits = [self.logits(rows_of(batch, start, start + size)) for start in range(0, len(batch), size)]
         return np.concatenate(logits) if logits else np.empty(0, np.float32)
 
     def logits(self, batch: Batch) -> Probabilities:
-        """Return the model's logits of a batch at once, float32 [n]."""
+        """Return the model's logits for one batch, float32 [n]."""
         with torch.inference_mode():
             rows = dict(self._rows(batch))
             dense = torch.from_numpy(batch.dense).to(self._device)
@@ -160,7 +166,7 @@ class Predictor:
         return found
 
     def _rows(self, batch: Batch) -> Iterator[tuple[str, Any]]:
-        """Yield each feature's rows, as `Runtime.predict` gives them."""
+        """Yield each feature's rows, as `Runtime.predict` does."""
         given = self.model.ids(batch)
         looked_up: dict[tuple[str, int], Tensor] = {}  # features may share ids
         for name, feature in self.model.features.items():
@@ -175,7 +181,7 @@ class Predictor:
             yield name, outputs[0] if feature.is_single else tuple(outputs)
 
     def _values(self, rows: Tensor, feature: Feature, ids: FeatureIds, dim: int) -> Tensor:
-        """Return rows [N, D] times their weights, pooled if the feature is, in the dense layers' precision."""
+        """Return weighted rows [N, D], pooled if the feature is, in the dense layers' precision."""
         dtype = torch.bfloat16 if self._bf16 and dim > 1 else torch.float32
         if ids.offsets is None and ids.weights is None:
             found = rows.to(dtype)

@@ -1,4 +1,4 @@
-"""What a program gives to `Predictor` as rows, dicts, pandas' frames and Arrow's tables: to one record batch."""
+"""Conversion of `Predictor`'s input, dicts, pandas frames and Arrow tables, to a record batch."""
 
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime
@@ -13,29 +13,33 @@ from hostdev.data.schema import Schema
 
 
 def as_mapping(rows: Any) -> Any:
-    """Return a pandas Series as a dict of its values: it is one row; anything else as it is."""
+    """Return a pandas Series, which is one row, as a dict; anything else unchanged."""
     return rows.to_dict() if _is_pandas(rows, "Series") else rows
 
 
 def as_columns(
     rows: Mapping[Any, Any], schema: Schema, separators: Mapping[str, str | None] | None = None
 ) -> dict[str, Any]:
-    """Return the columns that are needed, each with a value for each row; single values are one row.
+    """Return the required columns, each with a value per row; single values are one row.
 
-    A bag may have a list of its values where all other columns have single values, or where there are no others and
-    text is not split.
+    A bag may have a list of values if all other columns have single values, or if there are no others and text is not
+    split.
 
-    separators  between the values of bags in text; None: no bag is split
+    Args:
+        rows: Columns by name.
+        schema: The data set's schema.
+        separators: Separators of bags in text, by column; None: no bag is split.
 
-    Raises UserError for columns of other lengths, and for lists that may be one row or several.
+    Raises:
+        UserError: Columns have different lengths, or lists may be one row or several.
     """
     plain = [name for name in _names(schema) if name not in schema.bags]
-    one = all(_is_single(rows[name]) for name in plain) if plain else _is_one_row(rows, schema, separators or {})
+    one = all(_is_scalar(rows[name]) for name in plain) if plain else _is_one_row(rows, schema, separators or {})
     columns = {}
     for name in _names(schema):
         values = rows[name]
-        is_list = not _is_single(values)
-        if not is_list or (one and name in schema.bags and all(map(_is_single, values))):
+        is_list = not _is_scalar(values)
+        if not is_list or (one and name in schema.bags and all(map(_is_scalar, values))):
             columns[name] = [values]
         else:
             columns[name] = values
@@ -44,18 +48,15 @@ def as_columns(
     for name, values in columns.items():
         if len(values) == n:
             continue
-        what = f"{counted(len(values), 'value')}" if not _is_single(rows[name]) else "a single value"
+        what = f"{counted(len(values), 'value')}" if not _is_scalar(rows[name]) else "a single value"
         raise UserError(f"column {name!r} has {what}, and column {longest!r} has {n:,}; give one for each row")
     return columns
 
 
 def _is_one_row(rows: Mapping[Any, Any], schema: Schema, separators: Mapping[str, str | None]) -> bool:
-    """Tell whether the bags of a model that has no other columns are those of one row.
-
-    Raises UserError where a list of texts may be the values of one row, or a text for each of several.
-    """
+    """Return whether the bags of a model without other columns are one row; UserError if that is ambiguous."""
     lists = {name: rows[name] for name in schema.bags if isinstance(rows[name], list | tuple)}
-    if len(lists) < len(schema.bags) or not all(map(_is_single, (v for values in lists.values() for v in values))):
+    if len(lists) < len(schema.bags) or not all(map(_is_scalar, (v for values in lists.values() for v in values))):
         return False
     for name, values in lists.items():
         separator = separators.get(name)
@@ -63,38 +64,39 @@ def _is_one_row(rows: Mapping[Any, Any], schema: Schema, separators: Mapping[str
             return False
     for name, values in lists.items():
         if separators.get(name) and len(values) > 1:
-            raise UserError(f"column {name!r} has a list of {len(values)} values, which may be one row's or a row "
-                            "each; give a list of lists, a list for each row")  # fmt: skip
+            raise UserError(
+                f"column {name!r} has a list of {len(values)} values, which may be one row or several; give a list of "
+                "lists, a list for each row"
+            )
     return any(len(values) > 1 for values in lists.values())
 
 
 def as_batch(rows: Any, schema: Schema) -> pa.RecordBatch:
-    """Return the columns that are needed of rows that have them.
+    """Return the required columns of a dict from `as_columns`, a pandas DataFrame, or a pyarrow Table or RecordBatch.
 
-    rows  a dict of columns as of `as_columns`, a pandas DataFrame, a pyarrow Table or RecordBatch
-
-    Raises UserError for a column that Arrow does not take.
+    Raises:
+        UserError: Arrow rejects a column.
     """
     names = _names(schema)
     if isinstance(rows, pa.RecordBatch | pa.Table):
         arrays = []
         for name in names:
             _require_valid(name, rows[name])
-            arrays.append(_in_one(rows[name]))
+            arrays.append(_combine_chunks(rows[name]))
     else:
         numbers = set(schema.dense)
         arrays = [_array(name, rows[name], "numbers" if name in numbers else "values") for name in names]
     return pa.RecordBatch.from_arrays(arrays, names=names)
 
 
-def names_of(rows: Any) -> Sequence[Any]:
-    """Return the names of the columns of rows; TypeError for what has none."""
+def get_column_names(rows: Any) -> Sequence[Any]:
+    """Return the names of the columns of rows; TypeError for other types."""
     if isinstance(rows, pa.RecordBatch | pa.Table):
         return list(rows.schema.names)
     if isinstance(rows, Mapping) or _is_pandas(rows, "DataFrame"):
         return list(rows.keys())
     raise TypeError(
-        f"rows are a dict, a pandas DataFrame, a pyarrow Table or RecordBatch, not of type {type(rows).__name__}"
+        f"rows must be a dict, a pandas DataFrame, a pyarrow Table or RecordBatch, not of type {type(rows).__name__}"
     )
 
 
@@ -106,25 +108,26 @@ def _array(name: str, values: Any, what: str) -> pa.Array:
     """Return values as an array; None and NaN are missing."""
     if isinstance(values, pa.Array | pa.ChunkedArray):
         _require_valid(name, values)
-        return _in_one(values)
+        return _combine_chunks(values)
     if getattr(values, "ndim", 1) == 2:
         values = list(values)
     elif hasattr(values, "__array__") and not _is_pandas(values, "Series"):
         values = np.asarray(values)
     try:
         if isinstance(values, list | tuple) and what != "numbers":
-            values = _of_one_kind(name, values)
+            values = _protect_values(name, values)
         array = pa.array(values, from_pandas=True)
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"column {name!r} does not have {what} of one kind: {first}") from None
-    return _in_one(array)
+    return _combine_chunks(array)
 
 
-def _of_one_kind(name: str, values: Sequence[Any]) -> Any:
-    """Return values that Arrow would change: large integers as text, dates of NumPy as such.
+def _protect_values(name: str, values: Sequence[Any]) -> Any:
+    """Protect values that Arrow would change: large integers become text, NumPy dates an array.
 
-    Raises UserError for dates and times together, with and without a zone, and finer than Arrow takes them from a list.
+    Raises:
+        UserError: Dates are mixed with times, zoned times with others, or times are finer than Arrow accepts in a list.
     """
     kinds = {type(value) for value in values}
     if (
@@ -139,29 +142,29 @@ def _of_one_kind(name: str, values: Sequence[Any]) -> Any:
     if not times:
         return values
     if any(isinstance(value, date) and not isinstance(value, datetime) for value in values):
-        raise UserError(f"column {name!r} has dates and times; give all as times, or as dates")
+        raise UserError(f"column {name!r} mixes dates and times; give only times, or only dates")
     if len({value.tzinfo is None for value in times}) > 1:
-        raise UserError(f"column {name!r} has times with a time zone and without one; give all in one way")
+        raise UserError(f"column {name!r} mixes times with and without a time zone; give only one kind")
     if any(getattr(value, "nanosecond", 0) for value in times):
         raise UserError(f"column {name!r} has times finer than a microsecond; give them as a pandas Series")
     return values
 
 
 def _require_valid(name: str, values: Any) -> None:
-    """Raise UserError for an array of Arrow's whose offsets or values are not inside its memory."""
+    """Raise UserError for an Arrow array whose offsets or values lie outside its memory."""
     try:
         values.validate(full=True)
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"column {name!r} is not a valid array of Arrow's: {in_words(error)}") from None
+        raise UserError(f"column {name!r} is not a valid Arrow array: {in_words(error)}") from None
 
 
-def _in_one(array: Any) -> pa.Array:
-    """Return an array that may have chunks in one piece."""
+def _combine_chunks(array: Any) -> pa.Array:
+    """Return an array without chunks."""
     array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
     return array.chunk(0) if isinstance(array, pa.ChunkedArray) else array
 
 
-def _is_single(value: Any) -> bool:
+def _is_scalar(value: Any) -> bool:
     return not hasattr(value, "__len__") or isinstance(value, str | bytes) or getattr(value, "ndim", 1) == 0
 
 

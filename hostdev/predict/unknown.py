@@ -1,4 +1,4 @@
-"""Columns of which far more is out of vocabulary than in training: they may be written in another way."""
+"""Warnings about columns with far more out-of-vocabulary values than in training: their format may differ."""
 
 from collections.abc import Iterator
 
@@ -7,15 +7,15 @@ import numpy as np
 from hostdev.data.batch import Batch
 from hostdev.data.preprocess.encoding import Encoding
 
-_SOME = 20  # values, from which on a share says something
-_MOST = 0.5  # of them out of vocabulary, and
-_TIMES = 2  # as large a share as in training
+_SOME = 20  # values, the least for a meaningful share
+_MOST = 0.5  # the share of unknown values that is remarkable,
+_TIMES = 2  # if it is also this many times the training's
 
 
 class UnknownValues:
-    """Counts what is out of vocabulary, by column; once for each column it says that this is far more than in training.
+    """Counts out-of-vocabulary values by column, and warns once per column if there are far more than in training.
 
-    Several threads may count; what one of them misses is of no account.
+    Several threads may count without a lock; small errors do not matter.
     """
 
     def __init__(self, encoding: Encoding) -> None:
@@ -25,13 +25,13 @@ class UnknownValues:
         self._columns = [*ids, *(column for column in schema.columns if column.kind == "bag")]
         self._oov = np.array([spaces[column.space].oov for column in self._columns], np.int64)
         self._rates = np.array([encoding.rates.get(column.space, 1.0) for column in self._columns])
-        self._most = np.maximum(_MOST, _TIMES * self._rates)  # the share that is not remarkable
+        self._most = np.maximum(_MOST, _TIMES * self._rates)  # the largest share without a warning
         self._ids = len(ids)
         self._uses = np.zeros(len(self._columns), np.int64)
         self._unknown = np.zeros(len(self._columns), np.int64)
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
-    def take_in(self, batch: Batch) -> None:
+    def count(self, batch: Batch) -> None:
         """Count a batch."""
         if not self._encoding.rates:
             return
@@ -43,13 +43,15 @@ class UnknownValues:
             self._unknown[place] += np.count_nonzero(values == self._oov[place])
 
     def lines(self) -> Iterator[str]:
-        """Yield a line for each column that deserves one, and had none yet."""
+        """Yield a warning for each column that needs one and had none yet."""
         for place in np.flatnonzero((self._uses >= _SOME) & (self._unknown > self._most * self._uses)).tolist():
             column, uses = self._columns[place], int(self._uses[place])
-            if column.name in self._told:
+            if column.name in self._warned:
                 continue
-            self._told.add(column.name)
+            self._warned.add(column.name)
             share, before = self._unknown[place] / uses, self._rates[place]
             shown = self._encoding.written(column.space).shown
-            yield (f"column {column.name!r}: {share:.1%} of {uses:,} values are out of vocabulary, and {before:.1%} "
-                   f"were in training, whose values were {shown}; are they written in the same way?")  # fmt: skip
+            yield (
+                f"column {column.name!r}: {share:.1%} of {uses:,} values are out of vocabulary, and {before:.1%} "
+                f"were in training, whose values were {shown}; are they written in the same way?"
+            )

@@ -30,8 +30,8 @@ from hostdev.runtime.requests import IdsOf, Reader
 from hostdev.runtime.table_optimizer import TableOptimizer
 
 if TYPE_CHECKING:
-    from hostdev.checkpoint.saving import Saving
-    from hostdev.runtime.saving import Keeper
+    from hostdev.checkpoint.writer import AsyncWriter
+    from hostdev.runtime.saving import RuntimeCheckpoints
 
 
 class Runtime(ForFrameworks, ForLoops):
@@ -127,7 +127,7 @@ class Runtime(ForFrameworks, ForLoops):
         self._begin_loops()
         self._frozen: set[str] = set()
         self._optimizer: TableOptimizer | None = None
-        self._saved: Keeper | None = None
+        self._saved: RuntimeCheckpoints | None = None
         self._closed = False
         self.saves_with_framework = False  # with its checkpoints
 
@@ -358,7 +358,7 @@ class Runtime(ForFrameworks, ForLoops):
             loop.submit()
         self.pipeline.write_back()
 
-    def save(self, path: Path | str, *, extra: Any = None, keep: int = 3, wait: bool = True) -> "Saving":
+    def save(self, path: Path | str, *, extra: Any = None, keep: int = 3, wait: bool = True) -> "AsyncWriter":
         """Save a checkpoint of all tables, with slots and steps, to a folder of checkpoints (docs/checkpoints.md).
 
         In the middle of a loop, too: once the dense side's optimizer has taken its step, the checkpoint is of after
@@ -379,7 +379,7 @@ class Runtime(ForFrameworks, ForLoops):
             raise ValueError(f"keep is a number of checkpoints, 1 or more, not {keep!r}")
         self._begin_call("save")
         self.write_back()
-        return self._keeper.save(Path(path), extra, keep, wait=wait)
+        return self._checkpoints.save(Path(path), extra, keep, wait=wait)
 
     def load(self, path: Path | str, *, strict: bool = True) -> Any:
         """Load the newest whole checkpoint of a folder, or the one that `path` is, into the tables; return its `extra`.
@@ -402,7 +402,7 @@ class Runtime(ForFrameworks, ForLoops):
         self._begin_call("load")
         self.pipeline.write_back()
         self._pending = None
-        return self._keeper.load(Path(path), strict=strict)
+        return self._checkpoints.load(Path(path), strict=strict)
 
     def _begin_call(self, name: str) -> None:
         """Begin something that all ranks do together."""
@@ -415,11 +415,11 @@ class Runtime(ForFrameworks, ForLoops):
         return self.saves_with_framework or self._saved is not None
 
     @property
-    def _keeper(self) -> "Keeper":
+    def _checkpoints(self) -> "RuntimeCheckpoints":
         if self._saved is None:
-            from hostdev.runtime.saving import Keeper  # what it stands on takes time to load
+            from hostdev.runtime.saving import RuntimeCheckpoints  # what it stands on takes time to load
 
-            self._saved = Keeper(self)
+            self._saved = RuntimeCheckpoints(self)
         return self._saved
 
     def learning_rates(self) -> list[float]:

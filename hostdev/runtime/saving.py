@@ -1,4 +1,4 @@
-"""A runtime's tables to disk and back, with what a user's program wants to keep beside them."""
+"""A runtime's checkpoints: its tables on disk, with the values that a user's program saves with them."""
 
 import atexit
 import sys
@@ -8,29 +8,29 @@ from typing import Any
 
 from torch import Tensor
 
-from hostdev.checkpoint.checkpoints import Checkpoints
 from hostdev.checkpoint.fitting import fit_tables
 from hostdev.checkpoint.folder import Chain, Found
 from hostdev.checkpoint.loading import load_tables, newest_whole, require_tables, values_of, verify_others
-from hostdev.checkpoint.saving import Content, Saving
+from hostdev.checkpoint.manager import CheckpointManager
 from hostdev.checkpoint.tree import to_tree
+from hostdev.checkpoint.writer import AsyncWriter, Content
 from hostdev.core.errors import UserError
 from hostdev.runtime.random_streams import Place
 
-_begun: set[Saving] = set()  # of which nobody has heard yet how they have ended
+_unreported: set[AsyncWriter] = set()  # their outcome is not known to the program yet
 
 
 @atexit.register
 def _await_all() -> None:
-    """Wait for what is being written when Python ends: later its threads stand still, and the checkpoint is lost."""
-    for saving in list(_begun):
-        saving.join()
-        if (told := saving.unheard()) is not None:
-            print(f"hostdev: warning: {told}", file=sys.stderr)
+    """Wait for running writers when Python ends: their threads would stop, and the checkpoints would be lost."""
+    for writer in list(_unreported):
+        writer.join()
+        if (failure := writer.take_failure()) is not None:
+            print(f"hostdev: warning: {failure}", file=sys.stderr)
 
 
-def _read_once(path: Path, tables: dict[str, Any]) -> Found:
-    """Load the newest whole checkpoint, checked while it is; where there is none tables have initial values again."""
+def _load_unverified(path: Path, tables: dict[str, Any]) -> Found:
+    """Load the newest valid checkpoint, and verify its rows meanwhile; after an error, reset the tables."""
 
     def load(chain: Chain) -> None:
         require_tables(chain, tables)
@@ -50,42 +50,40 @@ def _read_once(path: Path, tables: dict[str, Any]) -> Found:
 
 
 def _require_extra(chain: Chain) -> None:
-    """Raise UserError unless a checkpoint is one of `Runtime.save`; of its files none is read."""
+    """Raise UserError unless `Runtime.save` wrote the checkpoint. Only the manifest is read."""
     state = chain[-1].manifest.state
     if not isinstance(state, dict) or "extra" not in state:
-        raise UserError(f"{chain[-1].path} was saved by python -m hostdev.train, not by Runtime.save; use its "
-                        "--resume, hostdev.open for its tables, hostdev.Predictor for probabilities, or python -m "
-                        "hostdev.checkpoint export")  # fmt: skip
+        raise UserError(
+            f"{chain[-1].path} was saved by python -m hostdev.train, not by Runtime.save; use its --resume, "
+            "hostdev.open for its tables, hostdev.Predictor for probabilities, or python -m hostdev.checkpoint export"
+        )
 
 
-class Keeper:
-    """Where a runtime has saved to, so that the next checkpoint there can add to the one before."""
+class RuntimeCheckpoints:
+    """Saves and loads a runtime's checkpoints, with one `CheckpointManager` per folder."""
 
     def __init__(self, runtime: Any) -> None:
         self._runtime = runtime
-        self._folders: dict[Path, Checkpoints] = {}
-        self._last: Saving | None = None
+        self._managers: dict[Path, CheckpointManager] = {}
 
-    def save(self, path: Path, extra: Any, keep: int, *, wait: bool) -> Saving:
+    def save(self, path: Path, extra: Any, keep: int, *, wait: bool) -> AsyncWriter:
         """See `Runtime.save`."""
         tensors: dict[str, Tensor] = {}
         place = self._runtime.place
         reading = {} if place is None else {"reading": place.to_state()}
         state = to_tree({"extra": extra, **reading}, tensors)
         self._join()  # a table has one snapshot at a time
-        to = self._at(path)
-        to.keep = keep
-        self._runtime.learning_rates()  # those that a scheduler has set for the next batch
-        to.lock()
-        saving = to.save(
+        manager = self._get_manager(path)
+        manager.keep = keep
+        self._runtime.learning_rates()  # applies the rates that a scheduler has set for the next batch
+        writer = manager.save(
             self._runtime.tables.values(), self._runtime.pipeline.steps, Content(state, tensors, {}, [])
-        )  # fmt: skip
-        self._last = saving
-        _begun.add(saving)
+        )
+        _unreported.add(writer)
         if wait:
-            saving.wait()
-            _begun.discard(saving)
-        return saving
+            writer.wait()
+            _unreported.discard(writer)
+        return writer
 
     def load(self, path: Path, *, strict: bool = True) -> Any:
         """See `Runtime.load`."""
@@ -94,8 +92,8 @@ class Keeper:
         if not strict:
             return self._load_shared(path, tables)
         if self._runtime.ranks is None and all(getattr(table, "untouched", False) for table in tables.values()):
-            found = _read_once(path, tables)
-        else:  # what they hold stays unless there is a whole one, and all ranks choose the same
+            found = _load_unverified(path, tables)
+        else:  # the tables keep their rows unless a checkpoint is valid; all ranks choose the same one
             found = newest_whole(path)
             require_tables(found.chain, tables)
             _require_extra(found.chain)
@@ -105,19 +103,18 @@ class Keeper:
             warnings.warn(line, stacklevel=3)
         if self._runtime.has_optimizer:
             self._runtime.optimizer.take_over()
-        to = self._at(chain[-1].path.parent)
-        to.start_from(chain, tables.values())
+        self._get_manager(chain[-1].path.parent).start_from(chain, tables.values())
         self._runtime.pipeline.steps = chain[-1].manifest.step
         values = values_of(chain)
         self._runtime.go_on_at(Place.from_state(values["reading"]) if "reading" in values else None)
         return values["extra"]
 
     def close(self) -> None:
-        """Wait for what is being written; a failure that nobody has waited for is a warning."""
+        """Wait for the writer, and warn about a failure that was not reported."""
         self._join()
 
     def _load_shared(self, path: Path, tables: dict[str, Any]) -> Any:
-        """Load the rows that a checkpoint has for these tables; the next checkpoint is whole."""
+        """Load the rows that a checkpoint has for these tables; the next checkpoint is full."""
         found = newest_whole(path)
         fit = fit_tables(found.chain, tables)
         _require_extra(found.chain)
@@ -132,17 +129,17 @@ class Keeper:
         self._runtime.pipeline.steps = found.chain[-1].manifest.step
         return values_of(found.chain)["extra"]
 
-    def _at(self, path: Path) -> Checkpoints:
-        """Return the checkpoints in a folder, which stay there if the program goes to work in another one."""
+    def _get_manager(self, path: Path) -> CheckpointManager:
+        """Return the manager of a folder, by an absolute path: the program may change its working directory."""
         where = path.resolve()
-        return self._folders.setdefault(where, Checkpoints(where, ranks=self._runtime.ranks))
+        return self._managers.setdefault(where, CheckpointManager(where, ranks=self._runtime.ranks))
 
     def _join(self) -> None:
-        """Wait for what is being written, and warn where it has failed and nobody has waited for it."""
-        for each in self._folders.values():
-            each.join()
-        if self._last is None:
-            return
-        _begun.discard(self._last)
-        if (told := self._last.unheard()) is not None:
-            warnings.warn(told, stacklevel=4)
+        """Wait for the writer, and warn about a failure that was not reported."""
+        for manager in self._managers.values():
+            manager.join()
+            if (writer := manager.take_ended()) is None:
+                continue
+            _unreported.discard(writer)
+            if (failure := writer.take_failure()) is not None:
+                warnings.warn(failure, stacklevel=4)

@@ -1,4 +1,4 @@
-"""A run's checkpoints: when one is saved, what it holds, and how a run goes on from one."""
+"""A run's checkpoints: their schedule, their content, and how a run resumes from one."""
 
 import json
 import time
@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hostdev.checkpoint.checkpoints import Checkpoints
-from hostdev.checkpoint.folder import FOLDER, Chain, Checkpoint, Found, chain_of, is_checkpoint, is_there, names_in
+from hostdev.checkpoint.folder import FOLDER, Chain, Checkpoint, Found, chain_of, is_checkpoint, is_on_disk, names_in
 from hostdev.checkpoint.loading import newest_whole, values_of, verify, verify_others
-from hostdev.checkpoint.saving import Saving
+from hostdev.checkpoint.manager import CheckpointManager
+from hostdev.checkpoint.writer import AsyncWriter
 from hostdev.core.errors import HostdevError, UserError, in_words
 from hostdev.core.progress import note
 from hostdev.core.table_dtypes import FP32
@@ -26,15 +26,32 @@ from hostdev.train.quality import Quality
 from hostdev.train.rundir import CONFIG, SUMMARY
 
 KEEP = 3
-# What the bits depend on, beside the data: these must be as they were.
-IN_EFFECT = ("emb_dim", "table_optimizer", "table_lr", "lr")  # of these, what the model makes of them
+# Besides the data, results depend on these options: a resumed run must have the same values.
+IN_EFFECT = ("emb_dim", "table_optimizer", "table_lr", "lr")  # compared by their effect on the model
 FIXED = (
-    "model", "emb_dim", "batch_size", "table_optimizer", "table_lr", "lr", "l2", "precision", "tf32", "seed",
-    "micro_batches", "gradients", "torch_threads", "shuffle_window", "table_dtype",
-)  # fmt: skip
-_BEFORE = {  # in files of before there were such options
-    "micro_batches": 1, "gradients": None, "torch_threads": None, "shuffle_window": 1, "table_dtype": FP32,
-}  # fmt: skip
+    "model",
+    "emb_dim",
+    "batch_size",
+    "table_optimizer",
+    "table_lr",
+    "lr",
+    "l2",
+    "precision",
+    "tf32",
+    "seed",
+    "micro_batches",
+    "gradients",
+    "torch_threads",
+    "shuffle_window",
+    "table_dtype",
+)
+_BEFORE = {  # defaults for files that are older than the option
+    "micro_batches": 1,
+    "gradients": None,
+    "torch_threads": None,
+    "shuffle_window": 1,
+    "table_dtype": FP32,
+}
 
 
 class CheckpointError(UserError):
@@ -44,7 +61,7 @@ class CheckpointError(UserError):
 
 
 class Progress:
-    """How far a run is, as a checkpoint holds it."""
+    """A run's progress, as a checkpoint holds it."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -60,13 +77,13 @@ class Progress:
         self.rows.append(rows)
 
     def as_values(self) -> dict[str, Any]:
-        """Return what a checkpoint holds."""
+        """Return the values for a checkpoint."""
         arrays = {name: np.array(getattr(self, name)) for name in ("wide", "deep", "rows")}
         return {"steps": self.steps, "seconds": self.seconds, **arrays}
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Progress":
-        """Return what `as_values` has returned."""
+        """Return the progress from the values of `as_values`."""
         made = cls()
         made.steps, made.seconds = values["steps"], values["seconds"]
         for name in ("wide", "deep", "rows"):
@@ -75,7 +92,7 @@ class Progress:
 
 
 class Start(NamedTuple):
-    """Where a run goes on."""
+    """The checkpoint that a run resumes from."""
 
     chain: Chain
     more: dict[str, Any]  # of `values`
@@ -87,20 +104,22 @@ class Start(NamedTuple):
 
 
 def folder_of(settings: TrainConfig, run_dir: Path) -> Path:
-    """Return where a run's checkpoints lie."""
+    """Return the folder of a run's checkpoints."""
     return settings.checkpoint_dir or run_dir / FOLDER
 
 
-def find(
-    settings: TrainConfig, data: Manifest, check: Callable[[Chain], None] = verify
-) -> tuple[Start | None, str]:  # fmt: skip
-    """Return where a run with --resume goes on, None for the start, and a line that says so.
+def find(settings: TrainConfig, data: Manifest, check: Callable[[Chain], None] = verify) -> tuple[Start | None, str]:
+    """Return the checkpoint that a run with --resume starts from, None for a new run, and a line about it.
 
-    check  raises BrokenCheckpointError for one that is not whole
+    Args:
+        settings: The run's options.
+        data: The data set.
+        check: Raises BrokenCheckpointError for a damaged checkpoint.
 
-    Raises UserError for a checkpoint of another model or other data, and where none that was named is whole.
+    Raises:
+        UserError: The checkpoint is of another model or other data, or all named checkpoints are damaged.
     """
-    path = _looked_in(settings)
+    path = _get_search_path(settings)
     if settings.resume:
         if not path.exists():
             raise UserError(f"--resume {path}: there is no such checkpoint")
@@ -108,38 +127,38 @@ def find(
         _require_unfinished(settings, data)
         return None, f"resume   there is no checkpoint in {path} yet: from the start"
     found = newest_whole(path, check)
-    start = _start_of(settings, data, found.chain)
-    return start, _told(found, start)
+    start = _make_start(settings, data, found.chain)
+    return start, _describe_start(found, start)
 
 
-def _looked_in(settings: TrainConfig) -> Path:
-    """Return the folder in which a run with --resume finds checkpoints, or the one that it names."""
+def _get_search_path(settings: TrainConfig) -> Path:
+    """Return the folder that --resume searches, or the checkpoint that it names."""
     return Path(settings.resume) if settings.resume else folder_of(settings, settings.run_dir or Path())
 
 
-def _start_of(settings: TrainConfig, data: Manifest, chain: Chain) -> Start:
-    """Return a run's start from a checkpoint; UserError for one of another model or other data."""
+def _make_start(settings: TrainConfig, data: Manifest, chain: Chain) -> Start:
+    """Return a run's start from a checkpoint; UserError if it is of another model or other data."""
     values = values_of(chain)
     if not isinstance(values, dict) or "more" not in values:
-        raise UserError(f"{chain[-1].path} was written by Runtime.save, which does not record the model; use "
-                        "Runtime.load in the program that saved it")  # fmt: skip
+        raise UserError(
+            f"{chain[-1].path} was written by Runtime.save, which does not record the model; use "
+            "Runtime.load in the program that saved it"
+        )
     start = Start(chain, values["more"])
     _require_same(settings, data, start)
     return start
 
 
-def _told(found: Found, start: Start) -> str:
-    """Return lines that say where a run goes on, and what was passed over."""
+def _describe_start(found: Found, start: Start) -> str:
+    """Return lines about the checkpoint that a run resumes from, and about skipped ones."""
     lines = [f"resume   {line}" for line in found.notes()]
     return "\n".join([*lines, f"resume   {start.path}, after step {start.more['progress']['steps']:,}"])
 
 
-def begin(
-    settings: TrainConfig, data: Manifest, start: Start | None, load: Callable[[Start], None]
-) -> Start | None:  # fmt: skip
-    """Load where a run goes on, whose tables' rows are checked meanwhile; return which checkpoint it was.
+def begin(settings: TrainConfig, data: Manifest, start: Start | None, load: Callable[[Start], None]) -> Start | None:
+    """Load the checkpoint that a run resumes from, verifying its rows meanwhile; return the one that was loaded.
 
-    Where the rows turn out to be damaged, older ones are loaded over them, and lines say so. Raises as `find` does.
+    If its rows are damaged, an older one is loaded instead, and lines say so. Raises as `find` does.
     """
     if start is None:
         return None
@@ -147,19 +166,19 @@ def begin(
 
     def check(chain: Chain) -> None:
         nonlocal begun
-        if chain[-1].path != start.path:  # at which `find` has looked
+        if chain[-1].path != start.path:  # `find` has checked that one
             verify_others(chain)
-            begun = _start_of(settings, data, chain)
+            begun = _make_start(settings, data, chain)
         load(begun)
 
-    found = newest_whole(_looked_in(settings), check)
+    found = newest_whole(_get_search_path(settings), check)
     if begun.path != start.path:
-        print(_told(found, begun), flush=True)
+        print(_describe_start(found, begun), flush=True)
     return begun
 
 
 def find_together(settings: TrainConfig, data: Manifest, ranks: Ranks) -> tuple[Start | None, str]:
-    """Do `find` as several processes: the first looks, and checks what it finds; all go on from the same."""
+    """Call `find` on rank 0, and return its result on all ranks."""
     start, line = find(settings, data) if ranks.rank == 0 else (None, "")
     told = ranks.control.share([None if start is None else str(start.path.resolve()), line])[0]
     if ranks.rank and told[0] is not None:
@@ -170,11 +189,11 @@ def find_together(settings: TrainConfig, data: Manifest, ranks: Ranks) -> tuple[
 
 def _require_same(settings: TrainConfig, data: Manifest, start: Start) -> None:
     then = _BEFORE | start.more["settings"]
-    if (name := _differing(settings, then, data)) is not None:
+    if (name := _find_difference(settings, then, data)) is not None:
         option = "--" + name.replace("_", "-")
         raise UserError(
-            f"{start.path} was trained with {_given(option, then[name])}, not "
-            f"{_given(option, getattr(settings, name))}; give the same, or begin another run without --resume"
+            f"{start.path} was trained with {_format_option(option, then[name])}, not "
+            f"{_format_option(option, getattr(settings, name))}; give the same, or begin another run without --resume"
         )
     if start.more["data"] != data.identity:
         raise UserError(
@@ -183,49 +202,49 @@ def _require_same(settings: TrainConfig, data: Manifest, start: Start) -> None:
         )
 
 
-def _differing(settings: TrainConfig, then: Mapping[str, Any], data: Manifest) -> str | None:
-    """Return the first of FIXED that differs, in what it comes to: an option may say what is the model's own, too."""
+def _find_difference(settings: TrainConfig, then: Mapping[str, Any], data: Manifest) -> str | None:
+    """Return the first of FIXED that differs in effect: an option may also state the model's default."""
     found = [name for name in FIXED if getattr(settings, name) != then[name]]
     if not found or not set(found) <= set(IN_EFFECT):
         return next((name for name in found if name not in IN_EFFECT), None)
-    mine = _in_effect(settings, data)
-    if _in_effect(replace(settings, **{name: then[name] for name in found}), data) == mine:
+    mine = _get_effect(settings, data)
+    if _get_effect(replace(settings, **{name: then[name] for name in found}), data) == mine:
         return None
-    alone = (name for name in found if _in_effect(replace(settings, **{name: then[name]}), data) != mine)
+    alone = (name for name in found if _get_effect(replace(settings, **{name: then[name]}), data) != mine)
     return next(alone, found[0])
 
 
-def _in_effect(settings: TrainConfig, data: Manifest) -> tuple[Any, ...]:
-    """Return a model's tables, with their optimizers, and the learning rate of its dense layers."""
+def _get_effect(settings: TrainConfig, data: Manifest) -> tuple[Any, ...]:
+    """Return a model's tables with their optimizers, and the learning rate of its dense layers."""
     model = model_of(settings, data.schema)
     tables = {name: (spec.rows, spec.dim, spec.optimizer) for name, spec in model.tables.items()}
     return tables, model.lr if settings.lr is None else settings.lr
 
 
 def _require_unfinished(settings: TrainConfig, data: Manifest) -> None:
-    """Raise UserError where the run directory has another run than the beginning of this one."""
+    """Raise UserError if the run directory holds another run, or a finished one."""
     if settings.run_dir is None or not (settings.run_dir / CONFIG).exists():
         return
     try:
         then = _BEFORE | json.loads((settings.run_dir / CONFIG).read_text())
         summary = settings.run_dir / SUMMARY
         status = json.loads(summary.read_text())["status"] if summary.exists() else "killed"
-        same = _differing(settings, then, data) is None and then["preprocess"] == data.options
+        same = _find_difference(settings, then, data) is None and then["preprocess"] == data.options
     except (OSError, ValueError, KeyError, TypeError):
         return
     if status in ("finished", "stopped early") or not same:
-        what = "another run" if not same else "a run that has come to its end"
+        what = "another run" if not same else "a run that has finished"
         raise UserError(f"--run-dir {settings.run_dir} holds {what}, without checkpoints; choose another --run-dir")
 
 
-def _given(option: str, value: Any) -> str:
+def _format_option(option: str, value: Any) -> str:
     if value is None or value is False:
         return f"no {option}"
     return option if value is True else f"{option} {value}"
 
 
 def values(settings: TrainConfig, data: Manifest, device: str, progress: Progress, quality: Quality) -> dict[str, Any]:
-    """Return what a checkpoint holds beside the model."""
+    """Return the values of a checkpoint besides the model."""
     return {
         "settings": {**settings.as_json(), "resume": None},
         "data": data.identity,
@@ -243,12 +262,15 @@ def data_files(root: Path, data: Manifest) -> dict[str, Path]:
     return files
 
 
-class Saver:
-    """Saves a run's checkpoints when they are due; where that fails, training goes on, and a line says so.
+class CheckpointSchedule:
+    """Saves a run's checkpoints when they are due. After a failure it prints a warning, and training continues.
 
-    prepare  brings the tables up to date; what it raises is no failure to save
-    save     begins to save one: called with where to, the step, and a digest of the state where that is known
-    ranks    processes that save together; all call what one calls
+    Args:
+        settings: The run's options: when to save, and how many checkpoints to keep.
+        path: The folder of checkpoints.
+        prepare: Writes all rows back to the tables. Its errors are not counted as failures to save.
+        save: Starts to save; called with the manager, the step, and a digest of the state where it is known.
+        ranks: Processes that save together; all make the same calls.
     """
 
     def __init__(
@@ -256,16 +278,15 @@ class Saver:
         settings: TrainConfig,
         path: Path,
         prepare: Callable[[], None],
-        save: Callable[[Checkpoints, int, str | None], Saving],
+        save: Callable[[CheckpointManager, int, str | None], AsyncWriter],
         ranks: Ranks | None = None,
     ) -> None:
         self._ranks = ranks
         self._every = settings.checkpoint_every
         self._seconds = settings.checkpoint_minutes and settings.checkpoint_minutes * 60
         self._prepare, self._save = prepare, save
-        self.to = Checkpoints(path, keep=settings.keep_checkpoints or KEEP, hold=True, ranks=ranks)
+        self.manager = CheckpointManager(path, keep=settings.keep_checkpoints or KEEP, hold=True, ranks=ranks)
         self._last_began = time.monotonic()
-        self._saving: Saving | None = None
         self._step = 0  # of the last attempt
         self.saved_step: int | None = None
         self._loaded: Checkpoint | None = None  # from the folder where they are saved
@@ -274,31 +295,33 @@ class Saver:
         self._stalled = 0.0
 
     def describe(self) -> str:
-        """Return when and where checkpoints are saved, as text."""
+        """Return the schedule and the folder as text."""
         when = [f"{self._every:,} steps"] if self._every is not None else []
         when += [f"{self._seconds / 60:g} minutes"] if self._seconds is not None else []
-        return f"a checkpoint every {' and every '.join(when)} to {self.to.path}; the newest {self.to.keep} stay"
+        return (
+            f"a checkpoint every {' and every '.join(when)} to {self.manager.path}; the newest {self.manager.keep} stay"
+        )
 
     def start(self, chain: Chain | None, tables: Any) -> None:
-        """Take the folder; where a run goes on, what follows adds to the checkpoint that it has loaded."""
+        """Lock the folder; a resumed run's checkpoints are increments of the one that it loaded."""
         try:
-            self.to.lock()
+            self.manager.lock()
         except UserError as error:
             if "in use" in str(error):
                 raise
             self._failing = str(error)
             note(f"warning: checkpoints cannot be saved: {error}; training goes on, and tries when one is due")
         if chain is not None:
-            self.to.start_from(chain, tables)
-            self._loaded = self.to.last
+            self.manager.start_from(chain, tables)
+            self._loaded = self.manager.last
 
     def is_due(self, step: int) -> bool:
-        """Tell whether a checkpoint is to be saved after this step."""
-        self._look()
+        """Return whether a checkpoint is due after this step."""
+        self._record_outcome()
         due = self._every is not None and step % self._every == 0
         late = self._seconds is not None and (
-            time.monotonic() - self._last_began >= self._seconds and not self.to.is_saving
-        )  # fmt: skip
+            time.monotonic() - self._last_began >= self._seconds and not self.manager.is_saving
+        )
         if self._ranks is None:
             return due or late
         due |= bool(self._ranks.told[SAVE])  # in the last step, by the first
@@ -306,47 +329,47 @@ class Saver:
         return due
 
     def save(self, step: int, state_sha256: str | None = None) -> None:
-        """Begin to save a checkpoint of after this step; nothing is raised where that fails."""
+        """Start to save a checkpoint of this step; failures are recorded, not raised."""
         start = time.monotonic()
-        self.to.join()
-        self._look()
+        self.manager.join()
+        self._record_outcome()
         self._last_began, self._step = start, step
         if self.newest is not None and not self.newest.is_dir():
             note(f"warning: {self.newest} is gone; the checkpoint of step {step:,} holds all rows")
         self._prepare()
         try:
-            self.to.lock()
-            self._saving = self._save(self.to, step, state_sha256)
+            self._save(self.manager, step, state_sha256)
         except (HostdevError, OSError) as error:
             self._fail(in_words(error))
         self._stalled += time.monotonic() - start
 
     def keep_best(self, step: int) -> None:
-        """Have a checkpoint of after this step, the best one so far, and keep it beside the newest ones."""
-        self._look()
-        self.to.best_steps.insert(0, step)
+        """Keep a checkpoint of this step, the best so far, besides the newest ones; save it if necessary."""
+        self._record_outcome()
+        self.manager.best_steps.insert(0, step)
         if self._step != step or self._failing is not None:
             self.save(step)
 
     def save_last(self, step: int, state_sha256: str | None = None) -> None:
-        """Save a run's last checkpoint, but not the one again that the run went on from."""
+        """Save a run's last checkpoint, unless the run resumed from it without a step."""
         loaded = self._loaded
-        due = loaded is None or loaded is not self.to.last or loaded.manifest.step != step or not is_there(loaded)
-        if self._ranks is not None:  # not all may see the same files at once
+        due = (
+            loaded is None or loaded is not self.manager.last or loaded.manifest.step != step or not is_on_disk(loaded)
+        )
+        if self._ranks is not None:  # ranks may see different files on a shared disk
             due = self._ranks.control.share(due)[0]
         if due:
             self.save(step, state_sha256)
         else:
             self.saved_step, self._failing = step, None
 
-    def _look(self) -> None:
-        """See how the last attempt has ended, if it has."""
-        saving = self._saving
-        if saving is None or saving.is_running:
+    def _record_outcome(self) -> None:
+        """Record the outcome of the last attempt, if it has ended."""
+        writer = self.manager.take_ended()
+        if writer is None:
             return
-        self._saving = None
-        if saving.error is not None:
-            self._fail(in_words(saving.error))
+        if writer.error is not None:
+            self._fail(in_words(writer.error))
             return
         if self._failing is not None:
             note(f"the checkpoint of step {self._step:,} was saved")
@@ -361,27 +384,27 @@ class Saver:
         self._failing = why
 
     def finish(self) -> None:
-        """Wait for what is being written, and let others write there."""
-        self.to.close()
-        self._look()
+        """Wait for the writer, and unlock the folder."""
+        self.manager.close()
+        self._record_outcome()
 
     @property
     def newest(self) -> Path | None:
-        """The last checkpoint that was saved or loaded, in the folder where they are saved."""
-        return self.to.last.path if self.to.last is not None else None
+        """The last checkpoint in the folder that was saved or loaded."""
+        return self.manager.last.path if self.manager.last is not None else None
 
     @property
     def failed(self) -> str | None:
-        """Why the last attempt has failed; None where it has not."""
+        """The reason why the last attempt failed; None if it did not."""
         return self._failing
 
     def summary(self) -> dict[str, Any]:
-        """Return what summary.json says."""
+        """Return the entry in summary.json."""
         return {
-            "path": str(self.to.path),
+            "path": str(self.manager.path),
             "saved": self._count,
             "failed": self._failed,
             "last_step": self.saved_step,
-            **({"best_step": self.to.best_steps[0]} if self.to.best_steps else {}),
-            "stall_us": round((self._stalled + self.to.copying_seconds) * 1e6),
+            **({"best_step": self.manager.best_steps[0]} if self.manager.best_steps else {}),
+            "stall_us": round((self._stalled + self.manager.copying_seconds) * 1e6),
         }

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch.utils._pytree import tree_map
 
-from hostdev.checkpoint.checkpoints import SAVING_BYTES
+from hostdev.checkpoint.manager import SAVING_BYTES
 from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, copied_bytes, gib, pinned_size, require_table, row_bytes
 from hostdev.core.table_dtypes import FP32

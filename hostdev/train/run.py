@@ -13,8 +13,8 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from hostdev.checkpoint.checkpoints import Checkpoints
-from hostdev.checkpoint.saving import Saving
+from hostdev.checkpoint.manager import CheckpointManager
+from hostdev.checkpoint.writer import AsyncWriter
 from hostdev.core.errors import UserError, in_words, naming
 from hostdev.core.memory import peak_rss_bytes
 from hostdev.core.micro_batches import EXCHANGES
@@ -30,7 +30,7 @@ from hostdev.kernels.pool import host_threads, set_host_threads
 from hostdev.parallel.ranks import STOP, Ranks
 from hostdev.train import checkpointing, curve, report, starting, summary
 from hostdev.train.build import cache_of, layout_of, model_of, most_uses, seed_torch, warm_up_for
-from hostdev.train.checkpointing import CheckpointError, Progress, Saver
+from hostdev.train.checkpointing import CheckpointError, CheckpointSchedule, Progress
 from hostdev.train.config import TrainConfig
 from hostdev.train.interrupt import GracefulStop, Interrupted
 from hostdev.train.losses import NonFiniteLossError
@@ -120,14 +120,14 @@ class Run:
             if origin is not None and start is None:
                 print("\n".join(starting.load(origin, self.trainer)), flush=True)
             self._from = start.path if start is not None else None
-            self.saver: Saver | None = None
+            self.saver: CheckpointSchedule | None = None
             if settings.saves:
                 self._data_files = checkpointing.data_files(data, found)
                 path = checkpointing.folder_of(settings, company.root if company is not None else self.files.path)
-                self.saver = Saver(settings, path, self.trainer.runtime.write_back, self._save, self.ranks)
+                self.saver = CheckpointSchedule(settings, path, self.trainer.runtime.write_back, self._save, self.ranks)
                 self.saver.start(start.chain if start is not None else None, self.trainer.tables.values())
                 if settings.early_stop is not None and self.quality.best is not None:
-                    self.saver.to.best_steps.append(self.quality.best.step)
+                    self.saver.manager.best_steps.append(self.quality.best.step)
         except BaseException:
             self.discard()
             raise
@@ -161,7 +161,7 @@ class Run:
         self.quality.restore(more["quality"], epoch if goes_on else np.inf)  # what a limit has ended is evaluated anew
         self.trainer.load(start.chain, check=self.ranks is None)
 
-    def _save(self, to: Checkpoints, step: int, digest: str | None) -> Saving:
+    def _save(self, to: CheckpointManager, step: int, digest: str | None) -> AsyncWriter:
         more = checkpointing.values(self.settings, self.data, self.device.type, self.progress, self.quality)
         return self.trainer.save(to, step, more, self._data_files, state_sha256=digest)
 

@@ -11,11 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hostdev.checkpoint.checkpoints import Checkpoints
 from hostdev.checkpoint.folder import Chain
 from hostdev.checkpoint.loading import load_tables, require_tables, values_of
-from hostdev.checkpoint.saving import Content, Saving
+from hostdev.checkpoint.manager import CheckpointManager
 from hostdev.checkpoint.tree import to_tree
+from hostdev.checkpoint.writer import AsyncWriter, Content
 from hostdev.core.errors import UserError
 from hostdev.core.micro_batches import cut
 from hostdev.core.primitive import OpLog, Primitive
@@ -419,8 +419,8 @@ class Trainer:
         return state_of(self.model, self.adam) if self._staged is None else self._staged.state(self.adam)
 
     def save(
-        self, to: Checkpoints, step: int, more: Any, files: Mapping[str, Path], *, state_sha256: str | None = None
-    ) -> Saving:
+        self, to: CheckpointManager, step: int, more: Any, files: Mapping[str, Path], *, state_sha256: str | None = None
+    ) -> AsyncWriter:
         """Begin to save a checkpoint of everything, as of the last step; between two steps of a loop, too.
 
         more   values to be kept with it

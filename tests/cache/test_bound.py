@@ -1,4 +1,4 @@
-"""The least possible cost against trying everything, and the indices against their definition."""
+"""The bound against exhaustive search, and the indices against their definition."""
 
 import itertools
 
@@ -9,14 +9,14 @@ from scipy.sparse import coo_array
 
 from hostdev.cache import bound
 from hostdev.cache.bound import least_cost, uses_of
-from hostdev.cache.prices import HORIZON, PRICES, RATES, Costs, chance_of, index_of, prices
+from hostdev.cache.prices import HORIZON, PRICES, RATES, Costs, get_price_index, get_rate_middle, prices
 from hostdev.kernels.pool import set_host_threads
 
 COSTS = [Costs(), Costs(2, 1, 1), Costs(2, 5, 3), Costs.of(320, 960)]
 
 
 def best_by_trying(batches, rows, capacity, costs, first=None):
-    """The least cost of any sequence of caches: all subsets of rows, before the first batch and after each."""
+    """Return the least cost of all sequences of caches: all subsets of rows, before the first batch and after each."""
     caches = [frozenset(kept) for n in range(capacity + 1) for kept in itertools.combinations(range(rows), n)]
     value = {kept: (costs.admitted if first is None else first) * len(kept) for kept in caches}
     for ids in batches:
@@ -33,7 +33,7 @@ def best_by_trying(batches, rows, capacity, costs, first=None):
 
 
 def test_steps_are_told_and_memory_is_counted(monkeypatch):
-    """What a step needs for each batch counts, too: with few ids a batch it is the most."""
+    """The memory per batch counts, too: with few ids per batch it is the largest part."""
     rng, steps = np.random.default_rng(0), []
     batches = [np.unique(rng.zipf(1.4, 40) % 50).astype(np.int32) for _ in range(90)]
     unique = sum(map(len, batches))
@@ -66,7 +66,7 @@ def test_the_bound_is_below_all_that_is_possible_and_close(costs, first):
 
 
 def best_of_the_program(batches, capacity, costs):
-    """The linear program's value, by a solver: for each row and interval the share of it that is kept over this."""
+    """Return the linear program's value from a solver: for each row and interval, the share that is kept."""
     uses = {}
     for number, ids in enumerate(batches):
         for row in ids.tolist():
@@ -119,7 +119,7 @@ def test_the_bound_without_slots_and_with_one_for_every_row():
 
 @pytest.mark.parametrize("costs", COSTS)
 def test_indices_are_what_a_slot_may_cost(costs):
-    """By the definition: what going on without the row costs more than with it, for some states and every price."""
+    """Return, by the definition, the extra cost without the row for some states and every price."""
     table, rng = prices(costs, 5), np.random.default_rng(0)
     passed, admitted, evicted = np.array(costs) / costs.passed
     of = [1.01 * 2 ** ((i - PRICES + 1) / 16) for i in range(PRICES)]
@@ -130,7 +130,7 @@ def test_indices_are_what_a_slot_may_cost(costs):
     ]:
         stay, enter, close = 0, 0, 0
         for price in of:
-            x, chance = 0.0, chance_of(rate)
+            x, chance = 0.0, get_rate_middle(rate)
             for _ in range(HORIZON):
                 used = np.clip(x, -evicted, admitted - passed) + passed
                 x = chance * used + (1 - chance) * max(x, -evicted) - price
@@ -151,7 +151,7 @@ def test_indices_rise_with_what_is_known():
     for state in range(16):
         for bit in range(4):
             assert (table[:, :, state | 1 << bit] >= table[:, :, state]).all()
-    assert (index_of(0), index_of(0.5), index_of(2.02), index_of(99)) == (0, 129, 161, 161)
+    assert (get_price_index(0), get_price_index(0.5), get_price_index(2.02), get_price_index(99)) == (0, 129, 161, 161)
     with pytest.raises(ValueError, match="0 to 16"):
         prices(Costs(), 17)
 
@@ -167,7 +167,7 @@ def test_the_bound_is_the_same_on_any_threads():
 
 
 def test_costs():
-    """Of the bus by bytes each way, and of the host beside it."""
+    """Costs of the bus by bytes in each direction, plus those of the host."""
     assert Costs.of(324, 972) == (648, 972, 972)
     assert Costs.of(324, 972, down=0.5, up=0.25) == (243, 486, 243)
     both = Costs.of(10, 30, host=Costs(1, 2, 3))

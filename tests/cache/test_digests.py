@@ -1,4 +1,4 @@
-"""Training with a cache gives the bits of the serial run without one, for any policy, size, depth and future."""
+"""Training with a cache equals the serial run without one, bit for bit, for any policy, size, depth and future."""
 
 import itertools
 import time
@@ -41,7 +41,7 @@ def test_every_policy_and_size_gives_the_bits_without_a_cache(device, policy, si
 @pytest.mark.parametrize("policy", [POLICIES[0], *(pytest.param(one, marks=pytest.mark.slow) for one in POLICIES[1:])])
 @pytest.mark.parametrize("size", [pytest.param("2%", marks=pytest.mark.slow), "10%"])
 def test_bfloat16_weights_are_rounded_alike_in_slots(device, policy, size):
-    """In a slot by the row's id, not by where it lies; as one table more evicts, and the host rounds what passes by."""
+    """Rounding depends on a row's id, not on its slot; another table evicts, and the host rounds bypassing rows."""
     batches = adversarial(8, 10)
     options = {"dtype": "bf16", "device": device}
     expected = outcome(batches, depth=0, **options)
@@ -52,7 +52,7 @@ def test_bfloat16_weights_are_rounded_alike_in_slots(device, policy, size):
 @pytest.mark.slow_on_standin
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_planner_that_forgets_rows(device, policy, monkeypatch):
-    """And one that is set back to what the slots hold, after an early end."""
+    """The same after the planner was reset to the slots' content by an early end."""
     monkeypatch.setitem(Planner.__init__.__kwdefaults__, "budget", 0)
     batches = adversarial(7, 14)
     expected = outcome(batches, depth=0, device=device)
@@ -86,7 +86,7 @@ def test_every_window(device, window):
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_after_an_early_end_the_trainer_goes_on(device, depth):
-    """With batches announced, planned and fetched that are not stepped."""
+    """The same with batches that were announced, planned and fetched, but not stepped."""
     batches = adversarial(4, 14)
     expected = outcome(batches, depth=0, device=device)
     trainer = trainer_of(depth=depth, **cached("20%"), device=device)
@@ -99,7 +99,7 @@ def test_after_an_early_end_the_trainer_goes_on(device, depth):
 
 @pytest.mark.parametrize("stage", ["unique", "plan", "lookup"])
 def test_closing_while_the_fetcher_is_slow(device, stage):
-    """What it still announces or plans must not reach the next run."""
+    """Batches that it still announces or plans must not reach the next run."""
     batches = adversarial(5, 14)
     expected = outcome(batches, depth=0, device=device)
 
@@ -136,9 +136,7 @@ def test_every_policy_and_size_on_the_real_sample(criteo_sample, tmp_path, seed)
     def result(depth, **cache):
         spec = CacheSpec(**cache, counts=counts) if cache else None
         model = WideDeep(found.schema, 8, seed=seed)
-        trainer = Trainer(
-            model, host_device_mix=True, device=torch.device("cpu"), seed=seed, depth=depth, cache=spec
-        )  # fmt: skip
+        trainer = Trainer(model, host_device_mix=True, device=torch.device("cpu"), seed=seed, depth=depth, cache=spec)
         losses = [tuple(step.value) for step in trainer.train(batches)]
         return losses, trainer.state_sha256()
 

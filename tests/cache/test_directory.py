@@ -1,11 +1,11 @@
-"""A planner that knows only the rows that matter now: its plans, what it forgets, its memory; its hash table."""
+"""A planner with data of only the rows that matter: plans, forgetting, memory, and the hash table."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostdev.cache.directory import AllRows, Directory, least_of
+from hostdev.cache.directory import AllRows, Directory, find_quantile
 from hostdev.cache.likeliest import chance_at, likeliest
 from hostdev.cache.options import POLICIES
 from hostdev.cache.planner import BUDGET, Planner, planner_bytes
@@ -15,13 +15,13 @@ from tests.cache.test_planner import counts_of, plans, zipf
 
 
 def outcome(batches, planner):
-    """All plans, and the rows that are in the end in slots."""
+    """Return all plans, and the rows in slots at the end."""
     found = [array.tobytes() for plan in plans(batches, planner) for array in plan]
     return [*found, planner.slot_ids.tobytes(), vars(planner.statistics)]
 
 
 def keep_all(planner):
-    """Give its directory room for all rows."""
+    """Make the directory large enough for all rows."""
     directory = planner._directory
     directory._room = planner.rows
     directory._reserve(planner.rows)
@@ -29,7 +29,7 @@ def keep_all(planner):
 
 
 def drifted(rows, count, size, seed=0):
-    """Batches of other rows again and again: what a planner knows of most does not matter any more."""
+    """Batches with new rows again and again, so that most of a planner's data becomes useless."""
     rng, made = np.random.default_rng(seed), []
     for number in range(count):
         near = rng.integers(0, rows // 8, size) + number * rows // (2 * count)
@@ -64,7 +64,7 @@ def test_plans_of_policies_that_go_by_nothing_that_is_forgotten(policy):
 
 
 def forgotten(batches, planner):
-    """How many rows of the batches the planner does not know any more."""
+    """Return how many rows of the batches the planner has forgotten."""
     seen = np.unique(np.concatenate([ids for ids, _ in batches]))
     return np.count_nonzero(planner._directory._find(seen) < 0)
 
@@ -93,7 +93,7 @@ def test_plans_are_valid_where_rows_are_forgotten(policy, capacity):
 
 @pytest.mark.parametrize("share", [0.01, 0.1])
 def test_forgetting_costs_little(share):
-    """Of what lookahead keeps low, 0.5%, with counts and without."""
+    """Lookahead's cost grows by at most 0.5%, with and without counts."""
     rows, batches = 20_000, zipf(20_000, 60, size=2000)
     for counts in (counts_of(batches, rows), None):
         costs = []
@@ -122,7 +122,7 @@ def test_plans_do_not_depend_on_threads():
 @pytest.mark.parametrize("policy", ["lookahead", "lru", "lfu"])
 @pytest.mark.parametrize("seen", [0, 30])
 def test_restore(policy, seen):
-    """As with all rows, of which none was known before, or all still are; and rows that were not in come in."""
+    """It judges as with all rows, if all or none are known; new rows are inserted."""
     rows, batches = 5000, zipf(5000, 45, size=300)
     slots = np.full(60, -1, np.int32)
     slots[:50] = np.random.default_rng(1).permutation(rows)[:50]
@@ -143,7 +143,7 @@ def test_restore(policy, seen):
 
 
 def test_the_memory_is_that_of_rows_that_matter():
-    """It is told, it does not grow with the table, and `planner_bytes` is the most."""
+    """Its memory is reported, does not grow with the table, and is at most `planner_bytes`."""
     most = []
     for rows in (100_000_000, 2**31 - 1):
         rng = np.random.default_rng(0)
@@ -166,7 +166,7 @@ batches_of_ids = st.lists(st.lists(st.integers(0, 199), unique=True, max_size=60
 @given(batches_of_ids, st.integers(0, 20))
 @settings(max_examples=60, deadline=None)
 def test_a_directory_is_a_dict(batches, pinned):
-    """Rows keep their place while they are pinned, no two share one, and what is known of those that stay stays."""
+    """Pinned rows keep distinct positions, and remaining rows keep their data."""
     directory, known, rng = Directory(200, 5, 0), {}, np.random.default_rng(0)
     for number, batch in enumerate(batches):
         ids = np.array(batch, np.int64)
@@ -210,10 +210,13 @@ def test_an_interruption_between_rows_and_hash_table():
 def test_the_likeliest_are_those_of_a_sort(capacity, kind):
     rng = np.random.default_rng(capacity)
     counts = {
-        "few": rng.integers(0, 4, 300), "many": rng.integers(0, 10**6, 300), "one": np.ones(300, int),
-        "float": np.abs(rng.normal(size=300).round(1)) * 100, "huge": rng.integers(2**52, 2**62, 300),
+        "few": rng.integers(0, 4, 300),
+        "many": rng.integers(0, 10**6, 300),
+        "one": np.ones(300, int),
+        "float": np.abs(rng.normal(size=300).round(1)) * 100,
+        "huge": rng.integers(2**52, 2**62, 300),
         "below 0": rng.normal(size=300).round(1),
-    }[kind]  # fmt: skip
+    }[kind]
     ids = np.arange(300)
     all_rows, some = AllRows(300, capacity), Directory(300, capacity, 0)
     all_rows.choose(counts)
@@ -232,10 +235,10 @@ def test_the_likeliest_are_those_of_a_sort(capacity, kind):
 
 
 def test_the_likeliest_of_many_rows():
-    """In several blocks, with the last of those alike in a later one."""
+    """Rows are in several blocks, and the last of equal keys is in a later one."""
     counts = np.random.default_rng(0).integers(0, 3, 5_000_000)
     found = likeliest(counts, 4_500_000)
     zeros = np.flatnonzero(counts == 0)
     assert found.last == zeros[4_500_000 - np.count_nonzero(counts) - 1]
     found = likeliest(counts, 1000, np.float32(0.5))
-    assert chance_at(found.key) == least_of((1 - np.exp(-0.5 * counts)).astype(np.float32), 1000 / len(counts))
+    assert chance_at(found.key) == find_quantile((1 - np.exp(-0.5 * counts)).astype(np.float32), 1000 / len(counts))

@@ -1,4 +1,4 @@
-"""What was updated in the cache is not lost, wherever an error or an interrupt comes; and training goes on."""
+"""Updates in the cache survive any error or interrupt, and training continues."""
 
 import threading
 import time
@@ -25,7 +25,7 @@ class FaultError(Exception):
 
 
 def failing(function, call):
-    """The function, but the call of this number raises."""
+    """Return the function, except that one call raises."""
     calls = 0
 
     def wrapped(*arguments, **options):
@@ -39,7 +39,7 @@ def failing(function, call):
 
 
 def rows_that_differ(trainer, other):
-    """The ids of rows that are not the same in both trainers' tables, with their slots."""
+    """Return the ids of rows that differ between both trainers' tables, with optimizer state."""
     differ = set()
     for name in ("wide", "deep"):
         ours, theirs = (one.tables[name] for one in (trainer, other))
@@ -85,7 +85,7 @@ def test_rows_of_other_batches_keep_their_updates(device, monkeypatch, owner, na
 
 
 def test_rows_on_their_way_to_the_host_arrive(device, monkeypatch):
-    """Batches that share no row with the one whose update fails are stepped meanwhile, and not yet waited for."""
+    """Batches without a row of the failed update are stepped meanwhile, and not awaited yet."""
     ids = np.arange(10 * FIELDS, dtype=np.int32).reshape(10, 1, FIELDS)
     batches = [FieldsBatch(np.zeros(1, np.float32), part, np.ones((1, FIELDS), np.float32)) for part in ids]
     stepped, calls, write_rows = [], [], HostTable.write_rows_tasks
@@ -141,7 +141,7 @@ LRU = hostdev.CacheSpec(10, "lru")
 
 @pytest.mark.parametrize("through", ["the table", "the runtime"])
 def test_an_interrupt_in_a_tables_update(device, table, monkeypatch, through):
-    """Rows that the batch evicted are on the host, and the others as they were."""
+    """Rows that the batch evicted are on the host, and the others are unchanged."""
     batches, runtime = given(9), runtime_of(table, device, cache=LRU)
     loop(runtime, batches[:8])
     monkeypatch.setattr(table, "update_tasks", failing(table.update_tasks, 1))
@@ -183,7 +183,7 @@ def test_an_interrupt_while_planning(device, table, monkeypatch, kernel):
 
 
 def test_the_optimum_is_that_of_the_batches_that_were_planned(device, table):
-    """Those that were skipped, too: their rows entered the cache."""
+    """This includes skipped steps: their rows entered the cache."""
     batches, found = given(12), []
     for skipped in ((4, 5), ()):
         made = HostTable(ROWS, 4, hostdev.SGD(), name="t")
@@ -219,7 +219,7 @@ def test_the_optimum_is_that_of_the_first_batches_where_all_would_take_too_long(
 
 
 def test_a_reader_that_comes_back_late_has_no_part_in_the_next_run(device):
-    """Closing does not wait for longer than a second for a source that hangs."""
+    """Closing waits at most a second for a source that hangs."""
     batches, late = adversarial(0, 24), threading.Event()
 
     def hanging():

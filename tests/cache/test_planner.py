@@ -1,4 +1,4 @@
-"""The planner against an obvious twin, its promises for every policy, and what it costs against the least possible."""
+"""The planner against a simple twin, the invariants of every policy, and its cost against the least possible."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from hostdev.cache.bound import least_cost, uses_of
 from hostdev.cache.optimum import optimal
 from hostdev.cache.options import POLICIES, rows_of
 from hostdev.cache.planner import Planner
-from hostdev.cache.prices import Costs, index_of, prices
+from hostdev.cache.prices import Costs, get_price_index, prices
 from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
@@ -43,7 +43,7 @@ def counts_of(batches, rows):
 
 
 def plans(batches, planner):
-    """Announce a window ahead; yield each batch's plan."""
+    """Announce a window ahead, and yield each batch's plan."""
     todo = list(batches)
     while todo or len(planner):
         while todo and len(planner) <= planner.window:
@@ -52,7 +52,7 @@ def plans(batches, planner):
 
 
 def key(value):
-    """The last of 64 steps an octave that is not above the value, numbered from 0 at 2 ** -32."""
+    """Return the last of 64 steps per octave that is not above the value, counted from 2 ** -32."""
     if value == 0:
         return 0
     mantissa, exponent = np.frexp(np.float32(value))
@@ -60,7 +60,7 @@ def key(value):
 
 
 class Expected:
-    """What lookahead knows of rows, with an array over all of them and sets of each batch."""
+    """Lookahead's data, as an array over all rows and sets for each batch."""
 
     def __init__(self, rows, capacity, counts, uses):
         self.batches, self.watched = [], []
@@ -76,12 +76,12 @@ class Expected:
             self.gates[True] = self.gate(self.chances, 1.4, 0.045)
 
     def gate(self, chances, factor, more):
-        """Of the row that is the last in, if the likeliest are."""
+        """Return the value of the last of the likeliest rows."""
         least = np.sort(chances)[::-1][max(self.capacity - 1, 0)]
-        return least, index_of(factor * least + more) << 4
+        return least, get_price_index(factor * least + more) << 4
 
     def mean(self, believed, known, of_late, times):
-        """Of the counts' chance, or that of all `known` batches, and the chance of late, which count by uses."""
+        """Return the probability by counts, or by all `known` batches, mixed with the recent one, weighted by uses."""
         per_batch = np.float32((1 - 2 ** (-1 / 15)) / (1 - 2 ** (-known / 15)))
         of_late = of_late * per_batch
         counted = self.chances if self.known else times * np.float32(1 / known)
@@ -108,7 +108,7 @@ class Expected:
             self.gates[False] = self.gate(chances, 1.0, 0.03)
 
     def keys(self, now, indices):
-        """Of all rows, and their chances."""
+        """Return the keys of all rows, and their probabilities."""
         window, known = int(np.log2(indices.shape[-1])), len(self.batches)
         chances = self.mean(self.believed, known, self.recent * DECAYS[known - 1 - self.last], self.times)
         keys = []
@@ -121,7 +121,7 @@ class Expected:
         return keys, chances
 
     def worths(self, now, table):
-        """Of all rows, to enter and to stay."""
+        """Return the indices of all rows, to enter and to stay."""
         keys, chances = self.keys(now, table[1])
         least, gate = self.gates[self.known and self.believed == WEIGHTS[0]]
         sure = [
@@ -132,7 +132,7 @@ class Expected:
 
 
 def naive(batches, rows, capacity, policy, window, counts):
-    """The same plans with lists and sorting: the rows that hit, those admitted with their slots, those evicted."""
+    """Make the same plans with lists and sorting: hits, admitted rows with their slots, evicted rows."""
     slots, last = [], {}
     static = set(np.argsort(-counts, kind="stable")[:capacity].tolist()) if counts is not None else None
     margin = 15 if policy == "lookahead" else 0
@@ -238,7 +238,7 @@ def test_plans_do_not_depend_on_threads(policy):
 @pytest.mark.parametrize("policy", ["lookahead", "lru", "lfu"])
 @pytest.mark.parametrize("seen", [0, 12])
 def test_restore(policy, seen):
-    """Rows that are said to be cached are, in a planner that has seen other batches or none; what waited is gone."""
+    """Restored rows are cached, in a fresh or a used planner; announced batches are dropped."""
     rows, capacity, batches = 500, 60, zipf(500, 30, size=300)
     planner = Planner(rows, capacity, policy, window=4)
     for number, (ids, uses) in enumerate(batches[:seen]):
@@ -266,7 +266,7 @@ def test_count_uses():
 
 
 def check_costs(batches, rows, most=(1.05, 1.05, 1.10)):
-    """Against the least possible, and against every other policy; 0.1% of what they have by chance."""
+    """Compare with the bound and with every other policy, with a tolerance of 0.1%."""
     uses = uses_of([ids for ids, _ in batches])
     for share, factor in zip(("2%", "10%", "20%"), most, strict=True):
         capacity = rows_of(share, rows)
@@ -283,7 +283,7 @@ def check_costs(batches, rows, most=(1.05, 1.05, 1.10)):
 
 
 def drifting(rows, count, size, changed):
-    """Batches of Zipf ids, with so many rows of another popularity in each batch."""
+    """Batches of Zipf ids, in which some rows change their popularity with each batch."""
     rng, ids_of = np.random.default_rng(0), np.random.default_rng(1).permutation(rows)
     edges, made = np.cumsum(1 / np.arange(1, rows + 1) ** 1.05), []
     for _ in range(count):
@@ -316,7 +316,7 @@ def test_lookahead_costs_little_more_than_the_least_on_the_real_sample(criteo_sa
 
 
 def best_by_trying(batches, rows, capacity):
-    """The most uses that any sequence of caches hits: all subsets of rows, batch after batch."""
+    """Return the most hits over all sequences of caches: all subsets of rows, batch after batch."""
     caches = [frozenset(kept) for n in range(capacity + 1) for kept in itertools.combinations(range(rows), n)]
     value = {frozenset(): 0}
     for ids, uses in batches:
@@ -332,7 +332,7 @@ def best_by_trying(batches, rows, capacity):
 
 
 def test_the_optimum_against_all_that_is_possible():
-    """Where every use counts alike Belady's rule is exact; weighted by uses it is a little below."""
+    """Belady's rule is exact if each batch uses a row once; weighted by uses, it is slightly below."""
     lost = []
     for seed in range(20):
         batches = zipf(6, 8, size=5, seed=seed)
@@ -347,8 +347,16 @@ def test_the_optimum_against_all_that_is_possible():
 
 def test_sizes():
     assert [rows_of(size, 1000) for size in (0, "0", 7, "7", "1%", "0.05%", "100%", 5000, "0%")] == [
-        0, 0, 7, 7, 10, 1, 1000, 1000, 0,
-    ]  # fmt: skip
+        0,
+        0,
+        7,
+        7,
+        10,
+        1,
+        1000,
+        1000,
+        0,
+    ]
 
 
 def test_wrong_arguments():
@@ -378,7 +386,7 @@ def test_counts_too_large_to_be_added_say_nothing():
 
 
 def test_counts_speak_from_the_first_batch_that_has_ids():
-    """An empty one tells nothing of how many uses a batch has."""
+    """An empty batch does not show how many uses a batch has."""
     batches = zipf(80, 30, size=60)
     empty = (np.empty(0, np.int32), np.empty(0, np.int32))
     found = []

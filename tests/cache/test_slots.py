@@ -1,4 +1,4 @@
-"""The slots of a table on the device: a row is the host's or a slot's, and every optimizer updates both alike."""
+"""A table's slots on the device: a row is owned by the host or by a slot, and optimizers update both alike."""
 
 import numpy as np
 import pytest
@@ -94,13 +94,11 @@ def test_slots_that_do_not_fit_are_refused(monkeypatch):
 
 
 def test_an_accelerator_keeps_memory_for_the_rest(monkeypatch):
-    """A tenth of what is free, at least 256 MiB; before anything is allocated."""
+    """The reserve is a tenth of the free memory, at least 256 MiB; checked before allocation."""
     table = HostTable(1000, 4, SGD(), name="t")
     monkeypatch.setattr(backend, "free_bytes", lambda device: (256 << 20) + 16 * 500)
     EmbeddingCache(table, 600)  # on the CPU all that is free
     monkeypatch.setattr(cache_module, "require", torch.device)
-    message = (
-        r"needs 8016 bytes .*, but 8000 bytes .* of cuda:0 memory are free for one, beside a tenth and at least 256"
-    )
+    message = r"needs 8016 bytes .*8000 bytes .*cuda:0 memory are free for it, .*tenth .*256 MiB"
     with pytest.raises(UserError, match=message):
         EmbeddingCache(table, 501, device="cuda:0")

@@ -1,4 +1,4 @@
-"""The command of a run, in this process."""
+"""Fixtures that run commands in this process."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from hostdev.core import cli
 
 @pytest.fixture
 def trained(tmp_path, monkeypatch, capsys):
-    """Run the command in this process, in an empty folder; return its code and what it printed."""
+    """Run the command in this process, in an empty folder; return its exit code and output."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments):

@@ -1,4 +1,4 @@
-"""What tests of runs that go on share."""
+"""Helpers for tests of resumed runs."""
 
 import json
 
@@ -14,7 +14,7 @@ def small(data, run_dir, *more, device=None):
 
 
 def logs(run):
-    """What an undisturbed run and one that was gone on with have alike."""
+    """Return the logs that are equal for an undisturbed and a resumed run."""
     summary = json.loads((run / "summary.json").read_text())
     return [(run / name).read_text() for name in ("loss.log", "eval.log")], [
         summary[key] for key in ("state_sha256", "steps", "epochs", "auc", "logloss", "best_auc", "status")

@@ -1,4 +1,4 @@
-"""Two processes that write the same files: one does, the other is refused before it opens or removes anything."""
+"""Two processes that write the same files: the second is rejected before it opens or removes anything."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ def run(module, *arguments):
 
 @pytest.fixture(scope="module")
 def run_dir(small_data, tmp_path_factory):
-    """A run that has taken 3 steps and saved each."""
+    """A run that took 3 steps, and saved each."""
     from hostdev.commands import train
 
     path = tmp_path_factory.mktemp("runs") / "run"
@@ -38,7 +38,7 @@ def _files(path):
 
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_run_directory_has_one_run(trained, run_dir, small_data, tmp_path, saves):
-    """With --resume both were let in: the logs of the first were removed, or had every line twice."""
+    """Once, --resume admitted both: the first one's logs were removed, or had every line twice."""
     path = tmp_path / "run"
     shutil.copytree(run_dir, path)
     options = ["--checkpoint-every", 1] if saves else []
@@ -51,8 +51,9 @@ def test_a_run_directory_has_one_run(trained, run_dir, small_data, tmp_path, sav
     before = _files(path)
     code, _, err = trained(*small(small_data, path, *MIX, *options, "--max-steps", 6, "--resume"))
     assert (code, err) == (
-        2, f"hostdev.train: error: --run-dir {path} is in use: another process trains there; wait for it, or end it\n",
-    )  # fmt: skip
+        2,
+        f"hostdev.train: error: --run-dir {path} is in use: another process trains there; wait for it, or end it\n",
+    )
     assert _files(path) == before
     first.close()
     assert trained(*small(small_data, path, *MIX, *options, "--max-steps", 6, "--resume"))[0] == 0
@@ -83,7 +84,7 @@ def test_a_checkpoint_folder_has_one_run(trained, run_dir, small_data, tmp_path)
 
 @pytest.mark.parametrize("command", ["predict", "export"])
 def test_an_out_has_one_command(run_dir, small_data, tmp_path, capsys, command):
-    """Both wrote into one hidden file: the first reported success with the other's rows."""
+    """Once, both wrote to one hidden file: the first reported success with the other's rows."""
     out = tmp_path / ("p.parquet" if command == "predict" else "e")
     if command == "predict":
         call = predict, "--checkpoint", run_dir, "--data", small_data, "--out", out
@@ -109,7 +110,7 @@ def test_checkpoints_are_compacted_once(run_dir, tmp_path):
 
 @pytest.mark.parametrize("command", [["merge"], ["reshard", "--ranks", 2]])
 def test_checkpoints_are_merged_once(run_dir, tmp_path, capsys, monkeypatch, command):
-    """Both found the folder empty, and wrote a checkpoint each."""
+    """Once, both found the folder empty, and wrote a checkpoint each."""
     locked = folder.locked
 
     def meanwhile(path):

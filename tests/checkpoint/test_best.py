@@ -1,4 +1,4 @@
-"""With --early-stop the best checkpoint stays beside the newest, and predictions take it."""
+"""With --early-stop, the best checkpoint is kept besides the newest, and predictions use it."""
 
 import re
 import shutil
@@ -24,7 +24,7 @@ def options(path, run_dir, *more):
 
 @pytest.fixture(scope="module")
 def overfitted(tmp_path_factory):
-    """A run whose AUC falls after an early epoch, with checkpoints at other steps than the epochs' ends."""
+    """A run whose AUC falls after an early epoch, with checkpoints at steps within epochs."""
     path = tmp_path_factory.mktemp("films")
     movies.make(rows=2000, users=60, items=40).write_csv(path / "films.csv")
     flags = ["--label", "liked", "--numeric", "age", "--categorical", "user,item", "--out", path / "data"]

@@ -24,7 +24,7 @@ def run(module, *arguments):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two runs, of Wide & Deep and of three groups, with a whole checkpoint and some that add to it."""
+    """Two runs, of Wide & Deep and of three groups, with a full checkpoint and increments."""
     path = tmp_path_factory.mktemp("runs")
     assert run(preprocess, "synthetic", "--rows", 6000, "--threshold", 0, "--out", path / "data") == 0
     options = ["--data", path / "data", "--batch-size", 100, "--emb-dim", 4, "--epochs", 1, "--device", "cpu"]
@@ -36,7 +36,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(params=["wide", "own"])
 def saved(request, runs, tmp_path):
-    """A copy of one of them, and its digest."""
+    """Copy one of the runs; return it with its digest."""
     shutil.copytree(runs / request.param / "checkpoints", tmp_path / "c")
     return tmp_path / "c", json.loads((runs / request.param / "summary.json").read_text())["state_sha256"]
 
@@ -80,7 +80,7 @@ def test_info_and_verify(saved, capsys):
 
 
 def test_a_damaged_manifest_is_told_of(saved, tmp_path, capsys):
-    """What takes the newest takes the one before, and says so on standard error; `verify` looks at all."""
+    """Commands on the newest checkpoint use an older valid one, and report it on standard error; `verify` reads all."""
     path, _ = saved
     names = folder.names_in(path)
     file = path / names[-1] / "checkpoint.json"
@@ -219,9 +219,7 @@ def test_export_is_read_by_others(saved, tmp_path, form):
                 found = np.stack(pd.read_parquet(out / f"{table.name}.parquet")[name])
             np.testing.assert_array_equal(found.reshape(expected.shape), expected)
     dense = torch.load(out / "dense.pt", weights_only=True)
-    assert dense.keys() == {
-        key.removeprefix("model.") for key in layers.manifest.state["dense"]["model"]
-    }  # fmt: skip
+    assert dense.keys() == {key.removeprefix("model.") for key in layers.manifest.state["dense"]["model"]}
     ids = pq.read_table(out / ("ids.parquet" if form != "parquet" else f"{layers.manifest.tables[0].name}.parquet"))
     frame = ids.to_pandas()
     assert frame["id"].tolist() == list(range(len(frame)))
@@ -286,7 +284,7 @@ def test_export_in_bfloat16(saved, tmp_path, capsys):
 
 
 def test_a_plain_model_of_what_was_exported(runs, tmp_path):
-    """Wide & Deep by hand: tables from .npy, layers from torch's file; the logits are the predictor's."""
+    """Compute Wide & Deep by hand, with tables from .npy and layers from torch's file; logits equal the predictor's."""
     import hostdev
     from hostdev.data import manifest as data
     from hostdev.data.shards import ShardReader

@@ -1,4 +1,4 @@
-"""Runs that go on where checkpoints are damaged: an older one is taken, or a line says why not."""
+"""Resuming from damaged checkpoints: an older one is loaded, or a line gives the reason."""
 
 import re
 import shutil
@@ -38,7 +38,7 @@ def test_the_newest_that_is_whole(trained, small_data, tmp_path, damaged):
 
 
 def test_they_are_gone_while_one_is_loaded(trained, small_data, tmp_path, monkeypatch):
-    """An error, and no run from the start with the rows that were loaded."""
+    """It is an error, and no run starts from scratch with partially loaded rows."""
     options = [*small(small_data, "run", *MIX), "--checkpoint-every", 4]
     assert trained(*options, "--max-steps", 9)[0] == 0
     (tmp_path / "run/summary.json").unlink()  # as after a kill
@@ -54,7 +54,7 @@ def test_they_are_gone_while_one_is_loaded(trained, small_data, tmp_path, monkey
 
 
 def test_none_is_whole(trained, small_data, tmp_path):
-    """One line; what the run has written stays, and nothing is left of a run that did not begin."""
+    """The error is one line; the run's files stay, and a run that did not start leaves none."""
     options = [*small(small_data, "run", *MIX), "--checkpoint-every", 4]
     assert trained(*options, "--max-steps", 9)[0] == 0
     for file in (tmp_path / "run/checkpoints").rglob("tables/1/*.arrow"):

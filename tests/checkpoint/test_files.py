@@ -1,4 +1,4 @@
-"""Files of checkpoints: values to JSON and safetensors, damage that is found, layers that are one, the folder."""
+"""Checkpoint files: values in JSON and safetensors, detection of damage, merged layers, and the folder."""
 
 import json
 import shutil
@@ -78,7 +78,7 @@ def state_of(runtime):
 
 @pytest.fixture
 def saved(tmp_path):
-    """A folder with a whole checkpoint and two that add to it, and the states that they hold."""
+    """A folder with a full checkpoint and two increments, and the states that they hold."""
     runtime, states = runtime_of(), []
     for seed in range(3):
         change(runtime, 20, seed)
@@ -112,7 +112,7 @@ def files_of(path):
 
 
 def test_a_flipped_bit_anywhere_is_found(saved):
-    """In every file, at its ends and at places between; the checkpoint is named."""
+    """Damage is found in every file, at its ends and in between; the error names the checkpoint."""
     path, _ = saved
     rng = np.random.default_rng(0)
     for file in files_of(path):
@@ -156,7 +156,7 @@ def test_truncated_and_missing_files_are_named_and_an_older_one_is_loaded(saved)
 def test_a_missing_link_breaks_those_that_add_to_it(saved):
     path, states = saved
     shutil.rmtree(path / "step-0000000002")
-    with pytest.raises(BrokenCheckpointError, match=r"step-0000000002, to which it adds, is missing"):
+    with pytest.raises(BrokenCheckpointError, match=r"parent .*step-0000000002 is missing"):
         folder.chain_of(path / "step-0000000003")
     runtime = runtime_of()
     with pytest.warns(UserWarning, match="is missing"):
@@ -226,7 +226,7 @@ def test_a_parent_of_another_history_is_none(saved):
     other.pipeline.steps = 2
     shutil.rmtree(path / "step-0000000002")
     other.save(path)
-    with pytest.raises(BrokenCheckpointError, match="is not the one to which it adds"):
+    with pytest.raises(BrokenCheckpointError, match="is not its parent"):
         folder.chain_of(path / "step-0000000003")
 
 
@@ -336,7 +336,7 @@ def test_two_folders_do_not_share_their_changes(tmp_path):
 
 
 def test_the_newest_is_the_one_written_last(tmp_path):
-    """Whoever goes back to an older one and on from there gets that, and not what was left."""
+    """A run that resumes from an older checkpoint gets that one later, not the abandoned ones."""
     path, runtime = tmp_path / "c", runtime_of()
     for step in (100, 200, 300, 400):
         change(runtime, 10, step)

@@ -1,4 +1,4 @@
-"""A table of 8 GB: saved while it changes, loaded, merged and exported with at most 1 GiB beside it. And old files."""
+"""A table of 8 GB is saved while it changes, loaded, merged and exported with at most 1 GiB extra. And old files."""
 
 import json
 import shutil
@@ -73,7 +73,7 @@ def test_a_large_table_with_little_memory_beside(tmp_path):
         command = [sys.executable, "-c", CODE, what, str(tmp_path / "c"), str(rows), *map(str, more)]
         ran = subprocess.run(
             command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, timeout=900, check=False
-        )  # fmt: skip
+        )
         assert ran.returncode == 0, ran.stderr
         lines = dict(line.split(None, 1) for line in ran.stdout.splitlines() if line.startswith(("beside", "sum")))
         print(what, lines)
@@ -94,7 +94,7 @@ def test_a_large_table_with_little_memory_beside(tmp_path):
 
 
 def test_files_of_version_1_are_read(tmp_path):
-    """What hostdev 0.1.0 wrote, by tests/checkpoint/version1/make.py: a whole checkpoint and one that adds to it."""
+    """Files of hostdev 0.1.0, by tests/checkpoint/version1/make.py: a full checkpoint and an increment."""
     expected = json.loads((VERSION_1 / "expected.json").read_text())
     path = tmp_path / "c"
     shutil.copytree(VERSION_1 / "c", path)

@@ -1,4 +1,4 @@
-"""A data set without test rows, by --test-fraction 0: made, checked, shown, trained on and predicted."""
+"""A data set without test rows, by --test-fraction 0: made, checked, trained on and predicted."""
 
 import json
 

@@ -18,7 +18,7 @@ from hostdev.core.checksums import json_checksum
 
 
 def saved(path, dtype="fp32", steps=3):
-    """Save two tables after each of some steps, whole and adding; return the tables and what is beside them."""
+    """Save two tables after each of some steps, fully and incrementally; return the tables and the other values."""
     users = hostdev.HostTable(5000, 4, hostdev.LazyAdam(lr=0.1), name="users", dtype=dtype)
     items = hostdev.HostTable(70, 3, hostdev.RowWiseAdagrad(lr=0.1), name="items", dtype=dtype)
     runtime = hostdev.Runtime({"user": users, "item": items}, device="cpu")
@@ -84,7 +84,7 @@ def test_without_torch(tmp_path):
 
 
 def rewritten(path, change):
-    """Change a checkpoint's manifest, with the checksum that is right afterwards."""
+    """Change a checkpoint's manifest, and correct its checksum."""
     file = path / "checkpoint.json"
     content = json.loads(file.read_text())
     change(content)

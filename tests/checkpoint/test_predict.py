@@ -1,4 +1,4 @@
-"""Probabilities from a checkpoint: those of the last evaluation; raw rows, dicts, frames, shards; unseen values."""
+"""Probabilities from a checkpoint equal the last evaluation's: raw rows, dicts, frames, shards, unseen values."""
 
 import contextlib
 import shutil
@@ -32,7 +32,7 @@ def run(module, *arguments):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Criteo's text, its data set, and a run with whole and adding checkpoints."""
+    """Criteo's text, its data set, and a run with full and incremental checkpoints."""
     path = tmp_path_factory.mktemp("criteo")
     write_text(Synthetic(3000, 5), path / "raw.txt")
     assert run(preprocess, "criteo", path / "raw.txt", "--out", path / "data", "--threshold", 2, "--dense", "log") == 0
@@ -81,17 +81,37 @@ def raw_lines(path):
 
 
 def test_raw_text_of_rows_never_seen_is_as_its_shards(trained, tmp_path, capsys):
-    """Values of another draw, many of them unseen; with and without labels, and with a line that is none."""
+    """Another draw of values, many of them unseen; with and without labels, and with a malformed line."""
     write_text(Synthetic(500, 77), tmp_path / "new.txt")
     lines = (tmp_path / "new.txt").read_text().splitlines()
-    assert run(predict, "--checkpoint", trained / "run/checkpoints", "--data", tmp_path / "new.txt",
-               "--out", tmp_path / "a.parquet") == 0  # fmt: skip
+    assert (
+        run(
+            predict,
+            "--checkpoint",
+            trained / "run/checkpoints",
+            "--data",
+            tmp_path / "new.txt",
+            "--out",
+            tmp_path / "a.parquet",
+        )
+        == 0
+    )
     assert "AUC" in capsys.readouterr().out
     bare = [line.partition("\t")[2] for line in lines]
     bare.insert(3, "what is this")
     (tmp_path / "bare.txt").write_text("\n".join(bare))
-    assert run(predict, "--checkpoint", trained / "run/checkpoints", "--data", tmp_path / "bare.txt",
-               "--out", tmp_path / "b.parquet") == 0  # fmt: skip
+    assert (
+        run(
+            predict,
+            "--checkpoint",
+            trained / "run/checkpoints",
+            "--data",
+            tmp_path / "bare.txt",
+            "--out",
+            tmp_path / "b.parquet",
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "AUC" not in printed
     assert "1 malformed line has no probability" in printed
@@ -109,7 +129,7 @@ def test_raw_text_of_rows_never_seen_is_as_its_shards(trained, tmp_path, capsys)
 
 
 def test_a_data_sets_own_rows_from_text(trained, tmp_path):
-    """What preprocessing made of a row, encoding makes of it again: labels, ids and numbers, to the bit."""
+    """Encoding gives the labels, ids and numbers of preprocessing, bit for bit."""
     predictor = hostdev.Predictor(trained / "run/checkpoints")
     columns = {name: [line.split("\t")[i] for line in raw_lines(trained)] for i, name in enumerate(COLUMNS)}
     batch, kept = predictor.encoding.encode_readable(pa.RecordBatch.from_pydict(columns))
@@ -177,7 +197,7 @@ def test_values_that_training_has_not_seen(films):
 def test_wrong_rows(films, rows, message):
     with pytest.raises(hostdev.UserError, match=message):
         hostdev.Predictor(films / "run/checkpoints", model=OWN[1])(rows)
-    with pytest.raises(TypeError, match="rows are a dict"):
+    with pytest.raises(TypeError, match="rows must be a dict"):
         hostdev.Predictor(films / "run/checkpoints", model=OWN[1])([1, 2])
 
 
@@ -185,7 +205,7 @@ ROW = {"user": "u1", "item": "m0001", "age": 31.0, "genres": "Drama|War", "histo
 
 
 def of_two(**changed):
-    """Two rows of films, with other columns in the place of some."""
+    """Two rows of films, with some columns replaced."""
     return {**{name: [value, value] for name, value in ROW.items()}, **changed}
 
 
@@ -219,14 +239,19 @@ def test_rows_of_other_types(films, rows, message):
 
 
 def test_missing_values_labels_and_one_row(films):
-    """None and NaN are missing in text, too; a bag of one row may be a list; a label is not looked at."""
+    """None and NaN are missing values in text, too; a bag of one row may be a list; labels are ignored."""
     predictor = hostdev.Predictor(films / "run", model=OWN[1])
     texts = {"user": ["u1", np.nan, "u3"], "item": ["m0001", None, "m0003"], "age": [31, None, np.nan]}
     rows = {**texts, "genres": ["Drama|War", np.nan, None], "history": [None, "m0005", "m0005 m0007"]}
     expected = predictor(pd.DataFrame(rows))
     plain = {name: ["" if isinstance(v, float | None) and name != "age" else v for v in rows[name]] for name in rows}
-    for given in (rows, {n: np.array(v, object) for n, v in rows.items()}, {n: pd.Series(v) for n, v in rows.items()},
-                  plain, {**rows, "liked": ["?", 7, [1]]}):  # fmt: skip
+    for given in (
+        rows,
+        {n: np.array(v, object) for n, v in rows.items()},
+        {n: pd.Series(v) for n, v in rows.items()},
+        plain,
+        {**rows, "liked": ["?", 7, [1]]},
+    ):
         np.testing.assert_array_equal(predictor(given), expected)
     [one] = predictor(ROW)
     lists = {"genres": ["Drama", "War"], "history": ("m0005", "m0007")}
@@ -238,7 +263,7 @@ def test_missing_values_labels_and_one_row(films):
 
 
 def test_what_cannot_be_read_in_a_few_rows(trained):
-    """Those that Python alone encodes."""
+    """Values that only the Python path encodes."""
     predictor = hostdev.Predictor(trained / "run")
     line = dict(zip(COLUMNS, raw_lines(trained)[0].split("\t"), strict=True))
     row = {name: value if name[0] == "C" else 3 for name, value in line.items() if name != "label"}
@@ -254,7 +279,7 @@ def test_what_cannot_be_read_in_a_few_rows(trained):
 
 
 def test_a_result_that_is_not_finite(films, tmp_path, capsys, monkeypatch):
-    """A number may be too large for the model, though float32 holds it."""
+    """A number may overflow the model, though float32 can hold it."""
     predict_logits = hostdev.Predictor.logits
     too_large = lambda self, batch: np.where(batch.dense[:, 0] > 100, np.nan, predict_logits(self, batch))  # noqa: E731
     monkeypatch.setattr(hostdev.Predictor, "logits", lambda *args: too_large(*args).astype(np.float32))
@@ -269,7 +294,7 @@ def test_a_result_that_is_not_finite(films, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("form", ["csv", "parquet"])
 def test_numbers_and_labels_that_cannot_be_read(films, tmp_path, capsys, form):
-    """A row whose number is none has no probability; one whose label is none is predicted, and not in the AUC."""
+    """A row with an invalid number has no probability; one without a label is predicted, and not in the AUC."""
     frame = pd.read_csv(films / "films.csv", dtype=str, keep_default_na=False).head(40)
     whole = tmp_path / "whole.csv"
     frame.to_csv(whole, index=False)
@@ -394,7 +419,7 @@ def test_mapped_tables_are_the_checkpoints(trained, number):
 
 
 def test_a_chain_of_many(tmp_path):
-    """A row in the newest layer that has it."""
+    """A row comes from the newest layer that has it."""
     table = hostdev.HostTable(200_000, 3, hostdev.SGD(lr=1.0), name="t")
     runtime = hostdev.Runtime({"t": table}, device="cpu")
     rng = np.random.default_rng(1)

@@ -38,8 +38,9 @@ OWN = ["--model", "tests.own_models:ThreeTables"]
 )
 def test_a_run_goes_on_in_any_mode(device, trained, small_data, tmp_path, steps, then):
     assert trained(*small(small_data, "plain", *MIX, device=device))[0] == 0
-    code, printed, _ = trained(*small(small_data, "run", *CACHE, "--checkpoint-every", 2, "--resume", "--max-steps",
-                                      steps, device=device))  # fmt: skip
+    code, printed, _ = trained(
+        *small(small_data, "run", *CACHE, "--checkpoint-every", 2, "--resume", "--max-steps", steps, device=device)
+    )
     assert code == 0
     assert "there is no checkpoint in run/checkpoints yet: from the start" in printed
     assert f"the last after step {steps}" in printed
@@ -51,7 +52,7 @@ def test_a_run_goes_on_in_any_mode(device, trained, small_data, tmp_path, steps,
 
 @pytest.mark.slow_on_standin
 def test_bfloat16_weights_go_on_in_any_mode(device, trained, small_data, tmp_path, capsys):
-    """Its checkpoints are exact, and say what they are of; those of host and of device tables are alike."""
+    """Checkpoints are exact and name their settings; those of host and of device tables are equal."""
     options = lambda name, *more: small(small_data, name, "--table-dtype", "bf16", *more, device=device)  # noqa: E731
     code, printed, _ = trained(*options("plain", *MIX, "--checkpoint-every", 5))
     assert code == 0
@@ -60,9 +61,12 @@ def test_bfloat16_weights_go_on_in_any_mode(device, trained, small_data, tmp_pat
     assert trained(*options("run", "--checkpoint-every", 2, "--max-steps", 13, "--resume"))[0] == 0  # on the device
     assert trained(*options("run", *MIX, "--pipeline-depth", 0, "--checkpoint-every", 3, "--resume"))[0] == 0
     assert logs(tmp_path / "run") == logs(tmp_path / "plain")
-    for command, told in ((["diff", "run/checkpoints", "plain/checkpoints"], "equal\n"),
-                          (["verify", "run/checkpoints"], "whole"), (["info", "run/checkpoints"], "weights bf16"),
-                          (["compact", "run/checkpoints"], "")):  # fmt: skip
+    for command, told in (
+        (["diff", "run/checkpoints", "plain/checkpoints"], "equal\n"),
+        (["verify", "run/checkpoints"], "whole"),
+        (["info", "run/checkpoints"], "weights bf16"),
+        (["compact", "run/checkpoints"], ""),
+    ):
         assert cli.run(checkpoint.PROG, checkpoint.main, command) == 0
         assert told in capsys.readouterr().out
     assert trained(*options("run", *MIX, "--resume"))[0] == 0  # from the compacted one
@@ -81,7 +85,7 @@ def test_three_groups_with_bags_and_early_stop(trained, films, tmp_path):
 
 @pytest.mark.slow_on_standin
 def test_dropout_is_seeded_and_goes_on(device, trained, small_data, tmp_path, capsys):
-    """Two fresh runs are equal, and to one that was killed in the middle of an epoch; their checkpoints say so."""
+    """Two fresh runs equal one that was killed within an epoch, and their checkpoints agree."""
     options = lambda name: [*small(small_data, name, *CACHE, "--model", "tests.own_models:Dropout", device=device)]  # noqa: E731
     save = ["--checkpoint-every", 5]
     for name in ("plain", "again"):
@@ -155,7 +159,7 @@ def test_a_run_directory_stands_for_its_checkpoints(trained, small_data, tmp_pat
 
 
 def test_options_are_compared_by_what_they_come_to(trained, small_data, tmp_path):
-    """The model's own sizes and rates may be named, or not any more."""
+    """The model's own sizes and rates may be given explicitly, or no longer."""
     options = ["--data", small_data, "--device", "cpu", "--batch-size", 500, "--model", "deepfm", *MIX]
     options += ["--run-dir", "run", "--checkpoint-every", 9, "--resume", "--max-steps"]
     assert trained(*options, 1)[0] == 0
@@ -184,7 +188,7 @@ def test_a_finished_run_that_is_gone_on_with_saves_nothing(trained, small_data, 
         assert "calls     mean us" not in printed
         assert [line for line in printed.splitlines() if line.startswith(("best", "state_sha256"))] == [
             line for line in first.splitlines() if line.startswith(("best", "state_sha256"))
-        ]  # fmt: skip
+        ]
     assert trained(*small(small_data, "third", *MIX), "--checkpoint-every", 5, "--resume", "run")[0] == 0
     assert names(tmp_path / "third/checkpoints") == ["step-0000000016"]  # of another folder, so it is saved
 
@@ -215,7 +219,7 @@ def test_a_run_without_checkpoints_is_not_overwritten(trained, small_data, tmp_p
     before = (tmp_path / "run/loss.log").read_text()
     code, _, error = trained(*options, "--resume")
     assert (code, error.count("\n")) == (2, 1)
-    assert "--run-dir run holds a run that has come to its end, without checkpoints" in error
+    assert "--run-dir run holds a run that has finished, without checkpoints" in error
     (tmp_path / "run/summary.json").unlink()
     code, _, error = trained(*options, "--resume", "--seed", 1)
     assert code == 2
@@ -236,14 +240,14 @@ def test_a_full_disk_under_the_run_directory_is_named(trained, small_data, tmp_p
 
 
 def test_a_run_directory_that_is_removed_meanwhile(trained, small_data, tmp_path, monkeypatch):
-    look = checkpointing.Saver.is_due
+    look = checkpointing.CheckpointSchedule.is_due
 
     def is_due(self, step):
         if step == 7:
             shutil.rmtree("run")
         return look(self, step)
 
-    monkeypatch.setattr(checkpointing.Saver, "is_due", is_due)
+    monkeypatch.setattr(checkpointing.CheckpointSchedule, "is_due", is_due)
     save = ["--checkpoint-every", 100, "--checkpoint-dir", "saved"]
     code, printed, error = trained(*small(small_data, "run", *MIX, *save))
     assert (code, error) == (0, "")
@@ -254,7 +258,7 @@ def test_a_run_directory_that_is_removed_meanwhile(trained, small_data, tmp_path
 
 
 class FullDisk:
-    """Lets so many bytes be written from now on."""
+    """Limits the bytes that can be written from now on."""
 
     def __init__(self, monkeypatch):
         self.left = 1 << 40
@@ -272,14 +276,14 @@ class FullDisk:
 def test_a_full_disk_does_not_end_the_training(trained, small_data, tmp_path, monkeypatch):
     assert trained(*small(small_data, "plain", *MIX))[0] == 0
     disk = FullDisk(monkeypatch)
-    look = checkpointing.Saver.is_due
+    look = checkpointing.CheckpointSchedule.is_due
 
     def is_due(self, step):
-        self.to.join()
+        self.manager.join()
         disk.left = 1 << 40 if step <= 4 or step >= 14 else 1000
         return look(self, step)
 
-    monkeypatch.setattr(checkpointing.Saver, "is_due", is_due)
+    monkeypatch.setattr(checkpointing.CheckpointSchedule, "is_due", is_due)
     code, printed, error = trained(*small(small_data, "run", *MIX), "--checkpoint-every", 2)
     assert code == 0
     assert error.count("warning: the checkpoint of step 6 was not saved: run/checkpoints: No space left on device") == 1
@@ -302,15 +306,15 @@ def test_the_exit_code_where_the_last_one_was_not_saved(trained, small_data, tmp
 
 
 def test_a_folder_that_is_removed_or_a_file(trained, small_data, tmp_path, monkeypatch):
-    look = checkpointing.Saver.is_due
+    look = checkpointing.CheckpointSchedule.is_due
 
     def is_due(self, step):
         if step == 7:
-            self.to.join()
+            self.manager.join()
             shutil.rmtree("run/checkpoints")
         return look(self, step)
 
-    monkeypatch.setattr(checkpointing.Saver, "is_due", is_due)
+    monkeypatch.setattr(checkpointing.CheckpointSchedule, "is_due", is_due)
     code, _, error = trained(*small(small_data, "run", *MIX), "--checkpoint-every", 5)
     assert code == 0
     assert error.count("warning") == 1
@@ -321,14 +325,18 @@ def test_a_folder_that_is_removed_or_a_file(trained, small_data, tmp_path, monke
     (tmp_path / "file").write_text("")
     code, _, error = trained(*small(small_data, "other", *MIX), "--checkpoint-every", 5, "--checkpoint-dir", "file")
     assert code == 3
-    assert error.startswith("warning: checkpoints cannot be saved: file cannot be made: File exists; training goes on")
+    assert error.startswith("warning: checkpoints cannot be saved: file cannot be created: File exists; training")
 
 
 def started(tmp_path, *options, module="hostdev.train"):
     return subprocess.Popen(
         [sys.executable, "-m", module, *map(str, options)],
-        cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def await_steps(process, log, count):
@@ -360,31 +368,35 @@ def test_a_signal_saves_what_was_trained(tmp_path, command, number, code):
 
 @pytest.mark.slow
 def test_a_second_signal_ends_at_once_and_leaves_what_was_whole(tmp_path, command):
-    """The first one asks for a checkpoint that takes long."""
+    """The first signal requests a checkpoint that takes long."""
     command("hostdev.data.preprocess", "synthetic", "--rows", 18_000, "--out", "data")
     (tmp_path / "slow.py").write_text(
         "import sys, time\n"
         "from hostdev.checkpoint.ranges import HashedFile\n"
-        "from hostdev.checkpoint import checkpoints\n"
+        "from hostdev.checkpoint import manager\n"
         "from hostdev.core import cli\n"
         "from hostdev.commands import train\n"
         "write, begun = HashedFile.write, []\n"
         "def slow(self, data):\n"
-        "    if checkpoints.Checkpoints.slow: print('writing', flush=True); time.sleep(60)\n"
+        "    if manager.CheckpointManager.slow: print('writing', flush=True); time.sleep(60)\n"
         "    return write(self, data)\n"
         "HashedFile.write = slow\n"
-        "save = checkpoints.Checkpoints.save\n"
+        "save = manager.CheckpointManager.save\n"
         "def noted(self, tables, step, *rest, **more):\n"
-        "    checkpoints.Checkpoints.slow = step > 2\n"
+        "    manager.CheckpointManager.slow = step > 2\n"
         "    return save(self, tables, step, *rest, **more)\n"
-        "checkpoints.Checkpoints.save, checkpoints.Checkpoints.slow = noted, False\n"
+        "manager.CheckpointManager.save, manager.CheckpointManager.slow = noted, False\n"
         "raise SystemExit(cli.run(train.PROG, train.main))\n"
     )
     options = small("data", "run", *MIX, "--checkpoint-every", 2, "--epochs", 1000)
     process = subprocess.Popen(
         [sys.executable, "slow.py", *map(str, options)],
-        cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     while "writing" not in process.stdout.readline():  # two threads print
         assert process.poll() is None, process.communicate()
     process.send_signal(signal.SIGINT)
@@ -402,7 +414,7 @@ def test_a_second_signal_ends_at_once_and_leaves_what_was_whole(tmp_path, comman
 
 
 def kill_and_go_on(tmp_path, kills, seed, *options):
-    """Kill the command with SIGKILL at random moments, and a merging of its checkpoints; repeat it to its end."""
+    """Kill the command, and a merge of its checkpoints, with SIGKILL at random moments; repeat it until it ends."""
     rng = random.Random(seed)
     start = time.monotonic()
     process = started(tmp_path, *options, "--run-dir", "whole")

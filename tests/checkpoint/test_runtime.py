@@ -8,18 +8,14 @@ import pytest
 import torch
 
 from hostdev import HostTable, LazyAdam, RowWiseAdagrad, Runtime, UserError
-from hostdev.checkpoint import checkpoints, compact, folder, ranges, reshard
+from hostdev.checkpoint import compact, folder, manager, ranges, reshard
 from hostdev.checkpoint.loading import load_tables, verify
 from hostdev.core.checksums import HashedFile
 from tests.conftest import environment
 from tests.runtime.cases import BF16, BodyError, Case, batches_of, differing, tables_state
 
 BATCHES = batches_of(12)
-OPTIONS = {
-    "serial": {"depth": 0},
-    "depth 2": {"depth": 2},
-    "cache": {"depth": 2, "cache": "30%"},
-}
+OPTIONS = {"serial": {"depth": 0}, "depth 2": {"depth": 2}, "cache": {"depth": 2, "cache": "30%"}}
 
 
 def extra_of(case):
@@ -31,7 +27,7 @@ def extra_of(case):
 
 
 def go_on(case, path):
-    """Load a checkpoint into a case; return how many batches it has had."""
+    """Load a checkpoint into a case; return the number of batches that it has had."""
     extra = case.runtime.load(path)
     case.model.load_state_dict(extra["model"])
     case.adam.load_state_dict(extra["adam"])
@@ -44,7 +40,7 @@ def go_on(case, path):
 )
 @pytest.mark.parametrize("then", OPTIONS)
 def test_what_goes_on_ends_the_same(device, tmp_path, first, then):
-    """Saved in the middle of a loop, which goes on; loaded by another program, in another mode."""
+    """Save within a loop, which continues; load in another program, in another mode."""
     expected = Case(device).train(BATCHES).state()
     case = Case(device, options=OPTIONS[first])
     for number, (label, rows) in enumerate(case.loop(BATCHES), 1):
@@ -62,8 +58,8 @@ def test_what_goes_on_ends_the_same(device, tmp_path, first, then):
 
 @pytest.mark.parametrize("copies", [1, 1 << 30])
 def test_tables_on_the_device_and_on_the_host_share_checkpoints(device, tmp_path, monkeypatch, copies):
-    """Tables on the device are copied at once, or read while they are written where there is no room for copies."""
-    monkeypatch.setattr(checkpoints, "COPIES_BYTES", copies)
+    """Device tables are copied, or read while they are written if there is no room for copies."""
+    monkeypatch.setattr(manager, "COPIES_BYTES", copies)
     expected = Case(device).train(BATCHES).state()
     case = Case(device).train(BATCHES[:4])
     case.runtime.save(tmp_path / "c", extra={**extra_of(case), "batches": 4})
@@ -78,7 +74,7 @@ def test_tables_on_the_device_and_on_the_host_share_checkpoints(device, tmp_path
 
 @pytest.mark.parametrize("then", [{"on_device": ("users", "items", "first")}, {"options": {"cache": "30%"}}])
 def test_bfloat16_weights_go_on_as_they_were_rounded(device, tmp_path, then):
-    """With the seed of the rounding, whatever the new tables' is; other dtypes are refused before anything changes."""
+    """The seed of the rounding is loaded; other dtypes are rejected before anything changes."""
     expected = Case(device, bf16=BF16).train(BATCHES).state()
     case = Case(device, bf16=BF16, options=OPTIONS["depth 2"])
     for number, (label, rows) in enumerate(case.loop(BATCHES), 1):
@@ -188,7 +184,7 @@ def test_damaged_rows(tmp_path, used, bf16):
 
 
 def test_slots_that_are_written_are_saved(tmp_path):
-    """Whatever the optimizer: of a table without slots of one value a row, too."""
+    """Works for any optimizer, also for a table without per-row state."""
     table = HostTable(100, 4, LazyAdam(), name="t")
     runtime = Runtime({"t": table}, device="cpu")
     table.apply(np.arange(100), np.ones((100, 4), np.float32))
@@ -204,7 +200,7 @@ def test_slots_that_are_written_are_saved(tmp_path):
 
 
 def test_after_a_failed_load_checkpoints_are_as_ever(tmp_path):
-    """The first is whole, the next add to it; what has been loaded in part is not in them."""
+    """The first is full, the next are increments; rows that were loaded partially are not in them."""
     table, other = (HostTable(1000, 4, LazyAdam(), name="t") for _ in range(2))
     table.apply(np.arange(1000), np.ones((1000, 4), np.float32))
     Runtime({"t": table}, device="cpu").save(tmp_path / "damaged")
@@ -276,7 +272,7 @@ class Full:
 
 
 def test_the_end_of_the_program_waits_for_the_writing(tmp_path):
-    """And a line says so where it has failed."""
+    """A failure is reported on a line."""
     (tmp_path / "program.py").write_text(
         "import time\n"
         "import hostdev\n"
@@ -292,9 +288,14 @@ def test_the_end_of_the_program_waits_for_the_writing(tmp_path):
         "    hostdev.Runtime(tables, device='cpu').save(name, extra={'a': 1}, wait=False)\n"
     )
     process = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True,
-        timeout=120, check=False,
-    )  # fmt: skip
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     line = f"hostdev: warning: the checkpoint of step 0 was not saved: {tmp_path / 'broken'}: No space left on device\n"
     assert (process.returncode, process.stderr) == (0, line)
     verify(folder.chain_of(tmp_path / "whole/step-0000000000"))
@@ -324,7 +325,7 @@ def test_an_error_in_the_body_leaves_the_last_checkpoint(tmp_path):
 
 
 def test_what_begins_with_the_parts_of_ranks_is_merged(tmp_path, monkeypatch):
-    """Files begin where the ranks' parts do, those of what is merged do not."""
+    """Files begin at the ranks' parts; merged ones do not."""
     monkeypatch.setattr(ranges, "FILE_BYTES", 64 * 48)
     table = HostTable(1001, 4, LazyAdam(), name="t")
     Runtime({"t": table}, device="cpu").save(tmp_path / "a")
@@ -353,7 +354,7 @@ def test_what_is_written_by_hand_is_saved(tmp_path, slot):
 
 
 def test_a_folder_stays_where_it_is(tmp_path, monkeypatch):
-    """The program may go to work in another folder between two checkpoints, and while one is written."""
+    """The program may change its working directory between two checkpoints, and while one is written."""
     runtime = Runtime({"t": HostTable(50, 3, LazyAdam(), name="t")}, device="cpu")
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -367,7 +368,7 @@ def test_a_folder_stays_where_it_is(tmp_path, monkeypatch):
 
 
 def test_tables_that_both_have_are_loaded(tmp_path):
-    """Into larger ones, one of several, and beside others; the rest is said, and the next checkpoint is whole."""
+    """Load into larger tables, into one of several, and with further ones; warnings name the rest; the next is full."""
     users, items = HostTable(30, 4, LazyAdam(), name="users"), HostTable(20, 2, LazyAdam(), name="items")
     for table in (users, items):
         table.apply(np.arange(20), np.ones((20, table.dim), np.float32))

@@ -31,7 +31,7 @@ def run(module, *arguments):
 
 
 def frame_of(n=400):
-    """Users of whole numbers with missing ones, of which the label is a function; and a flag."""
+    """Integer users with missing ones, which determine the label; and a flag."""
     rng = np.random.default_rng(0)
     user = rng.integers(1, 5, n)
     user = pd.Series([None if number == 4 else int(number) for number in user], dtype="Int64")
@@ -40,7 +40,7 @@ def frame_of(n=400):
 
 
 def trained(path, write, *more):
-    """Make a data set of what `write` writes and train on it."""
+    """Make a data set of the file from `write`, and train on it."""
     path.mkdir()
     flags = ["--label", "y", "--categorical", "u,flag", *(more or ("--threshold", 0))]
     assert run(preprocess, "table", write(path), "--out", path / "data", *flags) == 0
@@ -50,7 +50,7 @@ def trained(path, write, *more):
 
 
 def csv(path):
-    """Write what pandas makes of the rows when they have been floats: 1.0, 2.0 and nothing."""
+    """Write rows as pandas does after they were floats: 1.0, 2.0 and empty."""
     frame = frame_of()
     frame.astype({"u": "float64"}).to_csv(path / "t.csv", index=False)
     return path / "t.csv"
@@ -65,9 +65,10 @@ def parquet(path):
 def runs(tmp_path_factory):
     path = tmp_path_factory.mktemp("runs")
     return {
-        "csv": trained(path / "csv", csv), "parquet": trained(path / "parquet", parquet),
+        "csv": trained(path / "csv", csv),
+        "parquet": trained(path / "parquet", parquet),
         "hashed": trained(path / "hashed", csv, "--hash-buckets", 1000),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("name", ["csv", "parquet", "hashed"])
@@ -119,8 +120,8 @@ DAY, NOON = datetime.date(2024, 1, 2), datetime.datetime(2024, 1, 2, 12)
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([DAY, NOON], "column 'u' has dates and times; give all as times, or as dates"),
-        ([NOON, NOON.replace(tzinfo=datetime.UTC)], "column 'u' has times with a time zone and without one"),
+        ([DAY, NOON], "column 'u' .*dates and times"),
+        ([NOON, NOON.replace(tzinfo=datetime.UTC)], "column 'u' .*with and without a time zone"),
         ([pd.Timestamp("2024-01-02 00:00:00.000000001"), None], "column 'u' has times finer than a microsecond"),
         ([1, 2**53 + 0.0], "row 2, column 'u': 9007199254740992 is a double of 2.53 or more"),
         ([np.datetime64("2024-01-02"), None], "column 'u' is of type date32.day. here, and its values were of type"),
@@ -140,7 +141,7 @@ def test_integers_of_any_size_are_as_good_in_many_rows_as_in_few(runs):
 
 
 def test_arrays_of_arrow_that_are_not_valid(runs):
-    """Offsets beyond the text, of an array or a table of a program's own."""
+    """Offsets beyond the text, in a program's own array or table."""
     offsets = pa.py_buffer(np.array([0, 2_000_000_000, 2], np.int32))
     wrong = pa.Array.from_buffers(pa.string(), 2, [None, offsets, pa.py_buffer(b"ab")])
     for rows in (
@@ -148,12 +149,12 @@ def test_arrays_of_arrow_that_are_not_valid(runs):
         pa.table({"u": wrong, "flag": [True, False]}),
         pa.RecordBatch.from_arrays([wrong, pa.array([True, False])], names=["u", "flag"]),
     ):
-        with pytest.raises(hostdev.UserError, match="column 'u' is not a valid array of Arrow's"):
+        with pytest.raises(hostdev.UserError, match="column 'u' .*Arrow"):
             hostdev.Predictor(runs["csv"] / "run")(rows)
 
 
 def test_all_files_are_opened_at_once(runs, tmp_path):
-    """The checkpoint may go when a `Predictor` is made."""
+    """The checkpoint may be deleted once a `Predictor` is made."""
     shutil.copytree(runs["csv"] / "run", tmp_path / "run")
     predictor = hostdev.Predictor(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
@@ -162,7 +163,7 @@ def test_all_files_are_opened_at_once(runs, tmp_path):
 
 
 def changed(path, change):
-    """Change a checkpoint's manifest, with the checksum that is right afterwards."""
+    """Change a checkpoint's manifest, and correct its checksum."""
     file = path / "checkpoint.json"
     content = json.loads(file.read_text())
     del content["sha256"]
@@ -172,19 +173,17 @@ def changed(path, change):
 
 @pytest.fixture
 def copied(runs, tmp_path):
-    """A copy of a checkpoint, to be changed."""
+    """A copy of a checkpoint, to change it."""
     source = folder.newest(runs["csv"] / "run").chain[-1].path
     shutil.copytree(source, tmp_path / source.name)
     return tmp_path / source.name
 
 
 def test_a_module_that_a_checkpoint_names_is_not_imported(copied, capsys):
-    """Who makes a checkpoint does not decide what runs where it is read."""
+    """The author of a checkpoint does not decide which code its reader runs."""
     changed(copied, lambda content: content["state"]["more"]["settings"].update(model="this:X"))
     sys.modules.pop("this", None)
-    told = (
-        f"{copied} is of the model 'this:X', a class of one's own, whose module would be run; name it if you trust it"
-    )
+    told = f"{copied} has the model 'this:X', a custom class, whose module would be imported; name it if you trust it"
     with pytest.raises(hostdev.UserError) as error:
         hostdev.Predictor(copied)
     assert str(error.value).startswith(told)
@@ -200,7 +199,7 @@ def test_a_module_that_a_checkpoint_names_is_not_imported(copied, capsys):
 
 
 def vocabulary(change):
-    """Return what changes a vocabulary's columns."""
+    """Return a function that changes a vocabulary's columns."""
 
     def apply(path):
         file = path / "data/vocabulary.arrow"
@@ -217,7 +216,7 @@ def renamed(table, name, values):
 
 
 def wrong_offsets(path):
-    """Let the texts' offsets point far behind the file, as no writer would."""
+    """Move the texts' offsets far beyond the file, as no writer would."""
     file = path / "data/vocabulary.arrow"
     content = bytearray(file.read_bytes())
     table = pa.ipc.open_file(pa.py_buffer(bytes(content))).read_all()
@@ -241,7 +240,7 @@ def wrong_offsets(path):
     ],
 )
 def test_a_vocabulary_that_is_wrong_inside(copied, change):
-    """With checksums that are right for it: a line, and no crash."""
+    """With correct checksums: an error of one line, and no crash."""
     change(copied)
     file = copied / "data/vocabulary.arrow"
     manifest = copied / "data/manifest.json"
@@ -281,7 +280,7 @@ def test_a_manifest_that_is_wrong_inside(copied, change):
 
 
 def test_a_row_of_bags_alone_is_not_two_rows():
-    """A list of texts may be one row's values or several rows: where that is open, the column is refused."""
+    """A list of texts may be one row or several; if that is ambiguous, the column is rejected."""
     schema = Schema("y", (), (Column("g", "bag", "g"),), (Space("g", 0, 1, 5),), 6)
     separators = {"lists": {"g": None}, "text": {"g": "|"}}
     columns = lambda name, g: as_columns({"g": g}, schema, separators[name])["g"]  # noqa: E731
@@ -289,14 +288,12 @@ def test_a_row_of_bags_alone_is_not_two_rows():
     assert columns("lists", [["1"], ["2"]]) == columns("text", [["1"], ["2"]]) == [["1"], ["2"]]
     assert columns("text", ["1|2", "2"]) == ["1|2", "2"]
     assert columns("text", ["1"]) == ["1"]
-    with pytest.raises(
-        hostdev.UserError, match="column 'g' has a list of 2 values, which may be one row's or a row each"
-    ):
+    with pytest.raises(hostdev.UserError, match="column 'g' has a list of 2 values"):
         columns("text", ["1", "2"])
 
 
 def test_a_number_with_a_huge_exponent_is_a_value_as_any_other():
-    """It was written out: 11 characters became 100 million."""
+    """Once, it was expanded: 11 characters became 100 million."""
     written = Written(frozenset({kernel.INTEGER}), ("text",))
     found = texts_for(pa.array(["12", "1e9000000000", "1.2e1", "-1e-9000000000"]), written, hashed=False)
     assert max(len(text or "") for column in [*found.texts, found.fallback] for text in column.to_pylist()) < 100

@@ -1,4 +1,4 @@
-"""Sets of rows at a bit a row, and a table as of one moment while others write it."""
+"""Sets of rows with a bit per row, and snapshots of a table while other threads write it."""
 
 import threading
 
@@ -56,7 +56,7 @@ def test_rows_to_columns(rows, dim, slots):
 
 
 def read_all(snapshot, table, step, ids=True):
-    """All wanted rows by range: {row: (its vectors, its single values)}."""
+    """Read all wanted rows by range: {row: (its vectors, its single values)}."""
     found = {}
     (_, S, D), R = table.storage.shape, table.storage.row_slots.shape[1]
     for first in range(0, table.rows, step):
@@ -75,7 +75,7 @@ def read_all(snapshot, table, step, ids=True):
 @pytest.mark.parametrize("limit", [1, 1 << 30])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_snapshot_is_of_its_moment(optimizer, limit, dtype):
-    """Somebody writes rows all the time; what is read is what was there. With next to no room the writer waits."""
+    """A thread writes rows all the time, but reads return the snapshot's. With a tiny budget the writer waits."""
     table = HostTable(3000, 5, optimizer(), name="t", seed=1, dtype=dtype)
     changes = table.note_changes()
     block = table.storage.taken(np.arange(table.rows))

@@ -44,7 +44,7 @@ def prepare(files, out, *flags):
 
 @pytest.fixture(scope="module")
 def days(tmp_path_factory):
-    """Two days' films: the second has users and films that the first has not, and keeps its ids."""
+    """Two days' films: the second has new users and films, and keeps the first one's ids."""
     folder = tmp_path_factory.mktemp("days")
     for day, users, items in ((1, 60, 50), (2, 150, 90)):
         movies.make(rows=2500, users=users, items=items, seed=day).write_csv(folder / f"{day}.csv")
@@ -77,31 +77,64 @@ def test_two_days(days, first, trained, tmp_path, capsys):
     one, two = (manifest.read(days / name).schema.rows for name in ("one", "two"))
     assert two > one
     found = {}
-    for name, more in (("depth", [*MIX, "--checkpoint-every", 99]), ("cached", [*MIX, "--cache-rows", "20%"]),
-                       ("serial", [*MIX, "--pipeline-depth", 0, "--host-threads", 1]), ("device", [])):  # fmt: skip
+    for name, more in (
+        ("depth", [*MIX, "--checkpoint-every", 99]),
+        ("cached", [*MIX, "--cache-rows", "20%"]),
+        ("serial", [*MIX, "--pipeline-depth", 0, "--host-threads", 1]),
+        ("device", []),
+    ):
         code, out, err = trained(*flags_of(days / "two", tmp_path / name, *more), "--start-from", first)
         assert (code, err) == (0, "")
         found[name] = digest(tmp_path / name)
         path = first / "checkpoints" / names_in(first / "checkpoints")[-1]
         assert [line for line in out.splitlines() if line.startswith("start ")] == [
             f"start    from {path}, after step 5; steps of this run count from 0",
-            *(f"start    table {table}: {one:,} rows with their slots; {two - one:,} new rows have their initial values"
-              for table in ("first_order", "vectors")),
+            *(
+                f"start    table {table}: {one:,} rows with their slots; "
+                f"{two - one:,} new rows have their initial values"
+                for table in ("first_order", "vectors")
+            ),
             "start    dense layers and their optimizer's state are taken; learning rates are this run's",
-        ]  # fmt: skip
+        ]
     assert len(set(found.values())) == 1
     assert found["depth"] != digest(first)
     assert json.loads((tmp_path / "depth/config.json").read_text())["start_from"] == str(first)
     saved = chain_of(tmp_path / "depth/checkpoints" / names_in(tmp_path / "depth/checkpoints")[-1])
     assert len(saved) == 1  # whole: it adds to none of another folder
     assert (saved[-1].manifest.step, saved[-1].manifest.table("vectors").step) == (5, 10)
-    assert cli.run("p", predict.main, ["--checkpoint", str(tmp_path / "depth"), "--data", str(days / "two"), "--out",
-                                       str(tmp_path / "p.parquet")]) == 0  # fmt: skip
+    assert (
+        cli.run(
+            "p",
+            predict.main,
+            [
+                "--checkpoint",
+                str(tmp_path / "depth"),
+                "--data",
+                str(days / "two"),
+                "--out",
+                str(tmp_path / "p.parquet"),
+            ],
+        )
+        == 0
+    )
     auc = json.loads((tmp_path / "depth/summary.json").read_text())["auc"]
     assert f"AUC {auc:.4f}" in capsys.readouterr().out
     # The same rows as text, whose values the checkpoint's own vocabulary looks up.
-    assert cli.run("p", predict.main, ["--checkpoint", str(tmp_path / "depth"), "--data", str(days / "2.csv"), "--out",
-                                       str(tmp_path / "q.parquet")]) == 0  # fmt: skip
+    assert (
+        cli.run(
+            "p",
+            predict.main,
+            [
+                "--checkpoint",
+                str(tmp_path / "depth"),
+                "--data",
+                str(days / "2.csv"),
+                "--out",
+                str(tmp_path / "q.parquet"),
+            ],
+        )
+        == 0
+    )
     assert len(pq.read_table(tmp_path / "q.parquet")) == 2500
 
 
@@ -112,19 +145,27 @@ def predicted(checkpoint, data, out):
 
 
 def test_a_checkpoint_predicts_data_with_more_or_fewer_of_its_ids(days, first, trained, tmp_path):
-    """Values of the second day that the first day's checkpoint does not know are out of vocabulary for it."""
+    """The second day's new values are out of vocabulary for the first day's checkpoint."""
     two = manifest.read(days / "two")
     assert predicted(first, days / "two", tmp_path / "of_ids.parquet").num_rows == two.rows("test")
     predictor = hostdev.Predictor(first)
     frame = pd.read_csv(days / "2.csv", keep_default_na=False)
-    raw = predictor({name: frame[name].tolist() for name in ("age", "user", "item")}
-                    | {name: [text.split(mark) if text else [] for text in frame[name]]
-                       for name, mark in (("genres", "|"), ("history", " "))})  # fmt: skip
-    of_ids = np.concatenate([
-        pq.read_table(tmp_path / "of_ids.parquet")["probability"].to_numpy(),
-        *(predictor.logits_by_batch(with_known_ids(batch, two.schema, predictor.data.schema.rows))
-          for batch in ShardReader(days / "two", two, "train").batches(10_000)),
-    ])  # fmt: skip
+    raw = predictor(
+        {name: frame[name].tolist() for name in ("age", "user", "item")}
+        | {
+            name: [text.split(mark) if text else [] for text in frame[name]]
+            for name, mark in (("genres", "|"), ("history", " "))
+        }
+    )
+    of_ids = np.concatenate(
+        [
+            pq.read_table(tmp_path / "of_ids.parquet")["probability"].to_numpy(),
+            *(
+                predictor.logits_by_batch(with_known_ids(batch, two.schema, predictor.data.schema.rows))
+                for batch in ShardReader(days / "two", two, "train").batches(10_000)
+            ),
+        ]
+    )
     of_ids[two.rows("test") :] = probabilities(of_ids[two.rows("test") :])
     np.testing.assert_allclose(np.sort(of_ids), np.sort(raw), rtol=1e-5)
     flags = flags_of(days / "two", tmp_path / "run", *MIX, "--checkpoint-every", 9, "--start-from", first)
@@ -145,19 +186,25 @@ def trainer_of(settings, schema, *, mix=True):
     return Trainer(model, host_device_mix=mix, device=torch.device("cpu"), seed=settings.seed, lr=settings.lr)
 
 
-@pytest.mark.parametrize(("model", "dtype", "mix"), [
-    ("wide_deep", "fp32", True), ("deepfm", "bf16", False), ("tests.own_models:ThreeTables", "bf16", True),
-    pytest.param("dlrm", "fp32", False, marks=pytest.mark.slow),
-    pytest.param("dcn", "bf16", True, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "dtype", "mix"),
+    [
+        ("wide_deep", "fp32", True),
+        ("deepfm", "bf16", False),
+        ("tests.own_models:ThreeTables", "bf16", True),
+        pytest.param("dlrm", "fp32", False, marks=pytest.mark.slow),
+        pytest.param("dcn", "bf16", True, marks=pytest.mark.slow),
+    ],
+)
 def test_earlier_rows_are_the_checkpoints_and_new_ones_initial(days, tmp_path, monkeypatch, model, dtype, mix):
     monkeypatch.setitem(WideDeep.__init__.__kwdefaults__, "layers", SMALL)
     how = ["--model", model, "--emb-dim", 16, "--table-dtype", dtype]
     flags = [*flags_of(days / "one", tmp_path / "run", "--checkpoint-every", 2, "--max-steps", 3), *how]
     assert run(*flags, *(MIX if mix else [])) == 0
     schema = manifest.read(days / "two").schema
-    settings = TrainConfig(data=days / "two", model=model, emb_dim=16, table_dtype=dtype, lr=0.5, seed=7,
-                           start_from=tmp_path / "run").resolved()  # fmt: skip
+    settings = TrainConfig(
+        data=days / "two", model=model, emb_dim=16, table_dtype=dtype, lr=0.5, seed=7, start_from=tmp_path / "run"
+    ).resolved()
     started, fresh = (trainer_of(settings, schema, mix=mix) for _ in range(2))
     origin = starting.find(settings, days / "two", manifest.read(days / "two"))
     starting.load(origin, started)
@@ -183,7 +230,7 @@ def test_earlier_rows_are_the_checkpoints_and_new_ones_initial(days, tmp_path, m
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_rows_go_by_their_ids_to_the_ranks_that_hold_them(days, first, tmp_path, ranks):
-    """A row's position is a function of the number of rows, which has grown."""
+    """A row's position depends on the number of rows, which has grown."""
     from hostdev.checkpoint.reshard import rewrite
 
     chain = chain_of(first / "checkpoints" / names_in(first / "checkpoints")[-1])
@@ -196,8 +243,9 @@ def test_rows_go_by_their_ids_to_the_ranks_that_hold_them(days, first, tmp_path,
         for rank in range(ranks):
             about = source[-1].manifest.table("vectors")
             optimizer = hostdev.LazyAdam(**about.hyperparameters)
-            table, initial = (hostdev.HostTable(rows, 4, optimizer, name="vectors", part=(rank, ranks))
-                              for _ in range(2))  # fmt: skip
+            table, initial = (
+                hostdev.HostTable(rows, 4, optimizer, name="vectors", part=(rank, ranks)) for _ in range(2)
+            )
             fit = fit_tables(source, {"vectors": table})
             assert fit.taken == {"vectors": (about.rows, rows)}
             assert fit.left == ["first_order"]
@@ -234,7 +282,7 @@ def test_an_interrupted_run_goes_on_by_resume(days, first, trained, tmp_path):
 
 @pytest.fixture(scope="module")
 def others(days):
-    """Data sets of the second day's rows that do not go with the first day's checkpoint."""
+    """Data sets of the second day that do not match the first day's checkpoint."""
     later = [*COLUMNS[:4], "--categorical", "item,user", *COLUMNS[6:]]
     prepare(days / "2.csv", days / "order", *later)
     prepare(days / "2.csv", days / "anew", *COLUMNS)
@@ -244,19 +292,26 @@ def others(days):
     return days
 
 
-@pytest.mark.parametrize(("data", "more", "message"), [
-    ("order", [], "order does not fit .* other columns with ids in another order: user, item, g.* there, item, u"),
-    ("anew", [], r"anew does not fit .* other .*: .* there, .* here; prepare the data with .* --vocabulary FROM"),
-    ("rarer", [], r"rarer does not fit .* other ids: id \d+ is '.*' value '.*' there, '.*' value '.*' here"),
-    ("scaled", [], "scaled does not fit .* other scaling of numbers: max, .* there, log, .* here"),
-    ("hashed", [], "hashed does not fit .* other hash buckets: none there, 300 here"),
-    ("two", ["--model", "dcn"], "was trained with --model deepfm, not --model dcn; give the same"),
-    ("two", ["--emb-dim", 8], "table 'vectors' has 4 columns there, and 8 here"),
-    ("two", ["--table-optimizer", "sgd"], r"table 'first_order' has the optimizer LazyAdam\(b.* there, and SGD here"),
-    ("two", ["--table-dtype", "bf16"], "the weights of table 'first_order' are fp32 there, and bf16 here"),
-    ("two", ["--resume", "x"], "--start-from has no effect with --resume x; leave one of them out"),
-    ("two", ["--start-from", "nowhere"], "--start-from nowhere: there is no such checkpoint"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "more", "message"),
+    [
+        ("order", [], "order does not fit .* other columns with ids in another order: user, item, g.* there, item, u"),
+        ("anew", [], r"anew does not fit .* other .*: .* there, .* here; prepare the data with .* --vocabulary FROM"),
+        ("rarer", [], r"rarer does not fit .* other ids: id \d+ is '.*' value '.*' there, '.*' value '.*' here"),
+        ("scaled", [], "scaled does not fit .* other scaling of numbers: max, .* there, log, .* here"),
+        ("hashed", [], "hashed does not fit .* other hash buckets: none there, 300 here"),
+        ("two", ["--model", "dcn"], "was trained with --model deepfm, not --model dcn; give the same"),
+        ("two", ["--emb-dim", 8], "table 'vectors' has 4 columns there, and 8 here"),
+        (
+            "two",
+            ["--table-optimizer", "sgd"],
+            r"table 'first_order' has the optimizer LazyAdam\(b.* there, and SGD here",
+        ),
+        ("two", ["--table-dtype", "bf16"], "the weights of table 'first_order' are fp32 there, and bf16 here"),
+        ("two", ["--resume", "x"], "--start-from has no effect with --resume x; leave one of them out"),
+        ("two", ["--start-from", "nowhere"], "--start-from nowhere: there is no such checkpoint"),
+    ],
+)
 def test_what_does_not_fit_is_refused(others, first, trained, tmp_path, data, more, message):
     code, _, error = trained(*flags_of(others / data, tmp_path / "run", *MIX, "--start-from", first, *more))
     assert code == 2
@@ -273,7 +328,7 @@ def test_resume_on_other_data_names_it(days, first, trained, tmp_path):
 
 
 def test_other_ids_are_named(days, first, tmp_path):
-    """Both have as many ids; the first that differs is told."""
+    """Both have the same number of ids; the error names the first that differs."""
     there = manifest.read(days / "one")
     lines = (days / "1.csv").read_text().splitlines(keepends=True)
     (tmp_path / "1.csv").write_text("".join([lines[0], *reversed(lines[1:])]))

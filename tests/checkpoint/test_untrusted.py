@@ -1,4 +1,4 @@
-"""Checkpoints that another may have made, with checksums that are right: nothing is written elsewhere, or made up."""
+"""Untrusted checkpoints with correct checksums: nothing is written elsewhere, and no values are made up."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from hostdev.checkpoint import folder, manifest
 from hostdev.checkpoint.loading import load_tables
 from hostdev.checkpoint.lookup import MappedTable
 from hostdev.checkpoint.manifest import FILE_NAME, BrokenCheckpointError
-from hostdev.checkpoint.ranges import RowsOf, parse_range, write_range
+from hostdev.checkpoint.ranges import RowChunk, parse_range, write_range
 from hostdev.commands import checkpoint
 from hostdev.core import cli
 from hostdev.core.optimizers import SGD, LazyAdam
@@ -30,14 +30,14 @@ def base(tmp_path_factory):
 
 @pytest.fixture
 def saved(base, tmp_path):
-    """A copy: a whole checkpoint, and two that add to it."""
+    """A copy of a full checkpoint and two increments."""
     (tmp_path / "in").mkdir()
     shutil.copytree(base, tmp_path / "in/c")
     return tmp_path / "in/c"
 
 
 def change(path, name, edit):
-    """Let `edit` change what a checkpoint's manifest holds; the checksums are right again."""
+    """Change a checkpoint's manifest with `edit`, and correct the checksums."""
     content = json.loads((path / name / FILE_NAME).read_text())
     edit(content)
     made.write(path / name, content)
@@ -57,7 +57,7 @@ def _tree(path):
     "command", [["merge", "--out"], ["reshard", "--ranks", 2, "--out"], ["compact"], ["export", "--out"]]
 )
 def test_names_that_lead_outside(saved, tmp_path, capsys, command, way):
-    """Files were written wherever a name led: a .pth in site-packages is code at the next start."""
+    """Once, files were written wherever a name led: a .pth in site-packages is code at the next start."""
     first = folder.names_in(saved)[0]
     name = way.format(outside=tmp_path)
     source = saved / first / name
@@ -110,15 +110,18 @@ def test_a_folder_of_checkpoints_may_be_a_link(saved, tmp_path, capsys):
     assert run("verify", tmp_path / "here") == 0
 
 
-@pytest.mark.parametrize(("edit", "told"), [
-    (lambda table: table.update(dim=3), "has other dim"),
-    (lambda table: table.update(rows=table["rows"] + 1), "has other rows"),
-    (lambda table: table.update(order="spread"), "has other order"),
-    (lambda table: table.update(slots=[]), "has other slots"),
-    (lambda table: table.update(name="renamed"), "it has other tables"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [
+        (lambda table: table.update(dim=3), "has other dim"),
+        (lambda table: table.update(rows=table["rows"] + 1), "has other rows"),
+        (lambda table: table.update(order="spread"), "has other order"),
+        (lambda table: table.update(slots=[]), "has other slots"),
+        (lambda table: table.update(name="renamed"), "it has other tables"),
+    ],
+)
 def test_one_that_adds_to_tables_of_another_shape(saved, edit, told):
-    """A child with another `dim` was looked up in memory that nobody had written."""
+    """Once, an increment with another `dim` was looked up in uninitialized memory."""
     newest = folder.names_in(saved)[-1]
     change(saved, newest, lambda content: edit(content["tables"][0]))
     with pytest.raises(BrokenCheckpointError, match=told):
@@ -126,7 +129,7 @@ def test_one_that_adds_to_tables_of_another_shape(saved, edit, told):
 
 
 def _rewritten(path, table, ids):
-    """Give the first table's file of a whole checkpoint these rows only, or in this order."""
+    """Replace the rows of the first table's file in a full checkpoint by these, in this order."""
     about = next(each for each in manifest.read(path).tables if each.name == table)
     file = path / about.files[0].file
     rows = parse_range(file, file.read_bytes(), about, about.files[0])
@@ -134,7 +137,9 @@ def _rewritten(path, table, ids):
     taken = np.clip(np.asarray(ids), 0, about.rows - 1)
     columns = {name: values[taken] for name, values in rows.columns.items()}
     row_columns = {name: values[taken] for name, values in rows.row_columns.items()}
-    said = write_range(path, about.files[0].file, about, 0, about.rows, RowsOf(0, np.array(ids), columns, row_columns))
+    said = write_range(
+        path, about.files[0].file, about, 0, about.rows, RowChunk(0, np.array(ids), columns, row_columns)
+    )
 
     def edit(content):
         [mine] = [each for each in content["tables"] if each["name"] == table]
@@ -145,7 +150,7 @@ def _rewritten(path, table, ids):
 
 @pytest.mark.parametrize("kind", ["missing", "twice", "negative", "outside", "wrapped"])
 def test_a_whole_one_without_all_rows(saved, kind):
-    """Rows that no file has were what the memory held before."""
+    """Once, rows that no file has were uninitialized memory."""
     first = folder.names_in(saved)[0]
     rows = manifest.read(saved / first).table("second").rows
     ids = list(range(rows))
@@ -160,8 +165,12 @@ def test_a_whole_one_without_all_rows(saved, kind):
         MappedTable(folder.chain_of(saved / first), "second")
     about = manifest.read(saved / first).table("second")
     table = HostTable(about.rows, about.dim, LazyAdam(lr=1e-2), name="second")
-    tables = {each.name: HostTable(each.rows, each.dim, SGD(lr=1.0) if each.optimizer == "SGD" else LazyAdam(lr=1e-2),
-                                   name=each.name) for each in manifest.read(saved / first).tables}  # fmt: skip
+    tables = {
+        each.name: HostTable(
+            each.rows, each.dim, SGD(lr=1.0) if each.optimizer == "SGD" else LazyAdam(lr=1e-2), name=each.name
+        )
+        for each in manifest.read(saved / first).tables
+    }
     with pytest.raises(BrokenCheckpointError, match="has gaps|its rows are not those of"):
         load_tables(folder.chain_of(saved / first), {**tables, "second": table}, check=True)
 

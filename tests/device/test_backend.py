@@ -1,4 +1,4 @@
-"""Which device is chosen, on machines that this one is not."""
+"""Selection of the device, on simulated machines."""
 
 import json
 import types
@@ -13,7 +13,7 @@ from hostdev.device import backend
 
 
 class Machine:
-    """A machine with so many accelerators of a kind; of torch's functions, it has those named."""
+    """A machine with `count` accelerators of a kind, and the named functions of torch."""
 
     def __init__(self, kind, count, names=("Stream", "Event", "stream", "current_stream"), current=0):
         self.kind, self.count, self.current = kind, count, current
@@ -35,7 +35,7 @@ class Machine:
 
 @pytest.mark.parametrize(("name", "index"), [("auto", 1), ("cuda", 1), ("cuda:0", 0), ("cuda:2", 2)])
 def test_an_accelerator_has_an_index(monkeypatch, name, index):
-    """The current one unless another is named; it is that of which everything is asked."""
+    """The current device is used unless another is named, and it answers every query."""
     machine = Machine("cuda", 3, current=1).patch(monkeypatch)
     device = backend.select(name)
     assert device == torch.device("cuda", index)
@@ -48,7 +48,7 @@ def test_an_accelerator_has_an_index(monkeypatch, name, index):
 
 
 def test_processes_of_a_host_take_turns(monkeypatch):
-    """Each has the next device; where there are fewer, they share them."""
+    """Processes get devices in turn, and share them if there are fewer."""
     Machine("cuda", 2).patch(monkeypatch)
     for number, index in enumerate([0, 1, 0]):
         backend.take_turns(number)

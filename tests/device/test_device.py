@@ -1,20 +1,10 @@
-"""The device twins: tables, rows and optimizers, on the CPU always and on an accelerator where there is one."""
+"""Device tables, rows and optimizers: on the CPU, and on an accelerator if there is one."""
 
 import numpy as np
 import pytest
 import torch
 
-from hostdev import (
-    FTRL,
-    SGD,
-    Adagrad,
-    EmbeddingCache,
-    HostTable,
-    LazyAdam,
-    RowWiseAdagrad,
-    Runtime,
-    UserError,
-)
+from hostdev import FTRL, SGD, Adagrad, EmbeddingCache, HostTable, LazyAdam, RowWiseAdagrad, Runtime, UserError
 from hostdev.core.table_dtypes import TABLE_DTYPES
 from hostdev.device import backend
 from hostdev.device import table as table_module
@@ -26,9 +16,15 @@ from hostdev.kernels.unique import unique
 from tests import naive
 
 OPTIMIZERS = [
-    LazyAdam(), LazyAdam(nesterov=True, lr=0.01), FTRL(), FTRL(l1=0.5, l2=0.01), FTRL(lr_power=-0.3),
-    SGD(), Adagrad(), RowWiseAdagrad(),
-]  # fmt: skip
+    LazyAdam(),
+    LazyAdam(nesterov=True, lr=0.01),
+    FTRL(),
+    FTRL(l1=0.5, l2=0.01),
+    FTRL(lr_power=-0.3),
+    SGD(),
+    Adagrad(),
+    RowWiseAdagrad(),
+]
 
 
 def steps(dim, count=6):
@@ -58,7 +54,7 @@ def test_a_device_table_equals_a_host_table_to_the_bit(device, optimizer, dim, d
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_the_accelerators_operations_on_the_cpu(optimizer, dtype, monkeypatch):
-    """Torch's square root is correctly rounded on CUDA but not on the CPU, so NumPy's stands in for it."""
+    """Torch's square root is correctly rounded on CUDA but not on the CPU, so NumPy's replaces it."""
     monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: torch.from_numpy(np.sqrt(x.numpy())))
     host = HostTable(500, 8, optimizer, name="t", seed=4)
     block, row_slots = torch.from_numpy(host.block.copy()), torch.from_numpy(host.row_slots.copy())
@@ -73,7 +69,7 @@ def test_the_accelerators_operations_on_the_cpu(optimizer, dtype, monkeypatch):
 @pytest.mark.parametrize("rows", [1, 4095, 4096, 4097, 10_000])
 @pytest.mark.parametrize("dim", [1, 3, 80])
 def test_the_sum_of_squares_has_one_order(device, dim, rows, monkeypatch):
-    """On the host, in the device's operations, in chunks of any size: the same bits."""
+    """The host, the device's operations, and chunks of any size give the same bits."""
     host = HostTable(rows, dim, LazyAdam(), name="t", seed=4)
     host.storage.block[:, 0] *= 10.0 ** np.random.default_rng(0).integers(-6, 6, (rows, 1))
     other = DeviceTable(rows, dim, LazyAdam(), device, name="t")
@@ -167,11 +163,11 @@ def test_an_accelerator_by_its_number(device):
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 @pytest.mark.parametrize("name", ["cuda", "cuda:1"])
 def test_no_accelerator(name, monkeypatch):
-    """Without CUDA in torch, and with it and no GPU: what to do is another thing."""
+    """The advice differs between a torch without CUDA and a machine without a GPU."""
     table = HostTable(10, 2, SGD(), name="t")
     for built, message in (
         (False, "is built without CUDA; install a build with it .*"),
-        (True, "sees no accelerator on this machine; look whether nvidia-smi .* show one"),
+        (True, "sees no accelerator on this machine; .*nvidia-smi .*CUDA_VISIBLE_DEVICES.*"),
     ):
         monkeypatch.setattr(torch.backends.cuda, "is_built", lambda built=built: built)
         with pytest.raises(UserError, match=f"^--device {name}: torch [^ ]+ {message}, or use --device auto$"):
@@ -201,8 +197,9 @@ def test_the_device_clock(device):
     assert times[0] > 0
 
 
-def test_a_device_table_of_bfloat16_values_takes_only_these(device):
-    table = DeviceTable(10, 4, LazyAdam(), device, name="t", dtype="bf16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "bf16"])
+def test_a_device_table_of_bfloat16_values_takes_only_these(device, dtype):
+    table = DeviceTable(10, 4, LazyAdam(), device, name="t", dtype=dtype)
     block, none = np.full((2, 3, 4), np.float32(1.2345678)), np.empty((2, 0), np.float32)
     before = table.block.cpu()
     with pytest.raises(ValueError, match="round them before"):

@@ -1,4 +1,4 @@
-"""Rows to the features of a batch and gradients back, by every way of `device.ops`, against twins and torch's own."""
+"""Rows to a batch's features and gradients back, for every module of `device.ops`, against twins and torch."""
 
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ WAYS = [*([] if devices() == ["standin"] else THREADS), "torch operations", "ker
 
 @pytest.fixture(params=WAYS)
 def way(request, device, monkeypatch):
-    """How it is done: by the host's kernels on some threads, in torch's operations, by Triton's kernels or twins."""
+    """An implementation: host kernels on some threads, torch operations, Triton kernels or twins."""
     if request.param in THREADS:
         if device.type != "cpu":
             pytest.skip("the host's kernels do not reach it")
@@ -54,11 +54,11 @@ class Case(NamedTuple):
     uses: GroupUses
 
     def outputs(self):
-        """What each feature gives, float32 before it is rounded."""
+        """Return each feature's output, float32 before rounding."""
         return [naive.pool(self.rows, *feature) for feature in self.features]
 
     def gradient(self, grads, way):
-        """The rows' gradients from the features' ones; None for zeros."""
+        """Return the rows' gradients from those of the features; None stands for zeros."""
         inverse, terms = [], []
         for feature, grad in zip(self.features, grads, strict=True):
             if grad is not None:
@@ -70,7 +70,7 @@ class Case(NamedTuple):
 
 
 def case(rng, device, dim, lengths, span, *, in_order=True):
-    """A case of features with these lengths of bags; kinds take turns, and every row has a use."""
+    """Make features with bags of these lengths; kinds alternate, and every row occurs."""
     ids = [rng.integers(0, span, int(np.sum(of))) for of in lengths]
     [(found, inverse)] = unique_groups([ids])
     if not in_order:
@@ -99,8 +99,9 @@ def check(made, device, way, rng, present=None):
     for out, expected, dtype in zip(outputs, made.outputs(), made.dtypes, strict=True):
         assert out.dtype == dtype
         same(out, torch.from_numpy(expected).to(dtype))
-    grads = [grad if present is None or number in present else None
-             for number, grad in enumerate(random_grads(rng, outputs))]  # fmt: skip
+    grads = [
+        grad if present is None or number in present else None for number, grad in enumerate(random_grads(rng, outputs))
+    ]
     pairs = [(out, grad.to(device)) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
     torch.autograd.backward(*zip(*pairs, strict=True))
     expected = made.gradient(grads, way)
@@ -147,7 +148,7 @@ def test_features_without_a_gradient_count_as_zeros(device, way):
 
 
 def test_several_losses_after_each_other(device, way):
-    """Without retain_graph; each adds its own gradient."""
+    """Several backward passes without retain_graph each add their gradients."""
     rng = np.random.default_rng(1)
     made = case(rng, device, 8, [[3, 2, 0], [4] * 5, [5, 0]], 30)
     rows = torch.from_numpy(made.rows).to(device).requires_grad_()
@@ -197,9 +198,13 @@ def test_bags_are_those_of_torch(device, way, mode, weighted, padding):
     ids = rng.integers(0, 20, lengths.sum())
     weights = rng.standard_normal(len(ids), dtype=np.float32) if weighted else None
     expected = torch.nn.functional.embedding_bag(
-        torch.from_numpy(ids), table, torch.from_numpy(offsets_of(lengths)[:-1]).long(), mode=mode, padding_idx=padding,
+        torch.from_numpy(ids),
+        table,
+        torch.from_numpy(offsets_of(lengths)[:-1]).long(),
+        mode=mode,
+        padding_idx=padding,
         per_sample_weights=None if weights is None else torch.from_numpy(weights),
-    )  # fmt: skip
+    )
     grad = torch.from_numpy(rng.standard_normal(expected.shape, dtype=np.float32))
     expected.backward(grad)
 

@@ -1,4 +1,4 @@
-"""Staging as on an accelerator, with streams that do nothing: every wait is asked for, and the bits stay equal."""
+"""Staging as on an accelerator, with fake streams: every wait is requested, and results are equal."""
 
 import contextlib
 import functools
@@ -21,7 +21,7 @@ from tests.test_pipeline import adversarial, outcome, stress, trainer_of
 
 
 class Streams:
-    """Stands for torch.cuda: notes which stream waits for what."""
+    """Replaces torch.cuda, and records which stream waits for what."""
 
     def __init__(self):
         self.current = "compute"
@@ -175,7 +175,7 @@ class _PerThread(Streams):
 
 @pytest.fixture
 def copying(monkeypatch):
-    """Trainers stage as on an accelerator."""
+    """Trainers that stage as on an accelerator."""
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr(runtime, "Staging", lambda *args, **how: Staging(*args, **how, streams=_PerThread()))
 
@@ -202,7 +202,7 @@ def test_random_delays_with_copies(copying):
 
 
 def test_rows_on_their_way_take_no_more_memory_with_depth(copying, monkeypatch):
-    """The rows of the batch in its step and of the next one, whatever the depth; what is admitted comes with slots."""
+    """At any depth, rows of the current and of the next batch are held; admitted rows have their optimizer state."""
     alive, most = {}, []
 
     def counted(make):

@@ -1,4 +1,4 @@
-"""The simulated accelerator itself: the CPU's results in every schedule, and every kind of missing wait is found."""
+"""The simulated accelerator: it gives the CPU's results in every schedule, and detects every kind of missing wait."""
 
 import gc
 import sys
@@ -83,7 +83,7 @@ def test_two_devices():
 
 # -- the CPU's results -----------------------------------------------------------------------------------------------
 def work(device):
-    """A chain over three streams, or on the CPU in a row; forward, backward and an optimizer."""
+    """A chain over three streams, or sequentially on the CPU; forward, backward and an optimizer."""
     torch.manual_seed(0)
     network = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 1)).to(device)
     optimizer = torch.optim.Adam(network.parameters(), fused=True)
@@ -156,7 +156,7 @@ def test_autocast():
 
 
 def test_custom_operations(schedule):
-    """With a CPU kernel only: what mutates and returns nothing, lists and optional tensors, results without a shape."""
+    """Ops with a CPU kernel only: mutation without a result, lists and optional tensors, results without a shape."""
     with torch.library._scoped_library("standintest", "FRAGMENT") as library:
         library.define("add_rows(Tensor(a!) rows, Tensor ids, Tensor? values, float scale) -> ()")
         library.define("scale_all(Tensor(a!)[] tensors, Tensor by) -> ()")
@@ -394,7 +394,7 @@ def test_lazy_work_waits_for_a_wait():
 
 
 def test_who_asks_often_is_told(schedule):
-    """A loop over `query` ends, and what it has seen is ordered before what follows."""
+    """A loop over `query` ends, and the work that it saw is ordered before later work."""
     [stream] = streams(1)
     host = torch.ones(3, pin_memory=True)
     with on(stream):

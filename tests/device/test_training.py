@@ -1,4 +1,4 @@
-"""Whole trainings on any device: one digest, wherever tables lie and however stages and streams are timed."""
+"""Complete trainings on any device: one digest, for any placement of tables and any timing of stages and streams."""
 
 import random
 import threading
@@ -26,7 +26,7 @@ SIMULATED = devices() == ["standin"]
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("l2", ["none", "batch"])
 def test_one_digest_wherever_tables_and_layers_lie(device, l2, depth, cache):
-    """Host tables on the device, device tables there; and on the simulated one, as on the CPU."""
+    """Host tables and device tables; on the simulated device, with the CPU's operations."""
     batches = adversarial(11, 8)
     found = outcome(batches, depth=depth, l2=l2, cache=cache, device=device)
     assert outcome(batches, depth=depth, l2=l2, mix=False, device=device) == found
@@ -63,7 +63,7 @@ def test_bf16_with_every_policy(device, policy):
 
 @pytest.mark.parametrize("cache", CACHES, ids=["", "cache"])
 def test_tritons_kernels_in_training(device, cache, monkeypatch):
-    """A CUDA device's way: its own sums of rows with many uses, and one digest wherever tables lie."""
+    """CUDA's own sums for rows with many occurrences give one digest for any placement of tables."""
     batches = []
     for batch in adversarial(16, 6, size=100):
         ids = batch.ids.copy()
@@ -82,7 +82,7 @@ def test_tritons_kernels_in_training(device, cache, monkeypatch):
 @pytest.mark.skipif(not SIMULATED, reason="the simulated accelerator counts; make test-device")
 @pytest.mark.parametrize("cache", CACHES, ids=["", "cache"])
 def test_nobody_waits_and_nothing_is_pinned_once_it_runs(device, cache):
-    """The step's thread queues, and that is all; losses are there when the next step has been queued."""
+    """The step's thread only queues work; losses are known when the next step has been queued."""
     batches = adversarial(17, 24)
     counters, me = stand_in().counters, threading.current_thread().name
     results = trainer_of(device=device, depth=2, cache=cache).train(batches)
@@ -101,7 +101,7 @@ def test_nobody_waits_and_nothing_is_pinned_once_it_runs(device, cache):
 
 
 def test_what_tells_of_a_step_is_its_own(device):
-    """Whether a step was finite is on its way to the host while the next steps find out the same of theirs."""
+    """The flag of a finite step is in flight to the host while the next steps compute theirs."""
     later = threading.Event()
 
     def held_up(stage, number):
@@ -121,7 +121,7 @@ def test_what_tells_of_a_step_is_its_own(device):
 
 @pytest.mark.skipif(not SIMULATED, reason="the simulated accelerator counts; make test-device")
 def test_pinned_memory_comes_back_after_an_early_end(device):
-    """Also where batches were fetched and not stepped: in the next run it is pinned once, and not with every batch."""
+    """Memory is pinned once per run, not per batch, also after batches that were fetched but not stepped."""
     batches = adversarial(21, 20)
     made = trainer_of(device=device, depth=2, cache=CACHES[1])
     for _ in range(3):
@@ -153,7 +153,7 @@ def test_pinned_memory_is_at_most_what_was_counted(device, shared, cache):
 @pytest.mark.skipif(devices() == ["cpu"], reason="on the CPU nothing is sent; make test-device")
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_rows_are_sent_when_the_device_has_taken_those_before(device, depth, monkeypatch):
-    """Or its memory would hold the rows of every batch that has been looked up."""
+    """Otherwise memory would hold the rows of every batch that was looked up."""
     marks, early, gather = {}, [], Line.gather
 
     def noted(line, number, mark):
@@ -172,7 +172,7 @@ def test_rows_are_sent_when_the_device_has_taken_those_before(device, depth, mon
 
 
 def test_the_whole_network(device):
-    """With the layers of the published model, which other tests on a simulated device leave out."""
+    """Uses the layers of the published model, which other tests on a simulated device skip."""
     set_host_threads(2)
     batches = adversarial(13, 3)
     found = outcome(batches, depth=2, dim=16, device=device, layers=LAYERS)
@@ -180,7 +180,7 @@ def test_the_whole_network(device):
 
 
 def test_rows_and_gradients_are_on_the_device(device, monkeypatch):
-    """What the network is given, and what it gives back: nothing is computed on the CPU on an accelerator's behalf."""
+    """Inputs and outputs of the network stay on the accelerator: the CPU computes nothing in its place."""
     seen = set()
     made = trainer_of(device=device, depth=2, cache=CACHES[1])
     step = made._step

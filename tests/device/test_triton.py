@@ -24,7 +24,7 @@ FLOAT_OPERATION = re.compile(r"\b((?:add|sub|mul|div|sqrt|fma|mad|rcp|rsqrt|ex2|
 
 
 class Driver:
-    """A GPU of a compute capability, as far as the compiler asks."""
+    """A GPU with a compute capability, as the compiler queries it."""
 
     def __init__(self, capability):
         self.capability = capability
@@ -43,7 +43,7 @@ class Driver:
 
 @pytest.fixture(params=[80, 90], ids=lambda capability: f"sm_{capability}")
 def compiled(request, monkeypatch, tmp_path_factory):
-    """A list to which every launch adds (kernel's name, compiled kernel), instead of running it."""
+    """A list to which every launch appends (kernel's name, compiled kernel) instead of running it."""
     import triton
     from triton.runtime.driver import driver
 
@@ -63,7 +63,7 @@ def compiled(request, monkeypatch, tmp_path_factory):
 
 
 def operations(kernel):
-    """How often the PTX has each operation on floats; those that round otherwise, or more than once, are refused."""
+    """Count the PTX's float operations; reject those that round differently, or more than once."""
     found = Counter(FLOAT_OPERATION.findall(kernel.asm["ptx"]))
     inexact = [name for name in found if not re.fullmatch(r"(add|sub|mul|div|sqrt)\.rn\.f32", name)]
     assert not inexact, inexact
@@ -73,7 +73,7 @@ def operations(kernel):
 
 
 def update(optimizer, dim, H=5, A=2, scalars=None, ids=torch.int32):
-    """Launch a step on tensors that nobody reads."""
+    """Launch a step on dummy tensors."""
     launch = ops.launching("update")
     slots, per_row = 1 + len(optimizer.slots), len(optimizer.row_slots)
     numbers = [float(x) for x in optimizer.scalars(1, dim)] if scalars is None else scalars
@@ -129,7 +129,7 @@ def test_the_other_kernels_round_every_operation_once(compiled, dim):
 
 
 def test_with_fusion_the_check_fails(compiled, monkeypatch):
-    """So the option is needed, and the check sees what it forbids."""
+    """The option is necessary, and the check detects what it forbids."""
     from hostdev.device.triton import launch
 
     monkeypatch.setitem(launch.OPTIONS, "enable_fp_fusion", True)
@@ -166,19 +166,23 @@ def test_what_is_not_contiguous_is_refused():
 
 @pytest.mark.parametrize(("which", "least"), [("not slow", 100), pytest.param("slow", 40, marks=pytest.mark.slow)])
 def test_the_contract_holds_in_the_interpreter(tmp_path, which, least):
-    """In a process of its own, as the kernels are decorated for the interpreter or for the compiler."""
+    """Runs in another process, as kernels are decorated for either the interpreter or the compiler."""
     options = ["-q", "-p", "no:cacheprovider", "-m", which]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "tests/device/test_triton_ops.py"],
-        cwd=ROOT, env={**environment(tmp_path), "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**environment(tmp_path), "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= least
 
 
 def test_the_interpreters_arithmetic_is_float32_and_rounded(tmp_path):
-    """The interpreter's operations are NumPy's: those of float32 stay float32, and its root and quotient are exact."""
+    """The interpreter uses NumPy: float32 stays float32, and its root and quotient are exact."""
     code = """
 import numpy as np, torch, triton, triton.language as tl
 @triton.jit

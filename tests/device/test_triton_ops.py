@@ -23,28 +23,37 @@ if INTERPRETED:
     _library = twins.register_on_cpu({name: ops.launching(name) for name in ops.SCHEMAS})
 
 OPTIMIZERS = [
-    LazyAdam(), LazyAdam(nesterov=True, lr=0.01), LazyAdam(lr=1.0, beta1=0.0, beta2=0.0, eps=1.0), FTRL(),
-    FTRL(l1=0.5, l2=0.01), FTRL(lr=1.0, l1=0.0, l2=0.0), SGD(), SGD(lr=1.0), Adagrad(), RowWiseAdagrad(),
+    LazyAdam(),
+    LazyAdam(nesterov=True, lr=0.01),
+    LazyAdam(lr=1.0, beta1=0.0, beta2=0.0, eps=1.0),
+    FTRL(),
+    FTRL(l1=0.5, l2=0.01),
+    FTRL(lr=1.0, l1=0.0, l2=0.0),
+    SGD(),
+    SGD(lr=1.0),
+    Adagrad(),
+    RowWiseAdagrad(),
     RowWiseAdagrad(lr=1.0),
-]  # fmt: skip
+]
 DIMS = [1, 3, 20, 80, 128]
 
 
 def later(*case):
-    """A case that is slow in the interpreter, in which `make test` leaves it out."""
+    """A case that is slow in the interpreter; `make test` skips it there."""
     return pytest.param(*case, marks=pytest.mark.slow if INTERPRETED else ())
 
 
 # The interpreter takes every other size for an optimizer, and the other ones for the next.
 UPDATES = [
-    later(optimizer, dim) if at else (optimizer, dim) for number, optimizer in enumerate(OPTIMIZERS)
+    later(optimizer, dim) if at else (optimizer, dim)
+    for number, optimizer in enumerate(OPTIMIZERS)
     for at, dim in enumerate(DIMS[number % 2 :: 2] if INTERPRETED else DIMS)
-]  # fmt: skip
+]
 EXTREMES = np.array([0.0, -0.0, 1e-42, -1e-45, 1e-38, 1e38, -3.4e38, np.inf, -np.inf, np.nan, 1.0], np.float32)
 
 
 def ways():
-    """Who does the operations here."""
+    """The implementation that runs here."""
     if INTERPRETED:
         return ["kernels"]
     return ["twins", "cuda"] if devices()[-1] == "cuda" else devices() if devices() == ["standin"] else ["twins"]
@@ -67,7 +76,7 @@ def _quiet():
 
 
 def same(got, wanted):
-    """Equal bits, so -0 is not 0; a NaN is a NaN, as devices differ in its payload."""
+    """Compare bits, so that -0 is not 0; NaNs are equal, as devices differ in the payload."""
     got, wanted = (torch.tensor(x) if isinstance(x, np.ndarray) else x for x in (got, wanted))
     got, wanted = (x.detach().cpu().float().numpy() for x in (got, wanted))
     assert got.shape == wanted.shape
@@ -77,7 +86,7 @@ def same(got, wanted):
 
 
 def rows_of(rng, optimizer, rows, dim, extreme=False):
-    """Random rows with their slots; squares' sums are not negative."""
+    """Random rows with optimizer state; sums of squares are not negative."""
     block = rng.standard_normal((rows, 1 + len(optimizer.slots), dim), dtype=np.float32)
     row_slots = rng.random((rows, len(optimizer.row_slots)), dtype=np.float32)
     if extreme:
@@ -191,9 +200,16 @@ def test_gather_scaled(device, dim, dtype, scaled):
 
 
 COUNTS = [
-    [1], [64], [65], [1, 63, 64, 65, 128, 129, 2, 192, 193, 1], [63, 65, 1, 127, 129, 64, 64], [16_000],
-    [0, 70, 0, 1, 0], [1] * 300, [],
-]  # fmt: skip
+    [1],
+    [64],
+    [65],
+    [1, 63, 64, 65, 128, 129, 2, 192, 193, 1],
+    [63, 65, 1, 127, 129, 64, 64],
+    [16_000],
+    [0, 70, 0, 1, 0],
+    [1] * 300,
+    [],
+]
 
 
 def check_sums(device, rng, counts, dim, dtype, scaled):
@@ -232,7 +248,7 @@ def test_sum_uses_of_random_counts(device):
 
 
 def bags_of(rng, lengths, rows):
-    """A bag's uses begin where that of the bags before end; its ids may be there twice."""
+    """A bag starts where the last one ends; its ids may repeat."""
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     N = int(offsets[-1])
     return rng.integers(0, rows, N).astype(np.int32), offsets, rng.choice([1.0, 0.37, 0.0, -1.7], N).astype(np.float32)
@@ -242,9 +258,12 @@ LENGTHS = [[], [0], [3], [1, 0, 4, 5, 8, 0, 70], [0, 0], [300], [2] * 90]
 
 
 POOLED = [
-    (dim, mean, scaled) for dim in ((1, 80) if INTERPRETED else (1, 3, 80, 300))
-    for mean in (True, False) for scaled in (True, False) if mean == scaled or not INTERPRETED
-]  # fmt: skip
+    (dim, mean, scaled)
+    for dim in ((1, 80) if INTERPRETED else (1, 3, 80, 300))
+    for mean in (True, False)
+    for scaled in (True, False)
+    if mean == scaled or not INTERPRETED
+]
 
 
 @pytest.mark.parametrize(("dim", "mean", "scaled"), POOLED)
@@ -269,7 +288,7 @@ def test_pool(device, dim, mean, scaled):
     ("dim", "dtype"), [(1, torch.float32), (3, torch.bfloat16), later(20, torch.float32), later(20, torch.bfloat16)]
 )
 def test_sum_of_uses_that_share_gradients(device, dim, dtype):
-    """Those of a bag have one, a row of fewer gradients than uses; beyond 64 uses a row's sum goes by segments."""
+    """Occurrences of a bag share a gradient; beyond 64 occurrences, a row's sum uses segments."""
     rng = np.random.default_rng(dim)
     for lengths in LENGTHS:
         for rows in (1, 7, 60):
@@ -302,7 +321,7 @@ def test_exchange(device, dim, S, R, A, E):
 
 
 def test_the_schemas_say_what_is_written(device):
-    """Mutations, aliases and shapes, by torch's own check."""
+    """Checks mutations, aliases and shapes with torch's opcheck."""
     o = torch.ops.hostdev
     ids = torch.tensor([2, 0], dtype=torch.int32, device=device)
     block, row_slots, rows = (torch.rand(shape, device=device) for shape in ((5, 3, 8), (5, 0), (2, 8)))

@@ -56,7 +56,7 @@ def _pool(rows, inverse, offsets, weights, mean, dtype):
 
 
 def _sum_uses(grads, order, keys, starts, source, weights):
-    """The host's sum twice: of the segments' uses, then of the rows' segments."""
+    """Sum with the host's kernel twice: the segments' terms, then the rows' segments."""
     terms = grads[order.long() if source is None else source[order.long()].long()].float()
     if weights is not None:
         terms = terms * weights[order.long()][:, None]
@@ -103,12 +103,12 @@ TWINS = {
 
 @functools.cache
 def register():
-    """Register the twins, once a process; return what keeps them registered."""
+    """Register the twins once per process; return the object that keeps them registered."""
     return register_on_cpu(TWINS)
 
 
 def register_on_cpu(functions):
-    """Register functions for the operations' key CPU."""
+    """Register functions for the operations' CPU key."""
     library = torch.library.Library("hostdev", "IMPL")
     for name, function in functions.items():
         library.impl(name, function, "CPU")

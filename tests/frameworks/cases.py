@@ -45,13 +45,13 @@ def adam(parameters):
 
 
 def weights(runtime):
-    """Of the tables, once all steps are in them."""
+    """Return the tables' state after all steps."""
     runtime.write_back()
     return [table.weights.tobytes() for table in runtime.tables.values()]
 
 
 def plain(epochs, *, accumulate=1, clip=None, value=None, batches=None):
-    """Return the losses, the weights and the numbers of the batches with a step of a loop of one's own."""
+    """Return the losses, the weights and the numbers of stepped batches of a plain loop."""
     runtime, top = make_runtime(), make_top()
     optimizer, losses, steps = adam(top.parameters()), [], []
     for _ in range(epochs):

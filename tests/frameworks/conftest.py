@@ -1,4 +1,4 @@
-"""Every test of a framework ends with no thread of a loop left."""
+"""Checks that each test leaves no thread of a loop running."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Hugging Face accelerate around a runtime: its prepared loaders tell the body of its own batch."""
+"""Hugging Face accelerate with a runtime: its prepared loaders show the body the state of its own batch."""
 
 import warnings
 from pathlib import Path
@@ -17,7 +17,7 @@ with warnings.catch_warnings():
 
 @pytest.fixture
 def make_accelerator():
-    """Make an Accelerator, whose state is the process's until the end of the test."""
+    """Make an Accelerator, whose state is global to the process until the end of the test."""
     yield lambda **options: accelerate.Accelerator(cpu=True, **options)
     accelerate.state.GradientState._reset_state()
     accelerate.state.AcceleratorState._reset_state(True)
@@ -27,9 +27,18 @@ def generator(batches):
     yield from batches
 
 
-def train(accelerator, epochs, accumulate, *, runtime=None, wrap=lambda batches: batches, folder=None, resume=None,
-          inside=lambda: None):  # fmt: skip
-    """Return what `plain` does, of a loop as accelerate's users write it."""
+def train(
+    accelerator,
+    epochs,
+    accumulate,
+    *,
+    runtime=None,
+    wrap=lambda batches: batches,
+    folder=None,
+    resume=None,
+    inside=lambda: None,
+):
+    """Run the equivalent of `plain` in a loop as accelerate's users write it."""
     runtime, top = runtime or make_runtime(), make_top()
     optimizer, losses, steps = adam(top.parameters()), [], []
     top, optimizer, batches = accelerator.prepare(top, optimizer, loader())
@@ -61,8 +70,9 @@ def test_the_loop_steps_where_it_does_without_reading_ahead(make_accelerator, ac
     assert found == plain(2, accumulate=accumulate, clip=0.02)
 
 
-@pytest.mark.parametrize("wrap", [generator, iter, lambda batches: tqdm(batches, disable=True)],
-                         ids=["generator", "iterator", "tqdm"])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrap", [generator, iter, lambda batches: tqdm(batches, disable=True)], ids=["generator", "iterator", "tqdm"]
+)
 def test_a_prepared_loader_may_be_wrapped(make_accelerator, wrap):
     found = train(make_accelerator(gradient_accumulation_steps=3), 2, 3, wrap=wrap)
     assert found == plain(2, accumulate=3, clip=0.02)

@@ -1,4 +1,4 @@
-"""Lightning's Trainer over a runtime: the bits of the plain loop, and checkpoints with the tables."""
+"""Lightning's Trainer with a runtime equals the plain loop, and its checkpoints have the tables."""
 
 import copy
 import importlib
@@ -55,16 +55,36 @@ def module_class(package=lightning):
     return Module
 
 
-def fit(folder, epochs, *, package=lightning, runtime=None, manual=False, accumulate=1, resume=None, callbacks=(),
-        plugins=(), validate=True, **options):  # fmt: skip
-    """Return the module and the trainer after so many epochs."""
+def fit(
+    folder,
+    epochs,
+    *,
+    package=lightning,
+    runtime=None,
+    manual=False,
+    accumulate=1,
+    resume=None,
+    callbacks=(),
+    plugins=(),
+    validate=True,
+    **options,
+):
+    """Return the module and the trainer after a number of epochs."""
     runtime = runtime or make_runtime()
     module = module_class(package)(runtime, manual)
     trainer = package.Trainer(
-        max_epochs=epochs, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        accumulate_grad_batches=accumulate, default_root_dir=folder, callbacks=list(callbacks),
-        plugins=list(plugins) or None, enable_checkpointing=bool(callbacks), **options,
-    )  # fmt: skip
+        max_epochs=epochs,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accumulate_grad_batches=accumulate,
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+        plugins=list(plugins) or None,
+        enable_checkpointing=bool(callbacks),
+        **options,
+    )
     validation = runtime.predict_loader(loader(100), ids=ids) if validate else None
     trainer.fit(module, runtime.train_loader(loader(), ids=ids, accumulate=accumulate), validation, ckpt_path=resume)
     return module, trainer
@@ -104,9 +124,13 @@ def test_a_loop_is_one_epoch(tmp_path):
         runtime = make_runtime()
         module = module_class()(runtime)
         trainer = lightning.Trainer(
-            max_epochs=epochs, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+            max_epochs=epochs,
+            accelerator="cpu",
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
             enable_checkpointing=False,
-        )  # fmt: skip
+        )
         if epochs == 2:
             with pytest.raises(
                 ValueError, match=r"this loop is over; .*, or give a trainer runtime.train_loader\(...\)"
@@ -121,9 +145,14 @@ def test_accumulation_that_the_loader_was_not_given_is_refused(tmp_path):
     runtime = make_runtime()
     module = module_class()(runtime)
     trainer = lightning.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        accumulate_grad_batches=4, enable_checkpointing=False,
-    )  # fmt: skip
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accumulate_grad_batches=4,
+        enable_checkpointing=False,
+    )
     with pytest.raises(ValueError, match=r"runtime.train\(..., accumulate=N\)"):
         trainer.fit(module, runtime.train_loader(loader(), ids=ids))
 
@@ -139,14 +168,22 @@ def test_a_resumed_run_has_the_bits_of_one_run(tmp_path, name):
     straight, _ = fit(tmp_path, 4, package=package)
     runtime = make_runtime()
     stop = callbacks.EarlyStopping("loss", patience=5)
-    first, _ = fit(tmp_path, 2, package=package, runtime=runtime, callbacks=[checkpoints(), stop],
-                         plugins=[checkpoint_io(runtime)])  # fmt: skip
+    first, _ = fit(
+        tmp_path, 2, package=package, runtime=runtime, callbacks=[checkpoints(), stop], plugins=[checkpoint_io(runtime)]
+    )
     assert {file.name for file in (tmp_path / "at").glob("*.tables")} == {
         f"{file.name}.tables" for file in (tmp_path / "at").glob("*.ckpt")
     }
     other = make_runtime()
-    then, trainer = fit(tmp_path, 4, package=package, runtime=other, callbacks=[checkpoints(), stop],
-                  plugins=[checkpoint_io(other)], resume=tmp_path / "at" / "last.ckpt")  # fmt: skip
+    then, trainer = fit(
+        tmp_path,
+        4,
+        package=package,
+        runtime=other,
+        callbacks=[checkpoints(), stop],
+        plugins=[checkpoint_io(other)],
+        resume=tmp_path / "at" / "last.ckpt",
+    )
     assert first.losses + then.losses == straight.losses
     assert weights(other) == weights(straight.runtime)
     best = trainer.checkpoint_callback

@@ -15,7 +15,7 @@ CASES = 10_000
 
 
 def ids_of(rng, rows, n):
-    """Random ids, all alike, in order, backwards, or skewed."""
+    """Random ids: all equal, ascending, descending, or skewed."""
     kind = rng.integers(5)
     if kind == 0:
         return np.full(n, rng.integers(rows))

@@ -1,4 +1,4 @@
-"""Where a table's rows begin: seeds, distributions, arrays; and rows that begin again."""
+"""Initial values of a table's rows: seeds, distributions and arrays, and rows that are reset."""
 
 import subprocess
 import sys
@@ -53,7 +53,7 @@ def test_where_nobody_has_set_a_seed_it_is_0(imports):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_uniform_values(dtype):
-    """Between the bounds, of mean and variance as they should be; of a part, and on the device, the same."""
+    """Values have the right bounds, mean and variance; a part and a device table have the same ones."""
     table = HostTable(5000, 7, LazyAdam(), name="t", seed=4, init=Uniform(-0.5, 1.5), dtype=dtype)
     values = table.weights
     assert values.min() >= -0.5
@@ -90,13 +90,17 @@ def test_wrong_initial_values():
         (np.full((3, 2), np.nan), ValueError, "table 't': initial values must be finite, and those of row 0 are not"),
         (np.zeros(3), TypeError, "table 't': init is hostdev.Normal"),
         ("zeros", TypeError, "table 't': init is hostdev.Normal.*, not str"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(error, match=message):
             HostTable(3, 2, SGD(), name="t", init=init)
     for make in (
-        lambda: Normal(float("inf")), lambda: Normal(float("nan")), lambda: Constant(1e39),
-        lambda: Constant(float("nan")), lambda: Uniform(1, 1), lambda: Uniform(0, float("inf")),
-    ):  # fmt: skip
+        lambda: Normal(float("inf")),
+        lambda: Normal(float("nan")),
+        lambda: Constant(1e39),
+        lambda: Constant(float("nan")),
+        lambda: Uniform(1, 1),
+        lambda: Uniform(0, float("inf")),
+    ):
         with pytest.raises(ValueError, match="must be|not"):
             make()
 

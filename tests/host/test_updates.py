@@ -93,9 +93,12 @@ def test_a_failure_inside_ends_the_call_and_the_pool_lives_on(at, monkeypatch):
 
 @settings(deadline=None, max_examples=200)
 @given(
-    data=st.data(), name=st.sampled_from(sorted(OPTIMIZERS)), dim=st.integers(1, 70), rows=st.integers(1, 40),
+    data=st.data(),
+    name=st.sampled_from(sorted(OPTIMIZERS)),
+    dim=st.integers(1, 70),
+    rows=st.integers(1, 40),
     dtype=st.sampled_from(TABLE_DTYPES),
-)  # fmt: skip
+)
 def test_random_batches(data, name, dim, rows, dtype):
     ids = data.draw(st.lists(st.integers(0, rows - 1), max_size=60))
     seed = data.draw(st.integers(0, 2**32 - 1))
@@ -172,12 +175,24 @@ def test_converges_on_a_quadratic(optimizer, steps):
     assert np.abs(table.weights - target).max() < 0.02
 
 
-@pytest.mark.parametrize("make", [
-    lambda: LazyAdam(lr=-1), lambda: LazyAdam(beta1=1), lambda: LazyAdam(beta2=-0.1), lambda: LazyAdam(eps=0),
-    lambda: FTRL(lr=-1), lambda: FTRL(l1=-1), lambda: FTRL(l2=-1), lambda: FTRL(lr_power=0.5),
-    lambda: FTRL(initial_accum=-1),
-    lambda: SGD(lr=-1), lambda: Adagrad(lr=-1), lambda: Adagrad(eps=0), lambda: RowWiseAdagrad(initial_accum=-1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LazyAdam(lr=-1),
+        lambda: LazyAdam(beta1=1),
+        lambda: LazyAdam(beta2=-0.1),
+        lambda: LazyAdam(eps=0),
+        lambda: FTRL(lr=-1),
+        lambda: FTRL(l1=-1),
+        lambda: FTRL(l2=-1),
+        lambda: FTRL(lr_power=0.5),
+        lambda: FTRL(initial_accum=-1),
+        lambda: SGD(lr=-1),
+        lambda: Adagrad(lr=-1),
+        lambda: Adagrad(eps=0),
+        lambda: RowWiseAdagrad(initial_accum=-1),
+    ],
+)
 def test_a_wrong_hyperparameter_is_named(make):
     with pytest.raises(
         ValueError, match=r"^(lr|beta1|beta2|eps|l1|l2|lr_power|initial_accum) must be .*, not -?[\d.]+"
@@ -188,7 +203,7 @@ def test_a_wrong_hyperparameter_is_named(make):
 @pytest.mark.parametrize("dtype", TABLE_DTYPES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_gradient_that_is_not_finite_changes_nothing(name, dtype):
-    """Nor does one whose square is infinite in float32, or whose sum over the uses of a row is."""
+    """The same holds for a gradient whose square, or whose sum over a row's occurrences, overflows float32."""
     table = HostTable(3, 2, OPTIMIZERS[name], name="t", dtype=dtype)
     before = {name: column[:].copy() for name, column in table.columns().items()}
     too_large = np.float32(1.01 * OPTIMIZERS[name].largest_gradient)
@@ -212,14 +227,24 @@ def test_a_gradient_that_is_not_finite_changes_nothing(name, dtype):
     assert all(np.isfinite(column[:]).all() for column in table.columns().values())
 
 
-@pytest.mark.parametrize(("optimizer", "wrong", "there"), [
-    (LazyAdam, {"beta2": 1 - 1e-8}, "1.0"), (LazyAdam, {"beta1": 1 - 1e-9}, "1.0"), (LazyAdam, {"eps": 1e-46}, "0.0"),
-    (LazyAdam, {"lr": 1e-46}, "0.0"), (LazyAdam, {"lr": 3e38, "beta1": 0.999}, "inf"), (FTRL, {"lr": 1e39}, "inf"),
-    (FTRL, {"l2": 3e38}, "inf"), (FTRL, {"initial_accum": 1e39}, "inf"), (SGD, {"lr": 1e-50}, "0.0"),
-    (Adagrad, {"eps": 1e-46}, "0.0"), (RowWiseAdagrad, {"lr": 1e40}, "inf"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("optimizer", "wrong", "there"),
+    [
+        (LazyAdam, {"beta2": 1 - 1e-8}, "1.0"),
+        (LazyAdam, {"beta1": 1 - 1e-9}, "1.0"),
+        (LazyAdam, {"eps": 1e-46}, "0.0"),
+        (LazyAdam, {"lr": 1e-46}, "0.0"),
+        (LazyAdam, {"lr": 3e38, "beta1": 0.999}, "inf"),
+        (FTRL, {"lr": 1e39}, "inf"),
+        (FTRL, {"l2": 3e38}, "inf"),
+        (FTRL, {"initial_accum": 1e39}, "inf"),
+        (SGD, {"lr": 1e-50}, "0.0"),
+        (Adagrad, {"eps": 1e-46}, "0.0"),
+        (RowWiseAdagrad, {"lr": 1e40}, "inf"),
+    ],
+)
 def test_hyperparameters_that_float32_changes(optimizer, wrong, there):
-    """The kernels get float32 values: what is right in float64 may be 1, 0 or infinite there."""
+    """Kernels get float32 scalars: a valid float64 may be 1, 0 or infinite there."""
     with pytest.raises(ValueError, match=rf"must be .* in float32, with which rows are updated; .* is {there} there"):
         optimizer(**wrong)
 

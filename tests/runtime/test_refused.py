@@ -87,9 +87,7 @@ def test_batches_that_have_no_ids():
     runtime = Runtime({"x": table_of()}, device="cpu")
     with pytest.raises(TypeError, match="batch 1: .* dicts .*`ids` .* not a list"):
         next(runtime.train([[1, 2]]))
-    with pytest.raises(
-        TypeError, match="batch 1: `ids` .* dict .* not a nda"
-    ):
+    with pytest.raises(TypeError, match="batch 1: `ids` .* dict .* not a nda"):
         next(runtime.train([[1, 2]], ids=np.array))
     with pytest.raises(TypeError, match="not iterable"):
         next(runtime.train(7))

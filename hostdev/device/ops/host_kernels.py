@@ -1,4 +1,4 @@
-"""On the CPU the device's memory is the host's, and the host's kernels work on it."""
+"""Row operations on the CPU: the host's kernels, as device memory is host memory."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -69,7 +69,7 @@ def _feature(inverse: Tensor, offsets: Tensor | None, weights: Tensor | None, me
 
 
 def _bits(tensor: Tensor) -> Any:
-    """A tensor's memory for a kernel: float32, or bfloat16 as uint16, which numpy has."""
+    """Return a tensor's memory for a kernel: float32, or bfloat16 as uint16, as NumPy has no bfloat16."""
     return tensor.numpy() if tensor.dtype == torch.float32 else tensor.view(torch.uint16).numpy()
 
 

@@ -1,9 +1,9 @@
-"""In torch operations, for any accelerator: the host kernels' operations in the same order, each rounded once.
+"""Row operations in torch, for any accelerator: the host kernels' operations in the same order, each rounded once.
 
-Every operation is a torch op of its own, so no compiler fuses a multiplication with an addition, and divisors are
-tensors, as torch turns a division by a number into a multiplication by its reciprocal. FTRL with another power than
--0.5 takes it in float64 and rounds: host and device differ only where their pow does, near a tie. Nothing is launched
-for what is empty.
+Each operation is a separate torch op, so that no compiler fuses a multiplication with an addition. Divisors are
+tensors, because torch replaces division by a number by multiplication with its reciprocal. FTRL with a power other than
+-0.5 computes it in float64 and rounds: host and device differ only if their pow does, near a tie. Empty inputs launch
+nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hostdev.device.ops.uses import FeatureUses, bag_of_each, end_to_end, sizes_of
+from hostdev.device.ops.uses import FeatureUses, concatenate, get_bag_sizes, get_bags
 from hostdev.kernels.adagrad import LANES
 from hostdev.kernels.rounding import WEYL
 
@@ -43,17 +43,17 @@ def pool(
 ) -> Tensor:
     """See `Ops`, and `sum_uses` for the order on CUDA."""
     terms = gather(rows, inverse, weights, torch.float32)
-    sums = _sum(terms, bag_of_each(offsets, len(inverse)).long(), len(offsets) - 1)
+    sums = _sum(terms, get_bags(offsets, len(inverse)).long(), len(offsets) - 1)
     if mean:
-        sums /= sizes_of(offsets)
+        sums /= get_bag_sizes(offsets)
     return sums.masked_fill_((offsets[1:] == offsets[:-1]).unsqueeze(1), 0.0).to(dtype)
 
 
 class Uses(NamedTuple):
-    """A batch's uses by several features."""
+    """A batch's occurrences over several features."""
 
     rows: int
-    inverse: Tensor  # int64, of all features, end to end
+    inverse: Tensor  # int64, of all features, concatenated
     features: list[tuple[Tensor | None, Tensor | None, Tensor | None]]  # divisors [B, 1], bags [N], weights [N, 1]
 
 
@@ -61,17 +61,17 @@ def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Us
     """See `Ops`."""
     parts = []
     for inverse, offsets, weights, mean, _ in features:
-        sizes = sizes_of(offsets) if mean and offsets is not None else None
-        bags = None if offsets is None else bag_of_each(offsets, len(inverse))
+        sizes = get_bag_sizes(offsets) if mean and offsets is not None else None
+        bags = None if offsets is None else get_bags(offsets, len(inverse))
         parts.append((sizes, bags, None if weights is None else weights.unsqueeze(1)))
-    return Uses(rows, end_to_end([feature.inverse for feature in features]).long(), parts)
+    return Uses(rows, concatenate([feature.inverse for feature in features]).long(), parts)
 
 
 def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
     """See `Ops`.
 
-    On CUDA the order is fixed, without atomics; for D = 1 and 32 or more uses of a row it is torch's and not that of
-    occurrence. Host and device tables get the same sums, as both get them from here.
+    On CUDA the order is fixed, without atomics. For D = 1 and rows with 32 or more occurrences it is torch's order, not
+    that of occurrence. Host and device tables get the same sums, as both use this function.
     """
     terms = []
     for grad, (sizes, bags, weights) in zip(grads, uses.features, strict=True):
@@ -81,14 +81,14 @@ def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
         if bags is not None:
             term = term.index_select(0, bags)
         terms.append(term if weights is None else term * weights)
-    return _sum(end_to_end(terms), uses.inverse, uses.rows)
+    return _sum(concatenate(terms), uses.inverse, uses.rows)
 
 
 def _sum(terms: Tensor, to: Tensor, n: int) -> Tensor:
-    """Return n sums, term i of [N, D] added to row to[i], each in order: float32 [n, D]; -0 for one without terms."""
-    # Unlike index_add_ it needs no deterministic mode: torch sorts the indices stably and adds by segment.
+    """Return n sums, float32 [n, D]: term i of [N, D] is added to row to[i], in order; -0 for a row without terms."""
+    # Unlike index_add_, this needs no deterministic mode: torch sorts the indices stably and adds by segment.
     shape = n, terms.shape[1]
-    sums = torch.full(shape, -0.0, dtype=torch.float32, device=terms.device)  # to which a first term is added as it is
+    sums = torch.full(shape, -0.0, dtype=torch.float32, device=terms.device)  # the neutral element of addition
     return sums.index_put_((to,), terms, accumulate=True)
 
 
@@ -107,7 +107,7 @@ def update(
     H, A = len(ids), 0 if admitted is None else len(admitted)
     if not H + A:
         return
-    old = [_joined(held, ids, new) for held, new in ((block, admitted), (row_slots, admitted_row_slots))]
+    old = [_join_rows(held, ids, new) for held, new in ((block, admitted), (row_slots, admitted_row_slots))]
     new = old if skip is None else [values.clone() for values in old]
     _TWINS[primitive](new[0], new[1], grads[: H + A], *scalars)
     if skip is not None:
@@ -121,8 +121,8 @@ def update(
             at.copy_(values[H:])
 
 
-def _joined(held: Tensor, ids: Tensor, admitted: Tensor | None) -> Tensor:
-    """Copies of the rows of these ids, and of the admitted ones after them."""
+def _join_rows(held: Tensor, ids: Tensor, admitted: Tensor | None) -> Tensor:
+    """Return copies of the rows of these ids, followed by the admitted rows."""
     if not held.shape[1]:
         return held.new_empty((len(ids) + (0 if admitted is None else len(admitted)), 0))
     if admitted is None or not len(admitted):
@@ -220,9 +220,9 @@ def round_rows(block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int) -> 
 
 
 def _random_bits(row_ids: Tensor, dim: int, key: int) -> Tensor:
-    """Return the 16 random bits of each column of rows int64 [U], int64 [U, D]; `kernels.rounding` has the rules.
+    """Return the 16 random bits of each column of rows int64 [U], int64 [U, D], as `kernels.rounding` defines them.
 
-    Unsigned numbers of 64 bits are signed here: sums and products wrap, and a shift to the right is masked.
+    int64 stands for unsigned 64-bit numbers: sums and products wrap, and right shifts are masked.
     """
     x = (row_ids ^ _signed(key)) + _signed(0x9E3779B97F4A7C15)
     x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)

@@ -1,4 +1,4 @@
-"""One launch each, on CUDA: `hostdev.device.triton`. What its kernels do not do, torch's operations do."""
+"""Row operations on CUDA: the Triton kernels of `hostdev.device.triton`, and torch operations for the rest."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -7,22 +7,23 @@ import torch
 from torch import Tensor
 
 from hostdev.device.ops import torch_operations
-from hostdev.device.ops.uses import FeatureUses, bag_of_each, end_to_end, sizes_of
+from hostdev.device.ops.uses import FeatureUses, concatenate, get_bag_sizes, get_bags
 from hostdev.device.triton import ops as fused
 
 lookup = fused.lookup
 assemble = fused.assemble
 gather = fused.gather_scaled
 pool = fused.pool
+round_rows = torch_operations.round_rows
 
 
 class Uses(NamedTuple):
-    """A batch's uses by several features, whose gradients are taken end to end."""
+    """A batch's occurrences over several features, whose gradients are concatenated."""
 
     by_row: fused.Uses
-    source: Tensor | None  # int32, the row of the gradients of each use; None: its own
-    weights: Tensor | None  # float32, of each use
-    sizes: list[Tensor | None]  # float32 [B, 1] of each feature, the divisors of its bags' gradients
+    source: Tensor | None  # int32, the row of the gradients for each occurrence; None: the same row
+    weights: Tensor | None  # float32, one per occurrence
+    sizes: list[Tensor | None]  # float32 [B, 1] for each feature, the divisors of its bags' gradients
 
 
 def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Uses:
@@ -33,25 +34,28 @@ def uses_of(features: Sequence[FeatureUses], rows: int, *, in_order: bool) -> Us
     for inverse, offsets, scales, _, _ in features:
         N, there = len(inverse), inverse.device
         if pooled:
-            own = torch.arange(N, dtype=torch.int32, device=there) if offsets is None else bag_of_each(offsets, N)
+            own = torch.arange(N, dtype=torch.int32, device=there) if offsets is None else get_bags(offsets, N)
             sources.append(own + begin if begin else own)
         if weighted:
             weights.append(torch.ones(N, dtype=torch.float32, device=there) if scales is None else scales)
         begin += N if offsets is None else len(offsets) - 1
     return Uses(
-        fused.sort_uses(end_to_end([feature.inverse for feature in features]), rows),
-        end_to_end(sources) if pooled else None,
-        end_to_end(weights) if weighted else None,
-        [sizes_of(feature.offsets) if feature.mean and feature.offsets is not None else None for feature in features],
+        fused.sort_uses(concatenate([feature.inverse for feature in features]), rows),
+        concatenate(sources) if pooled else None,
+        concatenate(weights) if weighted else None,
+        [
+            get_bag_sizes(feature.offsets) if feature.mean and feature.offsets is not None else None
+            for feature in features
+        ],
     )
 
 
 def sum_uses(grads: Sequence[Tensor], uses: Uses) -> Tensor:
-    """See `Ops`; rows of more than 64 uses in segments, see `hostdev.device.triton.ops.sum_uses`."""
+    """See `Ops`; rows with more than 64 occurrences are summed in segments (`hostdev.device.triton.ops.sum_uses`)."""
     grads = [grad if n is None else grad.float() / n for grad, n in zip(grads, uses.sizes, strict=True)]
     if len({grad.dtype for grad in grads}) > 1:
         grads = [grad.float() for grad in grads]
-    return fused.sum_uses(end_to_end(grads).contiguous(), uses.by_row, uses.source, uses.weights)
+    return fused.sum_uses(concatenate(grads).contiguous(), uses.by_row, uses.source, uses.weights)
 
 
 def update(
@@ -70,15 +74,10 @@ def update(
     way.update(primitive, block, row_slots, ids, grads, scalars, skip, admitted, admitted_row_slots)
 
 
-def round_rows(block: Tensor, ids: Tensor | None, row_ids: Tensor, key: int) -> None:
-    """See `Ops`; in torch's operations on integers."""
-    torch_operations.round_rows(block, ids, row_ids, key)
-
-
 def exchange(
     block: Tensor, row_slots: Tensor, slots: Tensor, leaving: int, admitted: Tensor, admitted_row_slots: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `Ops`; the rows that leave lie where the admitted ones were."""
+    """See `Ops`; evicted rows overwrite the admitted ones."""
     fused.exchange(block, row_slots, slots, leaving, admitted, admitted_row_slots)
     stay = len(slots) - leaving
     return admitted[stay:], admitted_row_slots[stay:]

@@ -1,7 +1,7 @@
-"""How the kernels are launched: tiles of whole rows, and the options that keep each operation rounded once.
+"""Launching of kernels: tiles of whole rows, and the options that keep each operation rounded once.
 
-A kernel that updates in place has a barrier between its loads and its stores: a value that several warps load could
-otherwise be loaded by one after another has stored the new one (https://github.com/triton-lang/triton/issues/1615).
+A kernel that updates in place has a barrier between its loads and stores. Without it, a warp could load a value that
+another warp has already overwritten (https://github.com/triton-lang/triton/issues/1615).
 """
 
 from typing import Any
@@ -11,20 +11,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Without it a multiplication and the addition after it become one FMA, in LLVM or in ptxas (--fmad=false).
+# Otherwise LLVM or ptxas (--fmad=false) fuses a multiplication and the addition after it to one FMA.
 OPTIONS = {"enable_fp_fusion": False}
-_ELEMENTS = 1024  # of a tile: 8 for each of 128 threads
+_ELEMENTS = 1024  # per tile: 8 for each of 128 threads
 
 
 @triton.jit
 def tile(D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, program):
-    """Return the row and the column of each element of tile `program` of ROWS whole rows of D; is it one at all?"""
+    """Return row, column and validity of each element of tile `program`, which has ROWS whole rows of D."""
     at = tl.arange(0, BLOCK)
     return program * ROWS + at // D, at % D, at < ROWS * D
 
 
 def shape(D: int, elements: int = _ELEMENTS) -> dict[str, int]:
-    """Return a tile's constants: as many whole rows as fit, so that narrow rows fill it and few lanes idle."""
+    """Return a tile's constants: it has as many whole rows as fit, so that few lanes idle."""
     block = max(elements, triton.next_power_of_2(D))
     return {"D": D, "ROWS": block // D, "BLOCK": block, "num_warps": 4 if block <= 2048 else 8}
 
@@ -35,7 +35,7 @@ def tiles(rows: int, constants: dict[str, int]) -> int:
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-    """Launch on the current stream of the first tensor's device; nothing where there is nothing to do."""
+    """Launch on the current stream of the first tensor's device; do nothing for 0 programs."""
     if programs == 0:
         return
     for tensor in arguments:

@@ -1,11 +1,11 @@
-"""What a cache or a table on a CUDA device does with its rows: torch operations `hostdev::*`, one or two launches each.
+"""Row operations of caches and tables on CUDA: torch operations `hostdev::*`, one or two launches each.
 
-Each has the host kernels' bits: float32, every operation rounded once, in the stated order, no FMA. Only the key CUDA
-is registered; on the CPU the host's kernels are called instead of these operations. Everything is launched on the
-current stream; nothing waits for it. Importing this module defines them, without importing Triton.
+Each has the host kernels' bits: float32, every operation rounded once, in the stated order, no FMA. They are registered
+for CUDA only; the CPU uses the host's kernels. Everything is launched on the current stream, asynchronously. Importing
+this module defines the operations, without importing Triton.
 
-C slots or rows of a table, S optimizer slots of D values a row, R of one value; U unique rows of a batch, of which H
-are hits in the cache, A are admitted, M pass by; N uses of them. Tensors are contiguous and float32, unless said;
+C slots or rows of a table; optimizer state of S columns of D values and R of one value per row. A batch has U unique
+rows, H hits in the cache, A admitted, M bypassing, and N occurrences. Tensors are contiguous and float32 unless noted;
 ids, slots and positions are int32 or int64.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-SEGMENT = 64  # uses; part of the definition of `sum_uses`, as the order of additions depends on it
+SEGMENT = 64  # occurrences; a part of the definition of `sum_uses`, whose order of additions depends on it
 
 SCHEMAS = {
     "assemble": ("rows", "(Tensor block, Tensor hit_slots, Tensor admitted, Tensor passed) -> Tensor"),
@@ -60,7 +60,7 @@ _SHAPES: dict[str, Callable[..., Tensor | None]] = {
 
 
 def launching(name: str) -> Callable[..., Any]:
-    """Return what launches an operation; Triton is imported when it is called first."""
+    """Return a function that launches an operation; its first call imports Triton."""
 
     def launch(*arguments: Any) -> Any:
         return getattr(importlib.import_module(f"hostdev.device.triton.{SCHEMAS[name][0]}"), name)(*arguments)
@@ -77,50 +77,45 @@ def _define() -> Any:
     return library
 
 
-_library = _define()  # what it registered would go with it
+_library = _define()  # must stay alive, or the operations are unregistered
 _OPS: Any = torch.ops.hostdev
 
 
 class Uses(NamedTuple):
-    """A batch's uses sorted by unique row, each row's in order of occurrence; all tables of a batch share it."""
+    """A batch's occurrences sorted by unique row, stably; shared by all tables of a group."""
 
-    order: Tensor  # int32 [N], the uses
-    keys: Tensor  # int32 [N], the row of each of them
-    starts: Tensor  # int32 [U + 1], where each row's begin
+    order: Tensor  # int32 [N], the occurrences
+    keys: Tensor  # int32 [N], their rows
+    starts: Tensor  # int32 [U + 1], the start of each row's occurrences
 
 
 def assemble(block: Tensor, hit_slots: Tensor, admitted: Tensor, passed: Tensor) -> Tensor:
-    """Return the weights of a batch's unique rows: those of the hits, then the admitted ones, then those that pass by.
+    """Return the weights of a batch's unique rows [H + A + M, D]: hits, then admitted, then bypassing rows.
 
-    block      [C, 1 + S, D]: a row's weights, then its slots
-    hit_slots  [H]
-    admitted   [A, 1 + S, D]
-    passed     [M, D]
-    returns    [H + A + M, D]
+    Args:
+        block: [C, 1 + S, D], weights, then optimizer state.
+        hit_slots: [H].
+        admitted: [A, 1 + S, D].
+        passed: [M, D].
     """
     out: Tensor = _OPS.assemble(block, hit_slots, admitted, passed)
     return out
 
 
 def lookup(block: Tensor, ids: Tensor) -> Tensor:
-    """Return the weights of rows: block[ids, 0].
-
-    block    [C, 1 + S, D]
-    ids      [U]
-    returns  [U, D]
-    """
+    """Return the weights of rows, block[ids, 0]: block [C, 1 + S, D], ids [U] -> [U, D]."""
     out: Tensor = _OPS.lookup(block, ids)
     return out
 
 
 def gather_scaled(rows: Tensor, inverse: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return each use's row times its weight: the product in float32, then rounded to dtype, ties to even.
+    """Return each occurrence's row times its weight, dtype [N, D]: a float32 product, rounded to nearest even.
 
-    rows     [U, D]
-    inverse  [N], the row of each use
-    weights  [N], or None for 1
-    dtype    torch.float32 or torch.bfloat16
-    returns  dtype [N, D]
+    Args:
+        rows: [U, D].
+        inverse: [N], the row of each occurrence.
+        weights: [N], or None for 1.
+        dtype: torch.float32 or torch.bfloat16.
     """
     out: Tensor = _OPS.gather_scaled(rows, inverse, weights, dtype)
     return out
@@ -129,45 +124,45 @@ def gather_scaled(rows: Tensor, inverse: Tensor, weights: Tensor | None, dtype: 
 def pool(
     rows: Tensor, inverse: Tensor, offsets: Tensor, weights: Tensor | None, mean: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return each bag's sum of its uses' rows times their weights: ((t0 + t1) + t2) + ..., in order of occurrence.
+    """Return each bag's sum of rows times weights, in order of occurrence: ((t0 + t1) + t2) + ...
 
-    rows     [U, D]
-    inverse  [N], the row of each use
-    offsets  int32 [B + 1], where each bag's uses begin
-    weights  [N], or None for 1
-    mean     the sum is divided by the number of uses
-    dtype    torch.float32 or torch.bfloat16, to which it is rounded at the end
-    returns  dtype [B, D]; 0 for an empty bag
+    Args:
+        rows: [U, D].
+        inverse: [N], the row of each occurrence.
+        offsets: int32 [B + 1], the first occurrence of each bag.
+        weights: [N], or None for 1.
+        mean: Divide the sum by the bag's size.
+        dtype: torch.float32 or torch.bfloat16; rounded once, at the end.
+
+    Returns:
+        dtype [B, D]; 0 for an empty bag.
     """
     out: Tensor = _OPS.pool(rows, inverse, offsets, weights, mean, dtype)
     return out
 
 
 def exchange(
-    block: Tensor,
-    row_slots: Tensor,
-    admitted_slots: Tensor,
-    leaving: int,
-    admitted: Tensor,
-    admitted_row_slots: Tensor,
+    block: Tensor, row_slots: Tensor, admitted_slots: Tensor, leaving: int, admitted: Tensor, admitted_row_slots: Tensor
 ) -> None:
-    """Move the admitted rows to their slots, and what was in the last `leaving` of these back, all in place.
+    """Swap admitted rows into their slots, and the rows of the last E slots out, in place.
 
-    block               [C, 1 + S, D]
-    row_slots           [C, R]
-    admitted_slots      [A], no slot twice
-    leaving             E, at most A
-    admitted            [A, 1 + S, D]; afterwards admitted[A - E:] are the rows that left, with their slots
-    admitted_row_slots  [A, R]; the same
+    Args:
+        block: [C, 1 + S, D].
+        row_slots: [C, R].
+        admitted_slots: [A], all different.
+        leaving: E, at most A.
+        admitted: [A, 1 + S, D]; afterwards admitted[A - E:] are the evicted rows.
+        admitted_row_slots: [A, R]; likewise.
     """
     _OPS.exchange(block, row_slots, admitted_slots, leaving, admitted, admitted_row_slots)
 
 
 def sort_uses(inverse: Tensor, rows: int) -> Uses:
-    """Sort a batch's uses by unique row, in torch's operations (the sort is stable).
+    """Sort a batch's occurrences stably by unique row, with torch operations.
 
-    inverse  int32 [N], the row of each use, each in [0, rows)
-    rows     U
+    Args:
+        inverse: int32 [N], the row of each occurrence, each in [0, rows).
+        rows: U.
     """
     keys, order = torch.sort(inverse, stable=True)
     starts = torch.searchsorted(keys, torch.arange(rows + 1, dtype=keys.dtype, device=keys.device), out_int32=True)
@@ -175,23 +170,25 @@ def sort_uses(inverse: Tensor, rows: int) -> Uses:
 
 
 def sum_uses(grads: Tensor, uses: Uses, source: Tensor | None, weights: Tensor | None) -> Tensor:
-    """Return the sum over each row's uses of their gradients times their weights, in this order, two launches.
+    """Return each row's sum of gradients times weights over its occurrences, [U, D], in two launches.
 
-    The terms are float32(grad) * weight, rounded. A row's terms in order of occurrence are cut into segments of 64 (the
-    last one may be shorter); each segment is summed as ((t0 + t1) + t2) + ..., and so are the segments' sums. Up to 64
-    uses that is plain order of occurrence, the host's; a hotter row's segments are summed in parallel.
+    The terms are float32(grad) * weight, rounded. A row's terms, in order of occurrence, are cut into segments of 64
+    (the last one may be shorter). Each segment is summed as ((t0 + t1) + t2) + ..., and so are the segments' sums. Up
+    to 64 occurrences this is the host's order; a hotter row's segments are summed in parallel. A row without
+    occurrences gets -0, the neutral element of addition.
 
-    grads    float32 or bfloat16 [any, D]
-    source   int32 [N], the row of `grads` of each use; None: its own
-    weights  [N], or None for 1
-    returns  [U, D]; -0 for a row without uses, which adds nothing
+    Args:
+        grads: float32 or bfloat16 [any, D].
+        uses: From `sort_uses`.
+        source: int32 [N], the row of `grads` for each occurrence; None: the same number.
+        weights: [N], or None for 1.
     """
     out: Tensor = _OPS.sum_uses(grads, *uses, source, weights)
     return out
 
 
 def supports(primitive: str, scalars: Sequence[Any]) -> bool:
-    """Tell whether `update` does this optimizer: all but FTRL with another power than -0.5, which needs pow."""
+    """Return whether `update` supports this optimizer: all but FTRL with a power other than -0.5, which needs pow."""
     return primitive != "FusedSparseFtrl" or float(scalars[-1]) == 0.5
 
 
@@ -206,18 +203,19 @@ def update(
     admitted: Tensor | None = None,
     admitted_row_slots: Tensor | None = None,
 ) -> None:
-    """Take one optimizer step on unique rows of a table, and on admitted ones where they still lie, in place.
+    """Take one optimizer step, in place, on unique rows of a table and on admitted rows.
 
-    primitive           the optimizer's op, such as "FusedSparseFtrl"; its docstring in `core.optimizers` has the
-                        recurrence and its source, and `hostdev.kernels` the order of the operations
-    block               [C, 1 + S, D]
-    row_slots           [C, R]
-    ids                 [H], unique, each in [0, C)
-    grads               [at least H + A, D], summed: first those of `ids`, then those of `admitted`
-    scalars             as from the optimizer's `scalars`, of which `supports` is true
-    skip                [], on the device: nothing is written unless it is 0; None goes ahead
-    admitted            [A, 1 + S, D]
-    admitted_row_slots  [A, R]
+    Args:
+        primitive: The optimizer's op, such as "FusedSparseFtrl". `core.optimizers` has its recurrence and source,
+            `hostdev.kernels` the order of operations.
+        block: [C, 1 + S, D].
+        row_slots: [C, R].
+        ids: [H], unique, each in [0, C).
+        grads: [at least H + A, D], summed: those of `ids`, then those of `admitted`.
+        scalars: From the optimizer's `scalars`; `supports` must be true.
+        skip: [], on the device; unless it is 0, nothing is written. None for 0.
+        admitted: [A, 1 + S, D].
+        admitted_row_slots: [A, R].
     """
-    numbers = [float(scalar) for scalar in scalars]  # exact: they are float32 values, and go back to float32
+    numbers = [float(scalar) for scalar in scalars]  # exact: float32 values, converted back to float32
     _OPS.update(primitive, block, row_slots, ids, grads, numbers, skip, admitted, admitted_row_slots)

@@ -1,6 +1,6 @@
-"""Kernels that move rows: a batch's rows from a cache, rows to their uses, rows into and out of a cache.
+"""Kernels that move rows: from a cache to a batch, to their occurrences, into and out of a cache.
 
-The operations are described in `ops`. W = (1 + S) * D values lie between a row's weights and the next row's.
+`ops` describes the operations. W = (1 + S) * D values lie between a row's weights and the next row's.
 """
 
 import torch
@@ -13,9 +13,19 @@ from hostdev.device.triton.launch import launch, shape, tile, tiles
 
 @triton.jit(do_not_specialize=["H", "A", "M"])
 def _assemble(
-    block, slots, admitted, passed, out, H, A, M,
-    W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    block,
+    slots,
+    admitted,
+    passed,
+    out,
+    H,
+    A,
+    M,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row, column, inside = tile(D, ROWS, BLOCK, tl.program_id(0))
     inside = inside & (row < H + A + M)
     hit = inside & (row < H)
@@ -29,10 +39,7 @@ def _assemble(
 
 
 @triton.jit(do_not_specialize=["N"])
-def _gather(
-    rows, inverse, weights, out, N,
-    D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _gather(rows, inverse, weights, out, N, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     use, column, inside = tile(D, ROWS, BLOCK, tl.program_id(0))
     inside = inside & (use < N)
     row = tl.load(inverse + use, mask=inside, other=0).to(tl.int64)
@@ -46,9 +53,9 @@ def _gather(
 
 @triton.jit
 def to_bfloat16(x):
-    """Round to the nearest, ties to even, as the host's kernels; NaN becomes the quiet NaN.
+    """Round to nearest even, as the host's kernels do; NaN becomes the quiet NaN.
 
-    By its bits, as Triton's interpreter truncates, and CUDA's conversion has another NaN.
+    Computed on bits: Triton's interpreter truncates, and CUDA's conversion has another NaN.
     """
     bits = x.to(tl.uint32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -57,9 +64,19 @@ def to_bfloat16(x):
 
 @triton.jit(do_not_specialize=["A", "STAY"])
 def _exchange(
-    block, row_slots, slots, admitted, admitted_row_slots, A, STAY,
-    R: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PER_ROW: tl.constexpr,
-):  # fmt: skip
+    block,
+    row_slots,
+    slots,
+    admitted,
+    admitted_row_slots,
+    A,
+    STAY,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PER_ROW: tl.constexpr,
+):
     row, column, inside = tile(D, ROWS, BLOCK, tl.program_id(0))
     _swap(block, slots, admitted, row, column, inside & (row < A), STAY, D)
     if R > 0:
@@ -69,7 +86,7 @@ def _exchange(
 
 @triton.jit
 def _swap(there, slots, here, row, column, inside, STAY, D: tl.constexpr):
-    """Move rows of `here` to their slots; from row STAY on, what was there comes back."""
+    """Move rows of `here` to their slots; from row STAY on, swap them with the slots' rows."""
     at = there + tl.load(slots + row, mask=inside, other=0).to(tl.int64) * D + column
     own = here + row.to(tl.int64) * D + column
     comes, goes = tl.load(own, mask=inside), tl.load(at, mask=inside & (row >= STAY))
@@ -106,12 +123,7 @@ def gather_scaled(rows: Tensor, inverse: Tensor, weights: Tensor | None, dtype: 
 
 
 def exchange(
-    block: Tensor,
-    row_slots: Tensor,
-    admitted_slots: Tensor,
-    leaving: int,
-    admitted: Tensor,
-    admitted_row_slots: Tensor,
+    block: Tensor, row_slots: Tensor, admitted_slots: Tensor, leaving: int, admitted: Tensor, admitted_row_slots: Tensor
 ) -> None:
     """Launch `ops.exchange`."""
     A, R = len(admitted), row_slots.shape[1]

@@ -1,10 +1,10 @@
-"""Sums over uses: of rows into bags, in order of occurrence, and of gradients into rows, a hot row's in parallel.
+"""Sums over occurrences: of rows into bags, in order, and of gradients into rows, in parallel for hot rows.
 
-A row's uses in order of occurrence are cut into segments of 64, each is summed from its first use to its last, and the
-segments' sums are added in order. Windows of 64 sorted uses, aligned, find the segments without a list of them: in
-window q at most one segment that is not its row's first begins, and it is one of the row of the window's first use.
-(That row's next one begins 64 later, in another window; so does the second segment of a row that begins inside.)
-Conversely a row whose k-th segment (k > 0) begins in the window began before the window.
+A row's occurrences, in order, are cut into segments of 64. Each segment is summed from first to last, and the segments'
+sums are added in order. Aligned windows of 64 sorted occurrences find the segments without a list: in each window
+begins at most one segment that is not its row's first, and it belongs to the row of the window's first occurrence.
+(That row's next segment begins 64 later, in another window; so does the second segment of a row that begins inside.)
+Conversely, a row whose k-th segment (k > 0) begins in the window began before the window.
 """
 
 import torch
@@ -16,13 +16,12 @@ from hostdev.device.triton.launch import launch, shape, tile, tiles
 from hostdev.device.triton.ops import SEGMENT
 from hostdev.device.triton.rows import to_bfloat16
 
-_ELEMENTS = 256  # of a tile: fewer than for copies, as its rows wait for the one with most uses
+_ELEMENTS = 256  # per tile: fewer than for copies, as a tile waits for its row with most occurrences
 
 
 @triton.jit
 def _value(values, order, source, weights, place, inside, column, D: tl.constexpr):
-    """Return the value of use order[place], without an order use `place`: row source[use] of `values`, without a source
-    row `use`, times the use's weight."""
+    """Return an occurrence's weighted row of `values`: source[order[place]], where None means the identity."""
     if order is not None:
         place = tl.load(order + place, mask=inside, other=0)
     row = place
@@ -36,8 +35,8 @@ def _value(values, order, source, weights, place, inside, column, D: tl.constexp
 
 @triton.jit
 def _add_in_order(total, values, order, source, weights, first, count, column, D: tl.constexpr):
-    """Return ((total + v0) + v1) + ... of the `count` values from place `first` on."""
-    for k in range(0, tl.max(count), 4):  # four loads under way at a time
+    """Return ((total + v0) + v1) + ... over the `count` values from place `first` on."""
+    for k in range(0, tl.max(count), 4):  # four loads in flight
         a = _value(values, order, source, weights, first + k, k < count, column, D)
         b = _value(values, order, source, weights, first + k + 1, k + 1 < count, column, D)
         c = _value(values, order, source, weights, first + k + 2, k + 2 < count, column, D)
@@ -51,10 +50,23 @@ def _add_in_order(total, values, order, source, weights, first, count, column, D
 
 @triton.jit(do_not_specialize=["N", "U", "FIRST"])
 def _sum_segments(
-    grads, order, keys, starts, source, weights, out, partial, N, U, FIRST,
-    SEGMENT: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Programs below FIRST: the first segment of each row, to `out`; the others: a segment a window, to `partial`."""
+    grads,
+    order,
+    keys,
+    starts,
+    source,
+    weights,
+    out,
+    partial,
+    N,
+    U,
+    FIRST,
+    SEGMENT: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sum segments: programs below FIRST sum each row's first one to `out`, others one per window to `partial`."""
     program = tl.program_id(0)
     if program < FIRST:
         target, column, inside = tile(D, ROWS, BLOCK, program)
@@ -83,10 +95,9 @@ def _sum_segments(
 
 @triton.jit(do_not_specialize=["U"])
 def _add_segments(
-    starts, partial, out, U,
-    SEGMENT: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Add the sums of a row's other segments to that of its first."""
+    starts, partial, out, U, SEGMENT: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Add the sums of a row's other segments to that of its first segment."""
     row, column, inside = tile(D, ROWS, BLOCK, tl.program_id(0))
     inside = inside & (row < U)
     begin = tl.load(starts + row, mask=inside, other=0)
@@ -102,9 +113,17 @@ def _add_segments(
 
 @triton.jit(do_not_specialize=["B"])
 def _pool(
-    rows, inverse, offsets, weights, out, B,
-    MEAN: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    rows,
+    inverse,
+    offsets,
+    weights,
+    out,
+    B,
+    MEAN: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     bag, column, inside = tile(D, ROWS, BLOCK, tl.program_id(0))
     inside = inside & (bag < B)
     begin = tl.load(offsets + bag, mask=inside, other=0)

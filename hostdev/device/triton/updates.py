@@ -1,7 +1,7 @@
-"""The sparse optimizers' kernels: the operations of `hostdev.kernels` in the same order, each rounded once.
+"""Kernels of the sparse optimizers: the operations of `hostdev.kernels` in the same order, each rounded once.
 
-The recurrences are in `hostdev.core.optimizers`. Divisions and square roots are the correctly rounded ones (`div_rn`,
-`sqrt_rn`); Triton's plain ones are approximations.
+`hostdev.core.optimizers` has the recurrences. Divisions and square roots are correctly rounded (`div_rn`, `sqrt_rn`);
+Triton's plain ones are approximations.
 """
 
 from typing import Any
@@ -13,8 +13,8 @@ from torch import Tensor
 from hostdev.device.triton.launch import launch, shape, tile, tiles
 from hostdev.kernels.adagrad import LANES as ROW_WISE_LANES
 
-_SCALARS = 6  # of the optimizer with most
-_ROW_WISE_ELEMENTS = 512  # of a tile
+_SCALARS = 6  # the most that an optimizer has
+_ROW_WISE_ELEMENTS = 512  # per tile
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def _adagrad(w, accum, g, lr, eps):
 
 @triton.jit
 def _rows(program, FIRST, H, A, skip):
-    """Return which tile of its kind a program has, and the number of rows of that kind: none unless `skip` is 0."""
+    """Return a program's tile among those of its kind, and the number of rows of that kind: 0 unless `skip` is 0."""
     rows = H
     if program >= FIRST:
         program -= FIRST
@@ -58,10 +58,27 @@ def _rows(program, FIRST, H, A, skip):
 
 @triton.jit(do_not_specialize=["H", "A", "FIRST"])
 def _update(
-    block, ids, grads, skip, admitted, H, A, FIRST, s0, s1, s2, s3, s4, s5,
-    PRIMITIVE: tl.constexpr, NESTEROV: tl.constexpr,
-    W: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    block,
+    ids,
+    grads,
+    skip,
+    admitted,
+    H,
+    A,
+    FIRST,
+    s0,
+    s1,
+    s2,
+    s3,
+    s4,
+    s5,
+    PRIMITIVE: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    W: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Programs below FIRST update rows of `block`, the others rows of `admitted`."""
     program, rows = _rows(tl.program_id(0), FIRST, H, A, skip)
     row, column, inside = tile(D, ROWS, BLOCK, program)
@@ -99,10 +116,24 @@ def _update(
 
 @triton.jit(do_not_specialize=["H", "A", "FIRST"])
 def _update_row_wise(
-    block, row_slots, ids, grads, skip, admitted, admitted_row_slots, H, A, FIRST, lr, eps, columns,
-    D: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """As `_update`; a row's columns are taken LANES at a time."""
+    block,
+    row_slots,
+    ids,
+    grads,
+    skip,
+    admitted,
+    admitted_row_slots,
+    H,
+    A,
+    FIRST,
+    lr,
+    eps,
+    columns,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Update as `_update` does, LANES columns of a row at a time."""
     program, rows = _rows(tl.program_id(0), FIRST, H, A, skip)
     row = program * ROWS + tl.arange(0, ROWS)
     inside = row < rows

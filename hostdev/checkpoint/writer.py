@@ -1,4 +1,4 @@
-"""From tables in training to files: a snapshot of each, read in order, written by threads while training goes on."""
+"""Writing of a checkpoint in background threads, from snapshots of the tables, while training continues."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ from hostdev.checkpoint.folder import Checkpoint
 from hostdev.checkpoint.layers import Layers
 from hostdev.checkpoint.manifest import File, Manifest, Parent, RangeFile, Table
 from hostdev.checkpoint.manifest import read as read_manifest
-from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, RowsOf, rows_per_file, write_range
+from hostdev.checkpoint.ranges import SPREAD, WEIGHTS, RowChunk, rows_per_file, write_range
 from hostdev.checkpoint.state import DENSE, DigestNames, state_digest
 from hostdev.checkpoint.tree import tensors_as_bytes
 from hostdev.core.checksums import HashedFile
@@ -37,50 +37,52 @@ Rows = npt.NDArray[np.float32]
 
 _PIECE = 1 << 22  # bytes
 _NICE = 19
-_WRITERS = 2  # hash and write a file each
-BUFFERS = _WRITERS + 1  # of a file each: another one is being filled
+_WRITERS = 2  # threads; each hashes and writes a file
+BUFFERS = _WRITERS + 1  # of a file each: one more is being filled
 
 
 class Source(Protocol):
-    """A table's rows as of one moment; `host.changes.Snapshot` is one."""
+    """A table's rows at one moment; `host.changes.Snapshot` is one."""
 
     count: int
 
     def rows_between(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Return which of the rows [first, last) are to be saved, ascending."""
+        """Return the rows of [first, last) to save, ascending."""
 
     def read(self, first: int, last: int, ids: npt.NDArray[np.int64] | None, columns: Rows, row_columns: Rows) -> None:
         """Copy rows of [first, last) to columns [1 + S, N, D] and [R, N]; ranges come in ascending order."""
 
 
 class Channel(Protocol):
-    """What processes tell one another of a checkpoint that they write together; `parallel.ranks.Channel` is one."""
+    """A channel between processes that write a checkpoint together; `parallel.ranks.Channel` is one."""
 
     rank: int
 
     def share(self, value: Any) -> list[Any]:
-        """Return what each rank has to say, by rank."""
+        """Return the values of all ranks, by rank."""
 
 
 class Item(NamedTuple):
-    """A table to be saved, or this process's part of it; `end` is called with whether it was."""
+    """A table to save, or this process's part of it. `end` is called with whether it was saved."""
 
     table: Table
     source: Source
-    whole: bool  # all rows
-    stop: Callable[[], None]  # all rows have been read
+    full: bool  # all rows
+    stop: Callable[[], None]  # called once all rows are read
     end: Callable[[bool], None]
-    first: int = 0  # the number of its first row among all rows
-    rows: int | None = None  # of the part; None: all of them
-    cuts: Sequence[int] = ()  # rows with which a file is to begin
+    first: int = 0  # position of the part's first row among all rows
+    rows: int | None = None  # rows of the part; None: all rows of the table
+    cuts: Sequence[int] = ()  # rows at which a file must begin
 
 
 class Content(NamedTuple):
-    """What is saved beside the tables.
+    """Values that are saved besides the tables.
 
-    state     a dict that JSON can hold, of `tree.to_tree`; `tensors`, those in it
-    others    files, by their names in the checkpoint; one that adds to another has them there
-    digest    which tensors the state's digest has, under which names
+    Attributes:
+        state: A dict for JSON, from `tree.to_tree`.
+        tensors: The tensors in `state`.
+        others: Files by their names in the checkpoint; written to full checkpoints only.
+        digest: Names in the state's digest, and names of their tensors.
     """
 
     state: dict[str, Any]
@@ -89,8 +91,22 @@ class Content(NamedTuple):
     digest: DigestNames
 
 
-class Saving:
-    """A checkpoint that is being written, in threads of its own."""
+class AsyncWriter:
+    """Writes a checkpoint in background threads. `Runtime.save` returns one.
+
+    Args:
+        path: The folder of checkpoints.
+        step: The step of the training.
+        items: The tables.
+        content: Values besides the tables.
+        parent: The checkpoint that this one is an increment of; None for a full one.
+        keep: Number of newest checkpoints to keep; 0 keeps all.
+        best_steps: The checkpoint of the first of these steps that has one is kept, too.
+        state_sha256: Digest of the state, if it is known.
+        on_end: Called at the end, also after an error.
+        channel: To the other processes that write this checkpoint.
+        release: Called last, to unlock the folder.
+    """
 
     def __init__(
         self,
@@ -100,10 +116,10 @@ class Saving:
         content: Content,
         parent: Checkpoint | None,
         *,
-        keep: int,
+        keep: int = 0,
         best_steps: Sequence[int] = (),
         state_sha256: str | None,
-        on_end: Callable[["Saving"], None],
+        on_end: Callable[["AsyncWriter"], None] = lambda writer: None,
         channel: Channel | None = None,
         release: Callable[[], None] = lambda: None,
     ) -> None:
@@ -112,38 +128,38 @@ class Saving:
         self._release, self._channel, self._best_steps = release, channel, best_steps
         self.checkpoint: Checkpoint | None = None
         self.error: BaseException | None = None
-        self.is_heard = False  # somebody has waited for it, and knows how it has ended
+        self.is_reported = False  # the outcome was reported to a caller
         self._thread = threading.Thread(target=self._run, name="hostdev-checkpoint", daemon=True)
         self._thread.start()
 
     @property
     def path(self) -> Path | None:
-        """The checkpoint's own folder; None while it is being written, and where that has failed."""
+        """The checkpoint's own folder; None while it is being written and after a failure."""
         return None if self.checkpoint is None else self.checkpoint.path
 
     @property
     def is_running(self) -> bool:
-        """Tell whether it is being written still."""
+        """Whether the checkpoint is being written."""
         return self._thread.is_alive()
 
     def join(self) -> None:
-        """Wait for its end, however it ends."""
+        """Wait for the end, without raising its error."""
         self._thread.join()
 
     def wait(self) -> Checkpoint:
-        """Wait for its end, and return it; raises OSError or what else it has failed with."""
+        """Wait for the end and return the checkpoint; raises the error that ended it, such as OSError."""
         self.join()
-        self.is_heard = True
+        self.is_reported = True
         if self.error is not None:
             raise self.error
         assert self.checkpoint is not None
         return self.checkpoint
 
-    def unheard(self) -> str | None:
-        """Return, once, why it has failed where nobody has waited for it; None where it has not, or goes on."""
-        if self.is_running or self.error is None or self.is_heard:
+    def take_failure(self) -> str | None:
+        """Return a message about a failure that was not reported yet, once; else None."""
+        if self.is_running or self.error is None or self.is_reported:
             return None
-        self.is_heard = True
+        self.is_reported = True
         why = in_words(self.error)
         where = "" if str(self._path) in why else f" to {self._path}"
         return f"the checkpoint of step {self._step:,} was not saved{where}: {why}"
@@ -153,12 +169,12 @@ class Saving:
             self._save()
         finally:
             self._release()
-            del self._items, self._content, self._on_end, self._release  # who holds this holds no table
+            del self._items, self._content, self._on_end, self._release  # so that a writer does not hold tables
 
     def _save(self) -> None:
         partial, channel = None, self._channel
         try:
-            _give_way()
+            _lower_priority()
             if self._channel is None:
                 name = folder.new_name(self._path, self._step)
                 partial = folder.begin(self._path, name)
@@ -182,10 +198,10 @@ class Saving:
                 if self._keep:
                     folder.prune(self._path, self._keep, self._best_steps)
             except OSError:
-                pass  # what is too much is removed after the next one
+                pass  # the next checkpoint removes them
 
     def _save_together(self, channel: Channel) -> Checkpoint:
-        """Write a checkpoint with other processes: each the files of its rows, the first one the rest."""
+        """Write a checkpoint with other processes: each writes the files of its rows, rank 0 writes the rest."""
         partial: Path | None = None
 
         def begin() -> list[str]:
@@ -198,7 +214,7 @@ class Saving:
 
             def write() -> list[list[dict[str, Any]]]:
                 if not partial.is_dir():
-                    raise UserError(f"{partial} is not there: all hosts are to see the folder of checkpoints")
+                    raise UserError(f"{partial} is missing: all hosts must share the folder of checkpoints")
                 return [[asdict(file) for file in table.files] for table in self._write_tables(partial)]
 
             written = _agree(channel, write)
@@ -226,7 +242,7 @@ class Saving:
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             with source.open("rb") as file:
                 others.append(_write(partial, name, iter(lambda: file.read(_PIECE), b"")))
-        parent: Parent | None = folder.parent_of(self._parent) if self._parent is not None else None
+        parent: Parent | None = folder.make_parent(self._parent) if self._parent is not None else None
         content = Manifest(
             step=self._step,
             serial=folder.new_serial(self._path),
@@ -239,7 +255,7 @@ class Saving:
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         alone = self._channel is None
-        if alone and parent is None and content.state_sha256 is None:  # the files have all that it needs
+        if alone and parent is None and content.state_sha256 is None:  # a full checkpoint: computed from the files
             layers = Layers([Checkpoint(partial, content)])
             content = replace(content, state_sha256=state_digest(layers, self._content.digest, self._content.tensors))
         return content
@@ -249,31 +265,39 @@ class Saving:
         buffers: SimpleQueue[Rows] = SimpleQueue()
         for _ in range(BUFFERS):
             buffers.put(np.empty(0, np.float32))
-        with Workers(_WRITERS, "hostdev-checkpoint", _give_way) as pool:
+        with Workers(_WRITERS, "hostdev-checkpoint", _lower_priority) as pool:
             for number, item in enumerate(self._items):
                 (partial / "tables" / str(number)).mkdir(parents=True, exist_ok=True)
                 first = item.first
                 written: list[Future[RangeFile]] = []
                 found.append(written)
-                for start, stop, ids in _ranges(item):
+                for start, stop, ids in _split_rows(item):
                     buffer = buffers.get()
-                    _raise_first(written)
+                    _raise_first_error(written)
                     N = stop - start if ids is None else len(ids)
-                    buffer, columns, row_columns = _columns(buffer, item.table, N)
+                    buffer, columns, row_columns = _get_columns(buffer, item.table, N)
                     item.source.read(start, stop, ids, columns, row_columns)
                     table = item.table
-                    rows = RowsOf(start, ids, dict(zip((WEIGHTS, *table.slots), columns, strict=True)),
-                                  dict(zip(table.row_slots, row_columns, strict=True)))  # fmt: skip
+                    rows = RowChunk(
+                        start,
+                        ids,
+                        dict(zip((WEIGHTS, *table.slots), columns, strict=True)),
+                        dict(zip(table.row_slots, row_columns, strict=True)),
+                    )
                     if self._channel is not None:
                         start, stop, ids = start + first, stop + first, None if ids is None else ids + first
-                        rows = RowsOf(start, ids, rows.columns, rows.row_columns)
+                        rows = RowChunk(start, ids, rows.columns, rows.row_columns)
                     piece = f"{len(written):06d}.arrow"
                     name = f"tables/{number}/{'' if self._channel is None else f'{self._channel.rank}-'}{piece}"
 
                     def write(
-                        name: str = name, table: Table = table, start: int = start, stop: int = stop,
-                        rows: RowsOf = rows, buffer: Rows = buffer,
-                    ) -> RangeFile:  # fmt: skip
+                        name: str = name,
+                        table: Table = table,
+                        start: int = start,
+                        stop: int = stop,
+                        rows: RowChunk = rows,
+                        buffer: Rows = buffer,
+                    ) -> RangeFile:
                         try:
                             return write_range(partial, name, table, start, stop, rows)
                         finally:
@@ -288,7 +312,7 @@ class Saving:
 
 
 def _agree(channel: Channel, work: Callable[[], Any] | None) -> list[Any]:
-    """Do this process's part of some work, and return what each has come to; raises, in all, where one has failed."""
+    """Do this process's part of the work, and return the results of all; if one fails, all raise."""
     error: BaseException | None = None
     found = None
     try:
@@ -304,23 +328,23 @@ def _agree(channel: Channel, work: Callable[[], Any] | None) -> list[Any]:
     return [each for _, each in told]
 
 
-def _give_way() -> None:
-    """Let training have the cores first; this thread holds nothing that training waits for."""
-    if sys.platform == "linux":  # where it is a matter of one thread
-        with contextlib.suppress(OSError):  # where that is not allowed
+def _lower_priority() -> None:
+    """Lower this thread's priority; training never waits for a lock that it holds."""
+    if sys.platform == "linux":  # elsewhere, the priority is that of the process
+        with contextlib.suppress(OSError):  # not permitted
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
-def _raise_first(written: list[Future[RangeFile]]) -> None:
+def _raise_first_error(written: list[Future[RangeFile]]) -> None:
     for file in written:
         if file.done():
             file.result()
 
 
-def _ranges(item: Item) -> Iterator[tuple[int, int, npt.NDArray[np.int64] | None]]:
-    """Yield ranges of rows for a file each, with the rows in them that are to be saved; None for all."""
+def _split_rows(item: Item) -> Iterator[tuple[int, int, npt.NDArray[np.int64] | None]]:
+    """Yield a range of rows for each file, with the rows of it to save; None for all."""
     V, most = item.table.rows if item.rows is None else item.rows, rows_per_file(item.table)
-    if item.whole:
+    if item.full:
         edges = sorted({*range(0, V, most), *item.cuts, V})
         yield from ((start, stop, None) for start, stop in pairwise(edges))
         return
@@ -340,8 +364,8 @@ def _ranges(item: Item) -> Iterator[tuple[int, int, npt.NDArray[np.int64] | None
         yield begin, V, np.concatenate(waiting)
 
 
-def _columns(buffer: Rows, table: Table, N: int) -> tuple[Rows, Rows, Rows]:
-    """Return a buffer that is large enough for N rows, and their columns in it."""
+def _get_columns(buffer: Rows, table: Table, N: int) -> tuple[Rows, Rows, Rows]:
+    """Return a buffer that is large enough for N rows, and views of their columns in it."""
     S, R, D = 1 + len(table.slots), len(table.row_slots), table.dim
     if buffer.size < N * (S * D + R):
         buffer = np.empty(N * (S * D + R), np.float32)
@@ -350,7 +374,7 @@ def _columns(buffer: Rows, table: Table, N: int) -> tuple[Rows, Rows, Rows]:
 
 
 def _write(root: Path, name: str, pieces: Iterable[bytes]) -> File:
-    """Write a new file and bring it to the disk."""
+    """Write a new file and sync it to disk."""
     file = HashedFile(root / name)
     try:
         for piece in pieces:
@@ -360,8 +384,8 @@ def _write(root: Path, name: str, pieces: Iterable[bytes]) -> File:
         file.close()
 
 
-def described(table: Any) -> Table:
-    """Return what a manifest says of a table."""
+def describe_table(table: Any) -> Table:
+    """Return a table's entry in the manifest."""
     optimizer = table.optimizer
     return Table(
         name=table.name,

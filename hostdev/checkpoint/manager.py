@@ -1,0 +1,235 @@
+"""`CheckpointManager`: the checkpoints of a folder, as a runtime and the command `train` save them."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any
+
+from hostdev.checkpoint import folder
+from hostdev.checkpoint.device_rows import DeviceRows
+from hostdev.checkpoint.folder import Checkpoint
+from hostdev.checkpoint.manifest import Table
+from hostdev.checkpoint.ranges import FILE_BYTES
+from hostdev.checkpoint.writer import BUFFERS, AsyncWriter, Content, Item, describe_table
+from hostdev.core.errors import UserError
+from hostdev.host.changes import Budget
+from hostdev.kernels.bits import count_bits
+
+COPIES_BYTES = 384 << 20  # limit on rows that are copied aside; with the buffers less than 1 GiB
+SAVING_BYTES = COPIES_BYTES + BUFFERS * FILE_BYTES  # the memory that saving takes in total
+
+
+class CheckpointManager:
+    """Saves a training's tables to a folder, as full checkpoints or as increments of the last one.
+
+    Args:
+        path: The folder; created if it is missing.
+        keep: Number of newest checkpoints to keep, together with their parents.
+        hold: Keep the folder locked until `close`, and not only while a checkpoint is written.
+        ranks: Processes that save together, each its part of the tables; all make the same calls.
+    """
+
+    def __init__(self, path: Path, *, keep: int = 3, hold: bool = False, ranks: Any = None) -> None:
+        self.path, self.keep, self._hold, self._ranks = path, keep, hold, ranks
+        self.best_steps: list[int] = []  # the checkpoint of the first step that has one is kept, too
+        self.last: Checkpoint | None = None  # tables count their changes from this one
+        self._increments = 0  # bytes of rows in its chain, without the full checkpoint
+        self._writer: AsyncWriter | None = None
+        self._untaken: AsyncWriter | None = None
+        self._channel: Any = None  # to the other ranks, for the writer's thread
+        self._lock = ExitStack()
+        self._locked: IO[Any] | None = None
+        self.most_copied = 0  # peak bytes of rows that were copied aside
+        self.copying_seconds = 0.0  # training time spent on copying them
+
+    def __enter__(self) -> "CheckpointManager":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def lock(self) -> None:
+        """Create and lock the folder; UserError if that fails or another process writes there."""
+        if self._ranks is None:
+            self._lock_it()
+            return
+        why = None
+        if self._ranks.rank == 0:
+            try:
+                self._lock_it()
+            except UserError as error:
+                why = str(error)
+        why = self._ranks.control.share(why)[0]
+        if why is not None:
+            raise UserError(why)
+
+    def _lock_it(self) -> None:
+        if self._locked is not None and folder.is_locked_here(self.path, self._locked):
+            return
+        self._unlock()  # the locked folder may be gone
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be created: {error.strerror}") from None
+        self._locked = self._lock.enter_context(folder.locked(self.path))
+        folder.clean(self.path)  # leftovers of killed processes; a finished run would not save, and so not clean
+
+    def start_from(self, chain: Sequence[Checkpoint], tables: Iterable[Any]) -> None:
+        """Count the tables' changes from the checkpoint that they were just loaded from."""
+        self.last = chain[-1] if chain[-1].path.parent.resolve() == self.path.resolve() else None
+        self._increments = sum(
+            file.rows * _row_bytes(table)
+            for checkpoint in chain[1:]
+            for table in checkpoint.manifest.tables
+            for file in table.files
+        )
+        if self._ranks is not None:
+            self._increments //= self._ranks.size  # this rank's share, roughly
+        for table in tables:
+            if hasattr(table, "note_changes"):
+                table.note_changes(anew=True).since = self._token(chain[-1])
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._writer is not None and self._writer.is_running
+
+    def save(
+        self, tables: Iterable[Any], step: int, content: Content, *, state_sha256: str | None = None
+    ) -> AsyncWriter:
+        """Start to write a checkpoint of the tables as they are now; training may continue once this returns.
+
+        Waits for the last checkpoint first, and locks the folder. Device tables are copied; if they are too large for
+        that, they are written before this returns.
+
+        Args:
+            tables: Not written by anybody until this returns; host tables are up to date with their caches.
+            step: The step of the training.
+            content: Values besides the tables.
+            state_sha256: Digest of the state, if it is known.
+
+        Raises:
+            UserError: The folder cannot be created or locked.
+        """
+        self.join()
+        self.lock()
+        if self._ranks is not None and self._channel is None:
+            self._channel = self._ranks.channel()
+        tables = sorted(tables, key=lambda table: table.name)
+        budget = Budget(COPIES_BYTES)
+        parent = self._parent(tables)
+        items: list[Item] = []
+        try:
+            items += (self._item(table, budget, full=parent is None) for table in tables)
+        except BaseException:
+            for item in items:
+                item.stop()
+                item.end(False)
+            budget.close()
+            raise
+        waits = any(isinstance(item.source, DeviceRows) and item.source.is_live for item in items)
+
+        def ended(writer: AsyncWriter) -> None:
+            budget.close()
+            self.most_copied = max(self.most_copied, budget.most)
+            self.copying_seconds += budget.seconds
+            if writer.checkpoint is not None:
+                for table in tables:
+                    if hasattr(table, "note_changes"):
+                        table.changes.since = self._token(writer.checkpoint)
+                written = sum(item.source.count * _row_bytes(item.table) for item in items)
+                self._increments = 0 if parent is None else self._increments + written
+                self.last = writer.checkpoint
+
+        writer = self._writer = self._untaken = AsyncWriter(
+            self.path,
+            step,
+            items,
+            content,
+            parent,
+            keep=self.keep,
+            best_steps=list(self.best_steps),
+            state_sha256=state_sha256,
+            on_end=ended,
+            channel=self._channel,
+            release=(lambda: None) if self._hold else self._unlock,
+        )
+        if waits:
+            writer.join()
+        return writer
+
+    def _parent(self, tables: Sequence[Any]) -> Checkpoint | None:
+        """Return the parent of the next checkpoint; None if it is to be full."""
+        known = self.last is not None and folder.is_on_disk(self.last) and self._is_of(self.last, tables)
+        full = sum(table.rows * _row_bytes(describe_table(table)) for table in tables)
+        new = sum(self._changed_rows(table) * _row_bytes(describe_table(table)) for table in tables) if known else 0
+        votes = [[known, self._increments + new, full]]
+        if self._ranks is not None:
+            votes = self._ranks.control.share(votes[0])
+        adds = all(vote[0] for vote in votes) and sum(vote[1] for vote in votes) <= sum(vote[2] for vote in votes) // 2
+        return self.last if adds else None
+
+    @staticmethod
+    def _is_of(last: Checkpoint, tables: Sequence[Any]) -> bool:
+        """Return whether a checkpoint has these tables, with their rows in the same order."""
+        mine = [describe_table(table) for table in tables]
+        return {(table.name, table.rows, table.order) for table in last.manifest.tables} == {
+            (table.name, table.rows, table.order) for table in mine
+        }
+
+    def _item(self, table: Any, budget: Budget, *, full: bool) -> Item:
+        about = describe_table(table)
+        if not hasattr(table, "note_changes"):
+            rows = DeviceRows(table, COPIES_BYTES)
+            return Item(about, rows, True, rows.stop, lambda saved: None)
+        full = full or not self._knows_changes(table)
+        changes = table.note_changes()
+        snapshot = changes.begin(budget, everything=full)
+        return Item(
+            about,
+            snapshot,
+            full,
+            snapshot.end,
+            lambda saved: changes.end(snapshot, saved=saved),
+            table.start,
+            table.rows,
+        )
+
+    def _knows_changes(self, table: Any) -> bool:
+        """Return whether a table's changes are counted from the last checkpoint here."""
+        if not hasattr(table, "note_changes") or table.changes is None or self.last is None:
+            return False
+        return bool(table.changes.since == self._token(self.last))
+
+    def _changed_rows(self, table: Any) -> int:
+        """Return the number of a table's rows that an increment would hold."""
+        return count_bits(table.changes.touched) if self._knows_changes(table) else int(table.rows)
+
+    @staticmethod
+    def _token(checkpoint: Checkpoint) -> str:
+        return f"{checkpoint.path.resolve()} {checkpoint.manifest.checksum}"
+
+    def close(self) -> None:
+        """Wait until the last checkpoint is written, and unlock the folder."""
+        self.join()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        self._locked = None
+        self._lock.close()
+
+    def take_ended(self) -> AsyncWriter | None:
+        """Return the last writer once it has ended; None while it runs, and where it was taken before."""
+        if self.is_saving:
+            return None
+        ended, self._untaken = self._untaken, None
+        return ended
+
+    def join(self) -> None:
+        """Wait until the last checkpoint is written."""
+        if self._writer is not None:
+            self._writer.join()
+
+
+def _row_bytes(table: Table) -> int:
+    return 4 * (table.dim * (1 + len(table.slots)) + len(table.row_slots))
