@@ -1,4 +1,4 @@
-"""Claim: a checkpoint is written at 70% of the disk's speed or more, and training stands still for 10% of that at most.
+"""Claim: a checkpoint is written at 70% of the disk's speed or more, and training stops for at most 10% of that time.
 
 A loop over a table and its optimizer rows, with Zipf ids and a dense step that only waits, as an accelerator's would.
 In the same run: blocks of 64 MiB written to the same disk, each brought to it (fsync), and read again after the page
@@ -10,7 +10,6 @@ the steps during the writing take longer than the median of those before: on few
 take time from the host's kernels.
 """
 
-import argparse
 import itertools
 import os
 import shutil
@@ -21,13 +20,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-import hostdev.core.environment  # isort: skip  (before torch)
 import numpy as np
 import torch
-from record import record
-from workload import ids_of
 
 import hostdev
+from bench.record import make_parser, record
+from bench.workload import ids_of
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.loading import load_tables, verify
 from hostdev.data import lookalike, manifest
@@ -116,15 +114,19 @@ def saving(path: Path, rows: int, settle: int, between: int) -> dict[str, float]
         longer = sum(max(0.0, one - plain) for one in times)
         written = sum(file.rows for file in checkpoint.manifest.tables[0].files)
         found |= {
-            f"{what}: GB": size / 1e9, f"{what}: rows": written, f"{what}: seconds": seconds,
-            f"{what}: GB/s": size / seconds / 1e9, f"{what}: of the disk's": size / seconds / 1e9 / disk,
-            f"{what}: disk GB/s": disk, f"{what}: save() ms": called * 1e3,
+            f"{what}: GB": size / 1e9,
+            f"{what}: rows": written,
+            f"{what}: seconds": seconds,
+            f"{what}: GB/s": size / seconds / 1e9,
+            f"{what}: of the disk's": size / seconds / 1e9 / disk,
+            f"{what}: disk GB/s": disk,
+            f"{what}: save() ms": called * 1e3,
             f"{what}: stall of the write": (called + copying - before) / seconds,
             f"{what}: longer steps of the write": longer / seconds,
             f"{what}: p99 of a step over the median": sorted(times)[int(0.99 * len(times))] / plain,
             f"{what}: copied aside MB": keeper.most_copied / 1e6,
             f"{what}: bytes over those of the rows": size / (written * table.storage.block[0].nbytes),
-        }  # fmt: skip
+        }
         timed(steps, lambda n: n == between)
     steps.close()  # type: ignore[attr-defined]
     chain = folder.chain_of(checkpoint.path)
@@ -198,12 +200,11 @@ def _tell(what: str, value: float, limit: float, *, least: bool = False) -> None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=5_000_000, help="of the table (D = 80)")
     parser.add_argument("--steps", type=int, default=30, help="before, and between the checkpoints")
     parser.add_argument("--rounds", type=int, default=500, help="of predictions")
     parser.add_argument("--dir", type=Path, help="a folder on the disk to be measured")
-    parser.add_argument("--out", type=Path, help="where the result goes instead of bench/results/")
     arguments = parser.parse_args()
     path = Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=arguments.dir))
     try:
@@ -224,7 +225,3 @@ def main() -> None:
         over = result["predicting"][f"1, {way}: over the network"]
         _tell(f"a batch of 1, {way}: over the network", over, LIMITS["latency of a batch of 1"])
     record("checkpoint", result, arguments.out)
-
-
-if __name__ == "__main__":
-    main()

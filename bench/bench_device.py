@@ -1,4 +1,4 @@
-"""Claim: on CUDA Triton's kernels do to rows what torch's operations do, to the same bits, near the copy bandwidth.
+"""Claim: on CUDA, Triton's kernels give the bits of torch's operations on rows, near the copy bandwidth.
 
 Every operation of hostdev.device.ops on the tensors of a training step (`device_cases.py`): a batch of 16,000 samples
 of 39 fields, 13 of which have the same id in every sample, D = 80 and 1. Time on the device is that of events around a
@@ -9,23 +9,18 @@ compared to the bit; sums of rows with many uses, which Triton adds in segments,
 Without an accelerator it says so. `--device cpu` tries the script: host kernels against torch's operations, small.
 """
 
-import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import hostdev.core.environment  # isort: skip  (before torch)
 import numpy as np
 import torch
-from device_cases import PLANES, Batch, Case
-from record import record
 from torch import Tensor
 
-import hostdev
+from bench.device_cases import PLANES, Batch, Case
+from bench.record import make_parser, record, versions_of
 from hostdev.core.memory import gib
 from hostdev.device import backend, ops, triton
 from hostdev.device.ops import host_kernels, torch_operations, triton_kernels
@@ -164,8 +159,10 @@ def measure_size(
         return []
     batch = Batch(rows, dim, size, device)
     ways = ways_for(device)
-    print(f"\n{title}: {batch.N:,} uses of {batch.U:,} rows, {int(batch.uses.max()):,} at most of one; "
-          f"{batch.H:,} hits, {batch.A:,} admitted and evicted, {batch.M:,} pass by\n")  # fmt: skip
+    print(
+        f"\n{title}: {batch.N:,} uses of {batch.U:,} rows, {int(batch.uses.max()):,} at most of one; "
+        f"{batch.H:,} hits, {batch.A:,} admitted and evicted, {batch.M:,} pass by\n"
+    )
     print(" " * 28 + "".join(f"{name:>29}" for name in ways))
     print(f"  {'op':<26}" + f"{'us':>12}{'host us':>9}{'of copy':>8}" * len(ways) + f"{'faster':>10}{'MB':>10}  bits")
     return [measure(case, batch, ways, clock, copy, rounds) for case in batch.cases()]
@@ -173,14 +170,13 @@ def measure_size(
 
 def main() -> int:
     """Measure, print and record; return 1 if two ways differ."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--device", default="auto", help="the accelerator; cpu: try the script, small")
     parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--out", type=Path, help="where the result goes instead of bench/results/")
     arguments = parser.parse_args()
     device = backend.select(arguments.device)
     if not backend.is_accelerator(device) and arguments.device == "auto":
-        print("bench_device: no accelerator that torch sees; operations on one were not measured")
+        print("bench device: no accelerator that torch sees; operations on one were not measured")
         return 0
     trial = not backend.is_accelerator(device)
     backend.make_deterministic(device)
@@ -193,16 +189,23 @@ def main() -> int:
     for rows, dim in TRIAL_SIZES if trial else SIZES:
         size = TRIAL_BATCH if trial else BATCH
         results[f"V = {rows:,} D = {dim}"] = measure_size(rows, dim, size, device, clock, copy, arguments.rounds)
-    different = [f"{title}, {row['op']}: {row['bits']}" for title, rows in results.items() for row in rows
-                 if row["bits"].upper() == row["bits"] != ""]  # fmt: skip
+    different = [
+        f"{title}, {row['op']}: {row['bits']}"
+        for title, rows in results.items()
+        for row in rows
+        if row["bits"].upper() == row["bits"] != ""
+    ]
     print("\n" + ("\n".join(different) or "all ways agree as stated"))
-    versions = {"hostdev": hostdev.__version__, "torch": torch.__version__}
-    content = {"device": backend.describe(device), "trial": trial, "versions": versions, "ways": list(ways_for(device)),
-               "copy_gb_per_s": round(copy / 1e3, 2), "different": different, "results": results}  # fmt: skip
+    versions = versions_of("torch")
+    content = {
+        "device": backend.describe(device),
+        "trial": trial,
+        "versions": versions,
+        "ways": list(ways_for(device)),
+        "copy_gb_per_s": round(copy / 1e3, 2),
+        "different": different,
+        "results": results,
+    }
     if arguments.out is not None or not trial:
-        print(f"written to {record('device', content, arguments.out)}")
+        record("device", content, arguments.out)
     return 1 if different else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,8 @@
-"""Claim: a table as large as the host's memory holds runs in the memory that its formula says, and every phase at half
-of the rate of what limits it, measured in the same run: memory, the disk, or for the digest one stream of SHA-256.
-Ops on rows by id, in training and prediction, are shown beside copies of memory, and what a unique row costs beside
-what the memory takes for it.
+"""Claim: a table that fills the host's memory needs what its formula says, and runs at half its limits' rates or more.
+
+The limits are measured in the same run: memory, the disk, and for the digest one stream of SHA-256. Ops on rows by id,
+in training and prediction, are compared with copies of memory. The cost of a unique row is compared with the time that
+the memory alone needs for it.
 
 A HostTable of --rows x 8 with LazyAdam: initial values, --steps steps at depth 2 with a cache of 1%, predictions,
 digest, a whole checkpoint, one that adds to it, and loading by a new table, as a program that goes on does. Zipf ids,
@@ -10,7 +11,6 @@ for tables of half a million rows up to --rows. Memory: the process's own (not t
 is announced before the table is allocated.
 """
 
-import argparse
 import gc
 import itertools
 import shutil
@@ -22,15 +22,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import hostdev.core.environment  # isort: skip  (before torch)
 import numpy as np
 import torch
-from bench_checkpoint import disk_rates, drop_page_cache
-from limits import copy_rate, fill_rate, hash_rate, reach
-from record import record
-from workload import ids_of
 
 import hostdev
+from bench.bench_checkpoint import disk_rates, drop_page_cache
+from bench.limits import copy_rate, fill_rate, hash_rate, reach
+from bench.record import make_parser, record
+from bench.workload import ids_of
 from hostdev.checkpoint.checkpoints import SAVING_BYTES
 from hostdev.core.digest import StateDigest
 from hostdev.core.memory import TableShape, gib
@@ -88,8 +87,12 @@ class Phases:
     def _add(self, name: str, seconds: float, nbytes: int, limit: float | None) -> None:
         rate = nbytes / seconds / 1e9
         share = None if limit is None else round(rate / limit, 3)
-        self.found[name] = {"seconds": round(seconds, 2), "GB/s": round(rate, 3), "of_limit": share,
-                            "memory": self._memory.most}  # fmt: skip
+        self.found[name] = {
+            "seconds": round(seconds, 2),
+            "GB/s": round(rate, 3),
+            "of_limit": share,
+            "memory": self._memory.most,
+        }
         of = f", {share:.0%} of {limit:.1f}" if share is not None and limit is not None else ""
         moved = f", {rate:6.2f} GB/s{of}" if nbytes else ""
         print(f"{name:>16}: {seconds:7.1f} s{moved}, memory {gib(self._memory.most)}", flush=True)
@@ -144,7 +147,7 @@ def train(runtime: hostdev.Runtime, layer: torch.nn.Module, batches: Iterator[to
 
 def main() -> None:
     """Measure, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=200_000_000)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--dir", type=Path, default=None, help="on the disk that is measured (the system's folder)")
@@ -221,13 +224,22 @@ def main() -> None:
     most = max(found["memory"] for found in phases.found.values())
     print(f"memory {gib(most)}, of which {gib(at_first)} were there before; announced {gib(sum(announced.values()))}")
     content: dict[str, Any] = {
-        "rows": rows, "dim": DIM, "threads": host_threads(), "copy": copied, "fill": [brought, filled], "hash": hashed,
-        "disk": [written, read], "announced": announced, "memory_before": at_first, "most_memory": most,
-        "phases": phases.found, "ops": ops, "ms_a_step": float(np.median(times) * 1e3), "added_bytes": added,
-        "added_seconds": seconds, "loaded_is_saved": same, "ns_a_row": costs,
-    }  # fmt: skip
-    print(f"written to {record('large', content)}")
-
-
-if __name__ == "__main__":
-    main()
+        "rows": rows,
+        "dim": DIM,
+        "threads": host_threads(),
+        "copy": copied,
+        "fill": [brought, filled],
+        "hash": hashed,
+        "disk": [written, read],
+        "announced": announced,
+        "memory_before": at_first,
+        "most_memory": most,
+        "phases": phases.found,
+        "ops": ops,
+        "ms_a_step": float(np.median(times) * 1e3),
+        "added_bytes": added,
+        "added_seconds": seconds,
+        "loaded_is_saved": same,
+        "ns_a_row": costs,
+    }
+    record("large", content, arguments.out)

@@ -7,35 +7,35 @@ the thread waited for; and how often memory was pinned after the tenth step.
 """
 
 import functools
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import hostdev.core.environment  # isort: skip  (before torch)
 import numpy as np
 import torch
-from record import record
 from torch.utils._python_dispatch import TorchDispatchMode
-from wide_deep import FIELDS, FieldsBatch, trainer_of
 
-import hostdev
+from bench.record import make_parser, record, versions_of
+from bench.wide_deep import FIELDS, FieldsBatch, trainer_of
 from hostdev.device import backend, ops
 from hostdev.device.ops import torch_operations, triton_kernels
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tests' simulated accelerator
-from tests import standin
+from tests import standin  # the simulated accelerator
 from tests.device import twins
 
 ROWS, SIZE, DIM = 20_000, 200, 16
 SETTLED, STEPS = 10, 30
 PARTS = {
-    "lookup": "gather", "gather": "gather", "assemble": "assembly", "uses_of": "sum of uses", "sum_uses": "sum of uses",
-    "update": "update", "exchange": "exchange", "place": "late rows",
-}  # fmt: skip
+    "lookup": "gather",
+    "gather": "gather",
+    "assemble": "assembly",
+    "uses_of": "sum of uses",
+    "sum_uses": "sum of uses",
+    "update": "update",
+    "exchange": "exchange",
+    "place": "late rows",
+}
 LIMITS = {"torch operations": 80, "Triton kernels": 20}
 _LAUNCHES = {"empty": 0, "empty_like": 0, "empty_strided": 0, "new_empty": 0, "sum_uses": 2}  # others: 1
 
@@ -115,12 +115,20 @@ def measure(name: str, way: Any, depth: int = 2) -> dict[str, Any]:
     steps = STEPS - SETTLED
     parts = {part: round(operations[part] / steps, 1) for part in dict.fromkeys(PARTS.values()) if operations[part]}
     total = round(sum(each for part, each in parts.items() if part != "late rows"), 1)
-    return {"way": name, "depth": depth, "operations": parts, "total": total, "waits": dict(waits),
-            "pinned_allocations": pinned, "state_sha256": trainer.state_sha256()}  # fmt: skip
+    return {
+        "way": name,
+        "depth": depth,
+        "operations": parts,
+        "total": total,
+        "waits": dict(waits),
+        "pinned_allocations": pinned,
+        "state_sha256": trainer.state_sha256(),
+    }
 
 
 def main() -> None:
     """Count, print and record."""
+    arguments = make_parser(__doc__).parse_args()
     standin.configure(schedule="lazy", check=True)
     torch.set_num_threads(1)
     twins.register()
@@ -137,9 +145,5 @@ def main() -> None:
         print(f"    {'total':<14}{found['total']:>8.1f}  (at most {LIMITS[name]}; late rows come on another stream)")
         print(f"    the step's thread waited for: {found['waits'] or 'nothing'}")
         print(f"    memory was pinned after step {SETTLED}: {found['pinned_allocations']} times\n")
-    versions = {"hostdev": hostdev.__version__, "torch": torch.__version__}
-    print(f"written to {record('launches', {'versions': versions, 'steps': results})}")
-
-
-if __name__ == "__main__":
-    main()
+    versions = versions_of("torch")
+    record("launches", {"versions": versions, "steps": results}, arguments.out)

@@ -1,11 +1,9 @@
-"""Claim: the layout that `--parallel auto` takes on two processes is within 10% of the best of all that there are.
+"""Claim: the layout that `--parallel auto` takes on two processes is within 10% of the best layout.
 
 Of four networks every mesh of two processes is tried: samples; stages with every cut; slices with every choice of
 strategies for up to three layers (beyond that layers in pairs, and each alone). Every candidate is timed in
 rounds, in turn, so that what disturbs the machine disturbs all; the best ones longer. One thread a process.
 """
-
-import hostdev.core.environment  # isort: skip  (before torch)
 
 import argparse
 import itertools
@@ -18,10 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from record import record
 from torch import nn
 
 import hostdev
+from bench.record import make_parser, record
 from hostdev.parallel.mesh import Mesh
 from hostdev.parallel.plan import cuttable, divides
 from hostdev.parallel.ranks import Ranks
@@ -97,10 +95,15 @@ def all_layouts(network: nn.Sequential) -> Iterator[Tried]:
         for one in way:
             yield Tried(Mesh(model=RANKS), None, one)
     for first in range(2):  # in pairs
-        yield Tried(Mesh(model=RANKS), None, ",".join(
-            f"{name}={'colwise' if number % 2 == first else 'rowwise'}" for number, (name, _) in enumerate(layers)
-            if divides(layers[number][1], "colwise" if number % 2 == first else "rowwise", RANKS)
-        ))  # fmt: skip
+        yield Tried(
+            Mesh(model=RANKS),
+            None,
+            ",".join(
+                f"{name}={'colwise' if number % 2 == first else 'rowwise'}"
+                for number, (name, _) in enumerate(layers)
+                if divides(layers[number][1], "colwise" if number % 2 == first else "rowwise", RANKS)
+            ),
+        )
 
 
 class Timed:
@@ -111,9 +114,13 @@ class Timed:
         ranks.mesh = tried.mesh
         self._labels = torch.arange(case.batch) % 10
         self.network = hostdev.Network(
-            network, (self._values[:1],), ranks=ranks, micro_batches=case.micro_batches, stage_cut=tried.begins,
+            network,
+            (self._values[:1],),
+            ranks=ranks,
+            micro_batches=case.micro_batches,
+            stage_cut=tried.begins,
             plan=tried.plan,
-        )  # fmt: skip
+        )
         self._adam = torch.optim.Adam(self.network.parameters, fused=True)
         self._ranks, self._mesh = ranks, tried.mesh
 
@@ -123,9 +130,10 @@ class Timed:
         self._ranks.control.barrier()
         begin = time.perf_counter()
         self.network.step(
-            len(self._values), lambda part: (self._values[part],),
+            len(self._values),
+            lambda part: (self._values[part],),
             lambda output, part: nn.functional.cross_entropy(output, self._labels[part]),
-        )  # fmt: skip
+        )
         self._adam.step()
         self._adam.zero_grad()
         return float(max(self._ranks.control.share(time.perf_counter() - begin)))
@@ -161,11 +169,16 @@ def measure(case: Case, ranks: Ranks, rounds: int) -> dict[str, Any]:
     fastest = min(medians, key=lambda tried: medians[tried])
     predicted = {described.mesh: described.seconds for described in chosen.tried}
     return {
-        "network": case.name, "layouts": len(times), "chosen": str(mine), "chosen_ms": round(medians[mine] * 1e3, 2),
-        "predicted_ms": round(predicted[mine.mesh] * 1e3, 2), "best": str(fastest),
-        "best_ms": round(medians[fastest] * 1e3, 2), "over_best": round(medians[mine] / medians[fastest], 4),
+        "network": case.name,
+        "layouts": len(times),
+        "chosen": str(mine),
+        "chosen_ms": round(medians[mine] * 1e3, 2),
+        "predicted_ms": round(predicted[mine.mesh] * 1e3, 2),
+        "best": str(fastest),
+        "best_ms": round(medians[fastest] * 1e3, 2),
+        "over_best": round(medians[mine] / medians[fastest], 4),
         "all_ms": {str(tried): round(min(each) * 1e3, 2) for tried, each in times.items()},
-    }  # fmt: skip
+    }
 
 
 def be_a_rank(rounds: int, number: int) -> None:
@@ -180,7 +193,7 @@ def be_a_rank(rounds: int, number: int) -> None:
 
 def main() -> None:
     """Measure, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -191,7 +204,8 @@ def main() -> None:
     for number, case in enumerate(CASES):
         output = Path(f"/tmp/bench_layouts.{number}.json")
         with output.open("wb") as file:
-            command = [sys.executable, __file__, "--rounds", str(arguments.rounds), "--case", str(number)]
+            options = ["--rounds", str(arguments.rounds), "--case", str(number)]
+            command = [sys.executable, "-m", "bench", "layouts", *options]
             code = wait_for(start_here(RANKS, command, stdout=file))
         if code:
             raise SystemExit(f"{case.name}: a process has failed, with exit code {code}")
@@ -201,10 +215,7 @@ def main() -> None:
         print(
             f"{case.name}: of {found['layouts']} layouts {found['chosen']} was chosen: {found['chosen_ms']} ms a step "
             f"({found['predicted_ms']} predicted); the best, {found['best']}: {found['best_ms']}; "
-            f"{found['over_best']:.3f}x (at most {MOST}: {met})", flush=True,
-        )  # fmt: skip
-    print(record("layouts", {"ranks": RANKS, "most": MOST, "cases": results}))
-
-
-if __name__ == "__main__":
-    main()
+            f"{found['over_best']:.3f}x (at most {MOST}: {met})",
+            flush=True,
+        )
+    record("layouts", {"ranks": RANKS, "most": MOST, "cases": results}, arguments.out)

@@ -18,19 +18,16 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
-import hostdev.core.environment  # isort: skip  (before torch)
-import numba
 import numpy as np
 import torch
-from bench_peers import Peer
-from record import record
-from simulated import FreeSlots, Simulated
 from torch import nn
-from workload import ids_of
 
 import hostdev
+from bench.bench_peers import Peer
+from bench.record import make_parser, record, versions_of
+from bench.simulated import FreeSlots, Simulated
+from bench.workload import ids_of
 from hostdev.kernels.pool import host_threads
 from hostdev.runtime.requests import Reader
 
@@ -95,8 +92,9 @@ def hostdev_steps(batches: list[list[torch.Tensor]], labels: torch.Tensor, depth
     names = [f"f{i}" for i in range(TABLES)]
     runtime = hostdev.Runtime(
         {name: hostdev.Feature(table, pooling="sum") for name, table in zip(names, tables, strict=True)},
-        device="cpu", depth=depth,
-    )  # fmt: skip
+        device="cpu",
+        depth=depth,
+    )
     top = Top(TABLES * DIM)
     dense = torch.optim.Adam(top.parameters(), lr=1e-3)
     for _, rows in runtime.train(itertools.cycle(batches), ids=lambda ids: dict(zip(names, ids, strict=True))):
@@ -186,9 +184,7 @@ class Waiting:
 
     def __init__(self, batches: list[list[np.ndarray]], rows: int, depth: int, cache: str | None = None) -> None:
         names = [f"f{i}" for i in range(len(batches[0]))]
-        tables = {
-            name: hostdev.HostTable(rows // len(names), DIM, hostdev.LazyAdam(), name=name) for name in names
-        }  # fmt: skip
+        tables = {name: hostdev.HostTable(rows // len(names), DIM, hostdev.LazyAdam(), name=name) for name in names}
         features = {name: hostdev.Feature(table, pooling="sum") for name, table in tables.items()}
         runtime = hostdev.Runtime(features, device="cpu", depth=depth, cache=cache)
         most = max(ids.size for ids in batches[0])
@@ -259,14 +255,13 @@ def simulated(steps: int, rounds: int, cache: str | None) -> dict[str, float]:
 
 def main() -> None:
     """Measure, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--batch-size", type=int, default=2048, help="of (a)")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
         "--peers", action=argparse.BooleanOptionalAction, default=True, help="(b), which installs FBGEMM"
     )
-    parser.add_argument("--out", type=Path, help="where the result goes instead of bench/results/")
     arguments = parser.parse_args()
     parts: dict[str, Callable[[], dict[str, float]]] = {
         "embedding_bag": lambda: against_embedding_bag(arguments.batch_size, arguments.steps, arguments.rounds),
@@ -287,11 +282,12 @@ def main() -> None:
         for what, value in found.items():
             print(f"  {what:<44}{value:>12,}")
         print(f"  at {'least' if least else 'most'} {limit}: {'met' if met else 'NOT MET'}", flush=True)
-    versions = {"hostdev": hostdev.__version__, "numba": numba.__version__, "torch": torch.__version__}
-    content = {"threads": host_threads(), "torch_threads": torch.get_num_threads(), "versions": versions,
-               "limits": LIMITS, "results": results}  # fmt: skip
-    print(f"\nwritten to {record('loop', content, arguments.out)}")
-
-
-if __name__ == "__main__":
-    main()
+    versions = versions_of("numba", "torch")
+    content = {
+        "threads": host_threads(),
+        "torch_threads": torch.get_num_threads(),
+        "versions": versions,
+        "limits": LIMITS,
+        "results": results,
+    }
+    record("loop", content, arguments.out)

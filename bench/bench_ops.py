@@ -5,20 +5,17 @@ same run; lookups and updates of random rows with bfloat16 weights beside those 
 round after round; medians. Writes JSON and two plots to bench/results/.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import hostdev.core.environment  # isort: skip  (as in a training process)
 import matplotlib as mpl
-import numba
 import numpy as np
-from record import record
-from workload import grads_of, ids_of
 
 import hostdev
+from bench.record import make_parser, record, versions_of
+from bench.workload import grads_of, ids_of
 from hostdev.core.initializers import Normal
 from hostdev.core.memory import available_bytes, table_bytes
 from hostdev.core.primitive import UPDATES as PRIMITIVES
@@ -73,9 +70,12 @@ def ops_of(rows: int, dim: int) -> dict[str, Op]:
         "FTRL D = 1, unique rows": (lambda: wide.update(found, sums1), u, 7 * u * 4),
         "FTRL D = 1, all": (lambda: wide.apply(ids, grads1), n, n * 4 + 6 * u * 4),
         "host side of a step": (host_side, u, 9 * u * (row + 4)),
-        "initial values": (lambda: Normal().fill(block[:100_000], 0, "x", np.zeros(2, np.float32)), 100_000,
-                           min(rows, 100_000) * 3 * row),
-    }  # fmt: skip
+        "initial values": (
+            lambda: Normal().fill(block[:100_000], 0, "x", np.zeros(2, np.float32)),
+            100_000,
+            min(rows, 100_000) * 3 * row,
+        ),
+    }
 
 
 def other_updates(rows: int, dim: int) -> dict[str, Op]:
@@ -150,14 +150,21 @@ def table_of(ops: dict[str, Op], ms: dict[str, float]) -> list[dict]:
     print(f"{'op':<28}{'ms':>10}{'ns/row':>10}{'GB/s':>8}{'of copy':>9}")
     for name, (_, items, moved) in ops.items():
         speed = moved / ms[name] / 1e6
-        rows.append({"op": name, "ms": round(ms[name], 4), "ns_per_row": round(ms[name] * 1e6 / items, 2),
-                     "gb_per_s": round(speed, 2), "of_copy": round(speed / copy, 3)})  # fmt: skip
+        rows.append(
+            {
+                "op": name,
+                "ms": round(ms[name], 4),
+                "ns_per_row": round(ms[name] * 1e6 / items, 2),
+                "gb_per_s": round(speed, 2),
+                "of_copy": round(speed / copy, 3),
+            }
+        )
         share = f"{speed:>8.1f}{speed / copy:>9.0%}" if moved else ""
         print(f"{name:<28}{ms[name]:>10.3f}{ms[name] * 1e6 / items:>10.1f}{share}")
     return rows
 
 
-def plot(results: dict[str, list[dict]], folder: Path, name: str) -> None:
+def plot(results: dict[str, list[dict]], path: Path) -> None:
     """Draw each op's share of the copy bandwidth, and its cost per row against the table's size."""
     figure, axes = plt.subplots(1, 2, figsize=(17, 6), width_ratios=[3, 2])
     ops = [row["op"] for row in next(iter(results.values())) if row["gb_per_s"] and row["op"] != "copy"]
@@ -171,8 +178,12 @@ def plot(results: dict[str, list[dict]], folder: Path, name: str) -> None:
     axes[0].set_xlabel("bytes moved, % of the copy bandwidth in the same run (black: the limit of DRAM)")
     axes[0].legend(loc="lower right")
     for op in ("host side of a step", "LazyAdam, unique rows", "lookup, unique rows", "unique"):
-        points = [(int(size.split()[2].replace(",", "")), row["ns_per_row"], size.split()[-1])
-                  for size, rows in results.items() for row in rows if row["op"] == op]  # fmt: skip
+        points = [
+            (int(size.split()[2].replace(",", "")), row["ns_per_row"], size.split()[-1])
+            for size, rows in results.items()
+            for row in rows
+            if row["op"] == op
+        ]
         for dim, style in (("80", "o-"), ("16", "s--")):
             chosen = sorted(point[:2] for point in points if point[2] == dim)
             if chosen:
@@ -184,12 +195,12 @@ def plot(results: dict[str, list[dict]], folder: Path, name: str) -> None:
     axes[1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
     figure.suptitle(f"Host kernels, {host_threads()} threads, 624,000 Zipf({1.1}) ids")
     figure.tight_layout()
-    figure.savefig(folder / name, dpi=110)
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
     """Measure, print, record and draw."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dtypes", action="store_true", help="bfloat16 weights against float32 alone, unrecorded")
     arguments = parser.parse_args()
@@ -214,12 +225,7 @@ def main() -> None:
     if large in cost:
         growth = cost[large]["host side of a step"] / cost[small]["host side of a step"]
         print(f"\nhost side of a step per unique row at V = 50,000,000 against V = 500,000, D = 16: {growth:.2f}x")
-    versions = {"hostdev": hostdev.__version__, "numba": numba.__version__, "numpy": np.__version__}
+    versions = versions_of("numba", "numpy")
     found = {"results": results, "updates": updates, "dtypes": compare_dtypes(arguments.rounds)}
-    path = record("ops", {"threads": host_threads(), "versions": versions, **found})
-    plot(results, path.parent, path.with_suffix(".png").name)
-    print(f"\nwritten to {path} and {path.with_suffix('.png').name}")
-
-
-if __name__ == "__main__":
-    main()
+    path = record("ops", {"threads": host_threads(), "versions": versions, **found}, arguments.out)
+    plot(results, path.with_suffix(".png"))

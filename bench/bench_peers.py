@@ -13,7 +13,7 @@ import sys
 import venv
 from pathlib import Path
 
-from record import record
+from bench.record import make_parser, record
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENTS = ROOT / ".peers"
@@ -46,8 +46,12 @@ class Peer:
         env = {**os.environ, "PYTHONPATH": str(ROOT)} if environment == "hostdev" else dict(os.environ)
         self._process = subprocess.Popen(
             [python_of(environment), str(ROOT / "bench/peers" / script), str(rows)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=env,
+        )
         hello = self._answer()
         self.ops, self.versions = hello["ops"], hello["versions"]
 
@@ -142,7 +146,7 @@ def show(title: str, ms: dict[str, float], ratios: list[tuple[str, float, str]])
 
 def main() -> None:
     """Measure, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="*", default=[184_965, 5_000_000], help="table sizes for the kernels")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", action=argparse.BooleanOptionalAction, default=True, help="whole steps as well")
@@ -162,8 +166,4 @@ def main() -> None:
                 "median_ms": {op: round(value, 3) for op, value in ms.items()},
                 "ratios": {name: round(value, 3) for name, value, _ in ratios},
             }
-    print(f"\nwritten to {record('peers', {'results': results})}")
-
-
-if __name__ == "__main__":
-    main()
+    record("peers", {"results": results}, arguments.out)

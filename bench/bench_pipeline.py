@@ -9,24 +9,20 @@ well: host tables with and without a cache against device tables. Every run is i
 round; medians, of the ratios too.
 """
 
-import argparse
 import itertools
 import statistics
 import sys
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
-import hostdev.core.environment  # isort: skip  (before torch)
-import numba
 import numpy as np
 import torch
-from record import record
-from simulated import LAUNCH_US, LAUNCHES, FreeSlots, Load, Simulated
-from wide_deep import FIELDS, FieldsBatch, trainer_of
-from workload import DIM, ids_of
 
 import hostdev
+from bench.record import make_parser, record, versions_of
+from bench.simulated import LAUNCH_US, LAUNCHES, FreeSlots, Load, Simulated
+from bench.wide_deep import FIELDS, FieldsBatch, trainer_of
+from bench.workload import DIM, ids_of
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.core.optimizers import FTRL, LazyAdam
 from hostdev.device import backend
@@ -136,15 +132,19 @@ def simulated(
     for made in runs.values():  # caches fill
         made.per_step(BATCHES)
     mean = statistics.mean(unique)
-    print(f"\n{kind} ids, V = {rows:,}, batch {size:,}, cache {cache_rows}: {mean:,.0f} rows a step, of which "
-          f"{conflicts / mean:.1%} are the next one's too")  # fmt: skip
+    print(
+        f"\n{kind} ids, V = {rows:,}, batch {size:,}, cache {cache_rows}: {mean:,.0f} rows a step, of which "
+        f"{conflicts / mean:.1%} are the next one's too"
+    )
     what = {"ids": kind, "cache": cache_rows}
     if cache_rows == "0":
         results = [{**what, **overhead_of(runs[0], tables, device, batches, steps * rounds)}]
     else:
         results = [{**what, **planning_cost(runs[0], run(0, cached=False), steps, rounds)}]
-    print(f"{'device/host':>14}{'depth':>7}{'step ms':>10}{'serial ms':>11}{'over the larger':>17}{'stall':>9}"
-          + (f"{'| loaded: step ms':>20}{'device ms':>11}{'over the larger':>17}" if loaded else ""))  # fmt: skip
+    print(
+        f"{'device/host':>14}{'depth':>7}{'step ms':>10}{'serial ms':>11}{'over the larger':>17}{'stall':>9}"
+        + (f"{'| loaded: step ms':>20}{'device ms':>11}{'over the larger':>17}" if loaded else "")
+    )
     for factor in FACTORS:
         turns = [turn(runs, device, load, factor, depths, steps) for _ in range(rounds)]
         for depth in depths:
@@ -171,8 +171,12 @@ def turn(
     found = {}
     for depth in depths:
         step = runs[depth].per_step(steps)
-        found[depth] = {"step_ms": step, "serial_ms": host + device, "over_max": step / max(host, device),
-                        "stall": runs[depth].stalled / step}  # fmt: skip
+        found[depth] = {
+            "step_ms": step,
+            "serial_ms": host + device,
+            "over_max": step / max(host, device),
+            "stall": runs[depth].stalled / step,
+        }
     if load is None:
         return found
     simulated.load, simulated.seconds, load.seconds = load, 0.0, 0.0
@@ -181,19 +185,27 @@ def turn(
     simulated.seconds, loaded_device = device, max(device, least)
     for depth in depths:
         step = runs[depth].per_step(steps)
-        found[depth] |= {"loaded_step_ms": step, "loaded_device_ms": loaded_device, "launches_and_copies_ms": least,
-                         "loaded_over_max": step / max(host, loaded_device)}  # fmt: skip
+        found[depth] |= {
+            "loaded_step_ms": step,
+            "loaded_device_ms": loaded_device,
+            "launches_and_copies_ms": least,
+            "loaded_over_max": step / max(host, loaded_device),
+        }
     simulated.load = None
     return found
 
 
 def line_of(factor: float, depth: int, found: dict[str, float]) -> str:
     """Return a line of the table."""
-    line = (f"{factor:>14}{depth:>7}{found['step_ms'] * 1e3:>10.2f}{found['serial_ms'] * 1e3:>11.2f}"
-            f"{found['over_max']:>17.2f}{found['stall']:>9.0%}")  # fmt: skip
+    line = (
+        f"{factor:>14}{depth:>7}{found['step_ms'] * 1e3:>10.2f}{found['serial_ms'] * 1e3:>11.2f}"
+        f"{found['over_max']:>17.2f}{found['stall']:>9.0%}"
+    )
     if "loaded_over_max" in found:
-        line += (f"{'|':>3}{found['loaded_step_ms'] * 1e3:>17.2f}{found['loaded_device_ms'] * 1e3:>11.2f}"
-                 f"{found['loaded_over_max']:>17.2f}")  # fmt: skip
+        line += (
+            f"{'|':>3}{found['loaded_step_ms'] * 1e3:>17.2f}{found['loaded_device_ms'] * 1e3:>11.2f}"
+            f"{found['loaded_over_max']:>17.2f}"
+        )
     return line
 
 
@@ -219,11 +231,17 @@ def planning_cost(cached: Running, uncached: Running, steps: int, rounds: int) -
     ours, theirs, planning = (statistics.median(column) for column in zip(*rates, strict=True))
     share = statistics.median(plan / (without - (all_of_it - plan)) for all_of_it, without, plan in rates)
     hits = cached.pipeline.groups[0].cache.planner.statistics
-    print(f"host {ours * 1e3:.2f} ms a step with the cache, {theirs * 1e3:.2f} without; {hits.hit_rate:.1%} of uses "
-          f"and {hits.unique_hit_rate:.1%} of rows hit")  # fmt: skip
+    print(
+        f"host {ours * 1e3:.2f} ms a step with the cache, {theirs * 1e3:.2f} without; {hits.hit_rate:.1%} of uses "
+        f"and {hits.unique_hit_rate:.1%} of rows hit"
+    )
     print(f"planning {planning * 1e3:.2f} ms, {share:.0%} of what it saves\n")
-    return {"host_ms": round(ours * 1e3, 3), "host_without_ms": round(theirs * 1e3, 3),
-            "planning_ms": round(planning * 1e3, 3), "planning_over_saved": round(share, 3)}  # fmt: skip
+    return {
+        "host_ms": round(ours * 1e3, 3),
+        "host_without_ms": round(theirs * 1e3, 3),
+        "planning_ms": round(planning * 1e3, 3),
+        "planning_over_saved": round(share, 3),
+    }
 
 
 def planning_seconds(run: Running, steps: int) -> float:
@@ -273,29 +291,38 @@ def on_accelerator(device: torch.device, depths: list[int], steps: int) -> list[
                 f"{precision} {'host' if mix else 'device'} tables, depth {depth}{f', cache {cache}' if cache else ''}"
             )
             print(f"{name:<44}{step * 1e3:>9.2f} ms{size / step:>13,.0f} samples/s{on_device / step:>7.2f}")
-            results.append({"run": name, "step_ms": round(step * 1e3, 3), "samples_per_s": round(size / step),
-                            "of_device_tables": round(on_device / step, 3)})  # fmt: skip
+            results.append(
+                {
+                    "run": name,
+                    "step_ms": round(step * 1e3, 3),
+                    "samples_per_s": round(size / step),
+                    "of_device_tables": round(on_device / step, 3),
+                }
+            )
     return results
 
 
 def main() -> None:
     """Measure, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=5_000_000, help="of the tables (D = 80)")
     parser.add_argument("--batch-sizes", type=int, nargs=2, default=[4000, 16_000], help="without and with a cache")
     parser.add_argument("--depths", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--loaded", choices=("none", "cached", "all"), default="cached", help=
-        "for which ids the second simulation runs as well, which doubles their time")  # fmt: skip
+    parser.add_argument(
+        "--loaded",
+        choices=("none", "cached", "all"),
+        default="cached",
+        help="for which ids the second simulation runs as well, which doubles their time",
+    )
     parser.add_argument("--only", choices=("simulated", "accelerator"), help="one part instead of both")
     parser.add_argument("--device", default="auto", help="the accelerator; cpu: try the script with few rows")
-    parser.add_argument("--out", type=Path, help="where the result goes instead of bench/results/")
     arguments = parser.parse_args()
     device = backend.select(arguments.device)
     trial = arguments.device == "cpu"
     if arguments.only == "accelerator" and not (backend.is_accelerator(device) or trial):
-        sys.exit("bench_pipeline: --only accelerator needs a device that torch sees; with --device cpu it is tried")
+        sys.exit("bench pipeline: --only accelerator needs a device that torch sees; with --device cpu it is tried")
     results: list[dict] = []
     if arguments.only != "accelerator":
         small, large = arguments.batch_sizes
@@ -308,11 +335,14 @@ def main() -> None:
         real = on_accelerator(device, arguments.depths, arguments.steps)
     elif arguments.only is None:
         print("\nno accelerator: whole training steps on one were not measured")
-    versions = {"hostdev": hostdev.__version__, "numba": numba.__version__, "torch": torch.__version__}
-    content = {"threads": host_threads(), "versions": versions, "device": backend.describe(device),
-               "launches": LAUNCHES, "launch_us": LAUNCH_US, "simulated": results, "accelerator": real}  # fmt: skip
-    print(f"\nwritten to {record('pipeline', content, arguments.out)}")
-
-
-if __name__ == "__main__":
-    main()
+    versions = versions_of("numba", "torch")
+    content = {
+        "threads": host_threads(),
+        "versions": versions,
+        "device": backend.describe(device),
+        "launches": LAUNCHES,
+        "launch_us": LAUNCH_US,
+        "simulated": results,
+        "accelerator": real,
+    }
+    record("pipeline", content, arguments.out)

@@ -1,4 +1,4 @@
-"""Claim: batches of Criteo's shape come at 5 million samples a second and more on two cores, page cache warm.
+"""Claim: two cores read at least 5 million samples of Criteo's shape a second, with a warm page cache.
 
 A data set of Criteo's shape (160 bytes a row) with random ids is written to a temporary folder. Then passes over it in
 batches of 16,000, in an order of a seed: the first of a reader, which computes checksums, later ones, and those of
@@ -9,7 +9,6 @@ same files in order takes from the disk, both in the same run; and seconds of al
 more where others use the machine. The disk may have a cache of its own.
 """
 
-import argparse
 import os
 import shutil
 import statistics
@@ -18,9 +17,9 @@ import time
 from pathlib import Path
 
 import numpy as np
-from bench_checkpoint import drop_page_cache
-from record import record
 
+from bench.bench_checkpoint import drop_page_cache
+from bench.record import make_parser, record
 from hostdev.data.manifest import Manifest, Shard
 from hostdev.data.preprocess.writer import write_shard
 from hostdev.data.rows import Piece
@@ -54,9 +53,17 @@ def write(root: Path, rows: int) -> Manifest:
         file = f"train/part-{len(shards):05d}.arrow"
         shards.append(Shard(file=file, rows=n, sha256=write_shard(root / file, made, schema)))
     return Manifest(
-        schema=schema, id_type="int32", train=shards, test=[], vocabulary=None, vocabulary_sha256=None,
-        rejected_sha256=None, options={}, statistics={}, sources=[],
-    )  # fmt: skip
+        schema=schema,
+        id_type="int32",
+        train=shards,
+        test=[],
+        vocabulary=None,
+        vocabulary_sha256=None,
+        rejected_sha256=None,
+        options={},
+        statistics={},
+        sources=[],
+    )
 
 
 def copy_rate() -> float:
@@ -131,11 +138,10 @@ def measure(root: Path, found: Manifest, rounds: int) -> dict[str, dict[str, flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=8_000_000, help="160 bytes each on the disk, and in the page cache")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dir", type=Path, help="a folder on the disk to be measured")
-    parser.add_argument("--out", type=Path, help="where the result goes instead of bench/results/")
     arguments = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="bench-reader-", dir=arguments.dir))
     try:
@@ -148,7 +154,3 @@ def main() -> None:
     rate = result["later pass, warm"]["samples/s"]
     print(f"{rate / 1e6:.2f} million samples/s, at least {LIMIT / 1e6:.0f}: {'met' if rate >= LIMIT else 'not met'}")
     record("reader", {"rows": arguments.rows, "threads": host_threads(), **result}, arguments.out)
-
-
-if __name__ == "__main__":
-    main()

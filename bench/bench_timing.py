@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 import torch
-from wide_deep import fields_of, trainer_of
 
+from bench.record import make_parser
+from bench.wide_deep import fields_of, trainer_of
 from hostdev.core.primitive import OpLog, Primitive
 from hostdev.data import lookalike, manifest
 from hostdev.data.shards import ShardReader
@@ -39,6 +40,7 @@ def cost_of_a_call() -> float:
 
 
 def main() -> None:
+    make_parser(__doc__, out=False).parse_args()
     folder, _ = lookalike.ensure()
     found = manifest.read(folder)
     per_call = statistics.median(cost_of_a_call() for _ in range(5))
@@ -58,7 +60,3 @@ def main() -> None:
             f"batch {batch_size}, D = {dim}: step {step * 1e3:.2f} ms, {ops:.0f} ops, "
             f"timing {ops * per_call / step:.3%} of the step"
         )
-
-
-if __name__ == "__main__":
-    main()

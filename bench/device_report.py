@@ -5,7 +5,6 @@ device-report.json, with a summary in words beside it. A part that fails is in i
 others go on. Exit code: 0, 1 if anything failed (a target of speed that is not met is no failure), 2 without a device.
 """
 
-import argparse
 import json
 import os
 import shlex
@@ -18,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import header_of
-from report_parts import MODES, PRECISIONS, SIZES, Part, parts_of
-from report_summary import summary_of
 
+from bench.record import make_header, make_parser
+from bench.report_parts import MODES, PRECISIONS, SIZES, Part, parts_of
+from bench.report_summary import summary_of
 from hostdev.core.errors import UserError
 from hostdev.device import backend
 
@@ -39,9 +38,14 @@ def run(part: Part, log: Path) -> dict[str, Any]:
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     with log.open("wb") as file:
         process = subprocess.Popen(
-            part.command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=ROOT, env=environment,
+            part.command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            cwd=ROOT,
+            env=environment,
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             code = process.wait(part.limit)
         except subprocess.TimeoutExpired:
@@ -83,8 +87,14 @@ def checks_of(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         runs = {mode: found.get(f"train {precision}, {mode}", {}) for mode in MODES}
         digests = {mode: run.get("state_sha256") for mode, run in runs.items()}
         equal = len(set(digests.values())) == 1 and None not in digests.values()
-        checks.append({"check": f"{precision}: the same state_sha256 with {', '.join(MODES)}", "met": equal,
-                       "must": True, "values": digests})  # fmt: skip
+        checks.append(
+            {
+                "check": f"{precision}: the same state_sha256 with {', '.join(MODES)}",
+                "met": equal,
+                "must": True,
+                "values": digests,
+            }
+        )
         rates = {mode: run.get("samples_per_second") for mode, run in runs.items()}
         checks.append(_rate_check(f"{precision}, training", rates))
         checks.append(_rate_check(f"{precision}, bench_pipeline", _bench_rates(found, precision)))
@@ -92,10 +102,17 @@ def checks_of(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _rate_check(what: str, rates: dict[str, float | None]) -> dict[str, Any]:
-    ratios = {mode: round(rates[mode] / rates[ON_DEVICE], 3) for mode in (HOST, CACHED)
-              if rates.get(mode) and rates.get(ON_DEVICE)}  # fmt: skip
-    return {"check": f"{what}: samples/s with {CACHED} at least {TARGET} of device tables", "must": False,
-            "met": ratios.get(CACHED, 0.0) >= TARGET, "values": {"samples_per_s": rates, "ratios": ratios}}  # fmt: skip
+    ratios = {
+        mode: round(rates[mode] / rates[ON_DEVICE], 3)
+        for mode in (HOST, CACHED)
+        if rates.get(mode) and rates.get(ON_DEVICE)
+    }
+    return {
+        "check": f"{what}: samples/s with {CACHED} at least {TARGET} of device tables",
+        "must": False,
+        "met": ratios.get(CACHED, 0.0) >= TARGET,
+        "values": {"samples_per_s": rates, "ratios": ratios},
+    }
 
 
 def _bench_rates(found: dict[str, Any], precision: str) -> dict[str, float | None]:
@@ -129,9 +146,9 @@ def device_of(name: str) -> str | None:
 
 def main() -> int:
     """Run all parts, and write the report after each of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
+    parser.set_defaults(out=Path("device-report.json"))
     parser.add_argument("--device", default="auto", help="cuda, ...; cpu: a small trial of the report itself")
-    parser.add_argument("--out", type=Path, default=Path("device-report.json"), help="the file (device-report.json)")
     parser.add_argument("--quick", action="store_true", help="minutes instead of up to an hour: fewer steps")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as Ctrl-C: the part that runs is ended, too
@@ -141,12 +158,14 @@ def main() -> int:
         print(f"device_report: {error}", file=sys.stderr)
         return 2
     if device is None:
-        print(f"device_report: needs an accelerator that torch sees, such as a CUDA GPU with its driver and a torch "
-              f"built for it; torch {torch.__version__} sees none (--device cpu tries the report itself)",
-              file=sys.stderr)  # fmt: skip
+        print(
+            f"device_report: needs an accelerator that torch sees, such as a CUDA GPU with its driver and a torch "
+            f"built for it; torch {torch.__version__} sees none (--device cpu tries the report itself)",
+            file=sys.stderr,
+        )
         return 2
     size = "trial" if device == "cpu" else "quick" if arguments.quick else "full"
-    report: dict[str, Any] = {**header_of(), "size": size, "trial": size == "trial", "device": device, "parts": []}
+    report: dict[str, Any] = {**make_header(), "size": size, "trial": size == "trial", "device": device, "parts": []}
     summary = ""
     with tempfile.TemporaryDirectory(prefix="device-report-") as folder:
         parts = parts_of(device, SIZES[size], Path(folder))
@@ -159,7 +178,3 @@ def main() -> int:
             summary = write(report, arguments.out)
     print(f"\n{summary}\nwritten to {arguments.out} and {arguments.out.with_suffix('.md')}")
     return 1 if report["failed"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

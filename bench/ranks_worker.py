@@ -3,13 +3,9 @@
 Every process has one thread for kernels and one for torch, and is bound to one CPU: so a rank is a machine of one core.
 """
 
-import hostdev.core.environment  # isort: skip  # noqa: F401  (before torch)
-
 import gc
 import itertools
-import json
 import os
-import sys
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -17,13 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from bench_pipeline import batches_of
-from simulated import Simulated
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from wide_deep import FIELDS
-from workload import training_ids
 
+from bench.bench_pipeline import batches_of
+from bench.simulated import Simulated
+from bench.team import serve
+from bench.wide_deep import FIELDS
+from bench.workload import training_ids
 from hostdev.core.micro_batches import cut, nodes_of
 from hostdev.core.optimizers import FTRL, LazyAdam
 from hostdev.data.batch import Batch
@@ -91,9 +88,14 @@ class Worker:
         schema = Schema("label", (), columns, (Space("values", 0, 1, rows - 1),), rows)
         model = WideDeep(schema, dim, seed=1, layers=LAYERS if layers is None else layers)
         trainer = Trainer(
-            model, host_device_mix=True, device=torch.device("cpu"), seed=1, depth=depth,
-            micro_batches=micro_batches, ranks=self.ranks,
-        )  # fmt: skip
+            model,
+            host_device_mix=True,
+            device=torch.device("cpu"),
+            seed=1,
+            depth=depth,
+            micro_batches=micro_batches,
+            ranks=self.ranks,
+        )
         start, stop = cut(batch, self.size)[self.rank]
         rng, made = np.random.default_rng(0), []
         ids = training_ids(rows, batch)
@@ -122,8 +124,11 @@ class Worker:
     def shape(self) -> dict[str, float]:
         """Return the mean ids and unique ids of this rank's batches, and the unique rows here that all ask for."""
         run = next(iter(self._runs.values()))
-        return {"ids": float(np.mean([ids.size for ids in run.batches])),
-                "asked": float(np.mean([len(np.unique(ids)) for ids in run.batches])), "owned": run.owned}  # fmt: skip
+        return {
+            "ids": float(np.mean([ids.size for ids in run.batches])),
+            "asked": float(np.mean([len(np.unique(ids)) for ids in run.batches])),
+            "owned": run.owned,
+        }
 
     def pipeline_steps(self, depth: int, steps: int, seconds: float, dense: bool) -> float:
         """Return the seconds of a step whose device waits so long, with its exchange or without."""
@@ -201,9 +206,12 @@ class Worker:
                 if number >= 3:
                     found[name].append(seconds)
         dense.close()
-        return {**{name: float(np.median(each)) for name, each in found.items()},
-                **{f"{name} / ddp": float(np.median(np.array(found[name]) / np.array(found["ddp"]))) for name in what},
-                "bytes": 4 * len(flat), "nodes": len(nodes_of(0, each))}  # fmt: skip
+        return {
+            **{name: float(np.median(each)) for name, each in found.items()},
+            **{f"{name} / ddp": float(np.median(np.array(found[name]) / np.array(found["ddp"]))) for name in what},
+            "bytes": 4 * len(flat),
+            "nodes": len(nodes_of(0, each)),
+        }
 
     def copying(self, rounds: int) -> float:
         """Return the seconds of copying a byte, of 64 MiB."""
@@ -313,11 +321,7 @@ def main() -> None:
     if ALONE_WITH_RANKS in os.environ:
         place = place._replace(port=int(os.environ[ALONE_WITH_RANKS]))
     worker = Worker(None if place.alone and not place.port else Ranks(place, fault))
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        what = json.loads(line)
-        print(json.dumps(getattr(worker, what.pop("call"))(**what)), flush=True)
-    worker.close()
+    serve(worker)
     if worker.ranks is not None:
         worker.ranks.leave()
 

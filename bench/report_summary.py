@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from report_parts import MODES, PRECISIONS
+from bench.report_parts import MODES, PRECISIONS
 
 
 def summary_of(report: dict[str, Any]) -> str:
@@ -105,14 +105,22 @@ def _operations(bench: dict[str, Any]) -> list[str]:
     for title, rows in bench.get("results", {}).items():
         head = ["operation", *(f"{way}, us (of copy)" for way in bench["ways"]), "faster", "MB", "bits"]
         cells = [
-            [row["op"], *(f"{row[f'{way}_us']:,.1f} ({row[f'{way}_of_copy']:.0%})" for way in ways),
-             f"{row['speedup']}x", f"{row['bytes'] / 1e6:,.1f}", row["bits"]] for row in rows
-        ]  # fmt: skip
+            [
+                row["op"],
+                *(f"{row[f'{way}_us']:,.1f} ({row[f'{way}_of_copy']:.0%})" for way in ways),
+                f"{row['speedup']}x",
+                f"{row['bytes'] / 1e6:,.1f}",
+                row["bits"],
+            ]
+            for row in rows
+        ]
         lines += _table(f"Operations, {title} (copies {bench['copy_gb_per_s']} GB/s)", head, cells)
     return lines
 
 
 def _steps(bench: dict[str, Any]) -> list[str]:
-    rows = [[row["run"], row["step_ms"], f"{row['samples_per_s']:,}", row["of_device_tables"]]
-            for row in bench.get("accelerator", [])]  # fmt: skip
+    rows = [
+        [row["run"], row["step_ms"], f"{row['samples_per_s']:,}", row["of_device_tables"]]
+        for row in bench.get("accelerator", [])
+    ]
     return _table("Whole steps in the steady state", ["run", "ms", "samples/s", "of device tables"], rows)

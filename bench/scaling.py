@@ -1,4 +1,4 @@
-"""The time of a step of several ranks as a formula (docs/scaling.md), and its constants from a machine's measurements.
+"""The time of a step of several ranks by a formula (docs/scaling.md), with constants that `ranks` measured.
 
     step = max(dense, host), where a rank has cores to spare for both; dense + host, where it has one core
 
@@ -9,13 +9,14 @@ B samples a batch, W ranks, n ids of a rank, u of them unique, o unique rows of 
 for, D columns of all tables, P dense parameters, k nodes of the tree that a rank's micro-batches make up.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
+from bench.record import make_parser
 
 ROW_CALLS, DENSE_CALLS = 6, 2  # collectives of a step, one after the other: for rows; for the dense side's few numbers,
 # beside two for each of its buckets
@@ -117,17 +118,21 @@ def scaled(machine: Machine, ranks: int) -> Machine:
     """Return the constants of a host as assumed, from those of one core here."""
     cores = 1 / CORES
     return machine._replace(
-        per_id=machine.per_id * cores, per_row=machine.per_row * cores, per_value=machine.per_value * cores,
-        per_asked=machine.per_asked * cores, per_asked_value=machine.per_asked_value * cores,
-        per_copied_byte=machine.per_copied_byte * cores, per_sent_byte=1 / SENT_BYTES_PER_S,
+        per_id=machine.per_id * cores,
+        per_row=machine.per_row * cores,
+        per_value=machine.per_value * cores,
+        per_asked=machine.per_asked * cores,
+        per_asked_value=machine.per_asked_value * cores,
+        per_copied_byte=machine.per_copied_byte * cores,
+        per_sent_byte=1 / SENT_BYTES_PER_S,
         per_call=PER_PEER * (ranks - 1),
-    )  # fmt: skip
+    )
 
 
 def main() -> None:
     """Print what the formula says of many hosts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("result", type=Path, help="of bench_ranks.py, with the constants of one core")
+    parser = make_parser(__doc__, out=False)
+    parser.add_argument("result", type=Path, help="file of the benchmark `ranks`, with the constants of one core")
     machine = Machine(**json.loads(parser.parse_args().result.read_text())["formula"]["machine"])
     print(
         f"{'ranks':>5}{'samples a batch':>17}{'host ms':>9}{'dense ms':>10}{'step ms':>9}{'samples/s':>13}"
@@ -144,10 +149,8 @@ def main() -> None:
             dense = dense_seconds(work, scaled(machine, ranks), alone)
             step = max(host, dense)
             first = first or batch / step
-            print(f"{ranks:>5}{batch:>17,}{host * 1e3:>9.1f}{dense * 1e3:>10.1f}{step * 1e3:>9.1f}"
-                  f"{batch / step:>13,.0f}{batch / step / first / ranks:>11.0%}")  # fmt: skip
+            print(
+                f"{ranks:>5}{batch:>17,}{host * 1e3:>9.1f}{dense * 1e3:>10.1f}{step * 1e3:>9.1f}"
+                f"{batch / step:>13,.0f}{batch / step / first / ranks:>11.0%}"
+            )
         print()
-
-
-if __name__ == "__main__":
-    main()

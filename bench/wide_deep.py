@@ -1,4 +1,4 @@
-"""Wide & Deep for benchmarks: over ids and weights that these make themselves, any rows, no data set."""
+"""Wide & Deep for benchmarks, on ids and weights that they draw: tables of any size, no data set."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ FIELDS = 39
 
 @dataclass(frozen=True, eq=False)
 class FieldsBatch:
-    """B rows of F fields."""
+    """A batch of B samples of F fields."""
 
     label: np.ndarray  # float32 [B]
     ids: np.ndarray  # int32 or int64 [B, F]
@@ -30,6 +30,11 @@ class FieldsBatch:
         return np.empty((len(self.label), 0), np.float32)
 
     def __len__(self) -> int:
+        return len(self.label)
+
+    @property
+    def step_rows(self) -> int:
+        """Samples of the whole step: one process reads them all."""
         return len(self.label)
 
 
