@@ -1,7 +1,7 @@
 """Claim: with `lookahead` a cache moves at most 1.05 times the fewest bytes, 1.10 times above 10% of the rows.
 
-It also moves no more than lru, lfu and static do. Planning a batch of 624,000 ids takes at most 3 ms on two cores, and at
-most a quarter of the host's time that the cache saves.
+It also moves no more than lru, lfu and static do. Planning a batch of 624,000 ids takes at most 3 ms on two cores, and
+at most a quarter of the host's time that the cache saves.
 
 Rows moved, those that pass by twice, those that enter or leave with two slots: over the linear program's bound, with
 Zipf ids, Zipf ids of which 0.5% of the rows have another popularity in each batch, and data sets given by --data.

@@ -1,4 +1,4 @@
-"""The operations of hostdev.device.ops on the tensors of a training step: what the benchmark `device` times and compares.
+"""The operations that the benchmark `device` times: those of hostdev.device.ops, on the tensors of a training step.
 
 V slots of a table, D columns; N uses of U unique rows, of which H are in the cache, A are admitted and M pass by; as
 many rows leave as are admitted; L rows come late.

@@ -45,8 +45,10 @@ def train_hostdev(data: films.Films, epochs: int, *, whole: bool = False, **opti
     folder = tempfile.mkdtemp()
     for number in range(DAYS):
         users, batches = day(data, number)
-        tables = {"user": make_table("user", len(data.film) if whole else users),
-                  "film": make_table("film", len(data.genre))}  # fmt: skip
+        tables = {
+            "user": make_table("user", len(data.film) if whole else users),
+            "film": make_table("film", len(data.genre)),
+        }
         runtime = hostdev.Runtime(tables, device="cpu", **options)
         if number:  # the rows of the day before, with their optimizer's state, into the first rows of these tables
             runtime.load(folder, strict=False)

@@ -41,8 +41,10 @@ def loss_of(user: torch.Tensor, film: torch.Tensor, negative: torch.Tensor) -> t
 def make_tables(data: films.Films) -> tuple[hostdev.HostTable, hostdev.HostTable]:
     """Make the tables of users and films."""
     sizes = {"user": len(data.film), "film": len(data.genre)}
-    user, film = (hostdev.HostTable(n, DIM, hostdev.LazyAdam(lr=LR), name=k, init=hostdev.Normal(0.1), seed=1)
-                  for k, n in sizes.items())  # fmt: skip
+    user, film = (
+        hostdev.HostTable(n, DIM, hostdev.LazyAdam(lr=LR), name=k, init=hostdev.Normal(0.1), seed=1)
+        for k, n in sizes.items()
+    )
     return user, film
 
 

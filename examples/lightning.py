@@ -83,10 +83,16 @@ def main(folder: str | None = None, epochs: int = 4, resume: str | None = None, 
     validation = DataLoader(data.events("test"), batch_size=1024)
     best = ModelCheckpoint(folder or tempfile.mkdtemp(), monitor="auc", mode="max", save_last=True)
     trainer = lightning.Trainer(
-        max_epochs=epochs, accumulate_grad_batches=ACCUMULATE, gradient_clip_val=1.0, devices=1,
-        callbacks=[best, EarlyStopping("auc", mode="max")], plugins=[checkpoint_io(runtime)],
-        logger=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        max_epochs=epochs,
+        accumulate_grad_batches=ACCUMULATE,
+        gradient_clip_val=1.0,
+        devices=1,
+        callbacks=[best, EarlyStopping("auc", mode="max")],
+        plugins=[checkpoint_io(runtime)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(
         module,
         runtime.train_loader(training, ids=ids, accumulate=ACCUMULATE),

@@ -46,8 +46,11 @@ def batches(data: films.Films, epochs: int):
     for _ in range(epochs):
         for users in torch.randperm(len(film), generator=random).split(BATCH):
             history, following = film[users, :-1], film[users, 1:]
-            yield {"history": history, "following": following,
-                   "negative": torch.randint(len(data.genre), history.shape, generator=random)}  # fmt: skip
+            yield {
+                "history": history,
+                "following": following,
+                "negative": torch.randint(len(data.genre), history.shape, generator=random),
+            }
 
 
 def make_table(data: films.Films) -> hostdev.HostTable:

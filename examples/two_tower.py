@@ -52,8 +52,10 @@ def log_counts(data: films.Films) -> torch.Tensor:
 
 def make_tables(data: films.Films) -> dict[str, hostdev.HostTable]:
     """Make the tables, by feature."""
-    return {k: hostdev.HostTable(n, DIM, hostdev.LazyAdam(lr=LR), name=k, init=hostdev.Normal(0.1), seed=1)
-            for k, n in data.sizes.items()}  # fmt: skip
+    return {
+        k: hostdev.HostTable(n, DIM, hostdev.LazyAdam(lr=LR), name=k, init=hostdev.Normal(0.1), seed=1)
+        for k, n in data.sizes.items()
+    }
 
 
 def recall(data: films.Films, user: torch.Tensor, film: torch.Tensor) -> float:

@@ -111,8 +111,14 @@ def command(tmp_path):
     def run(module, *arguments, cwd=tmp_path, **options):
         return subprocess.run(
             [sys.executable, "-m", module, *map(str, arguments)],
-            cwd=cwd, env=environment(tmp_path), capture_output=True, text=True, timeout=300, check=False, **options,
-        )  # fmt: skip
+            cwd=cwd,
+            env=environment(tmp_path),
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+            **options,
+        )
 
     return run
 

@@ -92,11 +92,17 @@ def train(options: Any) -> None:
         tests = task.read(options.folder, "test")
         first = np.arange(1)
         network = hostdev.Network(
-            task.network, (task.transform(images[:1], first, 0, True),), ranks=ranks, seed=options.seed,
-            micro_batches=options.micro_batches, gradients=options.gradients, schedule=options.schedule,
-            stage_cut=options.stage_cut, plan=options.plan,
+            task.network,
+            (task.transform(images[:1], first, 0, True),),
+            ranks=ranks,
+            seed=options.seed,
+            micro_batches=options.micro_batches,
+            gradients=options.gradients,
+            schedule=options.schedule,
+            stage_cut=options.stage_cut,
+            plan=options.plan,
             auto=options.batch_size if options.parallel == "auto" else None,
-        )  # fmt: skip
+        )
         if network.choice is not None:
             say("\n".join(network.choice.lines()))
         say(network.describe() or "the whole network on each process", flush=True)

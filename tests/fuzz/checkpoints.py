@@ -21,9 +21,14 @@ from tests.fuzz.datasets import TABLE, csv
 from tests.fuzz.mutations import change_bytes, change_json
 
 COMMANDS = [
-    ["info"], ["verify"], ["compact"], ["merge", "--out", "out"], ["reshard", "--ranks", "2", "--out", "out"],
-    ["export", "--out", "out"], ["export", "--out", "out", "--format", "npy", "--slots"],
-]  # fmt: skip
+    ["info"],
+    ["verify"],
+    ["compact"],
+    ["merge", "--out", "out"],
+    ["reshard", "--ranks", "2", "--out", "out"],
+    ["export", "--out", "out"],
+    ["export", "--out", "out", "--format", "npy", "--slots"],
+]
 OPTIMIZERS = {each.__name__: each for each in (FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad)}
 
 
@@ -116,8 +121,9 @@ def _read(case: Path, number: int) -> None:
         for about in chain[-1].manifest.tables:
             if about.rows * about.dim > 1 << 20 or about.optimizer not in OPTIMIZERS:
                 continue
-            tables[about.name] = HostTable(about.rows, about.dim, OPTIMIZERS[about.optimizer](), name=about.name,
-                                           dtype=about.dtype)  # fmt: skip
+            tables[about.name] = HostTable(
+                about.rows, about.dim, OPTIMIZERS[about.optimizer](), name=about.name, dtype=about.dtype
+            )
         require_tables(chain, tables)
         load_tables(chain, tables, check=True)
     else:

@@ -15,11 +15,45 @@ from tests.fuzz.mutations import INTEGERS, VALUES
 from tests.own_models import ThreeTables
 
 COLUMNS = ("age", "user", "item", "kind", "genres")
-ODD = [*VALUES, b"bytes", b"\xff\xfe", np.nan, np.float32(1), np.int64(3), np.str_("u1"), ["g1"], ["g1", None], ("g1",),
-       {"g1"}, object(), 1 + 2j, [["g1"]], "u1", "i2", 1, 0, True, "g1|g2"]  # fmt: skip
-TYPES = [pa.string(), pa.large_string(), pa.binary(), pa.int8(), pa.uint64(), pa.float16(), pa.float64(), pa.bool_(),
-         pa.date32(), pa.timestamp("ns"), pa.list_(pa.string()), pa.null(), pa.decimal128(5, 2), pa.string_view(),
-         pa.dictionary(pa.int32(), pa.string())]  # fmt: skip
+ODD = [
+    *VALUES,
+    b"bytes",
+    b"\xff\xfe",
+    np.nan,
+    np.float32(1),
+    np.int64(3),
+    np.str_("u1"),
+    ["g1"],
+    ["g1", None],
+    ("g1",),
+    {"g1"},
+    object(),
+    1 + 2j,
+    [["g1"]],
+    "u1",
+    "i2",
+    1,
+    0,
+    True,
+    "g1|g2",
+]
+TYPES = [
+    pa.string(),
+    pa.large_string(),
+    pa.binary(),
+    pa.int8(),
+    pa.uint64(),
+    pa.float16(),
+    pa.float64(),
+    pa.bool_(),
+    pa.date32(),
+    pa.timestamp("ns"),
+    pa.list_(pa.string()),
+    pa.null(),
+    pa.decimal128(5, 2),
+    pa.string_view(),
+    pa.dictionary(pa.int32(), pa.string()),
+]
 _held: dict[str, Any] = {}
 
 

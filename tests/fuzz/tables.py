@@ -18,12 +18,47 @@ from tests.fuzz.mutations import change_bytes
 
 ROWS = 40
 PIECES = [
-    "liked", "age", "user", ",", "\n", "\r\n", '"', '""', "\t", "1", "0", "", " ", "1e400", "-1", "nan", "\0", "é", "'",
-    "g1|g2", "|", "a" * 3000, ",," * 500, "\x1f", "2020-01-01", "\ufeff", ";", "\ud83d\ude00",
-]  # fmt: skip
+    "liked",
+    "age",
+    "user",
+    ",",
+    "\n",
+    "\r\n",
+    '"',
+    '""',
+    "\t",
+    "1",
+    "0",
+    "",
+    " ",
+    "1e400",
+    "-1",
+    "nan",
+    "\0",
+    "é",
+    "'",
+    "g1|g2",
+    "|",
+    "a" * 3000,
+    ",," * 500,
+    "\x1f",
+    "2020-01-01",
+    "\ufeff",
+    ";",
+    "\ud83d\ude00",
+]
 MORE = [[], [], ["--hash-buckets", 50], ["--positive", ">0"], ["--no-quotes"], ["--test-column", "kind=1"]]
-FORMATS = {".csv": None, ".tsv": None, ".parquet": None, ".arrow": None, ".stream": None, ".csv.gz": gzip.compress,
-           ".csv.bz2": bz2.compress, ".csv.tar": None, ".txt": None}  # fmt: skip
+FORMATS = {
+    ".csv": None,
+    ".tsv": None,
+    ".parquet": None,
+    ".arrow": None,
+    ".stream": None,
+    ".csv.gz": gzip.compress,
+    ".csv.bz2": bz2.compress,
+    ".csv.tar": None,
+    ".txt": None,
+}
 
 
 def make(base: Path) -> None:

@@ -36,9 +36,20 @@ except (ImportError, AttributeError) as error:
     unavailable = f"this torch does not let a device be registered from Python: {error}"
 
 __all__ = [
-    "NAME", "SCHEDULES", "Event", "RaceError", "Stream", "collect", "config", "configure", "counters", "finish_all",
-    "raise_errors", "settle", "unavailable",
-]  # fmt: skip
+    "NAME",
+    "SCHEDULES",
+    "Event",
+    "RaceError",
+    "Stream",
+    "collect",
+    "config",
+    "configure",
+    "counters",
+    "finish_all",
+    "raise_errors",
+    "settle",
+    "unavailable",
+]
 
 
 def settle() -> None:

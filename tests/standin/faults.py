@@ -85,16 +85,33 @@ class Tests:
     def run(self, schedule: str, *options: str) -> tuple[list[tuple[str, str]], float]:
         """Return the tests that failed, each with its error, and the seconds that it took."""
         command = [
-            sys.executable, "-m", "pytest", "-p", "tests.standin.plugin", "-p", "no:cacheprovider", "-q", "--tb=no",
-            "-m", "device and not slow", "--standin-schedule", schedule, *options,
-            *(f"--deselect={test}" for test in self.known), *self._selected,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "tests.standin.plugin",
+            "-p",
+            "no:cacheprovider",
+            "-q",
+            "--tb=no",
+            "-m",
+            "device and not slow",
+            "--standin-schedule",
+            schedule,
+            *options,
+            *(f"--deselect={test}" for test in self.known),
+            *self._selected,
+        ]
         settings = {"PYTHONPATH": str(self._copy), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "400"}
         start = time.monotonic()
         process = subprocess.Popen(
-            command, cwd=self._copy, env={**os.environ, **settings}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            command,
+            cwd=self._copy,
+            env={**os.environ, **settings},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         try:
             out, _ = process.communicate(timeout=self._timeout)
         except subprocess.TimeoutExpired:
