@@ -1,7 +1,7 @@
-"""Who likes which film, trained by Lightning's Trainer with its tables on hostdev.
+"""Predict who likes which film with Lightning's Trainer and the tables on hostdev.
 
-What differs from a module over torch's embeddings: a batch comes as (batch, rows), the loaders are the runtime's, and
-a plugin keeps the tables with Lightning's checkpoints.
+The differences from a module over torch's embeddings: a batch is (batch, rows), the loaders are the runtime's, and a
+plugin saves the tables with Lightning's checkpoints.
 
 python examples/lightning.py [--small]
 """

@@ -1,6 +1,6 @@
-"""Who likes which film, in a loop of one's own on one process or several: lines that end in # N are all that differs.
+"""Predict who likes which film, in a loop on one process or several; only the lines that end in # N differ.
 
-A batch is cut into 4 micro-batches, which the processes share out. The tables' rows are shared out, too. The number of
+A batch is cut into 4 micro-batches, which the processes divide among them, as they do the tables' rows. The number of
 processes, which divides 4, changes no bit of the result.
 
 python examples/processes.py [--small]

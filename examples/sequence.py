@@ -1,7 +1,7 @@
-"""Which film comes next in a history: self-attention over the rows of each film, unpooled (SASRec).
+"""Predict the next film of a history, by self-attention over the unpooled rows of its films (SASRec).
 
-The same program in plain torch and on hostdev, from the same first rows. Negatives are drawn for each batch, from a
-generator of the loader's own.
+The same program in plain torch and on hostdev, from the same initial rows. The loader draws negatives for each batch
+from its own generator.
 
 python examples/sequence.py [--small]
 """

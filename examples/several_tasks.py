@@ -1,6 +1,6 @@
-"""Whether a user likes a film, and whether they watch it to its end: two tasks over shared experts (MMoE).
+"""Predict whether a user likes a film and watches it to its end: two tasks over shared experts (MMoE).
 
-The same program in plain torch and on hostdev, from the same first rows.
+The same program in plain torch and on hostdev, from the same initial rows.
 
 python examples/several_tasks.py [--small]
 """

@@ -1,6 +1,6 @@
-"""Which film a user watches next: two towers, negatives from the batch, and the exact top 20 of all films.
+"""Predict which film a user watches next: two towers, negatives from the batch, the exact top 20 of all films.
 
-The same program in plain torch and on hostdev, from the same first rows.
+The same program in plain torch and on hostdev, from the same initial rows.
 
 python examples/two_tower.py [--small]
 """

@@ -1,10 +1,10 @@
-"""Small files in the formats of CIFAR-10 and MNIST with something to learn, where the real ones are not at hand.
+"""Write small files in the formats of CIFAR-10 and MNIST, for machines without the real ones.
 
 python examples/parallel/generate.py cifar10 DIR [--train 2000 --test 500 --seed 1]
 python examples/parallel/generate.py mnist DIR [--train 2000 --test 500 --seed 1]
 python examples/parallel/generate.py digits DIR
 
-Everything drawn is a function of the seed, the split and the image's number, in whole numbers. n images.
+Every draw is an integer function of the seed, the split and the image's number. n images.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Train the networks of the parallel examples: alone, or on as many processes as a launcher has started.
+"""Train the networks of the parallel examples: in one process, or in the processes that a launcher started.
 
     python examples/parallel/train.py mnist DIR
     torchrun --nproc-per-node 2 examples/parallel/train.py resnet50 DIR --width 8 --parallel semi --plan fc=colwise
 
-README.md has every mode.
+README.md lists the modes.
 """
 
 import hostdev.core.environment  # isort: skip
