@@ -335,12 +335,12 @@ def document(found, by_carrier):
     lines = [
         "# Types in serving",
         "",
-        "A categorical value gets the same id in a prediction as in training, whatever type it has there; otherwise its",
-        "column is refused with one line. `tests/data/pairs.py` writes this page, and a test compares it. In the tables",
-        "below, training had the type on the left, and the prediction had the same values in the type at the top. `=`",
-        "means the same ids, and so the same probabilities; `-` means an error that names the column. The manifest",
-        "records each column's type in the files and how its values were written (`kinds`). For older data sets, the",
-        "vocabulary shows it.",
+        "A categorical value gets the same id in a prediction as in training, whatever type it has there;",
+        "otherwise its column is refused with one line. `tests/data/pairs.py` writes this page, and a test compares",
+        "it. In the tables below, training had the type on the left, and the prediction had the same values in the",
+        "type at the top. `=` means the same ids, and so the same probabilities; `-` means an error that names the",
+        "column. The manifest records each column's type in the files and how its values were written (`kinds`).",
+        "For older data sets, the vocabulary shows it.",
     ]
     for group, rows in found.items():
         lines += ["", f"## {group.capitalize()}", ""]
@@ -353,9 +353,9 @@ def document(found, by_carrier):
     kinds = [*FILES, *OBJECTS]
     lines += ["", "## Files, dicts, frames and tables", ""]
     lines += [
-        "This table has all columns above. Training read them from the kind of file on the left; the prediction got them",
-        "from the kind of file or object at the top. Each cell has the number of refused columns; all others have the",
-        "same ids. The list below names the refused columns.",
+        "This table has all columns above. Training read them from the kind of file on the left; the prediction",
+        "got them from the kind of file or object at the top. Each cell has the number of refused columns; all",
+        "others have the same ids. The list below names the refused columns.",
         "",
         "| trained from | " + " | ".join(kinds) + " |",
         "|---" * (len(kinds) + 1) + "|",

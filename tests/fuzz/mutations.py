@@ -1,4 +1,4 @@
-"""Changes to bytes and to JSON, drawn from a seed: what damage, another program or an attacker may have written."""
+"""Seeded changes to bytes and JSON, as damage, another program or an attacker may cause."""
 
 import json
 import struct
@@ -68,7 +68,7 @@ VALUES = [
 
 
 def change_bytes(content: bytes, draw: Random) -> bytes:
-    """Return other bytes: flipped, overwritten, cut, repeated or inserted, in one to three places."""
+    """Return changed bytes: flipped, overwritten, cut, repeated or inserted, in one to three places."""
     made = bytearray(content)
     for _ in range(draw.choice([1, 1, 1, 2, 3])):
         size = len(made)
@@ -80,7 +80,7 @@ def change_bytes(content: bytes, draw: Random) -> bytes:
             made[at] ^= 1 << draw.randrange(8)
         elif kind == 1:
             made[at] = draw.choice([0, 1, 9, 10, 34, 44, 127, 128, 255])
-        elif kind in (2, 3, 4):  # a number in its place, as in what Arrow, Parquet and safetensors write
+        elif kind in (2, 3, 4):  # overwrite an aligned number, as Arrow, Parquet and safetensors write them
             width = draw.choice([4, 8])
             at -= at % width
             value = draw.choice(INTEGERS) + draw.choice([0, 0, 1, -1])
@@ -100,7 +100,7 @@ def change_bytes(content: bytes, draw: Random) -> bytes:
 
 
 def change_json(content, draw: Random):
-    """Return another JSON value: one to three places changed, removed, added, renamed or exchanged."""
+    """Return a changed JSON value: one to three entries changed, removed, added, renamed or swapped."""
     made = json.loads(json.dumps(content))
     for _ in range(draw.choice([1, 1, 1, 2, 3])):
         places = list(_places(made, None, None))

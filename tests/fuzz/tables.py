@@ -1,4 +1,4 @@
-"""`preprocess table` and `criteo`: text, Parquet and Arrow files, plain and compressed, changed."""
+"""Changed inputs of `preprocess table` and `criteo`: text, Parquet and Arrow files, plain and compressed."""
 
 import bz2
 import gzip
@@ -89,7 +89,7 @@ def make(base: Path) -> None:
 
 
 def load(base: Path) -> None:
-    """Prepare each once."""
+    """Prepare each file once."""
     for suffix in FORMATS:
         case = base.parent / f"load{suffix}"
         case.mkdir()
@@ -97,7 +97,7 @@ def load(base: Path) -> None:
 
 
 def run(base: Path, case: Path, draw: Random) -> None:
-    """Change one, and prepare it."""
+    """Change one file, and prepare it."""
     suffix = draw.choice(list(FORMATS))
     content = (base / f"t{suffix}").read_bytes()
     if suffix in (".csv", ".tsv", ".txt") and draw.random() < 0.7:
