@@ -37,7 +37,7 @@ Batches = list[tuple[np.ndarray, np.ndarray]]
 
 
 def zipf(rows: int, count: int, size: int, exponent: float, changed: int = 0) -> Batches:
-    """Batches of `size` Zipf ids over `rows` rows, of which so many change their popularity before each batch."""
+    """Return batches of `size` Zipf ids over `rows` rows; `changed` rows swap their popularity before each batch."""
     rng = np.random.default_rng(0)
     edges = np.cumsum(1 / np.arange(1, rows + 1) ** exponent)
     scattered, batches = rng.permutation(rows).astype(np.int32), []
@@ -49,13 +49,13 @@ def zipf(rows: int, count: int, size: int, exponent: float, changed: int = 0) ->
 
 
 def counted(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Unique ids and their uses."""
+    """Return unique ids and their numbers of uses."""
     found, inverse = hostdev.unique(ids)
     return found, count_uses(inverse, len(found))
 
 
 def real(folder: Path, size: int) -> tuple[Batches, int]:
-    """Batches of a data set's training rows, and its rows."""
+    """Return batches of a data set's training samples, and the number of table rows."""
     found = manifest.read(folder)
     reader = ShardReader(folder, found, "train")
     batches = [counted(batch.ids.ravel()) for batch in fields_of(reader, size, seed=2020, epoch=1)]
@@ -63,7 +63,7 @@ def real(folder: Path, size: int) -> tuple[Batches, int]:
 
 
 def run(batches: Batches, planner: Planner) -> float:
-    """Plan all batches, and return the rows moved."""
+    """Plan all batches; return the number of moved rows."""
     for ids, uses in batches:
         planner.announce(ids, uses)
         if len(planner) > planner.window:
@@ -75,7 +75,7 @@ def run(batches: Batches, planner: Planner) -> float:
 
 
 def moved(name: str, batches: Batches, rows: int) -> list[dict]:
-    """Print and return the rows moved by all policies, over the least possible."""
+    """Print and return the rows that each policy moves, relative to the least possible."""
     counts = np.zeros(rows, np.int64)
     for ids, uses in batches:
         counts[ids] += uses
@@ -96,7 +96,7 @@ def moved(name: str, batches: Batches, rows: int) -> list[dict]:
 
 
 def planning(rows: int, share: str, steps: int) -> dict:
-    """Print and return the milliseconds of planning a batch, step by step."""
+    """Print and return the median milliseconds of planning a batch."""
     batches = [hostdev.unique(ids_of(rows, IDS, seed).astype(np.int32)) for seed in range(WINDOW + steps)]
     planner, other = Planner(rows, rows_of(share, rows)), np.ones(4_000_000, np.float32)
     times, at_half = [], Statistics()

@@ -1,13 +1,13 @@
 """Claim: a checkpoint is written at 70% of the disk's speed or more, and training stops for at most 10% of that time.
 
-A loop over a table and its optimizer rows, with Zipf ids and a dense step that only waits, as an accelerator's would.
-In the same run: blocks of 64 MiB written to the same disk, each brought to it (fsync), and read again after the page
-cache was dropped. A whole checkpoint, then one after some steps, both while the loop goes on; then a load, and the
-latency of a `Predictor` on the same table against its dense network alone.
+A loop trains a table with Zipf ids; its dense step only waits, as for an accelerator. The same run writes blocks of 64
+MiB to the same disk, each with an fsync, and reads them again after dropping the page cache. A full checkpoint and,
+some steps later, an incremental one are saved while the loop continues. Then the benchmark measures a load, and the
+latency of a `Predictor` on the same table relative to its dense network alone.
 
-Training stands still while `save` is called and while rows are copied aside that it wants to write. Beside that, what
-the steps during the writing take longer than the median of those before: on few cores the threads that hash and write
-take time from the host's kernels.
+Training stops during the call of `save`, and while rows that it is about to write are copied first. The benchmark also
+reports how much longer the steps take during the write than before: on few cores the threads that hash and write take
+time from the host's kernels.
 """
 
 import itertools
@@ -44,7 +44,7 @@ LIMITS = {"write rate": 0.7, "stall": 0.1, "latency of a batch of 1": 2.0}
 
 
 def drop_page_cache(paths: list[Path]) -> None:
-    """Ask the kernel to forget files, so that they are read from the disk."""
+    """Drop files from the page cache, so that the next read is from the disk."""
     for path in paths:
         number = os.open(path, os.O_RDONLY)
         os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -52,7 +52,7 @@ def drop_page_cache(paths: list[Path]) -> None:
 
 
 def disk_rates(path: Path, size: int) -> tuple[float, float]:
-    """GB/s of writing and reading blocks, each a file that is brought to the disk."""
+    """Return the GB/s of writing and reading blocks, each a file with an fsync."""
     block = np.random.default_rng(0).integers(0, 255, BLOCK, np.uint8).tobytes()
     files = [path / f"block-{i}" for i in range(max(1, size // BLOCK))]
     start = time.perf_counter()
@@ -72,7 +72,7 @@ def disk_rates(path: Path, size: int) -> tuple[float, float]:
 
 
 def steps_of(runtime: hostdev.Runtime, rows: int) -> Iterator[None]:
-    """Steps whose dense side waits; gradients of ones."""
+    """Yield after each step; the dense side only waits, and gradients are ones."""
     batches = [torch.from_numpy(ids_of(rows, UNIQUE_IDS, seed)) for seed in range(8)]
     one = torch.ones(1)
     for _, found in runtime.train(itertools.cycle(batches), ids=lambda ids: {"t": ids}):
@@ -82,7 +82,7 @@ def steps_of(runtime: hostdev.Runtime, rows: int) -> Iterator[None]:
 
 
 def timed(steps: Iterator[None], until: Callable[[int], bool]) -> list[float]:
-    """Seconds of each step."""
+    """Return the seconds of each step."""
     times: list[float] = []
     while not until(len(times)):
         start = time.perf_counter()
@@ -92,7 +92,7 @@ def timed(steps: Iterator[None], until: Callable[[int], bool]) -> list[float]:
 
 
 def saving(path: Path, rows: int, settle: int, between: int) -> dict[str, float]:
-    """A whole checkpoint and one that adds to it, while the loop goes on."""
+    """Measure a full checkpoint and an incremental one during training."""
     table = hostdev.HostTable(rows, DIM, hostdev.LazyAdam(), name="t")
     runtime = hostdev.Runtime({"t": table}, device="cpu", depth=2)
     steps = steps_of(runtime, rows)
@@ -142,7 +142,7 @@ def saving(path: Path, rows: int, settle: int, between: int) -> dict[str, float]
 
 
 def predicting(path: Path, rows: int, rounds: int) -> dict[str, float]:
-    """Latency of ids of Wide & Deep with a table of so many rows, and of one row as a dict."""
+    """Measure the latency of Wide & Deep's predictions from ids, and from one row as a dict."""
     data, _ = lookalike.ensure()
     found = manifest.read(data)
     settings = config.TrainConfig(data=data, emb_dim=DIM).resolved()

@@ -1,12 +1,14 @@
 """Claim: on CUDA, Triton's kernels give the bits of torch's operations on rows, near the copy bandwidth.
 
-Every operation of hostdev.device.ops on the tensors of a training step (`device_cases.py`): a batch of 16,000 samples
-of 39 fields, 13 of which have the same id in every sample, D = 80 and 1. Time on the device is that of events around a
-call, behind work that flushes the caches and lets the host get ahead; time on the host is that of queueing the call.
-Bytes count each value once; their share is that of the device's copy bandwidth, measured in the same run. Both ways are
-compared to the bit; sums of rows with many uses, which Triton adds in segments, to a tolerance.
+The benchmark runs every operation of hostdev.device.ops on the tensors of a training step (`device_cases.py`): a batch
+of 16,000 samples of 39 fields, 13 of which have the same id in every sample, with D = 80 and 1. Device time is
+measured by events around a call, after work that flushes the caches and lets the host run ahead; host time is that of
+queueing the call. Bytes count each value once, relative to the device's copy bandwidth in the same run. Both
+implementations are compared to the bit; sums of rows with many uses, which Triton adds in segments, are compared with
+a tolerance.
 
-Without an accelerator it says so. `--device cpu` tries the script: host kernels against torch's operations, small.
+Without an accelerator the benchmark prints that and ends. `--device cpu` is a small trial: host kernels against
+torch's operations.
 """
 
 import statistics
@@ -37,7 +39,7 @@ EXACT_USES = {1: 31}
 
 
 class Clock:
-    """Times calls on a device."""
+    """Measure calls on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -75,7 +77,7 @@ class Clock:
 
 
 def ways_for(device: torch.device) -> dict[str, ModuleType]:
-    """Return the ways to do the operations on a device, by name; torch's is the last."""
+    """Return the implementations of the operations on a device, by name; torch's is the last."""
     ways = {"torch": torch_operations}
     if device.type == "cpu":
         return {"host kernels": host_kernels, **ways}
@@ -85,20 +87,20 @@ def ways_for(device: torch.device) -> dict[str, ModuleType]:
 
 
 def copy_bandwidth(clock: Clock, device: torch.device, rounds: int) -> float:
-    """Return bytes a microsecond, read and written, of a copy on the device."""
+    """Return bytes read and written per microsecond by a copy on the device."""
     nbytes = 1 << 30 if backend.is_accelerator(device) else 1 << 26
     source, target = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     return 2 * nbytes / clock.measure(lambda: target.copy_(source), rounds)[0]
 
 
 def same_bits(one: Tensor, other: Tensor) -> Tensor:
-    """Tell of each value whether its bits are the same."""
+    """Return a mask of the values whose bits are equal."""
     dtype = torch.int16 if one.dtype == torch.bfloat16 else torch.int32
     return one.contiguous().view(dtype) == other.contiguous().view(dtype)
 
 
 def compare(case: Case, batch: Batch, one: list[Tensor], other: list[Tensor]) -> str:
-    """Say how the results of two ways differ: "equal" is to the bit."""
+    """Return in words how two results differ; "equal" means to the bit."""
     if not one:
         return ""
     if any(got.shape != wanted.shape for got, wanted in zip(one, other, strict=True)):
@@ -119,7 +121,7 @@ def compare(case: Case, batch: Batch, one: list[Tensor], other: list[Tensor]) ->
 
 
 def measure(case: Case, batch: Batch, ways: dict[str, ModuleType], clock: Clock, copy: float, rounds: int) -> dict:
-    """Run an operation every way; compare the results, and print and return its times."""
+    """Run an operation by every implementation; compare the results; print and return the times."""
     row: dict[str, Any] = {"op": case.name, "bytes": case.moved}
     reference: list[Tensor] | None = None
     line, bits = f"  {case.name:<26}", ""
@@ -151,7 +153,7 @@ def round_square_roots() -> None:
 def measure_size(
     rows: int, dim: int, size: int, device: torch.device, clock: Clock, copy: float, rounds: int
 ) -> list[dict]:
-    """Measure all operations at one size; none if the device has no room for it."""
+    """Measure all operations at one size; return nothing if the device has too little memory."""
     title = f"V = {rows:,}, D = {dim}, batch {size:,}"
     needed, free = 4 * rows * dim * PLANES * 4 + (4 << 30), backend.free_bytes(device)
     if backend.is_accelerator(device) and free is not None and needed > free:
@@ -169,7 +171,7 @@ def measure_size(
 
 
 def main() -> int:
-    """Measure, print and record; return 1 if two ways differ."""
+    """Measure, print and record; return 1 if two implementations differ."""
     parser = make_parser(__doc__)
     parser.add_argument("--device", default="auto", help="the accelerator; cpu: try the script, small")
     parser.add_argument("--rounds", type=int, default=50)

@@ -44,7 +44,7 @@ WARMING, PREDICTED, ADDED = 3, 100, 20  # batches
 
 
 class Memory:
-    """The most memory that the process has had, sampled."""
+    """The process's peak memory, sampled."""
 
     def __init__(self) -> None:
         self.most = 0
@@ -62,7 +62,7 @@ class Memory:
 
 
 class Phases:
-    """Times phases, and prints each with its rate beside the limit's."""
+    """Measure phases, and print each one's rate beside its limit."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory, self.found = memory, {}
@@ -99,13 +99,13 @@ class Phases:
 
 
 def batches_of(rows: int, n: int) -> Iterator[torch.Tensor]:
-    """Ids int32 [B, F] of n batches, all there before the first is taken."""
+    """Return the ids int32 [B, F] of n batches."""
     made = [ids_of(rows, BATCH * FIELDS, seed).astype(np.int32).reshape(BATCH, FIELDS) for seed in range(n)]
     return map(torch.from_numpy, made)
 
 
 def digest_of(table: hostdev.HostTable) -> str:
-    """The digest of a table's state."""
+    """Return the digest of a table's state."""
     digest = StateDigest()
     weights, *slots = columns_of(table)
     digest.table(table.name, table.step, weights, slots)

@@ -1,9 +1,9 @@
 """Claim: rows cost a step few launches, nobody waits for the device, and no memory is pinned once it runs.
 
-On the simulated accelerator of the tests, whose clock says nothing, but whose counts are those of any device. Counted
-in the thread of the step, per step, for both tables and a cache of 10% of the rows: the operations that gather,
-assemble, update and exchange rows (no views, no allocations), with torch's operations and with Triton's kernels; what
-the thread waited for; and how often memory was pinned after the tenth step.
+The benchmark uses the tests' simulated accelerator: its times mean nothing, but its counts are those of any device. It
+counts per step, in the step's thread, for both tables and a cache of 10% of the rows: operations that gather,
+assemble, update and exchange rows (no views, no allocations), with torch's operations and with Triton's kernels; the
+thread's waits; and pinned allocations after the tenth step.
 """
 
 import functools
@@ -41,7 +41,7 @@ _LAUNCHES = {"empty": 0, "empty_like": 0, "empty_strided": 0, "new_empty": 0, "s
 
 
 class Counting(TorchDispatchMode):
-    """Counts operations that launch something."""
+    """Count operations that launch a kernel."""
 
     def __init__(self, count: Counter[str], part: str) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Counting(TorchDispatchMode):
 
 @contextmanager
 def counted(way: Any) -> Iterator[Counter[str]]:
-    """Count the operations of a way to do things, by what it is done for."""
+    """Count an implementation's launches by purpose."""
     count: Counter[str] = Counter()
 
     def counting(function: Callable[..., Any], part: str) -> Callable[..., Any]:
@@ -89,7 +89,7 @@ def batches(count: int) -> list[FieldsBatch]:
 
 
 def measure(name: str, way: Any, depth: int = 2) -> dict[str, Any]:
-    """Train, and return what a step costs."""
+    """Train, and return the counts of a step."""
     device = backend.select("standin")
     backend.make_deterministic(device)
     trainer = trainer_of(ROWS, DIM, device=device, depth=depth, cache="10%")

@@ -1,8 +1,8 @@
 """Claim: the layout that `--parallel auto` takes on two processes is within 10% of the best layout.
 
-Of four networks every mesh of two processes is tried: samples; stages with every cut; slices with every choice of
-strategies for up to three layers (beyond that layers in pairs, and each alone). Every candidate is timed in
-rounds, in turn, so that what disturbs the machine disturbs all; the best ones longer. One thread a process.
+The benchmark tries every mesh of two processes for four networks: samples; stages with every cut; slices with every
+combination of strategies for up to three layers, and for more layers each alone and in pairs. Candidates are timed in
+turn, so that disturbances affect all of them; the best are timed longer. Each process has one thread.
 """
 
 import argparse
@@ -33,7 +33,7 @@ NETWORKS = Path(__file__).resolve().parents[1] / "examples" / "parallel"
 
 
 class Case(NamedTuple):
-    """A network, and batches of so many samples in so many micro-batches."""
+    """A network, its batch size and its number of micro-batches."""
 
     name: str
     layers: list[int]  # widths; of none a narrow ResNet
@@ -107,7 +107,7 @@ def all_layouts(network: nn.Sequential) -> Iterator[Tried]:
 
 
 class Timed:
-    """A layout that is timed."""
+    """A network in one layout, ready to be timed."""
 
     def __init__(self, case: Case, tried: Tried, ranks: Ranks) -> None:
         network, self._values = network_of(case)
@@ -140,7 +140,7 @@ class Timed:
 
 
 def measure(case: Case, ranks: Ranks, rounds: int) -> dict[str, Any]:
-    """Return what was chosen, what each layout took, and how far the choice is from the best."""
+    """Return the choice, the times of all layouts, and the choice's time relative to the best."""
     network, values = network_of(case)
     chosen = hostdev.Network(
         network, (values[:1],), ranks=ranks, micro_batches=case.micro_batches, auto=case.batch
@@ -182,7 +182,7 @@ def measure(case: Case, ranks: Ranks, rounds: int) -> dict[str, Any]:
 
 
 def be_a_rank(rounds: int, number: int) -> None:
-    """Measure a case, as one of the processes."""
+    """Measure a case as one of the processes."""
     torch.set_num_threads(1)
     with hostdev.join() as ranks:
         assert ranks is not None

@@ -42,7 +42,7 @@ LIMITS = {"embedding_bag": 2.0, "fbgemm": 1.0, "groups": 1.10, "simulated": 1.15
 
 
 def zipf(rng: np.random.Generator, rows: int, n: int) -> np.ndarray:
-    """Ids whose popularity is Zipf's, scattered over the table."""
+    """Return Zipf ids, scattered over the table."""
     return (rng.zipf(1.1, n) % rows * 2_654_435_761 % rows).astype(np.int64)
 
 
@@ -67,7 +67,7 @@ class Top(nn.Module):
 
 
 def torch_steps(batches: list[list[torch.Tensor]], labels: torch.Tensor) -> Iterator[None]:
-    """Step after step of the model as torch's users write it."""
+    """Train the model with torch's embeddings, step by step."""
     torch.manual_seed(0)
     tables = nn.ModuleList(nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True) for _ in range(TABLES))
     top = Top(TABLES * DIM)
@@ -86,7 +86,7 @@ def torch_steps(batches: list[list[torch.Tensor]], labels: torch.Tensor) -> Iter
 
 
 def hostdev_steps(batches: list[list[torch.Tensor]], labels: torch.Tensor, depth: int) -> Iterator[None]:
-    """The same with the tables in a runtime."""
+    """Train the same model with the tables in a runtime."""
     torch.manual_seed(0)
     tables = [hostdev.HostTable(ROWS, DIM, hostdev.LazyAdam(lr=1e-3), name=f"t{i}") for i in range(TABLES)]
     names = [f"f{i}" for i in range(TABLES)]
@@ -114,7 +114,7 @@ def seconds(steps: Iterator[None], count: int) -> float:
 
 
 def in_turn(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Call each in turn, round after round."""
+    """Call all functions in turn, for some rounds."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
@@ -123,7 +123,7 @@ def in_turn(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list
 
 
 def against_embedding_bag(size: int, steps: int, rounds: int) -> dict[str, float]:
-    """(a)."""
+    """Measure (a)."""
     batches = bags(TABLES, ROWS, size, BAG)
     labels = torch.from_numpy((np.random.default_rng(1).random(size) < 0.3).astype(np.float32))
     made = {
@@ -143,7 +143,7 @@ def against_embedding_bag(size: int, steps: int, rounds: int) -> dict[str, float
 
 
 def against_fbgemm(rows: int, rounds: int) -> dict[str, float]:
-    """(b)."""
+    """Measure (b)."""
     peers = {"hostdev": Peer("hostdev", "hostdev_bags.py", rows), "FBGEMM": Peer("torch", "fbgemm_bags.py", rows)}
     times: dict[str, list[float]] = {}
     try:
@@ -213,7 +213,7 @@ class Waiting:
 
 
 def groups(steps: int, rounds: int, cache: str | None) -> dict[str, float]:
-    """(c)."""
+    """Measure (c)."""
     batches = group_ids(GROUPS, GROUP_ROWS, LARGE, USES)
     made = {
         GROUPS: Waiting(batches, GROUP_ROWS, 0, cache),
@@ -230,7 +230,7 @@ def groups(steps: int, rounds: int, cache: str | None) -> dict[str, float]:
 
 
 def simulated(steps: int, rounds: int, cache: str | None) -> dict[str, float]:
-    """(d)."""
+    """Measure (d)."""
     each, most = USES // GROUPS, CACHED_ROWS // GROUPS
     batches = [
         [ids_of(most, LARGE * each, number * GROUPS + g).reshape(LARGE, each) for g in range(GROUPS)]

@@ -1,7 +1,7 @@
 """Claim: a saved table of 5 million rows opens within 0.2 s, and a request takes at most 3 x `nn.Embedding`'s time.
 
-The table is saved, opened, and asked for 100 rows, beside an `nn.Embedding` of the same weights that is asked for the
-same ids. So are six features of a runtime (`look_up`) beside six such modules.
+The benchmark saves a table, opens it, and looks up 100 rows, in turn with an `nn.Embedding` of the same shape and the
+same ids. It compares `look_up` of six features of a runtime with six such modules.
 """
 
 import statistics
@@ -22,7 +22,7 @@ IDS, CALLS, ROUNDS = 100, 200, 7
 
 
 def seconds_of(call: Callable[[int], Any]) -> float:
-    """Return the median time of a call, each with other ids."""
+    """Return the median time of calls with different ids."""
     times = []
     for number in range(CALLS):
         start = time.perf_counter()
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def measure(rows: int, dim: int, folder: Path) -> dict[str, Any]:
-    """Return the medians of all rounds, and each."""
+    """Return the times of all rounds, and their medians."""
     runtime = hostdev.Runtime({"ids": hostdev.HostTable(rows, dim, hostdev.SGD(lr=0.1), name="t")}, device="cpu")
     runtime.save(folder / "saved")
     runtime.close()

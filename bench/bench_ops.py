@@ -1,8 +1,8 @@
 """Claim: host kernels run near the memory's bandwidth, and their cost per row hardly depends on the table's size.
 
-Every op at several table sizes: milliseconds, ns per row, GB/s, and the share of the copy bandwidth measured in the
-same run; lookups and updates of random rows with bfloat16 weights beside those with float32. Ops are called in turn,
-round after round; medians. Writes JSON and two plots to bench/results/.
+The benchmark times every op at several table sizes: milliseconds, ns per row, GB/s, and the share of the copy
+bandwidth of the same run. It compares lookups and updates of random rows with bfloat16 and float32 weights. Ops take
+turns, and the results are medians. Writes JSON and two plots to bench/results/.
 """
 
 import statistics
@@ -79,7 +79,7 @@ def ops_of(rows: int, dim: int) -> dict[str, Op]:
 
 
 def other_updates(rows: int, dim: int) -> dict[str, Op]:
-    """Return the updates of unique rows by every optimizer, on a table each."""
+    """Return an update of unique rows for every optimizer, each on its own table."""
     found, _ = hostdev.unique(ids_of(rows).astype(np.int32))
     sums = aligned_empty((len(found), dim))
     sums[:] = grads_of(len(found), dim)
@@ -92,7 +92,7 @@ def other_updates(rows: int, dim: int) -> dict[str, Op]:
 
 
 def weights_as(dtype: str, dim: int) -> dict[str, Op]:
-    """Return lookups and updates of random rows whose weights are stored in a dtype."""
+    """Return lookups and updates of random rows with weights in a dtype."""
     rng = np.random.default_rng(0)
     ids = rng.permutation(DTYPE_ROWS)[:DTYPE_USED].astype(np.int32)
     grads, out = aligned_empty((DTYPE_USED, dim)), aligned_empty((DTYPE_USED, dim))
@@ -107,7 +107,7 @@ def weights_as(dtype: str, dim: int) -> dict[str, Op]:
 
 
 def compare_dtypes(rounds: int) -> dict[str, list[dict]]:
-    """Measure bfloat16 weights against float32, each in turn with the other; print their rows a second."""
+    """Measure bfloat16 and float32 weights in turn; print their rows a second."""
     results = {}
     for dim in (16, 80):
         title = f"V = {DTYPE_ROWS:,} D = {dim}"
@@ -121,7 +121,7 @@ def compare_dtypes(rounds: int) -> dict[str, list[dict]]:
 
 
 def copy_op() -> Op:
-    """Return the limit: a copy of 200 MB by all threads, read and written."""
+    """Return the reference: a copy of 200 MB by all threads."""
     source, target = aligned_empty((50_000_000,)), aligned_empty((50_000_000,))
     source[:] = target[:] = 1
 
@@ -144,7 +144,7 @@ def measure(ops: dict[str, Op], rounds: int) -> dict[str, float]:
 
 
 def table_of(ops: dict[str, Op], ms: dict[str, float]) -> list[dict]:
-    """Return a row per op, and print it."""
+    """Print and return a row per op."""
     copy = ops["copy"][2] / ms["copy"] / 1e6
     rows = []
     print(f"{'op':<28}{'ms':>10}{'ns/row':>10}{'GB/s':>8}{'of copy':>9}")

@@ -1,19 +1,19 @@
 """Claims: stages reach 0.85 of what a pipeline can, take at most 1.05x torch's bare schedule, and 1F1B's memory stays.
 
-Each rank has one thread for torch and one CPU, to which it is bound. There are P = 2 stages and M = 8 micro-batches of
-two networks: equal layers, and a narrow ResNet-50 that is cut where the measured costs of its pieces balance.
+Each rank has one thread for torch and is bound to one CPU. There are P = 2 stages and M = 8 micro-batches of two
+networks: equal layers, and a narrow ResNet-50, cut where the measured costs of its pieces balance.
 
-(a) Samples a second of `hostdev.Network` on two ranks over those of one rank: at least 0.85 x M / (M + P - 1) x P. One
-    rank is measured while the other CPU is idle, and beside another one that does the same: two busy cores share the
-    memory's bandwidth, and often the processor's clock.
-(b) Steps over those of torch's own schedule for the same network, cut, micro-batches, loss and optimizer, written
-    with torch.distributed.pipelining and nothing else: at most 1.05x. The same processes take one and the other.
-(c) Bytes that autograd keeps for the backward pass on stage 0 at their peak, counted: with 1F1B in proportion to the
-    number of stages, whatever M. Beside them all bytes that a step takes, with gradients and what has crossed; not
-    what is there from step to step, as torch's own memory for what crosses is.
+(a) Samples a second of `hostdev.Network` on two ranks relative to one rank: at least 0.85 x M / (M + P - 1) x P. One
+    rank is measured with the other CPU idle, and with a second copy running there: two busy cores share the memory's
+    bandwidth, and often the processor's clock.
+(b) Step time relative to torch's schedule for the same network, cut, micro-batches, loss and optimizer, written with
+    torch.distributed.pipelining alone: at most 1.05x. The same processes run both in turn.
+(c) Peak bytes that autograd keeps for the backward pass on stage 0: with 1F1B proportional to the number of stages,
+    independent of M. The benchmark also prints all bytes that a step allocates, with gradients and received tensors,
+    but without memory that persists between steps, such as torch's own receive buffers.
 
-A step is forward, backward and update, from a barrier to the last rank's end. One rank, one beside another, and two
-ranks with each schedule take turns, round after round; medians, of the ratios too.
+A step is forward, backward and update, from a barrier to the last rank's end. One rank, one of two copies, and two
+ranks with each schedule take turns; the results are medians, of the ratios too.
 """
 
 import itertools
@@ -70,7 +70,7 @@ def start(ranks: int, copies: int = 1) -> Team:
 
 
 def stages_of(case: Case, costs: Sequence[tuple[str, float]], count: int) -> tuple[list[str], list[float]]:
-    """Return with which pieces the second and later of so many stages begin, and the part of the time of each stage."""
+    """Return the first pieces of the second and later stages, and each stage's share of the time."""
     names, seconds = map(list, zip(*costs, strict=True))
     if case.network["kind"] == "layers":
         begins = [names[len(names) * number // count] for number in range(1, count)]
@@ -81,7 +81,7 @@ def stages_of(case: Case, costs: Sequence[tuple[str, float]], count: int) -> tup
 
 
 def speed(one: Team, two: Team, case: Case, steps: int, rounds: int, *, quick: bool) -> dict[str, Any]:
-    """Measure a network's steps, (a) and (b) above; print and return what comes of it."""
+    """Measure a network's steps, (a) and (b) above; print and return the result."""
     each: dict[str, Any] = {"samples": case.batch // MICRO_BATCHES, "repeats": 1 if quick else 5}
     [costs] = one.ask("costs", network=case.network, first=True, **each)
     what: dict[str, Any] = {"network": case.network, "batch": case.batch, "micro_batches": MICRO_BATCHES}
@@ -117,7 +117,7 @@ def speed(one: Team, two: Team, case: Case, steps: int, rounds: int, *, quick: b
 def told(
     case: Case, content: dict[str, Any], turns: dict[str, list[float]], taken: Times, *, claims: bool
 ) -> dict[str, Any]:
-    """Print what has been measured of a network; return it with what was known before."""
+    """Print a network's measurements; return them with `content`."""
     goal = EFFICIENCY * MICRO_BATCHES / (MICRO_BATCHES + RANKS - 1) * RANKS
     medians = {name: statistics.median(seconds) for name, seconds in turns.items()}
     print(

@@ -1,7 +1,7 @@
 """Claim: the host side of a step, and a whole step on the CPU, against MindSpore, torch and FBGEMM on the same work.
 
-Every system runs in a process of its own; the ops are called in turn, round after round, and medians are compared, as
-the machine's bandwidth drifts. Builds the peers' environments in .peers/ the first time (4 GB).
+Every system runs in its own process. The ops take turns, and medians are compared, because the machine's bandwidth
+drifts. The first run builds the peers' environments in .peers/ (4 GB).
 """
 
 import argparse
@@ -25,7 +25,7 @@ COMPUTE_ROWS = 184_965
 
 
 def python_of(name: str) -> str:
-    """Return the python of a peer's environment, which is made if it is not there."""
+    """Return the Python of a peer's environment; make the environment if it does not exist."""
     if name == "hostdev":
         return sys.executable
     folder = ENVIRONMENTS / name
@@ -40,7 +40,7 @@ def python_of(name: str) -> str:
 
 
 class Peer:
-    """A peer's process, asked for one call at a time."""
+    """A peer's process, which answers one call at a time."""
 
     def __init__(self, environment: str, script: str, rows: int) -> None:
         env = {**os.environ, "PYTHONPATH": str(ROOT)} if environment == "hostdev" else dict(os.environ)
@@ -95,7 +95,7 @@ def medians(scripts: dict[str, str], rows: int, rounds: int) -> tuple[dict[str, 
 
 
 def kernel_ratios(ms: dict[str, float], unique: int) -> list[tuple[str, float, str]]:
-    """Name, figure and unit of every comparison of kernels."""
+    """Return name, figure and unit of every comparison of kernels."""
     reference = sum(ms[f"mindspore: {op}"] for op in ("lookup deep", "lookup wide", "ftrl", "lazy adam"))
     copy = 0.4 / ms["hostdev: copy 400 MB"]  # GB per ms, read and written
     adam = unique * 80 * 4 * 7 / 1e9 / ms["hostdev: lazy adam unique"]
@@ -116,7 +116,7 @@ def kernel_ratios(ms: dict[str, float], unique: int) -> list[tuple[str, float, s
 
 
 def step_ratios(ms: dict[str, float]) -> list[tuple[str, float, str]]:
-    """Name, figure and unit of every comparison of whole steps on the CPU."""
+    """Return name, figure and unit of every comparison of whole steps on the CPU."""
     rows = []
     for batch in (4000, 16000):
         for precision in ("fp32", "bf16"):

@@ -1,12 +1,11 @@
 """Claim: with a cache of 10% a step costs at most 1.1 x max(host, device), and at depth 0 the pipeline itself under 3%.
 
-The accelerator is simulated: a dense step that only waits a set time, so that the host is as free as it would be. Its
-time is 0.5, 1 and 2 times the host's, which is measured serially in the same round. Ids: uniform, and Zipf without and
-with a cache of 10% of the rows, whose work on the device counts as the device's. The claim is about this simulation.
-Beside it is a second one whose step takes from the host what a real device takes, launches and copies, as a part of the
-step's time, which is at least what they take alone (`simulated.Load`). With a real accelerator, whole training steps as
-well: host tables with and without a cache against device tables. Every run is in its steady state, in turn, round after
-round; medians, of the ratios too.
+The accelerator is simulated: a dense step only waits, so that the host is as free as with a real one. The wait is 0.5,
+1 and 2 times the host's time, which is measured serially in the same round. Ids are uniform, or Zipf without and with
+a cache of 10% of the rows, whose device work counts as the device's time. The claim is about this simulation. In a
+second simulation, the step also takes a real device's launches and copies from the host (`simulated.Load`), as a part
+of its time. With a real accelerator, the benchmark also times whole training steps: host tables with and without a
+cache against device tables. Runs are in their steady state and take turns; the results are medians, of the ratios too.
 """
 
 import itertools
@@ -59,7 +58,7 @@ def tables_of(rows: int) -> list[HostTable]:
 
 
 def plain_loop(tables: list[Embedding], device: Simulated, ids: np.ndarray) -> float:
-    """A step of the same work without a pipeline; return its seconds."""
+    """Do the work of a step without a pipeline; return its seconds."""
     start = time.perf_counter()
     found, _ = hostdev.unique(ids.ravel())
     rows = [torch.empty((len(found), part.table.dim)) for part in tables]
@@ -72,7 +71,7 @@ def plain_loop(tables: list[Embedding], device: Simulated, ids: np.ndarray) -> f
 
 
 class Running:
-    """A pipeline that goes through the batches again and again, on a simulated device."""
+    """A pipeline that cycles through the batches, on a simulated device."""
 
     def __init__(self, pipeline: Pipeline, batches: list[np.ndarray], device: Simulated) -> None:
         self.pipeline, self._device = pipeline, device
@@ -164,7 +163,7 @@ def simulated(
 def turn(
     runs: dict[int, Running], simulated: Simulated, load: Load | None, factor: float, depths: list[int], steps: int
 ) -> dict[int, dict[str, float]]:
-    """Measure every depth beside the host's time of the moment; return by depth seconds (named _ms) and ratios."""
+    """Measure every depth and the host's current time; return seconds (named _ms) and ratios by depth."""
     simulated.seconds = 0.0
     host = runs[0].per_step(steps)
     simulated.seconds = device = host * factor
@@ -212,7 +211,7 @@ def line_of(factor: float, depth: int, found: dict[str, float]) -> str:
 def overhead_of(
     run: Running, tables: list[HostTable], device: Simulated, batches: list[np.ndarray], count: int
 ) -> dict:
-    """What the pipeline itself costs in a serial run, step by step in turn, as the machine's speed varies."""
+    """Measure the pipeline's own cost in a serial run, in turn with a plain loop, step by step."""
     turns = itertools.islice(itertools.cycle(batches), count)
     plain = [Embedding(table) for table in tables]
     pairs = [(run.one_step(), plain_loop(plain, device, ids)) for ids in turns]
@@ -222,7 +221,7 @@ def overhead_of(
 
 
 def planning_cost(cached: Running, uncached: Running, steps: int, rounds: int) -> dict:
-    """What the cache saves the host, in a serial run, and what its planning costs of that."""
+    """Measure the host time that the cache saves in a serial run, and the share that its planning takes."""
     rates = []
     for _ in range(rounds):
         ours, planning = cached.per_step(steps), planning_seconds(cached, steps)
@@ -245,14 +244,14 @@ def planning_cost(cached: Running, uncached: Running, steps: int, rounds: int) -
 
 
 def planning_seconds(run: Running, steps: int) -> float:
-    """Return the seconds of a step's planning in the last steps: counting uses, announcing, planning."""
+    """Return the seconds of planning per step in the last steps: count uses, announce, plan."""
     cache = run.pipeline.groups[0].cache
     times = [list(op.times.durations().latest)[-steps:] for op in (cache.counting, cache.announcing, cache.planning)]
     return sum(map(sum, times)) / 1e9 / steps
 
 
 class Training:
-    """A trainer that goes through the batches again and again."""
+    """A trainer that cycles through the batches."""
 
     def __init__(self, trainer: Trainer, batches: list[FieldsBatch]) -> None:
         self._results = trainer.train(itertools.cycle(batches))
@@ -271,7 +270,7 @@ class Training:
 
 
 def on_accelerator(device: torch.device, depths: list[int], steps: int) -> list[dict]:
-    """Whole training steps at the default sizes: host tables with and without a cache against device tables."""
+    """Measure whole training steps at the default sizes: host tables, cached or not, against device tables."""
     rows, size = (184_965, 16_000) if backend.is_accelerator(device) else (2000, 200)
     backend.make_deterministic(device)
     label, weights = np.zeros(size, np.float32), np.ones((size, FIELDS), np.float32)

@@ -1,9 +1,9 @@
 """Claim: the cost of handing a call to the threads does not grow with their number.
 
-A kernel that does nothing, over four ranges for each thread: what is left is the hand-over. In native code, as kernels
-are; and through Python, as tasks are that are no kernels, one range at a time under the interpreter's lock. The threads
-are more than the cores from some number on, and nothing says what that many real cores would take: they would be woken
-while the call lasts, and here most of them find it done.
+The benchmark calls an empty kernel over four ranges per thread, so that only the hand-over is left: in native code, as
+for kernels, and through Python, as for other tasks, one range at a time under the interpreter's lock. Beyond the
+number of cores the result says nothing about a machine with that many: there, threads wake during the call; here, most
+of them find it finished.
 """
 
 import os
@@ -34,14 +34,14 @@ def through_python(start: int, stop: int, out: Any) -> None:
 
 
 def microseconds(call: Callable[[], object]) -> float:
-    """Return how long a call takes."""
+    """Return the microseconds of a call."""
     start = time.perf_counter_ns()
     call()
     return (time.perf_counter_ns() - start) / 1e3
 
 
 def measure(threads: int, rounds: int) -> dict[str, Any]:
-    """Return the times of both ways in turn."""
+    """Return the times of both ways, measured in turn."""
     set_host_threads(threads)
     n = threads * PER_THREAD
     out = np.zeros(n, np.int64)

@@ -31,7 +31,7 @@ _TYPES = {name: pa.int64() if name.startswith("I") else pa.string() for name in 
 
 
 def repeated(text: Path, out: Path, size: int) -> int:
-    """Write a text's lines again and again; return how often."""
+    """Write a text repeatedly, up to a size; return the number of copies."""
     content = text.read_bytes()
     times = max(1, size // len(content))
     with out.open("wb") as file:
@@ -59,7 +59,7 @@ def prepare(text: Path, out: Path, options: Options) -> int:
 
 
 def timed(call: Callable[[], int]) -> tuple[float, int]:
-    """Return the seconds that a call takes, and its rows."""
+    """Return the seconds of a call, and its rows."""
     start = time.perf_counter()
     rows = call()
     return time.perf_counter() - start, rows

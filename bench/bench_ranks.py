@@ -1,15 +1,15 @@
 """Claims: two ranks of one core train at 1.6x the samples/s of one; the tree's exchange costs at most 1.2x DDP's.
 
-Each rank has one thread for kernels, one for torch, and one CPU, to which it is bound; one rank and two take turns,
-with the same micro-batches, round after round; medians, of the ratios too. Training is Wide & Deep, of the full size
-and of a smaller one, on ids as Criteo's. What is exchanged is printed beside the least that could have been.
+Each rank has one thread for kernels and one for torch, and is bound to one CPU. One rank and two ranks take turns with
+the same micro-batches; the results are medians, of the ratios too. They train Wide & Deep, in full size and smaller,
+on ids like Criteo's. The benchmark prints the exchanged bytes relative to the least possible.
 
 The tree's exchange is compared with a backward pass under torch.nn.parallel.DistributedDataParallel, which exchanges
-the same gradients of the same parameters, and with bare all-reduces of as many bytes.
+the same gradients of the same parameters, and with plain all-reduces of the same number of bytes.
 
-With a simulated device, which waits and then exchanges its gradients: a step at depth 2 against the larger of what host
-and device take alone, each with its exchange. At most 1.15x is claimed of it. Here both exchanges are work of the one
-core that a rank has, so that beside it stands the step over the larger of the device and of what that core has to do.
+With a simulated device, which waits and then exchanges its gradients, the benchmark compares a step at depth 2 with
+the longer of host and device, each with its exchange: at most 1.15x. Both exchanges are work of a rank's one core
+here, so it also prints the ratio to the longer of the device and that core's work.
 """
 
 import itertools
@@ -180,7 +180,7 @@ def trees(two: Team, rounds: int) -> list[dict[str, Any]]:
 
 
 def formula(two: Team, rows: int, batches: list[int], steps: int, rounds: int) -> dict[str, Any]:
-    """Take the formula's constants from ranks that are alone, and see how far it is from two; print and return both.
+    """Fit the formula's constants to single ranks, and compare it with two ranks; print and return both.
 
     Those that are alone run two at a time, as the ranks of a host do: they share its memory and its cores' parts.
     The host's part is that of a step at depth 0 without a device, the dense one an exchange.

@@ -1,12 +1,13 @@
 """Claim: two cores read at least 5 million samples of Criteo's shape a second, with a warm page cache.
 
-A data set of Criteo's shape (160 bytes a row) with random ids is written to a temporary folder. Then passes over it in
-batches of 16,000, in an order of a seed: the first of a reader, which computes checksums, later ones, and those of
-windows of 16 shards, each with the page cache warm, and cold: the files are dropped from it (fadvise) before each pass.
+The benchmark writes a data set of Criteo's shape (160 bytes a row) with random ids to a temporary folder. It times
+passes over it in batches of 16,000, in a seeded order: a reader's first pass, which computes checksums, later passes,
+and passes with windows of 16 shards. Each is timed with a warm and a cold page cache; before a cold pass the files are
+dropped from it (fadvise).
 
-Beside samples a second: bytes of rows a second as a share of what a copy by all threads reads, and of what reading the
-same files in order takes from the disk, both in the same run; and seconds of all cores a million samples, which say
-more where others use the machine. The disk may have a cache of its own.
+It prints samples a second, and bytes a second relative to a copy by all threads and to a sequential read of the same
+files, both measured in the same run. It also prints CPU seconds per million samples, which are more reliable on a
+shared machine. The disk may have its own cache.
 """
 
 import os
@@ -35,7 +36,7 @@ LIMIT = 5e6  # samples a second
 
 
 def write(root: Path, rows: int) -> Manifest:
-    """Write a data set, a shard after the other."""
+    """Write a data set, shard by shard."""
     names = [f"C{i + 1}" for i in range(IDS)]
     first = DENSE + IDS
     spaces = tuple(Space(name, DENSE + i, first + i * VALUES, VALUES) for i, name in enumerate(names))
@@ -67,7 +68,7 @@ def write(root: Path, rows: int) -> Manifest:
 
 
 def copy_rate() -> float:
-    """Return the bytes a second that a copy by all threads reads."""
+    """Return the bytes per second that a copy by all threads reads."""
     source, target = aligned_empty((50_000_000,)), aligned_empty((50_000_000,))
     source[:] = target[:] = 1
 
@@ -83,7 +84,7 @@ def copy_rate() -> float:
 
 
 def file_rate(files: list[Path]) -> float:
-    """Return the bytes a second of reading files in order."""
+    """Return the bytes per second of reading files in order."""
     buffer, size, start = memoryview(bytearray(1 << 22)), 0, time.perf_counter()
     for path in files:
         with path.open("rb", buffering=0) as file:
@@ -93,7 +94,7 @@ def file_rate(files: list[Path]) -> float:
 
 
 def one_pass(reader: ShardReader, epoch: int) -> tuple[float, float]:
-    """Return the samples a second of an epoch, and the seconds of all cores that a million of them took."""
+    """Return an epoch's samples per second, and its CPU seconds per million samples."""
     start, busy = time.perf_counter(), time.process_time()
     rows = sum(len(batch) for batch in reader.batches(BATCH, seed=2020, epoch=epoch))
     seconds, busy = time.perf_counter() - start, time.process_time() - busy
@@ -102,7 +103,7 @@ def one_pass(reader: ShardReader, epoch: int) -> tuple[float, float]:
 
 
 def measure(root: Path, found: Manifest, rounds: int) -> dict[str, dict[str, float]]:
-    """Return the figures of each kind of pass, in turn, round after round; medians."""
+    """Measure each kind of pass in turn, for some rounds; print and return medians."""
     files = [root / shard.file for shard in found.train]
     passes: dict[str, list[tuple[float, float]]] = {}
     limits: dict[str, list[float]] = {"copy": [], "disk": []}

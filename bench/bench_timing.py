@@ -1,6 +1,7 @@
 """Claim: timing every op, log lines included, costs under 1% of a step.
 
-The cost of one timed call of an op that does nothing, times the ops of a step, against the same run's step.
+The benchmark multiplies the cost of timing an empty op by the number of ops in a step, relative to a step of the same
+run.
 """
 
 import itertools
@@ -22,7 +23,7 @@ STEPS = 20
 
 
 def cost_of_a_call() -> float:
-    """Seconds that a timed call of an op adds to the op itself."""
+    """Return the seconds that timing adds to a call of an op."""
     with tempfile.NamedTemporaryFile("w") as file:
         log = OpLog()
         log.write_to(file)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """The operations that the benchmark `device` times: those of hostdev.device.ops, on the tensors of a training step.
 
-V slots of a table, D columns; N uses of U unique rows, of which H are in the cache, A are admitted and M pass by; as
-many rows leave as are admitted; L rows come late.
+V slots of a table, D columns. N occurrences of U unique rows: H are in the cache, A are admitted, M bypass it. As many
+rows are evicted as are admitted. L rows conflict with the previous batch.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,8 +1,9 @@
 """Claim: on this device all tests pass, all modes give the same bits, and host tables keep up with device tables.
 
-Runs the tests and the benchmarks that need an accelerator, each in a process with a time limit, and writes one file,
-device-report.json, with a summary in words beside it. A part that fails is in it with the end of its output, and the
-others go on. Exit code: 0, 1 if anything failed (a target of speed that is not met is no failure), 2 without a device.
+The report runs the tests and benchmarks that need an accelerator, each in a process with a time limit. It writes one
+file, device-report.json, and a summary in Markdown beside it. For a failed part it has the end of its output, and
+continues with the others. Exit code: 0; 1 if anything failed (a missed speed target is no failure); 2 without a
+device.
 """
 
 import json
@@ -31,7 +32,7 @@ CACHED, HOST, ON_DEVICE = "host tables, cache 10%", "host tables", "device table
 
 
 def run(part: Part, log: Path) -> dict[str, Any]:
-    """Run a part, and return what became of it."""
+    """Run a part, and return its result."""
     start = time.perf_counter()
     code, problem, found = None, "", {}
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1", "COLUMNS": "160"}
@@ -75,12 +76,12 @@ def run(part: Part, log: Path) -> dict[str, Any]:
 
 
 def found_in(found: dict[str, Any]) -> dict[str, Any]:
-    """Findings as an entry of a part, if there are any."""
+    """Return a part's entry of findings, if there are any."""
     return {"found": found} if found else {}
 
 
 def checks_of(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Compare parts with each other: the digests of trainings must be equal, and their rates have a target."""
+    """Compare the trainings: their digests must be equal, and their rates have a target."""
     found = {part["name"]: part.get("found", {}) for part in parts}
     checks = []
     for precision in PRECISIONS:
@@ -116,7 +117,7 @@ def _rate_check(what: str, rates: dict[str, float | None]) -> dict[str, Any]:
 
 
 def _bench_rates(found: dict[str, Any], precision: str) -> dict[str, float | None]:
-    """The best samples/s of each mode in bench_pipeline's runs."""
+    """Return the best samples/s of each mode in the benchmark `pipeline`."""
     rates: dict[str, float | None] = {}
     for row in found.get("bench_pipeline", {}).get("accelerator", []):
         name = row["run"].removeprefix(f"{precision} ")
@@ -128,7 +129,7 @@ def _bench_rates(found: dict[str, Any], precision: str) -> dict[str, float | Non
 
 
 def write(report: dict[str, Any], out: Path) -> str:
-    """Write the report and its summary, and return the latter."""
+    """Write the report and its summary; return the summary."""
     report["checks"] = checks_of(report["parts"])
     report["failed"] = [part["name"] for part in report["parts"] if part["status"] != "passed"]
     report["failed"] += [check["check"] for check in report["checks"] if check["must"] and not check["met"]]

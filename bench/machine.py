@@ -22,7 +22,7 @@ COPIED, ROUNDS = 1 << 28, 10
 
 
 def query(field: str, device: torch.device) -> str | None:
-    """Return what nvidia-smi says of a device; None where there is none."""
+    """Return a field of nvidia-smi for a device; None without nvidia-smi."""
     number = device.index or 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     name = visible[number].strip() if number < len(visible) and visible[number].strip() else str(number)
@@ -35,7 +35,7 @@ def query(field: str, device: torch.device) -> str | None:
 
 
 def bandwidths(device: torch.device) -> dict[str, Any]:
-    """Return the GB/s of copies to the device and back, through pinned memory where there is an accelerator."""
+    """Return the GB/s of copies to the device and back, with pinned memory for an accelerator."""
     found = bus.measure(device, COPIED, ROUNDS)
     return {
         "pinned": backend.is_accelerator(device),
@@ -45,7 +45,7 @@ def bandwidths(device: torch.device) -> dict[str, Any]:
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
-    """Return what torch and the driver say of the device."""
+    """Return the device's properties from torch and the driver."""
     facts: dict[str, Any] = {"device": str(device), "name": backend.describe(device)}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -62,7 +62,7 @@ def device_facts(device: torch.device) -> dict[str, Any]:
 
 
 def triton_version() -> str | None:
-    """Return Triton's version; None where it is not installed."""
+    """Return Triton's version; None if it is not installed."""
     if not triton.available():
         return None
     import triton as installed

@@ -1,4 +1,4 @@
-"""One of the processes that `bench_parallel` measures. It has one thread for torch, and is bound to one CPU."""
+"""One of the processes that the benchmark `parallel` measures. It has one thread for torch, on one CPU."""
 
 import os
 import statistics
@@ -29,7 +29,7 @@ OURS, TORCH = "hostdev", "torch"
 
 
 def make_network(kind: str, width: int, layers: int = 0, blocks: Sequence[int] = (3, 4, 6, 3)) -> nn.Sequential:
-    """Return a network, on all ranks the same."""
+    """Return a network, the same on all ranks."""
     torch.manual_seed(1)
     if kind == "layers":
         return nn.Sequential(*(one for _ in range(layers) for one in (nn.Linear(width, width), nn.ReLU())))
@@ -40,7 +40,7 @@ def make_network(kind: str, width: int, layers: int = 0, blocks: Sequence[int] =
 
 
 def batch_of(network: dict[str, Any], samples: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and labels for a network, on all ranks the same."""
+    """Return inputs and labels for a network, the same on all ranks."""
     rng = torch.Generator().manual_seed(2)
     layers = network["kind"] == "layers"
     shape = (network["width"],) if layers else (3, 32, 32)
@@ -87,7 +87,7 @@ class Ours:
 
 
 class Torchs(Ours):
-    """Steps of the same, as torch's users write them: torch's stages, and its schedule."""
+    """Steps of the same network with torch's own stages and schedule."""
 
     def __init__(
         self, network: dict[str, Any], batch: int, micro_batches: int, schedule: str, begins: list[str], ranks: Ranks
@@ -124,7 +124,7 @@ class Torchs(Ours):
 
 
 class Saved:
-    """Counts the bytes that autograd keeps for backward passes, each memory once, but what has been there before."""
+    """Count the bytes that autograd keeps for backward passes: each storage once, and only new ones."""
 
     def __init__(self, before: Sequence[Tensor]) -> None:
         self._before = {one.untyped_storage().data_ptr() for one in before}
@@ -146,7 +146,7 @@ class Saved:
 
 
 class _Kept:
-    """A tensor that autograd keeps, until it lets go of this."""
+    """A tensor that autograd keeps as long as it keeps this object."""
 
     def __init__(self, saved: Saved, tensor: Tensor) -> None:
         self._saved, self.tensor = saved, tensor
@@ -157,7 +157,7 @@ class _Kept:
 
 
 class Alive(TorchDispatchMode):
-    """Counts the bytes of all memory that torch's operations take in this thread, until it is let go of."""
+    """Count the bytes that torch's operations allocate in this thread and have not freed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,14 +187,14 @@ class Alive(TorchDispatchMode):
 
 
 class Worker:
-    """What a process can be told; each method is one thing, and returns what JSON can hold."""
+    """The calls that a process answers. Each method is one call, and returns a JSON value."""
 
     def __init__(self, ranks: Ranks | None) -> None:
         self._ranks = ranks
         self._runs: dict[str, dict[str, Ours]] = {}
 
     def costs(self, network: dict[str, Any], samples: int, repeats: int) -> list[tuple[str, float]]:
-        """Return the pieces of a network, and the seconds that each takes for a micro-batch, forward and back."""
+        """Return a network's pieces, each with its seconds for a micro-batch, forward and backward."""
         whole = make_network(**network)
         pieces, inputs = pieces_of(whole), like(batch_of(network, 1)[:1])
         found = [
@@ -205,7 +205,7 @@ class Worker:
         return [(piece.name, seconds) for piece, seconds in zip(pieces, each, strict=True)]
 
     def make(self, key: str, begins: list[str], **what: Any) -> dict[str, float | None]:
-        """Make a network, ours and torch's; return what the loss of the first step is to both."""
+        """Make a network for hostdev and torch; return the loss of the first step by each."""
         self._runs[key] = {OURS: Ours(begins=begins, ranks=self._ranks, **what)}
         if self._ranks is not None:
             self._runs[key][TORCH] = Torchs(begins=begins, ranks=self._ranks, **what)
@@ -215,7 +215,7 @@ class Worker:
         return first
 
     def take(self, key: str, steps: int) -> dict[str, list[float]]:
-        """Return the seconds of steps, ours and torch's in turn, first the one and then the other first."""
+        """Return the seconds of steps by hostdev and torch, in alternating order."""
         found: dict[str, list[float]] = {who: [] for who in self._runs[key]}
         for number in range(steps):
             for who in sorted(found, reverse=number % 2 == 1):
@@ -228,7 +228,7 @@ class Worker:
         return found
 
     def memory(self, **what: Any) -> dict[str, int]:
-        """Return the bytes of a step here at their peak: saved by autograd, of a micro-batch first; and all of them."""
+        """Return a step's peak bytes on this rank: saved by autograd, for one micro-batch, and all."""
         assert self._ranks is not None
         found: dict[str, int] = {}
         for who, run in ((OURS, Ours(ranks=self._ranks, **what)), (TORCH, Torchs(ranks=self._ranks, **what))):
@@ -251,7 +251,7 @@ class Worker:
 
 
 def work(first_cpu: int) -> None:
-    """Meet the others, and do what comes line by line until there is no more."""
+    """Join the other ranks, and answer calls until standard input ends."""
     torch.set_num_threads(1)
     size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     if hasattr(os, "sched_setaffinity"):

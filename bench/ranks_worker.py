@@ -1,6 +1,6 @@
-"""One of the processes that `bench_ranks` measures: does what it is told, a JSON object a line, and says what it took.
+"""One of the processes that the benchmark `ranks` measures: runs the calls that it reads, a JSON object a line.
 
-Every process has one thread for kernels and one for torch, and is bound to one CPU: so a rank is a machine of one core.
+Every process has one thread for kernels and one for torch, and is bound to one CPU: a rank is a machine of one core.
 """
 
 import gc
@@ -52,7 +52,7 @@ def dense_side(dim: int, layers: list[int]) -> list[nn.Parameter]:
 
 
 class Sum(nn.Module):
-    """Parameters whose gradients are there at once: what follows is their exchange."""
+    """Parameters whose gradients take no time to compute, so that only their exchange does."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Sum(nn.Module):
 
 
 class Worker:
-    """What a process can be told; each method is one thing, and returns what JSON can hold."""
+    """The calls that a process answers. Each method is one call, and returns a JSON value."""
 
     def __init__(self, ranks: Ranks | None) -> None:
         self.ranks = ranks
@@ -75,7 +75,7 @@ class Worker:
         self._sent: Any = None  # returns bytes sent for rows, and the least that could have been
 
     def close(self) -> None:
-        """End what runs."""
+        """End the current run."""
         self._open.close()
         self._open, self._steps, self._sent, self._runs = ExitStack(), None, None, {}
         gc.collect()  # tables that something in a cycle holds would be there beside the next ones
@@ -122,7 +122,7 @@ class Worker:
             self._open.callback(self._dense.close)
 
     def shape(self) -> dict[str, float]:
-        """Return the mean ids and unique ids of this rank's batches, and the unique rows here that all ask for."""
+        """Return the mean ids and unique ids of this rank's batches, and the unique rows requested from it."""
         run = next(iter(self._runs.values()))
         return {
             "ids": float(np.mean([ids.size for ids in run.batches])),
@@ -131,18 +131,18 @@ class Worker:
         }
 
     def pipeline_steps(self, depth: int, steps: int, seconds: float, dense: bool) -> float:
-        """Return the seconds of a step whose device waits so long, with its exchange or without."""
+        """Return the seconds of a step whose device waits `seconds`, with or without the dense exchange."""
         run = self._runs[depth]
         run.device.seconds, run.dense = seconds, dense
         return run.per_step(steps)
 
     def dense_steps(self, steps: int) -> float:
-        """Return the seconds of a step's exchange of the dense side, when the ones before have settled."""
+        """Return the seconds of a step's dense exchange in the steady state."""
         _timed(self.exchange_dense, SETTLE)
         return _timed(self.exchange_dense, steps)
 
     def exchange_dense(self) -> None:
-        """Add up the gradients of all ranks, with what they tell each other in a step."""
+        """Sum the gradients of all ranks, with the other exchanges of a step."""
         if self._dense is None or self.ranks is None:
             return
         for parameter, grad in zip(self._parameters, self._grads, strict=True):
@@ -214,7 +214,7 @@ class Worker:
         }
 
     def copying(self, rounds: int) -> float:
-        """Return the seconds of copying a byte, of 64 MiB."""
+        """Return the seconds per byte of a copy of 64 MiB."""
         values, there = np.zeros(16 << 20, np.float32), np.zeros(16 << 20, np.float32)
         return float(np.median([_timed(lambda: np.copyto(there, values), 2) for _ in range(rounds)])) / values.nbytes
 
@@ -286,7 +286,7 @@ class _Run:
 
     @property
     def owned(self) -> float:
-        """The mean of unique rows that were asked for here."""
+        """The mean number of unique rows requested from this rank."""
         return float(np.mean(self._sizes))
 
     def per_step(self, steps: int) -> float:
@@ -307,7 +307,7 @@ def _timed(call: Any, times: int) -> float:
 
 
 def main() -> None:
-    """Meet the others, and do what comes line by line until there is no more."""
+    """Join the other ranks, and answer calls until standard input ends."""
     torch.set_num_threads(1)
     set_host_threads(1)
     place = find()

@@ -1,4 +1,4 @@
-"""The parts of a device report: the command of each, its time limit, and what to take from what it leaves behind."""
+"""The parts of a device report: each one's command, its time limit, and the reader of its results."""
 
 import json
 import re
@@ -24,7 +24,7 @@ class Part(NamedTuple):
 
 
 class Size(NamedTuple):
-    """How much a report does."""
+    """The extent of a report."""
 
     data: list[str]  # arguments of the preprocessing; none: the built-in look-alike
     train: list[str]
@@ -71,7 +71,7 @@ MODES = {
 
 
 def parts_of(device: str, size: Size, folder: Path) -> list[Part]:
-    """Return the parts of a report on a device, in order; they leave their files in a folder."""
+    """Return the parts of a report on a device, in order; they write their files to a folder."""
     python, where = [sys.executable], ["--device", device]
 
     def bench(name: str, script: str, *arguments: str, limit: int) -> Part:
@@ -113,7 +113,7 @@ def _tests(name: str, selected: list[str], xml: Path, limit: int) -> Part:
 
 
 def _tested(xml: Path) -> tuple[Findings, str]:
-    """Counts of tests, the names of those that failed, and why others were skipped."""
+    """Return counts of tests, names of failed ones, and the reasons for skips."""
     failed, skipped, count = [], Counter[str](), 0
     for case in ET.parse(xml).iter("testcase"):
         count += 1
@@ -133,7 +133,7 @@ def _tested(xml: Path) -> tuple[Findings, str]:
 
 
 def _verified(output: str) -> tuple[Findings, str]:
-    """The digest of every mode, and which modes differ from the first or were not run."""
+    """Return every mode's digest, and the modes that differ from the first or were not run."""
     digests, different, not_run = {}, [], []
     for line in output.splitlines():
         if match := _VERIFIED.match(line):

@@ -1,4 +1,4 @@
-"""A device report in words: Markdown of what `device_report.py` has found so far."""
+"""A device report as Markdown."""
 
 from typing import Any
 

@@ -1,12 +1,12 @@
 """The time of a step of several ranks by a formula (docs/scaling.md), with constants that `ranks` measured.
 
-    step = max(dense, host), where a rank has cores to spare for both; dense + host, where it has one core
+    step = max(dense, host) if a rank has spare cores for both; dense + host if it has one core
 
     dense = t_sample B / W + 4 P (k + 1) (W - 1) / W / bandwidth + calls latency
     host  = a + t_id n + t_row(D) o + t_asked(D) u + t_copy copies + bytes (W - 1) / W / bandwidth + calls latency
 
-B samples a batch, W ranks, n ids of a rank, u of them unique, o unique rows of a rank's part of the tables that all ask
-for, D columns of all tables, P dense parameters, k nodes of the tree that a rank's micro-batches make up.
+B samples a batch, W ranks, n ids of a rank, u of them unique, o unique rows of a rank's part that all ranks request, D
+columns of all tables, P dense parameters, k nodes of the summation tree that a rank's micro-batches fill.
 """
 
 import json
@@ -24,7 +24,7 @@ BUCKET_BYTES = 4 << 20
 
 
 class Machine(NamedTuple):
-    """What a rank's share of a machine can do, in seconds."""
+    """The speed of a rank's share of a machine, in seconds."""
 
     per_step: float  # of the host's work, whatever its size
     per_id: float
@@ -38,7 +38,7 @@ class Machine(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a rank has to do in a step."""
+    """A rank's work in a step."""
 
     ids: float  # n
     asked: float  # u
@@ -64,7 +64,7 @@ def fitted(points: Sequence[tuple[Work, float, float]], copied: float, sent: flo
 
 
 def _non_negative(a: np.ndarray, b: np.ndarray) -> list[float]:
-    """Return the least squares' solution; what would be below 0 is left out."""
+    """Return the least-squares solution; terms that would be negative are left out."""
     used = list(range(a.shape[1]))
     while True:
         found, *_ = np.linalg.lstsq(a[:, used], b, rcond=None)
@@ -76,7 +76,7 @@ def _non_negative(a: np.ndarray, b: np.ndarray) -> list[float]:
 
 
 def host_seconds(work: Work, machine: Machine) -> float:
-    """Return what a rank's host needs for a step, with its exchange."""
+    """Return the seconds of a rank's host for a step, with its exchange."""
     m, w = machine, work
     taken = m.per_step + m.per_id * w.ids + (m.per_row + m.per_value * w.columns) * w.owned
     if w.ranks == 1:
@@ -91,7 +91,7 @@ def host_seconds(work: Work, machine: Machine) -> float:
 
 
 def dense_seconds(work: Work, machine: Machine, alone: float) -> float:
-    """Return what a rank's dense side needs for a step, with its exchange; alone: without."""
+    """Return the seconds of a rank's dense side for a step, with its exchange; `alone` is without."""
     if work.ranks == 1:
         return alone
     size = 4 * work.parameters
@@ -108,14 +108,14 @@ ROWS, FIELDS, DIM, PARAMETERS, EXPONENT = 5_000_000, 39, 80, 3_885_057, 1.1
 
 
 def unique_of(ids: float) -> float:
-    """Return the expected number of different ids among so many, Zipf's as `workload.ids_of` draws them."""
+    """Return the expected number of unique ids among `ids` Zipf draws of `workload.ids_of`."""
     chance = np.arange(1, ROWS + 1, dtype=np.float64) ** -EXPONENT
     chance /= chance.sum()
     return float(-np.expm1(ids * np.log1p(-chance)).sum())
 
 
 def scaled(machine: Machine, ranks: int) -> Machine:
-    """Return the constants of a host as assumed, from those of one core here."""
+    """Return the constants of an assumed host, from those of one core."""
     cores = 1 / CORES
     return machine._replace(
         per_id=machine.per_id * cores,
@@ -130,7 +130,7 @@ def scaled(machine: Machine, ranks: int) -> Machine:
 
 
 def main() -> None:
-    """Print what the formula says of many hosts."""
+    """Print the formula's values for many hosts."""
     parser = make_parser(__doc__, out=False)
     parser.add_argument("result", type=Path, help="file of the benchmark `ranks`, with the constants of one core")
     machine = Machine(**json.loads(parser.parse_args().result.read_text())["formula"]["machine"])

@@ -1,4 +1,4 @@
-"""Devices that are only simulated: a step that waits, and on demand takes from the host what a real one's takes."""
+"""Simulated devices: a step that waits and, on demand, takes as much of the host's time as a real device's step."""
 
 import time
 from collections.abc import Sequence

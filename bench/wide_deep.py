@@ -63,7 +63,7 @@ def trainer_of(
     layers: Sequence[int] = LAYERS,
     **options: Any,
 ) -> Trainer:
-    """Return a trainer of a wide and a deep table of so many rows, both under the same 39 fields."""
+    """Return a trainer with a wide and a deep table of `rows` rows, both behind the same 39 fields."""
     columns = tuple(Column(f"c{i}", "id", "values") for i in range(FIELDS))
     schema = Schema("label", (), columns, (Space("values", 0, 1, rows - 1),), rows)
     model = FieldsModel(schema, dim, seed=1, layers=layers)

@@ -1,4 +1,4 @@
-"""hostdev's way of a batch of bags on the CPU: dedupe, lookup, pooling, gradients back, row-wise Adagrad."""
+"""A batch of bags with hostdev on the CPU: dedupe, lookup, pooling, gradients, row-wise Adagrad."""
 
 import sys
 
@@ -20,7 +20,7 @@ loop = runtime.train(itertools.repeat(values), ids=lambda ids: {"bag": ids})
 
 
 def step():
-    """Finish the batch before, look the next one up and pool it, and bring its gradients to its rows."""
+    """Finish the previous batch; look up and pool the next one; apply its gradients."""
     _, found = next(loop)
     found["bag"].backward(g)
 

@@ -23,7 +23,7 @@ out_unique, out_wide, out_all = (aligned_empty(shape) for shape in ((len(ids), D
 
 
 def host_side():
-    """What the host does in a step: the device sums duplicates' gradients."""
+    """Do the host's work of a step; the device sums duplicates' gradients."""
     found, _ = hostdev.unique(ids)
     deep.lookup(found, out=out_unique[: len(found)])
     wide.lookup(found, out=out_wide[: len(found)])

@@ -1,4 +1,4 @@
-"""hostdev's training step on the CPU, and its dense part alone: the same network on an input that is there."""
+"""hostdev's training step on the CPU, and its dense part alone: the same network on a ready input."""
 
 import sys
 

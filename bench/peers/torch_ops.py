@@ -1,4 +1,4 @@
-"""What a torch user has on the CPU: index_select into a buffer, SparseAdam; and FBGEMM's embedding where installed."""
+"""Torch's operations on the CPU: index_select into a buffer, SparseAdam; and FBGEMM's embedding if installed."""
 
 import sys
 
