@@ -17,7 +17,7 @@ from tests.conftest import ROOT, environment
 PLACES = {"hostdev": "hostdev", "models": "hostdev.models", "data": "hostdev.data"}
 
 # The rooms from top to bottom, as docs/tree.md lists them. A room imports those below it, at import time or later.
-# Rooms and modules in one entry are one room. An entry that is not there is no failure.
+# Rooms and modules in one entry are one room. An entry need not exist. Other modules beside the rooms are above all.
 ROOMS = [
     ("commands", "__main__"),
     ("verify", "verify_processes", "advise"),
@@ -33,7 +33,7 @@ ROOMS = [
     ("cache",),
     ("device",),
     ("host",),
-    ("core",),
+    ("core", "errors"),
     ("kernels",),
     ("models",),
     ("data",),
@@ -141,8 +141,9 @@ def is_in(name, places):
 def test_no_arrow_points_up():
     level = {room: number for number, entry in enumerate(ROOMS) for room in entry}
     found = {name for _, name in modules()}
-    unknown = {room_of(name) for name in found} - {""} - level.keys()
+    unknown = {room_of(name) for path, name in modules() if path.name == "__init__.py"} - {""} - level.keys()
     assert not unknown, f"rooms that are not in ROOMS: {unknown}"
+    level |= {room_of(name): -1 for name in found if room_of(name) not in level}
     for path, name in modules():
         for other in imports_of(path):
             if other in found and name != "hostdev" and other != "hostdev":
