@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 
 import hostdev
-from bench.record import make_parser, record, versions_of
-from bench.wide_deep import fields_of
-from bench.workload import IDS, ids_of
+from bench.record import get_versions, make_parser, record
+from bench.wide_deep import read_fields
+from bench.workload import IDS, draw_ids
 from hostdev import FTRL, LazyAdam
 from hostdev.cache.bound import least_cost, uses_of
 from hostdev.cache.options import POLICIES, WINDOW, rows_of
@@ -58,7 +58,7 @@ def real(folder: Path, size: int) -> tuple[Batches, int]:
     """Return batches of a data set's training samples, and the number of table rows."""
     found = manifest.read(folder)
     reader = ShardReader(folder, found, "train")
-    batches = [counted(batch.ids.ravel()) for batch in fields_of(reader, size, seed=2020, epoch=1)]
+    batches = [counted(batch.ids.ravel()) for batch in read_fields(reader, size, seed=2020, epoch=1)]
     return batches, found.vocabulary_size
 
 
@@ -97,7 +97,7 @@ def moved(name: str, batches: Batches, rows: int) -> list[dict]:
 
 def planning(rows: int, share: str, steps: int) -> dict:
     """Print and return the median milliseconds of planning a batch."""
-    batches = [hostdev.unique(ids_of(rows, IDS, seed).astype(np.int32)) for seed in range(WINDOW + steps)]
+    batches = [hostdev.unique(draw_ids(rows, IDS, seed).astype(np.int32)) for seed in range(WINDOW + steps)]
     planner, other = Planner(rows, rows_of(share, rows)), np.ones(4_000_000, np.float32)
     times, at_half = [], Statistics()
     for ids, inverse in batches:
@@ -147,6 +147,6 @@ def main() -> None:
         found += moved(f"data set {number}", *real(folder, arguments.batch_size))
     print()
     times = [planning(rows, share, arguments.steps) for rows in (184_965, 5_000_000) for share in ("1%", "10%")]
-    versions = versions_of("numba", "numpy")
+    versions = get_versions("numba", "numpy")
     content = {"threads": host_threads(), "versions": versions, "rows_moved": found, "planning": times}
     record("cache", content, arguments.out)

@@ -25,7 +25,7 @@ import torch
 
 import hostdev
 from bench.record import make_parser, record
-from bench.workload import ids_of
+from bench.workload import draw_ids
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.loading import load_tables, verify
 from hostdev.data import lookalike, manifest
@@ -71,9 +71,9 @@ def disk_rates(path: Path, size: int) -> tuple[float, float]:
     return len(files) * BLOCK / written / 1e9, len(files) * BLOCK / read / 1e9
 
 
-def steps_of(runtime: hostdev.Runtime, rows: int) -> Iterator[None]:
+def run_steps(runtime: hostdev.Runtime, rows: int) -> Iterator[None]:
     """Yield after each step; the dense side only waits, and gradients are ones."""
-    batches = [torch.from_numpy(ids_of(rows, UNIQUE_IDS, seed)) for seed in range(8)]
+    batches = [torch.from_numpy(draw_ids(rows, UNIQUE_IDS, seed)) for seed in range(8)]
     one = torch.ones(1)
     for _, found in runtime.train(itertools.cycle(batches), ids=lambda ids: {"t": ids}):
         time.sleep(STEP_SECONDS)
@@ -95,7 +95,7 @@ def saving(path: Path, rows: int, settle: int, between: int) -> dict[str, float]
     """Measure a full checkpoint and an incremental one during training."""
     table = hostdev.HostTable(rows, DIM, hostdev.LazyAdam(), name="t")
     runtime = hostdev.Runtime({"t": table}, device="cpu", depth=2)
-    steps = steps_of(runtime, rows)
+    steps = run_steps(runtime, rows)
     timed(steps, lambda n: n == settle)
     plain = statistics.median(timed(steps, lambda n: n == settle))
     found: dict[str, float] = {"step ms": plain * 1e3}
@@ -194,7 +194,7 @@ def predicting(path: Path, rows: int, rounds: int) -> dict[str, float]:
     return result
 
 
-def _tell(what: str, value: float, limit: float, *, least: bool = False) -> None:
+def _report(what: str, value: float, limit: float, *, least: bool = False) -> None:
     met = value >= limit if least else value <= limit
     print(f"{what}: {value:.2f}, at {'least' if least else 'most'} {limit}: {'met' if met else 'not met'}")
 
@@ -219,9 +219,9 @@ def main() -> None:
             print(f"  {name:<34}{value:>14,.3f}")
     saved = result["saving"]
     for what in ("whole", "adding"):
-        _tell(f"{what}: of the disk's rate", saved[f"{what}: of the disk's"], LIMITS["write rate"], least=True)
-        _tell(f"{what}: stall of the write", saved[f"{what}: stall of the write"], LIMITS["stall"])
+        _report(f"{what}: of the disk's rate", saved[f"{what}: of the disk's"], LIMITS["write rate"], least=True)
+        _report(f"{what}: stall of the write", saved[f"{what}: stall of the write"], LIMITS["stall"])
     for way in ("ids", "dict"):
         over = result["predicting"][f"1, {way}: over the network"]
-        _tell(f"a batch of 1, {way}: over the network", over, LIMITS["latency of a batch of 1"])
+        _report(f"a batch of 1, {way}: over the network", over, LIMITS["latency of a batch of 1"])
     record("checkpoint", result, arguments.out)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from bench.device_cases import PLANES, Batch, Case
-from bench.record import make_parser, record, versions_of
+from bench.record import get_versions, make_parser, record
 from hostdev.core.memory import gib
 from hostdev.device import backend, ops, triton
 from hostdev.device.ops import host_kernels, torch_operations, triton_kernels
@@ -76,7 +76,7 @@ class Clock:
         return statistics.median(device), statistics.median(host or device)
 
 
-def ways_for(device: torch.device) -> dict[str, ModuleType]:
+def get_implementations(device: torch.device) -> dict[str, ModuleType]:
     """Return the implementations of the operations on a device, by name; torch's is the last."""
     ways = {"torch": torch_operations}
     if device.type == "cpu":
@@ -160,7 +160,7 @@ def measure_size(
         print(f"\n{title}: skipped, it needs {gib(needed)}, and {gib(free)} are free")
         return []
     batch = Batch(rows, dim, size, device)
-    ways = ways_for(device)
+    ways = get_implementations(device)
     print(
         f"\n{title}: {batch.N:,} uses of {batch.U:,} rows, {int(batch.uses.max()):,} at most of one; "
         f"{batch.H:,} hits, {batch.A:,} admitted and evicted, {batch.M:,} pass by\n"
@@ -198,12 +198,12 @@ def main() -> int:
         if row["bits"].upper() == row["bits"] != ""
     ]
     print("\n" + ("\n".join(different) or "all ways agree as stated"))
-    versions = versions_of("torch")
+    versions = get_versions("torch")
     content = {
         "device": backend.describe(device),
         "trial": trial,
         "versions": versions,
-        "ways": list(ways_for(device)),
+        "ways": list(get_implementations(device)),
         "copy_gb_per_s": round(copy / 1e3, 2),
         "different": different,
         "results": results,

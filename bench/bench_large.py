@@ -29,7 +29,7 @@ import hostdev
 from bench.bench_checkpoint import disk_rates, drop_page_cache
 from bench.limits import copy_rate, fill_rate, hash_rate, reach
 from bench.record import make_parser, record
-from bench.workload import ids_of
+from bench.workload import draw_ids
 from hostdev.checkpoint.checkpoints import SAVING_BYTES
 from hostdev.core.digest import StateDigest
 from hostdev.core.memory import TableShape, gib
@@ -98,13 +98,13 @@ class Phases:
         print(f"{name:>16}: {seconds:7.1f} s{moved}, memory {gib(self._memory.most)}", flush=True)
 
 
-def batches_of(rows: int, n: int) -> Iterator[torch.Tensor]:
+def make_batches(rows: int, n: int) -> Iterator[torch.Tensor]:
     """Return the ids int32 [B, F] of n batches."""
-    made = [ids_of(rows, BATCH * FIELDS, seed).astype(np.int32).reshape(BATCH, FIELDS) for seed in range(n)]
+    made = [draw_ids(rows, BATCH * FIELDS, seed).astype(np.int32).reshape(BATCH, FIELDS) for seed in range(n)]
     return map(torch.from_numpy, made)
 
 
-def digest_of(table: hostdev.HostTable) -> str:
+def compute_digest(table: hostdev.HostTable) -> str:
     """Return the digest of a table's state."""
     digest = StateDigest()
     weights, *slots = columns_of(table)
@@ -117,7 +117,7 @@ def row_cost(table: hostdev.HostTable) -> tuple[float, float]:
 
     returns  them, and what the memory takes for it
     """
-    batches = [hostdev.unique(ids_of(table.rows, seed=seed).astype(np.int32))[0] for seed in range(8)]
+    batches = [hostdev.unique(draw_ids(table.rows, seed=seed).astype(np.int32))[0] for seed in range(8)]
     most = max(map(len, batches))
     out, grads = np.empty((most, DIM), np.float32), np.full((most, DIM), 1e-3, np.float32)
     costs: list[tuple[float, float]] = []
@@ -156,7 +156,7 @@ def main() -> None:
     shape = GroupSize(rows, [TableShape(DIM, hostdev.LazyAdam())], True, hostdev.CacheSpec("1%"))
     announced = kept([shape], depth=2, slots_on_host=True, uses=BATCH * FIELDS, copies=SAVING_BYTES)
     size = announced["tables"]
-    batches = batches_of(rows, WARMING + arguments.steps + PREDICTED + ADDED)
+    batches = make_batches(rows, WARMING + arguments.steps + PREDICTED + ADDED)
     at_first = memory.now()
     folder = Path(tempfile.mkdtemp(dir=arguments.dir))
     written, read = disk_rates(folder, 1 << 32)
@@ -186,7 +186,7 @@ def main() -> None:
                 pass
         ops = phases.ops(log, copied, ops)
         with phases.phase("digest", size, hashed):
-            digest = digest_of(table)
+            digest = compute_digest(table)
         with phases.phase("save, whole", size, written):
             runtime.save(folder / "c")
         train(runtime, layer, batches, ADDED)
@@ -196,14 +196,14 @@ def main() -> None:
         seconds = time.perf_counter() - start
         added = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) - before
         print(f"{'save, added':>16}: {seconds:7.1f} s, {gib(added)}")
-        after = digest_of(table)
+        after = compute_digest(table)
         del table, runtime
         gc.collect()  # before there is another one
         table = hostdev.HostTable(rows, DIM, hostdev.LazyAdam(), name="t")
         drop_page_cache([file for file in folder.rglob("*") if file.is_file()])
         with phases.phase("load", size + added, read):
             hostdev.Runtime({"t": table}, device="cpu", depth=2, cache="1%").load(folder / "c")
-        same = digest_of(table) == after != digest
+        same = compute_digest(table) == after != digest
         print(f"the state that was saved is the one that was loaded: {same}")
         sizes = sorted({SMALLEST, rows // 20} - set(range(SMALLEST)))
         tables = [hostdev.HostTable(n, DIM, hostdev.LazyAdam(), name=f"{n} rows") for n in sizes]

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.record import make_parser, record, versions_of
-from bench.wide_deep import FIELDS, FieldsBatch, trainer_of
+from bench.record import get_versions, make_parser, record
+from bench.wide_deep import FIELDS, FieldsBatch, make_trainer
 from hostdev.device import backend, ops
 from hostdev.device.ops import torch_operations, triton_kernels
 from tests import standin  # the simulated accelerator
@@ -92,7 +92,7 @@ def measure(name: str, way: Any, depth: int = 2) -> dict[str, Any]:
     """Train, and return the counts of a step."""
     device = backend.select("standin")
     backend.make_deterministic(device)
-    trainer = trainer_of(ROWS, DIM, device=device, depth=depth, cache="10%")
+    trainer = make_trainer(ROWS, DIM, device=device, depth=depth, cache="10%")
     waits: Counter[str] = Counter()
     me = threading.current_thread().name
     last = None
@@ -145,5 +145,5 @@ def main() -> None:
         print(f"    {'total':<14}{found['total']:>8.1f}  (at most {LIMITS[name]}; late rows come on another stream)")
         print(f"    the step's thread waited for: {found['waits'] or 'nothing'}")
         print(f"    memory was pinned after step {SETTLED}: {found['pinned_allocations']} times\n")
-    versions = versions_of("torch")
+    versions = get_versions("torch")
     record("launches", {"versions": versions, "steps": results}, arguments.out)

@@ -49,7 +49,7 @@ CASES = [
 ]
 
 
-def network_of(case: Case) -> tuple[nn.Sequential, torch.Tensor]:
+def make_network(case: Case) -> tuple[nn.Sequential, torch.Tensor]:
     """Return a case's network, and a batch of its inputs."""
     torch.manual_seed(1)
     if not case.layers:
@@ -110,7 +110,7 @@ class Timed:
     """A network in one layout, ready to be timed."""
 
     def __init__(self, case: Case, tried: Tried, ranks: Ranks) -> None:
-        network, self._values = network_of(case)
+        network, self._values = make_network(case)
         ranks.mesh = tried.mesh
         self._labels = torch.arange(case.batch) % 10
         self.network = hostdev.Network(
@@ -141,7 +141,7 @@ class Timed:
 
 def measure(case: Case, ranks: Ranks, rounds: int) -> dict[str, Any]:
     """Return the choice, the times of all layouts, and the choice's time relative to the best."""
-    network, values = network_of(case)
+    network, values = make_network(case)
     chosen = hostdev.Network(
         network, (values[:1],), ranks=ranks, micro_batches=case.micro_batches, auto=case.batch
     ).choice
@@ -152,7 +152,7 @@ def measure(case: Case, ranks: Ranks, rounds: int) -> dict[str, Any]:
     plan = ",".join(f"{name}={how}" for name, how in best.plan)
     mine = Tried(best.mesh, ",".join(best.begins) or None, plan or None)
     times: dict[Tried, list[float]] = {}
-    for tried in dict.fromkeys([mine, *all_layouts(network_of(case)[0])]):
+    for tried in dict.fromkeys([mine, *all_layouts(make_network(case)[0])]):
         timed = Timed(case, tried, ranks)
         timed.step()
         times[tried] = [timed.step() for _ in range(3)]

@@ -25,9 +25,9 @@ from torch import nn
 
 import hostdev
 from bench.bench_peers import Peer
-from bench.record import make_parser, record, versions_of
+from bench.record import get_versions, make_parser, record
 from bench.simulated import FreeSlots, Simulated
-from bench.workload import ids_of
+from bench.workload import draw_ids
 from hostdev.kernels.pool import host_threads
 from hostdev.runtime.requests import Reader
 
@@ -233,7 +233,7 @@ def simulated(steps: int, rounds: int, cache: str | None) -> dict[str, float]:
     """Measure (d)."""
     each, most = USES // GROUPS, CACHED_ROWS // GROUPS
     batches = [
-        [ids_of(most, LARGE * each, number * GROUPS + g).reshape(LARGE, each) for g in range(GROUPS)]
+        [draw_ids(most, LARGE * each, number * GROUPS + g).reshape(LARGE, each) for g in range(GROUPS)]
         for number in range(CACHED_BATCHES if cache else BATCHES)
     ]
     serial, overlapped = (Waiting(batches, CACHED_ROWS, depth, cache) for depth in (0, 2))
@@ -282,7 +282,7 @@ def main() -> None:
         for what, value in found.items():
             print(f"  {what:<44}{value:>12,}")
         print(f"  at {'least' if least else 'most'} {limit}: {'met' if met else 'NOT MET'}", flush=True)
-    versions = versions_of("numba", "torch")
+    versions = get_versions("numba", "torch")
     content = {
         "threads": host_threads(),
         "torch_threads": torch.get_num_threads(),

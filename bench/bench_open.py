@@ -21,7 +21,7 @@ from bench.record import make_parser, record
 IDS, CALLS, ROUNDS = 100, 200, 7
 
 
-def seconds_of(call: Callable[[int], Any]) -> float:
+def measure_call(call: Callable[[int], Any]) -> float:
     """Return the median time of calls with different ids."""
     times = []
     for number in range(CALLS):
@@ -62,11 +62,11 @@ def measure(rows: int, dim: int, folder: Path) -> dict[str, Any]:
             found.append(
                 {
                     "open_s": opened,
-                    "request_s": seconds_of(lambda number: table.lookup(ids[number])),  # noqa: B023
-                    "embedding_s": seconds_of(lambda number: embedding(asked[number])),
+                    "request_s": measure_call(lambda number: table.lookup(ids[number])),  # noqa: B023
+                    "embedding_s": measure_call(lambda number: embedding(asked[number])),
                     "touched_bytes": float(psutil.Process().memory_info().rss - before),
-                    "look_up_s": seconds_of(lambda number: features.look_up(requests[number])),
-                    "embeddings_s": seconds_of(lambda number: [each(asked[number] % 100_000) for each in modules]),
+                    "look_up_s": measure_call(lambda number: features.look_up(requests[number])),
+                    "embeddings_s": measure_call(lambda number: [each(asked[number] % 100_000) for each in modules]),
                 }
             )
     features.close()

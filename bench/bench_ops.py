@@ -14,8 +14,8 @@ import matplotlib as mpl
 import numpy as np
 
 import hostdev
-from bench.record import make_parser, record, versions_of
-from bench.workload import grads_of, ids_of
+from bench.record import get_versions, make_parser, record
+from bench.workload import draw_gradients, draw_ids
 from hostdev.core.initializers import Normal
 from hostdev.core.memory import available_bytes, table_bytes
 from hostdev.core.primitive import UPDATES as PRIMITIVES
@@ -39,13 +39,13 @@ DTYPE_ROWS, DTYPE_USED = 2_000_000, 100_000
 Op = tuple[Callable[[], object], int, int]  # what to call, items, bytes
 
 
-def ops_of(rows: int, dim: int) -> dict[str, Op]:
+def make_ops(rows: int, dim: int) -> dict[str, Op]:
     """Return the ops at one table size."""
-    ids = ids_of(rows).astype(np.int32)
+    ids = draw_ids(rows).astype(np.int32)
     found, inverse = hostdev.unique(ids)
     n, u = len(ids), len(found)
     grads = aligned_empty((n, dim))
-    grads[:] = grads_of(n, dim)
+    grads[:] = draw_gradients(n, dim)
     sums, out = aligned_empty((u, dim)), aligned_empty((n, dim))
     sum_uses([Feature(inverse)], [grads], sums)
     deep = hostdev.HostTable(rows, dim, hostdev.LazyAdam(), name="deep")
@@ -80,9 +80,9 @@ def ops_of(rows: int, dim: int) -> dict[str, Op]:
 
 def other_updates(rows: int, dim: int) -> dict[str, Op]:
     """Return an update of unique rows for every optimizer, each on its own table."""
-    found, _ = hostdev.unique(ids_of(rows).astype(np.int32))
+    found, _ = hostdev.unique(draw_ids(rows).astype(np.int32))
     sums = aligned_empty((len(found), dim))
-    sums[:] = grads_of(len(found), dim)
+    sums[:] = draw_gradients(len(found), dim)
     ops: dict[str, Op] = {}
     for name, optimizer in UPDATES.items():
         table = hostdev.HostTable(rows, dim, optimizer, name=name)
@@ -96,7 +96,7 @@ def weights_as(dtype: str, dim: int) -> dict[str, Op]:
     rng = np.random.default_rng(0)
     ids = rng.permutation(DTYPE_ROWS)[:DTYPE_USED].astype(np.int32)
     grads, out = aligned_empty((DTYPE_USED, dim)), aligned_empty((DTYPE_USED, dim))
-    grads[:] = grads_of(DTYPE_USED, dim)
+    grads[:] = draw_gradients(DTYPE_USED, dim)
     ops: dict[str, Op] = {}
     for name in ("LazyAdam", "RowWiseAdagrad"):
         table = hostdev.HostTable(DTYPE_ROWS, dim, UPDATES[name], name=name, dtype=dtype)
@@ -113,7 +113,7 @@ def compare_dtypes(rounds: int) -> dict[str, list[dict]]:
         title = f"V = {DTYPE_ROWS:,} D = {dim}"
         print(f"\n{DTYPE_USED:,} random rows, {title}: weights in float32 and bfloat16\n")
         ops = {"copy": copy_op(), **weights_as("fp32", dim), **weights_as("bf16", dim)}
-        results[title] = table_of(ops, ms := measure(ops, rounds))
+        results[title] = report_ops(ops, ms := measure(ops, rounds))
         for name in ("LazyAdam", "RowWiseAdagrad"):
             ratios = {op: ms[f"{name} fp32 {op}"] / ms[f"{name} bf16 {op}"] for op in ("lookup", "update")}
             print(f"{name}: bf16 has {ratios['lookup']:.2f} times the lookups and {ratios['update']:.2f} the updates")
@@ -143,7 +143,7 @@ def measure(ops: dict[str, Op], rounds: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def table_of(ops: dict[str, Op], ms: dict[str, float]) -> list[dict]:
+def report_ops(ops: dict[str, Op], ms: dict[str, float]) -> list[dict]:
     """Print and return a row per op."""
     copy = ops["copy"][2] / ms["copy"] / 1e6
     rows = []
@@ -215,17 +215,17 @@ def main() -> None:
             print(f"\n{title}: skipped, it needs {needed / 1e9:.0f} GB")
             continue
         print(f"\n{title}\n")
-        ops = {"copy": copy_op(), **ops_of(rows, dim)}
-        results[title] = table_of(ops, measure(ops, arguments.rounds))
+        ops = {"copy": copy_op(), **make_ops(rows, dim)}
+        results[title] = report_ops(ops, measure(ops, arguments.rounds))
     print("\nupdates of unique rows, V = 184,965 D = 80\n")
     ops = {"copy": copy_op(), **other_updates(184_965, 80)}
-    updates = table_of(ops, measure(ops, arguments.rounds))
+    updates = report_ops(ops, measure(ops, arguments.rounds))
     cost = {title: {row["op"]: row["ns_per_row"] for row in rows} for title, rows in results.items()}
     small, large = "V = 500,000 D = 16", "V = 50,000,000 D = 16"
     if large in cost:
         growth = cost[large]["host side of a step"] / cost[small]["host side of a step"]
         print(f"\nhost side of a step per unique row at V = 50,000,000 against V = 500,000, D = 16: {growth:.2f}x")
-    versions = versions_of("numba", "numpy")
+    versions = get_versions("numba", "numpy")
     found = {"results": results, "updates": updates, "dtypes": compare_dtypes(arguments.rounds)}
     path = record("ops", {"threads": host_threads(), "versions": versions, **found}, arguments.out)
     plot(results, path.with_suffix(".png"))

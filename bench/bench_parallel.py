@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from bench.parallel_worker import OURS, TORCH, make_network
-from bench.record import make_parser, record, versions_of
+from bench.record import get_versions, make_parser, record
 from bench.team import Team
 from hostdev.parallel.mesh import SCHEDULES
 from hostdev.parallel.pieces import balanced, pieces_of
@@ -69,7 +69,7 @@ def start(ranks: int, copies: int = 1) -> Team:
     return Team("bench parallel", processes, ranks)
 
 
-def stages_of(case: Case, costs: Sequence[tuple[str, float]], count: int) -> tuple[list[str], list[float]]:
+def choose_stages(case: Case, costs: Sequence[tuple[str, float]], count: int) -> tuple[list[str], list[float]]:
     """Return the first pieces of the second and later stages, and each stage's share of the time."""
     names, seconds = map(list, zip(*costs, strict=True))
     if case.network["kind"] == "layers":
@@ -88,7 +88,7 @@ def speed(one: Team, two: Team, case: Case, steps: int, rounds: int, *, quick: b
     losses = [first[OURS] for first in one.ask("make", key="", begins=[], schedule="", **what)]
     content: dict[str, Any] = {"network": case.name, "batch": case.batch, "schedules": []}
     for schedule in case.schedules:
-        begins, shares = stages_of(case, costs, RANKS * (1 + (schedule == "interleaved")))
+        begins, shares = choose_stages(case, costs, RANKS * (1 + (schedule == "interleaved")))
         found = two.ask("make", key=schedule, begins=begins, schedule=schedule, **what)
         if any(first[OURS] != losses[0] for first in found) or abs(found[-1][TORCH] - losses[0]) > CLOSE:
             sys.exit(f"bench parallel: {case.name}: the losses differ: one rank has {losses[0]}, others {found}")
@@ -111,10 +111,10 @@ def speed(one: Team, two: Team, case: Case, steps: int, rounds: int, *, quick: b
                     turns[schedule].append(statistics.median(now))
     for team in (one, two):
         team.ask("close")
-    return told(case, content, turns, taken, claims=not quick)
+    return report_speed(case, content, turns, taken, claims=not quick)
 
 
-def told(
+def report_speed(
     case: Case, content: dict[str, Any], turns: dict[str, list[float]], taken: Times, *, claims: bool
 ) -> dict[str, Any]:
     """Print a network's measurements; return them with `content`."""
@@ -155,9 +155,9 @@ def told(
         if claims and row["schedule"] in CLAIMED:
             for key, words in (("over_one", "one rank"), ("over_one_beside", "one rank beside another")):
                 what = f"{row['schedule']}: {row[key]:.3f} times the samples/s of {words}, at least {goal:.3f}"
-                _tell(row[key] >= goal, what)
+                _report(row[key] >= goal, what)
             what = f"{row['schedule']}: {row['over_torch']:.3f} times torch's own step, at most {MOST_OVER_TORCH}"
-            _tell(row["over_torch"] <= MOST_OVER_TORCH, what)
+            _report(row["over_torch"] <= MOST_OVER_TORCH, what)
     return content
 
 
@@ -208,7 +208,7 @@ def memory(teams: dict[int, Team], counts: Sequence[int]) -> list[dict[str, Any]
                     }
                 )
     as_stages = all(row["kept"] == row["stages"] for row in rows if row["schedule"] == CLAIMED[0])
-    _tell(as_stages, f"{CLAIMED[0]}: stage 0 keeps as many micro-batches as there are stages, whatever M")
+    _report(as_stages, f"{CLAIMED[0]}: stage 0 keeps as many micro-batches as there are stages, whatever M")
     return rows
 
 
@@ -220,7 +220,7 @@ def _ms(seconds: float) -> float:
     return round(seconds * 1e3, 2)
 
 
-def _tell(met: bool, what: str) -> None:
+def _report(met: bool, what: str) -> None:
     print(f"{what}: {'met' if met else 'not met'}")
 
 
@@ -234,7 +234,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if (os.cpu_count() or 1) < RANKS:
         sys.exit("bench parallel: two ranks need two CPUs")
-    content: dict[str, Any] = {"versions": versions_of("torch")}
+    content: dict[str, Any] = {"versions": get_versions("torch")}
     content |= {"quick": arguments.quick, "micro_batches": MICRO_BATCHES, "ranks": RANKS}
     quick, two = arguments.quick, start(RANKS)
     one = None if arguments.only == "memory" else start(1, copies=1 if quick else 2)

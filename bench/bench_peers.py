@@ -24,7 +24,7 @@ INSTALLS = {
 COMPUTE_ROWS = 184_965
 
 
-def python_of(name: str) -> str:
+def find_python(name: str) -> str:
     """Return the Python of a peer's environment; make the environment if it does not exist."""
     if name == "hostdev":
         return sys.executable
@@ -45,7 +45,7 @@ class Peer:
     def __init__(self, environment: str, script: str, rows: int) -> None:
         env = {**os.environ, "PYTHONPATH": str(ROOT)} if environment == "hostdev" else dict(os.environ)
         self._process = subprocess.Popen(
-            [python_of(environment), str(ROOT / "bench/peers" / script), str(rows)],
+            [find_python(environment), str(ROOT / "bench/peers" / script), str(rows)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

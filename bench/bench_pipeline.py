@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 import hostdev
-from bench.record import make_parser, record, versions_of
+from bench.record import get_versions, make_parser, record
 from bench.simulated import LAUNCH_US, LAUNCHES, FreeSlots, Load, Simulated
-from bench.wide_deep import FIELDS, FieldsBatch, trainer_of
-from bench.workload import DIM, ids_of
+from bench.wide_deep import FIELDS, FieldsBatch, make_trainer
+from bench.workload import DIM, draw_ids
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.core.optimizers import FTRL, LazyAdam
 from hostdev.device import backend
@@ -41,18 +41,18 @@ DEPTH = 2  # the default
 MOST_PLANES = 3  # a row's weights and its optimizer's slots
 
 
-def batches_of(kind: str, rows: int, size: int, count: int) -> list[np.ndarray]:
+def make_batches(kind: str, rows: int, size: int, count: int) -> list[np.ndarray]:
     """Return the ids [size, 39] of batches, uniform or Zipf."""
     rng = np.random.default_rng(0)
     made = []
     for seed in range(count):
         n = size * FIELDS
-        ids = rng.integers(0, rows, n) if kind == "uniform" else ids_of(rows, n, seed)
+        ids = rng.integers(0, rows, n) if kind == "uniform" else draw_ids(rows, n, seed)
         made.append(ids.astype(np.int32).reshape(size, FIELDS))
     return made
 
 
-def tables_of(rows: int) -> list[HostTable]:
+def make_tables(rows: int) -> list[HostTable]:
     """Return the wide and the deep table."""
     return [HostTable(rows, 1, FTRL(), name="wide"), HostTable(rows, DIM, LazyAdam(), name="deep")]
 
@@ -113,9 +113,9 @@ def simulated(
 
     loaded  on the second simulation, too
     """
-    batches = batches_of(kind, rows, size, BATCHES)
+    batches = make_batches(kind, rows, size, BATCHES)
     unique = [len(hostdev.unique(ids.ravel())[0]) for ids in batches]
-    tables, device = tables_of(rows), Simulated(max(unique), (1, DIM))
+    tables, device = make_tables(rows), Simulated(max(unique), (1, DIM))
     load = Load(max(unique) * DIM * MOST_PLANES) if loaded else None
 
     def run(depth: int, *, cached: bool = True) -> Running:
@@ -137,7 +137,7 @@ def simulated(
     )
     what = {"ids": kind, "cache": cache_rows}
     if cache_rows == "0":
-        results = [{**what, **overhead_of(runs[0], tables, device, batches, steps * rounds)}]
+        results = [{**what, **measure_overhead(runs[0], tables, device, batches, steps * rounds)}]
     else:
         results = [{**what, **planning_cost(runs[0], run(0, cached=False), steps, rounds)}]
     print(
@@ -148,7 +148,7 @@ def simulated(
         turns = [turn(runs, device, load, factor, depths, steps) for _ in range(rounds)]
         for depth in depths:
             found = {key: statistics.median(one[depth][key] for one in turns) for key in turns[0][depth]}
-            print(line_of(factor, depth, found))
+            print(format_line(factor, depth, found))
             rounded = {key: round(value * 1e3 if key.endswith("_ms") else value, 3) for key, value in found.items()}
             results.append({**what, "device_over_host": factor, "depth": depth, **rounded})
     if cache_rows != "0" and DEPTH in depths:
@@ -194,7 +194,7 @@ def turn(
     return found
 
 
-def line_of(factor: float, depth: int, found: dict[str, float]) -> str:
+def format_line(factor: float, depth: int, found: dict[str, float]) -> str:
     """Return a line of the table."""
     line = (
         f"{factor:>14}{depth:>7}{found['step_ms'] * 1e3:>10.2f}{found['serial_ms'] * 1e3:>11.2f}"
@@ -208,7 +208,7 @@ def line_of(factor: float, depth: int, found: dict[str, float]) -> str:
     return line
 
 
-def overhead_of(
+def measure_overhead(
     run: Running, tables: list[HostTable], device: Simulated, batches: list[np.ndarray], count: int
 ) -> dict:
     """Measure the pipeline's own cost in a serial run, in turn with a plain loop, step by step."""
@@ -274,7 +274,7 @@ def on_accelerator(device: torch.device, depths: list[int], steps: int) -> list[
     rows, size = (184_965, 16_000) if backend.is_accelerator(device) else (2000, 200)
     backend.make_deterministic(device)
     label, weights = np.zeros(size, np.float32), np.ones((size, FIELDS), np.float32)
-    batches = [FieldsBatch(label, ids, weights) for ids in batches_of("Zipf", rows, size, BATCHES)]
+    batches = [FieldsBatch(label, ids, weights) for ids in make_batches("Zipf", rows, size, BATCHES)]
     results = []
     print(f"\n{backend.describe(device)}, V = {rows:,}, batch {size:,}, D = {DIM}\n")
     for precision in ("fp32", "bf16"):
@@ -282,7 +282,7 @@ def on_accelerator(device: torch.device, depths: list[int], steps: int) -> list[
         on_device = 0.0
         for mix, depth, cache in [*modes, *((True, depth, "10%") for depth in depths)]:
             options = {"precision": precision, "depth": depth, "cache": cache}
-            run = Training(trainer_of(rows, DIM, device=device, mix=mix, **options), batches)
+            run = Training(make_trainer(rows, DIM, device=device, mix=mix, **options), batches)
             step = min(run.per_step(steps) for _ in range(3))
             run.close()
             on_device = step if not mix and (not on_device or step < on_device) else on_device
@@ -334,7 +334,7 @@ def main() -> None:
         real = on_accelerator(device, arguments.depths, arguments.steps)
     elif arguments.only is None:
         print("\nno accelerator: whole training steps on one were not measured")
-    versions = versions_of("numba", "torch")
+    versions = get_versions("numba", "torch")
     content = {
         "threads": host_threads(),
         "versions": versions,

@@ -19,7 +19,7 @@ import psutil
 import pyarrow as pa
 from pyarrow import csv
 
-from bench.record import make_parser, record, versions_of
+from bench.record import get_versions, make_parser, record
 from hostdev.core.memory import gib, parse_bytes
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import COLUMNS, CriteoText
@@ -103,7 +103,7 @@ def main() -> None:
         found[name] = {"ratios": [round(ratio, 3) for ratio in ratios], "median": round(statistics.median(ratios), 3)}
         print(f"{name:>12}: {found[name]['median']:.2f} of pyarrow's rate (wanted: {wanted}); {found[name]['ratios']}")
     peak = psutil.Process().memory_info().rss
-    versions = versions_of("pyarrow")
+    versions = get_versions("pyarrow")
     content = {
         "threads": host_threads(),
         "bytes": size,

@@ -21,7 +21,7 @@ import sys
 from typing import Any
 
 from bench.ranks_worker import ALONE_WITH_RANKS, FIRST_CPU
-from bench.record import make_parser, record, versions_of
+from bench.record import get_versions, make_parser, record
 from bench.scaling import Work, dense_seconds, fitted, host_seconds
 from bench.team import Team
 from bench.wide_deep import FIELDS
@@ -263,6 +263,6 @@ def main() -> None:
         content["training"] = train(one, two, *how, arguments.steps, arguments.rounds)
         one.close()
     two.close()
-    versions = versions_of("numba", "torch")
+    versions = get_versions("numba", "torch")
     content = {"versions": versions, "micro_batches": MICRO_BATCHES, **content}
     record("ranks", content, arguments.out)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from bench.record import make_parser
-from bench.wide_deep import fields_of, trainer_of
+from bench.wide_deep import make_trainer, read_fields
 from hostdev.core.primitive import OpLog, Primitive
 from hostdev.data import lookalike, manifest
 from hostdev.data.shards import ShardReader
@@ -22,7 +22,7 @@ CALLS = 20_000
 STEPS = 20
 
 
-def cost_of_a_call() -> float:
+def measure_timing() -> float:
     """Return the seconds that timing adds to a call of an op."""
     with tempfile.NamedTemporaryFile("w") as file:
         log = OpLog()
@@ -44,13 +44,13 @@ def main() -> None:
     make_parser(__doc__, out=False).parse_args()
     folder, _ = lookalike.ensure()
     found = manifest.read(folder)
-    per_call = statistics.median(cost_of_a_call() for _ in range(5))
+    per_call = statistics.median(measure_timing() for _ in range(5))
     print(f"one timed call: {per_call * 1e6:.2f} us")
     for batch_size, dim in [(1000, 80), (100, 8)]:
         log = OpLog()
-        trainer = trainer_of(found.vocabulary_size, dim, device=torch.device("cpu"), log=log)
+        trainer = make_trainer(found.vocabulary_size, dim, device=torch.device("cpu"), log=log)
         times = []
-        for batch in itertools.islice(fields_of(ShardReader(Path(folder), found, "train"), batch_size), STEPS):
+        for batch in itertools.islice(read_fields(ShardReader(Path(folder), found, "train"), batch_size), STEPS):
             start = time.perf_counter()
             for _ in trainer.train([batch]):
                 pass

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from bench.record import make_header, make_parser
-from bench.report_parts import MODES, PRECISIONS, SIZES, Part, parts_of
-from bench.report_summary import summary_of
+from bench.report_parts import MODES, PRECISIONS, SIZES, Part, make_parts
+from bench.report_summary import format_summary
 from hostdev.core.errors import UserError
 from hostdev.device import backend
 
@@ -70,17 +70,12 @@ def run(part: Part, log: Path) -> dict[str, Any]:
         "problem": problem,
         "exit_code": code,
         "seconds": round(time.perf_counter() - start, 1),
-        **found_in(found),
+        **({"found": found} if found else {}),
     }
     return {**result, "output_tail": output[-TAIL:]} if problem else result
 
 
-def found_in(found: dict[str, Any]) -> dict[str, Any]:
-    """Return a part's entry of findings, if there are any."""
-    return {"found": found} if found else {}
-
-
-def checks_of(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def compare_trainings(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Compare the trainings: their digests must be equal, and their rates have a target."""
     found = {part["name"]: part.get("found", {}) for part in parts}
     checks = []
@@ -130,16 +125,16 @@ def _bench_rates(found: dict[str, Any], precision: str) -> dict[str, float | Non
 
 def write(report: dict[str, Any], out: Path) -> str:
     """Write the report and its summary; return the summary."""
-    report["checks"] = checks_of(report["parts"])
+    report["checks"] = compare_trainings(report["parts"])
     report["failed"] = [part["name"] for part in report["parts"] if part["status"] != "passed"]
     report["failed"] += [check["check"] for check in report["checks"] if check["must"] and not check["met"]]
     out.write_text(json.dumps(report, indent=2) + "\n")
-    summary = summary_of(report)
+    summary = format_summary(report)
     out.with_suffix(".md").write_text(summary)
     return summary
 
 
-def device_of(name: str) -> str | None:
+def find_device(name: str) -> str | None:
     """Return the device's name for the parts; None without an accelerator. UserError for one that is not there."""
     device = backend.select(name)
     return str(device) if backend.is_accelerator(device) or name == "cpu" else None
@@ -154,7 +149,7 @@ def main() -> int:
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as Ctrl-C: the part that runs is ended, too
     try:
-        device = device_of(arguments.device)
+        device = find_device(arguments.device)
     except UserError as error:
         print(f"device_report: {error}", file=sys.stderr)
         return 2
@@ -169,7 +164,7 @@ def main() -> int:
     report: dict[str, Any] = {**make_header(), "size": size, "trial": size == "trial", "device": device, "parts": []}
     summary = ""
     with tempfile.TemporaryDirectory(prefix="device-report-") as folder:
-        parts = parts_of(device, SIZES[size], Path(folder))
+        parts = make_parts(device, SIZES[size], Path(folder))
         report["planned"] = [part.name for part in parts]
         for number, part in enumerate(parts, 1):
             print(f"[{number:>2}/{len(parts)}] {part.name:<40}", end="", flush=True)

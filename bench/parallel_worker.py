@@ -39,7 +39,7 @@ def make_network(kind: str, width: int, layers: int = 0, blocks: Sequence[int] =
     return resnet50(width, blocks=blocks, small_images=True)
 
 
-def batch_of(network: dict[str, Any], samples: int) -> tuple[Tensor, Tensor]:
+def make_batch(network: dict[str, Any], samples: int) -> tuple[Tensor, Tensor]:
     """Return inputs and labels for a network, the same on all ranks."""
     rng = torch.Generator().manual_seed(2)
     layers = network["kind"] == "layers"
@@ -60,7 +60,7 @@ class Ours:
         begins: list[str],
         ranks: Ranks | None,
     ) -> None:
-        self.inputs, self.labels = batch_of(network, batch)
+        self.inputs, self.labels = make_batch(network, batch)
         layout: dict[str, Any] = {} if ranks is None else {"schedule": schedule, "stage_cut": ",".join(begins)}
         self._network = hostdev.Network(
             make_network(**network), (self.inputs[:1],), ranks=ranks, micro_batches=micro_batches, **layout
@@ -94,7 +94,7 @@ class Torchs(Ours):
     ) -> None:
         from torch.distributed import pipelining  # takes seconds to load
 
-        self.inputs, self.labels = batch_of(network, batch)
+        self.inputs, self.labels = make_batch(network, batch)
         parts = cut(pieces_of(make_network(**network)), begins)
         numbers = range(ranks.rank, len(parts), ranks.size)
         modules = [nn.Sequential(*(piece.call for piece in parts[number])) for number in numbers]  # type: ignore
@@ -196,7 +196,7 @@ class Worker:
     def costs(self, network: dict[str, Any], samples: int, repeats: int) -> list[tuple[str, float]]:
         """Return a network's pieces, each with its seconds for a micro-batch, forward and backward."""
         whole = make_network(**network)
-        pieces, inputs = pieces_of(whole), like(batch_of(network, 1)[:1])
+        pieces, inputs = pieces_of(whole), like(make_batch(network, 1)[:1])
         found = [
             [piece.seconds for piece in profile_of(whole, pieces, inputs, samples, torch.device("cpu"), None, False)[0]]
             for _ in range(repeats)

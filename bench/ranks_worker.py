@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.bench_pipeline import batches_of
+from bench.bench_pipeline import make_batches
 from bench.simulated import Simulated
 from bench.team import serve
 from bench.wide_deep import FIELDS
@@ -110,7 +110,7 @@ class Worker:
 
     def pipeline(self, rows: int, dim: int, batch: int, kind: str, depths: list[int], layers: list[int]) -> None:
         """Begin passes on a simulated device, which waits and then exchanges gradients of a dense side with others."""
-        batches = [ids[slice(*cut(batch, self.size)[self.rank])] for ids in batches_of(kind, rows, batch, BATCHES)]
+        batches = [ids[slice(*cut(batch, self.size)[self.rank])] for ids in make_batches(kind, rows, batch, BATCHES)]
         self._runs = {depth: _Run(self, batches, rows, dim, depth) for depth in depths}
         for run in self._runs.values():
             self._open.callback(run.close)

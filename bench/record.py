@@ -25,7 +25,7 @@ def make_parser(doc: str | None, *, out: bool = True) -> argparse.ArgumentParser
     return parser
 
 
-def versions_of(*names: str) -> dict[str, str]:
+def get_versions(*names: str) -> dict[str, str]:
     """Return the versions of hostdev and of other packages."""
     return {name: version(name) for name in ("hostdev", *names)}
 

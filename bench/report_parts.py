@@ -70,7 +70,7 @@ MODES = {
 }
 
 
-def parts_of(device: str, size: Size, folder: Path) -> list[Part]:
+def make_parts(device: str, size: Size, folder: Path) -> list[Part]:
     """Return the parts of a report on a device, in order; they write their files to a folder."""
     python, where = [sys.executable], ["--device", device]
 

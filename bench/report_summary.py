@@ -5,7 +5,7 @@ from typing import Any
 from bench.report_parts import MODES, PRECISIONS
 
 
-def summary_of(report: dict[str, Any]) -> str:
+def format_summary(report: dict[str, Any]) -> str:
     """Return the report as Markdown."""
     found = {part["name"]: part.get("found", {}) for part in report["parts"]}
     title = "# Device report" + (": a trial of the report itself on the CPU" if report["trial"] else "")

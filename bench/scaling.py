@@ -107,8 +107,8 @@ CORES, SENT_BYTES_PER_S, PER_PEER, DENSE_SECONDS, DENSE_SAMPLES = 8, 10e9, 20e-6
 ROWS, FIELDS, DIM, PARAMETERS, EXPONENT = 5_000_000, 39, 80, 3_885_057, 1.1
 
 
-def unique_of(ids: float) -> float:
-    """Return the expected number of unique ids among `ids` Zipf draws of `workload.ids_of`."""
+def expect_unique(ids: float) -> float:
+    """Return the expected number of unique ids among `ids` Zipf draws of `workload.draw_ids`."""
     chance = np.arange(1, ROWS + 1, dtype=np.float64) ** -EXPONENT
     chance /= chance.sum()
     return float(-np.expm1(ids * np.log1p(-chance)).sum())
@@ -143,7 +143,7 @@ def main() -> None:
         for ranks in (1, 2, 8, 64, 512):
             batch = (1 << 16) if fixed else DENSE_SAMPLES * ranks
             ids = FIELDS * batch / ranks
-            work = Work(ids, unique_of(ids), unique_of(ids * ranks) / ranks, DIM + 1, ranks, 1, PARAMETERS)
+            work = Work(ids, expect_unique(ids), expect_unique(ids * ranks) / ranks, DIM + 1, ranks, 1, PARAMETERS)
             host = host_seconds(work, scaled(machine, ranks))
             alone = DENSE_SECONDS * batch / ranks / DENSE_SAMPLES
             dense = dense_seconds(work, scaled(machine, ranks), alone)

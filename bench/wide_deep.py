@@ -38,7 +38,7 @@ class FieldsBatch:
         return len(self.label)
 
 
-def fields_of(reader: ShardReader, size: int, **which: Any) -> Iterator[FieldsBatch]:
+def read_fields(reader: ShardReader, size: int, **which: Any) -> Iterator[FieldsBatch]:
     """Yield a reader's batches with all columns as fields; `which` as `reader.batches` takes it."""
     model = WideDeep(reader.schema, 1, seed=0, layers=())
     for batch in reader.batches(size, **which):
@@ -53,7 +53,7 @@ class FieldsModel(WideDeep):
         return {"fields": Bag(batch.ids, weights=batch.weights)}
 
 
-def trainer_of(
+def make_trainer(
     rows: int,
     dim: int,
     *,

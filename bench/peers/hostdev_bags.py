@@ -7,12 +7,12 @@ import hostdev.core.environment  # isort: skip  (as in a training process)
 import itertools
 
 import torch
-from workload import BAG_DIM, bags_of
+from workload import BAG_DIM, draw_bags
 
 import hostdev
 
 rows = int(sys.argv[1])
-ids, grads = bags_of(rows)
+ids, grads = draw_bags(rows)
 values, g = torch.from_numpy(ids), torch.from_numpy(grads)
 table = hostdev.HostTable(rows, BAG_DIM, hostdev.RowWiseAdagrad(lr=1e-3), name="t")
 runtime = hostdev.Runtime({"bag": hostdev.Feature(table, pooling="sum")}, device="cpu", depth=0)
