@@ -86,7 +86,7 @@ def test_every_package_is_found():
 
 
 def test_a_module_has_one_name(tmp_path):
-    """`hostdev.hostdev.core.errors` was another module, with another `UserError`."""
+    """`hostdev.hostdev.core.errors` would be a second module, with another `UserError`."""
     code = (
         "import hostdev, importlib.util as util\n"
         "assert util.find_spec('hostdev.hostdev') is None and util.find_spec('hostdev.tests') is None\n"
@@ -243,7 +243,7 @@ def test_nothing_imports_the_command_lines():
 
 
 def test_a_model_needs_little():
-    """What a model of one's own needs, too: torch, optimizers and initial values, what it asks for, and the columns."""
+    """A model imports what a user's own model needs: torch, optimizers, initial values, specs and columns."""
     needed = ("hostdev.core", "hostdev.runtime.spec", "hostdev.data.schema", "hostdev.models")
     for path, name in modules():
         if name == "hostdev.models" or name.startswith("hostdev.models."):
