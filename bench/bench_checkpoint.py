@@ -201,10 +201,10 @@ def _report(what: str, value: float, limit: float, *, least: bool = False) -> No
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--rows", type=int, default=5_000_000, help="of the table (D = 80)")
-    parser.add_argument("--steps", type=int, default=30, help="before, and between the checkpoints")
-    parser.add_argument("--rounds", type=int, default=500, help="of predictions")
-    parser.add_argument("--dir", type=Path, help="a folder on the disk to be measured")
+    parser.add_argument("--rows", type=int, default=5_000_000, help="rows of the table (D = 80)")
+    parser.add_argument("--steps", type=int, default=30, help="steps before, between and after the checkpoints")
+    parser.add_argument("--rounds", type=int, default=500, help="number of predictions")
+    parser.add_argument("--dir", type=Path, help="a folder on the measured disk")
     arguments = parser.parse_args()
     path = Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=arguments.dir))
     try:

@@ -173,7 +173,7 @@ def measure_size(
 def main() -> int:
     """Measure, print and record; return 1 if two implementations differ."""
     parser = make_parser(__doc__)
-    parser.add_argument("--device", default="auto", help="the accelerator; cpu: try the script, small")
+    parser.add_argument("--device", default="auto", help="the accelerator; cpu: a small trial")
     parser.add_argument("--rounds", type=int, default=50)
     arguments = parser.parse_args()
     device = backend.select(arguments.device)

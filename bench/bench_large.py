@@ -150,7 +150,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=200_000_000)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--dir", type=Path, default=None, help="on the disk that is measured (the system's folder)")
+    parser.add_argument("--dir", type=Path, default=None, help="a folder on the measured disk (default: the system's)")
     arguments = parser.parse_args()
     rows, memory = arguments.rows, Memory()
     shape = GroupSize(rows, [TableShape(DIM, hostdev.LazyAdam())], True, hostdev.CacheSpec("1%"))
@@ -220,9 +220,9 @@ def main() -> None:
             f"a unique row costs {own:.0f} ns at {n:,} rows, of which the memory takes {least:.0f}: {own / least:.2f}x"
         )
     own, least = each[rows] / each[min(each)]
-    print(f"that is {own:.2f}x of the smallest table's; of the memory alone {least:.2f}x")
+    print(f"{own:.2f}x the smallest table's cost; {least:.2f}x for the memory alone")
     most = max(found["memory"] for found in phases.found.values())
-    print(f"memory {gib(most)}, of which {gib(at_first)} were there before; announced {gib(sum(announced.values()))}")
+    print(f"memory {gib(most)}, of which {gib(at_first)} before the table; announced {gib(sum(announced.values()))}")
     content: dict[str, Any] = {
         "rows": rows,
         "dim": DIM,

@@ -34,7 +34,7 @@ from hostdev.runtime.requests import Reader
 TABLES, ROWS, BAG, DIM = 26, 100_000, 10, 64
 GROUPS, GROUP_ROWS, USES = 10, 2_000_000, 40  # rows of all groups' tables, and uses of a sample, in all
 LARGE = 16_000  # samples of a batch
-BATCHES = 12  # then they come again
+BATCHES = 12  # the run cycles through them
 CACHED_ROWS, CACHED_BATCHES = 5_000_000, 100
 SETTLE = 4
 CACHE = "10%"
@@ -256,11 +256,11 @@ def simulated(steps: int, rounds: int, cache: str | None) -> dict[str, float]:
 def main() -> None:
     """Measure, print and record."""
     parser = make_parser(__doc__)
-    parser.add_argument("--batch-size", type=int, default=2048, help="of (a)")
+    parser.add_argument("--batch-size", type=int, default=2048, help="batch size of (a)")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
-        "--peers", action=argparse.BooleanOptionalAction, default=True, help="(b), which installs FBGEMM"
+        "--peers", action=argparse.BooleanOptionalAction, default=True, help="run (b), which installs FBGEMM"
     )
     arguments = parser.parse_args()
     parts: dict[str, Callable[[], dict[str, float]]] = {

@@ -202,7 +202,7 @@ def main() -> None:
     """Measure, print, record and draw."""
     parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--dtypes", action="store_true", help="bfloat16 weights against float32 alone, unrecorded")
+    parser.add_argument("--dtypes", action="store_true", help="only compare bfloat16 with float32; record nothing")
     arguments = parser.parse_args()
     if arguments.dtypes:
         compare_dtypes(arguments.rounds)

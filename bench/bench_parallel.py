@@ -227,10 +227,10 @@ def _report(met: bool, what: str) -> None:
 def main() -> None:
     """Measure, print and record."""
     parser = make_parser(__doc__)
-    parser.add_argument("--steps", type=int, help="of a round (2)")
-    parser.add_argument("--rounds", type=int, help="(5)")
+    parser.add_argument("--steps", type=int, help="steps of a round (default 2)")
+    parser.add_argument("--rounds", type=int, help="rounds (default 5)")
     parser.add_argument("--only", choices=("speed", "memory"), help="one part instead of both")
-    parser.add_argument("--quick", action="store_true", help="tiny networks, which show that all works, and no speed")
+    parser.add_argument("--quick", action="store_true", help="a trial with tiny networks, without claims")
     arguments = parser.parse_args()
     if (os.cpu_count() or 1) < RANKS:
         sys.exit("bench parallel: two ranks need two CPUs")

@@ -149,7 +149,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="*", default=[184_965, 5_000_000], help="table sizes for the kernels")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", action=argparse.BooleanOptionalAction, default=True, help="whole steps as well")
+    parser.add_argument("--steps", action=argparse.BooleanOptionalAction, default=True, help="time whole steps, too")
     arguments = parser.parse_args()
     results = {}
     kinds = {"kernels": arguments.rows, "steps": [COMPUTE_ROWS] if arguments.steps else []}

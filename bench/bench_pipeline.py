@@ -34,7 +34,7 @@ from hostdev.pipeline.pipeline import Pipeline
 from hostdev.train.trainer import Trainer
 
 FACTORS = (0.5, 1.0, 2.0)
-BATCHES = 100  # then they come again
+BATCHES = 100  # the run cycles through them
 SETTLE = 6  # steps
 LIMIT = 1.10  # with a cache, at the default depth
 DEPTH = 2  # the default
@@ -304,8 +304,10 @@ def on_accelerator(device: torch.device, depths: list[int], steps: int) -> list[
 def main() -> None:
     """Measure, print and record."""
     parser = make_parser(__doc__)
-    parser.add_argument("--rows", type=int, default=5_000_000, help="of the tables (D = 80)")
-    parser.add_argument("--batch-sizes", type=int, nargs=2, default=[4000, 16_000], help="without and with a cache")
+    parser.add_argument("--rows", type=int, default=5_000_000, help="rows of the tables (D = 80)")
+    parser.add_argument(
+        "--batch-sizes", type=int, nargs=2, default=[4000, 16_000], help="without a cache, and with one"
+    )
     parser.add_argument("--depths", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=5)
@@ -313,10 +315,10 @@ def main() -> None:
         "--loaded",
         choices=("none", "cached", "all"),
         default="cached",
-        help="for which ids the second simulation runs as well, which doubles their time",
+        help="ids for which the second simulation runs, too, which doubles their time",
     )
     parser.add_argument("--only", choices=("simulated", "accelerator"), help="one part instead of both")
-    parser.add_argument("--device", default="auto", help="the accelerator; cpu: try the script with few rows")
+    parser.add_argument("--device", default="auto", help="the accelerator; cpu: a small trial")
     arguments = parser.parse_args()
     device = backend.select(arguments.device)
     trial = arguments.device == "cpu"

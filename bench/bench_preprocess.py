@@ -68,8 +68,8 @@ def timed(call: Callable[[], int]) -> tuple[float, int]:
 def main() -> None:
     """Measure, print and record."""
     parser = make_parser(__doc__)
-    parser.add_argument("--criteo", type=Path, help="Criteo text; without it, rows of the look-alike")
-    parser.add_argument("--size", default="2GB", help="of the text (default %(default)s)")
+    parser.add_argument("--criteo", type=Path, help="Criteo text (default: synthetic rows)")
+    parser.add_argument("--size", default="2GB", help="size of the text (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     pa.set_cpu_count(host_threads())

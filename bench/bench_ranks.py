@@ -240,7 +240,7 @@ def formula(two: Team, rows: int, batches: list[int], steps: int, rounds: int) -
 def main() -> None:
     """Measure, print and record."""
     parser = make_parser(__doc__)
-    parser.add_argument("--rows", type=int, default=5_000_000, help="of the tables")
+    parser.add_argument("--rows", type=int, default=5_000_000, help="rows of the tables")
     parser.add_argument("--batch-sizes", type=int, nargs="*", default=[4000, 16_000])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=5)

@@ -140,9 +140,9 @@ def measure(root: Path, found: Manifest, rounds: int) -> dict[str, dict[str, flo
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--rows", type=int, default=8_000_000, help="160 bytes each on the disk, and in the page cache")
+    parser.add_argument("--rows", type=int, default=8_000_000, help="rows, of 160 bytes on the disk and in memory")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dir", type=Path, help="a folder on the disk to be measured")
+    parser.add_argument("--dir", type=Path, help="a folder on the measured disk")
     arguments = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="bench-reader-", dir=arguments.dir))
     try:

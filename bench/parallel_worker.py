@@ -165,7 +165,7 @@ class Alive(TorchDispatchMode):
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._see((args, kwargs), new=False)  # there before
+        self._see((args, kwargs), new=False)  # existed before
         result = func(*args, **(kwargs or {}))
         self._see(result, new=True)
         self.peak = max(self.peak, self.now)

@@ -39,7 +39,7 @@ from hostdev.train.trainer import Trainer
 
 ALONE_WITH_RANKS = "BENCH_RANKS_PORT"  # a port for a rank that exchanges with itself
 FIRST_CPU = "BENCH_RANKS_CPU"  # the number, among those that there are, of the first rank's
-BATCHES = 20  # then they come again
+BATCHES = 20  # the run cycles through them
 SETTLE = 4  # steps
 EXCHANGED = ("ids", "rows", "late rows", "gradients")
 
@@ -78,7 +78,7 @@ class Worker:
         """End the current run."""
         self._open.close()
         self._open, self._steps, self._sent, self._runs = ExitStack(), None, None, {}
-        gc.collect()  # tables that something in a cycle holds would be there beside the next ones
+        gc.collect()  # tables in reference cycles would stay in memory with the next ones
 
     def training(
         self, rows: int, dim: int, batch: int, layers: list[int] | None, micro_batches: int, depth: int
@@ -228,7 +228,7 @@ class Worker:
         channel, count = self.ranks.control, 4 << 20
         values = torch.zeros(count * (self.size - 1))
         counts = [0 if rank == self.rank else count for rank in range(self.size)]
-        turns = itertools.cycle([torch.ones_like(values) for _ in range(8)])  # what comes is not in the cache
+        turns = itertools.cycle([torch.ones_like(values) for _ in range(8)])  # received values are not in the cache
         nothing, none = torch.zeros(0), [0] * self.size
         source, there = np.zeros(1 << 20, np.float32), np.zeros(1 << 20, np.float32)
 

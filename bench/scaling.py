@@ -18,8 +18,7 @@ import numpy as np
 
 from bench.record import make_parser
 
-ROW_CALLS, DENSE_CALLS = 6, 2  # collectives of a step, one after the other: for rows; for the dense side's few numbers,
-# beside two for each of its buckets
+ROW_CALLS, DENSE_CALLS = 6, 2  # successive collectives of a step: for rows; for the dense side, plus two per bucket
 BUCKET_BYTES = 4 << 20
 
 
@@ -84,7 +83,7 @@ def host_seconds(work: Work, machine: Machine) -> float:
     away = (w.ranks - 1) / w.ranks
     row = 4 * w.columns
     sent = w.asked * away * (4 + row + w.nodes * row)
-    # Beside what is brought to where it is asked for: rows that cross go through two buffers, gradients too.
+    # Rows and gradients that go to another rank pass two more buffers.
     copied = w.asked * away * row * (2 + 2 * w.nodes)
     taken += (m.per_asked + m.per_asked_value * w.columns) * w.asked
     return taken + m.per_copied_byte * copied + m.per_sent_byte * sent + m.per_call * ROW_CALLS
