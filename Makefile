@@ -68,7 +68,7 @@ device-report: $(VENV)/.ready
 
 # Each takes one core, and so two at a time.
 checks: $(VENV)/.ready
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target types docs kernels
+	@$(MAKE) --no-print-directory --jobs 2 types docs kernels
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
