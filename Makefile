@@ -5,21 +5,46 @@ BIN := $(VENV)/bin
 CRITEO ?=
 ARGS ?=
 
-.PHONY: train test test-device test-slow bench bench-peers device-report docs lint types unit wheel venv clean
+.PHONY: train test test-fast test-processes test-device test-slow bench bench-peers device-report checks docs lint types kernels wheel venv clean
 
 train: $(VENV)/.ready
 	@$(BIN)/python -m hostdev.train.quickstart $(if $(CRITEO),--criteo "$(CRITEO)") $(ARGS)
 
-test: lint types docs unit test-device wheel
+# The rungs, the quickest first. Each test is in one of them.
+test: checks test-fast test-processes test-device wheel
 
 # Two tests at a time. Torch's threads of one must not spin while they wait: the other's would have no core.
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal --durations 25
+
+# The tests of the first rung: kernels, core, and the contracts of tables, data and the runtime.
+FAST := tests/kernels tests/core tests/host tests/models \
+	tests/cache/test_directory.py tests/cache/test_errors.py tests/cache/test_slots.py \
+	tests/checkpoint/test_best.py tests/checkpoint/test_files.py tests/checkpoint/test_open.py \
+	tests/checkpoint/test_snapshot.py tests/checkpoint/test_untrusted.py \
+	tests/data/test_check.py tests/data/test_manifest.py tests/data/test_reader.py tests/data/test_table.py \
+	tests/data/test_table_errors.py \
+	tests/device/test_backend.py tests/device/test_device.py tests/device/test_rows.py \
+	tests/runtime/test_close.py tests/runtime/test_features.py tests/runtime/test_look_up.py \
+	tests/runtime/test_not_finite.py tests/runtime/test_refused.py tests/runtime/test_steps.py \
+	tests/runtime/test_table_optimizer.py tests/runtime/test_tools.py \
+	tests/test_bench.py tests/test_kernel_checks.py tests/test_line.py tests/test_metrics.py tests/test_packaging.py \
+	tests/test_primitive.py tests/test_scores.py
+
+test-fast: lint
+	$(PYTEST) -m "not slow" $(FAST)
+
+# Everything else on the CPU: whole trainings, commands, several processes, changed files.
+test-processes: $(VENV)/.ready
+	$(PYTEST) -m "not slow" $(FAST:%=--ignore=%)
 
 # On a simulated accelerator, in a process of its own: it is registered with torch for the whole process.
 ON_DEVICE := $(PYTEST) -p tests.standin.plugin
 
 test-device: $(VENV)/.ready
 	$(ON_DEVICE) -m "device and not slow"
+
+# Another Python than this one, for the fast tests: its name, its path, or "none".
+OTHER_PYTHON ?= python3.13
 
 test-slow: $(VENV)/.ready
 	$(BIN)/python tests/smoke_wheel.py --alone
@@ -28,27 +53,22 @@ test-slow: $(VENV)/.ready
 	$(ON_DEVICE) -m "device and (not slow or slow_on_standin)" --standin-schedule eager
 	$(ON_DEVICE) -m "device and (not slow or slow_on_standin)" --standin-schedule random
 	$(ON_DEVICE) -m "device and (not slow or slow_on_standin)" --standin-schedule delayed
+	$(BIN)/python tests/versions.py --lowest $(FAST)
+	$(BIN)/python tests/versions.py --python $(OTHER_PYTHON) $(FAST)
 
 bench: $(VENV)/.ready
-	$(BIN)/python bench/bench_ops.py
-	$(BIN)/python bench/bench_reader.py
-	$(BIN)/python bench/bench_timing.py
-	$(BIN)/python bench/bench_pool.py
-	$(BIN)/python bench/bench_preprocess.py $(if $(CRITEO),--criteo "$(CRITEO)")
-	$(BIN)/python bench/bench_cache.py
-	$(BIN)/python bench/bench_pipeline.py
-	$(BIN)/python bench/bench_device.py
-	$(BIN)/python bench/bench_loop.py --no-peers
-	$(BIN)/python bench/bench_checkpoint.py
-	$(BIN)/python bench/bench_open.py
-	$(BIN)/python bench/bench_ranks.py
+	$(BIN)/python -m bench --all $(if $(CRITEO),--criteo "$(CRITEO)")
 
 bench-peers: $(VENV)/.ready
-	$(BIN)/python bench/bench_peers.py
-	$(BIN)/python bench/bench_loop.py
+	$(BIN)/python -m bench peers
+	$(BIN)/python -m bench loop
 
 device-report: $(VENV)/.ready
-	$(BIN)/python bench/device_report.py $(ARGS)
+	$(BIN)/python -m bench report $(ARGS)
+
+# Each takes one core, and so two at a time.
+checks: $(VENV)/.ready
+	@$(MAKE) --no-print-directory --jobs 2 types docs kernels
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -60,8 +80,9 @@ types: $(VENV)/.ready
 docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-unit: $(VENV)/.ready
-	$(PYTEST) -m "not slow"
+# Compiled once here, and not by two tests at the same time.
+kernels: $(VENV)/.ready
+	$(BIN)/python -m tests.compile_kernels
 
 wheel: $(VENV)/.ready
 	$(BIN)/python tests/smoke_wheel.py
@@ -72,7 +93,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hostdev needs Python 3.11 or newer, not %d.%d; run make PYTHON=/path/to/python3.11" % sys.version_info[:2])'
 	@echo "setting up $(VENV) (a few minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 
 clean:

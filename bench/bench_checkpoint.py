@@ -1,16 +1,15 @@
-"""Claim: a checkpoint is written at 70% of the disk's speed or more, and training stands still for 10% of that at most.
+"""Claim: a checkpoint is written at 70% of the disk's speed or more, and training stops for at most 10% of that time.
 
-A loop over a table and its optimizer rows, with Zipf ids and a dense step that only waits, as an accelerator's would.
-In the same run: blocks of 64 MiB written to the same disk, each brought to it (fsync), and read again after the page
-cache was dropped. A whole checkpoint, then one after some steps, both while the loop goes on; then a load, and the
-latency of a `Predictor` on the same table against its dense network alone.
+A loop trains a table with Zipf ids; its dense step only waits, as for an accelerator. The same run writes blocks of 64
+MiB to the same disk, each with an fsync, and reads them again after dropping the page cache. A full checkpoint and,
+some steps later, an incremental one are saved while the loop continues. Then the benchmark measures a load, and the
+latency of a `Predictor` on the same table relative to its dense network alone.
 
-Training stands still while `save` is called and while rows are copied aside that it wants to write. Beside that, what
-the steps during the writing take longer than the median of those before: on few cores the threads that hash and write
-take time from the host's kernels.
+Training stops during the call of `save`, and while rows that it is about to write are copied first. The benchmark also
+reports how much longer the steps take during the write than before: on few cores the threads that hash and write take
+time from the host's kernels.
 """
 
-import argparse
 import itertools
 import os
 import shutil
@@ -21,13 +20,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-import hostdev.core.environment  # isort: skip  (before torch)
 import numpy as np
 import torch
-from record import record
-from workload import ids_of
 
 import hostdev
+from bench.record import make_parser, record
+from bench.workload import draw_ids
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.loading import load_tables, verify
 from hostdev.data import lookalike, manifest
@@ -46,7 +44,7 @@ LIMITS = {"write rate": 0.7, "stall": 0.1, "latency of a batch of 1": 2.0}
 
 
 def drop_page_cache(paths: list[Path]) -> None:
-    """Ask the kernel to forget files, so that they are read from the disk."""
+    """Drop files from the page cache, so that the next read is from the disk."""
     for path in paths:
         number = os.open(path, os.O_RDONLY)
         os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -54,7 +52,7 @@ def drop_page_cache(paths: list[Path]) -> None:
 
 
 def disk_rates(path: Path, size: int) -> tuple[float, float]:
-    """GB/s of writing and reading blocks, each a file that is brought to the disk."""
+    """Return the GB/s of writing and reading blocks, each a file with an fsync."""
     block = np.random.default_rng(0).integers(0, 255, BLOCK, np.uint8).tobytes()
     files = [path / f"block-{i}" for i in range(max(1, size // BLOCK))]
     start = time.perf_counter()
@@ -73,9 +71,9 @@ def disk_rates(path: Path, size: int) -> tuple[float, float]:
     return len(files) * BLOCK / written / 1e9, len(files) * BLOCK / read / 1e9
 
 
-def steps_of(runtime: hostdev.Runtime, rows: int) -> Iterator[None]:
-    """Steps whose dense side waits; gradients of ones."""
-    batches = [torch.from_numpy(ids_of(rows, UNIQUE_IDS, seed)) for seed in range(8)]
+def run_steps(runtime: hostdev.Runtime, rows: int) -> Iterator[None]:
+    """Yield after each step; the dense side only waits, and gradients are ones."""
+    batches = [torch.from_numpy(draw_ids(rows, UNIQUE_IDS, seed)) for seed in range(8)]
     one = torch.ones(1)
     for _, found in runtime.train(itertools.cycle(batches), ids=lambda ids: {"t": ids}):
         time.sleep(STEP_SECONDS)
@@ -84,7 +82,7 @@ def steps_of(runtime: hostdev.Runtime, rows: int) -> Iterator[None]:
 
 
 def timed(steps: Iterator[None], until: Callable[[int], bool]) -> list[float]:
-    """Seconds of each step."""
+    """Return the seconds of each step."""
     times: list[float] = []
     while not until(len(times)):
         start = time.perf_counter()
@@ -94,10 +92,10 @@ def timed(steps: Iterator[None], until: Callable[[int], bool]) -> list[float]:
 
 
 def saving(path: Path, rows: int, settle: int, between: int) -> dict[str, float]:
-    """A whole checkpoint and one that adds to it, while the loop goes on."""
+    """Measure a full checkpoint and an incremental one during training."""
     table = hostdev.HostTable(rows, DIM, hostdev.LazyAdam(), name="t")
     runtime = hostdev.Runtime({"t": table}, device="cpu", depth=2)
-    steps = steps_of(runtime, rows)
+    steps = run_steps(runtime, rows)
     timed(steps, lambda n: n == settle)
     plain = statistics.median(timed(steps, lambda n: n == settle))
     found: dict[str, float] = {"step ms": plain * 1e3}
@@ -116,15 +114,19 @@ def saving(path: Path, rows: int, settle: int, between: int) -> dict[str, float]
         longer = sum(max(0.0, one - plain) for one in times)
         written = sum(file.rows for file in checkpoint.manifest.tables[0].files)
         found |= {
-            f"{what}: GB": size / 1e9, f"{what}: rows": written, f"{what}: seconds": seconds,
-            f"{what}: GB/s": size / seconds / 1e9, f"{what}: of the disk's": size / seconds / 1e9 / disk,
-            f"{what}: disk GB/s": disk, f"{what}: save() ms": called * 1e3,
+            f"{what}: GB": size / 1e9,
+            f"{what}: rows": written,
+            f"{what}: seconds": seconds,
+            f"{what}: GB/s": size / seconds / 1e9,
+            f"{what}: of the disk's": size / seconds / 1e9 / disk,
+            f"{what}: disk GB/s": disk,
+            f"{what}: save() ms": called * 1e3,
             f"{what}: stall of the write": (called + copying - before) / seconds,
             f"{what}: longer steps of the write": longer / seconds,
             f"{what}: p99 of a step over the median": sorted(times)[int(0.99 * len(times))] / plain,
             f"{what}: copied aside MB": manager.most_copied / 1e6,
             f"{what}: bytes over those of the rows": size / (written * table.storage.block[0].nbytes),
-        }  # fmt: skip
+        }
         timed(steps, lambda n: n == between)
     steps.close()  # type: ignore[attr-defined]
     chain = folder.chain_of(checkpoint.path)
@@ -140,7 +142,7 @@ def saving(path: Path, rows: int, settle: int, between: int) -> dict[str, float]
 
 
 def predicting(path: Path, rows: int, rounds: int) -> dict[str, float]:
-    """Latency of ids of Wide & Deep with a table of so many rows, and of one row as a dict."""
+    """Measure the latency of Wide & Deep's predictions from ids, and from one row as a dict."""
     data, _ = lookalike.ensure()
     found = manifest.read(data)
     settings = config.TrainConfig(data=data, emb_dim=DIM).resolved()
@@ -192,18 +194,17 @@ def predicting(path: Path, rows: int, rounds: int) -> dict[str, float]:
     return result
 
 
-def _tell(what: str, value: float, limit: float, *, least: bool = False) -> None:
+def _report(what: str, value: float, limit: float, *, least: bool = False) -> None:
     met = value >= limit if least else value <= limit
     print(f"{what}: {value:.2f}, at {'least' if least else 'most'} {limit}: {'met' if met else 'not met'}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=5_000_000, help="of the table (D = 80)")
-    parser.add_argument("--steps", type=int, default=30, help="before, and between the checkpoints")
-    parser.add_argument("--rounds", type=int, default=500, help="of predictions")
-    parser.add_argument("--dir", type=Path, help="a folder on the disk to be measured")
-    parser.add_argument("--out", type=Path, help="where the result goes instead of bench/results/")
+    parser = make_parser(__doc__)
+    parser.add_argument("--rows", type=int, default=5_000_000, help="rows of the table (D = 80)")
+    parser.add_argument("--steps", type=int, default=30, help="steps before, between and after the checkpoints")
+    parser.add_argument("--rounds", type=int, default=500, help="number of predictions")
+    parser.add_argument("--dir", type=Path, help="a folder on the measured disk")
     arguments = parser.parse_args()
     path = Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=arguments.dir))
     try:
@@ -218,13 +219,9 @@ def main() -> None:
             print(f"  {name:<34}{value:>14,.3f}")
     saved = result["saving"]
     for what in ("whole", "adding"):
-        _tell(f"{what}: of the disk's rate", saved[f"{what}: of the disk's"], LIMITS["write rate"], least=True)
-        _tell(f"{what}: stall of the write", saved[f"{what}: stall of the write"], LIMITS["stall"])
+        _report(f"{what}: of the disk's rate", saved[f"{what}: of the disk's"], LIMITS["write rate"], least=True)
+        _report(f"{what}: stall of the write", saved[f"{what}: stall of the write"], LIMITS["stall"])
     for way in ("ids", "dict"):
         over = result["predicting"][f"1, {way}: over the network"]
-        _tell(f"a batch of 1, {way}: over the network", over, LIMITS["latency of a batch of 1"])
+        _report(f"a batch of 1, {way}: over the network", over, LIMITS["latency of a batch of 1"])
     record("checkpoint", result, arguments.out)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,31 +1,28 @@
-"""Claim: on CUDA Triton's kernels do to rows what torch's operations do, to the same bits, near the copy bandwidth.
+"""Claim: on CUDA, Triton's kernels give the bits of torch's operations on rows, near the copy bandwidth.
 
-Every operation of hostdev.device.ops on the tensors of a training step (`device_cases.py`): a batch of 16,000 samples
-of 39 fields, 13 of which have the same id in every sample, D = 80 and 1. Time on the device is that of events around a
-call, behind work that flushes the caches and lets the host get ahead; time on the host is that of queueing the call.
-Bytes count each value once; their share is that of the device's copy bandwidth, measured in the same run. Both ways are
-compared to the bit; sums of rows with many uses, which Triton adds in segments, to a tolerance.
+The benchmark runs every operation of hostdev.device.ops on the tensors of a training step (`device_cases.py`): a batch
+of 16,000 samples of 39 fields, 13 of which have the same id in every sample, with D = 80 and 1. Device time is
+measured by events around a call, after work that flushes the caches and lets the host run ahead; host time is that of
+queueing the call. Bytes count each value once, relative to the device's copy bandwidth in the same run. Both
+implementations are compared to the bit; sums of rows with many uses, which Triton adds in segments, are compared with
+a tolerance.
 
-Without an accelerator it says so. `--device cpu` tries the script: host kernels against torch's operations, small.
+Without an accelerator the benchmark prints that and ends. `--device cpu` is a small trial: host kernels against
+torch's operations.
 """
 
-import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import hostdev.core.environment  # isort: skip  (before torch)
 import numpy as np
 import torch
-from device_cases import PLANES, Batch, Case
-from record import record
 from torch import Tensor
 
-import hostdev
+from bench.device_cases import PLANES, Batch, Case
+from bench.record import get_versions, make_parser, record
 from hostdev.core.memory import gib
 from hostdev.device import backend, ops, triton
 from hostdev.device.ops import host_kernels, torch_operations, triton_kernels
@@ -42,7 +39,7 @@ EXACT_USES = {1: 31}
 
 
 class Clock:
-    """Times calls on a device."""
+    """Measure calls on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -79,8 +76,8 @@ class Clock:
         return statistics.median(device), statistics.median(host or device)
 
 
-def ways_for(device: torch.device) -> dict[str, ModuleType]:
-    """Return the ways to do the operations on a device, by name; torch's is the last."""
+def get_implementations(device: torch.device) -> dict[str, ModuleType]:
+    """Return the implementations of the operations on a device, by name; torch's is the last."""
     ways = {"torch": torch_operations}
     if device.type == "cpu":
         return {"host kernels": host_kernels, **ways}
@@ -90,20 +87,20 @@ def ways_for(device: torch.device) -> dict[str, ModuleType]:
 
 
 def copy_bandwidth(clock: Clock, device: torch.device, rounds: int) -> float:
-    """Return bytes a microsecond, read and written, of a copy on the device."""
+    """Return bytes read and written per microsecond by a copy on the device."""
     nbytes = 1 << 30 if backend.is_accelerator(device) else 1 << 26
     source, target = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     return 2 * nbytes / clock.measure(lambda: target.copy_(source), rounds)[0]
 
 
 def same_bits(one: Tensor, other: Tensor) -> Tensor:
-    """Tell of each value whether its bits are the same."""
+    """Return a mask of the values whose bits are equal."""
     dtype = torch.int16 if one.dtype == torch.bfloat16 else torch.int32
     return one.contiguous().view(dtype) == other.contiguous().view(dtype)
 
 
 def compare(case: Case, batch: Batch, one: list[Tensor], other: list[Tensor]) -> str:
-    """Say how the results of two ways differ: "equal" is to the bit."""
+    """Return in words how two results differ; "equal" means to the bit."""
     if not one:
         return ""
     if any(got.shape != wanted.shape for got, wanted in zip(one, other, strict=True)):
@@ -124,7 +121,7 @@ def compare(case: Case, batch: Batch, one: list[Tensor], other: list[Tensor]) ->
 
 
 def measure(case: Case, batch: Batch, ways: dict[str, ModuleType], clock: Clock, copy: float, rounds: int) -> dict:
-    """Run an operation every way; compare the results, and print and return its times."""
+    """Run an operation by every implementation; compare the results; print and return the times."""
     row: dict[str, Any] = {"op": case.name, "bytes": case.moved}
     reference: list[Tensor] | None = None
     line, bits = f"  {case.name:<26}", ""
@@ -156,31 +153,32 @@ def round_square_roots() -> None:
 def measure_size(
     rows: int, dim: int, size: int, device: torch.device, clock: Clock, copy: float, rounds: int
 ) -> list[dict]:
-    """Measure all operations at one size; none if the device has no room for it."""
+    """Measure all operations at one size; return nothing if the device has too little memory."""
     title = f"V = {rows:,}, D = {dim}, batch {size:,}"
     needed, free = 4 * rows * dim * PLANES * 4 + (4 << 30), backend.free_bytes(device)
     if backend.is_accelerator(device) and free is not None and needed > free:
         print(f"\n{title}: skipped, it needs {gib(needed)}, and {gib(free)} are free")
         return []
     batch = Batch(rows, dim, size, device)
-    ways = ways_for(device)
-    print(f"\n{title}: {batch.N:,} uses of {batch.U:,} rows, {int(batch.uses.max()):,} at most of one; "
-          f"{batch.H:,} hits, {batch.A:,} admitted and evicted, {batch.M:,} pass by\n")  # fmt: skip
+    ways = get_implementations(device)
+    print(
+        f"\n{title}: {batch.N:,} uses of {batch.U:,} rows, {int(batch.uses.max()):,} at most of one; "
+        f"{batch.H:,} hits, {batch.A:,} admitted and evicted, {batch.M:,} pass by\n"
+    )
     print(" " * 28 + "".join(f"{name:>29}" for name in ways))
     print(f"  {'op':<26}" + f"{'us':>12}{'host us':>9}{'of copy':>8}" * len(ways) + f"{'faster':>10}{'MB':>10}  bits")
     return [measure(case, batch, ways, clock, copy, rounds) for case in batch.cases()]
 
 
 def main() -> int:
-    """Measure, print and record; return 1 if two ways differ."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="auto", help="the accelerator; cpu: try the script, small")
+    """Measure, print and record; return 1 if two implementations differ."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--device", default="auto", help="the accelerator; cpu: a small trial")
     parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--out", type=Path, help="where the result goes instead of bench/results/")
     arguments = parser.parse_args()
     device = backend.select(arguments.device)
     if not backend.is_accelerator(device) and arguments.device == "auto":
-        print("bench_device: no accelerator that torch sees; operations on one were not measured")
+        print("bench device: no accelerator that torch sees; operations on one were not measured")
         return 0
     trial = not backend.is_accelerator(device)
     backend.make_deterministic(device)
@@ -193,16 +191,23 @@ def main() -> int:
     for rows, dim in TRIAL_SIZES if trial else SIZES:
         size = TRIAL_BATCH if trial else BATCH
         results[f"V = {rows:,} D = {dim}"] = measure_size(rows, dim, size, device, clock, copy, arguments.rounds)
-    different = [f"{title}, {row['op']}: {row['bits']}" for title, rows in results.items() for row in rows
-                 if row["bits"].upper() == row["bits"] != ""]  # fmt: skip
+    different = [
+        f"{title}, {row['op']}: {row['bits']}"
+        for title, rows in results.items()
+        for row in rows
+        if row["bits"].upper() == row["bits"] != ""
+    ]
     print("\n" + ("\n".join(different) or "all ways agree as stated"))
-    versions = {"hostdev": hostdev.__version__, "torch": torch.__version__}
-    content = {"device": backend.describe(device), "trial": trial, "versions": versions, "ways": list(ways_for(device)),
-               "copy_gb_per_s": round(copy / 1e3, 2), "different": different, "results": results}  # fmt: skip
+    versions = get_versions("torch")
+    content = {
+        "device": backend.describe(device),
+        "trial": trial,
+        "versions": versions,
+        "ways": list(get_implementations(device)),
+        "copy_gb_per_s": round(copy / 1e3, 2),
+        "different": different,
+        "results": results,
+    }
     if arguments.out is not None or not trial:
-        print(f"written to {record('device', content, arguments.out)}")
+        record("device", content, arguments.out)
     return 1 if different else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,8 @@
-"""Claim: a table as large as the host's memory holds runs in the memory that its formula says, and every phase at half
-of the rate of what limits it, measured in the same run: memory, the disk, or for the digest one stream of SHA-256.
-Ops on rows by id, in training and prediction, are shown beside copies of memory, and what a unique row costs beside
-what the memory takes for it.
+"""Claim: a table that fills the host's memory needs what its formula says, and runs at half its limits' rates or more.
+
+The limits are measured in the same run: memory, the disk, and for the digest one stream of SHA-256. Ops on rows by id,
+in training and prediction, are compared with copies of memory. The cost of a unique row is compared with the time that
+the memory alone needs for it.
 
 A HostTable of --rows x 8 with LazyAdam: initial values, --steps steps at depth 2 with a cache of 1%, predictions,
 digest, a whole checkpoint, one that adds to it, and loading by a new table, as a program that goes on does. Zipf ids,
@@ -10,7 +11,6 @@ for tables of half a million rows up to --rows. Memory: the process's own (not t
 is announced before the table is allocated.
 """
 
-import argparse
 import gc
 import itertools
 import shutil
@@ -22,15 +22,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import hostdev.core.environment  # isort: skip  (before torch)
 import numpy as np
 import torch
-from bench_checkpoint import disk_rates, drop_page_cache
-from limits import copy_rate, fill_rate, hash_rate, reach
-from record import record
-from workload import ids_of
 
 import hostdev
+from bench.bench_checkpoint import disk_rates, drop_page_cache
+from bench.limits import copy_rate, fill_rate, hash_rate, reach
+from bench.record import make_parser, record
+from bench.workload import draw_ids
 from hostdev.checkpoint.manager import SAVING_BYTES
 from hostdev.core.digest import StateDigest
 from hostdev.core.memory import TableShape, gib
@@ -45,7 +44,7 @@ WARMING, PREDICTED, ADDED = 3, 100, 20  # batches
 
 
 class Memory:
-    """The most memory that the process has had, sampled."""
+    """The process's peak memory, sampled."""
 
     def __init__(self) -> None:
         self.most = 0
@@ -63,7 +62,7 @@ class Memory:
 
 
 class Phases:
-    """Times phases, and prints each with its rate beside the limit's."""
+    """Measure phases, and print each one's rate beside its limit."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory, self.found = memory, {}
@@ -88,21 +87,25 @@ class Phases:
     def _add(self, name: str, seconds: float, nbytes: int, limit: float | None) -> None:
         rate = nbytes / seconds / 1e9
         share = None if limit is None else round(rate / limit, 3)
-        self.found[name] = {"seconds": round(seconds, 2), "GB/s": round(rate, 3), "of_limit": share,
-                            "memory": self._memory.most}  # fmt: skip
+        self.found[name] = {
+            "seconds": round(seconds, 2),
+            "GB/s": round(rate, 3),
+            "of_limit": share,
+            "memory": self._memory.most,
+        }
         of = f", {share:.0%} of {limit:.1f}" if share is not None and limit is not None else ""
         moved = f", {rate:6.2f} GB/s{of}" if nbytes else ""
         print(f"{name:>16}: {seconds:7.1f} s{moved}, memory {gib(self._memory.most)}", flush=True)
 
 
-def batches_of(rows: int, n: int) -> Iterator[torch.Tensor]:
-    """Ids int32 [B, F] of n batches, all there before the first is taken."""
-    made = [ids_of(rows, BATCH * FIELDS, seed).astype(np.int32).reshape(BATCH, FIELDS) for seed in range(n)]
+def make_batches(rows: int, n: int) -> Iterator[torch.Tensor]:
+    """Return the ids int32 [B, F] of n batches."""
+    made = [draw_ids(rows, BATCH * FIELDS, seed).astype(np.int32).reshape(BATCH, FIELDS) for seed in range(n)]
     return map(torch.from_numpy, made)
 
 
-def digest_of(table: hostdev.HostTable) -> str:
-    """The digest of a table's state."""
+def compute_digest(table: hostdev.HostTable) -> str:
+    """Return the digest of a table's state."""
     digest = StateDigest()
     weights, *slots = columns_of(table)
     digest.table(table.name, table.step, weights, slots)
@@ -114,7 +117,7 @@ def row_cost(table: hostdev.HostTable) -> tuple[float, float]:
 
     returns  them, and what the memory takes for it
     """
-    batches = [hostdev.unique(ids_of(table.rows, seed=seed).astype(np.int32))[0] for seed in range(8)]
+    batches = [hostdev.unique(draw_ids(table.rows, seed=seed).astype(np.int32))[0] for seed in range(8)]
     most = max(map(len, batches))
     out, grads = np.empty((most, DIM), np.float32), np.full((most, DIM), 1e-3, np.float32)
     costs: list[tuple[float, float]] = []
@@ -144,16 +147,16 @@ def train(runtime: hostdev.Runtime, layer: torch.nn.Module, batches: Iterator[to
 
 def main() -> None:
     """Measure, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=200_000_000)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--dir", type=Path, default=None, help="on the disk that is measured (the system's folder)")
+    parser.add_argument("--dir", type=Path, default=None, help="a folder on the measured disk (default: the system's)")
     arguments = parser.parse_args()
     rows, memory = arguments.rows, Memory()
     shape = GroupSize(rows, [TableShape(DIM, hostdev.LazyAdam())], True, hostdev.CacheSpec("1%"))
     announced = kept([shape], depth=2, slots_on_host=True, uses=BATCH * FIELDS, copies=SAVING_BYTES)
     size = announced["tables"]
-    batches = batches_of(rows, WARMING + arguments.steps + PREDICTED + ADDED)
+    batches = make_batches(rows, WARMING + arguments.steps + PREDICTED + ADDED)
     at_first = memory.now()
     folder = Path(tempfile.mkdtemp(dir=arguments.dir))
     written, read = disk_rates(folder, 1 << 32)
@@ -183,7 +186,7 @@ def main() -> None:
                 pass
         ops = phases.ops(log, copied, ops)
         with phases.phase("digest", size, hashed):
-            digest = digest_of(table)
+            digest = compute_digest(table)
         with phases.phase("save, whole", size, written):
             runtime.save(folder / "c")
         train(runtime, layer, batches, ADDED)
@@ -193,14 +196,14 @@ def main() -> None:
         seconds = time.perf_counter() - start
         added = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) - before
         print(f"{'save, added':>16}: {seconds:7.1f} s, {gib(added)}")
-        after = digest_of(table)
+        after = compute_digest(table)
         del table, runtime
         gc.collect()  # before there is another one
         table = hostdev.HostTable(rows, DIM, hostdev.LazyAdam(), name="t")
         drop_page_cache([file for file in folder.rglob("*") if file.is_file()])
         with phases.phase("load", size + added, read):
             hostdev.Runtime({"t": table}, device="cpu", depth=2, cache="1%").load(folder / "c")
-        same = digest_of(table) == after != digest
+        same = compute_digest(table) == after != digest
         print(f"the state that was saved is the one that was loaded: {same}")
         sizes = sorted({SMALLEST, rows // 20} - set(range(SMALLEST)))
         tables = [hostdev.HostTable(n, DIM, hostdev.LazyAdam(), name=f"{n} rows") for n in sizes]
@@ -217,17 +220,26 @@ def main() -> None:
             f"a unique row costs {own:.0f} ns at {n:,} rows, of which the memory takes {least:.0f}: {own / least:.2f}x"
         )
     own, least = each[rows] / each[min(each)]
-    print(f"that is {own:.2f}x of the smallest table's; of the memory alone {least:.2f}x")
+    print(f"{own:.2f}x the smallest table's cost; {least:.2f}x for the memory alone")
     most = max(found["memory"] for found in phases.found.values())
-    print(f"memory {gib(most)}, of which {gib(at_first)} were there before; announced {gib(sum(announced.values()))}")
+    print(f"memory {gib(most)}, of which {gib(at_first)} before the table; announced {gib(sum(announced.values()))}")
     content: dict[str, Any] = {
-        "rows": rows, "dim": DIM, "threads": host_threads(), "copy": copied, "fill": [brought, filled], "hash": hashed,
-        "disk": [written, read], "announced": announced, "memory_before": at_first, "most_memory": most,
-        "phases": phases.found, "ops": ops, "ms_a_step": float(np.median(times) * 1e3), "added_bytes": added,
-        "added_seconds": seconds, "loaded_is_saved": same, "ns_a_row": costs,
-    }  # fmt: skip
-    print(f"written to {record('large', content)}")
-
-
-if __name__ == "__main__":
-    main()
+        "rows": rows,
+        "dim": DIM,
+        "threads": host_threads(),
+        "copy": copied,
+        "fill": [brought, filled],
+        "hash": hashed,
+        "disk": [written, read],
+        "announced": announced,
+        "memory_before": at_first,
+        "most_memory": most,
+        "phases": phases.found,
+        "ops": ops,
+        "ms_a_step": float(np.median(times) * 1e3),
+        "added_bytes": added,
+        "added_seconds": seconds,
+        "loaded_is_saved": same,
+        "ns_a_row": costs,
+    }
+    record("large", content, arguments.out)

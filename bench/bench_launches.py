@@ -1,47 +1,47 @@
 """Claim: rows cost a step few launches, nobody waits for the device, and no memory is pinned once it runs.
 
-On the simulated accelerator of the tests, whose clock says nothing, but whose counts are those of any device. Counted
-in the thread of the step, per step, for both tables and a cache of 10% of the rows: the operations that gather,
-assemble, update and exchange rows (no views, no allocations), with torch's operations and with Triton's kernels; what
-the thread waited for; and how often memory was pinned after the tenth step.
+The benchmark uses the tests' simulated accelerator: its times mean nothing, but its counts are those of any device. It
+counts per step, in the step's thread, for both tables and a cache of 10% of the rows: operations that gather,
+assemble, update and exchange rows (no views, no allocations), with torch's operations and with Triton's kernels; the
+thread's waits; and pinned allocations after the tenth step.
 """
 
 import functools
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import hostdev.core.environment  # isort: skip  (before torch)
 import numpy as np
 import torch
-from record import record
 from torch.utils._python_dispatch import TorchDispatchMode
-from wide_deep import FIELDS, FieldsBatch, trainer_of
 
-import hostdev
+from bench.record import get_versions, make_parser, record
+from bench.wide_deep import FIELDS, FieldsBatch, make_trainer
 from hostdev.device import backend, ops
 from hostdev.device.ops import torch_operations, triton_kernels
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tests' simulated accelerator
-from tests import standin
+from tests import standin  # the simulated accelerator
 from tests.device import twins
 
 ROWS, SIZE, DIM = 20_000, 200, 16
 SETTLED, STEPS = 10, 30
 PARTS = {
-    "lookup": "gather", "gather": "gather", "assemble": "assembly", "uses_of": "sum of uses", "sum_uses": "sum of uses",
-    "update": "update", "exchange": "exchange", "place": "late rows",
-}  # fmt: skip
+    "lookup": "gather",
+    "gather": "gather",
+    "assemble": "assembly",
+    "uses_of": "sum of uses",
+    "sum_uses": "sum of uses",
+    "update": "update",
+    "exchange": "exchange",
+    "place": "late rows",
+}
 LIMITS = {"torch operations": 80, "Triton kernels": 20}
 _LAUNCHES = {"empty": 0, "empty_like": 0, "empty_strided": 0, "new_empty": 0, "sum_uses": 2}  # others: 1
 
 
 class Counting(TorchDispatchMode):
-    """Counts operations that launch something."""
+    """Count operations that launch a kernel."""
 
     def __init__(self, count: Counter[str], part: str) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Counting(TorchDispatchMode):
 
 @contextmanager
 def counted(way: Any) -> Iterator[Counter[str]]:
-    """Count the operations of a way to do things, by what it is done for."""
+    """Count an implementation's launches by purpose."""
     count: Counter[str] = Counter()
 
     def counting(function: Callable[..., Any], part: str) -> Callable[..., Any]:
@@ -89,10 +89,10 @@ def batches(count: int) -> list[FieldsBatch]:
 
 
 def measure(name: str, way: Any, depth: int = 2) -> dict[str, Any]:
-    """Train, and return what a step costs."""
+    """Train, and return the counts of a step."""
     device = backend.select("standin")
     backend.make_deterministic(device)
-    trainer = trainer_of(ROWS, DIM, device=device, depth=depth, cache="10%")
+    trainer = make_trainer(ROWS, DIM, device=device, depth=depth, cache="10%")
     waits: Counter[str] = Counter()
     me = threading.current_thread().name
     last = None
@@ -115,12 +115,20 @@ def measure(name: str, way: Any, depth: int = 2) -> dict[str, Any]:
     steps = STEPS - SETTLED
     parts = {part: round(operations[part] / steps, 1) for part in dict.fromkeys(PARTS.values()) if operations[part]}
     total = round(sum(each for part, each in parts.items() if part != "late rows"), 1)
-    return {"way": name, "depth": depth, "operations": parts, "total": total, "waits": dict(waits),
-            "pinned_allocations": pinned, "state_sha256": trainer.state_sha256()}  # fmt: skip
+    return {
+        "way": name,
+        "depth": depth,
+        "operations": parts,
+        "total": total,
+        "waits": dict(waits),
+        "pinned_allocations": pinned,
+        "state_sha256": trainer.state_sha256(),
+    }
 
 
 def main() -> None:
     """Count, print and record."""
+    arguments = make_parser(__doc__).parse_args()
     standin.configure(schedule="lazy", check=True)
     torch.set_num_threads(1)
     twins.register()
@@ -137,9 +145,5 @@ def main() -> None:
         print(f"    {'total':<14}{found['total']:>8.1f}  (at most {LIMITS[name]}; late rows come on another stream)")
         print(f"    the step's thread waited for: {found['waits'] or 'nothing'}")
         print(f"    memory was pinned after step {SETTLED}: {found['pinned_allocations']} times\n")
-    versions = {"hostdev": hostdev.__version__, "torch": torch.__version__}
-    print(f"written to {record('launches', {'versions': versions, 'steps': results})}")
-
-
-if __name__ == "__main__":
-    main()
+    versions = get_versions("torch")
+    record("launches", {"versions": versions, "steps": results}, arguments.out)

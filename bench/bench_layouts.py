@@ -1,11 +1,9 @@
-"""Claim: the layout that `--parallel auto` takes on two processes is within 10% of the best of all that there are.
+"""Claim: the layout that `--parallel auto` takes on two processes is within 10% of the best layout.
 
-Of four networks every mesh of two processes is tried: samples; stages with every cut; slices with every choice of
-strategies for up to three layers (beyond that layers in pairs, and each alone). Every candidate is timed in
-rounds, in turn, so that what disturbs the machine disturbs all; the best ones longer. One thread a process.
+The benchmark tries every mesh of two processes for four networks: samples; stages with every cut; slices with every
+combination of strategies for up to three layers, and for more layers each alone and in pairs. Candidates are timed in
+turn, so that disturbances affect all of them; the best are timed longer. Each process has one thread.
 """
-
-import hostdev.core.environment  # isort: skip  (before torch)
 
 import argparse
 import itertools
@@ -18,10 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from record import record
 from torch import nn
 
 import hostdev
+from bench.record import make_parser, record
 from hostdev.parallel.mesh import Mesh
 from hostdev.parallel.plan import cuttable, divides
 from hostdev.parallel.ranks import Ranks
@@ -35,7 +33,7 @@ NETWORKS = Path(__file__).resolve().parents[1] / "examples" / "parallel"
 
 
 class Case(NamedTuple):
-    """A network, and batches of so many samples in so many micro-batches."""
+    """A network, its batch size and its number of micro-batches."""
 
     name: str
     layers: list[int]  # widths; of none a narrow ResNet
@@ -51,7 +49,7 @@ CASES = [
 ]
 
 
-def network_of(case: Case) -> tuple[nn.Sequential, torch.Tensor]:
+def make_network(case: Case) -> tuple[nn.Sequential, torch.Tensor]:
     """Return a case's network, and a batch of its inputs."""
     torch.manual_seed(1)
     if not case.layers:
@@ -97,23 +95,32 @@ def all_layouts(network: nn.Sequential) -> Iterator[Tried]:
         for one in way:
             yield Tried(Mesh(model=RANKS), None, one)
     for first in range(2):  # in pairs
-        yield Tried(Mesh(model=RANKS), None, ",".join(
-            f"{name}={'colwise' if number % 2 == first else 'rowwise'}" for number, (name, _) in enumerate(layers)
-            if divides(layers[number][1], "colwise" if number % 2 == first else "rowwise", RANKS)
-        ))  # fmt: skip
+        yield Tried(
+            Mesh(model=RANKS),
+            None,
+            ",".join(
+                f"{name}={'colwise' if number % 2 == first else 'rowwise'}"
+                for number, (name, _) in enumerate(layers)
+                if divides(layers[number][1], "colwise" if number % 2 == first else "rowwise", RANKS)
+            ),
+        )
 
 
 class Timed:
-    """A layout that is timed."""
+    """A network in one layout, ready to be timed."""
 
     def __init__(self, case: Case, tried: Tried, ranks: Ranks) -> None:
-        network, self._values = network_of(case)
+        network, self._values = make_network(case)
         ranks.mesh = tried.mesh
         self._labels = torch.arange(case.batch) % 10
         self.network = hostdev.Network(
-            network, (self._values[:1],), ranks=ranks, micro_batches=case.micro_batches, stage_cut=tried.begins,
+            network,
+            (self._values[:1],),
+            ranks=ranks,
+            micro_batches=case.micro_batches,
+            stage_cut=tried.begins,
             plan=tried.plan,
-        )  # fmt: skip
+        )
         self._adam = torch.optim.Adam(self.network.parameters, fused=True)
         self._ranks, self._mesh = ranks, tried.mesh
 
@@ -123,17 +130,18 @@ class Timed:
         self._ranks.control.barrier()
         begin = time.perf_counter()
         self.network.step(
-            len(self._values), lambda part: (self._values[part],),
+            len(self._values),
+            lambda part: (self._values[part],),
             lambda output, part: nn.functional.cross_entropy(output, self._labels[part]),
-        )  # fmt: skip
+        )
         self._adam.step()
         self._adam.zero_grad()
         return float(max(self._ranks.control.share(time.perf_counter() - begin)))
 
 
 def measure(case: Case, ranks: Ranks, rounds: int) -> dict[str, Any]:
-    """Return what was chosen, what each layout took, and how far the choice is from the best."""
-    network, values = network_of(case)
+    """Return the choice, the times of all layouts, and the choice's time relative to the best."""
+    network, values = make_network(case)
     chosen = hostdev.Network(
         network, (values[:1],), ranks=ranks, micro_batches=case.micro_batches, auto=case.batch
     ).choice
@@ -144,7 +152,7 @@ def measure(case: Case, ranks: Ranks, rounds: int) -> dict[str, Any]:
     plan = ",".join(f"{name}={how}" for name, how in best.plan)
     mine = Tried(best.mesh, ",".join(best.begins) or None, plan or None)
     times: dict[Tried, list[float]] = {}
-    for tried in dict.fromkeys([mine, *all_layouts(network_of(case)[0])]):
+    for tried in dict.fromkeys([mine, *all_layouts(make_network(case)[0])]):
         timed = Timed(case, tried, ranks)
         timed.step()
         times[tried] = [timed.step() for _ in range(3)]
@@ -161,15 +169,20 @@ def measure(case: Case, ranks: Ranks, rounds: int) -> dict[str, Any]:
     fastest = min(medians, key=lambda tried: medians[tried])
     predicted = {described.mesh: described.seconds for described in chosen.tried}
     return {
-        "network": case.name, "layouts": len(times), "chosen": str(mine), "chosen_ms": round(medians[mine] * 1e3, 2),
-        "predicted_ms": round(predicted[mine.mesh] * 1e3, 2), "best": str(fastest),
-        "best_ms": round(medians[fastest] * 1e3, 2), "over_best": round(medians[mine] / medians[fastest], 4),
+        "network": case.name,
+        "layouts": len(times),
+        "chosen": str(mine),
+        "chosen_ms": round(medians[mine] * 1e3, 2),
+        "predicted_ms": round(predicted[mine.mesh] * 1e3, 2),
+        "best": str(fastest),
+        "best_ms": round(medians[fastest] * 1e3, 2),
+        "over_best": round(medians[mine] / medians[fastest], 4),
         "all_ms": {str(tried): round(min(each) * 1e3, 2) for tried, each in times.items()},
-    }  # fmt: skip
+    }
 
 
 def be_a_rank(rounds: int, number: int) -> None:
-    """Measure a case, as one of the processes."""
+    """Measure a case as one of the processes."""
     torch.set_num_threads(1)
     with hostdev.join() as ranks:
         assert ranks is not None
@@ -180,7 +193,7 @@ def be_a_rank(rounds: int, number: int) -> None:
 
 def main() -> None:
     """Measure, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -191,7 +204,8 @@ def main() -> None:
     for number, case in enumerate(CASES):
         output = Path(f"/tmp/bench_layouts.{number}.json")
         with output.open("wb") as file:
-            command = [sys.executable, __file__, "--rounds", str(arguments.rounds), "--case", str(number)]
+            options = ["--rounds", str(arguments.rounds), "--case", str(number)]
+            command = [sys.executable, "-m", "bench", "layouts", *options]
             code = wait_for(start_here(RANKS, command, stdout=file))
         if code:
             raise SystemExit(f"{case.name}: a process has failed, with exit code {code}")
@@ -201,10 +215,7 @@ def main() -> None:
         print(
             f"{case.name}: of {found['layouts']} layouts {found['chosen']} was chosen: {found['chosen_ms']} ms a step "
             f"({found['predicted_ms']} predicted); the best, {found['best']}: {found['best_ms']}; "
-            f"{found['over_best']:.3f}x (at most {MOST}: {met})", flush=True,
-        )  # fmt: skip
-    print(record("layouts", {"ranks": RANKS, "most": MOST, "cases": results}))
-
-
-if __name__ == "__main__":
-    main()
+            f"{found['over_best']:.3f}x (at most {MOST}: {met})",
+            flush=True,
+        )
+    record("layouts", {"ranks": RANKS, "most": MOST, "cases": results}, arguments.out)

@@ -18,26 +18,23 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
-import hostdev.core.environment  # isort: skip  (before torch)
-import numba
 import numpy as np
 import torch
-from bench_peers import Peer
-from record import record
-from simulated import FreeSlots, Simulated
 from torch import nn
-from workload import ids_of
 
 import hostdev
+from bench.bench_peers import Peer
+from bench.record import get_versions, make_parser, record
+from bench.simulated import FreeSlots, Simulated
+from bench.workload import draw_ids
 from hostdev.kernels.pool import host_threads
 from hostdev.runtime.requests import Reader
 
 TABLES, ROWS, BAG, DIM = 26, 100_000, 10, 64
 GROUPS, GROUP_ROWS, USES = 10, 2_000_000, 40  # rows of all groups' tables, and uses of a sample, in all
 LARGE = 16_000  # samples of a batch
-BATCHES = 12  # then they come again
+BATCHES = 12  # the run cycles through them
 CACHED_ROWS, CACHED_BATCHES = 5_000_000, 100
 SETTLE = 4
 CACHE = "10%"
@@ -45,7 +42,7 @@ LIMITS = {"embedding_bag": 2.0, "fbgemm": 1.0, "groups": 1.10, "simulated": 1.15
 
 
 def zipf(rng: np.random.Generator, rows: int, n: int) -> np.ndarray:
-    """Ids whose popularity is Zipf's, scattered over the table."""
+    """Return Zipf ids, scattered over the table."""
     return (rng.zipf(1.1, n) % rows * 2_654_435_761 % rows).astype(np.int64)
 
 
@@ -70,7 +67,7 @@ class Top(nn.Module):
 
 
 def torch_steps(batches: list[list[torch.Tensor]], labels: torch.Tensor) -> Iterator[None]:
-    """Step after step of the model as torch's users write it."""
+    """Train the model with torch's embeddings, step by step."""
     torch.manual_seed(0)
     tables = nn.ModuleList(nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True) for _ in range(TABLES))
     top = Top(TABLES * DIM)
@@ -89,14 +86,15 @@ def torch_steps(batches: list[list[torch.Tensor]], labels: torch.Tensor) -> Iter
 
 
 def hostdev_steps(batches: list[list[torch.Tensor]], labels: torch.Tensor, depth: int) -> Iterator[None]:
-    """The same with the tables in a runtime."""
+    """Train the same model with the tables in a runtime."""
     torch.manual_seed(0)
     tables = [hostdev.HostTable(ROWS, DIM, hostdev.LazyAdam(lr=1e-3), name=f"t{i}") for i in range(TABLES)]
     names = [f"f{i}" for i in range(TABLES)]
     runtime = hostdev.Runtime(
         {name: hostdev.Feature(table, pooling="sum") for name, table in zip(names, tables, strict=True)},
-        device="cpu", depth=depth,
-    )  # fmt: skip
+        device="cpu",
+        depth=depth,
+    )
     top = Top(TABLES * DIM)
     dense = torch.optim.Adam(top.parameters(), lr=1e-3)
     for _, rows in runtime.train(itertools.cycle(batches), ids=lambda ids: dict(zip(names, ids, strict=True))):
@@ -116,7 +114,7 @@ def seconds(steps: Iterator[None], count: int) -> float:
 
 
 def in_turn(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Call each in turn, round after round."""
+    """Call all functions in turn, for some rounds."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
@@ -125,7 +123,7 @@ def in_turn(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list
 
 
 def against_embedding_bag(size: int, steps: int, rounds: int) -> dict[str, float]:
-    """(a)."""
+    """Measure (a)."""
     batches = bags(TABLES, ROWS, size, BAG)
     labels = torch.from_numpy((np.random.default_rng(1).random(size) < 0.3).astype(np.float32))
     made = {
@@ -145,7 +143,7 @@ def against_embedding_bag(size: int, steps: int, rounds: int) -> dict[str, float
 
 
 def against_fbgemm(rows: int, rounds: int) -> dict[str, float]:
-    """(b)."""
+    """Measure (b)."""
     peers = {"hostdev": Peer("hostdev", "hostdev_bags.py", rows), "FBGEMM": Peer("torch", "fbgemm_bags.py", rows)}
     times: dict[str, list[float]] = {}
     try:
@@ -186,9 +184,7 @@ class Waiting:
 
     def __init__(self, batches: list[list[np.ndarray]], rows: int, depth: int, cache: str | None = None) -> None:
         names = [f"f{i}" for i in range(len(batches[0]))]
-        tables = {
-            name: hostdev.HostTable(rows // len(names), DIM, hostdev.LazyAdam(), name=name) for name in names
-        }  # fmt: skip
+        tables = {name: hostdev.HostTable(rows // len(names), DIM, hostdev.LazyAdam(), name=name) for name in names}
         features = {name: hostdev.Feature(table, pooling="sum") for name, table in tables.items()}
         runtime = hostdev.Runtime(features, device="cpu", depth=depth, cache=cache)
         most = max(ids.size for ids in batches[0])
@@ -217,7 +213,7 @@ class Waiting:
 
 
 def groups(steps: int, rounds: int, cache: str | None) -> dict[str, float]:
-    """(c)."""
+    """Measure (c)."""
     batches = group_ids(GROUPS, GROUP_ROWS, LARGE, USES)
     made = {
         GROUPS: Waiting(batches, GROUP_ROWS, 0, cache),
@@ -234,10 +230,10 @@ def groups(steps: int, rounds: int, cache: str | None) -> dict[str, float]:
 
 
 def simulated(steps: int, rounds: int, cache: str | None) -> dict[str, float]:
-    """(d)."""
+    """Measure (d)."""
     each, most = USES // GROUPS, CACHED_ROWS // GROUPS
     batches = [
-        [ids_of(most, LARGE * each, number * GROUPS + g).reshape(LARGE, each) for g in range(GROUPS)]
+        [draw_ids(most, LARGE * each, number * GROUPS + g).reshape(LARGE, each) for g in range(GROUPS)]
         for number in range(CACHED_BATCHES if cache else BATCHES)
     ]
     serial, overlapped = (Waiting(batches, CACHED_ROWS, depth, cache) for depth in (0, 2))
@@ -259,14 +255,13 @@ def simulated(steps: int, rounds: int, cache: str | None) -> dict[str, float]:
 
 def main() -> None:
     """Measure, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch-size", type=int, default=2048, help="of (a)")
+    parser = make_parser(__doc__)
+    parser.add_argument("--batch-size", type=int, default=2048, help="batch size of (a)")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
-        "--peers", action=argparse.BooleanOptionalAction, default=True, help="(b), which installs FBGEMM"
+        "--peers", action=argparse.BooleanOptionalAction, default=True, help="run (b), which installs FBGEMM"
     )
-    parser.add_argument("--out", type=Path, help="where the result goes instead of bench/results/")
     arguments = parser.parse_args()
     parts: dict[str, Callable[[], dict[str, float]]] = {
         "embedding_bag": lambda: against_embedding_bag(arguments.batch_size, arguments.steps, arguments.rounds),
@@ -287,11 +282,12 @@ def main() -> None:
         for what, value in found.items():
             print(f"  {what:<44}{value:>12,}")
         print(f"  at {'least' if least else 'most'} {limit}: {'met' if met else 'NOT MET'}", flush=True)
-    versions = {"hostdev": hostdev.__version__, "numba": numba.__version__, "torch": torch.__version__}
-    content = {"threads": host_threads(), "torch_threads": torch.get_num_threads(), "versions": versions,
-               "limits": LIMITS, "results": results}  # fmt: skip
-    print(f"\nwritten to {record('loop', content, arguments.out)}")
-
-
-if __name__ == "__main__":
-    main()
+    versions = get_versions("numba", "torch")
+    content = {
+        "threads": host_threads(),
+        "torch_threads": torch.get_num_threads(),
+        "versions": versions,
+        "limits": LIMITS,
+        "results": results,
+    }
+    record("loop", content, arguments.out)

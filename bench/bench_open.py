@@ -1,10 +1,9 @@
 """Claim: a saved table of 5 million rows opens within 0.2 s, and a request takes at most 3 x `nn.Embedding`'s time.
 
-The table is saved, opened, and asked for 100 rows, beside an `nn.Embedding` of the same weights that is asked for the
-same ids. So are six features of a runtime (`look_up`) beside six such modules.
+The benchmark saves a table, opens it, and looks up 100 rows, in turn with an `nn.Embedding` of the same shape and the
+same ids. It compares `look_up` of six features of a runtime with six such modules.
 """
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -15,15 +14,15 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from record import record
 
 import hostdev
+from bench.record import make_parser, record
 
 IDS, CALLS, ROUNDS = 100, 200, 7
 
 
-def seconds_of(call: Callable[[int], Any]) -> float:
-    """Return the median time of a call, each with other ids."""
+def measure_call(call: Callable[[int], Any]) -> float:
+    """Return the median time of calls with different ids."""
     times = []
     for number in range(CALLS):
         start = time.perf_counter()
@@ -33,17 +32,17 @@ def seconds_of(call: Callable[[int], Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Open a saved table, and look up a request's rows.")
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=5_000_000)
     parser.add_argument("--dim", type=int, default=16)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = measure(options.rows, options.dim, Path(folder))
-    print(f"results in {record('open', {'rows': options.rows, 'dim': options.dim, 'ids': IDS, **result})}")
+    record("open", {"rows": options.rows, "dim": options.dim, "ids": IDS, **result}, options.out)
 
 
 def measure(rows: int, dim: int, folder: Path) -> dict[str, Any]:
-    """Return the medians of all rounds, and each."""
+    """Return the times of all rounds, and their medians."""
     runtime = hostdev.Runtime({"ids": hostdev.HostTable(rows, dim, hostdev.SGD(lr=0.1), name="t")}, device="cpu")
     runtime.save(folder / "saved")
     runtime.close()
@@ -60,14 +59,16 @@ def measure(rows: int, dim: int, folder: Path) -> dict[str, Any]:
         table = hostdev.open(folder / "saved")["t"]
         opened = time.perf_counter() - start
         with torch.no_grad():
-            found.append({
-                "open_s": opened,
-                "request_s": seconds_of(lambda number: table.lookup(ids[number])),  # noqa: B023
-                "embedding_s": seconds_of(lambda number: embedding(asked[number])),
-                "touched_bytes": float(psutil.Process().memory_info().rss - before),
-                "look_up_s": seconds_of(lambda number: features.look_up(requests[number])),
-                "embeddings_s": seconds_of(lambda number: [each(asked[number] % 100_000) for each in modules]),
-            })  # fmt: skip
+            found.append(
+                {
+                    "open_s": opened,
+                    "request_s": measure_call(lambda number: table.lookup(ids[number])),  # noqa: B023
+                    "embedding_s": measure_call(lambda number: embedding(asked[number])),
+                    "touched_bytes": float(psutil.Process().memory_info().rss - before),
+                    "look_up_s": measure_call(lambda number: features.look_up(requests[number])),
+                    "embeddings_s": measure_call(lambda number: [each(asked[number] % 100_000) for each in modules]),
+                }
+            )
     features.close()
     medians = {name: statistics.median(one[name] for one in found) for name in found[0]}
     print(
@@ -78,7 +79,3 @@ def measure(rows: int, dim: int, folder: Path) -> dict[str, Any]:
         f"{medians['embeddings_s'] * 1e6:.1f} us: {medians['look_up_s'] / medians['embeddings_s']:.2f}x"
     )
     return {"medians": medians, "rounds": found}
-
-
-if __name__ == "__main__":
-    main()

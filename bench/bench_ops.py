@@ -1,24 +1,21 @@
 """Claim: host kernels run near the memory's bandwidth, and their cost per row hardly depends on the table's size.
 
-Every op at several table sizes: milliseconds, ns per row, GB/s, and the share of the copy bandwidth measured in the
-same run; lookups and updates of random rows with bfloat16 weights beside those with float32. Ops are called in turn,
-round after round; medians. Writes JSON and two plots to bench/results/.
+The benchmark times every op at several table sizes: milliseconds, ns per row, GB/s, and the share of the copy
+bandwidth of the same run. It compares lookups and updates of random rows with bfloat16 and float32 weights. Ops take
+turns, and the results are medians. Writes JSON and two plots to bench/results/.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import hostdev.core.environment  # isort: skip  (as in a training process)
 import matplotlib as mpl
-import numba
 import numpy as np
-from record import record
-from workload import grads_of, ids_of
 
 import hostdev
+from bench.record import get_versions, make_parser, record
+from bench.workload import draw_gradients, draw_ids
 from hostdev.core.initializers import Normal
 from hostdev.core.memory import available_bytes, table_bytes
 from hostdev.core.primitive import UPDATES as PRIMITIVES
@@ -42,13 +39,13 @@ DTYPE_ROWS, DTYPE_USED = 2_000_000, 100_000
 Op = tuple[Callable[[], object], int, int]  # what to call, items, bytes
 
 
-def ops_of(rows: int, dim: int) -> dict[str, Op]:
+def make_ops(rows: int, dim: int) -> dict[str, Op]:
     """Return the ops at one table size."""
-    ids = ids_of(rows).astype(np.int32)
+    ids = draw_ids(rows).astype(np.int32)
     found, inverse = hostdev.unique(ids)
     n, u = len(ids), len(found)
     grads = aligned_empty((n, dim))
-    grads[:] = grads_of(n, dim)
+    grads[:] = draw_gradients(n, dim)
     sums, out = aligned_empty((u, dim)), aligned_empty((n, dim))
     sum_uses([Feature(inverse)], [grads], sums)
     deep = hostdev.HostTable(rows, dim, hostdev.LazyAdam(), name="deep")
@@ -73,16 +70,19 @@ def ops_of(rows: int, dim: int) -> dict[str, Op]:
         "FTRL D = 1, unique rows": (lambda: wide.update(found, sums1), u, 7 * u * 4),
         "FTRL D = 1, all": (lambda: wide.apply(ids, grads1), n, n * 4 + 6 * u * 4),
         "host side of a step": (host_side, u, 9 * u * (row + 4)),
-        "initial values": (lambda: Normal().fill(block[:100_000], 0, "x", np.zeros(2, np.float32)), 100_000,
-                           min(rows, 100_000) * 3 * row),
-    }  # fmt: skip
+        "initial values": (
+            lambda: Normal().fill(block[:100_000], 0, "x", np.zeros(2, np.float32)),
+            100_000,
+            min(rows, 100_000) * 3 * row,
+        ),
+    }
 
 
 def other_updates(rows: int, dim: int) -> dict[str, Op]:
-    """Return the updates of unique rows by every optimizer, on a table each."""
-    found, _ = hostdev.unique(ids_of(rows).astype(np.int32))
+    """Return an update of unique rows for every optimizer, each on its own table."""
+    found, _ = hostdev.unique(draw_ids(rows).astype(np.int32))
     sums = aligned_empty((len(found), dim))
-    sums[:] = grads_of(len(found), dim)
+    sums[:] = draw_gradients(len(found), dim)
     ops: dict[str, Op] = {}
     for name, optimizer in UPDATES.items():
         table = hostdev.HostTable(rows, dim, optimizer, name=name)
@@ -92,11 +92,11 @@ def other_updates(rows: int, dim: int) -> dict[str, Op]:
 
 
 def weights_as(dtype: str, dim: int) -> dict[str, Op]:
-    """Return lookups and updates of random rows whose weights are stored in a dtype."""
+    """Return lookups and updates of random rows with weights in a dtype."""
     rng = np.random.default_rng(0)
     ids = rng.permutation(DTYPE_ROWS)[:DTYPE_USED].astype(np.int32)
     grads, out = aligned_empty((DTYPE_USED, dim)), aligned_empty((DTYPE_USED, dim))
-    grads[:] = grads_of(DTYPE_USED, dim)
+    grads[:] = draw_gradients(DTYPE_USED, dim)
     ops: dict[str, Op] = {}
     for name in ("LazyAdam", "RowWiseAdagrad"):
         table = hostdev.HostTable(DTYPE_ROWS, dim, UPDATES[name], name=name, dtype=dtype)
@@ -107,13 +107,13 @@ def weights_as(dtype: str, dim: int) -> dict[str, Op]:
 
 
 def compare_dtypes(rounds: int) -> dict[str, list[dict]]:
-    """Measure bfloat16 weights against float32, each in turn with the other; print their rows a second."""
+    """Measure bfloat16 and float32 weights in turn; print their rows a second."""
     results = {}
     for dim in (16, 80):
         title = f"V = {DTYPE_ROWS:,} D = {dim}"
         print(f"\n{DTYPE_USED:,} random rows, {title}: weights in float32 and bfloat16\n")
         ops = {"copy": copy_op(), **weights_as("fp32", dim), **weights_as("bf16", dim)}
-        results[title] = table_of(ops, ms := measure(ops, rounds))
+        results[title] = report_ops(ops, ms := measure(ops, rounds))
         for name in ("LazyAdam", "RowWiseAdagrad"):
             ratios = {op: ms[f"{name} fp32 {op}"] / ms[f"{name} bf16 {op}"] for op in ("lookup", "update")}
             print(f"{name}: bf16 has {ratios['lookup']:.2f} times the lookups and {ratios['update']:.2f} the updates")
@@ -121,7 +121,7 @@ def compare_dtypes(rounds: int) -> dict[str, list[dict]]:
 
 
 def copy_op() -> Op:
-    """Return the limit: a copy of 200 MB by all threads, read and written."""
+    """Return the reference: a copy of 200 MB by all threads."""
     source, target = aligned_empty((50_000_000,)), aligned_empty((50_000_000,))
     source[:] = target[:] = 1
 
@@ -143,21 +143,28 @@ def measure(ops: dict[str, Op], rounds: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def table_of(ops: dict[str, Op], ms: dict[str, float]) -> list[dict]:
-    """Return a row per op, and print it."""
+def report_ops(ops: dict[str, Op], ms: dict[str, float]) -> list[dict]:
+    """Print and return a row per op."""
     copy = ops["copy"][2] / ms["copy"] / 1e6
     rows = []
     print(f"{'op':<28}{'ms':>10}{'ns/row':>10}{'GB/s':>8}{'of copy':>9}")
     for name, (_, items, moved) in ops.items():
         speed = moved / ms[name] / 1e6
-        rows.append({"op": name, "ms": round(ms[name], 4), "ns_per_row": round(ms[name] * 1e6 / items, 2),
-                     "gb_per_s": round(speed, 2), "of_copy": round(speed / copy, 3)})  # fmt: skip
+        rows.append(
+            {
+                "op": name,
+                "ms": round(ms[name], 4),
+                "ns_per_row": round(ms[name] * 1e6 / items, 2),
+                "gb_per_s": round(speed, 2),
+                "of_copy": round(speed / copy, 3),
+            }
+        )
         share = f"{speed:>8.1f}{speed / copy:>9.0%}" if moved else ""
         print(f"{name:<28}{ms[name]:>10.3f}{ms[name] * 1e6 / items:>10.1f}{share}")
     return rows
 
 
-def plot(results: dict[str, list[dict]], folder: Path, name: str) -> None:
+def plot(results: dict[str, list[dict]], path: Path) -> None:
     """Draw each op's share of the copy bandwidth, and its cost per row against the table's size."""
     figure, axes = plt.subplots(1, 2, figsize=(17, 6), width_ratios=[3, 2])
     ops = [row["op"] for row in next(iter(results.values())) if row["gb_per_s"] and row["op"] != "copy"]
@@ -171,8 +178,12 @@ def plot(results: dict[str, list[dict]], folder: Path, name: str) -> None:
     axes[0].set_xlabel("bytes moved, % of the copy bandwidth in the same run (black: the limit of DRAM)")
     axes[0].legend(loc="lower right")
     for op in ("host side of a step", "LazyAdam, unique rows", "lookup, unique rows", "unique"):
-        points = [(int(size.split()[2].replace(",", "")), row["ns_per_row"], size.split()[-1])
-                  for size, rows in results.items() for row in rows if row["op"] == op]  # fmt: skip
+        points = [
+            (int(size.split()[2].replace(",", "")), row["ns_per_row"], size.split()[-1])
+            for size, rows in results.items()
+            for row in rows
+            if row["op"] == op
+        ]
         for dim, style in (("80", "o-"), ("16", "s--")):
             chosen = sorted(point[:2] for point in points if point[2] == dim)
             if chosen:
@@ -184,14 +195,14 @@ def plot(results: dict[str, list[dict]], folder: Path, name: str) -> None:
     axes[1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
     figure.suptitle(f"Host kernels, {host_threads()} threads, 624,000 Zipf({1.1}) ids")
     figure.tight_layout()
-    figure.savefig(folder / name, dpi=110)
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
     """Measure, print, record and draw."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--dtypes", action="store_true", help="bfloat16 weights against float32 alone, unrecorded")
+    parser.add_argument("--dtypes", action="store_true", help="only compare bfloat16 with float32; record nothing")
     arguments = parser.parse_args()
     if arguments.dtypes:
         compare_dtypes(arguments.rounds)
@@ -204,22 +215,17 @@ def main() -> None:
             print(f"\n{title}: skipped, it needs {needed / 1e9:.0f} GB")
             continue
         print(f"\n{title}\n")
-        ops = {"copy": copy_op(), **ops_of(rows, dim)}
-        results[title] = table_of(ops, measure(ops, arguments.rounds))
+        ops = {"copy": copy_op(), **make_ops(rows, dim)}
+        results[title] = report_ops(ops, measure(ops, arguments.rounds))
     print("\nupdates of unique rows, V = 184,965 D = 80\n")
     ops = {"copy": copy_op(), **other_updates(184_965, 80)}
-    updates = table_of(ops, measure(ops, arguments.rounds))
+    updates = report_ops(ops, measure(ops, arguments.rounds))
     cost = {title: {row["op"]: row["ns_per_row"] for row in rows} for title, rows in results.items()}
     small, large = "V = 500,000 D = 16", "V = 50,000,000 D = 16"
     if large in cost:
         growth = cost[large]["host side of a step"] / cost[small]["host side of a step"]
         print(f"\nhost side of a step per unique row at V = 50,000,000 against V = 500,000, D = 16: {growth:.2f}x")
-    versions = {"hostdev": hostdev.__version__, "numba": numba.__version__, "numpy": np.__version__}
+    versions = get_versions("numba", "numpy")
     found = {"results": results, "updates": updates, "dtypes": compare_dtypes(arguments.rounds)}
-    path = record("ops", {"threads": host_threads(), "versions": versions, **found})
-    plot(results, path.parent, path.with_suffix(".png").name)
-    print(f"\nwritten to {path} and {path.with_suffix('.png').name}")
-
-
-if __name__ == "__main__":
-    main()
+    path = record("ops", {"threads": host_threads(), "versions": versions, **found}, arguments.out)
+    plot(results, path.with_suffix(".png"))

@@ -1,7 +1,7 @@
 """Claim: the host side of a step, and a whole step on the CPU, against MindSpore, torch and FBGEMM on the same work.
 
-Every system runs in a process of its own; the ops are called in turn, round after round, and medians are compared, as
-the machine's bandwidth drifts. Builds the peers' environments in .peers/ the first time (4 GB).
+Every system runs in its own process. The ops take turns, and medians are compared, because the machine's bandwidth
+drifts. The first run builds the peers' environments in .peers/ (4 GB).
 """
 
 import argparse
@@ -13,7 +13,7 @@ import sys
 import venv
 from pathlib import Path
 
-from record import record
+from bench.record import make_parser, record
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENTS = ROOT / ".peers"
@@ -24,8 +24,8 @@ INSTALLS = {
 COMPUTE_ROWS = 184_965
 
 
-def python_of(name: str) -> str:
-    """Return the python of a peer's environment, which is made if it is not there."""
+def find_python(name: str) -> str:
+    """Return the Python of a peer's environment; make the environment if it does not exist."""
     if name == "hostdev":
         return sys.executable
     folder = ENVIRONMENTS / name
@@ -40,14 +40,18 @@ def python_of(name: str) -> str:
 
 
 class Peer:
-    """A peer's process, asked for one call at a time."""
+    """A peer's process, which answers one call at a time."""
 
     def __init__(self, environment: str, script: str, rows: int) -> None:
         env = {**os.environ, "PYTHONPATH": str(ROOT)} if environment == "hostdev" else dict(os.environ)
         self._process = subprocess.Popen(
-            [python_of(environment), str(ROOT / "bench/peers" / script), str(rows)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env,
-        )  # fmt: skip
+            [find_python(environment), str(ROOT / "bench/peers" / script), str(rows)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=env,
+        )
         hello = self._answer()
         self.ops, self.versions = hello["ops"], hello["versions"]
 
@@ -91,7 +95,7 @@ def medians(scripts: dict[str, str], rows: int, rounds: int) -> tuple[dict[str, 
 
 
 def kernel_ratios(ms: dict[str, float], unique: int) -> list[tuple[str, float, str]]:
-    """Name, figure and unit of every comparison of kernels."""
+    """Return name, figure and unit of every comparison of kernels."""
     reference = sum(ms[f"mindspore: {op}"] for op in ("lookup deep", "lookup wide", "ftrl", "lazy adam"))
     copy = 0.4 / ms["hostdev: copy 400 MB"]  # GB per ms, read and written
     adam = unique * 80 * 4 * 7 / 1e9 / ms["hostdev: lazy adam unique"]
@@ -112,7 +116,7 @@ def kernel_ratios(ms: dict[str, float], unique: int) -> list[tuple[str, float, s
 
 
 def step_ratios(ms: dict[str, float]) -> list[tuple[str, float, str]]:
-    """Name, figure and unit of every comparison of whole steps on the CPU."""
+    """Return name, figure and unit of every comparison of whole steps on the CPU."""
     rows = []
     for batch in (4000, 16000):
         for precision in ("fp32", "bf16"):
@@ -142,10 +146,10 @@ def show(title: str, ms: dict[str, float], ratios: list[tuple[str, float, str]])
 
 def main() -> None:
     """Measure, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="*", default=[184_965, 5_000_000], help="table sizes for the kernels")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", action=argparse.BooleanOptionalAction, default=True, help="whole steps as well")
+    parser.add_argument("--steps", action=argparse.BooleanOptionalAction, default=True, help="time whole steps, too")
     arguments = parser.parse_args()
     results = {}
     kinds = {"kernels": arguments.rows, "steps": [COMPUTE_ROWS] if arguments.steps else []}
@@ -162,8 +166,4 @@ def main() -> None:
                 "median_ms": {op: round(value, 3) for op, value in ms.items()},
                 "ratios": {name: round(value, 3) for name, value, _ in ratios},
             }
-    print(f"\nwritten to {record('peers', {'results': results})}")
-
-
-if __name__ == "__main__":
-    main()
+    record("peers", {"results": results}, arguments.out)

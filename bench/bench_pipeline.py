@@ -1,32 +1,27 @@
 """Claim: with a cache of 10% a step costs at most 1.1 x max(host, device), and at depth 0 the pipeline itself under 3%.
 
-The accelerator is simulated: a dense step that only waits a set time, so that the host is as free as it would be. Its
-time is 0.5, 1 and 2 times the host's, which is measured serially in the same round. Ids: uniform, and Zipf without and
-with a cache of 10% of the rows, whose work on the device counts as the device's. The claim is about this simulation.
-Beside it is a second one whose step takes from the host what a real device takes, launches and copies, as a part of the
-step's time, which is at least what they take alone (`simulated.Load`). With a real accelerator, whole training steps as
-well: host tables with and without a cache against device tables. Every run is in its steady state, in turn, round after
-round; medians, of the ratios too.
+The accelerator is simulated: a dense step only waits, so that the host is as free as with a real one. The wait is 0.5,
+1 and 2 times the host's time, which is measured serially in the same round. Ids are uniform, or Zipf without and with
+a cache of 10% of the rows, whose device work counts as the device's time. The claim is about this simulation. In a
+second simulation, the step also takes a real device's launches and copies from the host (`simulated.Load`), as a part
+of its time. With a real accelerator, the benchmark also times whole training steps: host tables with and without a
+cache against device tables. Runs are in their steady state and take turns; the results are medians, of the ratios too.
 """
 
-import argparse
 import itertools
 import statistics
 import sys
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
-import hostdev.core.environment  # isort: skip  (before torch)
-import numba
 import numpy as np
 import torch
-from record import record
-from simulated import LAUNCH_US, LAUNCHES, FreeSlots, Load, Simulated
-from wide_deep import FIELDS, FieldsBatch, trainer_of
-from workload import DIM, ids_of
 
 import hostdev
+from bench.record import get_versions, make_parser, record
+from bench.simulated import LAUNCH_US, LAUNCHES, FreeSlots, Load, Simulated
+from bench.wide_deep import FIELDS, FieldsBatch, make_trainer
+from bench.workload import DIM, draw_ids
 from hostdev.cache.cache import EmbeddingCache
 from hostdev.core.optimizers import FTRL, LazyAdam
 from hostdev.device import backend
@@ -39,31 +34,31 @@ from hostdev.pipeline.pipeline import Pipeline
 from hostdev.train.trainer import Trainer
 
 FACTORS = (0.5, 1.0, 2.0)
-BATCHES = 100  # then they come again
+BATCHES = 100  # the run cycles through them
 SETTLE = 6  # steps
 LIMIT = 1.10  # with a cache, at the default depth
 DEPTH = 2  # the default
 MOST_PLANES = 3  # a row's weights and its optimizer's slots
 
 
-def batches_of(kind: str, rows: int, size: int, count: int) -> list[np.ndarray]:
+def make_batches(kind: str, rows: int, size: int, count: int) -> list[np.ndarray]:
     """Return the ids [size, 39] of batches, uniform or Zipf."""
     rng = np.random.default_rng(0)
     made = []
     for seed in range(count):
         n = size * FIELDS
-        ids = rng.integers(0, rows, n) if kind == "uniform" else ids_of(rows, n, seed)
+        ids = rng.integers(0, rows, n) if kind == "uniform" else draw_ids(rows, n, seed)
         made.append(ids.astype(np.int32).reshape(size, FIELDS))
     return made
 
 
-def tables_of(rows: int) -> list[HostTable]:
+def make_tables(rows: int) -> list[HostTable]:
     """Return the wide and the deep table."""
     return [HostTable(rows, 1, FTRL(), name="wide"), HostTable(rows, DIM, LazyAdam(), name="deep")]
 
 
 def plain_loop(tables: list[Embedding], device: Simulated, ids: np.ndarray) -> float:
-    """A step of the same work without a pipeline; return its seconds."""
+    """Do the work of a step without a pipeline; return its seconds."""
     start = time.perf_counter()
     found, _ = hostdev.unique(ids.ravel())
     rows = [torch.empty((len(found), part.table.dim)) for part in tables]
@@ -76,7 +71,7 @@ def plain_loop(tables: list[Embedding], device: Simulated, ids: np.ndarray) -> f
 
 
 class Running:
-    """A pipeline that goes through the batches again and again, on a simulated device."""
+    """A pipeline that cycles through the batches, on a simulated device."""
 
     def __init__(self, pipeline: Pipeline, batches: list[np.ndarray], device: Simulated) -> None:
         self.pipeline, self._device = pipeline, device
@@ -118,9 +113,9 @@ def simulated(
 
     loaded  on the second simulation, too
     """
-    batches = batches_of(kind, rows, size, BATCHES)
+    batches = make_batches(kind, rows, size, BATCHES)
     unique = [len(hostdev.unique(ids.ravel())[0]) for ids in batches]
-    tables, device = tables_of(rows), Simulated(max(unique), (1, DIM))
+    tables, device = make_tables(rows), Simulated(max(unique), (1, DIM))
     load = Load(max(unique) * DIM * MOST_PLANES) if loaded else None
 
     def run(depth: int, *, cached: bool = True) -> Running:
@@ -136,20 +131,24 @@ def simulated(
     for made in runs.values():  # caches fill
         made.per_step(BATCHES)
     mean = statistics.mean(unique)
-    print(f"\n{kind} ids, V = {rows:,}, batch {size:,}, cache {cache_rows}: {mean:,.0f} rows a step, of which "
-          f"{conflicts / mean:.1%} are the next one's too")  # fmt: skip
+    print(
+        f"\n{kind} ids, V = {rows:,}, batch {size:,}, cache {cache_rows}: {mean:,.0f} rows a step, of which "
+        f"{conflicts / mean:.1%} are the next one's too"
+    )
     what = {"ids": kind, "cache": cache_rows}
     if cache_rows == "0":
-        results = [{**what, **overhead_of(runs[0], tables, device, batches, steps * rounds)}]
+        results = [{**what, **measure_overhead(runs[0], tables, device, batches, steps * rounds)}]
     else:
         results = [{**what, **planning_cost(runs[0], run(0, cached=False), steps, rounds)}]
-    print(f"{'device/host':>14}{'depth':>7}{'step ms':>10}{'serial ms':>11}{'over the larger':>17}{'stall':>9}"
-          + (f"{'| loaded: step ms':>20}{'device ms':>11}{'over the larger':>17}" if loaded else ""))  # fmt: skip
+    print(
+        f"{'device/host':>14}{'depth':>7}{'step ms':>10}{'serial ms':>11}{'over the larger':>17}{'stall':>9}"
+        + (f"{'| loaded: step ms':>20}{'device ms':>11}{'over the larger':>17}" if loaded else "")
+    )
     for factor in FACTORS:
         turns = [turn(runs, device, load, factor, depths, steps) for _ in range(rounds)]
         for depth in depths:
             found = {key: statistics.median(one[depth][key] for one in turns) for key in turns[0][depth]}
-            print(line_of(factor, depth, found))
+            print(format_line(factor, depth, found))
             rounded = {key: round(value * 1e3 if key.endswith("_ms") else value, 3) for key, value in found.items()}
             results.append({**what, "device_over_host": factor, "depth": depth, **rounded})
     if cache_rows != "0" and DEPTH in depths:
@@ -164,15 +163,19 @@ def simulated(
 def turn(
     runs: dict[int, Running], simulated: Simulated, load: Load | None, factor: float, depths: list[int], steps: int
 ) -> dict[int, dict[str, float]]:
-    """Measure every depth beside the host's time of the moment; return by depth seconds (named _ms) and ratios."""
+    """Measure every depth and the host's current time; return seconds (named _ms) and ratios by depth."""
     simulated.seconds = 0.0
     host = runs[0].per_step(steps)
     simulated.seconds = device = host * factor
     found = {}
     for depth in depths:
         step = runs[depth].per_step(steps)
-        found[depth] = {"step_ms": step, "serial_ms": host + device, "over_max": step / max(host, device),
-                        "stall": runs[depth].stalled / step}  # fmt: skip
+        found[depth] = {
+            "step_ms": step,
+            "serial_ms": host + device,
+            "over_max": step / max(host, device),
+            "stall": runs[depth].stalled / step,
+        }
     if load is None:
         return found
     simulated.load, simulated.seconds, load.seconds = load, 0.0, 0.0
@@ -181,26 +184,34 @@ def turn(
     simulated.seconds, loaded_device = device, max(device, least)
     for depth in depths:
         step = runs[depth].per_step(steps)
-        found[depth] |= {"loaded_step_ms": step, "loaded_device_ms": loaded_device, "launches_and_copies_ms": least,
-                         "loaded_over_max": step / max(host, loaded_device)}  # fmt: skip
+        found[depth] |= {
+            "loaded_step_ms": step,
+            "loaded_device_ms": loaded_device,
+            "launches_and_copies_ms": least,
+            "loaded_over_max": step / max(host, loaded_device),
+        }
     simulated.load = None
     return found
 
 
-def line_of(factor: float, depth: int, found: dict[str, float]) -> str:
+def format_line(factor: float, depth: int, found: dict[str, float]) -> str:
     """Return a line of the table."""
-    line = (f"{factor:>14}{depth:>7}{found['step_ms'] * 1e3:>10.2f}{found['serial_ms'] * 1e3:>11.2f}"
-            f"{found['over_max']:>17.2f}{found['stall']:>9.0%}")  # fmt: skip
+    line = (
+        f"{factor:>14}{depth:>7}{found['step_ms'] * 1e3:>10.2f}{found['serial_ms'] * 1e3:>11.2f}"
+        f"{found['over_max']:>17.2f}{found['stall']:>9.0%}"
+    )
     if "loaded_over_max" in found:
-        line += (f"{'|':>3}{found['loaded_step_ms'] * 1e3:>17.2f}{found['loaded_device_ms'] * 1e3:>11.2f}"
-                 f"{found['loaded_over_max']:>17.2f}")  # fmt: skip
+        line += (
+            f"{'|':>3}{found['loaded_step_ms'] * 1e3:>17.2f}{found['loaded_device_ms'] * 1e3:>11.2f}"
+            f"{found['loaded_over_max']:>17.2f}"
+        )
     return line
 
 
-def overhead_of(
+def measure_overhead(
     run: Running, tables: list[HostTable], device: Simulated, batches: list[np.ndarray], count: int
 ) -> dict:
-    """What the pipeline itself costs in a serial run, step by step in turn, as the machine's speed varies."""
+    """Measure the pipeline's own cost in a serial run, in turn with a plain loop, step by step."""
     turns = itertools.islice(itertools.cycle(batches), count)
     plain = [Embedding(table) for table in tables]
     pairs = [(run.one_step(), plain_loop(plain, device, ids)) for ids in turns]
@@ -210,7 +221,7 @@ def overhead_of(
 
 
 def planning_cost(cached: Running, uncached: Running, steps: int, rounds: int) -> dict:
-    """What the cache saves the host, in a serial run, and what its planning costs of that."""
+    """Measure the host time that the cache saves in a serial run, and the share that its planning takes."""
     rates = []
     for _ in range(rounds):
         ours, planning = cached.per_step(steps), planning_seconds(cached, steps)
@@ -219,22 +230,28 @@ def planning_cost(cached: Running, uncached: Running, steps: int, rounds: int) -
     ours, theirs, planning = (statistics.median(column) for column in zip(*rates, strict=True))
     share = statistics.median(plan / (without - (all_of_it - plan)) for all_of_it, without, plan in rates)
     hits = cached.pipeline.groups[0].cache.planner.statistics
-    print(f"host {ours * 1e3:.2f} ms a step with the cache, {theirs * 1e3:.2f} without; {hits.hit_rate:.1%} of uses "
-          f"and {hits.unique_hit_rate:.1%} of rows hit")  # fmt: skip
+    print(
+        f"host {ours * 1e3:.2f} ms a step with the cache, {theirs * 1e3:.2f} without; {hits.hit_rate:.1%} of uses "
+        f"and {hits.unique_hit_rate:.1%} of rows hit"
+    )
     print(f"planning {planning * 1e3:.2f} ms, {share:.0%} of what it saves\n")
-    return {"host_ms": round(ours * 1e3, 3), "host_without_ms": round(theirs * 1e3, 3),
-            "planning_ms": round(planning * 1e3, 3), "planning_over_saved": round(share, 3)}  # fmt: skip
+    return {
+        "host_ms": round(ours * 1e3, 3),
+        "host_without_ms": round(theirs * 1e3, 3),
+        "planning_ms": round(planning * 1e3, 3),
+        "planning_over_saved": round(share, 3),
+    }
 
 
 def planning_seconds(run: Running, steps: int) -> float:
-    """Return the seconds of a step's planning in the last steps: counting uses, announcing, planning."""
+    """Return the seconds of planning per step in the last steps: count uses, announce, plan."""
     cache = run.pipeline.groups[0].cache
     times = [list(op.times.durations().latest)[-steps:] for op in (cache.counting, cache.announcing, cache.planning)]
     return sum(map(sum, times)) / 1e9 / steps
 
 
 class Training:
-    """A trainer that goes through the batches again and again."""
+    """A trainer that cycles through the batches."""
 
     def __init__(self, trainer: Trainer, batches: list[FieldsBatch]) -> None:
         self._results = trainer.train(itertools.cycle(batches))
@@ -253,11 +270,11 @@ class Training:
 
 
 def on_accelerator(device: torch.device, depths: list[int], steps: int) -> list[dict]:
-    """Whole training steps at the default sizes: host tables with and without a cache against device tables."""
+    """Measure whole training steps at the default sizes: host tables, cached or not, against device tables."""
     rows, size = (184_965, 16_000) if backend.is_accelerator(device) else (2000, 200)
     backend.make_deterministic(device)
     label, weights = np.zeros(size, np.float32), np.ones((size, FIELDS), np.float32)
-    batches = [FieldsBatch(label, ids, weights) for ids in batches_of("Zipf", rows, size, BATCHES)]
+    batches = [FieldsBatch(label, ids, weights) for ids in make_batches("Zipf", rows, size, BATCHES)]
     results = []
     print(f"\n{backend.describe(device)}, V = {rows:,}, batch {size:,}, D = {DIM}\n")
     for precision in ("fp32", "bf16"):
@@ -265,7 +282,7 @@ def on_accelerator(device: torch.device, depths: list[int], steps: int) -> list[
         on_device = 0.0
         for mix, depth, cache in [*modes, *((True, depth, "10%") for depth in depths)]:
             options = {"precision": precision, "depth": depth, "cache": cache}
-            run = Training(trainer_of(rows, DIM, device=device, mix=mix, **options), batches)
+            run = Training(make_trainer(rows, DIM, device=device, mix=mix, **options), batches)
             step = min(run.per_step(steps) for _ in range(3))
             run.close()
             on_device = step if not mix and (not on_device or step < on_device) else on_device
@@ -273,29 +290,40 @@ def on_accelerator(device: torch.device, depths: list[int], steps: int) -> list[
                 f"{precision} {'host' if mix else 'device'} tables, depth {depth}{f', cache {cache}' if cache else ''}"
             )
             print(f"{name:<44}{step * 1e3:>9.2f} ms{size / step:>13,.0f} samples/s{on_device / step:>7.2f}")
-            results.append({"run": name, "step_ms": round(step * 1e3, 3), "samples_per_s": round(size / step),
-                            "of_device_tables": round(on_device / step, 3)})  # fmt: skip
+            results.append(
+                {
+                    "run": name,
+                    "step_ms": round(step * 1e3, 3),
+                    "samples_per_s": round(size / step),
+                    "of_device_tables": round(on_device / step, 3),
+                }
+            )
     return results
 
 
 def main() -> None:
     """Measure, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=5_000_000, help="of the tables (D = 80)")
-    parser.add_argument("--batch-sizes", type=int, nargs=2, default=[4000, 16_000], help="without and with a cache")
+    parser = make_parser(__doc__)
+    parser.add_argument("--rows", type=int, default=5_000_000, help="rows of the tables (D = 80)")
+    parser.add_argument(
+        "--batch-sizes", type=int, nargs=2, default=[4000, 16_000], help="without a cache, and with one"
+    )
     parser.add_argument("--depths", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--loaded", choices=("none", "cached", "all"), default="cached", help=
-        "for which ids the second simulation runs as well, which doubles their time")  # fmt: skip
+    parser.add_argument(
+        "--loaded",
+        choices=("none", "cached", "all"),
+        default="cached",
+        help="ids for which the second simulation runs, too, which doubles their time",
+    )
     parser.add_argument("--only", choices=("simulated", "accelerator"), help="one part instead of both")
-    parser.add_argument("--device", default="auto", help="the accelerator; cpu: try the script with few rows")
-    parser.add_argument("--out", type=Path, help="where the result goes instead of bench/results/")
+    parser.add_argument("--device", default="auto", help="the accelerator; cpu: a small trial")
     arguments = parser.parse_args()
     device = backend.select(arguments.device)
     trial = arguments.device == "cpu"
     if arguments.only == "accelerator" and not (backend.is_accelerator(device) or trial):
-        sys.exit("bench_pipeline: --only accelerator needs a device that torch sees; with --device cpu it is tried")
+        sys.exit("bench pipeline: --only accelerator needs a device that torch sees; with --device cpu it is tried")
     results: list[dict] = []
     if arguments.only != "accelerator":
         small, large = arguments.batch_sizes
@@ -308,11 +336,14 @@ def main() -> None:
         real = on_accelerator(device, arguments.depths, arguments.steps)
     elif arguments.only is None:
         print("\nno accelerator: whole training steps on one were not measured")
-    versions = {"hostdev": hostdev.__version__, "numba": numba.__version__, "torch": torch.__version__}
-    content = {"threads": host_threads(), "versions": versions, "device": backend.describe(device),
-               "launches": LAUNCHES, "launch_us": LAUNCH_US, "simulated": results, "accelerator": real}  # fmt: skip
-    print(f"\nwritten to {record('pipeline', content, arguments.out)}")
-
-
-if __name__ == "__main__":
-    main()
+    versions = get_versions("numba", "torch")
+    content = {
+        "threads": host_threads(),
+        "versions": versions,
+        "device": backend.describe(device),
+        "launches": LAUNCHES,
+        "launch_us": LAUNCH_US,
+        "simulated": results,
+        "accelerator": real,
+    }
+    record("pipeline", content, arguments.out)

@@ -1,12 +1,11 @@
-"""Claim: what a call costs to hand over to the threads does not grow with their number.
+"""Claim: the cost of handing a call to the threads does not grow with their number.
 
-A kernel that does nothing, over four ranges for each thread: what is left is the hand-over. In native code, as kernels
-are; and through Python, as tasks are that are no kernels, one range at a time under the interpreter's lock. The threads
-are more than the cores from some number on, and nothing says what that many real cores would take: they would be woken
-while the call lasts, and here most of them find it done.
+The benchmark calls an empty kernel over four ranges per thread, so that only the hand-over is left: in native code, as
+for kernels, and through Python, as for other tasks, one range at a time under the interpreter's lock. Beyond the
+number of cores the result says nothing about a machine with that many: there, threads wake during the call; here, most
+of them find it finished.
 """
 
-import argparse
 import os
 import statistics
 import time
@@ -14,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from record import record
 
 import hostdev
+from bench.record import make_parser, record
 from hostdev.kernels.jit import kernel
 from hostdev.kernels.pool import KernelTask, Task, ranges, run_tasks, set_host_threads
 
@@ -35,14 +34,14 @@ def through_python(start: int, stop: int, out: Any) -> None:
 
 
 def microseconds(call: Callable[[], object]) -> float:
-    """Return how long a call takes."""
+    """Return the microseconds of a call."""
     start = time.perf_counter_ns()
     call()
     return (time.perf_counter_ns() - start) / 1e3
 
 
 def measure(threads: int, rounds: int) -> dict[str, Any]:
-    """Return the times of both ways in turn."""
+    """Return the times of both ways, measured in turn."""
     set_host_threads(threads)
     n = threads * PER_THREAD
     out = np.zeros(n, np.int64)
@@ -65,9 +64,10 @@ def measure(threads: int, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=1000)
-    rounds = parser.parse_args().rounds
+    arguments = parser.parse_args()
+    rounds = arguments.rounds
     results = []
     print(f"{len(os.sched_getaffinity(0))} cores; median and 90th percentile of {rounds} calls, us")
     print(f"{'threads':>7}{'ranges':>8}{'native code':>18}{'through Python':>18}")
@@ -78,8 +78,4 @@ def main() -> None:
         print(f"{threads:>7}{found['ranges']:>8}{native:>18}{python:>18}")
     at = {found["threads"]: found["native"]["median_us"] for found in results}
     print(f"{THREADS[-1]} threads take {at[THREADS[-1]] / at[2]:.2f} times what two take (at most {LIMIT})")
-    print(f"written to {record('pool', {'version': hostdev.__version__, 'rounds': rounds, 'calls': results})}")
-
-
-if __name__ == "__main__":
-    main()
+    record("pool", {"version": hostdev.__version__, "rounds": rounds, "calls": results}, arguments.out)

@@ -1,39 +1,32 @@
 """Claims: two ranks of one core train at 1.6x the samples/s of one; the tree's exchange costs at most 1.2x DDP's.
 
-Each rank has one thread for kernels, one for torch, and one CPU, to which it is bound; one rank and two take turns,
-with the same micro-batches, round after round; medians, of the ratios too. Training is Wide & Deep, of the full size
-and of a smaller one, on ids as Criteo's. What is exchanged is printed beside the least that could have been.
+Each rank has one thread for kernels and one for torch, and is bound to one CPU. One rank and two ranks take turns with
+the same micro-batches; the results are medians, of the ratios too. They train Wide & Deep, in full size and smaller,
+on ids like Criteo's. The benchmark prints the exchanged bytes relative to the least possible.
 
 The tree's exchange is compared with a backward pass under torch.nn.parallel.DistributedDataParallel, which exchanges
-the same gradients of the same parameters, and with bare all-reduces of as many bytes.
+the same gradients of the same parameters, and with plain all-reduces of the same number of bytes.
 
-With a simulated device, which waits and then exchanges its gradients: a step at depth 2 against the larger of what host
-and device take alone, each with its exchange. At most 1.15x is claimed of it. Here both exchanges are work of the one
-core that a rank has, so that beside it stands the step over the larger of the device and of what that core has to do.
+With a simulated device, which waits and then exchanges its gradients, the benchmark compares a step at depth 2 with
+the longer of host and device, each with its exchange: at most 1.15x. Both exchanges are work of a rank's one core
+here, so it also prints the ratio to the longer of the device and that core's work.
 """
 
-import argparse
 import itertools
-import json
 import os
 import socket
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-import numba
-import torch
-from ranks_worker import ALONE_WITH_RANKS, FIRST_CPU
-from record import record
-from scaling import Work, dense_seconds, fitted, host_seconds
-from wide_deep import FIELDS
-
-import hostdev
+from bench.ranks_worker import ALONE_WITH_RANKS, FIRST_CPU
+from bench.record import get_versions, make_parser, record
+from bench.scaling import Work, dense_seconds, fitted, host_seconds
+from bench.team import Team
+from bench.wide_deep import FIELDS
 from hostdev.train.processes import start_here
 
-WORKER = Path(__file__).with_name("ranks_worker.py")
 SIZES = ((80, None), (16, [256, 128]))  # D and the dense layers; None: the full ones
 FULL_LAYERS = [1024, 512, 256, 128]
 FACTORS = (0.5, 1.0, 2.0)  # of the device's time to the host's
@@ -42,49 +35,23 @@ FORMULA_ROWS = 1_000_000  # at most: steps do not overlap there, so that rows ma
 LEAST_SPEEDUP, MOST_OVER_LARGER, MOST_OVER_DDP, MOST_OFF = 1.6, 1.15, 1.2, 0.2
 
 
-class Team:
-    """Processes that do the same at the same time: ranks of a training, or of `copies` that know nothing of each other.
+def start(ranks: int, copies: int = 1, *, with_itself: bool = False) -> Team:
+    """Start the ranks of a training, or copies that know nothing of each other.
 
-    with_itself  a rank that is alone exchanges with itself
+    Args:
+        with_itself: whether a rank that is alone exchanges with itself.
     """
-
-    def __init__(self, ranks: int, copies: int = 1, *, with_itself: bool = False) -> None:
-        self.ranks = ranks
-        command = [sys.executable, str(WORKER)]
-        how: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self._processes = []
-        for copy in range(copies):
-            os.environ[FIRST_CPU] = str(copy * ranks)
-            if with_itself:
-                os.environ[ALONE_WITH_RANKS] = _free_port()
-            self._processes += start_here(ranks, command, **how)
-            os.environ.pop(ALONE_WITH_RANKS, None)
-        del os.environ[FIRST_CPU]
-        self._heard()
-
-    def ask(self, call: str, **what: Any) -> list[Any]:
-        """Let all do something; return what each says."""
-        for process in self._processes:
-            process.stdin.write(json.dumps({"call": call, **what}) + "\n")  # type: ignore[union-attr, arg-type]
-            process.stdin.flush()  # type: ignore[union-attr]
-        return self._heard()
-
-    def most(self, call: str, **what: Any) -> float:
-        """Let all do something; return the largest number."""
-        return float(max(self.ask(call, **what)))
-
-    def _heard(self) -> list[Any]:
-        lines = [process.stdout.readline() for process in self._processes]  # type: ignore[union-attr]
-        if not all(lines):
-            sys.exit("bench_ranks: a process has failed")
-        return [json.loads(line) for line in lines]
-
-    def close(self) -> None:
-        """End them."""
-        for process in self._processes:
-            process.stdin.close()  # type: ignore[union-attr]
-        for process in self._processes:
-            process.wait()
+    command = [sys.executable, "-m", "bench.ranks_worker"]
+    how: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes: list[Any] = []
+    for copy in range(copies):
+        os.environ[FIRST_CPU] = str(copy * ranks)
+        if with_itself:
+            os.environ[ALONE_WITH_RANKS] = _free_port()
+        processes += start_here(ranks, command, **how)
+        os.environ.pop(ALONE_WITH_RANKS, None)
+    del os.environ[FIRST_CPU]
+    return Team("bench ranks", processes, ranks)
 
 
 def _free_port() -> str:
@@ -117,9 +84,17 @@ def train(one: Team, two: Team, rows: int, batches: list[int], steps: int, round
                 + f"{alone * 1e3:>9.0f} ms{together * 1e3:>9.0f} ms{batch / together:>12,.0f}{ratio:>11.2f}"
                 + f"{over:>15.4f}"
             )
-            found.append({"dim": dim, "layers": layers or "full", "batch": batch, "one_ms": round(alone * 1e3, 2),
-                          "two_ms": round(together * 1e3, 2), "speedup": round(ratio, 3),
-                          "bytes_over_least": round(over, 5)})  # fmt: skip
+            found.append(
+                {
+                    "dim": dim,
+                    "layers": layers or "full",
+                    "batch": batch,
+                    "one_ms": round(alone * 1e3, 2),
+                    "two_ms": round(together * 1e3, 2),
+                    "speedup": round(ratio, 3),
+                    "bytes_over_least": round(over, 5),
+                }
+            )
     least = min(row["speedup"] for row in found if row["layers"] == "full")
     met = "met" if least >= LEAST_SPEEDUP else "not met"
     print(f"full size: {least:.2f} times the samples/s of one rank, at least {LEAST_SPEEDUP}: {met}")
@@ -150,12 +125,23 @@ def overlap(two: Team, rows: int, batches: list[int], steps: int, rounds: int) -
                 host, device, core, step = (statistics.median(column) for column in zip(*each, strict=True))
                 over = statistics.median(step / max(host, device) for host, device, _, step in each)
                 over_core = statistics.median(step / max(host + core, device) for host, device, core, step in each)
-                print(f"{kind + f' ids, batch {batch:,}':<26}{factor:>12}{host * 1e3:>8.1f} ms{device * 1e3:>8.1f} ms"
-                      f"{core * 1e3:>9.1f} ms{step * 1e3:>8.1f} ms{over:>17.2f}{over_core:>15.2f}")  # fmt: skip
-                found.append({"ids": kind, "batch": batch, "device_over_host": factor, "host_ms": round(host * 1e3, 2),
-                              "device_ms": round(device * 1e3, 2), "step_ms": round(step * 1e3, 2),
-                              "exchange_ms": round(core * 1e3, 2), "over_larger": round(over, 3),
-                              "over_core": round(over_core, 3)})  # fmt: skip
+                print(
+                    f"{kind + f' ids, batch {batch:,}':<26}{factor:>12}{host * 1e3:>8.1f} ms{device * 1e3:>8.1f} ms"
+                    f"{core * 1e3:>9.1f} ms{step * 1e3:>8.1f} ms{over:>17.2f}{over_core:>15.2f}"
+                )
+                found.append(
+                    {
+                        "ids": kind,
+                        "batch": batch,
+                        "device_over_host": factor,
+                        "host_ms": round(host * 1e3, 2),
+                        "device_ms": round(device * 1e3, 2),
+                        "step_ms": round(step * 1e3, 2),
+                        "exchange_ms": round(core * 1e3, 2),
+                        "over_larger": round(over, 3),
+                        "over_core": round(over_core, 3),
+                    }
+                )
     for kind in ("uniform", "Zipf"):
         most = max(row["over_larger"] for row in found if row["ids"] == kind)
         met = "met" if most <= MOST_OVER_LARGER else "not met"
@@ -194,7 +180,7 @@ def trees(two: Team, rounds: int) -> list[dict[str, Any]]:
 
 
 def formula(two: Team, rows: int, batches: list[int], steps: int, rounds: int) -> dict[str, Any]:
-    """Take the formula's constants from ranks that are alone, and see how far it is from two; print and return both.
+    """Fit the formula's constants to single ranks, and compare it with two ranks; print and return both.
 
     Those that are alone run two at a time, as the ranks of a host do: they share its memory and its cores' parts.
     The host's part is that of a step at depth 0 without a device, the dense one an exchange.
@@ -213,10 +199,10 @@ def formula(two: Team, rows: int, batches: list[int], steps: int, rounds: int) -
         return Work(**shape, columns=dim + 1, ranks=team.ranks, parameters=parameters), host, dense
 
     cases = [(kind, batch, dim) for kind in ("uniform", "Zipf") for batch in batches for dim in (16, 80)]
-    one = Team(1, copies=2)
+    one = start(1, copies=2)
     alone = [measured(one, *case, [128])[:2] for case in cases]
     one.close()
-    with_itself = Team(1, copies=2, with_itself=True)
+    with_itself = start(1, copies=2, with_itself=True)
     alone = [(*point, measured(with_itself, *case, [128])[1]) for point, case in zip(alone, cases, strict=True)]
     with_itself.close()
     machine = fitted(alone, copied, 1 / link["bytes_per_s"], link["seconds"])
@@ -232,9 +218,19 @@ def formula(two: Team, rows: int, batches: list[int], steps: int, rounds: int) -
                 + f"{host * 1e3:>9.1f}{says * 1e3:>9.1f}{off:>+7.0%}{dense * 1e3:>20.1f}{says_dense * 1e3:>9.1f}"
                 + f"{off_dense:>+7.0%}"
             )
-            found.append({"ids": kind, "batch": batch, "dim": dim, "host_ms": round(host * 1e3, 2),
-                          "says_ms": round(says * 1e3, 2), "off": round(off, 3), "dense_ms": round(dense * 1e3, 2),
-                          "dense_says_ms": round(says_dense * 1e3, 2), "dense_off": round(off_dense, 3)})  # fmt: skip
+            found.append(
+                {
+                    "ids": kind,
+                    "batch": batch,
+                    "dim": dim,
+                    "host_ms": round(host * 1e3, 2),
+                    "says_ms": round(says * 1e3, 2),
+                    "off": round(off, 3),
+                    "dense_ms": round(dense * 1e3, 2),
+                    "dense_says_ms": round(says_dense * 1e3, 2),
+                    "dense_off": round(off_dense, 3),
+                }
+            )
     most = max(abs(row[key]) for row in found for key in ("off", "dense_off"))
     met = "met" if most <= MOST_OFF else "not met"
     print(f"the formula is off by at most {most:.0%}, {MOST_OFF:.0%} claimed: {met}")
@@ -243,18 +239,17 @@ def formula(two: Team, rows: int, batches: list[int], steps: int, rounds: int) -
 
 def main() -> None:
     """Measure, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=5_000_000, help="of the tables")
+    parser = make_parser(__doc__)
+    parser.add_argument("--rows", type=int, default=5_000_000, help="rows of the tables")
     parser.add_argument("--batch-sizes", type=int, nargs="*", default=[4000, 16_000])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=("training", "overlap", "trees", "formula"), help="one part instead of all")
-    parser.add_argument("--out", type=Path, help="where the result goes instead of bench/results/")
     arguments = parser.parse_args()
     if (os.cpu_count() or 1) < 2:
-        sys.exit("bench_ranks: two ranks need two CPUs")
+        sys.exit("bench ranks: two ranks need two CPUs")
     content: dict[str, Any] = {}
-    two, how = Team(2), (arguments.rows, arguments.batch_sizes)
+    two, how = start(2), (arguments.rows, arguments.batch_sizes)
     if arguments.only in (None, "trees"):
         content["trees"] = trees(two, 4 * arguments.rounds)
     if arguments.only in (None, "overlap"):
@@ -264,14 +259,10 @@ def main() -> None:
             two, min(arguments.rows, FORMULA_ROWS), arguments.batch_sizes, 2 * arguments.steps, arguments.rounds
         )
     if arguments.only in (None, "training"):
-        one = Team(1)
+        one = start(1)
         content["training"] = train(one, two, *how, arguments.steps, arguments.rounds)
         one.close()
     two.close()
-    versions = {"hostdev": hostdev.__version__, "numba": numba.__version__, "torch": torch.__version__}
+    versions = get_versions("numba", "torch")
     content = {"versions": versions, "micro_batches": MICRO_BATCHES, **content}
-    print(f"\nwritten to {record('ranks', content, arguments.out)}")
-
-
-if __name__ == "__main__":
-    main()
+    record("ranks", content, arguments.out)

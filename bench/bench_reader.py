@@ -1,15 +1,15 @@
-"""Claim: batches of Criteo's shape come at 5 million samples a second and more on two cores, page cache warm.
+"""Claim: two cores read at least 5 million samples of Criteo's shape a second, with a warm page cache.
 
-A data set of Criteo's shape (160 bytes a row) with random ids is written to a temporary folder. Then passes over it in
-batches of 16,000, in an order of a seed: the first of a reader, which computes checksums, later ones, and those of
-windows of 16 shards, each with the page cache warm, and cold: the files are dropped from it (fadvise) before each pass.
+The benchmark writes a data set of Criteo's shape (160 bytes a row) with random ids to a temporary folder. It times
+passes over it in batches of 16,000, in a seeded order: a reader's first pass, which computes checksums, later passes,
+and passes with windows of 16 shards. Each is timed with a warm and a cold page cache; before a cold pass the files are
+dropped from it (fadvise).
 
-Beside samples a second: bytes of rows a second as a share of what a copy by all threads reads, and of what reading the
-same files in order takes from the disk, both in the same run; and seconds of all cores a million samples, which say
-more where others use the machine. The disk may have a cache of its own.
+It prints samples a second, and bytes a second relative to a copy by all threads and to a sequential read of the same
+files, both measured in the same run. It also prints CPU seconds per million samples, which are more reliable on a
+shared machine. The disk may have its own cache.
 """
 
-import argparse
 import os
 import shutil
 import statistics
@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 
 import numpy as np
-from bench_checkpoint import drop_page_cache
-from record import record
 
+from bench.bench_checkpoint import drop_page_cache
+from bench.record import make_parser, record
 from hostdev.data.manifest import Manifest, Shard
 from hostdev.data.preprocess.writer import write_shard
 from hostdev.data.rows import Piece
@@ -36,7 +36,7 @@ LIMIT = 5e6  # samples a second
 
 
 def write(root: Path, rows: int) -> Manifest:
-    """Write a data set, a shard after the other."""
+    """Write a data set, shard by shard."""
     names = [f"C{i + 1}" for i in range(IDS)]
     first = DENSE + IDS
     spaces = tuple(Space(name, DENSE + i, first + i * VALUES, VALUES) for i, name in enumerate(names))
@@ -54,13 +54,21 @@ def write(root: Path, rows: int) -> Manifest:
         file = f"train/part-{len(shards):05d}.arrow"
         shards.append(Shard(file=file, rows=n, sha256=write_shard(root / file, made, schema)))
     return Manifest(
-        schema=schema, id_type="int32", train=shards, test=[], vocabulary=None, vocabulary_sha256=None,
-        rejected_sha256=None, options={}, statistics={}, sources=[],
-    )  # fmt: skip
+        schema=schema,
+        id_type="int32",
+        train=shards,
+        test=[],
+        vocabulary=None,
+        vocabulary_sha256=None,
+        rejected_sha256=None,
+        options={},
+        statistics={},
+        sources=[],
+    )
 
 
 def copy_rate() -> float:
-    """Return the bytes a second that a copy by all threads reads."""
+    """Return the bytes per second that a copy by all threads reads."""
     source, target = aligned_empty((50_000_000,)), aligned_empty((50_000_000,))
     source[:] = target[:] = 1
 
@@ -76,7 +84,7 @@ def copy_rate() -> float:
 
 
 def file_rate(files: list[Path]) -> float:
-    """Return the bytes a second of reading files in order."""
+    """Return the bytes per second of reading files in order."""
     buffer, size, start = memoryview(bytearray(1 << 22)), 0, time.perf_counter()
     for path in files:
         with path.open("rb", buffering=0) as file:
@@ -86,7 +94,7 @@ def file_rate(files: list[Path]) -> float:
 
 
 def one_pass(reader: ShardReader, epoch: int) -> tuple[float, float]:
-    """Return the samples a second of an epoch, and the seconds of all cores that a million of them took."""
+    """Return an epoch's samples per second, and its CPU seconds per million samples."""
     start, busy = time.perf_counter(), time.process_time()
     rows = sum(len(batch) for batch in reader.batches(BATCH, seed=2020, epoch=epoch))
     seconds, busy = time.perf_counter() - start, time.process_time() - busy
@@ -95,7 +103,7 @@ def one_pass(reader: ShardReader, epoch: int) -> tuple[float, float]:
 
 
 def measure(root: Path, found: Manifest, rounds: int) -> dict[str, dict[str, float]]:
-    """Return the figures of each kind of pass, in turn, round after round; medians."""
+    """Measure each kind of pass in turn, for some rounds; print and return medians."""
     files = [root / shard.file for shard in found.train]
     passes: dict[str, list[tuple[float, float]]] = {}
     limits: dict[str, list[float]] = {"copy": [], "disk": []}
@@ -131,11 +139,10 @@ def measure(root: Path, found: Manifest, rounds: int) -> dict[str, dict[str, flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=8_000_000, help="160 bytes each on the disk, and in the page cache")
+    parser = make_parser(__doc__)
+    parser.add_argument("--rows", type=int, default=8_000_000, help="rows, of 160 bytes on the disk and in memory")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dir", type=Path, help="a folder on the disk to be measured")
-    parser.add_argument("--out", type=Path, help="where the result goes instead of bench/results/")
+    parser.add_argument("--dir", type=Path, help="a folder on the measured disk")
     arguments = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="bench-reader-", dir=arguments.dir))
     try:
@@ -148,7 +155,3 @@ def main() -> None:
     rate = result["later pass, warm"]["samples/s"]
     print(f"{rate / 1e6:.2f} million samples/s, at least {LIMIT / 1e6:.0f}: {'met' if rate >= LIMIT else 'not met'}")
     record("reader", {"rows": arguments.rows, "threads": host_threads(), **result}, arguments.out)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,7 @@
 """Claim: timing every op, log lines included, costs under 1% of a step.
 
-The cost of one timed call of an op that does nothing, times the ops of a step, against the same run's step.
+The benchmark multiplies the cost of timing an empty op by the number of ops in a step, relative to a step of the same
+run.
 """
 
 import itertools
@@ -10,8 +11,9 @@ import time
 from pathlib import Path
 
 import torch
-from wide_deep import fields_of, trainer_of
 
+from bench.record import make_parser
+from bench.wide_deep import make_trainer, read_fields
 from hostdev.core.primitive import OpLog, Primitive
 from hostdev.data import lookalike, manifest
 from hostdev.data.shards import ShardReader
@@ -20,8 +22,8 @@ CALLS = 20_000
 STEPS = 20
 
 
-def cost_of_a_call() -> float:
-    """Seconds that a timed call of an op adds to the op itself."""
+def measure_timing() -> float:
+    """Return the seconds that timing adds to a call of an op."""
     with tempfile.NamedTemporaryFile("w") as file:
         log = OpLog()
         log.write_to(file)  # type: ignore[arg-type]
@@ -39,15 +41,16 @@ def cost_of_a_call() -> float:
 
 
 def main() -> None:
+    make_parser(__doc__, out=False).parse_args()
     folder, _ = lookalike.ensure()
     found = manifest.read(folder)
-    per_call = statistics.median(cost_of_a_call() for _ in range(5))
+    per_call = statistics.median(measure_timing() for _ in range(5))
     print(f"one timed call: {per_call * 1e6:.2f} us")
     for batch_size, dim in [(1000, 80), (100, 8)]:
         log = OpLog()
-        trainer = trainer_of(found.vocabulary_size, dim, device=torch.device("cpu"), log=log)
+        trainer = make_trainer(found.vocabulary_size, dim, device=torch.device("cpu"), log=log)
         times = []
-        for batch in itertools.islice(fields_of(ShardReader(Path(folder), found, "train"), batch_size), STEPS):
+        for batch in itertools.islice(read_fields(ShardReader(Path(folder), found, "train"), batch_size), STEPS):
             start = time.perf_counter()
             for _ in trainer.train([batch]):
                 pass
@@ -58,7 +61,3 @@ def main() -> None:
             f"batch {batch_size}, D = {dim}: step {step * 1e3:.2f} ms, {ops:.0f} ops, "
             f"timing {ops * per_call / step:.3%} of the step"
         )
-
-
-if __name__ == "__main__":
-    main()

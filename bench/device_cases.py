@@ -1,7 +1,7 @@
-"""The operations of hostdev.device.ops on the tensors of a training step: what `bench_device.py` times and compares.
+"""The operations that the benchmark `device` times: those of hostdev.device.ops, on the tensors of a training step.
 
-V slots of a table, D columns; N uses of U unique rows, of which H are in the cache, A are admitted and M pass by; as
-many rows leave as are admitted; L rows come late.
+V slots of a table, D columns. N occurrences of U unique rows: H are in the cache, A are admitted, M bypass it. As many
+rows are evicted as are admitted. L rows conflict with the previous batch.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from workload import training_ids
 
 import hostdev
+from bench.workload import training_ids
 from hostdev.core.optimizers import FTRL, LazyAdam
 from hostdev.device.ops import Ops
 from hostdev.device.ops.uses import FeatureUses
@@ -84,21 +84,32 @@ class Batch:
         row = self.dim * 4
         dtypes = (torch.float32, torch.bfloat16) if self.dim > 1 else (torch.float32,)
         yield self._pure("lookup", 2 * self.U * row + 4 * self.U, lambda ops: ops.lookup(self.block, self.ids))
-        yield self._pure("assemble", 2 * self.U * row + 4 * self.H, lambda ops: ops.assemble(
-            self.block, self.hit_slots, self.admitted, self.passed))  # fmt: skip
+        yield self._pure(
+            "assemble",
+            2 * self.U * row + 4 * self.H,
+            lambda ops: ops.assemble(self.block, self.hit_slots, self.admitted, self.passed),
+        )
         per_use = 4 if self.weights is None else 8
         for dtype in dtypes:
             moved = self.U * row + self.N * (per_use + self.dim * dtype.itemsize)
-            yield self._pure(f"gather, {_short(dtype)}", moved, lambda ops, dtype=dtype: ops.gather(
-                self.unique_rows, self.inverse, self.weights, dtype))  # fmt: skip
+            yield self._pure(
+                f"gather, {_short(dtype)}",
+                moved,
+                lambda ops, dtype=dtype: ops.gather(self.unique_rows, self.inverse, self.weights, dtype),
+            )
         yield Case("uses_of", 8 * self.N, tuple, lambda ops: self._uses(ops), lambda out: [])
         for dtype in dtypes:
             yield self._sums(self.use_grads.to(dtype), per_use)
         for name, optimizer in OPTIMIZERS.items():
             yield self._update(name, optimizer)
         yield self._exchange()
-        yield Case("place", 2 * len(self.late) * row + 4 * len(self.late), lambda: (self.unique_rows.clone(),),
-                   lambda ops, rows: ops.place(rows, self.late, self.late_rows), lambda rows, out: [rows])  # fmt: skip
+        yield Case(
+            "place",
+            2 * len(self.late) * row + 4 * len(self.late),
+            lambda: (self.unique_rows.clone(),),
+            lambda ops, rows: ops.place(rows, self.late, self.late_rows),
+            lambda rows, out: [rows],
+        )
 
     def _uses(self, ops: Ops, weights: Tensor | None = None) -> Any:
         uses = FeatureUses(self.inverse, None, weights, False, torch.float32)

@@ -1,11 +1,11 @@
 """Claim: on this device all tests pass, all modes give the same bits, and host tables keep up with device tables.
 
-Runs the tests and the benchmarks that need an accelerator, each in a process with a time limit, and writes one file,
-device-report.json, with a summary in words beside it. A part that fails is in it with the end of its output, and the
-others go on. Exit code: 0, 1 if anything failed (a target of speed that is not met is no failure), 2 without a device.
+The report runs the tests and benchmarks that need an accelerator, each in a process with a time limit. It writes one
+file, device-report.json, and a summary in Markdown beside it. For a failed part it has the end of its output, and
+continues with the others. Exit code: 0; 1 if anything failed (a missed speed target is no failure); 2 without a
+device.
 """
 
-import argparse
 import json
 import os
 import shlex
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import header_of
-from report_parts import MODES, PRECISIONS, SIZES, Part, parts_of
-from report_summary import summary_of
 
+from bench.record import make_header, make_parser
+from bench.report_parts import MODES, PRECISIONS, SIZES, Part, make_parts
+from bench.report_summary import format_summary
 from hostdev.core.errors import UserError
 from hostdev.device import backend
 
@@ -32,16 +32,21 @@ CACHED, HOST, ON_DEVICE = "host tables, cache 10%", "host tables", "device table
 
 
 def run(part: Part, log: Path) -> dict[str, Any]:
-    """Run a part, and return what became of it."""
+    """Run a part, and return its result."""
     start = time.perf_counter()
     code, problem, found = None, "", {}
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1", "COLUMNS": "160"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     with log.open("wb") as file:
         process = subprocess.Popen(
-            part.command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=ROOT, env=environment,
+            part.command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            cwd=ROOT,
+            env=environment,
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             code = process.wait(part.limit)
         except subprocess.TimeoutExpired:
@@ -65,26 +70,27 @@ def run(part: Part, log: Path) -> dict[str, Any]:
         "problem": problem,
         "exit_code": code,
         "seconds": round(time.perf_counter() - start, 1),
-        **found_in(found),
+        **({"found": found} if found else {}),
     }
     return {**result, "output_tail": output[-TAIL:]} if problem else result
 
 
-def found_in(found: dict[str, Any]) -> dict[str, Any]:
-    """Findings as an entry of a part, if there are any."""
-    return {"found": found} if found else {}
-
-
-def checks_of(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Compare parts with each other: the digests of trainings must be equal, and their rates have a target."""
+def compare_trainings(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Compare the trainings: their digests must be equal, and their rates have a target."""
     found = {part["name"]: part.get("found", {}) for part in parts}
     checks = []
     for precision in PRECISIONS:
         runs = {mode: found.get(f"train {precision}, {mode}", {}) for mode in MODES}
         digests = {mode: run.get("state_sha256") for mode, run in runs.items()}
         equal = len(set(digests.values())) == 1 and None not in digests.values()
-        checks.append({"check": f"{precision}: the same state_sha256 with {', '.join(MODES)}", "met": equal,
-                       "must": True, "values": digests})  # fmt: skip
+        checks.append(
+            {
+                "check": f"{precision}: the same state_sha256 with {', '.join(MODES)}",
+                "met": equal,
+                "must": True,
+                "values": digests,
+            }
+        )
         rates = {mode: run.get("samples_per_second") for mode, run in runs.items()}
         checks.append(_rate_check(f"{precision}, training", rates))
         checks.append(_rate_check(f"{precision}, bench_pipeline", _bench_rates(found, precision)))
@@ -92,14 +98,21 @@ def checks_of(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _rate_check(what: str, rates: dict[str, float | None]) -> dict[str, Any]:
-    ratios = {mode: round(rates[mode] / rates[ON_DEVICE], 3) for mode in (HOST, CACHED)
-              if rates.get(mode) and rates.get(ON_DEVICE)}  # fmt: skip
-    return {"check": f"{what}: samples/s with {CACHED} at least {TARGET} of device tables", "must": False,
-            "met": ratios.get(CACHED, 0.0) >= TARGET, "values": {"samples_per_s": rates, "ratios": ratios}}  # fmt: skip
+    ratios = {
+        mode: round(rates[mode] / rates[ON_DEVICE], 3)
+        for mode in (HOST, CACHED)
+        if rates.get(mode) and rates.get(ON_DEVICE)
+    }
+    return {
+        "check": f"{what}: samples/s with {CACHED} at least {TARGET} of device tables",
+        "must": False,
+        "met": ratios.get(CACHED, 0.0) >= TARGET,
+        "values": {"samples_per_s": rates, "ratios": ratios},
+    }
 
 
 def _bench_rates(found: dict[str, Any], precision: str) -> dict[str, float | None]:
-    """The best samples/s of each mode in bench_pipeline's runs."""
+    """Return the best samples/s of each mode in the benchmark `pipeline`."""
     rates: dict[str, float | None] = {}
     for row in found.get("bench_pipeline", {}).get("accelerator", []):
         name = row["run"].removeprefix(f"{precision} ")
@@ -111,17 +124,17 @@ def _bench_rates(found: dict[str, Any], precision: str) -> dict[str, float | Non
 
 
 def write(report: dict[str, Any], out: Path) -> str:
-    """Write the report and its summary, and return the latter."""
-    report["checks"] = checks_of(report["parts"])
+    """Write the report and its summary; return the summary."""
+    report["checks"] = compare_trainings(report["parts"])
     report["failed"] = [part["name"] for part in report["parts"] if part["status"] != "passed"]
     report["failed"] += [check["check"] for check in report["checks"] if check["must"] and not check["met"]]
     out.write_text(json.dumps(report, indent=2) + "\n")
-    summary = summary_of(report)
+    summary = format_summary(report)
     out.with_suffix(".md").write_text(summary)
     return summary
 
 
-def device_of(name: str) -> str | None:
+def find_device(name: str) -> str | None:
     """Return the device's name for the parts; None without an accelerator. UserError for one that is not there."""
     device = backend.select(name)
     return str(device) if backend.is_accelerator(device) or name == "cpu" else None
@@ -129,27 +142,29 @@ def device_of(name: str) -> str | None:
 
 def main() -> int:
     """Run all parts, and write the report after each of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
+    parser.set_defaults(out=Path("device-report.json"))
     parser.add_argument("--device", default="auto", help="cuda, ...; cpu: a small trial of the report itself")
-    parser.add_argument("--out", type=Path, default=Path("device-report.json"), help="the file (device-report.json)")
     parser.add_argument("--quick", action="store_true", help="minutes instead of up to an hour: fewer steps")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as Ctrl-C: the part that runs is ended, too
     try:
-        device = device_of(arguments.device)
+        device = find_device(arguments.device)
     except UserError as error:
         print(f"device_report: {error}", file=sys.stderr)
         return 2
     if device is None:
-        print(f"device_report: needs an accelerator that torch sees, such as a CUDA GPU with its driver and a torch "
-              f"built for it; torch {torch.__version__} sees none (--device cpu tries the report itself)",
-              file=sys.stderr)  # fmt: skip
+        print(
+            f"device_report: needs an accelerator that torch sees, such as a CUDA GPU with its driver and a torch "
+            f"built for it; torch {torch.__version__} sees none (--device cpu tries the report itself)",
+            file=sys.stderr,
+        )
         return 2
     size = "trial" if device == "cpu" else "quick" if arguments.quick else "full"
-    report: dict[str, Any] = {**header_of(), "size": size, "trial": size == "trial", "device": device, "parts": []}
+    report: dict[str, Any] = {**make_header(), "size": size, "trial": size == "trial", "device": device, "parts": []}
     summary = ""
     with tempfile.TemporaryDirectory(prefix="device-report-") as folder:
-        parts = parts_of(device, SIZES[size], Path(folder))
+        parts = make_parts(device, SIZES[size], Path(folder))
         report["planned"] = [part.name for part in parts]
         for number, part in enumerate(parts, 1):
             print(f"[{number:>2}/{len(parts)}] {part.name:<40}", end="", flush=True)
@@ -159,7 +174,3 @@ def main() -> int:
             summary = write(report, arguments.out)
     print(f"\n{summary}\nwritten to {arguments.out} and {arguments.out.with_suffix('.md')}")
     return 1 if report["failed"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

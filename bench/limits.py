@@ -1,4 +1,4 @@
-"""What a machine gives at most: the rates that benchmarks are held against, measured in their own run."""
+"""The rates of a machine that benchmarks are compared with, measured in the same run."""
 
 import mmap
 import time
@@ -16,14 +16,14 @@ _AHEAD = 8  # rows
 
 
 def mapped(n: int) -> np.ndarray:
-    """Memory for numbers float32 [n], which goes back to the system after: the allocator's would stay."""
+    """Return an array float32 [n] whose memory returns to the system when it is freed."""
     pages = mmap.mmap(-1, 4 * n)
     pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, np.float32)
 
 
 def copy_rate() -> float:
-    """GB/s of copies in host memory, read and written, by all threads."""
+    """Return the GB/s, read and written, of copies in host memory by all threads."""
     source, target = mapped(1 << 27), mapped(1 << 27)
     source[:] = 1
 
@@ -39,7 +39,7 @@ def copy_rate() -> float:
 
 
 def fill_rate(nbytes: int) -> float:
-    """GB/s of writing so much memory that is new to the process, page faults and all, by all threads.
+    """Return the GB/s of writing newly allocated memory by all threads, page faults included.
 
     Where it is new to a virtual machine, too, its host brings it first; a second time tells what the machine takes.
     """
@@ -54,7 +54,7 @@ def fill_rate(nbytes: int) -> float:
 
 
 def hash_rate() -> float:
-    """GB/s of SHA-256, which is one stream: what limits the digest."""
+    """Return the GB/s of one stream of SHA-256, the limit of the digest."""
     block = np.zeros(1 << 28, np.uint8)
     start = time.perf_counter()
     sha256(block.data).digest()
@@ -85,7 +85,7 @@ def _rewrite(start: Any, stop: Any, ids: Any, block: Any, one: Any) -> None:
 
 
 def reach(block: np.ndarray, ids: np.ndarray) -> float:
-    """Seconds in which all threads read the weights of rows by id, and then read and write whole rows.
+    """Return the seconds in which all threads read the weights of rows by id, then read and write whole rows.
 
     That much the memory takes for a lookup and an update of them: nothing is computed, and nothing changes.
 

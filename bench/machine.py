@@ -1,30 +1,28 @@
-"""What the machine of a device report is: the device, its driver and memory, the way to it, versions, the processor.
+"""The machine of a device report: device, driver, memory, bandwidths, versions and processor.
 
 Prints one JSON object. Bandwidths are medians of copies of 256 MiB of pinned memory, as events time them.
 """
 
-import argparse
 import json
 import os
 import platform
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
 import psutil
 import torch
-from record import processor
 
 import hostdev
+from bench.record import make_parser, processor
 from hostdev.device import backend, bus, triton
 
 COPIED, ROUNDS = 1 << 28, 10
 
 
 def query(field: str, device: torch.device) -> str | None:
-    """Return what nvidia-smi says of a device; None where there is none."""
+    """Return a field of nvidia-smi for a device; None without nvidia-smi."""
     number = device.index or 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     name = visible[number].strip() if number < len(visible) and visible[number].strip() else str(number)
@@ -37,14 +35,17 @@ def query(field: str, device: torch.device) -> str | None:
 
 
 def bandwidths(device: torch.device) -> dict[str, Any]:
-    """Return the GB/s of copies to the device and back, through pinned memory where there is an accelerator."""
+    """Return the GB/s of copies to the device and back, with pinned memory for an accelerator."""
     found = bus.measure(device, COPIED, ROUNDS)
-    return {"pinned": backend.is_accelerator(device), "to_device_gb_per_s": round(found.down / 1e9, 2),
-            "to_host_gb_per_s": round(found.up / 1e9, 2)}  # fmt: skip
+    return {
+        "pinned": backend.is_accelerator(device),
+        "to_device_gb_per_s": round(found.down / 1e9, 2),
+        "to_host_gb_per_s": round(found.up / 1e9, 2),
+    }
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
-    """Return what torch and the driver say of the device."""
+    """Return the device's properties from torch and the driver."""
     facts: dict[str, Any] = {"device": str(device), "name": backend.describe(device)}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -61,7 +62,7 @@ def device_facts(device: torch.device) -> dict[str, Any]:
 
 
 def triton_version() -> str | None:
-    """Return Triton's version; None where it is not installed."""
+    """Return Triton's version; None if it is not installed."""
     if not triton.available():
         return None
     import triton as installed
@@ -71,9 +72,8 @@ def triton_version() -> str | None:
 
 def main() -> None:
     """Print the facts."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, help="write them to a file as well")
     arguments = parser.parse_args()
     device = backend.select(arguments.device)
     facts = {
@@ -84,16 +84,17 @@ def main() -> None:
         "host_memory_bytes": psutil.virtual_memory().total,
         "platform": platform.platform(),
         "versions": {
-            "python": platform.python_version(), "hostdev": hostdev.__version__, "torch": torch.__version__,
-            "cuda": torch.version.cuda, "hip": torch.version.hip, "triton": triton_version(),
-            "numpy": np.__version__, "numba": numba.__version__,
+            "python": platform.python_version(),
+            "hostdev": hostdev.__version__,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "hip": torch.version.hip,
+            "triton": triton_version(),
+            "numpy": np.__version__,
+            "numba": numba.__version__,
         },
-    }  # fmt: skip
+    }
     text = json.dumps(facts, indent=2)
     print(text)
     if arguments.out is not None:
         arguments.out.write_text(text + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,15 +1,11 @@
-"""One of the processes that `bench_ranks` measures: does what it is told, a JSON object a line, and says what it took.
+"""One of the processes that the benchmark `ranks` measures: runs the calls that it reads, a JSON object a line.
 
-Every process has one thread for kernels and one for torch, and is bound to one CPU: so a rank is a machine of one core.
+Every process has one thread for kernels and one for torch, and is bound to one CPU: a rank is a machine of one core.
 """
-
-import hostdev.core.environment  # isort: skip  # noqa: F401  (before torch)
 
 import gc
 import itertools
-import json
 import os
-import sys
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -17,13 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from bench_pipeline import batches_of
-from simulated import Simulated
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from wide_deep import FIELDS
-from workload import training_ids
 
+from bench.bench_pipeline import make_batches
+from bench.simulated import Simulated
+from bench.team import serve
+from bench.wide_deep import FIELDS
+from bench.workload import training_ids
 from hostdev.core.micro_batches import cut, nodes_of
 from hostdev.core.optimizers import FTRL, LazyAdam
 from hostdev.data.batch import Batch
@@ -42,7 +39,7 @@ from hostdev.train.trainer import Trainer
 
 ALONE_WITH_RANKS = "BENCH_RANKS_PORT"  # a port for a rank that exchanges with itself
 FIRST_CPU = "BENCH_RANKS_CPU"  # the number, among those that there are, of the first rank's
-BATCHES = 20  # then they come again
+BATCHES = 20  # the run cycles through them
 SETTLE = 4  # steps
 EXCHANGED = ("ids", "rows", "late rows", "gradients")
 
@@ -55,7 +52,7 @@ def dense_side(dim: int, layers: list[int]) -> list[nn.Parameter]:
 
 
 class Sum(nn.Module):
-    """Parameters whose gradients are there at once: what follows is their exchange."""
+    """Parameters whose gradients take no time to compute, so that only their exchange does."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__()
@@ -66,7 +63,7 @@ class Sum(nn.Module):
 
 
 class Worker:
-    """What a process can be told; each method is one thing, and returns what JSON can hold."""
+    """The calls that a process answers. Each method is one call, and returns a JSON value."""
 
     def __init__(self, ranks: Ranks | None) -> None:
         self.ranks = ranks
@@ -78,10 +75,10 @@ class Worker:
         self._sent: Any = None  # returns bytes sent for rows, and the least that could have been
 
     def close(self) -> None:
-        """End what runs."""
+        """End the current run."""
         self._open.close()
         self._open, self._steps, self._sent, self._runs = ExitStack(), None, None, {}
-        gc.collect()  # tables that something in a cycle holds would be there beside the next ones
+        gc.collect()  # tables in reference cycles would stay in memory with the next ones
 
     def training(
         self, rows: int, dim: int, batch: int, layers: list[int] | None, micro_batches: int, depth: int
@@ -91,9 +88,14 @@ class Worker:
         schema = Schema("label", (), columns, (Space("values", 0, 1, rows - 1),), rows)
         model = WideDeep(schema, dim, seed=1, layers=LAYERS if layers is None else layers)
         trainer = Trainer(
-            model, host_device_mix=True, device=torch.device("cpu"), seed=1, depth=depth,
-            micro_batches=micro_batches, ranks=self.ranks,
-        )  # fmt: skip
+            model,
+            host_device_mix=True,
+            device=torch.device("cpu"),
+            seed=1,
+            depth=depth,
+            micro_batches=micro_batches,
+            ranks=self.ranks,
+        )
         start, stop = cut(batch, self.size)[self.rank]
         rng, made = np.random.default_rng(0), []
         ids = training_ids(rows, batch)
@@ -108,7 +110,7 @@ class Worker:
 
     def pipeline(self, rows: int, dim: int, batch: int, kind: str, depths: list[int], layers: list[int]) -> None:
         """Begin passes on a simulated device, which waits and then exchanges gradients of a dense side with others."""
-        batches = [ids[slice(*cut(batch, self.size)[self.rank])] for ids in batches_of(kind, rows, batch, BATCHES)]
+        batches = [ids[slice(*cut(batch, self.size)[self.rank])] for ids in make_batches(kind, rows, batch, BATCHES)]
         self._runs = {depth: _Run(self, batches, rows, dim, depth) for depth in depths}
         for run in self._runs.values():
             self._open.callback(run.close)
@@ -120,24 +122,27 @@ class Worker:
             self._open.callback(self._dense.close)
 
     def shape(self) -> dict[str, float]:
-        """Return the mean ids and unique ids of this rank's batches, and the unique rows here that all ask for."""
+        """Return the mean ids and unique ids of this rank's batches, and the unique rows requested from it."""
         run = next(iter(self._runs.values()))
-        return {"ids": float(np.mean([ids.size for ids in run.batches])),
-                "asked": float(np.mean([len(np.unique(ids)) for ids in run.batches])), "owned": run.owned}  # fmt: skip
+        return {
+            "ids": float(np.mean([ids.size for ids in run.batches])),
+            "asked": float(np.mean([len(np.unique(ids)) for ids in run.batches])),
+            "owned": run.owned,
+        }
 
     def pipeline_steps(self, depth: int, steps: int, seconds: float, dense: bool) -> float:
-        """Return the seconds of a step whose device waits so long, with its exchange or without."""
+        """Return the seconds of a step whose device waits `seconds`, with or without the dense exchange."""
         run = self._runs[depth]
         run.device.seconds, run.dense = seconds, dense
         return run.per_step(steps)
 
     def dense_steps(self, steps: int) -> float:
-        """Return the seconds of a step's exchange of the dense side, when the ones before have settled."""
+        """Return the seconds of a step's dense exchange in the steady state."""
         _timed(self.exchange_dense, SETTLE)
         return _timed(self.exchange_dense, steps)
 
     def exchange_dense(self) -> None:
-        """Add up the gradients of all ranks, with what they tell each other in a step."""
+        """Sum the gradients of all ranks, with the other exchanges of a step."""
         if self._dense is None or self.ranks is None:
             return
         for parameter, grad in zip(self._parameters, self._grads, strict=True):
@@ -201,12 +206,15 @@ class Worker:
                 if number >= 3:
                     found[name].append(seconds)
         dense.close()
-        return {**{name: float(np.median(each)) for name, each in found.items()},
-                **{f"{name} / ddp": float(np.median(np.array(found[name]) / np.array(found["ddp"]))) for name in what},
-                "bytes": 4 * len(flat), "nodes": len(nodes_of(0, each))}  # fmt: skip
+        return {
+            **{name: float(np.median(each)) for name, each in found.items()},
+            **{f"{name} / ddp": float(np.median(np.array(found[name]) / np.array(found["ddp"]))) for name in what},
+            "bytes": 4 * len(flat),
+            "nodes": len(nodes_of(0, each)),
+        }
 
     def copying(self, rounds: int) -> float:
-        """Return the seconds of copying a byte, of 64 MiB."""
+        """Return the seconds per byte of a copy of 64 MiB."""
         values, there = np.zeros(16 << 20, np.float32), np.zeros(16 << 20, np.float32)
         return float(np.median([_timed(lambda: np.copyto(there, values), 2) for _ in range(rounds)])) / values.nbytes
 
@@ -220,7 +228,7 @@ class Worker:
         channel, count = self.ranks.control, 4 << 20
         values = torch.zeros(count * (self.size - 1))
         counts = [0 if rank == self.rank else count for rank in range(self.size)]
-        turns = itertools.cycle([torch.ones_like(values) for _ in range(8)])  # what comes is not in the cache
+        turns = itertools.cycle([torch.ones_like(values) for _ in range(8)])  # received values are not in the cache
         nothing, none = torch.zeros(0), [0] * self.size
         source, there = np.zeros(1 << 20, np.float32), np.zeros(1 << 20, np.float32)
 
@@ -278,7 +286,7 @@ class _Run:
 
     @property
     def owned(self) -> float:
-        """The mean of unique rows that were asked for here."""
+        """The mean number of unique rows requested from this rank."""
         return float(np.mean(self._sizes))
 
     def per_step(self, steps: int) -> float:
@@ -299,7 +307,7 @@ def _timed(call: Any, times: int) -> float:
 
 
 def main() -> None:
-    """Meet the others, and do what comes line by line until there is no more."""
+    """Join the other ranks, and answer calls until standard input ends."""
     torch.set_num_threads(1)
     set_host_threads(1)
     place = find()
@@ -313,11 +321,7 @@ def main() -> None:
     if ALONE_WITH_RANKS in os.environ:
         place = place._replace(port=int(os.environ[ALONE_WITH_RANKS]))
     worker = Worker(None if place.alone and not place.port else Ranks(place, fault))
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        what = json.loads(line)
-        print(json.dumps(getattr(worker, what.pop("call"))(**what)), flush=True)
-    worker.close()
+    serve(worker)
     if worker.ranks is not None:
         worker.ranks.leave()
 

@@ -1,4 +1,4 @@
-"""The parts of a device report: the command of each, its time limit, and what to take from what it leaves behind."""
+"""The parts of a device report: each one's command, its time limit, and the reader of its results."""
 
 import json
 import re
@@ -24,7 +24,7 @@ class Part(NamedTuple):
 
 
 class Size(NamedTuple):
-    """How much a report does."""
+    """The extent of a report."""
 
     data: list[str]  # arguments of the preprocessing; none: the built-in look-alike
     train: list[str]
@@ -39,15 +39,28 @@ class Size(NamedTuple):
 _TESTS = (["-m", "device and not slow"], ["tests/device"], "cuda")
 SIZES = {
     # The built-in look-alike's 54 steps are over before a rate settles: the same generator makes more rows.
-    "full": Size(["--rows", "1000000", "--threshold", "5", "--dense", "log", "--test-fraction", "0.02"],
-                 ["--epochs", "10", "--batch-size", "16000"], [], [], [], *_TESTS),
-    "quick": Size([], [], ["--steps", "6", "--batch-size", "1000"], ["--rounds", "10"],
-                  ["--steps", "8", "--depths", "2"], *_TESTS),
-    "trial": Size([], ["--epochs", "1", "--batch-size", "200", "--max-steps", "4", "--emb-dim", "8"],
-                  ["--steps", "2", "--batch-size", "50", "--emb-dim", "8"], ["--rounds", "2"],
-                  ["--steps", "1", "--depths", "2"], [*_TESTS[0], "tests/device"], ["tests/device/test_device.py"],
-                  "twins and assemble"),
-}  # fmt: skip
+    "full": Size(
+        ["--rows", "1000000", "--threshold", "5", "--dense", "log", "--test-fraction", "0.02"],
+        ["--epochs", "10", "--batch-size", "16000"],
+        [],
+        [],
+        [],
+        *_TESTS,
+    ),
+    "quick": Size(
+        [], [], ["--steps", "6", "--batch-size", "1000"], ["--rounds", "10"], ["--steps", "8", "--depths", "2"], *_TESTS
+    ),
+    "trial": Size(
+        [],
+        ["--epochs", "1", "--batch-size", "200", "--max-steps", "4", "--emb-dim", "8"],
+        ["--steps", "2", "--batch-size", "50", "--emb-dim", "8"],
+        ["--rounds", "2"],
+        ["--steps", "1", "--depths", "2"],
+        [*_TESTS[0], "tests/device"],
+        ["tests/device/test_device.py"],
+        "twins and assemble",
+    ),
+}
 VERIFIED = {"fp32": [], "bf16": ["--precision", "bf16"], "l2 batch": ["--l2", "batch"], "l2 table": ["--l2", "table"]}
 PRECISIONS = ("fp32", "bf16")
 MODES = {
@@ -57,13 +70,13 @@ MODES = {
 }
 
 
-def parts_of(device: str, size: Size, folder: Path) -> list[Part]:
-    """Return the parts of a report on a device, in order; they leave their files in a folder."""
+def make_parts(device: str, size: Size, folder: Path) -> list[Part]:
+    """Return the parts of a report on a device, in order; they write their files to a folder."""
     python, where = [sys.executable], ["--device", device]
 
     def bench(name: str, script: str, *arguments: str, limit: int) -> Part:
         out = folder / f"{script}.json"
-        command = [*python, f"bench/{script}.py", *where, *arguments, "--out", str(out)]
+        command = [*python, "-m", "bench", script.removeprefix("bench_"), *where, *arguments, "--out", str(out)]
         return Part(name, command, limit, lambda output: (json.loads(out.read_text()), ""))
 
     data = folder / "data"
@@ -100,7 +113,7 @@ def _tests(name: str, selected: list[str], xml: Path, limit: int) -> Part:
 
 
 def _tested(xml: Path) -> tuple[Findings, str]:
-    """Counts of tests, the names of those that failed, and why others were skipped."""
+    """Return counts of tests, names of failed ones, and the reasons for skips."""
     failed, skipped, count = [], Counter[str](), 0
     for case in ET.parse(xml).iter("testcase"):
         count += 1
@@ -109,13 +122,18 @@ def _tested(xml: Path) -> tuple[Findings, str]:
         elif (skip := case.find("skipped")) is not None:
             skipped[skip.get("message", "")] += 1
     passed = count - len(failed) - sum(skipped.values())
-    found = {"passed": passed, "failed": len(failed), "skipped": sum(skipped.values()), "failures": failed,
-             "skip_reasons": dict(skipped)}  # fmt: skip
+    found = {
+        "passed": passed,
+        "failed": len(failed),
+        "skipped": sum(skipped.values()),
+        "failures": failed,
+        "skip_reasons": dict(skipped),
+    }
     return found, f"{len(failed)} tests failed" if failed else "" if passed else "no test ran"
 
 
 def _verified(output: str) -> tuple[Findings, str]:
-    """The digest of every mode, and which modes differ from the first or were not run."""
+    """Return every mode's digest, and the modes that differ from the first or were not run."""
     digests, different, not_run = {}, [], []
     for line in output.splitlines():
         if match := _VERIFIED.match(line):
@@ -133,16 +151,27 @@ def _verified(output: str) -> tuple[Findings, str]:
 
 def _training(precision: str, mode: str, arguments: list[str], folder: Path) -> Part:
     run = folder / f"run {precision} {mode}"
-    command = [sys.executable, "-m", "hostdev.train", *arguments, "--precision", precision, *MODES[mode],
-               "--run-dir", str(run)]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "hostdev.train",
+        *arguments,
+        "--precision",
+        precision,
+        *MODES[mode],
+        "--run-dir",
+        str(run),
+    ]
 
     def read(output: str) -> tuple[Findings, str]:
         summary = json.loads((run / "summary.json").read_text())
         found = {
             key: summary[key] for key in ("status", "steps", "samples_per_second", "state_sha256", "auc", "device")
         }
-        found |= {key: summary["pipeline"][key] for key in ("overlap_efficiency", "host_busy_us", "device_busy_us",
-                                                            "wall_us", "stall_us")}  # fmt: skip
+        found |= {
+            key: summary["pipeline"][key]
+            for key in ("overlap_efficiency", "host_busy_us", "device_busy_us", "wall_us", "stall_us")
+        }
         if "cache" in summary:
             found["hit_rate"] = summary["cache"]["hit_rate"]
         return found, "" if summary["status"] == "finished" else f"the run {summary['status']}"

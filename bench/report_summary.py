@@ -1,11 +1,11 @@
-"""A device report in words: Markdown of what `device_report.py` has found so far."""
+"""A device report as Markdown."""
 
 from typing import Any
 
-from report_parts import MODES, PRECISIONS
+from bench.report_parts import MODES, PRECISIONS
 
 
-def summary_of(report: dict[str, Any]) -> str:
+def format_summary(report: dict[str, Any]) -> str:
     """Return the report as Markdown."""
     found = {part["name"]: part.get("found", {}) for part in report["parts"]}
     title = "# Device report" + (": a trial of the report itself on the CPU" if report["trial"] else "")
@@ -105,14 +105,22 @@ def _operations(bench: dict[str, Any]) -> list[str]:
     for title, rows in bench.get("results", {}).items():
         head = ["operation", *(f"{way}, us (of copy)" for way in bench["ways"]), "faster", "MB", "bits"]
         cells = [
-            [row["op"], *(f"{row[f'{way}_us']:,.1f} ({row[f'{way}_of_copy']:.0%})" for way in ways),
-             f"{row['speedup']}x", f"{row['bytes'] / 1e6:,.1f}", row["bits"]] for row in rows
-        ]  # fmt: skip
+            [
+                row["op"],
+                *(f"{row[f'{way}_us']:,.1f} ({row[f'{way}_of_copy']:.0%})" for way in ways),
+                f"{row['speedup']}x",
+                f"{row['bytes'] / 1e6:,.1f}",
+                row["bits"],
+            ]
+            for row in rows
+        ]
         lines += _table(f"Operations, {title} (copies {bench['copy_gb_per_s']} GB/s)", head, cells)
     return lines
 
 
 def _steps(bench: dict[str, Any]) -> list[str]:
-    rows = [[row["run"], row["step_ms"], f"{row['samples_per_s']:,}", row["of_device_tables"]]
-            for row in bench.get("accelerator", [])]  # fmt: skip
+    rows = [
+        [row["run"], row["step_ms"], f"{row['samples_per_s']:,}", row["of_device_tables"]]
+        for row in bench.get("accelerator", [])
+    ]
     return _table("Whole steps in the steady state", ["run", "ms", "samples/s", "of device tables"], rows)

@@ -1,15 +1,14 @@
-"""The time of a step of several ranks as a formula (docs/scaling.md), and its constants from a machine's measurements.
+"""The time of a step of several ranks by a formula (docs/scaling.md), with constants that `ranks` measured.
 
-    step = max(dense, host), where a rank has cores to spare for both; dense + host, where it has one core
+    step = max(dense, host) if a rank has spare cores for both; dense + host if it has one core
 
     dense = t_sample B / W + 4 P (k + 1) (W - 1) / W / bandwidth + calls latency
     host  = a + t_id n + t_row(D) o + t_asked(D) u + t_copy copies + bytes (W - 1) / W / bandwidth + calls latency
 
-B samples a batch, W ranks, n ids of a rank, u of them unique, o unique rows of a rank's part of the tables that all ask
-for, D columns of all tables, P dense parameters, k nodes of the tree that a rank's micro-batches make up.
+B samples a batch, W ranks, n ids of a rank, u of them unique, o unique rows of a rank's part that all ranks request, D
+columns of all tables, P dense parameters, k nodes of the summation tree that a rank's micro-batches fill.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,13 +16,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-ROW_CALLS, DENSE_CALLS = 6, 2  # collectives of a step, one after the other: for rows; for the dense side's few numbers,
-# beside two for each of its buckets
+from bench.record import make_parser
+
+ROW_CALLS, DENSE_CALLS = 6, 2  # successive collectives of a step: for rows; for the dense side, plus two per bucket
 BUCKET_BYTES = 4 << 20
 
 
 class Machine(NamedTuple):
-    """What a rank's share of a machine can do, in seconds."""
+    """The speed of a rank's share of a machine, in seconds."""
 
     per_step: float  # of the host's work, whatever its size
     per_id: float
@@ -37,7 +37,7 @@ class Machine(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a rank has to do in a step."""
+    """A rank's work in a step."""
 
     ids: float  # n
     asked: float  # u
@@ -63,7 +63,7 @@ def fitted(points: Sequence[tuple[Work, float, float]], copied: float, sent: flo
 
 
 def _non_negative(a: np.ndarray, b: np.ndarray) -> list[float]:
-    """Return the least squares' solution; what would be below 0 is left out."""
+    """Return the least-squares solution; terms that would be negative are left out."""
     used = list(range(a.shape[1]))
     while True:
         found, *_ = np.linalg.lstsq(a[:, used], b, rcond=None)
@@ -75,7 +75,7 @@ def _non_negative(a: np.ndarray, b: np.ndarray) -> list[float]:
 
 
 def host_seconds(work: Work, machine: Machine) -> float:
-    """Return what a rank's host needs for a step, with its exchange."""
+    """Return the seconds of a rank's host for a step, with its exchange."""
     m, w = machine, work
     taken = m.per_step + m.per_id * w.ids + (m.per_row + m.per_value * w.columns) * w.owned
     if w.ranks == 1:
@@ -83,14 +83,14 @@ def host_seconds(work: Work, machine: Machine) -> float:
     away = (w.ranks - 1) / w.ranks
     row = 4 * w.columns
     sent = w.asked * away * (4 + row + w.nodes * row)
-    # Beside what is brought to where it is asked for: rows that cross go through two buffers, gradients too.
+    # Rows and gradients that go to another rank pass two more buffers.
     copied = w.asked * away * row * (2 + 2 * w.nodes)
     taken += (m.per_asked + m.per_asked_value * w.columns) * w.asked
     return taken + m.per_copied_byte * copied + m.per_sent_byte * sent + m.per_call * ROW_CALLS
 
 
 def dense_seconds(work: Work, machine: Machine, alone: float) -> float:
-    """Return what a rank's dense side needs for a step, with its exchange; alone: without."""
+    """Return the seconds of a rank's dense side for a step, with its exchange; `alone` is without."""
     if work.ranks == 1:
         return alone
     size = 4 * work.parameters
@@ -106,28 +106,32 @@ CORES, SENT_BYTES_PER_S, PER_PEER, DENSE_SECONDS, DENSE_SAMPLES = 8, 10e9, 20e-6
 ROWS, FIELDS, DIM, PARAMETERS, EXPONENT = 5_000_000, 39, 80, 3_885_057, 1.1
 
 
-def unique_of(ids: float) -> float:
-    """Return the expected number of different ids among so many, Zipf's as `workload.ids_of` draws them."""
+def expect_unique(ids: float) -> float:
+    """Return the expected number of unique ids among `ids` Zipf draws of `workload.draw_ids`."""
     chance = np.arange(1, ROWS + 1, dtype=np.float64) ** -EXPONENT
     chance /= chance.sum()
     return float(-np.expm1(ids * np.log1p(-chance)).sum())
 
 
 def scaled(machine: Machine, ranks: int) -> Machine:
-    """Return the constants of a host as assumed, from those of one core here."""
+    """Return the constants of an assumed host, from those of one core."""
     cores = 1 / CORES
     return machine._replace(
-        per_id=machine.per_id * cores, per_row=machine.per_row * cores, per_value=machine.per_value * cores,
-        per_asked=machine.per_asked * cores, per_asked_value=machine.per_asked_value * cores,
-        per_copied_byte=machine.per_copied_byte * cores, per_sent_byte=1 / SENT_BYTES_PER_S,
+        per_id=machine.per_id * cores,
+        per_row=machine.per_row * cores,
+        per_value=machine.per_value * cores,
+        per_asked=machine.per_asked * cores,
+        per_asked_value=machine.per_asked_value * cores,
+        per_copied_byte=machine.per_copied_byte * cores,
+        per_sent_byte=1 / SENT_BYTES_PER_S,
         per_call=PER_PEER * (ranks - 1),
-    )  # fmt: skip
+    )
 
 
 def main() -> None:
-    """Print what the formula says of many hosts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("result", type=Path, help="of bench_ranks.py, with the constants of one core")
+    """Print the formula's values for many hosts."""
+    parser = make_parser(__doc__, out=False)
+    parser.add_argument("result", type=Path, help="file of the benchmark `ranks`, with the constants of one core")
     machine = Machine(**json.loads(parser.parse_args().result.read_text())["formula"]["machine"])
     print(
         f"{'ranks':>5}{'samples a batch':>17}{'host ms':>9}{'dense ms':>10}{'step ms':>9}{'samples/s':>13}"
@@ -138,16 +142,14 @@ def main() -> None:
         for ranks in (1, 2, 8, 64, 512):
             batch = (1 << 16) if fixed else DENSE_SAMPLES * ranks
             ids = FIELDS * batch / ranks
-            work = Work(ids, unique_of(ids), unique_of(ids * ranks) / ranks, DIM + 1, ranks, 1, PARAMETERS)
+            work = Work(ids, expect_unique(ids), expect_unique(ids * ranks) / ranks, DIM + 1, ranks, 1, PARAMETERS)
             host = host_seconds(work, scaled(machine, ranks))
             alone = DENSE_SECONDS * batch / ranks / DENSE_SAMPLES
             dense = dense_seconds(work, scaled(machine, ranks), alone)
             step = max(host, dense)
             first = first or batch / step
-            print(f"{ranks:>5}{batch:>17,}{host * 1e3:>9.1f}{dense * 1e3:>10.1f}{step * 1e3:>9.1f}"
-                  f"{batch / step:>13,.0f}{batch / step / first / ranks:>11.0%}")  # fmt: skip
+            print(
+                f"{ranks:>5}{batch:>17,}{host * 1e3:>9.1f}{dense * 1e3:>10.1f}{step * 1e3:>9.1f}"
+                f"{batch / step:>13,.0f}{batch / step / first / ranks:>11.0%}"
+            )
         print()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Devices that are only simulated: a step that waits, and on demand takes from the host what a real one's takes."""
+"""Simulated devices: a step that waits and, on demand, takes as much of the host's time as a real device's step."""
 
 import time
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from hostdev.cache.slots import DeviceSlots, Places
 from hostdev.pipeline.flight import Flight, Gradients
 
 # A step of Wide & Deep launches about 100 kernels of the dense layers, their gradients and Adam, and up to 20 for rows
-# (bench_launches.py). PyTorch takes 4 to 10 us of the host for each.
+# (the benchmark `launches`). PyTorch takes 4 to 10 us of the host for each.
 LAUNCHES = 120
 LAUNCH_US = 5
 

@@ -1,4 +1,4 @@
-"""Wide & Deep for benchmarks: over ids and weights that these make themselves, any rows, no data set."""
+"""Wide & Deep for benchmarks, on ids and weights that they draw: tables of any size, no data set."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ FIELDS = 39
 
 @dataclass(frozen=True, eq=False)
 class FieldsBatch:
-    """B rows of F fields."""
+    """A batch of B samples of F fields."""
 
     label: np.ndarray  # float32 [B]
     ids: np.ndarray  # int32 or int64 [B, F]
@@ -32,8 +32,13 @@ class FieldsBatch:
     def __len__(self) -> int:
         return len(self.label)
 
+    @property
+    def step_rows(self) -> int:
+        """Samples of the whole step: one process reads them all."""
+        return len(self.label)
 
-def fields_of(reader: ShardReader, size: int, **which: Any) -> Iterator[FieldsBatch]:
+
+def read_fields(reader: ShardReader, size: int, **which: Any) -> Iterator[FieldsBatch]:
     """Yield a reader's batches with all columns as fields; `which` as `reader.batches` takes it."""
     model = WideDeep(reader.schema, 1, seed=0, layers=())
     for batch in reader.batches(size, **which):
@@ -48,7 +53,7 @@ class FieldsModel(WideDeep):
         return {"fields": Bag(batch.ids, weights=batch.weights)}
 
 
-def trainer_of(
+def make_trainer(
     rows: int,
     dim: int,
     *,
@@ -58,7 +63,7 @@ def trainer_of(
     layers: Sequence[int] = LAYERS,
     **options: Any,
 ) -> Trainer:
-    """Return a trainer of a wide and a deep table of so many rows, both under the same 39 fields."""
+    """Return a trainer with a wide and a deep table of `rows` rows, both behind the same 39 fields."""
     columns = tuple(Column(f"c{i}", "id", "values") for i in range(FIELDS))
     schema = Schema("label", (), columns, (Space("values", 0, 1, rows - 1),), rows)
     model = FieldsModel(schema, dim, seed=1, layers=layers)

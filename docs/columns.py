@@ -1,4 +1,7 @@
-"""Lists of arguments in docstrings, "name  what it is", as Markdown lists: an extension of griffe for the site."""
+"""An extension of griffe that makes Markdown lists of old docstrings' "name  text" lines.
+
+Google-style sections pass through. Remove this file, and `extensions` in mkdocs.yml, when no such list is left.
+"""
 
 import re
 from typing import Any
@@ -9,7 +12,7 @@ _NAMED = re.compile(r"(\w[\w.]*(?:, \w[\w.]*)*) {2,}(\S.*)")
 
 
 def as_lists(text: str) -> str:
-    """Return a docstring whose paragraphs of names with explanations are lists."""
+    """Return a docstring with each paragraph of names and explanations as a list."""
     return "\n\n".join(_list(part) if _is_list(part) else part for part in re.split(r"\n\s*\n", text))
 
 

@@ -1,4 +1,4 @@
-"""What the site takes from the sources: the commands' help and the public names. A hook of mkdocs.yml."""
+"""A hook of mkdocs.yml: fill in the commands' help and the public names from the sources."""
 
 import os
 from importlib import import_module
@@ -37,7 +37,7 @@ def names() -> str:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Fill in what the sources say; see mkdocs' documentation of hooks."""
+    """Replace the marks in a page; see the documentation of hooks in MkDocs."""
     for mark, make in (("<!-- commands -->", commands), ("<!-- names -->", names)):
         if mark in markdown:
             markdown = markdown.replace(mark, make())

@@ -1,7 +1,7 @@
-"""Who likes which film, in a loop of one's own with Hugging Face accelerate and the tables on hostdev.
+"""Predict who likes which film, in a loop with Hugging Face accelerate and the tables on hostdev.
 
-What differs from a loop over torch's embeddings: `runtime.train` around the prepared loader, `accumulate` there too,
-the rows among what is clipped, and two hooks that save and load the tables with accelerate's state.
+The differences from a loop over torch's embeddings: `runtime.train` wraps the prepared loader and also accumulates, the
+rows are clipped with the parameters, and two hooks save and load the tables with accelerate's state.
 
 python examples/accelerate.py [--small]
 """

@@ -1,6 +1,6 @@
-"""Data that the examples share: users who watch films, with tastes of their own, drawn from a known world.
+"""Data that the examples share: users with tastes who watch films, drawn from a known model.
 
-The films that a user watches depend on the user's taste, on the film before, and on how popular films are; whether a
+The films that a user watches depend on the user's taste, on the previous film and on the films' popularity. Whether a
 user likes a film, and watches it to its end, depends on taste alone.
 """
 

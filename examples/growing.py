@@ -1,8 +1,8 @@
-"""Who likes which film, while users join: each day has more of them, and the table of users grows.
+"""Predict who likes which film while users join: each day has more users, and their table grows.
 
-Each day's checkpoint is loaded into the next day's larger tables, rows and their optimizer's state; a warning says how
-many rows are new, which have their initial values. So the table has, to the bit,
-what one of the last day's size would have learned. The same program in plain torch and on hostdev.
+Each day's checkpoint is loaded into the next day's larger tables, with the optimizer's state. A warning gives the
+number of new rows, which have their initial values. The result equals, to the bit,
+that of a table with the last day's size from the start. The same program in plain torch and on hostdev.
 
 python examples/growing.py [--small]
 """
@@ -45,8 +45,10 @@ def train_hostdev(data: films.Films, epochs: int, *, whole: bool = False, **opti
     folder = tempfile.mkdtemp()
     for number in range(DAYS):
         users, batches = day(data, number)
-        tables = {"user": make_table("user", len(data.film) if whole else users),
-                  "film": make_table("film", len(data.genre))}  # fmt: skip
+        tables = {
+            "user": make_table("user", len(data.film) if whole else users),
+            "film": make_table("film", len(data.genre)),
+        }
         runtime = hostdev.Runtime(tables, device="cpu", **options)
         if number:  # the rows of the day before, with their optimizer's state, into the first rows of these tables
             runtime.load(folder, strict=False)

@@ -1,8 +1,8 @@
-"""Which film a user watches next, learned from the films that the model itself would show instead.
+"""Predict which film a user watches next, with negatives that the model itself ranks high.
 
-Every 20 steps the negatives are mined anew: of each user's unseen films those that the current tables rank first. A
-loop reads its batches ahead, so that what is mined in its body would count some batches later; between two loops it
-counts at once, and the tables have all steps so far. The same program in plain torch and on hostdev.
+Every 20 steps the negatives are mined again: the unseen films of each user that the current tables rank first. A loop
+prefetches batches, so negatives mined in its body would apply some batches later. Between two loops they apply at
+once, and the tables have all steps so far. The same program in plain torch and on hostdev.
 
 python examples/hard_negatives.py [--small]
 """
@@ -41,8 +41,10 @@ def loss_of(user: torch.Tensor, film: torch.Tensor, negative: torch.Tensor) -> t
 def make_tables(data: films.Films) -> tuple[hostdev.HostTable, hostdev.HostTable]:
     """Make the tables of users and films."""
     sizes = {"user": len(data.film), "film": len(data.genre)}
-    user, film = (hostdev.HostTable(n, DIM, hostdev.LazyAdam(lr=LR), name=k, init=hostdev.Normal(0.1), seed=1)
-                  for k, n in sizes.items())  # fmt: skip
+    user, film = (
+        hostdev.HostTable(n, DIM, hostdev.LazyAdam(lr=LR), name=k, init=hostdev.Normal(0.1), seed=1)
+        for k, n in sizes.items()
+    )
     return user, film
 
 

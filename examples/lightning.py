@@ -1,7 +1,7 @@
-"""Who likes which film, trained by Lightning's Trainer with its tables on hostdev.
+"""Predict who likes which film with Lightning's Trainer and the tables on hostdev.
 
-What differs from a module over torch's embeddings: a batch comes as (batch, rows), the loaders are the runtime's, and
-a plugin keeps the tables with Lightning's checkpoints.
+The differences from a module over torch's embeddings: a batch is (batch, rows), the loaders are the runtime's, and a
+plugin saves the tables with Lightning's checkpoints.
 
 python examples/lightning.py [--small]
 """
@@ -83,10 +83,16 @@ def main(folder: str | None = None, epochs: int = 4, resume: str | None = None, 
     validation = DataLoader(data.events("test"), batch_size=1024)
     best = ModelCheckpoint(folder or tempfile.mkdtemp(), monitor="auc", mode="max", save_last=True)
     trainer = lightning.Trainer(
-        max_epochs=epochs, accumulate_grad_batches=ACCUMULATE, gradient_clip_val=1.0, devices=1,
-        callbacks=[best, EarlyStopping("auc", mode="max")], plugins=[checkpoint_io(runtime)],
-        logger=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        max_epochs=epochs,
+        accumulate_grad_batches=ACCUMULATE,
+        gradient_clip_val=1.0,
+        devices=1,
+        callbacks=[best, EarlyStopping("auc", mode="max")],
+        plugins=[checkpoint_io(runtime)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(
         module,
         runtime.train_loader(training, ids=ids, accumulate=ACCUMULATE),

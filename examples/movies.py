@@ -1,6 +1,6 @@
-"""Who likes which film: `movies_torch.py` with its tables in host memory, looked up ahead and updated behind.
+"""Predict who likes which film: `movies_torch.py` with its tables in host memory.
 
-The losses that the two print differ, as torch's tables begin with N(0, 1) and hostdev's with N(0, 0.01).
+The two print different losses, because torch's tables start with N(0, 1) and hostdev's with N(0, 0.01).
 
 python examples/movies.py
 diff examples/movies_torch.py examples/movies.py

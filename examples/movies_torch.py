@@ -1,4 +1,4 @@
-"""Who likes which film: users, films and bags of genres in plain torch. `movies.py` has the same on hostdev.
+"""Predict who likes which film from users, films and bags of genres, in plain torch. `movies.py` uses hostdev.
 
 python examples/movies_torch.py
 diff examples/movies_torch.py examples/movies.py

@@ -1,6 +1,6 @@
-"""Who likes which film, in a loop of one's own on one process or several: lines that end in # N are all that differs.
+"""Predict who likes which film, in a loop on one process or several; only the lines that end in # N differ.
 
-A batch is cut into 4 micro-batches, which the processes share out. The tables' rows are shared out, too. The number of
+A batch is cut into 4 micro-batches, which the processes divide among them, as they do the tables' rows. The number of
 processes, which divides 4, changes no bit of the result.
 
 python examples/processes.py [--small]
@@ -49,11 +49,16 @@ def train(data: films.Films, epochs: int) -> float:
         rank, processes = (0, 1) if ranks is None else ranks.part()
         tables = {
             name: hostdev.HostTable(
-                rows, DIM, hostdev.LazyAdam(lr=LR), name=name, init=hostdev.Normal(0.1), seed=1,
+                rows,
+                DIM,
+                hostdev.LazyAdam(lr=LR),
+                name=name,
+                init=hostdev.Normal(0.1),
+                seed=1,
                 part=None if ranks is None else ranks.part(),  # 2
             )
             for name, rows in data.sizes.items()
-        }  # fmt: skip
+        }
         runtime = hostdev.Runtime(tables, device="cpu", ranks=ranks)  # 3
         torch.manual_seed(0)
         model = Liking()
@@ -74,15 +79,19 @@ def train(data: films.Films, epochs: int) -> float:
             [scores] = [model(rows) for _, rows in runtime.predict(every, ids=ids)]
         found = films.auc(scores.numpy(), every[0][3].numpy())
         if rank == 0:  # 5
-            print(f"AUC {found:.4f} on {processes} process{'es' if processes > 1 else ''}, "
-                  f"sum of the layers {sum(one.double().sum().item() for one in model.parameters()):.12f}")  # fmt: skip
+            print(
+                f"AUC {found:.4f} on {processes} process{'es' if processes > 1 else ''}, "
+                f"sum of the layers {sum(one.double().sum().item() for one in model.parameters()):.12f}"
+            )
         return found
 
 
 def train_torch(data: films.Films, epochs: int) -> float:
     """Train the same in plain torch on one process, without micro-batches, and return the AUC."""
-    made = {k: hostdev.HostTable(n, DIM, hostdev.LazyAdam(lr=LR), name=k, init=hostdev.Normal(0.1), seed=1)
-            for k, n in data.sizes.items()}  # fmt: skip
+    made = {
+        k: hostdev.HostTable(n, DIM, hostdev.LazyAdam(lr=LR), name=k, init=hostdev.Normal(0.1), seed=1)
+        for k, n in data.sizes.items()
+    }
     rows = {k: films.same_rows(nn.Embedding(t.rows, DIM, sparse=True), t) for k, t in made.items()}
     torch.manual_seed(0)
     model = Liking()

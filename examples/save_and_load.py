@@ -1,4 +1,4 @@
-"""A loop of one's own that saves what it has learned, and goes on from there: python save_and_load.py STEPS."""
+"""A loop that saves a checkpoint and resumes from it: python save_and_load.py STEPS."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""Which film comes next in a history: self-attention over the rows of each film, unpooled (SASRec).
+"""Predict the next film of a history, by self-attention over the unpooled rows of its films (SASRec).
 
-The same program in plain torch and on hostdev, from the same first rows. Negatives are drawn for each batch, from a
-generator of the loader's own.
+The same program in plain torch and on hostdev, from the same initial rows. The loader draws negatives for each batch
+from its own generator.
 
 python examples/sequence.py [--small]
 """
@@ -46,8 +46,11 @@ def batches(data: films.Films, epochs: int):
     for _ in range(epochs):
         for users in torch.randperm(len(film), generator=random).split(BATCH):
             history, following = film[users, :-1], film[users, 1:]
-            yield {"history": history, "following": following,
-                   "negative": torch.randint(len(data.genre), history.shape, generator=random)}  # fmt: skip
+            yield {
+                "history": history,
+                "following": following,
+                "negative": torch.randint(len(data.genre), history.shape, generator=random),
+            }
 
 
 def make_table(data: films.Films) -> hostdev.HostTable:

@@ -1,6 +1,6 @@
-"""Whether a user likes a film, and whether they watch it to its end: two tasks over shared experts (MMoE).
+"""Predict whether a user likes a film and watches it to its end: two tasks over shared experts (MMoE).
 
-The same program in plain torch and on hostdev, from the same first rows.
+The same program in plain torch and on hostdev, from the same initial rows.
 
 python examples/several_tasks.py [--small]
 """
@@ -49,8 +49,10 @@ def loader(data: films.Films) -> DataLoader:
 
 def make_tables(data: films.Films) -> dict[str, hostdev.HostTable]:
     """Make the tables, by feature."""
-    return {k: hostdev.HostTable(n, DIM, hostdev.LazyAdam(lr=LR), name=k, init=hostdev.Normal(0.1), seed=1)
-            for k, n in data.sizes.items()}  # fmt: skip
+    return {
+        k: hostdev.HostTable(n, DIM, hostdev.LazyAdam(lr=LR), name=k, init=hostdev.Normal(0.1), seed=1)
+        for k, n in data.sizes.items()
+    }
 
 
 def aucs(scores: list[torch.Tensor], data: films.Films) -> list[float]:

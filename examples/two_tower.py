@@ -1,6 +1,6 @@
-"""Which film a user watches next: two towers, negatives from the batch, and the exact top 20 of all films.
+"""Predict which film a user watches next: two towers, negatives from the batch, the exact top 20 of all films.
 
-The same program in plain torch and on hostdev, from the same first rows.
+The same program in plain torch and on hostdev, from the same initial rows.
 
 python examples/two_tower.py [--small]
 """
@@ -52,8 +52,10 @@ def log_counts(data: films.Films) -> torch.Tensor:
 
 def make_tables(data: films.Films) -> dict[str, hostdev.HostTable]:
     """Make the tables, by feature."""
-    return {k: hostdev.HostTable(n, DIM, hostdev.LazyAdam(lr=LR), name=k, init=hostdev.Normal(0.1), seed=1)
-            for k, n in data.sizes.items()}  # fmt: skip
+    return {
+        k: hostdev.HostTable(n, DIM, hostdev.LazyAdam(lr=LR), name=k, init=hostdev.Normal(0.1), seed=1)
+        for k, n in data.sizes.items()
+    }
 
 
 def recall(data: films.Films, user: torch.Tensor, film: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""What many tests need: threads, devices, small data sets, the real sample, ways to run a command."""
+"""Fixtures for many tests: threads, devices, small data sets, the real sample, ways to run a command."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from tests.data import movies
 SMALL = (32, 16)  # hidden layers of Wide & Deep
 ROOT = Path(__file__).resolve().parent.parent
 
-# A shell without job control lets what it starts in the background ignore Ctrl-C, and so would all that tests start.
+# A shell without job control makes its background jobs ignore Ctrl-C, and their children, the tests' processes, too.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -34,7 +34,7 @@ def _restore_threads():
 
 
 def devices():
-    """The simulated accelerator alone where it is loaded; else the CPU, and an accelerator if there is one."""
+    """Return the simulated accelerator alone if it is loaded; else the CPU, and an accelerator if there is one."""
     if "tests.standin.plugin" in sys.modules:
         return ["standin"]
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -42,18 +42,18 @@ def devices():
 
 
 def stand_in():
-    """The package of the simulated accelerator, in a run with its plugin; to import it elsewhere would register it."""
+    """Return the simulated accelerator's package, in a run with its plugin. An import elsewhere would register it."""
     return sys.modules["tests.standin"]
 
 
 @pytest.fixture(params=devices())
 def device(request):
-    """The device, as `--device NAME` selects it; `make test-device` runs the tests that have it as an argument."""
+    """The device that `--device NAME` selects. `make test-device` runs all tests that take this fixture."""
     found = backend.select(request.param)
     with pytest.MonkeyPatch.context() as patch:
         if backend.is_accelerator(found):
             backend.make_deterministic(found)
-        if found.type == "standin":  # which is slow, and sees no more in a large network
+        if found.type == "standin":  # it is slow, and a larger network would test no more
             patch.setitem(WideDeep.__init__.__kwdefaults__, "layers", SMALL)
         yield found
     torch.use_deterministic_algorithms(False)
@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def criteo_sample():
-    """The real Criteo rows, which are not ours to ship."""
+    """The file of real Criteo rows. Their terms do not allow us to ship it."""
     path = Path(os.environ.get("HOSTDEV_CRITEO_SAMPLE", ROOT.parent / "shared/data/criteo_100k.txt"))
     if not path.is_file():
         pytest.skip(f"no Criteo sample at {path}; set HOSTDEV_CRITEO_SAMPLE")
@@ -79,7 +79,7 @@ def criteo_sample():
 
 @pytest.fixture(scope="session")
 def small_data(tmp_path_factory):
-    """A look-alike of 4,000 rows in several shards; tests must not change it."""
+    """A synthetic data set of 4,000 rows in several shards. Tests must not change it."""
     folder = tmp_path_factory.mktemp("small") / "data"
     build(Synthetic(4000, 1), folder, Options(threshold=2, rows_per_shard=1500))
     return folder
@@ -87,7 +87,7 @@ def small_data(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def films(tmp_path_factory):
-    """Users, items that a history shares its ids with, and genres: columns and bags. Tests must not change it."""
+    """A data set of films: columns, bags, and a history that shares the items' ids. Tests must not change it."""
     folder = tmp_path_factory.mktemp("films")
     made = movies.make(rows=3000, users=80, items=60).write_csv(folder / "films.csv")
     table = ["table", made, "--out", folder / "data", "--label", "liked", "--numeric", "age"]
@@ -98,7 +98,7 @@ def films(tmp_path_factory):
 
 @pytest.fixture
 def own_data(tmp_path):
-    """A look-alike of 600 rows that a test may damage."""
+    """A synthetic data set of 600 rows that a test may damage."""
     folder = tmp_path / "data"
     build(Synthetic(600, 2), folder, Options(threshold=1, rows_per_shard=200))
     return folder
@@ -106,13 +106,19 @@ def own_data(tmp_path):
 
 @pytest.fixture
 def command(tmp_path):
-    """Run `python -m MODULE ARGUMENTS` in a folder of its own, with a cache folder of its own."""
+    """Run `python -m MODULE ARGUMENTS` in an empty folder, with an empty cache folder."""
 
     def run(module, *arguments, cwd=tmp_path, **options):
         return subprocess.run(
             [sys.executable, "-m", module, *map(str, arguments)],
-            cwd=cwd, env=environment(tmp_path), capture_output=True, text=True, timeout=300, check=False, **options,
-        )  # fmt: skip
+            cwd=cwd,
+            env=environment(tmp_path),
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+            **options,
+        )
 
     return run
 
@@ -130,5 +136,5 @@ def in_process(capsys, tmp_path, monkeypatch):
 
 
 def environment(tmp_path):
-    """The environment for a command: this checkout, and a cache folder that starts empty."""
+    """Return the environment for a command: this checkout, and an empty cache folder."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache"), "COLUMNS": "200"}

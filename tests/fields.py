@@ -59,7 +59,7 @@ def cache_of(options):
 
 def trainer_of(
     rows, dim, *, mix=True, seed=1, device=None, layers=None, cache=None, fields=FIELDS, dtype="fp32", **options
-):  # fmt: skip
+):
     """A trainer, whose dense side is on the device; small layers where that is simulated, unless they are given.
 
     dtype  of the tables' weights

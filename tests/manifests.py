@@ -27,6 +27,9 @@ def as_version_1(content):
     names = [column["name"] for column in schema["columns"]]
     del content["sha256"], content["rejected_sha256"]
     return {
-        **content, "version": 1, "vocabulary_size": schema["rows"], "dense_names": schema["dense"],
+        **content,
+        "version": 1,
+        "vocabulary_size": schema["rows"],
+        "dense_names": schema["dense"],
         "categorical_names": names,
-    }  # fmt: skip
+    }

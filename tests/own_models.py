@@ -80,9 +80,11 @@ class FewRows(nn.Module):
         rows = {"two": 2, "four": 4, "rest": schema.rows}
         self.tables = {name: TableSpec(count, dim, made()) for name, count in rows.items()}
         self.features = {
-            "two": Feature("two"), "four": Feature("four", pooling="mean"), "item": Feature("rest"),
+            "two": Feature("two"),
+            "four": Feature("four", pooling="mean"),
+            "item": Feature("rest"),
             "rare": Feature("rest", pooling="sum"),
-        }  # fmt: skip
+        }
         self.top = nn.Linear(4 * dim + len(schema.dense), 1)
 
     def ids(self, batch):
@@ -154,9 +156,10 @@ class Unused(DeepFM):
         return [
             first._replace(call=lambda *given: self._with_aside(first.call(*given)), holds=(*first.holds, self.aside)),
             *beside,
-            last._replace(call=lambda base, deep, aside: last.call(base * self.frozen, deep),
-                          holds=(*last.holds, self.frozen)),
-        ]  # fmt: skip
+            last._replace(
+                call=lambda base, deep, aside: last.call(base * self.frozen, deep), holds=(*last.holds, self.frozen)
+            ),
+        ]
 
     def _with_aside(self, given):
         return (*given, given[0] * self.aside)

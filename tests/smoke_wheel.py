@@ -1,7 +1,7 @@
-"""Build the wheel, install it in an environment of its own, and train with it from another folder: `make wheel`.
+"""Build the wheel, install it in a new environment, and train with it from another folder: `make wheel`.
 
-What it depends on is installed there too with --alone, which takes minutes; else it is this environment's, and pip says
-whether it is all there.
+With --alone its dependencies are installed there, too, which takes minutes; otherwise this environment's are used, and
+pip checks that they are complete.
 """
 
 import os
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(*command, cwd, expect=0):
-    """Run a command; its output is shown only where its exit code is not the expected one."""
+    """Run a command; return its output, or end with it if the exit code is not the expected one."""
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     env["XDG_CACHE_HOME"] = str(cwd / "cache")
     done = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, check=False)
@@ -28,7 +28,7 @@ def run(*command, cwd, expect=0):
 
 
 def check_contents(wheel):
-    """Every source file is in the wheel, under its name, and nothing at top level but the package."""
+    """Check that the wheel has every source file under its name, and only the package at top level."""
     inside = set(zipfile.ZipFile(wheel).namelist())
     sources = set()
     for top, place in {"hostdev": "hostdev", "models": "hostdev/models", "data": "hostdev/data"}.items():
@@ -45,7 +45,7 @@ def main():
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hostdev-wheel-") as name:
         work = Path(name)
-        shutil.rmtree(ROOT / "build", ignore_errors=True)  # else modules that are gone would be in the wheel
+        shutil.rmtree(ROOT / "build", ignore_errors=True)  # it may hold modules that were removed
         run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", work / "dist", ROOT, cwd=work)
         [wheel] = (work / "dist").glob("*.whl")
         check_contents(wheel)

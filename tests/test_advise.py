@@ -150,8 +150,10 @@ def test_what_rows_take_the_host_is_measured():
         name, dim, optimizer, dtype, primitive_target = "t", 16, LazyAdam(), "fp32", "CPU"
 
     lookup, update = {"total_us": 6.0, "bytes": 2 * 64 * 30}, {"total_us": 14.0, "bytes": 7 * 64 * 20}
-    ops = {"EmbeddingLookup": {"total_us": 1e9, "bytes": 1, "by_scope": {"t": lookup, "u": {}}},
-           "FusedSparseLazyAdam": update}  # fmt: skip
+    ops = {
+        "EmbeddingLookup": {"total_us": 1e9, "bytes": 1, "by_scope": {"t": lookup, "u": {}}},
+        "FusedSparseLazyAdam": update,
+    }
     passed, admitted, evicted = host_costs_of(ops, [Table()])
     assert passed == pytest.approx(200 + 700)
     assert admitted == evicted == pytest.approx(3 * 200)
@@ -200,8 +202,9 @@ def test_a_picture_that_cannot_be_written_is_refused_before_the_work(advised, sm
         patch.setattr(advise, "simulate", None)
         code, _, err = advised("--data", small_data, "--out", "x.png")
     assert (code, err) == (
-        2, "hostdev.advise: error: --out x.png: Permission denied; choose a file that can be written\n",
-    )  # fmt: skip
+        2,
+        "hostdev.advise: error: --out x.png: Permission denied; choose a file that can be written\n",
+    )
     monkeypatch.setattr(Figure, "savefig", fail)
     code, out, err = advised("--data", small_data, "--batch-size", 200, "--out", "x.png")
     assert "lookahead" in out
@@ -222,7 +225,7 @@ def test_passes_are_as_many_as_the_plans_memory_asks_for(small_data, monkeypatch
             patch.setattr(cache_advice, "_passes", lambda *args, of=in_passes: passes.append(of(*args)) or passes[-1])
             curves = cache_advice.simulate(
                 model, small_data, found, reader, 500, seed=1, window=2, bus=Bus(1e10, 1e10), memory=1 << 16
-            )  # fmt: skip
+            )
         shown.append({name: [(point.sizes, point.parts) for point in curve] for name, curve in curves.items()})
     assert [len(each) for each in passes] == [1, 12]
     assert list(itertools.chain(*passes[1])) == passes[0][0]
@@ -240,23 +243,28 @@ def test_a_plan_that_does_not_fit_is_refused(monkeypatch):
 def curve_of(*misses):
     group = Group(("t",), 1000, ((8, SGD()),))
     sizes = [10 ** (i + 1) for i in range(len(misses))]
-    parts = [Statistics(batches=2, uses=1000, hits=round(1000 * (1 - miss)), unique=50, unique_hits=20)
-             for miss in misses]  # fmt: skip
+    parts = [
+        Statistics(batches=2, uses=1000, hits=round(1000 * (1 - miss)), unique=50, unique_hits=20) for miss in misses
+    ]
     return [Point([size], [Simulated(part, 1e-3)], [group]) for size, part in zip(sizes, parts, strict=True)]
 
 
-@pytest.mark.parametrize(("misses", "labels"), [
-    ((0.31, 0.2, 0.053), ["5%", "10%", "20%"]),
-    ((0.5, 0.1, 0.0), ["0%", "10%", "20%", "30%", "40%", "50%"]),  # a logarithmic axis has no zero
-    ((0.9, 0.4, 0.02, 0.004), ["0.5%", "1.0%", "2.0%", "5.0%", "10.0%", "20.0%", "50.0%", "100.0%"]),
-    ((0.06, 0.05), ["0.0%", "1.0%", "2.0%", "3.0%", "4.0%", "5.0%", "6.0%"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("misses", "labels"),
+    [
+        ((0.31, 0.2, 0.053), ["5%", "10%", "20%"]),
+        ((0.5, 0.1, 0.0), ["0%", "10%", "20%", "30%", "40%", "50%"]),  # a logarithmic axis has no zero
+        ((0.9, 0.4, 0.02, 0.004), ["0.5%", "1.0%", "2.0%", "5.0%", "10.0%", "20.0%", "50.0%", "100.0%"]),
+        ((0.06, 0.05), ["0.0%", "1.0%", "2.0%", "3.0%", "4.0%", "5.0%", "6.0%"]),
+    ],
+)
 def test_the_picture(tmp_path, monkeypatch, misses, labels):
     """The axes' labels do not touch, the bytes' axis begins at 0, and the legend is over no line."""
     figures = []
     save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure) or save(
-        figure, *args, **options))  # fmt: skip
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *args, **options: figures.append(figure) or save(figure, *args, **options)
+    )
     points = curve_of(*misses)
     advise.draw({"lookahead": points, "optimum": points}, 300, ("lookahead", points[1]), tmp_path / "x.png")
     [figure] = figures
@@ -266,16 +274,20 @@ def test_the_picture(tmp_path, monkeypatch, misses, labels):
     assert [label.get_text() for label in inside] == labels
     assert crossing.get_ylim()[0] == hosting.get_ylim()[0] == 0
     for axes in figure.axes:
-        boxes = sorted((label.get_window_extent() for label in axes.get_yticklabels() if label.get_text()),
-                       key=lambda box: box.y0)  # fmt: skip
+        boxes = sorted(
+            (label.get_window_extent() for label in axes.get_yticklabels() if label.get_text()), key=lambda box: box.y0
+        )
         assert all(below.y1 < above.y0 for below, above in itertools.pairwise(boxes))
     [legend] = figure.legends
     assert legend.get_window_extent().y1 < min(axes.get_tightbbox().y0 for axes in figure.axes)
     texts = [text.get_text() for text in legend.get_texts()]
     assert texts == [
-        "lookahead", "offline optimum of each", "no cache", "300 bytes of device memory",
+        "lookahead",
+        "offline optimum of each",
+        "no cache",
+        "300 bytes of device memory",
         "recommended: 100 rows, lookahead",
-    ]  # fmt: skip
+    ]
 
 
 def test_sizes_of_memory():
@@ -298,9 +310,13 @@ def test_a_mesh_for_two_processes(tmp_path, small_data):
     """Two processes measure, and the first prints the table."""
     options = ["--data", small_data, "--mesh", 2, "--micro-batches", 4, "--batch-size", 200, "--emb-dim", 4]
     made = subprocess.run(
-        [sys.executable, "-m", "hostdev.advise", *map(str, options), "--device", "cpu"], cwd=tmp_path, text=True,
-        capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "hostdev.advise", *map(str, options), "--device", "cpu"],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
     assert made.returncode == 0, made
     first, *lines, last = made.stdout.splitlines()
     assert first.startswith("model    wide_deep: batches of 200 in 4 micro-batches, 2 processes of one thread on cpu")

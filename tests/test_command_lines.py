@@ -37,9 +37,14 @@ def run(tmp_path, *arguments, check=""):
         f"try:\n    code = console.main()\nexcept SystemExit as end:\n    code = end.code\n{check}\nsys.exit(code)\n"
     )
     return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], cwd=tmp_path, env=environment(tmp_path),
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 def test_every_command_has_a_wrong_line():
@@ -56,8 +61,15 @@ def test_help_and_errors_import_little(tmp_path, command):
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"usage: hostdev {command} ")
     module, _ = COMMANDS[command]
-    same = subprocess.run([sys.executable, "-m", module, *map(str, given)], cwd=tmp_path, env=environment(tmp_path),
-                          capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
+    same = subprocess.run(
+        [sys.executable, "-m", module, *map(str, given)],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert same.stderr == f"{module}: error: {message}\n".replace(f"hostdev {command} --help", f"{module} --help")
     assert same.returncode == 2
     assert list(tmp_path.iterdir()) == []

@@ -115,10 +115,11 @@ def test_a_loop_on_two_processes_has_the_bits_of_one(example, capsys):
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, "-W", "error", str(EXAMPLES / "processes.py"), "--small"]
     started = [
-        subprocess.Popen(command, env={**os.environ, **place, "RANK": rank, "LOCAL_RANK": rank},
-                         stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command, env={**os.environ, **place, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True
+        )
         for rank in "01"
-    ]  # fmt: skip
+    ]
     made = example("processes")
     made["train"](made["films"].make(users=400, films=200), 3)
     found, silent = (process.communicate(timeout=300)[0] for process in started)

@@ -42,15 +42,22 @@ def test_nothing_outlives_the_context(signalled):
 
 def script(tmp_path, text):
     process = subprocess.run(
-        [sys.executable, "-c", text], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True,
-        timeout=120, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", text],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     return process.returncode, process.stdout, process.stderr
 
 
 def test_the_main_thread_gets_no_further_when_the_deadline_has_passed(tmp_path):
     """It would finish, and end the interpreter, while the watching thread completes the logs."""
-    code, out, err = script(tmp_path, """
+    code, out, err = script(
+        tmp_path,
+        """
 import os, signal, threading, time
 from hostdev.train import interrupt
 interrupt.DEADLINE_SECONDS = 0.1
@@ -66,25 +73,31 @@ with interrupt.GracefulStop(complete):
     os.kill(os.getpid(), signal.SIGTERM)
     begun.wait()
 print("further", flush=True)
-""")  # fmt: skip
+""",
+    )
     assert (code, out, err) == (128 + signal.SIGTERM, "complete\n", "the logs are complete\n")
 
 
 def test_an_error_while_the_logs_are_completed_ends_the_process_too(tmp_path):
-    code, _, _ = script(tmp_path, """
+    code, _, _ = script(
+        tmp_path,
+        """
 import os, signal, time
 from hostdev.train import interrupt
 interrupt.DEADLINE_SECONDS = 0.1
 with interrupt.GracefulStop(lambda: 1 / 0):
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(30)
-""")  # fmt: skip
+""",
+    )
     assert code == 130
 
 
 def test_a_command_that_is_interrupted_does_not_end_the_interpreter(tmp_path):
     """That takes seconds with torch on a busy machine, and threads at work may abort it: exit functions do not run."""
-    code, out, err = script(tmp_path, """
+    code, out, err = script(
+        tmp_path,
+        """
 import atexit
 from hostdev.core import cli
 
@@ -94,7 +107,8 @@ def main(argv):
 
 atexit.register(print, "the interpreter ends")
 cli.run("x", main)
-""")  # fmt: skip
+""",
+    )
     assert (code, out, err) == (130, "not flushed yet", "x: interrupted\n")
 
 
@@ -130,9 +144,13 @@ def test_ctrl_c_during_the_imports_is_one_line(tmp_path, module):
     found = environment(tmp_path)
     found["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{found['PYTHONPATH']}"
     process = subprocess.Popen(
-        [sys.executable, "-m", f"hostdev.{module}"], cwd=tmp_path, env=found, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", f"hostdev.{module}"],
+        cwd=tmp_path,
+        env=found,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert process.stdout.readline() == "importing\n"
         process.send_signal(signal.SIGINT)

@@ -29,7 +29,9 @@ CHECKS = {
     "cache.directory": dict.fromkeys(("_find", "_insert", "_ages", "_forget", "_rebuild"), (OWN,)),
     "cache.likeliest": {"told": (REQUESTED,), "_digits": (OWN,)},
     "cache.planning": {
-        "announce": (REQUESTED,), "_value": (REQUESTED,), "classify": (REQUESTED,),
+        "announce": (REQUESTED,),
+        "_value": (REQUESTED,),
+        "classify": (REQUESTED,),
         **dict.fromkeys(("_chance", "judge", "score", "worst", "divide", "exchange", "take"), (OWN,)),
     },
     "checkpoint.lookup": {"_copy": (IDS, STORED, COVERED)},
@@ -38,7 +40,10 @@ CHECKS = {
         ("_pool", "_pool_scalars", "_add_bags", "_add_scalar_bags", "_divide", "_fill_bags"), (BAGS,)
     ),
     "kernels.bits": {
-        "_mark": (IDS, REQUESTED), "take": (IDS, REQUESTED), "copy_to_columns": (OWN,), "gather_rows": (REQUESTED,),
+        "_mark": (IDS, REQUESTED),
+        "take": (IDS, REQUESTED),
+        "copy_to_columns": (OWN,),
+        "gather_rows": (REQUESTED,),
     },
     "kernels.cardinality": {"_note": (OWN,)},
     "kernels.claims": dict.fromkeys(("_claim", "_forget", "_intersect", "_others"), (REQUESTED,)),
@@ -51,14 +56,20 @@ CHECKS = {
     "kernels.ftrl": dict.fromkeys(("_ftrl_sqrt", "_ftrl_power"), (IDS, POSITIONS, REQUESTED)),
     "kernels.gather": {"_scale": (OWN,)},
     "kernels.groups": {
-        "_add_hashed": (OWN,), "_unique_small": (REQUESTED,), "_count_kept": (BAGS,), "_copy_kept": (BAGS,),
+        "_add_hashed": (OWN,),
+        "_unique_small": (REQUESTED,),
+        "_count_kept": (BAGS,),
+        "_copy_kept": (BAGS,),
     },
     "kernels.lazy_adam": {"_lazy_adam": (IDS, POSITIONS, REQUESTED)},
     "kernels.lookup": {"_lookup": (IDS, REQUESTED), "_lookup_into": (IDS, POSITIONS, REQUESTED)},
     "kernels.pieces": {"_take_lists": (SHARDS,)},
     "kernels.rounding": {
-        "_round_rows": (IDS, REQUESTED), "_are_bfloat16": (OWN,), "_load_weights": (IDS, REQUESTED),
-        "_read": (IDS, POSITIONS, REQUESTED), "_write": (IDS, POSITIONS, REQUESTED),
+        "_round_rows": (IDS, REQUESTED),
+        "_are_bfloat16": (OWN,),
+        "_load_weights": (IDS, REQUESTED),
+        "_read": (IDS, POSITIONS, REQUESTED),
+        "_write": (IDS, POSITIONS, REQUESTED),
     },
     "kernels.segment": dict.fromkeys(
         ("sum_part", "sum_scalar_part", "sum_scaled_part", "sort_uses", "sum_sorted"), (OWN,)
@@ -66,15 +77,19 @@ CHECKS = {
     "kernels.shards": {"_locate": (REQUESTED,), "_sort": (OWN,)},
     "kernels.stream": dict.fromkeys(("_mark", "_order"), (OWN,)),
     "kernels.strings": {
-        "_hash": (ARROW, TEXTS), "_add": (ARROW, TEXTS), "_look_for": (ARROW, TEXTS), "_take": (OWN,),
+        "_hash": (ARROW, TEXTS),
+        "_add": (ARROW, TEXTS),
+        "_look_for": (ARROW, TEXTS),
+        "_take": (OWN,),
         "_rehash": (OWN,),
     },
     "kernels.tree": {"_sum_rows": (OWN,)},
     "kernels.unique": {
         **dict.fromkeys(("_add", "_rehash", "_find", "_forget", "_renumber"), (OWN,)),
-        "add_direct": (REQUESTED,), "tally": (OWN,),
+        "add_direct": (REQUESTED,),
+        "tally": (OWN,),
     },
-}  # fmt: skip
+}
 
 
 def indexes_by_values(function: ast.FunctionDef) -> bool:
@@ -123,8 +138,10 @@ def found_kernels() -> set[tuple[str, str]]:
     files = [*(ROOT / "hostdev").rglob("*.py"), *(ROOT / "data").rglob("*.py")]
     return {
         (".".join(path.relative_to(ROOT).with_suffix("").parts).removeprefix("hostdev."), kernel.name)
-        for path in files for kernel in kernels_in(path) if indexes_by_values(kernel)
-    }  # fmt: skip
+        for path in files
+        for kernel in kernels_in(path)
+        if indexes_by_values(kernel)
+    }
 
 
 def test_each_kernel_that_indexes_by_values_says_where_they_are_checked():

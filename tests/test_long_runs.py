@@ -56,10 +56,13 @@ def test_no_ops_log(trained, small_data, tmp_path, capsys):  # noqa: F811
     assert summary_of(tmp_path / "run")["ops"]["DenseForward"]["count"] == 3
 
 
-@pytest.mark.parametrize(("size", "message"), [
-    ("much", "--ops-log: a size is a number and KiB, MiB, GiB or TiB, not 'much'"),
-    ("1KiB", "--ops-log must be at least 64.0 KiB, or 0 for none, not 1KiB"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ("much", "--ops-log: a size is a number and KiB, MiB, GiB or TiB, not 'much'"),
+        ("1KiB", "--ops-log must be at least 64.0 KiB, or 0 for none, not 1KiB"),
+    ],
+)
 def test_a_size_that_is_none(trained, small_data, capsys, size, message):  # noqa: F811
     assert trained(*small(small_data, *MIX, "--ops-log", size)) == 2
     assert capsys.readouterr().err == f"hostdev.train: error: {message}\n"
@@ -92,11 +95,14 @@ def signalled(number):
     return do
 
 
-@pytest.mark.parametrize(("do", "why"), [
-    (fail, "MemoryError"),
-    (signalled(signal.SIGINT), "skipped, as somebody asked for the end"),
-    (signalled(signal.SIGTERM), "skipped, as somebody asked for the end"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("do", "why"),
+    [
+        (fail, "MemoryError"),
+        (signalled(signal.SIGINT), "skipped, as somebody asked for the end"),
+        (signalled(signal.SIGTERM), "skipped, as somebody asked for the end"),
+    ],
+)
 def test_a_run_has_ended_well_before_its_caches_optimum(trained, small_data, tmp_path, capsys, monkeypatch, do, why):  # noqa: F811
     """The search may take long, or more memory than there is: what an hour has given is written first."""
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
@@ -155,5 +161,10 @@ def test_no_optimum_where_memory_is_short(trained, small_data, tmp_path, capsys,
     assert (found["optimal_hit_rate"], found["no_optimum"]) == (None, "too little free memory")
     assert " of uses hit (no offline optimum: too little free memory); a step admits" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        "config.json", "curve.png", "eval.log", "loss.log", "ops.log", "summary.json",
-    ]  # fmt: skip
+        "config.json",
+        "curve.png",
+        "eval.log",
+        "loss.log",
+        "ops.log",
+        "summary.json",
+    ]

@@ -1,6 +1,9 @@
-"""The packages of the wheel, and the layers: who may import whom."""
+"""The packages of the wheel, and the rooms: which may import which."""
 
 import ast
+import collections
+import importlib.util
+import re
 import subprocess
 import sys
 import tomllib
@@ -13,6 +16,36 @@ from tests.conftest import ROOT, environment
 
 PLACES = {"hostdev": "hostdev", "models": "hostdev.models", "data": "hostdev.data"}
 
+# The rooms from top to bottom, as docs/tree.md lists them. A room imports those below it, at import time or later.
+# Rooms and modules in one entry are one room. An entry need not exist. Other modules beside the rooms are above all.
+ROOMS = [
+    ("commands", "__main__"),
+    ("verify", "verify_processes", "advise"),
+    ("launch",),
+    ("predict",),
+    ("train",),
+    ("runtime",),
+    ("frameworks",),
+    ("checkpoint",),
+    ("pipeline",),
+    ("parallel",),
+    ("distributed",),
+    ("cache",),
+    ("device",),
+    ("host",),
+    ("core", "errors"),
+    ("kernels",),
+    ("models",),
+    ("data",),
+]
+# Imports against this order. models/ and data/ stand on what all rooms share, and a model says what it asks of tables.
+AGAINST = {
+    "kernels": {"hostdev.core.errors", "hostdev.core.signals"},
+    "models": {"hostdev.core", "hostdev.runtime.spec"},
+    "data": {"hostdev.core", "hostdev.kernels"},
+}
+# Options that several commands have, each with its own meaning. Every other option is added in one place.
+SHARED_OPTIONS = {"--out", "--mesh"}
 
 UPPER = ("hostdev.pipeline", "hostdev.runtime", "hostdev.train", "hostdev.checkpoint", "hostdev.predict")
 
@@ -23,6 +56,11 @@ def modules():
         for path in sorted((ROOT / top).rglob("*.py")):
             parts = path.relative_to(ROOT / top).with_suffix("").parts
             yield path, ".".join([name, *parts]).removesuffix(".__init__")
+
+
+def room_of(name):
+    """Return the first part of a module's name below `hostdev`; "" for the package itself."""
+    return f"{name}.".split(".")[1]
 
 
 def imports_of(path):
@@ -48,7 +86,7 @@ def test_every_package_is_found():
 
 
 def test_a_module_has_one_name(tmp_path):
-    """`hostdev.hostdev.core.errors` was another module, with another `UserError`."""
+    """`hostdev.hostdev.core.errors` would be a second module, with another `UserError`."""
     code = (
         "import hostdev, importlib.util as util\n"
         "assert util.find_spec('hostdev.hostdev') is None and util.find_spec('hostdev.tests') is None\n"
@@ -57,20 +95,33 @@ def test_a_module_has_one_name(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment(tmp_path))
 
 
-@pytest.mark.parametrize(("layer", "forbidden"), [
-    ("hostdev.kernels", ("torch", "hostdev.host", "hostdev.device", "hostdev.data", "hostdev.models", "pyarrow")),
-    ("hostdev.core", ("hostdev.host", "hostdev.cache", "hostdev.device", "hostdev.data", "hostdev.models", *UPPER)),
-    ("hostdev.host", ("torch", "hostdev.device", "hostdev.data", "hostdev.models", "pyarrow")),
-    ("hostdev.device", ("hostdev.host", "hostdev.data", "hostdev.models", "hostdev.cache", "pyarrow", *UPPER)),
-    ("hostdev.cache", ("hostdev.host", "hostdev.data", "hostdev.models", "pyarrow", *UPPER)),
-    ("hostdev.pipeline", ("hostdev.data", "hostdev.models", "hostdev.runtime", "hostdev.train", "pyarrow")),
-    ("hostdev.runtime", ("hostdev.data", "hostdev.models", "hostdev.train", "pyarrow")),
-    ("hostdev.checkpoint", ("hostdev.data", "hostdev.models", "hostdev.pipeline", "hostdev.runtime", "hostdev.train",
-                            "hostdev.device", "hostdev.predict")),
-    ("hostdev.predict", ("hostdev.host", "hostdev.pipeline", "hostdev.runtime.runtime", "hostdev.train.run")),
-    ("hostdev.data", ("torch", "hostdev.host", "hostdev.device", "hostdev.models")),
-    ("hostdev.models", ("hostdev.host", "hostdev.device", "hostdev.pipeline", "hostdev.data.shards")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layer", "forbidden"),
+    [
+        ("hostdev.kernels", ("torch", "hostdev.host", "hostdev.device", "hostdev.data", "hostdev.models", "pyarrow")),
+        ("hostdev.core", ("hostdev.host", "hostdev.cache", "hostdev.device", "hostdev.data", "hostdev.models", *UPPER)),
+        ("hostdev.host", ("torch", "hostdev.device", "hostdev.data", "hostdev.models", "pyarrow")),
+        ("hostdev.device", ("hostdev.host", "hostdev.data", "hostdev.models", "hostdev.cache", "pyarrow", *UPPER)),
+        ("hostdev.cache", ("hostdev.host", "hostdev.data", "hostdev.models", "pyarrow", *UPPER)),
+        ("hostdev.pipeline", ("hostdev.data", "hostdev.models", "hostdev.runtime", "hostdev.train", "pyarrow")),
+        ("hostdev.runtime", ("hostdev.data", "hostdev.models", "hostdev.train", "pyarrow")),
+        (
+            "hostdev.checkpoint",
+            (
+                "hostdev.data",
+                "hostdev.models",
+                "hostdev.pipeline",
+                "hostdev.runtime",
+                "hostdev.train",
+                "hostdev.device",
+                "hostdev.predict",
+            ),
+        ),
+        ("hostdev.predict", ("hostdev.host", "hostdev.pipeline", "hostdev.runtime.runtime", "hostdev.train.run")),
+        ("hostdev.data", ("torch", "hostdev.host", "hostdev.device", "hostdev.models")),
+        ("hostdev.models", ("hostdev.host", "hostdev.device", "hostdev.pipeline", "hostdev.data.shards")),
+    ],
+)
 def test_arrows_point_one_way(layer, forbidden):
     seen = 0
     for path, name in modules():
@@ -83,6 +134,107 @@ def test_arrows_point_one_way(layer, forbidden):
     assert seen > 1
 
 
+def is_in(name, places):
+    return any(name == place or name.startswith(f"{place}.") for place in places)
+
+
+def test_no_arrow_points_up():
+    level = {room: number for number, entry in enumerate(ROOMS) for room in entry}
+    found = {name for _, name in modules()}
+    unknown = {room_of(name) for path, name in modules() if path.name == "__init__.py"} - {""} - level.keys()
+    assert not unknown, f"rooms that are not in ROOMS: {unknown}"
+    level |= {room_of(name): -1 for name in found if room_of(name) not in level}
+    for path, name in modules():
+        for other in imports_of(path):
+            if other in found and name != "hostdev" and other != "hostdev":
+                ours, theirs = room_of(name), room_of(other)
+                allowed = level[ours] <= level[theirs] or is_in(other, AGAINST.get(ours, ()))
+                assert allowed, f"{path} imports {other}, which is above it"
+
+
+def test_the_tree_in_the_documents_has_this_order():
+    """docs/tree.md names every room that exists, in the order of ROOMS."""
+    names = re.findall(r"^ {4,6}(?=\S)((?:\w+(?:/|\.py)(?:, )?)+)", (ROOT / "docs/tree.md").read_text(), re.MULTILINE)
+    shown = [re.sub(r"/$|\.py$", "", name) for part in names for name in part.split(", ") if name]
+    level = {room: number for number, entry in enumerate(ROOMS) for room in entry}
+    levels = [level[name] for name in shown if name in level]
+    assert levels == sorted(levels), shown
+    present = {room_of(name) for path, name in modules() if path.name == "__init__.py"} - {""}
+    assert present <= set(shown), f"not in docs/tree.md: {present - set(shown)}"
+
+
+def imported_at_once(body):
+    """Yield the import statements that run when a module is imported: not those in functions or for type checkers."""
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            yield from imported_at_once(node.orelse)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for field in ("body", "orelse", "finalbody", "handlers"):
+                yield from imported_at_once(getattr(node, field, None) or [])
+
+
+def test_no_circle_of_imports():
+    found = {name for _, name in modules()}
+    needs = collections.defaultdict(set)
+    for path, name in modules():
+        for node in imported_at_once(ast.parse(path.read_text()).body):
+            if isinstance(node, ast.Import):
+                needs[name] |= {alias.name for alias in node.names} & found
+                continue
+            parts = {f"{node.module}.{alias.name}" for alias in node.names}
+            needs[name] |= parts & found
+            if not parts <= found and node.module in found:
+                needs[name].add(node.module)
+    left = set(found)
+    while ready := {name for name in left if not (needs[name] - {name}) & left}:
+        left -= ready
+    assert not left, f"circles of imports among {sorted(left)}"
+
+
+def load_site():
+    """Return docs/site.py as a module; docs/ is no package."""
+    spec = importlib.util.spec_from_file_location("site_of_docs", ROOT / "docs/site.py")
+    site = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(site)
+    return site
+
+
+def test_every_public_name_and_option_is_in_the_reference(monkeypatch):
+    """The pages' marks are filled in from the sources; `make docs` fails if a name has no documentation."""
+    import hostdev
+    from hostdev.commands import COMMANDS
+
+    monkeypatch.setenv("COLUMNS", "100")
+    site = load_site()
+    pages = [path.read_text() for path in (ROOT / "docs/reference").glob("*.md")]
+    shown = "\n".join(site.on_page_markdown(page) for page in pages)
+    missing = [
+        name for name in hostdev.__all__ if not re.search(rf"^::: hostdev\.(\w+\.)*{name}$", shown, re.MULTILINE)
+    ]
+    assert not missing
+    assert all(f"## hostdev {name}\n" in shown for name in COMMANDS)
+    assert [option for option in options() if not re.search(rf"{option}\b", shown)] == []
+
+
+def options():
+    """Return how often each option of a command line is added in the sources; hidden ones are left out."""
+    count = collections.Counter()
+    for path, _ in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+                texts = [each.value for each in node.args if isinstance(each, ast.Constant)]
+                if "SUPPRESS" not in ast.dump(node):
+                    count.update(text for text in texts if isinstance(text, str) and text.startswith("--"))
+    return count
+
+
+def test_every_option_is_added_once():
+    several = {option for option, count in options().items() if count > 1}
+    assert several <= SHARED_OPTIONS
+
+
 def test_nothing_imports_the_command_lines():
     for path, name in modules():
         if not name.startswith("hostdev.commands") and name != "hostdev.__main__":
@@ -91,7 +243,7 @@ def test_nothing_imports_the_command_lines():
 
 
 def test_a_model_needs_little():
-    """What a model of one's own needs, too: torch, optimizers and initial values, what it asks for, and the columns."""
+    """A model imports what a user's own model needs: torch, optimizers, initial values, specs and columns."""
     needed = ("hostdev.core", "hostdev.runtime.spec", "hostdev.data.schema", "hostdev.models")
     for path, name in modules():
         if name == "hostdev.models" or name.startswith("hostdev.models."):

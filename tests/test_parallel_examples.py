@@ -319,8 +319,9 @@ class TestGenerate:
     def test_errors(self, run, tmp_path, monkeypatch):
         assert run("mnist", tmp_path / "a", "--test", 0)[2] == "generate: error: --test must be at least 1, not 0\n"
         assert run("digits", tmp_path / "a", "--seed", 3)[::2] == (
-            2, "generate: error: unrecognized arguments: --seed 3 (see generate --help)\n"
-        )  # fmt: skip
+            2,
+            "generate: error: unrecognized arguments: --seed 3 (see generate --help)\n",
+        )
         monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
         code, _, err = run("digits", tmp_path / "a")
         assert code == 2

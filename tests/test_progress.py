@@ -40,8 +40,9 @@ def test_lines_of_a_log(clock, capsys):
         "epoch 1/2: 29 of 91 steps, 2.9 steps/s, 00:21 left, loss 0.29\n"
         "epoch 1/2: 58 of 91 steps, 2.9 steps/s, 00:11 left, loss 0.58\n"
         "epoch 1/2: 87 of 91 steps, 2.9 steps/s, 00:01 left, loss 0.87\n"
-        "epoch 1/2: 91 steps in 00:31\n", "",
-    )  # fmt: skip
+        "epoch 1/2: 91 steps in 00:31\n",
+        "",
+    )
 
 
 def test_nothing_for_work_that_is_quick(clock, capsys):
@@ -71,8 +72,17 @@ def test_slow_work_does_not_fill_the_log(clock, capsys):
             clock.now += 1
             shown.update()
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == [
-        "10", "70", "130", "190", "250", "310", "370", "430", "490", "550",
-    ]  # fmt: skip
+        "10",
+        "70",
+        "130",
+        "190",
+        "250",
+        "310",
+        "370",
+        "430",
+        "490",
+        "550",
+    ]
 
 
 def test_a_part_of_more_work(clock, capsys):
@@ -93,10 +103,12 @@ def test_large_numbers(clock, capsys):
         clock.now += 11
         shown.update(1500)
     assert capsys.readouterr().out.splitlines() == [
-        "reading: 1.23MB of 4.00MB, 112kB/s, 00:24 left", "reading: 4.00MB in 00:31",
-        "reading: 1.23M of 4.00M rows, 112k rows/s, 00:24 left", "reading: 4.00M rows in 00:31",
+        "reading: 1.23MB of 4.00MB, 112kB/s, 00:24 left",
+        "reading: 4.00MB in 00:31",
+        "reading: 1.23M of 4.00M rows, 112k rows/s, 00:24 left",
+        "reading: 4.00M rows in 00:31",
         "writing: 1,500 of 4,000 rows, 136.4 rows/s, 00:18 left",
-    ]  # fmt: skip
+    ]
 
 
 def test_the_time_left_of_all_epochs(clock):
@@ -153,7 +165,9 @@ def on_screen(text):
 
 
 def test_a_bar_on_a_terminal_goes_when_the_work_ends(tmp_path):
-    code, got = terminal(tmp_path, """
+    code, got = terminal(
+        tmp_path,
+        """
 import time
 from hostdev.core.progress import bar
 with bar(5, "epoch 1/2", "step", left=lambda: 18) as shown:
@@ -162,11 +176,14 @@ with bar(5, "epoch 1/2", "step", left=lambda: 18) as shown:
         shown.set_postfix_str("loss 0.5079", refresh=False)
         shown.update()
 print("epoch 1: AUC 0.7446")
-""")  # fmt: skip
+""",
+    )
     assert code == 0
     assert re.search(r"epoch 1/2 \(00:18 left\):  \d0%\|\S.*\| [1-4]/5, \d\.\d steps/s, loss 0.5079 *\r", got)
     assert on_screen(got) == ["epoch 1: AUC 0.7446"]
-    _, got = terminal(tmp_path, """
+    _, got = terminal(
+        tmp_path,
+        """
 import time
 from hostdev.core.progress import bar
 try:
@@ -177,14 +194,17 @@ try:
         raise KeyboardInterrupt
 except KeyboardInterrupt:
     print("interrupted")
-""")  # fmt: skip
+""",
+    )
     assert re.search(r"epoch 1/2 \(00:0\d left\):  \d0%\|\S.*\| [1-3]/5, \d\.\d steps/s *\r", got)
     assert on_screen(got) == ["interrupted"]
 
 
 def test_the_bar_of_a_step_that_goes_on_goes_too(tmp_path):
     """The main thread cannot take it away; the watching thread does."""
-    code, got = terminal(tmp_path, """
+    code, got = terminal(
+        tmp_path,
+        """
 import os, signal, time
 from hostdev.core.progress import bar
 from hostdev.train import interrupt
@@ -194,7 +214,8 @@ with interrupt.GracefulStop(lambda: "interrupted in the middle of a step"), bar(
     shown.update(3)
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(30)
-""")  # fmt: skip
+""",
+    )
     assert code == 130
     assert "33%" in got
     assert on_screen(got) == ["interrupted in the middle of a step"]

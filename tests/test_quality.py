@@ -42,12 +42,15 @@ def test_the_best_epoch_is_the_first_of_the_highest_auc():
     assert quality_of([0.7], training=False)[0].summary()["training_auc"] is None
 
 
-@pytest.mark.parametrize(("aucs", "patience", "enough"), [
-    ([0.7, 0.71, 0.72], 1, [False, False, False]),
-    ([0.7, 0.7, 0.72], 1, [False, True, False]),  # as good is not better
-    ([0.7, 0.69, 0.68, 0.71, 0.70, 0.70], 2, [False, False, True, False, False, True]),
-    ([float("nan")] * 3, 2, [False, True, True]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("aucs", "patience", "enough"),
+    [
+        ([0.7, 0.71, 0.72], 1, [False, False, False]),
+        ([0.7, 0.7, 0.72], 1, [False, True, False]),  # as good is not better
+        ([0.7, 0.69, 0.68, 0.71, 0.70, 0.70], 2, [False, False, True, False, False, True]),
+        ([float("nan")] * 3, 2, [False, True, True]),
+    ],
+)
 def test_when_it_is_enough(aucs, patience, enough):
     assert quality_of(aucs, patience)[1] == enough
 

@@ -152,10 +152,21 @@ def test_missing_values_within_a_list(own_data):
         read_all(own_data)
 
 
-@pytest.mark.parametrize(("key", "value"), [
-    ("vocabulary_size", 0), ("vocabulary_size", "99"), ("vocabulary_size", 1e3), ("dense_names", None),
-    ("categorical_names", ["C1", "C1"]), ("id_type", "foo"), ("train", []), ("rows", "5"), ("rows", 0), ("file", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("vocabulary_size", 0),
+        ("vocabulary_size", "99"),
+        ("vocabulary_size", 1e3),
+        ("dense_names", None),
+        ("categorical_names", ["C1", "C1"]),
+        ("id_type", "foo"),
+        ("train", []),
+        ("rows", "5"),
+        ("rows", 0),
+        ("file", None),
+    ],
+)
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_broken_manifest(own_data, version, key, value):
     content = json.loads((own_data / "manifest.json").read_text())
@@ -181,10 +192,16 @@ def bag_columns(n=700):
 def bag_data(tmp_path):
     """A data set with bags, in shards of 200 rows with two record batches each."""
     path = twins.write_arrow(tmp_path / "t.arrow", bag_columns(), rows_per_batch=100)
-    table = Table([path], TableOptions(
-        label="y", numeric=("x",), categorical=("c",), bags=(("often", None), ("rare", None)),
-        share=(("rare", "often"),),
-    ))  # fmt: skip
+    table = Table(
+        [path],
+        TableOptions(
+            label="y",
+            numeric=("x",),
+            categorical=("c",),
+            bags=(("often", None), ("rare", None)),
+            share=(("rare", "often"),),
+        ),
+    )
     build(table, tmp_path / "data", Options(threshold=0, rows_per_shard=200))
     return tmp_path / "data"
 

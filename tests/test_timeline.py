@@ -87,10 +87,13 @@ def test_parts_and_phases_are_in_the_trace_alone(tmp_path):
     timeline.close()
     spans, arrows, names = read(tmp_path / "trace.json")
     assert [(span["name"], span["args"]) for span in spans] == [
-        ("forward", {"batch": 7, "rows": 5}), ("backward", {"batch": 7, "rows": 5}),
-        ("dense update", {"batch": 7, "rows": 5}), ("step", {"batch": 7}), ("epoch", {"epoch": 2}),
+        ("forward", {"batch": 7, "rows": 5}),
+        ("backward", {"batch": 7, "rows": 5}),
+        ("dense update", {"batch": 7, "rows": 5}),
+        ("step", {"batch": 7}),
+        ("epoch", {"epoch": 2}),
         ("evaluation", {"epoch": 2}),
-    ]  # fmt: skip
+    ]
     assert all(names[span["tid"]] == span["name"] for span in spans)
     assert [(arrow["id"], names[arrow["tid"]]) for arrow in arrows] == [(7, "step")]
     summary = timeline.summary()

@@ -54,15 +54,54 @@ def test_the_list_of_flags():
     config.add_flags(parser)
     flags = {option for action in parser._actions for option in action.option_strings} - {"-h", "--help", "--debug"}
     assert flags == {
-        "--data", "--host-device-mix", "--device", "--epochs", "--batch-size", "--emb-dim", "--l2", "--precision",
-        "--tf32", "--host-threads", "--pipeline-depth", "--staleness", "--trace",
-        "--cache-rows", "--cache-policy", "--cache-window", "--model", "--table-optimizer", "--table-lr", "--lr",
-        "--table-dtype", "--early-stop", "--seed", "--max-steps", "--run-dir", "--checkpoint-every",
-        "--checkpoint-minutes", "--keep-checkpoints", "--checkpoint-dir", "--resume",
-        "--micro-batches", "--gradients", "--torch-threads", "--batch-per-rank", "--spawn", "--dist-backend",
-        "--dist-url", "--dist-timeout", "--dense-exchange", "--parallel", "--mesh", "--schedule", "--stage-cut",
-        "--plan", "--ops-log", "--shuffle-window", "--start-from",
-    }  # fmt: skip
+        "--data",
+        "--host-device-mix",
+        "--device",
+        "--epochs",
+        "--batch-size",
+        "--emb-dim",
+        "--l2",
+        "--precision",
+        "--tf32",
+        "--host-threads",
+        "--pipeline-depth",
+        "--staleness",
+        "--trace",
+        "--cache-rows",
+        "--cache-policy",
+        "--cache-window",
+        "--model",
+        "--table-optimizer",
+        "--table-lr",
+        "--lr",
+        "--table-dtype",
+        "--early-stop",
+        "--seed",
+        "--max-steps",
+        "--run-dir",
+        "--checkpoint-every",
+        "--checkpoint-minutes",
+        "--keep-checkpoints",
+        "--checkpoint-dir",
+        "--resume",
+        "--micro-batches",
+        "--gradients",
+        "--torch-threads",
+        "--batch-per-rank",
+        "--spawn",
+        "--dist-backend",
+        "--dist-url",
+        "--dist-timeout",
+        "--dense-exchange",
+        "--parallel",
+        "--mesh",
+        "--schedule",
+        "--stage-cut",
+        "--plan",
+        "--ops-log",
+        "--shuffle-window",
+        "--start-from",
+    }
 
 
 def test_flags_and_settings_are_inverse():
@@ -83,8 +122,13 @@ def test_the_run_directory(device, trained, small_data, tmp_path, capsys):
     assert trained(*small(small_data, "--host-device-mix", "--epochs", 2, device=device)) == 0
     run = tmp_path / "run"
     assert sorted(path.name for path in run.iterdir()) == [
-        "config.json", "curve.png", "eval.log", "loss.log", "ops.log", "summary.json",
-    ]  # fmt: skip
+        "config.json",
+        "curve.png",
+        "eval.log",
+        "loss.log",
+        "ops.log",
+        "summary.json",
+    ]
     steps = -(-manifest.read(small_data).rows("train") // 500)
     losses = (run / "loss.log").read_text().splitlines()
     assert [LOSS_LINE.match(line).groups() for line in losses] == [
@@ -162,8 +206,12 @@ def test_a_run_with_a_cache(device, trained, small_data, tmp_path, capsys):
     assert cache["bytes_to_device"] == 4 * (cache["bypassed"] * (4 + 1) + cache["admitted"] * (3 * 4 + 3))
     assert json.loads((run / "config.json").read_text())["cache_window"] is None
     operations = (run / "ops.log").read_text()
-    for name in ("device kernel: Default/deep/CacheLookup", "device kernel: Default/wide/CacheUpdate",
-                 "device kernel: Default/deep/CacheExchange", "cpu kernel: Default/cache/CachePlan"):  # fmt: skip
+    for name in (
+        "device kernel: Default/deep/CacheLookup",
+        "device kernel: Default/wide/CacheUpdate",
+        "device kernel: Default/deep/CacheExchange",
+        "cpu kernel: Default/cache/CachePlan",
+    ):
         assert f"{name}-op" in operations
     out = capsys.readouterr().out
     assert f"cache    {cache['rows']:,} rows of each table, " in out
@@ -201,35 +249,44 @@ def error_of(capsys):
     return error
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (["--bogus"], "unrecognized arguments: --bogus (see hostdev.train --help)"),
-    (["--host-device"], "unrecognized arguments: --host-device"),
-    (["--l2", "all"], "invalid choice: 'all'"),
-    (["--epochs", "0"], "--epochs must be at least 1, not 0"),
-    (["--epochs", "x"], "argument --epochs: invalid int value: 'x'"),
-    (["--batch-size", "-5"], "--batch-size must be at least 1, not -5"),
-    (["--seed", "-1"], "--seed must be at least 0, not -1"),
-    (["--data", "nowhere"], "nowhere is not a data set"),
-    (["--batch-size", "4000"], "--batch-size 4000 is larger than the"),
-    (["--device", "abacus"], "--device abacus: there is no such kind of device"),
-    (["--emb-dim", "2000000000"], "out of memory; use a smaller --batch-size or --emb-dim"),
-    (["--shuffle-window", "0"], "--shuffle-window must be at least 1, not 0"),
-    (["--early-stop", "0"], "--early-stop must be at least 1, not 0"),
-    (["--early-stop", "1", "--epochs", "1"], "--early-stop 1 has no effect with 1 epoch: it can stop after epoch 2 at"),
-    (["--early-stop", "14"], "--early-stop 14 has no effect with 15 epochs: it can stop after epoch 15 at"),
-    (["--run-dir", "/dev/null/run"], "--run-dir /dev/null/run: Not a directory; choose a folder that can be written"),
-    (["--trace", "/dev/null/t"], "--trace /dev/null/t: Not a directory; choose another file"),
-    (["--trace", "no/t"], "--trace no/t: No such file or directory; choose another file"),
-    (["--cache-rows", "some"], "a cache's size is a number of rows or a share from 0% to 100%, not 'some'"),
-    (["--cache-rows", "5", "--cache-policy", "mru"], "invalid choice: 'mru'"),
-    (["--cache-policy", "lru"], "--cache-policy has no effect without --cache-rows; leave it out"),
-    (["--cache-rows", "5", "--cache-policy", "lru", "--cache-window", "3"], "--cache-window has no effect with"),
-    (["--cache-rows", "5", "--cache-window", "33"], "--cache-window must be in 0..32, not 33"),
-    (["--tf32"], "--tf32 has no effect on cpu; leave it out"),
-    (["--tf32", "--precision", "bf16"], "--tf32 has no effect with --precision bf16; leave it out"),
-    (["--cache-rows", "5", "--l2", "table"], "--l2 table does not go with --cache-rows: "),
-    (["--cache-rows", "5", "--staleness", "1"], "--staleness does not go with --cache-rows"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--bogus"], "unrecognized arguments: --bogus (see hostdev.train --help)"),
+        (["--host-device"], "unrecognized arguments: --host-device"),
+        (["--l2", "all"], "invalid choice: 'all'"),
+        (["--epochs", "0"], "--epochs must be at least 1, not 0"),
+        (["--epochs", "x"], "argument --epochs: invalid int value: 'x'"),
+        (["--batch-size", "-5"], "--batch-size must be at least 1, not -5"),
+        (["--seed", "-1"], "--seed must be at least 0, not -1"),
+        (["--data", "nowhere"], "nowhere is not a data set"),
+        (["--batch-size", "4000"], "--batch-size 4000 is larger than the"),
+        (["--device", "abacus"], "--device abacus: there is no such kind of device"),
+        (["--emb-dim", "2000000000"], "out of memory; use a smaller --batch-size or --emb-dim"),
+        (["--shuffle-window", "0"], "--shuffle-window must be at least 1, not 0"),
+        (["--early-stop", "0"], "--early-stop must be at least 1, not 0"),
+        (
+            ["--early-stop", "1", "--epochs", "1"],
+            "--early-stop 1 has no effect with 1 epoch: it can stop after epoch 2 at",
+        ),
+        (["--early-stop", "14"], "--early-stop 14 has no effect with 15 epochs: it can stop after epoch 15 at"),
+        (
+            ["--run-dir", "/dev/null/run"],
+            "--run-dir /dev/null/run: Not a directory; choose a folder that can be written",
+        ),
+        (["--trace", "/dev/null/t"], "--trace /dev/null/t: Not a directory; choose another file"),
+        (["--trace", "no/t"], "--trace no/t: No such file or directory; choose another file"),
+        (["--cache-rows", "some"], "a cache's size is a number of rows or a share from 0% to 100%, not 'some'"),
+        (["--cache-rows", "5", "--cache-policy", "mru"], "invalid choice: 'mru'"),
+        (["--cache-policy", "lru"], "--cache-policy has no effect without --cache-rows; leave it out"),
+        (["--cache-rows", "5", "--cache-policy", "lru", "--cache-window", "3"], "--cache-window has no effect with"),
+        (["--cache-rows", "5", "--cache-window", "33"], "--cache-window must be in 0..32, not 33"),
+        (["--tf32"], "--tf32 has no effect on cpu; leave it out"),
+        (["--tf32", "--precision", "bf16"], "--tf32 has no effect with --precision bf16; leave it out"),
+        (["--cache-rows", "5", "--l2", "table"], "--l2 table does not go with --cache-rows: "),
+        (["--cache-rows", "5", "--staleness", "1"], "--staleness does not go with --cache-rows"),
+    ],
+)
 def test_a_wrong_option_gets_one_line(trained, small_data, tmp_path, capsys, options, message):
     assert trained(*small(small_data, "--host-device-mix", *options)) == 2
     assert message in error_of(capsys)
@@ -379,8 +436,12 @@ def test_a_signal_ends_the_run_with_complete_logs(tmp_path, command, number, bat
     ]
     process = subprocess.Popen(
         [sys.executable, "-m", "hostdev.train", *options],
-        cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     log = tmp_path / "run" / "loss.log"
     deadline = time.monotonic() + 120
     while not (log.exists() and log.read_text().count("\n") >= 1):
@@ -407,8 +468,11 @@ def test_a_signal_ends_the_run_with_complete_logs(tmp_path, command, number, bat
 def test_nobody_reads_what_is_printed(small_data, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "hostdev.train", *map(str, small(small_data, "--max-steps", 1))],
-        cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     process.stdout.close()
     with process.stderr:
         assert process.stderr.read() == b""

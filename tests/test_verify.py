@@ -41,8 +41,13 @@ def test_all_modes_agree(device, verified, small_data, tmp_path, l2):
     assert out.splitlines().count(without_cache) == (l2 == "table")
     assert ("cache 10%" in out) == (l2 != "table")
     assert {(where, depth) for where, depth, _ in modes} >= {
-        ("host", "0"), ("host", "1"), ("host", "2"), ("host", "4"), ("device", "0"), ("device", "2"),
-    }  # fmt: skip
+        ("host", "0"),
+        ("host", "1"),
+        ("host", "2"),
+        ("host", "4"),
+        ("device", "0"),
+        ("device", "2"),
+    }
     assert {threads for _, _, threads in modes} == {"1", "2"}
     assert len({mode[3] for mode in digests}) == 1
     assert [mode[4] for mode in digests] == ["the reference"] + ["equal"] * (len(digests) - 1)

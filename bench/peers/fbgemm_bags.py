@@ -12,10 +12,10 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     PoolingMode,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
-from workload import BAG_DIM, bags_of
+from workload import BAG_DIM, draw_bags
 
 rows = int(sys.argv[1])
-ids, grads = bags_of(rows)
+ids, grads = draw_bags(rows)
 values, g = torch.from_numpy(ids.ravel()), torch.from_numpy(grads)
 offsets = torch.arange(0, ids.size + 1, ids.shape[1])
 bag = SplitTableBatchedEmbeddingBagsCodegen(

@@ -1,4 +1,4 @@
-"""hostdev's way of a batch of bags on the CPU: dedupe, lookup, pooling, gradients back, row-wise Adagrad."""
+"""A batch of bags with hostdev on the CPU: dedupe, lookup, pooling, gradients, row-wise Adagrad."""
 
 import sys
 
@@ -7,12 +7,12 @@ import hostdev.core.environment  # isort: skip  (as in a training process)
 import itertools
 
 import torch
-from workload import BAG_DIM, bags_of
+from workload import BAG_DIM, draw_bags
 
 import hostdev
 
 rows = int(sys.argv[1])
-ids, grads = bags_of(rows)
+ids, grads = draw_bags(rows)
 values, g = torch.from_numpy(ids), torch.from_numpy(grads)
 table = hostdev.HostTable(rows, BAG_DIM, hostdev.RowWiseAdagrad(lr=1e-3), name="t")
 runtime = hostdev.Runtime({"bag": hostdev.Feature(table, pooling="sum")}, device="cpu", depth=0)
@@ -20,7 +20,7 @@ loop = runtime.train(itertools.repeat(values), ids=lambda ids: {"bag": ids})
 
 
 def step():
-    """Finish the batch before, look the next one up and pool it, and bring its gradients to its rows."""
+    """Finish the previous batch; look up and pool the next one; apply its gradients."""
     _, found = next(loop)
     found["bag"].backward(g)
 

@@ -6,15 +6,15 @@ from serve import serve  # isort: skip  (finds workload.py)
 import hostdev.core.environment  # isort: skip  (as in a training process)
 import numba
 import numpy as np
-from workload import DIM, grads_of, ids_of
+from workload import DIM, draw_gradients, draw_ids
 
 import hostdev
 from hostdev.kernels.buffers import aligned_empty
 from hostdev.kernels.pool import parallel_for
 
 rows = int(sys.argv[1])
-ids = ids_of(rows).astype(np.int32)  # as a data set has them, and as MindSpore gets them
-g, g1 = grads_of(len(ids), DIM), grads_of(len(ids), 1)
+ids = draw_ids(rows).astype(np.int32)  # as a data set has them, and as MindSpore gets them
+g, g1 = draw_gradients(len(ids), DIM), draw_gradients(len(ids), 1)
 unique, _ = hostdev.unique(ids)
 sums, sums1 = g[: len(unique)].copy(), g1[: len(unique)].copy()  # gradients that the device has summed
 deep = hostdev.HostTable(rows, DIM, hostdev.LazyAdam(), name="deep")
@@ -23,7 +23,7 @@ out_unique, out_wide, out_all = (aligned_empty(shape) for shape in ((len(ids), D
 
 
 def host_side():
-    """What the host does in a step: the device sums duplicates' gradients."""
+    """Do the host's work of a step; the device sums duplicates' gradients."""
     found, _ = hostdev.unique(ids)
     deep.lookup(found, out=out_unique[: len(found)])
     wide.lookup(found, out=out_wide[: len(found)])

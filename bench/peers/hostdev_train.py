@@ -1,4 +1,4 @@
-"""hostdev's training step on the CPU, and its dense part alone: the same network on an input that is there."""
+"""hostdev's training step on the CPU, and its dense part alone: the same network on a ready input."""
 
 import sys
 
@@ -6,8 +6,8 @@ from serve import serve  # isort: skip  (finds workload.py and wide_deep.py)
 import hostdev.core.environment  # isort: skip  (before torch)
 import numpy as np
 import torch
-from wide_deep import FieldsBatch, trainer_of
-from workload import DIM, batch_of
+from wide_deep import FieldsBatch, make_trainer
+from workload import DIM, draw_batch
 
 import hostdev
 from hostdev.device.backend import make_deterministic
@@ -19,9 +19,9 @@ make_deterministic(cpu)
 
 
 def make(size, precision):
-    ids, label = batch_of(rows, size)
+    ids, label = draw_batch(rows, size)
     batch = FieldsBatch(label, ids, np.ones(ids.shape, np.float32))
-    trainer = trainer_of(rows, DIM, device=cpu, precision=precision)
+    trainer = make_trainer(rows, DIM, device=cpu, precision=precision)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     wide = torch.randn(*ids.shape, 1).requires_grad_()
     deep = torch.randn(*ids.shape, DIM).to(dtype).requires_grad_()

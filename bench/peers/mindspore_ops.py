@@ -8,7 +8,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 from mindspore.ops import operations as P
-from workload import DIM, grads_of, ids_of
+from workload import DIM, draw_gradients, draw_ids
 
 ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
 
@@ -56,8 +56,8 @@ def synced(cell, *args):
 
 
 rows = int(sys.argv[1])
-ids = ids_of(rows)
-i, g, g1 = Tensor(ids.astype(np.int32)), Tensor(grads_of(len(ids), DIM)), Tensor(grads_of(len(ids), 1))
+ids = draw_ids(rows)
+i, g, g1 = Tensor(ids.astype(np.int32)), Tensor(draw_gradients(len(ids), DIM)), Tensor(draw_gradients(len(ids), 1))
 serve(
     {
         "lookup deep": synced(Lookup(DIM), i),

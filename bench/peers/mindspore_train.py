@@ -8,7 +8,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.ops import operations as P
-from workload import DIM, batch_of
+from workload import DIM, draw_batch
 
 rows = int(sys.argv[1])
 FIELDS = 39
@@ -64,7 +64,7 @@ class Step(nn.Cell):
 
 
 def make(batch):
-    ids_np, label = batch_of(rows, batch)
+    ids_np, label = draw_batch(rows, batch)
     ids, mask, y = Tensor(ids_np), Tensor(np.ones((batch, FIELDS, 1), np.float32)), Tensor(label[:, None])
     step, count = Step(Net(batch)), 0
 

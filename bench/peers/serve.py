@@ -1,4 +1,4 @@
-"""A peer's process: says which ops it has, then runs one whenever it reads its name, and answers the milliseconds."""
+"""A peer's process: prints its ops, then runs each op whose name it reads, and prints the milliseconds."""
 
 import json
 import sys

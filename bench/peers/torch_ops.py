@@ -1,15 +1,15 @@
-"""What a torch user has on the CPU: index_select into a buffer, SparseAdam; and FBGEMM's embedding where installed."""
+"""Torch's operations on the CPU: index_select into a buffer, SparseAdam; and FBGEMM's embedding if installed."""
 
 import sys
 
 from serve import serve  # isort: skip  (finds workload.py)
 import torch
-from workload import DIM, grads_of, ids_of
+from workload import DIM, draw_gradients, draw_ids
 
 rows = int(sys.argv[1])
 versions = {"torch": torch.__version__}
-ids_np = ids_of(rows)
-ids, g = torch.from_numpy(ids_np), torch.from_numpy(grads_of(len(ids_np), DIM))
+ids_np = draw_ids(rows)
+ids, g = torch.from_numpy(ids_np), torch.from_numpy(draw_gradients(len(ids_np), DIM))
 w = torch.nn.Parameter(torch.zeros(rows, DIM))
 out = torch.empty(len(ids), DIM)
 opt = torch.optim.SparseAdam([w], lr=3.5e-4)

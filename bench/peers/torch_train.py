@@ -6,13 +6,13 @@ from itertools import pairwise
 from serve import serve  # isort: skip  (finds workload.py)
 import torch
 from torch import nn
-from workload import DIM, batch_of
+from workload import DIM, draw_batch
 
 rows = int(sys.argv[1])
 
 
 def make(batch):
-    ids_np, label_np = batch_of(rows, batch)
+    ids_np, label_np = draw_batch(rows, batch)
     ids, y, mask = torch.from_numpy(ids_np).long(), torch.from_numpy(label_np), torch.ones(batch, 39, 1)
     E, W = nn.Embedding(rows, DIM, sparse=True), nn.Embedding(rows, 1, sparse=True)
     widths, layers = [39 * DIM, 1024, 512, 256, 128], []

@@ -1,8 +1,8 @@
-"""Hybrid by hand: a layer whose weight lies in slices on ranks, which exchange the sums themselves.
+"""Hybrid parallelism by hand: a layer's weight is sliced over the ranks, and this file adds up their results.
 
-A weight [512, 128], say, of two ranks: each has 256 of the inputs, [128, 256] as torch has weights. It multiplies its
-inputs with its slice; the sum over the ranks is the layer's output. The slices are marked, so that hostdev saves them
-as slices and leaves their gradients to their ranks; what is exchanged is this file's own.
+For example, two ranks share a weight [512, 128]: each has 256 of the inputs, a tensor [128, 256] in torch's layout. It
+multiplies its inputs with its slice; the sum over the ranks is the layer's output. The slices are marked, so hostdev
+saves them as slices and leaves their gradients to their ranks.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""CIFAR-10's binary files (https://www.cs.toronto.edu/~kriz/cifar.html): read, written, made into a network's input.
+"""CIFAR-10's binary files (https://www.cs.toronto.edu/~kriz/cifar.html): read, written and made network inputs.
 
 A record is 3,073 bytes: the label, 0 to 9, then the red, green and blue values of 32 x 32 pixels, row by row.
 N images of a split, n of a batch.

@@ -1,10 +1,10 @@
-"""Small files in the formats of CIFAR-10 and MNIST with something to learn, where the real ones are not at hand.
+"""Write small files in the formats of CIFAR-10 and MNIST, for machines without the real ones.
 
 python examples/parallel/generate.py cifar10 DIR [--train 2000 --test 500 --seed 1]
 python examples/parallel/generate.py mnist DIR [--train 2000 --test 500 --seed 1]
 python examples/parallel/generate.py digits DIR
 
-Everything drawn is a function of the seed, the split and the image's number, in whole numbers. n images.
+Every draw is an integer function of the seed, the split and the image's number. n images.
 """
 
 import argparse
@@ -31,8 +31,14 @@ COLOURS = ((4, 1, -2), (-2, 1, 4))
 
 # Seven segments of a digit (x, y, width, height), and those that are lit in 0 to 9.
 SEGMENTS = (
-    (9, 5, 10, 3), (9, 5, 3, 10), (16, 5, 3, 10), (9, 13, 10, 3), (9, 13, 3, 10), (16, 13, 3, 10), (9, 20, 10, 3),
-)  # fmt: skip
+    (9, 5, 10, 3),
+    (9, 5, 3, 10),
+    (16, 5, 3, 10),
+    (9, 13, 10, 3),
+    (9, 13, 3, 10),
+    (16, 13, 3, 10),
+    (9, 20, 10, 3),
+)
 LIT = ("012456", "25", "02346", "02356", "1235", "01356", "013456", "025", "0123456", "012356")
 
 Images = npt.NDArray[np.uint8]

@@ -1,4 +1,4 @@
-"""MNIST's idx files (LeCun, Cortes & Burges): read, written, made into a network's input.
+"""MNIST's idx files (LeCun, Cortes & Burges): read, write and convert them to a network's input.
 
 A file is a magic number, the sizes of its dimensions (each 4 bytes, the highest first), then a byte for each value.
 N images of a split, n of a batch.

@@ -1,6 +1,6 @@
-"""ResNet-50 and a small net for MNIST as nn.Sequential of named parts, which can be cut between any two.
+"""ResNet-50 and a small net for MNIST as nn.Sequential of named parts, which may be cut between any two.
 
-Weights are drawn from torch's generator: seed it before. B images, C channels, H x W pixels.
+torch's generator draws the weights: seed it first. B images, C channels, H x W pixels.
 """
 
 from collections import OrderedDict

@@ -1,9 +1,9 @@
-"""Train the networks of the parallel examples: alone, or on as many processes as a launcher has started.
+"""Train the networks of the parallel examples: in one process, or in the processes that a launcher started.
 
     python examples/parallel/train.py mnist DIR
     torchrun --nproc-per-node 2 examples/parallel/train.py resnet50 DIR --width 8 --parallel semi --plan fc=colwise
 
-README.md has every mode.
+README.md lists the modes.
 """
 
 import hostdev.core.environment  # isort: skip
@@ -92,11 +92,17 @@ def train(options: Any) -> None:
         tests = task.read(options.folder, "test")
         first = np.arange(1)
         network = hostdev.Network(
-            task.network, (task.transform(images[:1], first, 0, True),), ranks=ranks, seed=options.seed,
-            micro_batches=options.micro_batches, gradients=options.gradients, schedule=options.schedule,
-            stage_cut=options.stage_cut, plan=options.plan,
+            task.network,
+            (task.transform(images[:1], first, 0, True),),
+            ranks=ranks,
+            seed=options.seed,
+            micro_batches=options.micro_batches,
+            gradients=options.gradients,
+            schedule=options.schedule,
+            stage_cut=options.stage_cut,
+            plan=options.plan,
             auto=options.batch_size if options.parallel == "auto" else None,
-        )  # fmt: skip
+        )
         if network.choice is not None:
             say("\n".join(network.choice.lines()))
         say(network.describe() or "the whole network on each process", flush=True)

@@ -59,7 +59,8 @@ def make_loop(work: Any) -> Any:
         names = code.co_varnames[2 : code.co_argcount]
         numbered = names[-1:] == ("piece",)
         args = "".join(f", arg{i}" for i in range(len(names) - numbered))
-        text = _LOOP.format(args=args, number=", at" if numbered else "")
+        begin = "\n" * (code.co_firstlineno - 2)  # numba reads a function's source at its line to cache it
+        text = begin + _LOOP.format(args=args, number=", at" if numbered else "")
         given = {"work": inline(function), "fetch_add": fetch_add, "load": load}
         exec(compile(text, code.co_filename, "exec"), given)  # cached next to it
         made: Any = given["loop"]

@@ -13,7 +13,7 @@ import torch
 
 from hostdev.checkpoint import folder
 from hostdev.checkpoint.ranges import HashedFile
-from hostdev.commands import checkpoint
+from hostdev.commands import checkpoint, preprocess, train
 from hostdev.core import cli
 from hostdev.train import checkpointing
 from tests.checkpoint.runs import MIX, leftovers, logs, names, small
@@ -21,6 +21,23 @@ from tests.conftest import environment
 
 CACHE = [*MIX, "--cache-rows", "10%"]
 OWN = ["--model", "tests.own_models:ThreeTables"]
+
+
+@pytest.fixture(scope="module")
+def plain(small_data, tmp_path_factory):
+    """Return the logs of a run on a device from start to end, without checkpoints. It is trained once."""
+    done = {}
+
+    def train_plain(name="cpu"):
+        if name not in done:
+            run = tmp_path_factory.mktemp("plain") / "run"
+            options = small(small_data, run, *MIX)
+            options[options.index("--device") + 1] = name
+            assert cli.run(train.PROG, train.main, list(map(str, options))) == 0
+            done[name] = logs(run)
+        return done[name]
+
+    return train_plain
 
 
 @pytest.mark.parametrize(
@@ -36,8 +53,8 @@ OWN = ["--model", "tests.own_models:ThreeTables"]
         (16, []),  # all on the device; nothing is left to train
     ],
 )
-def test_a_run_goes_on_in_any_mode(device, trained, small_data, tmp_path, steps, then):
-    assert trained(*small(small_data, "plain", *MIX, device=device))[0] == 0
+def test_a_run_goes_on_in_any_mode(device, trained, plain, small_data, tmp_path, steps, then):
+    expected = plain(device.type)
     code, printed, _ = trained(
         *small(small_data, "run", *CACHE, "--checkpoint-every", 2, "--resume", "--max-steps", steps, device=device)
     )
@@ -47,7 +64,7 @@ def test_a_run_goes_on_in_any_mode(device, trained, small_data, tmp_path, steps,
     code, printed, error = trained(*small(small_data, "run", *then, "--resume", device=device))
     assert (code, error) == (0, "")
     assert f"resume   run/checkpoints/{names(tmp_path / 'run/checkpoints')[-1]}, after step {steps}" in printed
-    assert logs(tmp_path / "run") == logs(tmp_path / "plain")
+    assert logs(tmp_path / "run") == expected
 
 
 @pytest.mark.slow_on_standin
@@ -104,14 +121,13 @@ def test_dropout_is_seeded_and_goes_on(device, trained, small_data, tmp_path, ca
         assert capsys.readouterr().out == "equal\n"
 
 
-def test_rows_mixed_over_shards_go_on(trained, small_data, tmp_path):
+def test_rows_mixed_over_shards_go_on(trained, plain, small_data, tmp_path):
     window = [*MIX, "--shuffle-window", 2]
     assert trained(*small(small_data, "plain", *window))[0] == 0
     assert trained(*small(small_data, "run", *window), "--checkpoint-every", 6, "--max-steps", 6)[0] == 0
     assert trained(*small(small_data, "run", *window), "--resume")[0] == 0
     assert logs(tmp_path / "run") == logs(tmp_path / "plain")
-    assert trained(*small(small_data, "one", *MIX))[0] == 0
-    assert logs(tmp_path / "one") != logs(tmp_path / "plain")
+    assert plain() != logs(tmp_path / "plain")
 
 
 def test_a_named_checkpoint_and_a_folder_of_its_own(trained, small_data, tmp_path):
@@ -273,8 +289,8 @@ class FullDisk:
         monkeypatch.setattr(HashedFile, "write", limited)
 
 
-def test_a_full_disk_does_not_end_the_training(trained, small_data, tmp_path, monkeypatch):
-    assert trained(*small(small_data, "plain", *MIX))[0] == 0
+def test_a_full_disk_does_not_end_the_training(trained, plain, small_data, tmp_path, monkeypatch):
+    expected = plain()
     disk = FullDisk(monkeypatch)
     look = checkpointing.CheckpointSchedule.is_due
 
@@ -290,7 +306,7 @@ def test_a_full_disk_does_not_end_the_training(trained, small_data, tmp_path, mo
     assert error.count("warning") == 1
     assert "the checkpoint of step 14 was saved" in error
     assert "; 4 not saved" in printed
-    assert logs(tmp_path / "run") == logs(tmp_path / "plain")
+    assert logs(tmp_path / "run") == expected
     assert leftovers(tmp_path / "run/checkpoints") == []
 
 
@@ -350,8 +366,9 @@ def await_steps(process, log, count):
 @pytest.mark.parametrize(
     ("number", "code"), [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow), (signal.SIGINT, 130)]
 )
-def test_a_signal_saves_what_was_trained(tmp_path, command, number, code):
-    command("hostdev.data.preprocess", "synthetic", "--rows", 18_000, "--out", "data")
+def test_a_signal_saves_what_was_trained(tmp_path, number, code):
+    make = ["synthetic", "--rows", "18000", "--out", str(tmp_path / "data")]
+    assert cli.run(preprocess.PROG, preprocess.main, make) == 0
     options = small("data", "run", *CACHE, "--checkpoint-every", 1000, "--resume", "--epochs", 1000)
     process = started(tmp_path, *options)
     await_steps(process, tmp_path / "run/loss.log", 3)
@@ -363,7 +380,7 @@ def test_a_signal_saves_what_was_trained(tmp_path, command, number, code):
     steps = int(name.removeprefix("step-"))
     assert line == f"hostdev.train: interrupted; {steps} steps are saved; go on with --resume run/checkpoints/{name}"
     assert (tmp_path / "run/loss.log").read_text().count("\n") == steps
-    assert command("hostdev.checkpoint", "verify", "run/checkpoints").returncode == 0
+    assert cli.run(checkpoint.PROG, checkpoint.main, ["verify", str(tmp_path / "run/checkpoints")]) == 0
 
 
 @pytest.mark.slow

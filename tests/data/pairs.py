@@ -359,13 +359,14 @@ def _only(encoding, name):
 def document(found, by_carrier):
     """Return docs/serving.md."""
     lines = [
-        "# What a prediction may be given",
+        "# Types in serving",
         "",
-        "A value of a column that became ids is found again whatever type it is served as, or its column is refused in",
-        "one line. `tests/data/pairs.py` makes this document, and a test compares it: of the same values, training had",
-        "the type at the left, and a prediction is given the type at the top. `=` stands for the same ids, and so the",
-        "same probabilities, `-` for an error that names the column. The manifest keeps the type of each column in the",
-        "files and how its values were written (`kinds`); of older data sets the vocabulary shows it.",
+        "A categorical value gets the same id in a prediction as in training, whatever type it has there;",
+        "otherwise its column is refused with one line. `tests/data/pairs.py` writes this page, and a test compares",
+        "it. In the tables below, training had the type on the left, and the prediction had the same values in the",
+        "type at the top. `=` means the same ids, and so the same probabilities; `-` means an error that names the",
+        "column. The manifest records each column's type in the files and how its values were written (`kinds`).",
+        "For older data sets, the vocabulary shows it.",
     ]
     for group, rows in found.items():
         lines += ["", f"## {group.capitalize()}", ""]
@@ -378,9 +379,9 @@ def document(found, by_carrier):
     kinds = [*FILES, *OBJECTS]
     lines += ["", "## Files, dicts, frames and tables", ""]
     lines += [
-        "All columns above, as one kind of file carries them into training and another, or a program, into a",
-        "prediction. Each cell has the number of columns that are refused; all others have the same ids. Below it says",
-        "which.",
+        "This table has all columns above. Training read them from the kind of file on the left; the prediction",
+        "got them from the kind of file or object at the top. Each cell has the number of refused columns; all",
+        "others have the same ids. The list below names the refused columns.",
         "",
         "| trained from | " + " | ".join(kinds) + " |",
         "|---" * (len(kinds) + 1) + "|",

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 
 from hostdev import UserError
+from hostdev.commands import preprocess
 from hostdev.data import manifest
 from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
@@ -417,17 +418,17 @@ def test_the_command(command, tmp_path):
         ([], "required: table|criteo|synthetic"),
     ],
 )
-def test_wrong_input_gets_one_line(command, tmp_path, arguments, message):
+def test_wrong_input_gets_one_line(in_process, tmp_path, arguments, message):
     (tmp_path / "empty").touch()
     (tmp_path / "columns").write_text(line() + "\n1\t2\t3\n")
     (tmp_path / "label").write_text(line("2") + "\n")
     (tmp_path / "hex").write_text(line("0", [], ["xyz"]) + "\n")
     before = sorted(path.name for path in tmp_path.iterdir())
-    done = command("hostdev.data.preprocess", *arguments)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("hostdev.data.preprocess: error: ")
-    assert message in done.stderr
+    code, _, error = in_process(preprocess, *arguments)
+    assert code == 2
+    assert error.count("\n") == 1
+    assert error.startswith("hostdev.data.preprocess: error: ")
+    assert message in error
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: manifests, rows, dense layers and vocabulary, changed, with checksums that are right again."""
+"""Changed checkpoints with corrected checksums: manifests, rows, dense layers and vocabulary."""
 
 import json
 import shutil
@@ -21,14 +21,19 @@ from tests.fuzz.datasets import TABLE, csv
 from tests.fuzz.mutations import change_bytes, change_json
 
 COMMANDS = [
-    ["info"], ["verify"], ["compact"], ["merge", "--out", "out"], ["reshard", "--ranks", "2", "--out", "out"],
-    ["export", "--out", "out"], ["export", "--out", "out", "--format", "npy", "--slots"],
-]  # fmt: skip
+    ["info"],
+    ["verify"],
+    ["compact"],
+    ["merge", "--out", "out"],
+    ["reshard", "--ranks", "2", "--out", "out"],
+    ["export", "--out", "out"],
+    ["export", "--out", "out", "--format", "npy", "--slots"],
+]
 OPTIMIZERS = {each.__name__: each for each in (FTRL, SGD, Adagrad, LazyAdam, RowWiseAdagrad)}
 
 
 def make(base: Path) -> None:
-    """Train a model with three tables on a table with a bag: a whole checkpoint, and two that add to it."""
+    """Train a model with three tables and a bag; save a full checkpoint and two incremental ones."""
     (base / "rows.csv").write_text(csv(500, 150))
     table = ["table", base / "rows.csv", "--out", base / "data", "--dense", "log", *TABLE]
     assert cli.run("preprocess", preprocess.main, list(map(str, table))) in (0, None)
@@ -40,7 +45,7 @@ def make(base: Path) -> None:
 
 
 def load(base: Path) -> None:
-    """Do all that cases do once."""
+    """Run every action of the cases once."""
     case = base.parent / "load"
     shutil.rmtree(case, ignore_errors=True)
     case.mkdir()
@@ -51,7 +56,7 @@ def load(base: Path) -> None:
 
 
 def run(base: Path, case: Path, draw: Random) -> None:
-    """Change one file of a chain, make the checksums right, and do one of the things that are done with it."""
+    """Change one file of a chain, correct the checksums, and run one action on it."""
     shutil.copytree(base / "run/checkpoints", case / "c")
     names = folder.names_in(case / "c")
     name = draw.choice(names)
@@ -68,7 +73,7 @@ def run(base: Path, case: Path, draw: Random) -> None:
 
 
 def write(at: Path, content: object) -> None:
-    """Write checkpoint.json with the checksums and sizes that the files have now."""
+    """Write checkpoint.json with the files' current checksums and sizes."""
     if isinstance(content, dict):
         tables = content.get("tables") if isinstance(content.get("tables"), list) else []
         lists = [table.get("files") for table in tables if isinstance(table, dict)] + [content.get("others")]
@@ -89,7 +94,7 @@ def _fix(at: Path, file: dict) -> None:
 
 
 def fix_parents(path: Path, names: list[str]) -> None:
-    """Let those that add to a changed checkpoint name it as it is now."""
+    """Update the parent's checksum in the checkpoints that add to a changed one."""
     for name in names:
         content = json.loads((path / name / FILE_NAME).read_text())
         parent = content.get("parent") if isinstance(content, dict) else None
@@ -116,8 +121,9 @@ def _read(case: Path, number: int) -> None:
         for about in chain[-1].manifest.tables:
             if about.rows * about.dim > 1 << 20 or about.optimizer not in OPTIMIZERS:
                 continue
-            tables[about.name] = HostTable(about.rows, about.dim, OPTIMIZERS[about.optimizer](), name=about.name,
-                                           dtype=about.dtype)  # fmt: skip
+            tables[about.name] = HostTable(
+                about.rows, about.dim, OPTIMIZERS[about.optimizer](), name=about.name, dtype=about.dtype
+            )
         require_tables(chain, tables)
         load_tables(chain, tables, check=True)
     else:

@@ -1,4 +1,4 @@
-"""Data sets: shards, manifest and vocabulary, changed, with checksums that are right again."""
+"""Changed data sets with corrected checksums: shards, manifest and vocabulary."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ TABLE = [
 
 
 def make(folder: Path) -> None:
-    """Write two data sets: Criteo's columns, and a table with a bag."""
+    """Write two data sets: one with Criteo's columns, one from a table with a bag."""
     (folder / "rows.csv").write_text(csv(60, 4))
     table = ["table", folder / "rows.csv", "--out", folder / "table", "--rows-per-shard", 30, *TABLE]
     synthetic = ["synthetic", "--rows", 60, "--threshold", 0, "--out", folder / "criteo", "--rows-per-shard", 30]
@@ -50,14 +50,14 @@ def make(folder: Path) -> None:
 
 
 def load(base: Path) -> None:
-    """Read both once."""
+    """Read both data sets once."""
     for name in ("table", "criteo"):
         _read(base / name)
         check.run(base / name)
 
 
 def run(base: Path, case: Path, draw: Random) -> None:
-    """Change one file of a data set, make the checksums right, and read all that there is."""
+    """Change one file of a data set, correct the checksums, and read everything."""
     folder = case / "data"
     shutil.copytree(base / draw.choice(["table", "criteo"]), folder)
     content = json.loads((folder / manifest.FILE_NAME).read_text())
@@ -75,7 +75,7 @@ def run(base: Path, case: Path, draw: Random) -> None:
 
 
 def write(folder: Path, content: object) -> None:
-    """Write a manifest with the checksums that the files have now."""
+    """Write a manifest with the files' current checksums."""
     if isinstance(content, dict):
         for shard in [each for split in ("train", "test") for each in _list(content.get(split))]:
             if (

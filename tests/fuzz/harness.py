@@ -1,4 +1,4 @@
-"""Runs cases of a target in a child process that survives many; a crash, a hang or a kill is its case's.
+"""Run a target's cases in a child process that survives many; a crash, hang or kill counts against its case.
 
 A target is a module of this folder with
 
@@ -27,12 +27,12 @@ from random import Random
 
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST = 500  # characters of a message
-SECONDS = 60  # of one case, on a busy machine
-MEMORY = 2 << 30  # bytes that a case may take on top of what the process had before
+SECONDS = 60  # per case, on a busy machine
+MEMORY = 2 << 30  # bytes that a case may allocate in addition
 
 
 def fuzz(name: str, base: Path, work: Path, *, seed: int, cases: int, first: int = 0) -> list[str]:
-    """Run cases of a target; return a line for each that has failed, with what repeats it alone."""
+    """Run a target's cases; return a line for each failed case, with the command that repeats it."""
     failed: list[str] = []
     number, end = first, first + cases
     while number < end:
@@ -92,7 +92,7 @@ def _child(name: str, base: Path, work: Path, seed: int, first: int, end: int) -
     target = import_module(f"tests.fuzz.{name}")
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         target.load(base)
-    os.fsync = lambda number: None  # type: ignore[assignment]  # the disk is not what is tested
+    os.fsync = lambda number: None  # type: ignore[assignment]  # the disk is not under test
     _limit_memory()
     outside = _watch_writes(work)
     case = work / "case"
@@ -115,7 +115,7 @@ _MINE = {"case", "native.txt", "cache"}
 
 
 def _case(run) -> list[str]:
-    """Run a case; return what is wrong with how it ends."""
+    """Run a case; return the faults of its outcome."""
     from hostdev.core.errors import HostdevError, in_words
 
     out, said = io.StringIO(), io.StringIO()
@@ -130,7 +130,7 @@ def _case(run) -> list[str]:
         if not _is_ours(frames[-1].filename):
             return [_trace(error)]
         messages.append(in_words(error))
-    except (OSError, MemoryError) as error:  # which commands tell in one line
+    except (OSError, MemoryError) as error:  # commands print these in one line
         messages.append(in_words(error))
     except BaseException as error:
         return [_trace(error)]
@@ -160,7 +160,7 @@ def _limit_memory() -> None:
 
 
 def _watch_writes(work: Path) -> set[str]:
-    """Return a set that gets the paths of what Python opens to write, makes, renames or removes outside a folder."""
+    """Return a set of the paths outside a folder that Python opens for writing, creates, renames or removes."""
     found: set[str] = set()
     allowed = (str(work), "/dev/", "/proc/")
     changing = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod"}

@@ -1,4 +1,4 @@
-"""The journal of a preparation that was killed: changed, with checksums of its lines that are right again."""
+"""The changed journal of a killed preparation, with corrected checksums of its lines."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ def _build(base: Path, out: Path) -> None:
 
 
 def make(base: Path) -> None:
-    """Leave the work of a process that was killed in the second pass."""
+    """Leave the files of a process that was killed in the second pass."""
     write_text(Synthetic(120, 3), base / "rows.tsv")
     rows_of, calls = second_pass.rows_of, []
 
@@ -41,7 +41,7 @@ def make(base: Path) -> None:
 
 
 def load(base: Path) -> None:
-    """Go on once."""
+    """Continue the preparation once."""
     case = base.parent / "load"
     shutil.rmtree(case, ignore_errors=True)  # of a child before this one
     case.mkdir()
@@ -50,7 +50,7 @@ def load(base: Path) -> None:
 
 
 def run(base: Path, case: Path, draw: Random) -> None:
-    """Change the journal, and go on."""
+    """Change the journal, and continue the preparation."""
     shutil.copytree(base / ".out.partial", case / ".out.partial")
     path = case / ".out.partial/journal.jsonl"
     if draw.random() < 0.2:

@@ -1,4 +1,4 @@
-"""Changes to bytes and to JSON, drawn from a seed: what damage, another program or an attacker may have written."""
+"""Seeded changes to bytes and JSON, as damage, another program or an attacker may cause."""
 
 import json
 import struct
@@ -25,15 +25,50 @@ INTEGERS = [
     -(2**63),
 ]
 VALUES = [
-    None, True, False, 0, -1, 1, 3, 10**6, 2**31, 2**63 - 1, 2**63, -(2**63) - 1, 10**400, 0.5, -0.0, 1e308,
-    float("nan"), float("inf"), "", "x", "..", "../outside/x", "a/../../outside/x", "/etc/passwd", "\x1b]0;x\x07",
-    "\0", "\ud800", "ä" * 300, "y" * 100_000, [], [[]], {}, {"": None}, [1, 2, 3], {"a": {"b": []}},
-    "weights", "id", "FTRL", "bf16",
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    3,
+    10**6,
+    2**31,
+    2**63 - 1,
+    2**63,
+    -(2**63) - 1,
+    10**400,
+    0.5,
+    -0.0,
+    1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "..",
+    "../outside/x",
+    "a/../../outside/x",
+    "/etc/passwd",
+    "\x1b]0;x\x07",
+    "\0",
+    "\ud800",
+    "ä" * 300,
+    "y" * 100_000,
+    [],
+    [[]],
+    {},
+    {"": None},
+    [1, 2, 3],
+    {"a": {"b": []}},
+    "weights",
+    "id",
+    "FTRL",
+    "bf16",
+]
 
 
 def change_bytes(content: bytes, draw: Random) -> bytes:
-    """Return other bytes: flipped, overwritten, cut, repeated or inserted, in one to three places."""
+    """Return changed bytes: flipped, overwritten, cut, repeated or inserted, in one to three places."""
     made = bytearray(content)
     for _ in range(draw.choice([1, 1, 1, 2, 3])):
         size = len(made)
@@ -45,7 +80,7 @@ def change_bytes(content: bytes, draw: Random) -> bytes:
             made[at] ^= 1 << draw.randrange(8)
         elif kind == 1:
             made[at] = draw.choice([0, 1, 9, 10, 34, 44, 127, 128, 255])
-        elif kind in (2, 3, 4):  # a number in its place, as in what Arrow, Parquet and safetensors write
+        elif kind in (2, 3, 4):  # overwrite an aligned number, as Arrow, Parquet and safetensors write them
             width = draw.choice([4, 8])
             at -= at % width
             value = draw.choice(INTEGERS) + draw.choice([0, 0, 1, -1])
@@ -65,7 +100,7 @@ def change_bytes(content: bytes, draw: Random) -> bytes:
 
 
 def change_json(content, draw: Random):
-    """Return another JSON value: one to three places changed, removed, added, renamed or exchanged."""
+    """Return a changed JSON value: one to three entries changed, removed, added, renamed or swapped."""
     made = json.loads(json.dumps(content))
     for _ in range(draw.choice([1, 1, 1, 2, 3])):
         places = list(_places(made, None, None))

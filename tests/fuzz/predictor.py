@@ -1,4 +1,4 @@
-"""What a program gives to `Predictor`: dicts, frames and Arrow with values of every kind, and with broken buffers."""
+"""Inputs for `Predictor`: dicts, frames and Arrow data with values of every kind, and with broken buffers."""
 
 import warnings
 from pathlib import Path
@@ -15,11 +15,45 @@ from tests.fuzz.mutations import INTEGERS, VALUES
 from tests.own_models import ThreeTables
 
 COLUMNS = ("age", "user", "item", "kind", "genres")
-ODD = [*VALUES, b"bytes", b"\xff\xfe", np.nan, np.float32(1), np.int64(3), np.str_("u1"), ["g1"], ["g1", None], ("g1",),
-       {"g1"}, object(), 1 + 2j, [["g1"]], "u1", "i2", 1, 0, True, "g1|g2"]  # fmt: skip
-TYPES = [pa.string(), pa.large_string(), pa.binary(), pa.int8(), pa.uint64(), pa.float16(), pa.float64(), pa.bool_(),
-         pa.date32(), pa.timestamp("ns"), pa.list_(pa.string()), pa.null(), pa.decimal128(5, 2), pa.string_view(),
-         pa.dictionary(pa.int32(), pa.string())]  # fmt: skip
+ODD = [
+    *VALUES,
+    b"bytes",
+    b"\xff\xfe",
+    np.nan,
+    np.float32(1),
+    np.int64(3),
+    np.str_("u1"),
+    ["g1"],
+    ["g1", None],
+    ("g1",),
+    {"g1"},
+    object(),
+    1 + 2j,
+    [["g1"]],
+    "u1",
+    "i2",
+    1,
+    0,
+    True,
+    "g1|g2",
+]
+TYPES = [
+    pa.string(),
+    pa.large_string(),
+    pa.binary(),
+    pa.int8(),
+    pa.uint64(),
+    pa.float16(),
+    pa.float64(),
+    pa.bool_(),
+    pa.date32(),
+    pa.timestamp("ns"),
+    pa.list_(pa.string()),
+    pa.null(),
+    pa.decimal128(5, 2),
+    pa.string_view(),
+    pa.dictionary(pa.int32(), pa.string()),
+]
 _held: dict[str, Any] = {}
 
 
@@ -29,7 +63,7 @@ def make(base: Path) -> None:
 
 
 def load(base: Path) -> None:
-    """Open the predictor once: cases differ in what it is given."""
+    """Open the predictor once, for all cases."""
     _held["predict"] = hostdev.Predictor(base / "run", model=ThreeTables)
     for rows in (_rows(3), pd.DataFrame(_rows(3)), pa.table(_rows(70))):
         assert np.isfinite(_held["predict"](rows)).all()
@@ -56,14 +90,14 @@ def run(base: Path, case: Path, draw: Random) -> None:
 def _predict(rows: Any, draw: Random) -> None:
     kind = draw.randrange(4)
     try:
-        if kind == 1 and not any(isinstance(values, pa.Array) for values in rows.values()):  # which pandas would read
+        if kind == 1 and not any(isinstance(values, pa.Array) for values in rows.values()):  # pandas would read them
             rows = pd.DataFrame(rows)
         elif kind >= 2:
             arrays = {
                 name: values if isinstance(values, pa.Array) else pa.array(values) for name, values in rows.items()
             }
             rows = pa.table(arrays) if kind == 2 else pa.RecordBatch.from_arrays([*arrays.values()], names=[*arrays])
-    except Exception:  # pandas and Arrow take no such rows: nothing was given to us
+    except Exception:  # pandas and Arrow refuse such rows, so Predictor gets none
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""`preprocess table` and `criteo`: text, Parquet and Arrow files, plain and compressed, changed."""
+"""Changed inputs of `preprocess table` and `criteo`: text, Parquet and Arrow files, plain and compressed."""
 
 import bz2
 import gzip
@@ -19,12 +19,47 @@ from tests.fuzz.mutations import change_bytes
 
 ROWS = 40
 PIECES = [
-    "liked", "age", "user", ",", "\n", "\r\n", '"', '""', "\t", "1", "0", "", " ", "1e400", "-1", "nan", "\0", "é", "'",
-    "g1|g2", "|", "a" * 3000, ",," * 500, "\x1f", "2020-01-01", "\ufeff", ";", "\ud83d\ude00",
-]  # fmt: skip
+    "liked",
+    "age",
+    "user",
+    ",",
+    "\n",
+    "\r\n",
+    '"',
+    '""',
+    "\t",
+    "1",
+    "0",
+    "",
+    " ",
+    "1e400",
+    "-1",
+    "nan",
+    "\0",
+    "é",
+    "'",
+    "g1|g2",
+    "|",
+    "a" * 3000,
+    ",," * 500,
+    "\x1f",
+    "2020-01-01",
+    "\ufeff",
+    ";",
+    "\ud83d\ude00",
+]
 MORE = [[], [], ["--hash-buckets", 50], ["--positive", ">0"], ["--no-quotes"], ["--test-column", "kind=1"]]
-FORMATS = {".csv": None, ".tsv": None, ".parquet": None, ".arrow": None, ".stream": None, ".csv.gz": gzip.compress,
-           ".csv.bz2": bz2.compress, ".csv.tar": None, ".txt": None}  # fmt: skip
+FORMATS = {
+    ".csv": None,
+    ".tsv": None,
+    ".parquet": None,
+    ".arrow": None,
+    ".stream": None,
+    ".csv.gz": gzip.compress,
+    ".csv.bz2": bz2.compress,
+    ".csv.tar": None,
+    ".txt": None,
+}
 
 
 def make(base: Path) -> None:
@@ -55,7 +90,7 @@ def make(base: Path) -> None:
 
 
 def load(base: Path) -> None:
-    """Prepare each once."""
+    """Prepare each file once."""
     for suffix in FORMATS:
         case = base.parent / f"load{suffix}"
         shutil.rmtree(case, ignore_errors=True)  # of a child before this one
@@ -64,7 +99,7 @@ def load(base: Path) -> None:
 
 
 def run(base: Path, case: Path, draw: Random) -> None:
-    """Change one, and prepare it."""
+    """Change one file, and prepare it."""
     suffix = draw.choice(list(FORMATS))
     content = (base / f"t{suffix}").read_bytes()
     if suffix in (".csv", ".tsv", ".txt") and draw.random() < 0.7:

@@ -108,11 +108,11 @@ def slow(*values):
     ("more", "says"),
     [
         (("--mesh", "model=2"), "has 2 processes for slices, and no layer is sliced; give --plan"),
-        (("--plan", "deep.0=colwise"), "--plan has no effect without --mesh model=N"),
+        slow(("--plan", "deep.0=colwise"), "--plan has no effect without --mesh model=N"),
         slow(("--mesh", "model=2", "--plan", "deep.1=colwise"), "deep.1 is of ReLU; only Linear and Embedding"),
         slow(("--parallel", "none"), "--parallel none is for one process, and 2 were started"),
         slow(("--parallel", "data", "--mesh", "pipe=2"), "--parallel data is along data alone, not --mesh pipe=2"),
-        (("--parallel", "auto", "--plan", "x=colwise"), "--plan x=colwise: no layer has such a name"),
+        slow(("--parallel", "auto", "--plan", "x=colwise"), "--plan x=colwise: no layer has such a name"),
         slow(("--parallel", "auto", "--stage-cut", "deep.99"), "--stage-cut deep.99: the network has no such piece"),
     ],
 )  # fmt: skip

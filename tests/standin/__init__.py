@@ -1,21 +1,21 @@
-"""A simulated accelerator for tests: what runs on it right runs on a real one for the same reasons.
+"""A simulated accelerator for tests: code that is right on it is right on a real one, for the same reasons.
 
-Importing this registers the device "standin" with torch, for the whole process: PrivateUse1, by the registration for
-backends in Python, a private interface of torch's that may change: then `unavailable` says what is missing.
+An import registers the device "standin" with torch for the whole process. It uses PrivateUse1 and torch's registration
+for backends in Python, a private interface that may change; `unavailable` then names the missing part.
 
-- Its memory cannot be read by the CPU, and is NaN when it is new.
+- The CPU cannot read its memory. New memory is NaN.
 - Operations and copies are queued on streams and run by a schedule: at the latest legal moment, at once, at random, or
-  in threads with random delays. They are torch's CPU kernels, so results are the CPU's, to the bit. Errors of a task
-  are raised where a host thread waits next.
-- Freed memory belongs to others at once, in the order of its stream; `record_stream` keeps it.
+  in threads with random delays. They are torch's CPU kernels, so results equal the CPU's to the bit. A task's error
+  is raised at the next wait of a host thread.
+- Freed memory is reused at once, in the order of its stream; `record_stream` keeps it.
 - A checker with vector clocks raises RaceError for a missing wait, in every schedule: between streams, between a stream
-  and memory that is given up, and where the host changes pinned memory that a queued copy reads. Pinned memory that a
+  and freed memory, and where the host changes pinned memory that a queued copy reads. Pinned memory that a
   queued copy writes is NaN until the copy runs, which in the lazy schedule is when the host has waited.
 - There are two devices, "standin:0" and "standin:1", each with its own memory and default stream.
-- Launches, waits of host threads, pinned allocations and device memory are counted.
+- It counts launches, waits of host threads, pinned allocations and device memory.
 
-Not simulated: speed, the rounding of a real device, operations that it lacks or refuses in deterministic mode, the
-reuse of freed memory beyond its being overwritten, generators, graphs, more than one process.
+It does not simulate speed, the rounding of a real device, operations that a device lacks or refuses in deterministic
+mode, reuse of freed memory beyond overwriting it, generators, graphs, or more than one process.
 
 settings.py     config and counters
 schedule.py     tasks, streams, vector clocks, schedules
@@ -36,9 +36,20 @@ except (ImportError, AttributeError) as error:
     unavailable = f"this torch does not let a device be registered from Python: {error}"
 
 __all__ = [
-    "NAME", "SCHEDULES", "Event", "RaceError", "Stream", "collect", "config", "configure", "counters", "finish_all",
-    "raise_errors", "settle", "unavailable",
-]  # fmt: skip
+    "NAME",
+    "SCHEDULES",
+    "Event",
+    "RaceError",
+    "Stream",
+    "collect",
+    "config",
+    "configure",
+    "counters",
+    "finish_all",
+    "raise_errors",
+    "settle",
+    "unavailable",
+]
 
 
 def settle() -> None:

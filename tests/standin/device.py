@@ -1,4 +1,4 @@
-"""The device as torch sees it: its module, its Stream and Event, and their registration, for the whole process."""
+"""The device's module for torch, with Stream, Event and their registration for the whole process."""
 
 import contextlib
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def _index(device: Any) -> int:
 
 
 class Stream(torch.Stream):
-    """A new stream, or with `stream_id` the one of this id."""
+    """A new stream, or the stream with the given `stream_id`."""
 
     queue: Queue
 
@@ -74,7 +74,7 @@ class Stream(torch.Stream):
 
 @contextlib.contextmanager
 def _on(stream: torch.Stream | None) -> Iterator[None]:
-    """Make a stream, and its device, this thread's."""
+    """Make a stream and its device current in this thread."""
     if stream is None:
         yield
         return
@@ -91,7 +91,7 @@ _torch_event = torch.Event
 
 
 class Event(torch.Event):
-    """A mark in a stream; `torch.Event` is this class, and of another device still torch's."""
+    """An event in a stream. `torch.Event` is this class; for other devices it still is torch's."""
 
     def __new__(
         cls, device: Any = None, *, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
@@ -125,7 +125,7 @@ class Event(torch.Event):
 
 
 class Module:
-    """What `torch.get_device_module` returns."""
+    """The module that `torch.get_device_module` returns."""
 
     Stream, Event = Stream, Event
     is_available = staticmethod(lambda: True)
@@ -141,7 +141,7 @@ class Module:
     stream = staticmethod(_on)
 
     class device:  # noqa: N801
-        """Makes a device this thread's."""
+        """A context that makes a device current in this thread."""
 
         def __init__(self, device: Any) -> None:
             self._index = _index(device)
@@ -196,7 +196,7 @@ class _Guard(torch._C._acc.DeviceGuard):
 
 
 def _pinning(create: Any) -> Any:
-    """A factory of CPU tensors that knows `pin_memory`; torch's own would ask for CUDA."""
+    """Return a factory of CPU tensors that supports `pin_memory`; torch's own would need CUDA."""
 
     def created(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
         out = create(*args, **kwargs)
@@ -219,7 +219,7 @@ _tensor_to = torch.Tensor.to
 
 
 def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`Tensor.to`, to this thread's device where none is said; torch knows no other than 0."""
+    """`Tensor.to` whose default index is this thread's device; torch's is always 0."""
     named = args and isinstance(args[0], (str, torch.device)) and torch.device(args[0]) == torch.device(NAME)
     if current_device() and named:
         args = (torch.device(NAME, current_device()), *args[1:])
@@ -230,7 +230,7 @@ _run_backward = torch.autograd._engine_run_backward
 
 
 def _backward(*args: Any, **kwargs: Any) -> Any:
-    """Run a backward pass in this thread, on its stream; torch's own thread for a device knows the default one only."""
+    """Run a backward pass in this thread, on its stream; torch's thread for a device uses only the default stream."""
     with torch.autograd.set_multithreading_enabled(False):
         return _run_backward(*args, **kwargs)
 

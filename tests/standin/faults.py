@@ -32,7 +32,7 @@ SCHEDULES = ("lazy", "delayed")
 
 
 class Fault(NamedTuple):
-    """A statement to leave out; `reason` says why it cannot be."""
+    """A statement to leave out, or the `reason` why it cannot be left out."""
 
     file: Path
     node: ast.stmt
@@ -40,7 +40,7 @@ class Fault(NamedTuple):
     reason: str | None
 
     def patched(self, source: str) -> str:
-        """Return the file without it."""
+        """Return the file's text without the statement."""
         lines = source.encode().splitlines(keepends=True)  # offsets are in bytes
         begin, end = self.node.lineno - 1, self.node.end_lineno - 1
         head, tail = lines[begin][: self.node.col_offset], lines[end][self.node.end_col_offset :]
@@ -60,7 +60,7 @@ def find(root: Path, package: str, calls: tuple[str, ...] = CALLS) -> Iterator[F
 
 
 def _own_calls(statement: ast.stmt) -> Iterator[ast.Call]:
-    """Yield the calls of a statement, without those of the statements in it."""
+    """Yield the calls of a statement, without those of nested statements."""
     waiting: list[ast.AST] = [statement]
     while waiting:
         for child in ast.iter_child_nodes(waiting.pop()):
@@ -76,25 +76,42 @@ def _name(call: ast.Call) -> str:
 
 
 class Tests:
-    """Runs tests in a copy of the repository, one process at a time."""
+    """Run tests in a copy of the repository, one process at a time."""
 
     def __init__(self, copy: Path, selected: list[str], timeout: float) -> None:
         self._copy, self._selected, self._timeout = copy, selected, timeout
         self.known: list[str] = []  # they fail without a fault
 
     def run(self, schedule: str, *options: str) -> tuple[list[tuple[str, str]], float]:
-        """Return the tests that failed, each with its error, and the seconds that it took."""
+        """Return the failed tests with their errors, and the seconds taken."""
         command = [
-            sys.executable, "-m", "pytest", "-p", "tests.standin.plugin", "-p", "no:cacheprovider", "-q", "--tb=no",
-            "-m", "device and not slow", "--standin-schedule", schedule, *options,
-            *(f"--deselect={test}" for test in self.known), *self._selected,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "tests.standin.plugin",
+            "-p",
+            "no:cacheprovider",
+            "-q",
+            "--tb=no",
+            "-m",
+            "device and not slow",
+            "--standin-schedule",
+            schedule,
+            *options,
+            *(f"--deselect={test}" for test in self.known),
+            *self._selected,
+        ]
         settings = {"PYTHONPATH": str(self._copy), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "400"}
         start = time.monotonic()
         process = subprocess.Popen(
-            command, cwd=self._copy, env={**os.environ, **settings}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            command,
+            cwd=self._copy,
+            env={**os.environ, **settings},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         try:
             out, _ = process.communicate(timeout=self._timeout)
         except subprocess.TimeoutExpired:
@@ -108,7 +125,7 @@ class Tests:
 
 
 def copy_of(root: Path, folder: Path) -> Path:
-    """Return a copy of the repository; compiled kernels come with it."""
+    """Return a copy of the repository, with its compiled kernels."""
     unneeded = shutil.ignore_patterns(".git", ".venv", ".peers", ".*_cache", "datasets", "runs", "*.egg-info")
     return Path(shutil.copytree(root, folder / "copy", symlinks=True, ignore=unneeded))
 
@@ -154,7 +171,7 @@ def main() -> int:
 
 
 def _try(fault: Fault, copy: Path, tests: Tests, schedules: list[str]) -> tuple[str, str]:
-    """Return which test catches a fault, and its error."""
+    """Return the test that catches a fault, and its error."""
     if fault.reason is not None:
         return "skipped", fault.reason
     path = copy / fault.file

@@ -1,15 +1,15 @@
-"""Collectives of tensors on the simulated device, for torch.distributed: by way of the host, in the current stream."""
+"""Collectives for torch.distributed on the simulated device: through the host, in the current stream."""
 
 import torch
 import torch.distributed as dist
 
 from .memory import NAME
 
-calls: list[str] = []  # of collectives, by name
+calls: list[str] = []  # names of collectives, in order
 
 
 class DeviceGroup(dist.ProcessGroup):
-    """What NCCL is to CUDA. The host waits for what goes; what comes is queued."""
+    """The counterpart of NCCL. The host waits for tensors to send; received tensors are queued."""
 
     def __init__(self, store, rank, size, timeout):
         super().__init__(rank, size)
@@ -38,7 +38,7 @@ class DeviceGroup(dist.ProcessGroup):
 
 
 class _Done(dist.Work):
-    """A collective that the current stream is past."""
+    """A collective that is complete in the current stream."""
 
     def wait(self, timeout=None):
         return True
@@ -51,7 +51,7 @@ def _host(tensor):
 
 
 def register():
-    """Make it torch's backend for tensors on the simulated device."""
+    """Register the group as torch's backend for tensors on the simulated device."""
     dist.Backend.register_backend(
         NAME, lambda store, rank, size, timeout: DeviceGroup(store, rank, size, timeout), devices=[NAME]
     )

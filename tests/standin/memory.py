@@ -1,4 +1,4 @@
-"""The device's memory, which the CPU cannot read, and pinned memory, which both can.
+"""The device's memory, which the CPU cannot read, and pinned memory, which both can read.
 
 New memory is full of bytes 0xFF: floats are NaN, integers -1. As with a caching allocator, memory that is given up
 belongs to others at once, in the order of the stream that it was allocated on: what another stream has still to do with
@@ -39,7 +39,7 @@ class Buffer(Memory):
         self.recorded: set[Queue] = set()
 
     def is_used(self) -> bool:
-        """Tell whether a stream that was recorded has still to do with it."""
+        """Return whether a recorded stream still uses it."""
         return any(use.queue in self.recorded and use.number > use.queue.done for use in self.uses.values())
 
     def __str__(self) -> str:
@@ -54,11 +54,17 @@ _allocated = [0] * config.devices
 # -- tensors ---------------------------------------------------------------------------------------------------------
 class _DLTensor(ctypes.Structure):
     _fields_ = [
-        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
         ("byte_offset", ctypes.c_uint64),
-    ]  # fmt: skip
+    ]
 
 
 class _Managed(ctypes.Structure):
@@ -69,7 +75,7 @@ _kept: list[object] = []
 
 
 def _empty_tensor(device: int) -> Tensor:
-    """Return a tensor of no bytes on a device of any index; torch's own function for it knows index 0 only."""
+    """Return an empty tensor on a device of any index; torch's own function supports only index 0."""
     size, stride = (ctypes.c_int64 * 1)(0), (ctypes.c_int64 * 1)(1)
     managed = _Managed(_DLTensor(None, _EXTENSION, device, 1, 1, 8, 1, size, stride, 0), None, None)
     _kept.append(managed)
@@ -83,7 +89,7 @@ _empty: dict[int, Tensor] = {}
 
 
 def allocate(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: int) -> Tensor:
-    """Return a tensor on a device, of its thread's stream there."""
+    """Return a tensor on a device, allocated in this thread's stream there."""
     extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if all(size) else 0
     nbytes = extent * dtype.itemsize
     collect()
@@ -106,7 +112,7 @@ def allocate(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype,
 
 
 def set_storage(tensor: Tensor, storage: torch.UntypedStorage, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
-    """Give a tensor other memory."""
+    """Replace a tensor's memory."""
     aten.set_.source_Storage_storage_offset.redispatch(CPU, tensor, storage, 0, size, stride)
 
 
@@ -117,7 +123,7 @@ def buffer_of(tensor: Tensor) -> Buffer:
 
 
 def hidden(tensor: Tensor) -> Tensor:
-    """Return a tensor as one on the CPU over the same memory, for tasks."""
+    """Return a CPU tensor over a tensor's memory, for tasks."""
     raw = buffer_of(tensor).raw.untyped_storage()
     return torch.empty(0, dtype=tensor.dtype).set_(raw, tensor.storage_offset(), tensor.shape, tensor.stride())
 
@@ -134,7 +140,7 @@ def contiguous(size: tuple[int, ...], memory_format: torch.memory_format | None 
 
 
 def collect() -> None:
-    """Let go of what was given up since the last call, and of what was recorded and is not used any more."""
+    """Free memory that was released since the last call, and recorded memory that no stream uses any more."""
     while True:
         try:
             buffer = _freed.popleft()
@@ -157,14 +163,14 @@ def collect() -> None:
 
 
 def allocated(device: int) -> int:
-    """Return the bytes that are allocated on a device."""
+    """Return the number of bytes allocated on a device."""
     collect()
     return _allocated[device]
 
 
 # -- pinned memory ---------------------------------------------------------------------------------------------------
 class Pinned:
-    """Pinned host memory, found by address as by a driver: an array over it, and a tensor over that, are pinned too.
+    """Pinned host memory, found by address as a driver does: arrays and tensors over it are pinned, too.
 
     Its ranges are used each on its own: a program may give parts of it to different copies.
     """
@@ -174,7 +180,7 @@ class Pinned:
         self.ranges: list[Range] = []
 
     def range_of(self, start: int, end: int) -> "Range":
-        """Return a range of it; those that overlap, and that nobody uses any more, are forgotten."""
+        """Return a range of it; drop unused ranges that overlap."""
         with lock:
             found = next((each for each in self.ranges if (each.start, each.end) == (start, end)), None)
             if found is None:
@@ -249,7 +255,7 @@ def pin(tensor: Tensor, *, poison: bool = False) -> Tensor:
 
 
 def pinned_memory(tensor: Tensor) -> Range | None:
-    """Return the part of pinned memory that a CPU tensor takes, if it lies in such."""
+    """Return the range of pinned memory that a CPU tensor covers; None if its memory is not pinned."""
     if not tensor.numel():
         return None
     start = tensor.data_ptr()

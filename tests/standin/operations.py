@@ -1,4 +1,4 @@
-"""Operations: torch's CPU kernels over hidden memory, queued on the current stream, and the copies between devices."""
+"""Operations: torch's CPU kernels on hidden memory, queued in the current stream; copies between devices."""
 
 from collections.abc import Callable
 from functools import partial
@@ -38,20 +38,20 @@ from .settings import counters
 
 
 def launch(name: str, run: Callable[[], object], queue: Queue, *arguments: Any) -> Task:
-    """Queue a task that has work; arguments as for `enqueue`."""
+    """Queue a task with work; arguments as for `enqueue`."""
     task = enqueue(name, run, queue, *arguments)
     counters.count_launch(name)
     return task
 
 
 def is_here(value: object) -> bool:
-    """Tell whether a value is a tensor on a device of ours."""
+    """Return whether a value is a tensor on a simulated device."""
     return isinstance(value, Tensor) and value.device.type == NAME
 
 
 # -- any operation ---------------------------------------------------------------------------------------------------
 class _Schema:
-    """What matters of an operation's schema.
+    """The relevant parts of an operation's schema.
 
     view     only makes views
     written  the arguments that it changes, by position and name
@@ -99,7 +99,7 @@ def _meta_of(tensor: Tensor) -> Tensor:
 
 
 class _Call:
-    """One call of an operation: its arguments, and the same as tensors that tasks may use."""
+    """One call of an operation: its arguments, and tensors over the same memory for tasks."""
 
     def __init__(self, op: Any, schema: _Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         args = tuple(  # a number in a tensor's place has lost its wrapping on the way here
@@ -154,7 +154,7 @@ class _Call:
             return self.op(*args, **kwargs)
 
     def work(self) -> Callable[[], Any]:
-        """Return what the task does; it must not keep the tensors themselves, which may be given up before it runs."""
+        """Return the task's work. It must not hold the tensors, which may be freed before it runs."""
         kernel, args, kwargs, scalars = (
             _kernels.get(self.op, self.op),
             self.hidden_args,
@@ -171,12 +171,12 @@ class _Call:
         return run
 
     def launch(self, run: Callable[[], object], outs: list[Buffer]) -> None:
-        """Queue it."""
+        """Queue the call."""
         launch(str(self.op), run, current_queue(self.device), self.reads, [*self.writes, *outs])
 
 
 def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Do any operation that has a CPU kernel."""
+    """Run any operation that has a CPU kernel."""
     schema = _schemas.get(op)
     if schema is None:
         schema = _schemas[op] = _Schema(op)
@@ -214,7 +214,7 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _synchronous(call: _Call) -> Any:
-    """Do an operation whose shape depends on values, or that nobody has told the shape of: the host waits for it."""
+    """Run an operation whose result's shape depends on values or is unknown: the host waits for it."""
     work, found = call.work(), []
     call.launch(lambda: found.append(work()), [])
     finish(current_queue(call.device), f"shape of {call.op}")
@@ -228,7 +228,7 @@ def _synchronous(call: _Call) -> Any:
 
 
 def _sqrt(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Correctly rounded, as on accelerators; torch's on the CPU is not."""
+    """Return correctly rounded square roots, as accelerators do; torch's CPU kernel does not."""
     y = torch.from_numpy(np.sqrt(x.numpy())) if x.dtype in (torch.float32, torch.float64) else x.sqrt()
     return y if out is None else out.copy_(y)
 
@@ -237,7 +237,7 @@ _kernels = {aten.sqrt.default: _sqrt, aten.sqrt.out: _sqrt, aten.sqrt_.default: 
 
 
 def autocast(op: Any) -> Callable[..., Any]:
-    """Return the operation in autocast's precision."""
+    """Return the operation with autocast's precision."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 
     def lower(*args: Any, **kwargs: Any) -> Any:
@@ -358,7 +358,7 @@ _aten, _any = torch.library.Library("aten", "IMPL"), torch.library.Library("_", 
 
 
 def register() -> None:
-    """Register all of it with torch's dispatcher."""
+    """Register all operations with torch's dispatcher."""
     for name, function in {
         "empty.memory_format": empty,
         "empty_strided": empty_strided,

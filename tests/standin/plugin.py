@@ -1,4 +1,4 @@
-"""For pytest: python -m pytest -p tests.standin.plugin [--standin-schedule NAME] [--standin-seed N] ...
+"""A plugin for pytest: python -m pytest -p tests.standin.plugin [--standin-schedule NAME] [--standin-seed N] ...
 
 Registers the simulated accelerator before anything else, runs every test with it, and fails a test that leaves an error
 on the device behind.
@@ -20,7 +20,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    torch.set_num_threads(1)  # or torch's threads and the streams' wait for each other
+    torch.set_num_threads(1)  # otherwise torch's threads and the streams' wait for each other
     _configure(config)
 
 
@@ -43,7 +43,7 @@ def pytest_runtest_call(item):
         standin.settle()
         return result
     finally:
-        with contextlib.suppress(RuntimeError):  # of a test that has failed
+        with contextlib.suppress(RuntimeError):  # from a test that failed
             standin.settle()
         _configure(item.config)
 

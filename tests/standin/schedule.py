@@ -20,7 +20,7 @@ from .settings import config, counters
 
 
 class RaceError(RuntimeError):
-    """Two uses of the same memory, and nothing makes the later one wait."""
+    """Two uses of the same memory, of which the later one does not wait for the earlier."""
 
 
 class Queue:
@@ -63,14 +63,14 @@ class Task:
 
 
 class Use(NamedTuple):
-    """A task as the memory that it uses remembers it."""
+    """A record of a task, kept by the memory that it uses."""
 
     queue: Queue
     number: int
     name: str
 
     def comes_before(self, queue: Queue) -> bool:
-        """Tell whether it comes before the next task of a stream."""
+        """Return whether it happens before the next task of a stream."""
         seen = self.queue is queue or self.number <= self.queue.known
         return seen or self.number <= queue.clock.get(self.queue, 0)
 
@@ -96,22 +96,22 @@ class Memory:
                 raise RaceError(f"{name} on {queue} {verb} {self} that {use} uses, and nothing makes it wait")
 
     def note(self, use: Use, *, writes: bool) -> None:
-        """Remember a use."""
+        """Record a use."""
         if writes:
             self.writer = use
             self.uses = {}
         self.uses[use.queue] = use
 
     def at_rest(self) -> bool:
-        """Tell whether a host thread has seen the end of every use."""
+        """Return whether a host thread has seen the end of every use."""
         return all(use.number <= use.queue.known for use in self.uses.values())
 
     def is_written(self) -> bool:
-        """Tell whether a task writes it whose end no host thread has seen."""
+        """Return whether a task writes it whose end no host thread has seen."""
         return self.writer is not None and self.writer.number > self.writer.queue.known
 
     def overlaps(self, other: "Memory") -> bool:
-        """Tell whether it has bytes in common with other memory."""
+        """Return whether it overlaps other memory."""
         return self is other
 
 
@@ -166,7 +166,7 @@ def current_device() -> int:
 
 
 def set_current_device(device: int) -> int:
-    """Set this thread's device, and return what it was."""
+    """Set this thread's device; return the previous one."""
     if not 0 <= device < config.devices:
         raise RuntimeError(f"there is no device {device}; there are {config.devices}")
     before, _local.device = current_device(), device
@@ -174,14 +174,14 @@ def set_current_device(device: int) -> int:
 
 
 def current_queue(device: int | None = None) -> Queue:
-    """Return this thread's stream on a device, its own device if None."""
+    """Return this thread's stream on a device (default: the current device)."""
     device = current_device() if device is None else device
     queues: dict[int, Queue] = getattr(_local, "queues", {})
     return queues.get(device) or defaults[device]
 
 
 def set_current_queue(queue: Queue) -> Queue:
-    """Make a stream this thread's on the stream's device; return what it was there."""
+    """Make a stream current in this thread on its device; return the previous one."""
     before = current_queue(queue.device)
     if not hasattr(_local, "queues"):
         _local.queues = {}
@@ -237,7 +237,7 @@ def enqueue(
 
 
 def let_change(memory: Memory) -> None:
-    """Look at host memory that queued copies read, for the last time: from here on a task may change it."""
+    """Check, for the last time, the host memory that queued copies read: a task may change it from here on."""
     with lock:
         for queue in [queue for queue in _unfinished if queue.sources]:
             for source in [source for source in queue.sources if source.memory.overlaps(memory)]:
@@ -246,7 +246,7 @@ def let_change(memory: Memory) -> None:
 
 
 def make_wait(queue: Queue, task: Task) -> None:
-    """Let the next task of a stream come after a task."""
+    """Make the next task of a stream wait for a task."""
     with lock:
         queue.waits.append(task)
         for other, number in (*task.clock.items(), (task.queue, task.number)):
@@ -272,7 +272,7 @@ def _execute(task: Task) -> None:
 
 
 def _run_until(task: Task) -> None:
-    """Run a task and all that it needs, in this thread."""
+    """Run a task and all tasks that it depends on, in this thread."""
     with _running:
         stack = [task]
         while stack:
@@ -286,7 +286,7 @@ def _run_until(task: Task) -> None:
 
 
 def _run_some() -> None:
-    """Run a random number of tasks that may run by now."""
+    """Run a random number of tasks that are ready."""
     with _running:
         for _ in range(_rng.choice((0, 0, 1, 2, 5))):
             ready = []
@@ -335,7 +335,7 @@ def _block(task: Task) -> None:
 
 # -- the host --------------------------------------------------------------------------------------------------------
 def wait(task: Task | None, kind: str) -> None:
-    """Let this host thread wait for a task; raise what went wrong on the device by then."""
+    """Make this host thread wait for a task; raise errors of the device up to then."""
     counters.count_wait(kind)
     if task is not None:
         if config.schedule == "delayed":
@@ -347,7 +347,7 @@ def wait(task: Task | None, kind: str) -> None:
 
 
 def poll(task: Task | None) -> bool:
-    """Tell whether a task is done, which the host knows then; a lazy one is when it has been asked for often."""
+    """Return whether a task is done, which the host then knows; a lazy task is done after many queries."""
     if task is None:
         return True
     task.asked += 1
@@ -359,12 +359,12 @@ def poll(task: Task | None) -> bool:
 
 
 def finish(queue: Queue, kind: str) -> None:
-    """Let this host thread wait for all that a stream has been given."""
+    """Make this host thread wait for all tasks of a stream."""
     wait(enqueue("synchronize", None, queue), kind)
 
 
 def finish_all(kind: str = "device.synchronize", device: int | None = None) -> None:
-    """Let this host thread wait for all streams, of all devices if None."""
+    """Make this host thread wait for all streams of a device, or of all devices if None."""
     with lock:
         queues = [queue for queue in _unfinished if device is None or queue.device == device]
     for queue in queues:
@@ -372,7 +372,7 @@ def finish_all(kind: str = "device.synchronize", device: int | None = None) -> N
 
 
 def _learn(task: Task) -> None:
-    """The host has seen a task's end, and so that of all that comes before it."""
+    """Record that the host has seen the end of a task, and so of all tasks before it."""
     with lock:
         for queue, number in (*task.clock.items(), (task.queue, task.number)):
             queue.known = max(queue.known, number)
@@ -387,12 +387,12 @@ def _learn(task: Task) -> None:
 
 
 def report(error: BaseException) -> None:
-    """Keep an error for whoever waits next."""
+    """Keep an error for the next host thread that waits."""
     _errors.append(error)
 
 
 def raise_errors() -> None:
-    """Raise the first of what went wrong on the device since the last call, and forget the others."""
+    """Raise the device's first error since the last call, and drop the others."""
     with lock:
         first = _errors[0] if _errors else None
         _errors.clear()
@@ -401,7 +401,7 @@ def raise_errors() -> None:
 
 
 def configure(**settings: Any) -> None:
-    """Set fields of `config` when all streams have come to rest, and begin the random numbers anew."""
+    """Wait for all streams, set fields of `config`, and restart the random numbers."""
     finish_all("configure")
     for name, value in settings.items():
         if not hasattr(config, name):

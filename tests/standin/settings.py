@@ -1,4 +1,4 @@
-"""What can be set, and what is counted; one of each for the process, as the registration is."""
+"""The settings and counters, one of each per process, like the registration."""
 
 import threading
 from collections import Counter
@@ -10,7 +10,7 @@ SCHEDULES = ("lazy", "eager", "random", "delayed")
 
 @dataclass
 class Config:
-    """How the device behaves; change it with `standin.configure`, which lets all streams come to rest first.
+    """How the device behaves; change it with `standin.configure`, which first waits for all streams.
 
     schedule     "lazy": a task runs when somebody waits for it or for one after it, the latest legal moment;
                  "eager": in the thread that queues it, at once; "random": after each queueing some tasks that may run,
@@ -32,7 +32,7 @@ class Config:
 
 @dataclass
 class Counters:
-    """What has happened since `reset`; for tests and benchmarks.
+    """Counts since `reset`, for tests and benchmarks.
 
     launches            tasks with work, by the operation's name: no views, allocations and events
     waits               times that a host thread waited, by what for and the thread's name: event.synchronize,
@@ -58,11 +58,11 @@ class Counters:
             self.waits[kind, threading.current_thread().name] += 1
 
     def waits_of(self, thread: str) -> Counter[str]:
-        """How often the thread of this name waited, by what for."""
+        """Return how often the thread with this name waited, by reason."""
         return Counter({kind: count for (kind, name), count in self.waits.items() if name == thread})
 
     def reset(self) -> None:
-        """Count from zero; what is allocated stays so, and is the peak."""
+        """Set the counts to zero. Allocated memory stays counted, and is the new peak."""
         self.launches.clear()
         self.waits.clear()
         self.pinned_allocations = self.pinned_bytes = 0

@@ -1,0 +1,17 @@
+"""Compile the kernels that most tests call, so that tests which run at the same time do not each compile them."""
+
+import itertools
+
+from hostdev.cache import planner
+from hostdev.host.warm_up import warm_up
+
+
+def main():
+    for id_dtype in ("int32", "int64"):
+        planner.warm_up(id_dtype)
+    for id_dtype, table_dtype in itertools.product(("int32", "int64"), ("fp32", "bf16")):
+        warm_up(id_dtype, table_dtype)
+
+
+if __name__ == "__main__":
+    main()

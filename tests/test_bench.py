@@ -1,0 +1,25 @@
+"""The benchmarks' registry: every script is in it, with a claim of one line, and `make bench` needs no other list."""
+
+import subprocess
+import sys
+
+from bench.registry import BENCHES, HERE
+from tests.conftest import ROOT
+
+
+def test_every_benchmark_is_registered_once():
+    modules = [bench.module for bench in BENCHES.values()]
+    assert len(set(modules)) == len(modules)
+    assert {path.stem for path in HERE.glob("bench_*.py")} <= set(modules)
+    for name, bench in BENCHES.items():
+        assert len(bench.claim) > 20, name
+        assert bench.claim.endswith("."), (name, "the claim goes over the end of the docstring's first line")
+
+
+def test_the_list_and_a_misspelt_name():
+    command = [sys.executable, "-m", "bench"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert all(f"  {name} " in done.stdout and bench.claim in done.stdout for name, bench in BENCHES.items())
+    done = subprocess.run([*command, "pipelin"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "pipeline" in done.stderr
