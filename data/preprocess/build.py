@@ -319,7 +319,8 @@ def _sound(entries: Sequence[dict[str, Any]], layout: Layout, mode: str) -> int:
                     return number
                 list(map(str.lower, content["checksums"]))
                 check_scaling(mode, json_files.parse(dict[str, Any], content["scaling"]), layout.dense)
-                json_files.parse(dict[str, float] | None, content.get(KNOWN_SHARES))
+                if content.get(KNOWN_SHARES) is not None:
+                    json_files.parse(dict[str, float], content[KNOWN_SHARES])
             elif kind == "shard":
                 json_files.parse(_Done, content)
         except (ValueError, TypeError, KeyError, AttributeError):

@@ -167,7 +167,8 @@ def test_no_column_with_ids(refused, good):
         (
             "y,x,c\n1,1e-9,a\n0,1,b\n1,1e300,b\n",
             ["--numeric", "x", "--test-after", "x=0.5"],
-            "column 'x': a number is inf when scaled, which float32 cannot hold; leave such rows out, or use --dense log",
+            "column 'x': a number is inf when scaled, which float32 cannot hold; leave such rows out, or use --dense "
+            "log",
         ),
         (
             "y,x,c\n1,1e300,a\n0,-1e300,b\n1,3,t\n",
@@ -394,13 +395,15 @@ TABLE = {"y": [0, 1, 1], "c": ["a", "b", "c"], "x": [1.0, 2.5, None]}
             "x",
             [datetime.date(2024, 1, 1)] * 3,
             ["--label", "x", "--positive", ">3"],
-            "column 'x': it is of type date32[day], and --positive >3 compares numbers; make it a number, or a column of 0",
+            "column 'x': it is of type date32[day], and --positive >3 compares numbers; make it a number, or a column "
+            "of 0",
         ),
         (
             "x",
             [["a"]] * 3,
             ["--bag", "x", "--test-column", "x=a"],
-            "it is of type list<element: string>, a list; --test-column and --test-after take a column with a value a row",
+            "it is of type list<element: string>, a list; --test-column and --test-after take a column with a value a "
+            "row",
         ),
         ("x", [[1]] * 3, ["--bag", "x", "--test-after", "x=1"], "a list; --test-column and --test-after take a column"),
         (
