@@ -17,7 +17,7 @@ from hostdev.pipeline.groups import Group, Ids
 from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.pipeline.results import Flight, Request
 from hostdev.pipeline.scheduling.overlapped import OverlappedPass
-from hostdev.pipeline.scheduling.passes import Pass, SerialPass
+from hostdev.pipeline.scheduling.passes import Pass, PassOptions, SerialPass
 from hostdev.pipeline.stages.step import abandon_step
 
 _MOST_DEPTH = MOST_UNFINISHED - 2
@@ -177,23 +177,11 @@ class Pipeline:
             ahead = min(ahead, read_ahead - window)
         with self.timeline.run() if self.training is None else nullcontext():
             one: SerialPass | OverlappedPass
+            options = PassOptions(self.depth, window, self._number, position, update, background, ahead)
             if self.depth:
-                one = OverlappedPass(
-                    self._context,
-                    batches,
-                    depth=self.depth,
-                    window=window,
-                    number=self._number,
-                    position=position,
-                    update=update,
-                    background=background,
-                    ahead_of_step=ahead,
-                    are_ranks_gone=self._are_ranks_gone,
-                )
+                one = OverlappedPass(self._context, batches, options, self._are_ranks_gone)
             else:
-                one = SerialPass(
-                    self._context, batches, window=window, number=self._number, position=position, update=update
-                )
+                one = SerialPass(self._context, batches, options)
             failed = False
             self._open_passes.append(one)
             try:

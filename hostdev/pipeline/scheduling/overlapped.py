@@ -27,7 +27,7 @@ from hostdev.pipeline.context import Context
 from hostdev.pipeline.results import Flight, Gradients, ReadBatch, Request, SentBatch, SteppedBatch, UniqueBatch
 from hostdev.pipeline.row_ids import Ids
 from hostdev.pipeline.scheduling.in_flight import InFlight
-from hostdev.pipeline.scheduling.passes import look_ahead, raise_held
+from hostdev.pipeline.scheduling.passes import PassOptions, look_ahead, raise_held
 from hostdev.pipeline.scheduling.queues import End, PipelineQueues, Stopped
 from hostdev.pipeline.stages.look_up import look_up, look_up_conflicting, reload, take_memory
 from hostdev.pipeline.stages.plan import plan
@@ -47,31 +47,18 @@ class Workers:
         context: Of the pipeline.
         queues: Between the threads.
         source: The requests, if a reader thread reads them.
-        depth: Of the pipeline.
-        window: How many batches the caches know in advance.
-        number: Of the batch before the first.
-        position: Of that batch in its loop.
-        update: The pass updates the tables.
+        options: Of the pass.
     """
 
     def __init__(
-        self,
-        context: Context,
-        queues: PipelineQueues,
-        source: Iterable[Request] | None,
-        *,
-        depth: int,
-        window: int,
-        number: int,
-        position: int,
-        update: bool,
+        self, context: Context, queues: PipelineQueues, source: Iterable[Request] | None, options: PassOptions
     ) -> None:
-        self._context, self._queues, self._update = context, queues, update
+        self._context, self._queues, self._update = context, queues, options.update
         self._timeline = context.timeline
-        self._most = depth + 2  # batches that are looked up and not updated
-        self._most_read = depth + 2 + window
-        self.number = number  # the last batch that was read
-        batches = look_ahead(context, self._take_read, window, position, update)
+        self._most = options.depth + 2  # batches that are looked up and not updated
+        self._most_read = options.depth + 2 + (options.window if options.update else 0)
+        self.number = options.number  # the last batch that was read
+        batches = look_ahead(context, self._take_read, options)
         work: list[Any] = [
             ("fetcher", self._fetch_next, queues.fetched, batches),
             ("updater", self._update_next, None),
@@ -241,50 +228,24 @@ class OverlappedPass:
     Args:
         context: Of the pipeline.
         source: The requests.
-        depth: Of the pipeline.
-        window: How many batches the caches know in advance, besides those that are looked up ahead.
-        number: Of the batch before the first.
-        position: Of that batch in its loop.
-        update: The pass updates the tables.
-        background: Read in a thread, and not in the caller's.
-        ahead_of_step: How many batches are looked up ahead, at most the depth; for batches read in the caller's thread.
+        options: Of the pass.
         are_ranks_gone: Tells whether other ranks have failed, so that waiting for them is useless.
     """
 
     def __init__(
-        self,
-        context: Context,
-        source: Iterable[Request],
-        *,
-        depth: int,
-        window: int,
-        number: int,
-        position: int,
-        update: bool,
-        background: bool,
-        ahead_of_step: int,
-        are_ranks_gone: Callable[[], bool] = lambda: False,
+        self, context: Context, source: Iterable[Request], options: PassOptions, are_ranks_gone: Callable[[], bool]
     ) -> None:
-        self._context, self._update, self._timeline = context, update, context.timeline
+        self._context, self._update, self._timeline = context, options.update, context.timeline
         self._are_ranks_gone = are_ranks_gone
-        self._window, self._ahead = window if update else 0, ahead_of_step
-        self._queues = PipelineQueues(number)
+        self._window, self._ahead = options.window if options.update else 0, options.ahead_of_step
+        self._queues = PipelineQueues(options.number)
         self._caller = threading.get_ident()
         self._given: int | None = None  # the batch that the caller has
         self._closed = False
-        self._before_first, self._reads_behind = number, background
+        self._before_first, self._reads_behind = options.number, options.background
         self._taken = 0  # batches that the caller has asked for
-        self._source: Iterator[Request] | None = None if background else iter(source)  # None also after its end
-        self._workers = Workers(
-            context,
-            self._queues,
-            source if background else None,
-            depth=depth,
-            window=self._window,
-            number=number,
-            position=position,
-            update=update,
-        )
+        self._source: Iterator[Request] | None = None if options.background else iter(source)  # None after its end
+        self._workers = Workers(context, self._queues, source if options.background else None, options)
 
     @property
     def number(self) -> int:

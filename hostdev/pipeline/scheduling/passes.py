@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hostdev.pipeline import remote
 from hostdev.pipeline.context import Context
@@ -17,6 +17,18 @@ from hostdev.pipeline.stages.read import read
 from hostdev.pipeline.stages.send import send
 from hostdev.pipeline.stages.step import begin_step, end_step
 from hostdev.pipeline.stages.update import await_step, receive_sums, release, update
+
+
+class PassOptions(NamedTuple):
+    """Where a pass begins, and how far it runs ahead."""
+
+    depth: int  # of the pipeline
+    window: int  # batches that the caches know in advance, besides those that are looked up ahead
+    number: int  # of the batch before the first
+    position: int  # of that batch in the caller's loop
+    update: bool  # steps update the tables
+    background: bool  # read in a thread, and not in the caller's
+    ahead_of_step: int  # batches that are looked up ahead, at most the depth, if they are read in the caller's thread
 
 
 class Pass(Protocol):
@@ -59,22 +71,22 @@ def raise_held(held: list[BaseException | None]) -> None:
 
 
 def look_ahead(
-    context: Context, take: Callable[[], ReadBatch | End], window: int, position: int, update: bool
+    context: Context, take: Callable[[], ReadBatch | End], options: PassOptions
 ) -> Iterator[UniqueBatch | End]:
     """Yield deduplicated batches, which are announced to the caches a window ahead; then the end.
 
     Args:
         context: Of the pipeline.
         take: Returns the next batch that was read.
-        window: How many batches are announced ahead.
-        position: Of the batch before the first, in its loop.
-        update: The pass updates the tables.
+        options: Of the pass.
     """
+    update, position = options.update, options.position
+    window = options.window if update else 0
     waiting: list[UniqueBatch] = []
     announced = [0] * len(context.groups)
     ends: list[End] = []
     while True:
-        while not ends and len(waiting) <= (window if update else 0):
+        while not ends and len(waiting) <= window:
             try:
                 item = take()
                 if isinstance(item, ReadBatch):
@@ -107,21 +119,15 @@ class SerialPass:
     Args:
         context: Of the pipeline.
         source: The requests.
-        window: How many batches the caches know in advance.
-        number: Of the batch before the first.
-        position: Of that batch in its loop.
-        update: The pass updates the tables.
+        options: Of the pass.
     """
 
-    def __init__(
-        self, context: Context, source: Iterable[Request], *, window: int, number: int, position: int, update: bool
-    ) -> None:
-        self._context, self._update = context, update
+    def __init__(self, context: Context, source: Iterable[Request], options: PassOptions) -> None:
+        self._context, self._update, self.number = context, options.update, options.number
         self._source = iter(source)
         self._caller = threading.get_ident()
         self._given: Flight | None = None  # in the caller's step
-        self.number = number
-        self._batches = look_ahead(context, self._read, window, position, update)
+        self._batches = look_ahead(context, self._read, options)
 
     def _read(self) -> ReadBatch | End:
         batch = read(self._context, self._source, self.number + 1)
