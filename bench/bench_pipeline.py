@@ -28,9 +28,9 @@ from hostdev.device import backend
 from hostdev.device.staging import Staging
 from hostdev.host.table import HostTable
 from hostdev.kernels.pool import host_threads
-from hostdev.pipeline.flight import Request
 from hostdev.pipeline.groups import Embedding, Group
 from hostdev.pipeline.pipeline import Pipeline
+from hostdev.pipeline.results import Request
 from hostdev.train.trainer import Trainer
 
 FACTORS = (0.5, 1.0, 2.0)

@@ -32,9 +32,9 @@ from hostdev.models.wide_deep.network import LAYERS, WideDeep
 from hostdev.parallel.dense import DenseGradients
 from hostdev.parallel.place import find
 from hostdev.parallel.ranks import Ranks
-from hostdev.pipeline.flight import Flight, Gradients, Request
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.pipeline import Pipeline
+from hostdev.pipeline.results import Flight, Gradients, Request
 from hostdev.train.trainer import Trainer
 
 ALONE_WITH_RANKS = "BENCH_RANKS_PORT"  # a port for a rank that exchanges with itself

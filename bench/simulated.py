@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from hostdev.cache.slots import DeviceSlots, Places
-from hostdev.pipeline.flight import Flight, Gradients
+from hostdev.pipeline.results import Flight, Gradients
 
 # A step of Wide & Deep launches about 100 kernels of the dense layers, their gradients and Adam, and up to 20 for rows
 # (the benchmark `launches`). PyTorch takes 4 to 10 us of the host for each.

@@ -35,6 +35,7 @@ from hostdev.parallel.plan import divides, pairable
 from hostdev.parallel.plan_text import STRATEGIES
 from hostdev.parallel.ranks import Ranks
 from hostdev.parallel.state import DenseState
+from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.runtime.digest import dense_arrays
 from hostdev.runtime.spec import CacheSpec
 from hostdev.train import config
@@ -157,12 +158,14 @@ def train(
         if stage == "update":
             time.sleep(_FAULT_SECONDS)
 
-    fault: dict[str, Any] = {"broken": [broken], "before_stage": hold_up} if broken is not None else {}
+    hooks = PipelineHooks(after_update=after_update)
+    if broken is not None:
+        hooks = PipelineHooks(after_update=after_update, ignore_hazards=[broken], before_stage=hold_up)
     trainer = Trainer(
         model, host_device_mix=mode.host_device_mix, device=backend.select(settings.device), l2=settings.l2,
         precision=settings.precision, seed=settings.seed, lr=settings.lr, depth=mode.depth,
-        cache=caches(mode, model, batches), after_update=after_update, micro_batches=micro_batches, ranks=ranks,
-        layout=layout, sample=batches[0], **fault,
+        cache=caches(mode, model, batches), hooks=hooks, micro_batches=micro_batches, ranks=ranks,
+        layout=layout, sample=batches[0],
     )  # fmt: skip
     for group in trainer.runtime.group_specs:
         names.append([(table.name, ["weights", *table.slots]) for table in group.tables])

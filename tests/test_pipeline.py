@@ -15,6 +15,7 @@ import torch
 
 from hostdev import UserError
 from hostdev.core.timeline import STAGES
+from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.train.losses import NonFiniteLossError
 from tests import fields
 from tests.fields import FIELDS, FieldsBatch
@@ -101,7 +102,7 @@ def stress(seeds, device=CPU):
             def hold_up(stage, number, slow=slow, delays=delays):
                 time.sleep(slow.get(stage, 0.0) * delays.random())
 
-            options = {"depth": depth, "cache": cache, "before_stage": hold_up}
+            options = {"depth": depth, "cache": cache, "hooks": PipelineHooks(before_stage=hold_up)}
             assert outcome(batches, dim=4, device=device, **options) == expected, (seed, depth)
 
 
@@ -121,7 +122,7 @@ def test_without_the_rule_the_bits_differ(device):
     def hold_up(stage, number):
         time.sleep(0.01 * (stage == "update"))
 
-    assert outcome(batches, depth=2, staleness=5, before_stage=hold_up, device=device) != outcome(
+    assert outcome(batches, depth=2, hooks=PipelineHooks(staleness=5, before_stage=hold_up), device=device) != outcome(
         batches, depth=0, device=device
     )
 
@@ -139,9 +140,9 @@ def test_staleness_is_bounded(device, staleness):
     batches = adversarial(0, 30)
     trainer = trainer_of(
         depth=4,
-        staleness=staleness,
-        before_stage=watch,
-        after_update=lambda number, *_: updated.append(number),
+        hooks=PipelineHooks(
+            staleness=staleness, before_stage=watch, after_update=lambda number, *_: updated.append(number)
+        ),
         device=device,
     )
     for _ in trainer.train(batches):
@@ -165,7 +166,7 @@ def test_an_error_in_any_stage_surfaces_and_ends_every_thread(device, stage, dep
             raised.append(time.monotonic())
             raise FaultError(f"in {stage}")
 
-    trainer = trainer_of(depth=depth, cache=cache, before_stage=fail, device=device)
+    trainer = trainer_of(depth=depth, cache=cache, hooks=PipelineHooks(before_stage=fail), device=device)
     happened = []
     try:
         for _ in trainer.train(adversarial(0, 30)):
@@ -196,7 +197,7 @@ def test_a_late_error_of_an_update(device, depth):
 
     start = time.monotonic()
     with pytest.raises(OSError, match="late"):
-        list(trainer_of(depth=depth, before_stage=fail, device=device).train(batches))
+        list(trainer_of(depth=depth, hooks=PipelineHooks(before_stage=fail), device=device).train(batches))
     assert time.monotonic() - start < 5
 
 
@@ -209,7 +210,9 @@ def test_an_error_comes_in_its_turn_however_slow_the_steps(device):
         raise UserError("shard x is damaged")
 
     trainer = trainer_of(
-        depth=8, device=device, before_stage=lambda stage, number: time.sleep(0.25 * (stage == "step"))
+        depth=8,
+        device=device,
+        hooks=PipelineHooks(before_stage=lambda stage, number: time.sleep(0.25 * (stage == "step"))),
     )
     with pytest.raises(UserError, match="shard x is damaged"):
         for _ in trainer.train(source()):
@@ -251,7 +254,7 @@ def test_closing_tells_of_an_update_that_has_failed(device, depth):
         if stage == "update" and number == 2:
             raise DiskFullError
 
-    results = trainer_of(depth=depth, before_stage=fail, device=device).train(adversarial(0, 6))
+    results = trainer_of(depth=depth, hooks=PipelineHooks(before_stage=fail), device=device).train(adversarial(0, 6))
     next(results)
     next(results)
     with pytest.raises(DiskFullError):
@@ -396,7 +399,7 @@ def test_memory_is_bounded(depth, window):
             time.sleep(0.002 * (stage == ("step", "update", "unique")[number // 30]))
 
     cache = None if window is None else {"capacity_rows": "20%", "window": window}
-    results = trainer_of(depth=depth, cache=cache, before_stage=hold_up).train(source())
+    results = trainer_of(depth=depth, cache=cache, hooks=PipelineHooks(before_stage=hold_up)).train(source())
     for number in range(400):  # not enumerate, which keeps its last item
         next(results)
         if number >= 200 and number % 40 == 0:
@@ -414,7 +417,7 @@ def test_overlap_is_seen_and_summed_up(device):
             time.sleep(0.005)
 
     batches = adversarial(7, 40)
-    trainer = trainer_of(depth=2, before_stage=hold_up, device=device)
+    trainer = trainer_of(depth=2, hooks=PipelineHooks(before_stage=hold_up), device=device)
     for _ in trainer.train(batches):
         pass
     summary = trainer.timeline.summary()

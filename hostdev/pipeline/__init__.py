@@ -1,1 +1,1 @@
-"""A batch's way: in-flight batches, read-after-write hazards, the stages and their threads."""
+"""The pipeline: a batch's stages, read-after-write hazards, and the threads that run the stages."""

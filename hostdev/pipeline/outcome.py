@@ -1,4 +1,4 @@
-"""Small results of a step on their way to the host."""
+"""Small results of a step, copied to the host."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -12,11 +12,13 @@ from hostdev.device.staging import Staging
 
 
 class Outcome:
-    """A step's results on their way to the host; the value is there when it is asked for.
+    """A step's results, which are copied to the host in the background.
 
-    tensors  small ones on the device
-    read     makes a value of them in host memory, or raises
-    memory   of the batch, into which they are copied
+    Args:
+        tensors: Small ones on the device.
+        read: Makes a value of them in host memory, or raises.
+        staging: The way to the host.
+        memory: Host memory of the batch, for the copies.
     """
 
     def __init__(
@@ -27,11 +29,11 @@ class Outcome:
         self._results: list[npt.NDArray[Any]] | None = None
         self._value: Any = None
         self._done = False
-        self.has_raised = False  # somebody has been told that it came to nothing
+        self.has_raised = False  # `read` has raised, to some caller of `get`
         self._reading = threading.Lock()
 
     def arrive(self) -> None:
-        """Wait until the results are on the host; the memory is the batch's, so they are copied."""
+        """Wait until the results are on the host, and copy them out of the batch's memory."""
         with self._reading:
             if self._results is None:
                 self._staging.await_mark(self._mark)
@@ -39,13 +41,13 @@ class Outcome:
                 self._tensors, self._mark = [], None
 
     def get(self) -> Any:
-        """Wait for the step, and return its value or raise what `read` makes of it; any thread, again and again."""
+        """Wait for the step, and return its value or raise the error of `read`; any thread, any number of times."""
         self.arrive()
         with self._reading:
             if not self._done:
                 assert self._results is not None
                 self.has_raised = True
-                self._value = self._read(self._results)  # an error is made anew: one that is kept would hold its frames
+                self._value = self._read(self._results)  # makes a new error each time: a kept one would hold its frames
                 self.has_raised = False
                 self._done, self._results = True, []
         return self._value

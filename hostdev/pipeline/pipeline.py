@@ -1,7 +1,7 @@
-"""What takes batches through the stages: groups of tables, the way to the device, one pass over batches at a time."""
+"""The pipeline: takes batches through the stages, in one training pass at a time."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,32 +12,36 @@ from hostdev.device.staging import Staging
 from hostdev.kernels.claims import MOST_UNFINISHED, Claims
 from hostdev.parallel.exchange import Exchange
 from hostdev.parallel.ranks import Ranks
-from hostdev.pipeline.flight import Flight, Request
+from hostdev.pipeline.context import Context
 from hostdev.pipeline.groups import Group, Ids
-from hostdev.pipeline.passes import OverlappedPass, Pass, SerialPass
-from hostdev.pipeline.stages import AfterUpdate, Stages
+from hostdev.pipeline.hooks import PipelineHooks
+from hostdev.pipeline.results import Flight, Request
+from hostdev.pipeline.scheduling.overlapped import OverlappedPass
+from hostdev.pipeline.scheduling.passes import Pass, PassOptions, SerialPass
+from hostdev.pipeline.stages.step import abandon_step
 
 _MOST_DEPTH = MOST_UNFINISHED - 2
 
 
 def require_depth(depth: Any) -> None:
-    """ValueError for what is no depth of a pipeline."""
+    """Raise ValueError for an invalid depth."""
     if not isinstance(depth, int | np.integer) or not 0 <= depth <= _MOST_DEPTH:
         raise ValueError(f"the depth must be in 0..{_MOST_DEPTH}, not {depth!r}")
 
 
 class Pipeline:
-    """Takes batches through reading, unique, lookup, the caller's step and the update of the tables.
+    """Takes batches through the stages, from the caller's iterator to the update of the tables.
 
-    groups        the tables, by the ids that they share
-    staging       the way to the device and back
-    depth         how far reading and fetching run ahead: at most depth + 2 batches are alive, those being fetched, the
-                  one in the step, and those being updated. 0: the stages run one after the other in the caller's
-                  thread, which is the reference
-    timeline      where the stages' durations go
-    log           where the ops' do
-    ranks         processes that have the other parts of the tables; None: there are no others
-    others        of `Stages`: staleness, before_stage, after_update, broken
+    Args:
+        groups: The tables, by the ids that they share.
+        staging: The way to the device and back.
+        depth: How many batches are looked up ahead. At most depth + 2 are alive: those that are looked up, the one in
+            the step, and those that are updated. At 0 the stages run one after the other in the caller's thread, which
+            is the reference.
+        timeline: Records the stages' durations.
+        log: Records the ops' durations.
+        ranks: The processes that have the other parts of the tables; None if there are no others.
+        hooks: For tests.
     """
 
     def __init__(
@@ -49,10 +53,7 @@ class Pipeline:
         timeline: Timeline | None = None,
         log: OpLog | None = None,
         ranks: Ranks | None = None,
-        staleness: int = 0,
-        broken: Sequence[int] = (),
-        before_stage: Callable[[str, int], None] | None = None,
-        after_update: AfterUpdate | None = None,
+        hooks: PipelineHooks | None = None,
     ) -> None:
         require_depth(depth)
         self.depth, self.groups, self.staging = depth, groups, staging
@@ -64,38 +65,44 @@ class Pipeline:
             tables = [[one.table for one in group.embeddings] for group in groups]
             shapes = [each[0].total_rows for each in tables], [[table.dim for table in each] for each in tables]
             exchanges = {update: Exchange(ranks, *shapes) for update in (True, False)}
-        self._stages = Stages(
-            groups, staging, Claims(rows), self.timeline, log=log, exchanges=exchanges, staleness=staleness,
-            broken=broken, before_stage=before_stage, after_update=after_update,
-        )  # fmt: skip
+        self._context = Context(groups, staging, Claims(rows), self.timeline, log, exchanges, hooks or PipelineHooks())
         self._number = 0  # the last batch
         self._open_passes: list[Pass] = []
         self.training: Pass | None = None
 
     @property
     def steps(self) -> int:
-        """Batches whose updates are finished; set by who loads a checkpoint."""
-        return self._stages.steps
+        """Batches whose updates are finished; loading a checkpoint sets it."""
+        return self._context.steps
 
     @steps.setter
     def steps(self, steps: int) -> None:
-        self._stages.steps = steps
+        self._context.steps = steps
 
     def exchanged_bytes(self) -> dict[str, int]:
-        """Return the bytes sent to others in training: for rows, and the least that could have been."""
-        exchange = self._stages.exchanges[True]
+        """Return the bytes sent to other ranks in training for rows, and the least possible."""
+        exchange = self._context.exchanges[True]
         return {"rows": exchange.sent_bytes, "least": exchange.least_bytes}
 
     @contextmanager
     def train(
-        self, batches: Iterable[Request], *, background: bool = True, read_ahead: int | None = None
+        self,
+        batches: Iterable[Request],
+        *,
+        background: bool = True,
+        read_ahead: int | None = None,
+        position: int = 0,
     ) -> Iterator[Pass]:
-        """Open a pass whose steps update the tables, from what they are now; at its end all is updated.
+        """Open a pass whose steps update the tables; at its end all stepped batches are updated.
 
-        background  read in a thread, and not in that of the steps
-        read_ahead  at most so many batches are read beyond the one in its step; None: as many as depth and caches take
+        Args:
+            batches: The requests.
+            background: Read in a thread, and not in that of the steps.
+            read_ahead: Most batches to read beyond the one in its step; None: as many as depth and caches use.
+            position: Of the batch before the first, in the caller's loop.
 
-        RuntimeError while another is open.
+        Raises:
+            RuntimeError: Another training pass is open.
         """
         if self.training is not None:
             raise RuntimeError("the tables are being trained; end or close the loop over `train` before")
@@ -104,13 +111,17 @@ class Pipeline:
             if group.cache is not None:
                 group.cache.refresh()
         try:
-            with self._open(batches, window, update=True, background=background, read_ahead=read_ahead) as one:
+            opened = self._open(
+                batches, window, update=True, background=background, read_ahead=read_ahead, position=position
+            )
+            with opened as one:
                 self.training = one
                 yield one
         finally:  # its updates have ended
             self.training = None
-            for embedding in self._embeddings():
-                embedding.uncount_unfinished()
+            for group in self.groups:
+                for embedding in group.embeddings:
+                    embedding.uncount_unfinished()
             for group in self.groups:
                 if group.cache is not None:
                     group.cache.write_back()
@@ -119,17 +130,17 @@ class Pipeline:
     def predict(
         self, batches: Iterable[Request], *, background: bool = True, read_ahead: int | None = None
     ) -> Iterator[Pass]:
-        """Open a pass that updates nothing; within one of `train` that has been drained, too; arguments as there."""
+        """Open a pass that updates nothing, also within a drained one of `train`; arguments as there."""
         self.write_back()
         with self._open(batches, 0, update=False, background=background, read_ahead=read_ahead) as one:
             yield one
 
-    def abandon(self, flight: Flight) -> None:
-        """Give up a batch that was taken and is not to be finished; for the end of a pass."""
-        self._stages.abandon_step(flight)
+    def abandon(self, batch: Flight) -> None:
+        """Abandon a batch that was taken and will not be finished, at the end of a pass."""
+        abandon_step(batch)
 
     def write_back(self) -> None:
-        """Bring the host tables up to date: with what has been stepped, and with the caches."""
+        """Bring the host tables up to date: wait for the updates of stepped batches, and write the cached rows."""
         if self.training is not None:
             self.training.drain()
         for group in self.groups:
@@ -139,7 +150,9 @@ class Pipeline:
     def reload(self, table: Any, ids: Ids | None) -> None:
         """Look rows up again that were looked up ahead or are in a cache; after `write_back` and a write to the table.
 
-        ids  int32 or int64 [N], numbers of rows here; None for all
+        Args:
+            table: The table that was written.
+            ids: int32 or int64 [N], numbers of rows on this rank; None for all.
         """
         for group in self.groups:
             if group.cache is not None and any(one.table is table for one in group.embeddings):
@@ -149,21 +162,26 @@ class Pipeline:
 
     @contextmanager
     def _open(
-        self, batches: Iterable[Request], window: int, *, update: bool, background: bool, read_ahead: int | None
+        self,
+        batches: Iterable[Request],
+        window: int,
+        *,
+        update: bool,
+        background: bool,
+        read_ahead: int | None,
+        position: int = 0,
     ) -> Iterator[Any]:
         ahead = self.depth
         if read_ahead is not None:
             window = min(window, read_ahead)
             ahead = min(ahead, read_ahead - window)
-        with self.timeline.run() if self.training is None else _nothing():
+        with self.timeline.run() if self.training is None else nullcontext():
             one: SerialPass | OverlappedPass
+            options = PassOptions(self.depth, window, self._number, position, update, background, ahead)
             if self.depth:
-                one = OverlappedPass(
-                    self._stages, batches, depth=self.depth, window=window, number=self._number, update=update,
-                    background=background, ahead_of_step=ahead, in_vain=self._waits_in_vain,
-                )  # fmt: skip
+                one = OverlappedPass(self._context, batches, options, self._are_ranks_gone)
             else:
-                one = SerialPass(self._stages, batches, window=window, number=self._number, update=update)
+                one = SerialPass(self._context, batches, options)
             failed = False
             self._open_passes.append(one)
             try:
@@ -181,14 +199,6 @@ class Pipeline:
                     if self.training is None or update:
                         self._number = max(self._number, one.number)
 
-    def _waits_in_vain(self) -> bool:
-        """Tell whether other ranks have been found to do something else, and do not come."""
+    def _are_ranks_gone(self) -> bool:
+        """Tell whether other ranks have been found to do something else, and will not answer."""
         return self.ranks is not None and self.ranks.calls.wrong is not None
-
-    def _embeddings(self) -> Iterator[Any]:
-        return (embedding for group in self.groups for embedding in group.embeddings)
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

@@ -1,182 +1,204 @@
-"""Rows that other ranks hold, and gradients for them: what stages do where tables are spread over processes."""
+"""Rows that other ranks own, and gradients for them: exchanges between the stages, where tables are partitioned.
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+Each function runs in the thread of the stage that calls it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hostdev.core.timeline import Timeline
-from hostdev.device.staging import Staging
+from hostdev.device.pinned import Slab
 from hostdev.kernels.pool import urgent
-from hostdev.parallel.exchange import Asked, Exchange, Incoming
+from hostdev.parallel.exchange import Asked
 from hostdev.parallel.gradients import Chosen
-from hostdev.pipeline.flight import Flight, Gradients, Outgoing
-from hostdev.pipeline.groups import Group
-from hostdev.pipeline.hazards import LateRows
+from hostdev.pipeline.context import Context
+from hostdev.pipeline.results import (
+    EarlyRows,
+    Flight,
+    Gradients,
+    LookedUpBatch,
+    Outgoing,
+    PlannedGroup,
+    SentBatch,
+    SteppedBatch,
+)
+from hostdev.pipeline.scheduling.in_flight import Conflicts, InFlight
 
 _NONE = np.empty(0, np.int32)
 
 
-def _buffer(flight: Flight) -> Callable[[int, int], Any]:
-    """Return what makes a batch's host memory for rows."""
-    return lambda rows, dim: flight.memory.buffer(rows, dim).numpy()
+def _get_asked(groups: Sequence[PlannedGroup]) -> list[Asked]:
+    return [group.asked for group in groups if group.asked is not None]
 
 
-class Remote:
-    """Exchanges a batch's rows and gradients, in the thread of the stage that calls.
+def _make_buffer(memory: Slab) -> Callable[[int, int], Any]:
+    """Return a function that allocates rows in a batch's host memory."""
+    return lambda rows, dim: memory.buffer(rows, dim).numpy()
 
-    groups     the tables, of which this rank has a part each
-    staging    the way to the device and back
-    exchanges  for passes that update (True) and others
+
+def exchange_early(
+    context: Context,
+    batch: LookedUpBatch,
+    conflicts: Conflicts | None,
+    before: InFlight | None,
+    *,
+    update: bool,
+    overlapped: bool,
+) -> EarlyRows:
+    """Give other ranks the rows that they have asked for and that need not wait, and take theirs.
+
+    Args:
+        context: Of the pipeline.
+        batch: With the rows here.
+        conflicts: Of the batch, here.
+        before: The batch right before, if it is unfinished here. It gets to know which of its rows this one waits for.
+        update: The pass updates the tables.
+        overlapped: Batches overlap: rows may have to wait, here or elsewhere.
     """
-
-    def __init__(
-        self, groups: Sequence[Group], staging: Staging, exchanges: Mapping[bool, Exchange], timeline: Timeline
-    ) -> None:
-        self.groups, self.staging, self.exchanges, self.timeline = groups, staging, exchanges, timeline
-        self._cached = any(group.cache is not None for group in groups)
-        self._before: tuple[int, list[Asked]] = 0, []  # the last batch in training, and what was asked for in it
-
-    def to_owners(self, flight: Flight, gradients: Gradients) -> Gradients | None:
-        """Let gradients be on their way to the owners of the rows; return those that are to be used on the device."""
-        if not gradients.parts:  # none has come, to any rank
-            return gradients
-        self._send_gradients(flight, gradients)
-        if not self._cached:
-            return None
-        if flight.check is not None:
-            flight.check.get()
-        sums = self.sums(flight)
-        flight.outgoing = None
-        there = [
-            [None if one is None else one.to(self.staging.device if group.cache is not None else "cpu") for one in mine]
-            for group, mine in zip(self.groups, sums, strict=True)
+    exchange = context.exchanges[update]
+    with context.timeline.span("exchange rows", batch.number):
+        groups, starts = batch.groups, batch.rows.ids.starts
+        asked = _get_asked(groups)
+        values = [
+            None if group.plan is not None else [table.host for table in tables]
+            for group, tables in zip(groups, batch.rows.groups, strict=True)
         ]
-        return gradients._replace(grads=there)
+        early = None
+        if update and (overlapped or context.cached):
+            early = [np.full(len(group.ids), group.plan is None) for group in groups]
+            at = np.searchsorted(conflicts.rows, starts).tolist() if conflicts is not None else []
+            for number, (mask, group) in enumerate(zip(early, groups, strict=True)):
+                if conflicts is not None and group.plan is None:
+                    mask[conflicts.rows[at[number] : at[number + 1]] - starts[number]] = False
+        in_two = update and overlapped and not context.cached
+        known = context.asked_before[1] if in_two and context.asked_before[0] == batch.number - 1 else []
+        shared = _choose_shared(known, conflicts, before)
+        wanted = [one.wanted for one in shared]
+        incoming = exchange.early_rows(asked, values, early, _make_buffer(batch.memory), known, wanted)
+        if in_two:
+            context.asked_before = batch.number, asked
+        if known and before is not None:
+            before.first = [one._replace(asked=mask) for one, mask in zip(shared, incoming.shared, strict=True)]
+        if not context.staging.copies:
+            return EarlyRows(incoming, [], None)
+        flat = [torch.from_numpy(rows) for group in incoming.rows for rows in group]
+        return EarlyRows(incoming, *context.staging.send(flat, batch.memory))
 
-    def give_early(
-        self, flight: Flight, late: LateRows | None, update: bool, *, hazards: bool, before: Flight | None = None
-    ) -> None:
-        """Give other ranks the rows that they have asked for and that need not wait, and take theirs.
 
-        hazards  of a batch that updates rows: some may have to wait, here or elsewhere
-        before   the batch right before, if it is unfinished here
-        """
-        exchange = self.exchanges[update]
-        with self.timeline.span("exchange rows", flight.number):
-            asked = [part.asked for part in flight.groups if part.asked is not None]
-            values = [None if part.plan is not None else [rows.host for rows in part.rows] for part in flight.groups]
-            early = None
-            if update and (hazards or self._cached):
-                early = [np.full(part.size, part.plan is None) for part in flight.groups]
-                edges = flight.reads.edges
-                at = np.searchsorted(late.rows, edges).tolist() if late is not None else []
-                for group, (mask, part) in enumerate(zip(early, flight.groups, strict=True)):
-                    if late is not None and part.plan is None:
-                        mask[late.rows[at[group] : at[group + 1]] - edges[group]] = False
+def _choose_shared(asked: Sequence[Asked], conflicts: Conflicts | None, before: InFlight | None) -> list[Chosen]:
+    """Return which rows of the batch before conflict in this one, here."""
+    found = []
+    starts, positions = [0] * (len(asked) + 1), _NONE
+    if before is not None:
+        assert before.writes is not None
+        starts = before.writes.starts
+        if conflicts is not None and conflicts.shared is not None:
+            assert conflicts.shared.first.positions is not None
+            positions = conflicts.shared.first.positions
+    at = np.searchsorted(positions, starts)
+    for group, one in enumerate(asked):
+        rows = np.zeros(starts[group + 1] - starts[group], np.bool_)
+        rows[positions[at[group] : at[group + 1]] - starts[group]] = True
+        wanted = rows[one.inverse] if before is not None else np.zeros(len(one.inverse), np.bool_)
+        found.append(Chosen(rows[:0], wanted, rows))
+    return found
 
-            buffer = _buffer(flight)
-            in_two = update and hazards and not self._cached
-            known = self._before[1] if in_two and self._before[0] == flight.number - 1 else []
-            shared = self._shared(known, late, before)
-            flight.incoming = exchange.early_rows(asked, values, early, buffer, known, [one.wanted for one in shared])
-            if in_two:
-                self._before = flight.number, asked
-            if known and before is not None:
-                before.first = [
-                    one._replace(asked=mask) for one, mask in zip(shared, flight.incoming.shared, strict=True)
-                ]
-            if self.staging.copies:
-                flat = [torch.from_numpy(rows) for group in flight.incoming.rows for rows in group]
-                flight.arriving, mark = self.staging.send(flat, flight.memory)
-                flight.sent.append((flight.arriving, mark))
 
-    def _shared(self, asked: Sequence[Asked], late: LateRows | None, before: Flight | None) -> list[Chosen]:
-        """Return which rows of the batch before are late in this one, here."""
-        found = []
-        edges = before.writes.edges if before is not None else [0] * (len(asked) + 1)
-        positions = _NONE
-        if before is not None and late is not None and late.shared is not None:
-            assert late.shared.first.positions is not None
-            positions = late.shared.first.positions
-        at = np.searchsorted(positions, edges)
-        for group, one in enumerate(asked):
-            rows = np.zeros(edges[group + 1] - edges[group], np.bool_)
-            rows[positions[at[group] : at[group + 1]] - edges[group]] = True
-            wanted = rows[one.inverse] if before is not None else np.zeros(len(one.inverse), np.bool_)
-            found.append(Chosen(rows[:0], wanted, rows))
-        return found
+def exchange_late(context: Context, batch: SentBatch, values: list[list[Tensor]], update: bool) -> list[list[Tensor]]:
+    """Give and take the rows that had to wait; return the batch's own rows on the device, by group and table.
 
-    def give_late(self, flight: Flight, update: bool) -> None:
-        """Give and take the rows that had to wait; let those of the batch be on the device."""
-        incoming: Incoming = flight.incoming
-        if incoming.given is not None:
-            with urgent(), self.timeline.span("exchange late rows", flight.number):
-                asked = [part.asked for part in flight.groups if part.asked is not None]
-                values = [[value.cpu().numpy() for value in part.values] for part in flight.groups]
-                # Those that came early may still be on their way to the device, from where they are.
-                buffer = _buffer(flight) if self.staging.copies else None
-                places, late = self.exchanges[update].late_rows(incoming, asked, values, buffer)
-            if self.staging.copies:
-                there = iter(flight.arriving)
-                for group, at in zip(late, places, strict=True):
-                    for rows in group:
-                        to = next(there)
-                        if len(at):
-                            mark = self.staging.patch(to, at, torch.from_numpy(rows), flight.memory)
-                            self.staging.await_sent([mark], [to])
-        arrived = iter(flight.arriving if self.staging.copies else [])
-        for part, group in zip(flight.groups, incoming.rows, strict=True):
-            part.values = [next(arrived) if self.staging.copies else torch.from_numpy(rows) for rows in group]
-        flight.incoming, flight.arriving = None, []
+    Args:
+        context: Of the pipeline.
+        batch: Whose early rows are sent.
+        values: The rows here that any rank asks for, by group and table.
+        update: The pass updates the tables.
+    """
+    assert batch.early is not None
+    staging, (incoming, sent, _) = context.staging, batch.early
+    if incoming.given is not None:
+        with urgent(), context.timeline.span("exchange late rows", batch.number):
+            given = [[value.cpu().numpy() for value in group] for group in values]
+            # The early rows may still be on their way from their buffers to the device.
+            buffer = _make_buffer(batch.memory) if staging.copies else None
+            places, late = context.exchanges[update].late_rows(incoming, _get_asked(batch.groups), given, buffer)
+        if staging.copies:
+            on_device = iter(sent)
+            for group, at in zip(late, places, strict=True):
+                for rows in group:
+                    target = next(on_device)
+                    if len(at):
+                        mark = staging.patch(target, at, torch.from_numpy(rows), batch.memory)
+                        staging.await_sent([mark], [target])
+    arrived = iter(sent)
+    return [[next(arrived) if staging.copies else torch.from_numpy(rows) for rows in group] for group in incoming.rows]
 
-    def _send_gradients(self, flight: Flight, gradients: Gradients) -> None:
-        """Let the gradients of the rows come to host memory, for their owners; count the tables' steps."""
-        flat = [part for group in gradients.parts for table in group for part in table or ()]
-        host, flight.received = self.staging.receive(flat, flight.memory)
-        left = iter(host)
-        parts = [
-            [None if table is None else [next(left).numpy() for _ in table] for table in group]
-            for group in gradients.parts
+
+class Leaving(NamedTuple):
+    """What becomes of a step's gradients where other ranks own rows."""
+
+    gradients: Gradients | None  # those for rows on this rank's device
+    outgoing: Outgoing | None  # those that the updater gives to the owners
+    received: Any  # a mark: these are in host memory
+
+
+def send_gradients(context: Context, batch: Flight, gradients: Gradients) -> Leaving:
+    """Copy gradients to host memory for the owners of the rows; with a cache, exchange them at once."""
+    if not gradients.parts:  # no rank has any
+        return Leaving(gradients, None, None)
+    flat = [part for group in gradients.parts for table in group for part in table or ()]
+    host, received = context.staging.receive(flat, batch.memory)
+    left = iter(host)
+    parts = [
+        [None if table is None else [next(left).numpy() for _ in table] for table in group] for group in gradients.parts
+    ]
+    sums = [
+        [
+            None if table is None else np.empty((mine.size, one.table.dim), np.float32)
+            for table, one in zip(tables, group.embeddings, strict=True)
         ]
-        sums = [
-            [
-                None if table is None else np.empty((part.size, one.table.dim), np.float32)
-                for table, one in zip(mine, group.embeddings, strict=True)
-            ]
-            for mine, part, group in zip(parts, flight.groups, self.groups, strict=True)
-        ]
-        flight.outgoing = Outgoing(parts, gradients.micro_batches, flight.first if gradients.in_two else None, sums)
-        for part, group in zip(flight.groups, gradients.parts, strict=True):
-            part.stepped = [table is not None for table in group]
-            for rows, stepped in zip(part.rows, part.stepped, strict=True):
-                if stepped and not self._cached:
+        for tables, mine, group in zip(parts, batch.groups, context.groups, strict=True)
+    ]
+    outgoing = Outgoing(parts, gradients.micro_batches, batch.first if gradients.in_two else None, sums)
+    if not context.cached:
+        for mine, tables in zip(batch.groups, gradients.parts, strict=True):
+            for rows, table in zip(mine.rows, tables, strict=True):
+                if table is not None:
                     rows.begin_step()
+        return Leaving(None, outgoing, received)
+    if gradients.check is not None:
+        gradients.check.get()
+    context.staging.await_mark(received)
+    summed = exchange_gradients(context, batch, outgoing)
+    on_device = [
+        [None if one is None else one.to(context.staging.device if group.cache is not None else "cpu") for one in mine]
+        for group, mine in zip(context.groups, summed, strict=True)
+    ]
+    return Leaving(gradients._replace(grads=on_device), None, received)
 
-    def sums(self, flight: Flight) -> list[list[Tensor | None]]:
-        """Give the owners of the rows their gradients; return the sums of those of the rows here, in host memory.
 
-        Where some rows' go first, these; `rest_of_sums` is to follow.
-        """
-        self.staging.await_mark(flight.received)
-        outgoing = flight.outgoing
-        assert outgoing is not None
-        if outgoing.chosen is None:
-            self._give(flight, outgoing, None)
-        else:
-            with urgent():
-                self._give(flight, outgoing, outgoing.chosen)
-        return [[None if one is None else torch.from_numpy(one) for one in group] for group in outgoing.sums]
+def exchange_gradients(context: Context, batch: Flight | SteppedBatch, outgoing: Outgoing) -> list[list[Tensor | None]]:
+    """Give the owners of rows their gradients; return the sums for the rows here, in host memory.
 
-    def rest_of_sums(self, flight: Flight) -> None:
-        """Give the gradients that `sums` has left out, and complete the sums."""
-        outgoing, flight.outgoing = flight.outgoing, None
-        if outgoing is not None and outgoing.chosen is not None:
-            self._give(flight, outgoing, [one.others() for one in outgoing.chosen])
+    Where the gradients of some rows go first, only these are exchanged; `exchange_rest` must follow.
+    """
+    if outgoing.chosen is None:
+        _exchange(context, batch, outgoing, None)
+    else:
+        with urgent():
+            _exchange(context, batch, outgoing, outgoing.chosen)
+    return [[None if one is None else torch.from_numpy(one) for one in group] for group in outgoing.sums]
 
-    def _give(self, flight: Flight, outgoing: Outgoing, chosen: list[Chosen] | None) -> None:
-        with self.timeline.span("exchange gradients", flight.number):
-            asked = [part.asked for part in flight.groups if part.asked is not None]
-            self.exchanges[True].gradients(asked, outgoing.grads, outgoing.micro_batches, outgoing.sums, chosen)
+
+def exchange_rest(context: Context, batch: SteppedBatch) -> None:
+    """Exchange the gradients that `exchange_gradients` has left out, and complete the sums."""
+    if batch.outgoing is not None and batch.outgoing.chosen is not None:
+        _exchange(context, batch, batch.outgoing, [one.others() for one in batch.outgoing.chosen])
+
+
+def _exchange(context: Context, batch: Flight | SteppedBatch, outgoing: Outgoing, chosen: list[Chosen] | None) -> None:
+    with context.timeline.span("exchange gradients", batch.number):
+        asked = _get_asked([group.planned for group in batch.groups])
+        context.exchanges[True].gradients(asked, outgoing.grads, outgoing.micro_batches, outgoing.sums, chosen)

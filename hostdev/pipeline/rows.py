@@ -1,4 +1,4 @@
-"""One batch's rows of a host table on their way: looked up, sent to the device, updated, brought back."""
+"""One batch's rows of a host table: looked up, sent to the device, updated, written back."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -15,11 +15,12 @@ from hostdev.device.pinned import Slab
 from hostdev.device.staging import Staging
 from hostdev.host.table import HostTable
 from hostdev.kernels.pool import Task, run_tasks
-from hostdev.pipeline.groups import Embedding, Group, Part
+from hostdev.pipeline.groups import Embedding, Group
+from hostdev.pipeline.row_ids import ConcatenatedIds, RowSubset
 
 
-class Late(NamedTuple):
-    """Rows that are looked up late: what there is to do on the host, and then the way to the device."""
+class LateLookup(NamedTuple):
+    """A lookup of rows that had to wait: its tasks on the host, and then the copy to the device."""
 
     tasks: list[Task]
     send: Callable[[], None]
@@ -28,15 +29,18 @@ class Late(NamedTuple):
 class BatchRows:
     """One batch's unique rows of a host table: fetched in parts, sent to the device, updated in parts.
 
-    Those that pass the cache by, all of them without one, are looked up and updated on the host. Those that it admits
-    come with their slots; those that it evicts go back with theirs. What there is to do on the host is returned as
-    tasks, so that it can be done for all tables at once.
+    Rows that bypass the cache are looked up and updated on the host; without a cache these are all rows. Admitted rows
+    are read with their optimizer state, and evicted rows are written with theirs. Methods return the host's work as
+    tasks, so that the tasks of all tables run at once.
 
-    unique  U, the number of unique ids
-    memory  of the batch, from which and to which copies go
-    plan    the cache's, if there is one
-    places  its slots on the device
-    mark    of their sending
+    Args:
+        embedding: The table and its ops.
+        unique: U, the number of unique ids.
+        staging: The way to the device and back.
+        memory: Host memory of the batch, for its copies.
+        plan: The cache's, if there is one.
+        places: The plan's slots, on the device.
+        mark: Of the places' copy to the device.
     """
 
     def __init__(
@@ -54,67 +58,71 @@ class BatchRows:
         self._table = table = embedding.table
         self._staging, self._memory = staging, memory
         self._places = places
-        self.passed = unique if plan is None else len(plan.passed)  # rows that pass by
+        self.passed = unique if plan is None else len(plan.passed)  # rows that bypass the cache
         self._leaving = 0 if plan is None else len(plan.evicted)
         self._lookup, self._update = embedding.lookup.in_parts(), embedding.update.in_parts()
         if plan is not None:
             self._admit, self._evict = embedding.cache_admit.in_parts(), embedding.cache_evict.in_parts()
         optimizer = table.optimizer
-        self._host = [memory.buffer(self.passed, table.dim)]  # weights, then the admitted rows' block and row slots
+        self._host = [memory.buffer(self.passed, table.dim)]  # weights, then the admitted rows' block and row state
         if plan is not None:
             self._host.append(memory.buffer(len(plan.admitted), 1 + len(optimizer.slots), table.dim))
             self._host.append(memory.buffer(len(plan.admitted), len(optimizer.row_slots)))
         self._sent = self._host  # the same on the device
         self._marks: list[Any] = [mark] if mark is not None else []  # in the staging's stream
         self._step: TableStep | None = None  # None: the table takes no step with this batch
-        self._received: list[Tensor | None] = []  # gradients of what passed, then the evicted rows' block and row slots
-        self._first: Tensor | None = None  # gradients of the part that is updated first, where they came before
-        self._evicted: tuple[list[Tensor], Any] = ([], None)  # the latter two, where they are, and a mark to wait for
+        self._received: list[Tensor | None] = []  # gradients of bypassing rows, the evicted rows' block and row state
+        self._first: Tensor | None = None  # gradients of the rows that are updated first, if they were received first
+        self._evicted: tuple[list[Tensor], Any] = ([], None)  # the evicted rows, where they are, and a mark to wait for
 
-    def fetch(self, part: Part) -> list[Task]:
-        """Return what looks rows up, for `send`.
+    def fetch(self, subset: RowSubset) -> list[Task]:
+        """Return tasks that look rows up, for `send`; the subset is of the bypassing ids, then the admitted ones."""
+        passed, admitted = subset.split(self.passed)
+        return self._fetch_into(self._host, passed, admitted)
 
-        part  of the ids that pass by and then those that are admitted, in one row
-        """
-        passed, admitted = part.split(self.passed)
-        return self._look_up(passed, self._host[0]) + self._read(admitted, *self._host[1:])
+    def _fetch_into(self, out: Sequence[Tensor], passed: RowSubset, admitted: RowSubset) -> list[Task]:
+        tasks = self._lookup.tasks(self._table, passed.ids, out[0].numpy(), passed.positions)
+        if len(admitted):
+            block, row_slots = out[1].numpy(), out[2].numpy()
+            tasks = tasks + self._admit.tasks(self._table, admitted.ids, block, row_slots, admitted.positions)
+        return tasks
 
     def send(self) -> None:
-        """Send the rows; others, and those that may have changed since, are to follow by `fetch_late`."""
+        """Send the rows to the device; `fetch_late` sends those that are missing or have changed since."""
         self._sent, mark = self._staging.send(self._host, self._memory)
         self._marks.append(mark)
 
-    def fetch_late(self, part: Part) -> Late:
-        """Return what looks up and sends rows that had to wait; after `send`."""
+    def fetch_late(self, subset: RowSubset) -> LateLookup:
+        """Return the lookup of rows that had to wait, with their copy to the device where `send` has been called."""
         if not self._staging.copies or self._sent is self._host:
-            return Late(self.fetch(part), lambda: None)
-        late, whole = part.split(self.passed)
-        sizes = [len(late), len(whole), len(whole)]
+            return LateLookup(self.fetch(subset), lambda: None)
+        passed, whole = subset.split(self.passed)
+        sizes = [len(passed), len(whole), len(whole)]
         values = [self._memory.buffer(n, *host.shape[1:]) for n, host in zip(sizes, self._host, strict=False)]
-        tasks = self._look_up(Part(late.ids, None), values[0]) + self._read(Part(whole.ids, None), *values[1:])
+        tasks = self._fetch_into(values, RowSubset(passed.ids, None), RowSubset(whole.ids, None))
 
         def send() -> None:
-            for positions, rows, new in zip((late, whole, whole), self._sent, values, strict=False):
+            for positions, rows, new in zip((passed, whole, whole), self._sent, values, strict=False):
                 assert positions.positions is not None
                 if new.numel():
                     self._marks.append(self._staging.patch(rows, positions.positions, new, self._memory))
 
-        return Late(tasks, send)
+        return LateLookup(tasks, send)
 
-    def reload(self, part: Part) -> None:
-        """Look rows up again that have been looked up, as somebody has written them since; before `arrived`."""
-        late = self.fetch_late(part)
+    def reload(self, subset: RowSubset) -> None:
+        """Look rows up again, as they have been written since; before `arrived`."""
+        late = self.fetch_late(subset)
         run_tasks(late.tasks)
         late.send()
 
-    def reload_in_step(self, part: Part) -> None:
+    def reload_in_step(self, subset: RowSubset) -> None:
         """Read the rows again that the cache admits with this batch, after `arrived` and before `leave`.
 
         Those that bypass it are updated on the host, where they have been written.
         """
         if self._places is None:
             return
-        _, admitted = part.split(self.passed)
+        _, admitted = subset.split(self.passed)
         if len(admitted):
             values = [rows.new_empty((len(admitted), *rows.shape[1:]), device="cpu") for rows in self._sent[1:]]
             block, row_slots = (value.numpy() for value in values)
@@ -124,19 +132,10 @@ class BatchRows:
             for rows, value in zip(self._sent[1:], values, strict=True):
                 rows.index_copy_(0, at.to(rows.device, torch.int64), value.to(rows.device))
 
-    def _look_up(self, part: Part, out: Tensor) -> list[Task]:
-        return self._lookup.tasks(self._table, part.ids, out.numpy(), part.positions)
-
-    def _read(self, part: Part, *out: Tensor) -> list[Task]:
-        if not len(part):
-            return []
-        block, row_slots = out
-        return self._admit.tasks(self._table, part.ids, block.numpy(), row_slots.numpy(), part.positions)
-
     def arrived(self) -> Tensor:
-        """Return the rows, float32 [U, D] on the device, whose current stream waits for them; nothing is to follow.
+        """Return the rows, float32 [U, D] on the device, whose current stream waits for them; all have been sent.
 
-        They lie in the order of the ids, or with a cache in that of its plan.
+        The order is that of the ids, or with a cache that of its plan.
         """
         self._lookup.end()
         if self._places is not None:
@@ -147,12 +146,12 @@ class BatchRows:
         if self._places is None:
             return self._sent[0]
         rows: Tensor = self.embedding.cache_lookup(self._places, *self._sent[:2])
-        self._sent = [rows.new_empty(0), *self._sent[1:]]  # what was sent of the others is in `rows` now
+        self._sent = [rows.new_empty(0), *self._sent[1:]]  # `rows` has the bypassing ones now
         return rows
 
     @property
     def host(self) -> npt.NDArray[Any]:
-        """The rows that pass by, in host memory, float32 [U, D]; late ones are missing until they come."""
+        """The rows that bypass the cache, in host memory, float32 [U, D]; conflicting ones are missing at first."""
         found: npt.NDArray[Any] = self._host[0].numpy()
         return found
 
@@ -162,53 +161,53 @@ class BatchRows:
         self.embedding.begun += 1
 
     def update_cached(self, grads: Tensor, skip: Tensor | None) -> None:
-        """Count the step, and update the rows that are on the device; grads float32 [U, D], skip as in `Ops.update`."""
+        """Count the step, and update the rows on the device; grads float32 [U, D], skip as in `Ops.update`."""
         self.begin_step()
         if self._places is not None:
             self.embedding.cache_update(self._places, grads, *self._sent[1:], self._step, skip)
 
     @property
     def admitted(self) -> Tensor:
-        """The rows that the cache admits, with their slots, float32 [A, 1 + S, D], until `leave`."""
+        """The rows that the cache admits, with their optimizer state, float32 [A, 1 + S, D], until `leave`."""
         return self._sent[1]
 
     def leave(self, grads: Tensor | None) -> list[Tensor | None]:
-        """Exchange rows on the device; return what the host is to receive, for `update`."""
+        """Swap evicted and admitted rows on the device; return the tensors that the host receives for `update`."""
         if self._places is None:
             return [grads]
         passed = None if grads is None else self.embedding.cache_passed(self._places, grads)
-        exchange = self.embedding.cache_exchange  # last: from here on it has happened
+        exchange = self.embedding.cache_exchange  # the last call: an error before it leaves the cache as it was
         self._evicted = list(exchange(self._places, self._leaving, *self._sent[1:])), None
         self._sent = []
         return [passed, *self._evicted[0]]
 
     def receive(self, tensors: Sequence[Tensor | None], mark: Any, first: Tensor | None = None) -> None:
-        """Take in what `leave` returned, in host memory when the device has passed a mark.
+        """Take the tensors of `leave`, which are in host memory when the device has passed a mark.
 
-        mark   of the evicted rows
-        first  gradients of the part that is updated first, those that passed by
+        Args:
+            tensors: Of `leave`, on the host.
+            mark: Of the evicted rows' copy.
+            first: Gradients of the bypassing rows that are updated first.
         """
         self._received, self._first = list(tensors), first
         self._evicted = [tensor for tensor in tensors[1:] if tensor is not None], mark
         self._sent = []
 
     def bring_back(self, evicted: npt.NDArray[Any]) -> None:
-        """Write the rows that left the cache to the host, where an error keeps the update from coming to it.
-
-        evicted  [E], their ids
-        """
+        """Write rows that left the cache to the host after an error before the update; `evicted` [E] are their ids."""
         values, mark = self._evicted
         self._staging.await_mark(mark)
         block, row_slots = (tensor.cpu().numpy() for tensor in values)
         self.embedding.cache_evict(self._table, evicted, block, row_slots)
 
-    def update(self, part: Part, *, first: bool = False) -> list[Task]:
-        """Return what updates rows with their gradients, and writes evicted ones back; all parts are one step.
+    def update(self, subset: RowSubset, *, first: bool = False) -> list[Task]:
+        """Return tasks that update rows with their gradients and write evicted ones back; all parts are one step.
 
-        part   of the ids that passed by and then those that are evicted, in one row
-        first  it is the one whose gradients came before
+        Args:
+            subset: Of the bypassing ids, then the evicted ones.
+            first: The subset is the one whose gradients were received first.
         """
-        passed, evicted = part.split(self.passed)
+        passed, evicted = subset.split(self.passed)
         tasks: list[Task] = []
         if self._step is not None:
             grads, positions = self._received[0], passed.positions
@@ -223,37 +222,62 @@ class BatchRows:
         return tasks
 
     def updated(self) -> None:
-        """Report the update's time, and that of the rows written back."""
+        """Report the time of the update and of the rows written back."""
         if self._step is not None:
             self._update.end()
         if self._places is not None:
             self._evict.end()
 
 
-def rows_of(group: Group, unique: int, plan: Plan | None, staging: Staging, memory: Slab) -> list[BatchRows]:
-    """Return a batch's rows in each table of a group: of so many unique ids, by the plan of its cache if it has one."""
+class FetchedRows(NamedTuple):
+    """A batch's rows of all tables on the host."""
+
+    ids: ConcatenatedIds  # those that are read
+    groups: list[list[BatchRows]]  # by group, by table; `release` empties the lists
+
+    def release(self) -> None:
+        """Drop the rows; the device is done with them."""
+        for rows in self.groups:
+            rows.clear()
+
+
+def make_rows(group: Group, unique: int, plan: Plan | None, staging: Staging, memory: Slab) -> list[BatchRows]:
+    """Return a batch's rows in each table of a group.
+
+    Args:
+        group: The tables, on the host.
+        unique: U, the number of unique ids.
+        plan: The cache's, if the group has one.
+        staging: The way to the device and back.
+        memory: Host memory of the batch.
+    """
     if plan is None:
         return [BatchRows(embedding, unique, staging, memory) for embedding in group.embeddings]
     places, mark = staging.send(Places.of(plan, group.row_ids(plan)).tensors, memory)
-    return [BatchRows(part, unique, staging, memory, plan, Places(*places), mark) for part in group.embeddings]
+    return [BatchRows(one, unique, staging, memory, plan, Places(*places), mark) for one in group.embeddings]
 
 
-def fetch_late(rows: Sequence[tuple[BatchRows, Part]]) -> None:
+def fetch_late(rows: Sequence[tuple[BatchRows, RowSubset]]) -> None:
     """Look up and send rows of several tables that had to wait."""
-    late = [table.fetch_late(part) for table, part in rows if len(part)]
+    late = [table.fetch_late(subset) for table, subset in rows if len(subset)]
     run_tasks([task for one in late for task in one.tasks])
     for one in late:
         one.send()
 
 
 def receive_rows(
-    rows: Sequence[tuple[BatchRows, list[Tensor | None], Part | None]], staging: Staging, memory: Slab
+    rows: Sequence[tuple[BatchRows, list[Tensor | None], RowSubset | None]], staging: Staging, memory: Slab
 ) -> tuple[Any, Any]:
-    """Let what leaves the device come to the host.
+    """Copy the tensors that leave the device to the host.
 
-    rows     of each table, what `BatchRows.leave` returned, and of its ids those that are updated first, as another
-             batch waits for them: they come before the rest
-    returns  a mark for those, and one for all, in the same stream
+    Args:
+        rows: For each table, the tensors of `BatchRows.leave`, and the ids that another batch waits for: their
+            gradients are copied before the rest.
+        staging: The way to the host.
+        memory: Host memory of the batch.
+
+    Returns:
+        A mark for what is copied first, and one for all, in the same stream.
     """
     grads = [leaving[0] for _, leaving, _ in rows]
     others = [tensor for _, leaving, _ in rows for tensor in leaving[1:] if tensor is not None]
@@ -280,8 +304,8 @@ def receive_rows(
     return mark, last
 
 
-def bytes_of(group: Group, unique: int, plan: Plan | None, uses: int) -> int:
-    """Return what the copies of a batch need of the host's memory; a little more or less does not matter."""
+def count_bytes(group: Group, unique: int, plan: Plan | None, uses: int) -> int:
+    """Return roughly how many bytes of host memory the copies of a batch need."""
     passing, whole = row_bytes((part.table.dim, part.table.optimizer) for part in group.embeddings)
     if not group.on_host:
         return copied_bytes(0, 0, uses, passing, whole)
@@ -290,11 +314,11 @@ def bytes_of(group: Group, unique: int, plan: Plan | None, uses: int) -> int:
     return copied_bytes(len(plan.passed), len(plan.admitted) + len(plan.evicted), uses, passing, whole)
 
 
-def on_device(
+def find_on_device(
     plan: Plan, slots: Sequence[DeviceSlots], rows: Sequence[BatchRows]
 ) -> Iterator[tuple[npt.NDArray[Any], list[tuple[Tensor, Tensor]]]]:
-    """Yield ids whose rows are on the device until `leave`, and of each table where: memory [any, 1 + S, D], places."""
+    """Yield ids whose rows are on the device until `leave`, and for each table memory [any, 1 + S, D] and places."""
     at = torch.from_numpy(plan.hit_slots)
     yield plan.ids[plan.hits], [(held.block, at) for held in slots]
     new = torch.arange(len(plan.admitted))
-    yield plan.ids[plan.admitted], [(part.admitted, new) for part in rows]
+    yield plan.ids[plan.admitted], [(one.admitted, new) for one in rows]

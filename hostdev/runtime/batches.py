@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hostdev.device.rows import FeatureUses, GroupUses
 from hostdev.parallel.ranks import PeerLostError
-from hostdev.pipeline.flight import Flight, Request
+from hostdev.pipeline.results import Flight, Request
 from hostdev.runtime.body import Body
 from hostdev.runtime.finite import Flags
 from hostdev.runtime.random_streams import Place
@@ -306,7 +306,7 @@ class Loop:
                 Leaf(embedding.table, values, order, trained=self._trains(embedding.table))
                 for embedding, values in zip(group.embeddings, part.values, strict=True)
             ])  # fmt: skip
-            part.values = []
+            part.values.clear()
 
     def _next_batch(self) -> tuple[Any, Rows]:
         micro, flight, runtime = self._micros.pop(0), self._flight, self._runtime

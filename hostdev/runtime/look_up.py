@@ -12,7 +12,7 @@ from torch import Tensor
 from hostdev.device.ops import ops_for
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.unique import unique
-from hostdev.pipeline.flight import Request
+from hostdev.pipeline.results import Request
 from hostdev.runtime.features import FeatureIds, GroupSpec, Wanted, on_host
 from hostdev.runtime.rows import Value
 

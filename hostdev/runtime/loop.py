@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hostdev.core.signals import deferred
 from hostdev.parallel.dense import DenseExchange
-from hostdev.pipeline.flight import Flight, Gradients
 from hostdev.pipeline.outcome import Outcome
+from hostdev.pipeline.results import Flight, Gradients
 from hostdev.runtime import clipping, scaling
 from hostdev.runtime.batches import Loop, PredictLoop
 from hostdev.runtime.finite import Flags, NonFiniteError
@@ -106,7 +106,7 @@ class TrainLoop(Loop):
         if self._first is not None:
             self._of_pass.callback(self._first.end)
             requests = map(self._first.request, islice(requests, 1))
-        return self._of_pass.enter_context(self._runtime.pipeline.train(requests, **self._how))
+        return self._of_pass.enter_context(self._runtime.pipeline.train(requests, position=self._position, **self._how))
 
     def _take_next(self) -> Flight | None:
         if self._first is not None and self._position:  # the one that was alone has been updated
@@ -115,7 +115,6 @@ class TrainLoop(Loop):
         flight = super()._take_next()
         if flight is not None:
             self._position += 1
-            flight.position = self._position
         return flight
 
     def __next__(self) -> Any:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from hostdev.device.rows import GroupUses
 from hostdev.kernels.pool import run_tasks
-from hostdev.pipeline.flight import Flight, Gradients, Request
+from hostdev.pipeline.results import Flight, Gradients, Request
 from hostdev.runtime import scaling
 from hostdev.runtime.finite import Flags, NonFiniteError
 from hostdev.runtime.rows import Leaf

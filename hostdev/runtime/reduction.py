@@ -9,7 +9,7 @@ from torch import Tensor
 from hostdev.core.micro_batches import Node, TreeSum
 from hostdev.parallel.dense import DenseExchange, DenseGradients, Grads, add_lists
 from hostdev.parallel.ranks import Channel, Ranks
-from hostdev.pipeline.flight import Flight
+from hostdev.pipeline.results import Flight
 from hostdev.runtime import alike
 from hostdev.runtime.finite import Flags
 from hostdev.runtime.rows import Leaf

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from hostdev.pipeline.flight import Request
+from hostdev.pipeline.results import Request
 from hostdev.runtime.features import FeatureIds, GroupSpec, Wanted, check_ranges, described, read_ids
 from hostdev.runtime.reading import Reading
 

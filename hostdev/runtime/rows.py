@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 from hostdev.device.pinned import Slab
 from hostdev.device.rows import GroupUses, pull
 from hostdev.device.staging import Staging
-from hostdev.pipeline.flight import Flight
 from hostdev.pipeline.outcome import Outcome
+from hostdev.pipeline.results import Flight
 from hostdev.runtime.features import Wanted
 from hostdev.runtime.finite import Flags
 

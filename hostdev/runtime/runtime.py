@@ -16,6 +16,7 @@ from hostdev.device import backend
 from hostdev.device.staging import Staging
 from hostdev.parallel.ranks import Ranks
 from hostdev.pipeline.groups import Group
+from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.pipeline.pipeline import Pipeline, require_depth
 from hostdev.runtime import alike
 from hostdev.runtime.features import Table, require_seeds, resolve
@@ -63,7 +64,7 @@ class Runtime(ForFrameworks, ForLoops):
               number, or "all-reduce", as DistributedDataParallel does
     log       where every op's durations go
     timeline  where the stages' durations go
-    seams     for tests and `hostdev.verify`: staleness, broken, before_stage, after_update of `Pipeline`
+    hooks     into the pipeline, for tests and `hostdev.verify`
 
     The bits do not depend on device memory or host memory, cache, depth or threads. Tables that the same features look
     up are a group, with one cache. The order of all sums is that of the features, and of the ids within them.
@@ -83,7 +84,7 @@ class Runtime(ForFrameworks, ForLoops):
         dense_exchange: str = EXCHANGES[0],
         log: OpLog | None = None,
         timeline: Timeline | None = None,
-        **seams: Any,
+        hooks: PipelineHooks | None = None,
     ) -> None:
         self.wanted, self.group_specs = resolve(features)
         if ranks is None:
@@ -116,7 +117,9 @@ class Runtime(ForFrameworks, ForLoops):
                 self.wanted, self.group_specs, device=self.device, depth=depth, dense_exchange=dense_exchange,
                 windows=[None if group.cache is None else group.window for group in groups],
             ))  # fmt: skip
-        self.pipeline = Pipeline(groups, self.staging, depth=depth, timeline=timeline, log=log, ranks=ranks, **seams)
+        self.pipeline = Pipeline(
+            groups, self.staging, depth=depth, timeline=timeline, log=log, ranks=ranks, hooks=hooks
+        )
         self.dense_channel = self.other_channels = self.step_channel = None
         if ranks is not None:
             self.step_channel = ranks.channel()

@@ -28,6 +28,7 @@ from hostdev.device import backend
 from hostdev.device.clock import EventClock, clock_for
 from hostdev.kernels.pool import host_threads, set_host_threads
 from hostdev.parallel.ranks import STOP, Ranks
+from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.train import checkpointing, curve, report, starting, summary
 from hostdev.train.build import cache_of, layout_of, model_of, most_uses, seed_torch, warm_up_for
 from hostdev.train.checkpointing import CheckpointError, CheckpointSchedule, Progress
@@ -103,7 +104,7 @@ class Run:
                 cache=cache,
                 saves=settings.saves,
                 depth=settings.pipeline_depth,
-                staleness=settings.staleness,
+                hooks=PipelineHooks(staleness=settings.staleness),
                 timeline=self.timeline,
                 micro_batches=settings.micro_batches,
                 gradients=settings.gradients or "mean",

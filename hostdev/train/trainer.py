@@ -91,7 +91,7 @@ class Trainer:
     ranks            processes that share out the micro-batches and the tables' rows; None: this one is alone
     layout           how the model is cut into stages and slices, where the ranks' mesh has any
     sample           a batch, of which its parts see what the model's inputs look like
-    overlap          depth, timeline, staleness, ... of `Runtime`
+    overlap          hooks, dense_exchange, ... of `Runtime`
     """
 
     def __init__(

@@ -14,6 +14,7 @@ from hostdev.data.preprocess.build import Options, build
 from hostdev.data.preprocess.criteo import CriteoText
 from hostdev.data.shards import ShardReader
 from hostdev.models.wide_deep.network import WideDeep
+from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.runtime.spec import CacheSpec
 from hostdev.train.trainer import Trainer
 from tests.test_pipeline import ROWS, adversarial, outcome, trainer_of
@@ -106,7 +107,7 @@ def test_closing_while_the_fetcher_is_slow(device, stage):
     def hold_up(at, number):
         time.sleep(0.3 * (at == stage and 5 <= number <= 9))
 
-    trainer = trainer_of(depth=2, before_stage=hold_up, **cached("20%", window=4), device=device)
+    trainer = trainer_of(depth=2, hooks=PipelineHooks(before_stage=hold_up), **cached("20%", window=4), device=device)
     results = trainer.train(batches)
     losses = [tuple(next(results).value) for _ in range(2)]
     results.close()

@@ -13,6 +13,7 @@ from hostdev.cache import cache as cache_module
 from hostdev.cache import planner, planning
 from hostdev.cache.slots import DeviceSlots
 from hostdev.device.staging import Staging
+from hostdev.pipeline.hooks import PipelineHooks
 from tests.fields import FieldsBatch
 from tests.test_pipeline import FIELDS, adversarial, outcome, trainer_of
 
@@ -68,7 +69,7 @@ def test_rows_of_other_batches_keep_their_updates(device, monkeypatch, owner, na
         if stage == "update":
             begun.append(number)
 
-    trainer = trainer_of(depth=depth, cache=CACHE, before_stage=note, device=device)
+    trainer = trainer_of(depth=depth, cache=CACHE, hooks=PipelineHooks(before_stage=note), device=device)
     monkeypatch.setattr(owner, name, failing(getattr(owner, name), call))
     [group] = trainer.runtime.pipeline.groups
     for embedding, slots in zip(group.embeddings, group.cache.slots, strict=True):

@@ -14,6 +14,7 @@ from hostdev.cache import slots
 from hostdev.device import ops, staging
 from hostdev.device.ops import torch_operations
 from hostdev.device.staging import Staging
+from hostdev.pipeline.hooks import PipelineHooks
 from hostdev.runtime import runtime
 from tests import fields
 from tests.fields import FieldsBatch
@@ -190,7 +191,7 @@ def test_only_the_next_batch_waits_on_the_device(copying, depth, cache):
         if stage == "step":
             time.sleep(0.01)  # a device that is slower than the host: everything else is far ahead
 
-    for _ in trainer_of(depth=depth, cache=cache, before_stage=note).train(adversarial(0, 12)):
+    for _ in trainer_of(depth=depth, cache=cache, hooks=PipelineHooks(before_stage=note)).train(adversarial(0, 12)):
         pass
     for number in range(2, 13):
         assert happened.index(("step", number - 1)) < happened.index(("send", number))

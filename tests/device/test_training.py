@@ -12,7 +12,8 @@ from hostdev.core.memory import copied_bytes, pinned_size, row_bytes
 from hostdev.device import backend, ops
 from hostdev.kernels.pool import set_host_threads
 from hostdev.models.wide_deep.network import LAYERS
-from hostdev.pipeline.line import Line
+from hostdev.pipeline.hooks import PipelineHooks
+from hostdev.pipeline.scheduling.in_flight import InFlightBatches
 from tests.conftest import devices, stand_in
 from tests.device import twins
 from tests.fields import FieldsBatch
@@ -110,7 +111,7 @@ def test_what_tells_of_a_step_is_its_own(device):
 
     batches = [adversarial(23, 1, shared=0.0)[0] for _ in range(4)]
     batches = [replace(batch, ids=batch.ids % (ROWS // 4) + i * (ROWS // 4)) for i, batch in enumerate(batches)]
-    results = trainer_of(device=device, depth=2, before_stage=held_up).train(batches)
+    results = trainer_of(device=device, depth=2, hooks=PipelineHooks(before_stage=held_up)).train(batches)
     try:
         stepped = [next(results) for _ in range(3)]  # of which the updater has not looked at the second and the third
     finally:
@@ -154,18 +155,18 @@ def test_pinned_memory_is_at_most_what_was_counted(device, shared, cache):
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_rows_are_sent_when_the_device_has_taken_those_before(device, depth, monkeypatch):
     """Otherwise memory would hold the rows of every batch that was looked up."""
-    marks, early, gather = {}, [], Line.gather
+    marks, early, gather = {}, [], InFlightBatches.gather
 
-    def noted(line, number, mark):
+    def noted(batches, number, mark):
         marks[number] = mark
-        gather(line, number, mark)
+        gather(batches, number, mark)
 
     def look(stage, number):
         if stage == "send" and number > 1 and not marks[number - 1].query():
             early.append(number)
 
-    monkeypatch.setattr(Line, "gather", noted)
-    for _ in trainer_of(device=device, depth=depth, before_stage=look).train(adversarial(18, 8)):
+    monkeypatch.setattr(InFlightBatches, "gather", noted)
+    for _ in trainer_of(device=device, depth=depth, hooks=PipelineHooks(before_stage=look)).train(adversarial(18, 8)):
         pass
     assert len(marks) == 8
     assert not early

@@ -17,9 +17,9 @@ def alone():
     return {seed: delayed_loop.alone(seed) for seed in range(SEEDS)}
 
 
-def run(processes, count, seeds, *seam):
+def run(processes, count, seeds, *hook):
     """What all ranks come to, by seed and depth."""
-    processes.start_ranks(count, "-m", "tests.parallel.delayed_loop", processes.folder, 0, seeds, *seam)
+    processes.start_ranks(count, "-m", "tests.parallel.delayed_loop", processes.folder, 0, seeds, *hook)
     for process in processes.ended():
         assert process.code == 0, process
     parts = [pickle.loads((processes.folder / f"rank{rank}.pickle").read_bytes()) for rank in range(count)]
@@ -37,11 +37,11 @@ def test_delays_change_nothing(processes, alone, count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seam", "value"), [("broken", "[0, 1, 2, 3]"), ("staleness", "1")])
-def test_a_runtime_that_does_not_wait_is_found(processes, alone, seam, value):
+@pytest.mark.parametrize(("hook", "value"), [("ignore_hazards", "[0, 1, 2, 3]"), ("staleness", "1")])
+def test_a_runtime_that_does_not_wait_is_found(processes, alone, hook, value):
     """These trainings see whether rows come that an unfinished batch is going to write."""
     differ = 0
-    for (seed, _), parts in run(processes, 2, WRONG_SEEDS, seam, value).items():
+    for (seed, _), parts in run(processes, 2, WRONG_SEEDS, hook, value).items():
         try:
             assert_same(parts, alone[seed])
         except AssertionError:

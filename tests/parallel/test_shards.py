@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import hostdev
 from hostdev import HostTable
 from hostdev.kernels.shards import ids_at, multiplier_of, partition, range_of
-from hostdev.pipeline.groups import Numbering, Part
+from hostdev.pipeline.row_ids import RowOffsets, RowSubset
 
 LARGE = 10**10
 
@@ -126,8 +126,8 @@ def test_groups_that_have_more_rows_together_than_32_bits():
     """Their ids may be int32, and are numbered among the rows of all of them."""
     groups = [SimpleNamespace(rows=rows, on_host=True) for rows in (1_500_000_000, 1_000_000_000, 2_000_000_000)]
     ids = [np.array(each, np.int32) for each in ([5, 1_499_999_999], [3, 900_000_000], [1_999_999_999])]
-    numbering = Numbering(groups)
-    joint = numbering.join(ids)
+    offsets = RowOffsets(groups)
+    joint = offsets.concatenate(ids)
     assert joint.ids.tolist() == [5, 1_499_999_999, 1_500_000_003, 2_400_000_000, 4_499_999_999]
-    parts = numbering.split(Part.of(joint.ids, None), joint.edges)
+    parts = offsets.split(RowSubset.select(joint.ids, None), joint.starts)
     assert [part.ids.tolist() for part in parts] == [each.tolist() for each in ids]

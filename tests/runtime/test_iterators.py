@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from hostdev.pipeline import passes
+from hostdev.pipeline.scheduling import overlapped as overlapped_module
 from tests.runtime.cases import BodyError, Case, batches_of, differing, ids, overlapped, wanted_of
 
 
@@ -46,7 +46,7 @@ def test_an_iterator_is_gone_on_with(device, depth, cache):
 
 def test_a_slow_iterator_is_gone_on_with(device, monkeypatch):
     """The reader of before is still in it when the next loop begins."""
-    monkeypatch.setattr(passes, "_LONGEST_JOIN", 0.01)
+    monkeypatch.setattr(overlapped_module, "LONGEST_JOIN", 0.01)
     batches, slow = batches_of(8), threading.Event()
 
     def stream():

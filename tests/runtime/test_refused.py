@@ -169,7 +169,7 @@ def test_caches_that_are_none():
     assert [runtime.caches[0].capacity for runtime in runtimes] == [0, 0, V]
 
 
-def test_depths_and_seams_that_are_none():
+def test_invalid_depths_and_options():
     table = table_of()
     for depth in (-1, 99, 2.0, "2", None):
         with pytest.raises(ValueError, match=f"the depth must be in 0..98, not {depth!r}"):

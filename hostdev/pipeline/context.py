@@ -1,0 +1,53 @@
+"""The parts of a pipeline that every stage uses."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hostdev.core.primitive import OpLog, Primitive
+from hostdev.core.timeline import Timeline
+from hostdev.device.staging import Staging
+from hostdev.kernels.claims import Claims
+from hostdev.kernels.groups import unique_groups
+from hostdev.parallel.exchange import Asked, Exchange
+from hostdev.pipeline.groups import Group
+from hostdev.pipeline.hooks import PipelineHooks
+from hostdev.pipeline.row_ids import RowOffsets
+
+
+class Context:
+    """What every stage uses: tables, the way to the device, clocks, hooks.
+
+    Args:
+        groups: The tables.
+        staging: The way to the device and back.
+        last_writers: For each row of all groups on the host, the last batch that is going to write it.
+        timeline: Records the stages' durations.
+        log: Records the ops' durations.
+        exchanges: With other ranks, each of which has a part of every table: for passes that update (True) and others.
+            Empty: this rank has all rows.
+        hooks: For tests.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        staging: Staging,
+        last_writers: Claims,
+        timeline: Timeline,
+        log: OpLog | None,
+        exchanges: Mapping[bool, Exchange],
+        hooks: PipelineHooks,
+    ) -> None:
+        self.groups, self.staging, self.timeline = groups, staging, timeline
+        self.exchanges, self.last_writers, self.hooks = exchanges, last_writers, hooks
+        host = Staging(torch.device("cpu")) if exchanges else staging  # rows for other ranks stay in host memory
+        self.row_stagings = [host if group.cache is None else staging for group in groups]
+        self.offsets = RowOffsets(groups)
+        self.unique = Primitive("Unique", unique_groups, log=log).add_prim_attr("primitive_target", "CPU")
+        self.before_stage = hooks.before_stage or (lambda stage, number: None)
+        self.on_host = any(group.on_host for group in groups)
+        self.cached = [number for number, group in enumerate(groups) if group.cache is not None]
+        self.row_bytes = sum(group.row_bytes for group in groups if group.on_host)
+        self.steps = 0  # steps whose updates are finished
+        self.asked_before: tuple[int, list[Asked]] = 0, []  # the last batch in training, and what was asked for in it

@@ -1,0 +1,84 @@
+"""Subsets of a batch's rows, and the ids of all groups' rows concatenated, in which hazards are found."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hostdev.pipeline.groups import Group
+
+Ids = npt.NDArray[Any]
+Positions = npt.NDArray[np.int32]
+
+
+class RowSubset(NamedTuple):
+    """Some of a batch's ids."""
+
+    ids: Ids  # int32 or int64 [any], unique
+    positions: Positions | None  # [any], of the ids among all of the batch's, ascending; None: all of these
+
+    @classmethod
+    def select(cls, ids: Ids, positions: Positions | None) -> "RowSubset":
+        """Return the subset at these positions of all ids; None selects all."""
+        return cls(ids if positions is None else ids[positions], positions)
+
+    def split(self, at: int) -> tuple["RowSubset", "RowSubset"]:
+        """Return the ids at positions below `at`, and the others with positions counted from there."""
+        if self.positions is None:
+            return RowSubset(self.ids[:at], None), RowSubset(self.ids[at:], None)
+        edge = int(np.searchsorted(self.positions, at))
+        low, high = self.positions[:edge], self.positions[edge:] - np.int32(at)
+        return RowSubset(self.ids[:edge], low), RowSubset(self.ids[edge:], high)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class ConcatenatedIds(NamedTuple):
+    """The ids of all groups in one array; each id is offset by the rows of the groups before its own."""
+
+    ids: Ids  # int32 or int64 [any]
+    starts: list[int]  # [G + 1], where each group's ids begin
+
+
+class RowOffsets:
+    """Offsets that number the rows of all groups consecutively; a single group keeps its ids."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        rows = [group.rows if group.on_host else 0 for group in groups]
+        self._offsets = np.concatenate([[0], np.cumsum(rows)]).tolist()
+        self.rows: int = self._offsets[-1]
+        self._dtype = np.dtype(np.int32 if self.rows < 2**31 else np.int64)
+        self._alone = len(groups) == 1
+
+    def concatenate(self, ids: Sequence[Ids]) -> ConcatenatedIds:
+        """Return the ids of every group, with their offsets."""
+        if self._alone:
+            return ConcatenatedIds(ids[0], [0, len(ids[0])])
+        starts = [0]
+        for part in ids:
+            starts.append(starts[-1] + len(part))
+        joint = np.empty(starts[-1], self._dtype)
+        for part, offset, start, stop in zip(ids, self._offsets, starts, starts[1:], strict=False):
+            np.add(part, offset, out=joint[start:stop], dtype=self._dtype, casting="unsafe")
+        return ConcatenatedIds(joint, starts)
+
+    def split(self, subset: RowSubset, starts: Sequence[int]) -> list[RowSubset]:
+        """Return each group's share of a subset of concatenated ids, with the group's own ids and positions.
+
+        Args:
+            subset: Some of the concatenated ids.
+            starts: Where each group's ids begin in the array that the subset's positions refer to.
+        """
+        if self._alone:
+            return [subset]
+        at = starts if subset.positions is None else np.searchsorted(subset.positions, starts).tolist()
+        shares = []
+        for group, offset in enumerate(self._offsets[:-1]):
+            ids = subset.ids[at[group] : at[group + 1]]
+            positions = None
+            if subset.positions is not None:
+                positions = subset.positions[at[group] : at[group + 1]] - np.int32(starts[group])
+            shares.append(RowSubset(ids - ids.dtype.type(offset) if offset else ids, positions))
+        return shares

@@ -1,0 +1,188 @@
+"""Passes over batches: the interface, the serial pass, and the look-ahead that both kinds share."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+from hostdev.pipeline import remote
+from hostdev.pipeline.context import Context
+from hostdev.pipeline.results import Flight, Gradients, ReadBatch, Request, UniqueBatch
+from hostdev.pipeline.row_ids import Ids
+from hostdev.pipeline.scheduling.in_flight import InFlight
+from hostdev.pipeline.scheduling.queues import End, Stopped
+from hostdev.pipeline.stages.deduplicate import announce, deduplicate
+from hostdev.pipeline.stages.look_up import look_up, reload, take_memory
+from hostdev.pipeline.stages.plan import plan
+from hostdev.pipeline.stages.read import read
+from hostdev.pipeline.stages.send import send
+from hostdev.pipeline.stages.step import begin_step, end_step
+from hostdev.pipeline.stages.update import await_step, receive_sums, release, update
+
+
+class PassOptions(NamedTuple):
+    """Where a pass begins, and how far it runs ahead."""
+
+    depth: int  # of the pipeline
+    window: int  # batches that the caches know in advance, besides those that are looked up ahead
+    number: int  # of the batch before the first
+    position: int  # of that batch in the caller's loop
+    update: bool  # steps update the tables
+    background: bool  # read in a thread, and not in the caller's
+    ahead_of_step: int  # batches that are looked up ahead, at most the depth, if they are read in the caller's thread
+
+
+class Pass(Protocol):
+    """Batches in their order, each to be stepped by the caller; one thread calls."""
+
+    def take(self) -> Flight | None:
+        """Return the next batch with its rows on the device; None after the last, when all has been updated."""
+
+    def finish(self, batch: Flight, gradients: Gradients | None) -> None:
+        """End a step with its gradients; None in a pass that updates nothing."""
+
+    def drain(self) -> None:
+        """Wait until all stepped batches are updated."""
+
+    def reload(self, table: Any, ids: Ids | None) -> None:
+        """Look rows of a table up again that were looked up ahead; after `drain` and a write to the table.
+
+        Only the thread that takes the batches has an effect.
+
+        Args:
+            table: The table that was written.
+            ids: int32 or int64 [N]; None for all rows.
+        """
+
+    def is_own(self, thread: threading.Thread) -> bool:
+        """Tell whether a thread is one of the pass's own."""
+
+    def close(self, *, failed: bool = False) -> None:
+        """End the pass: stepped batches are updated, the others dropped. Raises the updater's error if it has failed.
+
+        Args:
+            failed: Another error has ended the pass.
+        """
+
+
+def raise_held(held: list[BaseException | None]) -> None:
+    """Raise the error in a list, if any, and take it out: its frames would hold it, and it them."""
+    if held[0] is not None:
+        raise held.pop()  # type: ignore[misc]
+
+
+def look_ahead(
+    context: Context, take: Callable[[], ReadBatch | End], options: PassOptions
+) -> Iterator[UniqueBatch | End]:
+    """Yield deduplicated batches, which are announced to the caches a window ahead; then the end.
+
+    Args:
+        context: Of the pipeline.
+        take: Returns the next batch that was read.
+        options: Of the pass.
+    """
+    update, position = options.update, options.position
+    window = options.window if update else 0
+    waiting: list[UniqueBatch] = []
+    announced = [0] * len(context.groups)
+    ends: list[End] = []
+    while True:
+        while not ends and len(waiting) <= window:
+            try:
+                item = take()
+                if isinstance(item, ReadBatch):
+                    position += 1
+                    waiting.append(deduplicate(context, item, position, update))
+                    if update:
+                        announce(context, waiting, announced)
+                else:
+                    if item.error is None and context.exchanges:
+                        context.exchanges[update].end()
+                    ends.append(item)
+                del item  # or a finished batch would live until the next one is read
+            except Stopped:
+                raise
+            except Exception as error:  # batches that were read before come first
+                ends.append(End(error))
+        if waiting:
+            if update:
+                announce(context, waiting, announced)
+            announced = [max(0, count - 1) for count in announced]
+            yield waiting.pop(0)
+        else:
+            yield ends.pop()  # not kept: an error holds the frames that it has gone through, and so this one
+            return
+
+
+class SerialPass:
+    """The stages one after the other, in the caller's thread: the reference.
+
+    Args:
+        context: Of the pipeline.
+        source: The requests.
+        options: Of the pass.
+    """
+
+    def __init__(self, context: Context, source: Iterable[Request], options: PassOptions) -> None:
+        self._context, self._update, self.number = context, options.update, options.number
+        self._source = iter(source)
+        self._caller = threading.get_ident()
+        self._given: Flight | None = None  # in the caller's step
+        self._batches = look_ahead(context, self._read, options)
+
+    def _read(self) -> ReadBatch | End:
+        batch = read(self._context, self._source, self.number + 1)
+        if batch is None:
+            return End(None)
+        self.number += 1
+        return batch
+
+    def take(self) -> Flight | None:
+        """See `Pass`."""
+        item = next(self._batches)
+        if isinstance(item, End):
+            held = [item.error]
+            del item
+            raise_held(held)
+            return None
+        context, update = self._context, self._update
+        planned = plan(context, item, update, None)
+        looked_up = look_up(context, planned, take_memory(context, planned))
+        if context.exchanges and context.on_host:
+            early = remote.exchange_early(context, looked_up, None, None, update=update, overlapped=False)
+            looked_up = looked_up._replace(early=early)
+        in_flight = InFlight(item.number)
+        in_flight.rows = looked_up.rows
+        self._given = begin_step(context, send(context, looked_up), in_flight, update)
+        return self._given
+
+    def finish(self, batch: Flight, gradients: Gradients | None) -> None:
+        """See `Pass`."""
+        self._given = None
+        context = self._context
+        stepped = end_step(context, batch, gradients)
+        if not self._update:
+            await_step(context, stepped)
+            release(stepped)
+            return
+        context.before_stage("update", batch.number)
+        await_step(context, stepped)
+        receive_sums(context, stepped)
+        update(context, stepped, None)
+
+    def drain(self) -> None:
+        """See `Pass`."""
+
+    def reload(self, table: Any, ids: Ids | None) -> None:
+        """See `Pass`."""
+        if self._given is not None and threading.get_ident() == self._caller:
+            assert self._given.in_flight.rows is not None
+            reload(self._context, self._given.in_flight.rows, table, ids, in_step=True)
+
+    def is_own(self, thread: threading.Thread) -> bool:
+        """See `Pass`."""
+        return False
+
+    def close(self, *, failed: bool = False) -> None:
+        """See `Pass`."""
+        self._given = None
+        self._batches.close()  # type: ignore[attr-defined]

@@ -1,0 +1,128 @@
+"""The queues between the stages, under the one condition variable of an overlapped pass."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from hostdev.pipeline.results import ReadBatch, SentBatch, SteppedBatch
+from hostdev.pipeline.scheduling.in_flight import InFlightBatches
+
+
+class End(NamedTuple):
+    """The last item of a queue, with the error that has ended the stage."""
+
+    error: BaseException | None
+
+
+class Stopped(Exception):  # noqa: N818  (not an error: a thread is asked to end)
+    """Raised in a thread that waits, when the pass is over."""
+
+
+class PipelineQueues:
+    """The queues between the stages and the batches in flight.
+
+    Args:
+        updated: Number of the last batch whose update is finished.
+    """
+
+    def __init__(self, updated: int) -> None:
+        self.changed = threading.Condition()
+        self.in_flight = InFlightBatches(self.changed, updated)
+        self.read: deque[ReadBatch | End] = deque()
+        self.fetched: deque[SentBatch | End] = deque()
+        self.stepped: deque[SteppedBatch | End] = deque()
+        self.finished = updated  # the last batch that has been stepped
+        self.stopping = False
+        self.closing = False  # threads continue as far as they need not wait, which is equally far on all ranks
+        self.read_all = False  # the reader has ended
+        self.update_error: BaseException | None = None
+        self._lookups = 0  # threads that look rows up now
+        self._looking_up_again = False  # the caller looks rows up again that may have changed since
+
+    @contextmanager
+    def looking_up(self) -> Iterator[None]:
+        """Look rows of a batch up, or send them: several threads may, but not while `looking_up_again`.
+
+        It is no lock: a thread within it may yield to an urgent thread, which would wait for the lock.
+        """
+        with self.changed:
+            self.changed.wait_for(lambda: not self._looking_up_again)
+            self._lookups += 1
+        try:
+            yield
+        finally:
+            with self.changed:
+                self._lookups -= 1
+                if self._looking_up_again:
+                    self.changed.notify_all()
+
+    @contextmanager
+    def looking_up_again(self) -> Iterator[None]:
+        """Wait for the threads that are looking up, and let no other begin."""
+        with self.changed:
+            self._looking_up_again = True
+            self.changed.wait_for(lambda: not self._lookups)
+        try:
+            yield
+        finally:
+            with self.changed:
+                self._looking_up_again = False
+                self.changed.notify_all()
+
+    def put(self, queue: deque[Any], held: list[Any]) -> None:
+        """Append the list's last item to a queue; it is taken out of the list, so that the thread keeps no batch."""
+        with self.changed:
+            queue.append(held.pop())
+            self.changed.notify_all()
+
+    def take(self, queue: deque[Any]) -> Any:
+        """Wait for an item of a queue, and return it."""
+        self.wait(lambda: queue or (self.closing and self.read_all), at_close=True)
+        if not queue:
+            raise Stopped
+        return queue.popleft()
+
+    def wait(self, ready: Callable[[], Any], *, finish: bool = False, at_close: bool = False) -> None:
+        """Wait until `ready`; raise `Stopped` if the pass ends before.
+
+        Args:
+            ready: Called under the condition.
+            finish: If `ready` holds, return even if the pass is stopping.
+            at_close: Wait also while the pass is closing.
+        """
+        with self.changed:
+            self.changed.wait_for(lambda: ready() or self.stopping or (self.closing and not at_close))
+            if (self.stopping and not finish) or not ready():
+                raise Stopped
+
+    def end_reading(self) -> None:
+        """Note that the reader has ended."""
+        with self.changed:
+            self.read_all = True
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Let the reader and the fetcher continue as far as they need not wait, and no further."""
+        with self.changed:
+            self.closing = True
+            self.changed.notify_all()
+
+    def stop(self) -> None:
+        """Let all threads end where they wait."""
+        with self.changed:
+            self.stopping = True
+            self.changed.notify_all()
+
+    def clear(self) -> None:
+        """Drop the batches that nobody takes any more."""
+        with self.changed:
+            self.read.clear()
+            self.fetched.clear()
+
+    def fail_update(self, error: BaseException) -> None:
+        """Report that no further batch will be updated."""
+        with self.changed:
+            self.update_error = error
+            self.changed.notify_all()

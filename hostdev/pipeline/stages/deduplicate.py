@@ -1,0 +1,54 @@
+"""Deduplicate: find each group's unique ids, send them to the ranks that own the rows, announce them to the caches."""
+
+from collections.abc import Sequence
+
+from hostdev.cache.planner import renumber
+from hostdev.kernels.pool import run_tasks
+from hostdev.pipeline.context import Context
+from hostdev.pipeline.results import ReadBatch, UniqueBatch, UniqueGroup
+
+
+def deduplicate(context: Context, batch: ReadBatch, position: int, update: bool) -> UniqueBatch:
+    """Return the unique ids of every group, in order of first occurrence over its features.
+
+    Args:
+        context: Of the pipeline.
+        batch: As it was read.
+        position: Of the batch in its loop, from 1.
+        update: The pass updates the tables.
+    """
+    number, request = batch
+    context.before_stage("unique", number)
+    with context.timeline.span("unique", number) as span:
+        if request.check is not None:
+            request.check()
+        groups = [UniqueGroup(*found) for found in context.unique(request.ids)]
+        span["rows"] = sum(len(group.ids) for group in groups)
+    if context.exchanges:
+        with context.timeline.span("exchange ids", number):
+            exchanged = context.exchanges[update].ids([group.ids for group in groups])
+        groups = [
+            UniqueGroup(ids, renumber(group.inverse, asked.places), asked)
+            for group, (ids, asked) in zip(groups, exchanged, strict=True)
+        ]
+    return UniqueBatch(number, position, request, groups)
+
+
+def announce(context: Context, batches: Sequence[UniqueBatch], announced: list[int]) -> None:
+    """Announce batches to the caches, each as far ahead as its window goes.
+
+    Args:
+        context: Of the pipeline.
+        batches: Those that are not planned.
+        announced: For each group, how many of these have been announced; counted up.
+    """
+    run_tasks([(_announce, n, n + 1, (context, batches, announced)) for n in context.cached])
+
+
+def _announce(number: int, _: int, context: Context, batches: Sequence[UniqueBatch], announced: list[int]) -> None:
+    cache = context.groups[number].cache
+    assert cache is not None
+    while announced[number] < len(batches) and len(cache.planner) <= cache.window:
+        group = batches[announced[number]].groups[number]
+        cache.announce(group.ids, group.inverse if group.asked is None else group.asked.inverse)
+        announced[number] += 1

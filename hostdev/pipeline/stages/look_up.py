@@ -1,0 +1,84 @@
+"""Look up: read the rows that bypass the caches and those that they admit, from the tables on the host."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hostdev.device.pinned import Slab
+from hostdev.kernels.claims import others
+from hostdev.kernels.pool import run_tasks
+from hostdev.pipeline.context import Context
+from hostdev.pipeline.results import LookedUpBatch, PlannedBatch
+from hostdev.pipeline.row_ids import Ids, RowSubset
+from hostdev.pipeline.rows import BatchRows, FetchedRows, count_bytes, fetch_late, make_rows
+
+_MANY_CONFLICTS = 4  # where one row in this many conflicts, conflicting rows are looked up once, when they may be
+
+
+def take_memory(context: Context, batch: PlannedBatch) -> Slab:
+    """Return host memory for a batch's copies."""
+    needs = 0
+    if context.staging.copies:
+        needs = sum(tensor.nbytes for tensor in batch.request.tensors)
+        for group, mine, inverse in zip(context.groups, batch.groups, batch.inverses, strict=True):
+            needs += count_bytes(group, len(mine.ids), mine.plan, len(inverse))
+            if mine.asked is not None:  # rows of other ranks, and gradients for them
+                needs += 2 * mine.asked.size * group.row_bytes
+    return context.staging.slabs.take(needs)
+
+
+def look_up(context: Context, batch: PlannedBatch, memory: Slab) -> LookedUpBatch:
+    """Return the rows on the host, but for conflicting ones where they are many: a few are looked up twice."""
+    number, position, request, groups, inverses, reads, writes, conflicts = batch
+    rows: list[list[BatchRows]] = [[] for _ in groups]
+    if context.on_host:
+        context.before_stage("lookup", number)
+        with context.timeline.span("lookup", number) as span:
+            for n, group in enumerate(context.groups):
+                if group.on_host:
+                    rows[n] = make_rows(group, len(groups[n].ids), groups[n].plan, context.row_stagings[n], memory)
+            subset = RowSubset(reads.ids, None)
+            if conflicts is not None and len(conflicts.rows) * _MANY_CONFLICTS > len(reads.ids):
+                subset = RowSubset.select(reads.ids, others(len(reads.ids), conflicts.rows))
+            subsets = context.offsets.split(subset, reads.starts)
+            run_tasks(
+                [
+                    task
+                    for mine, theirs in zip(rows, subsets, strict=True)
+                    for table in mine
+                    for task in table.fetch(theirs)
+                ]
+            )
+            span["rows"], span["bytes"] = len(subset), len(subset) * context.row_bytes
+    return LookedUpBatch(number, position, request, groups, inverses, writes, FetchedRows(reads, rows), memory)
+
+
+def look_up_conflicting(context: Context, number: int, rows: FetchedRows, subset: RowSubset) -> None:
+    """Look up and send rows that had to wait."""
+    context.before_stage("lookup late", number)
+    fetch_late(_pair(context, rows, subset))
+
+
+def reload(context: Context, rows: FetchedRows, table: Any, ids: Ids | None, *, in_step: bool) -> None:
+    """Look rows of a table up again for a batch that has looked them up, as they have been written since.
+
+    Args:
+        context: Of the pipeline.
+        rows: Of the batch.
+        table: The table that was written.
+        ids: int32 or int64 [N]; None for all rows.
+        in_step: The caller has the batch. Its rows stay, but those that a cache admits with it are read again.
+    """
+    for one, all_rows in _pair(context, rows, RowSubset(rows.ids.ids, None)):
+        if one.embedding.table is not table:
+            continue
+        reads = all_rows.ids
+        at = np.arange(len(reads)) if ids is None else np.flatnonzero(np.isin(reads, ids))
+        if len(at):
+            (one.reload_in_step if in_step else one.reload)(RowSubset.select(reads, at.astype(np.int32)))
+
+
+def _pair(context: Context, rows: FetchedRows, subset: RowSubset) -> Sequence[tuple[BatchRows, RowSubset]]:
+    subsets = context.offsets.split(subset, rows.ids.starts)
+    return [(table, share) for group, share in zip(rows.groups, subsets, strict=True) for table in group]

@@ -1,0 +1,166 @@
+"""Step: give the caller a batch's rows on the device, and take its gradients.
+
+In between the caller runs forward, backward and its optimizer. At the step's end rows on the device are updated, rows
+enter and leave the caches, and the gradients of the other rows go to the host.
+"""
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from hostdev.pipeline.context import Context
+from hostdev.pipeline.remote import exchange_late, send_gradients
+from hostdev.pipeline.results import Flight, Gradients, SentBatch, StepGroup, SteppedBatch
+from hostdev.pipeline.row_ids import RowSubset
+from hostdev.pipeline.rows import BatchRows, find_on_device, receive_rows
+from hostdev.pipeline.scheduling.in_flight import InFlight
+
+
+def begin_step(context: Context, batch: SentBatch, in_flight: InFlight, update: bool) -> Flight:
+    """Return the batch with the rows of all tables on the device, whose current stream waits for them.
+
+    Args:
+        context: Of the pipeline.
+        batch: All of whose rows have been sent.
+        in_flight: Of the batch.
+        update: The pass updates the tables.
+    """
+    number, staging = batch.number, context.staging
+    context.before_stage("step", number)
+    span = context.timeline.span("step", number, flow="t" if update else "f", rows=batch.request.rows)
+    span.__enter__()
+    if batch.early is not None:
+        staging.await_sent([batch.early.mark], batch.early.sent)
+    staging.await_sent([batch.mark], batch.sent)
+    begun = staging.clock()
+    values = [
+        [table.arrived() for table in rows]
+        if group.on_host
+        else [one.lookup(one.table, device_ids) for one in group.embeddings]
+        for group, rows, device_ids in zip(context.groups, batch.rows.groups, batch.device_ids, strict=True)
+    ]
+    if batch.early is not None:
+        values = exchange_late(context, batch, values, update)
+    parts = zip(batch.groups, batch.rows.groups, batch.inverses, batch.device_ids, values, strict=True)
+    groups = [StepGroup(*part) for part in parts]
+    return Flight(
+        number,
+        batch.position,
+        batch.request,
+        groups,
+        batch.tensors,
+        batch.writes,
+        batch.memory,
+        [],
+        in_flight,
+        begun,
+        span,
+    )
+
+
+def end_step(context: Context, batch: Flight, gradients: Gradients | None) -> SteppedBatch:
+    """Update the rows on the device, and let the host receive the gradients of the others.
+
+    Args:
+        context: Of the pipeline.
+        batch: The step's.
+        gradients: None where nothing changes, as in an evaluation.
+    """
+    try:
+        check = gradients.check if gradients is not None else None
+        if check is not None and not context.staging.copies:
+            check.get()  # raises before anything is updated
+        stepped: list[list[bool]] = []
+        outgoing = received = None
+        if gradients is not None and gradients.parts:
+            stepped = [[table is not None for table in group] for group in gradients.parts]
+        if gradients is not None and context.exchanges:
+            gradients, outgoing, received = send_gradients(context, batch, gradients)
+        leaving: list[_Leaving] = []
+        if gradients is not None:
+            stepped = [[grad is not None for grad in grads] for grads in gradients.grads]
+            leaving = _update_on_device(context, batch, gradients)
+        for group in batch.groups:
+            group.values.clear()
+        clocks = batch.begun, context.staging.clock()
+        received_first: tuple[Any, Any] = None, None
+        if leaving:
+            shared = batch.in_flight.shared  # if the next batch is planned by now
+            received_first, received = _receive(context, batch, leaving, shared)
+        return SteppedBatch(
+            batch.number,
+            batch.groups,
+            stepped,
+            batch.writes,
+            batch.memory,
+            batch.outcomes,
+            check,
+            received,
+            received_first,
+            outgoing,
+            clocks,
+            batch.in_flight,
+        )
+    finally:
+        abandon_step(batch)
+
+
+def abandon_step(batch: Flight) -> None:
+    """End the span of a step; its batch may be abandoned."""
+    batch.span.__exit__(None, None, None)
+
+
+_Leaving = tuple[int, BatchRows, list[Tensor | None]]  # a group's number, a table's rows, tensors for the host
+
+
+def _update_on_device(context: Context, batch: Flight, gradients: Gradients) -> list[_Leaving]:
+    """Update the rows on the device; return what each table on the host receives."""
+    skip = gradients.skip
+    parts = list(zip(context.groups, batch.groups, gradients.grads, strict=True))
+    for group, mine, grads in parts:
+        if group.on_host:
+            for rows, grad in zip(mine.rows, grads, strict=True):
+                if grad is not None:
+                    rows.update_cached(grad, skip)
+            continue
+        for embedding, grad in zip(group.embeddings, grads, strict=True):
+            if grad is not None:
+                embedding.begun += 1
+                embedding.update(embedding.table, mine.device_ids, grad, skip)
+    leaving: list[_Leaving] = []
+    for number, (group, mine, grads) in enumerate(parts):
+        _report_update(context, batch.number, number, mine)
+        if not group.on_host:
+            continue
+        plan = mine.planned.plan
+        for table, (rows, grad) in enumerate(zip(mine.rows, grads, strict=True)):
+            leaving.append((number, rows, rows.leave(grad)))
+            if group.cache is not None and plan is not None:
+                group.cache.stepped(plan, table, partial(rows.bring_back, plan.evicted))
+    return leaving
+
+
+def _receive(context: Context, batch: Flight, leaving: list[_Leaving], shared: Any) -> tuple[tuple[Any, Any], Any]:
+    """Copy what leaves the device to the host; first the gradients of rows that the next batch waits for."""
+    first: list[RowSubset | None] = [None] * len(batch.groups)
+    if shared is not None:
+        first[:] = context.offsets.split(shared.first, batch.writes.starts)
+    marks: tuple[Any, Any] = None, None
+    for staging in {id(one): one for one in context.row_stagings}.values():
+        rows = [(table, left, first[group]) for group, table, left in leaving if context.row_stagings[group] is staging]
+        if rows:
+            found = receive_rows(rows, staging, batch.memory)
+            marks = found if staging.copies else marks
+    return (shared, marks[0]), marks[1]
+
+
+def _report_update(context: Context, batch: int, number: int, mine: StepGroup) -> None:
+    report, group = context.hooks.after_update, context.groups[number]
+    if report is None:
+        return
+    if not group.on_host:
+        report(batch, number, mine.device_ids, [one.table.where(mine.device_ids) for one in group.embeddings])
+    elif group.cache is not None and mine.planned.plan is not None:
+        for ids, places in find_on_device(mine.planned.plan, group.cache.slots, mine.rows):
+            report(batch, number, ids, list(places))

@@ -1,0 +1,90 @@
+"""Update: write a batch's gradients to the tables on the host, and the rows that left the caches."""
+
+from hostdev.kernels.pool import run_tasks, urgent
+from hostdev.pipeline.context import Context
+from hostdev.pipeline.remote import exchange_gradients, exchange_rest
+from hostdev.pipeline.results import SteppedBatch
+from hostdev.pipeline.row_ids import RowSubset
+from hostdev.pipeline.scheduling.in_flight import SharedRows
+
+
+def await_step(context: Context, batch: SteppedBatch) -> None:
+    """Wait until the device is done with a step, and record its time; raises if the step must not change anything."""
+    for outcome in batch.outcomes:
+        outcome.arrive()
+    if batch.check is not None:
+        batch.check.get()
+    context.staging.await_mark(batch.clocks[1] if context.staging.copies else None)
+    context.timeline.device_was_busy(context.staging.nanoseconds(*batch.clocks))
+
+
+def receive_sums(context: Context, batch: SteppedBatch) -> None:
+    """Exchange gradients with the owners of rows, where there are other ranks."""
+    if batch.outgoing is None:
+        return
+    context.staging.await_mark(batch.received)
+    summed = exchange_gradients(context, batch, batch.outgoing)
+    for group, sums in zip(batch.groups, summed, strict=True):
+        for rows, total in zip(group.rows, sums, strict=True):
+            rows.receive([total], None)
+
+
+def update_first(context: Context, batch: SteppedBatch, shared: SharedRows) -> None:
+    """Update the rows that the next batch waits for."""
+    known, mark = batch.received_first
+    context.staging.await_mark(mark if known is shared else batch.received)
+    with urgent(), context.timeline.span("update first", batch.number) as span:  # the device may be waiting
+        span["rows"] = len(shared.first)
+        _update(context, batch, shared.first, first=known is shared)
+
+
+def update(context: Context, batch: SteppedBatch, shared: SharedRows | None) -> None:
+    """Update a batch's rows, but for those that `update_first` has updated; then release its memory."""
+    exchange_rest(context, batch)
+    context.staging.await_mark(batch.received)
+    rest = RowSubset(batch.writes.ids, None) if shared is None else shared.rest
+    with context.timeline.span("update", batch.number, flow="f") as span:
+        span["rows"] = len(rest)
+        _update(context, batch, rest)
+        for group, mine in zip(context.groups, batch.groups, strict=True):
+            for table, rows in enumerate(mine.rows):
+                rows.updated()
+                if group.cache is not None and mine.planned.plan is not None:
+                    group.cache.left(mine.planned.plan, table)
+    _report(context, batch)
+    for group, stepped in zip(context.groups, batch.stepped, strict=True):
+        for embedding, one in zip(group.embeddings, stepped, strict=True):
+            embedding.steps += one
+    context.steps += 1
+    release(batch)
+
+
+def release(batch: SteppedBatch) -> None:
+    """Give up the batch's rows and host memory; the device is done with them."""
+    for group in batch.groups:
+        group.rows.clear()
+    batch.outcomes.clear()
+    batch.memory.release()
+
+
+def _update(context: Context, batch: SteppedBatch, subset: RowSubset, *, first: bool = False) -> None:
+    subsets = context.offsets.split(subset, batch.writes.starts)
+    run_tasks(
+        [
+            task
+            for mine, theirs in zip(batch.groups, subsets, strict=True)
+            for rows in mine.rows
+            for task in rows.update(theirs, first=first)
+        ]
+    )
+
+
+def _report(context: Context, batch: SteppedBatch) -> None:
+    report = context.hooks.after_update
+    if report is None:
+        return
+    for number, (group, mine) in enumerate(zip(context.groups, batch.groups, strict=True)):
+        if group.on_host:
+            plan = mine.planned.plan
+            ids = mine.ids if plan is None else plan.ids[plan.passed]
+            report(batch.number, number, ids, [one.table.where(ids) for one in group.embeddings])
