@@ -14,9 +14,9 @@ from hostdev.parallel.layout import Inputs, Layout
 from hostdev.parallel.mesh import Mesh
 from hostdev.parallel.pieces import pieces_of
 from hostdev.parallel.plan import cuttable, divides, is_shared, matched, pairable, slice_of
-from hostdev.parallel.ranks import Ranks
 from hostdev.parallel.search import Candidate, Layers, Wanted, candidates
 from hostdev.parallel.trial import can_be_tried, steps_of
+from hostdev.parallel.world import World
 
 _SHOWN = 8
 _FINALISTS = 4  # at most so many of which steps are taken
@@ -93,7 +93,7 @@ def _most(best: Candidate, other: Candidate) -> str:
 
 
 def choose(
-    network: nn.Module, inputs: Inputs, ranks: Ranks, *, samples: int, micro_batches: int, given: Layout,
+    network: nn.Module, inputs: Inputs, ranks: World, *, samples: int, micro_batches: int, given: Layout,
     mesh: Mesh | None, device: torch.device, autocast: torch.dtype | None = None, looked_up: bool = False,
 ) -> Chosen:  # fmt: skip
     """Return the layout that takes the least time for batches of so many samples; all ranks call it.

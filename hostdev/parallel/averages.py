@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hostdev.core.errors import UserError
-from hostdev.parallel.ranks import Channel
+from hostdev.parallel.world import LocalChannel
 
 
 class Averages:
@@ -25,9 +25,9 @@ class Averages:
     channel  of the host to the ranks that compute other micro-batches with the same layers; None: there are none
     """
 
-    def __init__(self, modules: Sequence[nn.Module], channel: Channel | None) -> None:
+    def __init__(self, modules: Sequence[nn.Module], channel: LocalChannel | None = None) -> None:
         self._layers = list({id(layer): layer for module in modules for layer in averaging(module)}.values())
-        self._channel = channel
+        self._channel = channel or LocalChannel()
         self._number: int | None = None  # of the micro-batch that is watched
         self._kept: dict[int, _Kept] = {}  # of layers that are within their forward pass
         self._seen: list[list[tuple[int, Tensor, Tensor]]] = [[] for _ in self._layers]  # of each call: micro-batch
@@ -87,7 +87,7 @@ class Averages:
 
     def _of_all(self, seen: list[list[tuple[int, Tensor, Tensor]]]) -> list[list[tuple[Tensor, Tensor]]]:
         """Return what the layers of all ranks have seen, in the order of the micro-batches."""
-        if self._channel is None or self._channel.ranks == 1:
+        if self._channel.ranks == 1:
             return [[(mean, variance) for _, mean, variance in each] for each in seen]
         flat = [value.cpu().numpy() for each in seen for _, *both in each for value in both]
         counts = self._channel.gather(np.array([len(each) for each in seen], np.int64))

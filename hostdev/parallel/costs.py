@@ -13,7 +13,8 @@ from hostdev.core.pieces import Piece, run
 from hostdev.parallel.layout import Inputs
 from hostdev.parallel.pieces import not_computing
 from hostdev.parallel.plan import cut_layers, cuttable, settled
-from hostdev.parallel.ranks import Channel, Ranks
+from hostdev.parallel.ranks import Channel
+from hostdev.parallel.world import World
 
 _REPEATS = 4
 _BLOCK = 1 << 22  # bytes that are exchanged to find a bandwidth
@@ -125,10 +126,8 @@ def profile_of(
     return Profile(costs, layers, sum(one.nbytes for one in floats) if looked_up else 0)
 
 
-def of_all(ranks: Ranks | None, profile: Profile) -> Profile:
+def of_all(ranks: World, profile: Profile) -> Profile:
     """Return the profile of the slowest rank in each piece: on all ranks the same."""
-    if ranks is None:
-        return profile
     come = ranks.control.share([piece.seconds for piece in profile.pieces])
     slowest = [max(each) for each in zip(*come, strict=True)]
     return profile._replace(
@@ -136,7 +135,7 @@ def of_all(ranks: Ranks | None, profile: Profile) -> Profile:
     )
 
 
-def machine_of(ranks: Ranks, available: int, parameters: int, *, slices: bool) -> Machine:
+def machine_of(ranks: World, available: int, parameters: int, *, slices: bool) -> Machine:
     """Return what exchanges between ranks cost, measured while all do the same; all ranks call it.
 
     parameters  their bytes
@@ -160,7 +159,7 @@ def machine_of(ranks: Ranks, available: int, parameters: int, *, slices: bool) -
     return Machine(bandwidth, latency, memory, max(0.0, slicing - latency), int(free))
 
 
-def _slicing(ranks: Ranks) -> float:
+def _slicing(ranks: World) -> float:
     """Return the seconds that a tiny layer of a pair that is cut takes more than another one, an exchange in it."""
     channel, mesh = ranks.slices(torch.device("cpu"))
     W = channel.ranks

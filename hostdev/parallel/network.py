@@ -19,8 +19,8 @@ from hostdev.parallel.mesh import SCHEDULES
 from hostdev.parallel.parts import Parts, Ran
 from hostdev.parallel.plan import slice_of
 from hostdev.parallel.plan_text import plan_of
-from hostdev.parallel.ranks import Ranks
 from hostdev.parallel.state import DenseState
+from hostdev.parallel.world import ALONE_WORLD, World
 
 Inputs = Callable[[slice], tuple[Any, ...]]
 
@@ -60,7 +60,7 @@ class Network:
     """
 
     def __init__(
-        self, module: nn.Module, example: Sequence[Any], *, ranks: Ranks | None = None, micro_batches: int = 1,
+        self, module: nn.Module, example: Sequence[Any], *, ranks: World | None = None, micro_batches: int = 1,
         gradients: str = "mean", schedule: str | None = None, stage_cut: str | None = None, plan: str | None = None,
         device: torch.device | str = "cpu", precision: str = "fp32", seed: int = 1, auto: int | None = None,
     ) -> None:  # fmt: skip
@@ -69,27 +69,26 @@ class Network:
         )
         if ranks is None:
             require_alone("a Network", "give the Network ranks=ranks")
+            ranks = ALONE_WORLD
         autocast = torch.bfloat16 if precision == "bf16" else None
-        if ranks is not None:
-            shapes = {
-                f"parameter {name}": f"{one.dtype} {list(one.shape)}".removeprefix("torch.")
-                for name, one in module.named_parameters()
-                if slice_of(one) is None
-            }
-            options = {"micro_batches": micro_batches, "gradients": gradients, "schedule": schedule, "plan": plan,
-                       "stage_cut": stage_cut, "precision": precision, "seed": seed, "auto": auto,
-                       "the kind of device": torch.device(device).type}  # fmt: skip
-            ranks.agree("network", "hostdev.Network(...)", {**options, **shapes})
+        shapes = {
+            f"parameter {name}": f"{one.dtype} {list(one.shape)}".removeprefix("torch.")
+            for name, one in module.named_parameters()
+            if slice_of(one) is None
+        }
+        options = {"micro_batches": micro_batches, "gradients": gradients, "schedule": schedule, "plan": plan,
+                   "stage_cut": stage_cut, "precision": precision, "seed": seed, "auto": auto,
+                   "the kind of device": torch.device(device).type}  # fmt: skip
+        ranks.agree("network", "hostdev.Network(...)", {**options, **shapes})
         self.choice: Chosen | None = None
-        if auto is not None and ranks is not None:
+        if auto is not None and ranks.size > 1:
             self.choice = choose(
                 module, like(example), ranks, samples=auto, micro_batches=micro_batches, given=layout,
                 mesh=ranks.mesh if ranks.mesh_is_given else None,
                 device=torch.device(device), autocast=autocast,
             )  # fmt: skip
             ranks.mesh, layout = self.choice.mesh, self.choice.layout
-        shares = 1 if ranks is None else ranks.mesh.data
-        stages = 1 if ranks is None else ranks.mesh.pipe
+        shares, stages = ranks.mesh.data, ranks.mesh.pipe
         if micro_batches < 1 or micro_batches % shares:
             raise UserError(f"{micro_batches} micro-batches cannot be shared out equally by {shares} ranks along data")
         if micro_batches < shares * stages:
@@ -107,14 +106,13 @@ class Network:
         self.module, self.ranks, self.micro_batches = module, ranks, micro_batches
         self._mean, self._seed, self._steps = gradients == "mean", seed, 0
         self._count = micro_batches // shares
-        self._first = 0 if ranks is None else ranks.share()[0] * self._count
+        self._first = ranks.share()[0] * self._count
         self._device = torch.device(device)
         self._parts = Parts(module, layout, ranks, like(example), torch.device(device), autocast=autocast)
         # an optimizer wants one, where a stage has none
         self.parameters = self._parts.parameters or [nn.Parameter(torch.zeros(0))]
         self._exchange: DenseExchange | None = None
         if shares > 1:
-            assert ranks is not None
             along_data = ranks.device_channel(torch.device(device), "data")
             self._exchange = DenseExchange(
                 along_data, self._count, EXCHANGES[0], (ranks.channel("data"), ranks.channel())
@@ -225,8 +223,7 @@ class Network:
 
     def _begin(self, name: str, text: str | None = None) -> None:
         """Begin something that all ranks do together."""
-        if self.ranks is not None:
-            self.ranks.calls.begin(f"network.{name}", text or f"network.{name}()")
+        self.ranks.begin(f"network.{name}", text or f"network.{name}()")
 
     def _spans(self, samples: int) -> list[tuple[int, int]]:
         """Return where the micro-batches here begin and end."""
@@ -250,11 +247,9 @@ class Network:
         for number, one in enumerate(values):
             if one is not None:
                 mine[number] = one.reshape(-1).float().cpu()
-        if self.ranks is None:
-            return mine
         mesh = self.ranks.mesh
         come = self.ranks.control.gather(mine.reshape(-1).numpy())
         ends = [mesh.rank(self.ranks.at._replace(data=data, model=0, pipe=mesh.pipe - 1)) for data in range(mesh.data)]
         k = max(len(come[rank]) for rank in ends) // self._count
         parts = [torch.from_numpy(come[rank]) if len(come[rank]) else torch.zeros(self._count * k) for rank in ends]
-        return torch.cat(parts).view(-1, k)
+        return torch.cat(parts).view(self.micro_batches, k)

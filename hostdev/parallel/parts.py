@@ -15,14 +15,14 @@ from hostdev.parallel.averages import Averages, require_own_averages
 from hostdev.parallel.dense import Grads, add_lists
 from hostdev.parallel.layout import Inputs, Layout, described, settle
 from hostdev.parallel.leaves import Leaves
-from hostdev.parallel.mesh import Mesh
 from hostdev.parallel.pieces import pieces_of, trace, with_aside
 from hostdev.parallel.plan import Traffic, cut_layers, slice_of
-from hostdev.parallel.ranks import Channel, Ranks
+from hostdev.parallel.ranks import Channel
 from hostdev.parallel.saving import save
 from hostdev.parallel.state import DenseState, State
 from hostdev.parallel.tied import Tied
 from hostdev.parallel.whole import Whole, called
+from hostdev.parallel.world import ALONE_WORLD, World
 
 
 class Ran(NamedTuple):
@@ -42,7 +42,7 @@ class Parts:
     """This rank's part of a network, which loses what other ranks have of it.
 
     layout    how it is cut
-    ranks     None: there are no others
+    ranks     that have the other parts; None: there are no others
     inputs    returns zeros in place of its inputs
     device    where it goes
     autocast  the dtype under which it runs, or None
@@ -54,12 +54,13 @@ class Parts:
     """
 
     def __init__(
-        self, network: nn.Module, layout: Layout, ranks: Ranks | None, inputs: Inputs, device: torch.device, *,
+        self, network: nn.Module, layout: Layout, ranks: World | None, inputs: Inputs, device: torch.device, *,
         autocast: torch.dtype | None = None, aside: bool = False,
         timeline: Timeline | None = None, ops: Sequence[Callable[..., Any]] = (called, called),
     ) -> None:  # fmt: skip
-        self._ranks, self._device = ranks, device
-        self._mesh = mesh = Mesh() if ranks is None else ranks.mesh
+        self._ranks = ranks = ranks or ALONE_WORLD
+        self._device, self._mesh = device, ranks.mesh
+        mesh = ranks.mesh
         timeline, own = timeline or Timeline(), with_aside if aside else list
         like = (lambda samples: (*inputs(samples), torch.zeros((), requires_grad=True))) if aside else inputs
         found = settle(network, layout, mesh, inputs)
@@ -68,13 +69,11 @@ class Parts:
         crossing = []
         if found.begins:
             crossing = trace(found.stages(own(found.pieces)), like, device=device.type, autocast=autocast)
-        if ranks is not None:
-            begin_alike(network, ranks)
+        begin_alike(network, ranks)
         self._channels: list[Channel] = []
         self._traffic = Traffic(mesh.model)
-        slices: Channel | None = None
+        slices = ALONE_WORLD.control
         if mesh.model > 1:
-            assert ranks is not None
             slices, device_mesh = ranks.slices(device, "model")
             self._require_own_backend(slices, "model")
             network.to(device)
@@ -82,12 +81,11 @@ class Parts:
         self.leaves = Leaves(network, found.strategies)
         stages = found.stages(own(pieces_of(network))) if found.begins else []
         self._state = State(network, stages, ranks)
-        self._averages = Averages([], None)
+        self._averages = Averages([])
         self._tied: Tied | None = None
         if stages:
             from hostdev.parallel.stages import Ops, Stages  # what it stands on takes seconds to load
 
-            assert ranks is not None
             between, host = self._own_backend("pipe"), ranks.channel("pipe")
             self._channels.append(host)
             around = Ops(timeline, ops[0], ops[1], self._watching)
@@ -104,13 +102,12 @@ class Parts:
                 setattr(module, name, buffer.to(device))
         held = [one for module in self._passes.modules for one in module.parameters()]
         self.parameters = self.leaves.of(held)
-        data = ranks.channel("data") if ranks is not None and mesh.data > 1 else None
+        data = ranks.channel("data") if mesh.data > 1 else None
         self._averages = Averages(self._passes.modules, data)
 
     def _own_backend(self, axis: str) -> Channel:
         """Return a channel that brings values from device to device along an axis; UserError where there is none."""
-        assert self._ranks is not None
-        channel = self._ranks.device_channel(self._device, axis)
+        channel: Channel = self._ranks.device_channel(self._device, axis)
         self._require_own_backend(channel, axis)
         self._channels.append(channel)
         return channel
@@ -133,7 +130,7 @@ class Parts:
     @property
     def speaks(self) -> bool:
         """Tell whether this rank, of those with slices of the same layers, says what its micro-batches come to."""
-        return self._ranks is None or self._ranks.at.model == 0
+        return self._ranks.at.model == 0
 
     def step(
         self,
@@ -156,7 +153,7 @@ class Parts:
         numbers = [number for number, size in enumerate(sizes) if size]
         values: list[Tensor | None] = [None] * count
         own, tied = self._by_stage()
-        first = 0 if self._ranks is None else self._ranks.share()[0] * count
+        first = self._ranks.share()[0] * count
         sums = [_InOrder(first, count, numbers, len(each)) for each in own]
 
         def differentiate(at: int, output: Any) -> Tensor:
@@ -229,8 +226,8 @@ class Parts:
             own = self._state.whole_as_own(self.state(optimizer))
             save(folder, "state.safetensors", own, about, self._ranks)
             return
-        rank = 0 if self._ranks is None else self._ranks.rank
-        save(folder, f"rank{rank}.safetensors", self._state.own(self.leaves, optimizer), about, self._ranks)
+        own = self._state.own(self.leaves, optimizer)
+        save(folder, f"rank{self._ranks.rank}.safetensors", own, about, self._ranks)
 
     def restore(self, folder: Path, optimizer: torch.optim.Optimizer) -> int:
         """See `network.Network.restore`; return the steps that had been taken."""
@@ -241,8 +238,10 @@ class Parts:
         self._state.load(self.leaves, model, optimizer, state)
 
 
-def begin_alike(network: nn.Module, ranks: Ranks) -> None:
+def begin_alike(network: nn.Module, ranks: World) -> None:
     """Let all ranks begin with the parameters and buffers of rank 0; slices made by hand with those of the same one."""
+    if ranks.size == 1:
+        return  # copies to and from the host would serve nobody
     along_data = ranks.channel("data")
     for tensor in [*network.parameters(), *network.buffers()]:
         there = tensor.detach().cpu().contiguous()

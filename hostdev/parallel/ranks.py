@@ -21,13 +21,14 @@ from torch._C._distributed_c10d import PrefixStore
 from hostdev.core.errors import UserError
 from hostdev.parallel.alike import UnlikeError, Values, compare, ranks_in_words
 from hostdev.parallel.calls import ADVICE, Calls
-from hostdev.parallel.mesh import Mesh, MeshPlace
+from hostdev.parallel.mesh import Mesh
 from hostdev.parallel.place import Place
 from hostdev.parallel.rendezvous import come as _come  # noqa: F401  (of tests)
 from hostdev.parallel.rendezvous import interface_of, prefix_of, versions
 from hostdev.parallel.rendezvous import meet as _meet
 from hostdev.parallel.rendezvous import short as _short
 from hostdev.parallel.watch import LOST_SECONDS, Watch
+from hostdev.parallel.world import LocalChannel, World
 
 HOST_BACKEND = "gloo"
 TIMEOUT = 600.0  # seconds that one waits for another within a step
@@ -48,7 +49,7 @@ class PeerLostError(UserError):
     """A rank that was to exchange something is gone; which one, and why, the watch says."""
 
 
-class Channel:
+class Channel(LocalChannel):
     """A process group whose collectives one thread at a time calls, on every rank in the same order.
 
     backend  of torch.distributed; device: where the buffers of `all_to_all` and `all_reduce` are; None: host memory.
@@ -143,7 +144,7 @@ class Channel:
         self.exchange_counts(np.zeros((self.ranks, 1), np.int64))
 
 
-class Ranks:
+class Ranks(World):
     """This process among others, with which it has met.
 
     place     where it is
@@ -198,32 +199,13 @@ class Ranks:
             raise UserError(f"rank {self.rank} of {self.size}: {why}") from None
 
     @property
-    def have_parted(self) -> bool:
+    def have_parted(self) -> bool:  # type: ignore[override]
         """Tell whether no rank waits for another any more: they have left, one has failed, or does something else."""
         return self.failed or self.have_left or self.calls.wrong is not None
 
     def note_loop(self, loop: Any) -> None:
         """Note a loop that has opened, which is closed before the ranks leave."""
         self._loops = [*(known for known in self._loops if known() is not None), weakref.ref(loop)]
-
-    @property
-    def at(self) -> MeshPlace:
-        """Where this rank is in the mesh."""
-        return self.mesh.place(self.rank)
-
-    def share(self) -> tuple[int, int]:
-        """Return which share of the samples this rank computes, and of how many."""
-        return self.at.data, self.mesh.data
-
-    @property
-    def has_parts(self) -> bool:
-        """Tell whether ranks have different parts of the network."""
-        return self.mesh.data < self.size
-
-    @property
-    def leads(self) -> bool:
-        """Tell whether this rank looks up the rows of its samples."""
-        return self.mesh.leads(self.rank)
 
     def channel(self, axis: str | None = None) -> Channel:
         """Return a new channel; all ranks make theirs in the same order.
@@ -294,6 +276,10 @@ class Ranks:
     def part(self) -> tuple[int, int]:
         """Return this rank and their number, as `HostTable` takes it."""
         return self.rank, self.size
+
+    def begin(self, kind: str, text: str) -> None:
+        """Begin something that all ranks do together: see `calls.Calls.begin`."""
+        self.calls.begin(kind, text)
 
     def agree(self, kind: str, text: str, values: Values | None = None) -> None:
         """Begin something that all ranks do together; UnlikeError, on all of them, unless they do it alike.

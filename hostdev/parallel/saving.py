@@ -22,7 +22,7 @@ from torch import Tensor
 from hostdev.core.disk import is_text
 from hostdev.core.errors import UserError, in_words
 from hostdev.core.names import inside
-from hostdev.parallel.ranks import Ranks
+from hostdev.parallel.world import World
 
 MANIFEST, VERSION = "manifest.json", 1
 _CHUNK = 1 << 22
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 Own = Mapping[str, tuple[Tensor, int | None]]  # tensors that a rank writes, and the dimension along which each is cut
 
 
-def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: Ranks | None) -> None:
+def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: World) -> None:
     """Write a folder; all ranks call it.
 
     name   of this rank's file, which is there if it has tensors
@@ -48,9 +48,8 @@ def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: Ran
 
     UserError, on all ranks, where the folder is there already, or cannot be written.
     """
-    rank = 0 if ranks is None else ranks.rank
     temporary = folder.with_name(f".{folder.name}.part")
-    _require_all(ranks, _made(folder, temporary) if rank == 0 else "")
+    _require_all(ranks, _made(folder, temporary) if ranks.rank == 0 else "")
     said: dict[str, Any] = {}
     problem = ""
     if own:
@@ -60,9 +59,9 @@ def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: Ran
             said = {"file": name, "sha256": _sha256(temporary / name), "parts": parts}
         except (OSError, SafetensorError) as error:
             problem = f"{temporary / name} cannot be written: {error}"
-    told = [said] if ranks is None else ranks.control.share(said)
+    told = ranks.control.share(said)
     _require_all(ranks, problem, temporary)
-    if rank == 0:
+    if ranks.rank == 0:
         tensors: dict[str, list[Part]] = {}
         for each in told:
             for key, dim in each.get("parts", {}).items():
@@ -113,7 +112,7 @@ def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor |
     return found, manifest
 
 
-def agreed(ranks: Ranks | None, call: Callable[[], T]) -> T:
+def agreed(ranks: World, call: Callable[[], T]) -> T:
     """Return what a call returns, if it raises UserError on no rank; all ranks call it, and all raise it."""
     found, problem = None, ""
     try:
@@ -138,10 +137,9 @@ def _made(folder: Path, temporary: Path) -> str:
     return ""
 
 
-def _require_all(ranks: Ranks | None, problem: str, temporary: Path | None = None) -> None:
+def _require_all(ranks: World, problem: str, temporary: Path | None = None) -> None:
     """UserError on all ranks where one has a problem."""
-    problems = [problem] if ranks is None else ranks.control.share(problem)
-    for one in problems:
+    for one in ranks.control.share(problem):
         if one:
             if temporary is not None:
                 shutil.rmtree(temporary, ignore_errors=True)

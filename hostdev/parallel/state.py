@@ -11,8 +11,8 @@ from hostdev.core.errors import UserError
 from hostdev.core.pieces import Piece
 from hostdev.parallel.leaves import Leaves
 from hostdev.parallel.plan import slice_of
-from hostdev.parallel.ranks import Ranks
 from hostdev.parallel.saving import Own, agreed, load
+from hostdev.parallel.world import World
 
 
 class DenseState(NamedTuple):
@@ -44,12 +44,12 @@ class State:
 
     network  as it is whole
     stages   its pieces, by stage; none: it is not cut into stages
-    ranks    that have the parts; None: there are no others
+    ranks    that have the parts
 
     UserError for state that is no tensor.
     """
 
-    def __init__(self, network: nn.Module, stages: Sequence[Sequence[Piece]], ranks: Ranks | None) -> None:
+    def __init__(self, network: nn.Module, stages: Sequence[Sequence[Piece]], ranks: World) -> None:
         self._network, self._ranks = network, ranks
         self._order = [name for name, _ in network.named_parameters()]
         names = {id(parameter): name for name, parameter in network.named_parameters()}
@@ -61,8 +61,7 @@ class State:
                 "the network has state that is no tensor (get_extra_state), which ranks do not bring together"
             )
         self._owners = dict.fromkeys([*self._order, *self._buffers], 0)  # of the first slice
-        if ranks is not None and stages:
-            self._owners |= _owners(network, stages, ranks)
+        self._owners |= _owners(network, stages, ranks)
 
     def whole(self, leaves: Leaves, optimizer: torch.optim.Optimizer) -> DenseState:
         """Return all of it in host memory, on rank 0, and nothing on others; all call it."""
@@ -81,7 +80,7 @@ class State:
             model[name] = slots[number].pop("", None)
         for name in self._buffers:
             model[name] = self._brought(name, {"": self._buffer(name)}, None).get("")
-        if self._ranks is not None and self._ranks.rank:
+        if self._ranks.rank:
             return DenseState({}, {"state": {}, "param_groups": []}, [], [])
         model = {key: model[name] for key, name in self._keys.items() if name in model}
         groups = [{**optimizer.state_dict()["param_groups"][0], "params": list(range(len(self._order)))}]
@@ -93,7 +92,7 @@ class State:
 
     def _brought(self, name: str, values: dict[str, Any], dim: int | None) -> dict[str, Any]:
         """Return what those who own it have, on rank 0, with slices end to end; nothing on others."""
-        if self._ranks is None:
+        if self._ranks.size == 1:
             return {key: value.detach().cpu() for key, value in values.items()}
         control, ranks, first = self._ranks.control, self._ranks, self._owners[name]
         owners = range(first, first + ranks.mesh.model)
@@ -156,7 +155,7 @@ class State:
             for name, leaf in leaves.named().items()
             if leaf.grad is not None and self._writes(name, slice_of(leaf))
         }
-        told = [mine] if self._ranks is None else self._ranks.control.share(mine)
+        told = self._ranks.control.share(mine)
         found = [[each[name] for each in told if name in each] for name in self._order]
         each = [torch.tensor(parts) for parts in found if parts]
         of_each = [one[0] if len(one) == 1 else torch.linalg.vector_norm(one) for one in each]
@@ -164,8 +163,6 @@ class State:
         return total
 
     def _writes(self, name: str, dim: int | None) -> bool:
-        if self._ranks is None:
-            return True
         model = self._ranks.at.model if dim is not None else 0
         return self._ranks.rank == self._owners[name] + model
 
@@ -250,7 +247,7 @@ class State:
     def _part(self, value: Any, like: Tensor) -> Any:
         """Return this rank's slice of a whole value."""
         dim = slice_of(like)
-        if dim is None or self._ranks is None or value.dim() <= dim:
+        if dim is None or value.dim() <= dim:
             return value
         n = like.shape[dim]
         if value.shape[dim] != n * self._ranks.mesh.model:
@@ -281,7 +278,7 @@ def _numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     return {id(parameter): number for number, parameter in enumerate(given)}
 
 
-def _owners(network: nn.Module, stages: Sequence[Sequence[Piece]], ranks: Ranks) -> dict[str, int]:
+def _owners(network: nn.Module, stages: Sequence[Sequence[Piece]], ranks: World) -> dict[str, int]:
     """Return of each parameter and buffer the first rank that has it."""
     names = {id(parameter): name for name, parameter in network.named_parameters()}
     found: dict[str, int] = {}

@@ -13,13 +13,13 @@ from hostdev.parallel.costs import filled, now
 from hostdev.parallel.layout import Inputs, Layout
 from hostdev.parallel.mesh import Mesh
 from hostdev.parallel.plan import slice_of
-from hostdev.parallel.ranks import Ranks
+from hostdev.parallel.world import World
 
 _SECONDS = 6.0  # of all trials, about
 _ROUNDS = 3, 25  # at least, and at most
 
 
-def can_be_tried(network: nn.Module, ranks: Ranks) -> bool:
+def can_be_tried(network: nn.Module, ranks: World) -> bool:
     """Tell whether all ranks can copy a network; slices made by hand are of one mesh alone."""
     possible = all(slice_of(one) is None for one in network.parameters())
     if possible:
@@ -31,7 +31,7 @@ def can_be_tried(network: nn.Module, ranks: Ranks) -> bool:
 
 
 def steps_of(
-    network: nn.Module, inputs: Inputs, ranks: Ranks, layouts: Sequence[tuple[Mesh, Layout]], expected: Sequence[float],
+    network: nn.Module, inputs: Inputs, ranks: World, layouts: Sequence[tuple[Mesh, Layout]], expected: Sequence[float],
     *, samples: int, micro_batches: int, device: torch.device, autocast: torch.dtype | None,
 ) -> list[float | None]:  # fmt: skip
     """Return the seconds of a step of each layout with Adam; None: it is not possible. All ranks call it.
@@ -62,7 +62,7 @@ def steps_of(
 class _Trial:
     """A copy of a network that is laid out."""
 
-    def __init__(self, network: Any, ranks: Ranks, mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, network: Any, ranks: World, mesh: Mesh, device: torch.device) -> None:
         self._network, self._ranks, self._mesh, self._device = network, ranks, mesh, device
         self._adam = torch.optim.Adam(network.parameters, fused=True)
 
@@ -78,7 +78,7 @@ class _Trial:
 
 
 def _made(
-    network: nn.Module, inputs: Inputs, ranks: Ranks, mesh: Mesh, layout: Layout, micro_batches: int,
+    network: nn.Module, inputs: Inputs, ranks: World, mesh: Mesh, layout: Layout, micro_batches: int,
     device: torch.device, autocast: torch.dtype | None,
 ) -> _Trial | None:  # fmt: skip
     """Return a trial; None where the layout does not fit, which all ranks find alike."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hostdev.core.timeline import Timeline
-from hostdev.parallel.ranks import Channel
+from hostdev.parallel.world import LocalChannel
 
 
 def called(call: Callable[..., Any], *values: Any, **named: Any) -> Any:
@@ -20,7 +20,7 @@ def called(call: Callable[..., Any], *values: Any, **named: Any) -> Any:
 class Whole:
     """A network of which each rank has all layers, or slices of these.
 
-    channel   to the ranks with the other slices; None: there are none
+    channel   to the ranks with the other slices
     device    where it is
     autocast  the dtype under which it runs, or None
     timeline  where forward and backward passes go
@@ -32,7 +32,7 @@ class Whole:
     numbers = (0,)
 
     def __init__(
-        self, network: nn.Module, channel: Channel | None, device: torch.device, autocast: torch.dtype | None,
+        self, network: nn.Module, channel: LocalChannel, device: torch.device, autocast: torch.dtype | None,
         timeline: Timeline | None = None, ops: Sequence[Callable[..., Any]] = (called, called),
         watching: Callable[[int], AbstractContextManager[None]] = nullcontext,  # type: ignore[assignment]
         *, aside: bool = False,
@@ -81,7 +81,7 @@ class Whole:
         try:
             yield
         except RuntimeError as error:
-            if self._channel is None or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise
             with self._channel.answering():
                 raise

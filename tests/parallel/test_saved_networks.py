@@ -7,6 +7,7 @@ import torch
 
 from hostdev.core.errors import UserError
 from hostdev.parallel import saving
+from hostdev.parallel.world import ALONE_WORLD
 
 
 @pytest.mark.parametrize("change", [
@@ -17,7 +18,7 @@ from hostdev.parallel import saving
     lambda content: content.pop("tensors"),
 ])  # fmt: skip
 def test_files_elsewhere_are_not_read(tmp_path, change):
-    saving.save(tmp_path / "net", "state.safetensors", {"w": (torch.ones(2), None)}, {}, None)
+    saving.save(tmp_path / "net", "state.safetensors", {"w": (torch.ones(2), None)}, {}, ALONE_WORLD)
     found, _ = saving.load(tmp_path / "net", lambda name: True)
     assert found["w"].tolist() == [1, 1]
     (tmp_path / "secret.safetensors").write_bytes((tmp_path / "net/state.safetensors").read_bytes())
