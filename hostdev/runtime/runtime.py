@@ -15,6 +15,7 @@ from hostdev.core.timeline import Timeline
 from hostdev.device import backend
 from hostdev.device.staging import Staging
 from hostdev.parallel.ranks import Ranks
+from hostdev.parallel.world import ALONE_WORLD
 from hostdev.pipeline.groups import Group
 from hostdev.pipeline.pipeline import Pipeline, require_depth
 from hostdev.runtime import alike
@@ -233,7 +234,7 @@ class Runtime(ForFrameworks, ForLoops):
     @property
     def _asks(self) -> bool:
         """Tell whether this rank looks up the rows of its samples."""
-        return self.ranks is None or self.ranks.leads
+        return (self.ranks or ALONE_WORLD).leads
 
     def predict(
         self, batches: Iterable[Any], *, ids: IdsOf | None = None, send: Callable[[Any], Any] | None = None,
@@ -406,8 +407,7 @@ class Runtime(ForFrameworks, ForLoops):
 
     def _begin_call(self, name: str) -> None:
         """Begin something that all ranks do together."""
-        if self.ranks is not None:
-            self.ranks.agree(name, f"runtime.{name}()")
+        (self.ranks or ALONE_WORLD).agree(name, f"runtime.{name}()")
 
     @property
     def is_saved(self) -> bool:
