@@ -9,7 +9,6 @@ from torch import Tensor
 from hostdev.core.micro_batches import Node, TreeSum
 from hostdev.parallel.dense import DenseExchange, DenseGradients, Grads, add_lists
 from hostdev.parallel.ranks import Channel, Ranks
-from hostdev.parallel.world import ALONE_WORLD
 from hostdev.pipeline.flight import Flight
 from hostdev.runtime import alike
 from hostdev.runtime.finite import Flags
@@ -37,7 +36,7 @@ class Reduction:
         self._leaves, self._flags, self._ranks, self.count, self._exchange = leaves, flags, ranks, count, dense
         self._rows: TreeSum[Grads] = TreeSum(add_lists)
         self._dense: TreeSum[Grads] = TreeSum(add_lists)
-        self._first = (ranks or ALONE_WORLD).share()[0] * count
+        self._first = 0 if ranks is None else ranks.share()[0] * count
         self._rows_come: dict[int, Grads] = {}  # of micro-batches, where these come in an order of their own
         self._next = self._first
         self._parameters: list[Tensor] = []
