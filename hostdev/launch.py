@@ -72,9 +72,12 @@ def start(path: Path, table: RankTable, server: dict[str, Any], command: Sequenc
             log = files.enter_context((mine / "output.log").open("wb"))
             try:
                 process = subprocess.Popen(
-                    whole, env={**os.environ, **own}, stdout=subprocess.PIPE if rank == 0 else log,
-                    stderr=subprocess.STDOUT, preexec_fn=end_with_parent if sys.platform == "linux" else None,
-                )  # fmt: skip
+                    whole,
+                    env={**os.environ, **own},
+                    stdout=subprocess.PIPE if rank == 0 else log,
+                    stderr=subprocess.STDOUT,
+                    preexec_fn=end_with_parent if sys.platform == "linux" else None,
+                )
             except OSError as error:
                 raise UserError(f"{whole[0]} cannot be started: {error.strerror}") from None
             processes.append(process)

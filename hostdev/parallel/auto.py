@@ -85,17 +85,28 @@ def reason(tried: list[Candidate], machine: Machine) -> str:
 def _most(best: Candidate, other: Candidate) -> str:
     """Return what a candidate takes longer for, by the model; nothing where that has it the other way round."""
     costs = {
-        "compute": other.compute - best.compute, "waiting for stages": other.waiting - best.waiting,
-        "exchanges": other.exchange - best.exchange, "the optimizer": other.update - best.update,
-    }  # fmt: skip
+        "compute": other.compute - best.compute,
+        "waiting for stages": other.waiting - best.waiting,
+        "exchanges": other.exchange - best.exchange,
+        "the optimizer": other.update - best.update,
+    }
     most = max(costs, key=lambda name: costs[name])
     return f", most of it for {most} ({costs[most] * 1e3:.1f} ms)" if other.seconds > best.seconds else ""
 
 
 def choose(
-    network: nn.Module, inputs: Inputs, ranks: World, *, samples: int, micro_batches: int, given: Layout,
-    mesh: Mesh | None, device: torch.device, autocast: torch.dtype | None = None, looked_up: bool = False,
-) -> Chosen:  # fmt: skip
+    network: nn.Module,
+    inputs: Inputs,
+    ranks: World,
+    *,
+    samples: int,
+    micro_batches: int,
+    given: Layout,
+    mesh: Mesh | None,
+    device: torch.device,
+    autocast: torch.dtype | None = None,
+    looked_up: bool = False,
+) -> Chosen:
     """Return the layout that takes the least time for batches of so many samples; all ranks call it.
 
     inputs     returns zeros in place of the network's inputs
@@ -118,12 +129,19 @@ def choose(
     shared = is_shared(network)
     layers = Layers(
         lambda name, strategy, count: name not in shared and divides(modules[name], strategy, count),
-        pairable(network, lambda: inputs(2)), has_stages,
-    )  # fmt: skip
+        pairable(network, lambda: inputs(2)),
+        has_stages,
+    )
     wanted = Wanted(
-        ranks.size, micro_batches, mesh, given.begins, strategies, given.schedule == "interleaved",
-        given.schedule == "gpipe", sliced=all(slice_of(one) is None for one in network.parameters()),
-    )  # fmt: skip
+        ranks.size,
+        micro_batches,
+        mesh,
+        given.begins,
+        strategies,
+        given.schedule == "interleaved",
+        given.schedule == "gpipe",
+        sliced=all(slice_of(one) is None for one in network.parameters()),
+    )
     free = available_bytes() if device.type == "cpu" else free_bytes(device)
     slices = any(cuttable(module) for module in network.modules()) and (mesh is None or mesh.model > 1)
     parameters = sum(one.nbytes for one in network.parameters())
@@ -136,9 +154,16 @@ def choose(
     last = _finalists(tried, machine)
     if len(last) > 1 and can_be_tried(network, ranks):
         seconds = steps_of(
-            network, inputs, ranks, [(one.mesh, layout_of(one)) for one in last], [one.seconds for one in last],
-            samples=samples, micro_batches=micro_batches, device=device, autocast=autocast,
-        )  # fmt: skip
+            network,
+            inputs,
+            ranks,
+            [(one.mesh, layout_of(one)) for one in last],
+            [one.seconds for one in last],
+            samples=samples,
+            micro_batches=micro_batches,
+            device=device,
+            autocast=autocast,
+        )
         carried = micro_batches * machine.exchange(profile.inputs) if looked_up else 0.0
         taken = [
             one._replace(measured=second + carried / one.mesh.data * (one.mesh.model > 1))

@@ -99,9 +99,14 @@ class Profile(NamedTuple):
 
 
 def profile_of(
-    network: nn.Module, pieces: Sequence[Piece], inputs: Inputs, samples: int, device: torch.device,
-    autocast: torch.dtype | None, looked_up: bool,
-) -> Profile:  # fmt: skip
+    network: nn.Module,
+    pieces: Sequence[Piece],
+    inputs: Inputs,
+    samples: int,
+    device: torch.device,
+    autocast: torch.dtype | None,
+    looked_up: bool,
+) -> Profile:
     """Return what the pieces of a network cost for so many samples, on this rank; the network stays as it is."""
     buffers = [(one, one.clone()) for one in network.buffers()]
     training = network.training
@@ -151,9 +156,12 @@ def machine_of(ranks: World, available: int, parameters: int, *, slices: bool) -
     one, other = torch.zeros(size // 4), torch.zeros(size // 4)
     added = _usual(channel, lambda: one.add_(other))
     found = [
-        _BLOCK * (W - 1) / W / max(send - wait, 1e-9), wait, 3 * size / added,
-        _slicing(ranks) if slices else 0.0, float(available),
-    ]  # fmt: skip
+        _BLOCK * (W - 1) / W / max(send - wait, 1e-9),
+        wait,
+        3 * size / added,
+        _slicing(ranks) if slices else 0.0,
+        float(available),
+    ]
     told = list(zip(*ranks.control.share(found), strict=True))
     bandwidth, latency, memory, slicing, free = min(told[0]), max(told[1]), min(told[2]), max(told[3]), min(told[4])
     return Machine(bandwidth, latency, memory, max(0.0, slicing - latency), int(free))
@@ -235,9 +243,7 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _counted(
-    network: nn.Module, pieces: Sequence[Piece], given: tuple[Any, ...]
-) -> tuple[list[int], list[LayerCost]]:  # fmt: skip
+def _counted(network: nn.Module, pieces: Sequence[Piece], given: tuple[Any, ...]) -> tuple[list[int], list[LayerCost]]:
     """Return the operations of each piece, and what the layers that can be cut take and give."""
     names = {id(module): name for name, module in network.named_modules() if cuttable(module)}
     found: dict[str, LayerCost] = {}

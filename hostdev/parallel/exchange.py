@@ -146,10 +146,14 @@ class Exchange:
         )
 
     def early_rows(
-        self, asked: Sequence[Asked], values: Sequence[Sequence[Rows] | None],
-        early: Sequence[Mask] | None, buffer: Callable[[int, int], Rows], before: Sequence[Asked] = (),
+        self,
+        asked: Sequence[Asked],
+        values: Sequence[Sequence[Rows] | None],
+        early: Sequence[Mask] | None,
+        buffer: Callable[[int, int], Rows],
+        before: Sequence[Asked] = (),
         shared: Sequence[Mask] = (),
-    ) -> "Incoming":  # fmt: skip
+    ) -> "Incoming":
         """Give the others those rows that may be given now, and take theirs; `late_rows` is to follow for the rest.
 
         values  of each group and table the unique rows here, float32 [any, D]; None for a group of which none are early
@@ -169,9 +173,12 @@ class Exchange:
         return incoming
 
     def late_rows(
-        self, incoming: "Incoming", asked: Sequence[Asked], values: Sequence[Sequence[Rows]],
+        self,
+        incoming: "Incoming",
+        asked: Sequence[Asked],
+        values: Sequence[Sequence[Rows]],
         buffer: Callable[[int, int], Rows] | None = None,
-    ) -> tuple[list[Places], list[list[Rows]]]:  # fmt: skip
+    ) -> tuple[list[Places], list[list[Rows]]]:
         """Give and take the rows that `early_rows` has left out; return which ones of each group have come, [L].
 
         buffer  makes the memory for what comes, [L, D], which is returned too; None: it goes to its places among the
@@ -182,16 +189,16 @@ class Exchange:
         if buffer is None:
             out, taking = incoming.rows, _taking(asked, come)
         else:
-            numbers = [[int(part.sum()) for part in np.split(mask, np.cumsum(one.counts)[:-1])]
-                       for mask, one in zip(come, asked, strict=True)]  # fmt: skip
+            numbers = [
+                [int(part.sum()) for part in np.split(mask, np.cumsum(one.counts)[:-1])]
+                for mask, one in zip(come, asked, strict=True)
+            ]
             out = [[buffer(sum(each), dim) for dim in dims] for each, dims in zip(numbers, self._dims, strict=True)]
             taking = [_chosen(each, None) for each in numbers]
         self._move(self._late, asked, values, given, taking, out)
         return [np.flatnonzero(mask).astype(np.int32) for mask in come], out
 
-    def _told(
-        self, asked: Sequence[Asked], wanted: Sequence[Mask]
-    ) -> list[Mask]:  # fmt: skip
+    def _told(self, asked: Sequence[Asked], wanted: Sequence[Mask]) -> list[Mask]:
         """Tell the others which of the rows that they want come early; return which of those wanted here do."""
         W = self.ranks.size
         cut = [np.split(mask, np.cumsum(one.wanted)[:-1]) for mask, one in zip(wanted, asked, strict=True)]
@@ -211,9 +218,14 @@ class Exchange:
         return [np.concatenate(parts) for parts in found]
 
     def _move(
-        self, channel: Channel, asked: Sequence[Asked], values: Sequence[Sequence[Rows] | None],
-        given: Sequence[Mask] | None, taking: Sequence[Sequence[Any]], out: Sequence[Sequence[Rows]],
-    ) -> None:  # fmt: skip
+        self,
+        channel: Channel,
+        asked: Sequence[Asked],
+        values: Sequence[Sequence[Rows] | None],
+        given: Sequence[Mask] | None,
+        taking: Sequence[Sequence[Any]],
+        out: Sequence[Sequence[Rows]],
+    ) -> None:
         """Give rows of `values`, of those wanted where `given`, and write what is given to `out`, where `taking` says.
 
         taking  of each group and rank the places
@@ -247,9 +259,13 @@ class Exchange:
         self._count(4 * sum(int(n) * sum(dims) for each, dims in zip(counts, self._dims, strict=True) for n in each))
 
     def gradients(
-        self, asked: Sequence[Asked], grads: Parts, micro_batches: int, sums: Sequence[Sequence[Rows | None]],
+        self,
+        asked: Sequence[Asked],
+        grads: Parts,
+        micro_batches: int,
+        sums: Sequence[Sequence[Rows | None]],
         chosen: Sequence[Chosen] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """See `give_gradients`."""
         nodes = self.ranks.mesh.nodes(micro_batches)
         self._count(give_gradients(self._gradients, asked, grads, nodes, sums, chosen))

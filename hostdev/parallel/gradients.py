@@ -89,9 +89,11 @@ def give_gradients(
             if total is not None:
                 tree_sums(come, uses, firsts, begins[group, table], total, mine, own[group][table], only)
     return 4 * sum(
-        len(at) * sum(each) for places, each in zip(giving, dims, strict=True)
-        for rank, at in enumerate(places) if rank != mine
-    )  # fmt: skip
+        len(at) * sum(each)
+        for places, each in zip(giving, dims, strict=True)
+        for rank, at in enumerate(places)
+        if rank != mine
+    )
 
 
 def _counts(wanted: Sequence[int], mask: Mask | None) -> list[int]:

@@ -51,8 +51,7 @@ def join(
         yield None
         return
     share_host(place)
-    ranks = Ranks(place, partial(_ended, place), timeout=timeout, meeting=meeting, backend=backend,
-                  mesh=wanted)  # fmt: skip
+    ranks = Ranks(place, partial(_ended, place), timeout=timeout, meeting=meeting, backend=backend, mesh=wanted)
     with together(ranks):
         yield ranks
 

@@ -52,8 +52,10 @@ class Mesh(NamedTuple):
 
         micro_batches  of a step along each place of the data axis
         """
-        shares = [range(self.place(rank).data * micro_batches, (self.place(rank).data + 1) * micro_batches)
-                  for rank in range(self.size)]  # fmt: skip
+        shares = [
+            range(self.place(rank).data * micro_batches, (self.place(rank).data + 1) * micro_batches)
+            for rank in range(self.size)
+        ]
         return [nodes_of(share.start, share.stop) if self.leads(rank) else [] for rank, share in enumerate(shares)]
 
     def __str__(self) -> str:

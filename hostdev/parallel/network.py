@@ -60,10 +60,21 @@ class Network:
     """
 
     def __init__(
-        self, module: nn.Module, example: Sequence[Any], *, ranks: World | None = None, micro_batches: int = 1,
-        gradients: str = "mean", schedule: str | None = None, stage_cut: str | None = None, plan: str | None = None,
-        device: torch.device | str = "cpu", precision: str = "fp32", seed: int = 1, auto: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        module: nn.Module,
+        example: Sequence[Any],
+        *,
+        ranks: World | None = None,
+        micro_batches: int = 1,
+        gradients: str = "mean",
+        schedule: str | None = None,
+        stage_cut: str | None = None,
+        plan: str | None = None,
+        device: torch.device | str = "cpu",
+        precision: str = "fp32",
+        seed: int = 1,
+        auto: int | None = None,
+    ) -> None:
         layout = Layout(
             schedule or SCHEDULES[0], None if stage_cut is None else stage_cut.split(","), plan_of(plan) if plan else ()
         )
@@ -76,17 +87,31 @@ class Network:
             for name, one in module.named_parameters()
             if slice_of(one) is None
         }
-        options = {"micro_batches": micro_batches, "gradients": gradients, "schedule": schedule, "plan": plan,
-                   "stage_cut": stage_cut, "precision": precision, "seed": seed, "auto": auto,
-                   "the kind of device": torch.device(device).type}  # fmt: skip
+        options = {
+            "micro_batches": micro_batches,
+            "gradients": gradients,
+            "schedule": schedule,
+            "plan": plan,
+            "stage_cut": stage_cut,
+            "precision": precision,
+            "seed": seed,
+            "auto": auto,
+            "the kind of device": torch.device(device).type,
+        }
         ranks.agree("network", "hostdev.Network(...)", {**options, **shapes})
         self.choice: Chosen | None = None
         if auto is not None and ranks.size > 1:
             self.choice = choose(
-                module, like(example), ranks, samples=auto, micro_batches=micro_batches, given=layout,
+                module,
+                like(example),
+                ranks,
+                samples=auto,
+                micro_batches=micro_batches,
+                given=layout,
                 mesh=ranks.mesh if ranks.mesh_is_given else None,
-                device=torch.device(device), autocast=autocast,
-            )  # fmt: skip
+                device=torch.device(device),
+                autocast=autocast,
+            )
             ranks.mesh, layout = self.choice.mesh, self.choice.layout
         shares, stages = ranks.mesh.data, ranks.mesh.pipe
         if micro_batches < 1 or micro_batches % shares:

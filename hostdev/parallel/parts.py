@@ -54,10 +54,18 @@ class Parts:
     """
 
     def __init__(
-        self, network: nn.Module, layout: Layout, ranks: World | None, inputs: Inputs, device: torch.device, *,
-        autocast: torch.dtype | None = None, aside: bool = False,
-        timeline: Timeline | None = None, ops: Sequence[Callable[..., Any]] = (called, called),
-    ) -> None:  # fmt: skip
+        self,
+        network: nn.Module,
+        layout: Layout,
+        ranks: World | None,
+        inputs: Inputs,
+        device: torch.device,
+        *,
+        autocast: torch.dtype | None = None,
+        aside: bool = False,
+        timeline: Timeline | None = None,
+        ops: Sequence[Callable[..., Any]] = (called, called),
+    ) -> None:
         self._ranks = ranks = ranks or ALONE_WORLD
         self._device, self._mesh = device, ranks.mesh
         mesh = ranks.mesh

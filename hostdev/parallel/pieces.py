@@ -133,9 +133,12 @@ class Traced(NamedTuple):
 
 
 def trace(
-    stages: Sequence[Sequence[Piece]], inputs: Callable[[int], Any], *, device: str = "cpu",
+    stages: Sequence[Sequence[Piece]],
+    inputs: Callable[[int], Any],
+    *,
+    device: str = "cpu",
     autocast: torch.dtype | None = None,
-) -> list[Traced]:  # fmt: skip
+) -> list[Traced]:
     """Return what crosses after each stage, found by running all of them without computing anything.
 
     inputs    returns the first stage's arguments for so many samples

@@ -139,8 +139,9 @@ def _meeting_point(env: Mapping[str, str], launcher: str, *, all_here: bool) -> 
             raise UserError("MASTER_ADDR is empty; set it to the host of rank 0")
         return env["MASTER_ADDR"], _port(env, launcher)
     if launcher == "RANK and WORLD_SIZE":
-        raise UserError("RANK and WORLD_SIZE are set, but MASTER_ADDR is not: where is rank 0? Set MASTER_ADDR and "
-                        "MASTER_PORT")  # fmt: skip
+        raise UserError(
+            "RANK and WORLD_SIZE are set, but MASTER_ADDR is not: where is rank 0? Set MASTER_ADDR and MASTER_PORT"
+        )
     if not all_here:
         raise UserError(
             f"{launcher} has started ranks on several hosts, but MASTER_ADDR is not set: where is rank 0? Give mpirun "

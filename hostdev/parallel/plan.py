@@ -27,9 +27,19 @@ _CUTS: Mapping[type[nn.Module], Mapping[str, Mapping[str, int | None]]] = {
     nn.Embedding: {"colwise": {"weight": 1}, "rowwise": {"weight": 0}},
 }
 _ELEMENTWISE = (
-    nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Identity, nn.Softplus, nn.ReLU6,
-    nn.Mish, nn.Hardswish,
-)  # fmt: skip
+    nn.ReLU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.LeakyReLU,
+    nn.ELU,
+    nn.Identity,
+    nn.Softplus,
+    nn.ReLU6,
+    nn.Mish,
+    nn.Hardswish,
+)
 
 
 class Sliced(NamedTuple):
@@ -121,9 +131,11 @@ def _require_alike(network: nn.Module, wanted: Mapping[str, str]) -> None:
 
 
 def _pairs(
-    network: nn.Module, wanted: Mapping[str, str], stages: Sequence[Sequence[Piece]],
+    network: nn.Module,
+    wanted: Mapping[str, str],
+    stages: Sequence[Sequence[Piece]],
     inputs: Callable[[], tuple[Any, ...]],
-) -> set[tuple[str, str]]:  # fmt: skip
+) -> set[tuple[str, str]]:
     """Return the colwise layers whose output goes to a rowwise one and nowhere else, elementwise, within one stage."""
     names = {id(module): name for name, module in network.named_modules() if name in wanted}
     calls: dict[str, int] = dict.fromkeys(wanted, 0)

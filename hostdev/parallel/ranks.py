@@ -57,9 +57,14 @@ class Channel(LocalChannel):
     """
 
     def __init__(
-        self, rank: int, ranks: int, group: Any, lost: Callable[[], None], backend: str = HOST_BACKEND,
+        self,
+        rank: int,
+        ranks: int,
+        group: Any,
+        lost: Callable[[], None],
+        backend: str = HOST_BACKEND,
         device: torch.device | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rank, self.ranks, self.group, self._lost = rank, ranks, group, lost
         self.backend, self.device = backend, torch.device("cpu") if device is None else device
         self.sent_bytes = 0  # to others
@@ -125,9 +130,7 @@ class Channel(LocalChannel):
         """Return the arrays of all ranks, of one dtype and any lengths, 1-dimensional, by rank."""
         lengths = self.exchange_counts(np.full((self.ranks, 1), len(values), np.int64))[:, 0].tolist()
         flat = torch.from_numpy(np.tile(values, self.ranks))
-        return np.split(
-            self.all_to_all(flat, [len(values)] * self.ranks, lengths).numpy(), np.cumsum(lengths)[:-1]
-        )  # fmt: skip
+        return np.split(self.all_to_all(flat, [len(values)] * self.ranks, lengths).numpy(), np.cumsum(lengths)[:-1])
 
     def share(self, value: Any) -> list[Any]:
         """Return what each rank has to say: values that JSON can hold, by rank."""
@@ -159,9 +162,16 @@ class Ranks(World):
     """
 
     def __init__(
-        self, place: Place, on_fault: Callable[[int, str], None], *, timeout: float = TIMEOUT, meeting: float = MEETING,
-        backend: str | None = None, mesh: Mesh | None = None, values: Values | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        place: Place,
+        on_fault: Callable[[int, str], None],
+        *,
+        timeout: float = TIMEOUT,
+        meeting: float = MEETING,
+        backend: str | None = None,
+        mesh: Mesh | None = None,
+        values: Values | None = None,
+    ) -> None:
         self.place, self._backend = place, backend
         _joined[:] = [weakref.ref(self)]
         self.mesh, self.mesh_is_given = mesh or Mesh(data=place.ranks), mesh is not None
@@ -186,9 +196,12 @@ class Ranks(World):
         self.watch.start()
         try:
             dist.init_process_group(
-                HOST_BACKEND, store=PrefixStore("groups", self.store), rank=self.rank, world_size=self.size,
+                HOST_BACKEND,
+                store=PrefixStore("groups", self.store),
+                rank=self.rank,
+                world_size=self.size,
                 timeout=timedelta(seconds=meeting),
-            )  # fmt: skip
+            )
             self.control = self.channel()  # the main thread's
             self.control.barrier()
         except (RuntimeError, PeerLostError) as error:
@@ -230,9 +243,11 @@ class Ranks(World):
             if name in (None, HOST_BACKEND, own if possible else None):
                 continue
             where = f"rank {rank}'s dense layers are on {names[rank]}"
-            why = "which another rank has too, or others have another kind" if name == backends[rank] else (
-                f"for which this torch has {backends[rank] or 'no backend but ' + HOST_BACKEND}"
-            )  # fmt: skip
+            why = (
+                "which another rank has too, or others have another kind"
+                if name == backends[rank]
+                else (f"for which this torch has {backends[rank] or 'no backend but ' + HOST_BACKEND}")
+            )
             raise UserError(f"--dist-backend {name}: {where}, {why}; leave it out, or use {HOST_BACKEND}")
         if own is None or not possible or HOST_BACKEND in wanted:
             return self.channel(axis)

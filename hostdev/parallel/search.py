@@ -132,7 +132,7 @@ def meshes(ranks: int) -> list[Mesh]:
 
 def _sliced_candidate(
     profile: Profile, machine: Machine, layers: Layers, wanted: Wanted, mesh: Mesh, stages: int
-) -> Candidate:  # fmt: skip
+) -> Candidate:
     """Return the fastest candidate that has slices, where one without them would be faster.
 
     UserError where no layer can be cut.
@@ -147,9 +147,11 @@ def _sliced_candidate(
     ways += [
         {first: "colwise", second: "rowwise"}
         for first, second in sorted(layers.pairs)
-        if first in free and second in free
-        and layers.able(first, "colwise", mesh.model) and layers.able(second, "rowwise", mesh.model)
-    ]  # fmt: skip
+        if first in free
+        and second in free
+        and layers.able(first, "colwise", mesh.model)
+        and layers.able(second, "rowwise", mesh.model)
+    ]
     found = [
         _candidate(profile, machine, layers, wanted._replace(strategies={**wanted.strategies, **way}), mesh, stages)
         for way in ways
@@ -161,7 +163,7 @@ def _sliced_candidate(
 
 def _candidate(
     profile: Profile, machine: Machine, layers: Layers, wanted: Wanted, mesh: Mesh, stages: int
-) -> Candidate:  # fmt: skip
+) -> Candidate:
     pieces, count = profile.pieces, wanted.micro_batches // mesh.data
     names = [piece.name for piece in pieces]
     if stages == 1:
@@ -201,9 +203,15 @@ def _candidate(
         for rank, own in enumerate(by_rank)
     )
     return Candidate(
-        mesh, [names[start] for start in starts[1:]], plan, work, (mesh.pipe - 1) * busy[slowest] / rounds,
-        moved + along_data, (count - 1) * machine.add(held) + machine.update(held), int(memory),
-    )  # fmt: skip
+        mesh,
+        [names[start] for start in starts[1:]],
+        plan,
+        work,
+        (mesh.pipe - 1) * busy[slowest] / rounds,
+        moved + along_data,
+        (count - 1) * machine.add(held) + machine.update(held),
+        int(memory),
+    )
 
 
 def _in_flight(wanted: Wanted, mesh: Mesh, count: int, rank: int) -> int:
@@ -214,9 +222,14 @@ def _in_flight(wanted: Wanted, mesh: Mesh, count: int, rank: int) -> int:
 
 
 def _strategies(
-    own: Sequence[LayerCost], pieces: Sequence[PieceCost], machine: Machine, layers: Layers, wanted: Wanted,
-    mesh: Mesh, count: int,
-) -> _Sliced:  # fmt: skip
+    own: Sequence[LayerCost],
+    pieces: Sequence[PieceCost],
+    machine: Machine,
+    layers: Layers,
+    wanted: Wanted,
+    mesh: Mesh,
+    count: int,
+) -> _Sliced:
     """Return the strategies of a stage's layers that take the least time."""
     T = mesh.model
     if T == 1:
@@ -261,9 +274,11 @@ def _strategies(
         made = []
         for base, plan, cost, cut in ways:
             sliced = _Sliced(
-                base.plan + plan, base.saved + sum(map(gain, cut)), base.exchange + cost,
+                base.plan + plan,
+                base.saved + sum(map(gain, cut)),
+                base.exchange + cost,
                 base.parameters + sum(one.parameters * away for one in cut),
-            )  # fmt: skip
+            )
             less = sum(held(one) for one in own[: at + 1] if one.name in dict(sliced.plan))
             made.append((sliced.exchange - sliced.saved - less, sliced))
         if not made:

@@ -55,9 +55,15 @@ class Stages:
     """
 
     def __init__(
-        self, stages: Sequence[Sequence[Piece]], traced: Sequence[Traced], channel: Channel, schedule: str,
-        device: torch.device, autocast: torch.dtype | None = None, ops: "Ops | None" = None,
-    ) -> None:  # fmt: skip
+        self,
+        stages: Sequence[Sequence[Piece]],
+        traced: Sequence[Traced],
+        channel: Channel,
+        schedule: str,
+        device: torch.device,
+        autocast: torch.dtype | None = None,
+        ops: "Ops | None" = None,
+    ) -> None:
         self._channel, self._schedule, self._device = channel, schedule, device
         self.count = len(stages)
         self.numbers = list(range(channel.rank, self.count, channel.ranks))
@@ -68,8 +74,15 @@ class Stages:
             before = traced[number - 1] if number else None
             after = traced[number] if number < self.count - 1 else None
             state = [_state_shape(device)] if draws else []
-            body = _Body(module, device, autocast, before, after, takes_state=draws and before is not None,
-                         gives_state=draws and after is not None)  # fmt: skip
+            body = _Body(
+                module,
+                device,
+                autocast,
+                before,
+                after,
+                takes_state=draws and before is not None,
+                gives_state=draws and after is not None,
+            )
             self._stages.append(
                 _SizedStage(
                     body,
@@ -195,9 +208,16 @@ class _Body(nn.Module):
     """A stage with what goes along beside its values."""
 
     def __init__(
-        self, stage: Stage, device: torch.device, autocast: torch.dtype | None, takes: Traced | None,
-        gives: Traced | None, *, takes_state: bool, gives_state: bool,
-    ) -> None:  # fmt: skip
+        self,
+        stage: Stage,
+        device: torch.device,
+        autocast: torch.dtype | None,
+        takes: Traced | None,
+        gives: Traced | None,
+        *,
+        takes_state: bool,
+        gives_state: bool,
+    ) -> None:
         super().__init__()
         self._takes, self._gives = takes, gives
         self.stage, self._device, self._autocast = stage, device, autocast
@@ -228,14 +248,25 @@ class _SizedStage(PipelineStage):
     """A stage whose micro-batches may have different sizes."""
 
     def __init__(
-        self, body: _Body, number: int, count: int, device: torch.device, channel: Channel, ops: "Ops",
-        takes: Sequence[Shape], gives: Sequence[Shape],
-    ) -> None:  # fmt: skip
+        self,
+        body: _Body,
+        number: int,
+        count: int,
+        device: torch.device,
+        channel: Channel,
+        ops: "Ops",
+        takes: Sequence[Shape],
+        gives: Sequence[Shape],
+    ) -> None:
         super().__init__(
-            body, number, count, device, group=channel.group,
+            body,
+            number,
+            count,
+            device,
+            group=channel.group,
             input_args=tuple(_example(shape) for shape in takes),
             output_args=tuple(_example(shape) for shape in gives) or (torch.empty(0, device="meta"),),
-        )  # fmt: skip
+        )
         self._runtime_validate = False  # of sizes that are all the same
         self._takes, self._gives, self._channel, self._ops = takes, gives, channel, ops
         self._batch = 0
@@ -244,9 +275,14 @@ class _SizedStage(PipelineStage):
         self._told: Callable[[int, int], None] = _nothing
 
     def begin(
-        self, batch: int, sizes: Sequence[int], inputs: Callable[[int], tuple[Any, ...]],
-        came: Callable[[int, int], None], *, backward: bool,
-    ) -> None:  # fmt: skip
+        self,
+        batch: int,
+        sizes: Sequence[int],
+        inputs: Callable[[int], tuple[Any, ...]],
+        came: Callable[[int, int], None],
+        *,
+        backward: bool,
+    ) -> None:
         """Be ready for micro-batches of these sizes."""
         self.has_backward = backward
         self.clear_runtime_states()

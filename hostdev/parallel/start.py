@@ -15,8 +15,12 @@ from hostdev.core.launched import LAUNCHERS, RANK_TABLE
 from hostdev.parallel.place import LISTEN_VARIABLE, TOKEN_VARIABLE
 
 # A launcher may have started the command that starts them: what it has set is about that one.
-_OF_LAUNCHERS = {*itertools.chain.from_iterable(names for _, names in LAUNCHERS), *RANK_TABLE,
-                 "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"}  # fmt: skip
+_OF_LAUNCHERS = {
+    *itertools.chain.from_iterable(names for _, names in LAUNCHERS),
+    *RANK_TABLE,
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_RESTART_COUNT",
+}
 _BACKLOG = 2048
 _END_SECONDS = 8.0  # that others have after one has failed
 
@@ -32,17 +36,25 @@ def _start(
     ranks: int, command: Sequence[str], listening: socket.socket, how: dict[str, Any]
 ) -> "list[subprocess.Popen[bytes]]":
     port, descriptor = listening.getsockname()[1], listening.fileno()
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks),
-              "LOCAL_WORLD_SIZE": str(ranks), TOKEN_VARIABLE: secrets.token_hex(16)}  # fmt: skip
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        TOKEN_VARIABLE: secrets.token_hex(16),
+    }
     inherited = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
     end = end_with_parent if sys.platform == "linux" else None
     return [
         subprocess.Popen(
-            command, env={**inherited, **common, **own, "RANK": str(rank), "LOCAL_RANK": str(rank)}, preexec_fn=end,
-            pass_fds=[descriptor] if own else [], **how,
+            command,
+            env={**inherited, **common, **own, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            preexec_fn=end,
+            pass_fds=[descriptor] if own else [],
+            **how,
         )
         for rank, own in enumerate([{LISTEN_VARIABLE: str(descriptor)}, *[dict[str, str]()] * (ranks - 1)])
-    ]  # fmt: skip
+    ]
 
 
 def listening_at(address: Any, *how: int) -> socket.socket:

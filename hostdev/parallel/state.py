@@ -191,11 +191,12 @@ class State:
         model |= {name: None for name in [*about["parameters"], *about["buffers"]] if name not in known}
         state = {
             number: {
-                key.rpartition(".")[2]: value for key, value in tensors.items() if key.startswith("optimizer.")
-                and _named(key) == name and value is not None
+                key.rpartition(".")[2]: value
+                for key, value in tensors.items()
+                if key.startswith("optimizer.") and _named(key) == name and value is not None
             }
             for number, name in enumerate(self._order)
-        }  # fmt: skip
+        }
         try:
             group = {key: tuple(one) if isinstance(one, list) else one for key, one in about["optimizer"].items()}
             return self._fitting(leaves, model, optimizer, {"state": state, "param_groups": [group]}), about
@@ -287,7 +288,8 @@ def _owners(network: nn.Module, stages: Sequence[Sequence[Piece]], ranks: World)
         for piece in stage:
             for parameter in piece.parameters:
                 found.setdefault(names[id(parameter)], rank)
-        held = {id(value) for piece in stage for one in piece.holds if isinstance(one, nn.Module)
-                for value in one.buffers()}  # fmt: skip
+        held = {
+            id(value) for piece in stage for one in piece.holds if isinstance(one, nn.Module) for value in one.buffers()
+        }
         found |= {name: rank for name, value in network.named_buffers() if id(value) in held and name not in found}
     return found

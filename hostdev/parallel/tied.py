@@ -87,8 +87,11 @@ class Tied:
         if mine != owner:
             return {}
         rows = iter(come_flat.view(-1, n)) if n else repeat(come_flat)
-        return {(stage, number): next(rows).view_as(parameter).to(parameter.device)
-                for number, one in enumerate(told) if one}  # fmt: skip
+        return {
+            (stage, number): next(rows).view_as(parameter).to(parameter.device)
+            for number, one in enumerate(told)
+            if one
+        }
 
     def spread(self) -> None:
         """Give all that use one the owner's sum of the gradients; all ranks of the axis call it."""

@@ -31,9 +31,17 @@ def can_be_tried(network: nn.Module, ranks: World) -> bool:
 
 
 def steps_of(
-    network: nn.Module, inputs: Inputs, ranks: World, layouts: Sequence[tuple[Mesh, Layout]], expected: Sequence[float],
-    *, samples: int, micro_batches: int, device: torch.device, autocast: torch.dtype | None,
-) -> list[float | None]:  # fmt: skip
+    network: nn.Module,
+    inputs: Inputs,
+    ranks: World,
+    layouts: Sequence[tuple[Mesh, Layout]],
+    expected: Sequence[float],
+    *,
+    samples: int,
+    micro_batches: int,
+    device: torch.device,
+    autocast: torch.dtype | None,
+) -> list[float | None]:
     """Return the seconds of a step of each layout with Adam; None: it is not possible. All ranks call it.
 
     expected  seconds of each, the same on all ranks
@@ -78,20 +86,31 @@ class _Trial:
 
 
 def _made(
-    network: nn.Module, inputs: Inputs, ranks: World, mesh: Mesh, layout: Layout, micro_batches: int,
-    device: torch.device, autocast: torch.dtype | None,
-) -> _Trial | None:  # fmt: skip
+    network: nn.Module,
+    inputs: Inputs,
+    ranks: World,
+    mesh: Mesh,
+    layout: Layout,
+    micro_batches: int,
+    device: torch.device,
+    autocast: torch.dtype | None,
+) -> _Trial | None:
     """Return a trial; None where the layout does not fit, which all ranks find alike."""
     from hostdev.parallel.network import Network  # whose layout may be chosen here
 
     ranks.mesh = mesh
     try:
         made = Network(
-            copy.deepcopy(network), inputs(1), ranks=ranks, micro_batches=micro_batches, schedule=layout.schedule,
+            copy.deepcopy(network),
+            inputs(1),
+            ranks=ranks,
+            micro_batches=micro_batches,
+            schedule=layout.schedule,
             stage_cut=",".join(layout.begins) if layout.begins else None,
-            plan=",".join(f"{name}={strategy}" for name, strategy in layout.plan) or None, device=device,
+            plan=",".join(f"{name}={strategy}" for name, strategy in layout.plan) or None,
+            device=device,
             precision="fp32" if autocast is None else "bf16",
-        )  # fmt: skip
+        )
     except UserError:
         return None
     return _Trial(made, ranks, mesh, device)

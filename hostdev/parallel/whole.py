@@ -32,11 +32,17 @@ class Whole:
     numbers = (0,)
 
     def __init__(
-        self, network: nn.Module, channel: LocalChannel, device: torch.device, autocast: torch.dtype | None,
-        timeline: Timeline | None = None, ops: Sequence[Callable[..., Any]] = (called, called),
+        self,
+        network: nn.Module,
+        channel: LocalChannel,
+        device: torch.device,
+        autocast: torch.dtype | None,
+        timeline: Timeline | None = None,
+        ops: Sequence[Callable[..., Any]] = (called, called),
         watching: Callable[[int], AbstractContextManager[None]] = nullcontext,  # type: ignore[assignment]
-        *, aside: bool = False,
-    ) -> None:  # fmt: skip
+        *,
+        aside: bool = False,
+    ) -> None:
         self.modules = [network]
         self._channel, self._device, self._autocast = channel, device, autocast
         self._timeline = timeline or Timeline()
@@ -44,9 +50,13 @@ class Whole:
         self._watching, self._aside = watching, aside
 
     def train(
-        self, batch: int, sizes: Sequence[int], inputs: Callable[[int], tuple[Any, ...]],
-        loss: Callable[[int, Any], Tensor], came: Callable[[int, int], None],
-    ) -> None:  # fmt: skip
+        self,
+        batch: int,
+        sizes: Sequence[int],
+        inputs: Callable[[int], tuple[Any, ...]],
+        loss: Callable[[int, Any], Tensor],
+        came: Callable[[int, int], None],
+    ) -> None:
         """Take micro-batches forward and back; see `stages.Stages.train`."""
         for number in range(len(sizes)):
             given = inputs(number)

@@ -50,12 +50,9 @@ def drawn(seed):
         sizes.append([0] * own_loop.M if kind > 0.93 else step)
     sizes[0][noise.randrange(own_loop.M)] = 5
     steps = [
-        [
-            cases.batches_of(1, seed=1000 * seed + 10 * number + part, size=size)[0]
-            for part, size in enumerate(step)
-        ]
+        [cases.batches_of(1, seed=1000 * seed + 10 * number + part, size=size)[0] for part, size in enumerate(step)]
         for number, step in enumerate(sizes)
-    ]  # fmt: skip
+    ]
     options = {"cache": noise.choice(CACHES)}
     if noise.random() < 0.3:
         options["leave_after"] = noise.randint(1, len(steps))

@@ -36,9 +36,14 @@ SPOILT = 3, 4  # of "not finite" the step, from 1, and the micro-batch whose gra
 def made_steps():
     """Of each step M micro-batches: of different sizes, some without samples, and one step with one sample only."""
     sizes = [
-        (12, 5, 0, 9, 2, 7), (3, 3, 3, 3, 3, 3), (6, 5, 4, 8, 6, 3), (1, 0, 0, 0, 0, 0), (0, 0, 0, 0, 8, 0),
-        (0, 4, 0, 4, 5, 0), (7, 2, 2, 1, 12, 9),
-    ]  # fmt: skip
+        (12, 5, 0, 9, 2, 7),
+        (3, 3, 3, 3, 3, 3),
+        (6, 5, 4, 8, 6, 3),
+        (1, 0, 0, 0, 0, 0),
+        (0, 0, 0, 0, 8, 0),
+        (0, 4, 0, 4, 5, 0),
+        (7, 2, 2, 1, 12, 9),
+    ]
     steps = [
         [cases.batches_of(1, seed=10 * number + part, size=size)[0] for part, size in enumerate(step)]
         for number, step in enumerate(sizes)
@@ -49,11 +54,16 @@ def made_steps():
 def made_tables(part, seed=3):
     return {
         name: hostdev.HostTable(
-            rows, cases.COLUMNS[name], cases.OPTIMIZERS[name](), name=name, seed=seed, init=hostdev.Normal(0.5),
+            rows,
+            cases.COLUMNS[name],
+            cases.OPTIMIZERS[name](),
+            name=name,
+            seed=seed,
+            init=hostdev.Normal(0.5),
             part=part,
         )
         for name, rows in cases.ROWS.items()
-    }  # fmt: skip
+    }
 
 
 def drawn_ids(batch):

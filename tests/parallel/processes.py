@@ -59,9 +59,13 @@ class Processes:
         own = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(self.shared), "COLUMNS": "200"}
         with files[0].open("wb") as out, files[1].open("wb") as err:
             process = subprocess.Popen(
-                list(map(str, command)), cwd=self.folder, env={**clean, **own, **{k: str(v) for k, v in env.items()}},
-                stdin=subprocess.DEVNULL, stdout=out, stderr=err,
-            )  # fmt: skip
+                list(map(str, command)),
+                cwd=self.folder,
+                env={**clean, **own, **{k: str(v) for k, v in env.items()}},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+            )
         self.started.append(process)
         self._files.append(files)
         return process

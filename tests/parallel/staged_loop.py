@@ -18,8 +18,20 @@ from hostdev.parallel.stages import Stages
 CPU = torch.device("cpu")
 CUTS = {2: ["3"], 3: ["2", "4"], 4: ["1", "3", "6"], 6: ["1", "2", "3", "4", "6"]}  # by stages; some without parameters
 CASES = [  # micro-batches and samples: of equal sizes, uneven, fewer than stages, one sample, none
-    (4, 32), (4, 30), (8, 61), (5, 23), (4, 3), (4, 1), (2, 8), (3, 9), (6, 31), (7, 20), (4, 0), (8, 61), (4, 32),
-]  # fmt: skip
+    (4, 32),
+    (4, 30),
+    (8, 61),
+    (5, 23),
+    (4, 3),
+    (4, 1),
+    (2, 8),
+    (3, 9),
+    (6, 31),
+    (7, 20),
+    (4, 0),
+    (8, 61),
+    (4, 32),
+]
 
 
 def network():

@@ -40,10 +40,12 @@ def main(folder):
     ranks = None if place.alone else Ranks(place, lambda rank, why: os._exit(3))
     found = {}
     for name, options, writes in (
-        ("serial", {"depth": 0}, False), ("overlapped", {"depth": 2, "cache": "20%"}, False),
-        ("serial, written", {"depth": 0}, True), ("with a cache, written", {"depth": 0, "cache": "20%"}, True),
+        ("serial", {"depth": 0}, False),
+        ("overlapped", {"depth": 2, "cache": "20%"}, False),
+        ("serial, written", {"depth": 0}, True),
+        ("with a cache, written", {"depth": 0, "cache": "20%"}, True),
         ("overlapped, written", {"depth": 2}, True),
-    ):  # fmt: skip
+    ):
         body = Body(writes=writes)
         found[name] = own_loop.train(ranks, options, saved=body) | {"seen": body.seen, "refused": body.refused}
     (Path(folder) / f"rank{place.rank}.pickle").write_bytes(pickle.dumps(found))

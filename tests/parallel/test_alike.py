@@ -39,11 +39,22 @@ def options(**given):
 
 def test_what_may_differ(tmp_path):
     """Folders, and what concerns one process alone, or is said in another way."""
-    compare([
-        options(),
-        options(emb_dim=80, batch_per_rank=500, epochs=2, pipeline_depth=4, host_threads=1, ops_log="0",
-                run_dir=tmp_path, dist_timeout=9.0, trace=tmp_path / "t"),
-    ])  # fmt: skip
+    compare(
+        [
+            options(),
+            options(
+                emb_dim=80,
+                batch_per_rank=500,
+                epochs=2,
+                pipeline_depth=4,
+                host_threads=1,
+                ops_log="0",
+                run_dir=tmp_path,
+                dist_timeout=9.0,
+                trace=tmp_path / "t",
+            ),
+        ]
+    )
     compare([options(cache_rows="10%"), options(cache_rows="50%", cache_policy="lru")])
     compare([options(resume="here"), options(resume="there")])
 
@@ -72,9 +83,20 @@ def test_options_that_are_compared(name, one, other):
 
 def test_every_option_is_compared_or_known_to_be_of_one_process():
     differing = {
-        "data", "run_dir", "checkpoint_dir", "trace", "host_threads", "ops_log", "dist_timeout", "dist_url",
-        "dist_backend", "batch_per_rank", "cache_policy", "cache_window", "device",
-    }  # fmt: skip
+        "data",
+        "run_dir",
+        "checkpoint_dir",
+        "trace",
+        "host_threads",
+        "ops_log",
+        "dist_timeout",
+        "dist_url",
+        "dist_backend",
+        "batch_per_rank",
+        "cache_policy",
+        "cache_window",
+        "device",
+    }
     names = {f"--{name.replace('_', '-')}" for name in vars(TrainConfig()) if name not in differing}
     assert set(options()) == names | {"the data set"}
 

@@ -76,13 +76,15 @@ def told(done):
     ("what", "rank", "words"),
     [
         ("predict", 1, f"rank 1 of 2: is in runtime.predict(), and rank 0 in {NEXT}"),
-        pytest.param("predict", 0, f"rank 1 of 2: is in {NEXT}, and rank 0 in runtime.predict()",
-                     marks=pytest.mark.slow),
-        pytest.param("look_up", 1, f"rank 1 of 2: is in runtime.look_up(), and rank 0 in {NEXT}",
-                     marks=pytest.mark.slow),
+        pytest.param(
+            "predict", 0, f"rank 1 of 2: is in {NEXT}, and rank 0 in runtime.predict()", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "look_up", 1, f"rank 1 of 2: is in runtime.look_up(), and rank 0 in {NEXT}", marks=pytest.mark.slow
+        ),
         pytest.param("save", 1, f"rank 1 of 2: is in runtime.save(), and rank 0 in {NEXT}", marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_one_rank_calls_something_else(processes, what, rank, words):
     done, seconds = run(processes, what, rank)
     assert [one.code for one in done] == [2, 2]

@@ -34,10 +34,12 @@ def test_some_rows_first(ranks, count, share):
 
         def sums():
             return [
-                [None if grad is None else np.full((n, dim), np.nan, np.float32)
-                 for grad, dim in zip(mine, dims, strict=True)]
+                [
+                    None if grad is None else np.full((n, dim), np.nan, np.float32)
+                    for grad, dim in zip(mine, dims, strict=True)
+                ]
                 for mine, n, dims in zip(grads, sizes, DIMS, strict=True)
-            ]  # fmt: skip
+            ]
 
         whole, parts = sums(), sums()
         exchange.gradients(asked, grads, count, whole)

@@ -46,8 +46,16 @@ def rank_table(processes, hosts, each):
 
 def by_torchrun(processes, hosts, flags, each):
     for number in (0, 1):
-        example(processes, hosts, number, "torchrun_two_hosts.sh", *flags, PROCESSES=each, NODE_RANK=number,
-                MASTER_ADDR=hosts.names[0])  # fmt: skip
+        example(
+            processes,
+            hosts,
+            number,
+            "torchrun_two_hosts.sh",
+            *flags,
+            PROCESSES=each,
+            NODE_RANK=number,
+            MASTER_ADDR=hosts.names[0],
+        )
 
 
 def by_rank_table(processes, hosts, flags, each):
@@ -63,10 +71,15 @@ def by_mpirun(processes, hosts, flags, each):
         pytest.skip("Open MPI is not installed")
     passed_on = " ".join(f"-x {name}" for name in PASSED_ON)
     example(
-        processes, hosts, 0, "mpirun_two_hosts.sh", *flags, PROCESSES=2 * each,
+        processes,
+        hosts,
+        0,
+        "mpirun_two_hosts.sh",
+        *flags,
+        PROCESSES=2 * each,
         HOSTS=",".join(f"{name}:{each}" for name in hosts.names),
         MPIRUN_OPTIONS=f"--allow-run-as-root --mca plm_rsh_agent {hosts.remote_shell()} {passed_on}",
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("each", [1, 2])

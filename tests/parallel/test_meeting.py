@@ -86,7 +86,12 @@ def test_a_network_interface_that_is_none(processes, small_data):
 @pytest.mark.slow
 def test_a_rank_that_ends_when_all_have_met(processes, small_data):
     port, flags = free_port(), flags_of(small_data, processes.folder / "run")
-    code = "import os; from hostdev.parallel import place, ranks; ranks._meet(place.find(), 60); os._exit(0)"
+    code = (
+        "import os\n"
+        "from hostdev.parallel.place import find\n"
+        "from hostdev.parallel.ranks import _meet\n"
+        "_meet(find(), 60); os._exit(0)"
+    )
     start(processes, *TRAIN, *flags, RANK=0, WORLD_SIZE=2, port=port)
     start(processes, "-c", code, RANK=1, WORLD_SIZE=2, port=port)
     first, second = processes.ended()

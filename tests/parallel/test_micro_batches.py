@@ -164,10 +164,14 @@ def uneven(tmp_path_factory):
     """A reader of training rows with bags, in shards of which the last is small."""
     folder = tmp_path_factory.mktemp("uneven")
     twins.build_table(
-        movies.make(rows=1000, users=30, items=20).write_csv(folder / "films.csv"), folder / "data",
-        label="liked", numeric=("age",), categorical=("user", "item"), bags=(("history", " "), ("genres", "|")),
+        movies.make(rows=1000, users=30, items=20).write_csv(folder / "films.csv"),
+        folder / "data",
+        label="liked",
+        numeric=("age",),
+        categorical=("user", "item"),
+        bags=(("history", " "), ("genres", "|")),
         options=Options(threshold=0, rows_per_shard=300),
-    )  # fmt: skip
+    )
     found = manifest.read(folder / "data")
     sizes = {shard.rows for shard in found.shards("train")}
     assert len(sizes) > 1

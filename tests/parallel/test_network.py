@@ -34,8 +34,14 @@ def alone():
     def run(*cases):
         missing = [case for case in cases if case not in found]
         if missing:
-            made = subprocess.run([sys.executable, *LOOP, ",".join(missing)], cwd=ROOT, env={**os.environ}, text=True,
-                                  check=True, capture_output=True)  # fmt: skip
+            made = subprocess.run(
+                [sys.executable, *LOOP, ",".join(missing)],
+                cwd=ROOT,
+                env={**os.environ},
+                text=True,
+                check=True,
+                capture_output=True,
+            )
             found.update(zip(missing, json.loads(made.stdout), strict=True))
         return [found[case] for case in cases]
 
@@ -252,7 +258,7 @@ class Shared(nn.Module):
         ("three=colwise", r"its weight is \[3, 4\], and 3 cannot be cut into 2 slices of one size"),
         ("t*=colwise,*o=rowwise", r"t\*=colwise and \*o=rowwise both are about two; name it itself"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_plan_is_named(plan, says):
     with pytest.raises(UserError, match=says):
         settle(Shared(), Layout(plan=plan_of(plan)), Mesh(model=2), like((torch.zeros(1, 4),)))

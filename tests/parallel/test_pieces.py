@@ -135,8 +135,11 @@ def test_a_tensor_crosses_once_and_without_a_gradient_where_nobody_uses_it():
     assert [shape.trained for shape in crossing.shapes] == [False, True, True]
     values = list(torch.arange(4))
     assert crossing.all_of(crossing.once([values[0], values[1], values[1], values[2]])) == [
-        values[0], values[1], values[1], values[2],
-    ]  # fmt: skip
+        values[0],
+        values[1],
+        values[1],
+        values[2],
+    ]
 
 
 def test_what_crosses_under_autocast():

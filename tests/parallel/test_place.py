@@ -11,13 +11,22 @@ from hostdev.parallel.place import ALONE, DEFAULT_PORT, Place, find
 from tests.conftest import ROOT
 
 TORCHRUN = {
-    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node0",
-    "MASTER_PORT": "29511", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2",
-}  # fmt: skip
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29511",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
 OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "prterun-host-17@1",
-}  # fmt: skip
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_NAMESPACE": "prterun-host-17@1",
+}
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 LOOP = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4000"}
 
@@ -63,15 +72,18 @@ def test_mpich():
 
 def test_mpich_with_a_script_between(tmp_path):
     """Each rank's parent is a script of its own then; the port is that of the job nevertheless."""
-    program = "from hostdev.parallel.place import find; print(*find()[:2], find().port)"
+    program = "from hostdev.parallel.place import find\nplace = find(); print(*place[:2], place.port)"
     command = ["sh", "-c", '"$0" -c "$1"; true', sys.executable, program]
     told = [
         subprocess.run(
-            command, env={"PYTHONPATH": str(ROOT), **MPICH, "PMI_RANK": rank, "MPI_LOCALRANKID": rank},
-            capture_output=True, text=True, check=True,
+            command,
+            env={"PYTHONPATH": str(ROOT), **MPICH, "PMI_RANK": rank, "MPI_LOCALRANKID": rank},
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout.split()
         for rank in ("0", "1")
-    ]  # fmt: skip
+    ]
     assert [one[:2] for one in told] == [["0", "2"], ["1", "2"]]
     assert told[0][2] == told[1][2]
 
@@ -86,9 +98,14 @@ def test_a_plain_loop():
 def test_one_process_of_a_launcher_is_alone():
     for env in (
         {"RANK": "0", "WORLD_SIZE": "1"},
-        OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-                    "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
-    ):  # fmt: skip
+        OPEN_MPI
+        | {
+            "OMPI_COMM_WORLD_RANK": "0",
+            "OMPI_COMM_WORLD_SIZE": "1",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+        },
+    ):
         assert find(env).alone
 
 
@@ -120,14 +137,18 @@ WRONG = [
     ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK is 0, but WORLD_SIZE is 0"),
     (MPICH | {"PMI_RANK": "7"}, "PMI_RANK is 7, but PMI_SIZE is 2"),
     (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK is 2, but LOCAL_WORLD_SIZE is 2"),
-    (OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "x"},
-     "Open MPI says rank 1 of 4, but RANK and WORLD_SIZE says rank 0 of 4; unset the variables of one"),
-    (OPEN_MPI | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x"},
-     "Open MPI says rank 1 of 4, but RANK and WORLD_SIZE says rank 1 of 2"),
+    (
+        OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "x"},
+        "Open MPI says rank 1 of 4, but RANK and WORLD_SIZE says rank 0 of 4; unset the variables of one",
+    ),
+    (
+        OPEN_MPI | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x"},
+        "Open MPI says rank 1 of 4, but RANK and WORLD_SIZE says rank 1 of 2",
+    ),
     ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}, "Slurm has started 4 processes, but not where they meet"),
     ({"RANK_ID": "0"}, "RANK_ID is set, but RANK_TABLE_FILE is not"),
     ({"RANK_TABLE_FILE": "/nowhere/hccl.json", "RANK_ID": "0"}, "rank table /nowhere/hccl.json: No such file"),
-]  # fmt: skip
+]
 
 
 def refused(env):
@@ -149,8 +170,13 @@ def server(name, ranks, **more):
 
 
 def table(*servers, **more):
-    return {"version": "1.0", "server_count": str(len(servers)), "server_list": list(servers), "status": "completed",
-            **more}  # fmt: skip
+    return {
+        "version": "1.0",
+        "server_count": str(len(servers)),
+        "server_list": list(servers),
+        "status": "completed",
+        **more,
+    }
 
 
 ONE = table(server("10.0.0.9", [0, 1], host_nic_ip="reserve"))

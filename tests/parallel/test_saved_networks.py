@@ -10,13 +10,16 @@ from hostdev.parallel import saving
 from hostdev.parallel.world import ALONE_WORLD
 
 
-@pytest.mark.parametrize("change", [
-    lambda content: content["tensors"].update(w=[["../secret.safetensors", None]]),
-    lambda content: content["tensors"].update(w=[["/etc/passwd", None]]),
-    lambda content: content["tensors"].update(w=[["linked.safetensors", None]]),
-    lambda content: content["tensors"].update(w=3),
-    lambda content: content.pop("tensors"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content["tensors"].update(w=[["../secret.safetensors", None]]),
+        lambda content: content["tensors"].update(w=[["/etc/passwd", None]]),
+        lambda content: content["tensors"].update(w=[["linked.safetensors", None]]),
+        lambda content: content["tensors"].update(w=3),
+        lambda content: content.pop("tensors"),
+    ],
+)
 def test_files_elsewhere_are_not_read(tmp_path, change):
     saving.save(tmp_path / "net", "state.safetensors", {"w": (torch.ones(2), None)}, {}, ALONE_WORLD)
     found, _ = saving.load(tmp_path / "net", lambda name: True)

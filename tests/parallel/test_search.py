@@ -121,7 +121,7 @@ def test_strategies_are_the_best_of_all(seed):
         [PieceCost(f"{i}", 0.02 * a, 1, int(1e6 * b), 0, int(1e5 * c)) for i, (a, b, c) in enumerate(numbers)],
         [LayerCost(f"{i}", i, 1.0, int(1e6 * b), int(1e5 * a), int(1e5 * c)) for i, (a, b, c) in enumerate(numbers)],
         0,
-    )  # fmt: skip
+    )
     machine = Machine(1e8, 1e-3, 1e9, 1e-3, 1 << 40)
     may = layers(("0", "1"), ("1", "2"))
     [found] = candidates(known, machine, may, Wanted(2, 4, Mesh(model=2)))

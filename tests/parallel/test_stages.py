@@ -88,14 +88,17 @@ def test_two_stages_of_groups_of_tables_and_bags(processes, alone, films, more):
     [
         ((), ("--mesh", "data=2,pipe=2", *CACHED), 8),
         # Shares whose micro-batches make up two nodes of the tree; epochs that end with two samples.
-        (("--model", "tests.own_models:Tied", "--batch-size", 396, "--epochs", 2, "--max-steps", 20),
-         ("--mesh", "data=2,pipe=2", "--stage-cut", "deep.4"), 6),
+        (
+            ("--model", "tests.own_models:Tied", "--batch-size", 396, "--epochs", 2, "--max-steps", 20),
+            ("--mesh", "data=2,pipe=2", "--stage-cut", "deep.4"),
+            6,
+        ),
         (("--l2", "batch", "--batch-size", 1), ("--mesh", "data=2,pipe=2"), 12),
         (("--model", "tests.own_models:Dropout"), ("--mesh", "data=2,pipe=2", "--schedule", "interleaved"), 4),
         ((), ("--mesh", "pipe=4", "--pipeline-depth", 0), 8),
         (("--model", "dcn"), ("--mesh", "pipe=4", "--schedule", "interleaved"), 4),
     ],
-)  # fmt: skip
+)
 def test_four_processes(processes, alone, small_data, own, more, M):
     check(processes, alone, small_data, 4, ("--emb-dim", 4, *own), more, M=M)
 

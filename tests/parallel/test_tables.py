@@ -27,9 +27,11 @@ def test_two_processes_read_and_write_their_parts(processes, tmp_path):
         assert process.code == 0, process
     parts = [pickle.loads((processes.folder / f"rank{rank}.pickle").read_bytes()) for rank in range(2)]
     for name, wanted in (
-        ("serial", "serial"), ("overlapped", "serial"), ("serial, written", "serial, written"),
+        ("serial", "serial"),
+        ("overlapped", "serial"),
+        ("serial, written", "serial, written"),
         ("with a cache, written", "serial, written"),
-    ):  # fmt: skip
+    ):
         mine = [part[name] for part in parts]
         assert_same(mine, alone[wanted])
         assert joined(mine) == joined([alone[wanted]])
