@@ -47,7 +47,7 @@ def start(path: Path, table: RankTable, server: dict[str, Any], command: Sequenc
 
     Rank 0, where it is here, is in front: what it prints is shown, too.
     """
-    from hostdev.parallel.start import end_with_parent, wait_for
+    from hostdev.parallel.start import die_with_parent, wait_for
 
     with_python = command[0].startswith("-") or command[0].endswith(".py")
     whole = [sys.executable, *command] if with_python else list(command)
@@ -76,7 +76,7 @@ def start(path: Path, table: RankTable, server: dict[str, Any], command: Sequenc
                     env={**os.environ, **own},
                     stdout=subprocess.PIPE if rank == 0 else log,
                     stderr=subprocess.STDOUT,
-                    preexec_fn=end_with_parent if sys.platform == "linux" else None,
+                    preexec_fn=die_with_parent if sys.platform == "linux" else None,
                 )
             except OSError as error:
                 raise UserError(f"{whole[0]} cannot be started: {error.strerror}") from None

@@ -29,7 +29,7 @@ def compare(each: Sequence[Values], where: str = "") -> None:
     ranks: dict[str, list[int]] = {}
     for rank, values in enumerate(each):
         ranks.setdefault(_shown(values.get(first)), []).append(rank)
-    told = "; ".join(f"{value} on {ranks_in_words(mine)}" for value, mine in ranks.items())
+    told = "; ".join(f"{value} on {format_ranks(mine)}" for value, mine in ranks.items())
     also = f", and so {'does' if len(others) == 1 else 'do'} {', '.join(others[:4])}" if others else ""
     also += ", ..." * (len(others) > 4)
     begin = f"{where}: " if where else ""
@@ -41,7 +41,7 @@ def shown(value: Any, text: str) -> list[Any]:
     return [value, text]
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Return "rank 3", or "ranks 0, 2"; of many the first ones."""
     return f"rank{'s' * (len(ranks) > 1)} " + ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
 

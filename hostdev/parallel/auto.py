@@ -9,13 +9,13 @@ from hostdev.core.errors import UserError
 from hostdev.core.memory import available_bytes, gib
 from hostdev.core.pieces import Piece
 from hostdev.device.backend import free_bytes
-from hostdev.parallel.costs import Machine, Profile, machine_of, of_all, profile_of
+from hostdev.parallel.costs import Machine, Profile, measure_machine, of_all, profile_of
 from hostdev.parallel.layout import Inputs, Layout
 from hostdev.parallel.mesh import Mesh
 from hostdev.parallel.pieces import pieces_of
-from hostdev.parallel.plan import cuttable, divides, is_shared, matched, pairable, slice_of
+from hostdev.parallel.plan import cuttable, divides, get_shared_layers, get_slice_dim, matched, pairable
 from hostdev.parallel.search import Candidate, Layers, Wanted, candidates
-from hostdev.parallel.trial import can_be_tried, steps_of
+from hostdev.parallel.trial import can_be_copied, steps_of
 from hostdev.parallel.world import World
 
 _SHOWN = 8
@@ -77,12 +77,12 @@ def reason(tried: list[Candidate], machine: Machine) -> str:
         longer = (other.measured / best.measured - 1) * 100
         if abs(longer) < (_ALIKE - 1) * 100:
             return f"as steps of --mesh {other.mesh} took about as long, and are not expected to be faster"
-        return f"as steps of --mesh {other.mesh} took {longer:.0f}% longer{_most(best, other)}"
+        return f"as steps of --mesh {other.mesh} took {longer:.0f}% longer{_explain_difference(best, other)}"
     longer = (other.seconds / best.seconds - 1) * 100
-    return f"as --mesh {other.mesh} would take {longer:.0f}% longer{_most(best, other)}"
+    return f"as --mesh {other.mesh} would take {longer:.0f}% longer{_explain_difference(best, other)}"
 
 
-def _most(best: Candidate, other: Candidate) -> str:
+def _explain_difference(best: Candidate, other: Candidate) -> str:
     """Return what a candidate takes longer for, by the model; nothing where that has it the other way round."""
     costs = {
         "compute": other.compute - best.compute,
@@ -126,7 +126,7 @@ def choose(
     profile = of_all(ranks, profile_of(network, pieces, inputs, each, device, autocast, looked_up))
     strategies = matched(network, given.plan)
     modules = dict(network.named_modules())
-    shared = is_shared(network)
+    shared = get_shared_layers(network)
     layers = Layers(
         lambda name, strategy, count: name not in shared and divides(modules[name], strategy, count),
         pairable(network, lambda: inputs(2)),
@@ -140,19 +140,19 @@ def choose(
         strategies,
         given.schedule == "interleaved",
         given.schedule == "gpipe",
-        sliced=all(slice_of(one) is None for one in network.parameters()),
+        sliced=all(get_slice_dim(one) is None for one in network.parameters()),
     )
     free = available_bytes() if device.type == "cpu" else free_bytes(device)
     slices = any(cuttable(module) for module in network.modules()) and (mesh is None or mesh.model > 1)
     parameters = sum(one.nbytes for one in network.parameters())
-    machine = machine_of(ranks, free or 1 << 62, parameters, slices=slices)
+    machine = measure_machine(ranks, free or 1 << 62, parameters, slices=slices)
     tried = candidates(profile, machine, layers, wanted)
 
     def layout_of(one: Candidate) -> Layout:
         return Layout(given.schedule, one.begins or None, one.plan)
 
-    last = _finalists(tried, machine)
-    if len(last) > 1 and can_be_tried(network, ranks):
+    last = _pick_finalists(tried, machine)
+    if len(last) > 1 and can_be_copied(network, ranks):
         seconds = steps_of(
             network,
             inputs,
@@ -171,19 +171,19 @@ def choose(
             if second is not None
         ]
         rest = [one for one in tried if one not in last]
-        tried = [*_ordered(taken), *rest] or tried
+        tried = [*_order_measured(taken), *rest] or tried
     best = tried[0]
     return Chosen(best.mesh, layout_of(best), tried, profile, machine)
 
 
-def _ordered(taken: list[Candidate]) -> list[Candidate]:
+def _order_measured(taken: list[Candidate]) -> list[Candidate]:
     """Return candidates of which steps were taken, the one to choose first, the others by what they took."""
     order = sorted(taken, key=lambda one: one.measured or 0.0)
     alike = [one for one in order if (one.measured or 0.0) <= _ALIKE * (order[0].measured or 0.0)]
     return sorted(order, key=lambda one: one is not min(alike, key=lambda each: each.seconds))
 
 
-def _finalists(tried: list[Candidate], machine: Machine) -> list[Candidate]:
+def _pick_finalists(tried: list[Candidate], machine: Machine) -> list[Candidate]:
     """Return the best candidates, between which the model may be wrong; together they are to fit into memory."""
     found: list[Candidate] = []
     for one in tried[:_FINALISTS]:

@@ -29,11 +29,11 @@ class Averages:
         self._layers = list({id(layer): layer for module in modules for layer in averaging(module)}.values())
         self._channel = channel or LocalChannel()
         self._number: int | None = None  # of the micro-batch that is watched
-        self._kept: dict[int, _Kept] = {}  # of layers that are within their forward pass
+        self._kept: dict[int, _KeptBuffers] = {}  # of layers that are within their forward pass
         self._seen: list[list[tuple[int, Tensor, Tensor]]] = [[] for _ in self._layers]  # of each call: micro-batch
         for at, layer in enumerate(self._layers):
-            layer.register_forward_pre_hook(_Hook(self, Averages._begun, at))
-            layer.register_forward_hook(_Hook(self, Averages._ended, at))
+            layer.register_forward_pre_hook(_Hook(self, Averages._before_forward, at))
+            layer.register_forward_hook(_Hook(self, Averages._after_forward, at))
 
     @contextmanager
     def watching(self, number: int) -> Iterator[None]:
@@ -46,19 +46,19 @@ class Averages:
             for at in list(self._kept):  # whose forward pass has failed
                 self._restore(at)
 
-    def _begun(self, at: int) -> None:
+    def _before_forward(self, at: int) -> None:
         """Let a layer have other averages, which it moves by all of what it sees: then they are that."""
         layer = self._layers[at]
         if self._number is None or not layer.training:
             return
         buffers = layer._buffers  # past nn.Module.__setattr__, which takes its time
         mean, variance, count = (buffers[name] for name in _NAMES)
-        self._kept[at] = _Kept(mean, variance, count, layer.momentum)
+        self._kept[at] = _KeptBuffers(mean, variance, count, layer.momentum)
         layer.__dict__["momentum"] = 1.0
         for name in _NAMES:
             buffers[name] = torch.zeros_like(buffers[name])
 
-    def _ended(self, at: int) -> None:
+    def _after_forward(self, at: int) -> None:
         """Take what a layer has seen, and give it its averages back."""
         if at in self._kept:
             assert self._number is not None
@@ -103,7 +103,7 @@ class Averages:
         return found
 
 
-class _Kept(NamedTuple):
+class _KeptBuffers(NamedTuple):
     """A layer's own averages while it has others."""
 
     mean: Any

@@ -21,7 +21,7 @@ def sizes_of(counts: Sequence[Sequence[int]], dims: Sequence[Sequence[int]]) -> 
     return [sum(n * width for n, width in zip(each, widths, strict=True)) for each in zip(*counts, strict=True)]
 
 
-def views_of(flat: Rows, counts: Sequence[Sequence[int]], dims: Sequence[Sequence[int]]) -> list[list[list[Rows]]]:
+def make_views(flat: Rows, counts: Sequence[Sequence[int]], dims: Sequence[Sequence[int]]) -> list[list[list[Rows]]]:
     """Return the parts of a buffer: by rank, group and table, each [counts[group][rank], D]."""
     at, views = 0, []
     for of_rank in zip(*counts, strict=True):

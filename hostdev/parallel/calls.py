@@ -38,12 +38,12 @@ class Call(NamedTuple):
         return cls(int(number), kind, printable(name, 120)) if number.isdecimal() and len(number) < 19 else None
 
 
-def joined(calls: Sequence[Call]) -> str:
+def format_calls(calls: Sequence[Call]) -> str:
     """Return calls as a heartbeat carries them."""
     return "\n".join(map(str, calls))
 
 
-def split(text: str) -> tuple[Call, ...]:
+def parse_calls(text: str) -> tuple[Call, ...]:
     """Return the calls that a heartbeat carries."""
     found = (Call.parse(line) for line in text.split("\n"))
     return tuple(call for call in found if call is not None)
@@ -67,7 +67,7 @@ class Calls:
 
     def begin(self, kind: str, text: str) -> None:
         """Begin something that all ranks do together; UserError where the one before did not come to its end."""
-        self.require_together()
+        self.require_same_calls()
         self._count(kind, text)
 
     def leave(self, text: str) -> None:
@@ -77,7 +77,7 @@ class Calls:
     def _count(self, kind: str, text: str) -> None:
         self.recent = (*self.recent, Call(self.last.number + 1, kind, text))[-_MOST_RECENT:]
 
-    def require_together(self) -> None:
+    def require_same_calls(self) -> None:
         """Raise UserError where ranks have been found to call different things."""
         if self.wrong is not None:
             raise UserError(f"rank {self._rank} of {self._ranks} {self.wrong}")
@@ -87,7 +87,7 @@ class Calls:
         self.recent = (self.last._replace(number=max(number, self.last.number)),)
 
 
-def unlike(mine: Sequence[Call], others: Sequence[Call]) -> tuple[Call, Call] | None:
+def find_mismatch(mine: Sequence[Call], others: Sequence[Call]) -> tuple[Call, Call] | None:
     """Return the first calls of one number in which two ranks wait for each other for ever; None where none are known.
 
     That they do wait, and do not go on, the caller has seen.
@@ -100,6 +100,6 @@ def unlike(mine: Sequence[Call], others: Sequence[Call]) -> tuple[Call, Call] | 
     return None
 
 
-def told(mine: Call, rank: int, other: Call) -> str:
+def describe_mismatch(mine: Call, rank: int, other: Call) -> str:
     """Return what is wrong, after the name of the rank whose call `mine` is."""
     return f"is in {mine.text}, and rank {rank} in {other.text}: {ADVICE}"

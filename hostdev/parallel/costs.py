@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hostdev.core.pieces import Piece, run
 from hostdev.parallel.layout import Inputs
-from hostdev.parallel.pieces import not_computing
+from hostdev.parallel.pieces import fake_mode
 from hostdev.parallel.plan import cut_layers, cuttable, settled
 from hostdev.parallel.ranks import Channel
 from hostdev.parallel.world import World
@@ -115,8 +115,8 @@ def profile_of(
         with torch.random.fork_rng(enabled=device.type == "cpu"):
             given = filled(inputs(samples), device)
             network.to(device)
-            about = _timed(pieces, given, device, autocast, looking=True)[1]
-            timed = [_timed(pieces, given, device, autocast)[0] for _ in range(_REPEATS)]
+            about = _time_pieces(pieces, given, device, autocast, looking=True)[1]
+            timed = [_time_pieces(pieces, given, device, autocast)[0] for _ in range(_REPEATS)]
     finally:
         network.train(training)
         with torch.no_grad():
@@ -140,7 +140,7 @@ def of_all(ranks: World, profile: Profile) -> Profile:
     )
 
 
-def machine_of(ranks: World, available: int, parameters: int, *, slices: bool) -> Machine:
+def measure_machine(ranks: World, available: int, parameters: int, *, slices: bool) -> Machine:
     """Return what exchanges between ranks cost, measured while all do the same; all ranks call it.
 
     parameters  their bytes
@@ -150,16 +150,16 @@ def machine_of(ranks: World, available: int, parameters: int, *, slices: bool) -
     part = _BLOCK // 4 // W
     values, counts = torch.zeros(part * W), [part] * W
     nothing = torch.zeros(W)
-    send = _usual(channel, lambda: channel.all_to_all(values, counts, counts))
-    wait = _usual(channel, lambda: channel.all_to_all(nothing, [1] * W, [1] * W))
+    send = _median_seconds(channel, lambda: channel.all_to_all(values, counts, counts))
+    wait = _median_seconds(channel, lambda: channel.all_to_all(nothing, [1] * W, [1] * W))
     size = min(max(parameters, _ADDED[0]), _ADDED[1])
     one, other = torch.zeros(size // 4), torch.zeros(size // 4)
-    added = _usual(channel, lambda: one.add_(other))
+    added = _median_seconds(channel, lambda: one.add_(other))
     found = [
         _BLOCK * (W - 1) / W / max(send - wait, 1e-9),
         wait,
         3 * size / added,
-        _slicing(ranks) if slices else 0.0,
+        _measure_slicing(ranks) if slices else 0.0,
         float(available),
     ]
     told = list(zip(*ranks.control.share(found), strict=True))
@@ -167,7 +167,7 @@ def machine_of(ranks: World, available: int, parameters: int, *, slices: bool) -
     return Machine(bandwidth, latency, memory, max(0.0, slicing - latency), int(free))
 
 
-def _slicing(ranks: World) -> float:
+def _measure_slicing(ranks: World) -> float:
     """Return the seconds that a tiny layer of a pair that is cut takes more than another one, an exchange in it."""
     channel, mesh = ranks.slices(torch.device("cpu"))
     W = channel.ranks
@@ -175,11 +175,11 @@ def _slicing(ranks: World) -> float:
     plan = [("0", "colwise"), ("1", "rowwise")]
     cut_layers(cut, settled(cut, plan, W, [], lambda: (torch.zeros(1, W),)), mesh)
     values = torch.zeros(1, W, requires_grad=True)
-    each = [_usual(channel, lambda net=net: net(values).sum().backward()) for net in (plain, cut)]  # type: ignore[misc]
+    each = [_median_seconds(channel, lambda net=net: net(values).sum().backward()) for net in (plain, cut)]  # type: ignore[misc]
     return (each[1] - each[0]) / 2
 
 
-def _usual(channel: Channel, call: Callable[[], object]) -> float:
+def _median_seconds(channel: Channel, call: Callable[[], object]) -> float:
     """Return the seconds of a call, the median of several rows of some, which begin together."""
     found = []
     for _ in range(9):
@@ -202,7 +202,7 @@ def filled(values: Any, device: torch.device) -> Any:
     return torch.utils._pytree.tree_map_only(Tensor, drawn, values)
 
 
-def _timed(
+def _time_pieces(
     pieces: Sequence[Piece], given: Any, device: torch.device, autocast: torch.dtype | None, *, looking: bool = False
 ) -> tuple[list[float], list[tuple[int, int]]]:
     """Return of each piece the seconds forward and back, and the bytes that it saves (0 if not looking) and gives."""
@@ -256,7 +256,7 @@ def _counted(network: nn.Module, pieces: Sequence[Piece], given: tuple[Any, ...]
 
     hooks = [module.register_forward_hook(after) for module in network.modules() if id(module) in names]
     try:
-        with not_computing([network]) as fake:
+        with fake_mode([network]) as fake:
             result: Any = fake(given)
             for piece in pieces:
                 with FlopCounterMode(display=False) as counter:

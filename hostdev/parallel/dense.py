@@ -156,11 +156,11 @@ class DenseGradients:
         self._stream = _new_stream(channel.device)
         this = weakref.ref(self)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(_came, this, number))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(_on_gradient, this, number))  # type: ignore[no-untyped-call]
             for number, parameter in enumerate(self.parameters)
         ]
         self._may_lead = False  # each gradient comes once with a micro-batch, so that it is whole when it comes
-        self._came = [0] * len(self.parameters)
+        self._counts = [0] * len(self.parameters)
         self._begin()
 
     def close(self) -> None:
@@ -182,9 +182,9 @@ class DenseGradients:
 
     def came(self, number: int) -> None:
         """A parameter's gradient has come."""
-        self._came[number] += 1
+        self._counts[number] += 1
         if self._missing is not None:
-            if self._came[number] > 1:
+            if self._counts[number] > 1:
                 raise ValueError(
                     "a second backward pass of a micro-batch, where the steps before had one: call backward() once"
                 )
@@ -194,7 +194,7 @@ class DenseGradients:
 
     def put(self) -> list[bool] | None:
         """Take a micro-batch's gradients; with the step's last one here, return which have come to this rank."""
-        self._may_lead = max(self._came, default=0) <= 1
+        self._may_lead = max(self._counts, default=0) <= 1
         last = self._next == self._first + self._count - 1
         for bucket in range(len(self._totals), len(self._buckets)):
             if last:
@@ -202,7 +202,7 @@ class DenseGradients:
             else:
                 self._take(bucket)
         self._next += 1
-        self._came = [0] * len(self.parameters)
+        self._counts = [0] * len(self.parameters)
         if not last:
             return None
         self._missing = None
@@ -254,7 +254,7 @@ class DenseGradients:
         return self.parameters[number].numel()
 
     def _submit(self, tree: "TreeAllReduce | AllReduce", parts: Sequence[Tensor]) -> Future[Sum]:
-        return self._worker.submit(self._exchange, tree, parts, _mark(parts[0]))
+        return self._worker.submit(self._exchange, tree, parts, _record_event(parts[0]))
 
     def _exchange(self, tree: "TreeAllReduce | AllReduce", parts: Sequence[Tensor], mark: Any) -> Sum:
         """Add up over all ranks, in the worker's thread."""
@@ -361,13 +361,13 @@ class DenseExchange:
             self._current = None
 
 
-def _came(held: Any, number: int, _: Tensor) -> None:
+def _on_gradient(held: Any, number: int, _: Tensor) -> None:
     gradients = held()
     if gradients is not None:
         gradients.came(number)
 
 
-def _mark(tensor: Tensor | None) -> Any:
+def _record_event(tensor: Tensor | None) -> Any:
     """Return a mark in the device's stream, or None on the CPU."""
     if tensor is None or tensor.device.type == "cpu":
         return None

@@ -18,7 +18,7 @@ from hostdev.kernels.groups import unique_groups
 from hostdev.kernels.lookup import lookup_tasks, store_tasks
 from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.shards import partition, range_of
-from hostdev.parallel.buffers import Mask, places_of, sizes_of, views_of
+from hostdev.parallel.buffers import Mask, make_views, places_of, sizes_of
 from hostdev.parallel.gradients import Chosen, Parts, give_gradients
 from hostdev.parallel.ranks import Channel, Ranks
 
@@ -52,7 +52,7 @@ class Incoming(NamedTuple):
     shared: Sequence[Mask] = ()  # which of those that it asked for in the batch before are to be given late here
 
 
-def _chosen(counts: Sequence[int], mask: Mask | None) -> list[Places]:
+def _list_positions(counts: Sequence[int], mask: Mask | None) -> list[Places]:
     """Return `places_of` as arrays."""
     return [
         np.arange(at.start, at.stop, dtype=np.int32) if isinstance(at, range) else at for at in places_of(counts, mask)
@@ -167,9 +167,9 @@ class Exchange:
         )
         if early is not None:
             wanted = [mask[one.inverse] for mask, one in zip(early, asked, strict=True)]
-            told = self._told([*asked, *before], [*wanted, *shared])
+            told = self._exchange_masks([*asked, *before], [*wanted, *shared])
             incoming = incoming._replace(given=wanted, come=told[: len(asked)], shared=told[len(asked) :])
-        self._move(self._values, asked, values, incoming.given, _taking(asked, incoming.come), incoming.rows)
+        self._move(self._values, asked, values, incoming.given, _list_incoming(asked, incoming.come), incoming.rows)
         return incoming
 
     def late_rows(
@@ -187,18 +187,18 @@ class Exchange:
         assert incoming.given is not None and incoming.come is not None
         given, come = [~mask for mask in incoming.given], [~mask for mask in incoming.come]
         if buffer is None:
-            out, taking = incoming.rows, _taking(asked, come)
+            out, taking = incoming.rows, _list_incoming(asked, come)
         else:
             numbers = [
                 [int(part.sum()) for part in np.split(mask, np.cumsum(one.counts)[:-1])]
                 for mask, one in zip(come, asked, strict=True)
             ]
             out = [[buffer(sum(each), dim) for dim in dims] for each, dims in zip(numbers, self._dims, strict=True)]
-            taking = [_chosen(each, None) for each in numbers]
+            taking = [_list_positions(each, None) for each in numbers]
         self._move(self._late, asked, values, given, taking, out)
         return [np.flatnonzero(mask).astype(np.int32) for mask in come], out
 
-    def _told(self, asked: Sequence[Asked], wanted: Sequence[Mask]) -> list[Mask]:
+    def _exchange_masks(self, asked: Sequence[Asked], wanted: Sequence[Mask]) -> list[Mask]:
         """Tell the others which of the rows that they want come early; return which of those wanted here do."""
         W = self.ranks.size
         cut = [np.split(mask, np.cumsum(one.wanted)[:-1]) for mask, one in zip(wanted, asked, strict=True)]
@@ -231,7 +231,7 @@ class Exchange:
         taking  of each group and rank the places
         """
         W, own = self.ranks.size, self.ranks.rank
-        giving = [_chosen(one.wanted, None if given is None else given[g]) for g, one in enumerate(asked)]
+        giving = [_list_positions(one.wanted, None if given is None else given[g]) for g, one in enumerate(asked)]
         tasks = []
         for group, one in enumerate(asked):  # what stays here need not be copied twice
             for table, block in enumerate(values[group] or ()):
@@ -241,7 +241,7 @@ class Exchange:
         receive = [[0 if rank == own else len(each[rank]) for rank in range(W)] for each in taking]
         sizes = sizes_of(counts, self._dims)
         buffer = np.empty(sum(sizes), np.float32)
-        views = views_of(buffer, counts, self._dims)
+        views = make_views(buffer, counts, self._dims)
         for group, one in enumerate(asked):
             for rank in range(W):
                 if counts[group][rank]:
@@ -250,7 +250,7 @@ class Exchange:
                         tasks += lookup_tasks(block[:, None], ids, views[rank][group][table])
         run_tasks(tasks)
         there = self._give(channel, buffer, sizes, sizes_of(receive, self._dims))
-        views, tasks = views_of(there, receive, self._dims), []
+        views, tasks = make_views(there, receive, self._dims), []
         for group in range(len(asked)):
             for rank in range(W):
                 for table, rows in enumerate(out[group]) if receive[group][rank] else ():
@@ -279,6 +279,6 @@ class Exchange:
         return out
 
 
-def _taking(asked: Sequence[Asked], come: Sequence[Mask] | None) -> list[list[Any]]:
+def _list_incoming(asked: Sequence[Asked], come: Sequence[Mask] | None) -> list[list[Any]]:
     """Return of each group, by rank, the places of the rows that come, among those that are asked for."""
-    return [_chosen(one.counts, None if come is None else come[g]) for g, one in enumerate(asked)]
+    return [_list_positions(one.counts, None if come is None else come[g]) for g, one in enumerate(asked)]

@@ -11,7 +11,7 @@ import torch
 from hostdev.kernels.lookup import lookup_tasks
 from hostdev.kernels.pool import Task, run_tasks
 from hostdev.kernels.tree import tree_sums, uses_of
-from hostdev.parallel.buffers import Mask, places_of, sizes_of, views_of
+from hostdev.parallel.buffers import Mask, make_views, places_of, sizes_of
 from hostdev.parallel.ranks import Channel
 
 Rows = npt.NDArray[np.float32]
@@ -58,7 +58,7 @@ def give_gradients(
     wanted = [[n * len(nodes[rank]) * (rank != mine) for rank, n in enumerate(each)] for each in taking]
     sizes = sizes_of(counts, dims)
     buffer = np.empty(sum(sizes), np.float32)
-    views, tasks = views_of(buffer, counts, dims), list[Task]()
+    views, tasks = make_views(buffer, counts, dims), list[Task]()
     own: list[list[Rows | None]] = [[None] * len(each) for each in dims]
     for group, places in enumerate(giving):
         for table, parts in enumerate(grads[group]):
@@ -113,7 +113,7 @@ def _copying(part: Rows, at: Any, out: Rows) -> list[Task]:
 def _begins(
     counts: Sequence[Sequence[int]], dims: Sequence[Sequence[int]], nodes: Sequence[int], mine: int
 ) -> dict[tuple[int, int], list[list[int]]]:
-    """Return of each group and table where the rows of each rank's nodes begin in what has come, as `views_of` has it.
+    """Return of each group and table where the rows of each rank's nodes begin in the received buffer.
 
     What is here has not come: its rows begin where they are.
     """

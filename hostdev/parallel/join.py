@@ -51,7 +51,7 @@ def join(
         yield None
         return
     share_host(place)
-    ranks = Ranks(place, partial(_ended, place), timeout=timeout, meeting=meeting, backend=backend, mesh=wanted)
+    ranks = Ranks(place, partial(_end_process, place), timeout=timeout, meeting=meeting, backend=backend, mesh=wanted)
     with together(ranks):
         yield ranks
 
@@ -70,7 +70,7 @@ def together(ranks: Ranks, alike: tuple[type[BaseException], ...] = ()) -> Itera
     alike  exceptions that all ranks raise after the same step
     """
     try:
-        with _leaving(ranks, (UnlikeError, *alike)):
+        with _leave_at_end(ranks, (UnlikeError, *alike)):
             yield
     except PeerLostError as error:
         ranks.failed = True
@@ -84,12 +84,12 @@ def together(ranks: Ranks, alike: tuple[type[BaseException], ...] = ()) -> Itera
     except BaseException as error:
         if not ranks.have_left:
             ranks.failed = True
-            ranks.watch.fail(_in_words(error))
+            ranks.watch.fail(_format_end(error))
         raise
 
 
 @contextmanager
-def _leaving(ranks: Ranks, alike: tuple[type[BaseException], ...]) -> Iterator[None]:
+def _leave_at_end(ranks: Ranks, alike: tuple[type[BaseException], ...]) -> Iterator[None]:
     """Leave together with the others, where all come to the end or raise one of these exceptions."""
     try:
         yield
@@ -104,14 +104,14 @@ def _leaving(ranks: Ranks, alike: tuple[type[BaseException], ...]) -> Iterator[N
     ranks.leave()
 
 
-def _in_words(error: BaseException) -> str:
+def _format_end(error: BaseException) -> str:
     """Return what a rank has ended with, for the others."""
     if isinstance(error, SystemExit):
         return f"has called sys.exit({error.code!r})"
     return f"interrupted {error}".strip() if isinstance(error, KeyboardInterrupt) else in_words(error)
 
 
-def _ended(place: Place, rank: int, why: str) -> None:
+def _end_process(place: Place, rank: int, why: str) -> None:
     """End this process, in the watching thread: another rank has failed."""
     if place.rank == (0 if rank else 1):  # one of all tells the user
         tell_at_once(f"error: rank {rank} of {place.ranks}: {why}")

@@ -9,8 +9,8 @@ from torch import nn
 from hostdev.core.errors import UserError
 from hostdev.core.pieces import Piece
 from hostdev.parallel.mesh import SCHEDULES, Mesh
-from hostdev.parallel.pieces import balanced, costs_of, cut, pieces_of
-from hostdev.parallel.plan import Strategies, settled, slice_of
+from hostdev.parallel.pieces import balanced, count_flops, cut, pieces_of
+from hostdev.parallel.plan import Strategies, get_slice_dim, settled
 from hostdev.parallel.plan_text import Plan
 
 Inputs = Callable[[int], tuple[Any, ...]]  # zeros in place of the network's inputs, for so many samples
@@ -29,7 +29,7 @@ class Layout(NamedTuple):
     plan: Plan = ()
 
 
-class Settled(NamedTuple):
+class ResolvedLayout(NamedTuple):
     """What comes of it.
 
     pieces      of the network; none where it is not cut into stages
@@ -46,7 +46,7 @@ class Settled(NamedTuple):
         return cut(pieces, self.begins)
 
 
-def settle(network: nn.Module, layout: Layout, mesh: Mesh, inputs: Inputs, *, searched: bool = False) -> Settled:
+def settle(network: nn.Module, layout: Layout, mesh: Mesh, inputs: Inputs, *, searched: bool = False) -> ResolvedLayout:
     """Return how a network is laid out on a mesh; UserError where the layout does not fit. Nothing is computed.
 
     searched  strategies are going to be found, beside those that are given: there need not be any yet
@@ -62,19 +62,19 @@ def settle(network: nn.Module, layout: Layout, mesh: Mesh, inputs: Inputs, *, se
         raise UserError("--plan has no effect without --mesh model=N; leave it out")
     stages = cut(pieces, begins) if pieces else []
     strategies = settled(network, layout.plan, mesh.model, stages, lambda: inputs(2))
-    whole = all(slice_of(one) is None for one in network.parameters())
+    whole = all(get_slice_dim(one) is None for one in network.parameters())
     if mesh.model > 1 and whole and not strategies and not searched:
         raise UserError(
             f"--mesh {mesh} has {mesh.model} processes for slices, and no layer is sliced; give --plan, or mark "
             "parameters as sliced by hand"
         )
-    return Settled(pieces, begins, strategies)
+    return ResolvedLayout(pieces, begins, strategies)
 
 
 def _begins(pieces: Sequence[Piece], layout: Layout, pipe: int, inputs: Callable[[], tuple[Any, ...]]) -> list[str]:
     several = layout.schedule == "interleaved"
     if layout.begins is None:
-        return balanced(pieces, costs_of(pieces, inputs()), pipe * (1 + several))
+        return balanced(pieces, count_flops(pieces, inputs()), pipe * (1 + several))
     cut(pieces, layout.begins)
     stages = len(layout.begins) + 1
     if several and (stages % pipe or stages == pipe):
@@ -90,7 +90,7 @@ def _begins(pieces: Sequence[Piece], layout: Layout, pipe: int, inputs: Callable
     return list(layout.begins)
 
 
-def described(settled: Settled, layout: Layout, mesh: Mesh) -> str:
+def described(settled: ResolvedLayout, layout: Layout, mesh: Mesh) -> str:
     """Return how the network is laid out, as text."""
     parts = []
     if settled.begins:

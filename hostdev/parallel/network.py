@@ -16,8 +16,8 @@ from hostdev.parallel.auto import Chosen, choose
 from hostdev.parallel.dense import DenseExchange, Grads, add_lists
 from hostdev.parallel.layout import Layout, like
 from hostdev.parallel.mesh import SCHEDULES
-from hostdev.parallel.parts import Parts, Ran
-from hostdev.parallel.plan import slice_of
+from hostdev.parallel.parts import Parts, StepResult
+from hostdev.parallel.plan import get_slice_dim
 from hostdev.parallel.plan_text import plan_of
 from hostdev.parallel.state import DenseState
 from hostdev.parallel.world import ALONE_WORLD, World
@@ -85,7 +85,7 @@ class Network:
         shapes = {
             f"parameter {name}": f"{one.dtype} {list(one.shape)}".removeprefix("torch.")
             for name, one in module.named_parameters()
-            if slice_of(one) is None
+            if get_slice_dim(one) is None
         }
         options = {
             "micro_batches": micro_batches,
@@ -254,7 +254,7 @@ class Network:
         """Return where the micro-batches here begin and end."""
         return cut(samples, self.micro_batches)[self._first : self._first + self._count]
 
-    def _reduce(self, ran: Ran) -> None:
+    def _reduce(self, ran: StepResult) -> None:
         """Give the parameters the sums over all micro-batches."""
         if self._exchange is None:
             tree: TreeSum[Grads] = TreeSum(add_lists)

@@ -15,8 +15,8 @@ from hostdev.parallel.averages import Averages, require_own_averages
 from hostdev.parallel.dense import Grads, add_lists
 from hostdev.parallel.layout import Inputs, Layout, described, settle
 from hostdev.parallel.leaves import Leaves
-from hostdev.parallel.pieces import pieces_of, trace, with_aside
-from hostdev.parallel.plan import Traffic, cut_layers, slice_of
+from hostdev.parallel.pieces import pieces_of, trace, with_extra_value
+from hostdev.parallel.plan import Traffic, cut_layers, get_slice_dim
 from hostdev.parallel.ranks import Channel
 from hostdev.parallel.saving import save
 from hostdev.parallel.state import DenseState, State
@@ -25,7 +25,7 @@ from hostdev.parallel.whole import Whole, called
 from hostdev.parallel.world import ALONE_WORLD, World
 
 
-class Ran(NamedTuple):
+class StepResult(NamedTuple):
     """What a step has come to on this rank, before it is added up with that of others.
 
     parameters  whose gradients these are
@@ -69,7 +69,7 @@ class Parts:
         self._ranks = ranks = ranks or ALONE_WORLD
         self._device, self._mesh = device, ranks.mesh
         mesh = ranks.mesh
-        timeline, own = timeline or Timeline(), with_aside if aside else list
+        timeline, own = timeline or Timeline(), with_extra_value if aside else list
         like = (lambda samples: (*inputs(samples), torch.zeros((), requires_grad=True))) if aside else inputs
         found = settle(network, layout, mesh, inputs)
         self.text = described(found, layout, mesh)
@@ -99,7 +99,7 @@ class Parts:
             around = Ops(timeline, ops[0], ops[1], self._watching)
             self._passes: Any = Stages(stages, crossing, between, layout.schedule, device, autocast, around)
             self._tied = Tied(stages, self.leaves, host)
-            _let_go(network, self._passes.modules)
+            _release_others(network, self._passes.modules)
             self.leaves.keep(one for module in self._passes.modules for one in module.parameters())
         else:
             self._passes = Whole(network, slices, device, autocast, timeline, ops, self._watching, aside=aside)
@@ -147,7 +147,7 @@ class Parts:
         inputs: Callable[[int], tuple[Any, ...]],
         loss: Callable[[int, Any], tuple[Tensor, Tensor]],
         came: Callable[[int], object] | None = None,
-    ) -> Ran:
+    ) -> StepResult:
         """Take a step's micro-batches forward and back.
 
         number  of the step, for the trace
@@ -162,7 +162,7 @@ class Parts:
         values: list[Tensor | None] = [None] * count
         own, tied = self._by_stage()
         first = self._ranks.share()[0] * count
-        sums = [_InOrder(first, count, numbers, len(each)) for each in own]
+        sums = [_OrderedSum(first, count, numbers, len(each)) for each in own]
 
         def differentiate(at: int, output: Any) -> Tensor:
             objective, said = loss(numbers[at], output)
@@ -173,7 +173,7 @@ class Parts:
         def back(stage: int, at: int) -> None:
             self.leaves.collect()
             here = self._passes.numbers.index(stage)
-            sums[here].put(numbers[at], _taken(own[here]))
+            sums[here].put(numbers[at], _take_grads(own[here]))
             for one in tied[here]:
                 assert self._tied is not None
                 self._tied.came(stage, numbers[at], one)
@@ -183,7 +183,7 @@ class Parts:
         self._passes.train(number, [sizes[one] for one in numbers], lambda at: inputs(numbers[at]), differentiate, back)
         parameters: list[Tensor] = [one for each in own for one in each]
         if self._tied is not None and (owned := self._tied.owned()):
-            shared = _InOrder(first, count, range(count), len(owned))
+            shared = _OrderedSum(first, count, range(count), len(owned))
             for at, grads in enumerate(zip(*self._tied.gathered(count), strict=True)):
                 shared.put(at, list(grads))
             parameters, sums = parameters + owned, [*sums, shared]
@@ -194,7 +194,7 @@ class Parts:
             for each in zip(*(one.nodes() for one in sums), strict=True)
         ]
         self._averages.move()
-        return Ran(parameters, nodes, values)
+        return StepResult(parameters, nodes, values)
 
     def finish(self) -> None:
         """Give all that use a parameter its sum, when the gradients of `step` have been added up over all ranks."""
@@ -231,7 +231,7 @@ class Parts:
         """See `network.Network.save`."""
         about = {"steps": steps, **self._state.about(optimizer)}
         if integrated:
-            own = self._state.whole_as_own(self.state(optimizer))
+            own = self._state.flatten(self.state(optimizer))
             save(folder, "state.safetensors", own, about, self._ranks)
             return
         own = self._state.own(self.leaves, optimizer)
@@ -253,11 +253,11 @@ def begin_alike(network: nn.Module, ranks: World) -> None:
     along_data = ranks.channel("data")
     for tensor in [*network.parameters(), *network.buffers()]:
         there = tensor.detach().cpu().contiguous()
-        (ranks.control if slice_of(tensor) is None else along_data).broadcast(there)
+        (ranks.control if get_slice_dim(tensor) is None else along_data).broadcast(there)
         tensor.data.copy_(there)
 
 
-def _let_go(network: nn.Module, modules: Sequence[nn.Module]) -> None:
+def _release_others(network: nn.Module, modules: Sequence[nn.Module]) -> None:
     """Let what other ranks have of a network take no memory here."""
     held = {id(one) for module in modules for one in module.parameters()}
     for module in network.modules():
@@ -266,7 +266,7 @@ def _let_go(network: nn.Module, modules: Sequence[nn.Module]) -> None:
                 setattr(module, name, nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad))
 
 
-class _InOrder:
+class _OrderedSum:
     """The tree's sum of a stage's gradients, of micro-batches that may come in an order of their own."""
 
     def __init__(self, first: int, count: int, numbers: Sequence[int], parameters: int) -> None:
@@ -279,19 +279,19 @@ class _InOrder:
 
     def put(self, number: int, grads: Grads) -> None:
         self._waiting[number] = grads
-        self._go_on()
+        self._advance()
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         while self._next in self._waiting:
             self._tree.put(Node(self._first + self._next, 1, self._waiting.pop(self._next)))
             self._next += 1
 
     def nodes(self) -> list[Node[Grads]]:
-        self._go_on()
+        self._advance()
         return self._tree.nodes
 
 
-def _taken(parameters: Sequence[Tensor]) -> Grads:
+def _take_grads(parameters: Sequence[Tensor]) -> Grads:
     grads = [one.grad for one in parameters]
     for one in parameters:
         one.grad = None

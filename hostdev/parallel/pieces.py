@@ -23,10 +23,10 @@ class Stage(nn.Module):
         super().__init__()
         self.pieces = list(pieces)
         self.modules_held = nn.ModuleList(
-            _once(one for piece in pieces for one in piece.holds if isinstance(one, nn.Module))
+            _unique(one for piece in pieces for one in piece.holds if isinstance(one, nn.Module))
         )
         self.parameters_held = nn.ParameterList(
-            _once(one for piece in pieces for one in piece.holds if isinstance(one, nn.Parameter))
+            _unique(one for piece in pieces for one in piece.holds if isinstance(one, nn.Parameter))
         )
 
     def forward(self, *values: Any) -> Any:
@@ -185,10 +185,10 @@ def _require_crossing(name: str, values: Sequence[Any]) -> None:
         raise UserError(f"piece {name!r} gives a value of so many dimensions as there are samples: no stage ends there")
 
 
-def costs_of(pieces: Sequence[Piece], inputs: tuple[Any, ...]) -> list[int]:
+def count_flops(pieces: Sequence[Piece], inputs: tuple[Any, ...]) -> list[int]:
     """Return the floating-point operations of each piece, forward; nothing is computed."""
     found = []
-    with not_computing(one for piece in pieces for one in piece.holds) as fake:
+    with fake_mode(one for piece in pieces for one in piece.holds) as fake:
         result: Any = fake(inputs)
         for piece in pieces:
             with FlopCounterMode(display=False) as counter:
@@ -236,7 +236,7 @@ def best_cut(
     return begins[::-1]
 
 
-def with_aside(pieces: Sequence[Piece]) -> list[Piece]:
+def with_extra_value(pieces: Sequence[Piece]) -> list[Piece]:
     """Return the pieces with a further value that goes by, from the last of the first one's inputs to the end."""
 
     def beside(call: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
@@ -250,7 +250,7 @@ def with_aside(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 @contextmanager
-def not_computing(held: Iterable[Any]) -> Iterator[Callable[[Any], Any]]:
+def fake_mode(held: Iterable[Any]) -> Iterator[Callable[[Any], Any]]:
     """Within, torch finds shapes and computes nothing; yields what makes such values of tensors.
 
     held  the modules that are run: their buffers stay as they are
@@ -275,7 +275,7 @@ def not_computing(held: Iterable[Any]) -> Iterator[Callable[[Any], Any]]:
                 one.momentum = None
 
 
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _DrawDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes whether something is drawn from torch's generator."""
 
     seen = False
@@ -287,7 +287,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _Given(NamedTuple):
+class _StageOutput(NamedTuple):
     """What a stage has returned, without values: each tensor once, and which of these each is."""
 
     values: list[Any]
@@ -298,11 +298,11 @@ class _Given(NamedTuple):
 
 def _run_fake(
     stages: Sequence[Sequence[Piece]], values: tuple[Any, ...], device: str, autocast: torch.dtype | None
-) -> list[_Given]:
+) -> list[_StageOutput]:
     found = []
     cast = torch.autocast(device, autocast or torch.bfloat16, enabled=autocast is not None)
-    draws = _Draws()  # type: ignore[no-untyped-call]
-    with not_computing(one for stage in stages for piece in stage for one in piece.holds) as fake, draws:
+    draws = _DrawDetector()  # type: ignore[no-untyped-call]
+    with fake_mode(one for stage in stages for piece in stage for one in piece.holds) as fake, draws:
         result: Any = fake(values)
         for stage in stages:
             draws.seen = False
@@ -310,14 +310,14 @@ def _run_fake(
                 result = run(stage, *(result if isinstance(result, tuple) else (result,)))
             given = list(result) if isinstance(result, tuple) else [result]
             numbers = {number: place for place, number in enumerate(dict.fromkeys(map(id, given)))}
-            found.append(_Given(_once(given), [numbers[id(one)] for one in given], draws.seen, []))
+            found.append(_StageOutput(_unique(given), [numbers[id(one)] for one in given], draws.seen, []))
         ends = [one for one in found[-1].values if isinstance(one, Tensor) and one.requires_grad]
         for each in found:
-            each.trained.extend(_reached(ends, each.values))
+            each.trained.extend(_find_trained(ends, each.values))
     return found
 
 
-def _reached(ends: Sequence[Tensor], values: Sequence[Any]) -> list[bool]:
+def _find_trained(ends: Sequence[Tensor], values: Sequence[Any]) -> list[bool]:
     """Tell of each value whether gradients of the network's outputs come back to it."""
     at = [number for number, one in enumerate(values) if isinstance(one, Tensor) and one.requires_grad]
     if not at or not ends:
@@ -328,5 +328,5 @@ def _reached(ends: Sequence[Tensor], values: Sequence[Any]) -> list[bool]:
     return [number in come for number in range(len(values))]
 
 
-def _once(values: Iterable[Any]) -> list[Any]:
+def _unique(values: Iterable[Any]) -> list[Any]:
     return list({id(value): value for value in values}.values())

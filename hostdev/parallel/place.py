@@ -56,11 +56,11 @@ def find(environment: Mapping[str, str] | None = None) -> Place:
     found: list[Place] = []
     for launcher, (rank, ranks, local_rank, local_ranks) in LAUNCHERS:
         if rank in env or ranks in env:
-            found.append(_of_launcher(env, launcher, rank, ranks, local_rank, local_ranks))
+            found.append(_read_launcher(env, launcher, rank, ranks, local_rank, local_ranks))
     if "PMI_PORT" in env and "PMI_RANK" not in env:
         raise UserError("MPICH says no ranks with -pmi-port; leave that out")
     if _TABLE[0] in env:
-        found.append(_of_table(env))
+        found.append(_read_rank_table(env))
     elif _TABLE[1] in env:
         raise UserError("RANK_ID is set, but RANK_TABLE_FILE is not; set both or none")
     if not found:
@@ -100,7 +100,7 @@ def _number(env: Mapping[str, str], name: str, launcher: str) -> int:
     return value
 
 
-def _of_launcher(
+def _read_launcher(
     env: Mapping[str, str], launcher: str, rank: str, ranks: str, local_rank: str, local_ranks: str
 ) -> Place:
     mine, all_ranks = _number(env, rank, launcher), _number(env, ranks, launcher)
@@ -117,7 +117,7 @@ def _of_launcher(
     attempt = _number(env, "TORCHELASTIC_RESTART_COUNT", launcher) if "TORCHELASTIC_RESTART_COUNT" in env else 0
     if all_ranks == 1:
         return Place(0, 1, 0, 1, "127.0.0.1", 0, launcher)
-    address, port = _meeting_point(env, launcher, all_here=here == all_ranks)
+    address, port = _find_rendezvous(env, launcher, all_here=here == all_ranks)
     return Place(mine, all_ranks, mine_here, here, address, port, launcher, hosted, attempt, token=_token(env))
 
 
@@ -133,7 +133,7 @@ def _port(env: Mapping[str, str], launcher: str) -> int:
     return port
 
 
-def _meeting_point(env: Mapping[str, str], launcher: str, *, all_here: bool) -> tuple[str, int]:
+def _find_rendezvous(env: Mapping[str, str], launcher: str, *, all_here: bool) -> tuple[str, int]:
     if "MASTER_ADDR" in env:
         if not env["MASTER_ADDR"].strip():
             raise UserError("MASTER_ADDR is empty; set it to the host of rank 0")
@@ -150,7 +150,7 @@ def _meeting_point(env: Mapping[str, str], launcher: str, *, all_here: bool) -> 
     if "MASTER_PORT" in env:
         return "127.0.0.1", _port(env, launcher)
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or _starter()
-    return "127.0.0.1", _port_of(job)
+    return "127.0.0.1", _derive_port(job)
 
 
 def _starter() -> str:
@@ -164,7 +164,7 @@ def _starter() -> str:
     return str(os.getppid())
 
 
-def _port_of(job: str) -> int:
+def _derive_port(job: str) -> int:
     """Return a port that all processes of a job on one host choose alike, below those that systems give out."""
     import hashlib
 
@@ -212,7 +212,7 @@ def read_table(path: Path) -> RankTable:
     return RankTable(servers)
 
 
-def _of_table(env: Mapping[str, str]) -> Place:
+def _read_rank_table(env: Mapping[str, str]) -> Place:
     table = read_table(Path(env[_TABLE[0]]))
     rank = _number(env, _TABLE[1], "RANK_TABLE_FILE")
     if rank >= table.ranks:

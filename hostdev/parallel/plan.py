@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from hostdev.core.errors import UserError
 from hostdev.core.pieces import Piece, run
-from hostdev.parallel.pieces import not_computing
+from hostdev.parallel.pieces import fake_mode
 from hostdev.parallel.plan_text import Plan
 
 # Of each layer that can be cut: the dimension of each of its parameters that a strategy cuts; None: it is replicated.
@@ -71,15 +71,15 @@ def settled(
     for name, strategy in wanted.items():
         for parameter, dim in _CUTS[type(modules[name])][strategy].items():
             value = getattr(modules[name], parameter)
-            if value is not None and slice_of(value) is not None:
+            if value is not None and get_slice_dim(value) is not None:
                 raise UserError(f"--plan {name}={strategy}: its {parameter} is marked as sliced by hand; leave it out")
             if dim is not None and value is not None and value.shape[dim] % ranks:  # as `divides` has it
                 raise UserError(
                     f"--plan {name}={strategy}: its {parameter} is {list(value.shape)}, and {value.shape[dim]} cannot "
                     f"be cut into {ranks} slices of one size; use another --mesh, or {name}=replicate"
                 )
-    _require_alike(network, wanted)
-    pairs = _pairs(network, wanted, stages, inputs) if "colwise" in wanted.values() else set()
+    _require_same_cut(network, wanted)
+    pairs = _find_pairs(network, wanted, stages, inputs) if "colwise" in wanted.values() else set()
     kept = {name for pair in pairs for name in pair}
     return {
         name: Sliced(strategy, _CUTS[type(modules[name])][strategy], name not in kept)
@@ -113,7 +113,7 @@ def matched(network: nn.Module, plan: Plan) -> dict[str, str]:
     return {name: found[name][1] for name in able if name in found}
 
 
-def _require_alike(network: nn.Module, wanted: Mapping[str, str]) -> None:
+def _require_same_cut(network: nn.Module, wanted: Mapping[str, str]) -> None:
     """UserError where two layers use one parameter and cut it differently."""
     users: dict[int, tuple[str, int | None]] = {}
     for name, module in network.named_modules():
@@ -130,7 +130,7 @@ def _require_alike(network: nn.Module, wanted: Mapping[str, str]) -> None:
                 )
 
 
-def _pairs(
+def _find_pairs(
     network: nn.Module,
     wanted: Mapping[str, str],
     stages: Sequence[Sequence[Piece]],
@@ -142,7 +142,7 @@ def _pairs(
     # Of a value: the colwise layer, what it has been on the way, and its version, which changes where it is written to.
     source: dict[int, tuple[str, list[Tensor], int]] = {}
     found: dict[str, tuple[str, list[Tensor]]] = {}  # of a rowwise layer
-    hooks, uses = [], _Uses()
+    hooks, uses = [], _UseCounter()
 
     def after(module: nn.Module, given: tuple[Any, ...], result: Any) -> None:
         name = names.get(id(module))
@@ -164,7 +164,7 @@ def _pairs(
         if id(module) in names or type(module) in _ELEMENTWISE:
             hooks.append(module.register_forward_hook(after))
     try:
-        with not_computing([network]) as fake:
+        with fake_mode([network]) as fake:
             given = fake(inputs())
             pieces = [piece for stage in stages for piece in stage]
             with uses:
@@ -190,7 +190,7 @@ def _pairs(
     }
 
 
-class _Uses(TorchFunctionMode):
+class _UseCounter(TorchFunctionMode):
     """Counts of tensors the calls of torch's that take one, and do not give itself: looks at its shape among them."""
 
     def __init__(self) -> None:
@@ -220,7 +220,7 @@ def sliced(parameter: nn.Parameter, dim: int = 0) -> nn.Parameter:
     return parameter
 
 
-def slice_of(parameter: Tensor) -> int | None:
+def get_slice_dim(parameter: Tensor) -> int | None:
     """Return the dimension along which a parameter is a slice; None: it is whole."""
     found: int | None = getattr(parameter, "_hostdev_slice", None)
     return found
@@ -259,7 +259,7 @@ def cut_layers(network: nn.Module, strategies: Mapping[str, Sliced], mesh: Any) 
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    aliases, traffic = _aliases(network), Traffic(mesh.size())
+    aliases, traffic = _find_aliases(network), Traffic(mesh.size())
     modules = dict(network.named_modules())
     for name, one in strategies.items():
         whole = Replicate()
@@ -275,7 +275,7 @@ def cut_layers(network: nn.Module, strategies: Mapping[str, Sliced], mesh: Any) 
     return traffic
 
 
-def _aliases(network: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
+def _find_aliases(network: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
     found: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in network.modules():
         for key, value in module._parameters.items():
@@ -293,14 +293,14 @@ def divides(module: nn.Module, strategy: str, ranks: int) -> bool:
     """Tell whether a layer can be cut by a strategy into so many slices of one size."""
     values = [(getattr(module, name), dim) for name, dim in _CUTS[type(module)][strategy].items()]
     return all(value is None or dim is None or value.shape[dim] % ranks == 0 for value, dim in values) and not any(
-        value is not None and slice_of(value) is not None for value, _ in values
+        value is not None and get_slice_dim(value) is not None for value, _ in values
     )
 
 
-def is_shared(network: nn.Module) -> set[str]:
+def get_shared_layers(network: nn.Module) -> set[str]:
     """Return the layers that have a parameter which another one has, too."""
     names = {id(module): name for name, module in network.named_modules()}
-    return {names[id(module)] for users in _aliases(network) for module, _ in users}
+    return {names[id(module)] for users in _find_aliases(network) for module, _ in users}
 
 
 def pairable(network: nn.Module, inputs: Callable[[], tuple[Any, ...]]) -> set[tuple[str, str]]:
@@ -310,5 +310,5 @@ def pairable(network: nn.Module, inputs: Callable[[], tuple[Any, ...]]) -> set[t
     for first in range(2):
         kinds = ("colwise", "rowwise") if not first else ("rowwise", "colwise")
         wanted = {name: kinds[number % 2] for number, name in enumerate(names)}
-        found |= _pairs(network, wanted, [], inputs)
+        found |= _find_pairs(network, wanted, [], inputs)
     return found

@@ -19,12 +19,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from hostdev.core.errors import UserError
-from hostdev.parallel.alike import UnlikeError, Values, compare, ranks_in_words
+from hostdev.parallel.alike import UnlikeError, Values, compare, format_ranks
 from hostdev.parallel.calls import ADVICE, Calls
 from hostdev.parallel.mesh import Mesh
 from hostdev.parallel.place import Place
-from hostdev.parallel.rendezvous import come as _come  # noqa: F401  (of tests)
-from hostdev.parallel.rendezvous import interface_of, prefix_of, versions
+from hostdev.parallel.rendezvous import find_interface, make_key_prefix, versions
 from hostdev.parallel.rendezvous import meet as _meet
 from hostdev.parallel.rendezvous import short as _short
 from hostdev.parallel.watch import LOST_SECONDS, Watch
@@ -33,8 +32,8 @@ from hostdev.parallel.world import LocalChannel, World
 HOST_BACKEND = "gloo"
 TIMEOUT = 600.0  # seconds that one waits for another within a step
 MEETING = 60.0  # seconds until all have come, where nobody says otherwise
-TOLD = 2
-STOP, SAVE = range(TOLD)  # a signal's number; whether a checkpoint is due
+FLAGS = 2
+STOP, SAVE = range(FLAGS)  # a signal's number; whether a checkpoint is due
 
 
 _joined: "list[weakref.ref[Ranks]]" = []
@@ -187,11 +186,11 @@ class Ranks(World):
         self.calls = Calls(place.rank, place.ranks)
         alike = {**versions(), "the mesh": str(self.mesh), **(values or {})}
         self.store = _meet(place, meeting, alike)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(place))
-        self.watch = Watch(place, prefix_of(place), self.calls, on_fault)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", find_interface(place))
+        self.watch = Watch(place, make_key_prefix(place), self.calls, on_fault)
         # What this rank tells the others with each step, and what of it they all know since the last one: the largest.
-        self.telling = [0] * TOLD
-        self.told = [0] * TOLD
+        self.telling = [0] * FLAGS
+        self.told = [0] * FLAGS
         self._within = timedelta(seconds=timeout)
         self.watch.start()
         try:
@@ -235,8 +234,8 @@ class Ranks(World):
         Its buffers are on the device, where torch has a backend for devices of this kind, such as NCCL, and each rank
         has one of its own; else in host memory. UserError where another backend than that was asked for.
         """
-        own = _backend_of(device)
-        said = self.control.share([self._backend, own, _name_of(device)])
+        own = _get_backend(device)
+        said = self.control.share([self._backend, own, _get_device_name(device)])
         wanted, backends, names = map(list, zip(*said, strict=True))
         possible = own is not None and len(set(backends)) == 1 and len(set(names)) == self.size
         for rank, name in enumerate(wanted):
@@ -311,7 +310,7 @@ class Ranks(World):
             for rank, (_, one, *_) in enumerate(said):
                 calls.setdefault(one, []).append(rank)
             each = ", and ".join(
-                f"{ranks_in_words(mine)} {'are' if len(mine) > 1 else 'is'} in {one}" for one, mine in calls.items()
+                f"{format_ranks(mine)} {'are' if len(mine) > 1 else 'is'} in {one}" for one, mine in calls.items()
             )
             raise UnlikeError(f"{each}: {ADVICE}")
         compare([one[2] for one in said], text)
@@ -335,7 +334,7 @@ class Ranks(World):
         self.have_left = True
 
 
-def _backend_of(device: torch.device) -> str | None:
+def _get_backend(device: torch.device) -> str | None:
     """Return torch's backend for collectives on devices of this kind; None: there is none, or not in this build."""
     if device.type == "cpu":
         return None
@@ -343,7 +342,7 @@ def _backend_of(device: torch.device) -> str | None:
     return backend if backend is not None and dist.is_backend_available(backend) else None
 
 
-def _name_of(device: torch.device) -> str:
+def _get_device_name(device: torch.device) -> str:
     """Return a device's name among those of all hosts: by its index two processes may mean different ones."""
     if device.type == "cpu":
         return f"the CPU of {socket.gethostname()}"

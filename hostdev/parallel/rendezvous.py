@@ -17,15 +17,15 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from hostdev.core.errors import UserError
 from hostdev.core.printable import printable
-from hostdev.parallel.alike import Values, compare, ranks_in_words
+from hostdev.parallel.alike import Values, compare, format_ranks
 from hostdev.parallel.place import LISTEN_VARIABLE, Place
-from hostdev.parallel.start import listening_at
+from hostdev.parallel.start import listen_at
 
-TOLD_SECONDS = 0.5  # that others have to look what is wrong, before the store ends with rank 0
+NOTICE_SECONDS = 0.5  # that others have to look what is wrong, before the store ends with rank 0
 _GRACE_SECONDS = 2.0  # beyond its own timeout that torch has to connect
 
 
-def prefix_of(place: Place) -> str:
+def make_key_prefix(place: Place) -> str:
     """Return what the keys of this run begin with: an attempt has its own, and the token keeps strangers out."""
     return f"hostdev-{place.token}-{place.attempt}"
 
@@ -40,15 +40,15 @@ def meet(place: Place, seconds: float, values: Values | None = None) -> Any:
     """
     where = f"{place.address}:{place.port}"
     store = _open(place, seconds)
-    mine = PrefixStore(prefix_of(place), store)
+    mine = PrefixStore(make_key_prefix(place), store)
     missing = list(range(place.ranks))
     try:
-        come(mine, place, values)
+        announce(mine, place, values)
         deadline = time.monotonic() + seconds
         while missing and time.monotonic() < deadline:
             if mine.check(["wrong"]):
                 wrong = mine.get("wrong").decode(errors="replace")
-                time.sleep(TOLD_SECONDS)
+                time.sleep(NOTICE_SECONDS)
                 raise UserError(printable(wrong))
             missing = [rank for rank in missing if not mine.check([f"here/{rank}"])]
             if missing:
@@ -56,16 +56,16 @@ def meet(place: Place, seconds: float, values: Values | None = None) -> Any:
         each = [] if missing else [_values(mine.get(f"values/{rank}")) for rank in range(place.ranks)]
     except RuntimeError:
         raise UserError(
-            f"rank {place.rank} of {place.ranks}: rank 0 at {where} has ended before {ranks_in_words(missing)} came"
+            f"rank {place.rank} of {place.ranks}: rank 0 at {where} has ended before {format_ranks(missing)} came"
         ) from None
     if missing:
-        raise UserError(f"{ranks_in_words(missing)} of {place.ranks} did not come to {where} within {seconds:g} s")
-    _leave_together_if_unlike(mine, place, each)
+        raise UserError(f"{format_ranks(missing)} of {place.ranks} did not come to {where} within {seconds:g} s")
+    _compare_together(mine, place, each)
     return mine
 
 
-def come(store: Any, place: Place, values: Values | None = None) -> None:
-    """Say that this rank is here; UserError, of all that are or come, where that contradicts what others have said."""
+def announce(store: Any, place: Place, values: Values | None = None) -> None:
+    """Say that this rank is here; UserError, of all that are there, where that contradicts what others have said."""
     me = f"{socket.gethostname()} pid {os.getpid()}"
     wrong = None
     ranks = store.compare_set("ranks", "", f"{place.ranks}").decode(errors="replace")
@@ -76,7 +76,7 @@ def come(store: Any, place: Place, values: Values | None = None) -> None:
         wrong = f"two processes were started as rank {place.rank}: {first} and {me}"
     if wrong is not None:
         store.set("wrong", wrong)
-        time.sleep(TOLD_SECONDS)
+        time.sleep(NOTICE_SECONDS)
         raise UserError(printable(wrong))
 
 
@@ -114,7 +114,7 @@ def connect(place: Place, seconds: float, **how: Any) -> Any:
     return found[0]
 
 
-def interface_of(place: Place) -> str:
+def find_interface(place: Place) -> str:
     """Return the network interface by which the others are reached."""
     if place.all_here:
         host = "127.0.0.1"
@@ -169,7 +169,7 @@ def _listen(place: Place) -> socket.socket | None:
         known = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)
         for family, kind, protocol, _, address in sorted(known, key=lambda one: one[0] != socket.AF_INET):
             with contextlib.suppress(OSError):
-                return listening_at(address, family, kind, protocol)
+                return listen_at(address, family, kind, protocol)
     return None
 
 
@@ -178,7 +178,7 @@ def _values(text: bytes) -> Values:
     return found if isinstance(found, dict) else {}
 
 
-def _leave_together_if_unlike(store: Any, place: Place, each: Sequence[Values]) -> None:
+def _compare_together(store: Any, place: Place, each: Sequence[Values]) -> None:
     """Compare the ranks' values; where they differ, rank 0, whose store it is, ends when all have seen them."""
     store.set(f"seen/{place.rank}", "")
     if not all(each):  # a program that only meets has none
@@ -187,11 +187,11 @@ def _leave_together_if_unlike(store: Any, place: Place, each: Sequence[Values]) 
         compare(each)
     except UserError:
         seen = [f"seen/{rank}" for rank in range(place.ranks)]
-        _await(lambda: store.check(seen), 10 * TOLD_SECONDS)
+        _wait_until(lambda: store.check(seen), 10 * NOTICE_SECONDS)
         raise
 
 
-def _await(is_so: Callable[[], bool], seconds: float) -> None:
+def _wait_until(is_so: Callable[[], bool], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     with contextlib.suppress(RuntimeError):
         while not is_so() and time.monotonic() < deadline:

@@ -49,7 +49,7 @@ def save(folder: Path, name: str, own: Own, about: Mapping[str, Any], ranks: Wor
     UserError, on all ranks, where the folder is there already, or cannot be written.
     """
     temporary = folder.with_name(f".{folder.name}.part")
-    _require_all(ranks, _made(folder, temporary) if ranks.rank == 0 else "")
+    _require_all(ranks, _make_folder(folder, temporary) if ranks.rank == 0 else "")
     said: dict[str, Any] = {}
     problem = ""
     if own:
@@ -112,7 +112,7 @@ def load(folder: Path, wants: Callable[[str], bool]) -> tuple[dict[str, Tensor |
     return found, manifest
 
 
-def agreed(ranks: World, call: Callable[[], T]) -> T:
+def call_on_all(ranks: World, call: Callable[[], T]) -> T:
     """Return what a call returns, if it raises UserError on no rank; all ranks call it, and all raise it."""
     found, problem = None, ""
     try:
@@ -123,7 +123,7 @@ def agreed(ranks: World, call: Callable[[], T]) -> T:
     return cast(T, found)
 
 
-def _made(folder: Path, temporary: Path) -> str:
+def _make_folder(folder: Path, temporary: Path) -> str:
     """Make the folder to write to; return what is wrong, or nothing."""
     if not is_text(folder):
         return f"{folder}: {_NO_TEXT}; choose another folder"

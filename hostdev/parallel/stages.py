@@ -74,7 +74,7 @@ class Stages:
             before = traced[number - 1] if number else None
             after = traced[number] if number < self.count - 1 else None
             state = [_state_shape(device)] if draws else []
-            body = _Body(
+            body = _StageBody(
                 module,
                 device,
                 autocast,
@@ -125,8 +125,8 @@ class Stages:
         """
         if not sizes:
             return
-        schedule = self._schedule_of(len(sizes), backward=True)
-        schedule._loss_fn = lambda output, number: _own(loss, number, output)
+        schedule = self._get_schedule(len(sizes), backward=True)
+        schedule._loss_fn = lambda output, number: _call_network(loss, number, output)
         losses = schedule._internal_losses
 
         def told(stage: int, number: int) -> None:
@@ -150,7 +150,7 @@ class Stages:
         found: list[Any] = []
         if not sizes:
             return found
-        schedule = self._schedule_of(len(sizes), backward=False)
+        schedule = self._get_schedule(len(sizes), backward=False)
         for stage in self._stages:
             stage.begin(batch, sizes, inputs, _nothing, backward=False)
         try:
@@ -168,10 +168,10 @@ class Stages:
         try:
             with self._channel.answering():
                 yield
-        except _Failed as failed:
+        except _NetworkError as failed:
             raise failed.error from None
 
-    def _schedule_of(self, count: int, *, backward: bool) -> Any:
+    def _get_schedule(self, count: int, *, backward: bool) -> Any:
         """Return what takes so many micro-batches; the bits are the same with each."""
         found = self._made.get((count, backward))
         if found is None:
@@ -188,7 +188,7 @@ class Stages:
         return found
 
 
-class _Failed(BaseException):
+class _NetworkError(BaseException):
     """An error of the network itself; torch, which wraps exceptions in others, lets it pass."""
 
     def __init__(self, error: Exception) -> None:
@@ -196,15 +196,15 @@ class _Failed(BaseException):
         self.error = error
 
 
-def _own(call: Callable[..., Any], *values: Any) -> Any:
+def _call_network(call: Callable[..., Any], *values: Any) -> Any:
     """Call what is the network's own; errors are none of the exchange's."""
     try:
         return call(*values)
     except Exception as error:
-        raise _Failed(error) from None
+        raise _NetworkError(error) from None
 
 
-class _Body(nn.Module):
+class _StageBody(nn.Module):
     """A stage with what goes along beside its values."""
 
     def __init__(
@@ -225,7 +225,7 @@ class _Body(nn.Module):
         self.inputs: tuple[Any, ...] = ()  # of the micro-batch that comes, where the network begins
 
     def forward(self, *values: Any) -> Any:
-        return _own(self._forward, *values)
+        return _call_network(self._forward, *values)
 
     def _forward(self, *values: Any) -> Any:
         if self.inputs:
@@ -249,7 +249,7 @@ class _SizedStage(PipelineStage):
 
     def __init__(
         self,
-        body: _Body,
+        body: _StageBody,
         number: int,
         count: int,
         device: torch.device,
@@ -298,12 +298,12 @@ class _SizedStage(PipelineStage):
                 info.buffer = None
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
-        _own(self._fit, self.args_recv_info[fwd_chunk_id], self._takes, fwd_chunk_id, False)
+        _call_network(self._fit, self.args_recv_info[fwd_chunk_id], self._takes, fwd_chunk_id, False)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
         if self.has_backward and not self.is_last:
-            _own(self._fit, self.grad_recv_info[bwd_chunk_id], self._gives, bwd_chunk_id, True)
+            _call_network(self._fit, self.grad_recv_info[bwd_chunk_id], self._gives, bwd_chunk_id, True)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
@@ -327,12 +327,14 @@ class _SizedStage(PipelineStage):
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
     ) -> Any:
         if self.is_first:  # beside torch's arguments, whose gradients it would take away
-            self.submod.inputs = _own(self._inputs, fwd_chunk_id)
+            self.submod.inputs = _call_network(self._inputs, fwd_chunk_id)
         span = self._ops.timeline.span("forward", self._batch, at=self.stage_index, micro_batch=fwd_chunk_id)
         with span, self._ops.watching(fwd_chunk_id):
-            output = self._ops.forward(_own, super().forward_one_chunk, fwd_chunk_id, (), kwargs, save_forward_output)
+            output = self._ops.forward(
+                _call_network, super().forward_one_chunk, fwd_chunk_id, (), kwargs, save_forward_output
+            )
         if not self.is_last:
-            _own(self._require_known, _as_tuple(output), self._sizes[fwd_chunk_id])
+            _call_network(self._require_known, _as_tuple(output), self._sizes[fwd_chunk_id])
         return output
 
     def _require_known(self, values: Sequence[Tensor], samples: int) -> None:
@@ -354,7 +356,7 @@ class _SizedStage(PipelineStage):
                 self._ops.backward(super().backward_one_chunk, bwd_chunk_id, *args, **kwargs)
         except Exception as error:  # torch's has one line for each tensor
             cause = error.__cause__
-            raise _Failed(cause if isinstance(cause, Exception) else error) from None
+            raise _NetworkError(cause if isinstance(cause, Exception) else error) from None
         if not self.is_first:  # the stage before waits for a gradient of all that may have one
             self.bwd_cache[bwd_chunk_id] = tuple(
                 torch.zeros_like(value) if grad is None and shape.trained else grad
@@ -363,7 +365,7 @@ class _SizedStage(PipelineStage):
         for infos in (self.args_recv_info.get(bwd_chunk_id, ()), self.grad_recv_info.get(bwd_chunk_id, ())):
             for info in infos:
                 info.buffer = None  # what came of the micro-batch is not needed any more
-        _own(self._told, self.stage_index, bwd_chunk_id)
+        _call_network(self._told, self.stage_index, bwd_chunk_id)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

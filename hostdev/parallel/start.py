@@ -15,7 +15,7 @@ from hostdev.core.launched import LAUNCHERS, RANK_TABLE
 from hostdev.parallel.place import LISTEN_VARIABLE, TOKEN_VARIABLE
 
 # A launcher may have started the command that starts them: what it has set is about that one.
-_OF_LAUNCHERS = {
+_LAUNCHER_VARIABLES = {
     *itertools.chain.from_iterable(names for _, names in LAUNCHERS),
     *RANK_TABLE,
     "TORCHELASTIC_USE_AGENT_STORE",
@@ -28,7 +28,7 @@ _END_SECONDS = 8.0  # that others have after one has failed
 def start_here(ranks: int, command: Sequence[str], **how: Any) -> "list[subprocess.Popen[bytes]]":
     """Start so many processes of a command on this host, which meet one another; `how` as `subprocess.Popen` has it."""
     # Rank 0 inherits the socket: nobody else can take the port before, and it is not reached from other hosts.
-    with listening_at(("127.0.0.1", 0), socket.AF_INET, socket.SOCK_STREAM) as listening:
+    with listen_at(("127.0.0.1", 0), socket.AF_INET, socket.SOCK_STREAM) as listening:
         return _start(ranks, command, listening, how)
 
 
@@ -43,8 +43,8 @@ def _start(
         "LOCAL_WORLD_SIZE": str(ranks),
         TOKEN_VARIABLE: secrets.token_hex(16),
     }
-    inherited = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
-    end = end_with_parent if sys.platform == "linux" else None
+    inherited = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+    end = die_with_parent if sys.platform == "linux" else None
     return [
         subprocess.Popen(
             command,
@@ -57,7 +57,7 @@ def _start(
     ]
 
 
-def listening_at(address: Any, *how: int) -> socket.socket:
+def listen_at(address: Any, *how: int) -> socket.socket:
     """Return a socket that listens at this address only; `how` as `socket.socket` has it."""
     made = socket.socket(*how)
     try:
@@ -70,7 +70,7 @@ def listening_at(address: Any, *how: int) -> socket.socket:
     return made
 
 
-def end_with_parent() -> None:
+def die_with_parent() -> None:
     """In a child, before its program begins: be killed where the parent is (Linux)."""
     import ctypes
 
@@ -82,7 +82,7 @@ def wait_for(processes: "list[subprocess.Popen[bytes]]") -> int:
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
         numbers.append(signal.SIGHUP)
-    handlers = {number: signal.signal(number, _passed_on(number, processes)) for number in numbers}
+    handlers = {number: signal.signal(number, _forward_signal(number, processes)) for number in numbers}
     deadline, first = float("inf"), 0
     try:
         while None in (codes := [process.poll() for process in processes]):
@@ -100,7 +100,7 @@ def wait_for(processes: "list[subprocess.Popen[bytes]]") -> int:
     return 128 - first if first < 0 else first
 
 
-def _passed_on(number: signal.Signals, processes: "list[subprocess.Popen[bytes]]") -> Any:
+def _forward_signal(number: signal.Signals, processes: "list[subprocess.Popen[bytes]]") -> Any:
     has_terminal = os.isatty(0)
 
     def handle(*_: object) -> None:

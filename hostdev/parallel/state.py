@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from hostdev.core.errors import UserError
 from hostdev.core.pieces import Piece
 from hostdev.parallel.leaves import Leaves
-from hostdev.parallel.plan import slice_of
-from hostdev.parallel.saving import Own, agreed, load
+from hostdev.parallel.plan import get_slice_dim
+from hostdev.parallel.saving import Own, call_on_all, load
 from hostdev.parallel.world import World
 
 
@@ -28,10 +28,10 @@ def state_of(network: nn.Module, optimizer: torch.optim.Optimizer) -> DenseState
     """Return the state of a dense side that is whole here."""
     names = {id(parameter): name for name, parameter in network.named_parameters()}
     numbered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    return DenseState(network.state_dict(), optimizer.state_dict(), numbered, buffers_of(network))
+    return DenseState(network.state_dict(), optimizer.state_dict(), numbered, get_buffer_names(network))
 
 
-def buffers_of(network: nn.Module) -> list[str]:
+def get_buffer_names(network: nn.Module) -> list[str]:
     """Return the names of a network's persistent buffers."""
     parameters = dict(network.named_parameters(remove_duplicate=False))
     return [
@@ -55,7 +55,7 @@ class State:
         names = {id(parameter): name for name, parameter in network.named_parameters()}
         every = dict(network.named_parameters(remove_duplicate=False))
         self._keys = {key: names[id(every[key])] if key in every else key for key in network.state_dict()}
-        self._buffers = buffers_of(network)
+        self._buffers = get_buffer_names(network)
         if any(key not in every and key not in self._buffers for key in self._keys):
             raise UserError(
                 "the network has state that is no tensor (get_extra_state), which ranks do not bring together"
@@ -76,10 +76,10 @@ class State:
             if leaf is not None:
                 mine_of = state.get(numbers.get(id(leaf)), {})
                 own = {"": leaf.detach(), **{key: torch.as_tensor(value) for key, value in mine_of.items()}}
-            slots[number] = self._brought(name, own, None if leaf is None else slice_of(leaf))
+            slots[number] = self._gather_value(name, own, None if leaf is None else get_slice_dim(leaf))
             model[name] = slots[number].pop("", None)
         for name in self._buffers:
-            model[name] = self._brought(name, {"": self._buffer(name)}, None).get("")
+            model[name] = self._gather_value(name, {"": self._buffer(name)}, None).get("")
         if self._ranks.rank:
             return DenseState({}, {"state": {}, "param_groups": []}, [], [])
         model = {key: model[name] for key, name in self._keys.items() if name in model}
@@ -90,7 +90,7 @@ class State:
         """Return a buffer as it is now: a module may have put another tensor there."""
         return dict(self._network.named_buffers(remove_duplicate=False))[name]
 
-    def _brought(self, name: str, values: dict[str, Any], dim: int | None) -> dict[str, Any]:
+    def _gather_value(self, name: str, values: dict[str, Any], dim: int | None) -> dict[str, Any]:
         """Return what those who own it have, on rank 0, with slices end to end; nothing on others."""
         if self._ranks.size == 1:
             return {key: value.detach().cpu() for key, value in values.items()}
@@ -127,16 +127,16 @@ class State:
         state, numbers = optimizer.state_dict()["state"], _numbers(optimizer)
         found: dict[str, tuple[Tensor, int | None]] = {}
         for name, leaf in leaves.named().items():
-            dim = slice_of(leaf)
-            if self._writes(name, dim):
+            dim = get_slice_dim(leaf)
+            if self._is_writer(name, dim):
                 found[f"model.{name}"] = leaf, dim
                 for key, value in state.get(numbers.get(id(leaf)), {}).items():
                     slot = torch.as_tensor(value)
                     found[f"optimizer.{name}.{key}"] = slot, dim if dim is not None and slot.dim() > dim else None
-        found |= {f"model.{name}": (self._buffer(name), None) for name in self._buffers if self._writes(name, None)}
+        found |= {f"model.{name}": (self._buffer(name), None) for name in self._buffers if self._is_writer(name, None)}
         return found
 
-    def whole_as_own(self, state: DenseState) -> Own:
+    def flatten(self, state: DenseState) -> Own:
         """Return the tensors of a state that has been brought together, by the same names; nothing where it is not."""
         found = {f"model.{name}": state.model[name] for name in [*state.names, *state.buffers]}
         for number, name in enumerate(state.names):
@@ -153,7 +153,7 @@ class State:
         mine = {
             name: float(torch.linalg.vector_norm(leaf.grad))
             for name, leaf in leaves.named().items()
-            if leaf.grad is not None and self._writes(name, slice_of(leaf))
+            if leaf.grad is not None and self._is_writer(name, get_slice_dim(leaf))
         }
         told = self._ranks.control.share(mine)
         found = [[each[name] for each in told if name in each] for name in self._order]
@@ -162,7 +162,7 @@ class State:
         total: Tensor = torch.linalg.vector_norm(torch.stack(of_each or [torch.zeros(())]))
         return total
 
-    def _writes(self, name: str, dim: int | None) -> bool:
+    def _is_writer(self, name: str, dim: int | None) -> bool:
         model = self._ranks.at.model if dim is not None else 0
         return self._ranks.rank == self._owners[name] + model
 
@@ -177,15 +177,15 @@ class State:
 
         UserError, on all ranks, where it is damaged, or of another network; before anything changes.
         """
-        fitting, about = agreed(self._ranks, lambda: self._read(leaves, folder, optimizer))
+        fitting, about = call_on_all(self._ranks, lambda: self._read(leaves, folder, optimizer))
         self._take(leaves, optimizer, fitting)
         return about
 
     def _read(
         self, leaves: Leaves, folder: Path, optimizer: torch.optim.Optimizer
-    ) -> tuple["_Fitting", dict[str, Any]]:
+    ) -> tuple["_LoadedState", dict[str, Any]]:
         here = {*leaves.named(), *self._buffers}
-        tensors, about = load(folder, lambda key: key.split(".", 1)[1] in here or _named(key) in here)
+        tensors, about = load(folder, lambda key: key.split(".", 1)[1] in here or _get_parameter_name(key) in here)
         model = {key: tensors.get(f"model.{name}") for key, name in self._keys.items() if f"model.{name}" in tensors}
         known = {*self._order, *self._buffers}
         model |= {name: None for name in [*about["parameters"], *about["buffers"]] if name not in known}
@@ -193,7 +193,7 @@ class State:
             number: {
                 key.rpartition(".")[2]: value
                 for key, value in tensors.items()
-                if key.startswith("optimizer.") and _named(key) == name and value is not None
+                if key.startswith("optimizer.") and _get_parameter_name(key) == name and value is not None
             }
             for number, name in enumerate(self._order)
         }
@@ -210,11 +210,11 @@ class State:
 
         UserError, on all ranks, where it is of another network; before anything changes.
         """
-        self._take(leaves, optimizer, agreed(self._ranks, lambda: self._fitting(leaves, model, optimizer, state)))
+        self._take(leaves, optimizer, call_on_all(self._ranks, lambda: self._fitting(leaves, model, optimizer, state)))
 
     def _fitting(
         self, leaves: Leaves, model: Mapping[str, Any], optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-    ) -> "_Fitting":
+    ) -> "_LoadedState":
         """Return what is here of the whole state; UserError where it is of another network or optimizer."""
         _require_one_group(optimizer)
         unknown = sorted(set(model) ^ set(self._keys))
@@ -222,7 +222,7 @@ class State:
             raise UserError(f"it {'has' if unknown[0] in model else 'lacks'} {unknown[0]}")
         mine = leaves.named()
         here: dict[str, Tensor] = {**mine, **{name: self._buffer(name) for name in self._buffers}}
-        parts = {name: self._part(model[name], value) for name, value in here.items()}
+        parts = {name: self._slice_for_rank(model[name], value) for name, value in here.items()}
         for name, value in here.items():
             if parts[name].shape != value.shape:
                 raise UserError(f"{name} has the shape {list(parts[name].shape)}, not {list(value.shape)}")
@@ -233,11 +233,13 @@ class State:
         for number, name in enumerate(self._order):
             if name in mine and number in state["state"] and id(mine[name]) in numbers:
                 own = state["state"][number]
-                slots[numbers[id(mine[name])]] = {key: self._part(value, mine[name]) for key, value in own.items()}
+                slots[numbers[id(mine[name])]] = {
+                    key: self._slice_for_rank(value, mine[name]) for key, value in own.items()
+                }
         groups = [{**state["param_groups"][0], "params": list(range(len(numbers)))}]
-        return _Fitting(parts, {"state": slots, "param_groups": groups} if mine else None)
+        return _LoadedState(parts, {"state": slots, "param_groups": groups} if mine else None)
 
-    def _take(self, leaves: Leaves, optimizer: torch.optim.Optimizer, found: "_Fitting") -> None:
+    def _take(self, leaves: Leaves, optimizer: torch.optim.Optimizer, found: "_LoadedState") -> None:
         mine = leaves.named()
         with torch.no_grad():
             for name, value in found.values.items():
@@ -245,9 +247,9 @@ class State:
         if found.optimizer is not None:
             optimizer.load_state_dict(dict(found.optimizer))
 
-    def _part(self, value: Any, like: Tensor) -> Any:
+    def _slice_for_rank(self, value: Any, like: Tensor) -> Any:
         """Return this rank's slice of a whole value."""
-        dim = slice_of(like)
+        dim = get_slice_dim(like)
         if dim is None or value.dim() <= dim:
             return value
         n = like.shape[dim]
@@ -257,7 +259,7 @@ class State:
         return value.narrow(dim, self._ranks.at.model * n, n).clone(memory_format=torch.contiguous_format)
 
 
-class _Fitting(NamedTuple):
+class _LoadedState(NamedTuple):
     """What a rank takes of a state: values by name, the optimizer's if it has parameters."""
 
     values: dict[str, Any]
@@ -269,7 +271,7 @@ def _require_one_group(optimizer: torch.optim.Optimizer) -> None:
         raise UserError("ranks save the state of an optimizer with one parameter group only, not of several")
 
 
-def _named(key: str) -> str:
+def _get_parameter_name(key: str) -> str:
     """Return the parameter's name in an optimizer's tensor: optimizer.NAME.slot."""
     return key.partition(".")[2].rpartition(".")[0]
 

@@ -66,14 +66,14 @@ class Tied:
             come, self._come[name] = self._come[name], {}
             for stage in users[1:]:
                 if self._rank(stage) != owner:
-                    come |= self._moved(parameter, come, stage, owner, count)
+                    come |= self._send_to_owner(parameter, come, stage, owner, count)
             if self._channel.rank == owner:
                 found.append(
-                    [_added([come.get((stage, number)) for stage in reversed(users)]) for number in range(count)]
+                    [_sum_grads([come.get((stage, number)) for stage in reversed(users)]) for number in range(count)]
                 )
         return found
 
-    def _moved(self, parameter: Tensor, come: Come, stage: int, owner: int, count: int) -> Come:
+    def _send_to_owner(self, parameter: Tensor, come: Come, stage: int, owner: int, count: int) -> Come:
         """Let the owner have what a stage has come to."""
         mine, source, n = self._channel.rank, self._rank(stage), parameter.numel()
         has = [int(come.get((stage, number)) is not None) for number in range(count)]
@@ -114,7 +114,7 @@ class Tied:
                 parameter.grad = come.view_as(parameter).to(parameter.device)
 
 
-def _added(grads: Sequence[Tensor | None]) -> Tensor | None:
+def _sum_grads(grads: Sequence[Tensor | None]) -> Tensor | None:
     given = [grad for grad in grads if grad is not None]
     if not given:
         return None

@@ -12,16 +12,16 @@ from hostdev.core.errors import UserError
 from hostdev.parallel.costs import filled, now
 from hostdev.parallel.layout import Inputs, Layout
 from hostdev.parallel.mesh import Mesh
-from hostdev.parallel.plan import slice_of
+from hostdev.parallel.plan import get_slice_dim
 from hostdev.parallel.world import World
 
 _SECONDS = 6.0  # of all trials, about
 _ROUNDS = 3, 25  # at least, and at most
 
 
-def can_be_tried(network: nn.Module, ranks: World) -> bool:
+def can_be_copied(network: nn.Module, ranks: World) -> bool:
     """Tell whether all ranks can copy a network; slices made by hand are of one mesh alone."""
-    possible = all(slice_of(one) is None for one in network.parameters())
+    possible = all(get_slice_dim(one) is None for one in network.parameters())
     if possible:
         try:
             copy.deepcopy(network)
@@ -54,7 +54,7 @@ def steps_of(
         torch.manual_seed(1)  # on all ranks the same values
         values = filled(inputs(samples), device)
         try:
-            trials = [_made(network, inputs, ranks, *each, micro_batches, device, autocast) for each in layouts]
+            trials = [_make_trial(network, inputs, ranks, *each, micro_batches, device, autocast) for each in layouts]
             there = [one for one in trials if one is not None]
             for one in there:
                 one.step(samples, values)
@@ -79,13 +79,13 @@ class _Trial:
         self._ranks.mesh = self._mesh
         self._ranks.control.barrier()
         begin = now(self._device)
-        self._network.step(samples, lambda part: _part_of(values, part), lambda output, _: _mean(output))
+        self._network.step(samples, lambda part: _slice_inputs(values, part), lambda output, _: _mean(output))
         self._adam.step()
         self._adam.zero_grad()
         return float(max(self._ranks.control.share(now(self._device) - begin)))
 
 
-def _made(
+def _make_trial(
     network: nn.Module,
     inputs: Inputs,
     ranks: World,
@@ -116,7 +116,7 @@ def _made(
     return _Trial(made, ranks, mesh, device)
 
 
-def _part_of(values: tuple[Any, ...], part: slice) -> tuple[Any, ...]:
+def _slice_inputs(values: tuple[Any, ...], part: slice) -> tuple[Any, ...]:
     """Return some samples of the network's inputs, as new ones."""
 
     def taken(one: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from torch._C._distributed_c10d import PrefixStore
 
 from hostdev.core.printable import printable
-from hostdev.parallel.alike import ranks_in_words
-from hostdev.parallel.calls import LEFT, Call, Calls, joined, split, told, unlike
+from hostdev.parallel.alike import format_ranks
+from hostdev.parallel.calls import LEFT, Call, Calls, describe_mismatch, find_mismatch, format_calls, parse_calls
 from hostdev.parallel.place import Place
 from hostdev.parallel.rendezvous import connect
 
@@ -107,11 +107,11 @@ class Watch:
             others = [rank for rank in range(self._place.ranks) if rank != self._place.rank]
             if not all(rank in before and rank in now and before[rank] != now[rank] for rank in others):
                 return
-            calls = {rank: _calls_of(now[rank]) for rank in others}
+            calls = {rank: _parse_calls(now[rank]) for rank in others}
             last = self._calls.last
             behind = [rank for rank in others if calls[rank] and calls[rank][-1].number < last.number]
             if behind:
-                who, many = ranks_in_words(behind), len(behind) > 1
+                who, many = format_ranks(behind), len(behind) > 1
                 found.append(
                     f"waits in {last.text}, to which {who} {'do' if many else 'does'} not come; {who} "
                     f"{'are' if many else 'is'} alive, rank {behind[0]} in {calls[behind[0]][-1].text}"
@@ -128,7 +128,7 @@ class Watch:
         }
 
     def _beat(self, count: int) -> None:
-        self._store.set(f"alive/{self._place.rank}", f"{count} {joined(self._calls.recent)}")
+        self._store.set(f"alive/{self._place.rank}", f"{count} {format_calls(self._calls.recent)}")
 
     def _tell(self, rank: int, why: str) -> None:
         said = why.encode(errors="backslashreplace").decode()  # a path may be in no encoding
@@ -176,7 +176,7 @@ class Watch:
             sign = self._store.get(f"alive/{rank}") if self._store.check([f"alive/{rank}"]) else b""
             now = time.monotonic()
             if rank not in seen or seen[rank].sign != sign:
-                calls, before = _calls_of(sign), seen.get(rank)
+                calls, before = _parse_calls(sign), seen.get(rank)
                 since = before.calls_since if before is not None and before.calls == calls else now
                 seen[rank] = _Seen(sign, now, calls, since)
             elif now - seen[rank].since > patience:
@@ -190,15 +190,15 @@ class Watch:
             self._mine = recent, now
         for rank, one in seen.items():
             together = now - max(self._mine[1], one.calls_since)
-            found = unlike(recent, one.calls)
+            found = find_mismatch(recent, one.calls)
             if found is None or together < _UNLIKE_SECONDS:
                 continue
             mine, other = found
-            self._calls.wrong = told(mine, rank, other)
+            self._calls.wrong = describe_mismatch(mine, rank, other)
             if LEFT in (mine.kind, other.kind) and together < _LEFT_SECONDS:
                 continue
             if rank > self._place.rank:
-                return rank, told(other, self._place.rank, mine)
+                return rank, describe_mismatch(other, self._place.rank, mine)
             return self._place.rank, self._calls.wrong
         return None
 
@@ -215,8 +215,8 @@ def within(seconds: float, work: Callable[[], Any]) -> None:
     thread.join(seconds)
 
 
-def _calls_of(sign: bytes) -> tuple[Call, ...]:
-    return split(sign.decode(errors="replace").partition(" ")[2])
+def _parse_calls(sign: bytes) -> tuple[Call, ...]:
+    return parse_calls(sign.decode(errors="replace").partition(" ")[2])
 
 
 def _signed(token: str, text: str) -> str:

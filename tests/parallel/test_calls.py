@@ -6,7 +6,7 @@ import time
 import pytest
 
 from hostdev.core.errors import UserError
-from hostdev.parallel.calls import LEFT, Calls, joined, split, unlike
+from hostdev.parallel.calls import LEFT, Calls, find_mismatch, format_calls, parse_calls
 from tests.parallel.mismatched import AT
 
 SOON = 40.0  # seconds on a busy machine, of which most are the start; the timeout is 60
@@ -22,14 +22,14 @@ def calls_of(*kinds):
 
 
 def test_ranks_wait_in_calls_of_one_number_and_different_kinds():
-    assert unlike(calls_of("train", "train").recent, calls_of("train", "train").recent) is None
-    assert unlike(calls_of("train", "train").recent, calls_of("train").recent) is None, "one is slower"
-    mine, other = unlike(calls_of("train", "predict").recent, calls_of("train", "train").recent)
+    assert find_mismatch(calls_of("train", "train").recent, calls_of("train", "train").recent) is None
+    assert find_mismatch(calls_of("train", "train").recent, calls_of("train").recent) is None, "one is slower"
+    mine, other = find_mismatch(calls_of("train", "predict").recent, calls_of("train", "train").recent)
     assert (mine.text, other.text, mine.number) == ("runtime.predict()", "runtime.train()", other.number)
     left = calls_of("train")
     left.leave("runtime.train(), left after step 3")
     left.begin("end", "the end")
-    mine, other = unlike(left.recent, calls_of("train", "train").recent)
+    mine, other = find_mismatch(left.recent, calls_of("train", "train").recent)
     assert (mine.kind, other.kind) == (LEFT, "train"), "also where a rank has gone further"
 
 
@@ -38,16 +38,16 @@ def test_what_all_were_known_to_do_is_forgotten():
     for one in (mine, other):
         one.catch_up(3)
         one.begin("train", "step 2")
-    assert unlike(mine.recent, other.recent) is None
+    assert find_mismatch(mine.recent, other.recent) is None
     assert (mine.last, len(mine.recent)) == (other.last, 2)
 
 
 def test_what_a_heartbeat_carries():
     calls = calls_of("train", "predict")
-    assert split(joined(calls.recent)) == calls.recent
+    assert parse_calls(format_calls(calls.recent)) == calls.recent
     for wrong in ("", "x|y|z", "\x1b[31m", "9" * 40 + "|a|b", "-1|a|b"):
-        assert split(wrong) == ()
-    assert split("1|a|\x1b[31m")[0].text == "\\x1b[31m"
+        assert parse_calls(wrong) == ()
+    assert parse_calls("1|a|\x1b[31m")[0].text == "\\x1b[31m"
 
 
 def test_nothing_is_begun_any_more():

@@ -8,7 +8,7 @@ from torch.distributed import HashStore
 
 from hostdev.core.errors import UserError
 from hostdev.parallel.place import ALONE
-from hostdev.parallel.ranks import _come
+from hostdev.parallel.rendezvous import announce
 from hostdev.parallel.watch import HUNG_SECONDS
 from tests.parallel.conftest import flags_of
 from tests.parallel.processes import free_port
@@ -43,9 +43,9 @@ def test_different_numbers_of_ranks(processes):
 def test_who_contradicts_does_not_count_as_here():
     """Or the first might see all here, before it sees what is wrong, and wait for one that has ended."""
     store = HashStore()
-    _come(store, ALONE._replace(rank=0, ranks=2))
+    announce(store, ALONE._replace(rank=0, ranks=2))
     with pytest.raises(UserError, match="was started as one of 4, another as one of 2"):
-        _come(store, ALONE._replace(rank=1, ranks=4))
+        announce(store, ALONE._replace(rank=1, ranks=4))
     assert store.check(["here/0"]) and store.check(["wrong"]) and not store.check(["here/1"])
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from hostdev import UserError
 from hostdev.core.pieces import Piece, run
 from hostdev.models.deepfm.network import DeepFM
-from hostdev.parallel.pieces import balanced, costs_of, cut, pieces_of, trace
+from hostdev.parallel.pieces import balanced, count_flops, cut, pieces_of, trace
 from tests.conftest import ROOT
 from tests.models.samples import schema_of
 
@@ -165,7 +165,7 @@ def test_the_costliest_stage_costs_as_little_as_it_can(costs, count):
 
 def test_stages_begin_with_layers_rather_than_with_what_follows_them():
     pieces = pieces_of(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU()))
-    costs = costs_of(pieces, (torch.zeros(2, 8),))
+    costs = count_flops(pieces, (torch.zeros(2, 8),))
     assert costs == [256, 0, 256, 0]
     assert balanced(pieces, costs, 2) == ["2"]
 

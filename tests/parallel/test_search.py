@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hostdev.core.errors import UserError
-from hostdev.parallel.auto import Chosen, _finalists, _ordered, reason
+from hostdev.parallel.auto import Chosen, _order_measured, _pick_finalists, reason
 from hostdev.parallel.costs import LayerCost, Machine, PieceCost, Profile, profile_of
 from hostdev.parallel.layout import Layout, like
 from hostdev.parallel.mesh import Mesh
@@ -193,17 +193,17 @@ def test_the_reason_is_what_was_measured_where_it_was():
 def test_between_what_takes_about_as_long_the_expected_time_decides():
     first, second, third = candidates(profile(0.1, 0.1, 0.1), FAST, layers(), Wanted(2, 8))[:3]
     taken = [third._replace(measured=0.3), second._replace(measured=0.2), first._replace(measured=0.208)]
-    assert [one.measured for one in _ordered(taken)] == [0.208, 0.2, 0.3]
-    assert reason(_ordered(taken), FAST) == (
+    assert [one.measured for one in _order_measured(taken)] == [0.208, 0.2, 0.3]
+    assert reason(_order_measured(taken), FAST) == (
         f"as steps of --mesh {second.mesh} took about as long, and are not expected to be faster"
     )
     taken[2] = first._replace(measured=0.22)
-    assert [one.measured for one in _ordered(taken)] == [0.2, 0.22, 0.3]
+    assert [one.measured for one in _order_measured(taken)] == [0.2, 0.22, 0.3]
 
 
 def test_steps_are_taken_of_what_is_near_and_fits():
     found = candidates(profile(0.1, 0.1, 0.1, parameters=10**6, given=8), FAST, layers(), Wanted(2, 8))
-    near = _finalists(found, FAST)
+    near = _pick_finalists(found, FAST)
     assert 2 <= len(near) <= 4
     assert near == [one for one in found if one.seconds <= 2 * found[0].seconds][: len(near)]
-    assert _finalists(found, FAST._replace(available=found[0].memory)) == found[:1], "two would not fit at once"
+    assert _pick_finalists(found, FAST._replace(available=found[0].memory)) == found[:1], "two would not fit at once"
