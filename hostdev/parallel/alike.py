@@ -1,4 +1,4 @@
-"""What all ranks must have alike: compared when they meet, and when they make or begin something together."""
+"""Values that must be equal on all ranks, compared at the rendezvous and before each shared operation."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,15 +11,16 @@ _MOST_SHOWN = 160  # characters of a value
 
 
 class UnlikeError(UserError):
-    """Ranks differ in what must be alike; all ranks raise it, with the same text."""
+    """Ranks differ in a value that must be equal; all ranks raise it with the same message."""
 
 
 def compare(each: Sequence[Values], where: str = "") -> None:
     """Raise UnlikeError unless all ranks have the same values.
 
-    each   of each rank its values, as they came through JSON; a list [value, text] is compared by its first member and
-           shown as the second
-    where  the ranks differ, such as "hostdev.Runtime(...)"; begins the message
+    Args:
+        each: Values of each rank, as JSON returns them; a list [value, text] is compared by its value and shown as its
+            text.
+        where: Beginning of the message, such as "hostdev.Runtime(...)".
     """
     names = list(dict.fromkeys(name for values in each for name in values))
     unlike = [name for name in names if len({_key(values.get(name)) for values in each}) > 1]
@@ -37,12 +38,12 @@ def compare(each: Sequence[Values], where: str = "") -> None:
 
 
 def shown(value: Any, text: str) -> list[Any]:
-    """Return a value for `compare` that is shown as `text`."""
+    """Return a value that `compare` shows as `text`."""
     return [value, text]
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 3", or "ranks 0, 2"; of many the first ones."""
+    """Return "rank 3", or "ranks 0, 2", limited to the first eight."""
     return f"rank{'s' * (len(ranks) > 1)} " + ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
 
 

@@ -1,4 +1,4 @@
-"""Buffers of what ranks give each other: by rank, group and table, end to end."""
+"""Flat buffers of an all-to-all: by rank, group and table, end to end."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -12,17 +12,18 @@ Mask = npt.NDArray[np.bool_]
 
 
 def sizes_of(counts: Sequence[Sequence[int]], dims: Sequence[Sequence[int]]) -> list[int]:
-    """Return how many values go to, or come from, each rank.
+    """Return the number of values for, or from, each rank.
 
-    counts  of each group the rows, by rank
-    dims    of each group the columns of its tables
+    Args:
+        counts: Rows of each group, by rank.
+        dims: Dims of each group's tables.
     """
     widths = [sum(each) for each in dims]
     return [sum(n * width for n, width in zip(each, widths, strict=True)) for each in zip(*counts, strict=True)]
 
 
 def make_views(flat: Rows, counts: Sequence[Sequence[int]], dims: Sequence[Sequence[int]]) -> list[list[list[Rows]]]:
-    """Return the parts of a buffer: by rank, group and table, each [counts[group][rank], D]."""
+    """Return views of a buffer by rank, group and table, each [counts[group][rank], D]."""
     at, views = 0, []
     for of_rank in zip(*counts, strict=True):
         groups = []
@@ -37,7 +38,7 @@ def make_views(flat: Rows, counts: Sequence[Sequence[int]], dims: Sequence[Seque
 
 
 def places_of(counts: Sequence[int], mask: Mask | None) -> list[Any]:
-    """Return the places of each rank's rows among those of all, ascending: a range, or int32 of those in the mask."""
+    """Return the ascending positions of each rank's rows among all rows: a range, or int32 of those in the mask."""
     edges = [0, *accumulate(counts)]
     if mask is None:
         return [range(start, stop) for start, stop in pairwise(edges)]

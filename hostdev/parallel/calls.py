@@ -1,7 +1,7 @@
-"""What each rank does together with the others, by number, so that ranks that wait for different things are told.
+"""Numbered calls of each rank, which detect ranks that wait in different collectives.
 
-Collectives are called on all ranks in the same order. Where one rank predicts and another takes a training step, both
-wait: for each other. So each rank counts what it begins, and its heartbeat carries the number and the name.
+All ranks must call collectives in the same order. If one rank predicts while another trains, each waits for the other.
+So each rank numbers its calls, and its heartbeat carries their numbers and names.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,12 @@ LEFT = "left"  # the kind of a call by which a loop was left, maybe by an error 
 
 
 class Call(NamedTuple):
-    """Something that all ranks do together.
+    """A call that all ranks make together.
 
-    number  of calls that this rank has begun, in step with the others
-    kind    ranks whose calls of one number are of different kinds wait for each other for ever
-    text    for messages, such as "runtime.predict()"
+    Attributes:
+        number: Number of calls that this rank has begun, equal on all ranks.
+        kind: Two calls of one number and different kinds deadlock.
+        text: Text for messages, such as "runtime.predict()".
     """
 
     number: int
@@ -32,7 +33,7 @@ class Call(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Call | None":
-        """Return a call of another rank's heartbeat; None for what is none."""
+        """Return a call from another rank's heartbeat; None if the text is not valid."""
         number, _, rest = text.partition("|")
         kind, _, name = rest.partition("|")
         return cls(int(number), kind, printable(name, 120)) if number.isdecimal() and len(number) < 19 else None
@@ -44,15 +45,17 @@ def format_calls(calls: Sequence[Call]) -> str:
 
 
 def parse_calls(text: str) -> tuple[Call, ...]:
-    """Return the calls that a heartbeat carries."""
+    """Return the calls of a heartbeat."""
     found = (Call.parse(line) for line in text.split("\n"))
     return tuple(call for call in found if call is not None)
 
 
 class Calls:
-    """The calls of this rank; its main thread begins them, and the thread of its heartbeat reads the last one.
+    """The calls of this rank: its main thread begins them, the heartbeat's thread reads the latest.
 
-    rank, ranks  which this is, and of how many
+    Args:
+        rank: This rank.
+        ranks: Number of ranks.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -62,35 +65,35 @@ class Calls:
 
     @property
     def last(self) -> Call:
-        """The one that this rank is in."""
+        """The current call."""
         return self.recent[-1]
 
     def begin(self, kind: str, text: str) -> None:
-        """Begin something that all ranks do together; UserError where the one before did not come to its end."""
+        """Begin a call that all ranks make; UserError if ranks were found in different calls before."""
         self.require_same_calls()
         self._count(kind, text)
 
     def leave(self, text: str) -> None:
-        """Leave a loop before its end, as all ranks are to do."""
+        """Leave a loop early, as all ranks must."""
         self._count(LEFT, text)
 
     def _count(self, kind: str, text: str) -> None:
         self.recent = (*self.recent, Call(self.last.number + 1, kind, text))[-_MOST_RECENT:]
 
     def require_same_calls(self) -> None:
-        """Raise UserError where ranks have been found to call different things."""
+        """Raise UserError if ranks were found in different calls."""
         if self.wrong is not None:
             raise UserError(f"rank {self._rank} of {self._ranks} {self.wrong}")
 
     def catch_up(self, number: int) -> None:
-        """Count as many calls as the rank that has counted most: all of them are at the same one."""
+        """Continue from the largest number of calls that any rank has counted."""
         self.recent = (self.last._replace(number=max(number, self.last.number)),)
 
 
 def find_mismatch(mine: Sequence[Call], others: Sequence[Call]) -> tuple[Call, Call] | None:
-    """Return the first calls of one number in which two ranks wait for each other for ever; None where none are known.
+    """Return the first two calls of one number whose kinds differ; None if there are none.
 
-    That they do wait, and do not go on, the caller has seen.
+    The caller has seen that both ranks wait.
     """
     theirs = {call.number: call for call in others}
     for call in mine:
@@ -101,5 +104,5 @@ def find_mismatch(mine: Sequence[Call], others: Sequence[Call]) -> tuple[Call, C
 
 
 def describe_mismatch(mine: Call, rank: int, other: Call) -> str:
-    """Return what is wrong, after the name of the rank whose call `mine` is."""
+    """Return a message's text, which follows the name of the rank whose call is `mine`."""
     return f"is in {mine.text}, and rank {rank} in {other.text}: {ADVICE}"

@@ -1,4 +1,4 @@
-"""A table's rows from all ranks, in the order of their ids, on rank 0."""
+"""Gather a table's rows from all ranks on rank 0, in the order of their ids."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,12 +14,12 @@ _PIECE_BYTES = 1 << 24
 
 
 def rows_in_order(channel: Channel, rows: npt.NDArray[Any], total: int) -> Iterator[npt.NDArray[Any]]:
-    """Yield on rank 0 all rows of a table in the order of their ids, by some MiB; on others what means nothing.
+    """Yield all rows of a table on rank 0 in the order of their ids, in chunks; other ranks iterate, too.
 
-    rows   float32 [any, D], those of this rank
-    total  V, of all ranks
-
-    Every rank goes through it to the end.
+    Args:
+        channel: To all ranks.
+        rows: This rank's rows, float32 [any, D].
+        total: V, the number of rows on all ranks.
     """
     width, W = rows.shape[1], channel.ranks
     step = max(1, _PIECE_BYTES // (4 * width))

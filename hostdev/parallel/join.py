@@ -1,4 +1,4 @@
-"""Processes that a launcher has started meet, and end together: all when they are done, or when one of them fails."""
+"""The process session: launched processes meet, and end together when all are done or one fails."""
 
 import os
 import time
@@ -23,14 +23,18 @@ _FAULT_SECONDS = 30.0  # until it is known which rank it was that is gone
 def join(
     mesh: str | None = None, *, timeout: float = TIMEOUT, meeting: float = MEETING, backend: str | None = None
 ) -> Iterator[Ranks | None]:
-    """Within, this process is one of those that a launcher has started; None where it is alone.
+    """Join the processes that a launcher has started; yields None if this process is alone.
 
-    mesh     how they share out a network, such as "data=2,pipe=2"; None: all along data
-    timeout  seconds that one waits for another within a step; meeting: until all have come
-    backend  of torch.distributed between devices; None: the devices' own
+    Args:
+        mesh: How the ranks share a network, such as "data=2,pipe=2"; None means data parallel.
+        timeout: Seconds that a rank waits for another within a step.
+        meeting: Seconds until the rendezvous must be complete.
+        backend: Backend of torch.distributed between devices; None for the devices' own.
 
-    Where one of them fails, all end, with exit code 2 and one line on stderr about which and why. UserError for a mesh
-    of another size, where they do not meet, and where torch.distributed is initialised already.
+    If a rank fails, all end with exit code 2, and one line on stderr names the rank and the cause.
+
+    Raises:
+        UserError: The mesh has another size, the rendezvous failed, or torch.distributed is initialised already.
     """
     if group_size() > 1:
         raise UserError(
@@ -57,7 +61,7 @@ def join(
 
 
 def share_host(place: Place) -> None:
-    """Let this process take its share of the host: of its devices, its memory and its CPUs."""
+    """Take this process's share of the host's devices, memory and CPUs."""
     take_turns(place.local_rank if place.device is None else place.device)
     share_memory(place.local_ranks)
     set_host_threads(max(1, host_threads() // place.local_ranks))
@@ -65,9 +69,11 @@ def share_host(place: Place) -> None:
 
 @contextmanager
 def together(ranks: Ranks, alike: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-    """Within, an error tells all other ranks to end; without one they leave together.
+    """Report an error within to all other ranks, which then end; without an error leave together.
 
-    alike  exceptions that all ranks raise after the same step
+    Args:
+        ranks: The ranks of this run.
+        alike: Exceptions that all ranks raise after the same step.
     """
     try:
         with _leave_at_end(ranks, (UnlikeError, *alike)):
@@ -90,7 +96,7 @@ def together(ranks: Ranks, alike: tuple[type[BaseException], ...] = ()) -> Itera
 
 @contextmanager
 def _leave_at_end(ranks: Ranks, alike: tuple[type[BaseException], ...]) -> Iterator[None]:
-    """Leave together with the others, where all come to the end or raise one of these exceptions."""
+    """Leave with the other ranks at the end, or after an exception that all raise."""
     try:
         yield
     except SystemExit as error:
@@ -105,14 +111,14 @@ def _leave_at_end(ranks: Ranks, alike: tuple[type[BaseException], ...]) -> Itera
 
 
 def _format_end(error: BaseException) -> str:
-    """Return what a rank has ended with, for the others."""
+    """Return how this rank has ended, for the others."""
     if isinstance(error, SystemExit):
         return f"has called sys.exit({error.code!r})"
     return f"interrupted {error}".strip() if isinstance(error, KeyboardInterrupt) else in_words(error)
 
 
 def _end_process(place: Place, rank: int, why: str) -> None:
-    """End this process, in the watching thread: another rank has failed."""
+    """End this process because another rank has failed; called in a thread of the monitor."""
     if place.rank == (0 if rank else 1):  # one of all tells the user
         tell_at_once(f"error: rank {rank} of {place.ranks}: {why}")
     os._exit(2)

@@ -1,7 +1,7 @@
-"""How ranks share out a network: by samples (data), by stages (pipe) and by slices of its layers (model).
+"""The mesh: how ranks share a network by samples (data), stages (pipe) and slices of layers (model).
 
-The names and the order are those of torch.distributed.device_mesh: neighbours along `model` are neighbouring ranks, as
-they exchange most, and stages lie farthest apart.
+Names and order are those of torch.distributed.device_mesh: neighbours along `model` are neighbouring ranks, because
+they exchange most; stages are farthest apart.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved")  # of stages
 
 
 class Mesh(NamedTuple):
-    """So many ranks along each axis."""
+    """Number of ranks along each axis."""
 
     data: int = 1
     model: int = 1
@@ -22,11 +22,11 @@ class Mesh(NamedTuple):
 
     @property
     def size(self) -> int:
-        """All ranks."""
+        """Number of ranks."""
         return self.data * self.model * self.pipe
 
     def place(self, rank: int) -> "MeshPlace":
-        """Return where a rank is."""
+        """Return a rank's place."""
         outer, model = divmod(rank, self.model)
         pipe, data = divmod(outer, self.data)
         return MeshPlace(data, model, pipe)
@@ -36,21 +36,22 @@ class Mesh(NamedTuple):
         return (place.pipe * self.data + place.data) * self.model + place.model
 
     def groups(self, axis: str) -> list[list[int]]:
-        """Return the ranks that differ along one axis only, in order."""
+        """Return the groups of ranks that differ along one axis only, in order."""
         found: dict[MeshPlace, list[int]] = {}
         for rank in range(self.size):
             found.setdefault(self.place(rank)._replace(**{axis: 0}), []).append(rank)
         return list(found.values())
 
     def leads(self, rank: int) -> bool:
-        """Tell whether a rank looks up the rows of its samples: where the network begins, one for all slices."""
+        """Tell whether a rank looks up the rows of its samples: one rank does so for all slices of the first stage."""
         place = self.place(rank)
         return place.pipe == 0 and place.model == 0
 
     def nodes(self, micro_batches: int) -> list[list[tuple[int, int]]]:
-        """Return of each rank the nodes (start, size) of the gradients of rows that it has.
+        """Return the nodes (start, size) of each rank's row gradients.
 
-        micro_batches  of a step along each place of the data axis
+        Args:
+            micro_batches: Of a step, for each place along the data axis.
         """
         shares = [
             range(self.place(rank).data * micro_batches, (self.place(rank).data + 1) * micro_batches)
@@ -59,12 +60,12 @@ class Mesh(NamedTuple):
         return [nodes_of(share.start, share.stop) if self.leads(rank) else [] for rank, share in enumerate(shares)]
 
     def __str__(self) -> str:
-        """As `--mesh` takes it."""
+        """Return the value of `--mesh`."""
         return ",".join(f"{axis}={getattr(self, axis)}" for axis in self._fields if getattr(self, axis) > 1) or "data=1"
 
 
 class MeshPlace(NamedTuple):
-    """Where a rank is along each axis, from 0."""
+    """A rank's index along each axis."""
 
     data: int
     model: int
@@ -72,7 +73,7 @@ class MeshPlace(NamedTuple):
 
 
 def mesh_of(text: str) -> Mesh:
-    """Return the mesh that `--mesh` names, such as data=2,pipe=2; UserError where it names none."""
+    """Return the mesh of a `--mesh` value, such as data=2,pipe=2; UserError if it is invalid."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, equals, number = (each.strip() for each in part.partition("="))

@@ -1,4 +1,4 @@
-"""A process's place among many, from what launchers set in the environment."""
+"""The rank environment: this process's rank and the rendezvous address, from the variables that launchers set."""
 
 import contextlib
 import json
@@ -17,7 +17,21 @@ LISTEN_VARIABLE = "HOSTDEV_LISTEN_FD"
 
 
 class Place(NamedTuple):
-    """Where a process is."""
+    """The rank of a process, and where the ranks meet.
+
+    Attributes:
+        rank: Its number among all ranks.
+        ranks: Number of ranks.
+        local_rank: Its number among the ranks of this host.
+        local_ranks: Number of ranks of this host.
+        address: Host of rank 0.
+        port: Port at which the ranks meet.
+        launcher: Name of the launcher whose variables these are.
+        hosted: The launcher itself serves the store.
+        attempt: Number of restarts by the launcher.
+        device: Index of the device that this rank is assigned; None if the launcher assigns none.
+        token: Secret that all ranks of a run share.
+    """
 
     rank: int
     ranks: int
@@ -33,12 +47,12 @@ class Place(NamedTuple):
 
     @property
     def alone(self) -> bool:
-        """Tell whether there is no other process."""
+        """Tell whether there is only one rank."""
         return self.ranks == 1
 
     @property
     def all_here(self) -> bool:
-        """Tell whether all processes are on this host."""
+        """Tell whether all ranks run on this host."""
         return self.local_ranks == self.ranks
 
 
@@ -48,9 +62,10 @@ _TABLE = RANK_TABLE
 
 
 def find(environment: Mapping[str, str] | None = None) -> Place:
-    """Return this process's place; `ALONE` where no launcher says anything.
+    """Return this process's rank environment; `ALONE` without a launcher's variables.
 
-    Raises UserError where variables are missing, are no numbers, or contradict one another.
+    Raises:
+        UserError: Variables are missing, are not numbers, or contradict each other.
     """
     env = os.environ if environment is None else environment
     found: list[Place] = []
@@ -78,7 +93,7 @@ def find(environment: Mapping[str, str] | None = None) -> Place:
 
 
 def _require_no_other(env: Mapping[str, str]) -> None:
-    """UserError where Slurm has started several processes, each of which would take itself for the only one."""
+    """Raise UserError if Slurm has started several processes without a rendezvous address."""
     ranks = env.get(SLURM[1], "1")
     if ranks != "1" and SLURM[0] in env:
         raise UserError(
@@ -126,7 +141,7 @@ def _token(env: Mapping[str, str]) -> str:
 
 
 def _port(env: Mapping[str, str], launcher: str) -> int:
-    """Return MASTER_PORT, or the default; UserError where it is no port."""
+    """Return MASTER_PORT, or the default."""
     port = _number(env, "MASTER_PORT", launcher) if "MASTER_PORT" in env else DEFAULT_PORT
     if not 1 <= port <= 65535:
         raise UserError(f"MASTER_PORT is {port}; a port is a number in 1..65535")
@@ -154,7 +169,7 @@ def _find_rendezvous(env: Mapping[str, str], launcher: str, *, all_here: bool) -
 
 
 def _starter() -> str:
-    """Return what all ranks of MPICH on this host have in common: who has started them, be there scripts between."""
+    """Return the process id of the MPICH launcher, which all ranks of this host share."""
     import psutil
 
     with contextlib.suppress(psutil.Error):
@@ -165,24 +180,24 @@ def _starter() -> str:
 
 
 def _derive_port(job: str) -> int:
-    """Return a port that all processes of a job on one host choose alike, below those that systems give out."""
+    """Return a port derived from the job's id, below the ephemeral range: the same one in all its processes."""
     import hashlib
 
     return 10_000 + int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "little") % 20_000
 
 
 class RankTable(NamedTuple):
-    """A rank table: the devices of all servers, servers in the order of their ids."""
+    """The servers of a rank table, in the order of their ids, with their devices."""
 
     servers: list[dict[str, Any]]
 
     @property
     def ranks(self) -> int:
-        """All devices."""
+        """Number of devices."""
         return sum(len(server["device"]) for server in self.servers)
 
     def server_of(self, rank: int) -> tuple[dict[str, Any], int]:
-        """Return the server of a rank, and its number among that one's."""
+        """Return the server of a rank, and the rank's index among that server's devices."""
         for server in self.servers:
             for number, device in enumerate(server["device"]):
                 if int(device["rank_id"]) == rank:
@@ -191,7 +206,7 @@ class RankTable(NamedTuple):
 
 
 def read_table(path: Path) -> RankTable:
-    """Return a rank table from its JSON file; UserError where it is none, or its ranks are not 0, 1, 2, ..."""
+    """Return a rank table from its JSON file; UserError if it is invalid or its ranks are not 0, 1, 2, ..."""
     try:
         content = json.loads(path.read_text())
         servers = sorted(content["server_list"], key=lambda server: str(server["server_id"]))
@@ -242,7 +257,7 @@ def _read_rank_table(env: Mapping[str, str]) -> Place:
 
 
 def speaks_for_host() -> bool:
-    """Tell whether this process says what is wrong with the command line, which all processes of the host have."""
+    """Tell whether this process reports command-line errors, which all processes of a host find alike."""
     with contextlib.suppress(UserError):  # about the place: all say it
         return find().local_rank == 0
     return True

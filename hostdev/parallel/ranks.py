@@ -1,4 +1,4 @@
-"""The processes of one training: how they meet, and what they exchange, on torch.distributed."""
+"""Process groups of a run on torch.distributed: `Ranks` has met, and makes `Channel`s."""
 
 import contextlib
 import json
@@ -40,19 +40,25 @@ _joined: "list[weakref.ref[Ranks]]" = []
 
 
 def ranks() -> "Ranks | None":
-    """Return the processes that this one has joined; None where it is alone. Networks are made within."""
+    """Return the ranks that this process has joined; None if it is alone."""
     return _joined[-1]() if _joined else None
 
 
 class PeerLostError(UserError):
-    """A rank that was to exchange something is gone; which one, and why, the watch says."""
+    """Another rank stopped answering; the monitor reports which one, and why."""
 
 
 class Channel(LocalChannel):
-    """A process group whose collectives one thread at a time calls, on every rank in the same order.
+    """A process group. One thread at a time calls its collectives, in the same order on every rank.
 
-    backend  of torch.distributed; device: where the buffers of `all_to_all` and `all_reduce` are; None: host memory.
-             On an accelerator these are queued on the current stream, and there is no other collective
+    Args:
+        rank: This rank within the group.
+        ranks: Number of ranks in the group.
+        group: Of torch.distributed.
+        lost: Called when a rank stops answering.
+        backend: Name of torch.distributed's backend.
+        device: Device of the buffers of `all_to_all` and `all_reduce`; None for host memory. On an accelerator both
+            are queued on the current stream, and the group has no other collective.
     """
 
     def __init__(
@@ -71,19 +77,21 @@ class Channel(LocalChannel):
         self._end.atexit = False  # sockets and threads are few
 
     def let_go(self) -> None:
-        """Forget the group, which has been destroyed; returns when its threads have ended."""
+        """Release the destroyed group; returns once its threads have ended."""
         self._end.detach()
         self.group = None  # the last reference
 
     def all_to_all(
         self, values: Tensor, counts: Sequence[int], receive: Sequence[int], row: int = 1, out: Tensor | None = None
     ) -> Tensor:
-        """Give each rank its part of what lies end to end, and return what they give, by rank.
+        """Send each rank its part of a flat buffer, and return what all ranks send here, by rank.
 
-        values   of any dtype, 1-dimensional, C-contiguous
-        counts   how many rows go to each rank; receive: how many come from each
-        row      values of a row
-        out      where it goes; None: new memory
+        Args:
+            values: Of any dtype, 1-dimensional, C-contiguous.
+            counts: Rows for each rank.
+            receive: Rows from each rank.
+            row: Values of a row.
+            out: Where the received values go; None for new memory.
         """
         if out is None:
             out = torch.empty(sum(receive) * row, dtype=values.dtype, device=self.device)
@@ -95,7 +103,7 @@ class Channel(LocalChannel):
         return out
 
     def try_out(self) -> str:
-        """Give each rank a number; return what went wrong, or nothing. The first time takes memory on the device."""
+        """Exchange one number with each rank; return an error's text, or "". The first call allocates device memory."""
         try:
             one = torch.ones(self.ranks, device=self.device)
             come = torch.empty_like(one)
@@ -105,14 +113,14 @@ class Channel(LocalChannel):
             return str(error).strip().replace("\n", " ")
 
     def all_reduce(self, values: Tensor) -> None:
-        """Overwrite values with the sum over all ranks, in whatever order."""
+        """Overwrite values with their sum over all ranks, in an unspecified order."""
         self.sent_bytes += 2 * (self.ranks - 1) * values.nbytes // self.ranks
         with self.answering():
             dist.all_reduce(values, group=self.group)
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """PeerLostError where another rank does not answer within."""
+        """Raise PeerLostError if another rank stops answering within."""
         try:
             yield
         except RuntimeError as error:
@@ -120,44 +128,47 @@ class Channel(LocalChannel):
             raise PeerLostError(f"another rank does not answer any more ({_short(error)})") from None
 
     def exchange_counts(self, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Give each rank its row of numbers, int64 [W, any]; return what each has for this one."""
+        """Send each rank its row of numbers, int64 [W, any]; return the rows that all ranks send here."""
         flat = torch.from_numpy(np.ascontiguousarray(counts)).view(-1)
         each = [counts.shape[1]] * self.ranks
         return self.all_to_all(flat, each, each).numpy().reshape(counts.shape)
 
     def gather(self, values: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-        """Return the arrays of all ranks, of one dtype and any lengths, 1-dimensional, by rank."""
+        """Return the arrays of all ranks, 1-dimensional, of one dtype and any lengths, by rank."""
         lengths = self.exchange_counts(np.full((self.ranks, 1), len(values), np.int64))[:, 0].tolist()
         flat = torch.from_numpy(np.tile(values, self.ranks))
         return np.split(self.all_to_all(flat, [len(values)] * self.ranks, lengths).numpy(), np.cumsum(lengths)[:-1])
 
     def share(self, value: Any) -> list[Any]:
-        """Return what each rank has to say: values that JSON can hold, by rank."""
+        """Return a JSON value of each rank, by rank."""
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)
         return [json.loads(each.tobytes()) for each in self.gather(text)]
 
     def broadcast(self, values: Tensor) -> None:
-        """Overwrite values in host memory with those of the channel's first rank."""
+        """Overwrite values in host memory with those of the group's first rank."""
         with self.answering():
             dist.broadcast(values, group_src=0, group=self.group)
 
     def barrier(self) -> None:
-        """Wait until every rank has come here."""
+        """Wait for all ranks of the group."""
         self.exchange_counts(np.zeros((self.ranks, 1), np.int64))
 
 
 class Ranks(World):
-    """This process among others, with which it has met.
+    """The ranks of a run after their rendezvous.
 
-    place     where it is
-    on_fault  called with the rank and the cause, in a thread of its own, where another rank has failed
-    timeout   seconds that it waits for another within a step
-    meeting   seconds until all have come
-    backend   for buffers on devices: see `device_channel`
-    mesh      how they share out the network; None: each has all of it, and its part of the samples
-    values    what all ranks must have alike, beside the versions and the mesh; by name, as `alike.compare` takes it
+    Args:
+        place: The rank environment of this process.
+        on_fault: Called in a thread with the failed rank and the cause.
+        timeout: Seconds that a rank waits for another within a step.
+        meeting: Seconds until the rendezvous must be complete.
+        backend: Backend for buffers on devices: see `device_channel`.
+        mesh: How the ranks share the network; None means that each has all of it, and its part of the samples.
+        values: Further values that must be equal on all ranks, by name, as `compare` takes them.
 
-    UnlikeError, on all ranks, where they differ in one of these.
+    Raises:
+        UserError: The rendezvous failed.
+        UnlikeError: The versions, the mesh or the values differ; raised on all ranks.
     """
 
     def __init__(
@@ -212,27 +223,28 @@ class Ranks(World):
 
     @property
     def have_parted(self) -> bool:  # type: ignore[override]
-        """Tell whether no rank waits for another any more: they have left, one has failed, or does something else."""
+        """Tell whether no rank waits for another any more: all have left, or one has failed or is in another call."""
         return self.failed or self.have_left or self.calls.wrong is not None
 
     def note_loop(self, loop: Any) -> None:
-        """Note a loop that has opened, which is closed before the ranks leave."""
+        """Note an open loop, which is closed before the ranks leave."""
         self._loops = [*(known for known in self._loops if known() is not None), weakref.ref(loop)]
 
     def channel(self, axis: str | None = None) -> Channel:
         """Return a new channel; all ranks make theirs in the same order.
 
-        Every thread that exchanges something has one of its own: the order within one is the same on every rank.
+        Each thread that exchanges needs its own channel, so that the order within a channel is the same on every rank.
 
-        axis  of the mesh, to the ranks along it; None: to all
+        Args:
+            axis: Connect the ranks along this axis of the mesh; None connects all.
         """
         return self._channel(HOST_BACKEND, None, axis)
 
     def device_channel(self, device: torch.device, axis: str | None = None) -> Channel:
-        """Return a new channel for what is on a device; all ranks make theirs in the same order.
+        """Return a new channel for tensors on a device; all ranks make theirs in the same order.
 
-        Its buffers are on the device, where torch has a backend for devices of this kind, such as NCCL, and each rank
-        has one of its own; else in host memory. UserError where another backend than that was asked for.
+        Its buffers are on the device if torch has a backend for this kind of device, such as NCCL, and each rank has a
+        device of its own. Otherwise they are in host memory. UserError if the requested backend is not possible.
         """
         own = _get_backend(device)
         said = self.control.share([self._backend, own, _get_device_name(device)])
@@ -262,10 +274,9 @@ class Ranks(World):
         return channel
 
     def slices(self, device: torch.device, axis: str | None = None) -> tuple[Channel, Any]:
-        """Return a channel for what is on a device, and torch's DeviceMesh over it; all ranks call it in one order.
+        """Return a channel for tensors on a device, and torch's DeviceMesh over it; all ranks call it in one order.
 
-        It lasts as long as the ranks, and is the same for the same groups of ranks: DTensor takes two meshes of the
-        same ranks for one, and goes on with the first.
+        Both are cached for each set of groups: DTensor treats two meshes of the same ranks as one, and uses the first.
         """
         from torch.distributed.device_mesh import DeviceMesh  # what it stands on takes a second to load
 
@@ -288,18 +299,20 @@ class Ranks(World):
         return channel
 
     def part(self) -> tuple[int, int]:
-        """Return this rank and their number, as `HostTable` takes it."""
+        """Return this rank and the number of ranks, as `HostTable` takes them."""
         return self.rank, self.size
 
     def begin(self, kind: str, text: str) -> None:
-        """Begin something that all ranks do together: see `calls.Calls.begin`."""
+        """Begin a call that all ranks make: see `Calls.begin`."""
         self.calls.begin(kind, text)
 
     def agree(self, kind: str, text: str, values: Values | None = None) -> None:
-        """Begin something that all ranks do together; UnlikeError, on all of them, unless they do it alike.
+        """Begin a call that all ranks make with equal values; UnlikeError on all ranks otherwise.
 
-        kind, text  as of `calls.Call`
-        values      that all must have alike, as `alike.compare` takes them
+        Args:
+            kind: Kind of the `Call`.
+            text: Text of the `Call`.
+            values: Values that must be equal, as `compare` takes them.
         """
         self.calls.begin(kind, text)
         said = self.control.share([kind, text, dict(values or {}), self.calls.last.number])
@@ -316,7 +329,7 @@ class Ranks(World):
         compare([one[2] for one in said], text)
 
     def leave(self, text: str = "the end of hostdev.join()") -> None:
-        """Part from the others, when all have come here."""
+        """Leave, once all ranks have arrived here."""
         for known in reversed(self._loops):
             if (loop := known()) is not None:
                 loop.close()
@@ -335,7 +348,7 @@ class Ranks(World):
 
 
 def _get_backend(device: torch.device) -> str | None:
-    """Return torch's backend for collectives on devices of this kind; None: there is none, or not in this build."""
+    """Return torch's collective backend for this kind of device; None if this build has none."""
     if device.type == "cpu":
         return None
     backend = dist.Backend.default_device_backend_map.get(device.type)
@@ -343,7 +356,7 @@ def _get_backend(device: torch.device) -> str | None:
 
 
 def _get_device_name(device: torch.device) -> str:
-    """Return a device's name among those of all hosts: by its index two processes may mean different ones."""
+    """Return a device's name that is unique among all hosts; an index may mean different devices in two processes."""
     if device.type == "cpu":
         return f"the CPU of {socket.gethostname()}"
     module = torch.get_device_module(device)

@@ -1,4 +1,4 @@
-"""How the processes of one run find each other: a store on the host of rank 0, to which all come."""
+"""The rendezvous of a run's processes: they meet at a store on the host of rank 0."""
 
 import contextlib
 import json
@@ -26,17 +26,21 @@ _GRACE_SECONDS = 2.0  # beyond its own timeout that torch has to connect
 
 
 def make_key_prefix(place: Place) -> str:
-    """Return what the keys of this run begin with: an attempt has its own, and the token keeps strangers out."""
+    """Return the prefix of this run's keys: the attempt separates restarts, the token keeps strangers out."""
     return f"hostdev-{place.token}-{place.attempt}"
 
 
 def meet(place: Place, seconds: float, values: Values | None = None) -> Any:
-    """Return a store to which all ranks have come.
+    """Return the store at which all ranks have met.
 
-    values  what all ranks must have alike
+    Args:
+        place: The rank environment of this process.
+        seconds: Timeout.
+        values: Values that must be equal on all ranks.
 
-    Raises UserError that names the ranks that have not come within so many seconds, and UnlikeError on all ranks where
-    their values differ.
+    Raises:
+        UserError: Ranks are missing after the timeout; the message names them.
+        UnlikeError: The values differ; raised on all ranks.
     """
     where = f"{place.address}:{place.port}"
     store = _open(place, seconds)
@@ -65,7 +69,7 @@ def meet(place: Place, seconds: float, values: Values | None = None) -> Any:
 
 
 def announce(store: Any, place: Place, values: Values | None = None) -> None:
-    """Say that this rank is here; UserError, of all that are there, where that contradicts what others have said."""
+    """Announce this rank in the store; UserError on all ranks that are there if it contradicts another rank."""
     me = f"{socket.gethostname()} pid {os.getpid()}"
     wrong = None
     ranks = store.compare_set("ranks", "", f"{place.ranks}").decode(errors="replace")
@@ -81,16 +85,16 @@ def announce(store: Any, place: Place, values: Values | None = None) -> None:
 
 
 def versions() -> Values:
-    """Return the versions that ranks must have alike: others compute other bits, or speak another protocol."""
+    """Return the versions that all ranks must share: others would compute other bits or speak another protocol."""
     import hostdev
 
     return {"the version of hostdev": hostdev.__version__, "the version of torch": torch.__version__}
 
 
 def connect(place: Place, seconds: float, **how: Any) -> Any:
-    """Return a TCPStore at the place; UserError where what listens there does not answer within so many seconds.
+    """Return a TCPStore; UserError if the listener does not answer within the timeout.
 
-    torch waits without limit where a program accepts the connection and says nothing, so another thread does.
+    torch waits forever for a listener that accepts the connection and stays silent, so a thread of its own connects.
     """
     found: list[Any] = []
 
@@ -115,7 +119,7 @@ def connect(place: Place, seconds: float, **how: Any) -> Any:
 
 
 def find_interface(place: Place) -> str:
-    """Return the network interface by which the others are reached."""
+    """Return the name of the network interface that reaches the other ranks."""
     if place.all_here:
         host = "127.0.0.1"
     else:
@@ -129,12 +133,12 @@ def find_interface(place: Place) -> str:
 
 
 def short(error: BaseException) -> str:
-    """Return an error's first line."""
+    """Return the first line of an error."""
     return printable(str(error).splitlines()[0]) if str(error) else type(error).__name__
 
 
 def _open(place: Place, seconds: float) -> Any:
-    """Return the store at the place, which rank 0 makes unless the launcher has; UserError where there is none."""
+    """Return the store, which rank 0 creates unless the launcher serves it; UserError if it cannot be reached."""
     where, hosts = f"{place.address}:{place.port}", place.rank == 0 and not place.hosted
     how: dict[str, Any] = {}
     if hosts and (listening := _listen(place)) is not None:
@@ -153,9 +157,9 @@ def _open(place: Place, seconds: float) -> Any:
 
 
 def _listen(place: Place) -> socket.socket | None:
-    """Return a socket that listens at the place's address only, where all ranks are on this host.
+    """Return a socket that listens at the rendezvous address only, if all ranks run on this host.
 
-    None: torch is to listen, on all interfaces, as it does where ranks of other hosts come; or to say what is wrong.
+    None leaves it to torch to listen on all interfaces for ranks of other hosts, or to report what is wrong.
     """
     inherited = os.environ.pop(LISTEN_VARIABLE, "")
     if inherited.isdecimal():
@@ -179,7 +183,7 @@ def _values(text: bytes) -> Values:
 
 
 def _compare_together(store: Any, place: Place, each: Sequence[Values]) -> None:
-    """Compare the ranks' values; where they differ, rank 0, whose store it is, ends when all have seen them."""
+    """Compare the ranks' values. If they differ, rank 0 keeps its store until all ranks have seen them."""
     store.set(f"seen/{place.rank}", "")
     if not all(each):  # a program that only meets has none
         return

@@ -1,4 +1,4 @@
-"""Processes of a command on this host, which meet one another: started, waited for, ended together."""
+"""Processes of a command on this host: start them as ranks, wait for them, end them together."""
 
 import itertools
 import os
@@ -26,7 +26,13 @@ _END_SECONDS = 8.0  # that others have after one has failed
 
 
 def start_here(ranks: int, command: Sequence[str], **how: Any) -> "list[subprocess.Popen[bytes]]":
-    """Start so many processes of a command on this host, which meet one another; `how` as `subprocess.Popen` has it."""
+    """Start processes of a command on this host as the ranks of a run.
+
+    Args:
+        ranks: Number of processes.
+        command: Command line of each.
+        **how: Further arguments of `subprocess.Popen`.
+    """
     # Rank 0 inherits the socket: nobody else can take the port before, and it is not reached from other hosts.
     with listen_at(("127.0.0.1", 0), socket.AF_INET, socket.SOCK_STREAM) as listening:
         return _start(ranks, command, listening, how)
@@ -58,7 +64,7 @@ def _start(
 
 
 def listen_at(address: Any, *how: int) -> socket.socket:
-    """Return a socket that listens at this address only; `how` as `socket.socket` has it."""
+    """Return a socket that listens at one address; `how` are the arguments of `socket.socket`."""
     made = socket.socket(*how)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -71,14 +77,17 @@ def listen_at(address: Any, *how: int) -> socket.socket:
 
 
 def die_with_parent() -> None:
-    """In a child, before its program begins: be killed where the parent is (Linux)."""
+    """Have the kernel kill this child process if its parent dies (Linux)."""
     import ctypes
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def wait_for(processes: "list[subprocess.Popen[bytes]]") -> int:
-    """Wait until all have ended; where one fails the others have some seconds. Signals are theirs to handle."""
+    """Wait until all processes have ended, and return the first failure's exit code.
+
+    After a failure the others have a few seconds left. Signals are forwarded to them.
+    """
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
         numbers.append(signal.SIGHUP)

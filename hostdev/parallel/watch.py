@@ -1,4 +1,4 @@
-"""What ends all ranks where one has failed, was killed, hangs, or calls what others do not: heartbeats in a store."""
+"""The monitor: heartbeats in a store, by which all ranks end when one fails, dies, hangs, or calls something else."""
 
 import contextlib
 import hashlib
@@ -27,7 +27,7 @@ _HANGS = f"has given no sign of life for {HUNG_SECONDS:g} s; it hangs"
 
 
 class _Seen(NamedTuple):
-    """A rank's heartbeat, and since when its parts have been what they are."""
+    """The last heartbeat of a rank, and the times at which its parts last changed."""
 
     sign: bytes
     since: float
@@ -36,12 +36,13 @@ class _Seen(NamedTuple):
 
 
 class Watch:
-    """Gives signs of life of this rank, looks for those of others, and for what ranks have failed with.
+    """Sends this rank's heartbeats, checks those of others, and reports failures.
 
-    place     of this process
-    prefix    of the store's keys
-    calls     of this rank
-    on_fault  called once, in a thread of the watch, with the rank that has failed and why; is to end the process
+    Args:
+        place: The rank environment of this process.
+        prefix: Prefix of the store's keys.
+        calls: The calls of this rank.
+        on_fault: Called once in a thread of the monitor with the failed rank and the cause; it must end the process.
     """
 
     def __init__(self, place: Place, prefix: str, calls: Calls, on_fault: Callable[[int, str], None]) -> None:
@@ -60,23 +61,23 @@ class Watch:
         ]
 
     def start(self) -> None:
-        """Begin; all ranks have met."""
+        """Start after the rendezvous."""
         self._looked = time.monotonic()
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """End: this rank is about to leave."""
+        """Stop before this rank leaves."""
         self._stop.set()
         for thread in self._threads:
             thread.join(HUNG_SECONDS)
 
     def lost(self) -> None:
-        """A connection has broken: who does not answer soon is gone."""
+        """Shorten the timeout for all ranks after a broken connection."""
         self._lost = True
 
     def fail(self, why: str) -> None:
-        """Tell all that this rank has failed, and wait a little until another knows: a launcher may end all then."""
+        """Report this rank's failure, and wait briefly for an answer: a launcher may kill all once this one ends."""
         self._stop.set()
 
         until = time.monotonic() + _ANSWER_SECONDS
@@ -90,13 +91,13 @@ class Watch:
         within(2 * _ANSWER_SECONDS, tell)
 
     def answer(self) -> None:
-        """Tell who has failed that it is known."""
+        """Acknowledge a failure to the rank that reported it."""
         within(1.0, lambda: self._store.set("answer", ""))
 
     def absent(self) -> str | None:
-        """Return which ranks live and have not come to what this one waits for; None where it is not known that all do.
+        """Describe the ranks that have not reached this rank's call; None unless all others are known to be alive.
 
-        Takes some seconds.
+        It takes some seconds.
         """
         found: list[str] = []
 
@@ -184,7 +185,7 @@ class Watch:
         return self._unlike(seen)
 
     def _unlike(self, seen: dict[int, _Seen]) -> tuple[int, str] | None:
-        """Return the rank of two that are in different calls, and what is wrong; None where there are none."""
+        """Return one of two ranks that are in different calls, and a message; None if there are none."""
         now, recent = time.monotonic(), self._calls.recent
         if self._mine[0] != recent:
             self._mine = recent, now
@@ -204,7 +205,7 @@ class Watch:
 
 
 def within(seconds: float, work: Callable[[], Any]) -> None:
-    """Do something that may wait for ever, or fail, and wait only so long for it."""
+    """Run a function that may hang or fail in a thread, and wait for it for a limited time."""
 
     def quietly() -> None:
         with contextlib.suppress(Exception):
@@ -220,12 +221,12 @@ def _parse_calls(sign: bytes) -> tuple[Call, ...]:
 
 
 def _signed(token: str, text: str) -> str:
-    """Return a message with a signature that only those who know the token can make."""
+    """Return a message with a signature by the run's token."""
     return f"{hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()} {text}"
 
 
 def _verified(place: Place, message: bytes) -> tuple[int, str] | None:
-    """Return the rank and the words of a signed message; None for one that no rank of this run has written."""
+    """Return the rank and the text of a signed message; None if no rank of this run has written it."""
     text = message.decode(errors="replace").partition(" ")[2]
     if not hmac.compare_digest(message, _signed(place.token, text).encode()):
         return None

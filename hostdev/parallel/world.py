@@ -8,7 +8,7 @@ from hostdev.parallel.mesh import Mesh, MeshPlace
 
 
 class LocalChannel:
-    """The collectives of a process group with one member."""
+    """The collectives of a process group with one member: they return their input."""
 
     rank, ranks, sent_bytes = 0, 1, 0
 
