@@ -1,4 +1,4 @@
-"""The layout of a network that takes the least time on the processes that are there: measured, searched, and told."""
+"""Automatic choice of a layout: measure costs, search, try the best candidates, and explain the choice."""
 
 from typing import NamedTuple
 
@@ -25,9 +25,14 @@ _ALIKE = 1.05  # times the least that steps took: between what is within, what w
 
 
 class Chosen(NamedTuple):
-    """A layout, and why.
+    """A chosen layout.
 
-    tried  all candidates, the chosen one first
+    Attributes:
+        mesh: The mesh.
+        layout: The layout.
+        tried: All candidates, the chosen one first.
+        profile: Costs of the network.
+        machine: Costs of exchanges.
     """
 
     mesh: Mesh
@@ -37,7 +42,7 @@ class Chosen(NamedTuple):
     machine: Machine
 
     def lines(self) -> list[str]:
-        """Return the table, and the reason, as lines of text."""
+        """Return the table and the reason as lines of text."""
         machine, best = self.machine, self.tried[0]
         slicing = f", {machine.slicing * 1e6:,.0f} us for a sliced layer" if machine.slicing else ""
         found = [
@@ -59,14 +64,14 @@ class Chosen(NamedTuple):
 
 
 def described(one: Candidate) -> str:
-    """Return a candidate as options."""
+    """Return a candidate as command-line options."""
     cut = f" --stage-cut {','.join(one.begins)}" if one.begins else ""
     plan = f" --plan {','.join(f'{name}={strategy}' for name, strategy in one.plan)}" if one.plan else ""
     return f"--mesh {one.mesh}{cut}{plan}"
 
 
 def reason(tried: list[Candidate], machine: Machine) -> str:
-    """Return why the first candidate is the best."""
+    """Return why the first candidate was chosen."""
     best, others = tried[0], [one for one in tried[1:] if one.memory <= machine.available]
     if best.memory > machine.available:
         return f"which needs the least time, though no layout fits the {gib(machine.available)} that are free"
@@ -83,7 +88,7 @@ def reason(tried: list[Candidate], machine: Machine) -> str:
 
 
 def _explain_difference(best: Candidate, other: Candidate) -> str:
-    """Return what a candidate takes longer for, by the model; nothing where that has it the other way round."""
+    """Return the largest cost by which a candidate is slower by the model; "" if the model expects it to be faster."""
     costs = {
         "compute": other.compute - best.compute,
         "waiting for stages": other.waiting - best.waiting,
@@ -107,14 +112,22 @@ def choose(
     autocast: torch.dtype | None = None,
     looked_up: bool = False,
 ) -> Chosen:
-    """Return the layout that takes the least time for batches of so many samples; all ranks call it.
+    """Return the fastest layout for batches of `samples`; all ranks call it. It takes some seconds.
 
-    inputs     returns zeros in place of the network's inputs
-    given      what is kept: the schedule, stages if it says with what they begin, strategies
-    mesh       kept, too; None: it is to be found
-    looked_up  the network's inputs are rows, which one rank of those with slices brings to the others
+    Args:
+        network: The whole network, which is left unchanged.
+        inputs: Returns zeros in place of the network's inputs.
+        ranks: The ranks of this run.
+        samples: Samples of a batch on all ranks.
+        micro_batches: Micro-batches of a step on all ranks.
+        given: Fixed parts of the layout: the schedule, first pieces of stages, strategies.
+        mesh: A fixed mesh; None searches for one.
+        device: Where the network will run.
+        autocast: Dtype of autocast, or None.
+        looked_up: The network's inputs are rows that one rank sends to the ranks with the other slices.
 
-    UserError where nothing is possible. Takes some seconds; the network stays as it is.
+    Raises:
+        UserError: No layout is possible.
     """
     try:
         pieces, has_stages = pieces_of(network), True
@@ -177,14 +190,14 @@ def choose(
 
 
 def _order_measured(taken: list[Candidate]) -> list[Candidate]:
-    """Return candidates of which steps were taken, the one to choose first, the others by what they took."""
+    """Return measured candidates, the one to choose first, the others by their seconds."""
     order = sorted(taken, key=lambda one: one.measured or 0.0)
     alike = [one for one in order if (one.measured or 0.0) <= _ALIKE * (order[0].measured or 0.0)]
     return sorted(order, key=lambda one: one is not min(alike, key=lambda each: each.seconds))
 
 
 def _pick_finalists(tried: list[Candidate], machine: Machine) -> list[Candidate]:
-    """Return the best candidates, between which the model may be wrong; together they are to fit into memory."""
+    """Return the best candidates, to be measured since the model may be wrong; all must fit into memory."""
     found: list[Candidate] = []
     for one in tried[:_FINALISTS]:
         fits = one.memory + sum(each.memory for each in found) <= machine.available

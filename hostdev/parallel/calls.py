@@ -10,9 +10,9 @@ from typing import NamedTuple
 from hostdev.core.errors import UserError
 from hostdev.core.printable import printable
 
-ADVICE = "all ranks are to call the same, in the same order (docs/parallel.md)"
+ADVICE = "all ranks must make the same calls in the same order (docs/parallel.md)"
 _MOST_RECENT = 8
-LEFT = "left"  # the kind of a call by which a loop was left, maybe by an error that is still on its way
+LEFT = "left"  # the kind of a call that leaves a loop early, maybe because of an error that is still on its way
 
 
 class Call(NamedTuple):
@@ -60,8 +60,8 @@ class Calls:
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank, self._ranks = rank, ranks
-        self.recent: tuple[Call, ...] = (Call(0, "join", "hostdev.join()"),)  # since all were known to be at the same
-        self.wrong: str | None = None  # why what this rank waits for does not come
+        self.recent: tuple[Call, ...] = (Call(0, "join", "hostdev.join()"),)  # since all ranks last agreed
+        self.wrong: str | None = None  # why this rank waits in vain
 
     @property
     def last(self) -> Call:

@@ -1,4 +1,4 @@
-"""What a network's pieces and a machine's exchanges cost, measured: what a search for a layout goes by."""
+"""Measured costs of a network's pieces and of a machine's exchanges, for the search of a layout."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -24,13 +24,14 @@ _PASSES = 7  # over a parameter's bytes by Adam: it reads four arrays and writes
 
 
 class PieceCost(NamedTuple):
-    """What a piece costs for one micro-batch.
+    """The cost of a piece for one micro-batch.
 
-    seconds     forward and backward
-    flops       floating-point operations, forward
-    parameters  their bytes
-    saved       bytes that the backward pass keeps
-    given       bytes of what it gives
+    Attributes:
+        seconds: Forward and backward.
+        flops: Floating-point operations, forward.
+        parameters: Bytes of its parameters.
+        saved: Bytes saved for the backward pass.
+        given: Bytes of its output.
     """
 
     name: str
@@ -42,12 +43,14 @@ class PieceCost(NamedTuple):
 
 
 class LayerCost(NamedTuple):
-    """What a layer that can be cut costs for one micro-batch.
+    """The cost of a layer that can be sliced, for one micro-batch.
 
-    piece       its number
-    share       of its piece's operations
-    parameters  their bytes
-    taken       bytes that it takes, given: that it gives
+    Attributes:
+        piece: Number of its piece.
+        share: Its share of the piece's operations.
+        parameters: Bytes of its parameters.
+        taken: Bytes of its input.
+        given: Bytes of its output.
     """
 
     name: str
@@ -59,13 +62,14 @@ class LayerCost(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """What ranks cost one another.
+    """The cost of exchanges between ranks.
 
-    bandwidth  bytes a second from one rank to others, while all do the same
-    latency    seconds of an exchange of nothing
-    memory     bytes a second that are read and written where arrays are added
-    slicing    seconds that a layer that is cut takes more for one micro-batch, forward and back, beside its exchanges
-    available  bytes of memory for each rank
+    Attributes:
+        bandwidth: Bytes per second from one rank to others, while all exchange.
+        latency: Seconds of an empty exchange.
+        memory: Bytes per second read and written by additions.
+        slicing: Extra seconds of a sliced layer for one micro-batch, forward and backward, without its exchanges.
+        available: Bytes of free memory for each rank.
     """
 
     bandwidth: float
@@ -75,22 +79,25 @@ class Machine(NamedTuple):
     available: int
 
     def exchange(self, size: float) -> float:
-        """Return the seconds of an exchange."""
+        """Return the seconds of an exchange of `size` bytes."""
         return self.latency + size / self.bandwidth
 
     def update(self, parameters: float) -> float:
-        """Return the seconds of an optimizer's step over so many bytes."""
+        """Return the seconds of an optimizer's step over `parameters` bytes."""
         return _PASSES * parameters / self.memory
 
     def add(self, parameters: float) -> float:
-        """Return the seconds of adding so many bytes to others."""
+        """Return the seconds of adding `parameters` bytes to others."""
         return 3 * parameters / self.memory
 
 
 class Profile(NamedTuple):
-    """What a network costs.
+    """The costs of a network.
 
-    inputs  bytes of its inputs for one micro-batch that are looked up by one rank, and brought to those with slices
+    Attributes:
+        pieces: Of each piece.
+        layers: Of each layer that can be sliced.
+        inputs: Bytes of a micro-batch's inputs that one rank looks up and sends to the ranks with the other slices.
     """
 
     pieces: list[PieceCost]
@@ -107,7 +114,7 @@ def profile_of(
     autocast: torch.dtype | None,
     looked_up: bool,
 ) -> Profile:
-    """Return what the pieces of a network cost for so many samples, on this rank; the network stays as it is."""
+    """Measure a network's pieces for a number of samples on this rank; the network is left unchanged."""
     buffers = [(one, one.clone()) for one in network.buffers()]
     training = network.training
     network.train()
@@ -132,7 +139,7 @@ def profile_of(
 
 
 def of_all(ranks: World, profile: Profile) -> Profile:
-    """Return the profile of the slowest rank in each piece: on all ranks the same."""
+    """Return the profile with the seconds of the slowest rank for each piece: the same on all ranks."""
     come = ranks.control.share([piece.seconds for piece in profile.pieces])
     slowest = [max(each) for each in zip(*come, strict=True)]
     return profile._replace(
@@ -141,10 +148,13 @@ def of_all(ranks: World, profile: Profile) -> Profile:
 
 
 def measure_machine(ranks: World, available: int, parameters: int, *, slices: bool) -> Machine:
-    """Return what exchanges between ranks cost, measured while all do the same; all ranks call it.
+    """Measure exchanges between ranks while all do the same; all ranks call it.
 
-    parameters  their bytes
-    slices      measure what a layer that is cut takes more, too
+    Args:
+        ranks: The ranks of this run.
+        available: Bytes of free memory.
+        parameters: Bytes of the parameters.
+        slices: Measure sliced layers, too.
     """
     channel, W = ranks.channel(), ranks.size
     part = _BLOCK // 4 // W
@@ -168,7 +178,7 @@ def measure_machine(ranks: World, available: int, parameters: int, *, slices: bo
 
 
 def _measure_slicing(ranks: World) -> float:
-    """Return the seconds that a tiny layer of a pair that is cut takes more than another one, an exchange in it."""
+    """Return the extra seconds of a tiny layer of a sliced pair, including one exchange."""
     channel, mesh = ranks.slices(torch.device("cpu"))
     W = channel.ranks
     plain, cut = (nn.Sequential(nn.Linear(W, W), nn.Linear(W, W)) for _ in range(2))
@@ -180,7 +190,7 @@ def _measure_slicing(ranks: World) -> float:
 
 
 def _median_seconds(channel: Channel, call: Callable[[], object]) -> float:
-    """Return the seconds of a call, the median of several rows of some, which begin together."""
+    """Return the median seconds of a call over several rounds that all ranks begin together."""
     found = []
     for _ in range(9):
         channel.barrier()
@@ -192,7 +202,7 @@ def _median_seconds(channel: Channel, call: Callable[[], object]) -> float:
 
 
 def filled(values: Any, device: torch.device) -> Any:
-    """Return values like zeros of the network's inputs: numbers that are drawn, where they are floating-point."""
+    """Return values like the network's zero inputs, with random floating-point numbers."""
 
     def drawn(one: Tensor) -> Tensor:
         if not one.is_floating_point():
@@ -205,7 +215,7 @@ def filled(values: Any, device: torch.device) -> Any:
 def _time_pieces(
     pieces: Sequence[Piece], given: Any, device: torch.device, autocast: torch.dtype | None, *, looking: bool = False
 ) -> tuple[list[float], list[tuple[int, int]]]:
-    """Return of each piece the seconds forward and back, and the bytes that it saves (0 if not looking) and gives."""
+    """Return each piece's seconds forward and backward, and the bytes that it saves (0 unless looking) and returns."""
     seconds, about, values = [], [], given
     for piece in pieces:
         values = values if isinstance(values, tuple) else (values,)
@@ -237,14 +247,14 @@ def _time_pieces(
 
 
 def now(device: torch.device) -> float:
-    """Return the seconds of a clock, when a device has done all that it was given."""
+    """Return a clock's seconds after a device synchronisation."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
 def _counted(network: nn.Module, pieces: Sequence[Piece], given: tuple[Any, ...]) -> tuple[list[int], list[LayerCost]]:
-    """Return the operations of each piece, and what the layers that can be cut take and give."""
+    """Return each piece's operations, and the inputs and outputs of the layers that can be sliced."""
     names = {id(module): name for name, module in network.named_modules() if cuttable(module)}
     found: dict[str, LayerCost] = {}
     flops: list[int] = []

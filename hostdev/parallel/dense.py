@@ -1,8 +1,8 @@
-"""Gradients of parameters that every rank has, added up over all micro-batches in the order of the tree.
+"""All-reduce of the dense parameters' gradients over all micro-batches, in the order of a tree.
 
-Each rank owns a slice of a bucket's elements: it is given that slice of every node, adds them up, and gives the sum to
-all. That moves what an all-reduce by a ring moves; the order of the additions does not depend on the ranks. A bucket is
-on its way as soon as the last micro-batch's backward pass has brought all of its gradients, as in
+Each rank owns a slice of a bucket's elements: it receives that slice of every node, adds them up, and sends the sum to
+all. This moves as many bytes as a ring all-reduce, and the order of the additions does not depend on the ranks. A
+bucket is sent once the last micro-batch's backward pass has produced all of its gradients, as in
 torch.nn.parallel.DistributedDataParallel (Li et al., VLDB 2020).
 """
 
@@ -28,7 +28,7 @@ Sum = tuple[Tensor, Any]  # and a mark in the device's stream when it is there; 
 
 
 def add_lists(left: Grads, right: Grads) -> Grads:
-    """Add in place; what is None counts as nothing."""
+    """Add in place; None counts as zero."""
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if both:
         torch._foreach_add_([a for a, _ in both], [b for _, b in both])
@@ -36,13 +36,14 @@ def add_lists(left: Grads, right: Grads) -> Grads:
 
 
 class TreeAllReduce:
-    """Sums over all micro-batches, in the tree's order, of what ranks have for their nodes: on all ranks the same.
+    """Sums over the nodes of all ranks, in the tree's order: the same bits on all ranks.
 
-    channel  to the others
-    nodes    (start, size) of the nodes of every rank
-    n        values of each
+    On an accelerator's channel all work is queued on the current stream.
 
-    On an accelerator's channel all is queued on the current stream.
+    Args:
+        channel: To the other ranks.
+        nodes: (start, size) of each rank's nodes.
+        n: Values of each node.
     """
 
     def __init__(self, channel: Channel, nodes: Sequence[Sequence[tuple[int, int]]], n: int) -> None:
@@ -63,9 +64,12 @@ class TreeAllReduce:
         self._memory = np.empty(n, np.float32)  # of what was returned last
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the sum, float32 [n]; parts float32 [n], of this rank's nodes, where the channel's buffers are.
+        """Return the sum, float32 [n].
 
-        It is overwritten by the next one, unless somebody still has a part of it by then.
+        The next call overwrites it unless somebody still holds a part of it.
+
+        Args:
+            parts: This rank's nodes, float32 [n], where the channel's buffers are.
         """
         mine, edges, widths, own = self._channel.rank, self._edges, self._widths, len(parts)
         width, begin, end = widths[mine], edges[mine], edges[mine + 1]
@@ -97,7 +101,7 @@ class TreeAllReduce:
         return torch.from_numpy(self._memory)
 
     def _others(self, values: Tensor, counts: list[int]) -> tuple[Tensor, list[int]]:
-        """Return of what lies end to end, by rank, what is for others, where that is in one piece, and the counts."""
+        """Return what other ranks receive of a flat buffer, if that is contiguous, and the counts."""
         if not self._at_end:
             return values, counts
         mine = self._channel.rank
@@ -105,7 +109,7 @@ class TreeAllReduce:
         return rest, [0 if rank == mine else count for rank, count in enumerate(counts)]
 
     def _spread(self, found: Tensor, begin: int, end: int) -> None:
-        """Give all others the slice that has been added up here, and take theirs, each in its place."""
+        """Send the slice that was added up here to all others, and receive theirs in place."""
         mine, W = self._channel.rank, self._channel.ranks
         give = [0 if rank == mine and self._at_end else end - begin for rank in range(W)]
         copies = W - 1 if self._at_end else W
@@ -115,13 +119,13 @@ class TreeAllReduce:
 
 
 class AllReduce:
-    """Sums over all micro-batches, in an order that depends on the ranks; otherwise as `TreeAllReduce`."""
+    """Sums over all micro-batches in an order that depends on the ranks; otherwise as `TreeAllReduce`."""
 
     def __init__(self, channel: Channel, nodes: Sequence[Sequence[tuple[int, int]]], n: int) -> None:
         self._channel, self.flat = channel, torch.empty(0, device=channel.device)
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the sum, float32 [n], in new memory; parts as `TreeAllReduce.sum` has them."""
+        """Return the sum, float32 [n], in new memory; `parts` as in `TreeAllReduce.sum`."""
         total = parts[0].clone()
         for part in parts[1:]:
             total.add_(part)
@@ -130,12 +134,13 @@ class AllReduce:
 
 
 class DenseGradients:
-    """The parameters' gradients of one step after the other.
+    """Gradients of a fixed list of parameters, step after step.
 
-    channel     to the ranks that compute the micro-batches
-    parameters  those that have gradients, on all ranks the same
-    count       micro-batches of a step on each rank
-    exchange    one of `EXCHANGES`
+    Args:
+        channel: To the ranks that have the same parameters.
+        parameters: Those with gradients, the same on all ranks.
+        count: Micro-batches of a step on each rank.
+        exchange: One of `EXCHANGES`.
     """
 
     def __init__(
@@ -164,7 +169,7 @@ class DenseGradients:
         self._begin()
 
     def close(self) -> None:
-        """Let go of the parameters."""
+        """Remove the hooks and stop the thread."""
         for hook in self._hooks:
             hook.remove()
         self._worker.shutdown(wait=False)
@@ -176,12 +181,12 @@ class DenseGradients:
         self._missing: list[set[int]] | None = None  # of each bucket in the last micro-batch
 
     def expect_last(self) -> None:
-        """The backward pass that comes is of the step's last micro-batch here."""
+        """Prepare for the backward pass of the step's last micro-batch here."""
         if self._may_lead:
             self._missing = [set(bucket) for bucket in self._buckets]
 
     def came(self, number: int) -> None:
-        """A parameter's gradient has come."""
+        """Count a gradient; send the buckets that are complete."""
         self._counts[number] += 1
         if self._missing is not None:
             if self._counts[number] > 1:
@@ -244,7 +249,7 @@ class DenseGradients:
         self._totals.append(self._submit(self._sums[bucket], parts))
 
     def _joined(self, bucket: int, pieces: Sequence[Tensor]) -> Tensor:
-        """Return a node's gradients end to end, float32, where they are."""
+        """Return a node's gradients as one flat float32 tensor on their device."""
         flat = self._sums[bucket].flat
         if not len(flat) or any(piece.device != flat.device or piece.dtype != flat.dtype for piece in pieces):
             return torch.cat(list(pieces)).float()
@@ -279,7 +284,7 @@ class DenseGradients:
         return total
 
     def small(self, values: Tensor) -> Tensor:
-        """Return the sum over all ranks of a few numbers, float32 [n], after the step's gradients."""
+        """Return the sum of a few numbers over all ranks, float32 [n], after the step's gradients."""
         if self._small is None or self._small.n != len(values):
             self._small = TreeAllReduce(self._channel, self._nodes, len(values))
         values = values.to(self._channel.device)
@@ -287,7 +292,7 @@ class DenseGradients:
         return self._summed(self._submit(self._small, parts))
 
     def finish(self, given: Sequence[int]) -> None:
-        """Give the parameters the sums; None to those of which no rank has had a gradient."""
+        """Assign the sums to the parameters; None where no rank had a gradient."""
         for bucket, total in zip(self._buckets, self._totals, strict=True):
             flat, at = self._summed(total), 0
             for number in bucket:
@@ -300,12 +305,13 @@ class DenseGradients:
 
 
 class DenseExchange:
-    """The `DenseGradients` of the parameters that a loop reduces; knows nothing of the loop.
+    """The `DenseGradients` of the parameters that a loop reduces.
 
-    channel  to the ranks that compute the micro-batches with the same parameters; None: there are no others
-    count    micro-batches of a step on each rank
-    kind     one of `EXCHANGES`
-    others   channels of the host to the same ranks, and to all; None: these are all
+    Args:
+        channel: To the ranks that have the same parameters; None if there are none.
+        count: Micro-batches of a step on each rank.
+        kind: One of `EXCHANGES`.
+        others: Host channels to the same ranks, and to all; None if these are all ranks.
     """
 
     def __init__(
@@ -321,13 +327,13 @@ class DenseExchange:
         return self._others is None
 
     def told(self, has: Sequence[bool]) -> list[bool]:
-        """Return which parameters have a gradient on any of the ranks that have these."""
+        """Return which parameters have a gradient on any rank that has them."""
         assert self._others is not None
         [found] = np.max([self._others[0].gather(np.array(has, np.int64))], axis=1)
         return [bool(one) for one in found]
 
     def small(self, dense: DenseGradients, values: Tensor) -> Tensor:
-        """Return the sum over all ranks of a few numbers, float32 [n]."""
+        """Return the sum of a few numbers over all ranks, float32 [n]."""
         if self._others is None:
             return dense.small(values)
         to_all, n = self._others[1], len(values)
@@ -336,12 +342,12 @@ class DenseExchange:
         return self._sums[n].sum([values.cpu()])
 
     def is_new(self, parameters: list[Tensor]) -> bool:
-        """Tell whether these are other parameters than those of the step before."""
+        """Tell whether the parameters differ from those of the step before."""
         before = self._current
         return before is None or [id(one) for one in before.parameters] != [id(one) for one in parameters]
 
     def of(self, parameters: list[Tensor]) -> DenseGradients:
-        """Return what exchanges the gradients of these parameters."""
+        """Return the `DenseGradients` of these parameters."""
         before = self._current
         if before is None or self.is_new(parameters):
             self.close()
@@ -350,12 +356,12 @@ class DenseExchange:
         return before
 
     def expect_last(self) -> None:
-        """The backward pass that comes is of the step's last micro-batch here."""
+        """Prepare for the backward pass of the step's last micro-batch here."""
         if self._current is not None:
             self._current.expect_last()
 
     def close(self) -> None:
-        """Let go of the parameters."""
+        """Release the parameters."""
         if self._current is not None:
             self._current.close()
             self._current = None
@@ -368,7 +374,7 @@ def _on_gradient(held: Any, number: int, _: Tensor) -> None:
 
 
 def _record_event(tensor: Tensor | None) -> Any:
-    """Return a mark in the device's stream, or None on the CPU."""
+    """Record an event on the device's current stream; None on the CPU."""
     if tensor is None or tensor.device.type == "cpu":
         return None
     module = torch.get_device_module(tensor.device)
@@ -378,7 +384,7 @@ def _record_event(tensor: Tensor | None) -> Any:
 
 
 def _enter(device: torch.device) -> None:
-    """Make the device the current one of a new thread, whose own would be the first."""
+    """Make the device current in a new thread, which would start with the first one."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
 
@@ -389,7 +395,7 @@ def _new_stream(device: torch.device) -> Any:
 
 
 def _buckets(parameters: Sequence[Tensor]) -> list[list[int]]:
-    """Return the parameters' numbers in buckets, the last ones first: so their gradients come."""
+    """Return the parameters' numbers in buckets, in the reverse order in which gradients arrive."""
     buckets: list[list[int]] = []
     have = BUCKET_BYTES
     for number in reversed(range(len(parameters))):

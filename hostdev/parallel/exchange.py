@@ -1,7 +1,7 @@
-"""A batch's way between ranks: unique ids to those that hold their rows, rows back, and gradients to them.
+"""Exchange of embedding rows between ranks: ids to the rows' owners, rows back, and gradients to the owners.
 
-Each rank looks up the rows of its own samples; each is the owner of a part of every table. A collective is called for
-every batch, also where there is nothing to give: none depends on the data.
+Each rank looks up the rows of its own samples, and owns a part of every table. All ranks call the same collectives for
+every batch, even with nothing to send: no collective depends on the data.
 
 W ranks, G groups of tables that share ids, U unique ids of a group on this rank.
 """
@@ -18,6 +18,7 @@ from hostdev.kernels.groups import unique_groups
 from hostdev.kernels.lookup import lookup_tasks, store_tasks
 from hostdev.kernels.pool import run_tasks
 from hostdev.kernels.shards import partition, range_of
+from hostdev.parallel.alike import format_ranks
 from hostdev.parallel.buffers import Mask, make_views, places_of, sizes_of
 from hostdev.parallel.gradients import Chosen, Parts, give_gradients
 from hostdev.parallel.ranks import Channel, Ranks
@@ -26,16 +27,16 @@ Ids = npt.NDArray[Any]
 Rows = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int32]
 Places = npt.NDArray[np.int32]
-_END = -1  # in place of a number of ids: there is no further batch
+_END = -1  # in place of a number of ids: no further batch
 
 
 class Asked(NamedTuple):
-    """What a rank asks for of a group's rows in a batch, and what all ask for of those here."""
+    """The rows of a group that this rank requests for a batch, and those that all ranks request here."""
 
-    places: Positions  # int32 [U], where the row of each unique id comes to lie: by owner
-    counts: list[int]  # of the rows asked for, by rank
-    wanted: list[int]  # of the rows here, by the rank that asks
-    inverse: Positions  # int32 [sum(wanted)], each among the unique rows here
+    places: Positions  # int32 [U], position of each unique id's row, sorted by owner
+    counts: list[int]  # rows requested from each rank
+    wanted: list[int]  # rows that each rank requests here
+    inverse: Positions  # int32 [sum(wanted)], index of each requested row among the unique rows here
 
     @property
     def size(self) -> int:
@@ -44,12 +45,12 @@ class Asked(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """The rows of a batch that are on their way from their owners."""
+    """A batch's rows on their way from their owners."""
 
-    rows: list[list[Rows]]  # of each group and table, float32 [U, D]; late ones are missing
-    given: list[Mask] | None = None  # of each group which of the rows wanted here have been given; None: all
-    come: list[Mask] | None = None  # which of those that this rank asks for have come
-    shared: Sequence[Mask] = ()  # which of those that it asked for in the batch before are to be given late here
+    rows: list[list[Rows]]  # by group and table, float32 [U, D]; late rows are missing
+    given: list[Mask] | None = None  # by group, which rows requested here have been sent; None means all
+    come: list[Mask] | None = None  # by group, which rows that this rank requested have arrived
+    shared: Sequence[Mask] = ()  # by group, which rows requested in the batch before their owners send late
 
 
 def _list_positions(counts: Sequence[int], mask: Mask | None) -> list[Places]:
@@ -60,20 +61,19 @@ def _list_positions(counts: Sequence[int], mask: Mask | None) -> list[Places]:
 
 
 class Exchange:
-    """What ranks exchange for the batches of one pass after the other.
+    """All-to-all exchanges for the batches of one pass at a time; all ranks make theirs in the same order.
 
-    ranks  with which
-    rows   of each group, those of its tables on all ranks
-    dims   of each group, the columns of its tables
-
-    All ranks make theirs in the same order.
+    Args:
+        ranks: The ranks of this run.
+        rows: Total rows of each group's tables.
+        dims: Dims of each group's tables.
     """
 
     def __init__(self, ranks: Ranks, rows: Sequence[int], dims: Sequence[Sequence[int]]) -> None:
         self.ranks, self._rows, self._dims = ranks, list(rows), [list(each) for each in dims]
-        self._here = [stop - start for start, stop in (range_of(each, *ranks.part()) for each in rows)]  # of each group
+        self._here = [stop - start for start, stop in (range_of(each, *ranks.part()) for each in rows)]  # by group
         self._channels = self._ids, self._values, self._late, self._gradients = [ranks.channel() for _ in range(4)]
-        self.least_bytes = 0  # that could have been sent to others, in place of what was: ids, rows and gradients once
+        self.least_bytes = 0  # lower bound of the bytes sent: ids, rows and gradients once
         self._counting = threading.Lock()  # several threads exchange
         self._dtype = np.dtype(np.int32 if max(rows) < 2**31 else np.int64)
 
@@ -83,9 +83,10 @@ class Exchange:
         return sum(channel.sent_bytes for channel in self._channels)
 
     def ids(self, groups: Sequence[Ids]) -> list[tuple[Ids, Asked]]:
-        """Ask the owners for rows; return of each group the unique rows that are asked for here, and who asks.
+        """Request rows from their owners; return each group's unique ids requested here, and who requests them.
 
-        groups  unique ids [U] of each
+        Args:
+            groups: Unique ids [U] of each group.
         """
         found = [partition(ids, rows, self.ranks.size) for ids, rows in zip(groups, self._rows, strict=True)]
         counts = np.stack([counts for _, _, counts in found], axis=1)  # [W, G]
@@ -110,9 +111,11 @@ class Exchange:
         ]
 
     def _require_here(self, come: Ids, pieces: Sequence[Ids]) -> None:
-        """ValueError where another rank asks for rows that this one does not have: kernels do not check them.
+        """Raise ValueError if another rank requests rows that this one does not own, because kernels do not check ids.
 
-        come    all that are asked for; pieces: the same, by rank and by group
+        Args:
+            come: All requested ids.
+            pieces: The same ids by rank and group.
         """
         if not len(come) or (come.min() >= 0 and come.max() < min(self._here)):
             return
@@ -126,12 +129,12 @@ class Exchange:
                 )
 
     def end(self) -> None:
-        """Tell the others that there is no further batch."""
+        """Announce that this rank has no further batch."""
         counts = np.full((self.ranks.size, len(self._rows)), _END, np.int64)
         self._require_all(self._ids.exchange_counts(counts), ended=True)
 
     def _require_all(self, wanted: npt.NDArray[np.int64], *, ended: bool = False) -> None:
-        """ValueError where the batches of some ranks have ended, and not those of others."""
+        """Raise ValueError if some ranks have no more batches while others have."""
         have_ended = wanted[:, 0] == _END
         if (wanted < _END).any():
             rank = int(np.flatnonzero((wanted < _END).any(1))[0])
@@ -140,9 +143,9 @@ class Exchange:
             return
         done, going = np.flatnonzero(have_ended).tolist(), np.flatnonzero(~have_ended).tolist()
         raise ValueError(
-            f"the batches of the ranks {', '.join(map(str, done))} have ended, and those of "
-            f"{', '.join(map(str, going))} go on; all ranks are to have equally many steps, with empty batches where "
-            "no samples are left"
+            f"{format_ranks(done)} {'has' if len(done) == 1 else 'have'} no more batches, but {format_ranks(going)} "
+            f"{'has' if len(going) == 1 else 'have'}; all ranks must take equally many steps, with empty batches once "
+            "their samples run out"
         )
 
     def early_rows(
@@ -154,13 +157,15 @@ class Exchange:
         before: Sequence[Asked] = (),
         shared: Sequence[Mask] = (),
     ) -> "Incoming":
-        """Give the others those rows that may be given now, and take theirs; `late_rows` is to follow for the rest.
+        """Send the rows that are ready, and receive those of other ranks; `late_rows` must follow for the rest.
 
-        values  of each group and table the unique rows here, float32 [any, D]; None for a group of which none are early
-        early   of each group which of them, [any]; None: all of every group, and nothing follows
-        buffer  makes the memory for rows [U, D] of a table
-        before  what was asked for in the batch before, on all ranks or on none
-        shared  of each group which of the rows wanted then are to be given late, so that their gradients come first
+        Args:
+            asked: Result of `ids`, by group.
+            values: Unique rows here by group and table, float32 [any, D]; None for a group without early rows.
+            early: By group, which rows are ready, [any]; None means all of every group, and no `late_rows` follows.
+            buffer: Allocates rows [U, D] of a table.
+            before: Requests of the batch before, on all ranks or on none.
+            shared: By group, which rows of these requests are sent late here, so that their gradients go first.
         """
         incoming = Incoming(
             [[buffer(one.size, dim) for dim in dims] for one, dims in zip(asked, self._dims, strict=True)]
@@ -179,10 +184,13 @@ class Exchange:
         values: Sequence[Sequence[Rows]],
         buffer: Callable[[int, int], Rows] | None = None,
     ) -> tuple[list[Places], list[list[Rows]]]:
-        """Give and take the rows that `early_rows` has left out; return which ones of each group have come, [L].
+        """Exchange the rows that `early_rows` left out; return their positions in each group, [L], and the rows.
 
-        buffer  makes the memory for what comes, [L, D], which is returned too; None: it goes to its places among the
-                rows that came early
+        Args:
+            incoming: Result of `early_rows`.
+            asked: Result of `ids`, by group.
+            values: Unique rows here by group and table, float32 [any, D].
+            buffer: Allocates the received rows [L, D]; None writes them to their positions among the early rows.
         """
         assert incoming.given is not None and incoming.come is not None
         given, come = [~mask for mask in incoming.given], [~mask for mask in incoming.come]
@@ -199,7 +207,7 @@ class Exchange:
         return [np.flatnonzero(mask).astype(np.int32) for mask in come], out
 
     def _exchange_masks(self, asked: Sequence[Asked], wanted: Sequence[Mask]) -> list[Mask]:
-        """Tell the others which of the rows that they want come early; return which of those wanted here do."""
+        """Announce which requested rows are sent early here; return the same for this rank's requests."""
         W = self.ranks.size
         cut = [np.split(mask, np.cumsum(one.wanted)[:-1]) for mask, one in zip(wanted, asked, strict=True)]
         bits = [np.packbits(np.concatenate([parts[rank] for parts in cut])) for rank in range(W)]
@@ -226,14 +234,20 @@ class Exchange:
         taking: Sequence[Sequence[Any]],
         out: Sequence[Sequence[Rows]],
     ) -> None:
-        """Give rows of `values`, of those wanted where `given`, and write what is given to `out`, where `taking` says.
+        """Send the `given` rows of `values` that are requested, and write received rows to `out` at positions `taking`.
 
-        taking  of each group and rank the places
+        Args:
+            channel: For the rows.
+            asked: Result of `ids`, by group.
+            values: Unique rows here by group and table.
+            given: By group, which requested rows to send; None means all.
+            taking: Positions by group and rank.
+            out: By group and table.
         """
         W, own = self.ranks.size, self.ranks.rank
         giving = [_list_positions(one.wanted, None if given is None else given[g]) for g, one in enumerate(asked)]
         tasks = []
-        for group, one in enumerate(asked):  # what stays here need not be copied twice
+        for group, one in enumerate(asked):  # rows that stay here are copied once
             for table, block in enumerate(values[group] or ()):
                 ids = one.inverse[giving[group][own]]
                 tasks += lookup_tasks(block[:, None], ids, out[group][table], taking[group][own])
@@ -280,5 +294,5 @@ class Exchange:
 
 
 def _list_incoming(asked: Sequence[Asked], come: Sequence[Mask] | None) -> list[list[Any]]:
-    """Return of each group, by rank, the places of the rows that come, among those that are asked for."""
+    """Return the positions of the rows that arrive among those requested, by group and rank."""
     return [_list_positions(one.counts, None if come is None else come[g]) for g, one in enumerate(asked)]

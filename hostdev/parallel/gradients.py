@@ -1,4 +1,4 @@
-"""Gradients of rows on their way to the owners of these, which add them up: all at once, or some rows' first."""
+"""Gradients of rows, sent to the rows' owners and added up there: all at once, or some rows first."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -19,14 +19,20 @@ Parts = Sequence[Sequence[Sequence[Rows] | None]]
 
 
 class Chosen(NamedTuple):
-    """Some of a group's rows in a batch; both sides know which."""
+    """A subset of a group's rows in a batch, known to both sides.
+
+    Attributes:
+        asked: Mask [U] of the rows that this rank requests.
+        wanted: Mask [any] of the rows requested here, sorted by requesting rank.
+        rows: Mask [any] of the unique rows here.
+    """
 
     asked: Mask  # [U], of those that this rank asks for
     wanted: Mask  # [any], of those here, rank by rank that asks for them
     rows: Mask  # [any], of the unique rows here
 
     def others(self) -> "Chosen":
-        """Return all the other rows."""
+        """Return the complement."""
         return Chosen(~self.asked, ~self.wanted, ~self.rows)
 
 
@@ -38,16 +44,16 @@ def give_gradients(
     sums: Sequence[Sequence[Rows | None]],
     chosen: Sequence[Chosen] | None = None,
 ) -> int:
-    """Give the owners the gradients of the rows that they gave, and add up those of the rows here.
+    """Send gradients to the rows' owners, add up those of the rows here, and return the bytes that other ranks need.
 
-    asked   of each group, what this rank asks for and is asked for (`exchange.Asked`)
-    grads   of each group and table those of this rank's nodes (`core.micro_batches`), float32 [U, D]; None where none
-            has come to any rank
-    nodes   (start, size) of those of each rank; none of one that asks for nothing
-    sums    of each group and table, float32 [any, D], where gradients have come: written, those rows that are chosen
-    chosen  of each group; None: all rows
-
-    Returns the bytes that have to be sent to others.
+    Args:
+        channel: For the gradients.
+        asked: This rank's requests and those of others, by group (`exchange.Asked`).
+        grads: By group and table, gradients of this rank's nodes (`core.micro_batches`), float32 [U, D]; None if no
+            rank has any.
+        nodes: (start, size) of each rank's nodes; none for a rank that requests nothing.
+        sums: By group and table with gradients, float32 [any, D]; the chosen rows are written.
+        chosen: By group; None means all rows.
     """
     mine = channel.rank
     dims = [[0 if out is None else out.shape[1] for out in each] for each in sums]
@@ -97,7 +103,7 @@ def give_gradients(
 
 
 def _counts(wanted: Sequence[int], mask: Mask | None) -> list[int]:
-    """Return how many of the rows here come from each rank."""
+    """Return the number of rows that arrive from each rank."""
     if mask is None:
         return list(wanted)
     return [int(np.count_nonzero(mask[start:stop])) for start, stop in pairwise([0, *accumulate(wanted)])]
@@ -113,9 +119,9 @@ def _copying(part: Rows, at: Any, out: Rows) -> list[Task]:
 def _begins(
     counts: Sequence[Sequence[int]], dims: Sequence[Sequence[int]], nodes: Sequence[int], mine: int
 ) -> dict[tuple[int, int], list[list[int]]]:
-    """Return of each group and table where the rows of each rank's nodes begin in the received buffer.
+    """Return where the rows of each rank's nodes begin in the received buffer, by group and table.
 
-    What is here has not come: its rows begin where they are.
+    Rows of this rank are not received: they begin at 0 of their own buffer.
     """
     begins: dict[tuple[int, int], list[list[int]]] = {}
     at = 0

@@ -16,7 +16,7 @@ from hostdev.parallel.mesh import mesh_of
 from hostdev.parallel.place import Place, find
 from hostdev.parallel.ranks import MEETING, TIMEOUT, PeerLostError, Ranks
 
-_FAULT_SECONDS = 30.0  # until it is known which rank it was that is gone
+_FAULT_SECONDS = 30.0  # until the monitor knows which rank is gone
 
 
 @contextmanager
@@ -46,9 +46,9 @@ def join(
     if wanted is not None and wanted.size != place.ranks:
         there = "this one is alone" if place.alone else f"{place.ranks} were started"
         if place.rank:
-            raise SystemExit(2)  # rank 0 says it
+            raise SystemExit(2)  # rank 0 reports it
         raise UserError(
-            f"the mesh {mesh} is of {wanted.size} processes, and {there}; start so many, such as with torchrun "
+            f"the mesh {mesh} needs {wanted.size} processes, and {there}; start them, for example by torchrun "
             f"--nproc-per-node {wanted.size}"
         )
     if place.alone:
@@ -82,7 +82,7 @@ def together(ranks: Ranks, alike: tuple[type[BaseException], ...] = ()) -> Itera
         ranks.failed = True
         why = ranks.watch.absent() if ranks.calls.wrong is None else None
         if why is None:
-            time.sleep(_FAULT_SECONDS)  # the watch finds out which rank it was, and ends the process
+            time.sleep(_FAULT_SECONDS)  # the monitor finds the rank and ends this process
         ranks.watch.fail(why or in_words(error))
         if why is not None:
             raise UserError(f"rank {ranks.rank} of {ranks.size} {why}") from None
@@ -119,6 +119,6 @@ def _format_end(error: BaseException) -> str:
 
 def _end_process(place: Place, rank: int, why: str) -> None:
     """End this process because another rank has failed; called in a thread of the monitor."""
-    if place.rank == (0 if rank else 1):  # one of all tells the user
+    if place.rank == (0 if rank else 1):  # one rank tells the user
         tell_at_once(f"error: rank {rank} of {place.ranks}: {why}")
     os._exit(2)

@@ -1,4 +1,4 @@
-"""How a network is shared out by layers: where it is cut into stages, and which layers are cut into slices."""
+"""The layout of a network on a mesh: where it is cut into stages, and which layers are sliced."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,11 +17,12 @@ Inputs = Callable[[int], tuple[Any, ...]]  # zeros in place of the network's inp
 
 
 class Layout(NamedTuple):
-    """What a user says of it.
+    """A requested layout.
 
-    schedule  in which order micro-batches go through the stages: one of `mesh.SCHEDULES`
-    begins    pieces with which the second and later stages begin; None: so that all cost the same
-    plan      strategies of layers, by name or pattern: see `plan`
+    Attributes:
+        schedule: Order of micro-batches through the stages, one of `mesh.SCHEDULES`.
+        begins: First pieces of all stages but the first; None balances the stages' costs.
+        plan: Strategies of layers, by name or pattern: see `plan`.
     """
 
     schedule: str = SCHEDULES[0]
@@ -30,11 +31,12 @@ class Layout(NamedTuple):
 
 
 class ResolvedLayout(NamedTuple):
-    """What comes of it.
+    """A layout that fits a network.
 
-    pieces      of the network; none where it is not cut into stages
-    begins      with which the second and later stages begin
-    strategies  of the layers that are cut into slices
+    Attributes:
+        pieces: Of the network; empty without stages.
+        begins: First pieces of all stages but the first.
+        strategies: Of the sliced layers.
     """
 
     pieces: list[Piece]
@@ -47,9 +49,14 @@ class ResolvedLayout(NamedTuple):
 
 
 def settle(network: nn.Module, layout: Layout, mesh: Mesh, inputs: Inputs, *, searched: bool = False) -> ResolvedLayout:
-    """Return how a network is laid out on a mesh; UserError where the layout does not fit. Nothing is computed.
+    """Return a network's layout on a mesh, without computing anything; UserError if the layout does not fit.
 
-    searched  strategies are going to be found, beside those that are given: there need not be any yet
+    Args:
+        network: The whole network.
+        layout: The requested layout.
+        mesh: The mesh.
+        inputs: Returns zeros in place of the network's inputs.
+        searched: A search will add strategies, so there need not be any yet.
     """
     pieces: list[Piece] = []
     begins: list[str] = []
@@ -91,7 +98,7 @@ def _begins(pieces: Sequence[Piece], layout: Layout, pipe: int, inputs: Callable
 
 
 def described(settled: ResolvedLayout, layout: Layout, mesh: Mesh) -> str:
-    """Return how the network is laid out, as text."""
+    """Describe a resolved layout."""
     parts = []
     if settled.begins:
         stages = [(stage[0].name, stage[-1].name) for stage in settled.stages(settled.pieces)]
@@ -104,7 +111,7 @@ def described(settled: ResolvedLayout, layout: Layout, mesh: Mesh) -> str:
 
 
 def like(example: Mapping[str, Any] | Sequence[Any]) -> Inputs:
-    """Return zeros like an example of the network's inputs, tensors [B, ...] each, for any number of samples."""
+    """Return a function that makes zeros like an example of the network's inputs, tensors [B, ...], for any B."""
 
     def zeros(samples: int) -> tuple[Any, ...]:
         return torch.utils._pytree.tree_map_only(  # type: ignore[no-any-return]

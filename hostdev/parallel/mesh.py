@@ -79,11 +79,11 @@ def mesh_of(text: str) -> Mesh:
         axis, equals, number = (each.strip() for each in part.partition("="))
         if axis not in Mesh._fields or not equals:
             raise UserError(
-                f"--mesh {text}: {part.strip() or 'nothing'!r} is none of data=N, model=N and pipe=N; give those that "
+                f"--mesh {text}: {part.strip() or 'nothing'!r} is not data=N, model=N or pipe=N; give the axes that "
                 "are above 1, with commas between"
             )
         if axis in sizes:
-            raise UserError(f"--mesh {text}: {axis} is there twice; give it once")
+            raise UserError(f"--mesh {text}: {axis} is given twice; give it once")
         if not (number.isascii() and number.isdigit() and int(number) > 0):
             raise UserError(f"--mesh {text}: {axis}={number} is not a number of processes, 1 or more")
         sizes[axis] = int(number)

@@ -155,7 +155,7 @@ class Network:
         loss     returns the mean loss, [], of what the network gives for a part; called where it ends
         """
         if samples < 1:
-            raise ValueError(f"a step is of at least one sample, not {samples}")
+            raise ValueError(f"a step needs at least one sample, not {samples}")
         self._begin("step", f"network.step() {self._steps + 1}")
         self.module.train()
         spans = self._spans(samples)

@@ -1,4 +1,4 @@
-"""A network as pieces in order, of which stages take some each: where it may be cut, and what crosses there."""
+"""A network as a sequence of pieces: where stages may begin, and which tensors cross from stage to stage."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from hostdev.core.pieces import Piece, run
 
 
 class Stage(nn.Module):
-    """Some neighbouring pieces of a network as one module."""
+    """Consecutive pieces of a network as one module."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         super().__init__()
@@ -30,14 +30,14 @@ class Stage(nn.Module):
         )
 
     def forward(self, *values: Any) -> Any:
-        """Return what the last piece makes of what the first one is given."""
+        """Run the pieces."""
         return run(self.pieces, *values)
 
 
 def pieces_of(network: nn.Module) -> list[Piece]:
-    """Return the pieces of a network: what its method `pieces` says, or the modules of an nn.Sequential.
+    """Return the pieces of a network: from its method `pieces`, or the modules of an nn.Sequential.
 
-    UserError for another one: nobody knows what its `forward` does between its modules.
+    UserError for any other network, whose `forward` may do anything between its modules.
     """
     if callable(getattr(network, "pieces", None)):
         pieces = list(network.pieces())  # type: ignore[operator]
@@ -45,8 +45,8 @@ def pieces_of(network: nn.Module) -> list[Piece]:
         pieces = _sequential(network)
     else:
         raise UserError(
-            f"{type(network).__name__} cannot be cut into stages: it is no nn.Sequential, and has no method pieces() "
-            "that says which parts follow each other (docs/parallel.md)"
+            f"{type(network).__name__} cannot be cut into stages: it is not an nn.Sequential and has no method "
+            "pieces() that returns its parts in order (docs/parallel.md)"
         )
     held = {id(parameter) for piece in pieces for parameter in piece.parameters}
     if not pieces or len({piece.name for piece in pieces}) < len(pieces):
@@ -74,7 +74,7 @@ def _sequential(network: nn.Sequential, prefix: str = "") -> list[Piece]:
 
 
 def cut(pieces: Sequence[Piece], begins: Sequence[str]) -> list[list[Piece]]:
-    """Return the pieces of each stage; each but the first begins with one that is named. UserError for wrong names."""
+    """Return the pieces of each stage. Each but the first begins with a named piece; UserError for wrong names."""
     names = [piece.name for piece in pieces]
     at = [0]
     for name in begins:
@@ -95,11 +95,11 @@ def cut(pieces: Sequence[Piece], begins: Sequence[str]) -> list[list[Piece]]:
     return [list(pieces[start:stop]) for start, stop in pairwise([*at, len(pieces)])]
 
 
-_SAMPLES = (2, 3, 5)  # with which a network is run to find out what crosses
+_SAMPLES = (2, 3, 5)  # batch sizes of the fake runs
 
 
 class Shape(NamedTuple):
-    """A tensor's shape as a function of the samples B: each dimension is slope * B + constant."""
+    """A tensor's shape as a function of the number of samples B: each dimension is slope * B + constant."""
 
     slopes: tuple[int, ...]
     constants: tuple[int, ...]
@@ -107,16 +107,17 @@ class Shape(NamedTuple):
     trained: bool  # gradients come back to it
 
     def of(self, samples: int) -> list[int]:
-        """Return the shape for so many samples."""
+        """Return the shape for a number of samples."""
         return [slope * samples + constant for slope, constant in zip(self.slopes, self.constants, strict=True)]
 
 
 class Traced(NamedTuple):
-    """What a stage gives to the next one.
+    """The tensors that a stage passes on.
 
-    shapes  of the values that cross, each once
-    places  of each value that the stage returns, which of these it is: one may be there twice
-    draws   the stage draws from torch's generator, as dropout does
+    Attributes:
+        shapes: Of the tensors, each once.
+        places: For each value that the stage returns, its index among these tensors; one tensor may be returned twice.
+        draws: The stage draws from torch's generator, as dropout does.
     """
 
     shapes: list[Shape]
@@ -124,11 +125,11 @@ class Traced(NamedTuple):
     draws: bool
 
     def once(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return of what the stage returns each value once."""
+        """Return each tensor of the returned values once."""
         return [values[self.places.index(number)] for number in range(len(self.shapes))]
 
     def all_of(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return what the stage returns of the values that have crossed: one leaf for one tensor, as without a cut."""
+        """Return the stage's values from the received tensors: one leaf for each tensor, as without stages."""
         return [values[number] for number in self.places]
 
 
@@ -139,14 +140,17 @@ def trace(
     device: str = "cpu",
     autocast: torch.dtype | None = None,
 ) -> list[Traced]:
-    """Return what crosses after each stage, found by running all of them without computing anything.
+    """Return what crosses after each stage, found by running all of them on fake tensors.
 
-    inputs    returns the first stage's arguments for so many samples
-    device    its type, on which they will run
-    autocast  the dtype under which they run
+    Args:
+        stages: Pieces of each stage.
+        inputs: Returns the first stage's arguments for a number of samples.
+        device: Device type on which the stages will run.
+        autocast: Dtype of autocast, or None.
 
-    UserError for what cannot cross: what is no tensor, is not contiguous, or has a size that is not a multiple of
-    the number of samples, and a constant.
+    Raises:
+        UserError: A value cannot cross: it is not a tensor, is not contiguous, or its size is not a linear function of
+            the number of samples.
     """
     runs = [_run_fake(stages, inputs(samples), device, autocast) for samples in _SAMPLES]
     found = []
@@ -165,7 +169,8 @@ def trace(
             shapes.append(Shape(slopes, constants, values[0].dtype, each[0].trained[at]))
             if not last and shapes[-1].of(_SAMPLES[2]) != list(values[2].shape):
                 raise UserError(
-                    f"piece {name!r} gives a value whose size is not so many for each sample: no stage ends there"
+                    f"piece {name!r} gives a value whose size does not grow with each sample alike: no stage can end "
+                    "there"
                 )
         found.append(Traced(shapes, places, each[0].draws))
     return found
@@ -174,19 +179,21 @@ def trace(
 def _require_crossing(name: str, values: Sequence[Any]) -> None:
     if not all(isinstance(value, Tensor) for value in values):
         raise UserError(
-            f"piece {name!r} gives a {type(values[0]).__name__}, and only tensors cross to another stage: no "
-            "stage ends there"
+            f"piece {name!r} gives a {type(values[0]).__name__}, and only tensors cross to another stage: no stage can "
+            "end there"
         )
     if not all(value.is_contiguous() for value in values):
         raise UserError(
             f"piece {name!r} gives a value that is not contiguous; let it call contiguous(), or cut elsewhere"
         )
     if len({value.dim() for value in values}) > 1:
-        raise UserError(f"piece {name!r} gives a value of so many dimensions as there are samples: no stage ends there")
+        raise UserError(
+            f"piece {name!r} gives a value of so many dimensions as there are samples: no stage can end there"
+        )
 
 
 def count_flops(pieces: Sequence[Piece], inputs: tuple[Any, ...]) -> list[int]:
-    """Return the floating-point operations of each piece, forward; nothing is computed."""
+    """Return the floating-point operations of each piece's forward pass, without computing anything."""
     found = []
     with fake_mode(one for piece in pieces for one in piece.holds) as fake:
         result: Any = fake(inputs)
@@ -198,9 +205,9 @@ def count_flops(pieces: Sequence[Piece], inputs: tuple[Any, ...]) -> list[int]:
 
 
 def balanced(pieces: Sequence[Piece], costs: Sequence[float], count: int) -> list[str]:
-    """Return the pieces with which the second and later of `count` stages begin, so that the costliest costs least.
+    """Return the first pieces of all stages but the first, so that the costliest stage costs least.
 
-    Of equal cuts those where a stage begins with a piece that has parameters. UserError where there are too few pieces.
+    Among equal cuts it prefers stages that begin with a piece that has parameters. UserError for too few pieces.
     """
     if len(pieces) < count:
         raise UserError(f"the network has {len(pieces)} pieces, too few for {count} stages")
@@ -211,11 +218,13 @@ def balanced(pieces: Sequence[Piece], costs: Sequence[float], count: int) -> lis
 def best_cut(
     costs: Sequence[float], crossing: Sequence[float], count: int, unwanted: Sequence[bool] | None = None
 ) -> list[int]:
-    """Return where `count` parts of a sequence begin, so that the costliest costs least.
+    """Return where `count` parts of a sequence begin, so that the costliest part costs least.
 
-    costs     of each element
-    crossing  what it adds to both parts where one ends with it
-    unwanted  elements with which a part rather does not begin, where that costs nothing
+    Args:
+        costs: Of each element.
+        crossing: Cost added to both parts if one ends with this element.
+        count: Number of parts.
+        unwanted: Elements that should not begin a part if another cut costs the same.
     """
     n, sums = len(costs), [0, *accumulate(costs)]
     ends = [0.0, *crossing[:-1], 0.0]
@@ -237,7 +246,7 @@ def best_cut(
 
 
 def with_extra_value(pieces: Sequence[Piece]) -> list[Piece]:
-    """Return the pieces with a further value that goes by, from the last of the first one's inputs to the end."""
+    """Return the pieces with one more value that passes unchanged from the last input to the end."""
 
     def beside(call: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
         def both(*values: Any) -> tuple[Any, ...]:
@@ -251,9 +260,10 @@ def with_extra_value(pieces: Sequence[Piece]) -> list[Piece]:
 
 @contextmanager
 def fake_mode(held: Iterable[Any]) -> Iterator[Callable[[Any], Any]]:
-    """Within, torch finds shapes and computes nothing; yields what makes such values of tensors.
+    """Run modules on fake tensors, which have shapes and no values; yields a function that makes such tensors.
 
-    held  the modules that are run: their buffers stay as they are
+    Args:
+        held: Modules that are run; their buffers are left unchanged.
     """
     modules = [module for one in held if isinstance(one, nn.Module) for module in one.modules()]
     # such a layer asks for the value of its count
@@ -276,7 +286,7 @@ def fake_mode(held: Iterable[Any]) -> Iterator[Callable[[Any], Any]]:
 
 
 class _DrawDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether something is drawn from torch's generator."""
+    """Records whether an operation draws from torch's generator."""
 
     seen = False
 
@@ -288,7 +298,7 @@ class _DrawDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _StageOutput(NamedTuple):
-    """What a stage has returned, without values: each tensor once, and which of these each is."""
+    """A stage's fake output: each tensor once, and the index of each returned value among them."""
 
     values: list[Any]
     places: list[int]
@@ -318,7 +328,7 @@ def _run_fake(
 
 
 def _find_trained(ends: Sequence[Tensor], values: Sequence[Any]) -> list[bool]:
-    """Tell of each value whether gradients of the network's outputs come back to it."""
+    """Tell for each value whether gradients flow back to it from the network's outputs."""
     at = [number for number, one in enumerate(values) if isinstance(one, Tensor) and one.requires_grad]
     if not at or not ends:
         return [False] * len(values)

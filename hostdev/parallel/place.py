@@ -11,7 +11,7 @@ from hostdev.core.errors import UserError
 from hostdev.core.launched import LAUNCHERS, RANK_TABLE, SLURM
 
 DEFAULT_PORT = 29500
-# What `parallel.start` gives the processes that it starts: a secret that all of them know, and a socket that listens.
+# `start` passes both to its processes: a secret that all share, and rank 0's listening socket.
 TOKEN_VARIABLE = "HOSTDEV_TOKEN"
 LISTEN_VARIABLE = "HOSTDEV_LISTEN_FD"
 
@@ -35,15 +35,15 @@ class Place(NamedTuple):
 
     rank: int
     ranks: int
-    local_rank: int  # among those of this host
-    local_ranks: int  # of this host
-    address: str  # of the host of rank 0
+    local_rank: int
+    local_ranks: int
+    address: str
     port: int
-    launcher: str  # who says so
-    hosted: bool = False  # the launcher itself has a store there
-    attempt: int = 0  # how often the launcher has started all anew
-    device: int | None = None  # the number of the one that it is to take, where somebody says so
-    token: str = ""  # which all ranks of a run know, and others do not
+    launcher: str
+    hosted: bool = False
+    attempt: int = 0
+    device: int | None = None
+    token: str = ""
 
     @property
     def alone(self) -> bool:
@@ -73,7 +73,7 @@ def find(environment: Mapping[str, str] | None = None) -> Place:
         if rank in env or ranks in env:
             found.append(_read_launcher(env, launcher, rank, ranks, local_rank, local_ranks))
     if "PMI_PORT" in env and "PMI_RANK" not in env:
-        raise UserError("MPICH says no ranks with -pmi-port; leave that out")
+        raise UserError("MPICH sets no ranks with -pmi-port; leave it out")
     if _TABLE[0] in env:
         found.append(_read_rank_table(env))
     elif _TABLE[1] in env:
@@ -97,7 +97,7 @@ def _require_no_other(env: Mapping[str, str]) -> None:
     ranks = env.get(SLURM[1], "1")
     if ranks != "1" and SLURM[0] in env:
         raise UserError(
-            f"Slurm has started {ranks} processes, but not where they meet: in what srun starts, set "
+            f"Slurm has started {ranks} processes without a rendezvous address: for srun's tasks, set "
             "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID, MASTER_ADDR (the host of rank 0) "
             "and MASTER_PORT; or RANK=0 WORLD_SIZE=1 where each is to be alone"
         )
@@ -109,7 +109,7 @@ def _number(env: Mapping[str, str], name: str, launcher: str) -> int:
     try:
         value = int(env[name])
     except ValueError:
-        raise UserError(f"{name} is {env[name]!r}, which is no number") from None
+        raise UserError(f"{name} is {env[name]!r}, not a number") from None
     if value < 0:
         raise UserError(f"{name} is {value}; it must be at least 0")
     return value
@@ -121,7 +121,7 @@ def _read_launcher(
     mine, all_ranks = _number(env, rank, launcher), _number(env, ranks, launcher)
     if mine >= all_ranks:
         raise UserError(f"{rank} is {mine}, but {ranks} is {all_ranks}: ranks count from 0")
-    # A plain loop over processes need not say how many of them this host has: then all are here.
+    # A shell's loop over processes need not set the number of ranks on this host: all are here then.
     mine_here = _number(env, local_rank, launcher) if local_rank in env else mine
     here = _number(env, local_ranks, launcher) if local_ranks in env else None
     if here is None:
@@ -215,11 +215,11 @@ def read_table(path: Path) -> RankTable:
     except OSError as error:
         raise UserError(f"rank table {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"rank table {path} is none: {type(error).__name__} {error}") from None
+        raise UserError(f"rank table {path} is invalid: {type(error).__name__} {error}") from None
     if content.get("status", "completed") != "completed":
         raise UserError(f"rank table {path} has the status {content['status']!r}, not 'completed'")
     if count != len(servers):
-        raise UserError(f"rank table {path} says that there are {count} servers, and lists {len(servers)}")
+        raise UserError(f"rank table {path} declares {count} servers but lists {len(servers)}")
     if ranks != list(range(len(ranks))) or not ranks:
         raise UserError(
             f"rank table {path}: the rank_ids, in the order of the server_ids, are {ranks}, not 0, 1, 2, ..."
@@ -240,9 +240,7 @@ def _read_rank_table(env: Mapping[str, str]) -> Place:
         )
     number = device.get("device_id")
     if number is not None and not str(number).isdecimal():
-        raise UserError(
-            f"rank {rank} of the rank table {env[_TABLE[0]]} has the device_id {number!r}, which is no number"
-        )
+        raise UserError(f"rank {rank} of the rank table {env[_TABLE[0]]} has the device_id {number!r}, not a number")
     number = None if number is None else int(number)
     if table.ranks == 1:
         return Place(0, 1, 0, 1, "127.0.0.1", 0, _TABLE[0], device=number)
@@ -258,6 +256,6 @@ def _read_rank_table(env: Mapping[str, str]) -> Place:
 
 def speaks_for_host() -> bool:
     """Tell whether this process reports command-line errors, which all processes of a host find alike."""
-    with contextlib.suppress(UserError):  # about the place: all say it
+    with contextlib.suppress(UserError):  # all processes report a wrong environment
         return find().local_rank == 0
     return True

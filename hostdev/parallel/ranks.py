@@ -30,10 +30,10 @@ from hostdev.parallel.watch import LOST_SECONDS, Watch
 from hostdev.parallel.world import LocalChannel, World
 
 HOST_BACKEND = "gloo"
-TIMEOUT = 600.0  # seconds that one waits for another within a step
-MEETING = 60.0  # seconds until all have come, where nobody says otherwise
+TIMEOUT = 600.0  # seconds that a rank waits for another within a step
+MEETING = 60.0  # seconds until the rendezvous must be complete
 FLAGS = 2
-STOP, SAVE = range(FLAGS)  # a signal's number; whether a checkpoint is due
+STOP, SAVE = range(FLAGS)  # a signal's number; a checkpoint is due
 
 
 _joined: "list[weakref.ref[Ranks]]" = []
@@ -74,7 +74,7 @@ class Channel(LocalChannel):
         self.backend, self.device = backend, torch.device("cpu") if device is None else device
         self.sent_bytes = 0  # to others
         self._end = weakref.finalize(self, _close, group)
-        self._end.atexit = False  # sockets and threads are few
+        self._end.atexit = False  # leave few sockets and threads to the operating system
 
     def let_go(self) -> None:
         """Release the destroyed group; returns once its threads have ended."""
@@ -125,7 +125,7 @@ class Channel(LocalChannel):
             yield
         except RuntimeError as error:
             self._lost()
-            raise PeerLostError(f"another rank does not answer any more ({_short(error)})") from None
+            raise PeerLostError(f"another rank stopped answering ({_short(error)})") from None
 
     def exchange_counts(self, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Send each rank its row of numbers, int64 [W, any]; return the rows that all ranks send here."""
@@ -191,15 +191,15 @@ class Ranks(World):
         self._kept: list[Channel] = []
         self._slices: dict[Any, tuple[Channel, Any]] = {}
         self.rank, self.size = place.rank, place.ranks
-        self.failed = False  # this rank, or one that it has waited for
-        self.have_left = False  # this one, when all had come to their end
+        self.failed = False  # this rank, or one that it waited for
+        self.have_left = False  # together with all others
         self._loops: list[weakref.ref[Any]] = []
         self.calls = Calls(place.rank, place.ranks)
         alike = {**versions(), "the mesh": str(self.mesh), **(values or {})}
         self.store = _meet(place, meeting, alike)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", find_interface(place))
         self.watch = Watch(place, make_key_prefix(place), self.calls, on_fault)
-        # What this rank tells the others with each step, and what of it they all know since the last one: the largest.
+        # Flags that this rank contributes to each step, and their maximum over all ranks since the last step.
         self.telling = [0] * FLAGS
         self.told = [0] * FLAGS
         self._within = timedelta(seconds=timeout)
@@ -216,8 +216,8 @@ class Ranks(World):
             self.control.barrier()
         except (RuntimeError, PeerLostError) as error:
             self.watch.lost()
-            time.sleep(LOST_SECONDS + 1)  # if a rank is gone, that is found meanwhile, and this process ended
-            why = f"all have met, but do not reach one another: {_short(error)}"
+            time.sleep(LOST_SECONDS + 1)  # if a rank is gone, the monitor ends this process meanwhile
+            why = f"all ranks have met but cannot reach one another: {_short(error)}"
             self.watch.fail(why)
             raise UserError(f"rank {self.rank} of {self.size}: {why}") from None
 
@@ -262,7 +262,7 @@ class Ranks(World):
             raise UserError(f"--dist-backend {name}: {where}, {why}; leave it out, or use {HOST_BACKEND}")
         if own is None or not possible or HOST_BACKEND in wanted:
             return self.channel(axis)
-        # The watch ends all ranks where one is gone, and says which; NCCL's own would abort this process before.
+        # The monitor ends all ranks if one is gone, and names it; NCCL's own watchdog would abort this process first.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         channel = self._channel(own, device, axis)
         for rank, error in enumerate(self.control.share(channel.try_out())):
@@ -270,7 +270,7 @@ class Ranks(World):
                 raise UserError(
                     f"rank {rank}: {own} does not work with {names[rank]}: {error}; use --dist-backend gloo"
                 )
-        self._kept.append(channel)  # to close one may wait for other ranks, and so is not left to chance
+        self._kept.append(channel)  # closing it may wait for other ranks, so it must not happen at a random time
         return channel
 
     def slices(self, device: torch.device, axis: str | None = None) -> tuple[Channel, Any]:
@@ -278,7 +278,7 @@ class Ranks(World):
 
         Both are cached for each set of groups: DTensor treats two meshes of the same ranks as one, and uses the first.
         """
-        from torch.distributed.device_mesh import DeviceMesh  # what it stands on takes a second to load
+        from torch.distributed.device_mesh import DeviceMesh  # its imports take a second
 
         groups = self.mesh.groups(axis) if axis is not None else [list(range(self.size))]
         key = device.type, tuple(map(tuple, groups))
@@ -340,8 +340,8 @@ class Ranks(World):
         self._kept.clear()
         self._slices.clear()
         dist.destroy_process_group()
-        # A thread of a group that lets go of an exchange's tensors while Python ends asks for the interpreter's lock,
-        # and aborts the process (torch 2.13).
+        # A group's thread that releases tensors while Python exits takes the interpreter's lock, and aborts the
+        # process (torch 2.13).
         for channel in list(self._channels):
             channel.let_go()
         self.have_left = True

@@ -21,8 +21,8 @@ from hostdev.parallel.alike import Values, compare, format_ranks
 from hostdev.parallel.place import LISTEN_VARIABLE, Place
 from hostdev.parallel.start import listen_at
 
-NOTICE_SECONDS = 0.5  # that others have to look what is wrong, before the store ends with rank 0
-_GRACE_SECONDS = 2.0  # beyond its own timeout that torch has to connect
+NOTICE_SECONDS = 0.5  # for others to read the cause before the store ends with rank 0
+_GRACE_SECONDS = 2.0  # beyond torch's own timeout
 
 
 def make_key_prefix(place: Place) -> str:
@@ -60,10 +60,10 @@ def meet(place: Place, seconds: float, values: Values | None = None) -> Any:
         each = [] if missing else [_values(mine.get(f"values/{rank}")) for rank in range(place.ranks)]
     except RuntimeError:
         raise UserError(
-            f"rank {place.rank} of {place.ranks}: rank 0 at {where} has ended before {format_ranks(missing)} came"
+            f"rank {place.rank} of {place.ranks}: rank 0 at {where} ended before {format_ranks(missing)} came"
         ) from None
     if missing:
-        raise UserError(f"{format_ranks(missing)} of {place.ranks} did not come to {where} within {seconds:g} s")
+        raise UserError(f"{format_ranks(missing)} of {place.ranks} did not reach {where} within {seconds:g} s")
     _compare_together(mine, place, each)
     return mine
 
@@ -74,7 +74,7 @@ def announce(store: Any, place: Place, values: Values | None = None) -> None:
     wrong = None
     ranks = store.compare_set("ranks", "", f"{place.ranks}").decode(errors="replace")
     store.set(f"values/{place.rank}", json.dumps(dict(values or {})))
-    if ranks != f"{place.ranks}":  # so it is not here: another that counts it in would take all to have met
+    if ranks != f"{place.ranks}":  # it does not count as present: others would think that all have met
         wrong = f"rank {place.rank} ({me}) was started as one of {place.ranks}, another as one of {ranks}"
     elif (first := store.compare_set(f"here/{place.rank}", "", me).decode(errors="replace")) != me:
         wrong = f"two processes were started as rank {place.rank}: {first} and {me}"
@@ -110,7 +110,7 @@ def connect(place: Place, seconds: float, **how: Any) -> Any:
     thread.join(seconds + _GRACE_SECONDS)
     if not found:
         raise UserError(
-            f"rank {place.rank} of {place.ranks}: what listens at {place.address}:{place.port} does not answer within "
+            f"rank {place.rank} of {place.ranks}: the listener at {place.address}:{place.port} does not answer within "
             f"{seconds:g} s; another program may have this port: choose another MASTER_PORT"
         )
     if isinstance(found[0], Exception):
@@ -151,7 +151,7 @@ def _open(place: Place, seconds: float) -> Any:
         if hosts:
             raise UserError(f"rank 0 cannot listen at {where}: {short(error)}; choose another MASTER_PORT") from None
         raise UserError(
-            f"rank {place.rank} of {place.ranks} does not reach rank 0 at {where} within {seconds:g} s; is it running, "
+            f"rank {place.rank} of {place.ranks} cannot reach rank 0 at {where} within {seconds:g} s; is it running, "
             "and are MASTER_ADDR and MASTER_PORT right?"
         ) from None
 
@@ -185,7 +185,7 @@ def _values(text: bytes) -> Values:
 def _compare_together(store: Any, place: Place, each: Sequence[Values]) -> None:
     """Compare the ranks' values. If they differ, rank 0 keeps its store until all ranks have seen them."""
     store.set(f"seen/{place.rank}", "")
-    if not all(each):  # a program that only meets has none
+    if not all(each):  # a program that only meets gives no values
         return
     try:
         compare(each)

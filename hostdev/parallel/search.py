@@ -1,13 +1,14 @@
-"""Which layout of a network takes the least time: meshes, cuts and strategies, by a model of what each costs.
+"""The search for a layout: it enumerates meshes, and orders them by a cost model; `trial` measures the best of them.
 
 A step of M micro-batches on a mesh of D x T x P (data, model, pipe), M / D of them on each rank, takes
 
     (M / D + P - 1) * t        micro-batches through the stages, the slowest of which takes t for one
     + additions of gradients, their exchange along data, the optimizer's step
 
-and t is what the stage's pieces take, less what slices save, plus what goes to other stages and between slices. Stages
-are cut so that t is least (Narayanan et al., SC 2021, have the same bubble); strategies of layers are the shortest way
-through them, as in Jia et al., "Beyond Data and Model Parallelism", MLSys 2019. All figures are measured: `costs`.
+where t is the time of the stage's pieces, minus what slices save, plus the exchanges with other stages and between
+slices. Stages are cut so that t is least (Narayanan et al., SC 2021, have the same bubble); strategies of layers are
+the shortest path through them, as in Jia et al., "Beyond Data and Model Parallelism", MLSys 2019. `costs` measures all
+inputs of the model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,15 +27,17 @@ _NONE_SLICED = (
 
 
 class Wanted(NamedTuple):
-    """What is given, and kept.
+    """The constraints of a search.
 
-    ranks          how many there are
-    micro_batches  of a step, on all ranks
-    mesh, begins   None: to be found
-    strategies     of layers by name
-    interleaved    two stages on each rank
-    gpipe          all forward passes first
-    sliced         at least one layer is to be cut, where the mesh is given and has processes for slices
+    Attributes:
+        ranks: Number of ranks.
+        micro_batches: Of a step, on all ranks.
+        mesh: A fixed mesh; None searches for one.
+        begins: Fixed first pieces of the stages; None searches for them.
+        strategies: Fixed strategies by layer name.
+        interleaved: Two stages on each rank.
+        gpipe: All forward passes before all backward passes.
+        sliced: At least one layer must be sliced if the fixed mesh has an axis `model`.
     """
 
     ranks: int
@@ -48,11 +51,12 @@ class Wanted(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """What can be cut.
+    """The layers that can be sliced.
 
-    able    tells whether a layer can be cut by a strategy over so many ranks
-    pairs   of layers of which the second takes what the first gives, elementwise
-    stages  the network can be cut into stages
+    Attributes:
+        able: Tells whether a layer can be sliced by a strategy over a number of ranks.
+        pairs: Pairs of layers of which the second consumes the first one's output elementwise.
+        stages: The network can be cut into stages.
     """
 
     able: Callable[[str, str, int], bool]
@@ -61,11 +65,18 @@ class Layers(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A layout, and what it costs by the model.
+    """A layout and its cost by the model.
 
-    seconds   of a step: compute + waiting + exchange + update
-    measured  seconds of steps that were taken; None: there were none
-    memory    bytes on the fullest rank: parameters, gradients, an optimizer's two slots, what backward passes keep
+    Attributes:
+        mesh: The mesh.
+        begins: First pieces of all stages but the first.
+        plan: Strategies of layers.
+        compute: Seconds of a step's computation.
+        waiting: Seconds of waiting for other stages.
+        exchange: Seconds of exchanges.
+        update: Seconds of additions and of the optimizer.
+        memory: Bytes on the fullest rank: parameters, gradients, optimizer state of two values, saved activations.
+        measured: Measured seconds of a step; None if it was not measured.
     """
 
     mesh: Mesh
@@ -80,12 +91,12 @@ class Candidate(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step by the model."""
         return self.compute + self.waiting + self.exchange + self.update
 
 
 class _Sliced(NamedTuple):
-    """What strategies change for one micro-batch of a stage."""
+    """The effect of strategies on one micro-batch of a stage."""
 
     plan: list[tuple[str, str]]
     saved: float  # seconds of compute
@@ -94,7 +105,7 @@ class _Sliced(NamedTuple):
 
 
 def candidates(profile: Profile, machine: Machine, layers: Layers, wanted: Wanted) -> list[Candidate]:
-    """Return a candidate for each mesh that is possible, the fastest that fit first; UserError where there is none."""
+    """Return a candidate for each possible mesh, the fastest that fit into memory first; UserError if there is none."""
     found = []
     for mesh in [wanted.mesh] if wanted.mesh is not None else meshes(wanted.ranks):
         stages = mesh.pipe * (1 + wanted.interleaved) if mesh.pipe > 1 else 1
@@ -114,13 +125,13 @@ def candidates(profile: Profile, machine: Machine, layers: Layers, wanted: Wante
         found.append(one)
     if not found:
         raise UserError(
-            f"no layout of {wanted.ranks} processes goes with {wanted.micro_batches} micro-batches and what was given"
+            f"no layout of {wanted.ranks} processes fits {wanted.micro_batches} micro-batches and the given options"
         )
     return sorted(found, key=lambda one: (one.memory > machine.available, one.seconds))
 
 
 def meshes(ranks: int) -> list[Mesh]:
-    """Return all meshes of so many ranks."""
+    """Return all meshes of a number of ranks."""
     return [
         Mesh(data, model, ranks // data // model)
         for data in range(1, ranks + 1)
@@ -133,10 +144,7 @@ def meshes(ranks: int) -> list[Mesh]:
 def _sliced_candidate(
     profile: Profile, machine: Machine, layers: Layers, wanted: Wanted, mesh: Mesh, stages: int
 ) -> Candidate:
-    """Return the fastest candidate that has slices, where one without them would be faster.
-
-    UserError where no layer can be cut.
-    """
+    """Return the fastest candidate with at least one sliced layer; UserError if no layer can be sliced."""
     free = [layer.name for layer in profile.layers if layer.name not in wanted.strategies]
     ways = [
         {name: strategy}
@@ -215,7 +223,7 @@ def _candidate(
 
 
 def _in_flight(wanted: Wanted, mesh: Mesh, count: int, rank: int) -> int:
-    """Return of how many micro-batches a stage keeps what its backward passes need."""
+    """Return the number of micro-batches whose activations a stage holds."""
     if mesh.pipe == 1:
         return 1
     return count if wanted.gpipe else min(count, mesh.pipe - rank + (mesh.pipe if wanted.interleaved else 0))
@@ -230,7 +238,7 @@ def _strategies(
     mesh: Mesh,
     count: int,
 ) -> _Sliced:
-    """Return the strategies of a stage's layers that take the least time."""
+    """Return the fastest strategies of a stage's layers."""
     T = mesh.model
     if T == 1:
         return _Sliced([], 0.0, 0.0, 0.0)

@@ -14,7 +14,7 @@ from typing import Any
 from hostdev.core.launched import LAUNCHERS, RANK_TABLE
 from hostdev.parallel.place import LISTEN_VARIABLE, TOKEN_VARIABLE
 
-# A launcher may have started the command that starts them: what it has set is about that one.
+# Variables of a launcher that has started this command concern this command, not its children.
 _LAUNCHER_VARIABLES = {
     *itertools.chain.from_iterable(names for _, names in LAUNCHERS),
     *RANK_TABLE,
@@ -22,7 +22,7 @@ _LAUNCHER_VARIABLES = {
     "TORCHELASTIC_RESTART_COUNT",
 }
 _BACKLOG = 2048
-_END_SECONDS = 8.0  # that others have after one has failed
+_END_SECONDS = 8.0  # for the others to end after a failure
 
 
 def start_here(ranks: int, command: Sequence[str], **how: Any) -> "list[subprocess.Popen[bytes]]":
@@ -33,7 +33,7 @@ def start_here(ranks: int, command: Sequence[str], **how: Any) -> "list[subproce
         command: Command line of each.
         **how: Further arguments of `subprocess.Popen`.
     """
-    # Rank 0 inherits the socket: nobody else can take the port before, and it is not reached from other hosts.
+    # Rank 0 inherits the socket: no other program can take the port before, and other hosts cannot reach it.
     with listen_at(("127.0.0.1", 0), socket.AF_INET, socket.SOCK_STREAM) as listening:
         return _start(ranks, command, listening, how)
 
@@ -114,7 +114,7 @@ def _forward_signal(number: signal.Signals, processes: "list[subprocess.Popen[by
 
     def handle(*_: object) -> None:
         if number in (signal.SIGINT, signal.SIGHUP) and has_terminal:
-            return  # the terminal has told them
+            return  # the terminal has sent it to the children, too
         for process in processes:
             if process.poll() is None:
                 process.send_signal(number)

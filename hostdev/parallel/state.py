@@ -57,9 +57,7 @@ class State:
         self._keys = {key: names[id(every[key])] if key in every else key for key in network.state_dict()}
         self._buffers = get_buffer_names(network)
         if any(key not in every and key not in self._buffers for key in self._keys):
-            raise UserError(
-                "the network has state that is no tensor (get_extra_state), which ranks do not bring together"
-            )
+            raise UserError("the network has state other than tensors (get_extra_state), which ranks cannot gather")
         self._owners = dict.fromkeys([*self._order, *self._buffers], 0)  # of the first slice
         self._owners |= _owners(network, stages, ranks)
 
@@ -228,7 +226,7 @@ class State:
                 raise UserError(f"{name} has the shape {list(parts[name].shape)}, not {list(value.shape)}")
         lacking = sorted({*optimizer.param_groups[0]} - {"params", *state["param_groups"][0]})
         if mine and lacking:
-            raise UserError(f"its optimizer is another one, without {', '.join(lacking)}")
+            raise UserError(f"its optimizer differs: it lacks {', '.join(lacking)}")
         numbers, slots = _numbers(optimizer), {}
         for number, name in enumerate(self._order):
             if name in mine and number in state["state"] and id(mine[name]) in numbers:

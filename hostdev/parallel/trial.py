@@ -1,4 +1,4 @@
-"""A few steps of each of the layouts that a search has found best: what they take, measured in turn."""
+"""Trials: a few steps of each of the best layouts, measured in turn."""
 
 import copy
 import statistics
@@ -20,7 +20,7 @@ _ROUNDS = 3, 25  # at least, and at most
 
 
 def can_be_copied(network: nn.Module, ranks: World) -> bool:
-    """Tell whether all ranks can copy a network; slices made by hand are of one mesh alone."""
+    """Tell whether all ranks can copy a network; slices made by hand fit one mesh only."""
     possible = all(get_slice_dim(one) is None for one in network.parameters())
     if possible:
         try:
@@ -42,11 +42,20 @@ def steps_of(
     device: torch.device,
     autocast: torch.dtype | None,
 ) -> list[float | None]:
-    """Return the seconds of a step of each layout with Adam; None: it is not possible. All ranks call it.
+    """Return the seconds of a step of each layout with Adam; None if it is not possible. All ranks call it.
 
-    expected  seconds of each, the same on all ranks
+    The network is left unchanged; copies of it for all layouts are in memory together.
 
-    The network stays as it is; copies of it take what the layouts do, all at once.
+    Args:
+        network: The whole network.
+        inputs: Returns zeros in place of the network's inputs.
+        ranks: The ranks of this run.
+        layouts: Mesh and layout of each trial.
+        expected: Seconds of each, the same on all ranks.
+        samples: Samples of a batch on all ranks.
+        micro_batches: Micro-batches of a step on all ranks.
+        device: Where the network runs.
+        autocast: Dtype of autocast, or None.
     """
     before = ranks.mesh
     kind = None if device.type == "cpu" else device.type
@@ -68,7 +77,7 @@ def steps_of(
 
 
 class _Trial:
-    """A copy of a network that is laid out."""
+    """A copy of a network in one layout."""
 
     def __init__(self, network: Any, ranks: World, mesh: Mesh, device: torch.device) -> None:
         self._network, self._ranks, self._mesh, self._device = network, ranks, mesh, device
@@ -95,7 +104,7 @@ def _make_trial(
     device: torch.device,
     autocast: torch.dtype | None,
 ) -> _Trial | None:
-    """Return a trial; None where the layout does not fit, which all ranks find alike."""
+    """Return a trial; None if the layout does not fit, which all ranks find alike."""
     from hostdev.parallel.network import Network  # whose layout may be chosen here
 
     ranks.mesh = mesh
@@ -117,7 +126,7 @@ def _make_trial(
 
 
 def _slice_inputs(values: tuple[Any, ...], part: slice) -> tuple[Any, ...]:
-    """Return some samples of the network's inputs, as new ones."""
+    """Return some samples of the network's inputs as new tensors."""
 
     def taken(one: Tensor) -> Tensor:
         return one.detach()[part].requires_grad_(one.requires_grad)
@@ -126,6 +135,6 @@ def _slice_inputs(values: tuple[Any, ...], part: slice) -> tuple[Any, ...]:
 
 
 def _mean(output: Any) -> Tensor:
-    """Return something to differentiate of whatever a network gives."""
+    """Return a scalar to differentiate from a network's output."""
     trained = [one for one in torch.utils._pytree.tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
     return torch.stack([one.float().mean() for one in trained]).sum()

@@ -16,14 +16,14 @@ from hostdev.parallel.calls import LEFT, Call, Calls, describe_mismatch, find_mi
 from hostdev.parallel.place import Place
 from hostdev.parallel.rendezvous import connect
 
-HUNG_SECONDS = 24.0  # without a sign of life: a machine that is short of memory may stall a process for some
-LOST_SECONDS = 3.0  # the same, where a connection has broken
-_UNLIKE_SECONDS = 1.2  # that ranks are in different calls, and do not go on
-_LEFT_SECONDS = 4.0  # the same, where one has left a loop: by an error, maybe, which is then what all are told
+HUNG_SECONDS = 24.0  # without a heartbeat: a machine short of memory may stall a process for some seconds
+LOST_SECONDS = 3.0  # without a heartbeat after a connection has broken
+_UNLIKE_SECONDS = 1.2  # that ranks wait in different calls
+_LEFT_SECONDS = 4.0  # the same after a rank has left a loop: its error may be on the way, and explains more
 _EVERY = 0.5
 _ANSWER_SECONDS = 3.0
-_GONE = "does not answer any more; was it killed?"
-_HANGS = f"has given no sign of life for {HUNG_SECONDS:g} s; it hangs"
+_GONE = "stopped answering; was it killed?"
+_HANGS = f"has sent no heartbeat for {HUNG_SECONDS:g} s; it hangs"
 
 
 class _Seen(NamedTuple):
@@ -51,10 +51,10 @@ class Watch:
         self._stop = threading.Event()
         self._found = threading.Lock()
         self._lost = False
-        self._looked = time.monotonic()  # when the store has answered last
-        self._mine = calls.recent, self._looked  # this rank's calls, and since when they have been these
+        self._looked = time.monotonic()  # last answer of the store
+        self._mine = calls.recent, self._looked  # this rank's calls, and the time of the latest
         self._beat(0)
-        # Who asks the store may wait for ever where its host hangs: so another watches over the asking.
+        # A request hangs forever if the store's host hangs, so a second thread watches the one that asks.
         self._threads = [
             threading.Thread(target=work, name=f"hostdev-watch-{name}", daemon=True)
             for name, work in (("asks", self._ask), ("waits", self._wait))
@@ -85,9 +85,9 @@ class Watch:
         def tell() -> None:
             self._tell(self._place.rank, why)
             while not self._store.check(["answer"]) and time.monotonic() < until:
-                time.sleep(_EVERY / 10)  # others look now and then
+                time.sleep(_EVERY / 10)
 
-        # A thread that is still in torch's code when Python ends would abort the process.
+        # A thread still inside torch at Python's exit would abort the process.
         within(2 * _ANSWER_SECONDS, tell)
 
     def answer(self) -> None:
@@ -112,11 +112,8 @@ class Watch:
             last = self._calls.last
             behind = [rank for rank in others if calls[rank] and calls[rank][-1].number < last.number]
             if behind:
-                who, many = format_ranks(behind), len(behind) > 1
-                found.append(
-                    f"waits in {last.text}, to which {who} {'do' if many else 'does'} not come; {who} "
-                    f"{'are' if many else 'is'} alive, rank {behind[0]} in {calls[behind[0]][-1].text}"
-                )
+                which = ", which is alive in " if len(behind) == 1 else f"; they are alive, rank {behind[0]} in "
+                found.append(f"waits in {last.text} for {format_ranks(behind)}{which}{calls[behind[0]][-1].text}")
 
         within(10.0, look)
         return found[0] if found else None
@@ -132,7 +129,7 @@ class Watch:
         self._store.set(f"alive/{self._place.rank}", f"{count} {format_calls(self._calls.recent)}")
 
     def _tell(self, rank: int, why: str) -> None:
-        said = why.encode(errors="backslashreplace").decode()  # a path may be in no encoding
+        said = why.encode(errors="backslashreplace").decode()  # a path may have surrogates
         self._store.compare_set("fault", "", _signed(self._place.token, f"{rank} {said}"))
 
     def _ask(self) -> None:
@@ -163,7 +160,7 @@ class Watch:
         self._stop.set()
         within(1.0, lambda: self._tell(rank, why))
         if self._place.rank == 0 and not self._place.hosted:
-            time.sleep(2 * _EVERY)  # the store ends with this process, and the others are to find in it what is wrong
+            time.sleep(2 * _EVERY)  # the store ends with this process, and the others must read the cause first
         self._on_fault(rank, why)
 
     def _look(self, count: int, watched: list[int], seen: dict[int, _Seen]) -> tuple[int, str] | None:

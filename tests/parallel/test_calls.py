@@ -10,7 +10,7 @@ from hostdev.parallel.calls import LEFT, Calls, find_mismatch, format_calls, par
 from tests.parallel.mismatched import AT
 
 SOON = 40.0  # seconds on a busy machine, of which most are the start; the timeout is 60
-ADVICE = ": all ranks are to call the same, in the same order (docs/parallel.md)"
+ADVICE = ": all ranks must make the same calls in the same order (docs/parallel.md)"
 NEXT = f"step {AT + 1} of runtime.train()"
 
 
@@ -125,7 +125,7 @@ def test_one_rank_ends_in_the_body(processes, what, words):
 def test_one_rank_does_not_come(processes):
     """It sleeps, and lives: so it is not said to be gone."""
     done, _ = run(processes, "sleep")
-    assert told(done).startswith(f"rank 0 of 2: waits in {NEXT}, to which rank 1 does not come; rank 1 is alive")
+    assert told(done).startswith(f"rank 0 of 2: waits in {NEXT} for rank 1, which is alive in ")
 
 
 @pytest.mark.slow

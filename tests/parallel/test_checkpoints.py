@@ -168,7 +168,7 @@ def test_each_is_killed_at_ten_moments(alone, processes, small_data, tmp_path):
         started[rank].kill()
         codes = [process.code for process in processes.ended()[before:]]
         print("killed", rank, "codes", codes, "steps", advance.steps())
-        assert 0 not in codes, f"the run has ended before the kill {number}"
+        assert 0 not in codes, f"the run ended before the kill {number}"
     go_on(processes, small_data, folder, 2, 400, *more[2:], "--checkpoint-every", 3, "--cache-rows", "10%")
     reference = alone(small_data, *more)
     assert (Trained(folder).sha256, Trained(folder).losses) == (reference.sha256, reference.losses)

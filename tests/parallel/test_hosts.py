@@ -177,9 +177,7 @@ def test_a_host_whose_network_is_cut(processes, hosts, small_data, gone):
     assert time.monotonic() - since < SOON
     for rank, done in enumerate(processes.ended()):
         assert done.code == 2
-        words = (
-            f"hostdev.train: error: rank {1 - rank} of 2: has given no sign of life for {HUNG_SECONDS:g} s; it hangs"
-        )
+        words = f"hostdev.train: error: rank {1 - rank} of 2: has sent no heartbeat for {HUNG_SECONDS:g} s; it hangs"
         assert one_line(done.err) == words
         assert "Traceback" not in done.err
     assert (folder / "summary.json").is_file()  # the logs are complete

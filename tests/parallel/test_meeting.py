@@ -67,9 +67,9 @@ def test_a_rank_that_never_comes(processes, small_data):
         start(processes, *TRAIN, *flags, RANK=rank, WORLD_SIZE=3, port=port)
     where = f"127.0.0.1:{port}"
     first, second = refused(processes)
-    words = f"rank 2 of 3 did not come to {where} within 15 s"
+    words = f"rank 2 of 3 did not reach {where} within 15 s"
     assert first == words
-    assert second in (words, f"rank 1 of 3: rank 0 at {where} has ended before rank 2 came")
+    assert second in (words, f"rank 1 of 3: rank 0 at {where} ended before rank 2 came")
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_a_network_interface_that_is_none(processes, small_data):
     for rank, more in enumerate(({}, {"GLOO_SOCKET_IFNAME": "none7"})):
         start(processes, *TRAIN, *flags, RANK=rank, WORLD_SIZE=2, port=port, **more)
     for line in refused(processes):
-        assert line.startswith("rank 1 of 2: all have met, but do not reach one another: ")
+        assert line.startswith("rank 1 of 2: all ranks have met but cannot reach one another: ")
         assert "none7" in line
 
 
@@ -96,6 +96,4 @@ def test_a_rank_that_ends_when_all_have_met(processes, small_data):
     start(processes, "-c", code, RANK=1, WORLD_SIZE=2, port=port)
     first, second = processes.ended()
     assert (first.code, second.code) == (2, 0)
-    assert (
-        first.err == f"hostdev.train: error: rank 1 of 2: has given no sign of life for {HUNG_SECONDS:g} s; it hangs\n"
-    )
+    assert first.err == f"hostdev.train: error: rank 1 of 2: has sent no heartbeat for {HUNG_SECONDS:g} s; it hangs\n"

@@ -44,14 +44,14 @@ def test_leads_have_all_micro_batches_once_and_in_order(mesh, count):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("data", "'data' is none of data=N, model=N and pipe=N"),
-        ("rows=2", "'rows=2' is none of"),
-        ("data=2,", "'nothing' is none of"),
-        ("data=2,data=2", "data is there twice"),
+        ("data", "'data' is not data=N, model=N and pipe=N"),
+        ("rows=2", "'rows=2' is not data=N"),
+        ("data=2,", "'nothing' is not data=N"),
+        ("data=2,data=2", "data is given twice"),
         ("pipe=0", "pipe=0 is not a number of processes, 1 or more"),
         ("pipe=two", "pipe=two is not a number"),
         ("model=-1", "model=-1 is not a number"),
-        ("", "'nothing' is none of"),
+        ("", "'nothing' is not data=N"),
     ],
 )
 def test_a_wrong_text_is_named(text, says):

@@ -246,11 +246,11 @@ class Shared(nn.Module):
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
-        ("one", "'one' names no layer and one of colwise, rowwise, replicate"),
-        ("one=", "'one=' names no layer and one of"),
-        ("one=cols", "'one=cols' names no layer"),
-        ("", "'nothing' names no layer"),
-        ("one=colwise,one=rowwise", "one is there twice"),
+        ("one", "'one' is not LAYER=STRATEGY with one of colwise, rowwise, replicate"),
+        ("one=", "'one=' is not LAYER=STRATEGY with one of"),
+        ("one=cols", "'one=cols' is not LAYER=STRATEGY"),
+        ("", "'nothing' is not LAYER=STRATEGY"),
+        ("one=colwise,one=rowwise", "one is given twice"),
         ("four=colwise", "no layer has such a name; they are one, two, three"),
         ("f*=colwise", "no layer has such a name; they are one, two, three"),
         ("one=colwise", "one and two use one parameter, and one=colwise and two=replicate cut it differently"),
@@ -378,7 +378,7 @@ def test_wrong_arguments_are_named():
             Network(network, example, **how)
     with pytest.raises(UserError, match=r"layer '0' \(SyncBatchNorm\) exchanges with other processes"):
         Network(nn.Sequential(nn.SyncBatchNorm(4)), example)
-    with pytest.raises(ValueError, match="a step is of at least one sample"):
+    with pytest.raises(ValueError, match="a step needs at least one sample"):
         Network(network, example).step(0, lambda part: example, lambda output, part: output.sum())
 
 
@@ -399,7 +399,7 @@ def test_gradients_are_added_up_and_clipped_as_torch_does_it():
 def test_a_state_of_another_optimizer_is_named(tmp_path):
     network = Network(nn.Linear(4, 4), (torch.zeros(2, 4),))
     network.save(tmp_path / "saved", torch.optim.SGD(network.parameters, lr=0.1))
-    with pytest.raises(UserError, match="saved is of another network: its optimizer is another one, without amsgrad"):
+    with pytest.raises(UserError, match="saved is of another network: its optimizer differs: it lacks amsgrad"):
         network.restore(tmp_path / "saved", torch.optim.Adam(network.parameters))
     groups = torch.optim.SGD([{"params": network.parameters[:1]}, {"params": network.parameters[1:]}], lr=0.1)
     for integrated in (True, False):

@@ -56,7 +56,7 @@ def test_a_network_that_does_not_say_its_parts_is_refused():
         def forward(self, x):
             return x
 
-    with pytest.raises(UserError, match=r"Own cannot be cut into stages: it is no nn\.Sequential, and has no"):
+    with pytest.raises(UserError, match=r"Own cannot be cut into stages: it is not an nn\.Sequential and has no"):
         pieces_of(Own())
 
 

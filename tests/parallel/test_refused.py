@@ -59,7 +59,7 @@ def test_micro_batches_that_processes_cannot_share_out_equally(refused, as_one_o
     ("options", "words"),
     [
         ("--mesh pipe=3", "--mesh pipe=3 is of 3 processes, and 2 were started"),
-        ("--mesh data=2,data=2", "data is there twice"),
+        ("--mesh data=2,data=2", "data is given twice"),
         (
             "--mesh pipe=2 --stage-cut deep.99",
             "--stage-cut deep.99: the network has no such piece; they are input, deep.0,",
@@ -150,12 +150,12 @@ def test_a_place_that_is_none(refused, monkeypatch):
 
 def test_ranks_that_do_not_come(refused, as_one_of):
     as_one_of(4)
-    assert "ranks 1, 2, 3 of 4 did not come to 127.0.0.1:" in refused(*MIX, "--micro-batches", 4, "--dist-timeout", 1)
+    assert "ranks 1, 2, 3 of 4 did not reach 127.0.0.1:" in refused(*MIX, "--micro-batches", 4, "--dist-timeout", 1)
 
 
 def test_nobody_is_where_rank_0_should_be():
     port = free_port()
-    with pytest.raises(UserError, match=f"rank 1 of 2 does not reach rank 0 at 127.0.0.1:{port} within 1 s"):
+    with pytest.raises(UserError, match=f"rank 1 of 2 cannot reach rank 0 at 127.0.0.1:{port} within 1 s"):
         Ranks(Place(1, 2, 1, 2, "127.0.0.1", port, "test"), lambda *_: None, meeting=1)
 
 
@@ -179,7 +179,7 @@ def test_ranks_with_different_numbers_of_steps():
 
     for error in with_ranks(3, work):
         assert isinstance(error, ValueError)
-        assert "the batches of the ranks 0, 2 have ended, and those of 1 go on" in str(error)
+        assert "ranks 0, 2 have no more batches, but rank 1 has" in str(error)
     assert with_ranks(3, lambda ranks: Exchange(ranks, [9], [[1]]).end()) == [None, None, None]
 
 

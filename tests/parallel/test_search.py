@@ -106,9 +106,9 @@ def test_what_does_not_fit_comes_last():
 
 
 def test_nothing_is_possible():
-    with pytest.raises(UserError, match="no layout of 2 processes goes with 1 micro-batches and what was given"):
+    with pytest.raises(UserError, match="no layout of 2 processes fits 1 micro-batches and the given options"):
         candidates(profile(0.1), FAST, layers(stages=False, able=lambda *_: False), Wanted(2, 1))
-    with pytest.raises(UserError, match="no layout of 3 processes goes with 4 micro-batches"):
+    with pytest.raises(UserError, match="no layout of 3 processes fits 4 micro-batches"):
         candidates(profile(0.1), FAST, layers(stages=False, able=lambda *_: False), Wanted(3, 4))
 
 

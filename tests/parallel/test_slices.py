@@ -121,7 +121,7 @@ def slow(*values):
     ],
 )
 def test_wrong_options_are_told_before_anybody_waits(processes, small_data, more, says):
-    """Of the other rank there is none: whoever waited would wait a minute."""
+    """Of the other rank there is invalid: whoever waited would wait a minute."""
     processes.start(
         *[sys.executable, *TRAIN, *flags_of(small_data, processes.folder / "run", *more)],
         RANK=0,

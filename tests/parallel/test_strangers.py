@@ -37,7 +37,7 @@ def silent():
 
 def test_a_silent_program_has_the_port(silent):
     since = time.monotonic()
-    words = f"rank 1 of 2: what listens at 127.0.0.1:{silent} does not answer within 1 s; another program may have"
+    words = f"rank 1 of 2: the listener at 127.0.0.1:{silent} does not answer within 1 s; another program may have"
     with pytest.raises(UserError, match=words):
         Ranks(place(silent, rank=1), lambda *_: None, meeting=1)
     assert time.monotonic() - since < 30
